@@ -8,7 +8,7 @@ from typing import Any
 
 from prejit.runtime.generation.finished_text import Result, Stats
 from prejit.runtime.generation.generate import Piece
-from prejit.runtime.programs.ready import ProgramReport
+from prejit.runtime.programs.ready_programs import ProgramReport
 from prejit.runtime.start_report import StartReport
 from prejit.runtime.verdict import Axis, Verdict
 from prejit.server.engine.engine_metrics import EngineMetrics

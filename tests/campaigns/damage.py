@@ -464,11 +464,13 @@ def _audited(bundle: Path, damage: Damage, allowed: str | None) -> str | None:
 def _use(bundle: Path, mode: str) -> tuple[list[int], Exception | None]:
     """Load a bundle and stream a reply. Return its tokens, and the error that ended it."""
     from prejit.runtime import load
-    from prejit.runtime.format import verifying
+    from prejit.runtime.format import blob_hashing
 
     tokens: list[int] = []
     late = mock.patch.object(
-        verifying, "HashingVerification", partial(_without_threads, verifying.HashingVerification)
+        blob_hashing,
+        "HashingVerification",
+        partial(_without_threads, blob_hashing.HashingVerification),
     )
     try:
         with late if mode == "late" else contextlib.nullcontext():

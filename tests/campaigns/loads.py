@@ -58,9 +58,9 @@ BY_CODE = "by bytes of code that a policy refuses"
 PRELOADED = (
     *("jax", "jaxlib.xla_client", "prejit.runtime.bundle", "prejit.runtime.bundle_batches"),
     *("prejit.runtime.device.kernels", "prejit.runtime.device.portable", "prejit.runtime.loader"),
-    *("prejit.runtime.format.verifying", "prejit.runtime.generation.cache_growth"),
+    *("prejit.runtime.format.blob_hashing", "prejit.runtime.generation.cache_growth"),
     *("prejit.runtime.generation.decode", "prejit.runtime.generation.filling_aside"),
-    *("prejit.runtime.generation.finished_text", "prejit.runtime.programs.local"),
+    *("prejit.runtime.generation.finished_text", "prejit.runtime.programs.local_compiler"),
     *("prejit.runtime.programs.user_programs", "prejit.runtime.trust.enforcing"),
     "tests.campaigns.loads",
 )

@@ -292,7 +292,7 @@ def _root() -> Callable[[bytes], object]:
 
 
 def _index() -> Callable[[bytes], object]:
-    from prejit.runtime.fallback import closest_target
+    from prejit.runtime.fallback_reporting import closest_target
     from prejit.runtime.format.checks.oci import check_index
     from prejit.runtime.format.opening import match
     from prejit.runtime.format.root import Root

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED: tuple[str, ...] = (
-    *("prejit.compiler.cli.build_commands", "prejit.compiler.pipeline.run"),
+    *("prejit.compiler.cli.build_commands", "prejit.compiler.pipeline.build_run"),
     *("prejit.compiler.lowering.export", "prejit.compiler.models"),
     *("prejit.runtime.cli.inspect_command", "transformers", "tokenizers"),
 )

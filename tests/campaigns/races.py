@@ -31,9 +31,9 @@ import zstandard
 from prejit.compiler.garbage import collect
 from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach, write_layout
 from prejit.compiler.pipeline.pack.bundle_files import assemble
-from prejit.compiler.recording.recording_run import RecordedFile, RecordedTarget, packed
+from prejit.compiler.recording.jax_cache_packing import RecordedFile, RecordedTarget, packed
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.key import Key
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.blobs import check_blobs, read_whole

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler.compile.jobs import CompileJob, Source
+from prejit.compiler.compile.compile_jobs import CompileJob, Source
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.progress import Progress
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.key import Key
 from prejit.compiler.targets import environments, installing
 from prejit.compiler.targets.environments import EnvironmentSpec
 from prejit.compiler.targets.installing import find_uv, make_environment

@@ -80,7 +80,7 @@ def test_a_model_without_some_of_its_parts_gives_the_golden_answer(
     from safetensors.numpy import load_file, save_file
 
     from prejit.runtime.programs.quarantine import compare
-    from prejit.runtime.programs.ready import Programs
+    from prejit.runtime.programs.ready_programs import Programs
 
     damaged = tmp_path / "damaged"
     shutil.copytree(model, damaged)

@@ -15,6 +15,7 @@ from tests.quick_compiling import XLA_FLAGS
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.manifest import Generate, Manifest, Model
 from prejit.compiler.pipeline.build_interface import Built
+from prejit.compiler.pipeline.build_run import build
 from prejit.compiler.pipeline.plan import (
     Plan,
     choose_source,
@@ -23,7 +24,6 @@ from prejit.compiler.pipeline.plan import (
     plan_build,
 )
 from prejit.compiler.pipeline.reuse import known_native
-from prejit.compiler.pipeline.run import build
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.directory_store import DirectoryStore
 

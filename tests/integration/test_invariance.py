@@ -28,7 +28,7 @@ from prejit.runtime import Bundle, Sampling, load
 from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.generation import decode
 from prejit.runtime.generation import slots as engine
-from prejit.runtime.generation.batch import Batch
+from prejit.runtime.generation.continuous_batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache
 from prejit.runtime.generation.options import SAMPLING_OPTIONS, Request

@@ -18,7 +18,7 @@ from tests.webdriver import Browser, missing
 from prejit.compiler import Program, build
 from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
-from prejit.runtime.generation.batch import Batch
+from prejit.runtime.generation.continuous_batch import Batch
 from prejit.server.engine.engine import Engine
 from prejit.server.gate.api_keys import Keys
 from prejit.server.gate.server_settings import Settings

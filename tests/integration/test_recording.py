@@ -233,7 +233,7 @@ def test_a_bundle_of_another_jaxlib_is_reported_and_gets_a_target(
         "import sys, dataclasses",
         "from pathlib import Path",
         "from prejit.compiler.pipeline.pack.bundle_files import assemble",
-        "from prejit.compiler.recording.recording_run import packed, read_targets",
+        "from prejit.compiler.recording.jax_cache_packing import packed, read_targets",
         "from prejit.compiler.pipeline.layout_writing import write_layout",
         "[target] = read_targets(Path(sys.argv[1]))",
         "old = dataclasses.replace(target.requirement, jaxlib='0.0.1')",

@@ -77,3 +77,13 @@ def test_a_class_name_stands_for_one_thing() -> None:
                     files[statement.name].append(str(file.relative_to(root.parent)))
     shared = {name: places for name, places in files.items() if len(places) > 1}
     assert shared == {}
+
+
+def test_a_file_name_stands_for_one_file() -> None:
+    files = defaultdict[str, list[str]](list)
+    for root in ROOTS:
+        for file in sorted(root.rglob("*.py")):
+            if not file.name.startswith("__"):
+                files[file.name].append(str(file.relative_to(root.parent)))
+    shared = {name: places for name, places in files.items() if len(places) > 1}
+    assert shared == {}

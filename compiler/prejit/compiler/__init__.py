@@ -10,7 +10,7 @@ are first used (PEP 562).
 
 The packages, from the lowest layer up: `base`, `progress`, `store`; `targets`; `manifest`, `native`;
 `models`; `checkpoint`, `lowering`, `compile`; `pipeline`; `signing`; `sharing`; `api`, `rebuilding`; `cli`.
-Begin with `pipeline.run`, which lists all steps of a build.
+Begin with `pipeline.build_run`, which lists all steps of a build.
 """
 
 from importlib import import_module

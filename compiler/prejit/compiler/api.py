@@ -16,11 +16,11 @@ from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.reading import check_manifest, read_manifest
 from prejit.compiler.pipeline.build_interface import Built, Failed
+from prejit.compiler.pipeline.build_run import build_all as run_all
+from prejit.compiler.pipeline.build_run import only_built
 from prejit.compiler.pipeline.lower.model_checks import check_planned
 from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.pipeline.reuse import PlannedExecutable, planned_executables
-from prejit.compiler.pipeline.run import build_all as run_all
-from prejit.compiler.pipeline.run import only_built
 from prejit.compiler.pipeline.shards import Shard
 from prejit.compiler.progress import Progress, Quiet, open_progress
 from prejit.compiler.reporting.report_files import report_build
@@ -29,7 +29,7 @@ from prejit.compiler.sharing.leases import Leases
 from prejit.compiler.sharing.remote import Patient
 from prejit.compiler.sharing.sharing_settings import read_stores
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime.device._jit_dispatch import Dispatch
 from prejit.runtime.errors import ManifestError, StoreError, UsageError
 from prejit.runtime.jitted.jit_call import Chosen, Parameters

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
         UntrustedWarning,
         UsageError,
     )
-    from prejit.runtime.fallback import fallback_counts
-    from prejit.runtime.generation.batch import Batch
+    from prejit.runtime.fallback_reporting import fallback_counts
+    from prejit.runtime.generation.continuous_batch import Batch
     from prejit.runtime.generation.finished_text import Result, Stats
     from prejit.runtime.generation.generate import Piece
     from prejit.runtime.generation.options import Defaults, Options, Request, Sampling
@@ -68,8 +68,8 @@ _HOMES = {
         *("RejectError", "StoreError", "TruncationWarning", "UntrustedError", "UntrustedWarning"),
         "UsageError",
     ),
-    "fallback": ("fallback_counts",),
-    "generation.batch": ("Batch",),
+    "fallback_reporting": ("fallback_counts",),
+    "generation.continuous_batch": ("Batch",),
     "generation.finished_text": ("Result", "Stats"),
     "generation.generate": ("Piece",),
     "generation.shared_prefix": ("Prefix",),

@@ -21,7 +21,7 @@ from prejit.runtime.generation.options import (
 )
 
 if TYPE_CHECKING:
-    from prejit.runtime.generation.batch import Batch
+    from prejit.runtime.generation.continuous_batch import Batch
     from prejit.runtime.generation.session import Session
     from prejit.runtime.generation.shared_prefix import Prefix
 
@@ -164,7 +164,7 @@ class BundleBatches(BundleDecodes):
         Raises:
             UsageError: the bundle holds no decoder, or no batch bucket is large enough.
         """
-        from prejit.runtime.generation.batch import Batch
+        from prejit.runtime.generation.continuous_batch import Batch
 
         return Batch(self.decoder, slots)
 

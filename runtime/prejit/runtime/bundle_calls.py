@@ -12,7 +12,7 @@ from prejit.runtime.loaded_bundle import LoadedBundle
 if TYPE_CHECKING:
     from prejit.runtime.format.trees import Path
     from prejit.runtime.programs.bound import Bound
-    from prejit.runtime.programs.dispatched import DispatchedCalls
+    from prejit.runtime.programs.dispatched_calls import DispatchedCalls
     from prejit.runtime.programs.known_calls import ChosenBucket
     from prejit.runtime.programs.on_jax import JaxPrograms
     from prejit.runtime.programs.user_programs import Calls, Pending
@@ -136,11 +136,11 @@ class BundleCalls(LoadedBundle):
     @once
     def dispatched(self) -> DispatchedCalls:
         """The quickest way to each program of the user, for `call` and for engines."""
-        from prejit.runtime.programs.dispatched import DispatchedCalls
+        from prejit.runtime.programs.dispatched_calls import DispatchedCalls
 
         on_jax = None
         if self.matched and self.config.mesh is None:
-            from prejit.runtime.programs.dispatched_on_jax import JaxDispatchedCalls
+            from prejit.runtime.programs.dispatched_calls_on_jax import JaxDispatchedCalls
 
             on_jax = JaxDispatchedCalls(self.user_programs, lambda: self.on_jax)
         return DispatchedCalls(self.user_programs, on_jax)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from prejit.runtime.format.names import PORTABLE_MEDIA_TYPE
 from prejit.runtime.loaded_bundle import LoadedBundle
-from prejit.runtime.programs.ready import ProgramReport
+from prejit.runtime.programs.ready_programs import ProgramReport
 
 if TYPE_CHECKING:
     from prejit.runtime.programs.quarantine import CheckedAnswer

@@ -21,7 +21,7 @@ from prejit.runtime.format.names import (
 from prejit.runtime.format.verified import Verification
 from prejit.runtime.machine.kept_files import first_programs, remember_first_programs
 from prejit.runtime.programs.mapped_weights import open_weights
-from prejit.runtime.programs.ready import Programs
+from prejit.runtime.programs.ready_programs import Programs
 from prejit.runtime.text.bundle_text import BundleText
 from prejit.runtime.verdict import Axis, Verdict
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from prejit.runtime.encoding.encoder import EncoderPrograms
     from prejit.runtime.machine.fingerprint import Fingerprint
     from prejit.runtime.programs.canary import Checks
-    from prejit.runtime.programs.dispatched import DispatchedCalls
+    from prejit.runtime.programs.dispatched_calls import DispatchedCalls
     from prejit.runtime.text.tokenizer import Tokenizer
 
 

@@ -144,11 +144,13 @@ def load(
     blobs.begin(manifest, choice.config.chunks or {}, _NEEDED_FIRST)
     blobs.verification.wait_for_small()
     if not choice.matched:
-        from prejit.runtime import fallback
+        from prejit.runtime import fallback_reporting
 
-        fallback.count_fallback(choice.target.verdict, on_fallback)
+        fallback_reporting.count_fallback(choice.target.verdict, on_fallback)
         portable = choice.config.portable
-        for warning in fallback.fallback_warnings(opened.layout, choice.target, portable, machine):
+        for warning in fallback_reporting.fallback_warnings(
+            opened.layout, choice.target, portable, machine
+        ):
             warnings.warn(warning, stacklevel=_CALLER)
     sizes = blobs.hashed_bytes, blobs.receipt_bytes, blobs.verity_bytes
     times = LoadTimes(started, is_first, (reading, *blobs.reads), *sizes)
@@ -226,11 +228,11 @@ def _open(
         )
     candidates = [target for target in targets if target.verdict.matches]
     if not candidates:
-        from prejit.runtime import fallback
+        from prejit.runtime import fallback_reporting
 
         if must_match:
-            raise fallback.mismatch(layout, targets)
-        candidates = [fallback.closest_target(targets)]
+            raise fallback_reporting.mismatch(layout, targets)
+        candidates = [fallback_reporting.closest_target(targets)]
     manifests = read_manifests(layout, targets)
     reported: tuple[str, ...] = ()
     if not policies:
@@ -305,11 +307,11 @@ def _choose(opened: _Opened, must_match: bool) -> _Choice:
             targets = _without(targets, matching, "libraries", needed, error)
             continue
         return _Choice(matching, True, config, kernels, "", targets)
-    from prejit.runtime import fallback
+    from prejit.runtime import fallback_reporting
 
     if must_match:
-        raise fallback.mismatch(opened.layout, targets)
-    closest = fallback.closest_target(
+        raise fallback_reporting.mismatch(opened.layout, targets)
+    closest = fallback_reporting.closest_target(
         [target for target in targets if target.name in opened.manifests]
     )
     config = _read_config(opened, closest)

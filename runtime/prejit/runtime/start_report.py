@@ -26,7 +26,7 @@ from prejit.runtime.base.process_facts import (
     text_of,
 )
 from prejit.runtime.machine.kept_files import cache_root
-from prejit.runtime.programs.ready import ProgramReport
+from prejit.runtime.programs.ready_programs import ProgramReport
 
 
 @dataclass(frozen=True, slots=True)

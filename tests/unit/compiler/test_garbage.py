@@ -17,8 +17,8 @@ import pytest
 
 from prejit.compiler import garbage
 from prejit.compiler.garbage import Collection, collect
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import ZIG, DirectoryStore
-from prejit.compiler.store.key import Key
 from prejit.compiler.targets import environments
 from prejit.runtime.cli.commands import run
 
@@ -192,7 +192,7 @@ def test_a_damaged_result_goes_at_once_with_what_only_it_named(root: Path) -> No
 def test_a_running_build_keeps_what_it_writes_and_what_was_used_in_the_last_day(root: Path) -> None:
     age(root, 3)
     code = """
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
 cache = DirectoryStore.open(Path(sys.argv[1]))
 assert cache.get(Key("compile", "old", (("n", "1"),))) is not None
 cache.put_blob(b"not stored yet")

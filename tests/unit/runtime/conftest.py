@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from prejit.compiler import Program, build
+from prejit.runtime.programs.bucket_choice import BucketChoice
 from prejit.runtime.programs.user_programs import Calls
 
 BuildPrograms = Callable[[Program | Sequence[Program]], Path]
@@ -28,17 +29,20 @@ def build_programs(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) 
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> Called:
-    """Records the programs for which a method of `Calls` is called from here on: `called("choose")`."""
+    """Records the programs for which a method is called from here on, of `BucketChoice` if it has one of that
+    name, else of `Calls`: `called("choose")`.
+    """
 
     def called(method: str) -> list[str]:
         names: list[str] = []
-        original = getattr(Calls, method)
+        owner = BucketChoice if hasattr(BucketChoice, method) else Calls
+        original = getattr(owner, method)
 
-        def record(self: Calls, name: str, *rest: Any) -> Any:
+        def record(self: Any, name: str, *rest: Any) -> Any:
             names.append(name)
             return original(self, name, *rest)
 
-        monkeypatch.setattr(Calls, method, record)
+        monkeypatch.setattr(owner, method, record)
         return names
 
     return called

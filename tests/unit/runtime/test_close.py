@@ -89,16 +89,6 @@ def test_every_public_method_is_tried() -> None:
     assert {name for name in dir(Bundle) if not name.startswith("_")} == {*CALLS} | others
 
 
-def test_a_bundle_is_closed_twice_and_loaded_again(decoder_dir: Path) -> None:
-    found = []
-    for _ in range(2):
-        with load(decoder_dir) as bundle:
-            found.append(bundle.generate(PROMPT, max_new_tokens=5).token_ids)
-        bundle.close()
-        bundle.close()
-    assert found[0] == found[1]
-
-
 _FORKING = """
 import os, sys
 import numpy as np
@@ -152,7 +142,7 @@ def _doubled(x: Any) -> Any:
     return x * 2
 
 
-def test_a_bundle_is_not_sent_to_another_process(functions_dir: Path) -> None:
+def test_a_closed_bundle_is_dispatched_and_sent_no_more(functions_dir: Path) -> None:
     with load(functions_dir) as bundle:
         held = bundle.bind("f", np.ones(4, np.float32))
         pending = bundle.call_async("f", np.ones(4, np.float32))
@@ -163,9 +153,6 @@ def test_a_bundle_is_not_sent_to_another_process(functions_dir: Path) -> None:
                     way([each])
         with pytest.raises(TypeError, match="send the path of the bundle"):
             pickle.dumps(jit(_doubled, bundle=bundle, name="f"))
-
-
-def test_a_call_is_dispatched_no_more(functions_dir: Path) -> None:
     bundle = load(functions_dir, on_mismatch="error")
     for _ in range(3):  # the second goes through jaxlib's dispatch
         kept = bundle.call("f", np.ones(4, "f"))
@@ -209,7 +196,7 @@ def test_nothing_keeps_weights_or_files_of_a_closed_bundle(
     assert str(path) not in Path("/proc/self/maps").read_text()
 
 
-def test_a_running_generation_ends_and_an_engine_is_closed(decoder_dir: Path) -> None:
+def test_a_bundle_is_closed_while_it_generates_twice_and_loaded_again(decoder_dir: Path) -> None:
     bundle = load(decoder_dir)
     stream = bundle.stream(PROMPT, max_new_tokens=60)
     next(stream)
@@ -221,6 +208,13 @@ def test_a_running_generation_ends_and_an_engine_is_closed(decoder_dir: Path) ->
     with pytest.raises(ClosedError):
         engine.submit(PROMPT)
     assert waiting.done()
+    found = []
+    for _ in range(2):
+        with load(decoder_dir) as bundle:
+            found.append(bundle.generate(PROMPT, max_new_tokens=5).token_ids)
+        bundle.close()
+        bundle.close()
+    assert found[0] == found[1]
 
 
 def test_threads_that_call_while_it_closes_get_a_result_or_the_error(functions_dir: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.extent import examples
 from tests.layouts import index_file, index_of, write_root
 
 from prejit.runtime.device.device import Device
@@ -29,7 +30,6 @@ from prejit.runtime.format.names import (
     LICENSE_MEDIA_TYPE,
     RECORDED_MEDIA_TYPE,
     REF_NAME,
-    WEIGHTS_MEDIA_TYPE,
 )
 from prejit.runtime.format.opening import match, read_manifest
 from prejit.runtime.format.referrers import reached
@@ -97,13 +97,12 @@ def names_the_file(error: RejectError, file: Path) -> bool:
     return error.path == str(file) and str(file) in str(error) and error.hint is not None
 
 
-def test_500_changed_bytes_in_every_file_are_all_rejected(
-    bundle_dir: Path, nothing_runs: None
-) -> None:
+def test_damage_in_every_file_is_rejected(bundle_dir: Path, nothing_runs: None) -> None:
     files = files_of(bundle_dir)
     generator = random.Random(500)
     tried = Counter[str]()
-    for number in range(500):
+    count = examples(175, 500)
+    for number in range(count):
         file = files[number % len(files)]
         with changed(file, corrupt(file.read_bytes(), generator)):
             with pytest.raises(RejectError) as caught:
@@ -111,9 +110,18 @@ def test_500_changed_bytes_in_every_file_are_all_rejected(
         assert names_the_file(caught.value, file), caught.value
         tried[file.name] += 1
     assert len(tried) == len(files) == 7
-    assert min(tried.values()) >= 71
+    assert min(tried.values()) >= count // 7
     with pytest.raises(AssertionError, match="reached XLA"):  # whole again, it gets there
         load(bundle_dir)
+    generator = random.Random(4)
+    for file, (name, damage) in itertools.product(files_of(bundle_dir), DAMAGES.items()):
+        before = file.read_bytes()
+        if (damaged := damage(before, generator)) == before:
+            continue
+        with changed(file, damaged):
+            with pytest.raises(RejectError) as caught:
+                load(bundle_dir)
+        assert names_the_file(caught.value, file), name
 
 
 GOLDEN = Path(__file__).parents[2] / "format" / "v1"
@@ -141,7 +149,7 @@ def test_changed_bytes_in_every_layer_of_a_bundle_are_all_rejected(
     assert left_out == {LICENSE_MEDIA_TYPE, RECORDED_MEDIA_TYPE, LIBRARY_MEDIA_TYPE}
     generator = random.Random(3)
     machine = dataclasses.replace(Fingerprint.current(), jaxlib="0.0.1")
-    for number in range(20):
+    for number in range(examples(8, 20)):
         for file in files_of(path):
             others = (DAMAGES["truncated"], DAMAGES["appended"], block_lost)
             damage = (corrupt, *others)[number % 4]
@@ -155,9 +163,7 @@ def test_changed_bytes_in_every_layer_of_a_bundle_are_all_rejected(
             assert names_the_file(caught.value, file)
 
 
-def test_changed_bytes_are_found_behind_receipts(
-    bundle_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_is_found_behind_receipts(bundle_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the receipts of a good load, and the times set back after the change."""
     monkeypatch.setattr("prejit.runtime.machine.kept_files.SETTLED_SECONDS", -1.0)
     load(bundle_dir)
@@ -194,9 +200,7 @@ except RejectError as error:
 """
 
 
-def test_changed_bytes_are_found_by_fresh_processes_with_receipts(
-    bundle_dir: Path, run_python: Any
-) -> None:
+def test_fresh_processes_find_damage_behind_receipts(bundle_dir: Path, run_python: Any) -> None:
     path = bundle_dir
     wait_until_settled(path)
     good = run_python(LOAD_AND_CALL, path).stdout
@@ -206,10 +210,9 @@ def test_changed_bytes_are_found_by_fresh_processes_with_receipts(
     assert run_python(LOAD_AND_CALL, path).stdout == good
     generator = random.Random(3)
     roles = {file for (target, _), file in files_by_role(path).items() if target == "cpu-host"}
-    for file in (index_file(path), path / "oci-layout", *sorted(roles)[::3]):
+    for file in (index_file(path), *sorted(roles)[:: examples(5, 1)]):
         with changed(file, corrupt(file.read_bytes(), generator), hide=True):
             assert run_python(LOAD_AND_CALL, path).stdout == f"rejected {file}\n"
-    assert run_python(LOAD_AND_CALL, path).stdout == good
 
 
 def wait_until_settled(path: Path) -> None:
@@ -245,44 +248,6 @@ DAMAGES: dict[str, Damage] = {
 }
 
 
-def test_files_damaged_at_large_are_rejected(bundle_dir: Path, nothing_runs: None) -> None:
-    generator = random.Random(4)
-    for file, (name, damage) in itertools.product(files_of(bundle_dir), DAMAGES.items()):
-        before = file.read_bytes()
-        if (damaged := damage(before, generator)) == before:
-            continue
-        with changed(file, damaged):
-            with pytest.raises(RejectError) as caught:
-                load(bundle_dir)
-        assert names_the_file(caught.value, file), name
-
-
-def test_swapped_blobs_are_rejected(bundle_dir: Path, nothing_runs: None) -> None:
-    blobs = [file for file in files_of(bundle_dir) if file.parent.name == "sha256"]
-    for one, other in itertools.pairwise(blobs):
-        ours, theirs = one.read_bytes(), other.read_bytes()
-        with changed(one, theirs), changed(other, ours):
-            with pytest.raises(RejectError) as caught:
-                load(bundle_dir)
-        assert caught.value.path in (str(one), str(other))
-
-
-def test_blobs_of_another_valid_bundle_are_rejected(
-    bundle_dir: Path, make_recipe: Any, tmp_path: Path, nothing_runs: None
-) -> None:
-    """Other weights, of the same size and just as well formed, under this bundle's names."""
-    other = make_recipe(score_scale=2.0).only("cpu-host").write(tmp_path / "other")
-    ours, theirs = files_by_role(bundle_dir), files_by_role(other)
-    assert ours.keys() == theirs.keys()
-    differing = [role for role in ours if ours[role].read_bytes() != theirs[role].read_bytes()]
-    assert WEIGHTS_MEDIA_TYPE in {role[1] for role in differing}
-    for role in differing:
-        with changed(ours[role], theirs[role].read_bytes()):
-            with pytest.raises(RejectError) as caught:
-                load(bundle_dir)
-        assert names_the_file(caught.value, ours[role])
-
-
 def test_an_index_of_another_bundle_is_rejected(
     bundle_dir: Path, make_recipe: Any, tmp_path: Path, nothing_runs: None
 ) -> None:
@@ -304,17 +269,6 @@ def files_by_role(path: Path) -> dict[tuple[str, str], Path]:
         for entry in (target, manifest["config"], *manifest["layers"]):
             found[name, entry["mediaType"]] = blobs / entry["digest"][7:]
     return found
-
-
-def test_a_bundle_without_one_of_its_files_is_rejected(
-    bundle_dir: Path, tmp_path: Path, nothing_runs: None
-) -> None:
-    for file in files_of(bundle_dir):
-        file.rename(tmp_path / "aside")
-        with pytest.raises(RejectError) as caught:
-            load(bundle_dir)
-        assert names_the_file(caught.value, file)
-        (tmp_path / "aside").rename(file)
 
 
 def test_files_that_belong_to_nobody_do_no_harm(bundle_dir: Path, recipe: Any) -> None:

@@ -13,7 +13,6 @@ from tests.layouts import index_of, write_index
 
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import (
-    ExecutableError,
     FallbackWarning,
     MismatchError,
     PrejitError,
@@ -62,10 +61,3 @@ def test_a_warning_cannot_either(bundle_dir: Path) -> None:
         warnings.simplefilter("always")
         warnings.warn(HOSTILE, FallbackWarning, stacklevel=1)
     assert str(told[0].message) == SPELT
-
-
-def test_an_executable_that_xla_refuses_is_no_damaged_bundle() -> None:
-    assert issubclass(ExecutableError, MismatchError)
-    assert not issubclass(ExecutableError, RejectError)
-    assert ExecutableError.code == "executable"
-    assert ExecutableError.exit_code == 3

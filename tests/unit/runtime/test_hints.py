@@ -7,14 +7,13 @@ import importlib.util
 import os
 import re
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prejit.runtime import start_report as module
-from prejit.runtime.programs.ready import ProgramReport
+from prejit.runtime.programs.ready_programs import ProgramReport
 from prejit.runtime.start_report import StartReport, hints
 
 QUICK = StartReport(0.01, 0.04, 0.01, 0.01, 0.01, 0.01, 0.0, 0.1, 0, 10_000_000, 0)
@@ -69,7 +68,8 @@ PARTS = [
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_that_is_slow_without_a_cause_has_no_hint(part: str, root: Path) -> None:
-    assert hints(slow(part), BLOB, [], str(root)) == ()
+    for kernel in (root, root / "none"):  # also of a kernel that says nothing
+        assert hints(slow(part), BLOB, [], str(kernel)) == ()
 
 
 @pytest.mark.parametrize(
@@ -119,24 +119,35 @@ def test_packages_on_a_network_file_system(quiet: Path, root: Path) -> None:
     assert not found(slow("first_run_seconds"), root)
 
 
-def test_a_cold_disk(root: Path) -> None:
-    (root / "proc/self/io").write_text("rchar: 9\nread_bytes: 9000000\n")
-    for part in ("reading_seconds", "first_run_seconds"):
-        said = found(slow(part), root)
-        assert "took 2.00 s: 9 MB have come from a disk" in said
-        assert "/srv/my models/demo on a faster disk" in said
-    (root / "proc/self/io").write_text("rchar: 9\nread_bytes: 1000000\n")
-    assert not found(slow("first_run_seconds"), root)
+DISK = "rchar: 9\nread_bytes: {}\n"
+WAITED = "5000000000 1500000000 7\n"
 
 
-def test_packages_on_a_cold_disk(root: Path) -> None:
-    (root / "proc/self/io").write_text("rchar: 9\nread_bytes: 150000000\n")
-    said = found(slow("imports_seconds"), root)
-    assert "the process and its imports took 2.01 s: 150 MB have come from a disk" in said
-    assert "150 MB" not in found(slow("loading_seconds"), root)
+@pytest.mark.parametrize(
+    ("file", "content", "part", "said"),
+    [
+        *(("io", DISK.format(9_000_000), part, "took 2.00 s: 9 MB have come from a disk")
+          for part in ("reading_seconds", "first_run_seconds")),
+        ("io", DISK.format(9_000_000), "reading_seconds", "/srv/my models/demo on a faster disk"),
+        ("io", DISK.format(150_000_000), "imports_seconds",
+         "the process and its imports took 2.01 s: 150 MB have come from a disk"),
+        ("io", DISK.format(150_000_000), "other_seconds", ""),
+        ("io", DISK.format(1_000_000), "first_run_seconds", ""),
+        ("schedstat", WAITED, "imports_seconds",
+         "the start took 2.06 s: the main thread has waited 1.50 s for a CPU so far"),
+        ("schedstat", WAITED, "", ""),
+    ],
+)  # fmt: skip
+def test_a_cold_disk_and_busy_cpus(
+    file: str, content: str, part: str, said: str, root: Path
+) -> None:
+    (root / "proc/self" / file).write_text(content)
+    told = found(slow(part) if part else QUICK, root)
+    assert said in told if said else not told
+    assert file == "io" or not found(slow("imports_seconds", 20.0), root)
 
 
-def test_no_bytecode(quiet: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_bytecode(quiet: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     quiet.unlink()
     said = found(slow("imports_seconds"), root)
@@ -145,19 +156,10 @@ def test_no_bytecode(quiet: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "forbids" not in said
     assert not found(slow("loading_seconds"), root)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    assert "PYTHONDONTWRITEBYTECODE or -B forbids to keep it" in found(
-        slow("imports_seconds"), root
-    )
-
-
-def test_bytecode_that_this_start_had_to_make(quiet: Path, root: Path) -> None:
-    os.utime(quiet, (time.time(), time.time()))
+    said = found(slow("imports_seconds"), root)
+    assert "PYTHONDONTWRITEBYTECODE or -B forbids to keep it" in said
+    quiet.write_bytes(b"")  # this start had to make it
     assert "no bytecode of fake_numpy" in found(slow("imports_seconds"), root)
-
-
-def test_bytecode_in_a_directory_that_cannot_be_written(
-    quiet: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     quiet.unlink()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != quiet.parent)
@@ -200,25 +202,10 @@ def test_one_cpu(by: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found(QUICK, root)
 
 
-def test_busy_cpus(root: Path) -> None:
-    (root / "proc/self/schedstat").write_text("5000000000 1500000000 7\n")
-    said = found(slow("imports_seconds"), root)
-    assert said.startswith(
-        "the start took 2.06 s: the main thread has waited 1.50 s for a CPU so far"
-    )
-    assert not found(slow("imports_seconds", 20.0), root)
-    assert not found(QUICK, root)
-
-
 def test_a_plain_start(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREJIT_PLAIN_START", "1")
     assert "PREJIT_PLAIN_START is set" in found(slow("imports_seconds"), root)
     assert not found(slow("first_run_seconds"), root)
-
-
-def test_a_kernel_that_says_nothing_gives_no_hint(tmp_path: Path) -> None:
-    for part in PARTS:
-        assert hints(slow(part), BLOB, [], str(tmp_path / "none")) == ()
 
 
 def test_the_real_files_of_the_kernel_have_the_form_of_those_above() -> None:

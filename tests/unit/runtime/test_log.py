@@ -27,7 +27,7 @@ def said(caplog: pytest.LogCaptureFixture) -> str:
     return "\n".join(lines)
 
 
-def test_a_load_says_what_it_verified_chose_and_loaded(
+def test_a_load_says_what_it_did_and_why_none_matches(
     settled_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "prejit")
@@ -43,11 +43,6 @@ def test_a_load_says_what_it_verified_chose_and_loaded(
     again = said(caplog)
     assert "blobs: verifying: 0 bytes are hashed, " in again  # by receipts
     assert "verified: all" not in again
-
-
-def test_a_load_says_why_no_target_matches(
-    settled_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
     caplog.set_level(logging.INFO, "prejit")
     other = dataclasses.replace(Fingerprint.current(), jaxlib="0.9.9")
     with (
@@ -78,7 +73,7 @@ def test_a_load_says_which_policy_refuses_it(
 
 
 @pytest.mark.usefixtures("no_warnings_of_fallback")
-def test_nothing_is_printed_unless_it_is_asked_for_and_never_a_prompt(
+def test_nothing_is_printed_unasked_and_never_a_prompt(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     log = logging.getLogger("prejit")

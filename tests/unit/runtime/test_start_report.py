@@ -20,7 +20,7 @@ from prejit.runtime import StartReport
 from prejit.runtime.base import files, process_facts
 from prejit.runtime.base.process_facts import LoadTimes, Span
 from prejit.runtime.device.device import Device
-from prejit.runtime.format.verifying import HashingVerification, Job
+from prejit.runtime.format.blob_hashing import HashingVerification, Job
 from prejit.runtime.loader import load
 from prejit.runtime.programs import placing
 from prejit.runtime.start_report import split
@@ -57,11 +57,21 @@ def at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_facts, "imports", [])
 
 
-def test_a_start_without_spans_is_process_load_and_first_run(at_zero: None) -> None:
+def test_a_start_is_process_load_and_first_run_of_one_thread(at_zero: None) -> None:
+    """One thread loads, another makes the first request, and waits while the first still prepares."""
     assert parts_of() == {"process": 5, "loading": 40, "first_run": 30, "other": 25}
+    busy = [Span("verification", OTHER, 22, 59), Span("loading", OTHER, 70, 99)]
+    assert parts_of(*busy) == parts_of()
+    both = [Span("loading", ME, 62, 80), Span("loading", OTHER, 75, 85)]
+    found = parts_of(*both, asked=(70.0, OTHER), answered=(100.0, OTHER))
+    assert found == {"process": 5, "loading": 40 + 8 + 10, "first_run": 20, "other": 17}
+    for unfinished in ({"asked": None}, {"answered": None}, {"asked": None, "answered": None}):
+        assert parts_of(**unfinished) == {"process": 5, "loading": 40, "other": 15}
 
 
-def test_the_inner_part_has_the_time(at_zero: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_inner_part_has_the_time_and_a_later_load_begins_later(
+    at_zero: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         process_facts, "imports", [Span("imports", ME, 6, 18), Span("imports", ME, 21, 24)]
     )
@@ -80,28 +90,6 @@ def test_the_inner_part_has_the_time(at_zero: None, monkeypatch: pytest.MonkeyPa
         "first_run": 10,
         "other": 100 - 5 - 15 - 9 - 9 - 39 - 10 + 0,
     }
-
-
-def test_what_other_threads_do_meanwhile_counts_nothing(at_zero: None) -> None:
-    busy = [Span("verification", OTHER, 22, 59), Span("loading", OTHER, 70, 99)]
-    assert parts_of(*busy) == parts_of()
-
-
-def test_two_threads_of_one_start_do_not_count_twice(at_zero: None) -> None:
-    """One thread loads, another makes the first request, and waits while the first still prepares."""
-    both = [Span("loading", ME, 62, 80), Span("loading", OTHER, 75, 85)]
-    found = parts_of(*both, asked=(70.0, OTHER), answered=(100.0, OTHER))
-    assert found == {"process": 5, "loading": 40 + 8 + 10, "first_run": 20, "other": 17}
-
-
-def test_before_the_first_result_a_start_ends_with_load(at_zero: None) -> None:
-    for unfinished in ({"asked": None}, {"answered": None}, {"asked": None, "answered": None}):
-        assert parts_of(**unfinished) == {"process": 5, "loading": 40, "other": 15}
-
-
-def test_a_later_load_begins_when_it_is_called(
-    at_zero: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(process_facts, "imports", [Span("imports", ME, 6, 18)])
     assert parts_of(times=LoadTimes(20, False, (), 1, 2, 3)) == {
         "loading": 40,
@@ -111,20 +99,13 @@ def test_a_later_load_begins_when_it_is_called(
 
 
 @pytest.mark.parametrize("forked", [10.0, 50.0, 90.0])
-def test_a_fork_after_the_imports_begins_later(
-    forked: float, at_zero: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fork_begins_later(forked: float, at_zero: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_facts, "exec_time", lambda: forked)
     found = parts_of()
     assert "process" not in found
     assert sum(found.values()) == 100 - forked
-
-
-def test_a_process_that_is_forked_after_load_has_no_start_of_its_own(
-    at_zero: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_facts, "exec_time", lambda: 99.0)
-    assert parts_of(asked=None) == {}
+    if forked > 60:  # after the load: it has no start of its own
+        assert parts_of(asked=None) == {}
 
 
 def test_reading_and_hashing_share_what_a_caller_waits() -> None:
@@ -143,21 +124,6 @@ def test_reading_and_hashing_share_what_a_caller_waits() -> None:
     verification.finish()
     verification.wait("a")
     assert len(verification.waits) == 1, "what is verified keeps nobody waiting"
-
-
-# A real bundle
-
-
-def slow_reading(patch: pytest.MonkeyPatch) -> None:
-    real, first = os.preadv, [True]
-
-    def preadv(*args: Any) -> int:
-        if first:
-            first.clear()
-            time.sleep(SLOW)
-        return real(*args)
-
-    patch.setattr(os, "preadv", preadv)
 
 
 def slow_verifying(patch: pytest.MonkeyPatch) -> None:
@@ -196,7 +162,7 @@ def slow_method(owner: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:
 @pytest.mark.parametrize(
     ("part", "make_slow"),
     [
-        ("reading", slow_reading),
+        ("reading", slow_method(os, "preadv")),
         ("verifying", slow_verifying),
         ("loading", slow_method(Device, "load")),
         ("first_run", slow_method(placing, "to_numpy")),
@@ -219,16 +185,6 @@ def test_a_slow_stage_shows_in_its_part(
     assert sum(parts(found).values()) == pytest.approx(found.total_seconds)
     assert parts(found)[part] > 0.9 * SLOW, found
     assert max(parts(found), key=parts(found).__getitem__) == part, found
-
-
-def test_a_start_with_receipts_verifies_nothing(settled_dir: Path) -> None:
-    load(settled_dir).call("score", x=X)
-    bundle = load(settled_dir)
-    bundle.call("score", x=X)
-    found = bundle.start_report()
-    assert found.hashed_bytes == found.verifying_seconds == 0
-    sizes = [file.stat().st_size for file in (settled_dir / "blobs" / "sha256").iterdir()]
-    assert 0 < found.receipt_bytes <= sum(sizes)
 
 
 def test_time_between_load_and_the_first_request_is_the_programs_own(settled_dir: Path) -> None:
@@ -278,23 +234,19 @@ def test_a_process_starts_before_its_imports(settled_dir: Path, run_python: Any)
     assert found["by_clock"] - 0.5 < found["total_seconds"] < found["by_clock"] + 0.01
 
 
-def test_a_decoder_has_its_first_token_in_the_report(decoder_dir: Path) -> None:
-    bundle = load(decoder_dir)
+def test_a_decoder_has_its_first_token_in_the_report_also_by_a_batch(decoder_dir: Path) -> None:
+    bundle, other = load(decoder_dir), load(decoder_dir)
     stream = bundle.stream([1, 2, 3], max_new_tokens=4)
     next(stream)
     first = bundle.start_report()
     assert first.first_run_seconds > 0
     list(stream)
     assert bundle.start_report().total_seconds == pytest.approx(first.total_seconds)
-
-
-def test_requests_of_a_batch_start_it_too(decoder_dir: Path) -> None:
-    bundle = load(decoder_dir)
-    batch = bundle.batch(1)
     time.sleep(SLOW)
-    batch.insert(bundle.request([1, 2, 3], max_new_tokens=2))
-    assert bundle.start_report().first_run_seconds == 0
+    batch = other.batch(1)
+    batch.insert(other.request([1, 2, 3], max_new_tokens=2))
+    assert other.start_report().first_run_seconds == 0
     batch.step()
-    found = bundle.start_report()
+    found = other.start_report()
     assert found.first_run_seconds > 0
     assert found.other_seconds > 0.9 * SLOW

@@ -19,7 +19,7 @@ import numpy as np
 
 from prejit.runtime.base.typed_json import from_plain
 from prejit.runtime.errors import StoreError, UsageError
-from prejit.runtime.programs.ready import ProgramReport
+from prejit.runtime.programs.ready_programs import ProgramReport
 
 REPORT_VERSION = 1
 """The version changes when the name of a row means other work, or when a reader cannot read older files."""

@@ -15,7 +15,7 @@ from prejit.runtime.bundle import Bundle
 from prejit.runtime.device.transfer import DeviceArray, to_numpy
 from prejit.runtime.encoding.encoder import EncoderPrograms
 from prejit.runtime.format.bundle_schema import ProgramEntry
-from prejit.runtime.generation.batch import Batch
+from prejit.runtime.generation.continuous_batch import Batch
 from prejit.runtime.generation.decode import steps_per_call
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.generate import Generation, run

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prejit.compiler.lowering.cache import POSITIONS, CacheLayout, cache_layout
+from prejit.compiler.lowering.kv_cache_arrays import POSITIONS, CacheLayout, cache_layout
 from prejit.compiler.models.layers.layer_config import DecoderConfig
 from prejit.compiler.models.parameters import Parametrized
 from prejit.compiler.models.protocol import Cache

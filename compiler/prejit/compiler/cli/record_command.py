@@ -14,7 +14,7 @@ from prejit.runtime.cli.command_options import JSON, VERBOSE
 from prejit.runtime.cli.output import print_json
 
 if TYPE_CHECKING:
-    from prejit.compiler.recording.recording_run import Recording
+    from prejit.compiler.recording.jax_cache_packing import Recording
 
 
 @click.command(
@@ -53,13 +53,13 @@ def record(
 ) -> int:
     """Run COMMAND and pack what jax compiles for it into a bundle."""
     from prejit.compiler.progress import tell
-    from prejit.compiler.recording.recording_run import default_name
-    from prejit.compiler.recording.recording_run import record as record_command
+    from prejit.compiler.recording.jax_cache_packing import default_name
+    from prejit.compiler.recording.jax_cache_packing import record as record_run
 
     output = Path("artifacts", default_name(command)) if output is None else output
     if manifest is not None:
         _check_new(manifest)
-    recording = record_command(command, output)
+    recording = record_run(command, output)
     if manifest is not None:
         _write_manifest(manifest, recording)
     for line in recording.left_out:

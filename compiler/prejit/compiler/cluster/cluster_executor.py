@@ -32,6 +32,7 @@ from prejit.compiler.cluster.node import (
     own_cpu,
     send,
 )
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
 from prejit.compiler.compile.executor import (
     compile_once,
     find_compiled,
@@ -39,14 +40,13 @@ from prejit.compiler.compile.executor import (
     give_result,
     need_of,
 )
-from prejit.compiler.compile.jobs import Compiled, CompileJob
 from prejit.compiler.compile.pool import WorkerPool, default_workers
 from prejit.compiler.compile.schedule import Cancel, GiveUp, Loss, Need, Schedule, Start
 from prejit.compiler.compile.worker_process import JOB_SECONDS, error_of
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.sharing.sharing_settings import written_address
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets import environments
 from prejit.runtime.errors import BuildError, UsageError
 from prejit.runtime.machine.fingerprint import read_xla_flags

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from prejit.compiler import progress
-from prejit.compiler.compile.jobs import Source
+from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.compile.worker_process import WorkerKilledError, WorkerProcess
 from prejit.compiler.sharing.remote import Remote, RemoteError
 from prejit.compiler.sharing.shared_result import UnusableError, fetch_content, send_content

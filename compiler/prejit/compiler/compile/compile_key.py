@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 
-from prejit.compiler.compile.jobs import Source
-from prejit.compiler.store.key import Key
+from prejit.compiler.compile.compile_jobs import Source
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.own_code import COMPILING, code_digest
 from prejit.compiler.targets.build_host import host_cpu, host_features
 from prejit.compiler.targets.toolchain import Toolchain

@@ -11,12 +11,12 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from typing import Any, Protocol
 
-from prejit.compiler.compile.jobs import Compiled, CompileJob
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
 from prejit.compiler.compile.schedule import Need
 from prejit.compiler.compile.worker_process import OUTPUT_MARK
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.interface import Store
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime.errors import BuildError, PrejitError, RejectError, StoreError
 
 _BASE_SECONDS, _SECONDS_A_BYTE = 0.1, 100e-6

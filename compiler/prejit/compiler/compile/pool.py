@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import final
 
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
 from prejit.compiler.compile.executor import (
     compile_once,
     find_compiled,
@@ -26,7 +27,6 @@ from prejit.compiler.compile.executor import (
     need_of,
     size_need,
 )
-from prejit.compiler.compile.jobs import Compiled, CompileJob
 from prejit.compiler.compile.schedule import Need
 from prejit.compiler.compile.worker_process import (
     JOB_SECONDS,
@@ -34,7 +34,7 @@ from prejit.compiler.compile.worker_process import (
     WorkerProcess,
 )
 from prejit.compiler.progress import Progress, Quiet
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 
 _SWITCH_SECONDS = 1.0
 """Time to start a worker of another jax or platform: its jobs are taken if they last that much longer."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from prejit.compiler.compile.jobs import Compiled, Source
+from prejit.compiler.compile.compile_jobs import Compiled, Source
 from prejit.compiler.native.products import Product
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.child_process import Child, ending
 from prejit.runtime.errors import BuildError, PrejitError, StoreError

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from prejit.compiler.lowering.cache import (
+from prejit.compiler.lowering.export import LoweredProgram, export_on, export_program, export_with
+from prejit.compiler.lowering.kv_cache_arrays import (
     CacheLayout,
     cache_layout,
     decoder_fields,
     padded,
     source_array,
 )
-from prejit.compiler.lowering.export import LoweredProgram, export_on, export_program, export_with
 from prejit.compiler.lowering.sampling_programs import (
     Chosen,
     SamplingInputs,

@@ -1,4 +1,4 @@
-"""The steps of a build, each a function of frozen values. Begin with `run.py`: all of them in order.
+"""The steps of a build, each a function of frozen values. Begin with `build_run.py`: all of them in order.
 
     build_interface.py   the options of a build, its services and its result
     plan.py              manifest -> plan: programs x targets, and what the store has of them
@@ -9,7 +9,7 @@
     libraries.py         the user's libraries of FFI handlers
     workspace.py         what all steps of one build share: its plan, its model, the user's code, the store
     lower                plan -> lowered: checks, lowering here and in processes, and handing to the executor
-    executables.py       lowered -> compiled
+    submitted_jobs.py    lowered -> compiled
     measure              speed of products and programs, accuracy of dtypes, golden answers, other sizes
     pack                 compiled -> packed -> written: tables, layers, index, descriptions
     shards.py            one build by several machines

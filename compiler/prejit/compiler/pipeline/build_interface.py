@@ -10,10 +10,10 @@ from typing import NotRequired, TypedDict
 from prejit.compiler.compile.executor import Executor
 from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest
-from prejit.compiler.pipeline.executables import Jobs
 from prejit.compiler.pipeline.shards import Packing, Shard
+from prejit.compiler.pipeline.submitted_jobs import Jobs
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime.errors import PrejitError
 from prejit.runtime.format.bundle_schema import Accuracy
 

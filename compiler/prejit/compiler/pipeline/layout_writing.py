@@ -17,6 +17,7 @@ from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits
+from prejit.runtime.format.blob_hashing import check_blob
 from prejit.runtime.format.bundle_schema import Descriptor, Index
 from prejit.runtime.format.layout import Layout, locked
 from prejit.runtime.format.names import (
@@ -27,7 +28,6 @@ from prejit.runtime.format.names import (
 )
 from prejit.runtime.format.referrers import ATTACHED, Referrer, attached_entry, reached, referrers
 from prejit.runtime.format.root import encode_root, is_ours, read_root
-from prejit.runtime.format.verifying import check_blob
 
 
 def _digest_of_file(path: Path) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prejit.compiler.compile.jobs import Source
+from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.manifest.manifest import Library, Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets.target_classes import Target
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import BuildError, ManifestError, StoreError

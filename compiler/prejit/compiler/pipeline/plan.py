@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from prejit.compiler.checkpoint.source import find_source
-from prejit.compiler.compile.jobs import Source
-from prejit.compiler.lowering.user.inputs import Present
+from prejit.compiler.compile.compile_jobs import Source
+from prejit.compiler.lowering.user.trace_inputs import Present
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec, program_specs
 from prejit.compiler.native.form_table import (
@@ -45,8 +45,8 @@ from prejit.compiler.pipeline.traces import (
     find_trace,
     function_section,
 )
-from prejit.compiler.store.interface import Store
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
+from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets import environments
 from prejit.compiler.targets.build_host import can_build
 from prejit.compiler.targets.installing import obstacle

@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
+from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.compile.compile_key import executable_key
-from prejit.compiler.compile.jobs import Source
-from prejit.compiler.lowering.user.inputs import version_of
+from prejit.compiler.lowering.user.trace_inputs import version_of
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.products import Product
@@ -37,7 +37,7 @@ from prejit.compiler.pipeline.model import (
     longest_context,
     longest_source,
 )
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.lowering_settings import jax_configuration
 from prejit.compiler.store.own_code import (
     ACCURACY,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
-from prejit.compiler.compile.jobs import CompileJob, Source
+from prejit.compiler.compile.compile_jobs import CompileJob, Source
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.kernel_library import KernelLibrary, find_kernels
@@ -30,8 +30,8 @@ from prejit.compiler.pipeline.plan import (
     kernels_of,
 )
 from prejit.compiler.pipeline.program_keys import compile_key, native_key
-from prejit.compiler.store.interface import Store
-from prejit.compiler.store.key import Key, nearest, why
+from prejit.compiler.store.build_cache_key import Key, nearest, why
+from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.toolchain import Toolchain
 

@@ -19,8 +19,8 @@ from enum import Enum
 from typing import Any, TypeVar, final
 
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.interface import Store
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime.errors import UsageError
 
 _Item = TypeVar("_Item")

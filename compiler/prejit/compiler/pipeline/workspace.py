@@ -20,7 +20,7 @@ from prejit.compiler.pipeline.model import ModelSource, read_model, stores_out_i
 from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.pipeline.program_keys import Contents, content_of
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime.device.jax_arrays import is_weak, weakened
 from prejit.runtime.errors import CheckpointError, ManifestError
 from prejit.runtime.format.arrays import DTYPES

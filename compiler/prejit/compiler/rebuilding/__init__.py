@@ -1,5 +1,5 @@
 """Rebuilding: build a bundle again from what its provenance records, and compare the two part by part.
 
-`recorded` reads what a bundle records, `compared_parts` compares two bundles, `rebuilt` does the whole:
+`build_record` reads what a bundle records, `compared_parts` compares two bundles, `rebuilt` does the whole:
 begin there.
 """

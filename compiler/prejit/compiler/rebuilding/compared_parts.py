@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from prejit.compiler.rebuilding.recorded import Recorded
+from prejit.compiler.rebuilding.build_record import Recorded
 from prejit.runtime.base.files import Content
 from prejit.runtime.device.portable import stablehlo_module
 from prejit.runtime.format.blobs import read_whole

@@ -19,12 +19,12 @@ from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.native.form_table import Conditions, FormTable, Measured, to_text
 from prejit.compiler.native.kernel_library import NoKernels, level_of
 from prejit.compiler.native.products import Product
+from prejit.compiler.pipeline.build_run import build
 from prejit.compiler.pipeline.pack.user_sources import Base, digest_now
 from prejit.compiler.pipeline.program_keys import versions
-from prejit.compiler.pipeline.run import build
 from prejit.compiler.progress import Progress
+from prejit.compiler.rebuilding.build_record import Recorded, read_recorded
 from prejit.compiler.rebuilding.compared_parts import ComparedPart, compare
-from prejit.compiler.rebuilding.recorded import Recorded, read_recorded
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets.target_classes import Target
 from prejit.runtime.base.files import digest_of

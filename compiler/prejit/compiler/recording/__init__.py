@@ -2,7 +2,7 @@
 
     run the command with an empty cache -> read its events and the files -> merge with the bundle -> write
 
-`recording_run` has these steps, `manifest_text` writes a manifest of what the program called, `imported_anew`
-compares the two. The hook in the program's processes and the reading side are in `prejit.runtime.recorded`.
-Imports `manifest` and `pipeline`.
+`jax_cache_packing` has these steps, `manifest_text` writes a manifest of what the program called,
+`imported_anew` compares the two. The hook in the program's processes and the reading side are in
+`prejit.runtime.recorded`. Imports `manifest` and `pipeline`.
 """

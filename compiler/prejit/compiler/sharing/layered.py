@@ -28,8 +28,8 @@ from prejit.compiler.sharing.shared_result import (
     fetch_content,
     send_content,
 )
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.key import Key
 from prejit.runtime.errors import StoreError
 
 _Item = TypeVar("_Item")

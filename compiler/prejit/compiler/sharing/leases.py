@@ -25,7 +25,7 @@ from prejit.compiler.sharing.shared_result import (
     decode,
     encode,
 )
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
 
 LEASE_SECONDS = 30.0
 """A lease that its owner has not written for this time may be taken over."""

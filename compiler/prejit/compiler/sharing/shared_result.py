@@ -24,8 +24,8 @@ from typing import Any
 
 from prejit.compiler.sharing.remote import Remote
 from prejit.compiler.signing.private_key import PrivateKey
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.key import Key
 from prejit.runtime.base.files import is_digest
 from prejit.runtime.trust.public_keys import PublicKey
 from prejit.runtime.trust.reasons import RefusedError

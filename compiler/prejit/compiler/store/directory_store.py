@@ -28,6 +28,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar
 
+from prejit.compiler.store.build_cache_key import SEALED, Key
 from prejit.compiler.store.cached_files import (
     BlobWriter,
     Files,
@@ -38,7 +39,6 @@ from prejit.compiler.store.cached_files import (
     size_of,
     writing,
 )
-from prejit.compiler.store.key import SEALED, Key
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.written_files import lock_file, remove_and_unlock, write_file
 from prejit.runtime.errors import StoreError

@@ -38,7 +38,7 @@ _ROOTS = {
 
 COMPILING = (
     "prejit.compiler.compile.worker.worker_compile",
-    "prejit.compiler.compile.worker.requests:_compile",
+    "prejit.compiler.compile.worker.worker_requests:_compile",
 )
 """The code that compiles a program."""
 LOWERING = (
@@ -60,7 +60,7 @@ WEIGHTS = (
 """The code that makes the tensors of a published model from its checkpoint."""
 OWN_WEIGHTS = (
     "prejit.compiler.lowering.user.own_decoder:find_model",
-    "prejit.compiler.models.narrowing",
+    "prejit.compiler.models.own_decoder_narrowing",
     "prejit.compiler.pipeline.pack.model_layers:_own_tensors",
 )
 """The code that makes the tensors of a decoder of the user."""
@@ -90,7 +90,7 @@ ACCURACY = (
 """The code that measures what stored dtypes cost in accuracy."""
 OWN_ACCURACY = (
     "prejit.compiler.lowering.user.own_decoder:find_model",
-    "prejit.compiler.models.narrowing",
+    "prejit.compiler.models.own_decoder_narrowing",
     "prejit.compiler.pipeline.measure.accuracy:_measure_own",
 )
 """The code that measures what stored dtypes cost a decoder of the user."""

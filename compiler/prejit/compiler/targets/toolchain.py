@@ -140,7 +140,7 @@ class Toolchain:
         for name in ("NPROC", "PJRT_NPROC", "MALLOC_ARENA_MAX", "XLA_FLAGS"):
             worker.pop(name, None)
         # Equal programs become equal executables only if the memory of a thread begins equally: not shared
-        # with other threads, and without pieces in it that others gave back. See worker/requests.py.
+        # with other threads, and without pieces in it that others gave back. See worker/worker_requests.py.
         tunables = filter(None, [worker.get("GLIBC_TUNABLES"), "glibc.malloc.tcache_count=0"])
         if self.isolated:
             for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):

@@ -18,13 +18,13 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.recorded.hook.watch import CACHE_DIRECTORY, Orders
 from prejit.runtime.recorded.hook_events import read_events
 from prejit.runtime.recorded.recorded_bundle import RecordedBundle, open_recorded
-from prejit.runtime.recorded.recorded_run import (
+from prejit.runtime.recorded.run_report import report_of, telling, text
+from prejit.runtime.recorded.watched_command import (
     become,
     cache_settings,
     environment_for,
-    run_command,
+    run_to_end,
 )
-from prejit.runtime.recorded.run_report import report_of, telling, text
 
 MISMATCH = MismatchError.exit_code
 
@@ -89,7 +89,7 @@ def run(
             if live:
                 machine = Fingerprint.current()
                 stack.enter_context(telling(Path(directory), bundle, machine, _tell))
-            status = run_command(command, environment_for(orders, os.environ))
+            status = run_to_end(command, environment_for(orders, os.environ))
         processes = read_events(Path(directory))
     found = report_of(bundle, processes, Fingerprint.current())
     if report or (require_aot and found.misses):

@@ -110,12 +110,12 @@ def as_result(array: JaxlibArray, *, weak: bool, committed: bool) -> JaxlibArray
     if array._committed == committed and array.aval.weak_type == weak:
         return array
     _, _jax = import_jaxlib()
-    aval = _aval(array.shape, array.dtype, weak)
+    aval = _aval_of_jax(array.shape, array.dtype, weak)
     return _jax.ArrayImpl(aval, array.sharding, [array], committed=committed, _skip_checks=True)
 
 
 @functools.lru_cache(1024)
-def _aval(shape: tuple[int, ...], dtype: Any, weak: bool) -> Any:
+def _aval_of_jax(shape: tuple[int, ...], dtype: Any, weak: bool) -> Any:
     """Return jax's type of an array. jax takes longer to make one than to make the array."""
     return _jax_types()[1](shape, dtype, weak_type=weak)
 

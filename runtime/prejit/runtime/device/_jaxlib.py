@@ -84,7 +84,7 @@ class Aval:
 
 
 @functools.lru_cache(maxsize=4096)
-def _aval(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Aval:
+def _aval_without_jax(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Aval:
     return Aval(shape, dtype)
 
 
@@ -115,14 +115,16 @@ def is_on_cpu(array: JaxlibArray) -> bool:
 def put_on_cpu(array: np.ndarray[Any, Any], sharding: Any, device: Any) -> JaxlibArray:
     """Return an array on a CPU device; a C-contiguous one aligned to 64 bytes is not copied."""
     put = import_jaxlib()[1].batched_device_put
-    return put(_aval(array.shape, array.dtype), sharding, [array], [device], enable_x64=True)
+    return put(
+        _aval_without_jax(array.shape, array.dtype), sharding, [array], [device], enable_x64=True
+    )
 
 
 def copy_to_cpu(array: np.ndarray[Any, Any], sharding: Any, device: Any) -> JaxlibArray:
     """Return a copy of an array on a CPU device, in memory of the device's own."""
     _, _jax = import_jaxlib()
     return _jax.batched_device_put(
-        _aval(array.shape, array.dtype),
+        _aval_without_jax(array.shape, array.dtype),
         sharding,
         [array],
         [device],

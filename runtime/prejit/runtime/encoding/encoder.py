@@ -23,7 +23,7 @@ from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, to_numpy
 from prejit.runtime.format.bundle_schema import Encoder
-from prejit.runtime.programs.ready import ProgramReport, Programs
+from prejit.runtime.programs.ready_programs import ProgramReport, Programs
 
 _LOAD_MICROSECONDS = 15_000
 """Rough cost of loading a bucket: three programs are deserialized, and XLA finishes them at their first run.

@@ -15,6 +15,7 @@ from typing import Any
 from prejit.runtime.base.typed_json import from_json, shown
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
+from prejit.runtime.format.blob_hashing import check_blob
 from prejit.runtime.format.blobs import Blobs, read_whole
 from prejit.runtime.format.bundle_schema import Chunks, Descriptor, ImageManifest, Index, Segment
 from prejit.runtime.format.checks.call_programs import check_programs
@@ -36,7 +37,6 @@ from prejit.runtime.format.names import (
 from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.referrers import Referrer, reached, referrers, unattached
 from prejit.runtime.format.root import Root, encode_root, is_ours
-from prejit.runtime.format.verifying import check_blob
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 CheckGeneration = Callable[[bytes, str], object]

@@ -28,7 +28,7 @@ from prejit.runtime.format.verified import VERIFIED, Verification
 from prejit.runtime.machine.kept_files import Receipts
 
 if TYPE_CHECKING:
-    from prejit.runtime.format import verifying
+    from prejit.runtime.format import blob_hashing
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -101,16 +101,16 @@ class Blobs:
         with_chunks = {digest for digest, _ in tables}
         whole = [(digest, None) for digest in self._files if digest not in with_chunks]
         parts: list[tuple[str, Chunks | None]] = [*tables, *whole]
-        jobs, names = list["verifying.Job"](), list[tuple[str, Identity]]()
+        jobs, names = list["blob_hashing.Job"](), list[tuple[str, Identity]]()
         for digest, table in parts:
             file = self._files[digest]
             if table is not None:
                 _is_measured(file, table)
             if not self._holds(file, digest):
-                from prejit.runtime.format import verifying
+                from prejit.runtime.format import blob_hashing
 
-                run = partial(verifying.check_whole, file, digest, table)
-                jobs.append(verifying.Job(digest, 0, file.identity.size, run))
+                run = partial(blob_hashing.check_whole, file, digest, table)
+                jobs.append(blob_hashing.Job(digest, 0, file.identity.size, run))
                 names.append((digest, file.identity))
         self._begin(jobs, names, threads=len(os.sched_getaffinity(0)))
         self.verification.finish()
@@ -134,7 +134,7 @@ class Blobs:
         needed_first = [layers[name] for name in first if name in layers]
         every = (at.digest for at in manifest.layers)  # libraries of the user have one media type
         tables = {layers[name]: each for name, each in chunks.items()}
-        jobs, names = list["verifying.Job"](), list[tuple[str, Identity]]()
+        jobs, names = list["blob_hashing.Job"](), list[tuple[str, Identity]]()
         for digest in dict.fromkeys((*needed_first, *every, manifest.config.digest)):
             file, table = self._files[digest], tables.get(digest)
             size = file.identity.size
@@ -147,14 +147,14 @@ class Blobs:
                 _log.debug("%s: has a receipt", digest)
                 continue
             _log.debug("%s: to be hashed%s", digest, "" if table is None else " in chunks")
-            from prejit.runtime.format import verifying  # starts with receipts have no job
+            from prejit.runtime.format import blob_hashing  # starts with receipts have no job
 
             if table is None:
-                run = partial(verifying.check_whole, file, digest, None)
-                jobs.append(verifying.Job(digest, 0, size, run))
+                run = partial(blob_hashing.check_whole, file, digest, None)
+                jobs.append(blob_hashing.Job(digest, 0, size, run))
             for start, end, expected in () if table is None else table.places(size):
-                run = partial(verifying.check_chunk, file, start, end, expected)
-                jobs.append(verifying.Job(digest, start, end, run))
+                run = partial(blob_hashing.check_chunk, file, start, end, expected)
+                jobs.append(blob_hashing.Job(digest, start, end, run))
             # What chunks say of a file holds for these chunks, and not for the file's sha256.
             names.append((digest if table is None else table.name, file.identity))
         # Whoever waits is one more thread.
@@ -164,7 +164,11 @@ class Blobs:
         return self._receipts is not None and self._receipts.holds(name, file.identity)
 
     def _begin(
-        self, jobs: Sequence[verifying.Job], names: Iterable[tuple[str, Identity]], *, threads: int
+        self,
+        jobs: Sequence[blob_hashing.Job],
+        names: Iterable[tuple[str, Identity]],
+        *,
+        threads: int,
     ) -> None:
         """Begin jobs. If all succeed, files with these names and identities get receipts."""
         self.hashed_bytes = sum(job.end - job.start for job in jobs)
@@ -175,11 +179,11 @@ class Blobs:
         if not jobs:
             self._close()
             return
-        from prejit.runtime.format import verifying
+        from prejit.runtime.format import blob_hashing
 
         # The method keeps this object, and with it the descriptors, until the work is over.
         finish = partial(self._finish, names, time.time())
-        self.verification = verifying.HashingVerification(
+        self.verification = blob_hashing.HashingVerification(
             jobs, threads=threads, finished=finish, failed=self._close
         )
 

@@ -303,7 +303,7 @@ class Decoder:
         cache_dtype: NumPy's name of the dtype of keys and values.
         max_positions: the longest context that the model was made for.
         eos_token_ids: generation stops at any of them.
-        cache: the arrays of its cache, each as the text of an `Array` (cache_arrays.py).
+        cache: the arrays of its cache, each as the text of an `Array` (kv_cache_arrays.py).
         bos_token_id: None where the model has none.
         source: what an encoder-decoder reads, as such a text; None: the model is another decoder.
         start_token_ids: with which a text begins if a request has no prompt; None: every request has one.

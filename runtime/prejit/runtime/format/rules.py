@@ -194,7 +194,7 @@ ATTACHED = (
         "subject too, with the right media type and size. A list of parts has `bomFormat` CycloneDX, a "
         "statement the `_type` of in-toto, a signature the `mediaType` of sigstore's bundles.",
         (
-            "format.verifying.check_blob",
+            "format.blob_hashing.check_blob",
             "format.audit.check_subject",
             "format.audit.check_content",
         ),

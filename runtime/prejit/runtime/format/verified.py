@@ -6,7 +6,7 @@ from prejit.runtime.base.process_facts import Span
 
 
 class Verification:
-    """The verification of bytes that are verified already. `verifying.HashingVerification` has work to do.
+    """The verification of bytes that are verified already. `blob_hashing.HashingVerification` has work to do.
 
     `waits`: when callers waited.
     """

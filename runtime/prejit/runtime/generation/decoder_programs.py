@@ -11,12 +11,12 @@ from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros
 from prejit.runtime.errors import ContextError, UsageError
 from prejit.runtime.format.bundle_schema import Decoder, ProgramEntry
-from prejit.runtime.format.checks.program_signatures import (
+from prejit.runtime.format.checks.program_interfaces import (
     cache_arrays,
     is_rewindable,
     source_array,
 )
-from prejit.runtime.programs.ready import Programs
+from prejit.runtime.programs.ready_programs import Programs
 
 
 @final

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from prejit.runtime.device.transfer import aligned_zeros, dtype_of
-from prejit.runtime.format.checks.program_signatures import sized
+from prejit.runtime.format.checks.program_interfaces import sized
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import Allocation, KVCache
 from prejit.runtime.generation.options import Request

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from prejit.runtime.generation.rows import Usage
 from prejit.runtime.generation.sampling import Logprob
-from prejit.runtime.programs.ready import ProgramReport
+from prejit.runtime.programs.ready_programs import ProgramReport
 
 
 @dataclass(frozen=True, slots=True)

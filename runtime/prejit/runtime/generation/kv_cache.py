@@ -12,9 +12,9 @@ import numpy as np
 from prejit.runtime.device.transfer import DeviceArray, dtype_of
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
-from prejit.runtime.format.checks.program_signatures import sized
+from prejit.runtime.format.checks.program_interfaces import sized
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
-from prejit.runtime.programs.ready import Programs
+from prejit.runtime.programs.ready_programs import Programs
 
 _LARGE_BYTES = 256 << 20
 """If a cache takes more than this many bytes, with the biases and histories of its rows, it is allocated only

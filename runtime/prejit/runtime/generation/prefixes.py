@@ -10,7 +10,7 @@ import numpy as np
 
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, dtype_of, to_numpy
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.checks.program_signatures import sized
+from prejit.runtime.format.checks.program_interfaces import sized
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache, cache_bytes
 from prejit.runtime.generation.options import Namespace

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import final
 
 from prejit.runtime.generation.kv_cache import KVCache
-from prejit.runtime.programs.ready import Programs
+from prejit.runtime.programs.ready_programs import Programs
 
 
 @final

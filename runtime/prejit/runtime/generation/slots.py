@@ -7,7 +7,8 @@
 All rows share one cache, which grows to the next context bucket when its longest text needs it. Cache, tokens
 and positions stay on the device; the host reads only the new tokens. The tokens of a request do not depend on
 the other rows of its batch or on when it joined: the programs compute rows independently, and the random
-numbers of a row come from its seed and its position alone. `batch.Batch` adds what many callers need.
+numbers of a row come from its seed and its position alone. `continuous_batch.Batch` adds what many callers
+need.
 """
 
 from __future__ import annotations

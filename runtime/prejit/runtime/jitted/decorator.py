@@ -17,9 +17,9 @@ from prejit.runtime.device import _jax_parts, _jit_dispatch
 from prejit.runtime.device.jax_arrays import is_jax_array
 from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.errors import AnswerError, FallbackWarning, MismatchError, UsageError
-from prejit.runtime.fallback import count_axis
-from prejit.runtime.jitted.fitting import Fit, MissError, find
+from prejit.runtime.fallback_reporting import count_axis
 from prejit.runtime.jitted.jit_call import Parameters
+from prejit.runtime.jitted.jit_program_choice import Fit, MissError, find
 from prejit.runtime.jitted.returned import Returned, from_bundle, from_trace
 
 P = ParamSpec("P")

@@ -12,7 +12,7 @@ from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.constants import decode, imported
-from prejit.runtime.jitted.fitting import MissError
+from prejit.runtime.jitted.jit_program_choice import MissError
 from prejit.runtime.programs.pytree import ORDERED, bare_object
 
 

@@ -17,10 +17,11 @@ from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
 from prejit.runtime.format.trees import Branch
 from prejit.runtime.programs import pytree
+from prejit.runtime.programs.bucket_choice import are_on_device
 from prejit.runtime.programs.fitted_arguments import fit, narrows
 from prejit.runtime.programs.known_calls import Held
 from prejit.runtime.programs.steps import Rest, State, Steps
-from prejit.runtime.programs.user_programs import Calls, Pending, are_on_device
+from prejit.runtime.programs.user_programs import Calls, Pending
 
 
 @final
@@ -40,7 +41,9 @@ class Bound(OneProcess):
         self._lock = threading.Lock()
         given: dict[trees.Key, Any] = dict(enumerate(args))
         given.update(kwargs)
-        static = {str(key): given.pop(key) for key in calls.static_names(name) & given.keys()}
+        static = {
+            str(key): given.pop(key) for key in calls.choice.static_names(name) & given.keys()
+        }
         if not given:
             raise UsageError(
                 f"bind: expected an argument of {name!r} to keep, found none",
@@ -190,7 +193,7 @@ class Bound(OneProcess):
                 leaves = pytree.flatten(branch.tree, value, (key,))
             except pytree.MisfitError as misfit:
                 raise UsageError(f"state of {self._name!r}: {misfit}") from None
-            narrow = narrows(self._calls.buckets(self._name)[0])
+            narrow = narrows(self._calls.choice.buckets(self._name)[0])
             fitted = fit(branch.arrays, trees.leaves(branch.tree), leaves, narrows=narrow)
             if isinstance(fitted, str):
                 raise UsageError(f"state of {self._name!r}: {fitted}")

@@ -13,13 +13,13 @@ from prejit.runtime.device.device import Device, Executable
 from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.format.arrays import Array, Golden
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
-from prejit.runtime.format.checks.program_signatures import cache_arrays
+from prejit.runtime.format.checks.program_interfaces import cache_arrays
 from prejit.runtime.programs.golden_inputs import Values, golden_inputs, words
 
 if TYPE_CHECKING:
     from prejit.runtime.device.transfer import DeviceArray
     from prejit.runtime.programs.canary import Canary
-    from prejit.runtime.programs.local import LocalCompiler
+    from prejit.runtime.programs.local_compiler import LocalCompiler
 
 _MAX_SAMPLES = 16
 """Maximum number of samples of one result."""
@@ -57,7 +57,7 @@ class Deviation:
 
 
 class Asked(Protocol):
-    """The programs of a bundle: `ready.Programs`, which asks them for answers."""
+    """The programs of a bundle: `ready_programs.Programs`, which asks them for answers."""
 
     config: Config
     device: Device

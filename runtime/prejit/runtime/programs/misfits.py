@@ -15,7 +15,7 @@ from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.fitted_arguments import EVERYTHING, static_misfit
 from prejit.runtime.programs.placing import key_name
-from prejit.runtime.programs.ready import Programs
+from prejit.runtime.programs.ready_programs import Programs
 
 
 def hint_of(

@@ -11,7 +11,7 @@ from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.device import Device, Executable
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.format.bundle_schema import ProgramEntry
-from prejit.runtime.programs.ready import Programs
+from prejit.runtime.programs.ready_programs import Programs
 
 
 @final

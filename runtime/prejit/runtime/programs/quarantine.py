@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from prejit.runtime.device.device import Executable
 from prejit.runtime.errors import AnswerError, FallbackWarning, PrejitWarning
-from prejit.runtime.fallback import count_axis
+from prejit.runtime.fallback_reporting import count_axis
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.machine.kept_files import KeptAnswer, write_answer
 from prejit.runtime.programs import golden_check

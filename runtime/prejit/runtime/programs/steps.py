@@ -101,7 +101,7 @@ class Steps:
         self.alone: LoneStep | None = None
         self._calls = calls
         self._name = name
-        buckets = calls.buckets(name)
+        buckets = calls.choice.buckets(name)
         first = self._arguments(buckets[0])
         for key in kept:
             if key not in first:
@@ -128,7 +128,7 @@ class Steps:
         for program in buckets:
             self._route(program)
         self._static = static
-        self._has_static = bool(calls.static_names(name))
+        self._has_static = bool(calls.choice.static_names(name))
         self._known_calls = KnownCalls()
 
     def run(
@@ -187,7 +187,7 @@ class Steps:
         """Return the bucket that takes these arguments beside the state, whose values are left out."""
         args, kwargs = given
         static, named = {**self._static}, {**kwargs}
-        for key in self._calls.static_names(self._name) & kwargs.keys():
+        for key in self._calls.choice.static_names(self._name) & kwargs.keys():
             static[key] = named.pop(key)
 
         def flatten(tree: trees.Tree) -> list[Any]:
@@ -211,7 +211,7 @@ class Steps:
                 raise pytree.MisfitError(f"unexpected {pytree.spell((key,))}")
             return found
 
-        chosen = self._calls.choose(self._name, static, flatten)
+        chosen = self._calls.choice.choose(self._name, static, flatten)
         return chosen._replace(
             values=[v for v in chosen.values if id(v) not in self._placeholder_ids]
         )

@@ -1,38 +1,33 @@
-"""Call a user's program with a pytree of arrays: choose the bucket by shapes, run it, rebuild the results."""
+"""Call a user's program with a pytree of arrays: place them, run a bucket, rebuild the results."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.threads_and_forks import OneProcess
-from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.device import _jax_parts, _jaxlib, jax_settings
 from prejit.runtime.device.device import Device
-from prejit.runtime.device.jax_arrays import OnDevice, is_jax_array, weakened
+from prejit.runtime.device.jax_arrays import OnDevice, weakened
 from prejit.runtime.device.transfer import DeviceArray, dtype_of, to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.programs import pytree
+from prejit.runtime.programs.bucket_choice import BucketChoice, Flatten
 from prejit.runtime.programs.fitted_arguments import (
     EVERYTHING,
     Value,
     as_key,
     fit,
     narrows,
-    padded,
     static_misfit,
 )
 from prejit.runtime.programs.known_calls import ChosenBucket, Held, KnownCalls
-from prejit.runtime.programs.placing import Convert, converter, key_name
-from prejit.runtime.programs.ready import Programs
-
-Flatten = Callable[[trees.Tree], list[Any]]
-"""Returns the leaves that a caller gave for a tree, or raises `pytree.MisfitError`."""
+from prejit.runtime.programs.placing import Convert, converter
+from prejit.runtime.programs.ready_programs import Programs
 
 
 class Fitted(NamedTuple):
@@ -89,6 +84,7 @@ class Calls:
 
     Attributes:
         programs: the programs of a bundle.
+        choice: chooses the bucket of a call.
         device: where they run.
         types: classes of results, by `module:Name`.
         has_finished: whether all bytes of the target are verified.
@@ -106,18 +102,10 @@ class Calls:
 
         `compiles`: whether other sizes than those of the buckets may be compiled here.
         """
-        self._compiles = compiles
         self.programs = programs
+        self.choice = BucketChoice(programs, compiles=compiles)
         self.device = device
         self.types = types or {}
-        self._buckets: dict[str, list[ProgramEntry]] = {}
-        for program in programs.table.values():
-            if program.kind == "call":
-                self._buckets.setdefault(program.name.partition("/")[0], []).append(program)
-        self._static = {
-            name: frozenset(key for program in buckets for key in program.static or ())
-            for name, buckets in self._buckets.items()
-        }
         self._agreed: dict[str, Any] = {}  # the last key of jax's traces that each program fitted
         self._known_calls = KnownCalls()
         self.has_finished = False
@@ -170,12 +158,14 @@ class Calls:
             arguments.refuse("given", "a mapping of paths to arrays", given)
         if not isinstance(static, Mapping):
             arguments.refuse("static", "a mapping of names to values", static)
-        weak = {a.path for a in self.programs.arguments(self.buckets(name)[0].name) if a.weak}
+        weak = {
+            a.path for a in self.programs.arguments(self.choice.buckets(name)[0].name) if a.weak
+        }
         self.check_settings(name)
         given = {path: weakened(value) if path in weak else value for path, value in given.items()}
 
         def choose(given: Any) -> ChosenBucket:
-            return self.choose(name, given[2], lambda tree: pytree.by_path(tree, given[1]))
+            return self.choice.choose(name, given[2], lambda tree: pytree.by_path(tree, given[1]))
 
         chosen = self._known_calls.choose((name, given, static), choose, has_static=bool(static))
         results = self.run_checked(chosen, self.put(chosen))
@@ -187,102 +177,6 @@ class Calls:
         }
         self.finish()
         return chosen, values
-
-    def buckets(self, name: str) -> list[ProgramEntry]:
-        """Return the buckets of a program.
-
-        Raises:
-            UsageError: there is no such program.
-        """
-        arguments.text("name", name)
-        if (buckets := self._buckets.get(name)) is None:
-            raise UsageError(
-                f"{self.programs.bundle}: no program {name!r:.200}{did_you_mean(name, self._buckets)}",
-                hint=self.programs.usage,
-            )
-        return buckets
-
-    def static_names(self, name: str) -> frozenset[str]:
-        """Return the names of the static arguments of a program."""
-        self.buckets(name)
-        return self._static[name]
-
-    def choose(self, name: str, static: Mapping[str, Any], flatten: Flatten) -> ChosenBucket:
-        """Return the bucket of a program that takes what a caller gave. It looks at no settings of jax.
-
-        Args:
-            name: of the program.
-            static: values of static arguments by name.
-            flatten: returns the arrays for the tree of arguments of a bucket.
-
-        Raises:
-            UsageError: there is no such program, or none of its buckets takes them.
-        """
-        buckets = self.buckets(name)
-        first = self._leaves(buckets[0], flatten)
-        known = {buckets[0].arguments_tree or buckets[0].name: first}  # by the text of the tree
-        complaints = []
-        larger: list[ChosenBucket] = []
-        for program in buckets:
-            text = program.arguments_tree or program.name
-            if text not in known:
-                known[text] = self._leaves(program, flatten)
-            given = known[text]
-            if isinstance(given, str) or (
-                misfit := static_misfit(self.programs.static(program.name), static)
-            ):
-                complaints.append(f"{program.name}: {given if isinstance(given, str) else misfit}")
-                continue
-            arrays = self.programs.arguments(program.name)
-            leaves = trees.leaves(self.programs.arguments_tree(program.name))
-            fitted = fit(arrays, leaves, given, program.pad or (), narrows=narrows(program))
-            if isinstance(fitted, str):
-                complaints.append(f"{program.name}: {fitted}")
-                continue
-            values, sizes = fitted
-            convert = converter(arrays, given)
-            chosen = ChosenBucket(program, values, convert, sizes, are_on_device(given))
-            if not sizes:
-                return chosen
-            larger.append(chosen)
-        if larger:
-            best = min(larger, key=lambda chosen: math.prod(chosen.program.bucket.values()))
-            arrays = self.programs.arguments(best.program.name)
-            return best._replace(values=list(map(padded, arrays, best.values)))
-        if (specialized := self._specialized(name, static, known)) is not None:
-            return specialized
-        from prejit.runtime.programs.misfits import hint_of  # only errors need it
-
-        raise UsageError(
-            f"no bucket of {name!r} takes these arguments: {'; '.join(complaints)}",
-            hint=hint_of(self.programs, buckets, static, known, complaints, self._compiles),
-        )
-
-    def _specialized(
-        self, name: str, static: Mapping[str, Any], known: Mapping[str, list[Any] | str]
-    ) -> ChosenBucket | None:
-        """Return a bucket that is made for this call from a program with open sizes; None: there is none."""
-        if not self._compiles:
-            return None
-        for program in self.buckets(name):
-            given = known.get(program.arguments_tree or program.name, "")
-            if not program.open_sizes or isinstance(given, str):
-                continue
-            if static_misfit(self.programs.static(program.name), static):
-                continue
-            arrays = self.programs.arguments(program.name)
-            leaves = trees.leaves(self.programs.arguments_tree(program.name))
-            fitted = fit(
-                arrays, leaves, given, program.open_sizes, any_size=True, narrows=narrows(program)
-            )
-            if isinstance(fitted, str):
-                continue
-            values, sizes = fitted
-            entry = self.programs.specialize(program, sizes)
-            self._buckets[name] = [*self._buckets[name], entry]
-            convert = converter(arrays, given)
-            return ChosenBucket(entry, values, convert, is_on_device=are_on_device(given))
-        return None
 
     def put(self, chosen: ChosenBucket, *, copy: bool = False) -> list[DeviceArray]:
         """Return the arguments on the device.
@@ -383,9 +277,9 @@ class Calls:
         """Return the bucket of a program that takes nested arguments. Errors as `choose`."""
 
         def choose(given: Any) -> ChosenBucket:
-            return self.choose(name, *self._given(*given))
+            return self.choice.choose(name, *self._given(*given))
 
-        has_static = bool(self.static_names(name))
+        has_static = bool(self.choice.static_names(name))
         self.check_settings(name)
         return self._known_calls.choose((name, args, kwargs), choose, has_static=has_static)
 
@@ -403,7 +297,7 @@ class Calls:
             return False
         if context == self._agreed.get(name):
             return context[2]
-        if differing := jax_settings.differing(self.buckets(name)[0].settings):
+        if differing := jax_settings.differing(self.choice.buckets(name)[0].settings):
             raise UsageError(
                 f"{self.programs.bundle}: {name} was built with other settings of jax: {differing}",
                 hint="set them as they were at the build, or build with these settings",
@@ -421,7 +315,7 @@ class Calls:
         name = program.name.partition("/")[0]
         self.check_settings(name)
         static, flatten = self._given(name, args, kwargs)
-        given = self._leaves(program, flatten)
+        given = self.choice.leaves(program, flatten)
         if isinstance(given, str) or static_misfit(self.programs.static(program.name), static):
             return None
         arrays = self.programs.arguments(program.name)
@@ -438,9 +332,9 @@ class Calls:
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Flatten]:
         """Return the static arguments of a call, and what flattens the others."""
-        mask = self.buckets(name)[0].mask
+        mask = self.choice.buckets(name)[0].mask
         static, others = _NO_STATIC, {**kwargs}
-        if names := self._static[name]:
+        if names := self.choice.static_names(name):
             static = {key: others.pop(key) for key in names & others.keys()}
         if mask is not None and mask.isdigit() and int(mask) == len(args):
             args = (*args, EVERYTHING)
@@ -469,30 +363,8 @@ class Calls:
             self.programs.answer()
             self.has_finished = True
 
-    def _leaves(self, program: ProgramEntry, flatten: Flatten) -> list[Any] | str:
-        """Return the leaves that a caller gave, or why they do not have the program's structure."""
-        try:
-            return flatten(self.programs.arguments_tree(program.name))
-        except pytree.MisfitError as misfit:
-            return str(misfit)
-        except RecursionError:
-            raise UsageError(
-                f"{program.name:.80}: expected arguments nested less deeply than Python's recursion limit"
-            ) from None
-
 
 _NO_STATIC: Mapping[str, Any] = {}
-
-
-def are_on_device(given: Sequence[Any]) -> bool:
-    """Return whether no argument comes from the host, as for jax's transfer guards."""
-    return all(
-        value is EVERYTHING
-        or isinstance(value, Held | OnDevice)
-        or is_jax_array(value)
-        or key_name(value) != ""
-        for value in given
-    )
 
 
 def _within(chosen: ChosenBucket, array: Array) -> tuple[slice, ...]:

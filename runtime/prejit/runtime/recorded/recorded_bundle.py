@@ -31,7 +31,7 @@ from prejit.runtime.format.opening import Contents, OpenTarget, match, read_cont
 from prejit.runtime.format.root import Root
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 from prejit.runtime.machine.kept_files import Receipts, cache_root
-from prejit.runtime.recorded.recorded_run import make_directory
+from prejit.runtime.recorded.watched_command import make_directory
 from prejit.runtime.verdict import Verdict
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from prejit.runtime.base import arguments
 from prejit.runtime.base.threads_and_forks import OneProcess, once
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import ClosedError, ContextError, UsageError
-from prejit.runtime.fallback import fallback_counts
+from prejit.runtime.fallback_reporting import fallback_counts
 from prejit.runtime.generation.finished_text import Result
 from prejit.runtime.generation.options import Options, Prompt
 from prejit.runtime.generation.rows import admit

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, final
 
 from prejit.runtime.errors import ClosedError, DeadlineError, QueueFullError
-from prejit.runtime.generation.batch import Batch
+from prejit.runtime.generation.continuous_batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.generate import Piece
 from prejit.runtime.generation.prefixes import PrefixCache

@@ -21,7 +21,7 @@ from prejit.runtime.device.transfer import aligned_zeros, dtype_of, to_numpy
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.trees import Path
-from prejit.runtime.programs.dispatched import DispatchedCalls
+from prejit.runtime.programs.dispatched_calls import DispatchedCalls
 from prejit.runtime.programs.known_calls import ChosenBucket
 from prejit.runtime.programs.user_programs import Calls, Fitted
 from prejit.server.engine.fair_queue import NO_LIMITS, Limits
@@ -220,7 +220,7 @@ class Calling:
         """Return the buckets of a program in families; none: its calls do not share runs."""
         programs = self._calls.programs
         found: dict[Any, list[ProgramEntry]] = {}
-        for program in self._calls.buckets(name):
+        for program in self._calls.choice.buckets(name):
             others = {key: size for key, size in program.bucket.items() if key != BATCH}
             static = sorted((program.static or {}).items())
             key = (tuple(sorted(others.items())), tuple(static), program.arguments_tree)

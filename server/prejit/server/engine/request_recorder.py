@@ -23,7 +23,7 @@ from prejit.server.engine.histograms import (
 if TYPE_CHECKING:
     from prejit.runtime.format.bundle_schema import Config
     from prejit.runtime.generation.finished_text import Stats
-    from prejit.runtime.programs.ready import ProgramReport
+    from prejit.runtime.programs.ready_programs import ProgramReport
 
 GENERATE: tuple[Kind, str] = ("generate", "generate")
 """Kind and program of generations."""

@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from prejit.runtime.base.process_facts import host_memory_bytes, host_memory_limit_bytes
-from prejit.runtime.fallback import fallback_counts
+from prejit.runtime.fallback_reporting import fallback_counts
 from prejit.server.engine.engine_metrics import EngineMetrics, RequestMetrics
 from prejit.server.engine.histograms import HistogramValue
 from prejit.server.served.served import State

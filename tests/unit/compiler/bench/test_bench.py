@@ -44,7 +44,7 @@ from prejit.compiler.bench.measure import Setup, _fresh_process
 from prejit.compiler.bench.probes import ratio_in_turns
 from prejit.runtime import __main__, load
 from prejit.runtime.errors import ProcessError, RegressionError, StoreError, UsageError
-from prejit.runtime.programs.ready import ProgramReport
+from prejit.runtime.programs.ready_programs import ProgramReport
 
 MACHINE = {"platform": "cpu", "cpu_model": "X", "cpu_count": 2, "cpu_features": ["avx", "sse"]}
 times = st.floats(1e-6, 1e3)

@@ -14,7 +14,7 @@ import pytest
 from prejit.compiler.cluster import connection
 from prejit.compiler.cluster.connection import Board, Ended, RayConnection
 from prejit.compiler.cluster.node import Order
-from prejit.compiler.compile.jobs import Source
+from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.compile.schedule import Loss, Need
 from prejit.compiler.targets.target_table import target
 

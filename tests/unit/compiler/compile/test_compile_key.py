@@ -15,8 +15,8 @@ from jax import export
 from tests.unit.compiler.toolchains import HOST, L4, V3, for_gpu, new, old
 
 from prejit.compiler.compile import compile_key
+from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.compile.compile_key import executable_key
-from prejit.compiler.compile.jobs import Source
 from prejit.compiler.targets import cpu_count, toolchain
 from prejit.compiler.targets.build_host import host_cpu
 from prejit.compiler.targets.target_classes import catalogue
@@ -105,7 +105,7 @@ def test_a_worker_for_cpus_imports_no_jax(tmp_path: Path, run_python: Any) -> No
     run_python(
         "import sys\n"
         "from pathlib import Path\n"
-        "from prejit.compiler.compile.worker import requests, worker_compile, xla\n"
+        "from prejit.compiler.compile.worker import worker_requests, worker_compile, xla\n"
         "xla.import_compiler('cpu')\n"
         f"program = worker_compile.with_libraries(Path({str(portable)!r}).read_bytes(), {{}})\n"
         "for devices in (1, 2):\n"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
 from prejit.compiler.compile.executor import (
     WORKER_BYTES,
     collect,
@@ -16,10 +17,9 @@ from prejit.compiler.compile.executor import (
     need_of,
     size_need,
 )
-from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
 from prejit.compiler.progress import Quiet
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.key import Key
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain
 from prejit.runtime.errors import BuildError, StoreError

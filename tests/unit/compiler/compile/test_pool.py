@@ -21,19 +21,19 @@ import zstandard
 from tests.waiting import wait_for
 
 from prejit.compiler.compile import pool, worker_process
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
 from prejit.compiler.compile.executor import (
     collect,
     find_compiled,
     need_of,
     size_need,
 )
-from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
 from prejit.compiler.compile.pool import WorkerPool, default_workers
 from prejit.compiler.compile.worker.worker_compile import compress
 from prejit.compiler.compile.worker_process import WorkerProcess
 from prejit.compiler.progress import Plain
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.key import Key
 from prejit.compiler.targets import cpu_count
 from prejit.compiler.targets.build_host import jaxlib_version
 from prejit.compiler.targets.target_classes import Target
@@ -49,7 +49,7 @@ HOST, V3 = target("cpu-host"), target("cpu-x86-64-v3")
 FAKE_WORKER = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
-from prejit.compiler.compile.worker import requests
+from prejit.compiler.compile.worker import worker_requests
 from prejit.compiler.compile.worker.xla import CompiledProgram
 from prejit.runtime.format.bundle_schema import Memory
 from prejit.runtime.errors import BuildError
@@ -115,8 +115,8 @@ def compile_program(portable, machine):
     )
 
 answers = open(os.dup(1), "wb")
-requests.import_compiler = lambda platform: None  # nothing here needs jaxlib
-requests.main(compile_program)
+worker_requests.import_compiler = lambda platform: None  # nothing here needs jaxlib
+worker_requests.main(compile_program)
 """
 Results = dict[tuple[str, str], Compiled]
 
@@ -361,9 +361,9 @@ import signal
 import sys
 from pathlib import Path
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.compile.executor import collect
-from prejit.compiler.compile.jobs import CompileJob, Source
+from prejit.compiler.compile.compile_jobs import CompileJob, Source
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain

@@ -28,7 +28,7 @@ from prejit.compiler.targets.target_classes import Target, catalogue
 from prejit.runtime import __main__
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import StoreError, UsageError
-from prejit.runtime.fallback import closest_target
+from prejit.runtime.fallback_reporting import closest_target
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import REF_NAME, REQUIREMENT
 from prejit.runtime.format.opening import match

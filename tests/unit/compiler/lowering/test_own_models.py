@@ -22,7 +22,7 @@ from prejit.compiler.lowering.user.own_decoder import OwnModel, find_model
 from prejit.compiler.manifest.manifest import Model
 from prejit.compiler.models.layers.linear import Embedding, Linear
 from prejit.compiler.models.layers.product_forms import Forms, using
-from prejit.compiler.models.narrowing import Stored
+from prejit.compiler.models.own_decoder_narrowing import Stored
 from prejit.compiler.models.protocol import DecoderModel
 from prejit.compiler.native.products import KERNEL
 from prejit.runtime.errors import BuildError, ManifestError

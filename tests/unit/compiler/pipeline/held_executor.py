@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from prejit.compiler.compile.jobs import Compiled, CompileJob
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
 
 
 class HeldExecutor:

@@ -19,11 +19,12 @@ from safetensors.numpy import load_file, save_file
 from tests.decoders import LARGEST_CONTEXT, write_random
 
 from prejit.compiler.api import plan as plan_of_user
-from prejit.compiler.compile import jobs
+from prejit.compiler.compile import compile_jobs
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.native.kernel_library import KernelLibrary, build_kernels
 from prejit.compiler.pipeline import program_keys
+from prejit.compiler.pipeline.build_run import build
 from prejit.compiler.pipeline.lower.lowering import lower, source_of
 from prejit.compiler.pipeline.model import ModelSource, read_model
 from prejit.compiler.pipeline.pack.model_layers import find_published, pack_weights
@@ -38,11 +39,10 @@ from prejit.compiler.pipeline.plan import (
 )
 from prejit.compiler.pipeline.program_keys import compile_key, versions
 from prejit.compiler.pipeline.reuse import COMPILE, planned_executables
-from prejit.compiler.pipeline.run import build
 from prejit.compiler.pipeline.workspace import UserCode, Workspace
 from prejit.compiler.progress import Quiet
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.key import Key
 from prejit.compiler.targets import environments, target_table
 from prejit.runtime.device.tuning import Tuning, write
 from prejit.runtime.errors import CheckpointError, ManifestError
@@ -218,7 +218,7 @@ def test_a_plan_makes_nothing_and_names_what_a_build_compiles(
 
     program = once_more.plan.programs[0]
     assert program.lowered is not None
-    portable = jobs.Source(program.lowered.portable.raw_digest, program.lowered.platforms)
+    portable = compile_jobs.Source(program.lowered.portable.raw_digest, program.lowered.platforms)
     empty = Native(f"sha256:{0:064x}", ())  # without products
     for with_kernels in (None, kernels):
         assert portable == choose_source(
@@ -400,7 +400,7 @@ def test_the_platforms_of_a_program_are_in_the_key_of_its_executable(
     found = planned(tmp_path / "m", model, "cpu-x86-64-v3")
     toolchain = find_toolchain(found.plan.targets[0])
     assert toolchain is not None
-    source = jobs.Source(f"sha256:{1:064x}", ("cpu", "cuda", "tpu"))
+    source = compile_jobs.Source(f"sha256:{1:064x}", ("cpu", "cuda", "tpu"))
     turned = replace(source, platforms=source.platforms[::-1])
     spec = found.plan.specs[0]
     digests = {

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 
-from prejit.compiler.compile.jobs import Compiled
+from prejit.compiler.compile.compile_jobs import Compiled
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline.build_interface import Services
-from prejit.compiler.pipeline.executables import Jobs
+from prejit.compiler.pipeline.build_run import begin
 from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.pipeline.reuse import CACHED, COMPILE, TRACED, planned_executables
-from prejit.compiler.pipeline.run import begin
+from prejit.compiler.pipeline.submitted_jobs import Jobs
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime.format.bundle_schema import Memory, Segment

@@ -28,10 +28,10 @@ from tests.parity.encoder_cases import Case
 
 from prejit.compiler.compile import worker_process
 from prejit.compiler.compile.pool import WorkerPool
-from prejit.compiler.compile.worker import requests
+from prejit.compiler.compile.worker import worker_requests
 from prejit.compiler.compile.worker.worker_compile import compile_program
 from prejit.compiler.manifest.reading import read_manifest
-from prejit.compiler.pipeline import run, workspace
+from prejit.compiler.pipeline import build_run, workspace
 from prejit.compiler.pipeline.lower import lowering
 from prejit.compiler.pipeline.lower.lowering import lower_native
 from prejit.compiler.pipeline.measure import accuracy, golden_answers, golden_child
@@ -154,7 +154,7 @@ def main(manifest_file: Path, output: Path) -> None:
     golden_answers.run_child = answer_twice  # type: ignore[assignment]
     manifest, store = read_manifest(manifest_file), DirectoryStore.open(output / "cache")
     pool = WorkerPool(store, workers=1)
-    run.build(manifest, output, store=store, executor=pool, progress=Quiet())
+    build_run.build(manifest, output, store=store, executor=pool, progress=Quiet())
 
     if not manifest.has_own_model and manifest.model is not None and manifest.mesh is None:
         plan = plan_build(manifest, store)
@@ -166,7 +166,7 @@ def main(manifest_file: Path, output: Path) -> None:
                 lower_native(space, program)
     for request in asked[:2]:  # what the workers did, here
         with watching("COMPILING"):
-            requests._compile(store, compile_program, request)
+            worker_requests._compile(store, compile_program, request)
     for question in questions:
         sys.stdin = io.TextIOWrapper(io.BytesIO(question))
         with watching("GOLDEN"), contextlib.redirect_stdout(io.StringIO()):

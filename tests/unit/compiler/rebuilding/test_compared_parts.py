@@ -17,6 +17,7 @@ from safetensors.numpy import save
 from tests.kernel_bundles import with_library
 from tests.recipes import Recipe, export
 
+from prejit.compiler.rebuilding.build_record import Recorded
 from prejit.compiler.rebuilding.compared_parts import (
     ComparedPart,
     compare,
@@ -24,7 +25,6 @@ from prejit.compiler.rebuilding.compared_parts import (
     in_programs,
     in_weights,
 )
-from prejit.compiler.rebuilding.recorded import Recorded
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.checks.elf import read_sections

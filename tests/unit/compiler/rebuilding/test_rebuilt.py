@@ -15,7 +15,7 @@ from prejit.compiler import Manifest, Program
 from prejit.compiler.pipeline.pack.attaching import attach_descriptions
 from prejit.compiler.pipeline.pack.provenance import recording_provenance
 from prejit.compiler.progress import Quiet
-from prejit.compiler.rebuilding import compared_parts, recorded
+from prejit.compiler.rebuilding import build_record, compared_parts
 from prejit.compiler.rebuilding.compared_parts import ComparedPart
 from prejit.compiler.rebuilding.rebuilt import Rebuilt, rebuild
 from prejit.runtime import load
@@ -158,7 +158,7 @@ def test_other_conditions_explain_other_executables(
 
 
 def test_measurements_and_versions_explain_and_the_rest_is_a_finding(project: Path) -> None:
-    old = recorded.read_recorded(project / "out" / "again")
+    old = build_record.read_recorded(project / "out" / "again")
     assert {each.verdict for each in compared_parts.compare(old, old)} == {"equal"}
     tracing = {**old.tracing, "jax": "0.0.1"}
     assert old.tracing["jax"] != "0.0.1"

@@ -13,7 +13,7 @@ import zstandard
 
 from prejit.compiler.pipeline.layout_writing import write_layout
 from prejit.compiler.pipeline.pack.bundle_files import assemble
-from prejit.compiler.recording.recording_run import (
+from prejit.compiler.recording.jax_cache_packing import (
     RecordedTarget,
     bundle_name,
     collect,

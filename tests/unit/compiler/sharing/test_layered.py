@@ -13,8 +13,8 @@ from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.leases import Leases
 from prejit.compiler.sharing.remote import LEASES
 from prejit.compiler.sharing.shared_result import Tier
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import LOCAL, DirectoryStore
-from prejit.compiler.store.key import Key
 from prejit.runtime.errors import StoreError
 
 KEY = Key("compile", "demo/decode", (("stablehlo", "x"),))

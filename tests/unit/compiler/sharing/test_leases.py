@@ -12,7 +12,7 @@ from tests.waiting import wait_for
 from prejit.compiler.sharing.leases import Leases
 from prejit.compiler.sharing.remote import RemoteError
 from prejit.compiler.sharing.shared_result import Tier
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
 
 KEY = Key("compile", "demo/decode", (("stablehlo", "x"),))
 LONG, SHORT = 3600.0, 0.2

@@ -16,7 +16,7 @@ from prejit.compiler.sharing.objects import ANSWER_SECONDS
 from prejit.compiler.sharing.oci_registry import Repository
 from prejit.compiler.sharing.remote import RemoteError
 from prejit.compiler.sharing.shared_result import SharedResult, decode, encode
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
 from prejit.runtime.base.files import digest_of
 
 CONTENT = os.urandom(5 << 20)

@@ -42,8 +42,8 @@ from prejit.compiler.sharing.remote import (
 )
 from prejit.compiler.sharing.shared_result import SharedResult, Tier, encode
 from prejit.compiler.sharing.sharing_settings import read_stores
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.key import Key
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import StoreError, UsageError

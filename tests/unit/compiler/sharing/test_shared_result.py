@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.unit.compiler.sharing.fixtures import private_key
 
 from prejit.compiler.sharing.shared_result import SharedResult, UnusableError, decode, encode
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
 
 KEY = Key("compile", "demo/decode", (("jaxlib", "0.10.2"), ("stablehlo", "x")))
 OTHER = Key("compile", "demo/decode", (("jaxlib", "0.10.2"), ("stablehlo", "y")))

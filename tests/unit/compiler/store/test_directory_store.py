@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import DirectoryStore, default_root
-from prejit.compiler.store.key import Key
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import StoreError
 

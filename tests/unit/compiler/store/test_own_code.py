@@ -97,21 +97,21 @@ CHANGES = [
 """What decides results makes them again, and no others."""
 UNRELATED = [
     # What starts, feeds, keeps, packs, serves or shows decides nothing, even in the same file.
-    "compiler.compile.worker.requests:serve",
+    "compiler.compile.worker.worker_requests:serve",
     "compiler.compile.worker_process:WorkerProcess",
     "compiler.compile.pool:WorkerPool",
     "compiler.native.kernel_library:find_kernels",
     "compiler.pipeline.lower.lowering:products_of",
     "compiler.pipeline.pack.bundle_files:assemble",
     "compiler.pipeline.plan:plan_build",
-    "compiler.pipeline.run:build",
+    "compiler.pipeline.build_run:build",
     "compiler.store.directory_store:DirectoryStore",
     "compiler.targets.toolchain:Toolchain",
     "compiler.progress:Plain",
     "compiler.cli.build_commands:build",
     "runtime.format.bundle_schema:ImageManifest",
     "runtime.cli.commands:",
-    "runtime.generation.batch:",
+    "runtime.generation.continuous_batch:",
 ]
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from tests.extent import examples
 
 from prejit.runtime import (
     Bundle,
-    Options,
     PrejitError,
     PrejitWarning,
     Request,
@@ -207,9 +205,7 @@ def test_whatever_is_passed_gives_a_result_or_an_error_of_prejit(
 
 @settings(max_examples=examples(50, 200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(VALUES)
-def test_whatever_a_batch_a_session_and_load_get_they_say_what_is_wrong(
-    bundle: Bundle, held: Held
-) -> None:
+def test_batches_sessions_and_load_say_what_is_wrong(bundle: Bundle, held: Held) -> None:
     batch, value = bundle.batch(1), held.value
     functions: tuple[Callable[[], object], ...] = (
         lambda: batch.evict(value),
@@ -258,9 +254,7 @@ def test_whatever_a_batch_a_session_and_load_get_they_say_what_is_wrong(
         ({"temperature": -1e308}, r"temperature: expected 0 or more, found -1e\+308"),
     ],
 )
-def test_a_wrong_option_is_named_with_both_sides(
-    bundle: Bundle, options: dict[str, Any], message: str
-) -> None:
+def test_a_wrong_option_is_named(bundle: Bundle, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=f"^{message}$"):
         bundle.generate([1], **options)
 
@@ -287,7 +281,7 @@ def test_a_wrong_prompt_is_named_with_both_sides(bundle: Bundle, prompt: Any, me
             use(prompt)
 
 
-def test_integers_of_every_library_are_token_ids(bundle: Bundle) -> None:
+def test_integers_of_every_library_are_token_ids_and_seeds(bundle: Bundle) -> None:
     expected = bundle.generate([1, 2, 3], max_new_tokens=np.int32(3), seed=np.uint64(7))
     for prompt in (
         *((1, 2, 3), range(1, 4), deque([1, 2, 3]), [np.int8(1), np.uint64(2), 3]),
@@ -295,9 +289,6 @@ def test_integers_of_every_library_are_token_ids(bundle: Bundle) -> None:
     ):
         result = bundle.generate(prompt, max_new_tokens=3, seed=7)
         assert result.token_ids == expected.token_ids
-
-
-def test_a_seed_of_numpy_goes_round_at_its_end_as_one_of_python(bundle: Bundle) -> None:
     options: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 3}
     last = 2**64 - 1
     numpy = bundle.generate_n([1], 2, seed=np.uint64(last), **options)
@@ -315,12 +306,6 @@ def test_token_ids_are_checked_before_a_tokenizer_decodes_them(bundles: dict[str
                 use(prompt)
 
 
-def test_too_many_sequences_are_refused_before_any_is_made(bundle: Bundle) -> None:
-    for n in (0, -1, 1.0, "3", 16_385, 10**30):
-        with pytest.raises(UsageError, match=r"^n: expected"):
-            bundle.generate_n([1], n)  # type: ignore[arg-type]
-
-
 def test_none_alone_stands_for_an_option_that_is_not_given(bundle: Bundle) -> None:
     assert resolve(dict.fromkeys(OPTIONS)) == resolve({})
     for name in OPTIONS:
@@ -329,11 +314,7 @@ def test_none_alone_stands_for_an_option_that_is_not_given(bundle: Bundle) -> No
     assert wanted.common == {"logprobs": 0, "prompt_lookup": False}
 
 
-def test_options_are_what_the_type_says() -> None:
-    assert set(OPTIONS) == set(Options.__annotations__)
-
-
-def test_one_text_is_a_list_of_one_and_not_of_its_characters(bundle: Bundle) -> None:
+def test_one_text_is_one_prompt_and_too_many_sequences_are_refused(bundle: Bundle) -> None:
     for prompts in ("abc", ["abc"]):
         with pytest.raises(UsageError, match="has no tokenizer, so a prompt cannot be text"):
             bundle.generate_batch(prompts)
@@ -341,11 +322,11 @@ def test_one_text_is_a_list_of_one_and_not_of_its_characters(bundle: Bundle) -> 
         UsageError, match="prompts: expected a prompt or a list of prompts, found 5"
     ):
         bundle.generate_batch(5)  # type: ignore[arg-type]
-
-
-def test_options_of_sampling_beside_a_list_of_them_are_refused(bundle: Bundle) -> None:
     with pytest.raises(UsageError, match=r"sampling: expected it without .* temperature"):
         bundle.generate_batch([[1]], sampling=[Sampling(seed=1)], temperature=0.5)
+    for n in (0, -1, 1.0, "3", 16_385, 10**30):
+        with pytest.raises(UsageError, match=r"^n: expected"):
+            bundle.generate_n([1], n)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("given", [5, "ab", [[True], [1, 2]], Hostile(), np.zeros((48,), np.int8)])
@@ -354,30 +335,10 @@ def test_a_token_mask_that_gives_something_else_is_an_error(bundle: Bundle, give
         bundle.generate([1], max_new_tokens=2, token_mask=lambda ids: given)
 
 
-def test_a_deleted_array_is_an_error_of_usage(settled_dir: Path) -> None:
-    functions = load(settled_dir, on_mismatch="error")
-    array = jax.numpy.ones((2, 16))
-    array.delete()
-    with pytest.raises(UsageError, match=r"x: expected an array, found .* deleted or donated"):
-        functions.call("score", x=array)
-    with pytest.raises(UsageError, match="expected x as an array, found list"):
-        functions.call("score", x=nested(5000))
-    for name in (5, nested(5000), Hostile(), 10**6000):
-        with pytest.raises(UsageError, match="name: expected text, found"):
-            functions.call(name, x=nested(5000))
-
-
 def test_every_value_has_a_short_description_of_one_line() -> None:
     for text in map(described, JUNK):
         assert 0 < len(text) <= 80
         assert text.isprintable(), ascii(text)
-
-
-def test_a_request_is_plain_python_whatever_it_was_made_from() -> None:
-    made = Request(np.array([1, 2]), max_new_tokens=np.int64(3), stop_token_ids={4})  # type: ignore[arg-type]
-    assert dataclasses.astuple(made)[0] == [1, 2]
-    assert type(made.max_new_tokens) is int
-    assert made.stop_token_ids == frozenset((4,))
 
 
 class _Text(str):
@@ -388,7 +349,5 @@ class _Text(str):
     ("expected", "found", "text"),
     [(1, 2, "2"), (1, True, "True"), ("a", _Text("a"), "'a' of class _Text")],
 )
-def test_a_value_that_looks_like_another_is_shown_with_its_class(
-    expected: object, found: object, text: str
-) -> None:
+def test_a_lookalike_is_shown_with_its_class(expected: object, found: object, text: str) -> None:
     assert instead(expected, found) == text

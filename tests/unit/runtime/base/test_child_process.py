@@ -50,22 +50,19 @@ sys.exit(3)
 """
 
 
-def test_a_process_that_is_left_behind_delays_no_result() -> None:
+def test_a_process_left_behind_or_late_delays_no_result() -> None:
     """It has the same stdout and stderr: a pipe would stay open until the time limit."""
     started = time.monotonic()
     code, output, errors = run_child(python(_LEAVES_ONE), seconds=300)
     assert (code, output, errors) == (3, b"done\n", "last words\n")
     assert time.monotonic() - started < 250
-
-
-def test_what_was_written_before_a_time_limit_is_kept() -> None:
-    """The second process ignores the end of the first one."""
+    # The second process ignores the end of the first one.
     code, output, _ = run_child(python(f"print(1, flush=True)\n{_PARENT}"), seconds=5)
     assert code is None
     assert output.startswith(b"1\n")
 
 
-def test_an_answer_counts_only_as_a_whole_line_of_json() -> None:
+def test_answers_are_whole_lines_within_a_time_limit() -> None:
     for written in ('print("{\\"a\\": 1}", end="")', 'print("no JSON")', "pass"):
         code = f"import sys; sys.stdin.readline(); {written}; sys.exit(7)"
         with Child(python(code)) as child:
@@ -73,16 +70,10 @@ def test_an_answer_counts_only_as_a_whole_line_of_json() -> None:
             assert child.exit_code(60) == 7
             assert not child.alive
             assert child.ask({}) is None  # it is gone
-
-
-def test_a_time_limit_ends_a_process_that_reads_nothing() -> None:
     with Child(python("import time; time.sleep(600)")) as child:
         assert child.ask("x" * (1 << 20), 0.2) is None
         assert child.late
         assert child.exit_code() == -signal.SIGKILL
-
-
-def test_errors_are_those_since_the_last_request() -> None:
     code = "import sys\nfor line in sys.stdin: print(line, end='', file=sys.stderr); print(1)"
     with Child([sys.executable, "-u", "-c", code], errors="kept") as child:
         for number in (1, 2):

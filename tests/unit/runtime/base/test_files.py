@@ -28,9 +28,7 @@ def test_the_next_write_removes_what_a_killed_writer_left(tmp_path: Path) -> Non
     assert sorted(os.listdir(tmp_path)) == [".other.1234.0badcafe.tmp", "file"]
 
 
-def test_what_a_living_writer_writes_is_not_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_a_living_writer_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, replace = tmp_path / "file", os.replace
     writers = []
 
@@ -46,9 +44,7 @@ def test_what_a_living_writer_writes_is_not_removed(
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_file_that_is_removed_before_it_is_locked_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removed_file_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock, removed = fcntl.flock, []
 
     def lock_after_a_removal(file: int, how: int) -> None:

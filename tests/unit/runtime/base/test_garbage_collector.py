@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
 
@@ -78,25 +77,6 @@ def test_a_collector_that_the_host_turned_off_stays_off() -> None:
     with collector_off():
         pass
     assert not gc.isenabled()
-
-
-def test_it_stays_on_beside_threads_of_the_host() -> None:
-    resting = threading.Event()
-    thread = threading.Thread(target=resting.wait)
-    thread.start()
-    try:
-        with collector_off():
-            assert gc.isenabled()
-    finally:
-        resting.set()
-        thread.join()
-
-
-@pytest.mark.usefixtures("alone")
-def test_one_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PREJIT_PLAIN_START", "1")
-    with collector_off():
-        assert gc.isenabled()
 
 
 @pytest.mark.usefixtures("alone")

@@ -35,15 +35,9 @@ def run(program: str) -> str:
     return found.stdout.strip()
 
 
-def test_a_process_waits_for_a_thread_that_a_daemon_has_started() -> None:
+def test_threads_are_waited_for_and_none_starts_too_late() -> None:
     assert run(EXITS_AT_ONCE) == "finished"
-
-
-def test_no_thread_starts_when_the_interpreter_no_longer_waits_for_it() -> None:
     assert run(STARTS_TOO_LATE) == "None"
-
-
-def test_a_thread_runs_its_target_under_its_name() -> None:
     names: list[str] = []
     thread = start_thread(lambda: names.append(threading.current_thread().name), "named")
     assert thread is not None

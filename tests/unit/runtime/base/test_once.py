@@ -8,9 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from prejit.runtime.base.threads_and_forks import once
-from prejit.runtime.bundle_decodes import BundleDecodes
-from prejit.runtime.bundle_encodes import BundleEncodes
-from prejit.runtime.text.bundle_text import BundleText
 
 
 class Slow:
@@ -41,28 +38,15 @@ class Slow:
         return self.value
 
 
-def test_eight_threads_get_the_one_that_was_made() -> None:
+def test_threads_get_the_one_that_was_made_and_failures_are_tried_again() -> None:
     slow = Slow()
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(slow.ask, range(8)))
     assert len(set(map(id, found))) == 1
     assert slow.made == ["value", "other"]
     assert Slow().value is not slow.value
-
-
-def test_what_fails_is_tried_again() -> None:
     slow = Slow()
     for _ in range(2):
         with pytest.raises(KeyError):
             slow.failing  # noqa: B018
     assert slow.made == ["failing", "failing"]
-
-
-def test_what_a_bundle_makes_when_it_is_wanted_is_made_once() -> None:
-    for owner, name in (
-        (BundleDecodes, "decoder"),
-        (BundleEncodes, "encoder"),
-        (BundleText, "tokenizer"),
-        (BundleText, "chat"),
-    ):
-        assert isinstance(vars(owner)[name], once), name

@@ -47,47 +47,32 @@ def v1(group: str, limits: Mapping[str, tuple[int, int]], mounts: str = V1) -> d
     return files
 
 
-def test_no_control_groups_are_a_limit(tmp_path: Path) -> None:
-    assert threads(tmp_path, {}) == 8
-    assert threads(tmp_path, v2("/", {})) == 8
-    assert threads(tmp_path, v2("/", {"": "max 100000"})) == 8
-    assert threads(tmp_path, v1("/", {"": (-1, 100000)})) == 8
+PODS = {"": "max 100000", "pod/": "300000 100000", "pod/box/": "max 100000"}
+OLD = {"": (-1, 100000), "a/": (300000, 100000), "a/b/": (500000, 100000)}
+PART = V1.replace(" / ", " /docker/abc ")
+"""The mount of a container that sees its part of a hierarchy: it begins at its own group."""
+TWO = {"": (200000, 100000)}
+INNER = {"": (-1, 100000), "in/": (300000, 100000)}
+BROKEN = {"proc/self/cgroup": "\nnonsense\n1:2", "proc/self/mountinfo": "\n- \n1 - cgroup2\n"}
 
 
-def test_a_quota_of_the_unified_hierarchy_is_exceeded(tmp_path: Path) -> None:
-    limits = {"200000": 2, "250000": 2, "50000": 1, "1600000": 8}
-    for limit, expected in {f"{quota} 100000": most for quota, most in limits.items()}.items():
-        assert threads(tmp_path, v2("/", {"": limit})) == expected
-    assert threads(tmp_path, v2("/", {"": "20000 10000"})) == 2
-
-
-def test_the_quota_of_a_group_above_is_exceeded(tmp_path: Path) -> None:
-    limits = {"": "max 100000", "pod/": "300000 100000", "pod/box/": "max 100000"}
-    assert threads(tmp_path, v2("/pod/box", limits)) == 3
-    limits |= {"pod/box/": "200000 100000"}
-    assert threads(tmp_path, v2("/pod/box", limits)) == 2
-
-
-def test_a_quota_of_the_old_hierarchies_is_exceeded(tmp_path: Path) -> None:
-    assert threads(tmp_path, v1("/", {"": (400000, 100000)})) == 4
-    limits = {"": (-1, 100000), "a/": (300000, 100000), "a/b/": (500000, 100000)}
-    assert threads(tmp_path, v1("/a/b", limits)) == 3
-
-
-def test_a_container_that_sees_its_part_of_a_hierarchy_has_no_quota(tmp_path: Path) -> None:
-    """Its mount begins at its own group, whose path is the host's."""
-    mounts = V1.replace(" / ", " /docker/abc ")
-    assert threads(tmp_path, v1("/docker/abc", {"": (200000, 100000)}, mounts)) == 2
-    inner = {"": (-1, 100000), "in/": (300000, 100000)}
-    assert threads(tmp_path, v1("/docker/abc/in", inner, mounts)) == 3
-    assert threads(tmp_path, v1("/docker/abcd", {"": (200000, 100000)}, mounts)) == 2
-
-
-def test_files_that_say_something_else_are_an_error(tmp_path: Path) -> None:
-    for limit in ("", "max", "x y", "1 0", "-5 100000", "1 2 3", "\xff"):
-        assert threads(tmp_path, v2("/", {"": limit})) == 8
-    broken = {"proc/self/cgroup": "\nnonsense\n1:2", "proc/self/mountinfo": "\n- \n1 - cgroup2\n"}
-    assert threads(tmp_path, broken) == 8
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        *(({}, 8), (BROKEN, 8), (v2("/", {}), 8), (v1("/", {"": (-1, 100000)}), 8)),
+        *((v2("/", {"": limit}), 8) for limit in ("max 100000", "", "max", "x y", "1 0", "\xff")),
+        *((v2("/", {"": limit}), 8) for limit in ("-5 100000", "1 2 3", "1600000 100000")),
+        *((v2("/", {"": f"{limit} 100000"}), 2) for limit in (200000, 250000)),
+        *((v2("/", {"": "20000 10000"}), 2), (v2("/", {"": "50000 100000"}), 1)),
+        (v2("/pod/box", PODS), 3),
+        (v2("/pod/box", PODS | {"pod/box/": "200000 100000"}), 2),
+        *((v1("/", {"": (400000, 100000)}), 4), (v1("/a/b", OLD), 3)),
+        *((v1("/docker/abc", TWO, PART), 2), (v1("/docker/abc/in", INNER, PART), 3)),
+        (v1("/docker/abcd", TWO, PART), 2),
+    ],
+)
+def test_control_groups_are_a_limit(files: dict[str, str], expected: int, tmp_path: Path) -> None:
+    assert threads(tmp_path, files) == expected
 
 
 @pytest.mark.parametrize(("text", "expected"), [("1", 1), ("3", 3), ("64", 8), ("03", 3), ("", 8)])

@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
-from typing import Any
 
 import click
 import pytest
@@ -42,7 +41,7 @@ def kind_of(option: click.Option) -> tuple[str, bool, bool]:
     return kind, option.is_flag, option.multiple
 
 
-def test_help_lists_all_commands_by_house(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_versions_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert __main__.main(["--help"]) == 0
     printed = capsys.readouterr().out
     _, *parts = re.split(r"^Commands that .*:$", printed, flags=re.MULTILINE)
@@ -50,6 +49,10 @@ def test_help_lists_all_commands_by_house(capsys: pytest.CaptureFixture[str]) ->
         assert re.findall(r"^  ([a-z-]+)  ", part, re.MULTILINE) == [*house.commands]
     assert "Commands that serve bundles (pip install 'prejit[server]'):" in printed
     assert "Commands that build and compare (pip install 'prejit[compiler]'):" in printed
+    assert __main__.main(["--version"]) == 0
+    python = ".".join(map(str, sys.version_info[:3]))
+    packages = [f"{name} {version(name)}" for name in ("prejit", "jax", "jaxlib")]
+    assert capsys.readouterr().out.splitlines() == [*packages, f"python {python}"]
 
 
 @pytest.mark.parametrize("name", LEAVES)
@@ -70,7 +73,7 @@ def test_every_command_has_help_with_examples_that_it_takes(
         assert re.fullmatch(r"[A-Z].*\.", parameter.help or ""), parameter.name
 
 
-def test_a_name_means_one_thing_in_all_commands() -> None:
+def test_a_name_and_a_value_mean_one_thing_in_all_commands() -> None:
     kinds: dict[str, dict[tuple[str, bool, bool], str]] = {}
     for name, command in LEAVES.items():
         for option in options_of(command):
@@ -79,9 +82,6 @@ def test_a_name_means_one_thing_in_all_commands() -> None:
     several = {spelling: found for spelling, found in kinds.items() if len(found) > 1}
     # A key of `sign` is one; a channel has several.
     assert several.keys() <= {"--key"}, several
-
-
-def test_a_value_is_written_in_one_way() -> None:
     options = [option for command in LEAVES.values() for option in options_of(command)]
     for spelling, metavar in {
         "--(trust|fingerprint|key|manifest)": "FILE",
@@ -133,13 +133,6 @@ def test_the_nearest_command_or_option_is_named(
     assert re.match(r"hint: expected prejit .*; `prejit.* --help` says more$", hint)
 
 
-def test_the_versions_are_those_that_matter(capsys: pytest.CaptureFixture[str]) -> None:
-    assert __main__.main(["--version"]) == 0
-    python = ".".join(map(str, sys.version_info[:3]))
-    packages = [f"{name} {version(name)}" for name in ("prejit", "jax", "jaxlib")]
-    assert capsys.readouterr().out.splitlines() == [*packages, f"python {python}"]
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -164,15 +157,6 @@ def test_a_shell_completes(
     assert {line.partition(",")[2] for line in lines} == expected
 
 
-def test_a_shell_gets_its_script(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for shell in ("zsh", "fish"):
-        monkeypatch.setenv("_PREJIT_COMPLETE", f"{shell}_source")
-        assert __main__.main([]) == 0
-        assert "_PREJIT_COMPLETE" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -188,12 +172,3 @@ def test_a_size_is_read_as_dd_reads_it(text: str, expected: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match="expected a number of bytes or a size such as"):
         byte_count(text)
-
-
-def test_the_library_imports_no_click(run_python: Any) -> None:
-    run_python(
-        "import sys, prejit.runtime\n"
-        "for name in prejit.runtime.__all__:\n"
-        "    getattr(prejit.runtime, name)\n"
-        "sys.exit('click' in sys.modules)"
-    )

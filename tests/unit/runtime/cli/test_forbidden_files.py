@@ -57,7 +57,7 @@ def test_a_forbidden_file_is_no_wrong_usage(tmp_path: Path) -> None:
         assert "hint: " in found[1]
 
 
-def test_a_mistyped_policy_is_named_once_with_the_nearest_file(
+def test_a_mistyped_policy_names_the_nearest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from prejit.runtime.__main__ import main

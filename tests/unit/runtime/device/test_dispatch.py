@@ -45,7 +45,7 @@ class Doubling:
         return result, self.dispatch.path(self.loaded, whole, result, whole), False
 
 
-def test_a_signature_misses_once(device: Device) -> None:
+def test_a_signature_misses_once_and_donated_arguments_are_deleted(device: Device) -> None:
     doubling, x = Doubling(device), jnp.arange(4.0)
     results = [doubling.function(x) for _ in range(5)]
     assert doubling.misses == 1
@@ -57,16 +57,6 @@ def test_a_signature_misses_once(device: Device) -> None:
     weak = [doubling.function(x, n=1) for _ in range(2)]
     assert [each.weak_type for each in weak] == [True, True]
     assert doubling.misses == 3
-
-
-def test_later_calls_take_host_arrays(device: Device) -> None:
-    doubling, host = Doubling(device), np.arange(4, dtype=np.float32)
-    for _ in range(3):
-        np.testing.assert_array_equal(doubling.function(host), host * 2)
-    assert doubling.misses == 1
-
-
-def test_donated_arguments_are_deleted_at_later_calls_too(device: Device) -> None:
     doubling, x = Doubling(device, donate=True), jnp.ones(4)
     for _ in range(3):
         before, x = x, doubling.function(x)
@@ -75,36 +65,18 @@ def test_donated_arguments_are_deleted_at_later_calls_too(device: Device) -> Non
     np.testing.assert_array_equal(x, np.full(4, 8))
 
 
-def test_it_tells_the_options_of_a_jitted_function() -> None:
+def test_only_a_jitted_function_of_this_jax_has_a_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch = _jit_dispatch.Dispatch.of(
         jax.jit(lambda x, mode, y: x, static_argnames="mode", donate_argnums=(0, 2))
     )
     assert dispatch is not None
     assert dispatch.static == ((1,), ("mode",))
     assert dispatch.donated == ((0, 2), ("x", "y"))
-
-
-def test_what_jax_jit_did_not_return_has_no_dispatch() -> None:
     assert _jit_dispatch.Dispatch.of(lambda x: x) is None
     assert _jit_dispatch.Dispatch.of(object()) is None
-
-
-def test_a_jax_with_other_parts_has_no_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     jitted = jax.jit(lambda x: x)
     monkeypatch.setattr(_jit_dispatch, "_PATH_FIELDS", (*_jit_dispatch._PATH_FIELDS, "new"))
     assert _jit_dispatch.Dispatch.of(jitted) is None
     monkeypatch.undo()
     monkeypatch.setattr(_jit_dispatch, "_STATE_KEYS", {*_jit_dispatch._STATE_KEYS, "new"})
     assert _jit_dispatch.Dispatch.of(jitted) is None
-
-
-def test_tracing_is_seen() -> None:
-    seen = []
-
-    def function(x: Any) -> Any:
-        seen.append(_jax_parts.is_tracing())
-        return x
-
-    function(1.0)
-    jax.jit(function)(1.0)
-    assert seen == [False, True]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -67,13 +66,6 @@ def test_no_set_of_runs_costs_less(buckets: list[Bucket], lengths: list[int]) ->
         assert lengths[first] <= bucket.length
 
 
-def test_ten_thousand_sentences_are_put_into_buckets_in_well_under_a_second() -> None:
-    buckets = [Bucket(b, t, b * t + 20) for b in (1, 2, 4, 8, 16, 32, 64) for t in (32, 64, 128)]
-    lengths = sorted((1 + 37 * n % 128 for n in range(10_000)), reverse=True)
-    runs = partition(lengths, buckets)
-    assert sum(end - first for _, first, end in runs) == 10_000
-
-
 def _ordered_plainly(buckets: Sequence[Bucket]) -> list[Bucket]:
     """The order by its definition."""
     unserved, order = list(buckets), list[Bucket]()
@@ -94,15 +86,6 @@ def _ordered_plainly(buckets: Sequence[Bucket]) -> list[Bucket]:
 @example([Bucket(1, 4, 0), Bucket(2, 4, 0), Bucket(1, 2, 2**70), Bucket(9, 9, 10**400)])
 def test_the_order_is_the_one_that_is_defined(buckets: list[Bucket]) -> None:
     assert loading_order(buckets) == _ordered_plainly(buckets)
-
-
-def test_1600_buckets_are_ordered_within_a_load() -> None:
-    """The definition takes 4 s of a load for them."""
-    buckets = [Bucket(b, t, b * t + 20) for b in range(1, 41) for t in range(1, 41)]
-    started = time.thread_time()
-    order = loading_order(buckets)
-    assert time.thread_time() - started < 1
-    assert len(set(order)) == 1600
 
 
 @pytest.fixture(scope="module")

@@ -83,19 +83,24 @@ def entry(root: dict[str, Any], kind: str) -> dict[str, Any]:
     return found
 
 
-def test_a_sound_bundle_with_all_that_refers_to_it_is_refused(bundle: Path) -> None:
+def test_a_sound_bundle_is_refused_or_other_spaces_pass(bundle: Path) -> None:
     kinds = sorted(each.artifact_type for each in attached(bundle))
     assert audited(bundle).attached_count == len(kinds)
     assert {*kinds} == {PARTS, STATEMENT, SIGNATURE}
     assert main(["verify", str(bundle)]) == 0
+    for name in ("index.json", "oci-layout"):
+        content = (bundle / name).read_bytes()
+        (bundle / name).write_bytes(content + b"\n")
+        said = str(rejected(bundle, bundle / name))
+        assert name != "index.json" or "found the same JSON in other bytes" in said
+        (bundle / name).write_bytes(content)
+    audited(bundle)
 
 
 @pytest.mark.parametrize(
     ("kind", "part"), [(PARTS, "layer"), (STATEMENT, "config"), (SIGNATURE, "manifest")]
 )
-def test_a_damaged_file_that_refers_to_the_bundle_passes(
-    kind: str, part: str, bundle: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_attached_file_passes(kind: str, part: str, bundle: Path, tmp_path: Path) -> None:
     each = attached(bundle, kind)[0]
     at = {"layer": each.layers[0], "manifest": each.descriptor, "config": each.config}[part]
     file = blob(bundle, at.digest)
@@ -142,9 +147,7 @@ def test_a_file_that_nothing_leads_to_passes(bundle: Path) -> None:
         lambda root: root.update(mediaType="text/plain"),
     ],
 )
-def test_a_changed_entry_of_index_json_passes(
-    change: Callable[[dict[str, Any]], object], bundle: Path
-) -> None:
+def test_a_changed_entry_passes(change: Callable[[dict[str, Any]], object], bundle: Path) -> None:
     rewritten(bundle, change)
     rejected(bundle)
 
@@ -169,16 +172,6 @@ def test_an_index_json_of_another_form_is_called_what_it_is(
         with pytest.raises(RejectError) as raised:
             check_index_file(layout, root, found)
     assert said in str(raised.value)
-
-
-def test_other_spaces_in_our_index_json_or_layout_file_pass(bundle: Path) -> None:
-    for name in ("index.json", "oci-layout"):
-        content = (bundle / name).read_bytes()
-        (bundle / name).write_bytes(content + b"\n")
-        said = str(rejected(bundle, bundle / name))
-        assert name != "index.json" or "found the same JSON in other bytes" in said
-        (bundle / name).write_bytes(content)
-    audited(bundle)
 
 
 def detached(path: Path, *kinds: str) -> None:
@@ -223,9 +216,7 @@ def test_a_copy_of_a_target_needs_nothing_that_refers_to_the_bundle(bundle: Path
         (SIGNATURE, b"\xff", "expected JSON"),
     ],
 )
-def test_what_is_not_what_it_says_passes(
-    kind: str, content: bytes, complaint: str, bundle: Path
-) -> None:
+def test_a_lying_attachment_passes(kind: str, content: bytes, complaint: str, bundle: Path) -> None:
     subject = subject_of(bundle)
     attach(bundle, subject, kind, EMPTY, [Part(kind, content)], {})
     assert complaint in str(rejected(bundle, blob(bundle, digest_of(content))))

@@ -9,30 +9,21 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
-import random
 import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from tests.campaigns.junk import edited, encoded
-from tests.extent import examples
-from tests.layouts import write_files
+from tests.extent import ALL
 
 from prejit.runtime import __main__
 from prejit.runtime.base.typed_json import from_json, to_json
-from prejit.runtime.base.wording import size
-from prejit.runtime.cli.accuracy_tables import accuracy_table, forms_table
-from prejit.runtime.errors import PrejitError, RejectError
+from prejit.runtime.errors import RejectError
 from prejit.runtime.format import audit, limits
-from prejit.runtime.format.bundle_schema import Config, Descriptor, ImageManifest
-from prejit.runtime.format.checks.call_programs import check_arrays
+from prejit.runtime.format.bundle_schema import Config
 from prejit.runtime.format.checks.elf import read_shared_library
-from prejit.runtime.format.checks.oci import check_manifest
 from prejit.runtime.format.checks.program_table import (
     _check_decoder,
     check_config,
@@ -40,25 +31,14 @@ from prejit.runtime.format.checks.program_table import (
 )
 from prejit.runtime.format.checks.seldom_parts import _check_encoder
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.names import (
-    ARTIFACT_TYPE,
-    CHAT_MEDIA_TYPE,
-    CONFIG_MEDIA_TYPE,
-    MANIFEST_MEDIA_TYPE,
-    TOKENIZER_MEDIA_TYPE,
-)
 from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.root import read_root
-from prejit.runtime.loader import load
-from prejit.runtime.machine.compare import compare, preference
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 
 GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 PATH = "somewhere/blob"
 SECONDS = 5.0
 MEGABYTES = 256
-
-# Memory
 
 
 def names(count: int) -> Iterator[str]:
@@ -142,69 +122,18 @@ for kind, path in zip(*[iter(sys.argv[1:])] * 2):
 """
 
 
-def test_nothing_takes_more_memory_than_this_before_it_is_refused(
-    tmp_path: Path, run_python: Any
-) -> None:
-    arguments = []
-    for name, (kind, make) in LARGE.items():
+def test_nothing_refused_takes_more_memory_than_this(tmp_path: Path, run_python: Any) -> None:
+    arguments, tried = [], [*LARGE] if ALL else [*LARGE][::2]
+    for name in tried:
+        kind, make = LARGE[name]
         (tmp_path / name).write_bytes(make())
         arguments += [kind, tmp_path / name]
     found = run_python(READ, *arguments, timeout=300).stdout.splitlines()
-    for name, line in zip(LARGE, found, strict=True):
+    for name, line in zip(tried, found, strict=True):
         said, megabytes = line.split()
         assert said in ("read", "rejected")
         held = (tmp_path / name).stat().st_size >> 20
         assert int(megabytes) < MEGABYTES + held * (name == "long header"), name
-
-
-def test_a_layer_that_is_read_whole_has_a_cap() -> None:
-    at = Descriptor(CONFIG_MEDIA_TYPE, "sha256:" + "0" * 64, 16 << 20)
-    for media_type, cap in ((TOKENIZER_MEDIA_TYPE, 128 << 20), (CHAT_MEDIA_TYPE, 4 << 20)):
-        layer = Descriptor(media_type, at.digest, cap + 1)
-        manifest = ImageManifest(2, MANIFEST_MEDIA_TYPE, ARTIFACT_TYPE, at, (layer,), {})
-        with pytest.raises(RejectError, match=f"at most {cap} bytes"):
-            check_manifest(to_json(manifest), PATH)
-
-
-GENERATE = """
-import sys, warnings
-from prejit.runtime import RejectError, load
-
-warnings.simplefilter("ignore")
-bundle = load(sys.argv[1])
-try:
-    bundle.generate([1] * 20, max_new_tokens=4)
-except RejectError as error:
-    print(error)
-[peak] = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:")]
-print(int(peak) >> 10)
-"""
-
-
-def test_a_cache_that_no_program_takes_is_never_made(tmp_path: Path, run_python: Any) -> None:
-    """Of a context of 2**26: its cache would have 4.3 GB, before XLA says that the program takes another."""
-    from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, assemble, layer
-
-    [contents] = contents_of("decoder")
-    with Layout(GOLDEN / "decoder") as layout:
-        layers = tuple(
-            layer(kept.mediaType, layout.read_blob(kept), "title")
-            for kept in contents.manifest.layers
-        )
-    text = to_json(contents.config).decode()
-    for name in ("context", "source_context"):
-        text = text.replace(f'"{name}":32', f'"{name}":{1 << 26}')
-    text = text.replace(",2,32,4]", f",2,{1 << 26},4]")
-    config = from_json(Config, text.encode(), PATH)
-    path = write_files(tmp_path / "bundle", *assemble("decoder", [PackedTarget(config, layers)]))
-    told, megabytes = run_python(GENERATE, path).stdout.splitlines()
-    assert (
-        "expected float32[1,2,67108864,4] as in the program table, found float32[1,2,32,4]" in told
-    )
-    assert int(megabytes) < 1000
-
-
-# Time
 
 
 def elf(*sections: tuple[int, int, int, int], data: bytes = b"", start: int = 64) -> bytes:
@@ -284,7 +213,7 @@ def check(config: Config, content: bytes) -> Config:
     return check_config(content, config.target, config.requirement, PATH)
 
 
-def test_a_forged_grid_of_programs_is_refused_in_no_time() -> None:
+def test_forged_grids_and_repeated_layers_are_refused_in_no_time() -> None:
     """10,000 batches and 10,000 contexts, a program each: of their grid nothing may be made."""
     config = next(one for one in configs() if one.decoder is not None)
     decode = next(program for program in config.programs if program.kind == "decode")
@@ -306,9 +235,6 @@ def test_a_forged_grid_of_programs_is_refused_in_no_time() -> None:
     with pytest.raises(RejectError):
         check(config, to_json(forged))
     assert time.thread_time() - started < SECONDS
-
-
-def test_layers_that_come_again_and_again_are_read_in_no_time() -> None:
     config = next(one for one in configs() if one.encoder is not None)
     encoder = dataclasses.replace(config.encoder, layers=config.encoder.layers[:1] * 200_000)  # type: ignore[type-var, union-attr]
     tensors = tuple(f"t{place}" for place in range(2000))
@@ -319,78 +245,6 @@ def test_layers_that_come_again_and_again_are_read_in_no_time() -> None:
     _check_encoder(forged, encoder)
     check_weight_sets(forged, shapes, PATH)
     assert time.thread_time() - started < SECONDS
-
-
-# Mutations
-
-
-def use(config: Config) -> None:
-    """What a reader does with a table that it has taken for right, but for running its programs."""
-    for program in config.programs:
-        for texts in (program.arguments, program.results):
-            check_arrays(texts, program.kind, config.mesh, PATH)
-        size(program.memory.temp_bytes)
-        program.memory.described()
-    if config.accuracy is not None:
-        accuracy_table(config.accuracy)
-    if config.forms:
-        forms_table(config.forms)
-    check_weight_sets(config, {}, PATH)
-
-
-def test_mutated_tables_are_right_or_rejected() -> None:
-    """`make fuzz` asks more of them, and of every other parser."""
-    generator = random.Random(16)
-    machine = Fingerprint.current()
-    sources = configs()
-    plains = [json.loads(to_json(config)) for config in sources]
-    rejected = longest = 0
-    count = examples(400, 3000)
-    for number in range(count):
-        config, plain = sources[number % len(sources)], plains[number % len(sources)]
-        content = encoded(edited(plain, generator))
-        started = time.thread_time()
-        try:
-            use(check(config, content))
-        except RejectError as error:
-            longest = max(longest, len(str(error)))
-            rejected += 1
-        assert time.thread_time() - started < SECONDS, content[:1000]
-        needs = encoded(edited(plain["requirement"], generator))
-        with contextlib.suppress(RejectError):
-            read = from_json(Requirement, needs, PATH)
-            compare("target", read, machine).reason()
-            preference(read, machine)
-    assert rejected > count / 2
-    assert longest < 2000, "an error that shows all of what it found"
-
-
-def test_mutated_bundles_run_or_raise_errors_of_ours(recipe: Any, tmp_path: Path) -> None:
-    """Through `load`, to the last program: XLA's own errors never get out, and nothing wrong is computed."""
-    generator = random.Random(19)
-    host = recipe.only("cpu-host")
-    config = host.targets[0].config
-    plain = json.loads(to_json(config))
-    x = np.ones((2, 16), np.float32)
-    expected = load(host.write(tmp_path / "whole")).call("score", x=x)
-    outcomes = {"ran": 0, "rejected": 0}
-    for number in range(examples(60, 150)):
-        changed = {**plain, "programs": edited(plain["programs"], generator)}
-        try:
-            forged = from_json(Config, encoded(changed), PATH)
-        except RejectError:
-            continue
-        path = host.configured(lambda _, forged=forged: forged).write(tmp_path / str(number))
-        try:
-            found = load(path)
-            found.prepare()
-            result = found.call("score", x=x)
-        except PrejitError:
-            outcomes["rejected"] += 1
-            continue
-        np.testing.assert_array_equal(result, expected)
-        outcomes["ran"] += 1
-    assert min(outcomes.values()) > 2
 
 
 def test_verify_unpacks_each_frame_once(bundle_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from tests.layouts import index_file, index_of
 
 from prejit.compiler.pipeline.pack.chunks import VerityHash
 from prejit.runtime.errors import RejectError
-from prejit.runtime.format import blobs, verifying
+from prejit.runtime.format import blob_hashing, blobs
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.bundle_schema import Chunks
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
@@ -61,7 +61,7 @@ def weights_with_filler(good: bytes) -> bytes:
 @pytest.fixture(autouse=True)
 def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A load waits for no chunk, as if each had a size that chunks of real bundles have."""
-    monkeypatch.setattr("prejit.runtime.format.verifying.SMALL_BYTES", 0)
+    monkeypatch.setattr("prejit.runtime.format.blob_hashing.SMALL_BYTES", 0)
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +97,23 @@ def flip(file: Path, place: int, bit: int = 1) -> None:
         os.pwrite(opened.fileno(), bytes([byte ^ bit]), place)
 
 
-def test_a_bundle_with_chunks_gives_the_results_of_one_without(
-    path: Path, recipe: Any, tmp_path: Path
+def test_a_bundle_with_chunks_gives_the_results_of_one_without_and_is_read_once(
+    path: Path, content: bytes, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Both for the digest of a layer and for those of its chunks."""
     expected = load(recipe.write(tmp_path / "plain")).call("score", x=X)
     np.testing.assert_array_equal(load(path).call("score", x=X), expected)
+    preadv, counts = os.preadv, list[int]()
+
+    def counting(descriptor: int, *args: Any) -> int:
+        count = preadv(descriptor, *args)
+        if os.fstat(descriptor).st_size == len(content):
+            counts.append(count)
+        return count
+
+    monkeypatch.setattr(os, "preadv", counting)
     audit(path, lambda *_: None)
+    assert sum(counts) == len(content)
 
 
 def test_damage_in_every_chunk_is_found_with_file_and_place(path: Path, content: bytes) -> None:
@@ -121,7 +132,7 @@ def test_damage_in_every_chunk_is_found_with_file_and_place(path: Path, content:
     load(path).call("score", x=X)
 
 
-def test_damage_that_is_found_late_ends_the_request(
+def test_late_damage_ends_the_request(
     path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last chunk is not verified before everything else is done, and still no result comes."""
@@ -129,11 +140,13 @@ def test_damage_that_is_found_late_ends_the_request(
 
     def begin_without_threads(opened: Any, *args: Any) -> None:
         monkeypatch.setattr(
-            verifying, "HashingVerification", lambda jobs, **o: waits(jobs, **{**o, "threads": 0})
+            blob_hashing,
+            "HashingVerification",
+            lambda jobs, **o: waits(jobs, **{**o, "threads": 0}),
         )
         begin(opened, *args)
 
-    waits = verifying.HashingVerification
+    waits = blob_hashing.HashingVerification
     monkeypatch.setattr(blobs.Blobs, "begin", begin_without_threads)
     flip(weights_of(path), len(content) - 1)
     loaded = load(path)
@@ -143,9 +156,7 @@ def test_damage_that_is_found_late_ends_the_request(
         loaded.call("tick")
 
 
-def test_weights_do_not_reach_a_device_before_they_are_verified(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_weights_reach_a_device_unverified(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from prejit.runtime.device.device import Device
 
     put, given = Device.put, list[bytes]()
@@ -209,57 +220,29 @@ def test_7_chunks_that_do_not_cover_their_layer_are_rejected(
     ).write(tmp_path / "forged")
     with pytest.raises(RejectError, match="expected 49 for "):
         read(forged)
-
-
-def test_7_chunks_of_no_layer_are_rejected(
-    chunks_recipe: Any, content: bytes, tmp_path: Path
-) -> None:
-    chunks = {"application/x": chunked(content)}
+    chunks = {"application/x": chunked(b"x")}
     forged = chunks_recipe.configured(lambda c: dataclasses.replace(c, chunks=chunks))
     with pytest.raises(RejectError, match="expected media types of layers, found 'application/x'"):
-        load(forged.write(tmp_path / "layer"))
+        read(forged.write(tmp_path / "layer"))
 
 
-def test_8_digests_of_chunks_that_do_not_fit_the_whole_are_found_by_verify(
-    chunks_recipe: Any, tmp_path: Path
-) -> None:
-    forged = with_chunks(chunks_recipe, forged_first).write(tmp_path / "forged")
-    with pytest.raises(
-        RejectError, match=f"bytes 0 to {CHUNK - 1}: expected blake3 0{{64}}, found "
-    ):
-        audit(forged, lambda *_: None)
-    with pytest.raises(RejectError, match=r"expected blake3 0{64}"):
-        load(forged).call("score", x=X)
-
-
-def test_8_verify_compares_the_chunks_of_every_target(chunks_recipe: Any, tmp_path: Path) -> None:
-    """Targets share a layer. Each has chunks of its own for it, which may differ."""
+def test_8_chunks_that_do_not_fit_the_whole_are_found(chunks_recipe: Any, tmp_path: Path) -> None:
+    """Of every target: they share a layer, and each has chunks of its own for it, which may differ."""
     one, other = chunks_recipe.targets
-    forged = with_chunks(dataclasses.replace(chunks_recipe, targets=(other,)), forged_first)
-    both = dataclasses.replace(chunks_recipe, targets=(one, *forged.targets))
-    with pytest.raises(RejectError, match=r"bytes 0 to 65535: expected blake3 0{64}, found "):
-        audit(both.write(tmp_path / "both"), lambda *_: None)
+    forged = with_chunks(chunks_recipe, forged_first)
+    with pytest.raises(RejectError, match=r"expected blake3 0{64}"):
+        load(forged.write(tmp_path / "forged")).call("score", x=X)
+    both = dataclasses.replace(forged, targets=(one, forged.targets[1]))
+    for at, found in (
+        ("both", both),
+        ("other", dataclasses.replace(forged, targets=(forged.targets[0], other))),
+    ):
+        with pytest.raises(RejectError, match=r"bytes 0 to 65535: expected blake3 0{64}, found "):
+            audit(found.write(tmp_path / at), lambda *_: None)
 
 
 def forged_first(chunks: Chunks) -> Chunks:
     return dataclasses.replace(chunks, digests=("0" * 64, *chunks.digests[1:]))
-
-
-def test_verify_reads_a_large_layer_once(
-    path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both for its own digest and for those of its chunks."""
-    preadv, counts = os.preadv, list[int]()
-
-    def counting(descriptor: int, *args: Any) -> int:
-        count = preadv(descriptor, *args)
-        if os.fstat(descriptor).st_size == len(content):
-            counts.append(count)
-        return count
-
-    monkeypatch.setattr(os, "preadv", counting)
-    audit(path, lambda *_: None)
-    assert sum(counts) == len(content)
 
 
 def test_a_second_load_hashes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,8 +252,8 @@ def test_a_second_load_hashes_nothing(path: Path, monkeypatch: pytest.MonkeyPatc
     def fail(*_: Any) -> None:
         raise AssertionError("it was hashed again")
 
-    monkeypatch.setattr(verifying, "check_chunk", fail)
-    monkeypatch.setattr(verifying, "check_whole", fail)
+    monkeypatch.setattr(blob_hashing, "check_chunk", fail)
+    monkeypatch.setattr(blob_hashing, "check_whole", fail)
     load(path).call("score", x=X)
 
 
@@ -308,35 +291,35 @@ def test_a_rejected_bundle_closes_its_files(path: Path, content: bytes) -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("features", [None, ("of-no-cpu",)])
 def test_a_load_reads_no_file_of_a_target_that_it_does_not_serve(
-    recipe: Any, tmp_path: Path
+    features: tuple[str, ...] | None, recipe: Any, tmp_path: Path
 ) -> None:
-    """Damage there is found by `prejit verify`."""
+    """Whether it could be served or not. Damage there is found by `prejit verify`."""
+    served, other = recipe.targets
+    if features is not None:
+        needs = dataclasses.replace(other.config.requirement, cpu_features=features)
+        config = dataclasses.replace(other.config, requirement=needs)
+        recipe = dataclasses.replace(
+            recipe, targets=(served, dataclasses.replace(other, config=config))
+        )
     path = recipe.write(tmp_path / "both")
-    served = load(path).target
-    for file in own_blobs(recipe, path, {t.config.target for t in recipe.targets} - {served}):
+    target = load(path).target
+    for file in own_blobs(recipe, path, {t.config.target for t in recipe.targets} - {target}):
         flip(file, file.stat().st_size - 2)
         assert load(path).call("tick") == 7
         with pytest.raises(RejectError) as caught:
             audit(path, lambda *_: None)
         assert caught.value.path == str(file)
+        content = file.read_bytes()
+        if features is not None:
+            file.unlink()
+            assert load(path).call("tick") == 7
+            with pytest.raises(RejectError, match="No such file"):
+                audit(path, lambda *_: None)
+            file.write_bytes(content)
         flip(file, file.stat().st_size - 2)
     audit(path, lambda *_: None)
-
-
-def test_files_of_a_target_that_cannot_be_served_may_be_missing(
-    recipe: Any, tmp_path: Path
-) -> None:
-    served, other = recipe.targets
-    needs = dataclasses.replace(other.config.requirement, cpu_features=("of-no-cpu",))
-    other = dataclasses.replace(other, config=dataclasses.replace(other.config, requirement=needs))
-    both = dataclasses.replace(recipe, targets=(served, other))
-    path = both.write(tmp_path / "both")
-    for file in own_blobs(both, path, {other.config.target}):
-        file.unlink()
-    assert load(path).call("tick") == 7
-    with pytest.raises(RejectError, match="No such file"):
-        audit(path, lambda *_: None)
 
 
 def own_blobs(recipe: Any, path: Path, targets: set[str]) -> list[Path]:

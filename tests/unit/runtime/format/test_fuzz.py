@@ -6,10 +6,11 @@ from collections import Counter
 
 import pytest
 from tests.campaigns.fuzz import Fuzzer
+from tests.extent import examples
 
 from prejit.runtime.format import audit
 
-EXAMPLES = 150
+EXAMPLES = examples(90, 150)
 
 
 def test_verify_and_load_reject_the_same_hostile_bundles() -> None:
@@ -25,7 +26,7 @@ def test_verify_and_load_reject_the_same_hostile_bundles() -> None:
     assert outcomes["accepted"] > 5
 
 
-def test_a_check_that_is_missing_or_raises_something_else_is_found(
+def test_a_missing_check_or_another_error_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Or the sample would show nothing."""

@@ -17,7 +17,6 @@ from tests.layouts import INDEX, blob, index_file, index_of, write_root
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import RejectError
-from prejit.runtime.format import limits
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
@@ -28,7 +27,6 @@ from prejit.runtime.format.names import (
 from prejit.runtime.format.root import Root, read_root
 from prejit.runtime.loader import load
 
-GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 ZEROS = "sha256:" + "0" * 64
 
 
@@ -61,12 +59,6 @@ def test_a_bundle_is_named_by_the_digest_of_its_index(bundle_dir: Path) -> None:
     assert root.path == str(index_file(bundle_dir))
     assert names(root) == ["cpu-host", "cpu-x86-64-v3"]
     assert root.others == ()
-
-
-def test_an_index_json_with_the_bytes_of_the_index_is_a_copy_of_all_targets(
-    bundle_dir: Path,
-) -> None:
-    content = index_file(bundle_dir).read_bytes()
     (bundle_dir / "index.json").write_bytes(content)
     root = root_of(bundle_dir)
     assert (root.digest, root.subject) == (digest_of(content), None)
@@ -122,7 +114,7 @@ def with_strangers(path: Path) -> None:
         *(with_keys_of_others, with_strangers),
     ],
 )
-def test_whoever_writes_index_json_the_bundle_is_the_same(
+def test_whoever_writes_it_the_bundle_is_the_same(
     write: Callable[[Path], None], bundle_dir: Path
 ) -> None:
     before = root_of(bundle_dir)
@@ -174,6 +166,7 @@ def test_a_target_that_is_not_here_is_damage_where_index_json_lists_it(bundle_di
         (lambda root: root.pop("manifests"), "expected an OCI image index"),
         (lambda root: root.update(manifests={}), "expected an OCI image index"),
         (lambda root: root.update(manifests=[]), "expected 1 to 2048 entries, found 0"),
+        (lambda r: r.update(manifests=r["manifests"][:1] * 2049), "1 to 2048 entries, found 2049"),
         (lambda root: root.update(manifests=[[]]), r"expected media type, .*, found \[\]"),
         (lambda root: root["manifests"][0].update(digest="sha512:0"), "sha256 digest"),
         (lambda root: root["manifests"][0].update(size=-1), "and size"),
@@ -199,9 +192,7 @@ def test_an_index_json_that_leads_to_no_bundle_is_rejected(
     rejected(bundle_dir, complaint)
 
 
-def test_two_bundles_in_one_layout_are_rejected(
-    bundle_dir: Path, make_recipe: Any, tmp_path: Path
-) -> None:
+def test_two_bundles_are_rejected(bundle_dir: Path, make_recipe: Any, tmp_path: Path) -> None:
     other = make_recipe(score_scale=2.0).write(tmp_path / "other")
     for file in (other / "blobs" / "sha256").iterdir():
         (bundle_dir / "blobs" / "sha256" / file.name).write_bytes(file.read_bytes())
@@ -210,21 +201,7 @@ def test_two_bundles_in_one_layout_are_rejected(
     assert "a directory of its own" in (error.hint or "")
 
 
-def test_entries_of_others_alone_are_no_bundle(bundle_dir: Path) -> None:
-    content = to_json({"schemaVersion": 2, "mediaType": MANIFEST_MEDIA_TYPE})
-    blob(bundle_dir, digest_of(content)).write_bytes(content)
-    at = {"mediaType": MANIFEST_MEDIA_TYPE, "digest": digest_of(content), "size": len(content)}
-    write_root(bundle_dir, [at])
-    rejected(bundle_dir, f"expected an entry of {ARTIFACT_TYPE}, found none")
-
-
-def test_endless_entries_are_rejected(bundle_dir: Path) -> None:
-    [bundle, *_] = entries(bundle_dir)
-    write_root(bundle_dir, [bundle] * (limits.MAX_ROOT_ENTRIES + 1))
-    rejected(bundle_dir, "expected 1 to 2048 entries, found 2049")
-
-
-def test_entries_without_a_type_are_not_read_without_end(bundle_dir: Path) -> None:
+def test_entries_of_others_are_no_bundle_and_not_read_without_end(bundle_dir: Path) -> None:
     """Each may be an index of 1 MiB, so that reading all would take gigabytes."""
     found = []
     for number in range(5):
@@ -233,6 +210,11 @@ def test_entries_without_a_type_are_not_read_without_end(bundle_dir: Path) -> No
         found.append({"mediaType": INDEX, "digest": digest_of(content), "size": len(content)})
     write_root(bundle_dir, [*found, *entries(bundle_dir)])
     rejected(bundle_dir, "expected at most 4194304 bytes of indexes")
+    content = to_json({"schemaVersion": 2, "mediaType": MANIFEST_MEDIA_TYPE})
+    blob(bundle_dir, digest_of(content)).write_bytes(content)
+    at = {"mediaType": MANIFEST_MEDIA_TYPE, "digest": digest_of(content), "size": len(content)}
+    write_root(bundle_dir, [at])
+    rejected(bundle_dir, f"expected an entry of {ARTIFACT_TYPE}, found none")
 
 
 def test_a_changed_byte_of_index_json_changes_no_bundle(bundle_dir: Path) -> None:
@@ -250,14 +232,6 @@ def test_a_changed_byte_of_index_json_changes_no_bundle(bundle_dir: Path) -> Non
                 assert (after.digest, after.bundle) == (before.digest, before.bundle)
                 harmless += 1
     assert harmless, "names in it have no meaning"
-
-
-def test_an_index_that_is_cut_or_changed_is_rejected(bundle_dir: Path) -> None:
-    file = index_file(bundle_dir)
-    content = file.read_bytes()
-    for damaged in (content[:-1], content[:-1] + b"]", content + b" ", b""):
-        file.write_bytes(damaged)
-        assert rejected(bundle_dir, "expected").path == str(file)
 
 
 def test_a_bundle_of_the_name_of_its_target_can_be_named(make_recipe: Any, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def signed(bundle_dir: Path) -> Path:
     return bundle_dir
 
 
-def test_a_load_comes_to_the_rules_in_their_order(
+def test_a_load_keeps_the_order(
     signed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

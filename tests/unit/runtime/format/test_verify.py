@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import re
-import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 from tests.format import second_reader
-from tests.layouts import blob, index_file, index_of, write_files
+from tests.layouts import index_file, index_of, write_files
 
 from prejit.runtime import __main__
 from prejit.runtime.base.files import digest_of
@@ -41,7 +40,6 @@ from prejit.runtime.format.checks import program_table as config_checks
 from prejit.runtime.format.checks.call_programs import check_arrays
 from prejit.runtime.format.checks.layers import (
     MAX_WEIGHTS_HEADER_BYTES,
-    SAFETENSORS_DTYPES,
     TensorSlice,
     check_chat,
     check_signature,
@@ -49,7 +47,7 @@ from prejit.runtime.format.checks.layers import (
     unpack,
 )
 from prejit.runtime.format.checks.oci import NEWER_FORMAT_HINT, check_descriptor
-from prejit.runtime.format.checks.program_signatures import BUCKETS, Signatures, sized
+from prejit.runtime.format.checks.program_interfaces import BUCKETS, Signatures, sized
 from prejit.runtime.format.checks.program_table import check_array, check_config, check_weight_sets
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
@@ -60,22 +58,20 @@ from prejit.runtime.format.names import (
     FORMAT_VERSION,
     INDEX_MEDIA_TYPE,
     KERNEL_LEVELS,
-    LAYER_MEDIA_TYPES,
-    LIBRARY_MEDIA_TYPE,
     LICENSE_MEDIA_TYPE,
     MANIFEST_MEDIA_TYPE,
     PORTABLE_MEDIA_TYPE,
-    RECORDED_MEDIA_TYPE,
     REF_NAME,
     REQUIREMENT,
     WEIGHTS_MEDIA_TYPE,
 )
 from prejit.runtime.format.opening import match, read_contents
 from prejit.runtime.format.root import encode_index, read_root
+from prejit.runtime.format.safetensors_dtypes import SAFETENSORS_DTYPES
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.programs.ready import Programs
+from prejit.runtime.programs.ready_programs import Programs
 
 NEXT = str(FORMAT_VERSION + 1)
 PATH = "somewhere/blob"
@@ -115,9 +111,6 @@ def with_manifest(
     changed = dataclasses.replace(targets[0], digest=descriptor["digest"], size=descriptor["size"])
     encoded = encode_index("example", (changed,))
     return write(path, (encoded, blobs)), descriptor["digest"].removeprefix("sha256:")
-
-
-# 1 to 4. oci-layout, the bundle's index, its targets and their descriptors
 
 
 @pytest.mark.parametrize(
@@ -203,15 +196,15 @@ def at_first(**changes: Any) -> Callable[[dict[str, Any]], object]:
         (at_first(digest="sha512:" + "0" * 128), "expected a sha256 digest"),
         (at_first(digest="sha256:../../../../etc/passwd"), "expected a sha256 digest"),
         (at_first(size=limits.MAX_MANIFEST_BYTES + 1), "expected at most 65536 bytes"),
+        (at_first(size=1), "expected 1 bytes, found"),
     ],
 )
-def test_2_to_4_an_index_that_is_not_one_is_rejected(
+def test_2_to_4_a_wrong_index_is_rejected(
     change: Any, complaint: str, recipe: Any, tmp_path: Path
 ) -> None:
     path = with_index(recipe, tmp_path / "b", change)
-    with pytest.raises(RejectError, match=complaint) as caught, Layout(path) as layout:
-        match(read_root(layout), Fingerprint.current())
-    assert caught.value.path == str(index_file(path))
+    error = reject(path, complaint)
+    assert complaint.endswith("bytes, found") or error.path == str(index_file(path))
 
 
 def test_2_the_bundle_of_an_index_is_that_of_its_configs(recipe: Any, tmp_path: Path) -> None:
@@ -220,9 +213,7 @@ def test_2_the_bundle_of_an_index_is_that_of_its_configs(recipe: Any, tmp_path: 
     reject(path, "expected bundle 'trusted', as the index, found 'example'")
 
 
-def test_3_two_targets_of_one_name_cannot_lend_each_other_their_fit(
-    recipe: Any, tmp_path: Path
-) -> None:
+def test_3_two_targets_of_one_name_cannot_lend_their_fit(recipe: Any, tmp_path: Path) -> None:
     """The first fits this machine; by its name the loader would run the second."""
 
     def renamed(config: Any) -> Any:
@@ -235,25 +226,16 @@ def test_3_two_targets_of_one_name_cannot_lend_each_other_their_fit(
     reject(dataclasses.replace(recipe, targets=targets).write(tmp_path / "b"), "each target once")
 
 
-def test_4_a_cap_holds_at_its_edge() -> None:
+def test_a_cap_holds_at_its_edge_and_messages_are_short() -> None:
     digest = digest_of(b"")
     for size in (0, 10):
         check_descriptor(Descriptor("a", digest, size), "a", 10, PATH)
     for size in (11, -1, 1 << 64):
         with pytest.raises(RejectError, match=f"expected at most 10 bytes, found {size}"):
             check_descriptor(Descriptor("a", digest, size), "a", 10, PATH)
-
-
-def test_4_a_blob_of_another_size_is_not_read(recipe: Any, tmp_path: Path) -> None:
-    reject(with_index(recipe, tmp_path / "a", at_first(size=1)), "expected 1 bytes, found")
-    path = recipe.write(tmp_path / "b")
-    digest = index_of(path)["manifests"][0]["digest"]
-    with open(path / "blobs" / "sha256" / digest.removeprefix("sha256:"), "r+b") as file:
-        file.truncate(1 << 40)
-    reject(path, "found 1099511627776")
-
-
-# 5. digests of manifests and configs, before they are parsed
+    error = RejectError("index.json", f"expected a type, found {'x' * 100_000}")
+    assert len(str(error)) < 2_100
+    assert str(error).endswith("xxx...")
 
 
 def test_5_a_digest_is_checked_before_the_bytes_are_parsed(
@@ -285,9 +267,6 @@ def test_5_a_digest_is_checked_before_the_bytes_are_parsed(
         (blobs / damaged).write_bytes(content)
 
 
-# 6. manifests
-
-
 def layer_of(manifest: dict[str, Any], media_type: str) -> dict[str, Any]:
     return next(layer for layer in manifest["layers"] if layer["mediaType"] == media_type)
 
@@ -312,7 +291,7 @@ LARGE_CHAT = {"mediaType": CHAT_MEDIA_TYPE, "size": limits.MAX_CHAT_BYTES + 1}
         (lambda m: m["layers"][0].update(LARGE_CHAT), "at most 4194304 bytes, found 4194305"),
     ],
 )
-def test_6_a_manifest_with_other_layers_is_rejected(
+def test_6_a_wrong_manifest_is_rejected(
     change: Any, complaint: str, recipe: Any, tmp_path: Path
 ) -> None:
     path, name = with_manifest(recipe, tmp_path / "b", change)
@@ -327,8 +306,6 @@ def test_6_what_a_bundle_may_do_without_it_may_do_without(recipe: Any, tmp_path:
     )
     assert load(path).call("tick") == 7
 
-
-# 7. configs
 
 GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 Change = Callable[[Any], Any]
@@ -574,7 +551,7 @@ def retold(config: Any, name: str, which: str, old: str, new: str) -> Any:
     ("name", "change", "complaint"),
     [(name, *row) for name, rows in WRONG.items() for row in rows],
 )
-def test_7_a_table_that_its_reader_would_trip_over_is_rejected(
+def test_7_a_table_that_trips_its_reader_is_rejected(
     name: str, change: Change, complaint: str
 ) -> None:
     rejected(golden_config(name), change, complaint)
@@ -700,8 +677,6 @@ def test_7_and_10_prejit_verify_reads_what_load_puts_off(
     assert "error[" in capsys.readouterr().err
 
 
-# 7. programs of a model
-
 KEYS, VALUES = (f'["cache",0,{place}] float32[1,2,1,4] ~batch,,context,' for place in (0, 1))
 SOURCE = '["source"] int32[1,1] ~batch,source'
 
@@ -764,9 +739,7 @@ def test_7_a_forged_array_of_a_cache_is_rejected(values: str, complaint: str) ->
         ("reader", {"source": '["source"] int32[1,7,1] ~batch,,source'}, r"arguments\[0\].*1,7,4"),
     ],
 )
-def test_7_a_decoder_lists_its_cache_and_its_source(
-    name: str, changes: dict[str, Any], complaint: str
-) -> None:
+def test_7_a_decoder_lists_its_arrays(name: str, changes: dict[str, Any], complaint: str) -> None:
     rejected_by_two(name, complaint, **changes)
 
 
@@ -779,7 +752,7 @@ def rejected_by_two(name: str, complaint: str, **changes: Any) -> None:
         second_reader.check_programs(plain, second_target(name).programs)
 
 
-def test_7_an_endless_cache_is_rejected_before_its_arrays_are_read(
+def test_7_an_endless_cache_is_rejected_before_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A config holds 250,000 of them, which would take 13 seconds."""
@@ -789,19 +762,16 @@ def test_7_an_endless_cache_is_rejected_before_its_arrays_are_read(
     rejected(config, model("decoder", cache=endless), "cache: expected 1 to 16384 arrays, found 16")
 
 
-def test_7_ends_outside_the_vocabulary_are_ends_that_never_come() -> None:
+def test_7_ends_and_levels_are_those_of_models_and_machines() -> None:
     """A model's files may name such tokens, and no program gives one. -1 is no token either."""
     config = golden_config("decoder")
     found = check(model("decoder", eos_token_ids=[-1, 10**9])(config), config)
     assert found.decoder.eos_token_ids == (-1, 10**9)
+    from prejit.compiler.targets.target_classes import catalogue
 
-
-def test_7_a_mesh_splits_caches_of_four_axes_alone() -> None:
-    config = golden_config("decoder")
-    three = tuple(text.replace("[1,2,1,4]", "[1,2,1]")[:-1] for text in (KEYS, VALUES))
-    decoder = dataclasses.replace(config.decoder, cache=three)
-    change = replaced(mesh=Mesh(1, 2), decoder=decoder)
-    rejected(config, change, "cache: expected arrays of four axes on a mesh")
+    for level, features in KERNEL_LEVELS.items():
+        assert tuple(sorted(features)) in ((), catalogue()[f"cpu-{level}"].cpu_features)
+    assert f"cpu-{max(KERNEL_LEVELS)}" == max(n for n in catalogue() if "x86" in n)
 
 
 def test_7_a_grid_of_sources_takes_no_more_memory_than_its_programs() -> None:
@@ -895,8 +865,8 @@ def starts(decoder: Any) -> tuple[int, ...]:
 
 @settings(max_examples=examples(40, 150), deadline=None)
 @given(data=st.data())
-@pytest.mark.parametrize("name", ["decoder", "reader"])
-def test_7_whatever_a_program_table_says_the_engine_finds_what_it_wants(
+@pytest.mark.parametrize("name", ["decoder", "reader", "encoder"])
+def test_7_whatever_a_table_says_the_engine_finds_what_it_wants(
     name: str, data: st.DataObject
 ) -> None:
     """Either it is rejected, or every program that the engine indexes is there, with its arguments."""
@@ -907,6 +877,10 @@ def test_7_whatever_a_program_table_says_the_engine_finds_what_it_wants(
         return
     device = Device("cpu")
     programs = Programs(config, device, None, Layer(b"", PATH), None)
+    if name == "encoder":
+        encoder = EncoderPrograms(config.encoder, programs, device)
+        assert all(programs.arguments(n) for bucket in encoder.buckets for n in bucket.programs)
+        return
     decoder = DecoderPrograms(config.decoder, programs, device)
     smallest = decoder.batches[0]
     for batch, context in itertools.product(decoder.batches, decoder.contexts):
@@ -937,23 +911,6 @@ def test_7_whatever_a_program_table_says_the_engine_finds_what_it_wants(
     assert all(0 <= token < config.decoder.vocab_size for token in starts(config.decoder))
 
 
-@settings(max_examples=examples(30, 100), deadline=None)
-@given(data=st.data())
-def test_7_whatever_a_program_table_says_an_encoder_finds_its_programs(
-    data: st.DataObject,
-) -> None:
-    config = forged(data.draw, "encoder")
-    try:
-        check(config)
-    except RejectError:
-        return
-    device = Device("cpu")
-    programs = Programs(config, device, None, Layer(b"", PATH), None)
-    encoder = EncoderPrograms(config.encoder, programs, device)
-    for name in (name for bucket in encoder.buckets for name in bucket.programs):
-        assert programs.arguments(name)
-
-
 @pytest.mark.parametrize(
     "paths",
     [
@@ -967,13 +924,6 @@ def test_7_paths_that_are_no_tree_are_rejected(paths: list[str], recipe: Any) ->
         check_arrays([f"{path} int8[]" for path in paths], "call", None, PATH)
     for path in paths[: len(paths[0]) < 99]:
         check_arrays([f"{path} int8[]"], "call", None, PATH)
-
-
-@pytest.mark.parametrize("level", ["x86-64-v9", "", "x86-64-v3 "])
-def test_7_kernels_of_an_unknown_level_are_rejected(level: str) -> None:
-    config = golden_config("kernels", "cpu-x86-64-v2")
-    kernels = dataclasses.replace(config.kernels, level=level)
-    rejected(config, replaced(kernels=kernels), "level: expected one of x86-64-v2")
 
 
 @pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4"])
@@ -994,14 +944,9 @@ def test_7_kernels_need_every_feature_of_their_level(level: str) -> None:
             RejectError, match=rf"(?m)all extensions of {level} .*none of {missing}$"
         ):
             check(with_features(set(features) - {missing}))
-
-
-def test_7_levels_have_the_features_of_the_catalogue() -> None:
-    from prejit.compiler.targets.target_classes import catalogue
-
-    for level, features in KERNEL_LEVELS.items():
-        assert tuple(sorted(features)) in ((), catalogue()[f"cpu-{level}"].cpu_features)
-    assert f"cpu-{max(KERNEL_LEVELS)}" == max(n for n in catalogue() if "x86" in n)
+    for unknown in ("x86-64-v9", "", f"{level} "):
+        kernels = dataclasses.replace(config.kernels, level=unknown)
+        rejected(config, replaced(kernels=kernels), "level: expected one of x86-64-v2")
 
 
 def forged_golden(path: Path, name: str, change: Callable[[Any], Any]) -> Path:
@@ -1018,20 +963,6 @@ def forged_golden(path: Path, name: str, change: Callable[[Any], Any]) -> Path:
         )
     config = change(contents.config)
     return write(path, assemble(config.bundle, [PackedTarget(config, layers)]))
-
-
-def test_7_a_forged_decoder_is_rejected_by_load(tmp_path: Path) -> None:
-    """Before anything is compiled."""
-
-    def same_arrays(config: Any) -> Any:
-        decoder = dataclasses.replace(config.decoder, cache=(KEYS, KEYS))
-        return dataclasses.replace(config, decoder=decoder)
-
-    steps = (lacking(DECODE, "steps"), rf"{DECODE}: arguments\[3\].*st")
-    twice = (same_arrays, "decoder: cache: expected each path once")
-    for place, (change, complaint) in enumerate((steps, twice)):
-        path = forged_golden(tmp_path / str(place), "decoder", change)
-        assert "blobs/sha256/" in reject(path, complaint).path
 
 
 def huge_heads(config: Any) -> Any:
@@ -1062,7 +993,10 @@ def huge_vocabulary(config: Any) -> Any:
     ("name", "change", "options", "complaint"),
     [
         ("decoder", huge_vocabulary, {"prompt": [1, 2, 3]}, "float32.*2147483647"),
-        ("reader", huge_heads, {"source": [3, 4]}, "float32.*2147483647"),
+        pytest.param(
+            *("reader", huge_heads, {"source": [3, 4]}, "float32.*2147483647"),
+            marks=pytest.mark.thorough,
+        ),
         ("reader", huge_sources, {"source": [3] * 9}, "int32.*1,2147483647"),
     ],
 )
@@ -1100,34 +1034,6 @@ def test_7_a_config_cannot_ask_for_less_than_the_index_says(recipe: Any, tmp_pat
         reject(write(tmp_path / "b", (encoded, blobs)), "with the requirement of the index")
 
 
-# 8. layers
-
-
-def test_8_every_layer_of_the_target_is_hashed(recipe: Any, tmp_path: Path) -> None:
-    """Also those that are only used later."""
-    seen = set()
-    for name in ("recipe", "decoder", "kernels"):
-        path = tmp_path / name
-        if name == "recipe":
-            recipe.only("cpu-host").write(path)
-        else:
-            shutil.copytree(GOLDEN / name, path)
-        for target in index_of(path)["manifests"]:
-            for layer in json.loads(blob(path, target["digest"]).read_bytes())["layers"]:
-                file = blob(path, layer["digest"])
-                content = file.read_bytes()
-                file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-                with pytest.raises(RejectError, match=file.name):
-                    load(path)
-                file.write_bytes(content)
-                seen.add(layer["mediaType"])
-    # tests/integration/test_libraries.py tries a library, which takes a C++ compiler.
-    assert seen == {*LAYER_MEDIA_TYPES} - {RECORDED_MEDIA_TYPE, LIBRARY_MEDIA_TYPE}
-
-
-# 9. frames
-
-
 RAW = bytes(range(256)) * 64
 
 
@@ -1141,9 +1047,21 @@ def frame_of(raw: bytes = RAW, **options: Any) -> bytes:
     return zstandard.ZstdCompressor(**{"write_checksum": True, **options}).compress(raw)
 
 
-def test_9_a_right_frame_gives_the_bytes_that_were_verified() -> None:
+def test_9_a_bomb_is_rejected_before_it_takes_memory() -> None:
+    """64 MB of zeros in 6 kB, said to be 1 kB."""
     for raw in (RAW, b"", b"x"):
         assert unpack(frame_of(raw), segment_of(frame_of(raw), raw), PATH) == raw
+    bomb = frame_of(bytes(64 << 20))
+    assert len(bomb) < 10_000
+    tracemalloc = pytest.importorskip("tracemalloc")
+    tracemalloc.start()
+    with pytest.raises(RejectError, match="content size"):
+        unpack(bomb, segment_of(bomb, bytes(1024)), PATH)
+    honest_size = dataclasses.replace(segment_of(bomb, b""), raw_size=64 << 20)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    with pytest.raises(RejectError, match="expected sha256:"):
+        unpack(bomb, honest_size, PATH)
 
 
 def lying(raw: bytes, said: int) -> bytes:
@@ -1188,32 +1106,6 @@ def test_9_a_frame_that_is_not_what_its_segment_says_is_rejected(
     assert caught.value.path == PATH
 
 
-def test_9_a_bomb_is_rejected_before_it_takes_memory() -> None:
-    """64 MB of zeros in 6 kB, said to be 1 kB."""
-    bomb = frame_of(bytes(64 << 20))
-    assert len(bomb) < 10_000
-    tracemalloc = pytest.importorskip("tracemalloc")
-    tracemalloc.start()
-    with pytest.raises(RejectError, match="content size"):
-        unpack(bomb, segment_of(bomb, bytes(1024)), PATH)
-    honest_size = dataclasses.replace(segment_of(bomb, b""), raw_size=64 << 20)
-    assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    tracemalloc.stop()
-    with pytest.raises(RejectError, match="expected sha256:"):
-        unpack(bomb, honest_size, PATH)
-
-
-def test_9_any_changed_byte_of_a_frame_fails_even_without_its_digest() -> None:
-    """The checksum alone would notice; the digest notices first."""
-    raw = bytes(np.random.default_rng(0).integers(0, 8, 700, np.uint8))
-    frame = frame_of(raw)
-    segment = segment_of(frame, raw)
-    for at in range(len(frame)):
-        damaged = frame[:at] + bytes([frame[at] ^ 1 << at % 8]) + frame[at + 1 :]
-        with pytest.raises(RejectError, match=segment.digest):
-            unpack(damaged, segment, PATH)
-
-
 def test_9_frames_are_checked_again_when_a_program_is_wanted(bundle_dir: Path, recipe: Any) -> None:
     """A pack that is changed after `load` hashed it must not reach the deserializer."""
     loaded = load(bundle_dir)
@@ -1237,7 +1129,7 @@ def test_9_frames_are_checked_again_when_a_program_is_wanted(bundle_dir: Path, r
     "changes",
     [{"offset": -10}, {"offset": 1}, {"size": 0}, {"size": 1 << 60}, {"raw_size": 1 << 29}],
 )
-def test_9_a_segment_that_points_elsewhere_is_rejected(
+def test_9_a_wrong_segment_is_rejected(
     changes: dict[str, int], recipe: Any, tmp_path: Path
 ) -> None:
     def change(config: Any) -> Any:
@@ -1293,7 +1185,7 @@ def test_9_a_table_that_contradicts_its_executable_is_rejected(
         found.prepare()
 
 
-def test_9_a_program_may_not_donate_what_the_table_keeps() -> None:
+def test_9_a_program_takes_what_the_table_keeps_and_splits() -> None:
     """Or the weights would be gone after the first call."""
     arrays = [Array.parse(X), Array.parse(f"{X} donated")]
     shape = ("float32", (2, 16))
@@ -1310,25 +1202,19 @@ def test_9_a_program_may_not_donate_what_the_table_keeps() -> None:
             "found one that the program donates",
         ):
             check_with(donated)
-
-
-def test_9_a_mesh_has_a_share_of_each_array_on_each_device() -> None:
     split = Array.parse('["x"] float32[4,6] @data,tensor')
 
-    def check_with(*shape: int) -> None:
+    def check_share(*shape: int) -> None:  # of a mesh, on each device
         found = [("float32", shape)]
         check_signature(
             found, found, set(), takes=[split], gives=[split], mesh=Mesh(2, 3), path=PATH
         )
 
-    check_with(2, 2)
+    check_share(2, 2)
     with pytest.raises(
         RejectError, match=r"expected float32\[2,2\] as in the program table, found"
     ):
-        check_with(4, 6)
-
-
-# 10. weights
+        check_share(4, 6)
 
 
 def safetensors(header: bytes | dict[str, Any], data: bytes = bytes(256)) -> memoryview:
@@ -1345,7 +1231,8 @@ def entry(start: int, end: int, shape: Any = None, dtype: Any = "U8") -> dict[st
     }
 
 
-def test_10_a_right_file_gives_where_its_tensors_lie() -> None:
+def test_10_a_right_file_gives_where_its_tensors_lie_and_layers_have_one_shape() -> None:
+    """They run through one program: it would read beyond a tensor that is smaller."""
     content = safetensors(
         {
             "__metadata__": {"format": "pt"},
@@ -1363,12 +1250,16 @@ def test_10_a_right_file_gives_where_its_tensors_lie() -> None:
     assert slices["b"] == TensorSlice("bfloat16", (), data + 64, data + 66)
     assert slices["empty"] == TensorSlice("float32", (0, 3), data + 64, data + 64)
     assert "__metadata__" not in slices
-
-
-def test_10_empty_tensors_may_share_a_place_in_any_order() -> None:
-    for names in (("a", "b"), ("b", "a")):
+    for names in (("a", "b"), ("b", "a")):  # empty ones may share a place, in any order
         header = {name: entry(0, 64 if name == "a" else 0) for name in names}
         assert check_weights(safetensors(header), PATH).keys() == {"a", "b"}
+    config = golden_config("encoder")
+    shapes = {name: (4, 4) for names in config.weight_sets.values() for name in names}
+    check_weight_sets(config, shapes, PATH)
+    first, second = (config.weight_sets[name][0] for name in config.encoder.layers)
+    shapes[second] = (4, 2)
+    with pytest.raises(RejectError, match=rf"{second}: expected the shape of {first}, found"):
+        check_weight_sets(config, shapes, PATH)
 
 
 @pytest.mark.parametrize(
@@ -1464,20 +1355,7 @@ def test_10_whatever_a_header_says_its_arrays_lie_in_the_file(header: dict[str, 
         assert array.nbytes == array.dtype.itemsize * math.prod(array.shape)
 
 
-def test_10_forged_weights_are_rejected_by_load(recipe: Any, tmp_path: Path) -> None:
-    good = recipe.content(WEIGHTS_MEDIA_TYPE)
-    size = int.from_bytes(good[:8], "little")
-    header = json.loads(good[8 : 8 + size])
-    header["score:kernel"]["data_offsets"][1] += 64
-    forged = json.dumps(header, separators=(",", ":")).encode().ljust(size) + good[8 + size :]
-    path = recipe.with_content(WEIGHTS_MEDIA_TYPE, good[:8] + forged).write(tmp_path / "b")
-    digest = digest_of(good[:8] + forged)
-    assert digest.removeprefix("sha256:") in reject(path, "safetensors header").path
-
-
-def test_10_a_weight_set_of_tensors_that_are_not_there_is_rejected(
-    recipe: Any, tmp_path: Path
-) -> None:
+def test_10_a_weight_set_of_missing_tensors_is_rejected(recipe: Any, tmp_path: Path) -> None:
     sets = replaced(weight_sets={"score": ("score:bias", "score:nothing")})
     path = recipe.configured(sets).write(tmp_path / "b")
     weights = digest_of(recipe.content(WEIGHTS_MEDIA_TYPE))
@@ -1518,33 +1396,6 @@ def test_10_weights_that_the_mesh_cannot_split_so_are_rejected(
         assert reject(path, complaint).path.endswith(weights.removeprefix("sha256:"))
 
 
-def test_10_layers_of_several_shapes_are_rejected() -> None:
-    """They run through one program: it would read beyond a tensor that is smaller."""
-    config = golden_config("encoder")
-    shapes = {name: (4, 4) for names in config.weight_sets.values() for name in names}
-    check_weight_sets(config, shapes, PATH)
-    first, second = (config.weight_sets[name][0] for name in config.encoder.layers)
-    shapes[second] = (4, 2)
-    with pytest.raises(RejectError, match=rf"{second}: expected the shape of {first}, found"):
-        check_weight_sets(config, shapes, PATH)
-
-
-def test_any_message_about_a_bundle_is_short() -> None:
-    error = RejectError("index.json", f"expected a type, found {'x' * 100_000}")
-    assert len(str(error)) < 2_100
-    assert str(error).endswith("xxx...")
-    config = golden_config("encoder")
-    name, members = next(iter(config.weight_sets.items()))
-    sets = {**config.weight_sets, name: (*members, "x" * 100_000)}
-    shapes = {name: (4, 4) for names in config.weight_sets.values() for name in names}
-    with pytest.raises(RejectError, match="no tensor 'xxx") as caught:
-        check_weight_sets(dataclasses.replace(config, weight_sets=sets), shapes, PATH)
-    assert len(str(caught.value)) < 400
-
-
-# 11. chat templates
-
-
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
@@ -1563,35 +1414,3 @@ def test_11_chat_templates_that_are_none_are_rejected(content: bytes, complaint:
     with pytest.raises(RejectError, match=complaint) as caught:
         check_chat(content, PATH)
     assert caught.value.path == PATH
-
-
-# The order
-
-
-def test_nothing_of_a_rejected_bundle_is_deserialized_or_compiled(
-    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from prejit.runtime.device.device import Device
-
-    reached = []
-    monkeypatch.setattr(Device, "load", lambda *_: reached.append("load"))
-    monkeypatch.setattr(Device, "compile", lambda *_: reached.append("compile"))
-    path = recipe.only("cpu-host").write(tmp_path / "b")
-    machines = itertools.cycle((None, dataclasses.replace(Fingerprint.current(), jaxlib="0")))
-    for file in sorted(file for file in path.rglob("*") if file.is_file()):
-        content = file.read_bytes()
-        file.write_bytes(content[:-1] + bytes([content[-1] ^ 2]))
-        with pytest.raises(RejectError):
-            load(path, fingerprint=next(machines)).prepare()
-        file.write_bytes(content)
-    assert reached == []
-
-
-def test_a_damaged_bundle_neither_falls_back_nor_warns(recipe: Any, tmp_path: Path) -> None:
-    """Warnings are errors here: a FallbackWarning would show instead of the RejectError."""
-    path = recipe.only("cpu-host").write(tmp_path / "b")
-    blob = max((path / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
-    blob.write_bytes(blob.read_bytes()[:-1] + b"?")
-    machine = dataclasses.replace(Fingerprint.current(), platform="tpu")
-    with pytest.raises(RejectError):
-        load(path, fingerprint=machine)

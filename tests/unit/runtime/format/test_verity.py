@@ -25,7 +25,7 @@ from tests.layouts import index_of
 from prejit.runtime.base.files import measure
 from prejit.runtime.cli.output import print_start
 from prejit.runtime.errors import RejectError, StoreError
-from prejit.runtime.format import blobs, verifying
+from prejit.runtime.format import blob_hashing, blobs
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
 from prejit.runtime.loader import load
@@ -83,7 +83,7 @@ def test_a_file_that_the_kernel_verifies_is_not_hashed(
 ) -> None:
     expected = load(path).call("score", x=X)
     measured(digest)
-    monkeypatch.setattr(verifying, "check_chunk", None)
+    monkeypatch.setattr(blob_hashing, "check_chunk", None)
     bundle = load(path)
     np.testing.assert_array_equal(bundle.call("score", x=X), expected)
     report = bundle.start_report()
@@ -119,19 +119,7 @@ def test_8_a_file_with_another_digest_is_rejected(
     assert f"expected the fs-verity digest {digest}, found {OTHER}" in str(caught.value)
 
 
-def test_a_file_that_the_kernel_does_not_verify_is_hashed(path: Path, content: bytes) -> None:
-    """The file system of the temporary directory is asked."""
-    report = load(path).start_report()
-    assert report.verity_bytes == 0
-    assert report.hashed_bytes > len(content)
-    flip(weights_of(path), len(content) - 1)
-    with pytest.raises(RejectError, match="expected blake3"):
-        load(path).call("score", x=X)
-
-
-def test_verify_hashes_a_file_that_the_kernel_verifies(
-    path: Path, content: bytes, digest: str, measured: Any
-) -> None:
+def test_verify_hashes_all_the_same(path: Path, content: bytes, digest: str, measured: Any) -> None:
     measured(digest)
     assert audit(path, lambda *_: None).hashed_bytes > len(content)
     flip(weights_of(path), len(content) - 1)
@@ -139,7 +127,7 @@ def test_verify_hashes_a_file_that_the_kernel_verifies(
         audit(path, lambda *_: None)
 
 
-def test_a_receipt_does_not_hide_another_digest(
+def test_a_receipt_hides_no_digest(
     path: Path, measured: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prejit.runtime.machine.kept_files.SETTLED_SECONDS", -1.0)

@@ -54,7 +54,9 @@ def plain(decoder_dir: Path) -> Bundle:
     return load(decoder_dir)
 
 
-def test_a_bundle_generates_as_its_generation_config_says(sampling: Bundle, plain: Bundle) -> None:
+def test_a_bundle_generates_as_its_config_says_or_its_caller(
+    sampling: Bundle, plain: Bundle
+) -> None:
     expected = plain.generate(PROMPT, seed=5, **SAMPLED).token_ids
     assert len(expected) == 9
     assert expected != plain.generate(PROMPT, max_new_tokens=9).token_ids
@@ -68,11 +70,6 @@ def test_a_bundle_generates_as_its_generation_config_says(sampling: Bundle, plai
     request = sampling.request(PROMPT, seed=5)
     assert (request.sampling.temperature, request.sampling.min_p) == (1.3, 0.01)
     assert request.max_new_tokens == 9
-
-
-def test_what_a_caller_gives_goes_before_the_bundles_defaults(
-    sampling: Bundle, plain: Bundle
-) -> None:
     given: dict[str, Any] = {"temperature": 0, "repetition_penalty": 1, "max_new_tokens": 5}
     assert (
         sampling.generate(PROMPT, **given).token_ids
@@ -85,9 +82,7 @@ def test_what_a_caller_gives_goes_before_the_bundles_defaults(
     )
 
 
-def test_a_bundle_that_is_loaded_without_its_generation_config_ignores_it(
-    sampling_dir: Path, plain: Bundle
-) -> None:
+def test_a_load_may_ignore_the_generation_config(sampling_dir: Path, plain: Bundle) -> None:
     bare = load(sampling_dir, generation_config=False)
     assert bare.defaults == Defaults()
     given: dict[str, Any] = {"max_new_tokens": 9}

@@ -11,7 +11,6 @@ from prejit.runtime import Bundle, load
 from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.generation import kv_cache
-from prejit.runtime.generation.decoder_programs import common_length
 from prejit.runtime.generation.kv_cache import Allocation, KVCache, cache_bytes
 
 Arrays = list["np.ndarray[object, np.dtype[np.float32]]"]
@@ -36,29 +35,24 @@ def values(cache: KVCache) -> Arrays:
     return [np.array(to_numpy(array)) for array in cache.arrays]
 
 
-def test_rows_are_copied_to_their_slots_and_the_others_stay(bundle: Bundle) -> None:
-    source, target = numbered(bundle, 3, 24), numbered(bundle, 3, 72, offset=7)
-    given, before = values(source), values(target)
-    target.copy_rows(source, {0: 2, 2: 1})
-    for new, old, copied in zip(values(target), before, given, strict=True):
-        np.testing.assert_array_equal(new[0, :, :24], copied[2])
-        np.testing.assert_array_equal(new[2, :, :24], copied[1])
-        np.testing.assert_array_equal(new[1], old[1])
-        np.testing.assert_array_equal(new[:, :, 24:], old[:, :, 24:])
+@pytest.mark.parametrize(
+    ("batch", "context", "rows"), [(3, 24, {0: 2, 2: 1}), (1, 72, {0: 0, 1: 0})]
+)
+def test_rows_are_copied_to_their_slots_and_the_others_stay(
+    bundle: Bundle, batch: int, context: int, rows: dict[int, int]
+) -> None:
+    source, target = numbered(bundle, batch, context), numbered(bundle, 3, 72, offset=7)
+    given, expected = values(source), values(target)
+    target.copy_rows(source, rows)
+    for new, old, copied in zip(values(target), expected, given, strict=True):
+        for to, row in rows.items():
+            old[to, :, :context] = copied[row]
+        np.testing.assert_array_equal(new, old)
     for now, then in zip(values(source), given, strict=True):
         np.testing.assert_array_equal(now, then)
 
 
-def test_one_row_goes_into_several_slots(bundle: Bundle) -> None:
-    source, target = numbered(bundle, 1, 72), numbered(bundle, 3, 72, offset=7)
-    before = values(target)
-    target.copy_rows(source, {0: 0, 1: 0})
-    for new, old, copied in zip(values(target), before, values(source), strict=True):
-        np.testing.assert_array_equal(new[:2], np.repeat(copied, 2, 0))
-        np.testing.assert_array_equal(new[2], old[2])
-
-
-def test_a_cache_that_grows_keeps_its_rows_and_is_another(bundle: Bundle) -> None:
+def test_a_cache_that_grows_keeps_its_rows_and_is_kept_once(bundle: Bundle) -> None:
     cache = numbered(bundle, 3, 24)
     before = values(cache)
     grown = cache.grown(72)
@@ -67,6 +61,18 @@ def test_a_cache_that_grows_keeps_its_rows_and_is_another(bundle: Bundle) -> Non
         np.testing.assert_array_equal(new[:, :, :24], old)
         np.testing.assert_array_equal(new[:, :, 24:], 0)
         np.testing.assert_array_equal(old_still, old)
+    with pytest.raises(UsageError, match="copies caches of 3 x 72 to 3 x 24, found none"):
+        numbered(bundle, 3, 24).copy_rows(numbered(bundle, 3, 72), {0: 0})
+    prefix = bundle.prefix([1, 2, 3, 4, 5])
+    assert prefix.context == 24
+    assert prefix.token_ids == (1, 2, 3, 4, 5)
+    longer = prefix.at(72)
+    assert longer.context == 72
+    assert prefix.at(72) is longer
+    for long, short in zip(values(longer), values(prefix.at(24)), strict=True):
+        np.testing.assert_array_equal(long[:, :, :24], short)
+        assert np.abs(short[0, :, :5]).min() > 0
+    assert prefix.context == 24
 
 
 def test_a_cache_is_allocated_in_pieces(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,28 +89,3 @@ def test_a_cache_is_allocated_in_pieces(bundle: Bundle, monkeypatch: pytest.Monk
         each.shape for each in values(KVCache(bundle.decoder, 3, 72))
     ]
     assert not any(each.any() for each in values(made))
-
-
-def test_a_copy_that_no_program_makes_is_an_error(bundle: Bundle) -> None:
-    with pytest.raises(UsageError, match="copies caches of 3 x 72 to 3 x 24, found none"):
-        numbered(bundle, 3, 24).copy_rows(numbered(bundle, 3, 72), {0: 0})
-
-
-def test_a_prefix_is_kept_once_for_each_context(bundle: Bundle) -> None:
-    prefix = bundle.prefix([1, 2, 3, 4, 5])
-    assert prefix.context == 24
-    assert prefix.token_ids == (1, 2, 3, 4, 5)
-    longer = prefix.at(72)
-    assert longer.context == 72
-    assert prefix.at(72) is longer
-    for long, short in zip(values(longer), values(prefix.at(24)), strict=True):
-        np.testing.assert_array_equal(long[:, :, :24], short)
-        assert np.abs(short[0, :, :5]).min() > 0
-    assert prefix.context == 24
-
-
-def test_texts_begin_alike_up_to_their_first_difference() -> None:
-    assert common_length([1, 2, 3], [1, 2, 4]) == 2
-    assert common_length([1, 2], (1, 2, 3)) == 2
-    assert common_length([], [1]) == 0
-    assert common_length([2], [1]) == 0

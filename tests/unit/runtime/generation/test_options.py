@@ -12,24 +12,18 @@ from prejit.runtime.cli.commands import commands
 from prejit.runtime.cli.generate_command import generate
 from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.decode import CALL_SECONDS, steps_per_call
-from prejit.runtime.generation.options import OPTIONS, SAMPLING_OPTIONS, resolve
+from prejit.runtime.generation.options import OPTIONS, resolve
 
 
-def test_the_typed_options_are_those_that_are_defined() -> None:
+def test_options_are_typed_published_and_flags() -> None:
     assert Options.__annotations__.keys() == OPTIONS.keys()
     defined = {
         field.name: str(field.type) for kind in (Sampling, Request) for field in fields(kind)
     }
     for name in OPTIONS.keys() - {"stop"}:  # text, which no request has
         assert defined[name].startswith(Options.__annotations__[name].__forward_arg__), name
-
-
-def test_a_generation_config_may_set_what_the_options_say() -> None:
     names = {field.name for field in fields(Defaults)} - {"do_sample"}
     assert names == {option.name for option in OPTIONS.values() if option.published}
-
-
-def test_the_command_line_has_a_flag_for_each_option_that_text_can_spell() -> None:
     given = ["bundle", "--prompt-ids", "1"]
     top = click.Context(commands, **commands.context_settings)
     plain = generate.make_context("generate", [*given], top).params
@@ -53,16 +47,6 @@ def test_every_option_has_a_check_that_takes_its_default_and_refuses_nonsense(na
         option.check(name, object())
 
 
-def test_options_of_sampling_are_kept_apart_from_the_others() -> None:
-    resolved = resolve(
-        {"temperature": 2, "max_new_tokens": 3, "stop": "x"}, {"top_k": 4, "seed": 5}
-    )
-    assert resolved.sampling == Sampling(temperature=2, top_k=4, seed=5)
-    assert (resolved.common, resolved.stop) == ({"max_new_tokens": 3}, ("x",))
-    assert {"temperature", "logit_bias"} <= set(SAMPLING_OPTIONS)
-    assert not {"max_new_tokens", "stop"} & set(SAMPLING_OPTIONS)
-
-
 @pytest.mark.parametrize(
     ("step_seconds", "most", "steps"),
     [
@@ -73,7 +57,5 @@ def test_options_of_sampling_are_kept_apart_from_the_others() -> None:
         (CALL_SECONDS, 1, 1),
     ],
 )
-def test_a_decode_call_takes_the_steps_that_fit_into_its_time(
-    step_seconds: float, most: int, steps: int
-) -> None:
+def test_a_call_takes_the_steps_that_fit(step_seconds: float, most: int, steps: int) -> None:
     assert steps_per_call(step_seconds, most) == steps

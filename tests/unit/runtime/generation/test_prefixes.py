@@ -49,9 +49,7 @@ def found_tokens(kept: PrefixCache, prompt: Sequence[int], context: int = 24) ->
 
 
 @pytest.mark.usefixtures("both")
-def test_the_size_is_read_without_asking_every_prefix(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_size_is_read_without_a_count(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """A count over thousands of prefixes in each step makes an engine slower with every request."""
     kept = PrefixCache(bundle.decoder, 1 << 20)
     for number in range(5):
@@ -80,9 +78,7 @@ def test_a_prefix_that_grew_counts_and_the_oldest_go(bundle: Bundle) -> None:
 
 
 @pytest.mark.usefixtures("both")
-def test_a_small_model_does_not_keep_prefixes_without_end(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_model_keeps_not_all(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prejit.runtime.generation.prefixes._MOST_PREFIXES", 3)
     kept = PrefixCache(bundle.decoder, 1 << 20)
     texts = [prefix(bundle, number).token_ids for number in range(5)]

@@ -38,7 +38,7 @@ def test_a_value_out_of_range_is_refused_by_its_name_with_both_sides(name: str, 
     assert str(found) in str(caught.value)
 
 
-def test_the_ends_of_every_range_are_taken() -> None:
+def test_ends_of_ranges_and_biases_are_taken_however_written() -> None:
     for options in (
         {"temperature": 3e38, "top_k": 2**31 - 1, "top_p": 1e-9, "seed": 2**64 - 1, "min_p": 1},
         {"repetition_penalty": 1e-38, "presence_penalty": -2, "frequency_penalty": 2},
@@ -48,24 +48,18 @@ def test_the_ends_of_every_range_are_taken() -> None:
         assert {name: getattr(sampling, name) for name in options} == options
     biased = Sampling(logit_bias={np.int64(0): -np.inf})
     assert bias_row(biased, 2).tolist() == [-np.inf, 0]
-
-
-def test_equal_requests_are_equal_and_hash_alike_however_their_bias_is_written() -> None:
     pairs = Sampling(logit_bias=((9, 2.0), (1, -np.inf)))
-    mapping = Sampling(logit_bias={1: -np.inf, 9: 2})
+    bias = {1: -np.inf, 9: 2}
+    mapping = Sampling(logit_bias=bias)
+    bias[1] = 5.0
     assert pairs == mapping
     assert hash(pairs) == hash(mapping)
     assert mapping != Sampling(logit_bias={1: -np.inf, 9: 3})
+    with pytest.raises(UsageError, match=r"logit_bias: expected token ids of 0 to 3, found 9"):
+        arrays([mapping], 4, [0])
 
 
-def test_a_request_does_not_change_with_the_mapping_that_it_was_made_from() -> None:
-    bias = {1: 1.0}
-    sampling = Sampling(logit_bias=bias)
-    bias[1] = 5.0
-    assert bias_row(sampling, 3).tolist() == [0, 1, 0]
-
-
-def test_arrays_are_the_programs_arguments_in_order() -> None:
+def test_arrays_and_history_are_the_programs_arguments() -> None:
     rows = [
         Sampling(),
         Sampling(0.5, 3, 0.9, 2**40 + 7, 0.1, 1.2, 1.0, -0.5, {2: -np.inf, 0: 1.5}),
@@ -89,32 +83,15 @@ def test_arrays_are_the_programs_arguments_in_order() -> None:
         assert array is not None
         assert array.dtype == value.dtype, name
         assert np.array_equal(array, value), name
-
-
-def test_values_too_small_for_some_devices_never_reach_one() -> None:
-    for small in (1e-45, 1e-60):
+    assert arrays([Sampling(), Sampling(temperature=1.0)], 50_000, [0, 0])["bias"] is None
+    for small in (1e-45, 1e-60):  # too small for some devices
         found = arrays([Sampling(temperature=small, repetition_penalty=small)], 4, [0])
         assert found["temperature"] == 0
         assert found["repetition_penalty"] == np.finfo(np.float32).tiny
-
-
-def test_no_array_of_the_vocabulary_is_made_where_nobody_has_a_bias() -> None:
-    assert arrays([Sampling(), Sampling(temperature=1.0)], 50_000, [0, 0])["bias"] is None
-
-
-def test_a_bias_for_a_token_beyond_the_vocabulary_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"logit_bias: expected token ids of 0 to 3, found 4"):
-        arrays([Sampling(logit_bias={4: 1.0})], 4, [0])
-
-
-def test_history_tells_prompt_from_generated() -> None:
     row = history_row([1, 1, 2], [2, 3, 3], 5)
     assert row.dtype == np.int32
     assert row.tolist() == [0, 1, 3, 4, 0]
     assert history_row([], [], 3).tolist() == [0, 0, 0]
-
-
-def test_every_penalty_needs_the_history_and_nothing_else_does() -> None:
     for options in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         assert Sampling(**{options: 0.5}).needs_history
     assert not Sampling(0.5, 3, 0.9, 7, 0.1, logit_bias={1: 1.0}).needs_history

@@ -53,28 +53,12 @@ def call(
         (call(wrapped, 1, mode="m", static=(1, None)), "args[0]", "args[0]", False),
     ],
 )
-def test_arguments_by_place_and_in_jaxs_order(
+def test_arguments_in_jaxs_order(
     bound: JittedCall, placed_: str, order: str, nameable: bool
 ) -> None:
     assert bound.placed == tuple(placed_.split())
     assert bound.order == tuple(order.split())
     assert bound.nameable == nameable
-
-
-def test_the_order_is_that_in_which_jax_flattens_a_call() -> None:
-    traced = jax.jit(plain).trace(1.0, z=2.0, b=3.0, a=4.0)
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(traced.in_avals)[0]]
-    order = call(plain, 1.0, z=2.0, b=3.0, a=4.0).order
-    assert len(paths) == len(order) == 4
-    assert [path[-1].key for path in paths[1:]] == list(order[1:])
-
-
-def test_static_and_donated_arguments() -> None:
-    bound = call(static_between, 1, "m", 2, static=(None, ["mode"]), donated=([0, 2], None))
-    assert (dict(bound.arrays), bound.static) == ({"x": 1, "y": 2}, {"mode": "m"})
-    assert bound.donated == {"x", "y"}
-    assert call(many, 1, 2, 3, donated=(2, None)).donated == {"args[1]"}
-    assert call(plain, 1, static=(None, "s"), s="t").static == {"s": "t"}
 
 
 @pytest.mark.parametrize(
@@ -122,27 +106,24 @@ def test_static_and_donated_are_those_of_jax(
     assert found.donated == {name for name, info in donated.items() if info.donated}
 
 
-def test_one_of_many_may_be_static() -> None:
-    bound = call(many, 1, 2, 3, static=(1, None))
-    assert (dict(bound.arrays), bound.static) == ({"first": 1, "args[1]": 3}, {"args[0]": 2})
-    assert bound.placed == ("first",)
-
-
-def test_two_arguments_of_one_name_are_refused() -> None:
-    def function(x: Any, /, **more: Any) -> None: ...
-
-    with pytest.raises(TypeError, match="found two of 'x'"):
-        call(function, 1, x=2)
-
-
-def test_the_same_call_in_other_forms() -> None:
+def test_the_same_call_in_other_forms_and_wrong_ones() -> None:
     bound = call(plain, 1, y=2, static=(None, ["z"]), z=3)
     assert bound.by_place() == ((1, 2), {"z": 3})
     assert bound.by_name() == ((), {"x": 1, "y": 2, "z": 3})
     parameters = Parameters(plain, static=(None, ["z"]), donated=(None, None))
     assert parameters.named([1], {"y": 2, "z": 3}) == bound.by_name()[1]
+    assert call(many, 1, 2, 3, donated=(2, None)).donated == {"args[1]"}
+    bound = call(many, 1, 2, 3, static=(1, None))
+    assert (dict(bound.arrays), bound.static) == ({"first": 1, "args[1]": 3}, {"args[0]": 2})
 
+    def function(x: Any, /, **more: Any) -> None: ...
 
-def test_arguments_that_the_function_does_not_take() -> None:
+    with pytest.raises(TypeError, match="found two of 'x'"):
+        call(function, 1, x=2)
     with pytest.raises(TypeError, match="missing a required argument: 'y'"):
         call(placed, 1)
+    traced = jax.jit(plain).trace(1.0, z=2.0, b=3.0, a=4.0)
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(traced.in_avals)[0]]
+    order = call(plain, 1.0, z=2.0, b=3.0, a=4.0).order
+    assert len(paths) == len(order) == 4
+    assert [path[-1].key for path in paths[1:]] == list(order[1:])

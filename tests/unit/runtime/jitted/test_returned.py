@@ -13,7 +13,7 @@ import pytest
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.trees import Leaf, Node
-from prejit.runtime.jitted.fitting import MissError
+from prejit.runtime.jitted.jit_program_choice import MissError
 from prejit.runtime.jitted.returned import from_bundle, from_trace
 from prejit.runtime.programs.pytree import ORDERED
 
@@ -48,7 +48,7 @@ def node(kind: Any, type_: str, *keys: str, constants: Any = ()) -> Node:
     return Node(kind, keys, tuple(Leaf() for _ in keys), type_, constants)
 
 
-def test_containers_and_the_applications_own_classes() -> None:
+def test_containers_classes_and_random_keys() -> None:
     tree = Node("dict", ("a", "b"), (node("namedtuple", f"{HERE}:Point", "x", "y"), trees.NONE))
     returned = from_bundle(tree)
     assert returned is not None
@@ -60,6 +60,10 @@ def test_containers_and_the_applications_own_classes() -> None:
     checked = from_bundle(node("record", f"{HERE}:Checked", "x"))
     assert checked is not None  # its own code runs with the results alone, as with jax
     assert checked.value([jnp.ones(2)]).x.shape == (2,)
+    returned = from_bundle(Node("list", (0,), (Leaf("threefry2x32"),)))
+    assert returned is not None
+    key = jax.random.key(7)
+    assert (returned.value([jax.random.key_data(key)])[0] == key).all()
 
 
 @pytest.mark.parametrize("keys", [(), ("a", "b"), ("b", "a")])
@@ -69,13 +73,6 @@ def test_an_ordered_dict_is_told_from_a_dict(keys: tuple[str, ...]) -> None:
     assert returned is not None
     value = returned.value([jnp.ones(1) for _ in keys])
     assert (type(value), (*value,)) == (OrderedDict, keys)
-
-
-def test_random_keys_are_keys_again() -> None:
-    returned = from_bundle(Node("list", (0,), (Leaf("threefry2x32"),)))
-    assert returned is not None
-    key = jax.random.key(7)
-    assert (returned.value([jax.random.key_data(key)])[0] == key).all()
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pynvml
@@ -35,52 +34,43 @@ class Gpu:
 class FakeNvml(ModuleType):
     """The part of pynvml that we call; as strict as NVML itself about what a handle may be asked."""
 
-    NVMLError = pynvml.NVMLError
-
     def __init__(self, gpus: list[Gpu], parts: list[Gpu] | None = None) -> None:
         super().__init__("pynvml")
-        self.gpus, self.parts = gpus, parts or []
         self.open = 0
 
-    def nvmlInit(self) -> None:  # noqa: N802
-        self.open += 1
+        def count(change: int) -> None:
+            self.open += change
 
-    def nvmlShutdown(self) -> None:  # noqa: N802
-        self.open -= 1
+        def by_uuid(uuid: str) -> Gpu:
+            for gpu in (*gpus, *(parts or [])):
+                if gpu.uuid == uuid:
+                    return gpu
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
 
-    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
-        return "580.95.05"
+        def whole_of(gpu: Gpu) -> Gpu:
+            if gpu.part_of is None:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            return gpu.part_of
 
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return len(self.gpus)
+        def capability(gpu: Gpu) -> tuple[int, int]:
+            if gpu.part_of is not None:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            return gpu.capability
 
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> Gpu:  # noqa: N802
-        return self.gpus[index]
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Gpu:  # noqa: N802
-        for gpu in (*self.gpus, *self.parts):
-            if gpu.uuid == uuid:
-                return gpu
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-
-    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, gpu: Gpu) -> Gpu:  # noqa: N802
-        if gpu.part_of is None:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        return gpu.part_of
-
-    def nvmlDeviceGetUUID(self, gpu: Gpu) -> str:  # noqa: N802
-        return gpu.uuid
-
-    def nvmlDeviceGetName(self, gpu: Gpu) -> str:  # noqa: N802
-        return gpu.name
-
-    def nvmlDeviceGetCudaComputeCapability(self, gpu: Gpu) -> tuple[int, int]:  # noqa: N802
-        if gpu.part_of is not None:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return gpu.capability
-
-    def nvmlDeviceGetMemoryInfo(self, gpu: Gpu) -> Any:  # noqa: N802
-        return type("Memory", (), {"total": gpu.total})
+        vars(self).update(
+            NVMLError=pynvml.NVMLError,
+            nvmlInit=lambda: count(1),
+            nvmlShutdown=lambda: count(-1),
+            nvmlSystemGetDriverVersion=lambda: "580.95.05",
+            nvmlDeviceGetCount=lambda: len(gpus),
+            nvmlDeviceGetHandleByIndex=gpus.__getitem__,
+            nvmlDeviceGetHandleByUUID=by_uuid,
+            nvmlDeviceGetDeviceHandleFromMigDeviceHandle=whole_of,
+            nvmlDeviceGetUUID=lambda gpu: gpu.uuid,
+            nvmlDeviceGetName=lambda gpu: gpu.name,
+            nvmlDeviceGetCudaComputeCapability=capability,
+            nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(total=gpu.total),
+        )
 
 
 @dataclass
@@ -134,21 +124,6 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
     return Box(tmp_path, monkeypatch)
 
 
-# None
-
-
-def test_a_machine_without_any_is_told_in_a_moment() -> None:
-    """The real files of this machine, with whatever is installed."""
-    if any(os.path.exists(path) for path in ("/dev/nvidiactl", "/proc/driver/nvidia")):
-        pytest.skip("this machine has a GPU")
-    seconds = []
-    for _ in range(20):
-        started = time.perf_counter()
-        assert find_accelerator({}) is None
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 1e-3
-
-
 def test_nothing_heavy_is_imported_where_there_is_none(run_python: Any) -> None:
     run_python(
         "import sys\n"
@@ -160,22 +135,18 @@ def test_nothing_heavy_is_imported_where_there_is_none(run_python: Any) -> None:
     )
 
 
-def test_devices_without_a_plugin_do_not_count(box: Box) -> None:
+def test_devices_without_a_plugin_or_the_reverse_do_not_count(box: Box, tmp_path: Path) -> None:
     """jax would run on the CPU as well."""
     box.add_gpus(Gpu())
     box.add_pci("0x1ae0", "0x0063")
     assert box.find() is None
-
-
-def test_a_plugin_without_devices_does_not_count(box: Box) -> None:
+    (tmp_path / "empty").mkdir()
+    empty = Box(tmp_path / "empty", box.monkeypatch)
     for name in ("jax-cuda13-pjrt", "libtpu"):
-        box.install(name, "1.0")
-    assert box.find() is None
-    (box.root / "sys/bus/pci/devices").mkdir(parents=True)
-    assert box.find() is None
-
-
-# CUDA
+        empty.install(name, "1.0")
+    assert empty.find() is None
+    (empty.root / "sys/bus/pci/devices").mkdir(parents=True)
+    assert empty.find() is None
 
 
 def test_a_gpu_is_told_with_all_that_compare_asks_for(box: Box) -> None:
@@ -293,9 +264,6 @@ def test_nvml_is_shut_down_when_it_fails_halfway(box: Box, monkeypatch: pytest.M
     assert nvml.open == 0
 
 
-# TPU
-
-
 @pytest.mark.parametrize(
     ("device", "chips", "kind", "topology"),
     [
@@ -308,7 +276,7 @@ def test_nvml_is_shut_down_when_it_fails_halfway(box: Box, monkeypatch: pytest.M
         ("0x0063", 3, "TPU v5 lite", None),
     ],
 )
-def test_a_tpu_is_told_by_its_place_on_the_bus(
+def test_a_tpu_is_on_the_bus(
     device: str, chips: int, kind: str, topology: str | None, box: Box
 ) -> None:
     box.install("libtpu", "0.0.51")
@@ -350,16 +318,13 @@ def test_every_tpu_of_the_catalogue_is_found_as_it_stands_there(box: Box) -> Non
         ({"TPU_VISIBLE_CHIPS": "0", "TPU_TOPOLOGY": "4x4"}, 1, "1x1"),
     ],
 )
-def test_the_environment_says_what_the_bus_cannot(
+def test_the_environment_is_asked(
     environ: dict[str, str], count: int, topology: str, box: Box
 ) -> None:
     box.install("libtpu", "0.0.51")
     box.add_pci("0x1ae0", *["0x0063"] * 4)
     found = box.found(**environ)
     assert (found.device_count, found.topology) == (count, topology)
-
-
-# Which of them
 
 
 @pytest.mark.parametrize(
@@ -375,11 +340,10 @@ def test_the_environment_says_what_the_bus_cannot(
         ("tpu,cpu", "tpu"),
         ("cpu,tpu", None),
         (" cuda , cpu", "cuda"),
+        ("rocm,cpu", None),
     ],
 )
-def test_jax_platforms_chooses_as_it_does_for_jax(
-    platforms: str | None, chosen: str | None, box: Box
-) -> None:
+def test_jax_platforms_chooses(platforms: str | None, chosen: str | None, box: Box) -> None:
     for name in ("jax-cuda13-pjrt", "libtpu"):
         box.install(name, "1.0")
     box.add_gpus(Gpu())
@@ -388,19 +352,8 @@ def test_jax_platforms_chooses_as_it_does_for_jax(
     assert (found and found.platform) == chosen
 
 
-def test_the_first_platform_that_is_there_wins(box: Box) -> None:
-    box.install("jax-cuda13-pjrt", "1.0")
-    box.add_gpus(Gpu())
-    found = box.found(JAX_PLATFORMS="tpu,cuda,cpu")
-    assert found.platform == "cuda"
-    assert box.find(JAX_PLATFORMS="tpu,cpu") is None
-    assert box.find(JAX_PLATFORMS="rocm,cpu") is None
-
-
 @pytest.mark.parametrize("platforms", ["tpu", "cuda,tpu", "gpuu", "CPU", ","])
-def test_a_platform_that_is_not_there_is_an_error_as_it_is_for_jax(
-    platforms: str, box: Box
-) -> None:
+def test_a_platform_that_is_not_there_is_an_error(platforms: str, box: Box) -> None:
     with pytest.raises(
         UsageError, match="JAX_PLATFORMS: expected a platform of this machine"
     ) as it:
@@ -408,12 +361,7 @@ def test_a_platform_that_is_not_there_is_an_error_as_it_is_for_jax(
     assert "JAX_PLATFORMS" in (it.value.hint or "")
 
 
-# The fingerprint
-
-
-def test_the_fingerprint_has_the_accelerator_in_it(
-    box: Box, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_accelerator_is_in_the_fingerprint(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the environment alone: what `current` calls is not replaced."""
     box.install("libtpu", "0.0.51")
     box.add_pci("0x1ae0", "0x0063")

@@ -137,16 +137,13 @@ def test_scalars_of_numpy_are_no_python_numbers(bundle: Bundle) -> None:
     assert "Python numbers are weak" in str(error.value.hint)
 
 
-def test_arrays_of_requests_and_files_have_no_weak_types(bundle: Bundle) -> None:
+def test_arrays_of_requests_and_results_on_the_device_keep_their_types(bundle: Bundle) -> None:
     given = {(0, "a"): np.float32(2), (0, "b", 0): np.asarray(0.5, "f"), (0, "b", 1): np.int32(3)}
     for _ in range(2):
         found = bundle.call_by_path(f"p{PROGRAMS}", given)[1]
         assert found["products", "b", 0].dtype == jnp.bfloat16
         with pytest.raises(UsageError, match="weak"):  # it leaves nothing that later calls find
             bundle.call(f"p{PROGRAMS}", {"a": np.float32(2), "b": [np.float32(0.5), np.int32(3)]})
-
-
-def test_results_on_the_device_keep_their_types(bundle: Bundle) -> None:
     held = bundle.call_on_device(f"p{PROGRAMS}", {"a": np.float32(2), "b": [0.5, np.int32(3)]})
     again = {"a": held["doubles"]["a"], "b": held["doubles"]["b"]}
     found = bundle.call(f"p{PROGRAMS}", again)
@@ -305,14 +302,10 @@ def kept_bundle(build_programs: BuildPrograms) -> Bundle:
     return load(build_programs(programs))
 
 
-def test_parameters_are_as_weak_as_those_of_the_build(kept_bundle: Bundle) -> None:
+def test_parameters_and_manifests_say_weak(kept_bundle: Bundle) -> None:
     x = jnp.ones(2, jnp.bfloat16)
     assert kept_bundle.call("weak", x).dtype == jnp.bfloat16
     assert kept_bundle.call("strong", x).dtype == jnp.float32
-
-
-def test_a_manifest_says_weak(kept_bundle: Bundle) -> None:
-    x = jnp.ones(2, jnp.bfloat16)
     assert kept_bundle.call("named", x, 0.5).dtype == jnp.bfloat16
     with pytest.raises(UsageError, match=r"expected weak float32\[\], found float32\[\]"):
         kept_bundle.call("named", x, np.float32(0.5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,6 @@ from prejit.server import Engine
 one, two = jax.devices()
 host = np.arange(4, dtype="f")
 bundle = load(sys.argv[1], on_mismatch="error")
-
-
-def add(x, y):
-    return {"sum": x + y, "weak": 3}
-
-
-def drawn(key, x):
-    return {"sum": jax.random.normal(key, x.shape) + x, "weak": 3}
-
-
-def step(state, x):
-    return {"state": state + x, "sum": x * 2, "weak": 3}
 
 
 def stepped(way, state, x):
@@ -70,7 +59,7 @@ arrays = {
     "second": jax.device_put(host, two),
 }
 for _ in range(2):
-    for default in (None, one, two):
+    for default in (None, two):
         with jax.default_device(default):
             for x in arrays.values():
                 key = jax.device_put(jax.random.key(1), x.sharding if x.committed else None)
@@ -160,4 +149,5 @@ def path(build_programs: BuildPrograms) -> Path:
 
 
 def test_results_lie_where_those_of_jax_do(path: Path, run_python: Any) -> None:
-    run_python(CODE, path, env={"JAX_NUM_CPU_DEVICES": "2"})
+    functions = "".join(map(inspect.getsource, (add, drawn, step)))
+    run_python(f"from typing import Any\n{functions}{CODE}", path, env={"JAX_NUM_CPU_DEVICES": "2"})

@@ -205,7 +205,7 @@ def test_equal_static_values_of_other_types(way: Callable[..., Any], wrong: Any)
                 way("scaled", x, factor=wrong)
 
 
-def test_containers_of_equal_content(way: Callable[..., Any]) -> None:
+def test_containers_of_equal_content_and_lists_of_other_parts(way: Callable[..., Any]) -> None:
     for of in (np.asarray, jnp.asarray):
         a, b = of(TWO), of(TWO + 5)
         expected = np.asarray(a * 10 + b)
@@ -218,9 +218,6 @@ def test_containers_of_equal_content(way: Callable[..., Any]) -> None:
         for other in (OrderedDict(b=b, a=a), {"b": b, "a": a, "c": None}):
             with pytest.raises(UsageError):
                 way("joined", other)
-
-
-def test_a_list_whose_parts_are_not_its_items(way: Callable[..., Any]) -> None:
     for of in (np.asarray, jnp.asarray):
         given = Backwards([of(TWO), of(TWO + 5)])
         for _ in range(2):

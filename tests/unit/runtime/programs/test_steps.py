@@ -51,7 +51,7 @@ def bundle(build_programs: BuildPrograms) -> Bundle:
 
 
 @pytest.mark.parametrize("name", UNCLEAR)
-def test_a_state_whose_next_value_is_in_doubt(
+def test_a_state_in_doubt_is_refused(
     name: str, bundle: Bundle, tmp_path: Path, build_cache: Path
 ) -> None:
     function, several = FUNCTIONS[name]

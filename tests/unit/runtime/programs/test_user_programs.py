@@ -69,9 +69,7 @@ def bundle(path: Path) -> Bundle:
     return load(path, on_mismatch="error")
 
 
-def test_the_build_says_once_for_a_program_what_is_narrower(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_build_says_what_is_narrower(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     build(PROGRAMS[1:3], tmp_path, name="said", cache=tmp_path / "cache")
     said = capfd.readouterr().err
     assert said.count(NOTE) == 2
@@ -119,9 +117,7 @@ SAME = [
     ("place", "value"),
     [(0, 2**31), (0, -(2**31) - 1), (1, 2**32), (2, 1e300), (3, 1e300j)],
 )
-def test_values_that_32_bits_do_not_hold_are_refused(
-    bundle: Bundle, place: int, value: Any
-) -> None:
+def test_values_beyond_32_bits_are_refused(bundle: Bundle, place: int, value: Any) -> None:
     """jax wraps integers and makes numbers infinite, without an error."""
     given = list(SAME)
     for _ in range(2):

@@ -11,7 +11,7 @@ import pytest
 
 from prejit.compiler.pipeline.layout_writing import write_layout
 from prejit.compiler.pipeline.pack.bundle_files import assemble, check_readable
-from prejit.compiler.recording.recording_run import RecordedFile, RecordedTarget, packed
+from prejit.compiler.recording.jax_cache_packing import RecordedFile, RecordedTarget, packed
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.bundle_schema import RecordedProgram, Segment
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,116 +65,73 @@ def differing(*names: str, **conditions: str) -> JaxRequest:
     )
 
 
-@pytest.mark.parametrize(
-    ("found", "expected", "hint"),
-    [
-        (
-            replace(differing(jax_texts.COMPUTATION), arguments=("float32[16]",)),
-            "arguments: recorded (float32[8]), found (float32[16])",
-            "record this run too",
-        ),
-        (
-            differing(jax_texts.COMPUTATION),
-            "computation: recorded another program of these arguments, found this one",
-            "a static argument, or a shape that it takes from outside",
-        ),
-        (
-            differing(jax_texts.JAXLIB, jax_texts.COMPUTATION, jax_texts.ACCELERATOR),
-            "jaxlib: recorded 1.2.3, found 4.5.6",
-            "install jaxlib 1.2.3",
-        ),
-        (
-            differing(jax_texts.XLA_FLAGS, jax_texts.COMPILE_OPTIONS, **{"XLA flags": "--xla_x=1"}),
-            "XLA flags: recorded none, found --xla_x=1",
-            "set XLA_FLAGS",
-        ),
-        (
-            differing(jax_texts.COMPILE_OPTIONS, device_count="2"),
-            "device count: recorded 1, found 2",
-            "use as many devices",
-        ),
-        (
-            differing(jax_texts.COMPILE_OPTIONS),
-            "compile_options: recorded another one, found this one",
-            "compiler options of jit",
-        ),
-        (
-            differing(jax_texts.ACCELERATOR, device_kind="NVIDIA L4"),
-            "device kind: recorded cpu, found NVIDIA L4",
-            "it adds what this machine needs",
-        ),
-        (
-            differing(jax_texts.ACCELERATOR),
-            "CPU features: recorded also avx2, found also avx512f",
-            "it adds what this machine needs",
-        ),
-        (
-            differing(jax_texts.BACKEND, backend_version="2"),
-            "backend version: recorded 1, found 2",
-            "plugin and driver",
-        ),
-        (
-            differing(jax_texts.COMPRESSION),
-            "compression: recorded another compression, found this one",
-            "install zstandard in both",
-        ),
-        (
-            replace(FOUND, name="jit_other"),
-            "program: recorded none of this name, found (float32[8])",
-            "record this run too",
-        ),
-        (
-            replace(FOUND, name="jit_other", outcome="refused"),
-            "program: recorded none of this name, found (float32[8])",
-            "but jax before 0.12 keeps no program that calls Python",
-        ),
-        (
-            replace(FOUND, name="jit_other", not_kept=f"... {jax_texts.CALLBACKS} (...)"),
-            "callbacks: recorded none, found (float32[8])",
-            "it compiles in every process, unless you take the call out of it",
-        ),
-        (
-            replace(FOUND, outcome="uncached"),
-            "jax's cache: recorded on, found off",
-            "jax_enable_compilation_cache",
-        ),
-        (
-            replace(FOUND, ingredients={}),
-            "cause: recorded 1 of this name, found not known",
-            "logging.disable",
-        ),
-        (FOUND, f"file: recorded {PROGRAM.file}, found not loaded", "warnings of jax"),
-    ],
-    ids=lambda value: value.partition(",")[0] if isinstance(value, str) else "",
-)
-def test_the_cause_is_the_first_thing_that_differs(
-    found: JaxRequest, expected: str, hint: str
-) -> None:
-    jaxlib = "4.5.6" if "4.5.6" in expected else "1.2.3"
+T = jax_texts
+SHAPES, OTHERS = "(float32[8])", ("float32[16]",)
+NO_NAME = replace(FOUND, name="jit_other")
+CAUSES = [
+    (
+        replace(differing(T.COMPUTATION), arguments=OTHERS),
+        f"arguments: {SHAPES} | (float32[16]) => record this run too",
+    ),
+    (
+        differing(T.COMPUTATION),
+        "computation: another program of these arguments | this one => a static argument, or a shape",
+    ),
+    (
+        differing(T.JAXLIB, T.COMPUTATION, T.ACCELERATOR),
+        "jaxlib: 1.2.3 | 4.5.6 => install jaxlib 1.2.3",
+    ),
+    (
+        differing(T.XLA_FLAGS, T.COMPILE_OPTIONS, **{"XLA flags": "--xla_x=1"}),
+        "XLA flags: none | --xla_x=1 => set XLA_FLAGS",
+    ),
+    (differing(T.COMPILE_OPTIONS, device_count="2"), "device count: 1 | 2 => as many devices"),
+    (differing(T.COMPILE_OPTIONS), "compile_options: another one | this one => options of jit"),
+    (differing(T.ACCELERATOR, device_kind="NVIDIA L4"), "device kind: cpu | NVIDIA L4 => it adds"),
+    (
+        differing(T.ACCELERATOR),
+        "CPU features: also avx2 | also avx512f => it adds what this machine",
+    ),
+    (differing(T.BACKEND, backend_version="2"), "backend version: 1 | 2 => plugin and driver"),
+    (differing(T.COMPRESSION), "compression: another compression | this one => zstandard in both"),
+    (NO_NAME, f"program: none of this name | {SHAPES} => record this run too"),
+    (
+        replace(NO_NAME, outcome="refused"),
+        f"program: none of this name | {SHAPES} => jax before 0.12 keeps no program that calls",
+    ),
+    (
+        replace(NO_NAME, not_kept=f"... {T.CALLBACKS} (...)"),
+        f"callbacks: none | {SHAPES} => it compiles in every process, unless you take the call out",
+    ),
+    (replace(FOUND, outcome="uncached"), "jax's cache: on | off => jax_enable_compilation_cache"),
+    (replace(FOUND, ingredients={}), "cause: 1 of this name | not known => logging.disable"),
+    (FOUND, f"file: {PROGRAM.file} | not loaded => warnings of jax"),
+]
+"""What was found; its cause, what is recorded | what was found => a part of the hint."""
+
+
+@pytest.mark.parametrize(("found", "expected"), CAUSES, ids=[text[:25] for _, text in CAUSES])
+def test_the_cause_is_what_differs_first(found: JaxRequest, expected: str) -> None:
+    name, recorded, now, hint = re.split(": | \\| | => ", expected, maxsplit=3)
+    jaxlib = "4.5.6" if now == "4.5.6" else "1.2.3"
     [cause] = why(found, PROGRAM, jaxlib=jaxlib, features=("avx512f", "sse"))
-    assert str(cause) == expected
+    assert str(cause) == f"{name}: recorded {recorded}, found {now}"
     assert hint in cause.hint
 
 
-def test_every_ingredient_has_a_cause_of_its_own() -> None:
+def test_the_nearest_program_is_compared_and_each_ingredient_has_a_cause() -> None:
     """A program differs in each of them once: no two say the same."""
-    causes = [
-        str(cause) for name in jax_texts.INGREDIENTS for cause in why(differing(name), PROGRAM)
-    ]
-    assert len(set(causes)) == len(jax_texts.INGREDIENTS)
-
-
-def test_the_nearest_recorded_program_is_compared() -> None:
     far = replace(PROGRAM, ingredients=dict.fromkeys(SAME, "2" * 64), arguments=("float32[99]",))
     near = replace(PROGRAM, arguments=("float32[16]",))
     [cause] = why(differing(jax_texts.COMPUTATION), far, near)
     assert cause.recorded == "(float32[16])"
-
-
-def test_equal_arguments_are_nearer_than_others() -> None:
     others = replace(PROGRAM, arguments=("float32[99]",), file=f"a{PROGRAM.file}")
     [cause] = why(differing(jax_texts.COMPUTATION), others, PROGRAM)
-    assert cause.name == "computation"
+    assert cause.name == "computation", "equal arguments are nearer than others"
+    causes = [
+        str(cause) for name in jax_texts.INGREDIENTS for cause in why(differing(name), PROGRAM)
+    ]
+    assert len(set(causes)) == len(jax_texts.INGREDIENTS)
 
 
 def bundle(directory: Path | None) -> RecordedBundle:
@@ -191,7 +149,7 @@ def process(*requests: JaxRequest, directory: str | None = None) -> WatchedProce
     return WatchedProcess({"jax": "1", "jaxlib": "1.2.3", "python": "3"}, directory, requests)
 
 
-def test_the_report_counts_and_explains_equal_misses_once(tmp_path: Path) -> None:
+def test_the_report_counts_explains_and_notes(tmp_path: Path) -> None:
     miss = replace(differing(jax_texts.COMPUTATION), arguments=("float32[16]",))
     report = report_of(bundle(tmp_path), [process(HIT, miss), process(HIT, miss)], MACHINE)
     assert (report.hits, len(report.misses), report.processes) == (2, 2, 2)
@@ -206,15 +164,6 @@ def test_the_report_counts_and_explains_equal_misses_once(tmp_path: Path) -> Non
     described = report.described()
     assert (described["hits"], described["missed"]) == (2, 2)
     assert described["misses"][0]["differs"][0]["found"] == "(float32[16])"
-
-
-def test_the_report_says_that_no_target_matches(tmp_path: Path) -> None:
-    shown = text(report_of(bundle(None), [process(HIT)], MACHINE))
-    assert "nothing of the bundle was used: jaxlib: needs 1.2.3, found 4.5.6" in shown
-    assert "note: the hits are of the program's own cache" in shown
-
-
-def test_the_report_notes_what_keeps_jax_from_the_bundle(tmp_path: Path) -> None:
     report = report_of(bundle(tmp_path), [], MACHINE)
     assert "no process reported" in text(report)
     own = process(HIT, directory="/tmp/own")
@@ -225,3 +174,6 @@ def test_the_report_notes_what_keeps_jax_from_the_bundle(tmp_path: Path) -> None
     assert "the program runs jaxlib 9.9.9 and prejit 1.2.3" in text(
         report_of(bundle(tmp_path), [other], MACHINE)
     )
+    shown = text(report_of(bundle(None), [process(HIT)], MACHINE))
+    assert "nothing of the bundle was used: jaxlib: needs 1.2.3, found 4.5.6" in shown
+    assert "note: the hits are of the program's own cache" in shown

@@ -67,7 +67,7 @@ def logged(found: Any, logger: str, text: str) -> list[list[str]]:
     return [words for name, message, words in found["seen"] if (name, message) == (logger, text)]
 
 
-def test_the_ingredients_of_a_key_are_logged_in_this_order(found: Any) -> None:
+def test_keys_hits_misses_arguments_and_events_are_told_as_ever(found: Any) -> None:
     words = logged(found, jax_texts.KEY_LOGGER, jax_texts.INGREDIENT)
     names = tuple(name for name, digest in words[: len(jax_texts.INGREDIENTS)])
     assert names == jax_texts.INGREDIENTS
@@ -75,23 +75,14 @@ def test_the_ingredients_of_a_key_are_logged_in_this_order(found: Any) -> None:
     assert ["--xla_cpu_enable_fast_math=false"] in logged(
         found, jax_texts.KEY_LOGGER, jax_texts.FLAG
     )
-
-
-def test_hits_and_misses_are_logged_with_name_and_key(found: Any) -> None:
     files = {Path(name).name for name in found["files"]}
     for text, count in ((jax_texts.MISS, 2), (jax_texts.HIT, 1)):
         words = logged(found, jax_texts.COMPILER_LOGGER, text)
         mine = [key for name, key in words if name == "jit_score"]
         assert len(mine) == count, text
     assert f"{mine[0]}{jax_texts.FILE_SUFFIX}" in files
-
-
-def test_arguments_are_logged_when_a_program_is_lowered(found: Any) -> None:
     names = [words[0] for words in logged(found, jax_texts.SHAPES_LOGGER, jax_texts.SHAPES)]
     assert names.count("jit(score)") == 3
-
-
-def test_a_program_that_is_not_kept_is_logged(found: Any) -> None:
     texts = [message for name, message, _ in found["seen"] if name == jax_texts.COMPILER_LOGGER]
     mine = [text for text in texts if text.startswith(jax_texts.NOT_WRITTEN)]
     others = [text for text in mine if jax_texts.CALLBACKS not in text]
@@ -99,9 +90,6 @@ def test_a_program_that_is_not_kept_is_logged(found: Any) -> None:
     assert len(mine) == len(others) + (jax.__version_info__ < (0, 12))
     assert others
     assert all(jax_texts.TOO_QUICK in text for text in others)
-
-
-def test_the_events_of_one_program_have_this_order(found: Any) -> None:
     wanted = {
         jax_texts.COMPILE_EVENT,
         jax_texts.REQUEST_EVENT,

@@ -11,7 +11,7 @@ import pytest
 
 from prejit.runtime.recorded.hook.watch import Orders
 from prejit.runtime.recorded.hook_events import read_events
-from prejit.runtime.recorded.recorded_run import cache_settings, environment_for
+from prejit.runtime.recorded.watched_command import cache_settings, environment_for
 
 LIBRARY = """
 import jax
@@ -119,7 +119,10 @@ def called(calls: list[tuple[str, dict[str, Any] | None]], name: str) -> list[di
     return [call for found, call in calls if found == name and call is not None]
 
 
-def test_a_call_has_its_tree_its_static_and_its_donated_arguments(calls: Any, request: Any) -> None:
+def test_calls_have_the_trees_names_places_and_functions_of_the_program(
+    calls: Any, request: Any
+) -> None:
+    """A transformed function is not taken for the one that it wraps; only what an import makes has a name."""
     [own] = called(calls, "jit_own")
     assert own.pop("home").endswith("calls0")
     assert own == {
@@ -135,49 +138,26 @@ def test_a_call_has_its_tree_its_static_and_its_donated_arguments(calls: Any, re
         "lowering": {"placed": ["x", "n"], "keep_unused": False, "x64": False},
         "trouble": "",
     }
-
-
-def test_places_and_names_choose_what_the_call_has_by_place_and_by_name(calls: Any) -> None:
     [chosen] = called(calls, "jit_chosen")
     assert [name for name, _ in chosen["arguments"]] == ["x", "n"]
     assert (chosen["static"], chosen["fixed"], chosen["donated"]) == ({}, {}, [])
-
-
-def test_a_transformed_function_is_not_taken_for_the_one_that_it_wraps(calls: Any) -> None:
     plain, mapped = called(calls, "jit_plain")
-    assert plain["name"] == "package.library:plain"
-    assert mapped["name"] is None
+    assert (plain["name"], mapped["name"]) == ("package.library:plain", None)
     assert "no name was found" in mapped["trouble"]
-
-
-def test_only_what_an_import_makes_has_a_name(calls: Any) -> None:
     guarded, named = called(calls, "jit__lambda")
     assert (guarded["name"], named["name"]) == (None, "package.library:named")
     [inner] = called(calls, "jit_inner")
     assert inner["name"] is None
-
-
-def test_arguments_have_the_names_or_places_that_the_function_takes(calls: Any) -> None:
     [keywords], [places] = called(calls, "jit_keywords"), called(calls, "jit_places")
     assert [name for name, _ in keywords["arguments"]] == ["x", "y"]
-    assert not keywords["by_place"]
+    assert (keywords["by_place"], places["by_place"]) == (False, True)
     assert len(places["arguments"]) == 3
-    assert places["by_place"]
-
-
-def test_arguments_of_a_wrapper_are_passed_as_the_call_passed_them(calls: Any) -> None:
-    """`in_axes` of jax.vmap is of arguments by position."""
+    assert [call for name, call in calls if name == "jit_tanh"] == [None], "a function of jax"
+    # `in_axes` of jax.vmap is of arguments by position.
     placed, named, mixed = called(calls, "jit_shares")
     assert [each["trouble"] for each in (placed, named)] == ["", ""]
     assert (placed["by_place"], named["by_place"]) == (True, False)
     assert "some arrays by position only and others by name only" in mixed["trouble"]
-
-
-def test_a_class_that_fails_to_compare_is_no_failure_of_the_hook(calls: Any) -> None:
     [odd] = called(calls, "jit_odd")
     assert odd["name"] == "program:odd"
     assert "value is of __main__.Odd, which only code can make" in odd["trouble"]
-
-
-def test_functions_of_jax_are_no_calls_of_the_program(calls: Any) -> None:
-    assert [call for name, call in calls if name == "jit_tanh"] == [None]

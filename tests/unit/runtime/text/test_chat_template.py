@@ -16,20 +16,11 @@ from hypothesis import strategies as st
 from tests.extent import examples
 
 from prejit.runtime import load
-from prejit.runtime.base.files import digest_of
-from prejit.runtime.base.typed_json import from_json, to_json
+from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import RejectError, UsageError
-from prejit.runtime.format import limits
-from prejit.runtime.format.bundle_schema import Descriptor, ImageManifest
 from prejit.runtime.format.checks.layers import Chat, check_chat
-from prejit.runtime.format.checks.oci import check_manifest
 from prejit.runtime.format.names import (
-    ARTIFACT_TYPE,
     CHAT_MEDIA_TYPE,
-    CONFIG_MEDIA_TYPE,
-    EXECUTABLES_MEDIA_TYPE,
-    MANIFEST_MEDIA_TYPE,
-    PORTABLE_MEDIA_TYPE,
     TOKENIZER_MEDIA_TYPE,
 )
 from prejit.runtime.text.chat_template import ChatTemplates
@@ -226,9 +217,7 @@ def test_the_text_is_that_of_transformers(
     content=TEXT.filter(lambda text: text.strip()),
     parts=st.booleans(),
 )
-def test_a_message_is_continued_where_transformers_continues_it(
-    name: str, content: str, parts: bool
-) -> None:
+def test_a_message_is_continued_as_by_transformers(name: str, content: str, parts: bool) -> None:
     said: Any = [{"type": "text", "text": content}] if parts and name == "llama 3" else content
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": said}]
 
@@ -294,7 +283,7 @@ def test_reasoning_has_every_name_that_templates_read(key: str) -> None:
     assert render(source, messages) == expected
 
 
-def test_tools_choose_the_template_that_is_made_for_them() -> None:
+def test_tools_choose_the_template_and_what_cannot_be_rendered_is_told() -> None:
     made = templates("plain", tool_use="with tools", rag="cites")
     given: dict[str, Any] = {"add_generation_prompt": False, "variables": {}}
     messages = [{"role": "user", "content": ""}]
@@ -303,6 +292,14 @@ def test_tools_choose_the_template_that_is_made_for_them() -> None:
     assert made.render(messages, **given, tools=[TOOL], template="rag") == "cites"
     with pytest.raises(UsageError, match="one of default, rag, tool_use, found 'other'"):
         made.render(messages, **given, template="other")
+    with pytest.raises(UsageError, match="found both"):
+        render(CHATML, add_generation_prompt=True, continue_final_message=True)
+    with pytest.raises(UsageError, match="expected the last message unchanged"):
+        render("nothing", continue_final_message=True)
+    with pytest.raises(UsageError, match="expected text as the content of the last message"):
+        render(CHATML, [{"role": "assistant", "content": 3}], continue_final_message=True)
+    with pytest.raises(UsageError, match="chat template 'default': no role tool"):
+        render(CHATML, [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}])
 
 
 @pytest.mark.parametrize(
@@ -442,17 +439,6 @@ def test_messages_of_another_shape_are_a_usage_error(messages: Any, says: str) -
         templates(CHATML).render(messages, add_generation_prompt=True, variables={})
 
 
-def test_what_a_template_cannot_render_is_a_usage_error() -> None:
-    with pytest.raises(UsageError, match="found both"):
-        render(CHATML, add_generation_prompt=True, continue_final_message=True)
-    with pytest.raises(UsageError, match="expected the last message unchanged"):
-        render("nothing", continue_final_message=True)
-    with pytest.raises(UsageError, match="expected text as the content of the last message"):
-        render(CHATML, [{"role": "assistant", "content": 3}], continue_final_message=True)
-    with pytest.raises(UsageError, match="chat template 'default': no role tool"):
-        render(CHATML, [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}])
-
-
 @pytest.mark.parametrize(
     "source", ["a\nb {% if %}", "a\n{{ 'x }}", "x\n{% endfor %}", "\n{{ x | no_such_filter }}"]
 )
@@ -467,29 +453,6 @@ def test_deep_nesting_is_no_crash_of_the_parser() -> None:
     for source in ("{{ " + "(" * 50_000, "{% if x %}" * 5_000 + "{% endif %}" * 5_000):
         with pytest.raises(ValueError, match="line 1"):
             check_template(source)
-
-
-@pytest.mark.parametrize(
-    ("chat", "says"),
-    [
-        (Chat({}, {}), "at least one chat template"),
-        (Chat({"": "x"}, {}), "expected a name"),
-        (Chat({"default": "\ud800"}, {}), "'default': expected Unicode"),
-        (Chat({"default": ""}, {"bos_token": "\ud800"}), "'bos_token': expected Unicode"),
-    ],
-)
-def test_a_chat_layer_that_means_nothing_is_rejected(chat: Chat, says: str) -> None:
-    with pytest.raises(RejectError, match=says):
-        check_chat(to_json(chat), "chat.json")
-
-
-def test_a_chat_layer_is_read_as_strictly_as_all_others() -> None:
-    chat = Chat({"default": "é {{ x }}"}, SPECIAL)
-    content = to_json(chat)
-    assert from_json(Chat, content, "chat.json") == chat
-    for damaged in (content + b" ", content.replace(b'"default"', b"3", 1), b"{}", b"\xff"):
-        with pytest.raises(RejectError):
-            check_chat(damaged, "chat.json")
 
 
 def with_chat(recipe: Any, content: bytes, *, tokenizer: bool = True) -> Any:
@@ -535,44 +498,3 @@ def test_a_bundle_without_template_or_tokenizer_says_so(recipe: Any, tmp_path: P
     assert bare.render_chat_template(messages).startswith("<|user|>")
     with pytest.raises(UsageError, match="no tokenizer"):
         bare.apply_chat_template(messages)
-
-
-def test_a_damaged_chat_layer_is_found_by_verify_and_at_first_use(
-    recipe: Any, prejit: Any, tmp_path: Path
-) -> None:
-    damaged = with_chat(recipe, b'{"special_tokens":{},"templates":{}}').write(tmp_path / "chat")
-    done = prejit("verify", damaged, status=4)
-    assert "expected at least one chat template, found none" in done.stderr
-    with pytest.raises(RejectError, match="at least one chat template"):
-        load(damaged).apply_chat_template([{"role": "user", "content": "hi"}])
-
-
-def test_jinja_comes_with_the_first_chat_and_not_before(
-    recipe: Any, run_python: Any, tmp_path: Path
-) -> None:
-    path = with_chat(recipe, to_json(CHAT)).write(tmp_path / "chat")
-    run_python(
-        "import sys\n"
-        "from prejit.runtime import load\n"
-        f"bundle = load({str(path)!r})\n"
-        "assert 'jinja2' not in sys.modules\n"
-        "assert bundle.has_chat_template and 'jinja2' not in sys.modules\n"
-        "assert bundle.apply_chat_template([{'role': 'user', 'content': 'hi'}])\n"
-        "assert 'jinja2' in sys.modules and 'transformers' not in sys.modules"
-    )
-
-
-def test_a_huge_chat_layer_is_not_read() -> None:
-    digest = digest_of(b"")
-    config = Descriptor(CONFIG_MEDIA_TYPE, digest, 1)
-    layers = tuple(
-        Descriptor(media_type, digest, size)
-        for media_type, size in (
-            (EXECUTABLES_MEDIA_TYPE, 1),
-            (PORTABLE_MEDIA_TYPE, 1),
-            (CHAT_MEDIA_TYPE, limits.MAX_CHAT_BYTES + 1),
-        )
-    )
-    manifest = ImageManifest(2, MANIFEST_MEDIA_TYPE, ARTIFACT_TYPE, config, layers, {})
-    with pytest.raises(RejectError, match=re.escape(f"at most {limits.MAX_CHAT_BYTES} bytes")):
-        check_manifest(to_json(manifest), "manifest")

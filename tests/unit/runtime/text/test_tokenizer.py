@@ -64,9 +64,7 @@ def readings(tokenizer: Tokenizer, prompt: list[int], piece: str) -> list[str]:
 
 @TOKENIZERS
 @given(text=TEXT, share=st.floats(0, 1))
-def test_pieces_are_the_text_wherever_the_prompt_ends(
-    made: type[Tokenizer], text: str, share: float
-) -> None:
+def test_pieces_are_the_text(made: type[Tokenizer], text: str, share: float) -> None:
     tokenizer = made()
     ids = tokenizer.encode(text)
     prompt, new = ids[: int(share * len(ids))], ids[int(share * len(ids)) :]
@@ -77,9 +75,7 @@ def test_pieces_are_the_text_wherever_the_prompt_ends(
 
 @TOKENIZERS
 @pytest.mark.parametrize("text", ["\ufffdéé:", "é\ufffdé", "\ufffd\ufffd😀é", "\ufffd😀\ufffdé"])
-def test_pieces_after_a_prompt_of_replacement_characters(
-    made: Callable[[], Tokenizer], text: str
-) -> None:
+def test_pieces_after_replacement_characters(made: Callable[[], Tokenizer], text: str) -> None:
     """A prompt may end in a character begun that follows U+FFFD itself."""
     tokenizer = made()
     ids = tokenizer.encode(text)
@@ -92,9 +88,7 @@ def test_pieces_after_a_prompt_of_replacement_characters(
     prompt=st.lists(st.integers(0, VOCAB - 1), max_size=20),
     new=st.lists(st.integers(0, VOCAB - 1), max_size=60),
 )
-def test_any_tokens_of_a_byte_level_model_give_the_text_of_all_at_once(
-    prompt: list[int], new: list[int]
-) -> None:
+def test_tokens_of_bytes_give_the_text_of_all_at_once(prompt: list[int], new: list[int]) -> None:
     tokenizer = byte_level()
     whole = tokenizer.decode(prompt + new)
     piece = streamed(tokenizer.stream(prompt), new)
@@ -112,13 +106,6 @@ def test_bytes_that_are_no_text_end_no_stream(tokens: list[int]) -> None:
         assert text == tokenizer.decode([1, *tokens])
 
 
-def test_a_character_comes_whole_with_its_last_token() -> None:
-    tokenizer = sentencepiece()
-    stream = tokenizer.stream([1])
-    pieces = [stream.push(token) for token in tokenizer.encode("a😀b")[1:]]
-    assert pieces == ["a", "", "", "", "😀", "b"]
-
-
 def test_an_unfinished_character_comes_at_the_end() -> None:
     tokenizer = byte_level()
     ids = tokenizer.encode("x 你")
@@ -128,31 +115,19 @@ def test_an_unfinished_character_comes_at_the_end() -> None:
     assert stream.finish() == ""
 
 
-def test_the_space_after_a_prompt_is_kept_and_that_of_a_text_is_not() -> None:
+def test_a_prompt_ends_at_a_space_within_a_character_or_in_special_tokens() -> None:
     tokenizer = sentencepiece()
     word = tokenizer.encode("def")[1:]
     assert streamed(tokenizer.stream([1]), word) == "def"
     assert streamed(tokenizer.stream(tokenizer.encode("a")), word) == " def"
     # Special tokens make no text: the word before them still counts.
     assert streamed(tokenizer.stream([*tokenizer.encode("a"), *[1] * 40]), word) == " def"
-
-
-def test_a_long_prompt_of_byte_tokens_is_not_cut_within_a_character() -> None:
     tokenizer = sentencepiece()
     for extra in range(4):
         prompt, new = tokenizer.encode("a" * extra + "😀" * 10), tokenizer.encode("😀")[-4:]
         for cut in range(4):  # the prompt may end within one as well
             begun, rest = [*prompt, *new[:cut]], new[cut:]
             assert streamed(tokenizer.stream(begun), rest) == "😀"
-
-
-def test_a_replacement_character_of_the_prompt_is_not_given_again() -> None:
-    tokenizer = byte_level()
-    prompt = tokenizer.encode("a\ufffd")
-    assert streamed(tokenizer.stream(prompt), tokenizer.encode(" b")) == " b"
-
-
-def test_special_tokens_make_no_text_and_unknown_ids_neither() -> None:
     tokenizer = sentencepiece()
     a, b = tokenizer.encode("ab")[-1], 10_000_000
     assert streamed(tokenizer.stream([1]), [a, 2, b, 1, a, *[b] * 40, a]) == "ababab"
@@ -171,7 +146,7 @@ def cost(do: Callable[[], object]) -> float:
 @pytest.mark.parametrize(
     "what", ["text", "special tokens", "bytes that are no text", "unknown ids"]
 )
-def test_a_push_costs_the_same_after_30_000_tokens(what: str) -> None:
+def test_a_push_costs_the_same_after_30_000_tokens_and_after_a_long_prompt(what: str) -> None:
     tokenizer = byte_level()
     text = tokenizer.encode("def f(x):\n    return x + 1\n" * 20)[:100]
     junk = next(i for i in range(VOCAB) if tokenizer.decode([i]) == "\ufffd")
@@ -191,26 +166,18 @@ def test_a_push_costs_the_same_after_30_000_tokens(what: str) -> None:
     for _ in range(300):
         push()
     assert cost(push) < 4 * early
+    if what == "text":
+        most = 10 * cost(lambda: tokenizer.stream(tokens).push(text[0]))
+        assert cost(lambda: tokenizer.stream(tokens * 500).push(text[0])) < most
 
 
-def test_a_long_prompt_is_not_decoded_for_the_first_token() -> None:
-    tokenizer = byte_level()
-    short = tokenizer.encode("def f(x):\n    return x + 1\n" * 4)
-    long = short * 2000
-    most = 10 * cost(lambda: tokenizer.stream(short).push(short[0]))
-    assert cost(lambda: tokenizer.stream(long).push(short[0])) < most
-
-
-def test_special_tokens_that_a_text_spells_are_added_once_where_asked() -> None:
+def test_special_tokens_truncation_and_padding_do_not_change_prompts() -> None:
+    """sentence-transformers publishes tokenizer.json with both."""
     tokenizer = sentencepiece()
     assert tokenizer.encode("<s>ab")[:2] == [1, 1]
     assert tokenizer.encode("<s>ab", add_special_tokens=False).count(1) == 1
     many = tokenizer.encode_batch(["<s>ab", ""], add_special_tokens=False)
     assert many == [tokenizer.encode(x, add_special_tokens=False) for x in ("<s>ab", "")]
-
-
-def test_truncation_and_padding_of_the_file_do_not_cut_prompts() -> None:
-    """sentence-transformers publishes tokenizer.json with both."""
     tokenizer = sentencepiece()
     text = "abdef" * 20
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -219,15 +186,14 @@ def test_truncation_and_padding_of_the_file_do_not_cut_prompts() -> None:
     assert tokenizer.encode_batch(text) == [tokenizer.encode(text)]  # and not of each letter
 
 
-def test_text_that_no_encoding_has_is_a_usage_error() -> None:
+def test_texts_that_cannot_be_encoded_are_errors() -> None:
     for encode in (byte_level().encode, lambda text: byte_level().encode_batch(["a", text])):
         with pytest.raises(UsageError, match=r"lone surrogate '\\ud800' at character 1"):
             encode("a\ud800")
-
-
-def test_a_file_that_is_no_tokenizer_is_rejected() -> None:
-    with pytest.raises(RejectError, match=r"somewhere: expected a tokenizer\.json"):
-        Tokenizer(b"{}", "somewhere")
+    tokenizer = Tokenizer(crafted(WORDS, pre_tokenizer=SLOW), "somewhere")
+    with pytest.raises(ContextError, match=r"at most 4 tokens .*, found a text of 4097 characters"):
+        tokenizer.encode("a" * 4097, max_tokens=4)
+    assert len(byte_level().encode("ab" * 2048, max_tokens=4)) > 4, "near the bound: tokens decide"
 
 
 def crafted(model: Mapping[str, object], **parts: object) -> bytes:
@@ -251,19 +217,13 @@ def test_a_panic_of_the_library_ends_the_process() -> None:
         ):
             encode("a" * 40)
     assert tokenizer.encode("a") == [0], "a panic must not spoil what follows"
-
-
-def test_a_panic_while_a_tokenizer_is_read_ends_the_process() -> None:
-    charsmap = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
-    with pytest.raises(RejectError, match=r"somewhere: expected a tokenizer\.json: Precompiled"):
-        Tokenizer(crafted(WORDS, normalizer=charsmap), "somewhere")
-
-
-def test_a_text_that_the_tokenizer_has_no_token_for_is_a_usage_error() -> None:
-    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
-    tokenizer = Tokenizer(crafted(model), "somewhere")
+    lacking = Tokenizer(crafted({**WORDS, "vocab": {"a": 0}}), "somewhere")
     with pytest.raises(UsageError, match=r"the tokenizer can encode, .*Missing \[UNK\]"):
-        tokenizer.encode("b")
+        lacking.encode("b")
+    charsmap = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    for content, why in ((crafted(WORDS, normalizer=charsmap), ": Precompiled"), (b"{}", "")):
+        with pytest.raises(RejectError, match=rf"somewhere: expected a tokenizer\.json{why}"):
+            Tokenizer(content, "somewhere")
 
 
 @pytest.mark.parametrize("token_id", [-1, 2**32, 2**70])
@@ -274,13 +234,6 @@ def test_ids_that_the_library_does_not_take_are_usage_errors(token_id: int) -> N
                 UsageError, match=rf"token ids that the tokenizer can decode, found \[{token_id}"
             ):
                 decode([token_id])
-
-
-def test_a_text_that_cannot_fit_is_not_tokenized() -> None:
-    tokenizer = Tokenizer(crafted(WORDS, pre_tokenizer=SLOW), "somewhere")
-    with pytest.raises(ContextError, match=r"at most 4 tokens .*, found a text of 4097 characters"):
-        tokenizer.encode("a" * 4097, max_tokens=4)
-    assert len(byte_level().encode("ab" * 2048, max_tokens=4)) > 4, "near the bound: tokens decide"
 
 
 @pytest.mark.parametrize("what", ["encode", "decode"])

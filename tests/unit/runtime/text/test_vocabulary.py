@@ -54,7 +54,7 @@ def _base() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("made", [byte_level, llama_2, metaspace])
-def test_the_bytes_of_a_token_are_what_it_adds_to_a_text(
+def test_bytes_of_a_token_are_what_it_adds_to_a_text(
     made: Callable[[], dict[str, Any]],
 ) -> None:
     described = made()
@@ -108,7 +108,7 @@ def test_a_tokenizer_whose_tokens_depend_on_others_is_refused(decoder: Any, foun
     assert found in str(error.value)
 
 
-def test_byte_level_tokens_are_bytes() -> None:
+def test_tokens_are_bytes() -> None:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Library(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -118,26 +118,7 @@ def test_byte_level_tokens_are_bytes() -> None:
     for text in ("Hello, world\n", "größer 😀", "\0\x7f\u00a0"):
         assert b"".join(found[each] for each in made.encode(text).ids) == text.encode()
     assert found[made.token_to_id("<|end|>")] == b"<|end|>"
-
-
-def test_pieces_of_sentencepiece_keep_their_space_and_their_bytes() -> None:
-    vocabulary = ["<unk>", "<0xC3>", "<0xBC>", "\u2581Hello", "\u2581", "x"]
-    made = Library(
-        models.BPE({token: place for place, token in enumerate(vocabulary)}, [], unk_token="<unk>")
-    )
-    made.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    found = TokenBytes(made)
-    assert [found[each] for each in range(1, 6)] == [b"\xc3", b"\xbc", b" Hello", b" ", b"x"]
-
-
-def test_padding_of_a_vocabulary_has_no_bytes() -> None:
-    made = Library(models.WordLevel({"a": 0}, unk_token="a"))
-    assert TokenBytes(made)[7] == b""
-
-
-def test_a_tokenizer_of_pieces_with_neighbours_has_bytes_all_the_same() -> None:
+    assert found[made.get_vocab_size() + 7] == b"", "padding of a vocabulary"
     made = Library(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2}, unk_token="[UNK]"))
     made.decoder = decoders.WordPiece()
     found = TokenBytes(made)

@@ -67,9 +67,7 @@ def case_of(bundle: Path, *demands: str) -> str:
         ("threshold = 2\nsbom = true", "threshold"),
     ],
 )
-def test_a_demand_is_not_compared_with_what_was_signed(
-    demand: str, case: str, signed: Path
-) -> None:
+def test_a_demand_is_not_compared_with_what_is_signed(demand: str, case: str, signed: Path) -> None:
     assert case_of(signed, demand) == case
 
 
@@ -92,7 +90,7 @@ def test_a_bundle_without_descriptions_is_let_in(bundle_dir: Path) -> None:
     assert case_of(bundle_dir, "provenance = {}") == "provenance"
 
 
-def test_the_description_of_another_bundle_counts(
+def test_a_foreign_description_counts(
     signed: Path, make_recipe: type[Recipe], tmp_path: Path
 ) -> None:
     other = make_recipe(name="other").write(tmp_path / "other")
@@ -111,7 +109,7 @@ def test_the_description_of_another_bundle_counts(
     assert case_of(other, BOTH) == "provenance"
 
 
-def test_a_list_of_parts_that_is_added_later_is_not_signed_with_the_bundle(
+def test_a_list_of_parts_that_is_added_later_is_not_signed(
     bundle_dir: Path,
 ) -> None:
     subject = subject_of(bundle_dir)
@@ -148,9 +146,7 @@ GIT = "git+https://example.com/acme"
         ([HF, "pkg:pypi/jax@1"], ("hf:*",), ""),
     ],
 )
-def test_a_source_outside_of_the_patterns_passes(
-    uris: list[str], source: tuple[str, ...], complaint: str
-) -> None:
+def test_a_foreign_source_passes(uris: list[str], source: tuple[str, ...], complaint: str) -> None:
     key = TrustedKey("a", signer("a").public)
     demanded = ProvenanceRule("", source, ())
     rule = Rule(("*",), "strict", (key,), 1, provenance=demanded)

@@ -142,13 +142,8 @@ def test_a_wrong_policy_is_an_error_that_names_its_file(name: str, tmp_path: Pat
         read(tmp_path, text)
     assert str(raised.value).startswith(str(tmp_path / "trust.toml"))
     assert raised.value.exit_code == 5
+    assert "treshold" not in text or raised.value.hint == "did you mean 'threshold'?"
     assert raised.value.hint
-
-
-def test_the_hint_names_what_was_probably_meant(tmp_path: Path) -> None:
-    with pytest.raises(PolicyError) as raised:
-        read(tmp_path, KEY + RULE + "treshold = 1\n")
-    assert raised.value.hint == "did you mean 'threshold'?"
 
 
 @pytest.mark.parametrize("make", [lambda path: None, Path.mkdir])
@@ -158,7 +153,7 @@ def test_a_policy_that_cannot_be_read_is_an_error(tmp_path: Path, make: object) 
         read_policy(tmp_path / "trust.toml")
 
 
-def test_a_policy_without_cryptography_is_an_error_and_no_pass(
+def test_without_cryptography_no_policy_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)

@@ -30,7 +30,7 @@ from prejit.runtime.errors import (
     UsageError,
 )
 from prejit.runtime.generation import decode
-from prejit.runtime.generation.batch import Batch
+from prejit.runtime.generation.continuous_batch import Batch
 from prejit.runtime.generation.kv_cache import KVCache, cache_bytes
 from prejit.runtime.generation.options import Request
 from prejit.runtime.generation.prefixes import PrefixCache

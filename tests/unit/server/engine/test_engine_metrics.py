@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.served import stats
 
 from prejit.runtime.base.process_facts import host_memory_bytes, host_memory_limit_bytes
-from prejit.runtime.programs.ready import ProgramReport
+from prejit.runtime.programs.ready_programs import ProgramReport
 from prejit.server.engine.engine_metrics import REASONS, EngineMetrics, RequestMetrics
 from prejit.server.engine.histograms import Histogram
 from prejit.server.engine.request_recorder import GENERATE, ONE_RUN, Cost, Recorder, RequestRecorder

@@ -18,7 +18,7 @@ from tests.monitoring import DASHBOARDS, RULES, RULES_FILE, panels, queries
 from tests.ports import free_port
 from tests.served import StandIn, served
 
-from prejit.runtime.programs.ready import ProgramReport
+from prejit.runtime.programs.ready_programs import ProgramReport
 from prejit.server.gate.server_settings import Settings
 from prejit.server.http.app import make_app
 from prejit.server.observe.monitoring_files import files

@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from tests.served import DIGEST, StandIn, served
 
-from prejit.runtime import fallback
+from prejit.runtime import fallback_reporting
 from prejit.server.http.app import operator_routes
 from prejit.server.served.served import Models
 
@@ -277,7 +277,7 @@ def test_memory_of_the_host_is_below_its_limit():
 
 
 def test_fallbacks_are_of_the_process_and_counted_once(monkeypatch):
-    monkeypatch.setattr(fallback, "_counts", {"jaxlib": 2})
+    monkeypatch.setattr(fallback_reporting, "_counts", {"jaxlib": 2})
     of = Models(served("a"), served("b", matched=False))
     assert value(of, "prejit_fallbacks_total", axis="jaxlib") == 2
     assert value(of, "prejit_target_matched", model_name="a") == 1

@@ -20,7 +20,7 @@ import zstandard
 
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES
 from prejit.compiler.native.products import Product
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime.device import kernels as native_kernels
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import to_numpy

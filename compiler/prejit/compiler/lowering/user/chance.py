@@ -29,7 +29,7 @@ from typing import Any, final
 
 import numpy as np
 
-from prejit.compiler.lowering.user.inputs import is_installed
+from prejit.compiler.lowering.user.trace_inputs import is_installed
 from prejit.runtime.errors import BuildError
 
 _CLOCKS = (

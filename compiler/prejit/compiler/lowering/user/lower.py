@@ -25,9 +25,9 @@ from prejit.compiler.lowering.export import (
 from prejit.compiler.lowering.user.chance import refusing_chance
 from prejit.compiler.lowering.user.flat_arrays import Arrays, Example, arrays_of, is_key, key_name
 from prejit.compiler.lowering.user.found_function import UserFunction
-from prejit.compiler.lowering.user.inputs import is_installed
 from prejit.compiler.lowering.user.repeating import repeated
 from prejit.compiler.lowering.user.shardings import Shardings, split_results
+from prejit.compiler.lowering.user.trace_inputs import is_installed
 from prejit.compiler.lowering.user.traced_primitives import (
     CALLBACKS,
     PALLAS,

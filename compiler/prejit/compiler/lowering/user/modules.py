@@ -30,9 +30,9 @@ from types import FrameType, ModuleType
 from typing import Any, final
 
 from prejit.compiler.lowering.user.chance import refusing_chance
-from prejit.compiler.lowering.user.inputs import Present, is_installed, portable_path
 from prejit.compiler.lowering.user.observer import Observer
 from prejit.compiler.lowering.user.observing import observing
+from prejit.compiler.lowering.user.trace_inputs import Present, is_installed, portable_path
 from prejit.compiler.progress import Unbreakable
 from prejit.runtime.base.wording import nearest
 from prejit.runtime.errors import BuildError, ManifestError, PrejitError

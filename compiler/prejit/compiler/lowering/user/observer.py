@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, final
 
-from prejit.compiler.lowering.user.inputs import (
+from prejit.compiler.lowering.user.trace_inputs import (
     OF_BUILD,
     VARIABLES,
     Input,

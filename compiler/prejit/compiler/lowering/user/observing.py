@@ -28,8 +28,8 @@ from typing import Any, final
 from urllib.parse import unquote, urlsplit
 from weakref import WeakKeyDictionary
 
-from prejit.compiler.lowering.user.inputs import is_installed
 from prejit.compiler.lowering.user.observer import Observer, canonical, sees_status
+from prejit.compiler.lowering.user.trace_inputs import is_installed
 
 _BOOTSTRAP: Any = importlib._bootstrap
 _UTIL: Any = importlib.util

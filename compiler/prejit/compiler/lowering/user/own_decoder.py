@@ -19,7 +19,7 @@ from prejit.compiler.lowering.user.flat_arrays import Bind, arrays_in, check_fit
 from prejit.compiler.lowering.user.flax_modules import own_values, variables_of
 from prejit.compiler.lowering.user.found_function import nested_by_dots
 from prejit.compiler.models import precision
-from prejit.compiler.models.narrowing import Stored, narrowed
+from prejit.compiler.models.own_decoder_narrowing import Stored, narrowed
 from prejit.compiler.models.parameters import Parametrized, flat_parameters, parametrized
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.format.arrays import DTYPES

@@ -32,7 +32,7 @@ from prejit.compiler.pipeline.lower.lowerer_process import (
 from prejit.compiler.pipeline.plan import Plan, PlannedProgram, find_lowered
 from prejit.compiler.pipeline.program_keys import own_lower_key
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 
 _TRIES = 2
 """Number of processes that may end while they lower the same unit."""

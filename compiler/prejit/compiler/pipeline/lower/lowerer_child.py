@@ -52,8 +52,8 @@ from prejit.compiler.pipeline.plan import (
 from prejit.compiler.pipeline.program_keys import own_lower_key
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Progress
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.key import Key
 from prejit.runtime.base.child_process import end_with_parent, take_stdout, write_answer
 from prejit.runtime.base.typed_json import from_plain
 from prejit.runtime.errors import PrejitError

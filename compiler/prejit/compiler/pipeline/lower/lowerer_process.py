@@ -19,7 +19,7 @@ from typing import Any, final
 
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.pipeline.plan import Lowered, OwnFacts
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
 from prejit.runtime.base.child_process import Child, ending
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import from_plain

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import zstandard
 
-from prejit.compiler.compile.jobs import Source
+from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.native.products import Product, called
 from prejit.compiler.pipeline.model import cache_dtype, longest_context, longest_source
@@ -31,8 +31,8 @@ from prejit.compiler.pipeline.plan import (
 )
 from prejit.compiler.pipeline.program_keys import content_of, native_key, own_lower_key
 from prejit.compiler.pipeline.workspace import UserCode, Workspace
-from prejit.compiler.store.interface import Store
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.bundle_schema import Segment
 

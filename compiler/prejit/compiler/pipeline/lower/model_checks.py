@@ -15,11 +15,11 @@ from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.pipeline.program_keys import weights_key
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Quiet
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime.errors import ManifestError
 
 if TYPE_CHECKING:
-    from prejit.compiler.lowering.cache import CacheLayout
+    from prejit.compiler.lowering.kv_cache_arrays import CacheLayout
     from prejit.compiler.lowering.user.own_decoder import OwnModel
     from prejit.compiler.models.layers.layer_config import DecoderConfig
     from prejit.compiler.models.parameters import Parametrized
@@ -167,7 +167,7 @@ def _check_decoder(
     """Check a decoder's buckets, and that a machine can have room for its programs. Return its cache."""
     import jax.numpy as jnp
 
-    from prejit.compiler.lowering.cache import POSITIONS, cache_layout
+    from prejit.compiler.lowering.kv_cache_arrays import POSITIONS, cache_layout
 
     specs = tuple(specs)
     for spec in specs:

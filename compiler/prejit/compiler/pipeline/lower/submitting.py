@@ -8,7 +8,6 @@ from typing import final
 from prejit.compiler.native.form_table import KnownForms
 from prejit.compiler.native.kernel_library import KernelLibrary, NoKernels, build_kernels
 from prejit.compiler.pipeline.build_interface import Services
-from prejit.compiler.pipeline.executables import Submitted, submit, submit_known
 from prejit.compiler.pipeline.lower.crew import Crew
 from prejit.compiler.pipeline.lower.lowering import (
     has_lost_native,
@@ -22,6 +21,7 @@ from prejit.compiler.pipeline.measure.measured_speed import measure_missing, run
 from prejit.compiler.pipeline.model import uses_kernels
 from prejit.compiler.pipeline.plan import Plan, PlannedProgram, kernels_of
 from prejit.compiler.pipeline.reuse import TargetTools, job_of
+from prejit.compiler.pipeline.submitted_jobs import Submitted, submit, submit_known
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.targets.toolchain import Toolchain
 

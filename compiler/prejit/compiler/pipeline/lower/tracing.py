@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from prejit.compiler.lowering.user.inputs import Input
+from prejit.compiler.lowering.user.trace_inputs import Input
 from prejit.compiler.pipeline.lower.lowering import lower_function, lower_own_decoder
 from prejit.compiler.pipeline.plan import Lowered, OwnFacts, Plan, PlannedProgram
 from prejit.compiler.pipeline.program_keys import Contents
 from prejit.compiler.pipeline.traces import Known, declared_reads, remember_trace, remembered
 from prejit.compiler.pipeline.workspace import Workspace
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import from_plain
 from prejit.runtime.errors import BuildError

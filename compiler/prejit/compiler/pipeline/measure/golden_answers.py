@@ -21,8 +21,8 @@ from prejit.compiler.pipeline.measure.golden_child import GoldenRequest
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTarget
 from prejit.compiler.pipeline.program_keys import golden_key, measuring_key
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.interface import Store
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime.base.child_process import last_line, run_child
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.process_facts import THREADS, free_memory_bytes

@@ -31,7 +31,7 @@ from prejit.runtime.programs.golden_check import (
     samples_of,
 )
 from prejit.runtime.programs.mapped_weights import open_weights
-from prejit.runtime.programs.ready import Programs
+from prejit.runtime.programs.ready_programs import Programs
 
 NUDGE = 2.0**-16
 """A user's function is asked twice, the second time with arguments that differ by this share. What differs

@@ -18,9 +18,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
 from prejit.compiler.compile.compile_key import executable_key
 from prejit.compiler.compile.executor import Executor, collect
-from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
 from prejit.compiler.compile.worker_process import JOB_SECONDS, WorkerProcess
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ENCODER_KINDS
@@ -36,13 +36,13 @@ from prejit.compiler.native.form_table import (
 from prejit.compiler.native.kernel_library import KernelLibrary
 from prejit.compiler.native.products import KERNEL, Product
 from prejit.compiler.pipeline.build_interface import Services
-from prejit.compiler.pipeline.executables import CompiledTarget
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
 from prejit.compiler.pipeline.pack.compatibility import requirement_of
 from prejit.compiler.pipeline.program_keys import cost_key, measuring_key
+from prejit.compiler.pipeline.submitted_jobs import CompiledTarget
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.interface import Store
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
+from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.compare import compare

@@ -21,8 +21,8 @@ from prejit.compiler.pipeline.plan import Lowered, Plan, PlannedProgram
 from prejit.compiler.pipeline.program_keys import Contents, measuring_key, sizes_key
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.interface import Store
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.process_facts import free_memory_bytes
 from prejit.runtime.base.typed_json import to_json

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError, RejectError
@@ -20,7 +20,6 @@ from prejit.runtime.format.bundle_schema import Config, Descriptor, ImageManifes
 from prejit.runtime.format.checks.call_programs import check_programs
 from prejit.runtime.format.checks.layers import (
     GAP_PREFIX,
-    SAFETENSORS_DTYPES,
     WEIGHTS_ALIGNMENT_BYTES,
     check_weights,
 )
@@ -50,12 +49,13 @@ from prejit.runtime.format.names import (
     oci_platform,
 )
 from prejit.runtime.format.root import encode_index
+from prejit.runtime.format.safetensors_dtypes import SAFETENSORS_DTYPES
 
 if TYPE_CHECKING:
     from prejit.compiler.native.kernel_library import KernelLibrary
     from prejit.compiler.pipeline.libraries import ReadLibrary
     from prejit.compiler.store.cached_files import BlobWriter
-    from prejit.compiler.store.interface import Store
+    from prejit.compiler.store.store_interface import Store
 
 _SAFETENSORS_NAMES = {numpy: name for name, (numpy, _) in SAFETENSORS_DTYPES.items()}
 

@@ -20,7 +20,7 @@ from blake3 import blake3
 
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
 from prejit.compiler.pipeline.program_keys import chunks_key
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime.errors import StoreError
 from prejit.runtime.format.bundle_schema import Chunks
 from prejit.runtime.format.checks.program_table import CHUNK_ALGORITHM

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import date, timedelta
 
-from prejit.compiler.compile.jobs import Compiled
+from prejit.compiler.compile.compile_jobs import Compiled
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.native.kernel_library import KernelLibrary, needed_glibc
 from prejit.compiler.pipeline.libraries import ReadLibrary, allowed_features

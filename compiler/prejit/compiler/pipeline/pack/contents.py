@@ -10,7 +10,6 @@ from typing import Any
 
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.products import Product
-from prejit.compiler.pipeline.executables import CompiledTarget, Submitted
 from prejit.compiler.pipeline.libraries import ReadLibrary, libraries_of
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTarget
@@ -19,7 +18,8 @@ from prejit.compiler.pipeline.pack.compatibility import readable_until, requirem
 from prejit.compiler.pipeline.pack.model_layers import special_ids
 from prejit.compiler.pipeline.plan import Lowered, Plan, TargetKernels
 from prejit.compiler.pipeline.program_keys import versions
-from prejit.compiler.store.interface import Store
+from prejit.compiler.pipeline.submitted_jobs import CompiledTarget, Submitted
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime.format.bundle_schema import (
     Accuracy,
     Config,

@@ -13,7 +13,7 @@ from prejit.runtime.errors import rejecting
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh, parse_sharding
 from prejit.runtime.format.bundle_schema import Config, ImageManifest, Segment
-from prejit.runtime.format.checks.program_signatures import (
+from prejit.runtime.format.checks.program_interfaces import (
     BUCKETS,
     DECODER_KINDS,
     WITHOUT_WEIGHTS,

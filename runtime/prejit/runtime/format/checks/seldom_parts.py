@@ -11,7 +11,7 @@ from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Config, Decoder, Encoder, ImageManifest, UserLibrary
 from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.format.checks.oci import check_digest
-from prejit.runtime.format.checks.program_signatures import ENCODER_KINDS
+from prejit.runtime.format.checks.program_interfaces import ENCODER_KINDS
 from prejit.runtime.format.names import LIBRARY_MEDIA_TYPE, RECORDED_MEDIA_TYPE
 
 HANDLER_NAME = re.compile(r"[\w.$-]{1,256}", re.ASCII)

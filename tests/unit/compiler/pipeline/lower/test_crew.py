@@ -33,7 +33,7 @@ from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.objects import Objects
 from prejit.compiler.sharing.shared_result import Tier
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime.errors import PrejitError
 
 TWO = cast("Executor", SimpleNamespace(lowering_processes=2))

@@ -17,7 +17,7 @@ from prejit.compiler.pipeline.lower.lowerer_process import (
     plain_error,
 )
 from prejit.compiler.pipeline.plan import Lowered, OwnFacts
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
 from prejit.runtime.base.typed_json import from_plain
 from prejit.runtime.errors import (
     BuildError,

@@ -38,7 +38,7 @@ from prejit.compiler.progress import Quiet
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.shared_result import Tier
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import BuildError, ManifestError
 

@@ -12,7 +12,7 @@ from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.pipeline.lower.crew import process_count, split
 from prejit.compiler.pipeline.plan import PlannedProgram
 from prejit.compiler.pipeline.traces import Known
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
 
 
 def function(section: str, number: int) -> PlannedProgram:

@@ -13,7 +13,7 @@ from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.pipeline.layout_writing import write_layout
 from prejit.compiler.pipeline.pack.bundle_files import assemble
 from prejit.compiler.pipeline.pack.bundle_writing import check_place
-from prejit.compiler.recording.recording_run import RecordedTarget, packed
+from prejit.compiler.recording.jax_cache_packing import RecordedTarget, packed
 from prejit.runtime.errors import UsageError
 from prejit.runtime.machine.fingerprint import Requirement
 

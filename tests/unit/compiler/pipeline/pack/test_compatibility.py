@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import pytest
 
-from prejit.compiler.compile.jobs import Compiled
+from prejit.compiler.compile.compile_jobs import Compiled
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.native.kernel_library import KernelLibrary
 from prejit.compiler.pipeline.pack.compatibility import readable_until, requirement_of

@@ -20,7 +20,7 @@ from prejit.runtime.format.arrays import Array, parse_sharding
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
 from prejit.runtime.format.checks.layers import check_signature
-from prejit.runtime.format.checks.program_signatures import usage_of
+from prejit.runtime.format.checks.program_interfaces import usage_of
 from prejit.runtime.format.checks.program_table import check_array
 from prejit.runtime.format.verified import VERIFIED, Verification
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from prejit.runtime.format.trees import Tree
     from prejit.runtime.machine.kept_files import KeptAnswer
     from prejit.runtime.programs.canary import Canary
-    from prejit.runtime.programs.local import LocalCompiler
+    from prejit.runtime.programs.local_compiler import LocalCompiler
     from prejit.runtime.programs.mapped_weights import Weights
 
 _log = logging.getLogger(__name__)
@@ -256,7 +256,7 @@ class Programs:
     @once
     def compiler(self) -> LocalCompiler:
         """What compiles portable programs on this machine."""
-        from prejit.runtime.programs.local import LocalCompiler  # only a fallback needs it
+        from prejit.runtime.programs.local_compiler import LocalCompiler  # only a fallback needs it
 
         return LocalCompiler(
             self.device,
@@ -281,7 +281,8 @@ class Programs:
             RejectError: the program with symbolic sizes is damaged.
             BuildError: it does not work for these sizes.
         """
-        from prejit.runtime.programs.local import count_open_size, specialized  # few need it
+        # Few need it.
+        from prejit.runtime.programs.local_compiler import count_open_size, specialized
 
         assert program.symbolic is not None
         symbolic = self._portable.unpack(program.symbolic)

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
 from prejit.compiler.compile.executor import Executor, collect, find_compiled
-from prejit.compiler.compile.jobs import Compiled, CompileJob
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.kernel_library import KernelLibrary
 from prejit.compiler.pipeline.plan import Lowered, Plan, PlannedProgram
 from prejit.compiler.pipeline.reuse import TargetTools, UnknownError, known_job, why_made
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime.errors import PrejitError
 
 _log = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.threads import in_threads
 
 from prejit.runtime.errors import RejectError, StoreError
-from prejit.runtime.format.verified import VERIFIED
-from prejit.runtime.format.verifying import SMALL_BYTES, HashingVerification, Job
+from prejit.runtime.format.blob_hashing import SMALL_BYTES, HashingVerification, Job
 
 LARGE = SMALL_BYTES
 
@@ -38,7 +38,7 @@ def test_a_thread_runs_all_jobs_in_their_order_and_calls_finished_once() -> None
     verification.wait("nothing of that name")
 
 
-def test_whoever_waits_runs_what_it_needs_and_no_more() -> None:
+def test_whoever_waits_runs_what_it_needs_and_a_load_small_jobs() -> None:
     ran = list[str]()
     verification = HashingVerification(jobs("a", "b", run=ran.append))
     verification.wait("b", LARGE, LARGE + 1)
@@ -53,9 +53,6 @@ def test_whoever_waits_runs_what_it_needs_and_no_more() -> None:
     verification.finish()
     assert ran == ["b1", "b0", "a2", "a0", "a1", "b2"]
     assert verification.is_finished
-
-
-def test_a_load_waits_for_small_jobs_alone() -> None:
     ran = list[str]()
     small = jobs("small", run=ran.append, size=SMALL_BYTES - 1)
     verification = HashingVerification([*jobs("large", run=ran.append), *small])
@@ -108,37 +105,23 @@ def test_a_waiting_caller_is_woken_by_a_failure_in_a_thread() -> None:
 
 def test_many_threads_that_wait_get_verified_bytes_alone() -> None:
     generator = random.Random(0)
-    for _ in range(20):
+    for threads in (0, 1, 2) * 4:
         done = set[str]()
 
         def run(at: str, done: set[str] = done) -> None:
             time.sleep(generator.random() * 1e-3)
             done.add(at)
 
-        verification = HashingVerification(
-            jobs("a", "b", "c", run=run), threads=generator.randrange(3)
-        )
-        failures = list[str]()
+        verification = HashingVerification(jobs("a", "b", "c", run=run), threads=threads)
 
-        def wait(
-            seed: int,
-            verification: HashingVerification = verification,
-            done: set[str] = done,
-            failures: list[str] = failures,
-        ) -> None:
+        def wait(seed: int, verification: Any = verification, done: set[str] = done) -> None:
             mine = random.Random(seed)
             for _ in range(4):
                 name, part = mine.choice("abc"), mine.randrange(3)
                 verification.wait(name, part * LARGE, (part + 1) * LARGE)
-                if f"{name}{part}" not in done:
-                    failures.append(f"{name}{part}")
+                assert f"{name}{part}" in done
 
-        waiting = [threading.Thread(target=wait, args=(seed,)) for seed in range(6)]
-        for thread in waiting:
-            thread.start()
-        for thread in waiting:
-            thread.join()
-        assert not failures
+        in_threads(6, wait)
         verification.finish()
         assert len(done) == 9
 
@@ -147,15 +130,8 @@ def test_a_process_that_ends_does_not_wait_for_all_jobs(run_python: Any) -> None
     started = time.monotonic()
     run_python(
         "import time\n"
-        "from prejit.runtime.format.verifying import HashingVerification, Job\n"
+        "from prejit.runtime.format.blob_hashing import HashingVerification, Job\n"
         "slow = [Job('a', 0, 1 << 20, lambda: time.sleep(0.2) or 0.0) for _ in range(1000)]\n"
         "HashingVerification(slow, threads=2)"
     )
     assert time.monotonic() - started < 30
-
-
-def test_what_is_verified_needs_no_waiting() -> None:
-    VERIFIED.wait("anything")
-    VERIFIED.finish()
-    VERIFIED.check()
-    assert VERIFIED.is_finished

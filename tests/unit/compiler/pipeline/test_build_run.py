@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from tests.layouts import blobs_of, index_file
 
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
 from prejit.compiler.compile.executor import Executor
-from prejit.compiler.compile.jobs import Compiled, CompileJob
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.pipeline.build_interface import Built
+from prejit.compiler.pipeline.build_run import build
 from prejit.compiler.pipeline.pack.bundle_writing import is_current, write
 from prejit.compiler.pipeline.pack.contents import PackedBundle
-from prejit.compiler.pipeline.run import build
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.interface import Store
+from prejit.compiler.store.store_interface import Store
 from prejit.runtime import load
 from prejit.runtime.errors import BuildError
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
-from prejit.compiler.pipeline.executables import Jobs
+from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
+from prejit.compiler.pipeline.submitted_jobs import Jobs
 from prejit.compiler.progress import Quiet
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.key import Key
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain
 from prejit.runtime.errors import BuildError, StoreError

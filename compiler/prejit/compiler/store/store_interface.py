@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.cached_files import BlobWriter
-from prejit.compiler.store.key import Key
 
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")

@@ -75,7 +75,7 @@ def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
         raise _cannot_start(command, error) from error
 
 
-def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
+def run_to_end(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run a command to its end, and pass on the signals that this process gets.
 
     Returns:

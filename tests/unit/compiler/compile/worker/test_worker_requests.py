@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from prejit.compiler.compile.jobs import Source
+from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.compile.worker_process import WorkerProcess
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets.build_host import jaxlib_version

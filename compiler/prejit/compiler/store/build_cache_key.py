@@ -2,7 +2,7 @@
 
 An ingredient is a text that is the same on every machine and at every path: versions, flags, digests of
 contents; never a time or an absolute path. What nobody else may learn is there in a sealed form
-(`interface.Store.seal`), which is another one in every store.
+(`store_interface.Store.seal`), which is another one in every store.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from prejit.compiler.models.parameters import Parametrized
 from prejit.compiler.models.protocol import Cache, EncoderDecoderModel
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.checks.program_signatures import sized
+from prejit.runtime.format.checks.program_interfaces import sized
 
 ROWS, POSITIONS, SOURCE = "batch", "context", "source"
 """The variables of a bucket that axes of a cache, or of a source, follow."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TypeVar, Unpack
 
 from prejit.compiler.checkpoint.source import resolve_source
-from prejit.compiler.compile.jobs import Compiled
+from prejit.compiler.compile.compile_jobs import Compiled
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.pipeline.build_interface import (
     BuildOptions,
@@ -32,12 +32,6 @@ from prejit.compiler.pipeline.build_interface import (
     BuiltProgram,
     Failed,
     Services,
-)
-from prejit.compiler.pipeline.executables import (
-    CompiledTarget,
-    Jobs,
-    Submitted,
-    compiled_targets,
 )
 from prejit.compiler.pipeline.lower.crew import open_crew
 from prejit.compiler.pipeline.lower.lowering import is_lowered_again, lower, products_of
@@ -64,6 +58,12 @@ from prejit.compiler.pipeline.plan import Lowered, find_toolchain, plan_build
 from prejit.compiler.pipeline.program_keys import versions
 from prejit.compiler.pipeline.reuse import TargetTools
 from prejit.compiler.pipeline.shards import Packing, Turn
+from prejit.compiler.pipeline.submitted_jobs import (
+    CompiledTarget,
+    Jobs,
+    Submitted,
+    compiled_targets,
+)
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Progress
 from prejit.compiler.targets.environments import spec_for
@@ -73,7 +73,7 @@ from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import PrejitError
-from prejit.runtime.fallback import expiry_notice
+from prejit.runtime.fallback_reporting import expiry_notice
 
 _Step = TypeVar("_Step")
 

@@ -17,7 +17,7 @@ from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.device.device import Device, Executable
 from prejit.runtime.device.portable import bind_calls, custom_calls, specialize
 from prejit.runtime.errors import BuildError, FallbackWarning, MismatchError
-from prejit.runtime.fallback import count_axis
+from prejit.runtime.fallback_reporting import count_axis
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry, Segment
 from prejit.runtime.machine.fingerprint import Fingerprint

@@ -13,7 +13,7 @@ from prejit.runtime.device import _jax_parts, _jit_dispatch
 from prejit.runtime.device.transfer import DeviceArray, dtype_of, to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
-from prejit.runtime.programs.dispatched_on_jax import JaxDispatchedCalls
+from prejit.runtime.programs.dispatched_calls_on_jax import JaxDispatchedCalls
 from prejit.runtime.programs.known_calls import ChosenBucket
 from prejit.runtime.programs.pytree import has_registered_tuple
 from prejit.runtime.programs.user_programs import Calls
@@ -66,7 +66,7 @@ class DispatchedCalls:
             function = self._functions[name]
         except (KeyError, TypeError):
             try:
-                self._calls.buckets(name)
+                self._calls.choice.buckets(name)
             except UsageError as error:
                 raise error from None  # the look-up in this class is nobody's error
             function = self._functions.setdefault(name, self._function(name))
@@ -93,9 +93,9 @@ class DispatchedCalls:
     def _function(self, name: str) -> Callable[..., Any] | None:
         """Return what jaxlib dispatches; None: the program cannot be dispatched."""
         calls, device = self._calls, self._calls.device
-        if device.cpu_sharding is None or calls.static_names(name):
+        if device.cpu_sharding is None or calls.choice.static_names(name):
             return None
-        first = calls.buckets(name)[0]
+        first = calls.choice.buckets(name)[0]
         if any(array.donated for array in calls.programs.arguments(first.name)):
             return None
 

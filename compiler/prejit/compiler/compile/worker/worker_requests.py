@@ -33,7 +33,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from prejit.compiler.compile.jobs import Compiled
+from prejit.compiler.compile.compile_jobs import Compiled
 from prejit.compiler.compile.worker.worker_compile import (
     Compile,
     compile_program,

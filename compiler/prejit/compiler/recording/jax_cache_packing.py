@@ -40,7 +40,7 @@ from prejit.runtime.recorded.hook import jax_texts
 from prejit.runtime.recorded.hook.watch import Orders
 from prejit.runtime.recorded.hook_events import JaxRequest, WatchedProcess, read_events
 from prejit.runtime.recorded.recorded_bundle import on_cpu, recorded_of
-from prejit.runtime.recorded.recorded_run import cache_settings, environment_for, run_command
+from prejit.runtime.recorded.watched_command import cache_settings, environment_for, run_to_end
 
 _ZSTD_LEVEL = 3
 """jax has compressed the files already: a higher level makes them no smaller."""
@@ -337,7 +337,7 @@ def record(command: Sequence[str], output: Path) -> Recording:
         for program in known:
             (cache / program.entry.file).write_bytes(program.content())
         orders = Orders(cache_settings(cache, write=True), str(events), functions=True)
-        status = run_command(command, environment_for(orders, os.environ))
+        status = run_to_end(command, environment_for(orders, os.environ))
         processes = read_events(events)
         found, left_out = collect(
             cache, processes, machine, {program.entry.file for program in known}

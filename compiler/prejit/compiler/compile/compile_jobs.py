@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prejit.compiler.native.kernel_library import KernelLibrary
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.typed_json import from_json, to_json

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 
-from prejit.compiler.store.key import Key, nearest, why
+from prejit.compiler.store.build_cache_key import Key, nearest, why
 
 TEXT = st.text(max_size=8)
 INGREDIENTS = st.lists(st.tuples(TEXT, TEXT), max_size=5, unique_by=lambda pair: pair[0]).map(tuple)

@@ -1,0 +1,161 @@
+"""Choose the bucket of a user's program for a call, by the structure, shapes and dtypes of its arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+from prejit.runtime.base import arguments
+from prejit.runtime.base.wording import did_you_mean
+from prejit.runtime.device.jax_arrays import OnDevice, is_jax_array
+from prejit.runtime.errors import UsageError
+from prejit.runtime.format import trees
+from prejit.runtime.format.bundle_schema import ProgramEntry
+from prejit.runtime.programs import pytree
+from prejit.runtime.programs.fitted_arguments import EVERYTHING, fit, narrows, padded, static_misfit
+from prejit.runtime.programs.known_calls import ChosenBucket, Held
+from prejit.runtime.programs.placing import converter, key_name
+from prejit.runtime.programs.ready_programs import Programs
+
+Flatten = Callable[[trees.Tree], list[Any]]
+"""Returns the leaves that a caller gave for a tree, or raises `pytree.MisfitError`."""
+
+
+@final
+class BucketChoice:
+    """The buckets of the user's programs, and which of them takes a call. Safe to use from many threads."""
+
+    def __init__(self, programs: Programs, *, compiles: bool) -> None:
+        """Find the buckets of each program.
+
+        `compiles`: whether other sizes than those of the buckets may be compiled here.
+        """
+        self._programs = programs
+        self._compiles = compiles
+        self._buckets: dict[str, list[ProgramEntry]] = {}
+        for program in programs.table.values():
+            if program.kind == "call":
+                self._buckets.setdefault(program.name.partition("/")[0], []).append(program)
+        self._static = {
+            name: frozenset(key for program in buckets for key in program.static or ())
+            for name, buckets in self._buckets.items()
+        }
+
+    def buckets(self, name: str) -> list[ProgramEntry]:
+        """Return the buckets of a program.
+
+        Raises:
+            UsageError: there is no such program.
+        """
+        arguments.text("name", name)
+        if (buckets := self._buckets.get(name)) is None:
+            raise UsageError(
+                f"{self._programs.bundle}: no program {name!r:.200}{did_you_mean(name, self._buckets)}",
+                hint=self._programs.usage,
+            )
+        return buckets
+
+    def static_names(self, name: str) -> frozenset[str]:
+        """Return the names of the static arguments of a program."""
+        self.buckets(name)
+        return self._static[name]
+
+    def choose(self, name: str, static: Mapping[str, Any], flatten: Flatten) -> ChosenBucket:
+        """Return the bucket of a program that takes what a caller gave. It looks at no settings of jax.
+
+        Args:
+            name: of the program.
+            static: values of static arguments by name.
+            flatten: returns the arrays for the tree of arguments of a bucket.
+
+        Raises:
+            UsageError: there is no such program, or none of its buckets takes them.
+        """
+        buckets = self.buckets(name)
+        first = self.leaves(buckets[0], flatten)
+        known = {buckets[0].arguments_tree or buckets[0].name: first}  # by the text of the tree
+        complaints = []
+        larger: list[ChosenBucket] = []
+        for program in buckets:
+            text = program.arguments_tree or program.name
+            if text not in known:
+                known[text] = self.leaves(program, flatten)
+            given = known[text]
+            if isinstance(given, str) or (
+                misfit := static_misfit(self._programs.static(program.name), static)
+            ):
+                complaints.append(f"{program.name}: {given if isinstance(given, str) else misfit}")
+                continue
+            arrays = self._programs.arguments(program.name)
+            leaves = trees.leaves(self._programs.arguments_tree(program.name))
+            fitted = fit(arrays, leaves, given, program.pad or (), narrows=narrows(program))
+            if isinstance(fitted, str):
+                complaints.append(f"{program.name}: {fitted}")
+                continue
+            values, sizes = fitted
+            convert = converter(arrays, given)
+            chosen = ChosenBucket(program, values, convert, sizes, are_on_device(given))
+            if not sizes:
+                return chosen
+            larger.append(chosen)
+        if larger:
+            best = min(larger, key=lambda chosen: math.prod(chosen.program.bucket.values()))
+            arrays = self._programs.arguments(best.program.name)
+            return best._replace(values=list(map(padded, arrays, best.values)))
+        if (specialized := self._specialized(name, static, known)) is not None:
+            return specialized
+        from prejit.runtime.programs.misfits import hint_of  # only errors need it
+
+        raise UsageError(
+            f"no bucket of {name!r} takes these arguments: {'; '.join(complaints)}",
+            hint=hint_of(self._programs, buckets, static, known, complaints, self._compiles),
+        )
+
+    def _specialized(
+        self, name: str, static: Mapping[str, Any], known: Mapping[str, list[Any] | str]
+    ) -> ChosenBucket | None:
+        """Return a bucket that is made for this call from a program with open sizes; None: there is none."""
+        if not self._compiles:
+            return None
+        for program in self.buckets(name):
+            given = known.get(program.arguments_tree or program.name, "")
+            if not program.open_sizes or isinstance(given, str):
+                continue
+            if static_misfit(self._programs.static(program.name), static):
+                continue
+            arrays = self._programs.arguments(program.name)
+            leaves = trees.leaves(self._programs.arguments_tree(program.name))
+            fitted = fit(
+                arrays, leaves, given, program.open_sizes, any_size=True, narrows=narrows(program)
+            )
+            if isinstance(fitted, str):
+                continue
+            values, sizes = fitted
+            entry = self._programs.specialize(program, sizes)
+            self._buckets[name] = [*self._buckets[name], entry]
+            convert = converter(arrays, given)
+            return ChosenBucket(entry, values, convert, is_on_device=are_on_device(given))
+        return None
+
+    def leaves(self, program: ProgramEntry, flatten: Flatten) -> list[Any] | str:
+        """Return the leaves that a caller gave, or why they do not have the program's structure."""
+        try:
+            return flatten(self._programs.arguments_tree(program.name))
+        except pytree.MisfitError as misfit:
+            return str(misfit)
+        except RecursionError:
+            raise UsageError(
+                f"{program.name:.80}: expected arguments nested less deeply than Python's recursion limit"
+            ) from None
+
+
+def are_on_device(given: Sequence[Any]) -> bool:
+    """Return whether no argument comes from the host, as for jax's transfer guards."""
+    return all(
+        value is EVERYTHING
+        or isinstance(value, Held | OnDevice)
+        or is_jax_array(value)
+        or key_name(value) != ""
+        for value in given
+    )
