@@ -247,7 +247,9 @@ def _open(
             wanted = FirstLoad(layout.path, candidates, must_match, declared, policies)
             check_first_load(wanted, machine, wanted_by)
     served = {target.name: manifests[target.name] for target in candidates}
-    blobs = Blobs(layout, served.values(), Receipts(layout.path))
+    blobs = Blobs(
+        layout, served.values(), Receipts(layout.blobs_root, is_shared=layout.has_shared_blobs)
+    )
     return _Opened(layout, root.digest, targets, served, blobs, reported)
 
 

@@ -65,6 +65,7 @@ class Layout:
 
     Attributes:
         path: its directory.
+        blobs_root: the directory that has its `blobs`: its own, or that of a store.
         has_shared_blobs: whether its blobs are in a store, among those of other bundles.
     """
 
@@ -80,7 +81,7 @@ class Layout:
         self.path = Path(path)
         self._blobs_path = str(self.path / "blobs" / "sha256")
         self._directories: list[int] = []
-        self.has_shared_blobs = False
+        self.blobs_root, self.has_shared_blobs = self.path, False
         for left in reversed(range(ATTEMPTS)):
             try:
                 self._open(os.fspath(path))
@@ -131,8 +132,8 @@ class Layout:
                 raise
             # Bundles of a store share their blobs. `..` is a directory's own, whatever its path says.
             blobs = self._open_directory("../../blobs", self._root, os.O_NOFOLLOW)
-            self._blobs_path = str(self.path.parents[1] / "blobs" / "sha256")
-            self.has_shared_blobs = True
+            self.blobs_root, self.has_shared_blobs = self.path.parents[1], True
+            self._blobs_path = str(self.blobs_root / "blobs" / "sha256")
             return blobs
 
     def _open_directory(self, name: str, parent: int | None, flags: int = 0) -> int:

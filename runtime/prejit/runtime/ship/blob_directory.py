@@ -14,6 +14,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from prejit.runtime.base.files import Identity
 from prejit.runtime.base.written_files import lock_file, remove_and_unlock, sync_directory
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.bundle_schema import Descriptor
@@ -21,12 +22,19 @@ from prejit.runtime.ship.repository import PIECE_BYTES, Pieces, checked
 
 
 class BlobDirectory:
-    """The blobs below a directory, and those on the way to it."""
+    """The blobs below a directory, and those on the way to it.
+
+    Attributes:
+        path: the directory.
+        partial: the directory of what is on the way.
+        written: the blobs that this object has written, by digest.
+    """
 
     def __init__(self, path: Path) -> None:
         """Nothing is made until a blob is written."""
         self.path = path
         self.partial = path / ".partial"
+        self.written: dict[str, Identity] = {}
 
     def blob(self, digest: str) -> Path:
         """Return the file of a blob."""
@@ -93,8 +101,9 @@ class BlobDirectory:
                 raise
             os.fchmod(file.fileno(), 0o444)
             os.fsync(file.fileno())
-        target = self.blob(at.digest)
-        os.replace(partial, target)
+            target = self.blob(at.digest)
+            os.replace(partial, target)
+            self.written[at.digest] = Identity.of(os.fstat(file.fileno()))
         sync_directory(target.parent)
 
     def _failed(self, error: OSError) -> StoreError:

@@ -28,7 +28,7 @@ from prejit.runtime.format.layout import STORED, Layout
 from prejit.runtime.format.names import BUNDLE_NAME, OCI_LAYOUT
 from prejit.runtime.format.referrers import reached
 from prejit.runtime.format.root import read_root
-from prejit.runtime.machine.kept_files import cache_root
+from prejit.runtime.machine.kept_files import Receipts, cache_root
 from prejit.runtime.ship.blob_directory import BlobDirectory
 from prejit.runtime.ship.reference import Reference
 from prejit.runtime.ship.repository import MOST_TRANSFERS, Shipment
@@ -112,6 +112,10 @@ class MachineStore:
             raise StoreError(f"{directory}: cannot make it: {error.strerror}") from error
         write_file(directory / "oci-layout", OCI_LAYOUT)
         write_file(directory / "index.json", shipment.index_file)
+        receipts = Receipts(self.path, is_shared=True)
+        for digest, identity in self._blobs.written.items():
+            receipts.add_written(digest, identity)
+        receipts.save()
 
     def targets_of(self, digest: str) -> frozenset[str]:
         """Return the digests of the manifests of a bundle's targets that are here."""

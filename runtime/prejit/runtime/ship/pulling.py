@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prejit.runtime.errors import StoreError
-from prejit.runtime.fallback import closest_target, mismatch
+from prejit.runtime.fallback_reporting import closest_target, mismatch
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.checks.oci import check_index
 from prejit.runtime.format.layout import Layout, LayoutFiles

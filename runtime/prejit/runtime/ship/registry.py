@@ -92,6 +92,14 @@ class Registry:
             raise RejectError(where, f"expected {digest}, found {at.digest}")
         plain = parse_object(content)
         kind = plain.get("artifactType")
+        if at.mediaType == INDEX_MEDIA_TYPE and kind is None:  # skopeo drops it
+            listed = plain.get("manifests")
+            entries = [
+                read_descriptor(each, where)
+                for each in (listed if isinstance(listed, list) else ())
+            ]
+            index_file = encode_copy(entries, self._attached(entries))
+            return RemoteFiles(where, index_file, self._fetch)
         if kind != ARTIFACT_TYPE:
             raise UsageError(
                 f"{where}: expected a bundle of prejit, found "

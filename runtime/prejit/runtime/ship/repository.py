@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from prejit.runtime.base.typed_json import to_json
-from prejit.runtime.errors import RejectError, UsageError
+from prejit.runtime.errors import RejectError
 from prejit.runtime.format.bundle_schema import Descriptor, ImageManifest
 from prejit.runtime.format.checks.oci import check_manifest
 from prejit.runtime.format.layout import LayoutFiles
 from prejit.runtime.format.names import INDEX_MEDIA_TYPE
 from prejit.runtime.format.referrers import Referrer, referrers
-from prejit.runtime.format.root import Root, encode_root
+from prejit.runtime.format.root import Root, encode_root, index_of_copy
 
 PIECE_BYTES = 1 << 20
 MOST_TRANSFERS = 8
@@ -123,14 +123,8 @@ def shipment_of(files: LayoutFiles, root: Root, targets: Iterable[Descriptor]) -
     """Return what moves if some targets of a bundle do, with all that is attached to them and to the bundle.
 
     Raises:
-        UsageError: the bundle is a copy of several targets that lacks its index, so that nothing names it.
         RejectError: a file is damaged.
     """
-    if root.subject is None:
-        raise UsageError(
-            f"{files.path}: expected a bundle, found a copy of some targets without the bundle's index",
-            hint="ship the bundle itself, or one target of the copy",
-        )
     kept = tuple(targets)
     documents, blobs = [], dict[str, Descriptor]()
     for at in kept:
@@ -145,9 +139,14 @@ def shipment_of(files: LayoutFiles, root: Root, targets: Iterable[Descriptor]) -
         blobs |= {at.digest: at for at in (each.config, *each.layers)}
     entries = [each.entry for each in sorted(attached, key=lambda each: each.descriptor.digest)]
     index = replace(root.bundle, manifests=kept)
-    if root.subject.mediaType == INDEX_MEDIA_TYPE:
-        content = files.read_blob(root.subject)
-        documents.append(Document(root.subject, content))
+    if root.subject is None or root.subject.mediaType == INDEX_MEDIA_TYPE:
+        if (
+            root.subject is None
+        ):  # skopeo copies all targets without the index, which follows from them
+            content = index_of_copy(files, root.bundle.manifests)
+        else:
+            content = files.read_blob(root.subject)
+        documents.append(Document(Descriptor(INDEX_MEDIA_TYPE, root.digest, len(content)), content))
         index_file = encode_root(index, content, entries)
     else:
         index_file = encode_copy(kept, entries)
