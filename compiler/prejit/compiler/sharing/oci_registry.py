@@ -32,7 +32,7 @@ _EMPTY = Descriptor(EMPTY_MEDIA_TYPE, digest_of(b"{}"), 2)
 _LAYER_TYPE = "application/octet-stream"
 
 
-class Repository:
+class RegistryStore:
     """A `Remote` in a repository of a registry."""
 
     def __init__(self, url: str) -> None:

@@ -16,7 +16,7 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship.reference import is_reference, parse_reference
 
 if TYPE_CHECKING:
-    from prejit.runtime.ship.transfer import Progress, Report
+    from prejit.runtime.ship.shipping import Report, TransferProgress
 
 
 def local_bundle(
@@ -46,7 +46,7 @@ def local_bundle(
 def bundle_files(path: str) -> Iterator[LayoutFiles]:
     """Give the small files of a bundle. Of one elsewhere no others are fetched, and none is kept."""
     if is_reference(path):
-        from prejit.runtime.ship.transfer import open_repository
+        from prejit.runtime.ship.shipping import open_repository
 
         reference = parse_reference(path)
         yield open_repository(reference).open(reference.tag, reference.digest)
@@ -70,7 +70,7 @@ def reporting(show: Callable[[str], None]) -> Report:
     began = time.monotonic()
     shown = 0.0
 
-    def report(at: Progress) -> None:
+    def report(at: TransferProgress) -> None:
         nonlocal shown
         now = time.monotonic()
         if now - shown < 0.1 or not at.moved:

@@ -19,7 +19,7 @@ from prejit.runtime.ship.machine_store import machine_store
 from prejit.runtime.ship.pulling import Wanted, pull_into
 from prejit.runtime.ship.pulling import pull as fetch
 from prejit.runtime.ship.reference import Reference, is_reference, parse_reference
-from prejit.runtime.ship.transfer import Moved, open_repository, ship
+from prejit.runtime.ship.shipping import Moved, open_repository, ship
 
 _TARGETS = click.option(
     "--target", "targets", multiple=True, metavar="NAME", help="Move this target only; repeatable."
@@ -127,7 +127,9 @@ def pull(
     return _say(moved, source, time.monotonic() - began, as_json)
 
 
-@click.command()
+@click.command(
+    epilog="Examples:\n\n\b\n  prejit ls oci://registry.example/models/demo\n  prejit ls s3://bucket/models/demo"
+)
 @_REFERENCE
 @JSON
 def ls(reference: str, as_json: bool) -> int:
@@ -140,9 +142,9 @@ def ls(reference: str, as_json: bool) -> int:
     return 0
 
 
-@click.command(epilog="Example:\n\n\b\n  prejit tag oci://registry.example/models/demo:v1 stable")
+@click.command(epilog="Examples:\n\n\b\n  prejit tag oci://registry.example/models/demo:v1 stable")
 @_REFERENCE
-@click.argument("tag", metavar="TAG")
+@click.argument("tag", metavar="TAG", help="The other tag.")
 @JSON
 def tag(reference: str, tag: str, as_json: bool) -> int:
     """Let another tag of the same repository lead to a bundle. No weights move."""
@@ -151,7 +153,7 @@ def tag(reference: str, tag: str, as_json: bool) -> int:
     return _ship(source, target, (), as_json)
 
 
-@click.command()
+@click.command(epilog="Examples:\n\n\b\n  prejit rm oci://registry.example/models/demo:v1")
 @_REFERENCE
 def rm(reference: str) -> int:
     """Remove a tag. The place itself collects the blobs that no tag needs."""

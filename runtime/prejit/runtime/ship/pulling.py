@@ -24,7 +24,7 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.reference import Reference
 from prejit.runtime.ship.repository import BundleFiles, shipment_of
-from prejit.runtime.ship.transfer import Moved, Report, move, open_repository, targets_named
+from prejit.runtime.ship.shipping import Moved, Report, move, open_repository, targets_named
 
 _log = logging.getLogger(__name__)
 OFFLINE = "PREJIT_OFFLINE"

@@ -1,6 +1,6 @@
 """What holds bundles (a registry, a bucket, a server, a directory, a tar), and what a bundle is made of.
 
-Nothing here or in the kinds of repositories decides what is moved: that is `transfer`.
+Nothing here or in the kinds of repositories decides what is moved: that is `shipping`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BundleFiles(LayoutFiles, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class BundleDocument:
     """A small blob that says what others are: the bundle's index, a manifest."""
 
     at: Descriptor
@@ -63,7 +63,7 @@ class Shipment:
     """
 
     digest: str
-    documents: tuple[Document, ...]
+    documents: tuple[BundleDocument, ...]
     blobs: tuple[Descriptor, ...]
     index_file: bytes
 
@@ -130,12 +130,12 @@ def shipment_of(files: LayoutFiles, root: Root, targets: Iterable[Descriptor]) -
     for at in kept:
         content = files.read_blob(at)
         manifest = check_manifest(content, files.blob_path(at.digest))
-        documents.append(Document(at, content))
+        documents.append(BundleDocument(at, content))
         blobs |= _parts(manifest)
     known = {root.digest, *(at.digest for at in kept)}
     attached = _in_order(referrers(files, root), known)
     for each in attached:
-        documents.append(Document(each.descriptor, files.read_blob(each.descriptor)))
+        documents.append(BundleDocument(each.descriptor, files.read_blob(each.descriptor)))
         blobs |= {at.digest: at for at in (each.config, *each.layers)}
     entries = [each.entry for each in sorted(attached, key=lambda each: each.descriptor.digest)]
     index = replace(root.bundle, manifests=kept)
@@ -146,7 +146,9 @@ def shipment_of(files: LayoutFiles, root: Root, targets: Iterable[Descriptor]) -
             content = index_of_copy(files, root.bundle.manifests)
         else:
             content = files.read_blob(root.subject)
-        documents.append(Document(Descriptor(INDEX_MEDIA_TYPE, root.digest, len(content)), content))
+        documents.append(
+            BundleDocument(Descriptor(INDEX_MEDIA_TYPE, root.digest, len(content)), content)
+        )
         index_file = encode_root(index, content, entries)
     else:
         index_file = encode_copy(kept, entries)

@@ -24,7 +24,7 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.pulling import OFFLINE, Pulled, Wanted, pull
 from prejit.runtime.ship.reference import parse_reference
-from prejit.runtime.ship.transfer import ship
+from prejit.runtime.ship.shipping import ship
 
 GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 HERE = Fingerprint.current()

@@ -18,7 +18,7 @@ from prejit.runtime.format.names import PARTS_MEDIA_TYPE, SIGNATURE_MEDIA_TYPE
 from prejit.runtime.format.root import read_root
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.ship.reference import parse_reference
-from prejit.runtime.ship.transfer import Moved, open_repository, ship
+from prejit.runtime.ship.shipping import Moved, open_repository, ship
 
 GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 

@@ -32,14 +32,14 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class TransferProgress:
     """How far a transfer is: bytes that moved, and those that must."""
 
     moved: int
     missing: int
 
 
-Report = Callable[[Progress], object]
+Report = Callable[[TransferProgress], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class _Counting:
     def add(self, count: int) -> None:
         with self._lock:
             self._moved += count
-            self._report(Progress(min(self._moved, self._missing), self._missing))
+            self._report(TransferProgress(min(self._moved, self._missing), self._missing))
 
 
 def _move_one(
