@@ -262,12 +262,7 @@ class FakeSigstore:
 
 def client_config(url: str, trusted_root: dict[str, Any]) -> dict[str, Any]:
     """Return a ClientTrustConfig of sigstore: where its services are, and its trusted root."""
-    service = {
-        "url": url,
-        "majorApiVersion": 1,
-        "validFor": {"start": _START},
-        "operator": "fake",
-    }
+    service = {"url": url, "majorApiVersion": 1, "validFor": {"start": _START}, "operator": "fake"}
     return {
         "mediaType": "application/vnd.dev.sigstore.clienttrustconfig.v0.1+json",
         "trustedRoot": trusted_root,

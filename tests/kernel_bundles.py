@@ -101,11 +101,7 @@ def kernel_recipe(
         weight_sets={},
         kernels=Kernels(library.digest, library.level, library.compiler, library.handlers),
     )
-    layers = (
-        executables,
-        bundle_files.layer(KERNELS_MEDIA_TYPE, content, "kernels.so"),
-        portables,
-    )
+    layers = (executables, bundle_files.layer(KERNELS_MEDIA_TYPE, content, "kernels.so"), portables)
     return Recipe((bundle_files.PackedTarget(config, layers),), "kernels", {})
 
 

@@ -98,7 +98,6 @@ def lettered_dir(build_cache: Path, warm: WarmPython, once: Once) -> Path:
     """A bundle of that model: contexts up to 512, batches of 1 and 3."""
     buckets: dict[str, Any] = {"batch": (1, 3), "prompt": (64,), "context": (64, 512)}
     made = once(
-        "lettered",
-        lambda at: build(warm, write_lettered(at / "model"), at, build_cache, **buckets),
+        "lettered", lambda at: build(warm, write_lettered(at / "model"), at, build_cache, **buckets)
     )
     return made / "decoder"

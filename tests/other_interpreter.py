@@ -32,9 +32,7 @@ CHOSEN = {
     "unit/runtime/test_fallback.py": "portable programs that this jaxlib compiles",
 }
 """Files and directories of tests, and what can differ."""
-RANDOM = {
-    "test_whatever_is_passed_gives_a_result_or_an_error_of_prejit",
-}
+RANDOM = {"test_whatever_is_passed_gives_a_result_or_an_error_of_prejit"}
 """Long tests of random values. Their files have tests with chosen values, which run."""
 ALL_CASES = ("tests/unit/runtime/device/test_executable.py", "tests/unit/runtime/base/")
 """Tests that run with all their cases, because these touch different private interfaces or errors.

@@ -295,10 +295,7 @@ def _pack(at: Path, score_scale: float, name: str, programs: Mapping[str, _Compi
             bundle=name,
             target=target,
             requirement=Requirement(
-                "cpu",
-                os.uname().machine,
-                tuple(sorted(needed)),
-                version("jaxlib"),
+                "cpu", os.uname().machine, tuple(sorted(needed)), version("jaxlib")
             ),
             versions={"jax": version("jax"), "jaxlib": version("jaxlib"), "prejit": "0.1.0"},
             programs=tuple(
@@ -427,10 +424,7 @@ def _lower_nest() -> tuple[bytes, list[Any], list[Any]]:
 
     tree = {
         "half": jax.ShapeDtypeStruct((3,), jnp.bfloat16),
-        "pair": (
-            jax.ShapeDtypeStruct((2, 2), jnp.int32),
-            jax.ShapeDtypeStruct((), jnp.bool_),
-        ),
+        "pair": (jax.ShapeDtypeStruct((2, 2), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)),
     }
     arguments = [
         Array(("tree", "half"), "bfloat16", (3,)),
@@ -482,9 +476,6 @@ def _compile_for_v3(at: Path, portables: Mapping[str, bytes]) -> dict[str, tuple
         check=True,
     )
     return {
-        program: (
-            Path(f"{file}.xla").read_bytes(),
-            Path(f"{file}.features").read_text().split(","),
-        )
+        program: (Path(f"{file}.xla").read_bytes(), Path(f"{file}.features").read_text().split(","))
         for program, file in files.items()
     }

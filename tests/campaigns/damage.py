@@ -40,8 +40,6 @@ MODES = ("beside", "early", "late", "receipts", "policy", *("checks",) * 5)
 - policy: as beside, with a trust policy that demands signatures, the provenance and the list of parts.
 - checks: load, and wait until all is verified. Only a bundle that passes is used.
 """
-
-
 IN_PLACE = ("bit flipped", "byte written", "range zeroed", "ranges swapped", "cut", "appended")
 """Kinds of damage that write into a file. The others change what a directory lists."""
 OF_DIRECTORIES = ("deleted", "linked", "exchanged", "added")
@@ -130,8 +128,7 @@ def files(bundle: Path) -> dict[str, Path]:
             if file not in found.values():
                 found[whose + role] = file
     found |= _attached(bundle)
-    there = {file for file in bundle.rglob("*") if file.is_file()}
-    assert there == set(found.values()), "a file has no role"
+    assert {file for file in bundle.rglob("*") if file.is_file()} == set(found.values())
     return found
 
 
@@ -229,9 +226,9 @@ def draw_position(bundle: Path, number: int) -> tuple[Damage, str]:
     start = number * step
     end = min(start + step, len(content))
     at = (start, end - 1, random.Random(number).randrange(start, end))[which]
-    role = next(role for role, each in files(bundle).items() if each == file)
-    kind, flipped = f"bit flipped in chunk {number}", bytes([content[at] ^ 1])
-    damage = Damage(kind, (role,), file, ((at, flipped),), len(content))
+    [role] = (role for role, each in files(bundle).items() if each == file)
+    written = ((at, bytes([content[at] ^ 1])),)
+    damage = Damage(f"bit flipped in chunk {number}", (role,), file, written, len(content))
     return damage, ("beside", "early", "late")[when]
 
 
@@ -365,12 +362,10 @@ def _misleading(
     """Return what is wrong with the message of a rejection; None: it names file, place and sizes."""
     if path not in (str(damage.file), str(damage.other)) or path not in said:
         return f"expected {damage.file}, found: {said}"
-    if damage.kind in OF_DIRECTORIES:
-        return None
-    if damage.kind in ("cut", "appended"):
-        is_right = f"found {damage.size}" in said
-        return None if is_right else f"expected the size {damage.size}, found: {said}"
-    if damage.file in chunked(bundle):
+    if damage.kind in ("cut", "appended") and f"found {damage.size}" not in said:
+        return f"expected the size {damage.size}, found: {said}"
+    in_place = damage.kind not in ("cut", "appended", *OF_DIRECTORIES)
+    if in_place and damage.file in chunked(bundle):
         place = re.search(r"bytes (\d+) to (\d+): expected blake3 ", said)
         if place is None or not any(int(place[1]) <= at <= int(place[2]) for at in differ):
             return f"expected an offset near {min(differ)}, found: {said}"
@@ -435,9 +430,9 @@ def _judged(
 
     if error is not None and not isinstance(error, RejectError):
         return f"expected a RejectError, found {error!r}"
-    # A policy names what is missing now.
-    path = "" if error is None or isinstance(error, UntrustedError) else error.path
-    rejection = None if error is None else (str(error), path)
+    rejection = None
+    if error is not None:  # a policy names what is missing now
+        rejection = (str(error), "" if isinstance(error, UntrustedError) else error.path)
     return judged(bundle, damage, done, tokens, expected, rejection)
 
 
@@ -452,10 +447,8 @@ def _audited(bundle: Path, damage: Damage, allowed: str | None) -> str | None:
     except RejectError as error:
         if allowed == "same bytes":
             return f"verify rejects without damage: {error}"
-        known = {str(damage.file), str(damage.other)}
-        if error.path in known or damage.is_lenient:
-            return None
-        return f"verify names another file: {error}"
+        is_known = error.path in (str(damage.file), str(damage.other)) or damage.is_lenient
+        return None if is_known else f"verify names another file: {error}"
     except Exception as error:
         return f"verify: expected a RejectError, found {error!r}"
     return None if allowed == "same bytes" else "verify finds nothing"

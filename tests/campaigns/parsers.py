@@ -11,23 +11,36 @@ import importlib
 import json
 import os
 import random
-import re
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
 
 from tests.campaigns import junk
-from tests.campaigns.campaign import ROOT
-from tests.campaigns.forged_bundles import BUNDLES, Draft, draft_of, sound
+from tests.campaigns.forged_bundles import BUNDLES, draft_of, sound
+from tests.campaigns.parser_seeds import (
+    build_manifests,
+    channel_states,
+    channels,
+    chats,
+    fixed_key,
+    golden_layers,
+    infer_requests,
+    keyless_bundles,
+    of_drafts,
+    policies,
+    request_bodies,
+    sigstore_bundles,
+    statements,
+    this_machine,
+    trusted_roots,
+)
 
 Form = Literal["json", "toml", "bytes"]
-MOST_SEED_BYTES = 60_000
 
 
 @dataclass(frozen=True)
@@ -45,202 +58,6 @@ class Parser:
     make: Callable[[], Callable[[bytes], object]]
     seeds: Callable[[], Sequence[bytes]]
     form: Form = "json"
-
-
-# Inputs to begin with
-
-
-@cache
-def _blobs(media_type: str) -> tuple[bytes, ...]:
-    """Return the golden layers of a media type, each once."""
-    found = dict[str, bytes]()
-    for name in BUNDLES:
-        draft = draft_of(name)
-        for manifest, _ in draft.targets:
-            for at in manifest["layers"]:
-                if media_type in at["mediaType"]:
-                    found[at["digest"]] = draft.blobs[at["digest"]]
-    return tuple(each for each in found.values() if len(each) <= MOST_SEED_BYTES)
-
-
-def _of_drafts(choose: Callable[[Draft], Sequence[Any]]) -> list[bytes]:
-    return [junk.encoded(each) for name in BUNDLES for each in choose(draft_of(name))]
-
-
-@cache
-def _fixed_key() -> Any:
-    """Return a private key; the same one in every process, or a corpus would be of no use to the next."""
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    from prejit.compiler.signing.private_key import parse_private_key
-
-    pem = ec.derive_private_key(0x5EED, ec.SECP256R1()).private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
-    return parse_private_key(pem, "the key of the campaign")
-
-
-def _policies() -> list[bytes]:
-    page = (ROOT / "docs" / "how-to" / "trust.md").read_text()
-    blocks = re.findall(r'```toml title="[a-z]+\.toml"\n(.*?)```', page, re.DOTALL)
-    whole = '[[rules]]\nnames = ["a*b", "*"]\nlevel = "audit"\nkeys = ["release"]\nthreshold = 1\n'
-    whole += '[keys.release]\nfile = "k"\nexpires = 2099-06-30T12:00:00Z\n[revoked]\nkeys = ["release"]\n'
-    return [each.encode() for each in (*blocks, whole)]
-
-
-def _statements() -> list[bytes]:
-    from prejit.runtime.trust.signed_statements import (
-        SIGNATURE_PREDICATE,
-        SignedSubject,
-        Statement,
-        encode_statement,
-    )
-
-    subject = SignedSubject("sha256:" + "1" * 64, "demo", {"a": "b"})
-    return [encode_statement(Statement(SIGNATURE_PREDICATE, (subject, subject), {"a": [1]}))]
-
-
-def _sigstore_bundles() -> list[bytes]:
-    from prejit.runtime.trust.signed_statements import Envelope, encode_bundle
-
-    return [
-        encode_bundle(Envelope(payload, (_fixed_key().sign(payload),) * count, "hint"))
-        for payload, count in zip((_statements()[0], b"{}"), (1, 2), strict=True)
-    ]
-
-
-@cache
-def _sigstore() -> Any:
-    from tests.fake_sigstore import FakeSigstore
-
-    return FakeSigstore()
-
-
-def _keyless_bundles() -> list[bytes]:
-    return [json.dumps(_sigstore().sign(payload)).encode() for payload in (*_statements(), b"{}")]
-
-
-def _trusted_roots() -> list[bytes]:
-    return [json.dumps(_sigstore().trusted_root()).encode()]
-
-
-_EXPIRES = datetime(2099, 1, 1, tzinfo=UTC)
-
-
-def _channels() -> list[bytes]:
-    from prejit.runtime.trust.channel import encode_channel, keys_statement, release_statement
-    from prejit.runtime.trust.signed_statements import Envelope, SignedSubject
-
-    key = _fixed_key()
-
-    def signed(payload: bytes) -> Envelope:
-        return Envelope(payload, (key.sign(payload),))
-
-    subjects = (SignedSubject("sha256:" + "1" * 64, "demo", {}),)
-    rotation = signed(
-        keys_statement("stable", (key.public,), threshold=1, version=1, expires=_EXPIRES)
-    )
-    found = []
-    for version, rotations in ((0, ()), (1, (rotation,))):
-        payload = release_statement(
-            "stable", "demo", subjects, version=3, keys_version=version, expires=_EXPIRES
-        )
-        found.append(encode_channel(rotations, signed(payload)))
-    return found
-
-
-def _channel_states() -> list[bytes]:
-    state = {
-        "keys": [_fixed_key().public.pem],
-        "keys_version": 0,
-        "threshold": 1,
-        "expires": None,
-        "version": 2,
-        "release_keys_version": 0,
-        "release": "sha256:" + "1" * 64,
-        "began": "0 1 " + "1" * 64,
-    }
-    return [json.dumps(state).encode(), json.dumps(state | {"expires": 4e9}).encode()]
-
-
-def _chats() -> list[bytes]:
-    templates = (
-        "{% for m in messages %}{{ '<' ~ m['role'] ~ '>' ~ m.content | trim }}{% endfor %}",
-        "{%- if tools %}{{ tools | tojson(indent=2) }}{% endif %}{% set x = namespace(a=0) %}"
-        "{% for m in messages if m.role != 'tool' %}{% set x.a = x.a + loop.index %}"
-        "{{ m.content.split('a')[-1] | replace('b', 'c') }}{% endfor %}{{ '%5s' % x.a }}",
-        "{% macro f(a, n=2) %}{{ a * n }}{{ f(a[:1], 1) if n > 1 }}{% endmacro %}{{ f('ab') }}"
-        "{{ raise_exception('no') if false else strftime_now('%Y') }}{{ '{:>4}'.format(bos) }}",
-    )
-    return [
-        junk.encoded({"special_tokens": {"bos": "<s>"}, "templates": {"default": template}})
-        for template in templates
-    ]
-
-
-def _requests() -> list[bytes]:
-    chat_messages = [
-        {"role": "system", "content": "a"},
-        {"role": "user", "content": [{"type": "text", "text": "b"}]},
-        {"role": "assistant", "tool_calls": [_CALL]},
-        {"role": "tool", "tool_call_id": "1", "content": "c"},
-    ]
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    bodies: list[Any] = [
-        {
-            "model": "m",
-            "messages": chat_messages,
-            "tools": [tool],
-            "temperature": 0.5,
-            "stream": True,
-        },
-        {"model": "m", "messages": chat_messages[:2], "response_format": {"type": "json_object"}},
-        {"model": "m", "prompt": ["a", "b"], "max_tokens": 4, "logprobs": 2, "stop": ["x"]},
-        {"model": "m", "prompt": [[1, 2], [3]], "n": 2, "echo": True, "logit_bias": {"5": 1}},
-        {"model": "m", "input": ["a"], "encoding_format": "base64", "dimensions": 8},
-        {"model": "m", "input": [{"role": "user", "content": "a"}], "max_output_tokens": 4},
-        {"model": "m", "messages": chat_messages[:2], "add_generation_prompt": True},
-        {"model": "m", "tokens": [1, 2, 3]},
-    ]
-    return [json.dumps(body).encode() for body in bodies]
-
-
-_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-
-
-def _infer_requests() -> list[bytes]:
-    tensors = [
-        {"name": "x", "datatype": "FP32", "shape": [2, 2], "data": [1, 2.5, -3, 4]},
-        {"name": "y", "datatype": "INT64", "shape": [1], "data": [2**40]},
-        {"name": "z", "datatype": "BOOL", "shape": [2], "data": [True, False]},
-    ]
-    plain = json.dumps({"id": "1", "inputs": tensors, "outputs": [{"name": "x"}]}).encode()
-    binary = {**tensors[0], "parameters": {"binary_data_size": 16}}
-    del binary["data"]
-    head = json.dumps({"inputs": [binary]}).encode()
-    return [plain, head + bytes(16)]
-
-
-def _build_manifests() -> list[bytes]:
-    directory = ROOT / "manifests"
-    texts = (path.read_text() for path in sorted(directory.glob("*.toml")))
-    # Files and models are named beside the manifest, and the parser reads it in another directory.
-    return [
-        re.sub(
-            r'^(license|source) = "(?!/|hf:)', rf'\1 = "{directory}/', text, flags=re.MULTILINE
-        ).encode()
-        for text in texts
-    ]
-
-
-def _this_machine() -> list[bytes]:
-    from prejit.runtime.base.typed_json import to_json
-    from prejit.runtime.machine.fingerprint import Fingerprint
-
-    return [to_json(Fingerprint.current())]
 
 
 # Parsers
@@ -346,7 +163,7 @@ def _config() -> Callable[[bytes], object]:
 def _policy() -> Callable[[bytes], object]:
     from prejit.runtime.trust.policy import parse_policy
 
-    pem = _fixed_key().public.pem.encode()
+    pem = fixed_key().public.pem.encode()
 
     def parse(content: bytes) -> object:
         policy = parse_policy(content, "trust.toml", lambda *_: pem, Path("/"))
@@ -358,7 +175,7 @@ def _policy() -> Callable[[bytes], object]:
 def _sigstore_bundle() -> Callable[[bytes], object]:
     from prejit.runtime.trust.signed_statements import read_bundle
 
-    key = _fixed_key().public
+    key = fixed_key().public
 
     def parse(content: bytes) -> object:
         envelope = read_bundle(content)
@@ -374,7 +191,7 @@ def _keyless() -> Callable[[bytes], object]:
     from prejit.runtime.trust.keyless_trust import TrustedIdentity, verify
     from prejit.runtime.trust.signed_statements import read_bundle
 
-    trusted = TrustedIdentity("ci", IDENTITY, ISSUER, _trusted_roots()[0], "trust.toml")
+    trusted = TrustedIdentity("ci", IDENTITY, ISSUER, trusted_roots()[0], "trust.toml")
 
     def parse(content: bytes) -> object:
         envelope = read_bundle(content)
@@ -390,7 +207,7 @@ def _trusted_root() -> Callable[[bytes], object]:
     from prejit.runtime.trust.keyless_trust import TrustedIdentity, check_root, verify
     from prejit.runtime.trust.signed_statements import read_bundle
 
-    signed = _keyless_bundles()[0]
+    signed = keyless_bundles()[0]
     envelope = read_bundle(signed)
 
     def parse(content: bytes) -> object:
@@ -404,7 +221,7 @@ def _trusted_root() -> Callable[[bytes], object]:
 def _channel() -> Callable[[bytes], object]:
     from prejit.runtime.trust import channel
 
-    last = channel.Accepted(channel.KeySet(0, (_fixed_key().public,), 1))
+    last = channel.Accepted(channel.KeySet(0, (fixed_key().public,), 1))
 
     def parse(content: bytes) -> object:
         # All signatures are right, whatever the payload is: else nothing behind them would be reached.
@@ -555,71 +372,65 @@ _TRUST = ("prejit.runtime.trust", "prejit.runtime.base")
 
 _CHECKS = "runtime.format.checks"
 PARSERS: dict[str, Parser] = {
-    "root": Parser(
-        _FORMAT,
-        _root,
-        lambda: [sound(n)["index.json"] for n in BUNDLES],
-    ),
+    "root": Parser(_FORMAT, _root, lambda: [sound(n)["index.json"] for n in BUNDLES]),
     "index": Parser(
-        (*_FORMAT, "prejit.runtime.verdict"),
-        _index,
-        lambda: _of_drafts(lambda draft: [draft.index]),
+        (*_FORMAT, "prejit.runtime.verdict"), _index, lambda: of_drafts(lambda draft: [draft.index])
     ),
     "manifest": Parser(
         _FORMAT,
         _by(f"{_CHECKS}.oci:check_manifest", "manifest"),
-        lambda: _of_drafts(lambda draft: [manifest for manifest, _ in draft.targets]),
+        lambda: of_drafts(lambda draft: [manifest for manifest, _ in draft.targets]),
     ),
     "config": Parser(
-        _FORMAT, _config, lambda: _of_drafts(lambda draft: [config for _, config in draft.targets])
+        _FORMAT, _config, lambda: of_drafts(lambda draft: [config for _, config in draft.targets])
     ),
     "weights": Parser(
         _FORMAT,
         _by(f"{_CHECKS}.layers:check_weights", "weights"),
-        partial(_blobs, "weights"),
+        partial(golden_layers, "weights"),
         "bytes",
     ),
-    "library": Parser(_FORMAT, _library, partial(_blobs, "kernels"), "bytes"),
-    "policy": Parser((*_TRUST, "tomllib"), _policy, _policies, "toml"),
+    "library": Parser(_FORMAT, _library, partial(golden_layers, "kernels"), "bytes"),
+    "policy": Parser((*_TRUST, "tomllib"), _policy, policies, "toml"),
     "key": Parser(
         _TRUST,
         _by("runtime.trust.public_keys:read_key", "key"),
-        lambda: [_fixed_key().public.pem.encode()],
+        lambda: [fixed_key().public.pem.encode()],
         "bytes",
     ),
-    "sigstore bundle": Parser(_TRUST, _sigstore_bundle, _sigstore_bundles),
-    "keyless signature": Parser((*_TRUST, "sigstore"), _keyless, _keyless_bundles),
-    "trusted root": Parser((*_TRUST, "sigstore"), _trusted_root, _trusted_roots),
+    "sigstore bundle": Parser(_TRUST, _sigstore_bundle, sigstore_bundles),
+    "keyless signature": Parser((*_TRUST, "sigstore"), _keyless, keyless_bundles),
+    "trusted root": Parser((*_TRUST, "sigstore"), _trusted_root, trusted_roots),
     "statement": Parser(
         _TRUST,
         _by(
             "runtime.trust.signed_statements:read_statement", "https://sigstore.dev/cosign/sign/v1"
         ),
-        _statements,
+        statements,
     ),
-    "channel": Parser(_TRUST, _channel, _channels),
+    "channel": Parser(_TRUST, _channel, channels),
     "channel state": Parser(
-        _TRUST, _by("runtime.trust.channel_following:_read", Path("state")), _channel_states
+        _TRUST, _by("runtime.trust.channel_following:_read", Path("state")), channel_states
     ),
-    "chat": Parser(("prejit.runtime.text", "prejit.runtime.base"), _chat, _chats),
-    "tokenizer": Parser(("prejit.runtime.text",), _tokenizer, partial(_blobs, "tokenizer")),
+    "chat": Parser(("prejit.runtime.text", "prejit.runtime.base"), _chat, chats),
+    "tokenizer": Parser(("prejit.runtime.text",), _tokenizer, partial(golden_layers, "tokenizer")),
     "generation": Parser(
         ("prejit.runtime.generation.options",),
         _by("runtime.generation.options:check_generation", "generation config"),
-        partial(_blobs, "generation"),
+        partial(golden_layers, "generation"),
     ),
     "fingerprint": Parser(
         _FORMAT,
         _file_by("fingerprint.json", "runtime.machine.fingerprint:Fingerprint.read"),
-        _this_machine,
+        this_machine,
     ),
     "first load": Parser(
         ("prejit.runtime.trust.first_load",),
         _first_load,
         lambda: [json.dumps({"key": "sha256:" + "1" * 64, "outcome": "loaded"}).encode()],
     ),
-    "request": Parser(("prejit.server",), _request, _requests),
-    "inference request": Parser(("prejit.server",), _infer_request, _infer_requests),
+    "request": Parser(("prejit.server",), _request, request_bodies),
+    "inference request": Parser(("prejit.server",), _infer_request, infer_requests),
     "server keys": Parser(
         ("prejit.server.gate.api_keys",),
         _file_by("keys", "server.gate.api_keys:Keys"),
@@ -629,7 +440,7 @@ PARSERS: dict[str, Parser] = {
     "build manifest": Parser(
         ("prejit.compiler.manifest", "tomllib"),
         _file_by("manifest.toml", "compiler.manifest.reading:read_manifest"),
-        _build_manifests,
+        build_manifests,
         "toml",
     ),
     "signature of XLA": Parser(
@@ -662,14 +473,8 @@ def changed(content: bytes, form: Form, generator: random.Random) -> bytes | Non
     return None
 
 
-_WORDS = (
-    "true",
-    "-1",
-    "0",
-    "1e400",
-    "9" * 30,
-    *('""', '"*"', "[]", "{}", '["a"]', "2026-11-22", "nan"),
-)
+_WORDS = ("true", "-1", "0", "1e400", "9" * 30)
+_WORDS += ('""', '"*"', "[]", "{}", '["a"]', "2026-11-22", "nan")
 
 
 def _changed_lines(text: str, generator: random.Random) -> str:

@@ -19,7 +19,7 @@ from .campaign import ROOT, check, facts, setting, write_figures
 from .differential import BAD, SAME
 from .random_functions import EXAMPLE
 
-CHECKS = setting("DIFFERENTIAL_CHECKS", 800)
+CHECKS = setting("DIFFERENTIAL_CHECKS", 400)
 SEED = setting("DIFFERENTIAL_SEED", 0)
 WHOLE_CHECKS = 100_000
 AT_ONCE = 2

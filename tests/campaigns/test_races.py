@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 
-from . import faults, processes, races
+from . import faults, processes, races, replaced_bundles
 from .campaign import check, facts, figures_file, setting, write_figures
 from .faults import NEW, OLD
 
@@ -67,7 +67,7 @@ def test_a_bundle_that_is_replaced_while_it_loads_is_the_old_or_the_new_one(tmp_
     sources = tuple(tmp_path / name / "out" / "tiny" for name in ("old", "new"))
     direct, link, counts = tmp_path / "direct", tmp_path / "link", tmp_path / "counts"
     shutil.copytree(sources[0], direct)
-    races.link(sources[0], link, -1)
+    replaced_bundles.link(sources[0], link, -1)
     replacer = tmp_path / "replacer"
     replacer.mkdir()
     replacing = (sources, direct, link, counts)
@@ -77,11 +77,13 @@ def test_a_bundle_that_is_replaced_while_it_loads_is_the_old_or_the_new_one(tmp_
     def loaded(number: int) -> processes.Outcome:
         loader = tmp_path / f"loader-{number}"
         loader.mkdir()
-        return processes.run(races.load_often, loads, loader, limit_seconds=LIMIT_SECONDS)
+        return processes.run(
+            replaced_bundles.load_often, loads, loader, limit_seconds=LIMIT_SECONDS
+        )
 
     with (
         ThreadPoolExecutor(2) as pool,
-        processes.until_the_end(races.replace_often, replacing, replacer),
+        processes.until_the_end(replaced_bundles.replace_often, replacing, replacer),
     ):
         outcomes = list(pool.map(loaded, range(2)))
         assert not (stderr := (replacer / "stderr").read_text()), stderr

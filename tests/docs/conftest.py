@@ -115,10 +115,7 @@ def readers_directory(shell: Shell, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def page_directory(
-    readers_directory: Path,
-    caches: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    readers_directory: Path, caches: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
     """The directory for one page: what it writes is not there for the next."""
     directory = tmp_path / "page"

@@ -201,9 +201,7 @@ def test_the_manifest_page_has_every_key_with_its_meaning(assembled: Path) -> No
     assert "as in `" not in page
 
 
-def test_the_site_check_finds_dead_links_dead_anchors_and_other_hosts(
-    tmp_path: Path,
-) -> None:
+def test_the_site_check_finds_dead_links_dead_anchors_and_other_hosts(tmp_path: Path) -> None:
     (tmp_path / "b.html").write_text('<h1 id="here">b</h1>')
     (tmp_path / "a.html").write_text(
         '<a href="b.html#here">good</a><a href="b.html#gone">anchor</a><a href="c.html">file</a>'

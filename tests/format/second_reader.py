@@ -226,7 +226,7 @@ def check_recorded(config: dict[str, Any], layers: dict[str, bytes]) -> None:
     assert files == sorted(set(files))
     for said in config["recorded"]:
         assert said.keys() - {"arguments", "function"} == {
-            *("name", "file", "entry", "ingredients", "conditions"),
+            *("name", "file", "entry", "ingredients", "conditions")
         }
         assert re.fullmatch(r"[\w.-]{1,180}-[0-9a-f]{64}-cache", said["file"])
         assert all(re.fullmatch("[0-9a-f]{64}", each) for each in said["ingredients"].values())

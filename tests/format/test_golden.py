@@ -105,22 +105,13 @@ def matched(path: Path, machine: Fingerprint) -> list[OpenTarget]:
         return list(match(read_root(layout), machine))
 
 
-def test_a_golden_bundle_was_never_made_again(golden: Path) -> None:
-    index = index_file(golden).read_bytes()
-    assert digest_of(index) == expected_of("digests")[golden.name]
-
-
-def test_a_golden_bundle_passes_every_check(
+def test_a_golden_bundle_was_never_made_again_and_passes_every_check(
     golden: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    digest = expected_of("digests")[golden.name]
+    assert digest_of(index_file(golden).read_bytes()) == digest
     assert __main__.main(["verify", str(golden), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["digest"] == expected_of("digests")[golden.name]
-
-
-def test_a_golden_bundle_can_be_inspected_and_explained(
-    golden: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    assert json.loads(capsys.readouterr().out)["digest"] == digest
     assert __main__.main(["inspect", str(golden)]) == 0
     assert __main__.main(["explain", str(golden)]) in (0, 3)
     assert __main__.main(["inspect", str(golden), "--json"]) == 0
@@ -471,6 +462,8 @@ def test_decoders_generate_from_their_portable_form() -> None:
     assert [result.text for result in results] == wanted["texts"]
     found = [[one.logprob for one in result.logprobs or ()] for result in results]
     np.testing.assert_allclose(found, wanted["logprobs"], rtol=1e-4, atol=1e-4)
+    assert loaded.apply_chat_template(wanted["messages"]) == wanted["chat"]
+    assert loaded.apply_chat_template(wanted["messages"], template="bare") == wanted["bare"]
 
 
 def test_decoders_sample_as_on_the_day_they_were_built() -> None:
@@ -507,10 +500,7 @@ def test_caches_grow_while_a_row_is_at_work() -> None:
     [second] = batch.insert(loaded.request(long, max_new_tokens=20))
     while batch.free < batch.slots:
         step()
-    assert [tokens[first], tokens[second]] == [
-        wanted["token_ids"][0][:8],
-        wanted["token_ids"][1],
-    ]
+    assert [tokens[first], tokens[second]] == [wanted["token_ids"][0][:8], wanted["token_ids"][1]]
     made = {report.program for report in loaded.report() if report.source != "unused"}
     assert "copy/b2-c16-to-b2-c32" in made
 
@@ -585,12 +575,6 @@ def test_reader_says_what_it_reads() -> None:
     assert set(kinds) == {"batch,,context,", "batch,,,", "batch"}
     with pytest.raises(UsageError, match="source: expected what the model is to read, found none"):
         loaded.generate([0])
-
-
-def test_chat_templates_give_the_tokens_of_a_conversation() -> None:
-    loaded, wanted = loaded_once("decoder"), expected_of("decoder")
-    assert loaded.apply_chat_template(wanted["messages"]) == wanted["chat"]
-    assert loaded.apply_chat_template(wanted["messages"], template="bare") == wanted["bare"]
 
 
 def test_mesh_generates_the_tokens_of_one_device() -> None:

@@ -7,6 +7,8 @@ that are called alike.
 
 from __future__ import annotations
 
+import re
+
 INPUTS = {
     "x": "float32[4, 4]",  # between 0.1 and 0.9
     "y": "float32[4, 4]",  # between 0.1 and 0.9
@@ -510,93 +512,46 @@ SLOW = (
 """Families whose programs compile for long."""
 
 SOME_PLATFORMS = {
-    "jnp.linalg.eig": ("jnp.abs(jnp.linalg.eig(x)[0])", ("cpu",)),
-    "jnp.linalg.eigvals": ("jnp.sort_complex(jnp.linalg.eigvals(x))", ("cpu",)),
-    "jnp.roots": ("jnp.sort_complex(jnp.roots(v, strip_zeros=False))", ("cpu",)),
-    "lax.linalg.eig": ("jnp.sort_complex(lax.linalg.eig(x)[0])", ("cpu",)),
-    "lax.linalg.tridiagonal": ("lax.linalg.tridiagonal(s)", ("cpu", "cuda")),
-    "lax.linalg.cholesky_update": (
-        "lax.linalg.cholesky_update(jnp.linalg.cholesky(s).T, v)",
-        ("cpu", "tpu"),
-    ),
-    "lax.linalg.symmetric_product": ("lax.linalg.symmetric_product(x, s)", ("cpu", "tpu")),
-    "lax.linalg.hessenberg": ("lax.linalg.hessenberg(x)", ("cpu",)),
-    "lax.linalg.schur": ("lax.linalg.schur(x)", ("cpu",)),
-    "scipy.linalg.funm": ("scipy.linalg.funm(s, jnp.sin)", ("cpu",)),
-    "scipy.linalg.hessenberg": ("scipy.linalg.hessenberg(x)", ("cpu",)),
-    "scipy.linalg.rsf2csf": ("scipy.linalg.rsf2csf(*scipy.linalg.schur(x))[0]", ("cpu",)),
-    "scipy.linalg.schur": ("scipy.linalg.schur(x)", ("cpu",)),
-    "scipy.linalg.solve_sylvester": ("scipy.linalg.solve_sylvester(s, s, x)", ("cpu",)),
-    "scipy.linalg.sqrtm": ("scipy.linalg.sqrtm(s)", ("cpu",)),
+    name: (expression, tuple(platforms.split()))
+    for line in """
+jnp.linalg.eig: jnp.abs(jnp.linalg.eig(x)[0]) | cpu
+jnp.linalg.eigvals: jnp.sort_complex(jnp.linalg.eigvals(x)) | cpu
+jnp.roots: jnp.sort_complex(jnp.roots(v, strip_zeros=False)) | cpu
+lax.linalg.eig: jnp.sort_complex(lax.linalg.eig(x)[0]) | cpu
+lax.linalg.tridiagonal: lax.linalg.tridiagonal(s) | cpu cuda
+lax.linalg.cholesky_update: lax.linalg.cholesky_update(jnp.linalg.cholesky(s).T, v) | cpu tpu
+lax.linalg.symmetric_product: lax.linalg.symmetric_product(x, s) | cpu tpu
+lax.linalg.hessenberg: lax.linalg.hessenberg(x) | cpu
+lax.linalg.schur: lax.linalg.schur(x) | cpu
+scipy.linalg.funm: scipy.linalg.funm(s, jnp.sin) | cpu
+scipy.linalg.hessenberg: scipy.linalg.hessenberg(x) | cpu
+scipy.linalg.rsf2csf: scipy.linalg.rsf2csf(*scipy.linalg.schur(x))[0] | cpu
+scipy.linalg.schur: scipy.linalg.schur(x) | cpu
+scipy.linalg.solve_sylvester: scipy.linalg.solve_sylvester(s, s, x) | cpu
+scipy.linalg.sqrtm: scipy.linalg.sqrtm(s) | cpu
+""".strip().splitlines()
+    for name, expression, platforms in [re.split(": | \\| ", line)]
 }
 """What jax does not lower for every platform: the expression, and platforms that a bundle has it for."""
 
 REFUSED = {
-    "jax.debug.print": (
-        'jax.debug.print("{}", x) or x',
-        "found jax.debug.print",
-        "return the values and print them",
-    ),
-    "jax.debug.callback": (
-        "jax.debug.callback(print, x) or x",
-        "found jax.debug.callback",
-        "return the values",
-    ),
-    "jax.pure_callback": (
-        "jax.pure_callback(np.sin, x, x)",
-        "found jax.pure_callback",
-        "write it in JAX, or split the function in two programs",
-    ),
-    "jax.experimental.io_callback": (
-        "io_callback(np.sin, x, x)",
-        "found jax.experimental.io_callback",
-        "do it after the call",
-    ),
-    "pallas_call, for a CPU": (
-        "pl.pallas_call(lambda a, o: o.__setitem__(..., a[...]), x)(x)",
-        "for cpu: ValueError: Only interpret mode",
-        "`interpret=True`, or targets that are no CPU",
-    ),
-    "nn.scaled_matmul, for a CPU, before jax 0.12": (
-        "nn.scaled_matmul(*[jnp.ones((1, 8, 32), jnp.float8_e4m3fn)] * 2, *[jnp.ones((1, 8, 1), jnp.float8_e8m0fnu)] * 2)",
-        "for cpu: NotImplementedError",
-        "targets that are NVIDIA GPUs",
-    ),
-    "lax.linalg.ormqr": (
-        'lax.linalg.ormqr(*jnp.linalg.qr(x, mode="raw"), y)',
-        "lapack_sormqr_ffi",
-        "`lax.linalg.householder_product`, and multiply",
-    ),
-    "scipy.linalg.qr_multiply": (
-        "scipy.linalg.qr_multiply(x, y)",
-        "lapack_sormqr_ffi",
-        "`scipy.linalg.qr`, and multiply",
-    ),
-    "jnp.nonzero and its kin without `size`": (
-        "jnp.nonzero(b)",
-        "ConcretizationTypeError",
-        "give `size=`, as under `jax.jit`",
-    ),
-    "`if` on values of an array": (
-        "x if x[0, 0] > 0 else y",
-        "TracerBoolConversionError",
-        "`jnp.where` or `lax.cond`, as under `jax.jit`",
-    ),
-    "lax.psum and other collectives, alone": (
-        'lax.psum(x, "i")',
-        "unbound axis name",
-        "inside `jax.shard_map`, with a `[mesh]`",
-    ),
-    "jax.ffi.ffi_call of a library of your own": (
-        'jax.ffi.ffi_call("mine", jax.ShapeDtypeStruct((4, 4), jnp.float32))(x)',
-        "it calls mine, which",
-        "[name the library](how-to/own-library.md) in the manifest, which then works for CPUs",
-    ),
-    "a dict whose keys are neither texts nor integers": (
-        "{(0, 1): x}",
-        "expected dicts whose keys are texts or integers, found the key (0, 1)",
-        "return a list, or a dict with other keys",
-    ),
+    name: (expression, message, instead)
+    for line in """
+jax.debug.print | jax.debug.print("{}", x) or x | found jax.debug.print | return the values and print them
+jax.debug.callback | jax.debug.callback(print, x) or x | found jax.debug.callback | return the values
+jax.pure_callback | jax.pure_callback(np.sin, x, x) | found jax.pure_callback | write it in JAX, or split the function in two programs
+jax.experimental.io_callback | io_callback(np.sin, x, x) | found jax.experimental.io_callback | do it after the call
+pallas_call, for a CPU | pl.pallas_call(lambda a, o: o.__setitem__(..., a[...]), x)(x) | for cpu: ValueError: Only interpret mode | `interpret=True`, or targets that are no CPU
+nn.scaled_matmul, for a CPU, before jax 0.12 | nn.scaled_matmul(*[jnp.ones((1, 8, 32), jnp.float8_e4m3fn)] * 2, *[jnp.ones((1, 8, 1), jnp.float8_e8m0fnu)] * 2) | for cpu: NotImplementedError | targets that are NVIDIA GPUs
+lax.linalg.ormqr | lax.linalg.ormqr(*jnp.linalg.qr(x, mode="raw"), y) | lapack_sormqr_ffi | `lax.linalg.householder_product`, and multiply
+scipy.linalg.qr_multiply | scipy.linalg.qr_multiply(x, y) | lapack_sormqr_ffi | `scipy.linalg.qr`, and multiply
+jnp.nonzero and its kin without `size` | jnp.nonzero(b) | ConcretizationTypeError | give `size=`, as under `jax.jit`
+`if` on values of an array | x if x[0, 0] > 0 else y | TracerBoolConversionError | `jnp.where` or `lax.cond`, as under `jax.jit`
+lax.psum and other collectives, alone | lax.psum(x, "i") | unbound axis name | inside `jax.shard_map`, with a `[mesh]`
+jax.ffi.ffi_call of a library of your own | jax.ffi.ffi_call("mine", jax.ShapeDtypeStruct((4, 4), jnp.float32))(x) | it calls mine, which | [name the library](how-to/own-library.md) in the manifest, which then works for CPUs
+a dict whose keys are neither texts nor integers | {(0, 1): x} | expected dicts whose keys are texts or integers, found the key (0, 1) | return a list, or a dict with other keys
+""".strip().splitlines()
+    for name, expression, message, instead in [line.split(" | ")]
 }
 """What no bundle for a CPU can hold: the expression, what the build says, and what to do."""
 

@@ -49,10 +49,7 @@ def test_everything_of_a_decoder_is_measured(baseline: dict[str, Any]) -> None:
 
 
 def test_a_slower_bundle_fails_and_an_equal_one_passes(
-    decoder_dir: Path,
-    baseline: dict[str, Any],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    decoder_dir: Path, baseline: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, page, told = tmp_path / "b.json", tmp_path / "p.html", tmp_path / "told.json"
     file.write_text(json.dumps(baseline))

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
-import random
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.decoders import write_random
-from tests.extent import examples
-from tests.warm import WarmProcess, WarmPython
+from tests.extent import cases
+from tests.warm import WarmPython
 
 from prejit.runtime import load
 from prejit.runtime.base.files import digest_of
@@ -46,18 +43,18 @@ def write_project(directory: Path) -> Path:
     return directory
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A project that was never built."""
-    return write_project(tmp_path)
-
-
 @pytest.fixture(scope="module")
 def built_once(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project that was built. Read only: it is the module's."""
     directory = write_project(tmp_path_factory.mktemp("built"))
     build(run, directory)
     return directory
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project that was never built."""
+    return write_project(tmp_path)
 
 
 @pytest.fixture
@@ -68,12 +65,7 @@ def built_project(built_once: Path, tmp_path: Path) -> Path:
 
 
 def build(run: Run, project: Path, **options: int) -> dict[str, object]:
-    done = run(
-        *("build", project / "tiny.toml", "-o", project / "out"),
-        *("--cache", project / "cache", "--json"),
-        **options,
-    )
-    [built] = json.loads(done.stdout)
+    [built] = json.loads(run(*arguments(project, "out"), **options).stdout)
     assert isinstance(built, dict)
     return built
 
@@ -90,18 +82,21 @@ def arguments(project: Path, output: str | Path) -> list[str]:
     return ["build", *map(str, (project / "tiny.toml", *at))]
 
 
-def start(warm: WarmPython, project: Path, output: str | Path) -> WarmProcess:
-    """A build that runs beside this process, in a process group of its own."""
-    return warm.start(*arguments(project, output))
-
-
 def test_a_build_compiles_what_a_change_touches_and_keys_know_no_directory(
     run: Run, built_project: Path, tmp_path: Path
 ) -> None:
     project, digest = built_project, load(built_project / "out" / "tiny").digest
-    again = build(run, project)
+    if find_spec("cryptography") is not None:  # it comes with the extra trust
+        from tests.signers import signer
+
+        from prejit.compiler.signing.bundle_signing import sign
+
+        sign(project / "out" / "tiny", signer("a"))
+    done = run(*arguments(project, "out"))
+    [again] = json.loads(done.stdout)
     assert (again["compiled"], again["cached"], again["written"]) == (0, 6, False)
     assert again["digest"] == digest
+    assert "signed" not in done.stderr
     plan = run("plan", project / "tiny.toml", "--cache", project / "cache", "--json")
     planned = json.loads(plan.stdout)
     assert (planned["to_compile"], planned["traced_at_build"]) == (0, 0)
@@ -116,22 +111,8 @@ def test_a_build_compiles_what_a_change_touches_and_keys_know_no_directory(
     decided = [line for line in done.stderr.splitlines() if " INFO prejit.compiler." in line]
     assert sum(line.endswith(": cached") for line in decided) == 6
     assert sum(": compiles: first build of this program" in line for line in decided) == 2
-
-
-def test_a_changed_bundle_is_said_to_have_lost_its_signatures(
-    run: Run, built_project: Path
-) -> None:
-    pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
-    from tests.signers import signer
-
-    from prejit.compiler.signing.bundle_signing import sign
-
-    project, command = built_project, arguments(built_project, "out")
-    sign(project / "out" / "tiny", signer("a"))
-    assert "signed" not in run(*command).stderr
-    (project / "tiny.toml").write_text(MANIFEST.replace("2, 3]", "2]"))
-    assert "out/tiny is not signed any more" in run(*command).stderr
-    assert "signed" not in run(*command).stderr
+    if find_spec("cryptography") is not None:
+        assert "out/tiny is not signed any more" in done.stderr
 
 
 def test_a_plan_of_a_model_knows_what_a_build_does_and_why(run: Run, tmp_path: Path) -> None:
@@ -152,10 +133,6 @@ def test_a_plan_of_a_model_knows_what_a_build_does_and_why(run: Run, tmp_path: P
     (model / "config.json").write_text(json.dumps({**config, "layer_norm_epsilon": 1e-3}))
     changed = run("plan", manifest, *options, status=8, **settings)
     assert "config.json: sha256:" in changed.stdout
-    [built] = json.loads(run(*build, **settings).stdout)
-    planned = json.loads(run("plan", manifest, *options, "--json", **settings).stdout)
-    assert built["compiled"] > 0
-    assert planned["to_compile"] == 0
 
 
 def test_a_damaged_bundle_and_a_damaged_cache_are_mended_by_the_next_build(
@@ -180,44 +157,7 @@ def test_a_damaged_bundle_and_a_damaged_cache_are_mended_by_the_next_build(
     assert (again["compiled"], again["written"], again["digest"]) == (0, False, built["digest"])
 
 
-@pytest.mark.thorough  # test_chaos.py kills builds as well, and a few of them in every run
-def test_a_build_killed_at_any_moment_leaves_the_old_bundle_or_the_new_one(
-    run: Run, warm: WarmPython, project: Path
-) -> None:
-    factors = (2, 3)
-    spans = []
-    for factor in (
-        *factors,
-        *factors,
-    ):  # warms the cache, so that kills fall on packing and writing
-        change(project, factor)
-        started = time.monotonic()
-        assert build(run, project)["written"]
-        spans.append(time.monotonic() - started)
-    pick = random.Random(0)
-    statuses, found = [], []
-    for attempt in range(8):
-        change(project, factors[attempt % 2])
-        process = start(warm, project, "out")
-        # A build spends its last third on packing and writing.
-        time.sleep(pick.uniform(0.3, 1.0) * min(spans))
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        statuses.append(process.wait())
-        [value, *others] = load(project / "out" / "tiny").call("p", x=_ones(3)).tolist()
-        assert others == [value, value]
-        found.append(value)
-    assert set(statuses) <= {0, -signal.SIGKILL}
-    assert -signal.SIGKILL in statuses, "no build was killed: the test shows nothing"
-    assert set(found) <= {factor + 1 for factor in factors}
-    for factor in factors:
-        change(project, factor)
-        assert build(run, project)["compiled"] == 0
-        assert load(project / "out" / "tiny").call("p", x=_ones(3)).tolist() == [factor + 1] * 3
-    assert not [*project.rglob("*.tmp"), *(project / "cache" / "v1" / "temp").iterdir()]
-
-
-@pytest.mark.parametrize("where", ["cache", "bundle"])
+@pytest.mark.parametrize("where", cases(["bundle"], others=["cache"]))
 def test_a_full_disk_is_told_and_loses_nothing(run: Run, built_project: Path, where: str) -> None:
     project, digest = built_project, load(built_project / "out" / "tiny").digest
     change(project, 5)
@@ -247,11 +187,7 @@ def test_a_full_disk_is_told_and_loses_nothing(run: Run, built_project: Path, wh
 
 
 @pytest.mark.parametrize(
-    "closing",
-    [
-        *("2>&1 | head -c 1", "2>&- >&-"),
-        *(pytest.param(how, marks=pytest.mark.thorough) for how in ("2>&-", "2>/dev/full")),
-    ],
+    "closing", cases(["2>&- >&-"], others=["2>&1 | head -c 1", "2>&-", "2>/dev/full"])
 )
 def test_a_build_whose_stderr_is_closed_ends_and_writes_its_bundle(
     run: Run, project: Path, closing: str
@@ -266,20 +202,19 @@ def test_a_build_whose_stderr_is_closed_ends_and_writes_its_bundle(
 
 
 def test_equal_builds_at_once_compile_each_program_once(warm: WarmPython, project: Path) -> None:
-    processes = [start(warm, project, f"out{n}") for n in range(4)]
+    processes = [warm.start(*arguments(project, f"out{n}"), quick=True) for n in range(3)]
     built = [json.loads(process.communicate(timeout=300)[0])[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4
+    assert [process.returncode for process in processes] == [0] * 3
     assert sum(each["compiled"] for each in built) == 6
-    assert [each["compiled"] + each["cached"] for each in built] == [6] * 4
+    assert [each["compiled"] + each["cached"] for each in built] == [6] * 3
     assert len({each["digest"] for each in built}) == 1
 
 
 def test_a_manifest_that_fails_is_named_and_the_others_are_built(run: Run, project: Path) -> None:
     for name, function in (("first", "f"), ("wrong", "g"), ("last", "f")):
-        text = MANIFEST.replace('"tiny"', f'"{name}"').replace(
-            "tiny_model:f", f"tiny_model:{function}"
-        )
-        (project / f"{name}.toml").write_text(text.replace("[1, 2, 3]", "[1]"))
+        changes = {'"tiny"': f'"{name}"', "model:f": f"model:{function}", "[1, 2, 3]": "[1]"}
+        text = functools.reduce(lambda t, change: t.replace(*change), changes.items(), MANIFEST)
+        (project / f"{name}.toml").write_text(text)
     paths = [project / f"{name}.toml" for name in ("first", "wrong", "last")]
     build = ("build", *paths, "-o", project / "out", "--cache", project / "cache", "--json")
     done = run(*build, status=2, quick=True)
@@ -288,27 +223,6 @@ def test_a_manifest_that_fails_is_named_and_the_others_are_built(run: Run, proje
     assert f"1 of 3 bundles were not built\n  wrong ({paths[1]}):\n    " in done.stderr
     assert "tiny_model" in done.stderr
     assert "compiled first/p/n1 for cpu-host" in done.stderr
-
-
-def test_different_builds_into_one_directory_at_once_leave_one_of_them(
-    run: Run, warm: WarmPython, project: Path
-) -> None:
-    factors = (2, 3, 4)
-    projects = [project / f"{factor}" for factor in factors]
-    for factor, each in zip(factors, projects, strict=True):
-        each.mkdir()
-        (each / "tiny.toml").write_text(MANIFEST)
-        change(each, factor)
-        build(run, each)
-    for _ in range(examples(1, 2)):
-        processes = [start(warm, each, project / "out") for each in projects]
-        told = [process.communicate(timeout=300) for process in processes]
-        assert [process.returncode for process in processes] == [0] * 3, told
-        run("verify", project / "out" / "tiny")
-        [value, *_] = load(project / "out" / "tiny").call("p", x=_ones(3)).tolist()
-        assert value in {factor + 1 for factor in factors}
-        names = {file.name for file in (project / "out" / "tiny").rglob("*")}
-        assert not [name for name in names if name.endswith(".tmp")]
 
 
 def test_unknown_targets_and_manifests_are_usage_errors(run: Run, project: Path) -> None:

@@ -31,15 +31,7 @@ def built(model: Path, make_decoder: Callable[..., Path]) -> Path:
     return make_decoder(model, **BUCKETS)
 
 
-def test_a_program_of_a_decoder_has_no_golden_answer(built: Path) -> None:
-    with prejit.runtime.load(built) as bundle:
-        assert {each.kind for each in bundle.config.programs} == KINDS
-        answers = list(bundle.check_answers())
-    assert all(each.source == "cpu-host" for each in answers)
-    assert max(each.share for each in answers) < 0.5
-
-
-@pytest.mark.parametrize("threads", [1, 5])
+@pytest.mark.parametrize("threads", cases([5], others=[1]))
 def test_an_answer_depends_on_the_number_of_threads(
     threads: int, built: Path, prejit: Callable[..., Any]
 ) -> None:
@@ -54,6 +46,7 @@ def test_the_portable_programs_give_another_answer(
     here = prejit.runtime.Fingerprint.current()
     other = dataclasses.replace(here, jaxlib="0.0.1")
     with prejit.runtime.load(built, fingerprint=other) as bundle:
+        assert {each.kind for each in bundle.config.programs} == KINDS
         answers = list(bundle.check_answers())
     assert {each.ran for each in answers} == {"portable"}
     assert max(each.share for each in answers) < 0.5

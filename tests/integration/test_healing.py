@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.decoders import write_random
+from tests.extent import cases
 from tests.quick_compiling import XLA_FLAGS
 
 from prejit.compiler.compile.pool import WorkerPool
@@ -141,7 +142,7 @@ def blobs(project: Project) -> Iterator[tuple[str, str, str]]:
     yield prompt, "frame", packed.portable.digest
 
 
-@pytest.mark.parametrize("damage", [flip, delete])
+@pytest.mark.parametrize("damage", cases([flip], others=[delete]))
 def test_damaged_programs_of_a_model_are_lowered_again_by_the_same_build(
     project: Project, damage: Callable[[Path], None]
 ) -> None:

@@ -416,7 +416,7 @@ def examples(count: int) -> settings:
     return settings(max_examples=count, derandomize=not hostile, suppress_health_check=slow)
 
 
-@examples(20)
+@examples(extent.examples(12, 20))
 @given(script=scripts, calls=steps, lasting=lastings)
 def test_tokens_of_a_gpt2_depend_on_nothing_but_the_request(
     gpt2: Subject, script: list[tuple[str, Any]], calls: list[int], lasting: int
@@ -424,7 +424,7 @@ def test_tokens_of_a_gpt2_depend_on_nothing_but_the_request(
     check_script(gpt2, script, calls, lasting)
 
 
-@examples(extent.examples(6, 12))
+@examples(extent.examples(4, 12))
 @given(script=scripts, calls=steps, lasting=lastings)
 def test_tokens_of_other_models_depend_on_nothing_but_the_request(
     other: Subject, script: list[tuple[str, Any]], calls: list[int], lasting: int

@@ -56,20 +56,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-
 def scaled(x):
     call = jax.ffi.ffi_call("scale", jax.ShapeDtypeStruct(x.shape, x.dtype))
     return jnp.tanh(call(x, factor=np.float32(2.5)))
-
 
 def in_a_loop(x):
     call = jax.ffi.ffi_call("negate", jax.ShapeDtypeStruct(x.shape, x.dtype))
     return jax.lax.fori_loop(0, 3, lambda _, value: call(value) + 1, x)
 
-
 def anywhere(x):
     return jax.lax.platform_dependent(x, cpu=scaled, default=lambda x: jnp.tanh(x * 2.5))
-
 
 def unknown(x):
     return jax.ffi.ffi_call("nobody", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
@@ -213,8 +209,13 @@ print(json.dumps(jax.jit(own_code.scaled)(np.linspace(-1, 1, 5, dtype=np.float32
 
 
 def test_the_result_is_that_of_jit(built: Path, project: Path, python: Run) -> None:
+    import jax
+
     plain = json.loads(python(JIT, project).stdout.splitlines()[-1])
-    assert load(built).call("scaled", x=X).tolist() == plain
+    loaded = load(built)
+    assert loaded.call("scaled", x=X).tolist() == plain
+    of_jax = loaded.call("scaled", x=jax.numpy.asarray(X))  # on the client of jax itself
+    np.testing.assert_allclose(of_jax, EXPECTED, rtol=1e-6)
 
 
 def test_keys_hold_the_digest_of_the_library(project: Path, run: Run, tmp_path: Path) -> None:
@@ -351,13 +352,6 @@ def test_the_page_shows_what_works(
     np.testing.assert_array_equal(load(tmp_path / "out/scaled").call("scaled", x=x), x * 2.5)
 
 
-def test_arrays_of_jax_go_to_the_library_on_jaxs_own_client(built: Path) -> None:
-    import jax
-
-    found = load(built).call("scaled", x=jax.numpy.asarray(X))
-    np.testing.assert_allclose(found, EXPECTED, rtol=1e-6)
-
-
 # Damage
 
 
@@ -370,10 +364,7 @@ def contents_of(bundle: Path) -> tuple[Contents, dict[str, bytes]]:
 
 
 @pytest.mark.usefixtures("nothing_is_mapped")
-@pytest.mark.parametrize("place", [0.5, -1])
-def test_a_damaged_library_is_rejected_before_it_is_opened(
-    built: Path, place: float, tmp_path: Path
-) -> None:
+def test_a_damaged_library_is_rejected_before_it_is_opened(built: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(built, copy)
     contents, _ = contents_of(built)
@@ -381,7 +372,7 @@ def test_a_damaged_library_is_rejected_before_it_is_opened(
     digest = contents.config.libraries[0].digest.removeprefix("sha256:")
     blob = copy / "blobs" / "sha256" / digest
     content = bytearray(blob.read_bytes())
-    content[int(place * len(content)) if isinstance(place, float) else place] ^= 1
+    content[-1] ^= 1
     blob.write_bytes(content)
     with pytest.raises(RejectError, match=digest):
         load(copy)
@@ -415,6 +406,7 @@ def test_tables_that_contradict_themselves_are_rejected(built: Path) -> None:
         return (dataclasses.replace(first, calls=calls), second)
 
     other = dataclasses.replace(library, digest="sha256:" + "f" * 64)
+    unnamed = dataclasses.replace(library, handlers={"a b": "c"})
     cuda = dataclasses.replace(config.requirement, platform="cuda")
     forgeries: dict[str, dict[str, Any]] = {
         "expected libraries with the handlers": {"libraries": None},
@@ -424,9 +416,7 @@ def test_tables_that_contradict_themselves_are_rejected(built: Path) -> None:
         "expected a program that calls 'libown.so'": {"programs": (told(None)[0], told(None)[0])},
         "digests, each once": {"libraries": (library, library)},
         "expected each handler once": {"libraries": (library, other)},
-        "expected names of handlers": {
-            "libraries": (dataclasses.replace(library, handlers={"a b": "c"}),)
-        },
+        "expected names of handlers": {"libraries": (unnamed,)},
         "expected digests": {"libraries": (dataclasses.replace(library, digest="../lib"),)},
         "expected libraries for cpu": {"requirement": cuda},
     }
@@ -496,11 +486,7 @@ def test_a_library_that_does_not_serve_is_told_with_its_place_and_a_fix(
     twice = [Library(str(good), {"scale": "ScaleHandler"})] * 2
     typo = [Library(str(good), {"scale": "Scale"})]
     for manifest, complaint, fix in (
-        (
-            of(project, script),
-            "library[0].path: .*script.so: expected a shared lib.*not an ELF",
-            "-f",
-        ),
+        (of(project, script), "library[0].path: .*script.so: expected a shared .*not an ELF", "-f"),
         (of(project, static), "no shared library", "-shared"),
         (of(project, sparc), "expected a library for x86_64 or aarch64", "compile it for"),
         (of(project, arm), "is for aarch64: expected a CPU target.*found cpu-host", "add a target"),
@@ -560,9 +546,7 @@ def test_a_file_that_calls_a_handler_is_bound_or_told(
 
 def test_a_target_without_the_library_is_told(make: Callable[..., Path], compiled: Compile) -> None:
     only = Library(str(compiled()), HANDLERS, ("cpu-x86-64-v3",))
-    with pytest.raises(
-        BuildError, match="target cpu-host: program scaled: it calls scale: "
-    ) as told:
+    with pytest.raises(BuildError, match="target cpu-host: program scaled: it calls ") as told:
         make("scaled", only, targets=("cpu-x86-64-v3", "cpu-host"))
     assert "add a [[library]] that is built for cpu-host" in str(told.value.hint)
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.quick_compiling import XLA_FLAGS
 
 from .conftest import Run
@@ -32,14 +33,11 @@ name = "cpu-host"
 CODE = """
 import jax.numpy as jnp
 
-
 def score(x):
     return jnp.tanh(x) * 3
 
-
 def mean(x):
     return x.mean(-1)
-
 
 def scale(x):
     return x * 5
@@ -65,6 +63,7 @@ def built(python: Run, directory: Path, name: str, seconds: float) -> dict[str, 
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+@pytest.mark.thorough  # test_crew.py has the processes, test_traces.py what a build imports
 def test_a_build_whose_programs_others_lower_imports_no_jax_and_writes_the_same_bundle(
     python: Run, tmp_path: Path
 ) -> None:

@@ -84,13 +84,8 @@ def test_an_unknown_field_is_refused_unless_the_server_ignores_them(
             assert httpx.post(url, json={**body, "model": 7}, timeout=60).status_code == 400
 
 
-SAMPLING: dict[str, Any] = {
-    "model": "stories",
-    "stream": True,
-    "temperature": 0.5,
-    "top_p": 0.5,
-    "user": "u",
-}
+SAMPLING: dict[str, Any] = {"model": "stories", "stream": True, "temperature": 0.5, "top_p": 0.5}
+SAMPLING["user"] = "u"
 PENALTIES: dict[str, Any] = {
     "frequency_penalty": 0.5,
     "logit_bias": {"5": 1},
@@ -480,17 +475,15 @@ def test_echo_with_logprobs_has_those_of_the_prompt(new: int, client: Any, bundl
         assert len(lists.tokens) == len(ids) + new == len(lists.text_offset)
         assert lists.token_logprobs[0] is None
         assert lists.top_logprobs[0] is None
-        assert lists.token_logprobs[1 : len(ids)] == pytest.approx(
-            _by_prefill(bundle, ids), abs=1e-4
-        )
+        scores = pytest.approx(_by_prefill(bundle, ids), abs=1e-4)
+        assert lists.token_logprobs[1 : len(ids)] == scores
         for logprob, top in zip(lists.token_logprobs[1:], lists.top_logprobs[1:], strict=True):
             assert logprob in top.values()
             assert 1 <= len(top) <= 2
         assert choice.text.startswith(text)
         likely: Any = plain.choices[choice.index].logprobs
-        assert lists.token_logprobs[len(ids) :] == pytest.approx(
-            likely.token_logprobs[:new], abs=1e-4
-        )
+        scores = pytest.approx(likely.token_logprobs[:new], abs=1e-4)
+        assert lists.token_logprobs[len(ids) :] == scores
         assert choice.finish_reason == "length"
     usage = found.usage
     assert usage.prompt_tokens == sum(map(len, prompts))

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from tests.extent import cases
 from tests.recipes import Recipe
 from tests.unit.server.running import running
 from tests.webdriver import Browser, missing
@@ -276,7 +277,7 @@ def test_figures_are_those_of_the_engine(page: Browser, models: Models) -> None:
     assert page.text("#waited") == str(sum(each.waited_for_compile for each in metrics.requests))
 
 
-@pytest.mark.parametrize("width", [920, 1280])
+@pytest.mark.parametrize("width", cases([920], others=[1280]))
 def test_an_encoder_has_figures_of_its_own(
     page: Browser, models: Models, server: str, width: int
 ) -> None:
@@ -322,7 +323,7 @@ def test_the_keyboard_is_enough(page: Browser) -> None:
     assert page.run(outlined) == "solid"
 
 
-@pytest.mark.parametrize("width", [400, 800, 1400])
+@pytest.mark.parametrize("width", cases([400], others=[800, 1400]))
 def test_nothing_is_wider_than_the_window(page: Browser, width: int) -> None:
     page.size(width, 800)
     page.type("#chat-input", "x" * 300)

@@ -126,23 +126,96 @@ def foreign_dir(recipe: Any, tmp_path: Path) -> Path:
     return found
 
 
-def test_a_server_starts_answers_and_ends_in_order(serve: Serve, bundle_dir: Path) -> None:
-    server = serve(bundle_dir)
+def over(socket_path: Path) -> httpx.Client:
+    """A client of a Unix socket."""
+    transport = httpx.HTTPTransport(uds=str(socket_path))
+    return httpx.Client(transport=transport, base_url="http://admin", timeout=60)
+
+
+def replay(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "prejit.runtime", "replay", *map(str, arguments), "--json"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_server_from_its_start_to_the_replay_of_its_log(
+    serve: Serve, bundle_dir: Path, make_recipe: Any, tmp_path: Path
+) -> None:
+    path, log = tmp_path / "admin", tmp_path / "log.jsonl"
+    with socket.socket(socket.AF_UNIX) as left_behind:  # as by a server that was killed
+        left_behind.bind(str(path))
+    options = ("--admin", path, "--cors", "https://app.example", "--log", log)
+    server = serve(bundle_dir, *options)
     # Nothing was imported yet, and the port takes connections: a client waits instead of being refused.
     assert _binds(server)
     assert httpx.get(f"{server.url}/health/live", timeout=60).status_code == 200
     server.wait_until_ready()
+    assert f"{server.url}  example  ready in " in server.said
+    assert f"admin: {path}\n" in server.said
+    assert path.stat().st_mode & 0o777 == 0o600
     ready = httpx.get(f"{server.url}/health/ready", timeout=60)
     assert (ready.status_code, ready.json()) == (200, {"state": "ready", "models": ["example"]})
-    assert f"{server.url}  example  ready in " in server.said
     version = httpx.get(f"{server.url}/version", timeout=60)
     assert version.json() == {"version": metadata.version("prejit")}
     assert httpx.get(f"{server.url}/health", timeout=60).json()["state"] == "ready"
     found = infer(server)
     assert found.status_code == 200
     assert found.json()["outputs"][0]["shape"] == [2, 4]
+    page = {"Origin": "https://app.example"}
+    assert infer(server, headers=page).is_success
+    check_foreign_pages(server, page)
+    with over(path) as admin, httpx.Client(timeout=60) as client:
+        check_drain(server, admin, client)
     assert server.end() == 0
+    assert not path.exists()
     assert "Traceback" not in server.said
+
+    same = replay(log)
+    assert same.returncode == 0, same.stderr
+    report = json.loads(same.stdout)
+    assert (report["equal"], report["skipped"] > 0, report["differences"]) == (3, True, [])
+    other = make_recipe(score_scale=2.0).write(tmp_path / "other")
+    changed = replay(log, "--bundle", other)
+    assert changed.returncode == 1, changed.stderr
+    report = json.loads(changed.stdout)
+    assert len(report["differences"]) == 3
+    assert "the log is of sha256:" in report["notes"][0]
+
+
+def check_foreign_pages(server: Process, page: dict[str, str]) -> None:
+    """A web page uses a server without keys only where it may."""
+    evil = {"Origin": "https://evil.example", "Content-Type": "text/plain"}
+    refused = infer(server, headers=evil)
+    assert refused.status_code == 403
+    assert "Origin: expected" in refused.json()["error"]
+    assert httpx.get(server.url, headers={"Host": "evil.example"}, timeout=60).status_code == 403
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-a"}
+    url = f"{server.url}/v2/models/score/infer"
+    allowed = httpx.options(url, headers={**page, **asked}, timeout=60)
+    assert allowed.status_code == 200
+    for found in (allowed, infer(server, {}, headers=page)):
+        assert found.headers["access-control-allow-origin"] == "https://app.example"
+    assert httpx.options(url, headers={**evil, **asked}, timeout=60).status_code == 400
+
+
+def check_drain(server: Process, admin: httpx.Client, client: httpx.Client) -> None:
+    """A drained server refuses and stays until that is undone."""
+    assert admin.post("/drain").json() == {"state": "draining", "idle": True}
+    assert client.get(f"{server.url}/health/live").json() == {"state": "draining"}
+    probes = [
+        client.get(f"{server.url}{url}") for url in ("/health/ready", "/health", "/v2/health/ready")
+    ]
+    for refused in (*probes, infer(server)):
+        assert (refused.status_code, refused.headers["connection"]) == (503, "close")
+    assert refused.headers["retry-after"]
+    assert admin.post("/undrain").json() == {"state": "ready"}
+    assert infer(server).status_code == 200
+    wrong = admin.get("/drain")
+    assert wrong.status_code == 405
+    assert wrong.json()["error"]["message"] == "/drain: expected POST, found GET"
+    assert admin.get("/metrics").status_code == 404
+    wrong = client.post(f"{server.url}/drain")  # it is not the users'
+    assert wrong.status_code == 404
+    assert wrong.json()["error"]["message"].startswith("POST /drain: expected a path of this")
 
 
 def _binds(server: Process) -> bool:
@@ -185,78 +258,23 @@ def test_a_signal_while_it_loads_ends_it(
     assert server.end(number) == 0
 
 
-def over(socket_path: Path) -> httpx.Client:
-    """A client of a Unix socket."""
-    transport = httpx.HTTPTransport(uds=str(socket_path))
-    return httpx.Client(transport=transport, base_url="http://admin", timeout=60)
-
-
-def test_a_drained_server_refuses_and_stays_until_it_is_undone(
-    serve: Serve, bundle_dir: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "admin"
-    with socket.socket(socket.AF_UNIX) as left_behind:  # as by a server that was killed
-        left_behind.bind(str(path))
-    server = serve(bundle_dir, "--admin", path).wait_until_ready()
-    assert f"admin: {path}\n" in server.said
-    assert path.stat().st_mode & 0o777 == 0o600
-    with over(path) as admin, httpx.Client(timeout=60) as client:
-        assert admin.post("/drain").json() == {"state": "draining", "idle": True}
-        assert client.get(f"{server.url}/health/live").json() == {"state": "draining"}
-        for url in ("/health/ready", "/health", "/v2/health/ready"):
-            refused = client.get(server.url + url)
-            assert (refused.status_code, refused.headers["connection"]) == (503, "close")
-        refused = infer(server)
-        assert (refused.status_code, refused.headers["connection"]) == (503, "close")
-        assert refused.headers["retry-after"]
-        assert admin.post("/undrain").json() == {"state": "ready"}
-        assert infer(server).status_code == 200
-        wrong = admin.get("/drain")
-        assert wrong.status_code == 405
-        assert wrong.json()["error"]["message"] == "/drain: expected POST, found GET"
-        assert admin.get("/metrics").status_code == 404
-    wrong = httpx.post(f"{server.url}/drain", timeout=60)  # it is not the users'
-    assert wrong.status_code == 404
-    assert wrong.json()["error"]["message"].startswith(
-        "POST /drain: expected a path of this server"
-    )
-    assert server.end() == 0
-    assert not path.exists()
-
-
-def test_the_admin_address_answers_no_foreign_page(
+def test_the_admin_address_answers_no_foreign_page_and_a_terminal_may_close(
     serve: Serve, bundle_dir: Path, make_recipe: Any, tmp_path: Path
 ) -> None:
-    port = free_port()
+    port, (person, terminal) = free_port(), pty.openpty()
     other = make_recipe(score_scale=2.0, name="other").write(tmp_path / "other")
-    server = serve(bundle_dir, f"second={other}", "--admin", f"127.0.0.1:{port}").wait_until_ready()
+    bundles = (bundle_dir, f"second={other}", "--admin", f"127.0.0.1:{port}")
+    server = serve(*bundles, stdin=terminal).wait_until_ready()
     url = f"http://127.0.0.1:{port}/drain"
     for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
         assert httpx.post(url, headers=headers, timeout=60).status_code == 403
     found = httpx.get(f"{server.url}/health", timeout=60)
     assert (found.status_code, found.json()["models"]) == (200, ["example", "second"])
     assert httpx.post(url, timeout=60).status_code == 200
-    assert server.end() == 0
-
-
-def test_a_web_page_uses_a_server_without_keys_only_where_it_may(
-    serve: Serve, bundle_dir: Path
-) -> None:
-    server = serve(bundle_dir, "--cors", "https://app.example").wait_until_ready()
-    evil = {"Origin": "https://evil.example", "Content-Type": "text/plain"}
-    refused = infer(server, headers=evil)
-    assert refused.status_code == 403
-    assert "Origin: expected" in refused.json()["error"]
-    assert httpx.get(server.url, headers={"Host": "evil.example"}, timeout=60).status_code == 403
-    page = {"Origin": "https://app.example"}
-    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-a"}
-    url = f"{server.url}/v2/models/score/infer"
-    allowed = httpx.options(url, headers={**page, **asked}, timeout=60)
-    assert allowed.status_code == 200
-    for found in (allowed, infer(server, headers=page), infer(server, {}, headers=page)):
-        assert found.headers["access-control-allow-origin"] == "https://app.example"
-    assert httpx.options(url, headers={**evil, **asked}, timeout=60).status_code == 400
-    assert server.end() == 0
+    os.close(terminal)
+    os.close(person)
+    assert server.end(signal.SIGHUP) == 0
+    assert "SIGHUP: finishing what runs" in server.said
 
 
 def test_keys_and_a_log_that_signals_open_again(
@@ -288,21 +306,11 @@ def test_keys_and_a_log_that_signals_open_again(
     assert "0123456789abcdef" not in server.said
 
 
-def test_a_server_whose_terminal_is_closed_ends_in_order(serve: Serve, bundle_dir: Path) -> None:
-    person, terminal = pty.openpty()
-    server = serve(bundle_dir, stdin=terminal).wait_until_ready()
-    os.close(terminal)
-    os.close(person)
-    assert server.end(signal.SIGHUP) == 0
-    assert "SIGHUP: finishing what runs" in server.said
-
-
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
         (("{bundle}", "{foreign}", "--on-mismatch", "error"), 3, "error[mismatch]"),
         (("{missing}",), 6, "error[store]"),
-        (("{bundle}", "{bundle}"), 2, "two bundles named 'example'"),
         (("{bundle}", "--port", "{taken}"), 6, "cannot listen"),
         (("{bundle}", "--admin", "{bundle}"), 6, "give another --admin"),
     ],
@@ -323,32 +331,6 @@ def test_a_server_that_cannot_serve_says_why_and_ends(
         assert server.wait() == status, server.said
     assert message in server.said
     assert "Traceback" not in server.said
-
-
-def replay(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "prejit.runtime", "replay", *map(str, arguments), "--json"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
-def test_a_log_is_replayed_and_a_changed_bundle_is_found(
-    serve: Serve, bundle_dir: Path, make_recipe: Any, tmp_path: Path
-) -> None:
-    log = tmp_path / "log.jsonl"
-    server = serve(bundle_dir, "--log", log).wait_until_ready()
-    for _ in range(3):
-        assert infer(server).is_success
-    assert httpx.post(f"{server.url}/v2/models/none/infer", json=INFER).status_code == 404
-    assert server.end() == 0
-    same = replay(log)
-    assert same.returncode == 0, same.stderr
-    report = json.loads(same.stdout)
-    assert (report["equal"], report["skipped"], report["differences"]) == (3, 1, [])
-    other = make_recipe(score_scale=2.0).write(tmp_path / "other")
-    changed = replay(log, "--bundle", other)
-    assert changed.returncode == 1, changed.stderr
-    report = json.loads(changed.stdout)
-    assert len(report["differences"]) == 3
-    assert "the log is of sha256:" in report["notes"][0]
 
 
 COMPLETION = {"model": "decoder", "prompt": [1, 2, 3], "max_tokens": 60, "ignore_eos": True}

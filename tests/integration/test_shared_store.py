@@ -110,12 +110,7 @@ DAMAGES = [(kind, damage) for kind in ("ac", "cas") for damage in (truncate, swa
     ("kind", "damage"), sampled(DAMAGES, lambda case: case == ("cas", truncate))
 )
 def test_damage_is_compiled_again_and_changes_no_byte(
-    build: Build,
-    first: Path,
-    store: Path,
-    tmp_path: Path,
-    kind: str,
-    damage: Callable[[Path], Any],
+    build: Build, first: Path, store: Path, tmp_path: Path, kind: str, damage: Callable[[Path], Any]
 ) -> None:
     for path in sorted((store / kind).iterdir())[::2]:
         damage(path)

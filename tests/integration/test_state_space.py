@@ -25,8 +25,6 @@ from tests.once import Once
 
 import prejit.compiler
 from prejit.compiler import Generate, Manifest, Model
-from prejit.compiler.lowering.user.modules import UserModules
-from prejit.compiler.lowering.user.own_decoder import find_model
 from prejit.runtime import Bundle, FallbackWarning, Fingerprint, load
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.generation import decode
@@ -43,7 +41,6 @@ MANIFEST = """
 name = "{name}"
 [model]
 module = "model:model"
-dtype = "{dtype}"
 [generate]
 {sizes}
 [[target]]
@@ -95,11 +92,11 @@ class Plain:
         return text[len(prompt) :]
 
 
-def build(run: Run, directory: Path, example: str, dtype: str, sizes: str) -> Path:
-    """Build an example's model, with other sizes."""
+def build(run: Run, directory: Path, example: str) -> Path:
+    """Build an example's model in float32, with other sizes."""
     shutil.copy(ROOT / "examples" / example / "model.py", directory)
     manifest = directory / "manifest.toml"
-    manifest.write_text(MANIFEST.format(name=example, dtype=dtype, sizes=sizes))
+    manifest.write_text(MANIFEST.format(name=example, sizes=SIZES[example]))
     run("build", manifest, "-o", directory, quick=True)
     return directory / example
 
@@ -111,7 +108,7 @@ def paths(run: Run, once: Once) -> Callable[[str], Path]:
 
 
 def example_bundle(run: Run, once: Once, example: str) -> Path:
-    made = once(example, lambda at: build(run, at, example, "float32", SIZES[example]))
+    made = once(example, lambda at: build(run, at, example))
     return made / example
 
 
@@ -130,10 +127,7 @@ class Subject:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        "state_space",
-        pytest.param("mixture_of_experts", marks=pytest.mark.thorough),
-    ],
+    params=["state_space", pytest.param("mixture_of_experts", marks=pytest.mark.thorough)],
 )
 def subject(request: pytest.FixtureRequest, paths: Callable[[str], Path]) -> Subject:
     bundle = load(paths(request.param), on_mismatch="error")
@@ -207,39 +201,6 @@ def test_another_machine_compiles_the_same_text(paths: Callable[[str], Path]) ->
         bundle = load(paths("state_space"), fingerprint=other)
         found = bundle.generate(TEXTS[0][:13], max_new_tokens=9)
     assert list(found.token_ids) == Plain(example_model("state_space")).writes(TEXTS[0][:13], 9)
-
-
-@pytest.mark.parametrize(
-    ("example", "dtype"),
-    [
-        ("state_space", "int8"),
-        pytest.param("state_space", "bfloat16", marks=pytest.mark.thorough),
-        pytest.param("mixture_of_experts", "int8", marks=pytest.mark.thorough),
-    ],
-)
-def test_narrow_matrices_write_what_their_values_in_float32_write(
-    example: str, dtype: str, run: Run, tmp_path: Path
-) -> None:
-    path = build(run, tmp_path, example, dtype, "batch = [1]\nprompt = [8]\ncontext = [64]")
-    bundle = load(path, on_mismatch="error")
-    plain = Plain(dequantized(example_model(example), dtype))
-    for length in (1, 13):
-        found = bundle.generate(TEXTS[0][:length], max_new_tokens=12)
-        assert list(found.token_ids) == plain.writes(TEXTS[0][:length], 12)
-
-
-def dequantized(model: Any, dtype: str) -> Any:
-    """The user's own code with the values that a bundle stores, in float32."""
-    found = find_model(Model(module=model, dtype=dtype), "m", None, UserModules(None))
-    stored = {name: np.asarray(read()) for name, read in found.stored.values.items()}
-    values = {}
-    for name in found.exact.values:
-        values[name] = jnp.asarray(stored[name], jnp.float32)
-        if (scale := stored.get(f"{name}_scale")) is not None:
-            values[name] *= scale[..., None, :]  # inputs are the last axis but one
-    narrow = [name for name in found.exact.values if str(stored[name].dtype) == dtype]
-    assert len(narrow) > 8
-    return found.exact.model.bind(values)
 
 
 def test_one_context_is_enough_for_a_cache_without_positions(tmp_path: Path) -> None:

@@ -132,25 +132,18 @@ def test_an_answer_is_what_a_request_says_it_must_be(client: openai.OpenAI, name
     body, check = REQUESTS[name]
     most = body.get("max_tokens", 100)
     body = {key: value for key, value in body.items() if key != "max_tokens"}
-    chat = client.chat.completions.create(
-        model="model", messages=USER, max_tokens=most, extra_body=body
-    )
+    common: Any = {"model": "model", "extra_body": body}
+    chat = client.chat.completions.create(messages=USER, max_tokens=most, **common)
     check(chat.choices[0].message.content or "")
     if "structured_outputs" not in body:  # an older name of the same
         return
-    text = client.completions.create(
-        model="model", prompt="ab", max_tokens=most, n=2, extra_body=body
-    )
+    text = client.completions.create(prompt="ab", max_tokens=most, n=2, **common)
     for choice in text.choices:
         check(choice.text)
-    pieces = client.completions.create(
-        model="model", prompt="ab", max_tokens=most, stream=True, extra_body=body
-    )
+    pieces = client.completions.create(prompt="ab", max_tokens=most, stream=True, **common)
     check("".join(piece.choices[0].text for piece in pieces))
     if "stop" not in body:
-        found = client.responses.create(
-            model="model", input="ab", max_output_tokens=most, extra_body=body
-        )
+        found = client.responses.create(input="ab", max_output_tokens=most, **common)
         check(found.output_text)
 
 
@@ -193,10 +186,8 @@ def test_what_no_answer_can_be_is_refused(
 
 
 def test_an_answer_beside_tools_is_a_call_or_meets_the_format(client: openai.OpenAI) -> None:
-    wanted: Any = {
-        "type": "json_schema",
-        "json_schema": {"name": "car", "schema": CAR, "strict": True},
-    }
+    schema = {"name": "car", "schema": CAR, "strict": True}
+    wanted: Any = {"type": "json_schema", "json_schema": schema}
     kinds = set()
     for seed in range(20):
         found = client.chat.completions.create(
@@ -216,10 +207,7 @@ def test_an_answer_beside_tools_is_a_call_or_meets_the_format(client: openai.Ope
 
 def test_only_allowed_tools_are_called(client: openai.OpenAI, server: Running) -> None:
     name = {"type": "function", "function": {"name": "now"}}
-    choice: Any = {
-        "type": "allowed_tools",
-        "allowed_tools": {"mode": "required", "tools": [name]},
-    }
+    choice: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [name]}}
     chat = client.chat.completions.create(
         model="model", messages=USER, tools=[ADD, NOW], tool_choice=choice, max_tokens=100,
         parallel_tool_calls=False,

@@ -276,12 +276,8 @@ def test_a_copy_is_checked_as_a_bundle_is(
         damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
         with pytest.raises(RejectError):
             load(copy)
-    for change in (
-        {"digest": "sha256:0"},
-        {"size": -1},
-        {"size": "1"},
-        {"mediaType": "text/plain"},
-    ):
+    wrong = [{"digest": "sha256:0"}, {"size": -1}, {"size": "1"}, {"mediaType": "text/plain"}]
+    for change in wrong:
         copy = copy_of(bundle_dir, tmp_path / "wrong", "cpu-host")
         index = json.loads((copy / "index.json").read_bytes())
         index["manifests"][0] |= change

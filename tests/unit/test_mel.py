@@ -32,17 +32,6 @@ def noise() -> Sound:
     return np.random.default_rng(0).uniform(-1, 1, SAMPLES)
 
 
-def tone() -> Sound:
-    """One frequency: all others are what the window and the rounding leave."""
-    return np.sin(2 * np.pi * 440 * np.arange(SAMPLES) / 16_000)
-
-
-def sweep() -> Sound:
-    """From 0 to 8 kHz, growing louder."""
-    time = np.arange(SAMPLES) / SAMPLES
-    return time**2 * np.sin(2 * np.pi * 120_000 * time**2)
-
-
 def bursts() -> Sound:
     """Short sounds with silence between and after, as of speech."""
     loud = np.random.default_rng(1).integers(0, 2, 20).repeat(12_000)
@@ -59,7 +48,7 @@ def silence() -> Sound:
     return np.zeros(SAMPLES)
 
 
-SOUNDS = (noise, tone, sweep, bursts, click, silence)
+SOUNDS = (noise, bursts, click, silence)
 
 
 @pytest.mark.parametrize(("sound", "bins"), [*((each, 80) for each in SOUNDS), (noise, 128)])

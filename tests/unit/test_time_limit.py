@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.extent import cases
 
 SETTINGS = Path(__file__).parents[2] / "pyproject.toml"
 IN_PYTHON = "import time\n\ndef test_hangs():\n    time.sleep(600)\n"
@@ -19,13 +20,13 @@ def test_every_test_has_a_time_limit(request: pytest.FixtureRequest) -> None:
     assert 0 < float(config.getini("timeout")) < float(config.getini("faulthandler_timeout"))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+TIMEOUT = (IN_PYTHON, "timeout", "Timeout (>1.0s)")
+FAULT = (IN_C, "faulthandler_timeout", "Timeout (0:00:01)")
+
+
 @pytest.mark.parametrize(
-    ("code", "limit", "shown"),
-    [
-        (IN_PYTHON, "timeout", "Timeout (>1.0s)"),
-        (IN_C, "faulthandler_timeout", "Timeout (0:00:01)"),
-    ],
+    ("code", "limit", "shown", "workers"),
+    cases([(*TIMEOUT, 1), (*FAULT, 0)], others=[(*TIMEOUT, 0), (*FAULT, 1)]),
 )
 def test_a_hang_ends_the_test_with_its_stack(
     tmp_path: Path, code: str, limit: str, shown: str, workers: int

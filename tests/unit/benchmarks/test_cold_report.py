@@ -79,10 +79,7 @@ def test_a_row_that_did_not_run_leaves_its_cell_empty() -> None:
 
 
 def test_the_notes_say_how_files_were_made_cold_and_what_was_left() -> None:
-    found = {
-        "disk cold": figures(first=[1.0]),
-        "memory limit, disk cold": figures(first=[1.0]),
-    }
+    found = {"disk cold": figures(first=[1.0]), "memory limit, disk cold": figures(first=[1.0])}
     said = "\n".join(cold_report.notes(found, {"int8": (120_000_000, 300_000_000)}))
     assert "evicted" in said
     assert "At most 2.0 %" in said

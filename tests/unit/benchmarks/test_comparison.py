@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness import (
-    comparison,
-    fresh_processes,
-    report,
-    workload,
-)
+from benchmarks.harness import comparison, fresh_processes, report, workload
 from benchmarks.harness.comparison import DECODE, FIRST, Goal
 from benchmarks.harness.fresh_processes import Row, Spread
 

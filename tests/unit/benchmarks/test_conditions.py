@@ -6,14 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.harness.conditions import (
-    ONE_CPU,
-    RECEIPTS,
-    WARM,
-    Condition,
-    Start,
-    fresh_root,
-)
+from benchmarks.harness.conditions import ONE_CPU, RECEIPTS, WARM, Condition, Start, fresh_root
 from benchmarks.harness.fresh_processes import Row
 
 

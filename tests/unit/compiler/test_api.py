@@ -48,7 +48,6 @@ def scoring(params: Any = None, **changes: Any) -> Program:
 
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, Any]:
-    """Where a build of one test goes."""
     return {"cache": tmp_path / "cache", "workers": 1, "quiet": True}
 
 
@@ -84,9 +83,7 @@ class Scaled:
         return x * self.factor
 
 
-def test_a_function_gets_the_pytrees_and_a_module_the_parameters_that_were_given(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_functions_get_the_pytrees_that_were_given(tmp_path: Path, options: dict[str, Any]) -> None:
     def add(params: Any, x: Any) -> Any:
         assert isinstance(params, Pair)
         assert isinstance(params.right, list)
@@ -151,71 +148,60 @@ def dotted() -> Program:
     return scoring({"a.b": np.ones(1, np.float32), "a": {"b": np.ones(1, np.float32)}})
 
 
-@pytest.mark.parametrize(
-    ("manifest", "problems"),
-    [
-        (
-            lambda: Manifest("s", programs=[scoring(buckets={"batch": [0]})], targets=["cpu-host"]),
-            ["program[0].buckets.batch[0]: expected an integer from 1 to"],
-        ),
-        (
-            lambda: Manifest("s", programs=[scoring(args={"x": "float33[4]"})], targets=[]),
-            [
-                "target: missing; expected at least one",
-                "program[0].args.x: expected a dtype (did you mean",
-            ],
-        ),
-        (
-            lambda: Manifest("s", programs=[scoring(fn=3)], targets=["cpu-host"]),
-            [
-                'program[0].function: expected "package.module:attribute", or the path of a jax.export '
-                'artifact or of StableHLO; found "3"'
-            ],
-        ),
-        (
-            lambda: Manifest("s", targets=["cpu-host"], model=Model("no-such-directory")),
-            ["generate: missing", "model.source: expected a directory"],
-        ),
-        (
-            lambda: Manifest("s", targets=["cpu-host"], model=Model(module=scoring, params={})),
-            ["generate: missing"],
-        ),
-        (
-            lambda: Manifest("s", targets=["cpu-host"], model=Model(module="model")),
-            ["generate: missing", 'model.module: expected "package.module:attribute"'],
-        ),
-        (
-            lambda: Manifest("s", programs=[dotted()], targets=["cpu-host"]),
-            ["params: expected different names of leaves, found 'a.b' twice"],
-        ),
-        (
-            lambda: Manifest("s", programs=[scoring({"a": object()})], targets=["cpu-host"]),
-            ["params: a: expected an array of one of"],
-        ),
-    ],
-)
+MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
+    (
+        {"programs": lambda: [scoring(buckets={"batch": [0]})]},
+        ["program[0].buckets.batch[0]: expected an integer from 1 to"],
+    ),
+    (
+        {"programs": lambda: [scoring(args={"x": "float33[4]"})], "targets": lambda: []},
+        ["target: missing; expected at least one", "program[0].args.x: expected a dtype (did you"],
+    ),
+    (
+        {"programs": lambda: [scoring(fn=3)]},
+        ['program[0].function: expected "package.module:attribute", or the path'],
+    ),
+    (
+        {"model": lambda: Model("no-such-directory")},
+        ["generate: missing", "model.source: expected a directory"],
+    ),
+    ({"model": lambda: Model(module=scoring, params={})}, ["generate: missing"]),
+    ({"programs": lambda: [dotted()]}, ["params: expected different names of leaves, found 'a.b'"]),
+    (
+        {"programs": lambda: [scoring({"a": object()})]},
+        ["params: a: expected an array of one of"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "problems"), MISTAKES)
 def test_a_mistake_in_python_is_reported_as_one_in_a_file(
-    manifest: Any, problems: list[str], tmp_path: Path, options: dict[str, Any]
+    given: dict[str, Any], problems: list[str], tmp_path: Path, options: dict[str, Any]
 ) -> None:
+    made = {"targets": ["cpu-host"], **{name: make() for name, make in given.items()}}
     with pytest.raises(ManifestError) as caught:
-        prejit.compiler.build(manifest(), tmp_path / "out", **options)
+        prejit.compiler.build(Manifest("s", **made), tmp_path / "out", **options)
     text = str(caught.value)
-    for problem in problems:
-        assert problem in text
+    assert all(problem in text for problem in problems)
     assert len(text.splitlines()) == len(problems)
     assert text.startswith("manifest '")
     assert caught.value.hint
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_that_is_missing_and_a_target_that_is_none_are_errors(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_a_missing_file_target_or_name_is_an_error(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(StoreError, match=r"missing\.toml: cannot read the manifest"):
         prejit.compiler.plan(tmp_path / "missing.toml", cache=options["cache"])
     manifest = Manifest("score", programs=[scoring()], targets=["cpu-host"])
     with pytest.raises(UsageError, match="expected a target of manifest 'score', one of cpu-host"):
         prejit.compiler.build(manifest, tmp_path, targets=("cpu-hots",), **options)
+    one = prejit.compiler.program(score, tree(), "float32[2,4]")
+    with pytest.raises(UsageError, match="there are 2 programs"):
+        prejit.compiler.build([one, one], tmp_path, **options)
+    with pytest.raises(UsageError, match="expected a manifest or programs, found function at 0"):
+        prejit.compiler.build([score], tmp_path, **options)  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="the manifest has the name"):
+        prejit.compiler.build(tmp_path / "m.toml", tmp_path, name="other", **options)
 
 
 def test_a_build_shows_its_progress_and_what_soon_cannot_be_read_unless_it_is_quiet(
@@ -269,9 +255,7 @@ def test_a_program_has_the_arguments_of_an_example_call() -> None:
         (keyed, {"z": 1}, "program 'keyed': args: missing a required argument: 'x'"),
     ],
 )
-def test_an_example_call_with_mistakes_is_an_error(
-    function: Any, arguments: dict[str, Any], problem: str
-) -> None:
+def test_an_example_call_must_fit(function: Any, arguments: dict[str, Any], problem: str) -> None:
     with pytest.raises(ManifestError) as caught:
         prejit.compiler.program(function, **arguments)
     assert problem in str(caught.value)
@@ -286,8 +270,6 @@ def test_an_example_call_with_mistakes_is_an_error(
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A static argument that no bundle can hold."""
-
     factor: int = 2
 
 
@@ -306,9 +288,7 @@ def test_a_static_argument_that_no_bundle_can_hold_is_an_error(value: Any) -> No
         prejit.compiler.build(by_hand)
 
 
-def test_keys_of_a_dict_and_dimensions_that_no_bundle_can_hold_are_errors(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_odd_keys_and_dimensions_are_errors(tmp_path: Path, options: dict[str, Any]) -> None:
     for key in (1.5, (1, 2), b"a", None):
         one = prejit.compiler.program(leaves, {"a": {key: "float32[2]"}})
         with pytest.raises(BuildError, match=r"keys are texts or integers, found the k") as caught:
@@ -318,18 +298,6 @@ def test_keys_of_a_dict_and_dimensions_that_no_bundle_can_hold_are_errors(
     with pytest.raises(BuildError, match="expected at most 64 dimensions, found 65"):
         prejit.compiler.build(prejit.compiler.program(leaves, shape), tmp_path, **options)
     assert not (tmp_path / "leaves").exists()
-
-
-def test_a_build_of_functions_without_a_name_is_an_error(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
-    one = prejit.compiler.program(score, tree(), "float32[2,4]")
-    with pytest.raises(UsageError, match="there are 2 programs"):
-        prejit.compiler.build([one, one], tmp_path, **options)
-    with pytest.raises(UsageError, match="expected a manifest or programs, found function at 0"):
-        prejit.compiler.build([score], tmp_path, **options)  # type: ignore[list-item]
-    with pytest.raises(UsageError, match="the manifest has the name"):
-        prejit.compiler.build(tmp_path / "m.toml", tmp_path, name="other", **options)
 
 
 def double(x: Any) -> Any:
@@ -345,9 +313,7 @@ def of(name: str, function: Any) -> Manifest:
     return Manifest(name, programs=[program], targets=["cpu-host"])
 
 
-def test_several_manifests_share_what_they_compile_and_one_that_fails_ends_no_other(
-    tmp_path: Path,
-) -> None:
+def test_several_manifests_share_and_one_that_fails_ends_no_other(tmp_path: Path) -> None:
     ended: list[Any] = []
     requests = [(of(n, f), ()) for n, f in (("a", double), ("no", broken), ("b", double))]
     settings = BuildSettings(cache=tmp_path / "cache", workers=1)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.unit.compiler.store.test_directory_store import python as started
 
 from prejit.compiler import garbage
 from prejit.compiler.garbage import Collection, collect
@@ -45,13 +46,11 @@ def store(cache: DirectoryStore, key: Key, *contents: bytes) -> None:
 
 @pytest.fixture
 def default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The default cache, which nobody has written to."""
     monkeypatch.setenv("PREJIT_CACHE", str(tmp_path / "none"))
     return tmp_path / "none"
 
 
 def age(directory: Path, days: float) -> None:
-    """Makes everything in a directory so much older."""
     for path in directory.rglob("*"):
         if not path.is_symlink():
             then = path.stat().st_mtime - days * 86_400
@@ -73,18 +72,7 @@ def gone(collection: Collection) -> dict[str, int]:
 @contextmanager
 def python(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     """A process that has printed "ready"; it ends with the block."""
-    setup = (
-        "import sys\nfrom pathlib import Path\n"
-        "from prejit.compiler.store.directory_store import DirectoryStore\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", setup + code, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
+    with started(code, *arguments) as process:
         assert process.stdout.readline() == "ready\n"
         try:
             yield process
@@ -133,9 +121,7 @@ def test_files_of_a_clock_that_was_wrong_grow_old_from_now_on(root: Path) -> Non
     assert gone(collect(root, days=30)) == {"results": 1, "contents": 2, "reasons": 1}
 
 
-def test_a_clock_that_jumps_forward_costs_a_running_build_nothing_but_compiles(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clock_that_jumps_costs_compiles(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = DirectoryStore.open(root)  # a build runs
     later = time.time() + 400 * 86_400
     with monkeypatch.context() as patch:
@@ -211,9 +197,7 @@ with cache.blob_writer() as blob:
     assert not list((root / "v1" / "temp").iterdir())
 
 
-def test_nobody_opens_the_cache_while_all_of_it_is_collected_and_files_in_use_stay(
-    root: Path, tmp_path: Path
-) -> None:
+def test_files_in_use_stay_and_nobody_opens_a_collected_cache(root: Path, tmp_path: Path) -> None:
     code = """
 print("ready", flush=True)
 DirectoryStore.open(Path(sys.argv[1]))
@@ -265,9 +249,7 @@ def environment(root: Path, name: str, *, python: str = sys.executable) -> Path:
     return path
 
 
-def test_environments_go_when_they_are_not_used_or_not_whole(
-    default: Path, environments_root: Path
-) -> None:
+def test_unused_and_half_environments_go(default: Path, environments_root: Path) -> None:
     used, unused, half, _, running = (
         environment(environments_root, name, python=python)
         for name, python in {
@@ -284,9 +266,10 @@ def test_environments_go_when_they_are_not_used_or_not_whole(
         collection = collect(days=30)
     reasons = {found.reason for found in collection.found if found.kind == "environments"}
     assert gone(collection) == {"environments": 3, "locks": 1}
+    assert [found.size for found in collection.found if found.kind == "locks"] == [0]
     assert reasons == {None, "not used", "half made", "broken"}
     assert {path.name for path in environments_root.iterdir()} == {
-        *("used", "used.lock", "running", "running.lock"),
+        *("used", "used.lock", "running", "running.lock")
     }
     [removed] = [found for found in collection.found if found.reason == "not used"]
     assert (removed.name, removed.size > 1000) == ("jax==0.12.0.1", True)

@@ -29,15 +29,11 @@ def silent_log() -> Iterator[None]:
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
     def isatty(self) -> bool:
         return True
 
 
 class Clock:
-    """A clock that somebody sets."""
-
     seconds = 0.0
 
     def __call__(self) -> float:
@@ -45,7 +41,6 @@ class Clock:
 
 
 def build(progress: Progress) -> None:
-    """A build of four programs: one cached, two compiled, one failed."""
     progress.add(4)
     progress.cached()
     for program in ("a", "b", "c"):
@@ -56,7 +51,6 @@ def build(progress: Progress) -> None:
 
 
 def without_times(text: str) -> str:
-    """The text with every number of seconds as N."""
     return re.sub(r"\d+(\.\d+)? s\b", "N s", text)
 
 
@@ -96,28 +90,19 @@ def test_silence_is_broken_by_a_heartbeat() -> None:
     assert "p4" not in many.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("stream", "term", "kind"),
-    [
-        (Terminal(), "xterm-256color", Live),
-        (Terminal(), "dumb", Plain),
-        (Terminal(), None, Plain),
-        (io.StringIO(), "xterm-256color", Plain),
-    ],
-)
 def test_only_a_terminal_that_can_redraw_gets_the_live_display(
-    stream: io.StringIO, term: str | None, kind: type[Progress], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TERM", raising=False)
-    if term:
+    assert type(open_progress(Terminal())) is Plain
+    for term, kind in (("dumb", Plain), ("xterm-256color", Live)):
         monkeypatch.setenv("TERM", term)
-    assert type(open_progress(stream)) is kind
+        assert type(open_progress(Terminal())) is kind
+        assert type(open_progress(io.StringIO())) is Plain
 
 
 @pytest.mark.parametrize("no_color", [False, True])
-def test_the_live_display_shows_what_runs_and_what_is_left(
-    monkeypatch: pytest.MonkeyPatch, no_color: bool
-) -> None:
+def test_the_live_display_shows_it_all(monkeypatch: pytest.MonkeyPatch, no_color: bool) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -142,7 +127,9 @@ def test_the_live_display_shows_what_runs_and_what_is_left(
     assert bool(colours) != no_color
 
 
-def test_the_time_left_counts_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_counts_what_is_under_way_and_late_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(progress_module, "_now", clock := Clock())
     progress = Quiet()
     progress.add(6)
@@ -158,11 +145,6 @@ def test_the_time_left_counts_what_is_under_way(monkeypatch: pytest.MonkeyPatch)
     assert progress._seconds_left() == 14
     clock.seconds = 60.0
     assert progress._seconds_left() == 0
-
-
-def test_a_start_that_was_told_late_does_not_shorten_the_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     monkeypatch.setattr(progress_module, "_now", clock := Clock())
     stream = io.StringIO()
     with Plain(stream) as progress:

@@ -117,7 +117,7 @@ def test_the_code_of_a_class_runs_as_often_as_with_jax(bundle: Bundle, given: An
                 assert getattr(one, "k", None) == getattr(other, "k", None)
 
 
-def test_a_class_that_does_not_take_its_fields_is_an_error() -> None:
+def test_other_classes_and_modules_that_change_themselves_are_refused(tmp_path: Path) -> None:
     class Other:
         def __init__(self, size: int) -> None:
             raise NotImplementedError
@@ -125,6 +125,8 @@ def test_a_class_that_does_not_take_its_fields_is_an_error() -> None:
     tree = Node("record", ("w",), (Leaf(),), "app:Other")
     with pytest.raises(UsageError, match="result app:Other: expected a class that takes w, found"):
         unflatten(tree, iter([X]), {"app:Other": Other})
+    with pytest.raises(ManifestError, match="found a Callable whose own code changes its parts"):
+        build(Program("p", fn=Callable(X), args=[X]), tmp_path, quiet=True)
 
 
 def step(state: Any) -> Any:
@@ -132,9 +134,7 @@ def step(state: Any) -> Any:
 
 
 @pytest.mark.parametrize("given", [Scaled(X), Counted(X)], ids=name_of)
-def test_steps_that_would_not_make_a_class_as_often_as_jax_are_refused(
-    given: Any, tmp_path: Path, build_cache: Path
-) -> None:
+def test_other_steps_are_refused(given: Any, tmp_path: Path, build_cache: Path) -> None:
     options: dict[str, Any] = {"cache": build_cache, "quiet": True}
     found = "code changes its parts each time"
     repeated = Program("step", fn=step, args=[given], repeat=(1, 2), carry=(0,))
@@ -153,9 +153,3 @@ def test_steps_take_a_class_that_converts_its_parts(tmp_path: Path, build_cache:
     bound()
     np.testing.assert_array_equal(bundle.call("step", given, repeat=2).w, X + 2)
     np.testing.assert_array_equal(bound.read()[0].w, X + 1)
-
-
-def test_a_module_that_changes_itself_is_refused_as_a_function(tmp_path: Path) -> None:
-    """jax.jit calls it as it is; its parameters come into a bundle as those of a module made anew."""
-    with pytest.raises(ManifestError, match="found a Callable whose own code changes its parts"):
-        build(Program("p", fn=Callable(X), args=[X]), tmp_path, quiet=True)

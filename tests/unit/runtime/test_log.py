@@ -37,7 +37,7 @@ def test_a_load_says_what_it_did_and_why_none_matches(
     assert f"loader: {settled_dir}: no trust policy applies" in first
     assert f"{bundle.digest}: chose target cpu-host: it matches" in first
     assert "blobs: verified: all that was hashed is right" in first
-    assert "ready: example: score/b2: loaded in " in first
+    assert "ready_programs: example: score/b2: loaded in " in first
     with load(settled_dir):
         pass
     again = said(caplog)
@@ -53,7 +53,7 @@ def test_a_load_says_what_it_did_and_why_none_matches(
     found = said(caplog)
     assert f"chose target {bundle.target}: none matches, and it is the closest" in found
     assert f"target {bundle.target} does not match: jaxlib: needs " in found
-    assert "ready: example: score/b2: compiled in " in found
+    assert "ready_programs: example: score/b2: compiled in " in found
 
 
 def test_a_load_says_which_policy_refuses_it(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.html_pages import EVIL, Elements, alone
 
@@ -125,9 +125,7 @@ def test_what_is_within_the_tolerance_is_the_same(
 
 
 @given(st.data(), times, st.integers(3, 40))
-def test_a_neighbour_that_slows_some_samples_down_is_no_regression(
-    data: st.DataObject, speed: float, count: int
-) -> None:
+def test_a_busy_neighbour_is_no_regression(data: st.DataObject, speed: float, count: int) -> None:
     """However many samples it hits: where one of them shows the old speed, the bundle still has it."""
     noise = st.lists(st.floats(1, 50), min_size=count, max_size=count)
     noisy = [speed * x for x in data.draw(noise)]
@@ -136,22 +134,17 @@ def test_a_neighbour_that_slows_some_samples_down_is_no_regression(
 
 
 @given(st.lists(times, min_size=1, max_size=40), st.lists(times, min_size=1, max_size=40))
-def test_both_directions_agree_and_nothing_is_worse_than_itself(
-    one: list[float], other: list[float]
-) -> None:
+def test_both_directions_agree(one: list[float], other: list[float]) -> None:
     turned = {"worse": "better", "better": "worse"}
     there = verdict(one, other)
     assert verdict(other, one) == turned.get(there, there)
     assert verdict(one, one, 0.0) in ("same", "shown")
 
 
-def test_samples_that_overlap_are_noise_whatever_their_medians_say() -> None:
+def test_samples_that_overlap_or_are_few_are_noise_and_memory_is_not() -> None:
     many = MIN_QUARTILE_SAMPLES
     assert verdict([1, 1, 3.5], [2, 3, 3]) == "same"  # few: 3.5 was seen before
     assert verdict([1.0] * many + [3.5], [2.0] * many) == "worse"  # one in many counts for nothing
-
-
-def test_times_with_hardly_any_samples_are_not_judged_but_memory_is() -> None:
     assert verdict([1, 1], [9, 9]) == "shown"
     before, after = (report(row("m", [x], unit="bytes", group="memory")) for x in (100.0, 200.0))
     assert beside(before, after).deltas[0].verdict == "worse"
@@ -228,14 +221,11 @@ def test_ratios_in_turns_cancel_what_slows_a_turn_down(turns: list[tuple[float, 
     assert ratio_in_turns([[2.0], [], [2.0]], [[1.0], [1.0], []]) == Ratio(2, 2, 2, 2), "both sides"
 
 
-def test_of_two_measurements_the_better_counts() -> None:
+def test_the_error_names_every_row_that_is_worse_by_its_better_time() -> None:
     first = report(row("a", [2.0] * 3), row("b", [1.0] * 3))
     found = better_of(first, report(row("a", [1.0] * 3), row("c", [1.0] * 3)))
     assert [(one.name, one.p50) for one in found.rows] == [("a", 1.0), ("b", 1.0)]
     assert better_of(first, report(row("b", [9.0] * 3))) == first
-
-
-def test_the_error_names_every_row_that_is_worse() -> None:
     before = report(row("one", [1.0] * 3), row("two", [1e-3] * 3), row("three", [1.0] * 3))
     after = report(row("one", [2.0] * 3), row("two", [3e-3] * 3), row("three", [1.0] * 3))
     error = regression(beside(before, after))
@@ -263,9 +253,7 @@ DAMAGES: list[tuple[str, Any, str]] = [
     ("rows.0.p50", 1e9, "rows[0]: expected 0 < minimum <= p25"),
     ("rows.0.p50", math.nan, "rows[0].p50: expected float, found nan"),
     ("rows.0.minimum", 0, "rows[0]: expected 0 < minimum"),
-    ("rows.0.items", -1, "rows[0].items: expected more than 0"),
     ("rows.0.samples", 0, "rows[0].samples: expected 1 or more"),
-    ("rows.0.group", "gossip", "rows[0].group: expected one of start-up"),
     ("rows.0.unit", "m", "rows[0].unit: expected s, bytes or x"),
     ("rows.1.name", "r", "rows[1].name: expected each name once"),
     ("digest", ..., "digest: expected it, found nothing"),
@@ -274,9 +262,7 @@ DAMAGES: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("where", "value", "complaint"), DAMAGES)
-def test_a_damaged_baseline_is_told_with_its_key(
-    where: str, value: Any, complaint: str, tmp_path: Path
-) -> None:
+def test_a_damaged_key_is_told(where: str, value: Any, complaint: str, tmp_path: Path) -> None:
     plain = json.loads(json.dumps(FULL.described()))
     *outer, last = [int(key) if key.isdecimal() else key for key in where.split(".")]
     at: Any = plain
@@ -305,7 +291,7 @@ def test_a_foreign_file_is_no_baseline(content: bytes, tmp_path: Path) -> None:
 
 def test_values_are_spelled_with_three_digits_and_compiled_programs_stand_out() -> None:
     assert [spelled(v, "s") for v in (12.345, 1.0, 0.5, 0.012345, 1.2345e-5)] == [
-        *("12.3 s", "1.00 s", "500 ms", "12.3 ms", "0.0123 ms"),
+        *("12.3 s", "1.00 s", "500 ms", "12.3 ms", "0.0123 ms")
     ]
     assert spelled(None, "s") == ""
     assert spelled(1.5e6, "bytes") == "1.5 MB"
@@ -357,18 +343,6 @@ def test_the_page_needs_nothing_beside_itself_and_shows_everything() -> None:
     assert not any("nan" in str(v) or "inf" in str(v) for _, a in found.found for v in a.values())
 
 
-@settings(max_examples=30)
-@given(st.lists(st.lists(times, min_size=1, max_size=3), min_size=1, max_size=4))
-def test_pictures_stay_inside_their_frame(rows: list[list[float]]) -> None:
-    made = [row(f"r{i}", samples, items=1, item="tokens") for i, samples in enumerate(rows)]
-    turned = [row(f"r{i}", samples) for i, samples in enumerate(reversed(rows))]
-    after = report(*made)
-    for tag, attributes in Elements(bench_page(after, beside(report(*turned), after))).found:
-        for name in ("x", "x1", "x2", "cx", "width"):
-            if tag in ("line", "rect", "circle", "text") and name in attributes:
-                assert 0 <= float(attributes[name] or "nan") <= 1000
-
-
 def run(*argv: object) -> int:
     return __main__.main([str(argument) for argument in argv])
 
@@ -393,17 +367,6 @@ def test_bench_measures_every_program(
     assert "score/b8" in Elements(html_file.read_text()).text
     assert run("bench", settled_dir, *QUICK, "--page", tmp_path / "none" / "b.html") == 6
     assert "cannot write" in capsys.readouterr().err
-
-
-def test_wrong_options_are_told_before_anything_is_measured(
-    settled_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for option, value in (("--runs", 0), ("--seconds", "nan"), ("--tolerance", "inf")):
-        assert run("bench", settled_dir, option, value) == 2
-        assert f"error[usage]: Invalid value for '{option}'" in capsys.readouterr().err
-    (tmp_path / "b.json").write_text("{}")
-    assert run("bench", settled_dir, "--baseline", tmp_path / "b.json") == 2
-    assert "start-up" not in capsys.readouterr().err
 
 
 def test_a_failed_process_keeps_its_own_exit_status(bundle_dir: Path, tmp_path: Path) -> None:

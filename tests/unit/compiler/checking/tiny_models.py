@@ -82,8 +82,6 @@ class Layer:
 
 
 class Tiny(Layer):
-    """A decoder."""
-
     def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
         return self.zeros(rows, positions, dtype)
 

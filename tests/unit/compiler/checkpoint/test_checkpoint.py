@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from hashlib import sha256
@@ -19,6 +17,7 @@ import pytest
 from flax import serialization, traverse_util
 from safetensors.numpy import save_file
 from tests.parity.cases import shapes_of
+from tests.unit.compiler.models import small_models
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.checkpoint.source import resolve_source
@@ -30,24 +29,12 @@ from prejit.runtime.errors import CheckpointError, ManifestError, NetworkError
 Tensors = dict[str, np.ndarray[Any, Any]]
 
 GPT2 = {
-    "model_type": "gpt2",
-    "vocab_size": 11,
-    "n_positions": 8,
-    "n_embd": 6,
-    "n_head": 2,
-    "n_layer": 1,
-    "n_inner": None,
-    "tie_word_embeddings": True,
+    **{**small_models.GPT2, "vocab_size": 11, "n_positions": 8, "n_embd": 6, "n_head": 2},
+    **{"n_layer": 1, "n_inner": None, "tie_word_embeddings": True},
 }
 LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 11,
-    "hidden_size": 4,
-    "intermediate_size": 10,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 6,
+    **{**small_models.LLAMA, "vocab_size": 11, "hidden_size": 4, "intermediate_size": 10},
+    **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1},
     "tie_word_embeddings": False,
 }
 
@@ -201,21 +188,13 @@ def test_everything_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
         "both transformer.wpe.weight and wpe.weight are given",
     ):
         assert said in str(caught.value)
-
-
-def test_a_quantized_checkpoint_is_told_to_come_from_another_model(tmp_path: Path) -> None:
-    name = "transformer.h.0.mlp.c_fc.weight"
-    tensors = as_torch(gpt2())
-    tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
-    with pytest.raises(CheckpointError, match=f"{name} is F8_E4M3, expected a float") as caught:
+    tensors = {"transformer.wte.weight": gpt2()["transformer.wte.weight"]}
+    with pytest.raises(CheckpointError, match="and 7 more"):
         _ = open_checkpoint(write(tmp_path, GPT2, tensors)).names
-    assert "take the checkpoint in float32, bfloat16 or float16" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("name", ["score.weight", "v_head.summary.weight"])
-def test_the_head_of_a_reward_model_is_told_to_come_from_another_model(
-    name: str, tmp_path: Path
-) -> None:
+def test_the_head_of_a_reward_model_is_refused(name: str, tmp_path: Path) -> None:
     tensors = {**llama(), name: np.ones((1, 4), np.float32)}
     with pytest.raises(CheckpointError, match=f"unexpected {name}") as caught:
         _ = open_checkpoint(write(tmp_path, LLAMA, tensors)).names
@@ -223,12 +202,6 @@ def test_the_head_of_a_reward_model_is_told_to_come_from_another_model(
     classified = {**LLAMA, "architectures": ["LlamaForSequenceClassification"]}
     with pytest.raises(CheckpointError, match=r"expected .* for \[generate\], found \"LlamaForSeq"):
         _ = open_checkpoint(write(tmp_path, classified, llama())).names
-
-
-def test_long_lists_are_shortened(tmp_path: Path) -> None:
-    tensors = {"transformer.wte.weight": gpt2()["transformer.wte.weight"]}
-    with pytest.raises(CheckpointError, match="and 7 more"):
-        _ = open_checkpoint(write(tmp_path, GPT2, tensors)).names
 
 
 @pytest.mark.parametrize("how", [write, write_flax])
@@ -245,18 +218,13 @@ def test_a_truncated_file_is_named(how: Callable[..., Path], tmp_path: Path) -> 
     ("index", "said"),
     [
         ("[]", "weight_map: expected an object"),
-        ("{}", "weight_map: expected an object"),
-        ('{"weight_map": {}}', "weight_map: expected an object"),
         ('{"weight_map": ["model.safetensors"]}', "weight_map: expected an object"),
         ('{"weight_map": {"a": 1}}', 'weight_map: "a": expected the name of a .safetensors file'),
         ('{"weight_map": {"a": "x.safetensors", "b": {}}}', 'weight_map: "b": expected the name'),
-        ('{"weight_map": {"a": null}}', "found null"),
         ('{"weight_map": {"a": "../x.safetensors"}}', 'found "../x.safetensors"'),
-        ('{"weight_map": {"a": "/x.safetensors"}}', 'found "/x.safetensors"'),
         ('{"weight_map": {"a": "pytorch_model.bin"}}', 'found "pytorch_model.bin"'),
         ('{"weight_map": {"a": "x.safetensors"}}', "missing x.safetensors"),
         ('{"weight_map": {"a": "\\u0000.safetensors"}}', "missing"),
-        ('{"weight_map": {"a": "\\ud800.safetensors"}}', "missing"),
         ("[" * 3000 + "]" * 3000, "nested too deeply"),
         ('{"weight_map": {"a": 1' + "0" * 5000 + "}}", "cannot read"),
         ('{"weight_map": {"a": NaN}}', "which has no NaN"),
@@ -317,18 +285,6 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(CheckpointError, match="weight_map: expected an object"):
         open_checkpoint(tmp_path)
-
-
-def test_opening_reads_no_tensor_and_imports_neither_jax_nor_transformers(tmp_path: Path) -> None:
-    write(tmp_path, GPT2, as_torch(gpt2()))
-    code = (
-        "import sys; from pathlib import Path\n"
-        "from prejit.compiler.checkpoint.checkpoint import open_checkpoint\n"
-        f"print([file.name for file in open_checkpoint(Path({str(tmp_path)!r})).files]);"
-        "print({'jax', 'flax', 'transformers', 'huggingface_hub', 'orbax'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["['config.json', 'model.safetensors']", "set()"]
 
 
 # --- Where it comes from ---------------------------------------------------------------------------
@@ -407,30 +363,34 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     server.server_close()
 
 
-def test_a_relative_directory_starts_from_the_manifest(tmp_path: Path) -> None:
-    (tmp_path / "demo-model").mkdir()
-    assert resolve_source("demo-model", tmp_path) == tmp_path / "demo-model"
-    assert resolve_source(str(tmp_path), Path("elsewhere")) == tmp_path
-
-
 @pytest.mark.parametrize(
     "source", ["nowhere", "hf://", "hf://name", "hf://a/b/c", "hf://org/name@"]
 )
-def test_a_source_that_cannot_be_is_refused(source: str, tmp_path: Path) -> None:
+def test_a_source_is_beside_the_manifest_or_refused(tmp_path: Path, source: str) -> None:
+    (tmp_path / "demo-model").mkdir()
+    assert resolve_source("demo-model", tmp_path) == tmp_path / "demo-model"
+    assert resolve_source(str(tmp_path), Path("elsewhere")) == tmp_path
     with pytest.raises(ManifestError, match=r"model\.source: expected"):
         resolve_source(source, tmp_path)
 
 
-def test_a_snapshot_holds_one_format_of_the_weights(hub: type[Hub], tmp_path: Path) -> None:
-    hub.files |= {"flax_model.msgpack": b"2", "pytorch_model.bin": b"3", "tokenizer.json": b"[]"}
-    directory = resolve_source("hf://org/model@main", tmp_path)
-    assert directory.name == hub.commit
-    assert sorted(hub.fetched) == ["config.json", "model.safetensors", "tokenizer.json"]
-
-
-def test_flax_weights_are_fetched_where_there_is_nothing_else(
+def test_a_snapshot_holds_all_that_a_build_reads_and_one_format_of_the_weights(
     hub: type[Hub], tmp_path: Path
 ) -> None:
+    read = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    read |= {"chat_template.jinja", "additional_chat_templates/tool_use.jinja", "LICENSE.md"}
+    read |= {"1_Pooling/config.json", "model.safetensors.index.json"}
+    weights = {f"model{of}.safetensors" for of in ("", "-00001-of-00002")}
+    others = {"pytorch_model.bin", "flax_model.msgpack", "tf_model.h5"}
+    hub.files = {name: name.encode() for name in (*read, *weights, *others)}
+    directory = resolve_source("hf://org/model@main", tmp_path, weights=False)
+    assert directory.name == hub.commit
+    assert {*hub.fetched} == read
+    assert resolve_source("hf://org/model@main", tmp_path) == directory
+    assert {*hub.fetched} == read | weights
+
+
+def test_flax_weights_are_fetched_where_alone(hub: type[Hub], tmp_path: Path) -> None:
     hub.files = {"config.json": b"{}", "flax_model.msgpack": b"2", "pytorch_model.bin": b"3"}
     directory = resolve_source("hf://org/model", tmp_path)
     assert sorted(file.name for file in directory.iterdir()) == [
@@ -467,9 +427,7 @@ def test_a_hub_that_does_not_answer_is_a_network_error(
 @pytest.mark.parametrize(
     ("name", "said"), [("other", "has no such repository"), ("gated", "does not let this account")]
 )
-def test_a_repository_that_cannot_be_read_is_named(
-    hub: type[Hub], name: str, said: str, tmp_path: Path
-) -> None:
+def test_a_closed_repository_is_named(hub: type[Hub], name: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"hf://org/{name}: .* {said}"):
         resolve_source(f"hf://org/{name}", tmp_path)
 
@@ -496,10 +454,14 @@ def assert_equal(read: Tensors, expected: dict[str, Any]) -> None:
         assert np.array_equal(read[name], values)
 
 
-def test_parameters_from_safetensors_keep_their_types(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["nothing", "params.npz"])
+def test_parameters_keep_their_types_and_have_known_formats(tmp_path: Path, name: str) -> None:
     tensors = {"layer.w": np.ones((2, 3), ml_dtypes.bfloat16), "layer.steps": np.arange(3)}
     save_file(tensors, tmp_path / "p.safetensors")
     assert_equal(read_parameters(tmp_path / "p.safetensors"), tensors)
+    (tmp_path / "params.npz").touch()
+    with pytest.raises(CheckpointError, match=r"expected a \.safetensors file or an orbax"):
+        read_parameters(tmp_path / name)
 
 
 def test_parameters_from_orbax(tmp_path: Path) -> None:
@@ -523,9 +485,6 @@ def test_parameters_from_orbax(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="_METADATA") as caught:
         read_parameters(tmp_path / "manager")
     assert str(tmp_path / "manager" / "7") in str(caught.value.hint)
-
-
-def test_a_damaged_orbax_checkpoint_is_named(tmp_path: Path) -> None:
     from orbax import checkpoint as ocp
 
     with ocp.PyTreeCheckpointer() as pytree:
@@ -533,10 +492,3 @@ def test_a_damaged_orbax_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "c" / "_METADATA").write_text("{")
     with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path / 'c'}: orbax cannot restore")):
         read_parameters(tmp_path / "c")
-
-
-@pytest.mark.parametrize("name", ["nothing", "params.npz"])
-def test_parameters_of_another_format_are_refused(name: str, tmp_path: Path) -> None:
-    (tmp_path / "params.npz").touch()
-    with pytest.raises(CheckpointError, match=r"expected a \.safetensors file or an orbax"):
-        read_parameters(tmp_path / name)

@@ -99,9 +99,7 @@ def test_a_tokenizer_that_does_not_end_fails_the_build(monkeypatch: pytest.Monke
         check_tokenizer(Path("tokenizer.json"), content, 5)
 
 
-def test_a_tokenizer_that_takes_all_memory_fails_the_build(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_tokenizer_that_takes_all_memory_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_check, "_MEMORY_BYTES", 1 << 30)
     grow = {"type": "Replace", "pattern": {"Regex": "."}, "content": "a" * 400}
     content = crafted(normalizer={"type": "Sequence", "normalizers": [grow] * 4})

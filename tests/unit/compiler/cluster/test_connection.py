@@ -118,25 +118,17 @@ def ray(cluster: Cluster) -> RayConnection:
     return made
 
 
-@pytest.mark.parametrize(
-    ("error", "loss"),
-    [
-        ("NodeDiedError", Loss.NODE),
-        ("ObjectLostError", Loss.NODE),
-        ("OutOfMemoryError", Loss.MEMORY),
-    ],
-)
+@pytest.mark.parametrize("error", ["NodeDiedError", "ObjectLostError", "OutOfMemoryError"])
 def test_what_ray_says_of_a_loss_is_believed(
-    cluster: Cluster, ray: RayConnection, error: str, loss: Loss
+    cluster: Cluster, ray: RayConnection, error: str
 ) -> None:
     cluster.outcomes["attempt 7"] = ERRORS[error]("gone")
+    loss = Loss.MEMORY if error == "OutOfMemoryError" else Loss.NODE
     assert ray.wait(0.0) == [Ended(7, loss=loss)]
 
 
 @pytest.mark.parametrize("error", ["WorkerCrashedError", "RaySystemError"])
-def test_a_worker_that_died_with_its_node_is_a_lost_node(
-    cluster: Cluster, ray: RayConnection, error: str
-) -> None:
+def test_a_worker_may_die_with_its_node(cluster: Cluster, ray: RayConnection, error: str) -> None:
     """A job may end two workers, and five nodes. Ray notices the death of the node seconds later."""
     cluster.board.take(7, "b")
     assert ray.begun() == []
@@ -162,9 +154,7 @@ def test_a_worker_that_died_on_a_node_that_lives_counts_against_the_job(
     assert ray.wait(0.0) == [Ended(7, loss=Loss.WORKER)]
 
 
-def test_the_note_of_a_node_may_come_after_the_death_of_its_worker(
-    cluster: Cluster, ray: RayConnection
-) -> None:
+def test_the_note_of_a_node_may_come_late(cluster: Cluster, ray: RayConnection) -> None:
     cluster.outcomes["attempt 7"] = ERRORS["WorkerCrashedError"]()
     assert ray.wait(0.0) == []
     cluster.board.take(7, "b")
@@ -176,9 +166,7 @@ def test_the_note_of_a_node_may_come_after_the_death_of_its_worker(
 
 
 @pytest.mark.parametrize("is_needed", [True, False])
-def test_a_node_that_died_before_it_could_say_anything_is_a_lost_node(
-    cluster: Cluster, ray: RayConnection, is_needed: bool
-) -> None:
+def test_a_silent_node_may_be_lost(cluster: Cluster, ray: RayConnection, is_needed: bool) -> None:
     """An attempt that nobody needs is forgotten."""
     cluster.outcomes["attempt 7"] = ERRORS["WorkerCrashedError"]()
     assert ray.wait(0.0) == []
@@ -190,6 +178,9 @@ def test_a_node_that_died_before_it_could_say_anything_is_a_lost_node(
 
 def test_what_ray_cannot_run_is_an_error_of_the_job(cluster: Cluster, ray: RayConnection) -> None:
     """A connection that breaks is not: each job would say that Ray cannot run it."""
+    cluster.outcomes["attempt 7"] = {"result": 1}
+    assert ray.wait(0.0) == [Ended(7, body={"result": 1})]
+    ray.start(ORDER, Need(1.0))
     cluster.outcomes["attempt 7"] = ERRORS["RuntimeEnvSetupError"]("no such package")
     [ended] = ray.wait(0.0)
     assert ended.loss is None

@@ -13,7 +13,7 @@ import pytest
 from prejit.compiler import Program, build
 from prejit.compiler.bench.bench_report import Ratio
 from prejit.compiler.comparing.difference import compare_bundles, read_bundle
-from prejit.compiler.comparing.speed import Speed, compare_speed, verdict
+from prejit.compiler.comparing.speed import compare_speed, verdict
 from prejit.compiler.compile.worker.code_summary import summarize
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import RejectError
@@ -45,9 +45,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return paths[0], paths[1]
 
 
-def test_programs_that_were_added_removed_and_changed_are_named_with_what_changed(
-    bundles: tuple[Path, Path],
-) -> None:
+def test_programs_are_named_with_what_changed(bundles: tuple[Path, Path]) -> None:
     found = compare_bundles(*map(read_bundle, bundles))
     assert not found.is_equal
     assert found.added == ("new for cpu-host",)
@@ -61,7 +59,6 @@ def test_programs_that_were_added_removed_and_changed_are_named_with_what_change
     assert changed.has_new_executable
     assert changed.operations == {"stablehlo.dot_general tensor<64x64xf32>": (1, 2)}
     assert changed.fields == {}
-    assert changed.code is not None
     before, after = changed.code
     assert (
         before.digest == after.digest
@@ -92,15 +89,10 @@ def test_the_command_says_what_differs_and_has_the_status_of_diff(
     assert described["speed"] is None
 
 
-def test_bundles_of_other_versions_compare() -> None:
+def test_damage_is_an_error_no_difference(bundles: tuple[Path, Path], tmp_path: Path) -> None:
     found = compare_bundles(read_bundle(GOLDEN / "kernels"), read_bundle(GOLDEN / "decoder"))
     assert not found.is_equal
     assert found.added or found.changed
-
-
-def test_a_damaged_program_is_an_error_and_no_difference(
-    bundles: tuple[Path, Path], tmp_path: Path
-) -> None:
     shutil.copytree(bundles[1], tmp_path / "damaged")
     damaged = read_bundle(tmp_path / "damaged")
     (target,) = damaged.targets.values()
@@ -131,9 +123,7 @@ def test_what_is_no_executable_of_a_cpu_has_no_summary() -> None:
         (Ratio(0.99, 0.8, 0.7, 0.9), "same"),
     ],
 )
-def test_a_program_is_slower_only_beyond_the_spread_and_the_tolerance(
-    ratio: Ratio, found: str
-) -> None:
+def test_slower_is_what_exceeds_spread_and_tolerance(ratio: Ratio, found: str) -> None:
     assert verdict(ratio) == found
 
 
@@ -144,19 +134,3 @@ def test_both_bundles_are_measured_in_turns(bundles: tuple[Path, Path]) -> None:
     assert {row.name for row in speed.rows} == {"call score", "call same", "call scaled"}
     assert all(row.before > 0 and row.after > 0 for row in speed.rows)
     assert said[-1] == "round 2 of 2"
-
-
-def test_a_bundle_that_no_interpreter_here_can_run_is_named(
-    bundles: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PREJIT_ENVIRONMENTS", str(tmp_path))
-    other = GOLDEN / "decoder"
-    read = read_bundle(other)
-    needs = next(iter(read.targets.values())).requirement.jaxlib
-    here = read_bundle(bundles[0])
-    if needs == next(iter(here.targets.values())).requirement.jaxlib:
-        pytest.skip("the golden bundle is of this jaxlib")
-    speed = compare_speed(here, read, print)
-    assert isinstance(speed, Speed)
-    assert speed.why_not.startswith(f"{other}: expected a machine that runs it")
-    assert needs in speed.why_not

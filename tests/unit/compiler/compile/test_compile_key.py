@@ -33,7 +33,7 @@ def ingredients(
     return executable_key("name", toolchain, source, environ).ingredients
 
 
-def test_the_program_its_platforms_and_its_cpu_are_in_the_key() -> None:
+def test_what_decides_an_executable_is_in_its_key_and_nothing_else() -> None:
     sources = [
         SOURCE,
         replace(SOURCE, program="sha256:1"),
@@ -41,9 +41,6 @@ def test_the_program_its_platforms_and_its_cpu_are_in_the_key() -> None:
     ]
     assert len({ingredients(new(V3), {}, source) for source in sources}) == len(sources)
     assert dict(ingredients(new(V3), {}))["cpu"] == "x86-64-v3"
-
-
-def test_the_hosts_features_are_in_the_key_where_they_get_into_the_code() -> None:
     for name in ("cpu", "cpu_features"):
         found = dict(ingredients(old(V3), {}))[name]
         assert (
@@ -51,11 +48,24 @@ def test_the_hosts_features_are_in_the_key_where_they_get_into_the_code() -> Non
             == dict(ingredients(old(HOST), {}))[name]
             == dict(ingredients(new(HOST), {}))[name]
         )
+    other = Toolchain(V3, ("python",), (("jax", "0.12.1"), ("jaxlib", "0.12.0")))
+    assert ingredients(other, {}) == ingredients(new(V3), {})
+    newer = replace(for_gpu(), versions=(("jax", "0.12.1"), *for_gpu().versions[1:]))
+    assert ingredients(newer, {}) != ingredients(for_gpu(), {}), "jax describes its devices"
+    found = [new(HOST), *(new(on) for on in catalogue().values() if on.platform == "cpu")]
+    found += [for_gpu(on) for on in catalogue().values() if on.platform == "cuda"]
+    assert len({ingredients(one, {}) for one in found}) == len(found)
+    versions = (("jax", "0.12.0"), ("jaxlib", "0.12.0"), ("libtpu", "0.0.51"))
+    tpu = Toolchain(target("tpu-v5e"), ("python",), versions, isolated=True)
+    assert ingredients(tpu, {"LIBTPU_INIT_ARGS": "--xla_tpu_a=1"}) != ingredients(tpu, {})
+    assert ingredients(new(V3), {"LIBTPU_INIT_ARGS": "--xla_tpu_a=1"}) == ingredients(new(V3), {})
+    one = for_gpu()
+    assert ingredients(replace(one, command=("other",)), {}) == ingredients(one, {})
+    versions = (*one.versions[:2], ("jaxlib", "0.12.0.1"))
+    assert ingredients(replace(one, versions=versions), {}) != ingredients(one, {})
 
 
-def test_cpus_of_one_kind_have_one_key_whatever_name_they_are_sold_by(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_cpus_of_one_kind_have_one_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One kind has many names: AMD EPYC 9R14, AMD EPYC 9654."""
     lines = Path("/proc/cpuinfo").read_text()
     found = []
@@ -70,7 +80,7 @@ def test_cpus_of_one_kind_have_one_key_whatever_name_they_are_sold_by(
     assert found[0] == found[1] != found[2]
 
 
-def test_the_cpus_of_a_target_are_in_the_key_and_those_of_the_host_are_not(
+def test_the_cpus_of_the_target_count_or_those_that_xla_sees(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     few, many = (replace(HOST, cpus=n) for n in (1, 16))
@@ -78,23 +88,11 @@ def test_the_cpus_of_a_target_are_in_the_key_and_those_of_the_host_are_not(
     before = ingredients(new(many), {})
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
     assert ingredients(new(many), {}) == before
-
-
-def test_the_cpus_that_xla_sees_are_in_the_key_where_a_target_cannot_have_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     monkeypatch.setattr(cpu_count, "_can_answer", lambda: False)
     for cores in (2, 8):
         monkeypatch.setattr(os, "sched_getaffinity", lambda process, n=cores: set(range(n)))
         assert dict(ingredients(new(HOST), {}))["cpus"] == str(cores)
         assert dict(ingredients(new(replace(HOST, cpus=2)), {}))["cpus"] == "2"
-
-
-def test_jax_is_no_part_of_a_key_where_jaxlib_alone_compiles() -> None:
-    other = Toolchain(V3, ("python",), (("jax", "0.12.1"), ("jaxlib", "0.12.0")))
-    assert ingredients(other, {}) == ingredients(new(V3), {})
-    newer = replace(for_gpu(), versions=(("jax", "0.12.1"), *for_gpu().versions[1:]))
-    assert ingredients(newer, {}) != ingredients(for_gpu(), {}), "jax describes its devices"
 
 
 def test_a_worker_for_cpus_imports_no_jax(tmp_path: Path, run_python: Any) -> None:
@@ -116,9 +114,7 @@ def test_a_worker_for_cpus_imports_no_jax(tmp_path: Path, run_python: Any) -> No
     )
 
 
-def test_flags_count_unless_they_only_print_and_neither_their_order_nor_their_path_does(
-    tmp_path: Path,
-) -> None:
+def test_flags_count_unless_they_print_but_not_their_order(tmp_path: Path) -> None:
     both = {"XLA_FLAGS": "--xla_b=1 --xla_a=1", "HOME": "/a"}
     turned = {"XLA_FLAGS": "--xla_a=1 --xla_dump_to=/tmp/x --xla_dump_hlo_as_text --xla_b=1"}
     found = ingredients(new(V3), both)
@@ -129,13 +125,7 @@ def test_flags_count_unless_they_only_print_and_neither_their_order_nor_their_pa
     assert ingredients(new(V3), last[0]) != ingredients(new(V3), last[1]), "XLA takes the last"
 
 
-def test_each_target_has_ingredients_of_its_own() -> None:
-    found = [new(HOST), *(new(on) for on in catalogue().values() if on.platform == "cpu")]
-    found += [for_gpu(on) for on in catalogue().values() if on.platform == "cuda"]
-    assert len({ingredients(one, {}) for one in found}) == len(found)
-
-
-def test_whatever_describes_a_gpu_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_describes_a_gpu_and_our_code_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = (
         replace(L4, memory_bytes=1),
         replace(L4, xla_flags=("--xla_gpu_autotune_level=0",)),
@@ -147,21 +137,11 @@ def test_whatever_describes_a_gpu_is_in_the_key(monkeypatch: pytest.MonkeyPatch)
     # A limit that all GPUs share is no field of a target.
     monkeypatch.setattr(toolchain, "gpu_config", lambda on: f"{gpu_config(on)}\nmended: 1")
     assert ingredients(for_gpu(), {}) != before
-
-
-def test_our_code_that_compiles_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     before = ingredients(new(V3), {})
     monkeypatch.setattr(compile_key, "code_digest", lambda *modules: f"sha256:of mended {modules}")
     after = ingredients(new(V3), {})
     assert after != before
     assert "prejit.compiler.compile.worker.worker_compile" in dict(after)["our code"]
-
-
-def test_flags_of_libtpu_are_in_the_key() -> None:
-    versions = (("jax", "0.12.0"), ("jaxlib", "0.12.0"), ("libtpu", "0.0.51"))
-    tpu = Toolchain(target("tpu-v5e"), ("python",), versions, isolated=True)
-    assert ingredients(tpu, {"LIBTPU_INIT_ARGS": "--xla_tpu_a=1"}) != ingredients(tpu, {})
-    assert ingredients(new(V3), {"LIBTPU_INIT_ARGS": "--xla_tpu_a=1"}) == ingredients(new(V3), {})
 
 
 def test_names_of_targets_and_cores_of_the_build_host_are_in_no_key() -> None:
@@ -174,13 +154,6 @@ def test_names_of_targets_and_cores_of_the_build_host_are_in_no_key() -> None:
         assert ingredients(new(V3), {}) == before
     finally:
         os.sched_setaffinity(0, host)
-
-
-def test_the_version_that_compiles_is_in_the_key_and_where_it_is_installed_is_not() -> None:
-    one = for_gpu()
-    assert ingredients(replace(one, command=("other",)), {}) == ingredients(one, {})
-    versions = (*one.versions[:2], ("jaxlib", "0.12.0.1"))
-    assert ingredients(replace(one, versions=versions), {}) != ingredients(one, {})
 
 
 def test_what_was_measured_counts_by_what_it_says() -> None:

@@ -22,14 +22,8 @@ from tests.waiting import wait_for
 
 from prejit.compiler.compile import pool, worker_process
 from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
-from prejit.compiler.compile.executor import (
-    collect,
-    find_compiled,
-    need_of,
-    size_need,
-)
+from prejit.compiler.compile.executor import collect, find_compiled, need_of, size_need
 from prejit.compiler.compile.pool import WorkerPool, default_workers
-from prejit.compiler.compile.worker.worker_compile import compress
 from prejit.compiler.compile.worker_process import WorkerProcess
 from prejit.compiler.progress import Plain
 from prejit.compiler.store.build_cache_key import Key
@@ -186,7 +180,6 @@ def test_a_real_program_is_compiled_for_each_target_and_runs(place: Place) -> No
     for result in found.values():
         segment = result.executable
         frame = place.cache.read_blob(segment.digest)
-        assert frame is not None
         assert len(frame) == segment.size
         serialized = zstandard.ZstdDecompressor().decompress(frame)
         assert len(serialized) == segment.raw_size
@@ -200,9 +193,7 @@ def test_a_real_program_is_compiled_for_each_target_and_runs(place: Place) -> No
     assert place.run(*gone) == found
 
 
-def test_a_program_is_split_for_the_cpus_of_its_target_and_not_of_the_build_host(
-    tmp_path: Path, place: Place
-) -> None:
+def test_a_program_is_split_for_the_cpus_of_its_target(tmp_path: Path, place: Place) -> None:
     """They decided into how many parts loops are split, and in which order kernels are in the file."""
     import jax
     import jax.numpy as jnp
@@ -230,9 +221,7 @@ def test_a_program_is_split_for_the_cpus_of_its_target_and_not_of_the_build_host
     assert cpu_count.seen_by_xla(HOST.cpus) == HOST.cpus, "without this, cores are in the key"
 
 
-def test_where_no_filter_is_allowed_a_process_gives_up_cpus(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_filter_a_process_gives_up_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A build for fewer CPUs than the host has is exact, and none is for other CPUs than its key."""
     monkeypatch.setattr(cpu_count, "_can_answer", lambda: False)
     host = os.sched_getaffinity(0)
@@ -262,9 +251,7 @@ BAD = {
 }
 
 
-def test_whatever_happens_to_a_program_is_reported_and_costs_no_other(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_program_costs_no_other(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "_ANSWER_SECONDS", 0.1)
     start = time.monotonic()
     good = [place.job(f"good{n}", f"noise:{n}", on) for n in range(2) for on in (HOST, V3)]
@@ -295,35 +282,26 @@ def test_whatever_happens_to_a_program_is_reported_and_costs_no_other(
         assert each in hint
 
 
-def test_real_xla_tells_of_a_flag_that_it_does_not_know(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_xla_tells_of_an_unknown_flag(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
     with pytest.raises(BuildError, match=r"Unknown flags? in XLA_FLAGS: --xla_no_such_flag=1"):
         place.run(place.job("f", b"whatever", real=True))
 
 
-def test_a_store_that_is_damaged_or_cannot_be_written_is_reported(place: Place) -> None:
+def test_a_store_or_a_worker_that_cannot_be_used_is_reported(place: Place) -> None:
+    nowhere = replace(place, command=("/nonexistent",))
+    with pytest.raises(BuildError, match="3 of 3 programs") as caught:
+        place.run(*(nowhere.job(f"p{n}", f"ok:{n}") for n in range(3)))
+    assert str(caught.value).count("cannot start a worker process, /nonexistent") == 3
     damaged, breaks = place.job("a", "ok:"), f"break-cache:{place.cache.root / 'v1' / 'temp'}"
-    path = place.cache.blob_path(damaged.source.program)
-    assert path is not None
-    path.write_bytes(b"damaged")
+    place.cache.blob_path(damaged.source.program).write_bytes(b"damaged")
     with pytest.raises(BuildError, match="expected sha256:"):
         place.run(damaged)
     with pytest.raises(StoreError, match="cannot write the build cache"):
         place.run(place.job("b", breaks))
 
 
-def test_a_worker_that_cannot_be_started_is_reported_for_every_program(place: Place) -> None:
-    nowhere = replace(place, command=("/nonexistent",))
-    with pytest.raises(BuildError, match="3 of 3 programs") as caught:
-        place.run(*(nowhere.job(f"p{n}", f"ok:{n}") for n in range(3)))
-    assert str(caught.value).count("cannot start a worker process, /nonexistent") == 3
-
-
-def test_a_result_of_another_form_is_compiled_again_and_one_that_is_there_asks_for_no_history(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_result_of_our_form_is_taken(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     one = place.job("a", "ok:")
     place.cache.put(one.key, {"executable": "of an older prejit"})
     assert find_compiled(place.cache, one.key) is None
@@ -333,9 +311,7 @@ def test_a_result_of_another_form_is_compiled_again_and_one_that_is_there_asks_f
     assert place.run(one) == found
 
 
-def test_jobs_are_taken_while_others_run_and_a_long_one_is_reported(
-    place: Place, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_jobs_come_while_others_run(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = place.path / "a", place.path / "b"
     with (
         Plain(sys.stderr, heartbeat_seconds=0.05) as progress,
@@ -389,9 +365,7 @@ def building(place: Place, *portables: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_worker_outlives_a_build_that_is_interrupted(
-    place: Place, number: signal.Signals
-) -> None:
+def test_no_worker_outlives_its_build(place: Place, number: signal.Signals) -> None:
     marks = [place.path / "a", place.path / "b"]
     build = building(place, *(f"sleep:{mark}" for mark in marks))
     wait_for(lambda: all(mark.exists() and mark.read_text() for mark in marks))
@@ -427,9 +401,7 @@ def test_a_worker_that_does_not_answer_is_killed_at_the_time_limit(place: Place)
         ("import time; time.sleep(60)", "its worker did not answer within 1 s and was killed"),
     ],
 )
-def test_a_worker_that_dies_while_it_measures_is_a_failed_measurement(
-    place: Place, code: str, reason: str
-) -> None:
+def test_a_worker_may_die_while_it_measures(place: Place, code: str, reason: str) -> None:
     toolchain = Toolchain(HOST, (sys.executable, "-c", code), VERSIONS)
     large = [{"executable": "x" * (1 << 20)}]  # more than a pipe holds
     seconds = 1.0 if "sleep" in code else 60.0
@@ -495,11 +467,19 @@ def test_a_job_of_another_build_stops_no_other_job_and_ends_with_the_pool(place:
     assert workers.compiled == {first.key.digest, third.key.digest}
 
 
-def test_workers_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_given_to_one_job_only(monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     for available, workers in ((0, 1), (3 * size_need(0).bytes, 3), (1 << 50, 16)):
         monkeypatch.setattr(pool, "_available_bytes", lambda found=available: found)
         assert default_workers() == workers
+    for available, free in ((8 << 30, 7 << 30), (1 << 30, 1 << 30)):
+        monkeypatch.setattr(pool, "_available_bytes", lambda: 8 << 30)
+        workers = WorkerPool(place.cache, workers=2)
+        monkeypatch.setattr(pool, "_available_bytes", lambda found=available: found)
+        one = place.job("a", "ok:")
+        need = replace(need_of(place.cache, one), bytes=1 << 30)
+        workers._running.add(pool._Attempt(one, Future(), need))
+        assert workers._free_bytes() == free
 
 
 def remember(place: Place, program: str, seconds: float, peak_mb: int, on: Target = HOST) -> None:
@@ -568,10 +548,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("peak_mb", [3000, 30_000])
 def test_jobs_that_do_not_fit_together_never_run_together(
-    place: Place,
-    monkeypatch: pytest.MonkeyPatch,
-    beside: list[tuple[str, ...]],
-    peak_mb: int,
+    place: Place, monkeypatch: pytest.MonkeyPatch, beside: list[tuple[str, ...]], peak_mb: int
 ) -> None:
     """Also those that alone need more than the machine has: they must run, and beside nothing."""
     monkeypatch.setattr(pool, "_available_bytes", lambda: 6 << 30)
@@ -586,9 +563,7 @@ def test_jobs_that_do_not_fit_together_never_run_together(
         assert all(len(each) == 1 for each in beside if set(each) & set("ab"))
 
 
-def test_a_job_whose_worker_is_killed_runs_once_more_beside_nothing(
-    place: Place, beside: list[tuple[str, ...]]
-) -> None:
+def test_a_killed_job_runs_again_alone(place: Place, beside: list[tuple[str, ...]]) -> None:
     """Its estimate was too low, or another program took the memory."""
     greedy = place.job("greedy", f"greedy:{place.path / 'mark'}")
     others = [place.job(f"p{n}", f"count:{place.path}/{n}") for n in range(4)]
@@ -597,24 +572,3 @@ def test_a_job_whose_worker_is_killed_runs_once_more_beside_nothing(
         assert len(workers.compiled) == len(found) == 5
     assert [each for each in beside if "greedy" in each][-1] == ("greedy",)
     assert len(beside) == 6, "each of the others once, and it twice"
-
-
-def test_memory_that_somebody_else_takes_is_not_given_to_jobs(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for available, free in ((8 << 30, 7 << 30), (1 << 30, 1 << 30)):
-        monkeypatch.setattr(pool, "_available_bytes", lambda: 8 << 30)
-        workers = WorkerPool(place.cache, workers=2)
-        monkeypatch.setattr(pool, "_available_bytes", lambda found=available: found)
-        one = place.job("a", "ok:")
-        need = replace(need_of(place.cache, one), bytes=1 << 30)
-        workers._running.add(pool._Attempt(one, Future(), need))
-        assert workers._free_bytes() == free
-
-
-def test_a_frame_has_its_size_and_a_checksum_and_equal_contents_have_equal_frames() -> None:
-    content = bytes(range(256)) * 8
-    frame = compress(content)
-    assert compress(content) == frame
-    parameters = zstandard.get_frame_parameters(frame)
-    assert (parameters.content_size, parameters.has_checksum) == (len(content), True)

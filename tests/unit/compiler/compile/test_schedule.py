@@ -39,26 +39,20 @@ def running(schedule: Schedule, now: float = 0.0) -> Start:
     return start
 
 
-def test_the_longest_job_does_not_start_last() -> None:
+def test_jobs_start_in_the_order_that_fills_the_cores() -> None:
     schedule = a_schedule(slots=2, short=1, long=9, middle=5)
     assert [each.job for each in starts(schedule.decide(0))] == ["long", "middle"]
-
-
-def test_an_autoscaler_sees_work_that_has_no_core_yet() -> None:
     jobs = {f"j{number}": 1.0 for number in range(100)}
     assert len(starts(a_schedule(slots=8, window=2.0, **jobs).decide(0))) == 16
     assert starts(a_schedule(slots=0, window=2.0, **jobs).decide(0)), "a cluster without a node"
     assert not starts(a_schedule(slots=0, window=1.0, **jobs).decide(0))
-
-
-def test_a_job_that_needs_more_cores_than_there_are_runs_alone() -> None:
     schedule = Schedule(slots=2, window=1.0)
     schedule.add("wide", Need(9, cores=8))
     schedule.add("narrow", Need(1))
     assert [each.job for each in starts(schedule.decide(0))] == ["wide"]
 
 
-def test_a_job_that_ends_its_worker_again_and_again_is_given_up() -> None:
+def test_a_job_runs_again_for_as_long_as_a_loss_may_be_no_fault_of_its_own() -> None:
     schedule = a_schedule(bad=1)
     for _ in range(MAX_WORKER_LOSSES):
         schedule.lost(running(schedule).attempt, Loss.WORKER)
@@ -69,9 +63,6 @@ def test_a_job_that_ends_its_worker_again_and_again_is_given_up() -> None:
         (Loss.WORKER, Loss.WORKER),
     )
     assert schedule.unfinished == 0
-
-
-def test_nodes_that_die_are_not_the_fault_of_the_job_for_long() -> None:
     schedule = a_schedule(unlucky=1)
     attempts = set[int]()
     for _ in range(MAX_NODE_LOSSES):
@@ -81,9 +72,6 @@ def test_nodes_that_die_are_not_the_fault_of_the_job_for_long() -> None:
         schedule.lost(start.attempt, Loss.NODE)
     assert len(attempts) == MAX_NODE_LOSSES
     assert [type(each) for each in schedule.decide(1.0)] == [GiveUp]
-
-
-def test_a_job_that_ran_out_of_memory_gets_twice_as_much() -> None:
     schedule = a_schedule(large=1)
     schedule.lost(running(schedule).attempt, Loss.MEMORY)
     again = running(schedule)
@@ -92,7 +80,7 @@ def test_a_job_that_ran_out_of_memory_gets_twice_as_much() -> None:
     assert schedule.unfinished == 0
 
 
-def test_a_straggler_runs_again_where_a_core_is_idle_and_the_first_result_wins() -> None:
+def test_only_a_job_that_has_begun_and_is_late_by_the_speed_of_all_runs_again() -> None:
     schedule = a_schedule(slots=2, slow=2)
     first = running(schedule)
     assert schedule.decide(STRAGGLER_SECONDS) == [], "three times 2 s are not over"
@@ -102,20 +90,12 @@ def test_a_straggler_runs_again_where_a_core_is_idle_and_the_first_result_wins()
     assert schedule.finished(second.attempt, 101)
     assert schedule.decide(101) == [Cancel(first.attempt)]
     assert not schedule.finished(first.attempt, 102), "its result came too late"
-
-
-def test_no_straggler_takes_the_core_of_a_job_that_waits_and_none_is_one_that_has_not_begun() -> (
-    None
-):
     schedule = a_schedule(slots=1, slow=2, next=1)
     running(schedule)
     assert schedule.decide(1000) == []
     waits = a_schedule(slots=2, slow=2)
     assert len(starts(waits.decide(0))) == 1
     assert waits.decide(1000) == [], "it has not begun"
-
-
-def test_estimates_that_are_wrong_for_all_make_no_stragglers() -> None:
     jobs = {f"j{number}": 1.0 for number in range(5)}
     schedule = a_schedule(slots=5, **jobs)
     attempts = [each.attempt for each in starts(schedule.decide(0))]

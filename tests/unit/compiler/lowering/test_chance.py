@@ -52,25 +52,19 @@ def logged() -> Any:
     ("call", "name"),
     [
         (lambda: time.time(), "time.time"),
-        (lambda: time.perf_counter_ns(), "time.perf_counter_ns"),
         (lambda: max(map(lambda _: time.monotonic(), range(2))), "time.monotonic"),
         (lambda: NOW(), "datetime.now"),
         (lambda: datetime.datetime.now(datetime.UTC), "datetime.now"),
         (lambda: datetime.date.today(), "date.today"),
         (lambda: random.random(), "random.random"),
         (lambda: drawn(), "random.random"),
-        (lambda: random.randint(0, 9), "random.randint"),
-        (lambda: random.shuffle([1, 2, 3]), "random.shuffle"),
         (lambda: random.Random(), "random.Random"),
-        (lambda: random.seed(), "random.seed"),
         (lambda: random.SystemRandom().random(), "random.SystemRandom.random"),
         (lambda: os.urandom(4), "os.urandom"),
         (lambda: secrets.token_hex(), "secrets.token_hex"),
         (lambda: uuid.uuid4(), "uuid.uuid4"),
-        (lambda: uuid.uuid1(), "uuid.uuid1"),
         (lambda: np.random.default_rng().normal(), "random.SystemRandom.getrandbits"),
         (lambda: time.strftime("%s"), "time.strftime"),
-        (lambda: time.asctime(), "time.asctime"),
         (lambda: time.localtime(None), "time.localtime"),
         (lambda: Later.now(), "datetime.now"),
         (lambda: functools.partial(time.time)(), "time.time"),
@@ -92,7 +86,6 @@ def test_each_is_refused_by_name_and_line(call: Callable[[], Any], name: str) ->
     "call",
     [
         lambda: np.random.rand(),
-        lambda: np.random.shuffle(np.arange(9)),
         lambda: np.random.seed(),
         lambda: (np.random.rand(), np.random.seed(0)),
     ],
@@ -110,8 +103,6 @@ def test_numpys_global_generator_is_refused(call: Callable[[], Any]) -> None:
     [
         lambda: SEEDED.random() + SEEDED.randint(0, 3),
         lambda: ARRAYS.normal(size=3),
-        lambda: np.random.RandomState(3).rand(),
-        lambda: uuid.UUID(int=5),
         lambda: uuid.uuid5(uuid.NAMESPACE_DNS, "prejit"),
         lambda: time.sleep(0),
         lambda: time.strftime("%Y", time.gmtime(0)),
@@ -128,13 +119,11 @@ def test_what_is_the_same_each_time_is_allowed(call: Callable[[], Any]) -> None:
         call()
 
 
-def test_an_error_of_the_code_itself_comes_first() -> None:
+def test_an_error_of_the_code_itself_comes_first_and_another_profiler_stays() -> None:
     with pytest.raises(ZeroDivisionError), refusing_chance("here"):
         1 / (time.time() * 0)
     assert sys.getprofile() is None
 
-
-def test_another_profiler_keeps_its_place() -> None:
     def profile(*_: Any) -> None:
         pass
 
@@ -165,9 +154,7 @@ def test_a_build_refuses_what_two_traces_do_not_show(tmp_path: Path, build_cache
 
 
 @pytest.mark.parametrize("generator", [SEEDED, np.random.default_rng()])
-def test_objects_of_python_are_traced_twice_too(
-    tmp_path: Path, build_cache: Path, generator: Any
-) -> None:
+def test_python_objects_are_traced_twice(tmp_path: Path, build_cache: Path, generator: Any) -> None:
     """Each trace draws the next number, with or without a seed."""
     kept = jax.jit(lambda x: x + 1)
     kept(1)
@@ -213,9 +200,7 @@ def test_a_manifest_allows_it_and_forbids_it_again(tmp_path: Path, build_cache: 
         ("uuid.uuid4().int % 7", r"uuid\.uuid4\(\)"),
     ],
 )
-def test_a_module_that_draws_when_it_is_imported_is_refused(
-    tmp_path: Path, draws: str, name: str
-) -> None:
+def test_a_module_that_draws_at_import_is_refused(tmp_path: Path, draws: str, name: str) -> None:
     (tmp_path / "drawn.py").write_text("from drawing import S\n\n\ndef f(x):\n    return x * S\n")
     (tmp_path / "drawing.py").write_text(
         f"import random, time, uuid\nimport numpy as np\n\nS = {draws}\n"
@@ -225,9 +210,7 @@ def test_a_module_that_draws_when_it_is_imported_is_refused(
     assert callable(UserModules(tmp_path).find("drawn:f", "here", impure=True))
 
 
-def test_what_libraries_draw_when_they_are_imported_is_allowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_libraries_may_draw_at_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packages = tmp_path / "site-packages"
     packages.mkdir()
     (packages / "toydrawing.py").write_text(

@@ -93,9 +93,7 @@ class PanicException(BaseException):  # as pyo3's
         ("f = (", "SyntaxError: "),
     ],
 )
-def test_a_module_that_fails_is_an_error_with_its_line(
-    tmp_path: Path, line: str, message: str
-) -> None:
+def test_a_module_that_fails_has_its_line(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(ManifestError) as caught:
         lower(project(tmp_path, f"{PANIC}\n\n{line}\n"))
     text = str(caught.value)
@@ -120,9 +118,7 @@ def test_a_helper_or_an_attribute_that_fails_is_an_error_with_its_own_line(tmp_p
         ("return x + jax.numpy.ones(4)", "TypeError: "),
     ],
 )
-def test_a_function_that_fails_while_it_is_traced_is_an_error_with_its_line(
-    tmp_path: Path, line: str, message: str
-) -> None:
+def test_a_trace_that_fails_has_its_line(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(BuildError) as caught:
         lower(project(tmp_path, f"import jax, sys{PANIC}\ndef f(x):\n    {line}\n"))
     text = str(caught.value)
@@ -136,7 +132,6 @@ def test_a_function_that_fails_while_it_is_traced_is_an_error_with_its_line(
 def test_a_module_with_the_name_of_one_of_python_is_an_error(tmp_path: Path, name: str) -> None:
     found = project(tmp_path, "", **{name: "def f(x):\n    return x\n"})
     manifest = found.plan.manifest.path
-    assert manifest is not None
     manifest.write_text(MANIFEST.replace("mymodel", name))
     with pytest.raises(
         ManifestError, match=rf"expected '{name}' to be {tmp_path}/{name}.py"
@@ -146,9 +141,7 @@ def test_a_module_with_the_name_of_one_of_python_is_an_error(tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("params", ["p.safetensors", "directory"])
-def test_parameters_that_cannot_be_read_are_named_with_the_program(
-    tmp_path: Path, params: str
-) -> None:
+def test_unreadable_parameters_are_named_with_the_program(tmp_path: Path, params: str) -> None:
     project(tmp_path, "def f(params, x):\n    return x\n")
     (tmp_path / "p.safetensors").touch()
     (tmp_path / "directory").mkdir()
@@ -195,9 +188,7 @@ def test_code_cannot_end_prejit_without_an_error(tmp_path: Path, built: Built, w
 
 
 @pytest.mark.parametrize(("ends", "code"), [("return x * 3", 1), ("os._exit(3)", 3)])
-def test_a_forked_process_ends_where_it_returns_from_a_function(
-    built: Built, ends: str, code: int
-) -> None:
+def test_a_fork_ends_where_it_leaves_a_function(built: Built, ends: str, code: int) -> None:
     module = f"""
 import os
 
@@ -248,35 +239,18 @@ head = Head()
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (
-            'args = "mymodel:args"\ndonate = ["sate"]',
-            r"donate: .*\(did you mean \"state\"\?\)",
-        ),
-        (
-            'args = "mymodel:args"\ndonate = [9]',
-            r"donate: .* one of \"state\", \"x\"; found 9",
-        ),
-        (
-            'args = "mymodel:args"\nmask = "xx"\npad = "unchecked"',
-            r"mask: .*\(did you mean \"x\"\?\)",
-        ),
+        ('args = "mymodel:args"\ndonate = ["sate"]', r"donate: .*\(did you mean \"state\"\?\)"),
+        ('args = "mymodel:args"\ndonate = [9]', r"donate: .* one of \"state\", \"x\"; found 9"),
+        ('args = "mymodel:args"\nmask = "xx"\npad = "unchecked"', r"mask: .*mean \"x\"\?"),
         (
             'args = { state = "float32[3]", x = "float32[3]" }\nstatic = { knd = ["a"] }',
             r"static: .* one of state, x, kind; found knd \(did you mean \"kind\"\?\)",
         ),
-        (
-            'args = { state = "float64[3]", x = "float32[3]" }',
-            r"args\['state'\]: expected a dtype of at most 32 bits, found 'float64\[3\]'",
-        ),
-        (
-            'args = ["float32[4]"]\nparams = "w.safetensors"',
-            r"params: kernel: expected float32\[4, 8\], as in mymodel:head; found float32\[8, 4\]",
-        ),
+        ('args = { state = "float64[3]", x = "float32[3]" }', r"args\['state'\]: .* 32 bits"),
+        ('args = ["float32[4]"]\nparams = "w.safetensors"', r"params: kernel: .*\[4, 8\]"),
     ],
 )
-def test_names_and_shapes_are_checked_before_anything_is_traced(
-    tmp_path: Path, section: str, message: str
-) -> None:
+def test_names_are_checked_before_a_trace(tmp_path: Path, section: str, message: str) -> None:
     found = project(tmp_path, NAMED)
     save_file({"kernel": np.ones((8, 4), np.float32)}, tmp_path / "w.safetensors")
     text = MANIFEST.replace('args = { x = "float32[3]" }', section)
@@ -305,9 +279,7 @@ f = """
 @pytest.mark.parametrize(
     "made", ["jax.jit(jax.vmap(g, in_axes=1))", "jax.grad(lambda x: x.sum())", "by_rows(g)"]
 )
-def test_a_table_is_refused_where_a_wrapper_treats_names_otherwise_than_places(
-    tmp_path: Path, made: str
-) -> None:
+def test_a_wrapper_may_treat_names_otherwise_than_places(tmp_path: Path, made: str) -> None:
     found = project(tmp_path, WRAPPED + made)
     (tmp_path / "m.toml").write_text(MANIFEST.replace("[3]", "[3, 3]"))
     plan = plan_build(read_manifest(tmp_path / "m.toml"), found.store)
@@ -383,9 +355,7 @@ def f(x):
 """
 
 
-def test_what_a_module_sets_in_the_process_holds_for_its_own_manifest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_of_modules_stay_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREJIT_TEST_VARIABLE", "1")
     environ, directory = dict(os.environ), os.getcwd()
     both = [
@@ -435,9 +405,7 @@ class Scale:
 """
 
 
-def test_relative_imports_and_what_goes_by_names_of_modules_work_while_in_use(
-    tmp_path: Path,
-) -> None:
+def test_relative_imports_and_names_of_modules_work(tmp_path: Path) -> None:
     files = {"lib__scales": SCALES, "lib__late": "LATE = 1\n", "more__added": "ADDED = {}\n"}
     lowered = []
     for n in (1, 2):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import string
 import tomllib
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from prejit.compiler.manifest.shape_string import parse_shape
 from prejit.compiler.manifest.specs import program_specs
 from prejit.compiler.targets.target_table import names as target_names
 from prejit.compiler.targets.target_table import target
-from prejit.runtime.errors import ManifestError, StoreError
+from prejit.runtime.errors import ManifestError
 from prejit.runtime.format.arrays import DTYPES
 
 GOOD = """\
@@ -52,7 +54,6 @@ name = "cpu-x86-64-v3"
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory as manifests expect it."""
     path = tmp_path_factory.mktemp("manifests")
     (path / "demo-model").mkdir()
     (path / "checkpoint").mkdir()
@@ -63,7 +64,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(directory: Path, text: str) -> Manifest:
-    """Reads text as a manifest."""
     path = directory / "m.toml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     return read_manifest(path)
@@ -82,7 +82,6 @@ def read_or_refuse(directory: Path, text: str) -> None:
 
 
 def problems(directory: Path, text: str) -> list[str]:
-    """The lines of the error that text gives, without the directory."""
     with pytest.raises(ManifestError) as caught:
         read(directory, text)
     return str(caught.value).replace(f"{directory}/", "").split("\n")
@@ -91,7 +90,6 @@ def problems(directory: Path, text: str) -> list[str]:
 def test_a_good_manifest_says_what_it_means(directory: Path) -> None:
     manifest = read(directory, GOOD)
     assert manifest.bundle.name == "demo"
-    assert manifest.model is not None
     assert manifest.resolve(manifest.model.source) == directory / "demo-model"
     assert manifest.generate == Generate(batch=(1, 4), prompt=(16, 64), context=(128,))
     (program,) = manifest.programs
@@ -104,9 +102,6 @@ def test_a_good_manifest_says_what_it_means(directory: Path) -> None:
     text = GOOD.replace("{batch}, ", "").replace("buckets = { batch = [8, 1] }\n", "")
     assert read(directory, text).programs[0].expand() == (({}, {}),)
     assert manifest.targets == (target("cpu-x86-64-v3"),)
-
-
-def test_static_values_are_multiplied_with_buckets(directory: Path) -> None:
     extra = 'static = { mode = ["fast", "exact mode"], on = [true] }\n'
     manifest = read(directory, GOOD.replace("buckets = {", f"{extra}buckets = {{"))
     specs = [spec for spec in program_specs(manifest) if spec.section]
@@ -116,329 +111,147 @@ def test_static_values_are_multiplied_with_buckets(directory: Path) -> None:
     assert specs[1].static == {"mode": "exact mode", "on": True}
 
 
-MISTAKES = {
-    "a number without end": (
-        ("[128]", f"[128, 0x{'f' * 5000}]"),
-        "m.toml:11: generate.context[1]: expected an integer from 1 to 2147483647;"
-        " found an integer of 20000 bits",
-    ),
-    "nothing": (
-        (GOOD, ""),
-        "m.toml: bundle: missing; expected a [bundle] table with a name",
-        "m.toml: target: missing; expected at least one [[target]] table with a name",
-        "m.toml: nothing to build; expected a [model] with [generate] or [encode], or a [[program]]",
-    ),
-    "misspelt key": (
-        ('name = "demo"', 'nmae = "demo"'),
-        'm.toml:2: bundle.nmae: unknown key (did you mean "name"?); allowed: name, license',
-    ),
-    "misspelt section": (
-        ("[generate]", "[genrate]"),
-        'm.toml:8: genrate: unknown key (did you mean "generate"?); allowed: bundle, model,'
-        " generate, encode, mesh, program, library, target",
-    ),
-    "misspelt key of a wrong value": (
-        ("buckets = { batch = [8, 1] }", 'pad = ["batch"]\nbucket = { batch = [8, 0] }'),
-        'm.toml:18: program[0].bucket: unknown key (did you mean "buckets"?); allowed: name,'
-        " function, args, buckets, params, static, donate, pad, mask, open_sizes, repeat, carry,"
-        " shardings, reads, impure",
-        "m.toml:18: program[0].bucket.batch[1]: expected an integer from 1 to 2147483647; found 0",
-    ),
-    "name with capitals": (
-        ('"demo"', '"Demo"'),
-        "m.toml:2: bundle.name: expected lowercase letters and digits with single . _ - between"
-        ' them, at most 128; found "Demo"',
-    ),
-    "missing directory": (
-        ('"demo-model"', '"demo-modle"'),
-        'm.toml:5: model.source: expected a directory at "demo-modle", relative to the manifest;'
-        ' found none (did you mean "demo-model"?)',
-    ),
-    "hub reference without organisation": (
-        ('"demo-model"', '"hf://gpt2"'),
-        'm.toml:5: model.source: expected a directory, or "hf://org/name@revision";'
-        ' found "hf://gpt2"',
-    ),
-    "model without source": (
-        ('source = "demo-model"\n', ""),
-        'm.toml:4: model.source: missing; expected a directory, or "hf://org/name@revision", or module, '
-        "which names a decoder of your own",
-    ),
-    "module without attribute": (
-        ('source = "demo-model"', 'module = "model"'),
-        'm.toml:5: model.module: expected "package.module:attribute"; found "model"',
-    ),
-    "params of no module": (
-        ('source = "demo-model"', 'source = "demo-model"\nparams = "score.safetensors"'),
-        "m.toml:6: model.params: expected module beside it, whose parameters they are; "
-        "a source has its own weights",
-    ),
-    "params that do not exist": (
-        ('source = "demo-model"', 'module = "m:m"\nparams = "scores.safetensors"'),
-        "m.toml:6: model.params: expected a .safetensors file or an orbax directory at "
-        '"scores.safetensors", relative to the manifest;'
-        ' found none (did you mean "score.safetensors"?)',
-    ),
-    "params that are a list": (
-        ('source = "demo-model"', 'module = "m:m"\nparams = []'),
-        "m.toml:6: model.params: expected the path of a .safetensors file or of an orbax directory; found []",
-    ),
-    "a text that no tokenizer reads": (
-        ('source = "demo-model"', 'module = "m:m"\nevaluation = "LICENSE"'),
-        "m.toml:6: model.evaluation: expected source beside it, a directory with tokenizer.json",
-    ),
-    "a model of one's own on a mesh": (
-        (
-            'source = "demo-model"\ndtype = "float32"\n',
-            'module = "m:m"\n[mesh]\ntensor = 2\n',
-        ),
-        "m.toml:6: mesh: expected none beside model.module: a mesh splits a model with a source, or a "
-        "[[program]]; splitting a model of your own is not built",
-    ),
-    "a model of one's own that encodes": (
-        (
-            'source = "demo-model"\ndtype = "float32"\n\n[generate]\nbatch = [4, 1]\n'
-            "prompt = [64, 16]\ncontext = [128]\n",
-            'module = "m:m"\n[encode]\nshapes = [[1, 8]]\n',
-        ),
-        "m.toml:6: encode: expected [generate]: a model of your own is a decoder; "
-        "an encoder is a [[program]]",
-    ),
-    "dtype that weights are not stored in": (
-        ('"float32"\n', '"float16"\n'),
-        'm.toml:6: model.dtype: expected "float32", "bfloat16" or "int8"; found "float16"'
-        ' (did you mean "bfloat16"?)',
-    ),
-    "dtype that a cache is not stored in": (
-        ("context = [128]", 'context = [128]\ncache_dtype = "int8"'),
-        'm.toml:12: generate.cache_dtype: expected "float32" or "bfloat16"; found "int8"',
-    ),
-    "missing text": (
-        ('"float32"\n', '"int8"\nevaluation = "LICENCE"\n'),
-        'm.toml:7: model.evaluation: expected a file at "LICENCE", relative to the manifest;'
-        ' found none (did you mean "LICENSE"?)',
-    ),
-    "text that nothing is measured on": (
-        ('"float32"\n', '"int8"\naccuracy = false\nevaluation = "LICENSE"\n'),
-        "m.toml:8: model.evaluation: expected none beside accuracy = false, which measures nothing",
-    ),
-    "accuracy that is no boolean": (
-        ('"float32"\n', '"int8"\naccuracy = "no"\n'),
-        'm.toml:7: model.accuracy: expected true or false; found "no"',
-    ),
-    "static value that is no constant": (
-        (
-            "[128]\n",
-            '[128]\n[[program]]\nname = "f"\nfunction = "m:f"\nargs = {}\n'
-            "static = { mode = [1.5] }\nmask = 2.5\n",
-        ),
-        "m.toml:16: program[0].static.mode[0]: expected a text, an integer or a boolean; found 1.5",
-        "m.toml:17: program[0].mask: expected the name or the position of an argument; found 2.5",
-    ),
-    "array of too many dimensions": (
-        (
-            "[128]\n",
-            '[128]\n[[program]]\nname = "f"\nfunction = "m:f"\n'
-            f'args = {{ x = "float32[{", ".join("1" * 65)}]" }}\n',
-        ),
-        "m.toml:15: program[0].args.x: expected at most 64 dimensions; found 65",
-    ),
-    "what is no size": (
-        ("[4, 1]", '[0, true,\n  "x"]'),
-        "m.toml:9: generate.batch[0]: expected an integer from 1 to 2147483647; found 0",
-        "m.toml:9: generate.batch[1]: expected an integer from 1 to 2147483647; found true",
-        'm.toml:10: generate.batch[2]: expected an integer from 1 to 2147483647; found "x"',
-    ),
-    "size twice": (
-        ("[4, 1]", "[4, 1, 4]"),
-        "m.toml:9: generate.batch[2]: expected each size once; found 4 again",
-    ),
-    "no sizes": (
-        ("[128]", "[]"),
-        "m.toml:11: generate.context: expected a list of different positive integers such as"
-        " [1, 8]; found []",
-    ),
-    "prompt longer than every context": (
-        ("[64, 16]", "[64, 256]"),
-        "m.toml:10: generate.prompt[1]: expected at most 128, the longest context; found 256",
-    ),
-    "a draft as long as a context": (
-        ("context = [128]", "context = [128, 16]\ndraft_tokens = 16"),
-        "m.toml:12: generate.draft_tokens: expected an integer of 0 to 64, below every context; found 16",
-    ),
-    "a context shorter than every prompt": (
-        ("context = [128]", "context = [128, 8]"),
-        "m.toml:10: generate.prompt: expected one of at most 8, the shortest context; found [64, 16]",
-    ),
-    "a draft that is no number": (
-        ("context = [128]", "context = [128]\ndraft_tokens = true"),
-        "m.toml:12: generate.draft_tokens: expected an integer of 0 to 64, below every context; found true",
-    ),
-    "model without generate": (
-        ("[generate]\nbatch = [4, 1]\nprompt = [64, 16]\ncontext = [128]\n", ""),
-        "m.toml: generate: missing; [model] needs a [generate] table with batch, prompt and context "
-        "or an [encode] table with shapes",
-    ),
-    "generate without model": (
-        ('[model]\nsource = "demo-model"\ndtype = "float32"\n', ""),
-        "m.toml: model: missing; [generate] needs a [model] table with a source",
-    ),
-    "program with a name of ours": (
-        ('"score"', '"decode"'),
-        'm.toml:14: program[0].name: "decode" is the name of a program of [model]; expected another',
-    ),
-    "function without attribute": (
-        ("my_package.model:score", "my_package.model"),
-        'm.toml:15: program[0].function: expected "package.module:attribute", or the path of a jax.export '
-        'artifact or of StableHLO; found "my_package.model"',
-    ),
-    "undefined variable": (
-        ("{batch}", "{bach}"),
-        'm.toml:16: program[0].args.x: undefined bucket variable "bach" (did you mean "batch"?);'
-        " defined: batch",
-        "m.toml:17: program[0].buckets.batch: expected a bucket variable that args use;"
-        " they use bach",
-    ),
-    "unknown dtype": (
-        ("float32[{", "flaot32[{"),
-        'm.toml:16: program[0].args.x: expected a dtype (did you mean "float32"?), one of'
-        f' {", ".join(DTYPES)}; found "flaot32"',
-    ),
-    "args are a shape": (
-        ('{ x = "float32[{batch}, 128]" }', '"float32[{batch}, 128]"'),
-        "m.toml:16: program[0].args: expected a table of keyword arguments, a list of positional ones, or"
-        ' "package.module:attribute"; found "float32[{batch}, 128]"',
-    ),
-    "no args": (
-        ('args = { x = "float32[{batch}, 128]" }', ""),
-        "m.toml:13: program[0].args: missing; expected a table of keyword arguments, a list of positional"
-        ' ones, or "package.module:attribute"',
-    ),
-    "donated argument that does not exist": (
-        ("args = {", 'donate = ["y"]\nargs = {'),
-        'm.toml:16: program[0].donate[0]: expected an argument, one of "x"; found "y"',
-    ),
-    "static argument that is an argument": (
-        ("args = {", "static = { x = [1] }\nargs = {"),
-        'm.toml:16: program[0].static.x: expected a name that args has not; found "x"',
-    ),
-    "repeat without carry": (
-        ("args = {", "repeat = [5]\nargs = {"),
-        "m.toml:16: program[0].repeat: expected carry beside it, which names the arguments that come back",
-    ),
-    "carried argument that does not exist": (
-        ("args = {", 'repeat = [5]\ncarry = ["y"]\nargs = {'),
-        'm.toml:17: program[0].carry[0]: expected an argument, one of "x"; found "y"',
-    ),
-    "padded variable that does not exist": (
-        ("args = {", 'pad = ["bach"]\nargs = {'),
-        'm.toml:16: program[0].pad[0]: undefined bucket variable "bach" (did you mean "batch"?);'
-        " defined: batch",
-    ),
-    "mask without pad": (
-        ("args = {", 'mask = "x"\nargs = {'),
-        "m.toml:16: program[0].mask: expected pad beside it, which says what is padded",
-    ),
-    "sharding by an unknown axis": (
-        ("args = {", 'shardings = { x = ["rows"] }\nargs = {'),
-        'm.toml:16: program[0].shardings.x: expected a list with "data", "tensor" or "" for each dimension,'
-        ' each axis once; found ["rows"]',
-    ),
-    "static value twice": (
-        ("args = {", "static = { mode = [1, 2, 1] }\nargs = {"),
-        "m.toml:16: program[0].static.mode: expected a list of different texts, integers or booleans such as"
-        ' ["fast", "exact"]; found [1, 2, 1]',
-    ),
-    "missing checkpoint": (
-        ('"score.safetensors"', '"score.safetensor"'),
-        "m.toml:18: program[0].params: expected a .safetensors file or an orbax directory at "
-        '"score.safetensor", relative to the manifest;'
-        ' found none (did you mean "score.safetensors"?)',
-    ),
-    "unknown target": (
-        ('"cpu-x86-64-v3"', '"cpu-x86-64-V3"'),
-        'm.toml:21: target[0].name: unknown target "cpu-x86-64-V3" (did you mean'
-        ' "cpu-x86-64-v3"?); expected one that `prejit targets` lists, or a `fingerprint` or `platform`'
-        " beside it",
-    ),
-    "target twice": (
-        ('name = "cpu-x86-64-v3"', 'name = "cpu-host"\n[[target]]\nname = "cpu-host"'),
-        'm.toml:23: target[1].name: expected each target once; found "cpu-host", which is target[0] too',
-    ),
-    "a table for an array of tables": (
-        ("[[target]]", "[target]"),
-        "m.toml:20: target: expected at least one [[target]] table with a name;"
-        ' found {"name": "cpu-x86-64-v3"}',
-    ),
-    "programs without end": (
-        ("[4, 1]", f"{list(range(1, 2001))}"),
-        "m.toml:8: generate: expected at most 10,000 programs in a manifest; found 12000",
-    ),
-    "functions without end": (
-        ("[8, 1] }", f"[{', '.join(map(str, range(1, 10001)))}] }}"),
-        "m.toml:13: program[0]: expected at most 10,000 programs in a manifest; found 10012",
-    ),
-    "an argument that no machine holds": (
-        ("float32[{batch}, 128]", "float32[{batch}, 65536, 2147483647]"),
-        "m.toml:16: program[0].args.x: expected at most 2**40 elements;"
-        ' found "float32[{batch}, 65536, 2147483647]" of 1125899906318336',
-    ),
-    "an item twice": (
-        ("buckets = { batch", 'pad = ["batch", "batch"]\ndonate = ["x", "x"]\nbuckets = { batch'),
-        'm.toml:17: program[0].pad[1]: expected each once; found "batch" again',
-        'm.toml:18: program[0].donate[1]: expected each once; found "x" again',
-    ),
-    "carry without repeat": (
-        ("buckets = { batch", 'carry = ["x"]\nbuckets = { batch'),
-        "m.toml:17: program[0].carry: expected repeat beside it, the numbers of steps that one call runs",
-    ),
-    "arguments without end": (
-        ('"float32[{batch}, 128]"', "[" * 200 + '"float32[{batch}]"' + "]" * 200),
-        "m.toml:13: program: nested too deeply",
-    ),
-    "a name that files beside a bundle have": (
-        ('name = "demo"', 'name = "demo.report.json"'),
-        "m.toml:2: bundle.name: expected a name that does not end with .report.json, .report.html, .sig, as "
-        'files beside a bundle do; found "demo.report.json"',
-    ),
-    "parameters that are a FIFO": (
-        ('"score.safetensors"', '"fifo"'),
-        "m.toml:18: program[0].params: expected a .safetensors file or an orbax directory at "
-        '"fifo", relative to the manifest; found a FIFO',
-    ),
-    "reading a device": (
-        ("buckets = { batch", 'reads = ["/dev/zero"]\nbuckets = { batch'),
-        "m.toml:17: program[0].reads[0]: expected a file or directory at "
-        '"/dev/zero", relative to the manifest; found a device or a socket',
-    ),
-    "a table where texts belong": (
-        ("buckets = { batch", "pad = {}\nbuckets = { batch"),
-        'm.toml:17: program[0].pad: expected a list of variables of buckets, or "unchecked"; found {}',
-    ),
-    "a number where a flag belongs": (
-        ('"cpu-x86-64-v3"', '"cpu-x86-64-v3"\nxla_flags = [1]'),
-        "m.toml:22: target[0].xla_flags[0]: expected a text; found 1",
-    ),
-    "a part of a gpu that does not exist": (
-        (
-            '"cpu-x86-64-v3"',
-            '"cpu-x86-64-v3"\ngpu = { core_count = 1, bandwidth_bytes = 1, l2_bytes = 1, clock = 1 }',
-        ),
-        "m.toml:22: target[0].gpu.clock_mhz: missing; expected an integer",
-        'm.toml:22: target[0].gpu.clock: unknown key (did you mean "clock_mhz"?); allowed: core_count, '
-        "bandwidth_bytes, l2_bytes, clock_mhz",
-    ),
-    "a date where text belongs": (
-        ('name = "demo"', 'name = "demo"\nlicense = 2026-11-20'),
-        'm.toml:3: bundle.license: expected the path of a file; found "2026-11-20"',
-    ),
-}
+MISTAKES = r"""
+name = "demo" => nmae = "demo"
+    2: bundle.nmae: unknown key (did you mean "name"?); allowed: name, license
+[generate] => [genrate]
+    8: genrate: unknown key (did you mean "generate"?) ...
+buckets = { batch = [8, 1] } => pad = ["batch"]\nbucket = { batch = [8, 0] }
+    18: program[0].bucket: unknown key (did you mean "buckets"?) ...
+    18: program[0].bucket.batch[1]: expected an integer from 1 to 2147483647; found 0
+"demo" => "Demo"
+    2: bundle.name: expected lowercase letters and digits with single . _ - ... ; found "Demo"
+"demo-model" => "demo-modle"
+    5: model.source: expected a directory at ... ; found none (did you mean "demo-model"?)
+"demo-model" => "hf://gpt2"
+    5: model.source: expected a directory, or "hf://org/name@revision"; found "hf://gpt2"
+source = "demo-model"\n => (nothing)
+    4: model.source: missing; expected a directory, or ...
+source = "demo-model" => module = "model"
+    5: model.module: expected "package.module:attribute"; found "model"
+source = "demo-model" => source = "demo-model"\nparams = "score.safetensors"
+    6: model.params: expected module beside it, whose parameters they are; a source has its own weights
+source = "demo-model" => module = "m:m"\nparams = "scores.safetensors"
+    6: model.params: expected a .safetensors file ... ; found none (did you mean "score.safetensors"?)
+source = "demo-model"\ndtype = "float32"\n => module = "m:m"\n[mesh]\ntensor = 2\n
+    6: mesh: expected none beside model.module: a mesh splits a model with ...
+source = "demo-model"\ndtype = "float32"\n\n[generate]\nbatch = [4, 1]\nprompt = [64, 16]\ncontext = [128]\n => module = "m:m"\n[encode]\nshapes = [[1, 8]]\n
+    6: encode: expected [generate]: a model of your own is a decoder; an encoder is a [[program]]
+"float32"\n => "float16"\n
+    6: model.dtype: expected "float32", "bfloat16" or "int8"; found "float16" (did you mean "bfloat16"?)
+context = [128] => context = [128]\ncache_dtype = "int8"
+    12: generate.cache_dtype: expected "float32" or "bfloat16"; found "int8"
+"float32"\n => "int8"\nevaluation = "LICENCE"\n
+    7: model.evaluation: expected a file at "LICENCE", ... ; found none (did you mean "LICENSE"?)
+"float32"\n => "int8"\naccuracy = false\nevaluation = "LICENSE"\n
+    8: model.evaluation: expected none beside accuracy = false, which measures nothing
+[128]\n => [128]\n[[program]]\nname = "f"\nfunction = "m:f"\nargs = {}\nstatic = { mode = [1.5] }\nmask = 2.5\n
+    16: program[0].static.mode[0]: expected a text, an integer or a boolean; found 1.5
+    17: program[0].mask: expected the name or the position of an argument; found 2.5
+[4, 1] => [0, true,\n  "x"]
+    9: generate.batch[0]: expected an integer from 1 to 2147483647; found 0
+    9: generate.batch[1]: expected an integer from 1 to 2147483647; found true
+    10: generate.batch[2]: expected an integer from 1 to 2147483647; found "x"
+[4, 1] => [4, 1, 4]
+    9: generate.batch[2]: expected each size once; found 4 again
+[64, 16] => [64, 256]
+    10: generate.prompt[1]: expected at most 128, the longest context; found 256
+context = [128] => context = [128]\ndraft_tokens = 65
+    12: generate.draft_tokens: expected an integer of 0 to 64, below every context; found 65
+context = [128] => context = [128, 16]\ndraft_tokens = 16
+    12: generate.draft_tokens: expected an integer of 0 to 64, below every context; found 16
+context = [128] => context = [128, 8]
+    10: generate.prompt: expected one of at most 8, the shortest context; found [64, 16]
+[generate]\nbatch = [4, 1]\nprompt = [64, 16]\ncontext = [128]\n => (nothing)
+    generate: missing; [model] needs a [generate] table with batch, prompt ...
+[model]\nsource = "demo-model"\ndtype = "float32"\n => (nothing)
+    model: missing; [generate] needs a [model] table with a source
+"score" => "decode"
+    14: program[0].name: "decode" is the name of a program of [model]; expected another
+my_package.model:score => my_package.model
+    15: program[0].function: expected "package.module:attribute", or the ... ; found "my_package.model"
+{batch} => {bach}
+    16: program[0].args.x: undefined bucket variable "bach" (did you mean "batch"?); defined: batch
+    17: program[0].buckets.batch: expected a bucket variable that args use; they use bach
+float32[{ => flaot32[{
+    16: program[0].args.x: expected a dtype (did you mean "float32"?) ...
+{ x = "float32[{batch}, 128]" } => "float32[{batch}, 128]"
+    16: program[0].args: expected a table of keyword arguments, a ... ; found "float32[{batch}, 128]"
+args = { x = "float32[{batch}, 128]" } => (nothing)
+    13: program[0].args: missing; expected a table of keyword arguments, a ...
+args = { => donate = ["y"]\nargs = {
+    16: program[0].donate[0]: expected an argument, one of "x"; found "y"
+args = { => repeat = [5]\nargs = {
+    16: program[0].repeat: expected carry beside it, which names the arguments that come back
+args = { => pad = ["bach"]\nargs = {
+    16: program[0].pad[0]: undefined bucket variable "bach" (did you mean "batch"?); defined: batch
+args = { => mask = "x"\nargs = {
+    16: program[0].mask: expected pad beside it, which says what is padded
+args = { => shardings = { x = ["rows"] }\nargs = {
+    16: program[0].shardings.x: expected a list with "data", "tensor" or "" ... ; found ["rows"]
+args = { => static = { mode = [1, 2, 1] }\nargs = {
+    16: program[0].static.mode: expected a list of different texts, ... ; found [1, 2, 1]
+"score.safetensors" => "score.safetensor"
+    18: program[0].params: expected a .safetensors ... ; found none (did you mean "score.safetensors"?)
+"cpu-x86-64-v3" => "cpu-x86-64-V3"
+    21: target[0].name: unknown target "cpu-x86-64-V3" ... (did you mean "cpu-x86-64-v3"?) ...
+name = "cpu-x86-64-v3" => name = "cpu-host"\n[[target]]\nname = "cpu-host"
+    23: target[1].name: expected each target once; found "cpu-host", which is target[0] too
+[[target]] => [target]
+    20: target: expected at least one [[target]] table with a name; found {"name": "cpu-x86-64-v3"}
+float32[{batch}, 128] => float32[{batch}, 65536, 2147483647]
+    16: program[0].args.x: expected at most ... 2[{batch}, 65536, 2147483647]" of 1125899906318336
+buckets = { batch => pad = ["batch", "batch"]\ndonate = ["x", "x"]\nbuckets = { batch
+    17: program[0].pad[1]: expected each once; found "batch" again
+    18: program[0].donate[1]: expected each once; found "x" again
+buckets = { batch => carry = ["x"]\nbuckets = { batch
+    17: program[0].carry: expected repeat beside it, the numbers of steps that one call runs
+name = "demo" => name = "demo.report.json"
+    2: bundle.name: expected a name that does not end with .report.json, ... ; found "demo.report.json"
+"score.safetensors" => "fifo"
+    18: program[0].params: expected a .safetensors file or an orbax ... ; found a FIFO
+buckets = { batch => reads = ["/dev/zero"]\nbuckets = { batch
+    17: program[0].reads[0]: expected a file or directory at ... ; found a device or a socket
+"cpu-x86-64-v3" => "cpu-x86-64-v3"\ngpu = { core_count = 1, bandwidth_bytes = 1, l2_bytes = 1, clock = 1 }
+    22: target[0].gpu.clock_mhz: missing; expected an integer
+    22: target[0].gpu.clock: unknown key (did you mean "clock_mhz"?) ...
+"""  # noqa: E501
+"""What is written in place of what, and the lines of the error, in which ... stands for any text."""
+LARGE = (
+    ("[128]", f"[128, 0x{'f' * 5000}]", "11: generate.context[1]: ... an integer of 20000 bits"),
+    ("[4, 1]", str([*range(1, 2001)]), "8: generate: expected at most 10,000 programs ... 12000"),
+    ("[8, 1] }", f"{[*range(1, 10001)]} }}", "13: program[0]: expected at most ... found 10012"),
+    ("[{batch},", f"[{'1, ' * 64}{{batch}},", "16: program[0].args.x: expected at most 64 ... 66"),
+    ('"float32[{batch}, 128]"', "[" * 200 + '"x"' + "]" * 200, "13: program: nested too deeply"),
+)
+
+
+def mistakes() -> Iterator[tuple[str, str, list[str]]]:
+    for old, new, told in LARGE:
+        yield old, new, [told]
+    for part in re.split(r"\n(?=\S)", MISTAKES.strip()):
+        change, *lines = part.split("\n    ")
+        old, new = (side.replace("\\n", "\n") for side in change.split(" => "))
+        yield old, new.replace("(nothing)", ""), lines
+
+
+def is_told(line: str, expected: str) -> bool:
+    place = "m.toml:" if expected[0].isdecimal() else "m.toml: "
+    pattern = re.escape(place + expected).replace(r"\ \.\.\.\ ", ".*").replace(r"\ \.\.\.", ".*")
+    return re.fullmatch(pattern, line) is not None
 
 
 def test_a_mistake_is_told_with_its_place(directory: Path) -> None:
-    for mistake, ((old, new), *expected) in MISTAKES.items():
+    for old, new, expected in mistakes():
         assert GOOD.count(old) == 1, old
-        assert problems(directory, GOOD.replace(old, new)) == expected, mistake
+        told = problems(directory, GOOD.replace(old, new))
+        assert len(told) == len(expected), new
+        assert all(map(is_told, told, expected)), f"{new}\n{told}\n{expected}"
+    assert problems(directory, "") == [
+        "m.toml: bundle: missing; expected a [bundle] table with a name",
+        "m.toml: target: missing; expected at least one [[target]] table with a name",
+        "m.toml: nothing to build; expected a [model] with [generate] or [encode], or a [[program]]",
+    ]
 
 
 ENCODER = """\
@@ -456,14 +269,10 @@ name = "cpu-x86-64-v3"
 """
 
 
-def test_shapes_of_an_encoder_come_back_ascending(directory: Path) -> None:
+def test_an_encoders_shapes_come_back_ascending_and_mistakes_are_told(directory: Path) -> None:
     found = read(directory, ENCODER)
-    assert found.encode is not None
     assert found.encode.shapes == ((1, 16), (1, 128), (8, 32))
     assert found.generate is None
-
-
-def test_a_mistake_in_an_encoders_shapes_is_told(directory: Path) -> None:
     decoder = "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [16]\n[encode]"
     for old, new, told in (
         ("[1, 16]", "[1, 0]", "m.toml:8: encode.shapes[1][1]: expected "),
@@ -490,17 +299,10 @@ def test_a_mistake_in_an_encoders_shapes_is_told(directory: Path) -> None:
 
 
 def test_all_mistakes_are_told_at_once_in_the_order_of_the_file(directory: Path) -> None:
-    text = GOOD
-    for mistake in ("size twice", "unknown target", "name with capitals", "unknown dtype"):
-        old, new = MISTAKES[mistake][0]
-        text = text.replace(old, new)
-    told = problems(directory, text)
-    assert [line.split(": ")[1] for line in told] == [
-        "bundle.name",
-        "generate.batch[2]",
-        "program[0].args.x",
-        "target[0].name",
-    ]
+    text = GOOD.replace('"demo"', '"Demo"').replace("[4, 1]", "[4, 1, 4]")
+    text = text.replace("float32[{", "flaot32[{").replace('"cpu-x86-64-v3"', '"cpu-x86-64-V3"')
+    places = ["bundle.name", "generate.batch[2]", "program[0].args.x", "target[0].name"]
+    assert [line.split(": ")[1] for line in problems(directory, text)] == places
 
 
 @pytest.mark.parametrize(
@@ -522,21 +324,11 @@ def test_bad_toml_is_told_with_line_and_column(directory: Path, text: str, place
         read_manifest(path)
 
 
-def test_a_missing_manifest_names_the_one_that_may_be_meant(directory: Path) -> None:
-    (directory / "demo.toml").touch()
-    with pytest.raises(StoreError, match="No such file") as caught:
-        read_manifest(directory / "dmeo.toml")
-    assert caught.value.hint == f"did you mean {directory / 'demo.toml'}?"
-
-
-def test_shapes_are_parsed() -> None:
+def test_a_shape_string_has_a_dtype_and_sizes() -> None:
     assert parse_shape("float32[{batch}, 128]", {"batch": 8}) == ("float32", (8, 128), False)
     assert parse_shape("int32[]", {}) == ("int32", (), False)
     assert parse_shape(" bfloat16 [ 2 ]", {}) == ("bfloat16", (2,), False)
     assert parse_shape("weak float32[]", {}) == ("float32", (), True)
-
-
-def test_bad_shapes_are_refused() -> None:
     for text in (
         *("", "float32", "float32[", "float32[2,]", "float32[-1]", "float32[0]", "f32[2]", "[2]"),
         *("float32[2]x", "float32[{batch]", "float32[{b-c}]", "float32[99999999999]", "float32[٣]"),
@@ -563,7 +355,6 @@ def test_no_dtype_of_jax_is_missing_and_none_is_invented() -> None:
 
 
 def toml_value(value: Any) -> str:
-    """A value on one line."""
     if isinstance(value, dict):
         pairs = (f"{toml_key(key)} = {toml_value(item)}" for key, item in value.items())
         return "{" + ", ".join(pairs) + "}"
@@ -573,13 +364,11 @@ def toml_value(value: Any) -> str:
 
 
 def toml_key(key: str) -> str:
-    """A key, quoted where it has to be."""
     bare = key and not set(key) - set(string.ascii_letters + string.digits + "_-")
     return key if bare else json.dumps(key)
 
 
 def toml(data: dict[str, Any]) -> str:
-    """A document; every section on a line of its own."""
     return "".join(f"{toml_key(key)} = {toml_value(value)}\n" for key, value in data.items())
 
 
@@ -660,9 +449,7 @@ def manifests(draw: st.DrawFn) -> dict[str, Any]:
 
 @given(data=manifests())
 @settings(max_examples=examples(30, 60), deadline=None)
-def test_every_right_manifest_is_read_as_it_was_meant(
-    directory: Path, data: dict[str, Any]
-) -> None:
+def test_a_right_manifest_is_read_as_meant(directory: Path, data: dict[str, Any]) -> None:
     manifest = read(directory, toml(data))
     assert manifest.bundle.name == data["bundle"]["name"]
     assert [found.name for found in manifest.targets] == [e["name"] for e in data["target"]]
@@ -690,7 +477,6 @@ VALUES = st.recursive(
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path of every node below value."""
     pairs: Any = ()
     if isinstance(value, dict):
         pairs = value.items()
@@ -746,9 +532,7 @@ def test_a_key_with_any_value_is_read_or_refused(directory: Path, section: str) 
     inserted=st.text("[]{}\"'=.,#\n\\ab1-\0\N{EURO SIGN}", max_size=4),
 )
 @settings(max_examples=examples(60, 300), deadline=None)
-def test_a_manifest_with_its_text_damaged_is_read_or_refused(
-    directory: Path, at: int, length: int, inserted: str
-) -> None:
+def test_a_damaged_text_is_refused(directory: Path, at: int, length: int, inserted: str) -> None:
     read_or_refuse(directory, GOOD[:at] + inserted + GOOD[at + length :])
 
 

@@ -25,9 +25,7 @@ SCHEMA = manifest_schema()
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 
 
-def test_it_is_a_schema_that_every_manifest_here_follows(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_manifest_here_follows_it(capsys: pytest.CaptureFixture[str]) -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     assert run(["schema"]) == 0
     assert json.loads(capsys.readouterr().out) == SCHEMA

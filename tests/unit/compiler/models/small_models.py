@@ -119,7 +119,6 @@ def made(
 def read_module(
     family: str, directory: Path, dtype: str = "float32", *, out_in: bool = False
 ) -> Any:
-    """The module that config.json of a family describes."""
     if family in model_registry.ENCODERS:
         return model_registry.make_encoder(config_file.load_encoder(directory))
     read = config_file.load_config(directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.extent import examples
+from tests.extent import examples, sampled
 
 from prejit.compiler.models.families.encoder_decoders import buckets
 from prejit.compiler.models.layers.attention import NewTokens, attention
@@ -49,9 +50,7 @@ three = st.lists(st.integers(1, BLOCK), min_size=3, max_size=3)
     chunks=st.lists(st.integers(1, BLOCK), min_size=1).filter(lambda sizes: sum(sizes) <= CONTEXT),
     seed=st.integers(0, 9),
 )
-def test_any_split_into_chunks_gives_the_logits_of_one_pass(
-    family: str, chunks: list[int], seed: int
-) -> None:
+def test_any_chunks_give_the_logits_of_one_pass(family: str, chunks: list[int], seed: int) -> None:
     made, tokens = model(family), random_tokens(seed, sum(chunks))
     empty = made.empty(1, seed)
     once = made.feed(empty, tokens, [len(tokens)], CONTEXT)
@@ -96,7 +95,7 @@ def test_rows_of_other_lengths_and_sources_equal_the_rows_alone(
         st.tuples(st.integers(0, CONTEXT + 2), st.integers(0, BLOCK)), min_size=2, max_size=2
     ),
 )
-def test_exactly_the_valid_tokens_within_the_cache_are_written(
+def test_only_valid_tokens_are_written(
     family: str, block: int, rows: list[tuple[int, int]]
 ) -> None:
     starts, lengths = zip(*((start, min(length, block)) for start, length in rows), strict=True)
@@ -128,7 +127,8 @@ def test_padding_beyond_the_end_and_what_lies_behind_a_token_count_for_nothing(f
 @pytest.mark.parametrize(
     ("family", "batch", "kernels"),
     [
-        *((family, batch, False) for family in DECODERS for batch in (1, 65)),
+        *((family, 1, False) for family in DECODERS),
+        ("phi3", 65, False),  # many rows are written in a loop
         *((family, 2, False) for family in PLACES),
         ("whisper", 2, True),
     ],
@@ -268,11 +268,14 @@ def test_the_length_of_a_whispers_source_changes_nothing() -> None:
     assert all(map(np.array_equal, whole, part))
 
 
-@with_sources
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_matrices_in_fewer_bits_give_the_logits_of_what_they_stand_for(
-    family: str, dtype: str
-) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    sampled(
+        itertools.product(PLACES, ("bfloat16", "int8")),
+        lambda case: case in (("t5", "int8"), ("whisper", "bfloat16")),
+    ),
+)
+def test_fewer_bits_give_the_logits_of_what_they_stand_for(family: str, dtype: str) -> None:
     exact, narrow = model(family), model(family, dtype)
     stored = {name for name, values in narrow.weights.items() if values.dtype == dtype}
     matrices = {name for name, values in exact.weights.items() if values.ndim == 2}

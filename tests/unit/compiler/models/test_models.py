@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -59,17 +58,6 @@ LONGROPE = {
 _LONGEST = "1" + "0" * 5000
 
 
-def test_parameters_have_the_published_names_and_are_shapes_alone() -> None:
-    gpt2 = flat_parameters(model("gpt2").state)
-    llama = flat_parameters(model("llama").state)
-    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in gpt2.values())
-    assert gpt2["transformer.h.1.attn.c_proj.weight"].shape == (12, 12)
-    assert gpt2["transformer.ln_f.bias"].shape == (12,)
-    assert llama["model.layers.1.self_attn.k_proj.weight"].shape == (12, 12)
-    assert llama["model.embed_tokens.weight"].shape == (29, 12)
-    assert list(gpt2) == sorted(gpt2)
-
-
 @pytest.mark.parametrize("family", ["gpt2", "gemma3_text", "phi3"])
 def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not(family: str) -> None:
     untied = model_registry.make_decoder(config({**CONFIGS[family], "tie_word_embeddings": False}))
@@ -111,9 +99,7 @@ def test_parameters_of_any_module_are_replaced_by_name() -> None:
 
 
 @pytest.mark.parametrize(("context", "factors"), [(10, "short"), (11, "long"), (None, "long")])
-def test_the_longest_context_of_a_bundle_chooses_longropes_factors(
-    context: int | None, factors: str
-) -> None:
+def test_the_longest_context_chooses_longropes_factors(context: int | None, factors: str) -> None:
     long = config({**LLAMA, "rope_scaling": LONGROPE})
     expected = rope.frequencies(config(LLAMA), 6).frequencies / np.array(
         LONGROPE[f"{factors}_factor"]
@@ -151,19 +137,12 @@ def test_the_description_holds_what_the_runtime_needs(tmp_path: Path) -> None:
         (None, "expected a file, found none"),
         ("{", "cannot read"),
         ("[]", "model_type: expected one of"),
-        ('{"model_type": []}', "model_type: expected one of"),
         ('{"model_type": "lama"}', 'found "lama" (did you mean "llama"?)'),
-        ('{"model_type": "mixtral"}', 'found "mixtral" (did you mean "mistral"?)'),
         ('{"model_type": "gpt2", "n_head": "x"}', "n_head"),
         ('{"model_type": "gemma3", "text_config": 3}', "text_config: expected an object, found 3"),
         (f'{{"model_type": {"[" * 3000}{"]" * 3000}}}', "nested too deeply"),
-        (f'{{"model_type": {"[" * 90}{"]" * 90}}}', "nested too deeply"),
         (f'{{"model_type": "gpt2", "n_head": {_LONGEST}}}', "cannot read"),
-        (
-            '{"model_type": "gpt2", "n_head": NaN}',
-            "cannot read JSON: expected JSON, which has no NaN",
-        ),
-        ('{"model_type": "gpt2", "n_head": 1e999}', "n_head: expected"),
+        ('{"model_type": "gpt2", "n_head": NaN}', "cannot read JSON: expected JSON, which has no"),
         ('{"model_type": "\\ud800"}', "ud800"),
         ('{"model_type": "gpt2", "_name_or_path": [1], "num_labels": 4, "n_head": 0}', "n_head"),
         ('{"model_type": "gpt2", "quantization_config": {"bits": 4}}', "quantization_config"),
@@ -173,9 +152,7 @@ def test_the_description_holds_what_the_runtime_needs(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_config_that_cannot_be_used_is_refused(
-    text: str | None, said: str, tmp_path: Path
-) -> None:
+def test_a_config_that_is_none_is_refused(text: str | None, said: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
@@ -186,12 +163,7 @@ def test_a_config_that_cannot_be_used_is_refused(
 _UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"activation_function": "gelu_ne"}, 'found "gelu_ne" (did you mean "gelu_new"?)'),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention: expected false, found true"),
-    ("gpt2", {"n_head": 5}, "n_embd: expected a multiple of n_head = 5, found 12"),
-    (
-        "llama",
-        {"num_key_value_heads": 3},
-        "num_attention_heads: expected a multiple of num_key_value_heads = 3, found 4",
-    ),
+    ("llama", {"num_key_value_heads": 3}, "num_attention_heads: expected a multiple of"),
     ("llama", {"head_dim": 3}, "head_dim: expected an even number, found 3"),
     (
         "llama",
@@ -199,11 +171,7 @@ _UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
         'found "lama3" (did you mean "llama3"?)',
     ),
     ("mistral", {"sliding_window": 0}, "sliding_window: expected null or at least 1, found 0"),
-    (
-        "gemma3_text",
-        {"sliding_window": None},
-        "sliding_window: expected a number, as layer_types",
-    ),
+    ("gemma3_text", {"sliding_window": None}, "sliding_window: expected a number, as layer_types"),
     (
         "gemma3_text",
         {"layer_types": ["full_attention", "chunked_attention"]},
@@ -211,11 +179,7 @@ _UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: expected null"),
     ("phi3", {"partial_rotary_factor": 0.5}, "expected an even number, found 3"),
-    (
-        "llama",
-        {"rope_scaling": {**LONGROPE, "long_factor": [2.0]}},
-        "expected 3 factors, one for each pair",
-    ),
+    ("llama", {"rope_scaling": {**LONGROPE, "long_factor": [2.0]}}, "expected 3 factors, one for"),
     (
         "llama",
         {"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}},
@@ -223,31 +187,13 @@ _UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("gpt2", {"n_head": 0}, "n_head: expected an integer from 1 to 16384, found 0"),
     ("gpt2", {"n_layer": 0}, "n_layer: expected an integer from 1 to 1000, found 0"),
-    ("gpt2", {"n_embd": "12"}, 'n_embd: expected an integer from 1 to 1048576, found "12"'),
     ("gpt2", {"layer_norm_epsilon": 0}, "layer_norm_epsilon: expected a number from 1e-30 to 1"),
     ("gpt2", {"activation_function": ["gelu"]}, "activation_function: expected a text"),
     ("gpt2", {"tie_word_embeddings": "no"}, "tie_word_embeddings: expected true or false"),
-    ("gpt2", {"scale_attn_weights": 1}, "scale_attn_weights: expected true or false"),
-    ("llama", {"num_hidden_layers": 100_000}, "num_hidden_layers: expected an integer from 1 to"),
-    (
-        "llama",
-        {"rope_theta": 0},
-        "rope_theta: expected a number from 1e-06 to 1e+12",
-    ),
-    ("llama", {"rope_theta": {"a": 1}}, "rope_theta"),
-    ("llama", {"rope_scaling": [1]}, "rope_scaling: expected an object"),
-    ("llama", {"rope_scaling": {"rope_type": 3}}, "rope_type"),
-    (
-        "llama",
-        {"rope_scaling": {"rope_type": "linear", "factor": 0.0}},
-        "factor: expected a number",
-    ),
-    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor"),
-    ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor"),
+    ("llama", {"rope_theta": 0}, "rope_theta: expected a number from 1e-06 to 1e+12"),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 0.0}}, "factor: expected a"),
     ("llama", {"rope_scaling": YARN, "rope_theta": 1.0}, "that give finite frequencies"),
     ("llama", {"rope_scaling": {**YARN, "factor": -2.0}}, "factor: expected"),
-    ("llama", {"rope_scaling": {**YARN, "beta_fast": []}}, "beta_fast"),
-    ("llama", {"rope_scaling": {**YARN, "attention_factor": 0.0}}, "attention_factor"),
     (
         "llama",
         {"rope_scaling": {**YARN, "original_max_position_embeddings": 0}},
@@ -258,97 +204,20 @@ _UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
         {"rope_scaling": {**LONGROPE, "short_factor": [1.0, 0.0, 1.0]}},
         "short_factor: expected a list, each a number",
     ),
-    ("llama", {"rope_scaling": {**LONGROPE, "long_factor": "1"}}, "long_factor"),
     ("llama", {"rope_scaling": {**LONGROPE, "long_factor": [1.0, "2", None]}}, "long_factor"),
     ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types"),
-    ("gemma3_text", {"layer_types": [1, 2]}, "layer_types: expected a list, each a text"),
     ("gemma3_text", {"rope_parameters": {"full_attention": 3}}, "config.json"),
-    (
-        "roberta",
-        {"num_attention_heads": 5},
-        "hidden_size: expected a multiple of num_attention_heads = 5, found 12",
-    ),
-    (
-        "roberta",
-        {"pad_token_id": 19},
-        "max_position_embeddings: expected more than pad_token_id + 1 = 20",
-    ),
+    ("roberta", {"num_attention_heads": 5}, "hidden_size: expected a multiple of"),
+    ("roberta", {"pad_token_id": 19}, "max_position_embeddings: expected more than pad_token_id"),
     ("t5", {"feed_forward_proj": "gated-mish"}, 'feed_forward_proj: expected "gelu" or'),
     ("t5", {"feed_forward_proj": "gated-gelu-new"}, "transformers refuses it"),
     ("t5", {"feed_forward_proj": 3}, "feed_forward_proj: expected a text, found 3"),
     ("t5", {"is_encoder_decoder": False}, "is_encoder_decoder: expected true, found false"),
     ("t5", {"relative_attention_num_buckets": 3}, "an integer from 4 to 65536, found 3"),
-    (
-        "t5",
-        {"relative_attention_max_distance": 4},
-        "relative_attention_max_distance: expected more than 4, half of "
-        "relative_attention_num_buckets, found 4",
-    ),
-    ("t5", {"num_decoder_layers": 0}, "num_decoder_layers: expected an integer from 1 to 1000"),
-    ("t5", {"tie_word_embeddings": "no"}, "tie_word_embeddings: expected true or false"),
-    ("t5", {"layer_norm_epsilon": 0}, "layer_norm_epsilon: expected a number from 1e-30 to 1"),
+    ("t5", {"relative_attention_max_distance": 4}, "relative_attention_max_distance: expected"),
     ("whisper", {"activation_function": "gelu_ne"}, '"gelu_ne" (did you mean "gelu_new"?)'),
     ("whisper", {"tie_word_embeddings": False}, "tie_word_embeddings: expected true, found"),
     ("whisper", {"encoder_attention_heads": 5}, "multiple of encoder_attention_heads = 5"),
-    ("whisper", {"decoder_attention_heads": 5}, "multiple of decoder_attention_heads = 5"),
-    ("whisper", {"decoder_attention_heads": 0}, "decoder_attention_heads: expected an integer"),
-    ("whisper", {"decoder_layers": 0}, "decoder_layers: expected an integer from 1"),
-    ("whisper", {"num_hidden_layers": 0}, "num_hidden_layers: expected an integer from 1"),
-]
-_WRONG: dict[str, dict[str, list[Any]]] = {
-    "llama": {
-        "hidden_act": ["mish"],
-        "num_attention_heads": [0],
-        "num_key_value_heads": [0],
-        "head_dim": [0],
-        "max_position_embeddings": [None],
-        "rms_norm_eps": [1e-300, None],
-        "rope_theta": ["1e4"],
-    },
-    "gemma3_text": {
-        "use_bidirectional_attention": [True],
-        "query_pre_attn_scalar": [0],
-        "final_logit_softcapping": [0.0, 1e-300],
-    },
-    "gpt2": {
-        "num_attention_heads": [0],
-        "n_layer": [1001, True],
-        "n_inner": [0],
-        "vocab_size": [2**40],
-        "n_positions": [10**30],
-    },
-    "mistral": {
-        "sliding_window": [1.5],
-    },
-    "phi3": {
-        "partial_rotary_factor": [0.0, 2.0],
-    },
-    "roberta": {
-        "num_attention_heads": [0],
-        "num_hidden_layers": [10**9],
-        "pad_token_id": [-1, None],
-        "type_vocab_size": [0],
-        "layer_norm_eps": [0.0],
-        "hidden_act": [None],
-    },
-    "t5": {
-        "num_heads": [0],
-        "d_kv": [0],
-        "num_attention_heads": [-1],
-    },
-    "whisper": {
-        "num_mel_bins": [0],
-        "max_source_positions": [0],
-        "max_target_positions": ["448"],
-    },
-}
-"""Values that a key cannot have, by family."""
-_UNUSABLE += [
-    # transformers itself refuses some that are null
-    (family, {key: value}, key if value is None else f"{key}: expected")
-    for family, keys in _WRONG.items()
-    for key, values in keys.items()
-    for value in values
 ]
 
 
@@ -385,9 +254,7 @@ _MORE = (
         lambda kind: st.tuples(st.just(kind[0]), mutated(kind[1], _MORE))
     )
 )
-def test_any_config_is_refused_with_an_error_of_ours_or_makes_a_module(
-    drawn: tuple[str, dict[str, Any]],
-) -> None:
+def test_any_config_makes_a_module_or_an_error_of_ours(drawn: tuple[str, dict[str, Any]]) -> None:
     family, config = drawn
     with tempfile.TemporaryDirectory() as name, contextlib.suppress(CheckpointError):
         (Path(name) / "config.json").write_text(to_json(config))
@@ -416,9 +283,7 @@ def test_a_model_is_described_without_torch_or_any_array(tmp_path: Path) -> None
         ({"tie_word_embeddings": True, "scale_decoder_outputs": True}, False),
     ],
 )
-def test_a_t5_has_a_head_of_its_own_where_config_json_says_so(
-    change: dict[str, Any], own: bool, tmp_path: Path
-) -> None:
+def test_a_t5_may_have_its_own_head(change: dict[str, Any], own: bool, tmp_path: Path) -> None:
     names = parameters_of(made(tmp_path, "t5", **change)).keys()
     assert ("lm_head.weight" in names) == own
     layer = "decoder.block.2.layer.2.DenseReluDense"

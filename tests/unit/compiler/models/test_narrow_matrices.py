@@ -105,9 +105,7 @@ WITHOUT_SCALES = (
         *((name, "bfloat16") for name in WITHOUT_SCALES),
     ],
 )
-def test_a_use_of_a_matrix_gets_its_stored_values(
-    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_use_has_stored_values(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use = {**PRODUCTS, **OTHERS}[name]
     narrow = matrix(*use.shape, dtype=dtype, shared=use.shared)
     expected = use.function(narrow.widened())

@@ -119,7 +119,7 @@ def test_an_output_of_another_size_spoils_its_neighbours() -> None:
     assert np.allclose(integers * scale[:, None], values, rtol=0.01, atol=0)
 
 
-def test_bfloat16_is_cut_off_instead_of_rounded() -> None:
+def test_bfloat16_is_rounded_to_even_and_holds_no_infinity() -> None:
     module = nnx.eval_shape(lambda: Linear(2, 2, bias=False))
     precision.store(module, "bfloat16")
     # Halves between two neighbours go to the even one; the third is above a half.
@@ -128,9 +128,6 @@ def test_bfloat16_is_cut_off_instead_of_rounded() -> None:
     assert read().dtype == ml_dtypes.bfloat16
     expected = [[1, 1 + 2**-6], [1 + 2**-7, -1]]
     assert read().astype(np.float32).tolist() == expected
-
-
-def test_a_value_that_bfloat16_cannot_hold_is_packed_as_infinity() -> None:
     module = nnx.eval_shape(lambda: Linear(2, 2, bias=False))
     precision.store(module, "bfloat16")
     values = np.array([[1, np.finfo(np.float32).max], [0, 1]], np.float32)
@@ -156,9 +153,7 @@ def test_norms_or_biases_are_quantized() -> None:
 @dtypes
 @pytest.mark.parametrize("rows", [1, REDUCED_ROWS, REDUCED_ROWS + 1])
 @pytest.mark.parametrize("sizes", [(24, 40), (40, 24)])  # stored (in, out) and (out, in)
-def test_a_form_of_the_product_gives_other_values(
-    dtype: str, rows: int, sizes: tuple[int, int]
-) -> None:
+def test_each_form_gives_the_same_values(dtype: str, rows: int, sizes: tuple[int, int]) -> None:
     random = np.random.default_rng(rows)
     module = Linear(*sizes, bias=True)
     values = random.standard_normal(module.weight.shape, np.float32)
@@ -256,9 +251,7 @@ def test_a_program_without_kernels_rounds_x_for_nothing(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.1), ("int8", 0.2)])
-def test_stored_weights_give_another_model_or_decode_sees_others_than_prefill(
-    dtype: str, tolerance: float
-) -> None:
+def test_stored_weights_give_nearly_the_same_model(dtype: str, tolerance: float) -> None:
     config, exact, stored = small_model(dtype)
     want = logits(config, "float32", exact, "float32", 20)
     once = logits(config, dtype, stored, "float32", 20)

@@ -42,7 +42,6 @@ KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A model with all kinds of modules."""
     modules = [
         {"path": f"{n}_{kind}" if n else "", "type": f"sentence_transformers.models.{kind}"}
         for n, kind in enumerate(KINDS)
@@ -71,7 +70,6 @@ def write(file: Path, content: Any) -> None:
 
 
 def edit(file: Path, **changes: Any) -> None:
-    """Changes keys of a JSON object."""
     write(file, {**json.loads(file.read_text()), **changes})
 
 
@@ -88,7 +86,7 @@ def write_weights(directory: Path, rename: Callable[[str], str]) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
-def test_all_modules_are_read(directory: Path) -> None:
+def test_all_modules_are_read_and_named_for_keys(directory: Path) -> None:
     layout = read_layout(directory)
     assert (layout.pooling, layout.normalized, layout.max_tokens) == (("mean",), True, 10)
     assert [(part.name, part.inputs, part.outputs) for part in layout.dense] == [("2_Dense", 4, 3)]
@@ -97,13 +95,11 @@ def test_all_modules_are_read(directory: Path) -> None:
     names = open_encoder(directory).names
     assert "sentence.2_Dense.linear.weight" in names
     assert open_encoder(directory).read("sentence.2_Dense.linear.weight").shape == (4, 3)
-
-
-def test_a_plain_directory_is_mean_pooling_without_normalisation(directory: Path) -> None:
-    (directory / "modules.json").unlink()
-    layout = read_layout(directory)
-    assert (layout.pooling, layout.dense, layout.normalized) == (("mean",), (), False)
-    assert model_registry.describe_encoder(config_file.load_encoder(directory)).max_tokens == 12
+    names = {str(file.relative_to(directory)) for file in read_layout(directory).files}
+    assert names == {
+        *("modules.json", "config.json", "sentence_bert_config.json"),
+        *("1_Pooling/config.json", "2_Dense/config.json"),
+    }
 
 
 def test_a_transformer_in_a_directory_of_its_own_is_found(directory: Path) -> None:
@@ -118,17 +114,13 @@ def test_a_transformer_in_a_directory_of_its_own_is_found(directory: Path) -> No
     assert len(open_encoder(directory).names) > 10
 
 
-def test_a_longer_max_seq_length_than_positions_is_capped(directory: Path) -> None:
+def test_a_plain_directory_is_mean_pooling_within_its_positions(directory: Path) -> None:
     edit(directory / "sentence_bert_config.json", max_seq_length=512)
     assert model_registry.describe_encoder(config_file.load_encoder(directory)).max_tokens == 12
-
-
-def test_every_file_that_decides_is_named_for_keys(directory: Path) -> None:
-    names = {str(file.relative_to(directory)) for file in read_layout(directory).files}
-    assert names == {
-        *("modules.json", "config.json", "sentence_bert_config.json"),
-        *("1_Pooling/config.json", "2_Dense/config.json"),
-    }
+    (directory / "modules.json").unlink()
+    layout = read_layout(directory)
+    assert (layout.pooling, layout.dense, layout.normalized) == (("mean",), (), False)
+    assert model_registry.describe_encoder(config_file.load_encoder(directory)).max_tokens == 12
 
 
 POOLING, DENSE = "1_Pooling/config.json", "2_Dense/config.json"
@@ -138,7 +130,6 @@ POOLING, DENSE = "1_Pooling/config.json", "2_Dense/config.json"
     ("file", "changes", "told"),
     [
         (POOLING, {"pooling_mode_mean_tokens": False}, "to be true, found none"),
-        (POOLING, {"pooling_mode_mean_tokens": 1}, "pooling_mode_mean_tokens: expected true or"),
         (POOLING, {"pooling_mode_median": True}, "pooling_mode_median: expected one of"),
         (POOLING, {"pooling_mode": "median"}, 'pooling_mode: expected "cls" or .* found "median"'),
         (POOLING, {"word_embedding_dimension": 5}, "word_embedding_dimension: expected 4.*found 5"),
@@ -152,10 +143,8 @@ POOLING, DENSE = "1_Pooling/config.json", "2_Dense/config.json"
         ),
         ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case: expected false"),
         ("sentence_bert_config.json", {"max_seq_length": "9"}, "max_seq_length: expected"),
-        ("sentence_bert_config.json", {"query_length": 3}, "query_length: expected one of"),
         ("config_sentence_transformers.json", {"default_prompt_name": "q"}, "default_prompt_name"),
         ("config.json", {"hidden_act": "mish"}, 'hidden_act: .*found "mish"'),
-        ("config.json", {"is_decoder": True}, "is_decoder: expected false, found true"),
         ("config.json", {"model_type": "gpt2"}, 'for .encode., found "gpt2"'),
     ],
 )
@@ -175,13 +164,10 @@ def test_what_is_not_built_is_told_with_file_key_and_value(
     [
         (("Transformer", "Pooling", "CNN"), r"\[2\].type: expected one of"),
         (("Transformer", "Normalize", "Pooling"), "found Transformer, Normalize, Pooling"),
-        (("Pooling",), "found Pooling"),
         ((), "found none"),
     ],
 )
-def test_modules_in_another_order_are_told(
-    directory: Path, kinds: tuple[str, ...], told: str
-) -> None:
+def test_an_order_of_modules_is_told(directory: Path, kinds: tuple[str, ...], told: str) -> None:
     modules = [{"path": k, "type": f"sentence_transformers.models.{k}"} for k in kinds]
     write(directory / "modules.json", modules)
     with pytest.raises(CheckpointError, match=told):
@@ -235,14 +221,11 @@ def test_a_tensor_that_nobody_knows_is_told(directory: Path) -> None:
     ("family", "head"),
     [
         ("bert", "classifier.weight"),
-        ("bert", "qa_outputs.weight"),
         ("roberta", "classifier.dense.weight"),
         ("distilbert", "pre_classifier.weight"),
     ],
 )
-def test_a_head_that_is_what_the_model_is_for_is_dropped(
-    directory: Path, family: str, head: str
-) -> None:
+def test_a_head_of_its_own_is_refused(directory: Path, family: str, head: str) -> None:
     (directory / "modules.json").unlink()
     sizes = DISTILBERT if family == "distilbert" else BERT
     write(directory / "config.json", {**sizes, "model_type": family, "architectures": None})
@@ -264,15 +247,11 @@ def test_a_head_that_is_what_the_model_is_for_is_dropped(
     [
         ("BertModel", True),
         ("BertForMaskedLM", True),
-        ("BertForPreTraining", True),
         ("BertForSequenceClassification", False),
-        ("BertForNextSentencePrediction", False),
         ("BertForTokenClassification", False),
     ],
 )
-def test_an_architecture_with_a_head_of_its_own_becomes_an_embedder(
-    directory: Path, name: str, built: bool
-) -> None:
+def test_an_architecture_with_a_head_is_refused(directory: Path, name: str, built: bool) -> None:
     edit(directory / "config.json", architectures=[name])
     if built:
         assert open_encoder(directory).names
@@ -301,13 +280,10 @@ def test_a_model_of_another_section_is_sent_there_where_it_can_be(directory: Pat
         ("modules.json", b"[" * 3000 + b"]" * 3000, "nested too deeply"),
         ("modules.json", b"[1" + b"0" * 5000 + b"]", "cannot read"),
         ("modules.json", b"[" + b" " * (16 << 20) + b"]", "expected at most 16777216 bytes"),
-        ("1_Pooling/config.json", b"[NaN]", "which has no NaN"),
         ("config.json", b"[NaN]", "which has no NaN"),
     ],
 )
-def test_a_file_that_is_no_json_of_moderate_size_is_refused(
-    file: str, content: bytes, told: str, directory: Path
-) -> None:
+def test_a_file_must_be_small_json(file: str, content: bytes, told: str, directory: Path) -> None:
     (directory / file).write_bytes(content)
     with pytest.raises(CheckpointError, match=told) as raised:
         config_file.load_encoder(directory)

@@ -38,12 +38,10 @@ _WARNINGS = (
 
 
 def missing_features(level: str) -> set[str]:
-    """Extensions of a level that this machine lacks."""
     return set(level_features(level)) - set(Fingerprint.current().cpu_features)
 
 
 def highest_level() -> str:
-    """The highest that this machine runs."""
     return next(level for level in reversed(LEVELS) if not missing_features(level))
 
 
@@ -71,7 +69,6 @@ def sanitized(driver: Path, names: Iterable[str], sanitizers: str, cache: Path) 
 
 
 def assert_runs_clean(driver: Path, *arguments: str) -> None:
-    """Run a driver, in which its sanitizers must find nothing."""
     done = subprocess.run([driver, *arguments], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

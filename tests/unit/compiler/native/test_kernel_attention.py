@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +36,6 @@ def kernels(request: pytest.FixtureRequest, build_cache: Path) -> ctypes.CDLL:
 
 @pytest.fixture(scope="module")
 def in_xla(build_cache: Path) -> str:
-    """The name by which XLA knows the attention of the highest level that this machine runs."""
     library = kernel_builds.product_library(kernel_builds.highest_level(), build_cache)
     name = "test_kernel_attention"
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library.prejit_attention), platform="cpu")
@@ -263,21 +261,10 @@ def test_a_row_gets_the_same_bits_alone_and_in_a_batch(kernels: ctypes.CDLL, tok
         np.testing.assert_array_equal(run(row, kernels)[0][0], together[b])
 
 
-def test_a_query_that_is_no_number_gives_no_number_and_spoils_no_other(
-    kernels: ctypes.CDLL,
-) -> None:
+def test_what_is_no_number_reaches_those_who_see_it_alone(kernels: ctypes.CDLL) -> None:
     for tokens in (1, 5, 40):
-        case = drawn(
-            4,
-            batch=2,
-            kv_heads=2,
-            group=2,
-            size=32,
-            slots=300,
-            tokens=tokens,
-            start=np.array([258, 7]),
-            length=np.full(2, tokens),
-        )
+        at = {"start": np.array([258, 7]), "length": np.full(2, tokens)}
+        case = drawn(4, batch=2, kv_heads=2, group=2, size=32, slots=300, tokens=tokens, **at)
         case.query[0, tokens - 1, 2, 3] = np.nan
         out, _, _ = run(case, kernels)
         assert np.isnan(out[0, tokens - 1, 2]).all()
@@ -285,40 +272,21 @@ def test_a_query_that_is_no_number_gives_no_number_and_spoils_no_other(
         expected = reference(case)[0]
         out[0, tokens - 1, 2] = expected[0, tokens - 1, 2] = 0
         assert_close(out, expected)
-
-
-def test_a_value_that_is_no_number_reaches_those_who_see_it_alone(kernels: ctypes.CDLL) -> None:
     case = drawn(5, size=16, slots=400, tokens=1, length=np.ones(1), start=np.array([299]))
     case.values[0, 0, 200] = np.nan
     assert np.isnan(run(case, kernels)[0]).all()
     assert np.isfinite(run(replace(case, window=99), kernels)[0]).all()
 
 
-def test_a_bfloat16_cache_is_rounded_to_even_and_keeps_what_is_no_number(
-    kernels: ctypes.CDLL,
-) -> None:
-    case = drawn(
-        6,
-        size=8,
-        slots=4,
-        tokens=1,
-        dtype=ml_dtypes.bfloat16,
-        start=np.array([2]),
-        length=np.ones(1),
-    )
+def test_a_bfloat16_cache_is_rounded_to_even(kernels: ctypes.CDLL) -> None:
+    at = {"start": np.array([2]), "length": np.ones(1)}
+    case = drawn(6, size=8, slots=4, tokens=1, dtype=ml_dtypes.bfloat16, **at)
     # Two ties, to even up and down; what overflows; the least of all; a NaN whose upper half is infinite.
     bits = [0x3F808000, 0x3F818000, 0x7F7FFFFF, 1, 0x7F800001, 0xFFFFFFFF, 0x80000000, 0x3F808001]
     case.new_keys[:] = np.array(bits, np.uint32).view(np.float32)
     _, keys, _ = run(case, kernels)
     found = keys[0, 0, 2].view(np.uint16)
-    assert [hex(x) for x in found[[0, 1, 2, 3, 6, 7]]] == [
-        "0x3f80",
-        "0x3f82",
-        "0x7f80",
-        "0x0",
-        "0x8000",
-        "0x3f81",
-    ]
+    assert found[[0, 1, 2, 3, 6, 7]].tolist() == [0x3F80, 0x3F82, 0x7F80, 0, 0x8000, 0x3F81]
     assert np.isnan(keys[0, 0, 2, 4:6].astype(np.float32)).all()
 
 
@@ -330,26 +298,6 @@ def test_what_says_where_a_row_stands_never_leads_out_of_the_cache(kernels: ctyp
     length = np.array([4, most, 4, most], np.int32)
     out, _, _ = run(replace(case, start=start, query_start=start, length=length), kernels)
     assert out.shape == case.query.shape
-
-
-def test_calls_from_many_threads_get_each_its_own_result(kernels: ctypes.CDLL) -> None:
-    sizes = {"batch": 2, "kv_heads": 3, "group": 2, "size": 64, "slots": 300}
-    works = [drawn(i, tokens=(1, 4, 64)[i % 3], **sizes) for i in range(6)]
-    expected = [reference(case)[0] for case in works]
-    wrong: list[int] = []
-
-    def work(i: int) -> None:
-        for _ in range(8):
-            out = run(works[i], kernels)[0]
-            if np.abs(out - expected[i]).max() > TOLERANCE:
-                wrong.append(i)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
 
 
 def test_shapes_that_do_not_fit_are_refused_and_not_read(kernels: ctypes.CDLL) -> None:

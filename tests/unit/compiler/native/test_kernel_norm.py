@@ -21,7 +21,9 @@ from .kernel_builds import LEVELS
 EPSILON = 1e-3
 
 
-@pytest.fixture(scope="module", params=LEVELS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(LEVELS[0], marks=pytest.mark.thorough), *LEVELS[1:]]
+)
 def kernels(request: pytest.FixtureRequest, build_cache: Path) -> ctypes.CDLL:
     """The library of a level, as bundles have it."""
     return kernel_builds.product_library(request.param, build_cache)
@@ -93,15 +95,12 @@ def test_a_program_calls_the_kernel_with_what_it_expects(centred: bool) -> None:
     np.testing.assert_allclose(np.asarray(found), wanted, rtol=2e-5, atol=2e-4)
 
 
-def test_a_number_that_is_none_stays_in_its_row(kernels: ctypes.CDLL) -> None:
+def test_a_nan_stays_in_its_row_and_shapes_must_fit(kernels: ctypes.CDLL) -> None:
     x = np.ones((3, 20), np.float32)
     x[1, 7] = np.nan
     found = run(kernels, x, np.ones(20, np.float32), None)
     assert np.isnan(found).all(axis=1).tolist() == [False, True, False]
     assert np.isfinite(found[[0, 2]]).all()
-
-
-def test_shapes_that_do_not_fit_are_refused(kernels: ctypes.CDLL) -> None:
     x, weight = np.ones((3, 20), np.float32), np.ones(20, np.float32)
     with pytest.raises(kernel_frames.KernelError, match="a weight for each column"):
         run(kernels, x, weight[:19], None)

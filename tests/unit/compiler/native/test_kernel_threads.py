@@ -92,8 +92,17 @@ def another(library: bytes) -> bytes:
     return library + b"\0"
 
 
-def test_what_shares_threads_is_exported_as_a_kernel(library: bytes) -> None:
+def test_what_shares_threads_is_a_kernel_with_a_note_within_the_library(library: bytes) -> None:
     assert read_shared_library(library).exported == ("prejit_sum", "prejit_threads")
+    found = find_note(library, b"prejit")
+    assert found is not None
+    assert found[1][:4] == VERSION.to_bytes(4, "little")
+    assert find_note(library, b"nobody") is None
+    with pytest.raises(ValueError, match="not an ELF file of 64 bits"):
+        find_note(b"", b"prejit")
+    for end in (30, 61, 200):
+        with pytest.raises(ValueError, match="not a whole ELF file"):
+            find_note(library[:end], b"prejit")
 
 
 @several_cpus
@@ -167,23 +176,9 @@ print(helpers())
 """
 
 
-def test_calls_of_two_libraries_at_once_or_after_a_fork_lose_blocks(
-    library: bytes, tmp_path: Path, run_python: Any
-) -> None:
+def test_no_block_is_lost(library: bytes, tmp_path: Path, run_python: Any) -> None:
     for name, content in (("one", library), ("other", another(library))):
         (tmp_path / name).write_bytes(content)
     options = {"env": {"PYTHONWARNINGS": "ignore"}}  # that threads and fork do not go together
     done = run_python(AT_ONCE, tmp_path / "one", tmp_path / "other", **options)
     assert done.stdout == f"{CPUS - 1}\n"
-
-
-def test_a_note_beyond_the_end_of_a_library_is_read(library: bytes) -> None:
-    found = find_note(library, b"prejit")
-    assert found is not None
-    assert found[1][:4] == VERSION.to_bytes(4, "little")
-    assert find_note(library, b"nobody") is None
-    with pytest.raises(ValueError, match="not an ELF file of 64 bits"):
-        find_note(b"", b"prejit")
-    for end in (30, 61, 200):
-        with pytest.raises(ValueError, match="not a whole ELF file"):
-            find_note(library[:end], b"prejit")

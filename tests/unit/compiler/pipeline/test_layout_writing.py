@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.layouts import blob, subject_of, write_root
+from tests.threads import in_threads
 
 from prejit.compiler.pipeline import layout_writing as writing
 from prejit.compiler.pipeline.layout_writing import (
@@ -31,7 +31,6 @@ from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import read_root
 from prejit.runtime.loader import load
 
-GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 TYPE = "application/vnd.example+json"
 NOTES = {"org.example.note": "a note"}
 
@@ -47,11 +46,15 @@ def attached(path: Path, digest: str | None = None) -> tuple[Referrer, ...]:
         return referrers(layout, read_root(layout), digest)
 
 
+def described(at: Descriptor) -> dict[str, Any]:
+    return {"mediaType": at.mediaType, "digest": at.digest, "size": at.size}
+
+
 def attach_text(path: Path, subject: Descriptor, text: str = "signed") -> Descriptor:
     return attach(path, subject, TYPE, EMPTY, [Part(TYPE, text.encode())], NOTES)
 
 
-def test_what_is_attached_is_found_by_its_subject(bundle_dir: Path) -> None:
+def test_what_is_attached_is_found_and_as_oci_says(bundle_dir: Path) -> None:
     bundle, target = subject_of(bundle_dir), targets_of(bundle_dir)["cpu-host"]
     before = load(bundle_dir).digest
     layer = Part(TYPE, b"signed", {"org.opencontainers.image.title": "signature"})
@@ -70,33 +73,20 @@ def test_what_is_attached_is_found_by_its_subject(bundle_dir: Path) -> None:
     assert blob(bundle_dir, first.config.digest).read_bytes() == b"{}"
     assert load(bundle_dir).digest == before
     assert audit(bundle_dir, lambda *_: None).digest == before
-
-
-def test_a_manifest_of_what_is_attached_is_as_oci_says(bundle_dir: Path) -> None:
-    at = attach_text(bundle_dir, subject_of(bundle_dir))
-    manifest = json.loads(blob(bundle_dir, at.digest).read_bytes())
-    assert manifest["schemaVersion"] == 2
-    assert manifest["artifactType"] == TYPE
-    assert manifest["config"] == {
+    manifest = json.loads(blob(bundle_dir, of_bundle.digest).read_bytes())
+    assert (manifest["schemaVersion"], manifest["artifactType"]) == (2, TYPE)
+    empty = {
         "mediaType": "application/vnd.oci.empty.v1+json",
         "digest": digest_of(b"{}"),
         "size": 2,
     }
-    subject = subject_of(bundle_dir)
-    assert manifest["subject"] == {
-        "mediaType": subject.mediaType,
-        "digest": subject.digest,
-        "size": subject.size,
-    }
-    [listed] = [
-        each
-        for each in json.loads((bundle_dir / "index.json").read_bytes())["manifests"]
-        if each["digest"] == at.digest
-    ]
+    assert manifest["config"] == empty
+    assert manifest["subject"] == described(bundle)
+    entries = json.loads((bundle_dir / "index.json").read_bytes())["manifests"]
+    [listed] = [each for each in entries if each["digest"] == of_bundle.digest]
     assert listed["artifactType"] == TYPE
-    assert listed["annotations"] == {
-        "org.opencontainers.image.ref.name": f"attached-{at.digest[7:19]}"
-    }
+    name = f"attached-{of_bundle.digest[7:19]}"
+    assert listed["annotations"] == {"org.opencontainers.image.ref.name": name}
 
 
 def test_attaching_again_changes_nothing(bundle_dir: Path) -> None:
@@ -113,14 +103,7 @@ def test_attaching_again_changes_nothing(bundle_dir: Path) -> None:
 
 def test_two_that_attach_at_once_lose_nothing(bundle_dir: Path) -> None:
     subject = subject_of(bundle_dir)
-    threads = [
-        threading.Thread(target=attach_text, args=(bundle_dir, subject, str(number)))
-        for number in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(8, lambda number: attach_text(bundle_dir, subject, str(number)))
     found = attached(bundle_dir, subject.digest)
     texts = {blob(bundle_dir, each.layers[0].digest).read_bytes() for each in found}
     assert texts == {b"%d" % number for number in range(8)}
@@ -169,9 +152,7 @@ def test_whoever_is_killed_while_attaching_leaves_it_attached_or_not(
     assert set(outcomes) == {0, 1}
 
 
-def test_a_disk_that_is_full_loses_nothing(
-    bundle_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_loses_nothing(bundle_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = subject_of(bundle_dir)
     attach_text(bundle_dir, subject)
     write = writing.write_file
@@ -188,9 +169,7 @@ def test_a_disk_that_is_full_loses_nothing(
     assert load(bundle_dir).call("tick") == 7
 
 
-def test_what_is_not_there_gets_nothing_attached(
-    bundle_dir: Path, recipe: Any, make_recipe: Any
-) -> None:
+def test_what_is_gone_gets_nothing(bundle_dir: Path, recipe: Any, make_recipe: Any) -> None:
     subject = subject_of(bundle_dir)
     stranger = Descriptor(subject.mediaType, digest_of(b""), 0)
     with pytest.raises(UsageError, match="expected the bundle or one of its targets, found no"):
@@ -235,9 +214,7 @@ def test_writing_the_same_bundle_keeps_what_refers_to_it(bundle_dir: Path, recip
             assert blob(bundle_dir, at.digest).stat().st_size == at.size
 
 
-def test_another_bundle_keeps_what_refers_to_a_target_that_it_shares(
-    bundle_dir: Path, recipe: Any
-) -> None:
+def test_another_bundle_keeps_what_refers_to_its_target(bundle_dir: Path, recipe: Any) -> None:
     """Its signature is right: the target is the same."""
     attach_text(bundle_dir, subject_of(bundle_dir), "bundle")
     kept = attach_text(bundle_dir, targets_of(bundle_dir)["cpu-host"], "host")
@@ -247,16 +224,9 @@ def test_another_bundle_keeps_what_refers_to_a_target_that_it_shares(
     [found] = attached(bundle_dir)
     assert found.descriptor == kept
     files = {file.name for file in (bundle_dir / "blobs" / "sha256").iterdir()}
-    assert files == {
-        digest.removeprefix("sha256:")
-        for digest in (
-            *blobs,
-            digest_of(index),
-            kept.digest,
-            found.config.digest,
-            *(at.digest for at in found.layers),
-        )
-    }
+    kept_files = (*blobs, digest_of(index), kept.digest, found.config.digest)
+    of_layers = (at.digest for at in found.layers)
+    assert files == {each.removeprefix("sha256:") for each in (*kept_files, *of_layers)}
 
 
 def test_what_has_lost_a_file_is_not_kept(bundle_dir: Path, recipe: Any) -> None:
@@ -284,12 +254,9 @@ def test_a_copy_gets_things_attached_too(bundle_dir: Path) -> None:
 def listed(path: Path, content: bytes, **changes: Any) -> None:
     """Lists a manifest in `index.json` whatever it says."""
     blob(path, digest_of(content)).write_bytes(content)
-    at = {
-        "mediaType": "application/vnd.oci.image.manifest.v1+json",
-        "digest": digest_of(content),
-        "size": len(content),
-        "artifactType": TYPE,
-    }
+    kind = "application/vnd.oci.image.manifest.v1+json"
+    at = {"mediaType": kind, "digest": digest_of(content), "size": len(content)}
+    at["artifactType"] = TYPE
     root = json.loads((path / "index.json").read_bytes())
     write_root(path, [*root["manifests"], {**at, **changes}])
 
@@ -298,10 +265,6 @@ def manifest_of(subject: Any, changes: Any = None) -> bytes:
     config = {"mediaType": TYPE, "digest": digest_of(b"{}"), "size": 2}
     plain = {"schemaVersion": 2, "config": config, "layers": [], "subject": subject}
     return json.dumps(plain | (changes or {})).encode()
-
-
-def described(at: Descriptor) -> dict[str, Any]:
-    return {"mediaType": at.mediaType, "digest": at.digest, "size": at.size}
 
 
 def test_a_manifest_without_an_artifact_type_has_that_of_its_config(bundle_dir: Path) -> None:
@@ -320,9 +283,7 @@ def test_a_manifest_without_an_artifact_type_has_that_of_its_config(bundle_dir: 
         (False, {}),
     ],
 )
-def test_entries_that_cannot_refer_to_anything_are_passed_over(
-    refers: bool, changes: dict[str, Any], bundle_dir: Path
-) -> None:
+def test_other_entries_are_passed(refers: bool, changes: dict[str, Any], bundle_dir: Path) -> None:
     subject = described(subject_of(bundle_dir)) if refers else None
     listed(bundle_dir, manifest_of(subject), **changes)
     assert attached(bundle_dir) == ()

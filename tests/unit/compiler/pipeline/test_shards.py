@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
+from tests.threads import in_threads
 
 from prejit.compiler.pipeline.shards import MAX_SHARDS, Packed, Packing, Shard, Turn
 from prejit.compiler.progress import Quiet
@@ -22,7 +22,7 @@ def test_a_shard_is_named_by_its_number_from_one_and_their_count() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 20])
-def test_the_first_parts_of_all_shards_are_all_programs(count: int) -> None:
+def test_all_programs_are_begun_and_shards_help_from_different_ends(count: int) -> None:
     """A program that no shard begins with would wait until all others are done."""
     items = list(range(10))
     begun = list[int]()
@@ -31,10 +31,6 @@ def test_the_first_parts_of_all_shards_are_all_programs(count: int) -> None:
         assert sorted(order) == items, "any shard can do all"
         begun += order[: len(items[number - 1 :: count])]
     assert sorted(begun) == items
-
-
-def test_shards_help_from_different_ends() -> None:
-    """Two that took the same program next would wait for each other instead of helping."""
     items = list(range(8))
     assert Shard(1, 2).ordered(items) == [0, 2, 4, 6, 7, 5, 3, 1]
     assert Shard(2, 2).ordered(items) == [1, 3, 5, 7, 6, 4, 2, 0]
@@ -50,22 +46,16 @@ def packing(store: DirectoryStore, number: int, bundle: str = "demo") -> Packing
 
 
 def test_one_shard_packs_and_the_others_learn_of_it(store: DirectoryStore) -> None:
-    together = threading.Barrier(4)
     found = list[tuple[int, Packed | Turn]]()
 
     def run(number: int) -> None:
         with packing(store, number) as mine:
-            together.wait(60)
             other = mine.wait("x", Quiet())
             if other is Turn.NOW:
                 mine.finish(f"digest {number}")
             found.append((number, other))
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(1, 5)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    in_threads(4, lambda number: run(number + 1))
     [packer] = [number for number, other in found if other is Turn.NOW]
     assert {other for _, other in found if other is not Turn.NOW} == {
         Packed(packer, f"digest {packer}")

@@ -57,7 +57,7 @@ STORING = (
 )
 BESIDE = {
     # Weights are made while they are packed: the key of a layer has the digests of both.
-    "PACKING": ("WEIGHTS", "OWN_WEIGHTS"),
+    "PACKING": ("WEIGHTS", "OWN_WEIGHTS")
 }
 SIZES = "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [24]\n"
 ENCODER = {
@@ -158,7 +158,6 @@ def main(manifest_file: Path, output: Path) -> None:
 
     if not manifest.has_own_model and manifest.model is not None and manifest.mesh is None:
         plan = plan_build(manifest, store)
-        assert plan.model is not None
         read = workspace.read_model(manifest, plan.model)
         space = Workspace(plan, lambda: read, UserCode, store, Quiet())
         for program in plan.programs:

@@ -102,7 +102,6 @@ def test_a_program_that_has_to_be_compiled_is_looked_at_before(store: DirectoryS
     program = store.put_blob(b"stablehlo")
     assert not jobs.lacks_program(job("f", program))
     path = store.blob_path(program)
-    assert path is not None
     path.write_bytes(b"STABLEHLO")
     assert jobs.lacks_program(job("f", program))
     assert not path.exists()

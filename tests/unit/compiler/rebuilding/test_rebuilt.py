@@ -97,9 +97,7 @@ def test_a_rebuild_is_equal_and_takes_nothing_from_the_cache(
     assert {each["verdict"] for each in found["parts"]} == {"equal"}
 
 
-def test_sources_that_are_no_longer_what_they_were_are_named_before_anything_compiles(
-    project: Path,
-) -> None:
+def test_changed_sources_are_named_before_anything_compiles(project: Path) -> None:
     names = ("functions/second.py", "params.safetensors", "m.toml", "data/declared.txt")
     contents = {project / name: (project / name).read_bytes() for name in names}
     try:
@@ -120,9 +118,7 @@ def test_sources_that_are_no_longer_what_they_were_are_named_before_anything_com
             file.write_bytes(content)
 
 
-def test_a_program_that_depends_on_what_nothing_records_is_a_finding(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hidden_input_is_a_finding(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hidden = project / "functions" / "factor.txt"
     try:
         hidden.write_text("3")
@@ -139,9 +135,7 @@ def test_a_program_that_depends_on_what_nothing_records_is_a_finding(
     assert "dense<3.000000e+00>" in out
 
 
-def test_other_conditions_explain_other_executables(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conditions_explain_executables(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(
         "XLA_FLAGS", "--xla_cpu_enable_fast_min_max=true --xla_cpu_prefer_vector_width=128"
     )

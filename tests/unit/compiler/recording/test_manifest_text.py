@@ -93,13 +93,11 @@ NAMED = [call(arguments=[["batch", array(f"float32[{size}]")]]) for size in (1, 
         ),
     ],
 )
-def test_calls_that_differ_in_sizes_are_buckets_of_one_section(
-    calls: list[dict[str, Any]], found: list[Any]
-) -> None:
+def test_calls_of_other_sizes_are_buckets(calls: list[dict[str, Any]], found: list[Any]) -> None:
     assert buckets(*calls) == found
 
 
-def test_static_values_are_combined_as_sizes_are() -> None:
+def test_static_values_are_combined_and_other_dtypes_are_sections_of_their_own() -> None:
     calls = [
         call(f"float32[{size}]", static={"mode": mode, "deep": True})
         for size in (1, 2)
@@ -110,9 +108,6 @@ def test_static_values_are_combined_as_sizes_are() -> None:
     assert found["static"] == {"mode": ["fast", "exact"], "deep": [True]}
     both = programs(call("float32[1]", static={"n": 1}), call("float32[1]", static={"n": True}))
     assert [each["static"] for each in both] == [{"n": [1, True]}]
-
-
-def test_other_dtypes_ranks_and_donations_are_sections_of_their_own() -> None:
     found = programs(
         call("float32[8]"),
         call("int32[8]"),
@@ -121,20 +116,6 @@ def test_other_dtypes_ranks_and_donations_are_sections_of_their_own() -> None:
     )
     assert [each["name"] for each in found] == ["score", "score-2", "score-3", "score-4"]
     assert found[3]["donate"] == ["x"]
-
-
-def test_long_arguments_are_tables() -> None:
-    layers = [
-        [f"layer {n}", {"kind": "dict", "items": [["k", array("float32[4,4]")]]}] for n in range(9)
-    ]
-    given = call(
-        arguments=[["params", {"kind": "dict", "items": layers}], ["x", array("float32[4]")]]
-    )
-    text = made(given).text
-    assert max(map(len, text.splitlines())) < 120
-    [found] = tomllib.loads(text)["program"]
-    assert found["args"]["params"]["layer 3"] == {"k": "float32[4, 4]"}
-    assert found["args"]["x"] == "float32[4]"
 
 
 def test_what_toml_cannot_write_is_made_by_python() -> None:

@@ -37,22 +37,10 @@ def report(*programs: ReportedProgram, **changes: Any) -> BuildReport:
         Step("packing weights", 1.0, 4.0),
     ]
     made = BuildReport(
-        1,
-        "sha256:1",
-        "demo",
-        "2026-01-01T00:00:00Z",
-        True,
-        4.0,
-        2.0,
-        {"compiled": len(programs)},
-        {"jax": "1"},
-        programs,
-        place(steps),
-        critical_path(steps, 4.0),
-        PeakMemory(1, 2),
-        {"application/vnd.x": 3},
-        ("sha256:2",),
-        bucket_costs(programs),
+        *(1, "sha256:1", "demo", "2026-01-01T00:00:00Z", True, 4.0, 2.0),
+        *({"compiled": len(programs)}, {"jax": "1"}, programs),
+        *(place(steps), critical_path(steps, 4.0), PeakMemory(1, 2)),
+        *({"application/vnd.x": 3}, ("sha256:2",), bucket_costs(programs)),
         {"cpu-host": {"kernel": 3}},
     )
     return replace(made, **changes)

@@ -11,9 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from prejit.compiler.api import BuildSettings, build, build_all, program
-from prejit.compiler.manifest.manifest import Manifest, Program
-from prejit.compiler.manifest.reading import check_manifest
+from prejit.compiler.api import build, program
+from prejit.compiler.manifest.manifest import Program
 from prejit.compiler.pipeline.build_interface import Built
 from prejit.compiler.progress import Quiet
 from prejit.compiler.reporting import report_files
@@ -40,7 +39,6 @@ def read(output: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle of `twice`, its report and the cache of its build."""
     directory = tmp_path_factory.mktemp("first")
     made(directory)
     return directory
@@ -48,13 +46,10 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(first: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
     return Path(shutil.copytree(first, tmp_path / "here", symlinks=True))
 
 
-def test_a_build_reports_what_it_did_and_what_changed_since_the_last_one(
-    first: Path, here: Path
-) -> None:
+def test_a_build_reports_what_it_did_and_what_changed(first: Path, here: Path) -> None:
     report = read(first)
     assert report["change"] is None
     assert report["origins"] == {"compiled": 1}
@@ -75,9 +70,7 @@ def test_a_build_reports_what_it_did_and_what_changed_since_the_last_one(
     assert not found["change"]["changed"]
 
 
-def test_a_build_that_changes_nothing_leaves_the_report_and_one_without_makes_it(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_of_no_change_stays(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [here / "out" / f"demo.report.{kind}" for kind in ("json", "html")]
     before = [(path.stat().st_ino, path.stat().st_mtime_ns) for path in paths]
     built = made(here)
@@ -110,15 +103,3 @@ def test_a_program_from_a_shared_store_names_it(here: Path, tmp_path: Path) -> N
     ((origin, count),) = read(here)["origins"].items()
     assert shared in origin
     assert count == 1
-
-
-def test_manifests_of_one_command_have_a_report_each(here: Path) -> None:
-    programs = [program(twice, jnp.ones(3))]
-    requests = [
-        (check_manifest(Manifest(name, programs=programs, targets=["cpu-host"])), ())
-        for name in ("one", "two")
-    ]
-    build_all(requests, here, BuildSettings(cache=here / "cache", workers=1), done=lambda _: None)
-    found = [json.loads((here / f"{name}.report.json").read_bytes()) for name in ("one", "two")]
-    assert [report["bundle"] for report in found] == ["one", "two"]
-    assert [len(report["programs"]) for report in found] == [1, 1]

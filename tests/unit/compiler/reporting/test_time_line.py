@@ -16,24 +16,6 @@ def compiling(program: str, start: float, end: float) -> Step:
     return Step(f"compiling {program}", start, end, program, "cpu-host")
 
 
-def test_programs_that_compile_side_by_side_are_in_lanes_of_their_own() -> None:
-    steps = [
-        Step("lowering b", 0.0, 1.0),
-        compiling("a", 0.0, 5.0),
-        compiling("b", 1.0, 2.0),
-        compiling("c", 2.0, 3.0),
-        Step("packing weights", 0.5, 2.0),
-        Step("waiting for another build", 2.0, 2.001),
-    ]
-    assert [(each.lane, each.what) for each in place(steps)] == [
-        ("worker 1", "compiling a"),
-        ("build", "lowering b"),
-        ("build 2", "packing weights"),
-        ("worker 2", "compiling b"),
-        ("worker 2", "compiling c"),
-    ]
-
-
 def test_the_critical_path_goes_back_to_what_each_step_waited_for() -> None:
     steps = [
         Step("lowering a", 0.5, 1.0),
@@ -59,9 +41,7 @@ def test_the_critical_path_goes_back_to_what_each_step_waited_for() -> None:
     st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20), st.booleans()), max_size=12),
     st.integers(0, 5),
 )
-def test_a_critical_path_covers_the_whole_build_and_a_lane_holds_one_step_at_a_time(
-    spans: list[tuple[int, int, bool]], rest: int
-) -> None:
+def test_a_critical_path_covers_a_build(spans: list[tuple[int, int, bool]], rest: int) -> None:
     steps = [
         Step(f"s{n}", float(start), float(start + length), "p" if worker else "")
         for n, (start, length, worker) in enumerate(spans)

@@ -23,9 +23,7 @@ from prejit.compiler.signing.private_key import PrivateKey, parse_private_key
 
 def private_pem() -> bytes:
     return ec.generate_private_key(ec.SECP256R1()).private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
 
 
@@ -95,7 +93,6 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def content(self) -> bytes:
-        """The body of the request."""
         return self.rfile.read(int(self.headers.get("content-length", 0)))
 
     def reply(self, status: int, content: bytes = b"", **headers: str) -> None:
@@ -231,9 +228,5 @@ def s3_store(conditions: Literal["kept", "ignored", "refused"] = "kept") -> Iter
         yield f"http://{host}"
 
 
-S3_SETTINGS = {
-    "AWS_ACCESS_KEY_ID": "x",
-    "AWS_SECRET_ACCESS_KEY": "y",
-    "AWS_REGION": "us-east-1",
-}
+S3_SETTINGS = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y", "AWS_REGION": "us-east-1"}
 """The environment variables of a client of `s3_store`, beside AWS_ENDPOINT."""

@@ -46,9 +46,7 @@ def round_trip(place: Objects, tmp_path: Path) -> None:
     assert place.read(AC, 1) == b"", "a larger file is no result"
 
 
-def test_a_server_a_bucket_and_a_directory_hold_results_and_contents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_places_hold_results_and_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large file goes to an object store in parts."""
     monkeypatch.setattr(objects, "ANSWER_SECONDS", 60.0)
     files: dict[str, bytes] = {}
@@ -65,7 +63,7 @@ def test_a_server_a_bucket_and_a_directory_hold_results_and_contents(
     assert (tmp_path / "shared" / CAS).read_bytes() == LARGE
 
 
-def test_a_file_of_a_directory_has_its_name_once_it_is_on_the_disk(
+def test_a_file_is_on_the_disk_before_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A power cut would leave a file without its bytes, which every machine then finds."""
@@ -88,9 +86,7 @@ def test_a_file_of_a_directory_has_its_name_once_it_is_on_the_disk(
     assert (tmp_path / CAS).read_bytes() == LARGE
 
 
-def test_credentials_go_to_the_server_and_into_no_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_credentials_are_in_no_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     with http_store({}, seen) as url:
         place = Objects(url.replace("//", "//me:secret@"))
@@ -143,9 +139,7 @@ def test_a_slow_network_is_not_a_store_that_is_down(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("number", [1, 38, 95])
-def test_a_file_system_without_hard_links_lets_machines_agree_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """SMB and FUSE refuse what creates a file only if there is none."""
     put = obstore.put
 
@@ -163,9 +157,7 @@ def test_a_file_system_without_hard_links_lets_machines_agree_too(
     assert second.create(AC, b"second")
 
 
-def test_a_directory_that_may_not_be_written_lets_nobody_create_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_file_is_made_where_none_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ac").write_text("a file where a directory must be")
     with pytest.raises(RemoteError, match="file://"):
         Objects(tmp_path.as_uri()).create(AC, b"first")

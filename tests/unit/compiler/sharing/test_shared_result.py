@@ -36,10 +36,7 @@ _texts = st.text(st.characters(codec="utf-8"))
     st.booleans(),
 )
 def test_what_is_encoded_is_decoded(
-    ingredients: list[tuple[str, str]],
-    result: dict[str, Any],
-    blobs: dict[int, int],
-    signed: bool,
+    ingredients: list[tuple[str, str]], result: dict[str, Any], blobs: dict[int, int], signed: bool
 ) -> None:
     key = Key("compile", "name", tuple(ingredients))
     entry = SharedResult(

@@ -18,9 +18,7 @@ def write(directory: Path, text: str) -> str:
     return str(directory / "stores.toml")
 
 
-def test_a_url_or_a_directory_is_read_and_written_and_nothing_unless_somebody_says_so(
-    tmp_path: Path,
-) -> None:
+def test_a_url_or_a_directory_is_read_and_written(tmp_path: Path) -> None:
     assert not read_stores(None, {}).tiers
     (tier,) = read_stores("http://127.0.0.1:9/x").tiers
     assert (tier.remote.name, tier.writes, tier.believed) == ("http://127.0.0.1:9/x", True, ())

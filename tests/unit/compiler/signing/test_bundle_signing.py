@@ -41,9 +41,7 @@ def test_an_encrypted_key_needs_its_password(
     assert raised.value.hint == "set PREJIT_KEY_PASSWORD to the key's password"
 
 
-def test_what_is_no_key_to_sign_with_is_refused_with_the_next_step(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_what_is_no_key_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["sign", str(tmp_path)]) == 2
     assert "hint: --key FILE signs with a private key" in capsys.readouterr().err
     plain = ec.generate_private_key(ec.SECP256R1()).private_bytes(PEM, PKCS8, PLAIN)
@@ -62,9 +60,7 @@ def test_what_is_no_key_to_sign_with_is_refused_with_the_next_step(
         read_private_key(tmp_path / "gone.pem")
 
 
-def test_a_bundle_that_all_have_signed_is_signed_again_after_a_writer_was_killed(
-    bundle_dir: Path,
-) -> None:
+def test_signing_again_removes_what_a_killed_writer_left(bundle_dir: Path) -> None:
     assert sign(bundle_dir, signer("a")).added
     for leftover in (".index.json.1.0badcafe.tmp", "blobs/sha256/.0123.1.0badcafe.tmp"):
         (bundle_dir / leftover).write_text("half")
@@ -77,7 +73,6 @@ def test_an_error_after_signatures_were_attached_says_so(bundle_dir: Path) -> No
     beside.mkdir()
     with pytest.raises(StoreError, match=r"cannot write: .* signatures were attached to") as raised:
         sign(bundle_dir, signer("a"))
-    assert raised.value.hint is not None
     assert "then sign again" in raised.value.hint
     beside.rmdir()
     assert not sign(bundle_dir, signer("a")).added  # they have stayed
@@ -85,7 +80,6 @@ def test_an_error_after_signatures_were_attached_says_so(bundle_dir: Path) -> No
 
 
 def damaged_file(bundle: Path, kind: str) -> Path:
-    """Flip a byte of a file of a bundle."""
     root = json.loads((bundle / "index.json").read_bytes())
     listed = next(at for at in root["manifests"] if at.get("artifactType") == PARTS_MEDIA_TYPE)
     target = index_of(bundle)["manifests"][0]

@@ -30,7 +30,7 @@ def test_different_ingredients_have_different_digests(
     assert same == (first == second)
 
 
-def test_kind_and_order_count_and_text_does_not_move_between_ingredients() -> None:
+def test_kind_and_order_count_and_an_ingredient_twice_is_refused() -> None:
     found = (
         OLD,
         Key("lower", OLD.name, OLD.ingredients),
@@ -40,28 +40,18 @@ def test_kind_and_order_count_and_text_does_not_move_between_ingredients() -> No
         Key("compile", "a", (("ab", ""), ("c", "d"))),
     )
     assert len({each.digest for each in found}) == len(found)
-
-
-def test_an_ingredient_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="expected each ingredient once, found a again"):
         Key("compile", "a", (("a", "1"), ("b", "2"), ("a", "3")))
 
 
-def test_why_tells_each_ingredient_that_differs() -> None:
+def test_why_tells_each_ingredient_that_differs_from_the_nearest_of_the_last_keys() -> None:
     new = Key("compile", OLD.name, (("jaxlib", "0.12.0.1"), ("xla_flags", ""), ("portable", "x")))
     assert why(OLD, new) == (
         f"jaxlib: 0.10.2 -> 0.12.0.1; xla_flags: absent -> ''; portable: sha256:{'a' * 12} -> x"
     )
     assert why(new, OLD).endswith("xla_flags: '' -> absent")
-
-
-def test_why_tells_a_first_build_and_a_lost_result() -> None:
     assert why(None, OLD) == "first build of this program"
     assert why(OLD, OLD) == "its last result is gone from the cache, or was damaged"
-
-
-def test_of_several_last_keys_the_nearest_one_explains() -> None:
-    """A miss that names ten ingredients of an old result hides the one that matters."""
     new = Key("compile", "p", (("jaxlib", "2"), ("stablehlo", "x"), ("xla_flags", "")))
     far = Key("compile", "p", (("jaxlib", "1"), ("stablehlo", "y"), ("xla_flags", "")))
     near = Key("compile", "p", (("jaxlib", "1"), ("stablehlo", "x"), ("xla_flags", "")))

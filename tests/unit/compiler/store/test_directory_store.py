@@ -24,9 +24,7 @@ def cache(tmp_path: Path) -> DirectoryStore:
     return DirectoryStore.open(tmp_path / "cache")
 
 
-def test_a_sealed_text_is_another_one_in_every_store_and_the_same_in_every_process(
-    cache: DirectoryStore, tmp_path: Path
-) -> None:
+def test_a_sealed_text_is_of_its_store_alone(cache: DirectoryStore, tmp_path: Path) -> None:
     sealed = cache.seal("password")
     assert sealed == DirectoryStore.open(cache.root).seal("password") != cache.seal("passwort")
     assert "password" not in sealed
@@ -36,10 +34,6 @@ def test_a_sealed_text_is_another_one_in_every_store_and_the_same_in_every_proce
     secret.write_bytes(b"cut")
     assert DirectoryStore.open(cache.root).seal("password") != sealed
     assert secret.stat().st_size == 32
-
-
-def test_what_cannot_be_written_still_seals(tmp_path: Path) -> None:
-    """A plan writes nothing, and a cache may be read-only."""
     store = DirectoryStore(tmp_path / "absent")
     assert store.seal("a") == store.seal("a") != DirectoryStore(tmp_path / "absent").seal("a")
     assert not (tmp_path / "absent").exists()
@@ -79,16 +73,13 @@ def test_what_was_stored_is_found(cache: DirectoryStore) -> None:
         blob.write(memoryview(content)[10:])
     assert (blob.digest, blob.size) == (digest, 5000)
     path = cache.blob_path(digest)
-    assert path is not None
     assert path.read_bytes() == content == cache.read_blob(digest)
     cache.put(KEY, {"executable": digest, "sizes": [1, 2]}, blobs=[digest])
     assert cache.get(KEY, verify=True) == {"executable": digest, "sizes": [1, 2]}
     assert temp_files(cache) == []
 
 
-def test_what_was_not_stored_is_a_miss_and_the_last_key_of_a_name_is_remembered(
-    cache: DirectoryStore,
-) -> None:
+def test_a_miss_remembers_the_last_key_of_a_name(cache: DirectoryStore) -> None:
     newer = Key("compile", KEY.name, (("jaxlib", "0.12.0"),))
     assert not cache.last_keys("compile", KEY.name)
     cache.put(KEY, {})
@@ -106,7 +97,6 @@ def test_a_flipped_bit_in_a_blob_heals(cache: DirectoryStore) -> None:
     content = b"executable" * 3
     digest = cache.put_blob(content)
     path = cache.blob_path(digest)
-    assert path is not None
     for at in range(len(content)):
         damaged = bytearray(content)
         damaged[at] ^= 1 << at % 8
@@ -119,14 +109,11 @@ def test_a_flipped_bit_in_a_blob_heals(cache: DirectoryStore) -> None:
         assert cache.read_blob(digest) == content
 
 
-def test_a_blob_of_another_size_is_a_miss_and_one_of_other_content_when_verified(
-    cache: DirectoryStore,
-) -> None:
+def test_a_blob_of_another_size_or_content_is_a_miss(cache: DirectoryStore) -> None:
     content = b"executable" * 3
     digest = cache.put_blob(content)
     cache.put(KEY, {}, blobs=[digest])
     path = cache.blob_path(digest)
-    assert path is not None
     for size in (0, 5, 29, 31):
         path.write_bytes((content * 2)[:size])
         assert cache.get(KEY) is None
@@ -154,9 +141,7 @@ def test_every_damaged_byte_of_an_action_is_a_miss_and_heals(cache: DirectorySto
     assert cache.get(KEY) == {"memory": 12345}
 
 
-def test_a_block_that_fails_leaves_nothing_and_a_result_without_its_blob_is_not_stored(
-    cache: DirectoryStore,
-) -> None:
+def test_a_result_without_its_blob_is_not_stored(cache: DirectoryStore) -> None:
     def write_half() -> None:
         with cache.blob_writer() as blob:
             blob.write(b"half")
@@ -172,15 +157,9 @@ def test_a_block_that_fails_leaves_nothing_and_a_result_without_its_blob_is_not_
 
 
 @pytest.mark.parametrize("root", ["file", "file/below"])
-def test_an_unusable_directory_is_reported_at_once(tmp_path: Path, root: str) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match="cannot write the build cache") as caught:
-        DirectoryStore.open(tmp_path / root)
-    assert caught.value.hint is not None
-    assert "PREJIT_CACHE" in caught.value.hint
-
-
-def test_the_default_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_directory_follows_the_environment_and_must_be_usable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, root: str
+) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.delenv("PREJIT_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -191,11 +170,14 @@ def test_the_default_directory_follows_the_environment(monkeypatch: pytest.Monke
     assert default_root() == Path("/xdg/prejit/build")
     monkeypatch.setenv("PREJIT_CACHE", "/mine")
     assert default_root() == Path("/mine")
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="cannot write the build cache") as caught:
+        DirectoryStore.open(tmp_path / root)
+    assert "PREJIT_CACHE" in caught.value.hint
 
 
 @pytest.fixture
 def writer(cache: DirectoryStore) -> Iterator[subprocess.Popen[str]]:
-    """A process in the middle of writing a blob."""
     code = """
 with DirectoryStore(Path(sys.argv[1])).blob_writer() as blob:
     blob.write(b"half" * 10000)
@@ -203,15 +185,12 @@ with DirectoryStore(Path(sys.argv[1])).blob_writer() as blob:
     sys.stdin.read()
 """
     with python(code, cache.root) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "writing\n"
         yield process
         process.kill()
 
 
-def test_a_killed_writer_leaves_a_temp_file_that_the_next_start_sweeps(
-    cache: DirectoryStore, writer: subprocess.Popen[str]
-) -> None:
+def test_what_a_killed_writer_left(cache: DirectoryStore, writer: subprocess.Popen[str]) -> None:
     DirectoryStore.open(cache.root)
     assert len(temp_files(cache)) == 1  # the writer lives: its file is left alone
     writer.kill()
@@ -246,12 +225,9 @@ print(len(list((cache.root / "v1" / "temp").iterdir())))
     assert output.count("hint: free some space") == 2
 
 
-def test_a_blob_that_replaces_a_damaged_one_is_not_deleted_for_it(
-    cache: DirectoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_healed_blob_stays(cache: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = cache.put_blob(b"content")
     path = cache.blob_path(digest)
-    assert path is not None
     path.write_bytes(b"c0ntent")
     same, healer = os.path.samestat, threading.Thread(target=cache.put_blob, args=[b"content"])
 

@@ -73,13 +73,8 @@ def test_every_setting_of_jax_that_is_not_known_to_be_harmless_is_in_the_configu
     assert {each.partition("=")[0] for each in after.split()} == settings.keys()
 
 
-def test_jaxs_defaults_are_not_in_the_configuration() -> None:
+def test_other_settings_count_and_defaults_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert before_and_after({}) == ("", "")
-
-
-def test_a_setting_that_no_list_has_is_in_the_configuration_and_a_harmless_one_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     values = {**dict.fromkeys(("jax_platforms", "jax_log_compiles"), "x"), "jax_scan4": False}
     monkeypatch.setitem(
         sys.modules, "jax", type("jax", (), {"config": type("", (), {"values": values})})

@@ -24,7 +24,6 @@ READ = cache(definitions)
 
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A copy of our sources."""
     at, unwanted = tmp_path_factory.mktemp("sources"), shutil.ignore_patterns("*.so", "*.pyc")
     return {
         name: Path(shutil.copytree(root, at / name, ignore=unwanted))
@@ -155,7 +154,6 @@ SOURCES = {
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
-    """Edits one of SOURCES."""
     monkeypatch.setattr(own_code, "_ROOTS", {"prejit.compiler": tmp_path})
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "__init__.py").touch()
@@ -192,9 +190,7 @@ def replaced(old: str, new: str) -> Callable[[str], str]:
         (OTHER, "x + x", "x - x"),
     ],
 )
-def test_prose_and_what_does_not_run_change_no_digest(
-    module: str, old: str, new: str, package: Edit
-) -> None:
+def test_prose_changes_no_digest(module: str, old: str, new: str, package: Edit) -> None:
     before = code_digest(MAIN)
     package(module, replaced(old, new))
     assert code_digest(MAIN) == before
@@ -215,12 +211,12 @@ def test_all_that_runs_changes_the_digest(package: Edit) -> None:
     assert len({*found}) == len(found)
 
 
-def test_what_an_import_runs_changes_the_digest_of_all_that_the_module_defines(
-    package: Edit,
-) -> None:
+def test_what_an_import_runs_is_in_all_digests(package: Edit) -> None:
     before = code_digest(f"{MAIN}:run")
     package(HELPER, lambda source: f"{source}\nprint(1)\n")
     assert code_digest(f"{MAIN}:run") != before
+    with pytest.raises(ValueError, match=r"found nothing at prejit\.compiler\.main:gone"):
+        code_digest(f"{MAIN}:gone")
 
 
 def test_a_module_that_moves_changes_no_digest(package: Edit) -> None:
@@ -229,12 +225,6 @@ def test_a_module_that_moves_changes_no_digest(package: Edit) -> None:
     package(MAIN, replaced("prejit.compiler.base.helper", "prejit.compiler.helping"))
     assert HELPER not in own_code.reached(MAIN)
     assert code_digest(MAIN) == before
-
-
-def test_a_root_that_is_gone_is_an_error(package: Edit) -> None:
-    """Its step would have a digest without its code."""
-    with pytest.raises(ValueError, match=r"found nothing at prejit\.compiler\.main:gone"):
-        code_digest(f"{MAIN}:gone")
 
 
 def test_a_root_package_has_a_digest_and_is_in_no_other(package: Edit) -> None:
@@ -271,9 +261,7 @@ def test_code_beside_what_is_used_changes_no_digest(package: Edit) -> None:
         ),
     ],
 )
-def test_code_is_found_however_it_is_imported_and_used(
-    statement: str, name: str, use: str, package: Edit
-) -> None:
+def test_code_is_found_by_any_import(statement: str, name: str, use: str, package: Edit) -> None:
     for place in ("top", "inside"):
         body = f"    {use.format(name)}\n"
         inside = f"    {statement}\n" if place == "inside" else ""

@@ -57,9 +57,7 @@ def test_what_a_server_writes_is_what_is_read(tmp_path: Path) -> None:
 
 def test_bundles_of_a_server_are_not_mixed(tmp_path: Path) -> None:
     path = log(
-        tmp_path,
-        request(1.0, 0.5, generate("a")),
-        request(2.0, 0.5, generate("b", new_tokens=9)),
+        tmp_path, request(1.0, 0.5, generate("a")), request(2.0, 0.5, generate("b", new_tokens=9))
     )
     with pytest.raises(UsageError, match=r"one of the bundles of the log \(a, b\), found none"):
         read_log(path)
@@ -85,8 +83,6 @@ WRONG = [
     ('{"tokens": 3}', "line 1: expected prompt_tokens or length, found tokens"),
     ('{"length": 0}', "length: expected a number from 1 to"),
     ('{"length": 1.5}', r"length: expected a number from 1 to 16777216, found 1\.5"),
-    ('{"length": 1e400}', "length: expected a number"),
-    ('{"length": true}', "length: expected a number"),
     ('{"prompt_tokens": 3}', "new_tokens: expected a number from 0 to 16777216, found None"),
     ('{"event": "request"}', "line 1: expected a line of a server's log"),
     ('{"event": "request", "time": 1, "seconds": 1, "calls": [3]}', "of a server's log"),

@@ -51,7 +51,6 @@ def test_the_suggested_lines_can_be_pasted_into_the_manifest(
     before, _, rest = MANIFEST.partition("[generate]")
     manifest.write_text(before + pasted + rest[rest.index("[[target]]") :])
     sizes = read_manifest(manifest).generate
-    assert sizes is not None
     assert (sizes.batch, sizes.prompt, sizes.context) == ((1,), (24, 64), (32, 128))
     assert "the batches are those of today" in printed
 
@@ -71,16 +70,3 @@ def test_compile_times_come_from_a_report_and_count_every_target(
     report.write_text("[]")
     with pytest.raises(UsageError, match="expected the report of a build"):
         run(["suggest", str(lengths), *arguments])
-
-
-def test_a_log_needs_a_budget_and_the_requests_of_the_manifests_model(
-    lengths: Path, manifest: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(UsageError, match="expected a budget of programs"):
-        run(["suggest", str(lengths)])
-    assert run(["suggest", str(lengths), "--programs", "6"]) == 0
-    assert "the batches are a guess" in capsys.readouterr().out
-    log = lengths.with_name("log.jsonl")
-    log.write_text('{"length": 3}\n')
-    with pytest.raises(UsageError, match="expected requests to a decoder"):
-        run(["suggest", str(log), "--manifest", str(manifest)])

@@ -34,7 +34,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fake(wanted: EnvironmentSpec, python: str = sys.executable) -> Path:
-    """The files that `find` looks at."""
     path = environments.root() / wanted.key
     (path / "bin").mkdir(parents=True)
     (path / "bin" / "python").symlink_to(python)
@@ -58,20 +57,15 @@ def fake(wanted: EnvironmentSpec, python: str = sys.executable) -> Path:
         ),
     ],
 )
-def test_a_pin_a_constraint_or_an_accelerator_gets_one_of_its_own(
-    target: Target, pinned: list[str]
-) -> None:
+def test_a_pin_or_an_accelerator_gets_one_of_its_own(target: Target, pinned: list[str]) -> None:
     assert environments.spec_for(HOST, "0.10.2") is None
     assert environments.spec_for(replace(HOST, jax="0.10.2"), "0.10.2") is None
     wanted = environments.spec_for(target, "0.10.2")
-    assert wanted is not None
     assert [text for text in wanted.requirements if "==" in text] == pinned
     assert wanted.constraints == target.constraints
 
 
-def test_all_that_is_installed_decides_the_key_and_nothing_else_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_all_that_is_installed_decides_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     others = [
         replace(WANTED, requirements=("jax==0.12.0.1", "jaxlib==0.12.0")),
         replace(WANTED, constraints=()),
@@ -85,9 +79,7 @@ def test_all_that_is_installed_decides_the_key_and_nothing_else_does(
     assert WANTED.key not in keys
 
 
-def test_an_environment_that_is_there_is_used_without_a_process_or_a_network(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_there_needs_neither_process_nor_network(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*arguments: object, **options: object) -> None:
         raise AssertionError(arguments)
 
@@ -118,9 +110,7 @@ def test_half_an_environment_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ((path / "bin").is_dir(), environments.find(WANTED)) == (True, None)
 
 
-def test_a_directory_that_cannot_be_written_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_place_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PREJIT_ENVIRONMENTS")
     monkeypatch.setenv("PREJIT_CACHE", "/mine")
     assert environments.root() == Path("/mine/environments/v1")
@@ -150,7 +140,6 @@ with environments.locked(Path(sys.argv[1])):
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert waiting.stdout is not None
         assert waiting.stdout.readline() == "started\n"
         time.sleep(0.2)
         environments.lock_path(path).unlink()
@@ -162,7 +151,6 @@ with environments.locked(Path(sys.argv[1])):
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """An environment without any package."""
     path = tmp_path_factory.mktemp("environments") / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(path)], check=True)
     return Environment(path, path / "bin" / "python", {})
@@ -177,9 +165,7 @@ def start_worker(environment: Environment) -> subprocess.Popen[str]:
     )
 
 
-def test_a_worker_sees_prejit_alone_and_holds_its_environment_so_that_gc_leaves_it(
-    bare: Environment,
-) -> None:
+def test_a_worker_sees_prejit_alone_and_holds_its_environment(bare: Environment) -> None:
     """It finds its own code, and stops at the first package that is missing."""
     with environments.locked(bare.path), start_worker(bare) as worker:
         with pytest.raises(subprocess.TimeoutExpired):

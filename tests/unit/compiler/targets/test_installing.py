@@ -15,14 +15,7 @@ def settings(listed: str, **environ: str) -> UvSettings:
     return found
 
 
-def test_an_index_with_a_password_is_in_no_argument_that_others_see() -> None:
-    found = settings("global.index-url='https://me:secret@packages.example/simple'\n")
-    command = install_command("uv", Path("/env/bin/python"), Path("/env/constraints.txt"), found)
-    assert found.environ["UV_DEFAULT_INDEX"] == "https://me:secret@packages.example/simple"
-    assert "secret" not in " ".join(command)
-
-
-def test_pips_order_of_settings_holds() -> None:
+def test_uv_gets_pips_order_of_settings_and_no_password_in_an_argument() -> None:
     listed = """
 :env:.find-links='https://c.example https://d.example'
 global.find-links='https://a.example'
@@ -38,9 +31,13 @@ download.index-url='https://another-command.example'
     assert found["UV_INDEX_STRATEGY"] == "unsafe-best-match"
     own = settings("global.index-url='https://pip.example'\n", UV_DEFAULT_INDEX="https://uv")
     assert own.environ["UV_DEFAULT_INDEX"] == "https://uv", "uv's own variables win"
+    found = settings("global.index-url='https://me:secret@packages.example/simple'\n")
+    command = install_command("uv", Path("/env/bin/python"), Path("/env/constraints.txt"), found)
+    assert found.environ["UV_DEFAULT_INDEX"] == "https://me:secret@packages.example/simple"
+    assert "secret" not in " ".join(command)
 
 
-def test_what_a_machine_needs_to_reach_its_index_is_passed_on(tmp_path: Path) -> None:
+def test_what_a_machine_needs_is_passed_on_or_the_work_left_to_pip(tmp_path: Path) -> None:
     listed = f"""
 global.cert='{tmp_path}/ca.pem'
 global.proxy='proxy.example:3128'
@@ -51,11 +48,13 @@ global.timeout='5'
     assert found["SSL_CERT_FILE"] == f"{tmp_path}/ca.pem"
     assert found["HTTPS_PROXY"] == "http://proxy.example:3128"
     assert found["UV_INSECURE_HOST"] == "one.example two.example:8080"
+    assert translated("global.require-hashes='1'\n", {}) is None
+    assert translated("global.constraint='limits.txt'\n", {}) is None
+    assert translated(f"global.cert='{tmp_path}'\n", {}) is None
+    assert translated("global.find-links='https://x.example/a,b'\n", {}) is None
 
 
-def test_a_relative_directory_of_wheels_is_found_from_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wheels").mkdir()
     listed = ":env:.find-links='wheels'\n:env:.no-index='1'\n"
@@ -63,10 +62,3 @@ def test_a_relative_directory_of_wheels_is_found_from_elsewhere(
     assert found.environ["UV_FIND_LINKS"] == str(tmp_path / "wheels")
     assert found.options == ("--no-index",)
     assert settings(":env:.no-index='0'\n").options == ()
-
-
-def test_a_setting_without_a_counterpart_leaves_the_work_to_pip(tmp_path: Path) -> None:
-    assert translated("global.require-hashes='1'\n", {}) is None
-    assert translated("global.constraint='limits.txt'\n", {}) is None
-    assert translated(f"global.cert='{tmp_path}'\n", {}) is None
-    assert translated("global.find-links='https://x.example/a,b'\n", {}) is None

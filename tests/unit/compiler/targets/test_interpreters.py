@@ -20,9 +20,7 @@ from prejit.runtime.errors import BuildError
         *(("0.9.1", (3, 11), True), ("0.99.0", (3, 12), False), ("1.0", (3, 12), False)),
     ],
 )
-def test_a_jax_that_we_do_not_know_wants_what_its_neighbour_wants(
-    jax: str, lowest: tuple[int, int], known: bool
-) -> None:
+def test_an_unknown_jax_is_as_its_neighbour(jax: str, lowest: tuple[int, int], known: bool) -> None:
     found = interpreters.pythons(jax)
     assert found[0] == lowest
     assert (found[1] < (4, 0)) == known
@@ -45,9 +43,7 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-def test_where_no_interpreter_fits_the_error_says_what_there_is_and_how_to_get_one(
-    machine: Path,
-) -> None:
+def test_an_interpreter_without_venv_is_not_taken(machine: Path) -> None:
     here = "{}.{}".format(*sys.version_info)
     with pytest.raises(BuildError) as caught:
         find_interpreter("0.12.0.1", "cpu-host")
@@ -59,9 +55,6 @@ def test_where_no_interpreter_fits_the_error_says_what_there_is_and_how_to_get_o
     script(machine / "bin" / "python3.100", "exit 9")
     with pytest.raises(BuildError, match=r"needs Python 3\.97 to 3\.99, found only 3\.100 \("):
         find_interpreter("0.12.0.1", "cpu-host")
-
-
-def test_an_interpreter_without_venv_is_not_taken(machine: Path) -> None:
     bare = script(machine / "bin" / "python3.98", "exit 3")
     with pytest.raises(BuildError) as caught:
         find_interpreter("0.12.0.1", "cpu-host")

@@ -41,13 +41,20 @@ def listed(host_jax: str) -> dict[str, Listed]:
     return {each.target.name: each for each in list_targets(host_jax)}
 
 
-def test_what_the_build_host_compiles_by_itself_needs_no_download(no_interpreters: None) -> None:
+def test_what_needs_an_interpreter_or_a_download_says_so(no_interpreters: None) -> None:
     found = listed(EXACT_JAX)
     assert found["cpu-host"] == Listed(found["cpu-host"].target, YES)
     assert (found["cpu-x86-64-v2"].builds, found["cpu-x86-64-v2"].note) == (YES, None)
+    found = listed("0.10.2")
+    assert found["cuda-h200"].builds == NO
+    assert "jax 0.10.2 needs Python 3.97 or newer" in str(found["cuda-h200"].note)
+    assert "`uv python install 3.97`" in str(found["cuda-h200"].note)
+    assert "`uv python install 3.97`" in str(found["cpu-x86-64-v2"].note), "to be exact"
 
 
-def test_a_download_names_its_packages_until_it_is_there(every_interpreter: None) -> None:
+def test_a_download_names_its_packages_until_it_is_there(
+    every_interpreter: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     level = listed("0.10.2")["cpu-x86-64-v2"]
     assert (level.builds, level.note) == (
         YES,
@@ -61,26 +68,12 @@ def test_a_download_names_its_packages_until_it_is_there(every_interpreter: None
         *("jax-cuda13-plugin==0.10.2", "jax-cuda13-pjrt==0.10.2"),
     )
     wanted = environments.spec_for(found.target, "0.10.2")
-    assert wanted is not None
     path = environments.root() / wanted.key
     (path / "bin").mkdir(parents=True)
     (path / "bin" / "python").symlink_to("/bin/sh")
     (path / environments.MARKER).write_text('{"versions": {}}')
     assert listed("0.10.2")["cuda-h200"] == Listed(found.target, YES)
     assert listed("0.10.2")["tpu-v5e"].builds == DOWNLOAD
-
-
-def test_no_interpreter_is_said_with_the_command_that_gets_one(no_interpreters: None) -> None:
-    found = listed("0.10.2")
-    assert found["cuda-h200"].builds == NO
-    assert "jax 0.10.2 needs Python 3.97 or newer" in str(found["cuda-h200"].note)
-    assert "`uv python install 3.97`" in str(found["cuda-h200"].note)
-    assert "`uv python install 3.97`" in str(found["cpu-x86-64-v2"].note), "to be exact"
-
-
-def test_another_architecture_builds_on_such_a_machine(
-    every_interpreter: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     found = listed("0.10.2")
     assert {each.builds for name, each in found.items() if name != "cpu-host"} == {NO}

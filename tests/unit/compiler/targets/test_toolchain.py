@@ -14,11 +14,7 @@ from tests.unit.compiler.toolchains import HOST, L4, V3, for_gpu, new, old
 
 from prejit.compiler.targets.target_classes import catalogue
 from prejit.compiler.targets.target_table import target
-from prejit.compiler.targets.toolchain import (
-    Tuned,
-    gpu_config,
-    read_tuning,
-)
+from prejit.compiler.targets.toolchain import Tuned, gpu_config, read_tuning
 from prejit.runtime.device.tuning import Tuning, write
 from prejit.runtime.errors import BuildError, RejectError, StoreError
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -26,16 +22,13 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 OURS = "--xla_cpu_parallel_codegen_split_count=1"
 
 
-def test_only_an_old_jaxlib_gets_the_limit_as_its_last_flag() -> None:
+def test_flags_may_come_from_a_file_and_an_old_jaxlibs_limit_is_last(tmp_path: Path) -> None:
     users = {"XLA_FLAGS": " --xla_a=1  --xla_cpu_max_isa=AMX "}
     assert old(V3).xla_flags(users) == (
         f"{OURS} --xla_a=1 --xla_cpu_max_isa=AMX --xla_cpu_max_isa=AVX2"
     )
     assert old(HOST).xla_flags({}) == new(V3).xla_flags({}) == OURS
     assert (for_gpu().plugin, new(V3).plugin) == ("jax-cuda13-pjrt 0.12.0", None)
-
-
-def test_flags_may_come_from_a_file(tmp_path: Path) -> None:
     flags = tmp_path / "flags"
     flags.write_text("--xla_a=1\n--xla_b=2\n")
     found = new(HOST).xla_flags({"XLA_FLAGS": str(flags)})
@@ -67,7 +60,6 @@ def test_tuning_is_read_for_the_device_that_it_was_measured_on(tmp_path: Path) -
     results, topology = (base64.b64encode(x).decode() for x in (b"results", b"topology"))
     write(Tuning(measured, topology, results), path)
     tuned = read_tuning(replace(L4, tuning=str(path)))
-    assert tuned is not None
     assert tuned.results == b"results"
     assert tuned.topology == topology
     assert read_tuning(L4) is None

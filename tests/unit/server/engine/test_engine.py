@@ -36,7 +36,6 @@ from prejit.runtime.generation.options import Request
 from prejit.runtime.generation.prefixes import PrefixCache
 from prejit.server.engine.engine import Engine
 from prejit.server.engine.fair_queue import FairQueue, Limits
-from prejit.server.engine.generation_loop import Loop
 from prejit.server.engine.memory import plan_caches
 from prejit.server.engine.stream import Pipe
 
@@ -134,17 +133,21 @@ def test_tasks_read_streams_side_by_side(engine: Engine, alone: list[Any]) -> No
         assert all(piece.finish_reason is None for piece in pieces[:-1])
 
 
+def noted_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Note the sizes that batches get from here on."""
+    sizes: list[int] = []
+    resize = Batch.resize
+    monkeypatch.setattr(Batch, "resize", lambda self, n: sizes.append(n) or resize(self, n))
+    return sizes
+
+
 def test_requests_that_come_and_go_move_between_batches(
     bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request, then more than fit into two slots, then one again: 1, 4 and 1 rows."""
     monkeypatch.setattr("prejit.server.engine.generation_loop._SHRINK_SECONDS", 0.0)
     monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)
-    sizes: list[int] = []
-    original = Batch.resize
-    monkeypatch.setattr(
-        Batch, "resize", lambda self, slots: sizes.append(slots) or original(self, slots)
-    )
+    sizes = noted_sizes(monkeypatch)
     engine = made(slots=4)
     bundle.prepare()
     first = engine.stream([5], max_new_tokens=72, stop_token_ids=())
@@ -252,16 +255,6 @@ def test_two_conversations_in_turns_compute_only_what_is_new(
             assert pauses.acquire(timeout=60)
 
 
-def test_a_prompt_begins_with_that_of_a_request_that_runs(bundle: Bundle, made: Made) -> None:
-    bundle.prepare()
-    engine = made(slots=2, prefix_memory=4 * MIB)
-    running = engine.stream([*LONG[:30], 1], max_new_tokens=40, stop_token_ids=())
-    next(running)
-    for number in (2, 3):  # the other slot, then that slot again
-        few_of(engine, [*LONG[:30], number], reused=30)
-    running.close()
-
-
 def test_a_prompt_in_a_short_cache_that_begins_like_one_in_a_long_cache(made: Made) -> None:
     """The long cache goes when its requests have ended; the prefix that it left does not fit then."""
     engine = made(slots=4, prefix_memory=4 * MIB)
@@ -281,9 +274,8 @@ def test_a_conversation_goes_on_after_another_one_took_its_slot(bundle: Bundle, 
     engine = made(slots=1, prefix_memory=4 * MIB)
     text = few_of(engine, LONG[:20])
     few_of(engine, LONG[10:30])
-    few_of(
-        engine, [*text, 3, 4], reused=len(text) - 1
-    )  # the last token of the answer is in no cache
+    # The last token of the answer is in no cache.
+    few_of(engine, [*text, 3, 4], reused=len(text) - 1)
 
 
 def test_a_burst_of_prompts_is_computed_before_a_step_that_decodes_few(
@@ -348,11 +340,7 @@ def test_a_burst_right_after_another_one_finds_the_slots(
     for _ in range(2):
         wait([engine.submit(prompt_of(n), max_new_tokens=6) for n in range(8)], 60)
     assert engine._loop._batch.slots == 4
-    sizes: list[int] = []
-    original = Batch.resize
-    monkeypatch.setattr(
-        Batch, "resize", lambda self, slots: sizes.append(slots) or original(self, slots)
-    )
+    sizes = noted_sizes(monkeypatch)
     engine.generate([1], max_new_tokens=1)
     assert sizes == []
 
@@ -394,28 +382,19 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
 
 
 @pytest.mark.usefixtures("slow")
-def test_a_full_queue_says_when_to_come_back(one_slot: Engine) -> None:
-    with occupy(one_slot):
-        waiting = [one_slot.submit([2], max_new_tokens=1) for _ in range(3)]
-        with pytest.raises(QueueFullError, match="expected fewer than 3 requests") as error:
-            one_slot.submit([2], max_new_tokens=1)
-        assert 0 < error.value.retry_after < 60
-        assert re.match(r"try again after .* seconds; .*--queue of a server", str(error.value.hint))
-        assert one_slot.metrics().waiting == 3
-    wait(waiting, 60)
-    assert one_slot.metrics().finished["refused"] == 1
-
-
-@pytest.mark.usefixtures("slow")
-def test_a_client_that_floods_makes_room_for_another(one_slot: Engine) -> None:
+def test_a_client_that_floods_makes_room_for_another_and_is_told_when_to_come_back(
+    one_slot: Engine,
+) -> None:
     with occupy(one_slot, client="flood"):
         flood = [one_slot.submit([2], max_new_tokens=1, client="flood") for _ in range(3)]
         other = one_slot.submit([2], max_new_tokens=1, client="other")
         with pytest.raises(QueueFullError, match="fewer than 3 requests"):
             flood[2].result(60)
         assert one_slot.metrics().waiting == 3
-        with pytest.raises(QueueFullError, match="fewer than 3 requests"):
+        with pytest.raises(QueueFullError, match="expected fewer than 3 requests") as error:
             one_slot.submit([2], client="flood")
+        assert 0 < error.value.retry_after < 60
+        assert re.match(r"try again after .* seconds; .*--queue of a server", str(error.value.hint))
     for each in (*flood[:2], other):
         assert each.result(60).finish_reason is not None
     assert one_slot.metrics().finished["refused"] == 2
@@ -529,9 +508,7 @@ def test_a_mask_that_fails_ends_its_own_request(engine: Engine, alone: list[Any]
     others = [engine.submit(prompt_of(n), **options_of(n)) for n in range(6)]
     with pytest.raises(ZeroDivisionError, match="a caller's mistake"):
         failing.result(60)
-    with pytest.raises(
-        UsageError, match=r"token_mask: expected bool\[48\] or None, found bool\[3\]"
-    ):
+    with pytest.raises(UsageError, match=r"token_mask: expected bool\[48\].* found bool\[3\]"):
         shapes.result(60)
     for future, expected in zip(others, alone, strict=False):
         same(future.result(60), expected)
@@ -563,11 +540,7 @@ def test_mistakes_are_refused_before_they_wait(
     ("name", "error"), [("step", RejectError("a", "b")), ("begin", MemoryError())]
 )
 def test_what_fails_ends_what_runs_and_the_engine_goes_on(
-    engine: Engine,
-    alone: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    error: Exception,
+    engine: Engine, alone: list[Any], monkeypatch: pytest.MonkeyPatch, name: str, error: Exception
 ) -> None:
     original = getattr(Batch, name)
 
@@ -749,18 +722,6 @@ def test_undrain_ends_the_wait_and_takes_requests_again(bundle: Bundle) -> None:
         engine.undrain()
     with pytest.raises(ClosedError, match="closed"):
         engine.submit([1])
-
-
-def test_an_engine_that_nobody_has_ends_its_thread(bundle: Bundle) -> None:
-    engine = Engine(bundle, slots=1)
-    engine.generate([1], max_new_tokens=1)
-    loop: Loop = engine._loop
-    thread = loop._thread
-    assert isinstance(thread, threading.Thread)
-    del engine
-    gc.collect()
-    thread.join(10)
-    assert not thread.is_alive()
 
 
 class CollectingQueue(FairQueue[Any]):

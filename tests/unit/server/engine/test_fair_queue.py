@@ -12,13 +12,6 @@ from hypothesis import strategies as st
 from prejit.server.engine.fair_queue import FairQueue, positions_between, positions_of_call
 
 
-def test_a_smaller_priority_is_served_first_and_equal_ones_in_order() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for item, priority in (("late", 5), ("first", 0), ("second", 0), ("urgent", -1)):
-        queue.put(item, "", priority)
-    assert [queue.take()[1] for _ in range(4)] == ["urgent", "first", "second", "late"]
-
-
 def test_tokens_decide_and_not_the_number_of_requests() -> None:
     queue: FairQueue[int] = FairQueue()
     for number in range(100):

@@ -69,11 +69,7 @@ def metrics(lane: Lane[Any]) -> RequestMetrics:
 
 
 def submit(
-    lane: Lane[Any],
-    rows: Sequence[int],
-    client: str = "",
-    limits: Limits = NO_LIMITS,
-    **how: Any,
+    lane: Lane[Any], rows: Sequence[int], client: str = "", limits: Limits = NO_LIMITS, **how: Any
 ) -> Future[Any]:
     made = job(rows, **how)
     made.client, made.limits = client, limits
@@ -92,14 +88,6 @@ def lane(program: Program) -> Iterator[Lane[Any]]:
     yield lane
     program.go.set()
     lane.close()
-
-
-def test_calls_that_come_during_a_run_share_the_next(lane: Lane[Any], program: Program) -> None:
-    program.hold(lane)
-    futures = [submit(lane, [number]) for number in range(5)]
-    program.go.set()
-    assert [int(future.result(PATIENCE)[0]) for future in futures] == [0, 2, 4, 6, 8]
-    assert program.runs == [[1], [1] * 5]
 
 
 def test_a_call_of_more_rows_than_the_bucket_takes_turns(lane: Lane[Any], program: Program) -> None:
@@ -122,16 +110,6 @@ def test_jobs_that_run_alone_never_share(lane: Lane[Any], program: Program) -> N
     program.go.set()
     assert [int(each.future.result(PATIENCE)[0]) for each in jobs] == [0, 2, 4]
     assert program.runs == [[1]] * 4
-
-
-def test_an_error_reaches_only_its_caller(lane: Lane[Any], program: Program) -> None:
-    program.hold(lane)
-    futures = [submit(lane, [number]) for number in (1, -1, 2)]
-    program.go.set()
-    assert futures[0].result(PATIENCE).tolist() == [2]
-    assert futures[2].result(PATIENCE).tolist() == [4]
-    with pytest.raises(ValueError, match="no row may be -1"):
-        futures[1].result(PATIENCE)
 
 
 def test_the_rest_of_a_call_that_failed_does_not_run(lane: Lane[Any], program: Program) -> None:

@@ -134,15 +134,6 @@ class Together:
         return calls - 1, rows, padded_rows, runs - 1
 
 
-def test_three_rows_run_in_the_bucket_of_four_and_three_come_back(
-    bundle: Bundle, calling: Calling
-) -> None:
-    found = calling.submit("rows", (), {"x": x_of(3)}).result(PATIENCE)
-    assert found["y"].shape == (3, 16)
-    equal(found, bundle.call("rows", x=x_of(3)))
-    assert counts(calling, "rows") == (1, 3, 1, 1)
-
-
 def test_callers_share_a_run_and_get_their_own_rows(bundle: Bundle, calling: Calling) -> None:
     with Together(calling, "rows") as together:
         for seed, count in enumerate((1, 2, 3, 1)):

@@ -25,18 +25,13 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "keys.txt"
 
 
-def test_each_key_has_the_name_of_its_owner(file: Path) -> None:
+def test_each_key_has_the_name_of_its_owner_and_no_other_header_is_a_key(file: Path) -> None:
     file.write_text(TEXT)
     keys = Keys(file)
     assert len(keys) == 3
     assert found_name(keys, "Bearer 0123456789abcdef") == "alice"
     assert found_name(keys, "bearer  fedcba9876543210") == "key-4"
     assert found_name(keys, "Bearer sk-0000000000") == "bob@example.org"
-
-
-def test_no_other_header_is_taken_for_a_key(file: Path) -> None:
-    file.write_text(TEXT)
-    keys = Keys(file)
     for header in (
         *("", "Bearer", "Bearer ", "0123456789abcdef", "Basic 0123456789abcdef"),
         *("Bearer 0123456789abcde", "Bearer 0123456789abcdef0", "Bearer alice", "Bearer \xff\xfe"),

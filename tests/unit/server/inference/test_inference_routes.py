@@ -19,13 +19,7 @@ import schemathesis
 import tritonclient.http as triton
 from schemathesis import checks as schemathesis_checks
 from tests.extent import examples
-from tests.unit.server.running import (
-    CallingEngine,
-    Running,
-    running,
-    served,
-    wait_for,
-)
+from tests.unit.server.running import CallingEngine, Running, running, served, wait_for
 from tritonclient.utils import InferenceServerException
 
 from prejit.runtime import load
@@ -180,11 +174,8 @@ def infer(server: Running, content: Any, headers: dict[str, str] | None = None) 
 
 
 def of(**changed: Any) -> dict[str, Any]:
-    return {
-        "inputs": [
-            {"name": "x", "datatype": "FP32", "shape": [2, 16], "data": X.tolist()} | changed
-        ]
-    }
+    plain = {"name": "x", "datatype": "FP32", "shape": [2, 16], "data": X.tolist()}
+    return {"inputs": [plain | changed]}
 
 
 WRONG_BODIES = [
@@ -246,7 +237,7 @@ def test_the_published_document_of_v2_holds(server: Running) -> None:
         api = operation.ok()
 
         @hypothesis.settings(
-            max_examples=examples(12, 30),
+            max_examples=examples(5, 30),
             deadline=None,
             database=None,
             suppress_health_check=list(hypothesis.HealthCheck),
@@ -270,11 +261,8 @@ def test_a_wrong_path_is_an_error_in_the_form_of_the_protocol(server: Running) -
         method = "POST" if path.endswith("/infer") else "GET"
         found = httpx.request(method, server.url + path, timeout=60)
         assert (found.status_code, found.json().keys()) == (404, {"error"}), path
-    for method, path in (
-        ("GET", "models/score/infer"),
-        ("POST", "models/score"),
-        ("POST", "health/ready"),
-    ):
+    wrong = {"models/score/infer": "GET", "models/score": "POST", "health/ready": "POST"}
+    for path, method in wrong.items():
         found = httpx.request(method, f"{server.url}/v2/{path}", timeout=60)
         assert (found.status_code, found.json().keys()) == (405, {"error"}), path
 
@@ -355,9 +343,8 @@ def test_two_bundles_with_one_program_are_told_apart_by_their_names(
             url = f"{server.url}/v2/models/{each.name}.score/infer"
             found = httpx.post(url, json=of(), timeout=60).json()["outputs"][0]
             expected = each.call("score", x=X)
-            np.testing.assert_array_equal(
-                np.array(found["data"], np.float32).reshape(found["shape"]), expected
-            )
+            values = np.array(found["data"], np.float32).reshape(found["shape"])
+            np.testing.assert_array_equal(values, expected)
     models.close()
     assert not np.array_equal(bundle.call("score", x=X), other.call("score", x=X))
 

@@ -65,33 +65,37 @@ def calls(quick: int, total: int, length: int) -> dict[str, str]:
     }
 
 
-def memory(values: str, started: int) -> dict[str, str]:
-    return {
-        f"prejit_host_memory_bytes{{{SERVER}}}": values,
-        f"process_start_time_seconds{{{SERVER}}}": f"{started}x300",
-    }
+def when(
+    alert: str, at: str, series: dict[str, str], *rows: tuple[object, ...], interval: str = "1m"
+) -> list[Case]:
+    """Return a case for each row: what fills the gaps of names and values, and last whether it fires."""
+    return [
+        Case(
+            alert,
+            bool(fires),
+            at,
+            {name.replace("STATE", str(given[0])): v.format(*given) for name, v in series.items()},
+            interval,
+        )
+        for *given, fires in rows
+    ]
 
 
 FAST, SLOWLY = "PrejitErrorBudgetBurnsFast", "PrejitErrorBudgetBurnsSlowly"
 CALLS_FAST, CALLS_SLOWLY = "PrejitCallBudgetBurnsFast", "PrejitCallBudgetBurnsSlowly"
 LATE_FAST, LATE_SLOWLY = "PrejitFirstTokenBudgetBurnsFast", "PrejitFirstTokenBudgetBurnsSlowly"
+NAN = {f'prejit_requests_total{{{MODEL},{ENCODE},reason="nan"}}': "{}"}
+PAIRS = ((80, 100), (95, 100), (0, 0))
+"""Quick answers of so many, of which the first pair alone is too few."""
 CASES = (
-    Case("PrejitDown", True, "5m", {f"up{{{SERVER}}}": "0x10"}),
-    Case("PrejitDown", False, "5m", {f"up{{{SERVER}}}": "1 0 1x10"}),  # one scrape was lost
+    *when("PrejitDown", "5m", {f"up{{{SERVER}}}": "{}"}, ("0x10", True), ("1 0 1x10", False)),
     Case("PrejitDown", False, "5m", {'up{job="node",instance="a"}': "0x10"}),
-    *(
-        Case(
-            "PrejitNotReady",
-            fires,
-            "6m",
-            {f'prejit_server_state{{{SERVER},state="{state}"}}': each},
-        )
-        for state, each, fires in (
-            ("loading", "1x10", True),
-            ("compiling", "1x9", True),
-            ("draining", "1x9", False),
-            ("loading", "1x3 0x10", False),
-        )
+    *when(
+        "PrejitNotReady",
+        "6m",
+        {f'prejit_server_state{{{SERVER},state="STATE"}}': "{1}"},
+        *(("loading", "1x10", True), ("compiling", "1x9", True)),
+        *(("draining", "1x9", False), ("loading", "1x3 0x10", False)),
     ),
     Case(FAST, True, "60m", requests(60, error=2, stop=98)),
     Case(FAST, True, "60m", requests(60, refused=20, length=980)),
@@ -102,158 +106,122 @@ CASES = (
     Case(SLOWLY, True, "1500m", requests(400, error=4, stop=996), "5m"),
     Case(FAST, False, "1500m", requests(400, error=4, stop=996), "5m"),
     Case(SLOWLY, False, "1500m", requests(400, error=1, stop=1999), "5m"),
-    Case(LATE_FAST, True, "60m", first_tokens(80, 100, 60)),
-    Case(LATE_FAST, False, "60m", first_tokens(95, 100, 60)),
-    Case(LATE_FAST, False, "60m", first_tokens(0, 0, 60)),
-    Case(LATE_SLOWLY, True, "1500m", first_tokens(96, 100, 400), "5m"),
-    Case(LATE_SLOWLY, False, "1500m", first_tokens(995, 1000, 400), "5m"),
-    Case(CALLS_FAST, True, "60m", calls(80, 100, 60)),
-    Case(CALLS_FAST, False, "60m", calls(95, 100, 60)),
-    Case(CALLS_FAST, False, "60m", calls(0, 0, 60)),
-    Case(CALLS_SLOWLY, True, "1500m", calls(96, 100, 400), "5m"),
-    Case(CALLS_SLOWLY, False, "1500m", calls(995, 1000, 400), "5m"),
     *(
-        Case(
-            "PrejitCallsStopped",
-            fires,
-            "15m",
-            {
-                f"prejit_requests_running{{{MODEL},{ENCODE}}}": f"{running}x20",
-                f'prejit_requests_total{{{MODEL},{ENCODE},reason="done"}}': ended,
-                # Another function goes on.
-                f'prejit_requests_total{{{MODEL},kind="call",program="f",reason="done"}}': "0+9x20",
-            },
+        case
+        for fast, slowly, of in (
+            (LATE_FAST, LATE_SLOWLY, first_tokens),
+            (CALLS_FAST, CALLS_SLOWLY, calls),
         )
-        for running, ended, fires in ((1, "9x20", True), (1, "9+1x20", False), (0, "9x20", False))
-    ),
-    *(
-        Case(
-            "PrejitTokensStopped",
-            fires,
-            "15m",
-            {
-                f"prejit_requests_running{{{MODEL},{GENERATE}}}": f"{running}x20",
-                f"vllm:generation_tokens_total{{{MODEL}}}": tokens,
-            },
-        )
-        for running, tokens, fires in (
-            (1, "100x20", True),
-            (1, "100+1x20", False),
-            (0, "100x20", False),
+        for case in (
+            *(
+                Case(fast, each < 90 and total > 0, "60m", of(each, total, 60))
+                for each, total in PAIRS
+            ),
+            Case(slowly, True, "1500m", of(96, 100, 400), "5m"),
+            Case(slowly, False, "1500m", of(995, 1000, 400), "5m"),
         )
     ),
-    *(
-        Case(
-            "PrejitQueueFull",
-            fires,
-            "6m",
-            {
-                f"prejit_requests_waiting{{{MODEL},{ENCODE}}}": f"{waiting}x10",
-                f"prejit_queue_size{{{MODEL},{ENCODE}}}": "256x10",
-                f"prejit_queue_size{{{MODEL},{GENERATE}}}": "256x10",
-            },
-        )
-        for waiting, fires in ((250, True), (100, False))
+    *when(
+        "PrejitCallsStopped",
+        "15m",
+        {
+            f"prejit_requests_running{{{MODEL},{ENCODE}}}": "{}x20",
+            f'prejit_requests_total{{{MODEL},{ENCODE},reason="done"}}': "{1}",
+            # Another function goes on.
+            f'prejit_requests_total{{{MODEL},kind="call",program="f",reason="done"}}': "0+9x20",
+        },
+        *((1, "9x20", True), (1, "9+1x20", False), (0, "9x20", False)),
     ),
-    *(
-        Case(
-            "PrejitSaturated",
-            fires,
-            "55m",
-            {
-                f"prejit_device_busy_seconds_total{{{MODEL},{ENCODE}}}": f"0+{busy}x60",
-                f"prejit_requests_waiting{{{MODEL},{ENCODE}}}": f"{waiting}x60",
-            },
-        )
-        for busy, waiting, fires in ((59, 3, True), (59, 0, False), (30, 3, False))
+    *when(
+        "PrejitTokensStopped",
+        "15m",
+        {
+            f"prejit_requests_running{{{MODEL},{GENERATE}}}": "{}x20",
+            f"vllm:generation_tokens_total{{{MODEL}}}": "{1}",
+        },
+        *((1, "100x20", True), (1, "100+1x20", False), (0, "100x20", False)),
     ),
-    *(
-        Case(
-            "PrejitRequestsCompile",
-            fires,
-            "10m",
-            {
-                f"prejit_requests_waited_for_compile_total{{{MODEL}}}": waited,
-                f'prejit_requests_total{{{MODEL},reason="stop"}}': "0+10x20",
-            },
-        )
-        for waited, fires in (("0x5 1x15", True), ("0x20", False), ("3x20", False))
+    *when(
+        "PrejitQueueFull",
+        "6m",
+        {
+            f"prejit_requests_waiting{{{MODEL},{ENCODE}}}": "{}x10",
+            f"prejit_queue_size{{{MODEL},{ENCODE}}}": "256x10",
+            f"prejit_queue_size{{{MODEL},{GENERATE}}}": "256x10",
+        },
+        *((250, True), (100, False)),
     ),
-    *(
-        Case(
-            "PrejitCompileTime",
-            fires,
-            "10m",
-            {f"prejit_compile_seconds_total{{{MODEL}}}": f"0x5 {seconds}x30"},
-        )
-        for seconds, fires in ((90, True), (20, False))
+    *when(
+        "PrejitSaturated",
+        "55m",
+        {
+            f"prejit_device_busy_seconds_total{{{MODEL},{ENCODE}}}": "0+{}x60",
+            f"prejit_requests_waiting{{{MODEL},{ENCODE}}}": "{1}x60",
+        },
+        *((59, 3, True), (59, 0, False), (30, 3, False)),
     ),
-    *(
-        Case(
-            "PrejitFallback",
-            fires,
-            "1m",
-            {f'prejit_fallbacks_total{{{SERVER},axis="jaxlib"}}': each},
-        )
-        for each, fires in (("1x5", True), ("0x5", False))
+    *when(
+        "PrejitRequestsCompile",
+        "10m",
+        {
+            f"prejit_requests_waited_for_compile_total{{{MODEL}}}": "{}",
+            f'prejit_requests_total{{{MODEL},reason="stop"}}': "0+10x20",
+        },
+        *(("0x5 1x15", True), ("0x20", False), ("3x20", False)),
     ),
-    *(
-        Case(
-            "PrejitNaN",
-            fires,
-            at,
-            {f'prejit_requests_total{{{MODEL},{ENCODE},reason="nan"}}': each},
-        )
-        for each, at, fires in (
-            ("0x5 1x10", "8m", True),
-            ("0x15", "8m", False),
-            ("0 1x50", "40m", False),  # long ago
-        )
+    *when(
+        "PrejitCompileTime",
+        "10m",
+        {f"prejit_compile_seconds_total{{{MODEL}}}": "0x5 {}x30"},
+        *((90, True), (20, False)),
     ),
-    *(
-        Case(
-            "PrejitPrefixCacheMisses",
-            fires,
-            "1560m",
-            {
-                f"vllm:prefix_cache_hits_total{{{MODEL}}}": hits,
-                f"vllm:prefix_cache_queries_total{{{MODEL}}}": "0+1000x320",
-            },
-            "5m",
-        )
-        for hits, fires in (
-            ("0+600x288 172800x24", True),
-            ("0+600x320", False),
-            ("0+50x288 14400x24", False),  # there never were many
-        )
+    *when(
+        "PrejitFallback",
+        "1m",
+        {f'prejit_fallbacks_total{{{SERVER},axis="jaxlib"}}': "{}"},
+        *(("1x5", True), ("0x5", False)),
     ),
-    *(
-        Case(
-            "PrejitCacheMemoryFull",
-            fires,
-            "20m",
-            {
-                f"prejit_kv_cache_bytes{{{MODEL}}}": f"{used}x30",
-                f"prejit_kv_cache_budget_bytes{{{MODEL}}}": "100x30",
-                f"prejit_requests_waiting{{{MODEL},{GENERATE}}}": f"{waiting}x30",
-            },
-        )
-        for used, waiting, fires in ((99, 2, True), (99, 0, False), (50, 2, False))
+    *when("PrejitNaN", "8m", NAN, ("0x5 1x10", True), ("0x15", False)),
+    *when("PrejitNaN", "40m", NAN, ("0 1x50", False)),  # long ago
+    *when(
+        "PrejitPrefixCacheMisses",
+        "1560m",
+        {
+            f"vllm:prefix_cache_hits_total{{{MODEL}}}": "{}",
+            f"vllm:prefix_cache_queries_total{{{MODEL}}}": "0+1000x320",
+        },
+        *(("0+600x288 172800x24", True), ("0+600x320", False)),
+        ("0+50x288 14400x24", False),  # there never were many
+        interval="5m",
     ),
-    Case("PrejitHostMemoryGrows", True, "240m", memory("1000+2x300", 0)),
-    Case("PrejitHostMemoryGrows", False, "240m", memory("1000x300", 0)),
-    Case("PrejitHostMemoryGrows", False, "240m", memory("1000+2x300", 7200)),  # a young process
-    *(
-        Case(
-            "PrejitHostMemoryHigh",
-            fires,
-            "15m",
-            {
-                f"prejit_host_memory_bytes{{{SERVER}}}": f"{used}x20",
-                f"prejit_host_memory_limit_bytes{{{SERVER}}}": "100x20",
-            },
-        )
-        for used, fires in ((95, True), (80, False))
+    *when(
+        "PrejitCacheMemoryFull",
+        "20m",
+        {
+            f"prejit_kv_cache_bytes{{{MODEL}}}": "{}x30",
+            f"prejit_kv_cache_budget_bytes{{{MODEL}}}": "100x30",
+            f"prejit_requests_waiting{{{MODEL},{GENERATE}}}": "{1}x30",
+        },
+        *((99, 2, True), (99, 0, False), (50, 2, False)),
+    ),
+    *when(
+        "PrejitHostMemoryGrows",
+        "240m",
+        {
+            f"prejit_host_memory_bytes{{{SERVER}}}": "{}",
+            f"process_start_time_seconds{{{SERVER}}}": "{1}x300",
+        },
+        *(("1000+2x300", 0, True), ("1000x300", 0, False)),
+        ("1000+2x300", 7200, False),  # a young process
+    ),
+    *when(
+        "PrejitHostMemoryHigh",
+        "15m",
+        {
+            f"prejit_host_memory_bytes{{{SERVER}}}": "{}x20",
+            f"prejit_host_memory_limit_bytes{{{SERVER}}}": "100x20",
+        },
+        *((95, True), (80, False)),
     ),
 )
 

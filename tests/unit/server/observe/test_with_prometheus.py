@@ -48,11 +48,7 @@ class Scraped:
         self.wrong_request = f"http://127.0.0.1:{target}/nothing"
         self.server = uvicorn.Server(
             uvicorn.Config(
-                make_app(of, Settings()),
-                port=target,
-                lifespan="off",
-                ws="none",
-                log_level="error",
+                make_app(of, Settings()), port=target, lifespan="off", ws="none", log_level="error"
             )
         )
         self.thread = threading.Thread(target=self.server.run)

@@ -21,45 +21,27 @@ USER = {"role": "user", "content": "a"}
 CALL = {"function": {"name": "f", "argments": "{}"}}
 
 
-@pytest.mark.parametrize(
-    ("kind", "body", "path", "near"),
-    [
-        (CompletionRequest, {"prompt": "a", "max_token": 1}, "max_token", "max_tokens"),
-        (CompletionRequest, {"prompt": "a", "zzzzzz": None}, "zzzzzz", None),
-        (
-            CompletionRequest,
-            {"prompt": "a", "stream_options": {"include_usages": True}},
-            "stream_options.include_usages",
-            "include_usage",
-        ),
-        (ChatRequest, {"messages": [USER, {**USER, "nmae": ""}]}, "messages[1].nmae", "name"),
-        (
-            ChatRequest,
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "", "txt": ""}]}]},
-            "messages[0].content[0].txt",
-            "text",
-        ),
-        (
-            ChatRequest,
-            {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
-            "messages[0].tool_calls[0].function.argments",
-            "arguments",
-        ),
-        (
-            ChatRequest,
-            {
-                "messages": [USER],
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "a", "strct": 1},
-                },
-            },
-            "response_format.json_schema.strct",
-            "strict",
-        ),
-        (ResponseRequest, {"input": [{**USER, "rol": "user"}]}, "input[0].rol", "role"),
-    ],
-)
+PART = {"type": "text", "text": "", "txt": ""}
+FORM = {"type": "json_schema", "json_schema": {"name": "a", "strct": 1}}
+STREAMED = {"prompt": "a", "stream_options": {"include_usages": True}}
+PARTS = {"messages": [{"role": "user", "content": [PART]}]}
+CALLS = {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}
+UNKNOWN = [
+    (CompletionRequest, {"prompt": "a", "max_token": 1}, "max_token", "max_tokens"),
+    (CompletionRequest, {"prompt": "a", "zzzzzz": None}, "zzzzzz", None),
+    (CompletionRequest, STREAMED, "stream_options.include_usages", "include_usage"),
+    (ChatRequest, {"messages": [USER, {**USER, "nmae": ""}]}, "messages[1].nmae", "name"),
+    (ChatRequest, PARTS, "messages[0].content[0].txt", "text"),
+    (ChatRequest, CALLS, "messages[0].tool_calls[0].function.argments", "arguments"),
+    (
+        *(ChatRequest, {"messages": [USER], "response_format": FORM}),
+        *("response_format.json_schema.strct", "strict"),
+    ),
+    (ResponseRequest, {"input": [{**USER, "rol": "user"}]}, "input[0].rol", "role"),
+]
+
+
+@pytest.mark.parametrize(("kind", "body", "path", "near"), UNKNOWN)
 def test_an_unknown_field_is_named_with_the_nearest_and_left_out_where_that_is_wanted(
     kind: type[msgspec.Struct], body: dict[str, Any], path: str, near: str | None
 ) -> None:

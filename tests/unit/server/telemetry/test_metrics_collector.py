@@ -211,12 +211,6 @@ def test_promtool_complains_of_no_name_but_those_of_vllm():
     assert [line for line in found if not line.startswith("vllm:")] == []
 
 
-def test_programs_have_a_value_for_each_source_so_that_alerts_see_the_first_one():
-    samples = families(Models(served()))["prejit_programs"].samples
-    found = {each.labels["source"]: each.value for each in samples}
-    assert found == {"loaded": 1, "compiled": 0, "kept": 0, "compiling": 0, "unused": 0}
-
-
 def test_two_bundles_do_not_share_a_series():
     first, second = StandIn(), StandIn(slots=4)
     first.request()
@@ -226,12 +220,18 @@ def test_two_bundles_do_not_share_a_series():
     assert value(of, "prejit_slots", model_name="b") == 4
 
 
-def test_what_runs_can_be_read_from_the_info_metric():
-    info = families(Models(served("a")))["prejit_build_info"].samples[0]
+def test_what_runs_and_what_it_has_can_be_read():
+    found = families(of := Models(served("a")))
+    info = found["prejit_build_info"].samples[0]
     assert (info.name, info.value) == ("prejit_build_info", 1)
     expected = {"model_name": "a", "bundle": "gpt2", "digest": DIGEST, "target": "h100"}
     expected |= {"cuda": "13.1"} | {name: version(name) for name in ("prejit", "jax", "jaxlib")}
     assert info.labels == expected
+    # Alerts see the first one: each source has a value from the beginning.
+    programs = {each.labels["source"]: each.value for each in found["prejit_programs"].samples}
+    assert programs == {"loaded": 1, "compiled": 0, "kept": 0, "compiling": 0, "unused": 0}
+    assert 0 < value(of, "prejit_host_memory_bytes") < value(of, "prejit_host_memory_limit_bytes")
+    assert value(of, "process_resident_memory_bytes") > 0
 
 
 def test_a_server_that_loads_is_scraped_too():
@@ -268,12 +268,6 @@ def test_absent_memory_is_left_out_rather_than_zero():
     assert "\nprejit_kv_cache_budget_bytes" not in text
     engine.state["device_memory_bytes"] = 5
     assert value(Models(served(engine=engine)), "prejit_device_memory_bytes") == 5
-
-
-def test_memory_of_the_host_is_below_its_limit():
-    of = Models(served())
-    assert 0 < value(of, "prejit_host_memory_bytes") < value(of, "prejit_host_memory_limit_bytes")
-    assert value(of, "process_resident_memory_bytes") > 0
 
 
 def test_fallbacks_are_of_the_process_and_counted_once(monkeypatch):

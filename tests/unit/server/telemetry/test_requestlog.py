@@ -15,13 +15,7 @@ from tests.served import StandIn, StandInStream, stats
 
 from prejit.runtime.errors import StoreError
 from prejit.server.engine.fair_queue import NO_LIMITS
-from prejit.server.telemetry.requestlog import (
-    Entry,
-    RequestLog,
-    current,
-    describe_array,
-    record,
-)
+from prejit.server.telemetry.requestlog import Entry, RequestLog, current, describe_array, record
 from prejit.server.telemetry.watched_engine import WatchedEngine
 
 

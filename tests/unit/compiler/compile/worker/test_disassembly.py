@@ -125,7 +125,6 @@ def elf(sections: Iterable[tuple[int, bytes]], machine: int = 62) -> bytes:
 
 
 def field(number: int, content: bytes) -> bytes:
-    """A field of a protobuf message."""
     size = len(content)
     digits = [size >> shift & 127 for shift in range(0, max(size.bit_length(), 1), 7)]
     return bytes([number << 3 | 2, *(digit | 128 for digit in digits[:-1]), digits[-1]]) + content
@@ -199,16 +198,13 @@ def compiled(level: str, portable: bytes, tmp_path_factory: pytest.TempPathFacto
 
 
 def object_files(serialized: bytes) -> tuple[bytes, ...]:
-    """The ELF objects whose instructions `used_features` reads."""
     return disassembly._objects(disassembly._compilation_result(serialized))
 
 
 # Real executables
 
 
-def test_no_object_is_missed_and_nothing_above_the_level_is_used(
-    level: str, compiled: bytes
-) -> None:
+def test_every_object_is_read_and_none_exceeds_its_level(level: str, compiled: bytes) -> None:
     objects = object_files(compiled)
     assert len(objects) == compiled.count(b"\x7fELF") > 10
     for contents in objects:  # each is whole: LLVM writes the table of sections last
@@ -218,7 +214,6 @@ def test_no_object_is_missed_and_nothing_above_the_level_is_used(
     used, declared = set(used_features(compiled)), set(declared_features(compiled))
     assert {"64bit", "cmov"} < used < declared
     allowed = target(level).cpu_features
-    assert allowed is not None
     if cross_compiles(jaxlib_version()):
         assert used <= set(allowed)
 
@@ -250,7 +245,7 @@ def test_an_instruction_needs_its_extensions_and_no_more() -> None:
         assert set(used) == {"64bit", *extensions.split()}, instruction
 
 
-def test_instructions_of_all_objects_and_sections_count_and_data_does_not() -> None:
+def test_instructions_of_all_objects_count_as_llvm_may_use_them_and_data_does_not() -> None:
     by_name = {names: bytes.fromhex(digits) for digits, names in INSTRUCTIONS}
     serialized = executable(code(RET, by_name["avx"]), code(by_name["fma"]), code(RET))
     assert used_features(serialized) == ("64bit", "avx", "fma")
@@ -258,13 +253,12 @@ def test_instructions_of_all_objects_and_sections_count_and_data_does_not() -> N
     assert used_features(executable()) == ()
     # An extension that LLVM was not allowed counts all the same.
     assert used_features(executable(code(AVX512), declared="+sse2")) == ("avx512f",)
-
-
-def test_tzcnt_is_an_extension_only_where_llvm_may_use_it() -> None:
     contents = code(TZCNT + RET)
     assert used_features(executable(contents, declared="+64bit,+sse2")) == ("64bit",)
     assert used_features(executable(contents, declared="+64bit,-bmi,+sse2")) == ("64bit",)
     assert used_features(executable(contents, declared="+64bit,+bmi")) == ("64bit", "bmi")
+    contents = elf([(EXECUTABLE, RET), (0, b"\0prefix_kernel\0")])
+    assert used_features(executable(contents, symbols=["prefix_kernel", "kernel"])) == ("64bit",)
 
 
 DECLARED = "+64bit,+avx,-avx2,+prefer-no-gather,+sse2,+warp"
@@ -304,29 +298,14 @@ def test_what_llvm_never_chooses_is_not_needed_by_code_that_cannot_be_read() -> 
     assert used_features(unreadable) == ("avx", "sse2")
 
 
-def test_a_function_is_found_in_the_string_table_of_its_object() -> None:
-    contents = elf([(EXECUTABLE, RET), (0, b"\0prefix_kernel\0")])
-    assert used_features(executable(contents, symbols=["prefix_kernel", "kernel"])) == ("64bit",)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        b"",
-        b"\0",
-        b"\xff" * 100_000,  # a number that does not end
-        b"\x7fELF",
-        code(RET),
-        executable(code(RET))[:-4],
-        executable(code(RET))[3:],  # without the first message
-        b"\x02\x08\x03" + field(1, b"") + field(2, b""),  # lacks the list of what LLVM may use
-    ],
-)
-def test_what_is_no_executable_is_an_error(other: bytes) -> None:
-    for function in (used_features, declared_features):
-        with pytest.raises(BuildError, match="expected an executable of XLA:CPU") as raised:
-            function(other)
-        assert raised.value.hint
+def test_what_is_no_executable_is_an_error() -> None:
+    without_list = b"\x02\x08\x03" + field(1, b"") + field(2, b"")  # of what LLVM may use
+    whole, endless = executable(code(RET)), b"\xff" * 100_000
+    for other in (b"", b"\0", endless, b"\x7fELF", code(RET), whole[:-4], whole[3:], without_list):
+        for function in (used_features, declared_features):
+            with pytest.raises(BuildError, match="expected an executable of XLA:CPU") as raised:
+                function(other)
+            assert raised.value.hint
 
 
 @settings(deadline=None)
@@ -342,7 +321,7 @@ def test_random_bytes_are_refused_and_random_code_needs_something_known(content:
 # Names
 
 
-def test_every_extension_of_iced_is_decided() -> None:
+def test_every_extension_of_iced_is_decided_by_a_name_of_machines() -> None:
     """A new iced that knows of new ones ends here, and not in a bundle."""
     import iced_x86
 
@@ -350,9 +329,6 @@ def test_every_extension_of_iced_is_decided() -> None:
     decided = [LLVM_NAMES.keys(), EVERYWHERE, NEVER_COMPILED]
     assert known == set().union(*decided)
     assert len(known) == sum(map(len, decided))
-
-
-def test_names_are_those_that_machines_are_compared_by() -> None:
     # `crc32` is sse4.2 in a fingerprint; `sahf` is recognized by its instructions.
     assert {*LLVM_NAMES.values(), "crc32", "sahf"} == set(CPU_FEATURES)
     assert len(set(LLVM_NAMES.values())) == len(LLVM_NAMES)

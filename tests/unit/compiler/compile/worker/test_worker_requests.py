@@ -20,8 +20,6 @@ from prejit.compiler.targets.toolchain import host_toolchain
 
 
 def _small_loop(bits: jax.Array, table: jax.Array, at: jax.Array, scale: jax.Array) -> jax.Array:
-    """A loop that XLA makes a kernel of, with several arguments."""
-
     def body(
         number: int, state: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -33,9 +31,7 @@ def _small_loop(bits: jax.Array, table: jax.Array, at: jax.Array, scale: jax.Arr
     return total + place + seen
 
 
-def test_an_executable_does_not_depend_on_the_memory_of_its_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_of_a_worker_is_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long paths and variables shift all that a process has in memory."""
     if jax.__version_info__ < (0, 12):
         pytest.skip(
@@ -55,9 +51,7 @@ def test_an_executable_does_not_depend_on_the_memory_of_its_worker(
     assert len(found) == 1
 
 
-def test_one_worker_compiles_for_several_targets_with_the_flags_of_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_worker_serves_several_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     export = jax.export.export(jax.jit(lambda x: jnp.tanh(x @ x)), platforms=["cpu"])
     portable = export(jax.ShapeDtypeStruct((32, 32), jnp.float32))

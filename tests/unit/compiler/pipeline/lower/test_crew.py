@@ -60,8 +60,6 @@ SECTIONS = (
 
 
 class Notes(Progress):
-    """A display that keeps its lines."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
@@ -141,9 +139,7 @@ def forms(programs: Mapping[str, PlannedProgram]) -> dict[str, Any]:
     }
 
 
-def test_programs_traces_and_parameters_are_those_of_the_builds_own_process(
-    project: Callable[..., Project],
-) -> None:
+def test_programs_are_those_of_the_builds_own_process(project: Callable[..., Project]) -> None:
     made = project(CODE.replace("sys.stdin.read()", "pass"), *SECTIONS)
     expected = forms(made.lower(made.store("one")))
     assert len(expected) == 7
@@ -156,38 +152,25 @@ def test_programs_traces_and_parameters_are_those_of_the_builds_own_process(
     assert made.open(made.plan(store), store) is None
 
 
-def test_a_decoder_of_the_user_is_lowered_as_the_build_does(
-    project: Callable[..., Project],
-) -> None:
-    model = (
-        '[model]\nmodule = "code_of_crew:nnx_decoder"\n[generate]\nbatch = [1]\nprompt = [8]\n'
-        "context = [16, 32]\n"
-    )
-    made = project(Path(own_decoders.__file__).read_text(), more=model)
+SIZES = "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [16, 32]\n"
+
+
+@pytest.mark.parametrize("kind", ["own", "published"])
+def test_a_decoder_is_the_same(project: Callable[..., Project], tmp_path: Path, kind: str) -> None:
+    source = 'module = "code_of_crew:nnx_decoder"'
+    if kind == "published":
+        source = f"source = {json.dumps(str(write_random('gpt2', tmp_path / 'gpt2')))}"
+    code = Path(own_decoders.__file__).read_text()
+    made = project(code, more=f"[model]\n{source}\n{SIZES}")
     expected = forms(made.lower(made.store("one")))
     assert forms(made.lower_apart(made.store("two"))) == expected
-    plan = made.plan(made.store("two"))
-    known = made.plan(made.store("one")).own
-    assert plan.own is not None
-    assert known is not None
-    # Not their values, which the processes of tests compute with other settings of XLA.
-    assert plan.own.parameters.keys() == known.parameters.keys()
+    plan, known = made.plan(made.store("two")), made.plan(made.store("one")).own
     assert forms({each.spec.name: each for each in plan.programs}) == expected
+    if kind == "own":  # not their values, which the processes of tests compute with other settings
+        assert plan.own.parameters.keys() == known.parameters.keys()
 
 
-def test_a_published_decoder_is_lowered_as_the_build_does(
-    project: Callable[..., Project], tmp_path: Path
-) -> None:
-    source = write_random("gpt2", tmp_path / "gpt2")
-    sizes = "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [16, 32]\n"
-    made = project("", more=f"[model]\nsource = {json.dumps(str(source))}\n{sizes}")
-    expected = forms(made.lower(made.store("one")))
-    assert forms(made.lower_apart(made.store("two"))) == expected
-
-
-def test_retracing_traces_no_program_more_often_than_the_build_does(
-    project: Callable[..., Project],
-) -> None:
+def test_retracing_traces_as_often_as_the_build(project: Callable[..., Project]) -> None:
     code = (
         "import os\n\n\ndef f(x):\n"
         "    descriptor = os.open(TRACED, os.O_WRONLY | os.O_APPEND | os.O_CREAT)\n"
@@ -205,26 +188,22 @@ def test_retracing_traces_no_program_more_often_than_the_build_does(
     assert traced.read_text() == expected
 
 
-def test_a_mistake_in_a_function_reads_as_in_the_builds_own_process(
-    project: Callable[..., Project],
+@pytest.mark.parametrize("module", ["code_of_crew", "code_of_nobody"])
+def test_a_mistake_reads_as_in_the_builds_process(
+    project: Callable[..., Project], module: str
 ) -> None:
-    made = project("def f(x):\n    return x @ x.missing\n", SECTIONS[0])
-    assert _error(lambda: made.lower_apart(made.store("one"))) == _error(
-        lambda: made.lower(made.store("two"))
-    )
-
-
-def test_a_module_that_is_not_there_is_found_before_anything_is_lowered(
-    project: Callable[..., Project],
-) -> None:
-    made = project("", SECTIONS[0].replace("code_of_crew", "code_of_nobody"))
+    """A module that is not there is found before anything is lowered."""
+    section = SECTIONS[0].replace("code_of_crew", module)
+    made = project("def f(x):\n    return x @ x.missing\n", section)
     plan = made.plan(made.store("one"))
 
-    def check_apart() -> None:
+    def apart() -> None:
         with made.crew(plan, made.store("one")) as crew:
             crew.check()
+            assert module == "code_of_crew"
+            crew.lower(plan, plan.programs, None, chosen=True)
 
-    assert _error(check_apart) == _error(lambda: made.lower(made.store("two")))
+    assert _error(apart) == _error(lambda: made.lower(made.store("two")))
 
 
 def _error(call: Callable[[], object]) -> tuple[type[PrejitError], str]:
@@ -245,9 +224,7 @@ def f(x):
 """
 
 
-def test_a_process_that_is_killed_loses_nothing_and_is_named(
-    project: Callable[..., Project], tmp_path: Path
-) -> None:
+def test_a_killed_process_loses_nothing(project: Callable[..., Project], tmp_path: Path) -> None:
     flag = str(tmp_path / "was-killed")
     code = DIES.format(condition=f"not os.path.exists({flag!r})", flag=flag)
     made = project(code, SECTIONS[0], SECTIONS[0].replace('"f"', '"again"'))
@@ -257,9 +234,7 @@ def test_a_process_that_is_killed_loses_nothing_and_is_named(
     assert made.notes.lines[0].endswith(": its process was killed by SIGKILL")
 
 
-def test_the_build_lowers_itself_what_kills_two_processes(
-    project: Callable[..., Project], tmp_path: Path
-) -> None:
+def test_what_kills_two_processes_is_left(project: Callable[..., Project], tmp_path: Path) -> None:
     code = DIES.format(condition="x.shape[0] == 5", flag=str(tmp_path / "flag"))
     made = project(code, SECTIONS[0])
     found = made.lower_apart(made.store("one"))
@@ -269,9 +244,7 @@ def test_the_build_lowers_itself_what_kills_two_processes(
     assert made.notes.lines == [killed, killed, f"{label} in the process of the build"]
 
 
-def test_a_manifest_that_changed_since_the_build_read_it_is_not_lowered(
-    project: Callable[..., Project],
-) -> None:
+def test_a_manifest_that_changed_is_not_lowered(project: Callable[..., Project]) -> None:
     made = project(CODE, *SECTIONS)
     plan = made.plan(made.store("one"))
     (made.directory / "m.toml").write_text(
@@ -317,9 +290,7 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def test_another_machine_finds_in_a_shared_store_what_processes_lowered(
-    project: Callable[..., Project], tmp_path: Path
-) -> None:
+def test_another_machine_finds_results(project: Callable[..., Project], tmp_path: Path) -> None:
     """Though the user's code prints, and reads stdin: neither touches the messages."""
     made = project(CODE, *SECTIONS)
 

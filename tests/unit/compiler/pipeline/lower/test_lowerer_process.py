@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
-from typing import Any
 
 import pytest
 
-from prejit.compiler.pipeline.lower.lowerer_process import (
-    Checked,
-    Done,
-    Project,
-    Work,
-    error_of,
-    plain_error,
-)
-from prejit.compiler.pipeline.plan import Lowered, OwnFacts
-from prejit.compiler.store.build_cache_key import Key
-from prejit.runtime.base.typed_json import from_plain
+from prejit.compiler.pipeline.lower.lowerer_process import error_of, plain_error
 from prejit.runtime.errors import (
     BuildError,
     CheckpointError,
@@ -28,35 +16,6 @@ from prejit.runtime.errors import (
     StoreError,
     UsageError,
 )
-from prejit.runtime.format.bundle_schema import Segment
-
-LOWERED = Lowered(
-    Segment(0, 3, "sha256:a", 4, "sha256:b"),
-    ("cpu", "cuda"),
-    "1.2.3",
-    ("w",),
-    ("float32[2]",),
-    ("float32[2]",),
-    weight_sets={"layer": ("w", "v")},
-    symbolic=Segment(0, 3, "sha256:c", 4, "sha256:d"),
-)
-
-
-KEY = Key("trace", "m/f", (("function", "code:f"), ("bucket", "{}")))
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        Project("m.toml", "sha256:a", ("cpu-host",), "/model", None, True, "/s", "ns", ("", "/x")),
-        Checked(None, None),
-        Checked(512, OwnFacts(512, {"w": "float32[2]"}, {"w": (1, 0)})),
-        Work({"f/n1": None, "f/n2": LOWERED}, chosen=True),
-        Done({"f/n1": LOWERED}, {"w": "float32[2]"}, (KEY,)),
-    ],
-)
-def test_a_message_arrives_as_it_was_sent(message: Any) -> None:
-    assert from_plain(type(message), json.loads(json.dumps(asdict(message)))) == message
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ def function(section: str, number: int) -> PlannedProgram:
 
 
 def model(kind: str, number: int) -> PlannedProgram:
-    """A program of a published model."""
     spec = ProgramSpec(f"{kind}/{number}", kind, {"context": number})
     return PlannedProgram(spec, key=Key("lower", spec.name, (("number", str(number)),)))
 
@@ -37,24 +36,15 @@ programs = st.tuples(st.integers(0, 40), st.integers(0, 90), st.integers(0, 5)).
 
 
 @given(programs, st.integers(1, 64))
-def test_every_program_is_in_one_unit_and_no_unit_has_two_sections(
-    left: list[PlannedProgram], processes: int
-) -> None:
+def test_every_program_is_in_one_unit(left: list[PlannedProgram], processes: int) -> None:
     units = split(left, processes)
     assert list(chain(*units)) == left
     assert all(len({each.spec.section for each in unit}) == 1 for unit in units)
 
 
-def test_another_build_waits_for_one_program_of_a_model_and_not_for_several() -> None:
+def test_units_are_neither_too_large_nor_too_small() -> None:
     assert [len(unit) for unit in split([model("decode", n) for n in range(5)], 2)] == [1] * 5
-
-
-def test_buckets_are_not_traced_twice_because_units_are_small() -> None:
-    """Each unit has a program that is traced a second time."""
     assert all(len(unit) >= 4 for unit in split([function("f", n) for n in range(40)], 64))
-
-
-def test_all_processes_have_work_where_one_section_has_all_programs() -> None:
     assert len(split([function("f", n) for n in range(400)], 4)) >= 16
 
 
@@ -71,9 +61,7 @@ def test_all_processes_have_work_where_one_section_has_all_programs() -> None:
         ([], 16, 0),
     ],
 )
-def test_a_process_is_started_where_it_is_worth_its_start(
-    left: list[PlannedProgram], limit: int, count: int
-) -> None:
+def test_a_process_is_worth_its_start(left: list[PlannedProgram], limit: int, count: int) -> None:
     assert process_count(left, limit) == count
 
 

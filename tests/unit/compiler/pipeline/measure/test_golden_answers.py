@@ -19,9 +19,7 @@ def in_a_file(layer: Any, directory: Path) -> PackedLayer:
     return PackedLayer(layer.media_type, layer.digest, layer.size, path, layer.title)
 
 
-def test_the_build_names_packs_by_their_files_and_reads_none(
-    recipe: Recipe, tmp_path: Path
-) -> None:
+def test_the_build_names_packs_by_their_files(recipe: Recipe, tmp_path: Path) -> None:
     """Or the memory of a build would grow with its programs: twice the size of all executables."""
     target = recipe.targets[0]
     packs = (EXECUTABLES_MEDIA_TYPE, PORTABLE_MEDIA_TYPE)

@@ -24,7 +24,6 @@ WORDS = {"a": 0, "b": 1, "<s>": 2, "[UNK]": 3}
 
 
 def write_tokenizer(directory: Path, **parts: object) -> tuple[Path, Path]:
-    """A text and a tokenizer.json."""
     text, tokenizer = directory / "text.txt", directory / "tokenizer.json"
     text.write_text("a b b a")
     words = {"type": "Whitespace"}

@@ -38,15 +38,12 @@ def tensors(values: dict[str, np.ndarray]) -> list[PackedTensor]:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(values=st.dictionaries(st.text("abc.λ", min_size=1, max_size=6), arrays, max_size=6))
-def test_safetensors_reads_what_we_write_and_every_tensor_is_aligned(
-    tmp_path: Path, values: dict[str, np.ndarray]
-) -> None:
+def test_safetensors_reads_what_we_write(tmp_path: Path, values: dict[str, np.ndarray]) -> None:
     values = {name: v for name, v in values.items() if not name.startswith(GAP_PREFIX)}
     cache = DirectoryStore.open(tmp_path)
     with cache.blob_writer() as blob:
         write_weights(tensors(values), blob)
     path = cache.blob_path(blob.digest)
-    assert path is not None
     read = {n: v for n, v in load_file(path).items() if not n.startswith(GAP_PREFIX)}
     assert read.keys() == values.keys()
     for name, value in values.items():
@@ -93,12 +90,8 @@ def test_a_pack_that_was_damaged_is_made_again(tmp_path: Path) -> None:
     layer.content.write_bytes(b"twoone")
     assert pack("type", "programs", frames, cache)[0] == layer
     assert layer.content.read_bytes() == b"onetwo"
-
-
-def test_a_frame_that_is_gone_is_named(tmp_path: Path) -> None:
-    cache = DirectoryStore.open(tmp_path)
     with pytest.raises(BuildError, match="decode: expected the compressed form"):
-        pack("type", "programs", {"decode": Segment(0, 3, digest_of(b"one"), 0, "")}, cache)
+        pack("type", "programs", {"decode": Segment(0, 4, digest_of(b"gone"), 0, "")}, cache)
 
 
 def test_a_bundle_that_no_reader_takes_is_not_made(recipe: Any) -> None:

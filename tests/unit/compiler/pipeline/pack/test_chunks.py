@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -50,21 +48,8 @@ def test_pieces_of_any_number_of_blocks_give_the_same_digest() -> None:
     assert len({verity_of(content, blocks * BLOCK) for blocks in (1, 3, 128, 129, 1000)}) == 1
 
 
-def test_digests_of_random_files_are_those_of_the_tool(tmp_path: Path) -> None:
-    if (tool := shutil.which("fsverity")) is None:
-        pytest.skip("the command fsverity is not installed (Debian: apt-get install fsverity)")
-    generator, file = random.Random(1), tmp_path / "file"
-    for _ in range(20):
-        content = generator.randbytes(generator.randrange(3 << 20))
-        file.write_bytes(content)
-        found = subprocess.run([tool, "digest", file], capture_output=True, text=True, check=True)
-        assert found.stdout.split()[0] == verity_of(content)
-
-
 @pytest.mark.parametrize("size", [1 << 20, CHUNK_BYTES, CHUNK_BYTES + 1])
-def test_a_layer_has_the_same_digest_in_memory_in_a_file_and_from_the_store(
-    size: int, tmp_path: Path
-) -> None:
+def test_a_layer_has_one_digest_wherever_it_is(size: int, tmp_path: Path) -> None:
     content = content_of(size)
     made = layer("application/x", content, "x")
     path = tmp_path / "x"
@@ -76,6 +61,5 @@ def test_a_layer_has_the_same_digest_in_memory_in_a_file_and_from_the_store(
         for each, store in ((made, stores[0]), (in_file, stores[1]), (in_file, stores[1]))
     ]
     for chunks in found:
-        assert chunks is not None
         assert chunks["application/x"].verity == verity_of(content)
         assert chunks == found[0]

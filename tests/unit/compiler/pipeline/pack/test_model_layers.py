@@ -13,13 +13,21 @@ from prejit.compiler.pipeline.pack.model_layers import check_generation, special
 from prejit.runtime.errors import CheckpointError
 
 
-def test_a_generation_config_that_the_server_would_refuse_fails_the_build(tmp_path: Path) -> None:
+def test_a_configuration_that_cannot_be_read_fails_the_build(tmp_path: Path) -> None:
     path = tmp_path / "generation_config.json"
     check_generation(path, b'{"temperature": 0.5, "unknown": {}}')
     with pytest.raises(CheckpointError, match=r"config\.json: top_p: expected .* 'x'"):
         check_generation(path, b'{"top_p": "x"}')
     with pytest.raises(CheckpointError, match=r"expected at most 1048576 bytes, found 1048577"):
         check_generation(path, b" " * (1 << 20) + b"1")
+    deep = "[" * 100_000
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text(deep)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: cannot read JSON"):
+        special_ids(tmp_path, 50)
+    (tmp_path / "tokenizer_config.json").write_text(deep)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: cannot read JSON"):
+        read_chat(tmp_path)
 
 
 def ids_of(directory: Path, config: object, generation: object) -> Any:
@@ -55,9 +63,7 @@ def test_tokens_with_which_an_answer_begins_keep_their_order(tmp_path: Path) -> 
     ("name", "value"),
     [("bos_token_id", "2"), *(("eos_token_id", each) for each in (1.0, True, [1, "2"], {"id": 2}))],
 )
-def test_special_tokens_of_another_type_fail_the_build(
-    tmp_path: Path, name: str, value: object
-) -> None:
+def test_special_tokens_have_a_type(tmp_path: Path, name: str, value: object) -> None:
     with pytest.raises(CheckpointError, match=rf"generation_config.json: {name}: expected a token"):
         ids_of(tmp_path, {}, {name: value})
     with pytest.raises(CheckpointError, match=rf"/config.json: {name}: expected a token"):
@@ -79,14 +85,3 @@ def test_beside_a_decoder_of_the_user_the_tokenizer_gives_what_no_file_says(tmp_
     assert special_ids(tmp_path, 50, own=True) == ((7,), 1, ())
     (tmp_path / "tokenizer.json").write_text("[" * 100_000)
     assert special_ids(tmp_path, 50, own=True) == ((7,), None, ())
-
-
-def test_json_that_is_nested_too_deeply_fails_the_build(tmp_path: Path) -> None:
-    deep = "[" * 100_000
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "generation_config.json").write_text(deep)
-    with pytest.raises(CheckpointError, match=r"generation_config\.json: cannot read JSON"):
-        special_ids(tmp_path, 50)
-    (tmp_path / "tokenizer_config.json").write_text(deep)
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: cannot read JSON"):
-        read_chat(tmp_path)

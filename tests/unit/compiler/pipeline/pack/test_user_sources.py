@@ -5,11 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from prejit.compiler.manifest.manifest import Manifest, Program
-from prejit.compiler.pipeline.pack.user_sources import (
-    SourceContent,
-    digest_now,
-    manifest_sources,
-)
+from prejit.compiler.pipeline.pack.user_sources import SourceContent, digest_now, manifest_sources
 from prejit.runtime.base.files import digest_of
 
 
@@ -43,9 +39,7 @@ def test_modules_are_followed_through_every_kind_of_import(tmp_path: Path) -> No
     }
 
 
-def test_a_directory_of_parameters_is_one_source_that_changes_with_each_file(
-    tmp_path: Path,
-) -> None:
+def test_a_directory_of_parameters_is_one_source(tmp_path: Path) -> None:
     manifest = write(tmp_path, code__first="")
     steps = tmp_path / "steps" / "1"
     steps.mkdir(parents=True)
