@@ -30,7 +30,7 @@ from prejit.compiler.sharing import remote as remote_module
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.leases import Leases
 from prejit.compiler.sharing.objects import Objects
-from prejit.compiler.sharing.oci_registry import Repository
+from prejit.compiler.sharing.oci_registry import RegistryStore
 from prejit.compiler.sharing.remote import (
     LEASES,
     Patient,
@@ -318,7 +318,7 @@ def test_the_last_used_stay_and_a_dry_run_removes_nothing() -> None:
 def test_a_store_that_fails_or_makes_room_itself_is_named() -> None:
     with pytest.raises(StoreError, match="no route"):
         evict(Memory(fails="memory://: no route to host"), 0)
-    for remote in (Objects("http://127.0.0.1:9/x"), Repository("oci://127.0.0.1:9/team/store")):
+    for remote in (Objects("http://127.0.0.1:9/x"), RegistryStore("oci://127.0.0.1:9/team/store")):
         with pytest.raises(UsageError, match="whose files can be listed") as raised:
             evict(remote, 0)
         assert "limit its size" in str(raised.value.hint)
