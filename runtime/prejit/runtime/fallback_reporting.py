@@ -9,7 +9,7 @@ from datetime import date, timedelta
 
 from prejit.runtime.errors import FallbackWarning, MismatchError, PrejitWarning
 from prejit.runtime.format.bundle_schema import Portable
-from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.layout import LayoutFiles
 from prejit.runtime.format.opening import OpenTarget
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.verdict import Axis, Verdict
@@ -73,7 +73,7 @@ def closest_target(targets: Sequence[OpenTarget]) -> OpenTarget:
     return min(targets, key=lambda target: target.verdict.distance)
 
 
-def mismatch(layout: Layout, targets: Sequence[OpenTarget]) -> MismatchError:
+def mismatch(layout: LayoutFiles, targets: Sequence[OpenTarget]) -> MismatchError:
     """Return the error for a machine that matches no target."""
     reasons = "; or ".join(f"{target.name} ({target.verdict.reason()})" for target in targets)
     return MismatchError(
@@ -85,7 +85,7 @@ def mismatch(layout: Layout, targets: Sequence[OpenTarget]) -> MismatchError:
 
 
 def fallback_warnings(
-    layout: Layout, closest: OpenTarget, portable: Portable | None, machine: Fingerprint
+    layout: LayoutFiles, closest: OpenTarget, portable: Portable | None, machine: Fingerprint
 ) -> Iterator[PrejitWarning]:
     """Yield the warning that programs are compiled on this machine, and why; then that they expire soon."""
     yield FallbackWarning(

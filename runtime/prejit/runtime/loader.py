@@ -38,6 +38,7 @@ from prejit.runtime.format.opening import OpenTarget, check_config_blob, match, 
 from prejit.runtime.format.root import Root
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.kept_files import Receipts
+from prejit.runtime.ship.reference import is_reference, parse_reference
 from prejit.runtime.verdict import Axis
 
 if TYPE_CHECKING:
@@ -69,7 +70,9 @@ def load(
     """Load a bundle: check this machine, map the weights and begin to verify them.
 
     Args:
-        path: the directory of the bundle.
+        path: the directory of the bundle, or a reference such as `oci://HOST/REPOSITORY:TAG`, `s3://BUCKET/PATH`
+            or `https://HOST/PATH@sha256:...`. What this machine lacks of it is fetched into its store
+            (`ship.machine_store`), after the trust policies have allowed it.
         on_mismatch: what to do if this machine matches none of the bundle's targets. `jit`: compile the
             portable programs, with a FallbackWarning. `error`: raise. It decides in the same way about calls
             with sizes that the manifest leaves open and that are no bucket.
@@ -127,6 +130,8 @@ def load(
     open_ = partial(
         _open, machine=machine, declared=fingerprint, must_match=must_match, policies=policies
     )
+    if is_reference(path):
+        path = _fetched(os.fspath(path), fingerprint or machine, must_match, policies)
     opening = time.perf_counter()
     opened = read_whole(path, open_)
     reading = span("reading", opening)
@@ -166,6 +171,17 @@ def load(
         canary=canary,
         on_fallback=on_fallback,
     )
+
+
+def _fetched(
+    reference: str, machine: Fingerprint, must_match: bool, policies: Sequence[str]
+) -> str:
+    """Return the directory of a bundle of the store, which holds the target for a machine."""
+    with importing():
+        from prejit.runtime.ship.machine_store import machine_store
+        from prejit.runtime.ship.pulling import Wanted, pull
+    wanted = Wanted(machine, must_match=must_match)
+    return str(pull(parse_reference(reference), machine_store(), wanted, policies).path)
 
 
 class _Opened(NamedTuple):  # a dataclass takes 0.5 ms to make, which every start would pay
@@ -231,7 +247,9 @@ def _open(
             wanted = FirstLoad(layout.path, candidates, must_match, declared, policies)
             check_first_load(wanted, machine, wanted_by)
     served = {target.name: manifests[target.name] for target in candidates}
-    blobs = Blobs(layout, served.values(), Receipts(layout.path))
+    blobs = Blobs(
+        layout, served.values(), Receipts(layout.blobs_root, is_shared=layout.has_shared_blobs)
+    )
     return _Opened(layout, root.digest, targets, served, blobs, reported)
 
 

@@ -18,6 +18,7 @@ from prejit.runtime.cli.command_options import (
     COUNT,
     DIR,
     JSON,
+    LOCAL_BUNDLE,
     PATH,
     SECONDS,
     Number,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     "  prejit bench artifacts/demo --baseline baseline.json --tolerance 15\n"
     "  prejit bench artifacts/demo --against artifacts/demo-before"
 )
-@BUNDLE
+@LOCAL_BUNDLE
 @click.option("--runs", **COUNT, default=5, help="Number of fresh processes that measure start-up.")
 @click.option(
     "--seconds", **SECONDS, default=20.0, help="Time for all measurements in one process."
@@ -276,13 +277,13 @@ def fleet(path: str, directory: str, page: str | None, on_mismatch: str, as_json
     """Print which target each machine of a fleet loads, and the fewest targets to add for the rest."""
     from prejit.compiler.fleet.fleet_machines import read_fleet, unread
     from prejit.compiler.fleet.fleet_report import explain_fleet, fleet_page
+    from prejit.runtime.cli.bundle_references import bundle_files
     from prejit.runtime.format.checks.oci import target_of
-    from prejit.runtime.format.layout import Layout
     from prejit.runtime.format.names import BUNDLE_NAME
     from prejit.runtime.format.root import read_root
 
-    with Layout(path) as layout:
-        root = read_root(layout)
+    with bundle_files(path) as files:
+        root = read_root(files)
         targets = [target_of(descriptor, root.path) for descriptor in root.bundle.manifests]
     found = read_fleet(directory)
     report = explain_fleet(targets, found.machines, found.unreadable)

@@ -6,7 +6,6 @@ An HTTP server is one that answers GET, HEAD and PUT: bazel-remote, nginx with W
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
 import re
 import secrets
@@ -14,23 +13,21 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import urlsplit, urlunsplit
 from urllib.request import url2pathname
 
 from prejit.compiler.sharing.remote import LEASE_BYTES, RemoteError, RemoteFile, claim, size_of
 from prejit.runtime.base.written_files import sync_directory
 from prejit.runtime.errors import UsageError
+from prejit.runtime.ship.object_repository import open_objects
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-TOKEN = "PREJIT_STORE_TOKEN"  # noqa: S105 (a variable's name)
-"""The environment variable with a bearer token for an HTTP server."""
 ANSWER_SECONDS = 1.0
 """How long a remote store may take to answer, and to send the next piece. Then a build goes on alone."""
 
@@ -69,8 +66,8 @@ class Objects:
         self.name = urlunsplit(parts._replace(netloc=host))
         self._is_http = parts.scheme in ("http", "https")
         self._directory = Path(url2pathname(parts.path)) if parts.scheme == "file" else None
-        self._headers = _headers(parts.username, parts.password, parts.scheme)
-        self._objects = _open(self.name, self._headers, ANSWER_SECONDS)
+        self._url = url
+        self._objects = _open(url, ANSWER_SECONDS)
         # Whether it creates a file only if there is none; None: nobody knows yet.
         self._arbitrates = False if self._is_http else True if self._directory else None
 
@@ -193,7 +190,7 @@ class Objects:
     @cached_property
     def _uploads(self) -> ObjectStore:
         """A client that waits as long as a transfer may take."""
-        return _open(self.name, self._headers, _TRANSFER_SECONDS)
+        return _open(self._url, _TRANSFER_SECONDS)
 
     async def _upload(self, path: str, content: bytes | BinaryIO, options: dict[str, Any]) -> None:
         """Write a large file, for as long as the store answers other requests.
@@ -250,43 +247,29 @@ def _write_synced(directory: Path, path: str, content: bytes | BinaryIO) -> None
     sync_directory(file.parent)
 
 
-def _headers(user: str | None, password: str | None, scheme: str) -> dict[str, str]:
-    headers = {"Accept": f"{_JSON}, */*"}  # bazel-remote: results as JSON
-    token = os.environ.get(TOKEN)
-    if user is not None:
-        pair = f"{unquote(user)}:{unquote(password or '')}".encode()
-        headers["Authorization"] = f"Basic {base64.b64encode(pair).decode('ascii')}"
-    elif token and scheme in ("http", "https"):
-        headers["Authorization"] = f"Bearer {token}"
-    return headers
+def _open(url: str, answer_seconds: float) -> ObjectStore:
+    if url.startswith("file:"):
+        return _open_directory(url)
+    return open_objects(
+        url,
+        answer_seconds=answer_seconds,
+        transfer_seconds=_TRANSFER_SECONDS,
+        retries=False,
+        headers={"Accept": f"{_JSON}, */*"},  # bazel-remote: results as JSON
+    )
 
 
-def _open(url: str, headers: dict[str, str], answer_seconds: float) -> ObjectStore:
+def _open_directory(url: str) -> ObjectStore:
     try:
-        from obstore import exceptions
         from obstore.store import from_url
     except ImportError as error:
         raise UsageError(
             f"{url}: expected the package obstore, which reaches shared stores, found none",
             hint="pip install 'prejit[store]'",
         ) from error
-    seconds = timedelta(seconds=ANSWER_SECONDS)
-    options: dict[str, Any] = {"mkdir": True}
-    if not url.startswith("file:"):
-        client = {
-            "allow_http": True,
-            "connect_timeout": seconds,
-            "read_timeout": timedelta(seconds=answer_seconds),
-            "timeout": timedelta(seconds=_TRANSFER_SECONDS),
-            "default_headers": headers if url.startswith("http") else {},
-        }
-        retries = {"max_retries": 0, "retry_timeout": seconds}
-        options = {"client_options": client, "retry_config": retries}
     try:
-        return from_url(url, **options)
-    except (exceptions.BaseError, ValueError, OSError) as error:
-        reason = str(error).partition("\n")[0]
+        return from_url(url, mkdir=True)
+    except (ValueError, OSError) as error:
         raise UsageError(
-            f"{url}: expected the URL of a shared store, found {reason:.300}",
-            hint="give http://, https://, s3://, gs://, az://, oci:// or the path of a directory",
+            f"{url}: expected the path of a directory, found {error!s:.300}"
         ) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol, TypeVar, final
@@ -21,8 +21,6 @@ SETTLE_SECONDS = 0.5
 """Time in which the writes of machines that all saw no file take effect. Then the last one has won."""
 LEASE_BYTES = 1 << 20
 """Maximum size of a file that is read to see whose it is."""
-UPLOAD_BYTES_PER_SECOND = 256 << 10
-"""A file may take this long to arrive at a store: a slow network is not a store that is down."""
 PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses of `Patient` before each further attempt. A server is restarted in this time, and leases last
 longer."""
@@ -105,16 +103,12 @@ def size_of(content: bytes | BinaryIO) -> int:
     return size
 
 
-def again(
-    ask: Callable[[], _Answer],
-    pauses: Sequence[float],
-    failure: type[RemoteError] = RemoteError,
-) -> _Answer:
-    """Ask a store, and once more after each pause in seconds for as long as it fails with such an error."""
-    for pause in pauses:
+def _again(ask: Callable[[], _Answer]) -> _Answer:
+    """Ask a store, and once more after each pause for as long as it fails."""
+    for pause in PAUSES_SECONDS:
         try:
             return ask()
-        except failure:
+        except RemoteError:
             time.sleep(pause)
     return ask()
 
@@ -152,7 +146,7 @@ class Patient:
 
     def read(self, path: str, most: int) -> bytes | None:
         """See `Remote.read`."""
-        return again(lambda: self._remote.read(path, most), PAUSES_SECONDS)
+        return _again(lambda: self._remote.read(path, most))
 
     def download(self, path: str, write: Callable[[memoryview], object]) -> bool:
         """See `Remote.download`. A further attempt skips what was written before."""
@@ -171,11 +165,11 @@ class Patient:
 
             return self._remote.download(path, take)
 
-        return again(attempt, PAUSES_SECONDS)
+        return _again(attempt)
 
     def has(self, path: str) -> bool:
         """See `Remote.has`."""
-        return again(lambda: self._remote.has(path), PAUSES_SECONDS)
+        return _again(lambda: self._remote.has(path))
 
     def write(self, path: str, content: bytes | BinaryIO) -> None:
         """See `Remote.write`."""
@@ -185,15 +179,15 @@ class Patient:
                 content.seek(0)
             self._remote.write(path, content)
 
-        again(attempt, PAUSES_SECONDS)
+        _again(attempt)
 
     def create(self, path: str, content: bytes) -> bool:
         """See `Remote.create`."""
-        return again(lambda: self._remote.create(path, content), PAUSES_SECONDS)
+        return _again(lambda: self._remote.create(path, content))
 
     def remove(self, path: str) -> bool:
         """See `Remote.remove`."""
-        return again(lambda: self._remote.remove(path), PAUSES_SECONDS)
+        return _again(lambda: self._remote.remove(path))
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,10 +96,10 @@ def written_address(given: str | None) -> str | None:
 def _remote(url: str) -> Remote:
     # Imported here, because both import asyncio, which builds without a shared store need not wait for.
     from prejit.compiler.sharing.objects import Objects
-    from prejit.compiler.sharing.oci_registry import Repository
+    from prejit.compiler.sharing.oci_registry import RegistryStore
 
     if url.startswith("oci://"):
-        return Repository(url)
+        return RegistryStore(url)
     return Objects(url if "://" in url else Path(url).expanduser().absolute().as_uri())
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import click
 
 from prejit.runtime.base.process_facts import TRUST_VARIABLE
+from prejit.runtime.cli.bundle_references import of_this_machine, with_all_targets
 from prejit.runtime.cli.output import print_text
 from prejit.runtime.errors import UsageError
 
@@ -51,7 +52,16 @@ COUNT: Attributes = {"type": click.IntRange(min=1), "metavar": "N"}
 SECONDS: Attributes = {"type": Number(0, 1e9), "metavar": "SECONDS"}
 SIZE: Attributes = {"type": byte_count, "metavar": "SIZE"}
 
-BUNDLE = click.argument("path", type=PATH, metavar="BUNDLE", help="Directory of a bundle.")
+_BUNDLE: Attributes = {
+    "type": PATH,
+    "metavar": "BUNDLE",
+    "help": "Directory of a bundle, or a reference: oci://, s3://, gs://, az://, https://.",
+}
+BUNDLE = click.argument("path", **_BUNDLE)
+LOCAL_BUNDLE = click.argument("path", **_BUNDLE, callback=of_this_machine)
+"""A bundle whose files the command reads: one elsewhere is fetched, with the target of this machine."""
+WHOLE_BUNDLE = click.argument("path", **_BUNDLE, callback=with_all_targets)
+"""The same, with all its targets."""
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 STATS = click.option("--stats", is_flag=True, help="Print statistics on stderr.")
 FINGERPRINT = click.option(
@@ -99,6 +109,7 @@ TRUST = click.option(
     "--trust",
     **FILE,
     expose_value=False,
+    is_eager=True,  # before a bundle is fetched
     callback=_apply_trust,
     help="A trust policy that must let the bundle run; those of $PREJIT_TRUST and the machine apply too.",
 )

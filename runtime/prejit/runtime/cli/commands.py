@@ -48,6 +48,13 @@ HOUSES = {
             "encode": "Print the embeddings of sentences.",
             "call": "Run a program of a [[program]] section on .npy files.",
             "run": "Start any JAX program with a recorded bundle as jax's cache.",
+            "push": "Push a bundle to a registry, a bucket, a directory or a .tar.",
+            "pull": "Fetch a bundle into this machine's store, or into a directory.",
+            "copy": "Copy a bundle from one place to another.",
+            "ls": "List the tags of a repository.",
+            "tag": "Let another tag lead to a bundle.",
+            "rm": "Remove a tag.",
+            "store": "List the bundles of this machine's store, keep some of them, or make room.",
         },
     ),
     "server": House(
@@ -97,6 +104,7 @@ HOUSES = {
 HOMES = {name: package for package, house in HOUSES.items() for name in house.commands}
 """The package of each command."""
 FILES = {
+    **dict.fromkeys(("push", "pull", "copy", "ls", "tag", "rm", "store"), "ship_commands"),
     **dict.fromkeys(("plan", "build", "rebuild"), "build_commands"),
     **dict.fromkeys(("check-model", "targets", "suggest", "schema"), "manifest_commands"),
     **dict.fromkeys(("bench", "fleet", "diff"), "bundle_commands"),

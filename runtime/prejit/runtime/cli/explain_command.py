@@ -7,9 +7,9 @@ from dataclasses import asdict
 import click
 
 from prejit.runtime.base.wording import table
+from prejit.runtime.cli.bundle_references import bundle_files
 from prejit.runtime.cli.command_options import BUNDLE, FINGERPRINT, JSON
 from prejit.runtime.cli.output import print_json, print_text
-from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -27,8 +27,8 @@ from prejit.runtime.verdict import Axis, Verdict
 def explain(path: str, fingerprint: str | None, as_json: bool) -> int:
     """Compare each target with this machine, axis by axis."""
     machine = Fingerprint.current() if fingerprint is None else Fingerprint.read(fingerprint)
-    with Layout(path) as layout:
-        targets = match(read_root(layout), machine)
+    with bundle_files(path) as files:
+        targets = match(read_root(files), machine)
     chosen = next((target.name for target in targets if target.verdict.matches), None)
     if as_json:
         print_json(

@@ -12,18 +12,20 @@ import click
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.base.wording import size, table
 from prejit.runtime.cli.accuracy_tables import accuracy_table, forms_table
+from prejit.runtime.cli.bundle_references import bundle_files
 from prejit.runtime.cli.call_table import calls_table
 from prejit.runtime.cli.command_options import BUNDLE, JSON
 from prejit.runtime.cli.golden_commands import quarantined
 from prejit.runtime.cli.output import print_json, print_text
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.bundle_schema import Config, RecordedProgram
-from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.layout import LayoutFiles
 from prejit.runtime.format.names import GENERATION_MEDIA_TYPE, KERNELS_MEDIA_TYPE
 from prejit.runtime.format.opening import Contents, OpenTarget, match, read_contents
-from prejit.runtime.format.root import Root
+from prejit.runtime.format.root import Root, read_root
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.ship.reference import is_reference
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.options import Defaults
@@ -38,13 +40,17 @@ def inspect(path: str, as_json: bool) -> int:
     """Show what a bundle holds: targets, programs, sizes, versions."""
 
     def read(
-        layout: Layout, root: Root
+        layout: LayoutFiles, root: Root
     ) -> tuple[str, tuple[OpenTarget, ...], list[Contents], Defaults | None]:
         targets = match(root, Fingerprint.current())
         contents = [read_contents(layout, target) for target in targets]
         return root.digest, targets, contents, _defaults(layout, contents[0])
 
-    digest, targets, contents, defaults = read_whole(path, read)
+    if is_reference(path):
+        with bundle_files(path) as files:
+            digest, targets, contents, defaults = read(files, read_root(files))
+    else:
+        digest, targets, contents, defaults = read_whole(path, read)
     if as_json:
         described = [
             {
@@ -128,7 +134,7 @@ def _shortened(arguments: Sequence[str] | None) -> str:
     return ", ".join(arguments[:4]) + more
 
 
-def _defaults(layout: Layout, content: Contents) -> Defaults | None:
+def _defaults(layout: LayoutFiles, content: Contents) -> Defaults | None:
     """Return the generation defaults of a decoder; None: the bundle holds no decoder.
 
     Raises:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from prejit.runtime.cli.command_options import BUNDLE, TRUST, VERBOSE, on_mismatch, output
+from prejit.runtime.cli.command_options import LOCAL_BUNDLE, TRUST, VERBOSE, on_mismatch, output
 from prejit.runtime.cli.output import print_text, warnings_on_stderr, write_text
 from prejit.runtime.errors import MismatchError
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -35,7 +35,7 @@ MISMATCH = MismatchError.exit_code
     "  prejit run artifacts/serve --require-aot -- gunicorn serve:app\n\n"
     "The exit status is that of COMMAND."
 )
-@BUNDLE
+@LOCAL_BUNDLE
 @click.argument(
     "command",
     nargs=-1,

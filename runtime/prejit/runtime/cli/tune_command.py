@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 
-from prejit.runtime.cli.command_options import BUNDLE, TRUST, VERBOSE, output
+from prejit.runtime.cli.command_options import LOCAL_BUNDLE, TRUST, VERBOSE, output
 from prejit.runtime.cli.output import print_text
 from prejit.runtime.device import tuning
 
 
 @click.command(epilog="Examples:\n\n\b\n  prejit tune artifacts/demo -o h200.json")
-@BUNDLE
+@LOCAL_BUNDLE
 @TRUST
 @VERBOSE
 @output("FILE", "File to write; name it as `tuning` of a [[target]].", required=True)

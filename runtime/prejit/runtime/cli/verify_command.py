@@ -10,7 +10,7 @@ import click
 
 from prejit.runtime.base.process_facts import policy_paths
 from prejit.runtime.base.wording import size
-from prejit.runtime.cli.command_options import BUNDLE, FILE, JSON, VERBOSE
+from prejit.runtime.cli.command_options import FILE, JSON, VERBOSE, WHOLE_BUNDLE
 from prejit.runtime.cli.golden_commands import forget_failures, run_programs
 from prejit.runtime.cli.output import print_json, print_text
 from prejit.runtime.errors import AnswerError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     "  prejit verify artifacts/demo --trust trust.toml\n"
     "  prejit verify artifacts/demo --run\n  prejit verify artifacts/demo --forget"
 )
-@BUNDLE
+@WHOLE_BUNDLE
 @click.option(
     "--trust",
     **FILE,

@@ -97,7 +97,9 @@ def tune(path: str | os.PathLike[str], tell: Callable[[str], None]) -> Tuning:
             for text in enforce(policies, layout, root, [chosen], manifests).reported:
                 tell(f"warning: {text}")
         of_target = [contents.manifest]
-        blobs = check_blobs(layout, of_target, Receipts(layout.path))
+        blobs = check_blobs(
+            layout, of_target, Receipts(layout.blobs_root, is_shared=layout.has_shared_blobs)
+        )
         return contents.config, blobs.layers(contents.manifest)[PORTABLE_MEDIA_TYPE]
 
     config, portable = read_whole(path, read)

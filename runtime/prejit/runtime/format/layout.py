@@ -11,7 +11,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, Self, final
+from typing import NamedTuple, Protocol, Self, final
 
 from prejit.runtime.base.files import STORE_ERRORS, Content, Identity, map_file, read_all
 from prejit.runtime.errors import RejectError, StoreError
@@ -23,6 +23,10 @@ ATTEMPTS = 20
 seconds."""
 
 
+STORED = "bundles"
+"""The directory of a machine's store that holds its bundles, each without blobs of its own."""
+
+
 class OpenFile(NamedTuple):
     """An open file: its path for errors, its descriptor, its identity when it was opened, and its map."""
 
@@ -32,9 +36,38 @@ class OpenFile(NamedTuple):
     content: Content
 
 
+class LayoutFiles(Protocol):
+    """The small files of a layout, on this machine (`Layout`) or elsewhere (`ship.remote_files`).
+
+    They say what a bundle is: `index.json`, indexes and manifests, configs, signatures.
+    """
+
+    @property
+    def path(self) -> object:
+        """Where the layout is, as text for messages."""
+
+    def file_path(self, name: str) -> str:
+        """Return where a file at the top of the layout is, for messages."""
+
+    def blob_path(self, digest: str) -> str:
+        """Return where a blob is, for messages."""
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """Return the content of a file at the top of the layout."""
+
+    def read_blob(self, at: Descriptor) -> bytes:
+        """Return a blob's bytes, which have its digest."""
+
+
 @final
 class Layout:
-    """An OCI image layout that is open for reading. Close it, or use it in a `with` statement."""
+    """An OCI image layout that is open for reading. Close it, or use it in a `with` statement.
+
+    Attributes:
+        path: its directory.
+        blobs_root: the directory that has its `blobs`: its own, or that of a store.
+        has_shared_blobs: whether its blobs are in a store, among those of other bundles.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Open the directories, so that later reads use the same ones.
@@ -48,6 +81,7 @@ class Layout:
         self.path = Path(path)
         self._blobs_path = str(self.path / "blobs" / "sha256")
         self._directories: list[int] = []
+        self.blobs_root, self.has_shared_blobs = self.path, False
         for left in reversed(range(ATTEMPTS)):
             try:
                 self._open(os.fspath(path))
@@ -75,7 +109,7 @@ class Layout:
         # Held open until the end, so that no later index gets this inode and `is_replaced` notices each.
         self._index = self._pinned_index()
         try:
-            self._blobs = self._open_directory("blobs", self._root, os.O_NOFOLLOW)
+            self._blobs = self._open_blobs()
             self._sha256 = self._open_directory("sha256", self._blobs, os.O_NOFOLLOW)
         except OSError as error:
             if error.errno in STORE_ERRORS:
@@ -88,6 +122,19 @@ class Layout:
                 f"expected an OCI image layout, found no blobs/sha256: {os.strerror(error.errno or 0)}",
                 hint="give the directory of a bundle; a build that was interrupted leaves none",
             ) from error
+
+    def _open_blobs(self) -> int:
+        """Open the directory of the blobs: the layout's own, or that of a machine's store (`ship`)."""
+        try:
+            return self._open_directory("blobs", self._root, os.O_NOFOLLOW)
+        except FileNotFoundError:
+            if self.path.parent.name != STORED:
+                raise
+            # Bundles of a store share their blobs. `..` is a directory's own, whatever its path says.
+            blobs = self._open_directory("../../blobs", self._root, os.O_NOFOLLOW)
+            self.blobs_root, self.has_shared_blobs = self.path.parents[1], True
+            self._blobs_path = str(self.blobs_root / "blobs" / "sha256")
+            return blobs
 
     def _open_directory(self, name: str, parent: int | None, flags: int = 0) -> int:
         flags |= os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -138,14 +185,19 @@ class Layout:
         Raises:
             StoreError: a directory cannot be read.
         """
-        inner = (("", self._root, "blobs"), ("blobs/", self._blobs, "sha256"))
+        own = (("blobs/", self._blobs, "sha256"), ("blobs/sha256/", self._sha256, ""))
+        inner = () if self.has_shared_blobs else own
         try:
-            for prefix, descriptor, directory in (*inner, ("blobs/sha256/", self._sha256, "")):
+            for prefix, descriptor, directory in (("", self._root, "blobs"), *inner):
                 for name in os.listdir(descriptor):
                     if name != directory:
                         yield f"{prefix}{name}"
         except OSError as error:
             raise StoreError(f"{self.path}: cannot read: {error.strerror}") from error
+
+    def file_path(self, name: str) -> str:
+        """Return the path of a file at the top of the layout, for messages."""
+        return str(self.path / name)
 
     def blob_path(self, digest: str) -> str:
         """Return the path of a blob, for messages."""

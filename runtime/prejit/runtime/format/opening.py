@@ -14,7 +14,7 @@ from prejit.runtime.format.checks.program_table import (
     check_kernels_layer,
     check_packs,
 )
-from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.layout import LayoutFiles
 from prejit.runtime.format.names import (
     BUNDLE_NAME,
     LIBRARY_MEDIA_TYPE,
@@ -53,13 +53,13 @@ def match(root: Root, machine: Fingerprint) -> tuple[OpenTarget, ...]:
     return tuple(target for _, target in targets)
 
 
-def read_manifest(layout: Layout, target: OpenTarget) -> ImageManifest:
+def read_manifest(layout: LayoutFiles, target: OpenTarget) -> ImageManifest:
     """Read and check a target's manifest: checks 5 and 6."""
     at = target.descriptor
     return check_manifest(layout.read_blob(at), layout.blob_path(at.digest))
 
 
-def read_manifests(layout: Layout, targets: Sequence[OpenTarget]) -> dict[str, ImageManifest]:
+def read_manifests(layout: LayoutFiles, targets: Sequence[OpenTarget]) -> dict[str, ImageManifest]:
     """Read and check the manifests of targets, each file once. Return them by the target's name."""
     read: dict[str, ImageManifest] = {}
     for target in targets:
@@ -69,7 +69,7 @@ def read_manifests(layout: Layout, targets: Sequence[OpenTarget]) -> dict[str, I
 
 
 def check_config_blob(
-    layout: Layout, target: OpenTarget, manifest: ImageManifest, content: bytes
+    layout: LayoutFiles, target: OpenTarget, manifest: ImageManifest, content: bytes
 ) -> Config:
     """Check that a config is what its digest names and agrees with the index: checks 5 and 7."""
     path = layout.blob_path(manifest.config.digest)
@@ -102,7 +102,7 @@ class Contents:
     config: Config
 
 
-def read_contents(layout: Layout, target: OpenTarget) -> Contents:
+def read_contents(layout: LayoutFiles, target: OpenTarget) -> Contents:
     """Read and check a target's manifest and config: checks 5 to 7."""
     manifest = read_manifest(layout, target)
     content = layout.read_blob(manifest.config)

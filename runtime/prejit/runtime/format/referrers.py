@@ -16,7 +16,7 @@ from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.checks.oci import check_manifest
-from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.layout import LayoutFiles
 from prejit.runtime.format.names import MANIFEST_MEDIA_TYPE, REF_NAME
 from prejit.runtime.format.root import Root, check_texts, read_descriptor
 
@@ -54,7 +54,7 @@ def attached_entry(digest: str, size: int, artifact_type: str) -> Descriptor:
     return Descriptor(MANIFEST_MEDIA_TYPE, digest, size, artifact_type, annotations=noted)
 
 
-def referrers(layout: Layout, root: Root, digest: str | None = None) -> tuple[Referrer, ...]:
+def referrers(layout: LayoutFiles, root: Root, digest: str | None = None) -> tuple[Referrer, ...]:
     """Return what refers to a digest (None: to anything), in the order of `index.json`.
 
     Raises:
@@ -70,7 +70,7 @@ def referrers(layout: Layout, root: Root, digest: str | None = None) -> tuple[Re
     return tuple(found)
 
 
-def unattached(layout: Layout, root: Root) -> Iterator[Descriptor]:
+def unattached(layout: LayoutFiles, root: Root) -> Iterator[Descriptor]:
     """Yield the configs and layers of manifests without a subject, such as signatures of older cosigns."""
     for _, plain, path in _manifests(layout, root):
         layers = plain.get("layers")
@@ -78,7 +78,7 @@ def unattached(layout: Layout, root: Root) -> Iterator[Descriptor]:
             yield from (read_descriptor(each, path) for each in (plain.get("config"), *layers))
 
 
-def _manifests(layout: Layout, root: Root) -> Iterator[tuple[Descriptor, dict[str, Any], str]]:
+def _manifests(layout: LayoutFiles, root: Root) -> Iterator[tuple[Descriptor, dict[str, Any], str]]:
     """Yield the manifests that `index.json` lists beside the bundle, each with its entry and its path."""
     for at in root.others:
         if at.mediaType != MANIFEST_MEDIA_TYPE or at.size > limits.MAX_MANIFEST_BYTES:
@@ -93,7 +93,7 @@ def _manifests(layout: Layout, root: Root) -> Iterator[tuple[Descriptor, dict[st
         yield at, plain, path
 
 
-def reached(layout: Layout, root: Root) -> set[str]:
+def reached(layout: LayoutFiles, root: Root) -> set[str]:
     """Return the digests of all blobs that `index.json` leads to. Raises RejectError as `referrers`."""
     found = {at.digest for at in (*root.bundle.manifests, *root.others)}
     if root.subject is not None:

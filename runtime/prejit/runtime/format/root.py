@@ -27,7 +27,7 @@ from prejit.runtime.format.checks.oci import (
     check_layout_version,
     check_manifest,
 )
-from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.layout import LayoutFiles
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
     BUNDLE_FORMAT,
@@ -65,17 +65,17 @@ class Root(NamedTuple):
     others: tuple[Descriptor, ...]
 
 
-def read_root(layout: Layout) -> Root:
+def read_root(layout: LayoutFiles) -> Root:
     """Read and check `oci-layout`, `index.json` and the bundle's index: checks 1 and 2.
 
     Raises:
         RejectError: a file is missing or damaged, or there is no bundle or more than one.
     """
-    path = str(layout.path / "index.json")
+    path = layout.file_path("index.json")
     version = layout.read("oci-layout", limits.MAX_OCI_LAYOUT_BYTES)
     content = layout.read("index.json", limits.MAX_INDEX_BYTES)
     check_amount(content, (b":",), (b"[", b"{"), path)
-    check_layout_version(version, str(layout.path / "oci-layout"))
+    check_layout_version(version, layout.file_path("oci-layout"))
     entries = _entries(_parsed(content), path)
     indexes, others = _split(layout, entries, INDEX_MEDIA_TYPE)
     if not indexes:
@@ -109,7 +109,7 @@ def read_root(layout: Layout) -> Root:
     return Root(at.digest, index, where, _named(at), tuple(rest))
 
 
-def _root_of_copy(layout: Layout, entries: tuple[Descriptor, ...], path: str) -> Root:
+def _root_of_copy(layout: LayoutFiles, entries: tuple[Descriptor, ...], path: str) -> Root:
     """Return the root of a copy of some targets, or of all, that lacks the bundle's index.
 
     skopeo writes an index of its own when it copies all, without the artifact type.
@@ -207,7 +207,7 @@ def check_texts(annotations: Any, path: str) -> None:
 
 
 def _split(
-    layout: Layout, entries: tuple[Descriptor, ...], media_type: str
+    layout: LayoutFiles, entries: tuple[Descriptor, ...], media_type: str
 ) -> tuple[list[tuple[Descriptor, bytes]], tuple[Descriptor, ...]]:
     """Return prejit's entries of a media type, with their bytes if these were read, and all others.
 
@@ -225,7 +225,7 @@ def _split(
         if media_type == INDEX_MEDIA_TYPE or artifact_type is None:
             if (unread := unread - at.size) < 0:
                 raise RejectError(
-                    str(layout.path / "index.json"),
+                    layout.file_path("index.json"),
                     f"expected at most {_MAX_UNNAMED_BYTES} bytes of indexes and of manifests without "
                     "an artifact type, found more",
                 )
@@ -243,7 +243,7 @@ def _cap(at: Descriptor) -> int:
     return limits.MAX_INDEX_BYTES if is_index else limits.MAX_MANIFEST_BYTES
 
 
-def _read(layout: Layout, at: Descriptor) -> bytes:
+def _read(layout: LayoutFiles, at: Descriptor) -> bytes:
     """Return an index or a manifest, whose size and digest are checked."""
     path = layout.blob_path(at.digest)
     check_descriptor(at, at.mediaType, _cap(at), path)
@@ -252,7 +252,7 @@ def _read(layout: Layout, at: Descriptor) -> bytes:
     return content
 
 
-def index_of_copy(layout: Layout, manifests: Sequence[Descriptor]) -> bytes:
+def index_of_copy(layout: LayoutFiles, manifests: Sequence[Descriptor]) -> bytes:
     """Return the bundle's index that prejit would have written for the targets of a copy of another OCI tool.
 
     Such a tool (skopeo, oras) copies manifest, config and layers of a target byte for byte, and lists the
@@ -262,7 +262,7 @@ def index_of_copy(layout: Layout, manifests: Sequence[Descriptor]) -> bytes:
     Raises:
         RejectError: a file is damaged, or they are not targets of one bundle.
     """
-    where = str(layout.path / "index.json")
+    where = layout.file_path("index.json")
     if len(manifests) > limits.MAX_TARGETS:
         raise RejectError(
             where, f"expected at most {limits.MAX_TARGETS} targets, found {len(manifests)}"

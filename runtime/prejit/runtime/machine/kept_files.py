@@ -152,7 +152,9 @@ within the same tick of the clock would leave the same ctime ("racily clean" in 
 class Receipts:
     """The receipts for the files of one directory."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, is_shared: bool = False) -> None:
+        """Read them. `is_shared`: bundles share the directory, and each keeps the receipts of the others."""
+        self._is_shared = is_shared
         name = hashlib.sha256(os.fsencode(os.path.abspath(directory))).hexdigest()
         self._path = cache_root() / "receipts" / "v1" / f"{name}.json"
         self._held = self._read()
@@ -195,8 +197,15 @@ class Receipts:
         epoch.
         """
         if hashed_at - identity.ctime_ns / 1e9 > SETTLED_SECONDS:
-            self._valid[digest] = astuple(identity)
-            self._added = True
+            self.add_written(digest, identity)
+
+    def add_written(self, digest: str, identity: Identity) -> None:
+        """Add a receipt for a file that this process has written and hashed itself, and that had this digest.
+
+        Nobody else can have changed it before: it had no name that others know.
+        """
+        self._valid[digest] = astuple(identity)
+        self._added = True
 
     def save(self) -> None:
         """Write the valid receipts, if any was added. Receipts of files that are gone are dropped.
@@ -204,4 +213,5 @@ class Receipts:
         A cache directory that cannot be written is no error: it costs only time.
         """
         if self._added:
-            write_own(self._path, json.dumps(self._valid).encode())
+            others = self._held if self._is_shared else {}
+            write_own(self._path, json.dumps({**others, **self._valid}).encode())

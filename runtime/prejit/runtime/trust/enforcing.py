@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from prejit.runtime.errors import RejectError, UntrustedError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.bundle_schema import Descriptor, ImageManifest
-from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.layout import Layout, LayoutFiles
 from prejit.runtime.format.names import BUNDLE_NAME, SIGNATURE_MEDIA_TYPE
 from prejit.runtime.format.opening import OpenTarget, match, read_manifests
 from prejit.runtime.format.referrers import Referrer, referrers
@@ -70,7 +70,7 @@ def verify_policies(bundle: str | os.PathLike[str], policies: Sequence[str]) -> 
 
 def enforce(
     paths: Sequence[str],
-    layout: Layout,
+    layout: LayoutFiles,
     root: Root,
     targets: Iterable[OpenTarget],
     manifests: Mapping[str, ImageManifest],
@@ -96,10 +96,10 @@ def enforce(
     return Enforced(tuple(reported), first_load)
 
 
-def _check(verdict: PolicyVerdict, layout: Layout) -> None:
+def _check(verdict: PolicyVerdict, layout: LayoutFiles) -> None:
     if (refusal := verdict.decision.refusal) is not None:
         raise UntrustedError(
-            os.fspath(layout.path),
+            str(layout.path),
             f"{verdict.policy} does not let target {verdict.target} run ({refusal.case}): {refusal.text}",
             case=refusal.case,
             hint=refusal.hint,
@@ -108,7 +108,7 @@ def _check(verdict: PolicyVerdict, layout: Layout) -> None:
 
 def verdicts(
     paths: Sequence[str],
-    layout: Layout,
+    layout: LayoutFiles,
     root: Root,
     targets: Iterable[OpenTarget],
     manifests: Mapping[str, ImageManifest],
@@ -158,7 +158,7 @@ def _may_sign(root: Root) -> tuple[Descriptor, ...]:
 
 
 def _signatures(
-    layout: Layout, attached: Iterable[Referrer], about: TrustTarget
+    layout: LayoutFiles, attached: Iterable[Referrer], about: TrustTarget
 ) -> Iterable[Attached]:
     """Yield the signatures that are attached to a bundle or to a target of it."""
     count = 0
@@ -177,7 +177,7 @@ def _signatures(
         yield _signature(layout, each)
 
 
-def _signature(layout: Layout, referrer: Referrer) -> Attached:
+def _signature(layout: LayoutFiles, referrer: Referrer) -> Attached:
     if len(referrer.layers) != 1 or referrer.layers[0].mediaType != SIGNATURE_MEDIA_TYPE:
         return Reason(
             "referrer-layers", "integrity", f"expected one layer of {SIGNATURE_MEDIA_TYPE}"

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from prejit.runtime.base.process_facts import importing
+from prejit.runtime.cli.bundle_references import local_bundle
 from prejit.runtime.cli.command_options import (
     COUNT,
     FILE,
@@ -183,14 +184,17 @@ def serve(
         from prejit.server.http.server_process import serve
         from prejit.server.served.served_loading import BundleSource, EngineOptions
 
-        sources = [BundleSource(path, name) for name, path in named_paths(bundles)]
+        must_match = on_mismatch == "error"
+        sources = [
+            BundleSource(local_bundle(path, None, must_match=must_match), name)
+            for name, path in named_paths(bundles)
+        ]
         if keys is not None:
             from prejit.server.gate.api_keys import Keys
         if log is not None:
             from prejit.server.telemetry.requestlog import RequestLog
 
         limits = Settings(keys=None if keys is None else Keys(keys), **settings)
-        must_match = on_mismatch == "error"
         engines = EngineOptions(slots, queue, prefix_memory, must_match, share_prefixes)
         requests = None if log is None else RequestLog(log)
         serve(sources, engines, limits, (host, port), requests, admin)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import re
 import threading
 import time
@@ -21,7 +19,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from prejit.compiler.sharing.remote import RemoteError, RemoteFile
 from prejit.compiler.signing.private_key import PrivateKey, parse_private_key
-from prejit.runtime.base.files import digest_of
 
 
 def private_pem() -> bytes:
@@ -151,62 +148,6 @@ def http_store(
 
     with _serving(Handler) as host:
         yield f"http://{host}"
-
-
-@contextmanager
-def registry(
-    user: str | None = None,
-    upload_seconds: float = 0.0,
-    refused: int = 0,
-    files: dict[str, bytes] | None = None,
-) -> Iterator[str]:
-    """Serve a small OCI registry: blobs and manifests of any repository. Yields `host:port`.
-
-    Args:
-        user: `name:password` that it asks for, by basic authentication.
-        upload_seconds: what it needs to store a blob.
-        refused: number of manifests that it answers with 400 first.
-        files: gets what it holds.
-    """
-    files = {} if files is None else files
-    left = [400] * refused
-
-    class Handler(_Handler):
-        def do_GET(self) -> None:
-            self.answer(200 if self.path in files else 404, files.get(self.path, b""))
-
-        do_HEAD = do_GET  # noqa: N815
-
-        def do_POST(self) -> None:
-            self.answer(202, location=f"{self.path}1?state=x")
-
-        def do_PUT(self) -> None:
-            content, path = self.content(), self.path
-            if "/uploads/" in path:
-                time.sleep(upload_seconds)
-                digest = path.partition("digest=")[2]
-                assert digest == digest_of(content)
-                path = f"{path.partition('/uploads/')[0]}/{digest}"
-            else:  # a registry takes no manifest whose blobs it lacks
-                base = path.partition("/manifests/")[0]
-                if left:
-                    self.answer(left.pop())
-                    return
-                found = json.loads(content)
-                for each in (found["config"], *found["layers"]):
-                    assert len(files[f"{base}/blobs/{each['digest']}"]) == each["size"]
-            files[path] = content
-            self.answer(201)
-
-        def answer(self, status: int, content: bytes = b"", **headers: str) -> None:
-            expected = user and f"Basic {base64.b64encode(user.encode()).decode()}"
-            if expected and self.headers.get("authorization") != expected:
-                self.reply(401, www_authenticate='Basic realm="registry"')
-            else:
-                self.reply(status, content, **headers)
-
-    with _serving(Handler) as host:
-        yield host
 
 
 @contextmanager

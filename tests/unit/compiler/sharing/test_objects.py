@@ -15,9 +15,10 @@ import pytest
 from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, http_store, s3_store
 
 from prejit.compiler.sharing import objects
-from prejit.compiler.sharing.objects import TOKEN, Objects
+from prejit.compiler.sharing.objects import Objects
 from prejit.compiler.sharing.remote import RemoteError
 from prejit.runtime.errors import UsageError
+from prejit.runtime.ship.object_repository import TOKEN
 
 AC, CAS = f"ac/{'a' * 64}", f"cas/{'b' * 64}"
 LARGE = bytes(range(256)) * (40 << 10)  # 10 MiB: more than a part of a multipart upload
@@ -104,7 +105,7 @@ def test_a_server_that_is_not_there_is_an_error_at_once() -> None:
         taken.bind(("127.0.0.1", 0))  # nobody listens
         with pytest.raises(RemoteError, match=r"127\.0\.0\.1"):
             Objects(f"http://127.0.0.1:{taken.getsockname()[1]}").read(AC, 1)
-    with pytest.raises(UsageError, match="expected the URL of a shared store"):
+    with pytest.raises(UsageError, match="expected the URL of a bucket or a server"):
         Objects("gopher://x/y")
 
 

@@ -15,9 +15,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from tests.fake_registry import fake_registry
 from tests.store_servers import azurite, docker_registry, moto, nginx
-from tests.threads import in_threads
-from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, Memory, http_store, registry, s3_store
+from tests.unit.compiler.sharing.fixtures import (
+    S3_SETTINGS,
+    Memory,
+    http_store,
+    s3_store,
+)
 
 from prejit.compiler.sharing import objects
 from prejit.compiler.sharing import oci_registry as registry_module
@@ -25,7 +30,7 @@ from prejit.compiler.sharing import remote as remote_module
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.leases import Leases
 from prejit.compiler.sharing.objects import Objects
-from prejit.compiler.sharing.oci_registry import Repository
+from prejit.compiler.sharing.oci_registry import RegistryStore
 from prejit.compiler.sharing.remote import (
     LEASES,
     Patient,
@@ -67,8 +72,9 @@ CONTENTS = (b"executable" * 1000, os.urandom(100_000))
 
 
 @pytest.fixture
-def files() -> dict[str, bytes]:
-    return {}
+def files() -> tuple[dict[tuple[str, str], bytes], ...]:
+    """What the small registry holds: blobs and manifests."""
+    return {}, {}
 
 
 @pytest.fixture(params=KINDS)
@@ -76,7 +82,7 @@ def connect(
     request: pytest.FixtureRequest,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    files: dict[str, bytes],
+    files: tuple[dict[tuple[str, str], bytes], ...],
 ) -> Iterator[Connect]:
     """`connect()`: one store of a kind, as another machine sees it each time."""
     for module in (objects, registry_module):  # a busy machine is not a store that is down
@@ -104,7 +110,8 @@ def connect(
         elif kind == "http":
             url = f"{stack.enter_context(http_store({}, []))}/store"
         elif kind == "registry":
-            url = f"oci://{stack.enter_context(registry(files=files))}/team/store"
+            registry = stack.enter_context(fake_registry(blobs=files[0], manifests=files[1]))
+            url = f"oci://{registry.host}/team/store"
         else:
             url = str(tmp_path / "shared")
         yield lambda: read_stores(url, {}).tiers[0].remote
@@ -114,7 +121,23 @@ def lease(owner: str) -> bytes:
     return encode(SharedResult(KEY, {"owner": owner}, {}), None)
 
 
-def test_of_machines_that_create_a_file_one_succeeds(connect: Connect) -> None:
+def at_once(count: int, run: Callable[[int], object]) -> None:
+    together = threading.Barrier(count)
+
+    def begin(number: int) -> None:
+        together.wait(60)
+        run(number)
+
+    threads = [threading.Thread(target=begin, args=(number,)) for number in range(count)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+
+
+def test_of_machines_that_create_a_file_at_once_one_succeeds_and_all_see_it(
+    connect: Connect,
+) -> None:
     created = dict[bytes, bool]()
     machines = [(connect(), lease(f"machine {number}")) for number in range(4)]
 
@@ -122,7 +145,7 @@ def test_of_machines_that_create_a_file_one_succeeds(connect: Connect) -> None:
         machine, content = machines[number]
         created[content] = machine.create(AC, content)
 
-    in_threads(len(machines), create)
+    at_once(len(machines), create)
     assert sum(created.values()) == 1, created
     winner = next(content for content, has_won in created.items() if has_won)
     place, other = connect(), connect()
@@ -144,7 +167,10 @@ def test_of_machines_that_create_a_file_one_succeeds(connect: Connect) -> None:
 
 
 def test_who_makes_a_damaged_result_again_replaces_it(
-    connect: Connect, files: dict[str, bytes], tmp_path: Path, request: pytest.FixtureRequest
+    connect: Connect,
+    files: tuple[dict[tuple[str, str], bytes], ...],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     if "docker-registry" in request.node.name:
         pytest.skip("it takes no contents that it has: its operator deletes them")
@@ -163,9 +189,9 @@ def test_who_makes_a_damaged_result_again_replaces_it(
     for kind in ("ac", "cas"):
         paths = [f"cas/{each.removeprefix('sha256:')}" for each in digests]
         for path in paths if kind == "cas" else [Tier(connect()).path_of(KEY)]:
-            held = [each for each in files if path.partition("/")[2] in each]
-            for each in held:
-                files[each] = files[each][:-7]
+            held = [(some, at) for some in files for at in some if path.partition("/")[2] in at[1]]
+            for some, at in held:
+                some[at] = some[at][:-7]
             if not held:
                 connect().write(path, b"damaged")
         second, notes = machine(f"second {kind}")
@@ -183,7 +209,7 @@ def test_one_machine_has_the_lease_until_it_gives_it_back(connect: Connect) -> N
     machines = [Leases(Tier(connect()), f"machine {number}", 3600.0) for number in range(4)]
     held = dict[int, object]()
     try:
-        in_threads(len(machines), lambda number: held.update({number: machines[number].take(KEY)}))
+        at_once(len(machines), lambda number: held.update({number: machines[number].take(KEY)}))
         [owner] = [number for number, each in held.items() if each is not None]
         other = machines[owner - 1]
         assert other.take(KEY) is None
@@ -219,12 +245,14 @@ def test_a_slow_store_still_gives_a_file_to_one(monkeypatch: pytest.MonkeyPatch)
             super().write(path, content)  # type: ignore[arg-type]
 
     place, created = Slow(), dict[int, bool]()
-    in_threads(2, lambda number: created.update({number: claim(place, AC, b"machine %d" % number)}))
+    at_once(2, lambda number: created.update({number: claim(place, AC, b"machine %d" % number)}))
     assert sorted(created.values()) == [False, True]
     assert created[1], "the last one that wrote has it"
 
 
 class Hiccup(Memory):
+    """Requests fail at first."""
+
     left = 1
 
     def _check(self) -> None:
@@ -256,7 +284,9 @@ def test_a_request_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("cut_at", [(2500, 700), (0, 3000)])
-def test_a_cut_download_goes_on(cut_at: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_that_is_cut_goes_on_where_it_was(
+    cut_at: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server that is restarted must not end the build of a machine that was just reading from it."""
     monkeypatch.setattr(remote_module, "PAUSES_SECONDS", (0.0, 0.0))
     content = bytes(range(250)) * 12
@@ -275,7 +305,7 @@ def test_a_cut_download_goes_on(cut_at: tuple[int, ...], monkeypatch: pytest.Mon
     assert got == content
 
 
-def test_the_last_used_stay_an_old_lease_goes_and_a_store_that_fails_is_named() -> None:
+def test_the_last_used_stay_and_a_dry_run_removes_nothing() -> None:
     place = Memory(files={f"cas/{n}": b"x" * 10 for n in range(5)})
     for dry_run in (True, False):
         assert len(place.files) == 5
@@ -283,19 +313,12 @@ def test_the_last_used_stay_an_old_lease_goes_and_a_store_that_fails_is_named() 
         assert (done.removed, done.freed_bytes, done.kept, done.kept_bytes) == (3, 30, 2, 20)
     assert set(place.files) == {"cas/3", "cas/4"}
     assert evict(place, 20).removed == 0
-    old, new = f"{LEASES}{'a' * 56}", f"{LEASES}{'b' * 56}"
 
-    class Dated(Memory):
-        def listed(self) -> Iterator[RemoteFile]:
-            yield RemoteFile(old, 1, 0.0)
-            yield RemoteFile(new, 1, 2.0 * DAY_SECONDS)
 
-    remote = Dated(files={old: b"x", new: b"x"})
-    evict(remote, 0)
-    assert set(remote.files) == {new}
+def test_a_store_that_fails_or_makes_room_itself_is_named() -> None:
     with pytest.raises(StoreError, match="no route"):
         evict(Memory(fails="memory://: no route to host"), 0)
-    for remote in (Objects("http://127.0.0.1:9/x"), Repository("oci://127.0.0.1:9/team/store")):
+    for remote in (Objects("http://127.0.0.1:9/x"), RegistryStore("oci://127.0.0.1:9/team/store")):
         with pytest.raises(UsageError, match="whose files can be listed") as raised:
             evict(remote, 0)
         assert "limit its size" in str(raised.value.hint)
@@ -316,6 +339,19 @@ def test_the_lease_of_a_machine_that_died_stays_for_its_successor(connect: Conne
     assert third.take(KEY) is None
     for each in (dead, second, third):
         each.close()
+
+
+def test_an_old_lease_goes() -> None:
+    old, new = f"{LEASES}{'a' * 56}", f"{LEASES}{'b' * 56}"
+
+    class Dated(Memory):
+        def listed(self) -> Iterator[RemoteFile]:
+            yield RemoteFile(old, 1, 0.0)
+            yield RemoteFile(new, 1, 2.0 * DAY_SECONDS)
+
+    remote = Dated(files={old: b"x", new: b"x"})
+    evict(remote, 0)
+    assert set(remote.files) == {new}
 
 
 def machine(directory: Path, remote: Remote) -> tuple[LayeredStore, list[str]]:
@@ -370,3 +406,12 @@ def test_the_command_makes_room(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert removed("--max-size", "0") == 3
     assert not [*(shared / "cas").iterdir()]
     assert (shared / "other" / "file").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--max-size", "1GB"], ["--store", "x"], ["--store", "x", "--max-size", "much"]],
+)
+def test_half_a_request_removes_nothing(options: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        run(["gc", "--cache", str(tmp_path), *options])

@@ -59,7 +59,7 @@ WRONG: dict[str, tuple[str, type[PrejitError], str]] = {
     "key missing": (f'{STORE_TABLE}keys = ["no.pem"]', StoreError, "no.pem: cannot read"),
     "private": (f'{STORE_TABLE}keys = ["key.pem"]', PolicyError, "found a private one"),
     "nobody writes": (f'{STORE_TABLE}sign = "key.pem"', UsageError, "sign: expected write = true"),
-    "no repository": ('[[store]]\nurl = "oci://host"', UsageError, "a host and a repository"),
+    "no repository": ('[[store]]\nurl = "oci://host"', UsageError, "a host and a path"),
 }
 
 
@@ -75,5 +75,5 @@ def test_a_mistake_names_the_file_and_the_key(tmp_path: Path, case: str) -> None
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot read it"):
         read_stores(str(tmp_path / "stores.toml"))
-    with pytest.raises(UsageError, match=f"{STORE}: .*a host and a repository"):
+    with pytest.raises(UsageError, match=f"{STORE}: .*a host and a path"):
         read_stores(None, {STORE: "oci://host"})

@@ -1,0 +1,86 @@
+"""The bundle that a command's argument names: a directory, or a reference to one elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from prejit.runtime.base.process_facts import policy_paths
+from prejit.runtime.cli.output import progress
+from prejit.runtime.format.layout import Layout, LayoutFiles
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.ship.reference import is_reference, parse_reference
+
+if TYPE_CHECKING:
+    from prejit.runtime.ship.shipping import Report, TransferProgress
+
+
+def local_bundle(
+    path: str, machine: Fingerprint | None, *, every: bool = False, must_match: bool = False
+) -> str:
+    """Return the directory of a bundle. One elsewhere is fetched into this machine's store, with progress.
+
+    Args:
+        path: a directory, which is returned as it is, or a reference.
+        machine: the target of this machine is fetched; None: of the one on which this process runs.
+        every: fetch all targets.
+        must_match: raise MismatchError where the machine matches no target.
+    """
+    if not is_reference(path):
+        return path
+    from prejit.runtime.ship.machine_store import machine_store
+    from prejit.runtime.ship.pulling import Wanted, pull
+
+    of = None if every else machine or Fingerprint.current()
+    wanted = Wanted(of, must_match=must_match)
+    with progress() as show:
+        store, told = machine_store(), reporting(show)
+        return str(pull(parse_reference(path), store, wanted, policy_paths(), told).path)
+
+
+@contextlib.contextmanager
+def bundle_files(path: str) -> Iterator[LayoutFiles]:
+    """Give the small files of a bundle. Of one elsewhere no others are fetched, and none is kept."""
+    if is_reference(path):
+        from prejit.runtime.ship.shipping import open_repository
+
+        reference = parse_reference(path)
+        yield open_repository(reference).open(reference.tag, reference.digest)
+    else:
+        with Layout(path) as layout:
+            yield layout
+
+
+def of_this_machine(_: click.Context, __: click.Parameter, path: str) -> str:
+    """Return the directory of the bundle that an argument names, with the target of this machine."""
+    return local_bundle(path, None)
+
+
+def with_all_targets(_: click.Context, __: click.Parameter, path: str) -> str:
+    """Return the directory of the bundle that an argument names, with all its targets."""
+    return local_bundle(path, None, every=True)
+
+
+def reporting(show: Callable[[str], None]) -> Report:
+    """Return a function that shows how far a transfer is, with its rate and the time that is left."""
+    began = time.monotonic()
+    shown = 0.0
+
+    def report(at: TransferProgress) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if now - shown < 0.1 or not at.moved:
+            return
+        shown = now
+        rate = at.moved / max(now - began, 1e-3)
+        left = (at.missing - at.moved) / max(rate, 1.0)
+        show(
+            f"{at.moved / 1e6:,.1f} of {at.missing / 1e6:,.1f} MB, {rate / 1e6:,.1f} MB/s, "
+            f"{left:.0f} s left"
+        )
+
+    return report

@@ -1,0 +1,214 @@
+"""A bundle in a directory, and one in a tar file: an OCI image layout each."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import stat
+import tarfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from prejit.runtime.base.written_files import write_file
+from prejit.runtime.errors import RejectError, StoreError, UsageError
+from prejit.runtime.format import limits
+from prejit.runtime.format.bundle_schema import Descriptor
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import OCI_LAYOUT
+from prejit.runtime.format.root import read_root
+from prejit.runtime.ship.blob_directory import BlobDirectory
+from prejit.runtime.ship.remote_files import RemoteFiles
+from prejit.runtime.ship.repository import (
+    MOST_TRANSFERS,
+    PIECE_BYTES,
+    Pieces,
+    Shipment,
+    Tagged,
+    checked,
+)
+
+
+class DirectoryRepository:
+    """Implements `repository.Repository` for a directory, which holds one bundle."""
+
+    def __init__(self, path: str) -> None:
+        """Nothing is opened or made yet."""
+        self.name, self.most_transfers = path, MOST_TRANSFERS
+        self._blobs = BlobDirectory(Path(path))
+        self.has, self.write = self._blobs.has, self._blobs.write
+
+    def open(self, tag: str, digest: str) -> RemoteFiles:
+        """See `Repository.open`."""
+        layout = Layout(self.name)
+        files = RemoteFiles(
+            self.name, layout.read("index.json", limits.MAX_INDEX_BYTES), self._fetch
+        )
+        layout.close()
+        _check_is(files, digest)
+        return files
+
+    def _fetch(self, at: Descriptor, start: int) -> Iterator[bytes]:
+        path = self._blobs.blob(at.digest)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(descriptor, "rb", buffering=0) as file:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise RejectError(str(path), "expected a regular file")
+                file.seek(start)
+                while piece := file.read(PIECE_BYTES):
+                    yield piece
+        except OSError as error:
+            raise RejectError(str(path), f"expected a file: {error.strerror}") from error
+
+    def publish(self, shipment: Shipment, tag: str) -> None:
+        """See `Repository.publish`. A directory has no tags."""
+        for document in shipment.documents:
+            if not self.has(document.at):
+                self.write(document.at, document.pieces)
+        path = Path(self.name)
+        write_file(path / "oci-layout", OCI_LAYOUT)
+        write_file(path / "index.json", shipment.index_file)
+        self._blobs.drop_partial()
+
+    def tags(self) -> list[Tagged]:
+        """See `Repository.tags`."""
+        return [Tagged("", read_root(self.open("", "")).digest)]
+
+    def remove(self, tag: str) -> None:
+        """See `Repository.remove`."""
+        raise UsageError(
+            f"{self.name}: expected a registry or a bucket, found a directory",
+            hint=f"remove it with: rm -r {self.name}",
+        )
+
+
+class TarRepository:
+    """Implements `repository.Repository` for a tar file, which holds one bundle: an `oci-archive`.
+
+    It is written once, from its start to its end, under a name of its own until it is whole.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Nothing is opened or made yet."""
+        self.name, self.most_transfers = path, 1
+        self._lock = threading.Lock()
+        self._out: tarfile.TarFile | None = None
+        self._temporary = Path(f"{path}.partial")
+        self._written = set[str]()
+        self._places: dict[str, tuple[int, int]] = {}
+
+    def open(self, tag: str, digest: str) -> RemoteFiles:
+        """See `Repository.open`."""
+        try:
+            with tarfile.open(self.name, "r:") as tar:
+                members = [each for each in tar if each.isreg()]
+        except (OSError, tarfile.TarError) as error:
+            raise StoreError(
+                f"{self.name}: cannot read it as a tar file: {error}",
+                hint="give a file that `prejit push BUNDLE FILE.tar` or skopeo's oci-archive wrote",
+            ) from error
+        self._places = {
+            each.name.removeprefix("./"): (each.offset_data, each.size) for each in members
+        }
+        if "index.json" not in self._places:
+            raise RejectError(self.name, "expected an OCI image layout, found no index.json")
+        if self._places["index.json"][1] > limits.MAX_INDEX_BYTES:
+            raise RejectError(self.name, f"expected at most {limits.MAX_INDEX_BYTES} bytes")
+        files = RemoteFiles(self.name, b"".join(self._read("index.json", 0)), self._fetch)
+        _check_is(files, digest)
+        return files
+
+    def _read(self, name: str, start: int) -> Iterator[bytes]:
+        if name not in self._places:
+            raise RejectError(f"{self.name}: {name}", "expected a file, found none")
+        offset, size = self._places[name]
+        with open(self.name, "rb", buffering=0) as file:
+            file.seek(offset + start)
+            left = size - start
+            while left > 0 and (piece := file.read(min(PIECE_BYTES, left))):
+                left -= len(piece)
+                yield piece
+
+    def _fetch(self, at: Descriptor, start: int) -> Iterator[bytes]:
+        yield from self._read(f"blobs/sha256/{at.digest.removeprefix('sha256:')}", start)
+
+    def has(self, at: Descriptor) -> bool:
+        """See `Repository.has`."""
+        return at.digest in self._written
+
+    def write(self, at: Descriptor, pieces: Pieces) -> None:
+        """See `Repository.write`. One blob after the other."""
+        with self._lock:
+            stream = _Stream(checked(at, pieces(0), self.name))
+            self._add(f"blobs/sha256/{at.digest.removeprefix('sha256:')}", at.size, stream)
+            self._written.add(at.digest)
+
+    def _add(self, name: str, size: int, content: io.RawIOBase | io.BytesIO) -> None:
+        member = tarfile.TarInfo(name)
+        member.size, member.mode = size, 0o644
+        try:
+            if self._out is None:
+                self._out = tarfile.open(self._temporary, "w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
+            self._out.addfile(member, content)
+        except OSError as error:
+            raise StoreError(f"{self.name}: cannot write: {error.strerror or error}") from error
+
+    def publish(self, shipment: Shipment, tag: str) -> None:
+        """See `Repository.publish`."""
+        for document in shipment.documents:
+            self.write(document.at, document.pieces)
+        for name, content in (("oci-layout", OCI_LAYOUT), ("index.json", shipment.index_file)):
+            self._add(name, len(content), io.BytesIO(content))
+        assert self._out is not None
+        try:
+            self._out.close()
+            with open(self._temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(self._temporary, self.name)
+        except OSError as error:
+            raise StoreError(f"{self.name}: cannot write: {error.strerror or error}") from error
+
+    def close(self) -> None:
+        """Remove what was written of a tar that is not whole."""
+        with contextlib.suppress(OSError):
+            self._temporary.unlink()
+
+    def tags(self) -> list[Tagged]:
+        """See `Repository.tags`."""
+        return [Tagged("", read_root(self.open("", "")).digest)]
+
+    def remove(self, tag: str) -> None:
+        """See `Repository.remove`."""
+        raise UsageError(
+            f"{self.name}: expected a registry or a bucket, found a file",
+            hint=f"remove it with: rm {self.name}",
+        )
+
+
+class _Stream(io.RawIOBase):
+    """Pieces as a file that is read once."""
+
+    def __init__(self, pieces: Iterator[bytes | memoryview]) -> None:
+        self._pieces, self._left = pieces, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        parts, wanted = [], size
+        while wanted > 0:
+            if not self._left:
+                self._left = memoryview(next(self._pieces, b""))
+                if not self._left:
+                    break
+            parts.append(bytes(self._left[:wanted]))
+            wanted -= len(parts[-1])
+            self._left = self._left[len(parts[-1]) :]
+        return b"".join(parts)
+
+
+def _check_is(files: RemoteFiles, digest: str) -> None:
+    if digest and (found := read_root(files).digest) != digest:
+        raise RejectError(str(files.path), f"expected {digest}, found {found}")

@@ -1,0 +1,250 @@
+"""The bundles of this machine, by digest: fetched once, shared by processes, users and containers.
+
+    blobs/sha256/<hex>               the blobs of all bundles, once each
+    bundles/<hex>/index.json         a bundle: `load` takes this directory, and finds its blobs in the store
+    bundles/<hex>/oci-layout
+    tags/<hash>.json                 which digest a tag had when it was last asked for
+    pins/<hex>                       `gc` leaves the bundle alone
+
+`$PREJIT_BUNDLES` names it, else it is below the user's cache. It may be mounted read-only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from prejit.runtime.base.files import is_digest
+from prejit.runtime.base.written_files import lock_file, write_file
+from prejit.runtime.errors import RejectError, StoreError
+from prejit.runtime.format.layout import STORED, Layout
+from prejit.runtime.format.names import BUNDLE_NAME, OCI_LAYOUT
+from prejit.runtime.format.referrers import reached
+from prejit.runtime.format.root import read_root
+from prejit.runtime.machine.kept_files import Receipts, cache_root
+from prejit.runtime.ship.blob_directory import BlobDirectory
+from prejit.runtime.ship.reference import Reference
+from prejit.runtime.ship.repository import MOST_TRANSFERS, Shipment
+
+BUNDLES = "PREJIT_BUNDLES"
+"""The environment variable that names the store."""
+
+
+def machine_store() -> MachineStore:
+    """Return the store of this machine."""
+    given = os.environ.get(BUNDLES)
+    return MachineStore(Path(given) if given else cache_root().parent / "bundles")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBundle:
+    """A bundle of the store.
+
+    Attributes:
+        digest, name: the bundle's digest, and its name for people.
+        targets: how many of its targets are here.
+        size: bytes of its blobs, those that other bundles have too among them.
+        used: when it was last asked for, in seconds since 1970.
+        is_pinned: whether `gc` leaves it alone.
+    """
+
+    digest: str
+    name: str
+    targets: int
+    size: int
+    used: float
+    is_pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What `MachineStore.collect` removed, or would remove: bundles, files, and their bytes."""
+
+    bundles: int
+    files: int
+    freed_bytes: int
+
+
+class MachineStore:
+    """Implements the writing half of `repository.Repository`, and gives what `load` reads."""
+
+    def __init__(self, path: Path) -> None:
+        """Nothing is opened or made yet."""
+        self.path, self.name, self.most_transfers = path, str(path), MOST_TRANSFERS
+        self._blobs = BlobDirectory(path)
+        self.has, self.write = self._blobs.has, self._blobs.write
+
+    def directory(self, digest: str) -> Path:
+        """Return the directory of a bundle, which `load` takes."""
+        return self.path / STORED / digest.removeprefix("sha256:")
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Keep `collect` away while a bundle arrives."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o755)
+            descriptor = lock_file(self.path / "lock", shared=True, mode=0o644)
+        except OSError as error:
+            raise StoreError(
+                f"{self.path}: cannot write to the store of bundles: {error.strerror}",
+                hint=f"name another directory in {BUNDLES}",
+            ) from error
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+
+    def publish(self, shipment: Shipment, tag: str = "") -> None:
+        """See `Repository.publish`. A bundle of which other targets are here keeps them."""
+        for document in shipment.documents:
+            self.write(document.at, document.pieces)
+        directory = self.directory(shipment.digest)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"{directory}: cannot make it: {error.strerror}") from error
+        write_file(directory / "oci-layout", OCI_LAYOUT)
+        write_file(directory / "index.json", shipment.index_file)
+        receipts = Receipts(self.path, is_shared=True)
+        for digest, identity in self._blobs.written.items():
+            receipts.add_written(digest, identity)
+        receipts.save()
+
+    def targets_of(self, digest: str) -> frozenset[str]:
+        """Return the digests of the manifests of a bundle's targets that are here."""
+        with contextlib.suppress(StoreError, RejectError), Layout(self.directory(digest)) as layout:
+            return frozenset(at.digest for at in read_root(layout).bundle.manifests)
+        return frozenset()
+
+    # ------------------------------------------------------------------ tags
+
+    def remember(self, reference: Reference, digest: str) -> None:
+        """Note which digest a tag has now."""
+        path = self._tag_file(reference)
+        with contextlib.suppress(OSError, StoreError):  # a store that is read-only
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, json.dumps({"reference": str(reference), "digest": digest}).encode())
+
+    def remembered(self, reference: Reference) -> str:
+        """Return the digest that a tag had when it was last asked for; empty: nobody knows."""
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads(self._tag_file(reference).read_bytes())
+            digest = found["digest"] if isinstance(found, dict) else ""
+            return digest if isinstance(digest, str) and is_digest(digest) else ""
+        return ""
+
+    def _tag_file(self, reference: Reference) -> Path:
+        name = hashlib.sha256(str(reference.at("")).encode()).hexdigest()
+        return self.path / "tags" / f"{name}.json"
+
+    # ------------------------------------------------------------------ what is kept
+
+    def note_use(self, digest: str) -> None:
+        """Note that a bundle is used now."""
+        with contextlib.suppress(OSError):  # a store that is read-only
+            os.utime(self.directory(digest) / "index.json")
+
+    def pin(self, digest: str, *, is_pinned: bool) -> None:
+        """Let `collect` leave a bundle alone, or not any more. Raise StoreError where there is none."""
+        if not self.directory(digest).is_dir():
+            raise StoreError(
+                f"{self.path}: expected a bundle {digest}, found none",
+                hint="`prejit store` lists the bundles of this machine",
+            )
+        path = self.path / "pins" / digest.removeprefix("sha256:")
+        try:
+            path.parent.mkdir(exist_ok=True)
+            path.touch() if is_pinned else path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"{path}: cannot write: {error.strerror}") from error
+
+    def bundles(self) -> list[StoredBundle]:
+        """Return all bundles, the last used first."""
+        found = []
+        for directory in _entries(self.path / STORED):
+            digest = f"sha256:{directory.name}"
+            with contextlib.suppress(StoreError, RejectError, OSError), Layout(directory) as layout:
+                root = read_root(layout)
+                used = (directory / "index.json").stat().st_mtime
+                sizes = [self._size(each) for each in reached(layout, root)]
+                pinned = (self.path / "pins" / directory.name).exists()
+                name = root.bundle.annotations[BUNDLE_NAME]
+                count = len(root.bundle.manifests)
+                found.append(StoredBundle(digest, name, count, sum(sizes), used, pinned))
+        return sorted(found, key=lambda each: -each.used)
+
+    def _size(self, digest: str) -> int:
+        try:
+            return self._blobs.blob(digest).stat().st_size
+        except OSError:
+            return 0
+
+    def collect(self, max_bytes: int, max_age: float, *, dry_run: bool = False) -> Collected:
+        """Remove bundles, the last used last, until the rest has at most so many bytes.
+
+        What no bundle leads to goes too: blobs and parts of them that a killed transfer left. A process
+        that has loaded a bundle keeps its files, which it has mapped.
+
+        Args:
+            max_bytes: size of what may stay. Pinned bundles stay whatever they have.
+            max_age: bundles that were not used for so many seconds go.
+            dry_run: whether to remove nothing.
+
+        Raises:
+            StoreError: the store cannot be written, or a bundle arrives at this moment.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = lock_file(self.path / "lock", wait=False, mode=0o644)
+        except BlockingIOError as error:
+            raise StoreError(
+                f"{self.path}: a bundle is being fetched into this store", hint="try again later"
+            ) from error
+        except OSError as error:
+            raise StoreError(f"{self.path}: cannot lock it: {error.strerror}") from error
+        try:
+            return self._collect(max_bytes, max_age, dry_run)
+        finally:
+            os.close(descriptor)
+
+    def _collect(self, max_bytes: int, max_age: float, dry_run: bool) -> Collected:
+        kept, total = set[str](), 0
+        gone = {directory.name for directory in _entries(self.path / STORED)}
+        ordered = sorted(self.bundles(), key=lambda each: (not each.is_pinned, -each.used))
+        for each in ordered:
+            with Layout(self.directory(each.digest)) as layout:
+                needed = reached(layout, read_root(layout))
+            size = sum(self._size(digest) for digest in needed - kept)
+            is_young = time.time() - each.used <= max_age
+            if each.is_pinned or (is_young and total + size <= max_bytes):
+                total += size
+                kept |= needed
+                gone.discard(each.digest.removeprefix("sha256:"))
+        names = {digest.removeprefix("sha256:") for digest in kept}
+        blobs = [
+            file for file in _entries(self.path / "blobs" / "sha256") if file.name not in names
+        ]
+        files = [*blobs, *_entries(self._blobs.partial)]
+        freed = sum(file.stat().st_size for file in files)
+        if not dry_run:
+            for name in gone:  # first, so that no bundle is left without its blobs
+                shutil.rmtree(self.path / STORED / name, ignore_errors=True)
+            for file in files:
+                file.unlink(missing_ok=True)
+        return Collected(len(gone), len(files), freed)
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StoreError(f"{directory}: cannot read it: {error.strerror}") from error

@@ -1,0 +1,293 @@
+"""Bundles in a bucket (S3, Google Cloud Storage, Azure) or on a static web server, by obstore.
+
+    PATH/index.json            the bundle without a tag, as it lies in a directory: any copy of one will do
+    PATH/tags/TAG.json         the same file of a bundle with a tag
+    PATH/blobs/sha256/<hex>    the blobs of all of them, once each
+
+Credentials are those of the environment and, where boto3 is installed, those that AWS's own tools keep.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
+
+from prejit.runtime.errors import RejectError, StoreError, UsageError
+from prejit.runtime.format import limits
+from prejit.runtime.format.bundle_schema import Descriptor
+from prejit.runtime.format.names import OCI_LAYOUT
+from prejit.runtime.format.root import encode_root, read_root
+from prejit.runtime.ship.reference import Reference
+from prejit.runtime.ship.registry_client import ANSWER_SECONDS, PLAIN_HTTP
+from prejit.runtime.ship.remote_files import RemoteFiles
+from prejit.runtime.ship.repository import (
+    MOST_TRANSFERS,
+    PIECE_BYTES,
+    Pieces,
+    Shipment,
+    Tagged,
+    checked,
+)
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+TOKEN = "PREJIT_STORE_TOKEN"  # noqa: S105 (a variable's name)
+"""The environment variable with a bearer token for a web server."""
+_TRANSFER_SECONDS = 24 * 3600.0
+_PART_BYTES = 16 << 20
+"""Files above this size go to a bucket in parts."""
+_STATUS = re.compile(r"status code: (\d{3})|HTTP status client error \((\d{3})")
+
+
+class ObjectRepository:
+    """Implements `repository.Repository` for what stands below one URL."""
+
+    def __init__(self, reference: Reference) -> None:
+        """Connect to nothing yet.
+
+        Raises:
+            UsageError: obstore is not installed, or the URL asks for plain HTTP over a network.
+        """
+        self.name = str(replace(reference, tag="", digest=""))
+        self._is_http = reference.scheme in ("http", "https")
+        plain = os.environ.get(PLAIN_HTTP, "").split(",")
+        if reference.scheme == "http" and not (reference.is_loopback or reference.host in plain):
+            raise UsageError(
+                f"{self.name}: expected https://, found http:// to another machine",
+                hint=f"set {PLAIN_HTTP}={reference.host} if its network is trusted",
+            )
+        self.most_transfers = MOST_TRANSFERS
+        self._objects = open_objects(reference.place, answer_seconds=ANSWER_SECONDS)
+
+    def open(self, tag: str, digest: str) -> RemoteFiles:
+        """See `Repository.open`."""
+        where = f"{self.name}{f':{tag}' if tag else ''}{f'@{digest}' if digest else ''}"
+        index_file = self._read(_index_path(tag), limits.MAX_INDEX_BYTES)
+        if index_file is None and (tag or not digest):
+            raise StoreError(
+                f"{where}: not found: no {_index_path(tag)} there",
+                hint=f"`prejit ls {self.name}` says which tags there are",
+            )
+        files = RemoteFiles(where, index_file or b"", self._fetch)
+        if not digest or (index_file is not None and read_root(files).digest == digest):
+            return files
+        if tag:
+            raise RejectError(where, f"expected {digest}, found {read_root(files).digest}")
+        return self._open_index(where, digest)
+
+    def _open_index(self, where: str, digest: str) -> RemoteFiles:
+        """Return a bundle by its digest alone. Nothing says what is attached to it."""
+        from prejit.runtime.format.checks.oci import check_digest, check_index
+
+        content = self._read(_blob_path(digest), limits.MAX_INDEX_BYTES)
+        if content is None:
+            raise StoreError(
+                f"{where}: not found", hint=f"`prejit ls {self.name}` says what is there"
+            )
+        check_digest(content, digest, where)
+        index = check_index(content, where)
+        return RemoteFiles(where, encode_root(index, content, ()), self._fetch)
+
+    def _read(self, path: str, most: int) -> bytes | None:
+        content = bytearray()
+        try:
+            for piece in self._pieces(path, 0):
+                content += piece
+                if len(content) > most:
+                    raise RejectError(f"{self.name}/{path}", f"expected at most {most} bytes")
+        except FileNotFoundError:
+            return None
+        return bytes(content)
+
+    def _fetch(self, at: Descriptor, start: int) -> Iterator[bytes | memoryview]:
+        path = _blob_path(at.digest)
+        try:
+            yield from self._pieces(path, start)
+        except FileNotFoundError as error:
+            raise StoreError(
+                f"{self.name}/{path}: not found",
+                hint="push the bundle again: a blob of it is missing",
+            ) from error
+
+    def _pieces(self, path: str, start: int) -> Iterator[bytes | memoryview]:
+        import obstore
+
+        with self._asking(path):
+            options: Any = {"range": {"offset": start}} if start else {}
+            found = obstore.get(self._objects, path, options=options)
+            for piece in found.stream(min_chunk_size=PIECE_BYTES):
+                yield memoryview(piece)
+
+    def has(self, at: Descriptor) -> bool:
+        """See `Repository.has`."""
+        import obstore
+
+        path = _blob_path(at.digest)
+        try:
+            with self._asking(path):
+                return bool(obstore.head(self._objects, path)["size"] == at.size)
+        except FileNotFoundError:
+            return False
+
+    def write(self, at: Descriptor, pieces: Pieces) -> None:
+        """See `Repository.write`."""
+        path = _blob_path(at.digest)
+        self._put(path, checked(at, pieces(0), f"{self.name}/{path}"), at.size)
+
+    def _put(self, path: str, content: bytes | Iterator[bytes | memoryview], size: int) -> None:
+        import obstore
+
+        is_large = size > _PART_BYTES and not self._is_http
+        with self._asking(path):
+            given = content if isinstance(content, bytes) or is_large else b"".join(content)
+            obstore.put(self._objects, path, given, use_multipart=is_large)
+
+    def publish(self, shipment: Shipment, tag: str) -> None:
+        """See `Repository.publish`."""
+        for document in shipment.documents:
+            if not self.has(document.at):
+                self._put(_blob_path(document.at.digest), document.content, document.at.size)
+        self._put("oci-layout", OCI_LAYOUT, len(OCI_LAYOUT))
+        self._put(_index_path(tag), shipment.index_file, len(shipment.index_file))
+
+    def tags(self) -> list[Tagged]:
+        """See `Repository.tags`. The bundle without a tag has the empty one."""
+        import obstore
+
+        if self._is_http:
+            raise UsageError(
+                f"{self.name}: expected a registry or a bucket, found a web server, which lists no files",
+                hint="name the tag, or the bundle's digest",
+            )
+        found = [""] if self._read(_index_path(""), limits.MAX_INDEX_BYTES) is not None else []
+        with self._asking("tags"):
+            for some in obstore.list(self._objects, prefix="tags"):
+                found += [each["path"].removeprefix("tags/").removesuffix(".json") for each in some]
+        return [Tagged(tag, read_root(self.open(tag, "")).digest) for tag in sorted(found)]
+
+    def remove(self, tag: str) -> None:
+        """See `Repository.remove`."""
+        import obstore
+
+        path = _index_path(tag)
+        try:
+            with self._asking(path):
+                obstore.head(self._objects, path)  # S3 deletes what is not there
+                obstore.delete(self._objects, path)
+        except FileNotFoundError as error:
+            raise StoreError(f"{self.name}:{tag}: not found") from error
+
+    @contextlib.contextmanager
+    def _asking(self, path: str) -> Iterator[None]:
+        """Turn failures in the block into StoreErrors, but for a missing file."""
+        from obstore.exceptions import BaseError
+
+        try:
+            yield
+        except (BaseError, OSError) as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            text = " ".join(str(error).split())
+            raise StoreError(f"{self.name}/{path}: {text:.300}", hint=_hint(text)) from error
+
+
+def _blob_path(digest: str) -> str:
+    return f"blobs/sha256/{digest.removeprefix('sha256:')}"
+
+
+def _index_path(tag: str) -> str:
+    return f"tags/{tag}.json" if tag else "index.json"
+
+
+def _hint(text: str) -> str:
+    """Return the next step after a failure, from what obstore says."""
+    found = _STATUS.search(text)
+    code = next((each for each in found.groups() if each), "") if found else ""
+    is_denied = code in ("401", "403") or "Unauthenticated" in text or "PermissionDenied" in text
+    if "xpiredToken" in text or "RequestTimeTooSkewed" in text:
+        return "log in again with the cloud's own tool, and check this machine's clock"
+    if is_denied or "credential" in text.lower():
+        return (
+            "log in with the cloud's own tool, or set its variables (AWS_ACCESS_KEY_ID, "
+            f"GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY; {TOKEN} for a web server)"
+        )
+    if "certificate" in text.lower():
+        return "name a private CA in SSL_CERT_FILE, and check this machine's clock"
+    if code in ("429", "503"):
+        return "the store limits how often it is asked: try again later"
+    return "check the URL and the network, then try again: what arrived is kept"
+
+
+def open_objects(
+    url: str,
+    *,
+    answer_seconds: float,
+    transfer_seconds: float = _TRANSFER_SECONDS,
+    retries: bool = True,
+    headers: Mapping[str, str] | None = None,
+) -> ObjectStore:
+    """Return obstore's client for a URL.
+
+    Args:
+        url: of `http://`, `https://`, `s3://`, `gs://` or `az://`. A web server gets the user and password
+            in it, or the bearer token of `$PREJIT_STORE_TOKEN`.
+        answer_seconds: how long the store may take to answer, and to send the next piece.
+        transfer_seconds: how long a request may take as a whole.
+        retries: whether obstore itself asks again.
+        headers: sent with each request to a web server.
+
+    Raises:
+        UsageError: obstore is not installed, or does not know the URL.
+    """
+    parts = urlsplit(url)
+    place = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    try:
+        from obstore import exceptions
+        from obstore.store import from_url
+    except ImportError as error:
+        raise UsageError(
+            f"{place}: expected the package obstore, which reaches buckets and servers, found none",
+            hint="pip install 'prejit[ship]'",
+        ) from error
+    seconds = timedelta(seconds=answer_seconds)
+    client: dict[str, Any] = {
+        "allow_http": True,
+        "connect_timeout": seconds,
+        "read_timeout": seconds,
+        "timeout": timedelta(seconds=transfer_seconds),
+    }
+    if parts.scheme in ("http", "https"):
+        client["default_headers"] = {**(headers or {}), **_authorization(parts)}
+    options: dict[str, Any] = {"client_options": client}
+    if not retries:
+        options["retry_config"] = {"max_retries": 0, "retry_timeout": seconds}
+    if parts.scheme == "s3" and "AWS_ACCESS_KEY_ID" not in os.environ:
+        with contextlib.suppress(ImportError):
+            from obstore.auth.boto3 import Boto3CredentialProvider
+
+            options["credential_provider"] = Boto3CredentialProvider()
+    try:
+        return from_url(place, **options)
+    except (exceptions.BaseError, ValueError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(
+            f"{place}: expected the URL of a bucket or a server, found {reason:.300}",
+            hint="give http://, https://, s3://, gs://, az://, oci:// or the path of a directory",
+        ) from error
+
+
+def _authorization(parts: SplitResult) -> dict[str, str]:
+    """Return the header that tells a web server who we are."""
+    if parts.username is not None:
+        pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
+        return {"Authorization": f"Basic {base64.b64encode(pair).decode('ascii')}"}
+    token = os.environ.get(TOKEN)
+    return {"Authorization": f"Bearer {token}"} if token else {}

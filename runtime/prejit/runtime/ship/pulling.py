@@ -1,0 +1,175 @@
+"""Fetch the bundle that a reference names into this machine's store, as far as it is needed and allowed.
+
+The index, manifests and signatures come first. The trust policies decide about them before the weights
+are fetched.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prejit.runtime.errors import StoreError
+from prejit.runtime.fallback_reporting import closest_target, mismatch
+from prejit.runtime.format.bundle_schema import Descriptor
+from prejit.runtime.format.checks.oci import check_index
+from prejit.runtime.format.layout import Layout, LayoutFiles
+from prejit.runtime.format.names import INDEX_MEDIA_TYPE
+from prejit.runtime.format.opening import OpenTarget, match, read_manifests
+from prejit.runtime.format.root import Root, read_root
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.ship.machine_store import MachineStore
+from prejit.runtime.ship.reference import Reference
+from prejit.runtime.ship.repository import BundleFiles, shipment_of
+from prejit.runtime.ship.shipping import Moved, Report, move, open_repository, targets_named
+
+_log = logging.getLogger(__name__)
+OFFLINE = "PREJIT_OFFLINE"
+"""The environment variable that lets a tag mean what it meant when it was last asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which targets of a bundle are fetched.
+
+    Attributes:
+        machine: the target that this machine loads is; None: those of `names`, or all.
+        names: names of targets.
+        must_match: whether to raise MismatchError where the machine matches no target. If not, the closest
+            one is fetched, whose portable programs the machine can compile.
+    """
+
+    machine: Fingerprint | None = None
+    names: tuple[str, ...] = ()
+    must_match: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """A bundle of the store, which `load` takes as `path`, and what moved; None: it was all there."""
+
+    path: Path
+    digest: str
+    moved: Moved | None
+
+
+def pull(
+    reference: Reference,
+    store: MachineStore,
+    wanted: Wanted,
+    policies: Sequence[str] = (),
+    report: Report = lambda _: None,
+) -> Pulled:
+    """Fetch what this machine lacks of a bundle, and return where it is.
+
+    Raises:
+        UntrustedError: a policy refuses it. Only its index, manifests and signatures were fetched.
+        MismatchError: the machine matches no target, and must.
+        StoreError: the place does not answer, the disk is full, or a tag cannot be asked for.
+        RejectError: what arrives is not what its digest names.
+    """
+    if reference.digest and (found := _held(reference.digest, store, wanted)):
+        store.note_use(reference.digest)
+        return found
+    if os.environ.get(OFFLINE, "") not in ("", "0"):
+        return _offline(reference, store, wanted)
+    with store.writing():
+        files = open_repository(reference).open(reference.tag, reference.digest)
+        root = read_root(files)
+        _log.info("%s: is %s", reference, root.digest)
+        if not reference.digest:
+            store.remember(reference, root.digest)
+        targets = _chosen(files, root, wanted, policies, str(reference))
+        here = store.targets_of(root.digest)
+        known = {at.digest: at for at in root.bundle.manifests}
+        kept = [at for digest, at in known.items() if digest in here or at in targets]
+        if here >= {at.digest for at in targets}:
+            store.note_use(root.digest)
+            return Pulled(store.directory(root.digest), root.digest, None)
+        moved = move(files, shipment_of(files, root, kept), store, "", report=report)
+    return Pulled(store.directory(root.digest), root.digest, moved)
+
+
+def pull_into(
+    reference: Reference,
+    output: Reference,
+    wanted: Wanted,
+    policies: Sequence[str] = (),
+    report: Report = lambda _: None,
+) -> Moved:
+    """Fetch a bundle into a directory or a tar of its own. Arguments and errors as of `pull`."""
+    files = open_repository(reference).open(reference.tag, reference.digest)
+    root = read_root(files)
+    targets = _chosen(files, root, wanted, policies, str(reference))
+    shipment = shipment_of(files, root, targets)
+    return move(files, shipment, open_repository(output), "", report=report)
+
+
+def _chosen(
+    files: BundleFiles, root: Root, wanted: Wanted, policies: Sequence[str], where: str
+) -> tuple[Descriptor, ...]:
+    """Return the targets that are wanted, which every policy lets run."""
+    if wanted.machine is None:
+        chosen = targets_named(root, wanted.names, where)
+        candidates = [at for at in match(root, Fingerprint.current()) if at.descriptor in chosen]
+    else:
+        candidates = [_best(files, match(root, wanted.machine), wanted.must_match)]
+        chosen = tuple(at.descriptor for at in candidates)
+    if policies:
+        from prejit.runtime.trust.enforcing import enforce
+
+        enforce(policies, files, root, candidates, read_manifests(files, candidates))
+    return chosen
+
+
+def _best(files: LayoutFiles, targets: Sequence[OpenTarget], must_match: bool) -> OpenTarget:
+    matching = next((target for target in targets if target.verdict.matches), None)
+    if matching is None:
+        if must_match:
+            raise mismatch(files, targets)
+        return closest_target(targets)
+    return matching
+
+
+def _held(digest: str, store: MachineStore, wanted: Wanted) -> Pulled | None:
+    """Return a bundle of the store that has all that is wanted; None: it must be fetched."""
+    here = store.targets_of(digest)
+    if not here:
+        return None
+    path = store.directory(digest)
+    with Layout(path) as layout:
+        root = read_root(layout)
+        if root.digest != digest or root.subject is None:
+            return None
+        whole = _index_of(layout, root)
+        if wanted.machine is None:
+            needed = {at.digest for at in targets_named(whole, wanted.names, str(path))}
+        else:
+            needed = {_best(layout, match(whole, wanted.machine), False).descriptor.digest}
+    return Pulled(path, digest, None) if needed <= here else None
+
+
+def _index_of(layout: LayoutFiles, root: Root) -> Root:
+    """Return a bundle with all targets of its index, those that are not here among them."""
+    assert root.subject is not None
+    if root.subject.mediaType != INDEX_MEDIA_TYPE:
+        return root
+    content = layout.read_blob(root.subject)
+    return root._replace(bundle=check_index(content, root.path))
+
+
+def _offline(reference: Reference, store: MachineStore, wanted: Wanted) -> Pulled:
+    digest = reference.digest or store.remembered(reference)
+    found = _held(digest, store, wanted) if digest else None
+    if found is None:
+        raise StoreError(
+            f"{reference}: {OFFLINE} is set, and {store.path} does not hold "
+            f"{'what is wanted of ' + digest if digest else 'a bundle of this reference'}",
+            hint="fetch it first, on this machine or another: prejit pull " + str(reference),
+        )
+    _log.warning("%s: offline: %s, as it was when last asked for", reference, digest)
+    store.note_use(digest)
+    return found

@@ -1,0 +1,126 @@
+"""References: where a bundle is, in one line that people type.
+
+oci://HOST[:PORT]/REPOSITORY[:TAG][@DIGEST]      a registry; without both, the tag `latest`
+s3://BUCKET/PATH[:TAG][@DIGEST]                  also gs:// and az://, and https:// for a static server
+DIRECTORY, FILE.tar                              an OCI image layout; as a tar, for sites without a network
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, replace
+from urllib.parse import urlsplit, urlunsplit
+
+from prejit.runtime.base.files import is_digest
+from prejit.runtime.errors import UsageError
+
+REGISTRY = "oci"
+_OBJECTS = ("s3", "gs", "az", "https", "http")
+SCHEMES = (REGISTRY, *_OBJECTS)
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+"""A tag, as the OCI distribution specification has it."""
+_REPOSITORY = re.compile(r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*(/[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*)*")
+_LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+_FORMS = "give oci://HOST/REPOSITORY:TAG, s3://BUCKET/PATH, gs://, az://, https://, a directory or a .tar"
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Where a bundle is.
+
+    Attributes:
+        scheme: how it is reached: one of `SCHEMES`, or `dir` or `tar` on this machine.
+        place: the URL without tag and digest, or the path.
+        tag: the name of a version; empty: none is named.
+        digest: the bundle must have this digest; empty: whatever the tag leads to.
+    """
+
+    scheme: str
+    place: str
+    tag: str = ""
+    digest: str = ""
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is a URL."""
+        return self.scheme in SCHEMES
+
+    @property
+    def host(self) -> str:
+        """The host and the port of a URL, without a password."""
+        return urlsplit(self.place).netloc.rpartition("@")[2]
+
+    @property
+    def path(self) -> str:
+        """The path of a URL: a registry's repository, or what stands before every name in a bucket."""
+        return urlsplit(self.place).path.strip("/")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the host is this machine, which may be asked without TLS."""
+        return self.host.rpartition(":")[0] in _LOCAL_HOSTS or self.host in _LOCAL_HOSTS
+
+    def at(self, digest: str) -> Reference:
+        """Return the reference that can mean one bundle only."""
+        return replace(self, digest=digest)
+
+    def __str__(self) -> str:
+        place = self.place
+        if self.is_remote:
+            place = urlunsplit(urlsplit(place)._replace(netloc=self.host))
+        tag = f":{self.tag}" if self.tag else ""
+        return f"{place}{tag}{f'@{self.digest}' if self.digest else ''}"
+
+
+def is_reference(text: str | os.PathLike[str]) -> bool:
+    """Return whether a text names a bundle elsewhere: it is a URL."""
+    return "://" in os.fspath(text)
+
+
+def parse_reference(text: str) -> Reference:
+    """Return the reference that a text means.
+
+    Raises:
+        UsageError: it has no form of a reference.
+    """
+    if not is_reference(text):
+        if not text:
+            raise UsageError("expected a reference to a bundle, found an empty text", hint=_FORMS)
+        return Reference("tar" if text.endswith(".tar") else "dir", text)
+    scheme = text.partition("://")[0]
+    if scheme not in SCHEMES:
+        raise UsageError(
+            f"{text:.200}: expected one of {', '.join(f'{each}://' for each in SCHEMES)}, "
+            f"found {scheme}://",
+            hint=_FORMS,
+        )
+    place, at, digest = text.partition("@sha256:")
+    digest = f"sha256:{digest}" if at else ""
+    if digest and not is_digest(digest):
+        raise UsageError(
+            f"{text:.200}: expected 64 hexadecimal digits after @sha256:, found {digest[7:]!r:.80}"
+        )
+    before, slash, last = place.rpartition("/")
+    last, colon, tag = last.partition(":")
+    if colon and not _TAG.fullmatch(tag):
+        raise UsageError(
+            f"{text:.200}: expected a tag of up to 128 letters, digits, `.`, `_` and `-` after the "
+            f"last colon, found {tag!r:.80}"
+        )
+    found = Reference(scheme, f"{before}{slash}{last}".rstrip("/"), tag, digest)
+    try:
+        is_place = bool(found.host) and bool(found.path or scheme != REGISTRY)
+    except ValueError:  # of urlsplit: brackets that are no IPv6 address
+        is_place = False
+    if not is_place:
+        raise UsageError(f"{text:.200}: expected a host and a path behind it", hint=_FORMS)
+    if scheme == REGISTRY:
+        if not _REPOSITORY.fullmatch(found.path):
+            raise UsageError(
+                f"{text:.200}: expected a repository of lower-case letters, digits and `.`, `_`, `-` "
+                f"between them, found {found.path!r:.80}"
+            )
+        if not tag and not digest:
+            return replace(found, tag="latest")
+    return found

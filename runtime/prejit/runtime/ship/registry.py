@@ -1,0 +1,320 @@
+"""Bundles in a repository of an OCI registry, as the OCI distribution specification 1.1 has it.
+
+What is attached to a bundle is found by the referrers API, or by the tags that stand in for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from prejit.runtime.base.files import digest_of, is_digest
+from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.errors import RejectError, StoreError, UsageError
+from prejit.runtime.format import limits
+from prejit.runtime.format.bundle_schema import Descriptor
+from prejit.runtime.format.checks.oci import check_index
+from prejit.runtime.format.names import (
+    ARTIFACT_TYPE,
+    INDEX_MEDIA_TYPE,
+    MANIFEST_MEDIA_TYPE,
+    PARTS_MEDIA_TYPE,
+    SIGNATURE_MEDIA_TYPE,
+    STATEMENT_MEDIA_TYPE,
+)
+from prejit.runtime.format.referrers import attached_entry
+from prejit.runtime.format.root import encode_root, read_descriptor
+from prejit.runtime.ship.reference import Reference
+from prejit.runtime.ship.registry_client import (
+    ANSWER_SECONDS,
+    BlobBody,
+    RegistryClient,
+    parse_object,
+)
+from prejit.runtime.ship.remote_files import RemoteFiles
+from prejit.runtime.ship.repository import (
+    MOST_TRANSFERS,
+    PIECE_BYTES,
+    Pieces,
+    Shipment,
+    Tagged,
+    encode_copy,
+)
+
+if TYPE_CHECKING:
+    from requests import Response
+
+_UPLOAD_BYTES_PER_SECOND = 256 << 10
+"""A registry answers once it has stored a blob. It may take this long."""
+_MANIFEST_PAUSES_SECONDS = (0.05, 0.2, 0.5)
+"""Pauses before a manifest is sent again. A registry on a file system answers 400 while another machine
+uploads a blob of the manifest: it finds the blob half written."""
+_DOCUMENTS = frozenset({INDEX_MEDIA_TYPE, MANIFEST_MEDIA_TYPE})
+_ATTACHED = frozenset({SIGNATURE_MEDIA_TYPE, PARTS_MEDIA_TYPE, STATEMENT_MEDIA_TYPE})
+"""The artifact types that are fetched. Others, such as scans by a registry, mean nothing to prejit."""
+_REQUESTS = 8
+
+
+class Registry:
+    """Implements `repository.Repository` for a repository of a registry."""
+
+    def __init__(
+        self,
+        reference: Reference,
+        *,
+        answer_seconds: float = ANSWER_SECONDS,
+        pauses: Sequence[float] | None = None,
+    ) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            reference: the repository.
+            answer_seconds: how long it may take to answer.
+            pauses: pauses in seconds before each further attempt; None: the usual ones.
+
+        Raises:
+            UsageError: oras is not installed.
+        """
+        self.name = str(replace(reference, tag="", digest=""))
+        self.most_transfers = MOST_TRANSFERS
+        self._client = RegistryClient(reference, self.name, answer_seconds, pauses)
+
+    # ------------------------------------------------------------------ reading
+
+    def open(self, tag: str, digest: str) -> RemoteFiles:
+        """See `Repository.open`."""
+        where = f"{self.name}{f':{tag}' if tag else ''}{f'@{digest}' if digest else ''}"
+        at, content = self.manifest(digest or tag, where)
+        if digest and at.digest != digest:
+            raise RejectError(where, f"expected {digest}, found {at.digest}")
+        plain = parse_object(content)
+        kind = plain.get("artifactType")
+        if at.mediaType == INDEX_MEDIA_TYPE and kind is None:  # skopeo drops it
+            listed = plain.get("manifests")
+            entries = [
+                read_descriptor(each, where)
+                for each in (listed if isinstance(listed, list) else ())
+            ]
+            index_file = encode_copy(entries, self._attached(entries))
+            return RemoteFiles(where, index_file, self._fetch)
+        if kind != ARTIFACT_TYPE:
+            raise UsageError(
+                f"{where}: expected a bundle of prejit, found "
+                f"{kind or plain.get('config', {}).get('mediaType') or at.mediaType}",
+                hint="push one with: prejit push BUNDLE " + where,
+            )
+        files = RemoteFiles(where, b"", self._fetch)
+        if at.mediaType == INDEX_MEDIA_TYPE:
+            index = check_index(content, files.blob_path(at.digest))
+            entries = self._attached([at, *index.manifests])
+            return RemoteFiles(where, encode_root(index, content, entries), self._fetch)
+        at = replace(at, artifactType=ARTIFACT_TYPE)
+        return RemoteFiles(where, encode_copy([at], self._attached([at])), self._fetch)
+
+    def manifest(self, name: str, where: str) -> tuple[Descriptor, bytes]:
+        """Return a manifest or an index by its tag or digest. Raise StoreError where there is none."""
+        found = self.find_manifest(name)
+        if found is None:
+            raise StoreError(
+                f"{where}: not found", hint=f"`prejit ls {self.name}` says which tags there are"
+            )
+        return found
+
+    def find_manifest(
+        self, name: str, most: int = limits.MAX_INDEX_BYTES
+    ) -> tuple[Descriptor, bytes] | None:
+        """Return a manifest or an index of at most so many bytes; None: there is none."""
+        headers = {"Accept": ", ".join(sorted(_DOCUMENTS))}
+        response = self._client.ask(
+            "GET", f"manifests/{name}", headers=headers, stream=True, missing=True
+        )
+        if response is None:
+            return None
+        content = _limited(response, most, f"{self.name}:{name}")
+        kind = response.headers.get("Content-Type", "").partition(";")[0].strip()
+        return Descriptor(kind, digest_of(content), len(content)), content
+
+    def _fetch(self, at: Descriptor, start: int) -> Iterator[bytes]:
+        """Yield a blob's bytes from a place on, for as long as they arrive."""
+        found = self.find_blob(at, start)
+        if found is None:
+            raise StoreError(
+                f"{self.name}@{at.digest}: not found", hint="push the bundle again: it is not whole"
+            )
+        yield from found
+
+    def find_blob(self, at: Descriptor, start: int = 0) -> Iterator[bytes] | None:
+        """Return a blob's bytes from a place on, for as long as they arrive; None: there is none."""
+        kind = "manifests" if at.mediaType in _DOCUMENTS else "blobs"
+        headers = {"Accept": at.mediaType if kind == "manifests" else "*/*"}
+        headers["Accept-Encoding"] = "identity"
+        if start:
+            headers["Range"] = f"bytes={start}-"
+        path = f"{kind}/{at.digest}"
+        response = self._client.ask("GET", path, headers=headers, stream=True, missing=True)
+        return None if response is None else self._read(response, path, start)
+
+    def _read(self, response: Response, path: str, start: int) -> Iterator[bytes]:
+        skipped = start if response.status_code == 200 else 0
+        try:
+            while piece := response.raw.read(PIECE_BYTES):
+                yield piece[skipped:] if skipped else piece
+                skipped = max(0, skipped - len(piece))
+        except Exception as error:  # urllib3's own, which are no OSError
+            raise self._client.failed(path, error) from error
+        finally:
+            response.close()
+
+    def _attached(self, subjects: Sequence[Descriptor]) -> list[Descriptor]:
+        """Return the entries of what is attached to something, and to that, in the order of their digests."""
+        found, asked = dict[str, Descriptor](), {at.digest for at in subjects}
+        wanted = [at.digest for at in subjects]
+        with ThreadPoolExecutor(_REQUESTS, "prejit-referrers") as pool:
+            while wanted and len(found) < limits.MAX_ROOT_ENTRIES:
+                some = [each for few in pool.map(self._referrers, wanted) for each in few]
+                found |= {at.digest: at for at in some}
+                wanted = [at.digest for at in some if at.digest not in asked]
+                asked |= set(wanted)
+        return [found[digest] for digest in sorted(found)]
+
+    def _referrers(self, digest: str) -> list[Descriptor]:
+        listed = self._listed_referrers(digest)
+        where = f"{self.name} (referrers of {digest})"
+        found = [read_descriptor(each, where) for each in listed]
+        return [
+            attached_entry(at.digest, at.size, at.artifactType or "")
+            for at in found
+            if at.artifactType in _ATTACHED and at.size <= limits.MAX_MANIFEST_BYTES
+        ]
+
+    def _listed_referrers(self, digest: str) -> list[Any]:
+        """Return the descriptors of what refers to a digest, by the API or by the tag instead of it."""
+        response = self._client.ask("GET", f"referrers/{digest}", stream=True, missing=True)
+        if response is not None:
+            content = _limited(response, limits.MAX_INDEX_BYTES, f"{self.name} referrers")
+        elif (fallback := self.find_manifest(_fallback_tag(digest))) is not None:
+            content = fallback[1]
+        else:
+            return []
+        listed = parse_object(content).get("manifests")
+        return listed if isinstance(listed, list) else []
+
+    def tags(self) -> list[Tagged]:
+        """See `Repository.tags`."""
+        names, path = list[str](), "tags/list?n=1000"
+        while path:
+            response = self._client.ask("GET", path, missing=True)
+            if response is None:
+                raise StoreError(f"{self.name}: not found", hint="push a bundle first: prejit push")
+            names += parse_object(response.content).get("tags") or []
+            path = response.links.get("next", {}).get("url", "")
+        shown = [each for each in sorted(names) if not _is_fallback(each)]
+        with ThreadPoolExecutor(_REQUESTS, "prejit-tags") as pool:
+            return [
+                Tagged(*pair) for pair in zip(shown, pool.map(self._digest, shown), strict=True)
+            ]
+
+    def _digest(self, tag: str) -> str:
+        found = self.find_manifest(tag)
+        return "" if found is None else found[0].digest
+
+    # ------------------------------------------------------------------ writing
+
+    def has(self, at: Descriptor) -> bool:
+        """See `Repository.has`."""
+        kind = "manifests" if at.mediaType in _DOCUMENTS else "blobs"
+        headers = {"Accept": at.mediaType}
+        return (
+            self._client.ask("HEAD", f"{kind}/{at.digest}", headers=headers, missing=True)
+            is not None
+        )
+
+    def mount(self, at: Descriptor, repository: str) -> bool:
+        """Take a blob from another repository of this registry; return whether the registry could."""
+        path = f"blobs/uploads/?mount={at.digest}&from={repository}"
+        response = self._client.ask("POST", path, headers={"Content-Length": "0"}, refused=True)
+        if response is not None and response.status_code == 202:  # it began an upload instead
+            self._client.ask("DELETE", response.headers.get("Location", ""), refused=True)
+        return response is not None and response.status_code == 201
+
+    def write(self, at: Descriptor, pieces: Pieces) -> None:
+        """See `Repository.write`. The whole blob is one request: not all registries take parts."""
+        begun = self._client.ask("POST", "blobs/uploads/", headers={"Content-Length": "0"})
+        location = begun.headers.get("Location") if begun is not None else None
+        if not location:
+            raise StoreError(f"{self.name}: expected the place of an upload, found none")
+        url = f"{location}{'&' if '?' in location else '?'}digest={at.digest}"
+        headers = {"Content-Type": "application/octet-stream"}
+        seconds = self._client.answer_seconds + at.size / _UPLOAD_BYTES_PER_SECOND
+        body = BlobBody(at, pieces, self.name)
+        self._client.ask("PUT", url, headers=headers, data=body, seconds=seconds)
+
+    def publish(self, shipment: Shipment, tag: str) -> None:
+        """See `Repository.publish`."""
+        for document in shipment.documents:
+            name = document.at.digest
+            if name == shipment.digest and tag:
+                name = tag
+            answer = self.put_manifest(name, document.at.mediaType, document.content)
+            subject = parse_object(document.content).get("subject")
+            if isinstance(subject, dict) and "OCI-Subject" not in answer.headers:
+                self._add_fallback(str(subject.get("digest")), document.at, document.content)
+
+    def put_manifest(self, name: str, media_type: str, content: bytes) -> Response:
+        """Write a manifest under a tag or its digest."""
+        headers = {"Content-Type": media_type}
+        for pause in _MANIFEST_PAUSES_SECONDS:
+            answer = self._client.ask(
+                "PUT", f"manifests/{name}", headers=headers, data=content, refused=True
+            )
+            if answer is not None:
+                return answer
+            time.sleep(pause)
+        answer = self._client.ask("PUT", f"manifests/{name}", headers=headers, data=content)
+        assert answer is not None
+        return answer
+
+    def _add_fallback(self, subject: str, at: Descriptor, content: bytes) -> None:
+        """List a manifest under the tag that stands in for the referrers API (OCI distribution 1.1)."""
+        listed = self._listed_referrers(subject)
+        if any(isinstance(each, dict) and each.get("digest") == at.digest for each in listed):
+            return
+        kind = parse_object(content).get("artifactType")
+        listed.append(Descriptor(at.mediaType, at.digest, at.size, kind))
+        index = {"schemaVersion": 2, "mediaType": INDEX_MEDIA_TYPE, "manifests": listed}
+        self.put_manifest(_fallback_tag(subject), INDEX_MEDIA_TYPE, to_json(index))
+
+    def remove(self, tag: str) -> None:
+        """See `Repository.remove`."""
+        if self.find_manifest(tag) is None:
+            raise StoreError(
+                f"{self.name}:{tag}: not found",
+                hint=f"`prejit ls {self.name}` says which tags there are",
+            )
+        if self._client.ask("DELETE", f"manifests/{tag}", refused=True) is None:
+            raise StoreError(
+                f"{self.name}:{tag}: this registry deletes no tags",
+                hint="name the digest, which removes all its tags, or use the registry's own interface",
+            )
+
+
+def _fallback_tag(digest: str) -> str:
+    return digest.replace(":", "-")
+
+
+def _is_fallback(tag: str) -> bool:
+    return is_digest(tag.replace("-", ":", 1))
+
+
+def _limited(response: Response, most: int, where: str) -> bytes:
+    """Return a small answer. Raise RejectError where it is larger."""
+    content = bytearray()
+    for piece in response.iter_content(64 << 10):
+        content += piece
+        if len(content) > most:
+            response.close()
+            raise RejectError(where, f"expected at most {most} bytes, found more")
+    return bytes(content)

@@ -1,0 +1,267 @@
+"""Requests to a repository of an OCI registry: logins, further attempts, and refusals in words.
+
+The credentials are those that docker, podman, skopeo and oras keep.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urljoin, urlsplit
+
+from prejit.runtime.errors import RejectError, StoreError, UsageError
+from prejit.runtime.format.bundle_schema import Descriptor
+from prejit.runtime.ship.reference import Reference
+from prejit.runtime.ship.repository import Pieces, checked
+
+if TYPE_CHECKING:
+    from oras.auth.base import AuthBackend
+    from requests import Response, Session
+
+PLAIN_HTTP = "PREJIT_PLAIN_HTTP"
+"""The environment variable with hosts, separated by commas, that are reached without TLS as loopback is."""
+ANSWER_SECONDS = 30.0
+"""How long a registry may take to answer, and to send the next piece."""
+PAUSES_SECONDS = (0.3, 1.0, 3.0, 8.0)
+"""Pauses before each further attempt."""
+_MOST_PAUSE_SECONDS = 60.0
+"""The longest wait that a registry may ask for."""
+_TRY_AGAIN = frozenset({408, 429, 500, 502, 503, 504})
+
+
+class RegistryClient:
+    """Asks one repository of a registry. Threads may share it.
+
+    Attributes:
+        host, repository, name: of the repository; the name is for messages.
+        answer_seconds: how long the registry may take to answer.
+    """
+
+    def __init__(
+        self, reference: Reference, name: str, answer_seconds: float, pauses: Sequence[float] | None
+    ) -> None:
+        """Connect to nothing yet. `pauses` as of `Registry`.
+
+        Raises:
+            UsageError: oras is not installed.
+        """
+        self.name, self.host, self.repository = name, reference.host, reference.path
+        plain = os.environ.get(PLAIN_HTTP, "").split(",")
+        is_plain = reference.is_loopback or reference.host in plain
+        self._base = f"{'http' if is_plain else 'https'}://{self.host}/v2/{self.repository}/"
+        self.answer_seconds = answer_seconds
+        self._pauses = PAUSES_SECONDS if pauses is None else pauses
+        try:
+            self._session = _session()
+            self._logins = _logins(f"{self.host}/{self.repository}", is_plain, self._session)
+        except ImportError as error:
+            raise UsageError(
+                f"{self.name}: expected the package oras, which reaches registries, found none",
+                hint="pip install 'prejit[ship]'",
+            ) from error
+        self._login = self._logins["bearer"]
+        self._lock = threading.Lock()
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        headers: dict[str, str] | None = None,
+        data: bytes | BlobBody | None = None,
+        stream: bool = False,
+        missing: bool = False,
+        refused: bool = False,
+        seconds: float = 0.0,
+    ) -> Response | None:
+        """Return the answer to a request, after further attempts where the registry is busy.
+
+        Args:
+            method: of the request.
+            path: below the repository, or a URL.
+            headers: of the request.
+            data: its body.
+            stream: whether the caller reads the answer in pieces.
+            missing: whether 404 is an answer, None.
+            refused: whether 400 and 405 are an answer, None.
+            seconds: time limit of the answer; 0: the usual.
+
+        Raises:
+            StoreError: the registry does not answer, or refuses.
+        """
+        url = urljoin(self._base, path)
+        limit = (self.answer_seconds, seconds or self.answer_seconds)
+        for pause in (*self._pauses, None):
+            try:
+                response = self._once(method, url, headers or {}, data, stream, limit)
+            except (OSError, ValueError) as error:
+                if isinstance(error, RejectError) or pause is None or not _is_passing(error):
+                    raise self.failed(path, error) from error
+                time.sleep(pause)
+                continue
+            if response.status_code in _TRY_AGAIN and pause is not None:
+                time.sleep(_wait(response, pause))
+                continue
+            break
+        code = response.status_code
+        if response.ok or (missing and code == 404) or (refused and code in (400, 404, 405)):
+            return response if response.ok else None
+        raise self._refusal(method, path, response)
+
+    def _once(
+        self,
+        method: str,
+        url: str,
+        headers: dict[str, str],
+        data: bytes | BlobBody | None,
+        stream: bool,
+        limit: tuple[float, float],
+    ) -> Response:
+        """Ask once, and once more with a token where the registry wants one."""
+        is_ours = urlsplit(url)[:2] == urlsplit(self._base)[:2]
+        sent = self._login.get_auth_header() if is_ours else {}
+        options: dict[str, Any] = {"data": data, "stream": stream, "timeout": limit}
+        response = self._session.request(method, url, headers=headers | sent, **options)
+        if response.status_code not in (401, 403) or not is_ours:
+            return response
+        with self._lock:
+            now = self._login.get_auth_header()
+            if now == sent or not now:  # no other thread has asked for a token meanwhile
+                challenge = response.headers.get("www-authenticate", "")
+                self._check_realm(challenge)
+                scheme = challenge.partition(" ")[0].lower()
+                self._login = self._logins.get(scheme, self._login)
+                now, may_pass = self._login.authenticate_request(response, {}, refresh=True)
+                if not may_pass:
+                    return response
+        return self._session.request(method, url, headers=headers | now, **options)
+
+    def _check_realm(self, challenge: str) -> None:
+        """Refuse to send a password without TLS to a host that a registry names."""
+        realm = challenge.partition('realm="')[2].partition('"')[0]
+        if realm.startswith("http://") and not self._base.startswith("http://"):
+            raise StoreError(
+                f"{self.name}: the registry wants a password sent to {realm:.200}, without TLS",
+                hint="ask who runs the registry to give its token service a certificate",
+            )
+
+    def _refusal(self, method: str, path: str, response: Response) -> StoreError:
+        """Return the error for an answer, in words."""
+        code, said = response.status_code, _said(response)
+        what = f"{self.name}: {method} {path:.40}: {code} {response.reason}{said}"
+        hints = {
+            401: f"log in: docker login {self.host}, or oras login {self.host}",
+            403: f"this account may not do that here: log in with another (docker login {self.host})",
+            404: "check the name of the repository",
+            413: "the registry takes no blobs of this size: raise its limit, or that of the proxy before it",
+            429: f"wait {_wait(response, 60):.0f} s: the registry limits how often it is asked",
+            507: "the quota is used up: remove old tags, or ask for more",
+        }
+        is_quota = "quota" in said.lower()
+        hint = hints[507] if is_quota else hints.get(code, "try again: what arrived is kept")
+        return StoreError(what, hint=hint)
+
+    def failed(self, path: str, error: Exception) -> StoreError:
+        """Return the error for a request that had no answer."""
+        if isinstance(error, StoreError):
+            return error
+        text, kind = str(error), type(error).__name__
+        hint = "check the host's name, the network and the proxy (HTTPS_PROXY), then try again"
+        if "CERTIFICATE" in text.upper():
+            hint = "name a private CA in SSL_CERT_FILE or REQUESTS_CA_BUNDLE, and check this machine's clock"
+        elif "WRONG_VERSION_NUMBER" in text:
+            hint = f"the host has no TLS: set {PLAIN_HTTP}={self.host} if its network is trusted"
+        return StoreError(f"{self.name}: {path:.40}: {kind}: {text:.300}", hint=hint)
+
+
+class BlobBody:
+    """A blob as the body of a request, which may be sent again from its start."""
+
+    def __init__(self, at: Descriptor, pieces: Pieces, where: str) -> None:
+        self._at, self._pieces, self._where = at, pieces, where
+
+    def __len__(self) -> int:
+        return self._at.size
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        return checked(self._at, self._pieces(0), self._where)
+
+
+def parse_object(content: bytes) -> dict[str, Any]:
+    """Return an object in JSON; empty: it is none."""
+    try:
+        plain = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return plain if isinstance(plain, dict) else {}
+
+
+def _said(response: Response) -> str:
+    """Return what a registry says about its refusal, with a colon before it."""
+    errors = parse_object(response.content[:65536]).get("errors")
+    first = errors[0] if isinstance(errors, list) and errors else None
+    if not isinstance(first, dict):
+        return ""
+    parts = [str(first.get(key)) for key in ("code", "message") if first.get(key)]
+    return f": {' '.join(parts):.300}"
+
+
+def _wait(response: Response, pause: float) -> float:
+    """Return how long a registry asks to wait, within reason."""
+    said = response.headers.get("Retry-After", "")
+    return min(float(said), _MOST_PAUSE_SECONDS) if said.isdigit() else pause
+
+
+def _is_passing(error: Exception) -> bool:
+    """Return whether a failure may be over soon: not one of a name, a certificate or a proxy."""
+    from requests import exceptions
+
+    if isinstance(error, exceptions.SSLError | exceptions.ProxyError | exceptions.InvalidURL):
+        return False
+    return isinstance(error, exceptions.ConnectionError | exceptions.Timeout) and not any(
+        word in str(error) for word in ("NameResolution", "refused")
+    )
+
+
+def _session() -> Session:
+    import requests
+    from requests.adapters import HTTPAdapter
+
+    session = requests.Session()
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, HTTPAdapter(pool_maxsize=32))
+    session.headers["User-Agent"] = "prejit"
+    if not os.environ.get("REQUESTS_CA_BUNDLE") and (given := os.environ.get("SSL_CERT_FILE")):
+        session.verify = given
+    return session
+
+
+def _login_files() -> Iterable[str]:
+    """Yield the files in which podman, skopeo and buildah keep logins (containers-auth.json(5))."""
+    named = os.environ.get("REGISTRY_AUTH_FILE")
+    runtime = os.environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.getuid()}")
+    config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    for each in (named, f"{runtime}/containers/auth.json", f"{config}/containers/auth.json"):
+        if each and Path(each).is_file():
+            yield each
+
+
+def _logins(repository: str, is_plain: bool, session: Session) -> dict[str, AuthBackend]:
+    """Return what answers a registry that asks who we are, by the scheme that it asks for."""
+    from oras.auth import get_auth_backend
+    from oras.container import Container
+
+    found = {
+        "bearer": get_auth_backend("token", session, is_plain),
+        "basic": get_auth_backend("basic", session, is_plain),
+    }
+    for each in found.values():
+        each.load_configs(Container(repository), configs=[*_login_files()])
+    if not hasattr(found["basic"], "_basic_auth"):  # nobody has logged in
+        found["basic"].set_basic_auth("", "")
+    return found

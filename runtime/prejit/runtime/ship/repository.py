@@ -1,0 +1,204 @@
+"""What holds bundles (a registry, a bucket, a server, a directory, a tar), and what a bundle is made of.
+
+Nothing here or in the kinds of repositories decides what is moved: that is `shipping`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.errors import RejectError
+from prejit.runtime.format.bundle_schema import Descriptor, ImageManifest
+from prejit.runtime.format.checks.oci import check_manifest
+from prejit.runtime.format.layout import LayoutFiles
+from prejit.runtime.format.names import INDEX_MEDIA_TYPE
+from prejit.runtime.format.referrers import Referrer, referrers
+from prejit.runtime.format.root import Root, encode_root, index_of_copy
+
+PIECE_BYTES = 1 << 20
+MOST_TRANSFERS = 8
+"""How many blobs most places take at the same time."""
+Pieces = Callable[[int], Iterator[bytes | memoryview]]
+"""Gives the bytes of a blob from a place on, in pieces of any size."""
+
+
+class BundleFiles(LayoutFiles, Protocol):
+    """The files of one bundle in a repository."""
+
+    def pieces(self, at: Descriptor, start: int) -> Iterator[bytes | memoryview]:
+        """Yield a blob's bytes from a place on. They may be wrong.
+
+        Raises:
+            StoreError: they do not arrive.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class BundleDocument:
+    """A small blob that says what others are: the bundle's index, a manifest."""
+
+    at: Descriptor
+    content: bytes
+
+    def pieces(self, start: int) -> Iterator[bytes]:
+        """Yield its bytes from a place on, as `Pieces`."""
+        yield self.content[start:]
+
+
+@dataclass(frozen=True, slots=True)
+class Shipment:
+    """What moves: a bundle, or some of its targets.
+
+    Attributes:
+        digest: the bundle's digest.
+        documents: the manifests of the targets, then what is attached to them and to the bundle, each after
+            what it refers to, then the bundle's index.
+        blobs: all other blobs, each digest once.
+        index_file: the bytes of `index.json`.
+    """
+
+    digest: str
+    documents: tuple[BundleDocument, ...]
+    blobs: tuple[Descriptor, ...]
+    index_file: bytes
+
+    @property
+    def size(self) -> int:
+        """The bytes of all of it."""
+        return sum(at.size for at in self.blobs) + sum(at.at.size for at in self.documents)
+
+
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """A tag of a repository, and the digest of the bundle that it leads to."""
+
+    tag: str
+    digest: str
+
+
+class Destination(Protocol):
+    """A place to which a bundle moves.
+
+    Every method raises StoreError where the place does not answer, or does not let us do what is asked, and
+    RejectError where it gives something else than was asked for.
+    """
+
+    @property
+    def name(self) -> str:
+        """Its URL without passwords, or its path."""
+
+    @property
+    def most_transfers(self) -> int:
+        """How many blobs it takes at the same time."""
+
+    def has(self, at: Descriptor) -> bool:
+        """Return whether a blob is there."""
+
+    def write(self, at: Descriptor, pieces: Pieces) -> None:
+        """Write a blob. It appears whole, and only if its bytes have its digest."""
+
+    def publish(self, shipment: Shipment, tag: str) -> None:
+        """Write the documents of a bundle whose blobs are there, and let a tag lead to it."""
+
+
+class Repository(Destination, Protocol):
+    """A place that holds bundles under tags, and their blobs once each."""
+
+    def open(self, tag: str, digest: str) -> BundleFiles:
+        """Return the files of the bundle with a tag or a digest; either may be empty."""
+
+    def tags(self) -> list[Tagged]:
+        """Return all tags in the order of their names."""
+
+    def remove(self, tag: str) -> None:
+        """Remove a tag. The blobs stay until the place itself collects them."""
+
+
+def shipment_of(files: LayoutFiles, root: Root, targets: Iterable[Descriptor]) -> Shipment:
+    """Return what moves if some targets of a bundle do, with all that is attached to them and to the bundle.
+
+    Raises:
+        RejectError: a file is damaged.
+    """
+    kept = tuple(targets)
+    documents, blobs = [], dict[str, Descriptor]()
+    for at in kept:
+        content = files.read_blob(at)
+        manifest = check_manifest(content, files.blob_path(at.digest))
+        documents.append(BundleDocument(at, content))
+        blobs |= _parts(manifest)
+    known = {root.digest, *(at.digest for at in kept)}
+    attached = _in_order(referrers(files, root), known)
+    for each in attached:
+        documents.append(BundleDocument(each.descriptor, files.read_blob(each.descriptor)))
+        blobs |= {at.digest: at for at in (each.config, *each.layers)}
+    entries = [each.entry for each in sorted(attached, key=lambda each: each.descriptor.digest)]
+    index = replace(root.bundle, manifests=kept)
+    if root.subject is None or root.subject.mediaType == INDEX_MEDIA_TYPE:
+        if (
+            root.subject is None
+        ):  # skopeo copies all targets without the index, which follows from them
+            content = index_of_copy(files, root.bundle.manifests)
+        else:
+            content = files.read_blob(root.subject)
+        documents.append(
+            BundleDocument(Descriptor(INDEX_MEDIA_TYPE, root.digest, len(content)), content)
+        )
+        index_file = encode_root(index, content, entries)
+    else:
+        index_file = encode_copy(kept, entries)
+    for document in documents:
+        blobs.pop(document.at.digest, None)
+    return Shipment(root.digest, tuple(documents), tuple(blobs.values()), index_file)
+
+
+def _parts(manifest: ImageManifest) -> Mapping[str, Descriptor]:
+    return {at.digest: at for at in (manifest.config, *manifest.layers)}
+
+
+def _in_order(attached: Iterable[Referrer], known: set[str]) -> list[Referrer]:
+    """Return what refers to something known, or to what does so, each after what it refers to."""
+    left, found = list(attached), list[Referrer]()
+    while ready := [each for each in left if each.subject.digest in known]:
+        found += ready
+        known |= {each.descriptor.digest for each in ready}
+        left = [each for each in left if each not in ready]
+    return found
+
+
+def encode_copy(targets: Iterable[Descriptor], others: Iterable[Descriptor]) -> bytes:
+    """Return the bytes of the `index.json` of a copy of targets that lacks the bundle's index."""
+    manifests = [json.loads(to_json(at)) for at in (*targets, *others)]
+    # Its first key says that it is none of the files that a build writes.
+    plain = {"schemaVersion": 2, "mediaType": INDEX_MEDIA_TYPE, "manifests": manifests}
+    return json.dumps(plain).encode("ascii")
+
+
+def checked(
+    at: Descriptor, pieces: Iterable[bytes | memoryview], where: str, hasher: Any = None
+) -> Iterator[bytes | memoryview]:
+    """Yield pieces, and raise RejectError instead of the last one where all do not have a blob's digest.
+
+    `hasher` has seen what came before the pieces.
+    """
+    hasher = hashlib.sha256() if hasher is None else hasher
+    size = 0
+    left: bytes | memoryview = b""
+    for piece in pieces:
+        hasher.update(piece)
+        size += len(piece)
+        if left:
+            yield left
+        left = piece
+    found = f"sha256:{hasher.hexdigest()}"
+    if found != at.digest:
+        raise RejectError(
+            where, f"expected the bytes of {at.digest}, found {size} bytes of {found}"
+        )
+    if left:
+        yield left

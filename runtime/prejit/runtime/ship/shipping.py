@@ -1,0 +1,223 @@
+"""Move a bundle from one place to another: only what the other side lacks, many blobs at a time.
+
+open -> index and manifests -> which targets -> blobs that are missing -> documents -> the tag
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.format.bundle_schema import Descriptor
+from prejit.runtime.format.names import REF_NAME
+from prejit.runtime.format.root import Root, read_root
+from prejit.runtime.ship.reference import REGISTRY, Reference
+from prejit.runtime.ship.repository import (
+    BundleFiles,
+    Destination,
+    Repository,
+    Shipment,
+    shipment_of,
+)
+
+if TYPE_CHECKING:
+    from prejit.runtime.ship.registry import Registry
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferProgress:
+    """How far a transfer is: bytes that moved, and those that must."""
+
+    moved: int
+    missing: int
+
+
+Report = Callable[[TransferProgress], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a transfer did.
+
+    Attributes:
+        digest: the bundle's.
+        blobs, moved_bytes: the blobs that moved, documents among them, and their bytes.
+        present_bytes: bytes of blobs that the other side had.
+    """
+
+    digest: str
+    blobs: int
+    moved_bytes: int
+    present_bytes: int
+
+
+def open_repository(reference: Reference) -> Repository:
+    """Return the place that a reference names. Nothing is connected or opened yet.
+
+    Raises:
+        UsageError: a package that reaches it is not installed.
+    """
+    # Each brings packages of its own.
+    if reference.scheme == REGISTRY:
+        from prejit.runtime.ship.registry import Registry
+
+        return Registry(reference)
+    if reference.is_remote:
+        from prejit.runtime.ship.object_repository import ObjectRepository
+
+        return ObjectRepository(reference)
+    from prejit.runtime.ship.directory_repository import DirectoryRepository, TarRepository
+
+    return (TarRepository if reference.scheme == "tar" else DirectoryRepository)(reference.place)
+
+
+def targets_named(root: Root, names: Sequence[str], where: str) -> tuple[Descriptor, ...]:
+    """Return the targets of a bundle with some names; all of them where no name is given.
+
+    Raises:
+        UsageError: the bundle has no such target.
+    """
+    known = {(at.annotations or {}).get(REF_NAME, ""): at for at in root.bundle.manifests}
+    if unknown := [name for name in names if name not in known]:
+        raise UsageError(
+            f"{where}: expected one of the targets {', '.join(known)}, found {unknown[0]!r:.80}",
+            hint="`prejit inspect` lists the targets of a bundle",
+        )
+    return tuple(at for name, at in known.items() if not names or name in names)
+
+
+def move(
+    files: BundleFiles,
+    shipment: Shipment,
+    into: Destination,
+    tag: str,
+    *,
+    mounts_from: str = "",
+    report: Report = lambda _: None,
+) -> Moved:
+    """Move what the other side lacks, then its documents and its tag.
+
+    Args:
+        files: where it comes from.
+        shipment: what moves.
+        into: where it goes.
+        tag: leads to it there; empty: none does, or its digest.
+        mounts_from: a repository of the same registry that has the blobs; empty: none.
+        report: called as bytes move, by any thread.
+
+    Raises:
+        StoreError, RejectError: something does not arrive, or is not what its digest names. A further
+            attempt goes on with what did.
+    """
+    with ThreadPoolExecutor(into.most_transfers, "prejit-ship") as pool:
+        there = list(pool.map(into.has, shipment.blobs))
+    missing = [at for at, is_there in zip(shipment.blobs, there, strict=True) if not is_there]
+    missing.sort(key=lambda at: -at.size)
+    counting = _Counting(sum(at.size for at in missing), report)
+    with ThreadPoolExecutor(into.most_transfers, "prejit-ship") as pool:
+        jobs = [pool.submit(_move_one, files, at, into, mounts_from, counting) for at in missing]
+        try:
+            wait(jobs, return_when=FIRST_EXCEPTION)
+        finally:  # ctrl-C, too
+            if not all(job.done() for job in jobs):
+                counting.is_over = True
+                pool.shutdown(cancel_futures=True)
+    failed = [job.exception() for job in jobs if not job.cancelled() and job.exception()]
+    for error in sorted(failed, key=lambda error: isinstance(error, _OverError)):
+        assert error is not None
+        raise error
+    into.publish(shipment, tag)
+    documents = sum(each.at.size for each in shipment.documents)
+    moved = sum(at.size for at in missing)
+    count = len(missing) + len(shipment.documents)
+    return Moved(shipment.digest, count, moved + documents, shipment.size - moved - documents)
+
+
+class _OverError(StoreError):
+    """Another blob's transfer has failed, or the user has stopped all."""
+
+
+class _Counting:
+    """Counts bytes as they move, and ends a transfer that is over."""
+
+    def __init__(self, missing: int, report: Report) -> None:
+        self.is_over = False
+        self._moved, self._missing, self._report = 0, missing, report
+        self._lock = threading.Lock()
+
+    def pieces(
+        self, files: BundleFiles, at: Descriptor, start: int
+    ) -> Iterator[bytes | memoryview]:
+        self.add(start)
+        for piece in files.pieces(at, start):
+            if self.is_over:
+                raise _OverError("the transfer was stopped", hint="try again: what arrived is kept")
+            yield piece
+            self.add(len(piece))
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._moved += count
+            self._report(TransferProgress(min(self._moved, self._missing), self._missing))
+
+
+def _move_one(
+    files: BundleFiles, at: Descriptor, into: Destination, mounts_from: str, counting: _Counting
+) -> None:
+    if mounts_from:
+        registry: Registry = into  # type: ignore[assignment]
+        if registry.mount(at, mounts_from):
+            _log.debug("%s: mounted from %s", at.digest, mounts_from)
+            counting.add(at.size)
+            return
+    _log.debug("%s: %d bytes to %s", at.digest, at.size, into.name)
+    into.write(at, lambda start: counting.pieces(files, at, start))
+
+
+def ship(
+    source: Reference, target: Reference, names: Sequence[str] = (), report: Report = lambda _: None
+) -> Moved:
+    """Move a bundle, or some of its targets, from one reference to another.
+
+    Raises:
+        UsageError: a target is unknown, or the other side cannot hold some targets alone.
+        StoreError, RejectError: see `move`.
+    """
+    at, into = open_repository(source), open_repository(target)
+    files = at.open(source.tag, source.digest)
+    root = read_root(files)
+    chosen = targets_named(root, names, str(source))
+    shipment = shipment_of(files, root, chosen)
+    if target.scheme == REGISTRY and len(chosen) < len(root.bundle.manifests):
+        shipment = _alone(shipment, chosen, source)
+    if target.digest and target.digest != shipment.digest:
+        raise UsageError(
+            f"{target}: expected the digest of what is pushed, {shipment.digest}",
+            hint="leave the digest out: it follows from the bundle",
+        )
+    is_same_host = source.scheme == target.scheme == REGISTRY and source.host == target.host
+    mounts_from = source.path if is_same_host and source.path != target.path else ""
+    try:
+        return move(files, shipment, into, target.tag, mounts_from=mounts_from, report=report)
+    finally:
+        if (close := getattr(into, "close", None)) is not None:
+            close()
+
+
+def _alone(shipment: Shipment, chosen: Sequence[Descriptor], source: Reference) -> Shipment:
+    """Return one target without the bundle's index: a registry wants all that an index lists."""
+    if len(chosen) > 1:
+        raise UsageError(
+            f"{source}: expected one target or all of them: a registry takes no index whose other "
+            "manifests are missing",
+            hint="push all targets, or each under a tag of its own",
+        )
+    kept = tuple(each for each in shipment.documents if each.at.digest != shipment.digest)
+    return replace(shipment, digest=chosen[0].digest, documents=kept)

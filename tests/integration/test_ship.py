@@ -1,0 +1,132 @@
+"""Bundles ship through real servers and clients, in fresh processes. What moves them imports no jax."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.fake_registry import FakeRegistry, fake_registry
+from tests.store_servers import docker_registry, moto, nginx
+
+from prejit.runtime.format.audit import audit
+from prejit.runtime.generation.options import check_generation
+from prejit.runtime.machine.kept_files import SETTLED_SECONDS
+
+GOLDEN = Path(__file__).parents[1] / "format" / "v1"
+SERVERS = {"docker-registry": docker_registry, "nginx": nginx, "S3": moto}
+CALL = """
+import sys, numpy
+from prejit.runtime import load
+bundle = load(sys.argv[1])
+print(bundle.call("score", x=numpy.ones((2, 16), numpy.float32)).sum())
+start = bundle.start_report()
+print(start.hashed_bytes, start.receipt_bytes)
+"""
+
+
+@pytest.fixture
+def registry() -> Iterator[FakeRegistry]:
+    with fake_registry() as found:
+        yield found
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    """A machine of its own: an empty store, and no receipts."""
+    return {
+        **os.environ,
+        "PREJIT_BUNDLES": str(tmp_path / "store"),
+        "PREJIT_RUNTIME_CACHE": str(tmp_path / "cache"),
+    }
+
+
+def prejit(env: dict[str, str], *words: object) -> str:
+    """Run a command in a fresh process in which nobody can import jax. Return what it printed."""
+    command = (
+        "import sys; sys.modules['jax'] = None; from prejit.runtime.__main__ import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", command, *map(str, words)], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_through_a_real_server_to_an_empty_machine(
+    kind: str, tmp_path: Path, env: dict[str, str]
+) -> None:
+    server = SERVERS[kind](tmp_path)
+    if server is None:
+        pytest.skip(f"{kind} is not installed: see tests/store_servers.py")
+    server.start()
+    try:
+        env |= server.env
+        at = f"{server.url}/call" + ("" if kind == "nginx" else ":v1")
+        pushed = json.loads(prejit(env, "push", GOLDEN / "call", at, "--json"))
+        again = json.loads(prejit(env, "push", GOLDEN / "call", at, "--json"))
+        assert again["moved_bytes"] < pushed["moved_bytes"]
+        prejit(env, "pull", at)
+        prejit(env, "pull", at, "--all", "-o", tmp_path / "out")
+        if kind != "nginx":  # a web server lists nothing
+            assert pushed["digest"] in prejit(env, "ls", f"{server.url}/call")
+        if kind == "S3":
+            prejit(env, "rm", at)
+    finally:
+        server.kill()
+    assert audit(tmp_path / "out", check_generation).digest == pushed["digest"]
+    copied = f"{at.partition(':v1')[0]}@{pushed['digest']}"  # the server is gone: the store has it
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CALL, copied],
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_first_start_hashes_nothing_that_the_pull_has_hashed(
+    registry: FakeRegistry, env: dict[str, str]
+) -> None:
+    at = f"oci://{registry.host}/call:v1"
+    prejit(env, "push", GOLDEN / "call", at)
+    prejit(env, "pull", at)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CALL, at], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    hashed, held = map(int, done.stdout.split()[-2:])
+    assert (hashed, held > 0) == (0, True), SETTLED_SECONDS
+
+
+@pytest.mark.skipif(
+    shutil.which("skopeo") is None, reason="skopeo is not installed (Debian has it)"
+)
+def test_skopeo_and_prejit_read_each_other(tmp_path: Path, env: dict[str, str]) -> None:
+    server = docker_registry(tmp_path)
+    if server is None:
+        pytest.skip("docker-registry is not installed (Debian has it)")
+    server.start()
+    place = server.url.removeprefix("oci://")
+    tls = ["--src-tls-verify=false", "--dest-tls-verify=false"]
+    skopeo = ["skopeo", "--insecure-policy", "copy", "--all", *tls]
+    try:
+        prejit(env, "push", GOLDEN / "fleet", f"{server.url}:ours")
+        subprocess.run(
+            [*skopeo, f"docker://{place}:ours", f"oci:{tmp_path}/theirs:fleet"], check=True
+        )
+        subprocess.run(
+            [*skopeo, f"oci:{tmp_path}/theirs:fleet", f"docker://{place}:theirs"], check=True
+        )
+        prejit(env, "pull", f"{server.url}:theirs", "--all", "-o", tmp_path / "back")
+    finally:
+        server.kill()
+    expected = audit(GOLDEN / "fleet", check_generation)
+    assert audit(tmp_path / "theirs", check_generation).target_count == expected.target_count
+    assert audit(tmp_path / "back", check_generation) == expected

@@ -1,0 +1,193 @@
+"""The store of a machine holds each blob once, gets what the machine needs, and nothing not allowed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.fake_registry import FakeRegistry, fake_registry
+from tests.signers import key_table, signer, write_policy
+
+from prejit.compiler.signing.bundle_signing import sign
+from prejit.runtime import load
+from prejit.runtime.__main__ import main
+from prejit.runtime.errors import StoreError, UntrustedError
+from prejit.runtime.format.audit import audit
+from prejit.runtime.generation.options import check_generation
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.ship.machine_store import MachineStore
+from prejit.runtime.ship.pulling import OFFLINE, Pulled, Wanted, pull
+from prejit.runtime.ship.reference import parse_reference
+from prejit.runtime.ship.shipping import ship
+
+GOLDEN = Path(__file__).parents[3] / "format" / "v1"
+HERE = Fingerprint.current()
+
+
+@pytest.fixture
+def registry() -> Iterator[FakeRegistry]:
+    with fake_registry() as found:
+        for name in ("fleet", "call", "decoder"):
+            at = parse_reference(f"oci://{found.host}/{name}:v1")
+            ship(parse_reference(str(GOLDEN / name)), at)
+        found.seen.clear()
+        yield found
+
+
+def pulled(registry: FakeRegistry, store: MachineStore, name: str, **wanted: object) -> Pulled:
+    reference = parse_reference(f"oci://{registry.host}/{name}")
+    return pull(reference, store, Wanted(**wanted))  # type: ignore[arg-type]
+
+
+def test_only_the_target_of_this_machine_is_fetched_then_others_beside_it(
+    registry: FakeRegistry, store: MachineStore
+) -> None:
+    one = pulled(registry, store, "fleet:v1", machine=HERE)
+    assert audit(one.path, check_generation).target_count == 1
+    assert one.moved is not None
+    again = pulled(registry, store, "fleet:v1", machine=HERE)
+    assert again.moved is None
+    rest = pulled(registry, store, "fleet:v1", names=("cuda-l4",))
+    assert audit(rest.path, check_generation).target_count == 2
+    every = pulled(registry, store, "fleet:v1")
+    assert audit(every.path, check_generation).target_count == 6
+    assert (store.path / ".partial").is_dir()
+    assert not list((store.path / ".partial").iterdir())
+
+
+def test_a_digest_that_is_here_asks_nobody_and_a_tag_always_does(
+    registry: FakeRegistry, store: MachineStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = pulled(registry, store, "call:v1", machine=HERE).digest
+    registry.seen.clear()
+    assert pulled(registry, store, f"call@{digest}", machine=HERE).moved is None
+    assert not registry.seen
+    registry.fault = lambda method, path: 404
+    with pytest.raises(StoreError, match="not found"):
+        pulled(registry, store, "call:v1", machine=HERE)
+    monkeypatch.setenv(OFFLINE, "1")
+    assert pulled(registry, store, "call:v1", machine=HERE).digest == digest
+    with pytest.raises(StoreError, match="does not hold a bundle of this reference"):
+        pulled(registry, store, "call:v2", machine=HERE)
+
+
+def test_load_by_reference_gives_what_the_directory_gives(
+    registry: FakeRegistry, store: MachineStore
+) -> None:
+    x = np.linspace(-1, 1, 32, dtype=np.float32).reshape(2, 16)
+    with load(GOLDEN / "call") as here, load(f"oci://{registry.host}/call:v1") as there:
+        assert here.digest == there.digest
+        np.testing.assert_array_equal(here.call("score", x=x), there.call("score", x=x))
+    with load(store.directory(there.digest)) as stored:
+        assert stored.digest == here.digest
+
+
+def test_a_policy_decides_before_the_weights_are_fetched(
+    registry: FakeRegistry, store: MachineStore, tmp_path: Path
+) -> None:
+    bundle = tmp_path / "call"
+    shutil.copytree(GOLDEN / "call", bundle)
+    sign(bundle, signer("a"))
+    signed = parse_reference(f"oci://{registry.host}/signed:v1")
+    ship(parse_reference(str(bundle)), signed)
+    policy = write_policy(
+        tmp_path / "trust.toml", key_table("a"), '[[rules]]\nnames = ["*"]\nkeys = ["a"]\n'
+    )
+    registry.seen.clear()
+    with pytest.raises(UntrustedError) as raised:
+        load(f"oci://{registry.host}/call:v1", trust=policy)
+    assert raised.value.case == "unsigned"
+    assert registry.count("GET", "/blobs/") == 0
+    assert not store.bundles()
+    with load(str(signed), trust=policy) as loaded:
+        assert loaded.digest
+
+
+def test_processes_that_want_the_same_fetch_it_once(
+    registry: FakeRegistry, store: MachineStore
+) -> None:
+    def slow(method: str, path: str) -> None:
+        if "/blobs/" in path:
+            time.sleep(0.05)
+
+    registry.fault = slow
+    threads = [
+        threading.Thread(target=pulled, args=(registry, store, "decoder:v1")) for _ in range(8)
+    ]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    blobs = [each[1] for each in registry.seen if each[0] == "GET" and "/blobs/" in each[1]]
+    assert len(blobs) == len(set(blobs))
+    assert len(store.bundles()) == 1
+
+
+def test_making_room_removes_the_last_used_and_what_killed_transfers_left(
+    registry: FakeRegistry, store: MachineStore
+) -> None:
+    found = {name: pulled(registry, store, f"{name}:v1") for name in ("call", "decoder", "fleet")}
+    for age, name in enumerate(found):
+        os.utime(found[name].path / "index.json", (1e9 + age, 1e9 + age))
+    (store.path / ".partial" / ("a" * 64)).write_bytes(b"half")
+    (store.path / "blobs" / "sha256" / ("b" * 64)).write_bytes(b"of no bundle")
+    store.pin(found["call"].digest, is_pinned=True)
+    sizes = {each.name: each.size for each in store.bundles()}
+    assert store.collect(1 << 40, 1e10, dry_run=True).files == 2
+    assert store.collect(1 << 40, 1e10).files == 2
+    keep = sum(each.size for each in store.bundles() if each.digest != found["decoder"].digest)
+    assert store.collect(keep, 1e10).bundles == 1
+    left = {each.digest for each in store.bundles()}
+    assert left == {found["call"].digest, found["fleet"].digest}
+    for each in store.bundles():
+        audit(store.directory(each.digest), check_generation)
+    assert store.collect(0, 0).bundles == 1
+    assert [each.digest for each in store.bundles()] == [found["call"].digest]
+    assert sizes
+
+
+def test_nothing_is_removed_while_a_bundle_arrives(store: MachineStore) -> None:
+    with store.writing(), pytest.raises(StoreError, match="is being fetched"):
+        store.collect(0, 0)
+
+
+def test_a_store_that_may_not_be_written_is_named(store: MachineStore) -> None:
+    store.path.parent.mkdir(exist_ok=True)
+    store.path.write_text("a file")
+    with (
+        pytest.raises(StoreError, match="cannot write to the store"),
+        store.writing(),
+    ):
+        pass
+
+
+def test_the_commands(
+    registry: FakeRegistry, store: MachineStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = f"oci://{registry.host}/fleet:v1"
+    expected = [
+        (("push", str(GOLDEN / "call"), f"oci://{registry.host}/new:v1"), "were there"),
+        (("pull", at), "bundles"),
+        (("pull", at, "-o", str(tmp_path / "out"), "--all"), "out"),
+        (("copy", at, str(tmp_path / "fleet.tar")), "were there"),
+        (("tag", at, "stable"), ":stable@sha256:"),
+        (("ls", f"oci://{registry.host}/fleet"), "stable"),
+        (("rm", f"oci://{registry.host}/fleet:stable"), "removed"),
+        (("store",), "1 "),
+        (("inspect", at), "fleet"),
+        (("explain", f"oci://{registry.host}/call:v1"), "fits"),
+        (("verify", at), "6 targets"),
+        (("store", "--gc", "0", "--days", "0"), "removed 1 bundles"),
+    ]
+    for words, said in expected:
+        assert main(words) == 0, words
+        assert said in capsys.readouterr().out, words
+    for words in (("push", at, at), ("pull", "a/directory"), ("rm", "a/directory")):
+        assert main(words) == 2
+        assert "hint" in (error := capsys.readouterr().err) or "expected" in error

@@ -1,0 +1,73 @@
+"""A reference means one thing and prints as it was written. A wrong one is refused, and the form is named."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prejit.runtime.errors import UsageError
+from prejit.runtime.ship.reference import Reference, parse_reference
+
+DIGEST = "sha256:" + "a" * 64
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("oci://host/a/b:v1", ("oci", "oci://host/a/b", "v1", "")),
+        ("oci://host:5000/a", ("oci", "oci://host:5000/a", "latest", "")),
+        (f"oci://host/a@{DIGEST}", ("oci", "oci://host/a", "", DIGEST)),
+        (f"oci://[::1]:5000/a:b@{DIGEST}", ("oci", "oci://[::1]:5000/a", "b", DIGEST)),
+        ("s3://bucket/a/b", ("s3", "s3://bucket/a/b", "", "")),
+        ("s3://bucket/a/b:v1.2", ("s3", "s3://bucket/a/b", "v1.2", "")),
+        ("https://host:8443/models/demo", ("https", "https://host:8443/models/demo", "", "")),
+        ("artifacts/demo", ("dir", "artifacts/demo", "", "")),
+        ("demo.tar", ("tar", "demo.tar", "", "")),
+    ],
+)
+def test_what_a_reference_means(text: str, expected: tuple[str, ...]) -> None:
+    found = parse_reference(text)
+    assert (found.scheme, found.place, found.tag, found.digest) == expected
+    assert parse_reference(str(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "empty"),
+        ("ftp://host/a", "found ftp://"),
+        ("oci://host", "a host and a path"),
+        ("oci://host:5000", "a host and a path"),
+        ("oci://host/A", "lower-case"),
+        ("oci://host/a:-x", "a tag of up to"),
+        ("oci://host/a@sha256:abc", "64 hexadecimal digits"),
+        ("oci:///a", "a host and a path"),
+    ],
+)
+def test_a_wrong_reference(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parse_reference(text)
+
+
+def test_a_password_is_not_printed() -> None:
+    assert str(parse_reference("https://me:secret@host/a")) == "https://host/a"
+
+
+@given(
+    st.from_regex(r"[a-z0-9]{1,9}(/[a-z0-9]{1,5}){0,3}", fullmatch=True),
+    st.from_regex(r"([A-Za-z0-9_][A-Za-z0-9._-]{0,9})?", fullmatch=True),
+    st.booleans(),
+)
+def test_what_is_printed_is_read_back(path: str, tag: str, has_digest: bool) -> None:
+    at = Reference("s3", f"s3://bucket/{path}", tag, DIGEST if has_digest else "")
+    assert parse_reference(str(at)) == at
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_a_reference_or_refused(text: str) -> None:
+    for each in (text, f"oci://{text}", f"https://{text}"):
+        with suppress(UsageError):
+            parse_reference(each)

@@ -1,0 +1,232 @@
+"""A bundle moves between all kinds of places with all its bytes, and only what is missing moves."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.fake_registry import FakeRegistry, fake_registry
+from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, s3_store
+
+from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
+from prejit.runtime.errors import PrejitError, RejectError, StoreError, UsageError
+from prejit.runtime.format.audit import audit
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import PARTS_MEDIA_TYPE, SIGNATURE_MEDIA_TYPE
+from prejit.runtime.format.root import read_root
+from prejit.runtime.generation.options import check_generation
+from prejit.runtime.ship.reference import parse_reference
+from prejit.runtime.ship.shipping import Moved, open_repository, ship
+
+GOLDEN = Path(__file__).parents[3] / "format" / "v1"
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Path:
+    """A bundle of four targets, to which something is attached, and something to that."""
+    path = tmp_path / "fleet"
+    shutil.copytree(GOLDEN / "fleet", path)
+    with Layout(path) as layout:
+        subject = read_root(layout).subject
+    assert subject is not None
+    parts = Part(PARTS_MEDIA_TYPE, b'{"bomFormat":"CycloneDX"}')
+    at = attach(path, subject, PARTS_MEDIA_TYPE, EMPTY, [parts], {})
+    signature = f'{{"mediaType":"{SIGNATURE_MEDIA_TYPE}"}}'.encode()
+    attach(path, at, SIGNATURE_MEDIA_TYPE, EMPTY, [Part(SIGNATURE_MEDIA_TYPE, signature)], {})
+    return path
+
+
+@pytest.fixture(params=["referrers", "tags"])
+def registry(request: pytest.FixtureRequest) -> Iterator[FakeRegistry]:
+    with fake_registry(has_referrers=request.param == "referrers") as found:
+        yield found
+
+
+def moved(source: object, target: object, *targets: str) -> Moved:
+    return ship(parse_reference(str(source)), parse_reference(str(target)), targets)
+
+
+def content(path: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()
+    }
+
+
+def test_a_registry_and_back_has_every_byte_and_a_second_push_moves_documents_alone(
+    fleet: Path, registry: FakeRegistry, tmp_path: Path
+) -> None:
+    at = f"oci://{registry.host}/team/fleet:v1"
+    first = moved(fleet, at)
+    assert first.present_bytes == 0
+    uploads = registry.count("PUT", "/uploads/")
+    second = moved(fleet, at)
+    assert registry.count("PUT", "/uploads/") == uploads
+    assert (second.digest, second.moved_bytes + second.present_bytes) == (
+        first.digest,
+        first.moved_bytes,
+    )
+    moved(at, tmp_path / "back")
+    assert content(tmp_path / "back") == content(fleet)
+    assert audit(tmp_path / "back", check_generation).attached_count == 2
+
+
+def test_between_repositories_of_a_registry_blobs_are_mounted(fleet: Path, tmp_path: Path) -> None:
+    with fake_registry() as registry:
+        moved(fleet, f"oci://{registry.host}/a:v1")
+        uploads = registry.count("PUT", "/uploads/")
+        moved(f"oci://{registry.host}/a:v1", f"oci://{registry.host}/b:v2")
+        assert registry.count("PUT", "/uploads/") == uploads
+        moved(f"oci://{registry.host}/b:v2", tmp_path / "back")
+    assert content(tmp_path / "back") == content(fleet)
+
+
+def test_a_bucket_keeps_versions_under_tags_and_blobs_once(
+    fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with s3_store() as endpoint:
+        for name, value in (S3_SETTINGS | {"AWS_ENDPOINT": endpoint}).items():
+            monkeypatch.setenv(name, value)
+        at = "s3://bucket/models/fleet"
+        moved(fleet, f"{at}:v1")
+        assert moved(fleet, f"{at}:v2").moved_bytes < 20_000
+        moved(fleet, at)
+        tags = open_repository(parse_reference(at)).tags()
+        assert [each.tag for each in tags] == ["", "v1", "v2"]
+        assert len({each.digest for each in tags}) == 1
+        moved(f"{at}:v1", tmp_path / "back")
+        moved(f"{at}@{tags[0].digest}", tmp_path / "named")
+        open_repository(parse_reference(at)).remove("v1")
+        with pytest.raises(StoreError, match="not found"):
+            moved(f"{at}:v1", tmp_path / "gone")
+    assert content(tmp_path / "back") == content(tmp_path / "named") == content(fleet)
+
+
+def test_a_tar_for_sites_without_a_network(fleet: Path, tmp_path: Path) -> None:
+    moved(fleet, tmp_path / "one.tar")
+    moved(fleet, tmp_path / "two.tar")
+    assert (tmp_path / "one.tar").read_bytes() == (tmp_path / "two.tar").read_bytes()
+    moved(tmp_path / "one.tar", tmp_path / "back")
+    assert content(tmp_path / "back") == content(fleet)
+    (tmp_path / "not.tar").write_bytes(b"no tar")
+    for name in ("not.tar", "none.tar"):
+        with pytest.raises(StoreError, match=name):
+            moved(tmp_path / name, tmp_path / "other")
+
+
+def test_some_targets(fleet: Path, tmp_path: Path) -> None:
+    moved(fleet, tmp_path / "some", "cuda-l4", "cpu-x86-64-v3")
+    assert audit(tmp_path / "some", check_generation).target_count == 2
+    with pytest.raises(UsageError, match=r"expected one of the targets .*cuda-l4"):
+        moved(fleet, tmp_path / "none", "cuda-l5")
+    with fake_registry() as registry:
+        at = f"oci://{registry.host}/one"
+        moved(fleet, f"{at}:l4", "cuda-l4")
+        moved(f"{at}:l4", tmp_path / "one")
+        with pytest.raises(UsageError, match="one target or all"):
+            moved(fleet, f"{at}:two", "cuda-l4", "cpu-x86-64-v3")
+    assert audit(tmp_path / "one", check_generation).target_count == 1
+
+
+def test_tags_lead_to_bundles_and_are_removed(fleet: Path) -> None:
+    with fake_registry(has_referrers=False) as registry:
+        at = f"oci://{registry.host}/fleet"
+        digest = moved(fleet, f"{at}:v1").digest
+        moved(f"{at}:v1", f"{at}:stable")
+        place = open_repository(parse_reference(at))
+        assert [(each.tag, each.digest) for each in place.tags()] == [
+            ("stable", digest),
+            ("v1", digest),
+        ]
+        place.remove("v1")
+        assert [each.tag for each in place.tags()] == ["stable"]
+        with pytest.raises(StoreError, match="v1: not found"):
+            place.remove("v1")
+        registry.has_tag_deletion = False
+        with pytest.raises(StoreError, match="deletes no tags"):
+            place.remove("stable")
+
+
+def test_the_login_of_docker_and_podman_goes_to_the_registry_alone(
+    fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake_registry(user="me:secret") as registry, fake_registry() as elsewhere:
+        at = f"oci://{registry.host}/fleet:v1"
+        with pytest.raises(StoreError, match="401") as raised:
+            moved(fleet, at)
+        assert f"docker login {registry.host}" in str(raised.value.hint)
+        logins = tmp_path / "auth.json"
+        logins.write_text(f'{{"auths": {{"{registry.host}": {{"auth": "bWU6c2VjcmV0"}}}}}}')
+        monkeypatch.setenv("REGISTRY_AUTH_FILE", str(logins))
+        moved(fleet, at)
+        elsewhere.blobs = {("fleet", digest): each for (_, digest), each in registry.blobs.items()}
+        registry.fault = lambda method, path: (
+            f"http://{elsewhere.host}{path}".replace(registry.host, "")
+            if method == "GET" and "/blobs/" in path
+            else None
+        )
+        moved(at, tmp_path / "back")
+        assert elsewhere.seen
+        assert {each[2] for each in elsewhere.seen} == {""}
+    assert content(tmp_path / "back") == content(fleet)
+
+
+def test_what_is_no_bundle_and_what_is_another(fleet: Path, tmp_path: Path) -> None:
+    with fake_registry() as registry:
+        at = f"oci://{registry.host}/fleet"
+        digest = moved(fleet, f"{at}:v1").digest
+        with pytest.raises(UsageError, match="expected the digest"):
+            moved(fleet, f"{at}:v1@sha256:{'a' * 64}")
+        registry.manifests["fleet", "image"] = b'{"config":{"mediaType":"x/image"}}'
+        with pytest.raises(UsageError, match="expected a bundle of prejit, found x/image"):
+            moved(f"{at}:image", tmp_path / "a")
+        with pytest.raises(StoreError, match="not found"):
+            moved(f"{at}:v9", tmp_path / "b")
+        # A registry that lies: another bundle's index under this digest.
+        index = registry.manifests["fleet", digest]
+        registry.manifests["fleet", digest] = index.replace(b"fleet", b"other")
+        with pytest.raises(PrejitError, match=f"expected {digest}"):
+            moved(f"{at}@{digest}", tmp_path / "c")
+    assert not (tmp_path / "c").exists() or not (tmp_path / "c" / "index.json").exists()
+
+
+@pytest.mark.parametrize("fault", ["wrong", "cut", "stall", 500, 429, (429, {"retry_after": "0"})])
+def test_a_broken_transfer_is_refused_or_goes_on(
+    fleet: Path, tmp_path: Path, fault: object
+) -> None:
+    with fake_registry() as registry:
+        at = f"oci://{registry.host}/fleet:v1"
+        moved(fleet, at)
+        largest = max(registry.blobs, key=lambda each: len(registry.blobs[each]))[1]
+        left = [fault] * 2
+
+        def breaks(method: str, path: str) -> object:
+            is_it = method == "GET" and path.endswith(largest)
+            return left.pop() if is_it and left else None
+
+        registry.fault = breaks
+        if fault == "wrong":
+            for _ in range(2):
+                with pytest.raises(RejectError, match="expected the bytes of"):
+                    moved(at, tmp_path / "back")
+            assert not (tmp_path / "back" / "index.json").exists()
+        moved(at, tmp_path / "back")
+    assert content(tmp_path / "back") == content(fleet)
+
+
+def test_a_transfer_that_never_ends_well_keeps_what_arrived(fleet: Path, tmp_path: Path) -> None:
+    with fake_registry() as registry:
+        at = f"oci://{registry.host}/fleet:v1"
+        moved(fleet, at)
+        largest = max(registry.blobs, key=lambda each: len(registry.blobs[each]))[1]
+        whole = registry.blobs["fleet", largest]
+        registry.blobs["fleet", largest] = whole[: len(whole) // 2]
+        with pytest.raises(StoreError, match="the transfer ended after") as raised:
+            moved(at, tmp_path / "back")
+        assert "kept" in str(raised.value.hint)
+        registry.blobs["fleet", largest] = whole
+        registry.seen.clear()
+        assert moved(at, tmp_path / "back").moved_bytes >= len(whole)
+        assert registry.count("GET", largest) == 1
+    assert content(tmp_path / "back") == content(fleet)
