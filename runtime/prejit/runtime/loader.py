@@ -38,7 +38,6 @@ from prejit.runtime.format.opening import OpenTarget, check_config_blob, match, 
 from prejit.runtime.format.root import Root
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.kept_files import Receipts
-from prejit.runtime.ship.reference import is_reference, parse_reference
 from prejit.runtime.verdict import Axis
 
 if TYPE_CHECKING:
@@ -130,7 +129,7 @@ def load(
     open_ = partial(
         _open, machine=machine, declared=fingerprint, must_match=must_match, policies=policies
     )
-    if is_reference(path):
+    if "://" in os.fspath(path):
         path = _fetched(os.fspath(path), fingerprint or machine, must_match, policies)
     opening = time.perf_counter()
     opened = read_whole(path, open_)
@@ -180,6 +179,7 @@ def _fetched(
     with importing():
         from prejit.runtime.ship.machine_store import machine_store
         from prejit.runtime.ship.pulling import Wanted, pull
+        from prejit.runtime.ship.reference import parse_reference
     wanted = Wanted(machine, must_match=must_match)
     return str(pull(parse_reference(reference), machine_store(), wanted, policies).path)
 

@@ -106,9 +106,8 @@ class Registry:
                 f"{kind or plain.get('config', {}).get('mediaType') or at.mediaType}",
                 hint="push one with: prejit push BUNDLE " + where,
             )
-        files = RemoteFiles(where, b"", self._fetch)
         if at.mediaType == INDEX_MEDIA_TYPE:
-            index = check_index(content, files.blob_path(at.digest))
+            index = check_index(content, where)
             entries = self._attached([at, *index.manifests])
             return RemoteFiles(where, encode_root(index, content, entries), self._fetch)
         at = replace(at, artifactType=ARTIFACT_TYPE)
@@ -289,11 +288,7 @@ class Registry:
 
     def remove(self, tag: str) -> None:
         """See `Repository.remove`."""
-        if self.find_manifest(tag) is None:
-            raise StoreError(
-                f"{self.name}:{tag}: not found",
-                hint=f"`prejit ls {self.name}` says which tags there are",
-            )
+        self.manifest(tag, f"{self.name}:{tag}")
         if self._client.ask("DELETE", f"manifests/{tag}", refused=True) is None:
             raise StoreError(
                 f"{self.name}:{tag}: this registry deletes no tags",

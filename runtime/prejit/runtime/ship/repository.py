@@ -140,9 +140,7 @@ def shipment_of(files: LayoutFiles, root: Root, targets: Iterable[Descriptor]) -
     entries = [each.entry for each in sorted(attached, key=lambda each: each.descriptor.digest)]
     index = replace(root.bundle, manifests=kept)
     if root.subject is None or root.subject.mediaType == INDEX_MEDIA_TYPE:
-        if (
-            root.subject is None
-        ):  # skopeo copies all targets without the index, which follows from them
+        if root.subject is None:  # skopeo copies targets without the index, which follows from them
             content = index_of_copy(files, root.bundle.manifests)
         else:
             content = files.read_blob(root.subject)
