@@ -90,7 +90,7 @@ def test_wrong_manifests_are_refused_before_any_build(manifest: Path, tmp_path: 
     [
         ("JAX_ENABLE_X64=maybe", "expected true or false"),
         ("JAX_RANDOM_SEED_OFFSET=x", "expected a number"),
-        ("PREJIT_STORE=http://", "expected the URL of a shared store"),
+        ("PREJIT_STORE=http://", "expected the URL of a bucket or a server"),
         ("PREJIT_EXECUTOR=foo", "expected local, ray://"),
     ],
 )
