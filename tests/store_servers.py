@@ -131,20 +131,31 @@ def nginx(directory: Path) -> Server | None:
     return Server("nginx, WebDAV", url, files, directory / "nginx.log", command)
 
 
-def docker_registry(directory: Path) -> Server | None:
-    """Return an OCI registry; None: docker-registry is not installed."""
+def docker_registry(
+    directory: Path, *, address: str = "127.0.0.1", http: str = "", more: str = ""
+) -> Server | None:
+    """Return an OCI registry; None: docker-registry is not installed.
+
+    Args:
+        directory: for its files; there may be several registries in one.
+        address: where it listens.
+        http: more of its settings of HTTP, as members of a YAML mapping.
+        more: more of its settings, as lines of YAML.
+    """
     program = shutil.which("docker-registry")
     if program is None:
         return None
     port = free_port()
-    files = directory / "registry"
-    (directory / "registry.yml").write_text(
-        f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {files}}}}}\n"
-        f"http: {{addr: '127.0.0.1:{port}'}}\n"
+    files = directory / f"registry-{port}"
+    settings = directory / f"registry-{port}.yml"
+    settings.write_text(
+        "version: 0.1\n"
+        f"storage: {{filesystem: {{rootdirectory: {files}}}, delete: {{enabled: true}}}}\n"
+        f"http: {{addr: '{address}:{port}'{http and f', {http}'}}}\n{more}"
     )
-    command = (program, "serve", str(directory / "registry.yml"))
-    url = f"oci://127.0.0.1:{port}/team/store"
-    return Server("docker-registry", url, files, directory / "registry.log", command)
+    command = (program, "serve", str(settings))
+    url = f"oci://{address}:{port}/team/store"
+    return Server("docker-registry", url, files, directory / f"registry-{port}.log", command)
 
 
 def moto(directory: Path) -> Server | None:

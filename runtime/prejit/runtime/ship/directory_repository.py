@@ -76,7 +76,7 @@ class DirectoryRepository:
         """See `Repository.tags`."""
         return [Tagged("", read_root(self.open("", "")).digest)]
 
-    def remove(self, tag: str) -> None:
+    def remove(self, tag: str) -> int:
         """See `Repository.remove`."""
         raise UsageError(
             f"{self.name}: expected a registry or a bucket, found a directory",
@@ -179,7 +179,7 @@ class TarRepository:
         """See `Repository.tags`."""
         return [Tagged("", read_root(self.open("", "")).digest)]
 
-    def remove(self, tag: str) -> None:
+    def remove(self, tag: str) -> int:
         """See `Repository.remove`."""
         raise UsageError(
             f"{self.name}: expected a registry or a bucket, found a file",

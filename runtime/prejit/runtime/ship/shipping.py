@@ -50,12 +50,14 @@ class Moved:
         digest: the bundle's.
         blobs, moved_bytes: the blobs that moved, documents among them, and their bytes.
         present_bytes: bytes of blobs that the other side had.
+        mounted_bytes: bytes of blobs that a registry took from another of its repositories.
     """
 
     digest: str
     blobs: int
     moved_bytes: int
     present_bytes: int
+    mounted_bytes: int = 0
 
 
 def open_repository(reference: Reference) -> Repository:
@@ -135,9 +137,11 @@ def move(
         raise error
     into.publish(shipment, tag)
     documents = sum(each.at.size for each in shipment.documents)
-    moved = sum(at.size for at in missing)
-    count = len(missing) + len(shipment.documents)
-    return Moved(shipment.digest, count, moved + documents, shipment.size - moved - documents)
+    mounted = counting.mounted
+    absent = sum(at.size for at in missing) + documents
+    moved = absent - sum(mounted)
+    count = len(missing) - len(mounted) + len(shipment.documents)
+    return Moved(shipment.digest, count, moved, shipment.size - absent, sum(mounted))
 
 
 class _OverError(StoreError):
@@ -145,10 +149,11 @@ class _OverError(StoreError):
 
 
 class _Counting:
-    """Counts bytes as they move, and ends a transfer that is over."""
+    """Counts bytes as they move, has the sizes of mounted blobs, and ends a transfer that is over."""
 
     def __init__(self, missing: int, report: Report) -> None:
         self.is_over = False
+        self.mounted: list[int] = []
         self._moved, self._missing, self._report = 0, missing, report
         self._lock = threading.Lock()
 
@@ -175,6 +180,7 @@ def _move_one(
         registry: Registry = into  # type: ignore[assignment]
         if registry.mount(at, mounts_from):
             _log.debug("%s: mounted from %s", at.digest, mounts_from)
+            counting.mounted.append(at.size)
             counting.add(at.size)
             return
     _log.debug("%s: %d bytes to %s", at.digest, at.size, into.name)
