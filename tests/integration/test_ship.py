@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -103,30 +102,3 @@ def test_a_first_start_hashes_nothing_that_the_pull_has_hashed(
     assert done.returncode == 0, done.stderr
     hashed, held = map(int, done.stdout.split()[-2:])
     assert (hashed, held > 0) == (0, True), SETTLED_SECONDS
-
-
-@pytest.mark.skipif(
-    shutil.which("skopeo") is None, reason="skopeo is not installed (Debian has it)"
-)
-def test_skopeo_and_prejit_read_each_other(tmp_path: Path, env: dict[str, str]) -> None:
-    server = docker_registry(tmp_path)
-    if server is None:
-        pytest.skip("docker-registry is not installed (Debian has it)")
-    server.start()
-    place = server.url.removeprefix("oci://")
-    tls = ["--src-tls-verify=false", "--dest-tls-verify=false"]
-    skopeo = ["skopeo", "--insecure-policy", "copy", "--all", *tls]
-    try:
-        prejit(env, "push", GOLDEN / "fleet", f"{server.url}:ours")
-        subprocess.run(
-            [*skopeo, f"docker://{place}:ours", f"oci:{tmp_path}/theirs:fleet"], check=True
-        )
-        subprocess.run(
-            [*skopeo, f"oci:{tmp_path}/theirs:fleet", f"docker://{place}:theirs"], check=True
-        )
-        prejit(env, "pull", f"{server.url}:theirs", "--all", "-o", tmp_path / "back")
-    finally:
-        server.kill()
-    expected = audit(GOLDEN / "fleet", check_generation)
-    assert audit(tmp_path / "theirs", check_generation).target_count == expected.target_count
-    assert audit(tmp_path / "back", check_generation) == expected
