@@ -11,14 +11,20 @@ from pathlib import Path
 
 import pytest
 from tests.fake_registry import FakeRegistry, fake_registry
-from tests.store_servers import docker_registry, moto, nginx
+from tests.store_servers import azurite, docker_registry, moto, nginx, s3rver
 
 from prejit.runtime.format.audit import audit
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.kept_files import SETTLED_SECONDS
 
 GOLDEN = Path(__file__).parents[1] / "format" / "v1"
-SERVERS = {"docker-registry": docker_registry, "nginx": nginx, "S3": moto}
+SERVERS = {
+    "docker-registry": docker_registry,
+    "nginx": nginx,
+    "moto": moto,
+    "s3rver": s3rver,
+    "azurite": azurite,
+}
 CALL = """
 import sys, numpy
 from prejit.runtime import load
@@ -48,7 +54,8 @@ def env(tmp_path: Path) -> dict[str, str]:
 def prejit(env: dict[str, str], *words: object) -> str:
     """Run a command in a fresh process in which nobody can import jax. Return what it printed."""
     command = (
-        "import sys; sys.modules['jax'] = None; from prejit.runtime.__main__ import main; main()"
+        "import sys; sys.modules['jax'] = None; from prejit.runtime.__main__ import main; "
+        "sys.exit(main())"
     )
     done = subprocess.run(
         [sys.executable, "-c", command, *map(str, words)], env=env, capture_output=True, text=True
@@ -75,8 +82,8 @@ def test_through_a_real_server_to_an_empty_machine(
         prejit(env, "pull", at, "--all", "-o", tmp_path / "out")
         if kind != "nginx":  # a web server lists nothing
             assert pushed["digest"] in prejit(env, "ls", f"{server.url}/call")
-        if kind == "S3":
-            prejit(env, "rm", at)
+        if kind not in ("nginx", "docker-registry"):
+            assert "no tag leads to" in prejit(env, "rm", at)
     finally:
         server.kill()
     assert audit(tmp_path / "out", check_generation).digest == pushed["digest"]
