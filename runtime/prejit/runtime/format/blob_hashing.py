@@ -233,6 +233,8 @@ def check_chunk(
     """
     from blake3 import blake3  # starts with a receipt do not need it
 
+    if file.wait is not None:
+        file.wait(end)
     size = end - start
     if len(getattr(_buffers, "chunk", b"")) < size:
         _buffers.chunk = bytearray(size)
@@ -259,6 +261,8 @@ def check_whole(file: OpenFile, digest: str, chunks: Chunks | None) -> float:
     Result and errors as `check_chunk`.
     """
     if chunks is None:
+        if file.wait is not None:
+            file.wait(file.identity.size)
         with _readable(file.path):
             found, seconds = timed_digest_file(file.descriptor)
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import stat
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -50,17 +49,10 @@ class DirectoryRepository:
         return files
 
     def _fetch(self, at: Descriptor, start: int) -> Iterator[bytes]:
-        path = self._blobs.blob(at.digest)
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            with open(descriptor, "rb", buffering=0) as file:
-                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise RejectError(str(path), "expected a regular file")
-                file.seek(start)
-                while piece := file.read(PIECE_BYTES):
-                    yield piece
-        except OSError as error:
-            raise RejectError(str(path), f"expected a file: {error.strerror}") from error
+        with open(self._blobs.open(at.digest), "rb", buffering=0) as file:
+            file.seek(start)
+            while piece := file.read(PIECE_BYTES):
+                yield piece
 
     def publish(self, shipment: Shipment, tag: str) -> None:
         """See `Repository.publish`. A directory has no tags."""

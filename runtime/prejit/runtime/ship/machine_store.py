@@ -80,6 +80,7 @@ class MachineStore:
         self.path, self.name, self.most_transfers = path, str(path), MOST_TRANSFERS
         self._blobs = BlobDirectory(path)
         self.has, self.write = self._blobs.has, self._blobs.write
+        self.open_blob = self._blobs.open
 
     def directory(self, digest: str) -> Path:
         """Return the directory of a bundle, which `load` takes."""
