@@ -23,7 +23,7 @@ from prejit.runtime.format.layout import Layout, OpenFile
 from prejit.runtime.format.verified import Verification
 
 SMALL_BYTES = 1 << 20
-"""A load waits for jobs that are smaller. SHA-256 takes 0.5 ms for so many bytes."""
+"""A load waits for blobs that are smaller. SHA-256 takes 0.5 ms for so many bytes."""
 
 
 class Job(NamedTuple):
@@ -108,8 +108,8 @@ class HashingVerification(Verification):
         self._help(needed)
 
     def wait_for_small(self) -> None:
-        """Wait for every job of less than `SMALL_BYTES`. Raises as `check`."""
-        self._help([p for p, job in enumerate(self._jobs) if job.end - job.start < SMALL_BYTES])
+        """Wait for every blob of less than `SMALL_BYTES`. Raises as `check`."""
+        self._help([p for p, job in enumerate(self._jobs) if job.end < SMALL_BYTES])
 
     def finish(self) -> None:
         """Wait until every job has succeeded. Raises as `check`."""

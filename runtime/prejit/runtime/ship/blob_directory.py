@@ -152,12 +152,12 @@ class BlobDirectory:
         with open(descriptor, "r+b", buffering=0) as file:
             hasher = hashlib.sha256()
             filled = _filled(descriptor, at.size)
-            while left := filled - file.tell():
-                hasher.update(file.read(min(PIECE_BYTES, left)))
+            for place in range(0, filled, PIECE_BYTES):
+                hasher.update(os.pread(descriptor, min(PIECE_BYTES, filled - place), place))
             if filled == at.size and f"sha256:{hasher.hexdigest()}" != at.digest:
                 hasher, filled = hashlib.sha256(), 0
-                file.seek(0)
             file.truncate(filled)
+            file.seek(filled)
             if arrival is not None:
                 file.truncate(at.size)
                 arrival.opened(os.dup(descriptor))

@@ -6,16 +6,19 @@ import contextlib
 import hashlib
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fake_registry import FakeRegistry, fake_registry
 
+from prejit.compiler import Program
 from prejit.runtime import load
-from prejit.runtime.errors import ClosedError, RejectError, StoreError
-from prejit.runtime.format import blob_hashing
+from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
@@ -28,107 +31,107 @@ from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.shipping import ship
 
-PROMPT = [1, 2, 3]
+from ..conftest import BuildPrograms
+
+X = np.arange(4, dtype=np.float32)
+ROWS = 1 << 20
 
 
-def weights_of(path: Path) -> Descriptor:
-    with Layout(path) as layout:
-        manifest = read_manifest(layout, match(read_root(layout), Fingerprint.current())[0])
-    return manifest.layer(WEIGHTS_MEDIA_TYPE)
+def total(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    return (weights["rows"] @ x).sum()
 
 
-class Gate:
-    """Holds the requests for the weights until it is opened; `fault` is what they get then."""
+def expected(scale: int) -> np.ndarray:
+    return scale * ROWS * X.sum()
 
-    def __init__(self, digest: str) -> None:
-        self.digest, self.fault = digest, None
-        self.is_open, self.asked = threading.Event(), threading.Event()
+
+@pytest.fixture(scope="module")
+def bundle_dir(build_programs: BuildPrograms) -> Path:
+    """Two programs, each with 16 MB of weights."""
+    return build_programs(
+        [
+            Program(name, total, args=[X], params={"rows": np.full((ROWS, 4), scale, np.float32)})
+            for name, scale in (("early", 1), ("late", 2))
+        ]
+    )
+
+
+@dataclass
+class Sent:
+    """What the registry does when it is asked for the weights; `held` holds back their second half."""
+
+    digest: str
+    fault: object
+    held: threading.Event
 
     def __call__(self, method: str, path: str) -> object:
-        if self.digest not in path or method != "GET":
-            return None
-        self.asked.set()
-        self.is_open.wait(30)
-        return self.fault
+        return self.fault if self.digest in path and method == "GET" else None
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch, decoder_dir: Path) -> Gate:
-    # These weights are small, and a load waits for what is.
-    monkeypatch.setattr(blob_hashing, "SMALL_BYTES", 0)
-    return Gate(weights_of(decoder_dir).digest)
+def sent(bundle_dir: Path) -> Sent:
+    with Layout(bundle_dir) as layout:
+        manifest = read_manifest(layout, match(read_root(layout), Fingerprint.current())[0])
+    held = threading.Event()
+    return Sent(manifest.layer(WEIGHTS_MEDIA_TYPE).digest, held, held)
 
 
 @pytest.fixture
-def registry(gate: Gate, decoder_dir: Path) -> Iterator[FakeRegistry]:
+def registry(sent: Sent, bundle_dir: Path) -> Iterator[FakeRegistry]:
     with fake_registry() as found:
-        ship(parse_reference(str(decoder_dir)), parse_reference(f"oci://{found.host}/decoder:v1"))
+        ship(parse_reference(str(bundle_dir)), parse_reference(f"oci://{found.host}/sums:v1"))
         found.seen.clear()
-        found.fault = gate
+        found.fault = sent
         yield found
-        gate.is_open.set()
+        sent.held.set()
 
 
-def test_it_loads_before_its_weights_and_answers_after_them(
-    registry: FakeRegistry, store: MachineStore, gate: Gate, decoder_dir: Path
+def test_it_is_loaded_before_its_weights_are_here_and_answers_after_that(
+    registry: FakeRegistry, store: MachineStore, sent: Sent
 ) -> None:
-    with load(decoder_dir) as here:
-        expected = here.generate(PROMPT, max_new_tokens=4)
-    with load(f"oci://{registry.host}/decoder:v1") as there:
-        assert gate.asked.wait(10)
-        assert not store.targets_of(there.digest)
+    with load(f"oci://{registry.host}/sums:v1") as bundle:
         got: list[object] = []
-        asking = threading.Thread(target=lambda: got.append(there.generate(PROMPT, max_new_tokens=4)))
+        asking = threading.Thread(target=lambda: got.append(bundle.call("late", X)))
         asking.start()
-        asking.join(0.3)
+        asking.join(0.2)
         assert not got
-        gate.is_open.set()
+        assert not store.targets_of(bundle.digest)
+        sent.held.set()
         asking.join(30)
-        assert got == [expected]
+        np.testing.assert_allclose(got, [expected(2)], rtol=1e-5)
+        np.testing.assert_allclose(bundle.call("early", X), expected(1), rtol=1e-5)
         registry.fault = lambda method, path: 503
-    with load(f"oci://{registry.host}/decoder@{there.digest}") as stored:
-        assert stored.generate(PROMPT, max_new_tokens=4) == expected
+    with load(f"oci://{registry.host}/sums@{bundle.digest}") as stored:
+        np.testing.assert_allclose(stored.call("late", X), expected(2), rtol=1e-5)
         assert stored.start_report().hashed_bytes == 0
-    assert registry.count("GET", gate.digest) == 1
+    assert registry.count("GET", sent.digest) == 1
     assert not list((store.path / ".partial").iterdir())
 
 
 @pytest.mark.parametrize(("fault", "error"), [("wrong", RejectError), (503, StoreError)])
 def test_weights_that_do_not_arrive_are_an_error_of_whoever_waits(
-    registry: FakeRegistry,
-    store: MachineStore,
-    gate: Gate,
-    decoder_dir: Path,
-    fault: object,
-    error: type[Exception],
+    registry: FakeRegistry, store: MachineStore, sent: Sent, fault: object, error: type[Exception]
 ) -> None:
-    gate.fault = fault
-    reference = f"oci://{registry.host}/decoder:v1"
-    with contextlib.ExitStack() as stack:
-        gate.is_open.set()
-        with pytest.raises(error):
-            bundle = stack.enter_context(load(reference))
-            bundle.generate(PROMPT, max_new_tokens=4)
+    sent.fault = fault
+    with pytest.raises(error), load(f"oci://{registry.host}/sums:v1") as bundle:
+        bundle.call("late", X)
     assert not store.bundles()
-    gate.fault = None
-    with load(reference) as bundle, load(decoder_dir) as here:
-        options = {"max_new_tokens": 4}
-        assert bundle.generate(PROMPT, **options) == here.generate(PROMPT, **options)
+    sent.fault = None
+    with load(f"oci://{registry.host}/sums:v1") as bundle:
+        np.testing.assert_allclose(bundle.call("late", X), expected(2), rtol=1e-5)
 
 
-def test_a_bundle_that_is_closed_or_dropped_fetches_no_more(
-    registry: FakeRegistry, store: MachineStore, gate: Gate
+def test_a_bundle_that_is_closed_fetches_no_more_and_the_next_load_goes_on(
+    registry: FakeRegistry, store: MachineStore, sent: Sent
 ) -> None:
-    threads = set(threading.enumerate())
-    opener = threading.Timer(0.3, gate.is_open.set)
-    opener.start()
-    with load(f"oci://{registry.host}/decoder:v1") as bundle:
-        gate.asked.wait(10)
-    with pytest.raises(ClosedError):
-        bundle.generate(PROMPT, max_new_tokens=4)
-    opener.join()
-    assert not [t for t in set(threading.enumerate()) - threads if t.name == "prejit-arrival"]
+    with load(f"oci://{registry.host}/sums:v1"):
+        threading.Timer(0.2, sent.held.set).start()
+    assert not [each for each in threading.enumerate() if each.name == "prejit-arrival"]
     assert not store.bundles()
+    [partial] = (store.path / ".partial").iterdir()
+    assert partial.stat().st_blocks < partial.stat().st_size / 512
+    with load(f"oci://{registry.host}/sums:v1") as bundle:
+        np.testing.assert_allclose(bundle.call("late", X), expected(2), rtol=1e-5)
 
 
 STEP = 4 * 4096
