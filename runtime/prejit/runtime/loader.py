@@ -99,7 +99,8 @@ def load(
             The answer is remembered, so that later starts ask nothing. If it is wrong, the executable is in
             quarantine on this machine and never runs again, whatever `canary` says: `on_mismatch` decides
             whether its portable program is compiled in its place.
-        on_transfer: called by any thread as bytes of a reference arrive, with how many have and how many must.
+        on_transfer: called by any thread as the bytes of a reference arrive: how many have, and how many
+            must.
 
     Returns:
         The bundle. Its programs become ready when they are first used.
@@ -140,9 +141,7 @@ def load(
         wanted_for = fingerprint or machine
         path, arriving = _fetched(os.fspath(path), wanted_for, must_match, policies, on_transfer)
     opening = time.perf_counter()
-    opened = (
-        read_whole(path, open_) if arriving is None else open_(arriving, read_root(arriving))
-    )
+    opened = read_whole(path, open_) if arriving is None else open_(arriving, read_root(arriving))
     reading = span("reading", opening)
     for text in opened.reported:
         warnings.warn(text, UntrustedWarning, stacklevel=_CALLER)

@@ -1,6 +1,6 @@
 """A bundle that is loaded while its weights arrive.
 
-    policy -> all but the weights -> `load` reads, checks and begins -> the weights, each chunk checked as it comes
+    policy -> all but the weights -> `load` reads, checks and begins -> the weights, each chunk checked
 
 What reads it waits for bytes as it waits for their verification. Once all is there, the bundle is one of the
 store's, as if it had been pulled.
@@ -128,7 +128,9 @@ def _fetch(
     def pieces(at: Descriptor, start: int) -> Iterator[bytes | memoryview]:
         for piece in counting.pieces(files, at, start):
             yield piece
-            if not threading.main_thread().is_alive():  # at exit the interpreter waits for this thread
+            if (
+                not threading.main_thread().is_alive()
+            ):  # at exit the interpreter waits for this thread
                 raise StoreError("the process ends", hint="try again: what arrived is kept")
 
     with held:
