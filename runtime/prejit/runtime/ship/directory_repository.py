@@ -177,6 +177,9 @@ class TarRepository:
     def close(self) -> None:
         """See `Destination.close`. Nothing can go on with a tar that is not whole."""
         with contextlib.suppress(OSError):
+            if self._out is not None:
+                self._out.close()
+        with contextlib.suppress(OSError):
             self._temporary.unlink()
 
     def resolve(self, tag: str) -> str:

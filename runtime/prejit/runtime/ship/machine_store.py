@@ -117,6 +117,9 @@ class MachineStore:
             receipts.add_written(digest, identity)
         receipts.save()
 
+    def close(self) -> None:
+        """See `Destination.close`. Another attempt, or another process, goes on with what arrived."""
+
     def targets_of(self, digest: str) -> frozenset[str]:
         """Return the digests of the manifests of a bundle's targets that are here."""
         with contextlib.suppress(StoreError, RejectError), Layout(self.directory(digest)) as layout:
@@ -167,18 +170,23 @@ class MachineStore:
 
     def bundles(self) -> list[StoredBundle]:
         """Return all bundles, the last used first."""
+        return [each for each, _ in self._bundles()]
+
+    def _bundles(self) -> list[tuple[StoredBundle, set[str]]]:
+        """Return all bundles, the last used first, each with the digests of its blobs."""
         found = []
         for directory in _entries(self.path / STORED):
             digest = f"sha256:{directory.name}"
             with contextlib.suppress(StoreError, RejectError, OSError), Layout(directory) as layout:
                 root = read_root(layout)
                 used = (directory / "index.json").stat().st_mtime
-                sizes = [self._size(each) for each in reached(layout, root)]
+                needed = reached(layout, root)
+                size = sum(map(self._size, needed))
                 pinned = (self.path / "pins" / directory.name).exists()
                 name = root.bundle.annotations[BUNDLE_NAME]
                 count = len(root.bundle.manifests)
-                found.append(StoredBundle(digest, name, count, sum(sizes), used, pinned))
-        return sorted(found, key=lambda each: -each.used)
+                found.append((StoredBundle(digest, name, count, size, used, pinned), needed))
+        return sorted(found, key=lambda item: -item[0].used)
 
     def _size(self, digest: str) -> int:
         try:
@@ -217,10 +225,7 @@ class MachineStore:
     def _collect(self, max_bytes: int, max_age: float, dry_run: bool) -> Collected:
         kept, total = set[str](), 0
         gone = {directory.name for directory in _entries(self.path / STORED)}
-        ordered = sorted(self.bundles(), key=lambda each: (not each.is_pinned, -each.used))
-        for each in ordered:
-            with Layout(self.directory(each.digest)) as layout:
-                needed = reached(layout, read_root(layout))
+        for each, needed in sorted(self._bundles(), key=lambda item: not item[0].is_pinned):
             size = sum(self._size(digest) for digest in needed - kept)
             is_young = time.time() - each.used <= max_age
             if each.is_pinned or (is_young and total + size <= max_bytes):

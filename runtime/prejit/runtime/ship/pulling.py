@@ -6,13 +6,14 @@ are fetched.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prejit.runtime.errors import StoreError
+from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.fallback_reporting import closest_target, mismatch
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.checks.oci import check_index
@@ -136,11 +137,8 @@ def _best(files: LayoutFiles, targets: Sequence[OpenTarget], must_match: bool) -
 
 def _held(digest: str, store: MachineStore, wanted: Wanted) -> Pulled | None:
     """Return a bundle of the store that has all that is wanted; None: it must be fetched."""
-    here = store.targets_of(digest)
-    if not here:
-        return None
     path = store.directory(digest)
-    with Layout(path) as layout:
+    with contextlib.suppress(StoreError, RejectError), Layout(path) as layout:
         root = read_root(layout)
         if root.digest != digest or root.subject is None:
             return None
@@ -149,7 +147,9 @@ def _held(digest: str, store: MachineStore, wanted: Wanted) -> Pulled | None:
             needed = {at.digest for at in targets_named(whole, wanted.names, str(path))}
         else:
             needed = {_best(layout, match(whole, wanted.machine), False).descriptor.digest}
-    return Pulled(path, digest, None) if needed <= here else None
+        if needed <= {at.digest for at in root.bundle.manifests}:
+            return Pulled(path, digest, None)
+    return None
 
 
 def _index_of(layout: LayoutFiles, root: Root) -> Root:
