@@ -87,19 +87,22 @@ class MachineStore:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Keep `collect` away while a bundle arrives."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True, mode=0o755)
-            descriptor = lock_file(self.path / "lock", shared=True, mode=0o644)
-        except OSError as error:
-            raise StoreError(
-                f"{self.path}: cannot write to the store of bundles: {error.strerror}",
-                hint=f"name another directory in {BUNDLES}",
-            ) from error
-        try:
+        """Keep `collect` away while a bundle arrives.
+
+        A store without locks, which `collect` refuses, and one that this user only reads have no need of it.
+        """
+        with contextlib.ExitStack() as held:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True, mode=0o755)
+                descriptor = lock_file(self.path / "lock", shared=True, mode=0o644)
+                held.callback(os.close, descriptor)
+            except OSError as error:
+                if not self.path.is_dir():
+                    raise StoreError(
+                        f"{self.path}: cannot write to the store of bundles: {error.strerror}",
+                        hint=f"name another directory in {BUNDLES}",
+                    ) from error
             yield
-        finally:
-            os.close(descriptor)
 
     def publish(self, shipment: Shipment, tag: str = "") -> None:
         """See `Repository.publish`. A bundle of which other targets are here keeps them."""
