@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from prejit.runtime.errors import RejectError, StoreError
@@ -22,6 +22,7 @@ from prejit.runtime.format.names import INDEX_MEDIA_TYPE
 from prejit.runtime.format.opening import OpenTarget, match, read_manifests
 from prejit.runtime.format.root import Root, read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.ship.equal_chunks import with_equal_chunks
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.reference import Reference
 from prejit.runtime.ship.repository import BundleFiles, shipment_of
@@ -86,11 +87,19 @@ def pull(
         targets = _chosen(files, root, wanted, policies, str(reference))
         here = store.targets_of(root.digest)
         known = {at.digest: at for at in root.bundle.manifests}
-        kept = [at for digest, at in known.items() if digest in here or at in targets]
+        kept = tuple(at for digest, at in known.items() if digest in here or at in targets)
         if here >= {at.digest for at in targets}:
             store.note_use(root.digest)
             return Pulled(store.directory(root.digest), root.digest, None)
-        moved = move(files, shipment_of(files, root, kept), store, "", report=report)
+        shipment = shipment_of(files, root, kept)
+        root = root._replace(bundle=replace(root.bundle, manifests=kept))
+        files, kept_bytes = with_equal_chunks(files, root, store)
+        moved = move(files, shipment, store, "", report=report)
+        moved = replace(
+            moved,
+            moved_bytes=moved.moved_bytes - kept_bytes,
+            present_bytes=moved.present_bytes + kept_bytes,
+        )
     return Pulled(store.directory(root.digest), root.digest, moved)
 
 
