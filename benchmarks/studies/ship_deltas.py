@@ -244,7 +244,7 @@ def main() -> None:
                 f"{(len(now) - 1) * described}",
             ),
             (
-                "one blob, equal chunks from the version before",
+                "one blob, equal chunks from the version before: what `pull` does",
                 "1",
                 f"{lacking(was_chunks, now_chunks) / MB:,.1f}",
                 f"{opened(directory, 1):.0f}",
@@ -262,8 +262,7 @@ def main() -> None:
             f"Weights of which {count} layers changed",
             ("weights as", "files", "MB that move", "open and map, us", "more bytes of a manifest"),
             split,
-            "The last two rows are counted, not built: by the content of the tensors of each layer, and by "
-            "the digests of chunks in the config.",
+            "Counted by the content of each layer's tensors, and by the digests of chunks in the config.",
         ),
     ]
     publish(

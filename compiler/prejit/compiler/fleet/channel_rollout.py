@@ -46,7 +46,8 @@ class MachineChange:
         before, after: the target that they load, or else the closest one; empty: there is no bundle before.
         was_served, is_served: whether it fits. If not, its programs are compiled there.
         why_before, why: each axis that does not match, with both values.
-        fetched_bytes: what each of them fetches: what the target needs and the one before lacks.
+        fetched_bytes: blobs that the target needs and the one before lacks. Each machine fetches so much, or
+            less where chunks of a large blob are the same.
     """
 
     machines: tuple[str, ...]
