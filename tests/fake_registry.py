@@ -84,7 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
 
-    def reply(self, status: int, content: bytes = b"", **headers: str) -> None:
+    def reply(self, status: int, content: bytes = b"", /, **headers: str) -> None:
         self.send_response(status)
         self.send_header("content-length", str(len(content)))
         for name, value in headers.items():
@@ -143,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif kind == "manifests" and method == "PUT":
             self.put_manifest(name, rest, body)
         elif kind == "manifests" and method == "DELETE":
-            gone = state.has_tag_deletion and state.manifests.pop((name, rest), None)
+            gone = state.has_tag_deletion and state.manifests.pop((name, rest), b"")
             self.reply(202 if gone else 404 if state.has_tag_deletion else 405)
         elif kind == "manifests":
             content = state.manifests.get((name, rest))

@@ -181,10 +181,9 @@ class BlobDirectory:
         sync_directory(target.parent)
 
     def _failed(self, error: OSError) -> StoreError:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        hint = (
-            "free some space on that disk and try again: what arrived is kept" if is_full else None
-        )
+        hint = "write where this user may; $PREJIT_BUNDLES names the store of bundles"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = "free some space on that disk and try again: what arrived is kept"
         return StoreError(f"{self.path}: cannot write: {error.strerror}", hint=hint)
 
     def drop_partial(self) -> None:

@@ -10,11 +10,11 @@ import contextlib
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from prejit.runtime.errors import StoreError
+from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.fallback_reporting import closest_target, mismatch
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.checks.oci import check_index
@@ -24,6 +24,7 @@ from prejit.runtime.format.opening import OpenTarget, match, read_manifests
 from prejit.runtime.format.root import Root, read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship.arriving_bundle import ArrivingBundle
+from prejit.runtime.ship.equal_chunks import with_equal_chunks
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.reference import Reference
 from prejit.runtime.ship.repository import BundleFiles, Shipment, shipment_of
@@ -95,6 +96,11 @@ def pull(
         if isinstance(found, Pulled):
             return found
         moved = move(found.files, found.shipment, store, "", report=report)
+    moved = replace(
+        moved,
+        moved_bytes=moved.moved_bytes - found.equal_bytes,
+        present_bytes=moved.present_bytes + found.equal_bytes,
+    )
     return Pulled(store.directory(moved.digest), moved.digest, moved)
 
 
@@ -135,11 +141,13 @@ class _Found(NamedTuple):
     Attributes:
         files: its files.
         shipment: the targets that are here by then.
+        equal_bytes: bytes of it that another bundle of the store has.
         loads_first: whether a policy wants a child process to load it before this one does.
     """
 
     files: BundleFiles
     shipment: Shipment
+    equal_bytes: int
     loads_first: bool
 
 
@@ -167,8 +175,11 @@ def _find(
     if present >= {at.digest for at in targets}:
         store.note_use(root.digest)
         return Pulled(store.directory(root.digest), root.digest, None)
-    kept = [at for at in root.bundle.manifests if at.digest in present or at in targets]
-    return _Found(files, shipment_of(files, root, kept), loads_first)
+    kept = tuple(at for at in root.bundle.manifests if at.digest in present or at in targets)
+    shipment = shipment_of(files, root, kept)
+    root = root._replace(bundle=replace(root.bundle, manifests=kept))
+    files, equal_bytes = with_equal_chunks(files, root, store)
+    return _Found(files, shipment, equal_bytes, loads_first)
 
 
 def pull_into(
@@ -216,11 +227,8 @@ def _best(files: LayoutFiles, targets: Sequence[OpenTarget], must_match: bool) -
 
 def _held(digest: str, store: MachineStore, wanted: Wanted) -> Pulled | None:
     """Return a bundle of the store that has all that is wanted; None: it must be fetched."""
-    here = store.targets_of(digest)
-    if not here:
-        return None
     path = store.directory(digest)
-    with Layout(path) as layout:
+    with contextlib.suppress(StoreError, RejectError), Layout(path) as layout:
         root = read_root(layout)
         if root.digest != digest or root.subject is None:
             return None
@@ -229,7 +237,9 @@ def _held(digest: str, store: MachineStore, wanted: Wanted) -> Pulled | None:
             needed = {at.digest for at in targets_named(whole, wanted.names, str(path))}
         else:
             needed = {_best(layout, match(whole, wanted.machine), False).descriptor.digest}
-    return Pulled(path, digest, None) if needed <= here else None
+        if needed <= {at.digest for at in root.bundle.manifests}:
+            return Pulled(path, digest, None)
+    return None
 
 
 def _index_of(layout: LayoutFiles, root: Root) -> Root:

@@ -116,9 +116,12 @@ def move(
         StoreError, RejectError: something does not arrive, or is not what its digest names. A further
             attempt goes on with what did.
     """
-    missing = missing_blobs(shipment, into)
-    move_blobs(files, missing, into, Counting(missing, report), mounts_from)
-    into.publish(shipment, tag)
+    try:
+        missing = missing_blobs(shipment, into)
+        move_blobs(files, missing, into, Counting(missing, report), mounts_from)
+        into.publish(shipment, tag)
+    finally:
+        into.close()
     documents = sum(each.at.size for each in shipment.documents)
     moved = sum(at.size for at in missing)
     count = len(missing) + len(shipment.documents)
@@ -220,13 +223,14 @@ def ship(
             f"{target}: expected the digest of what is pushed, {shipment.digest}",
             hint="leave the digest out: it follows from the bundle",
         )
+    mounts_from = mountable(source, target)
+    return move(files, shipment, into, target.tag, mounts_from=mounts_from, report=report)
+
+
+def mountable(source: Reference, target: Reference) -> str:
+    """Return the repository from which a registry can take blobs itself; empty: from none."""
     is_same_host = source.scheme == target.scheme == REGISTRY and source.host == target.host
-    mounts_from = source.path if is_same_host and source.path != target.path else ""
-    try:
-        return move(files, shipment, into, target.tag, mounts_from=mounts_from, report=report)
-    finally:
-        if (close := getattr(into, "close", None)) is not None:
-            close()
+    return source.path if is_same_host and source.path != target.path else ""
 
 
 def _alone(shipment: Shipment, chosen: Sequence[Descriptor], source: Reference) -> Shipment:
