@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +33,8 @@ class FakeRegistry:
         has_tag_deletion: whether it deletes tags.
         fault: called with the method and the path of each request; what it returns happens instead of the
             right answer: a status, a status with headers, `cut` (half of the answer), `stall`, `wrong`
-            (other bytes), or a URL to redirect to; None: nothing.
+            (other bytes), an event that holds back half of the answer until it is set, or a URL to redirect
+            to; None: nothing.
         seen: method and path of each request, with its authorization.
         host: `host:port`.
     """
@@ -107,7 +109,7 @@ class _RegistryHandler(QuietHandler):
             self.reply(401)
 
     def act(
-        self, method: str, path: str, query: dict[str, list[str]], body: bytes, fault: str | None
+        self, method: str, path: str, query: dict[str, list[str]], body: bytes, fault: Any
     ) -> None:
         state = self.registry
         head, _, rest = path.removeprefix("/v2/").rpartition("/")
@@ -117,7 +119,7 @@ class _RegistryHandler(QuietHandler):
         elif kind == "manifests" and method == "PUT":
             self.put_manifest(name, rest, body)
         elif kind == "manifests" and method == "DELETE":
-            gone = state.has_tag_deletion and state.manifests.pop((name, rest), None)
+            gone = state.has_tag_deletion and state.manifests.pop((name, rest), b"")
             self.reply(202 if gone else 404 if state.has_tag_deletion else 405)
         elif kind == "manifests":
             content = state.manifests.get((name, rest))
@@ -133,7 +135,7 @@ class _RegistryHandler(QuietHandler):
         else:
             self.reply(404)
 
-    def send(self, content: bytes | None, fault: str | None, **headers: str) -> None:
+    def send(self, content: bytes | None, fault: Any, **headers: str) -> None:
         if content is None:
             self.reply(404, b'{"errors":[{"code":"NAME_UNKNOWN","message":"unknown"}]}')
             return
@@ -143,7 +145,7 @@ class _RegistryHandler(QuietHandler):
         if asked := self.headers.get("range", ""):
             start, status = int(asked.removeprefix("bytes=").removesuffix("-")), 206
         part = content[start:]
-        if fault in ("cut", "stall"):
+        if fault in ("cut", "stall") or isinstance(fault, threading.Event):
             self.send_response(status)
             self.send_header("content-length", str(len(part)))
             self.end_headers()
@@ -151,6 +153,9 @@ class _RegistryHandler(QuietHandler):
             self.wfile.flush()
             if fault == "stall":
                 time.sleep(2)
+            if isinstance(fault, threading.Event):
+                fault.wait(30)
+                self.wfile.write(part[len(part) // 2 :])
             self.close_connection = True
             return
         self.reply(status, part, **headers)

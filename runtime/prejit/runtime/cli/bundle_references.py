@@ -73,7 +73,9 @@ def reporting(show: Callable[[str], None]) -> Report:
     def report(at: TransferProgress) -> None:
         nonlocal shown
         now = time.monotonic()
-        if now - shown < 0.1 or not at.moved:
+        if at.moved == at.missing:
+            show("")
+        if now - shown < 0.1 or not 0 < at.moved < at.missing:
             return
         shown = now
         rate = at.moved / max(now - began, 1e-3)

@@ -9,7 +9,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self, final
 
@@ -28,12 +28,20 @@ STORED = "bundles"
 
 
 class OpenFile(NamedTuple):
-    """An open file: its path for errors, its descriptor, its identity when it was opened, and its map."""
+    """An open file.
+
+    Attributes:
+        path: its path, for errors.
+        descriptor, identity: its descriptor, and what it was when it was opened.
+        content: its map.
+        wait: waits until the bytes before a place have arrived; None: all are there.
+    """
 
     path: str
     descriptor: int
     identity: Identity
     content: Content
+    wait: Callable[[int], object] | None = None
 
 
 class LayoutFiles(Protocol):
@@ -57,6 +65,30 @@ class LayoutFiles(Protocol):
 
     def read_blob(self, at: Descriptor) -> bytes:
         """Return a blob's bytes, which have its digest."""
+
+
+class TargetFiles(LayoutFiles, Protocol):
+    """All files of a bundle's targets, on this machine or on the way to it (`ship.arriving_bundle`).
+
+    Attributes:
+        blobs_root: the directory that has its `blobs`: its own, or that of a store.
+        has_shared_blobs: whether its blobs are in a store, among those of other bundles.
+    """
+
+    blobs_root: Path
+    has_shared_blobs: bool
+
+    def open_blob(
+        self, digest: str, size: int
+    ) -> contextlib.AbstractContextManager[tuple[int, Identity]]:
+        """Open a blob. Yield its file descriptor and its identity.
+
+        Raises:
+            RejectError: the blob is missing, is no regular file, or has another size.
+        """
+
+    def arrives(self, digest: str) -> Callable[[int], object] | None:
+        """Return what waits until the bytes of a blob before a place are there; None: all are."""
 
 
 @final
@@ -225,13 +257,12 @@ class Layout:
         check_digest(content, at.digest, path)
         return content
 
+    def arrives(self, digest: str) -> None:
+        """See `TargetFiles.arrives`."""
+
     @contextlib.contextmanager
     def open_blob(self, digest: str, size: int) -> Iterator[tuple[int, Identity]]:
-        """Open a blob. Yield its file descriptor and its identity.
-
-        Raises:
-            RejectError: the blob is missing, is no regular file, or has another size.
-        """
+        """See `TargetFiles.open_blob`."""
         path = self.blob_path(digest)
         name = digest.removeprefix("sha256:")
         with self._open_file(name, self._sha256, path) as (descriptor, status):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import stat
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -38,6 +37,7 @@ class DirectoryRepository:
         self.name, self.most_transfers = path, MOST_TRANSFERS
         self._blobs = BlobDirectory(Path(path))
         self.has, self.write = self._blobs.has, self._blobs.write
+        self.close = self._blobs.drop_partial
 
     def open(self, tag: str, digest: str) -> RemoteFiles:
         """See `Repository.open`."""
@@ -50,17 +50,10 @@ class DirectoryRepository:
         return files
 
     def _fetch(self, at: Descriptor, start: int) -> Iterator[bytes]:
-        path = self._blobs.blob(at.digest)
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            with open(descriptor, "rb", buffering=0) as file:
-                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise RejectError(str(path), "expected a regular file")
-                file.seek(start)
-                while piece := file.read(PIECE_BYTES):
-                    yield piece
-        except OSError as error:
-            raise RejectError(str(path), f"expected a file: {error.strerror}") from error
+        with open(self._blobs.open(at.digest), "rb", buffering=0) as file:
+            file.seek(start)
+            while piece := file.read(PIECE_BYTES):
+                yield piece
 
     def publish(self, shipment: Shipment, tag: str) -> None:
         """See `Repository.publish`. A directory has no tags."""
@@ -70,11 +63,14 @@ class DirectoryRepository:
         path = Path(self.name)
         write_file(path / "oci-layout", OCI_LAYOUT)
         write_file(path / "index.json", shipment.index_file)
-        self._blobs.drop_partial()
+
+    def resolve(self, tag: str) -> str:
+        """See `Repository.resolve`. A directory has no tags."""
+        return read_root(self.open("", "")).digest
 
     def tags(self) -> list[Tagged]:
         """See `Repository.tags`."""
-        return [Tagged("", read_root(self.open("", "")).digest)]
+        return [Tagged("", self.resolve(""))]
 
     def remove(self, tag: str) -> int:
         """See `Repository.remove`."""
@@ -171,13 +167,20 @@ class TarRepository:
             raise StoreError(f"{self.name}: cannot write: {error.strerror or error}") from error
 
     def close(self) -> None:
-        """Remove what was written of a tar that is not whole."""
+        """See `Destination.close`. Nothing can go on with a tar that is not whole."""
+        with contextlib.suppress(OSError):
+            if self._out is not None:
+                self._out.close()
         with contextlib.suppress(OSError):
             self._temporary.unlink()
 
+    def resolve(self, tag: str) -> str:
+        """See `Repository.resolve`. A tar has no tags."""
+        return read_root(self.open("", "")).digest
+
     def tags(self) -> list[Tagged]:
         """See `Repository.tags`."""
-        return [Tagged("", read_root(self.open("", "")).digest)]
+        return [Tagged("", self.resolve(""))]
 
     def remove(self, tag: str) -> int:
         """See `Repository.remove`."""

@@ -213,7 +213,17 @@ class ObjectRepository:
         with self._asking("tags"):
             for some in obstore.list(self._objects, prefix="tags"):
                 found += [each["path"].removeprefix("tags/").removesuffix(".json") for each in some]
-        return [Tagged(tag, read_root(self.open(tag, "")).digest) for tag in sorted(found)]
+        return [Tagged(tag, self.resolve(tag)) for tag in sorted(found)]
+
+    def resolve(self, tag: str) -> str:
+        """See `Repository.resolve`."""
+        content = self._read(_index_path(tag), limits.MAX_INDEX_BYTES)
+        if content is None:
+            return ""
+        return read_root(RemoteFiles(self.name, content, self._fetch)).digest
+
+    def close(self) -> None:
+        """See `Destination.close`. No blob is there in part."""
 
     def remove(self, tag: str) -> int:
         """See `Repository.remove`."""

@@ -213,10 +213,11 @@ class Registry:
         shown = [each for each in sorted(names) if not _is_fallback(each)]
         with ThreadPoolExecutor(_REQUESTS, "prejit-tags") as pool:
             return [
-                Tagged(*pair) for pair in zip(shown, pool.map(self._digest, shown), strict=True)
+                Tagged(*pair) for pair in zip(shown, pool.map(self.resolve, shown), strict=True)
             ]
 
-    def _digest(self, tag: str) -> str:
+    def resolve(self, tag: str) -> str:
+        """See `Repository.resolve`."""
         found = self.find_manifest(tag)
         return "" if found is None else found[0].digest
 
@@ -285,6 +286,9 @@ class Registry:
         listed.append(Descriptor(at.mediaType, at.digest, at.size, kind))
         index = {"schemaVersion": 2, "mediaType": INDEX_MEDIA_TYPE, "manifests": listed}
         self.put_manifest(_fallback_tag(subject), INDEX_MEDIA_TYPE, to_json(index))
+
+    def close(self) -> None:
+        """See `Destination.close`. No blob is there in part."""
 
     def remove(self, tag: str) -> int:
         """See `Repository.remove`."""

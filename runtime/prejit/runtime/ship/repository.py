@@ -110,12 +110,18 @@ class Destination(Protocol):
     def publish(self, shipment: Shipment, tag: str) -> None:
         """Write the documents of a bundle whose blobs are there, and let a tag lead to it."""
 
+    def close(self) -> None:
+        """End a transfer, whole or not: remove what no further attempt can use."""
+
 
 class Repository(Destination, Protocol):
     """A place that holds bundles under tags, and their blobs once each."""
 
     def open(self, tag: str, digest: str) -> BundleFiles:
         """Return the files of the bundle with a tag or a digest; either may be empty."""
+
+    def resolve(self, tag: str) -> str:
+        """Return the digest of the bundle that a tag leads to; empty: there is no such tag."""
 
     def tags(self) -> list[Tagged]:
         """Return all tags in the order of their names."""

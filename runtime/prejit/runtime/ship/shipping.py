@@ -118,11 +118,37 @@ def move(
         StoreError, RejectError: something does not arrive, or is not what its digest names. A further
             attempt goes on with what did.
     """
+    try:
+        missing = missing_blobs(shipment, into)
+        counting = Counting(missing, report)
+        move_blobs(files, missing, into, counting, mounts_from)
+        into.publish(shipment, tag)
+    finally:
+        into.close()
+    documents = sum(each.at.size for each in shipment.documents)
+    mounted = counting.mounted
+    absent = sum(at.size for at in missing) + documents
+    count = len(missing) - len(mounted) + len(shipment.documents)
+    present = shipment.size - absent
+    return Moved(shipment.digest, count, absent - sum(mounted), present, sum(mounted))
+
+
+def missing_blobs(shipment: Shipment, into: Destination) -> list[Descriptor]:
+    """Return the blobs that the other side lacks, the largest first, which take longest."""
     with ThreadPoolExecutor(into.most_transfers, "prejit-ship") as pool:
         there = list(pool.map(into.has, shipment.blobs))
     missing = [at for at, is_there in zip(shipment.blobs, there, strict=True) if not is_there]
-    missing.sort(key=lambda at: -at.size)
-    counting = _Counting(sum(at.size for at in missing), report)
+    return sorted(missing, key=lambda at: -at.size)
+
+
+def move_blobs(
+    files: BundleFiles,
+    missing: Sequence[Descriptor],
+    into: Destination,
+    counting: Counting,
+    mounts_from: str = "",
+) -> None:
+    """Move blobs, many at a time. Arguments and errors as of `move`."""
     with ThreadPoolExecutor(into.most_transfers, "prejit-ship") as pool:
         jobs = [pool.submit(_move_one, files, at, into, mounts_from, counting) for at in missing]
         try:
@@ -135,31 +161,29 @@ def move(
     for error in sorted(failed, key=lambda error: isinstance(error, _OverError)):
         assert error is not None
         raise error
-    into.publish(shipment, tag)
-    documents = sum(each.at.size for each in shipment.documents)
-    mounted = counting.mounted
-    absent = sum(at.size for at in missing) + documents
-    moved = absent - sum(mounted)
-    count = len(missing) - len(mounted) + len(shipment.documents)
-    return Moved(shipment.digest, count, moved, shipment.size - absent, sum(mounted))
 
 
 class _OverError(StoreError):
     """Another blob's transfer has failed, or the user has stopped all."""
 
 
-class _Counting:
-    """Counts bytes as they move, has the sizes of mounted blobs, and ends a transfer that is over."""
+class Counting:
+    """Counts bytes as they move, and ends a transfer that is over: once somebody sets `is_over`.
 
-    def __init__(self, missing: int, report: Report) -> None:
+    `mounted` has the sizes of the blobs that a registry took from another of its repositories.
+    """
+
+    def __init__(self, missing: Sequence[Descriptor], report: Report) -> None:
+        """`missing` moves; `report` is called as it does."""
         self.is_over = False
         self.mounted: list[int] = []
-        self._moved, self._missing, self._report = 0, missing, report
+        self._moved, self._missing, self._report = 0, sum(at.size for at in missing), report
         self._lock = threading.Lock()
 
     def pieces(
         self, files: BundleFiles, at: Descriptor, start: int
     ) -> Iterator[bytes | memoryview]:
+        """Yield a blob's bytes from a place on. Raise StoreError once the transfer is over."""
         self.add(start)
         for piece in files.pieces(at, start):
             if self.is_over:
@@ -168,13 +192,14 @@ class _Counting:
             self.add(len(piece))
 
     def add(self, count: int) -> None:
+        """Count bytes that moved."""
         with self._lock:
             self._moved += count
             self._report(TransferProgress(min(self._moved, self._missing), self._missing))
 
 
 def _move_one(
-    files: BundleFiles, at: Descriptor, into: Destination, mounts_from: str, counting: _Counting
+    files: BundleFiles, at: Descriptor, into: Destination, mounts_from: str, counting: Counting
 ) -> None:
     if mounts_from:
         registry: Registry = into  # type: ignore[assignment]
@@ -208,13 +233,14 @@ def ship(
             f"{target}: expected the digest of what is pushed, {shipment.digest}",
             hint="leave the digest out: it follows from the bundle",
         )
+    mounts_from = mountable(source, target)
+    return move(files, shipment, into, target.tag, mounts_from=mounts_from, report=report)
+
+
+def mountable(source: Reference, target: Reference) -> str:
+    """Return the repository from which a registry can take blobs itself; empty: from none."""
     is_same_host = source.scheme == target.scheme == REGISTRY and source.host == target.host
-    mounts_from = source.path if is_same_host and source.path != target.path else ""
-    try:
-        return move(files, shipment, into, target.tag, mounts_from=mounts_from, report=report)
-    finally:
-        if (close := getattr(into, "close", None)) is not None:
-            close()
+    return source.path if is_same_host and source.path != target.path else ""
 
 
 def _alone(shipment: Shipment, chosen: Sequence[Descriptor], source: Reference) -> Shipment:

@@ -19,6 +19,7 @@ from prejit.server.served.served import Models, Served, State
 
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
+    from prejit.runtime.ship.reference import Reference
     from prejit.server.engine.engine import Engine
 
 _log = logging.getLogger(__name__)
@@ -36,10 +37,12 @@ class BundleSource:
     Attributes:
         path: its directory.
         name: the name that it is served under; None: its own.
+        follows: the reference whose tag led to it, if newer bundles are fetched; None: they are not.
     """
 
     path: str
     name: str | None = None
+    follows: Reference | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,7 @@ class Loading(threading.Thread):
         engine = Engine(bundle, **{k: v for k, v in options.items() if v is not None})
         name = source.name or bundle.name
         engine = self._wrap(name, engine)
-        self._models.add(Served(name, bundle, engine, int(time.time())))
+        self._models.add(Served(name, bundle, engine, int(time.time()), follows=source.follows))
         how = "its executables" if bundle.matched else "programs that are compiled here"
         _log.info("%s: %s, target %s, runs %s", name, bundle.digest, bundle.target, how)
         return bundle, name
