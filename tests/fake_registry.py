@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+from tests.http_serving import QuietHandler, serving
 
 from prejit.runtime.base.files import digest_of
 
@@ -58,40 +58,15 @@ def fake_registry(**behaviour: Any) -> Iterator[FakeRegistry]:
     """Serve a registry on a free port of this machine."""
     state = FakeRegistry(**behaviour)
 
-    class Handler(_Handler):
+    class Handler(_RegistryHandler):
         registry = state
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever).start()
-        state.host = f"127.0.0.1:{server.server_port}"
-        try:
-            yield state
-        finally:
-            server.shutdown()
+    with serving(Handler) as state.host:
+        yield state
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _RegistryHandler(QuietHandler):
     registry: FakeRegistry
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-    def handle(self) -> None:
-        try:
-            super().handle()
-        except (BrokenPipeError, ConnectionResetError):
-            self.close_connection = True
-
-    def reply(self, status: int, content: bytes = b"", /, **headers: str) -> None:
-        self.send_response(status)
-        self.send_header("content-length", str(len(content)))
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
 
     def answer(self) -> None:
         """Answer any request."""
@@ -99,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
         state.seen.append((method, self.path, self.headers.get("authorization", "")))
         body = b""
         if "chunked" not in self.headers.get("transfer-encoding", ""):
-            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            body = self.content()
         parts = urlsplit(self.path)
         if parts.path == "/token":
             self.token()
@@ -118,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.act(method, parts.path, parse_qs(parts.query), body, fault)
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = answer  # noqa: N815
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = answer
 
     def right(self) -> str:
         return self.basic() if self.registry.is_basic else "Bearer right"

@@ -34,9 +34,10 @@ def _say(moved: Moved, where: Reference, seconds: float, as_json: bool) -> int:
         print_json(asdict(moved) | {"reference": str(where), "seconds": round(seconds, 3)})
         return 0
     rate = moved.moved_bytes / max(seconds, 1e-3) / 1e6
+    mounted = f", {moved.mounted_bytes / 1e6:,.1f} MB were mounted" if moved.mounted_bytes else ""
     print_text(
         f"{where.at(moved.digest)}\n{moved.blobs} files, {moved.moved_bytes / 1e6:,.1f} MB in "
-        f"{seconds:.1f} s ({rate:,.0f} MB/s); {moved.present_bytes / 1e6:,.1f} MB were there"
+        f"{seconds:.1f} s ({rate:,.0f} MB/s); {moved.present_bytes / 1e6:,.1f} MB were there{mounted}"
     )
     return 0
 
@@ -156,10 +157,16 @@ def tag(reference: str, tag: str, as_json: bool) -> int:
 @click.command(epilog="Examples:\n\n\b\n  prejit rm oci://registry.example/models/demo:v1")
 @_REFERENCE
 def rm(reference: str) -> int:
-    """Remove a tag. The place itself collects the blobs that no tag needs."""
+    """Remove a tag. A registry collects the blobs that no tag needs; a bucket keeps them."""
     source = _remote(reference)
-    open_repository(source).remove(source.digest or source.tag)
+    left = open_repository(source).remove(source.digest or source.tag)
     print_text(f"removed {source}")
+    if left:
+        print_text(
+            f"no tag leads to {left / 1e6:,.1f} MB of blobs any more: they stay, because a push at this "
+            "moment may rely on them. To free them, copy the tags that you keep to another path, and "
+            "delete this one"
+        )
     return 0
 
 

@@ -72,7 +72,7 @@ class DirectoryRepository:
         """See `Repository.tags`."""
         return [Tagged("", self.resolve(""))]
 
-    def remove(self, tag: str) -> None:
+    def remove(self, tag: str) -> int:
         """See `Repository.remove`."""
         raise UsageError(
             f"{self.name}: expected a registry or a bucket, found a directory",
@@ -182,7 +182,7 @@ class TarRepository:
         """See `Repository.tags`."""
         return [Tagged("", self.resolve(""))]
 
-    def remove(self, tag: str) -> None:
+    def remove(self, tag: str) -> int:
         """See `Repository.remove`."""
         raise UsageError(
             f"{self.name}: expected a registry or a bucket, found a file",

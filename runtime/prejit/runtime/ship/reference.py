@@ -2,6 +2,7 @@
 
 oci://HOST[:PORT]/REPOSITORY[:TAG][@DIGEST]      a registry; without both, the tag `latest`
 s3://BUCKET/PATH[:TAG][@DIGEST]                  also gs:// and az://, and https:// for a static server
+hf://OWNER/REPOSITORY[/PATH][:REVISION]          a repository of the Hugging Face hub, to read from
 DIRECTORY, FILE.tar                              an OCI image layout; as a tar, for sites without a network
 """
 
@@ -16,13 +17,17 @@ from prejit.runtime.base.files import is_digest
 from prejit.runtime.errors import UsageError
 
 REGISTRY = "oci"
+HUB = "hf"
 _OBJECTS = ("s3", "gs", "az", "https", "http")
-SCHEMES = (REGISTRY, *_OBJECTS)
+SCHEMES = (REGISTRY, HUB, *_OBJECTS)
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 """A tag, as the OCI distribution specification has it."""
 _REPOSITORY = re.compile(r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*(/[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*)*")
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
-_FORMS = "give oci://HOST/REPOSITORY:TAG, s3://BUCKET/PATH, gs://, az://, https://, a directory or a .tar"
+_FORMS = (
+    "give oci://HOST/REPOSITORY:TAG, s3://BUCKET/PATH, gs://, az://, hf://OWNER/REPOSITORY, https://, a "
+    "directory or a .tar"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +115,7 @@ def parse_reference(text: str) -> Reference:
         )
     found = Reference(scheme, f"{before}{slash}{last}".rstrip("/"), tag, digest)
     try:
-        is_place = bool(found.host) and bool(found.path or scheme != REGISTRY)
+        is_place = bool(found.host) and bool(found.path or scheme not in (REGISTRY, HUB))
     except ValueError:  # of urlsplit: brackets that are no IPv6 address
         is_place = False
     if not is_place:

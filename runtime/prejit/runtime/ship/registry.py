@@ -32,8 +32,8 @@ from prejit.runtime.ship.registry_client import (
     ANSWER_SECONDS,
     BlobBody,
     RegistryClient,
-    parse_object,
 )
+from prejit.runtime.ship.registry_login import parse_object
 from prejit.runtime.ship.remote_files import RemoteFiles
 from prejit.runtime.ship.repository import (
     MOST_TRANSFERS,
@@ -76,7 +76,7 @@ class Registry:
             pauses: pauses in seconds before each further attempt; None: the usual ones.
 
         Raises:
-            UsageError: oras is not installed.
+            UsageError: requests is not installed.
         """
         self.name = str(replace(reference, tag="", digest=""))
         self.most_transfers = MOST_TRANSFERS
@@ -290,7 +290,7 @@ class Registry:
     def close(self) -> None:
         """See `Destination.close`. No blob is there in part."""
 
-    def remove(self, tag: str) -> None:
+    def remove(self, tag: str) -> int:
         """See `Repository.remove`."""
         self.manifest(tag, f"{self.name}:{tag}")
         if self._client.ask("DELETE", f"manifests/{tag}", refused=True) is None:
@@ -298,6 +298,7 @@ class Registry:
                 f"{self.name}:{tag}: this registry deletes no tags",
                 hint="name the digest, which removes all its tags, or use the registry's own interface",
             )
+        return 0
 
 
 def _fallback_tag(digest: str) -> str:

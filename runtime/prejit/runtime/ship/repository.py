@@ -68,9 +68,14 @@ class Shipment:
     index_file: bytes
 
     @property
+    def all(self) -> tuple[Descriptor, ...]:
+        """All its blobs, the documents among them."""
+        return (*self.blobs, *(document.at for document in self.documents))
+
+    @property
     def size(self) -> int:
         """The bytes of all of it."""
-        return sum(at.size for at in self.blobs) + sum(at.at.size for at in self.documents)
+        return sum(at.size for at in self.all)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +126,12 @@ class Repository(Destination, Protocol):
     def tags(self) -> list[Tagged]:
         """Return all tags in the order of their names."""
 
-    def remove(self, tag: str) -> None:
-        """Remove a tag. The blobs stay until the place itself collects them."""
+    def remove(self, tag: str) -> int:
+        """Remove a tag. The blobs stay, for what is being pushed at this moment may rely on them.
+
+        Returns:
+            Bytes of blobs to which no tag leads any more; 0 where the place itself collects them.
+        """
 
 
 def shipment_of(files: LayoutFiles, root: Root, targets: Iterable[Descriptor]) -> Shipment:

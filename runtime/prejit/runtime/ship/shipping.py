@@ -50,12 +50,14 @@ class Moved:
         digest: the bundle's.
         blobs, moved_bytes: the blobs that moved, documents among them, and their bytes.
         present_bytes: bytes of blobs that the other side had.
+        mounted_bytes: bytes of blobs that a registry took from another of its repositories.
     """
 
     digest: str
     blobs: int
     moved_bytes: int
     present_bytes: int
+    mounted_bytes: int = 0
 
 
 def open_repository(reference: Reference) -> Repository:
@@ -118,14 +120,16 @@ def move(
     """
     try:
         missing = missing_blobs(shipment, into)
-        move_blobs(files, missing, into, Counting(missing, report), mounts_from)
+        counting = Counting(missing, report)
+        move_blobs(files, missing, into, counting, mounts_from)
         into.publish(shipment, tag)
     finally:
         into.close()
-    documents = sum(each.at.size for each in shipment.documents)
-    moved = sum(at.size for at in missing)
-    count = len(missing) + len(shipment.documents)
-    return Moved(shipment.digest, count, moved + documents, shipment.size - moved - documents)
+    mounted = counting.mounted
+    absent = sum(at.size for at in (*missing, *(each.at for each in shipment.documents)))
+    moved = absent - sum(mounted)
+    count = len(missing) - len(mounted) + len(shipment.documents)
+    return Moved(shipment.digest, count, moved, shipment.size - absent, sum(mounted))
 
 
 def missing_blobs(shipment: Shipment, into: Destination) -> list[Descriptor]:
@@ -163,11 +167,15 @@ class _OverError(StoreError):
 
 
 class Counting:
-    """Counts bytes as they move, and ends a transfer that is over: once somebody sets `is_over`."""
+    """Counts bytes as they move, has the sizes of mounted blobs, and ends a transfer that is over.
+
+    It is over once somebody sets `is_over`.
+    """
 
     def __init__(self, missing: Sequence[Descriptor], report: Report) -> None:
         """`missing` moves; `report` is called as it does."""
         self.is_over = False
+        self.mounted: list[int] = []
         self._moved, self._missing, self._report = 0, sum(at.size for at in missing), report
         self._lock = threading.Lock()
 
@@ -196,6 +204,7 @@ def _move_one(
         registry: Registry = into  # type: ignore[assignment]
         if registry.mount(at, mounts_from):
             _log.debug("%s: mounted from %s", at.digest, mounts_from)
+            counting.mounted.append(at.size)
             counting.add(at.size)
             return
     _log.debug("%s: %d bytes to %s", at.digest, at.size, into.name)
