@@ -6,7 +6,7 @@ depends on the blob alone, so the weights' layer has the same digest in every ve
     /models/oci-layout, index.json, blobs/sha256/<hex>     as KServe expects a model in an image
 
 Artifact: one manifest as CNCF ModelPack has it (github.com/modelpack/model-spec), whose layers are the
-bundle's own blobs. CRI-O, podman and `oras pull` put them side by side in one directory, which `Layout` reads.
+bundle's own blobs. CRI-O, podman and `oras pull` put them side by side in one directory. `Layout` reads it.
 
     oci-layout, index.json, <hex>
 """
@@ -57,7 +57,7 @@ _END = bytes(2 * _BLOCK)
 
 
 class FormFiles:
-    """Implements `repository.BlobSource` for a form: a bundle's blobs, the tars of some, and new small files."""
+    """Implements `repository.BlobSource` for a form: a bundle's blobs, tars of some, and new small files."""
 
     def __init__(
         self, files: BundleFiles, small: Mapping[str, bytes], tars: Mapping[str, _BlobTar]
@@ -100,7 +100,11 @@ def _image(
     # Weights first: what nodes have unpacked is theirs again only below the first layer that differs.
     own.sort(key=lambda at: at.mediaType != WEIGHTS_MEDIA_TYPE)
     with ThreadPoolExecutor(MOST_TRANSFERS, "prejit-layers") as pool:
-        layers = dict(zip((at.digest for at in own), pool.map(_layer_of, own, [files] * len(own)), strict=True))
+        layers = dict(
+            zip(
+                (at.digest for at in own), pool.map(_layer_of, own, [files] * len(own)), strict=True
+            )
+        )
     small, documents, listed = dict[str, bytes](), [], []
     moved = {at.digest: at for at, _ in layers.values()}
     for shipment, (target, *_) in zip(shipments, platforms.values(), strict=True):
@@ -115,6 +119,8 @@ def _image(
         config = {
             **(target.platform or {}),
             "config": {},
+            # Tools that put layers on top, such as olot, count these.
+            "history": [{"created_by": "prejit push --image"}] * len(stack),
             "rootfs": {"type": "layers", "diff_ids": [at.digest for at in stack]},
         }
         described = _kept(to_json(config), _CONFIG_MEDIA_TYPE, small)
@@ -168,9 +174,7 @@ def _shipment(
     """Return what moves of a form, whose last document leads to all of it."""
     noted = {REF_NAME: root.bundle.annotations[BUNDLE_NAME]}
     entry = Descriptor(*_named(documents[-1]), annotations=noted)
-    index_file = to_json(
-        {"manifests": [entry], "mediaType": INDEX_MEDIA_TYPE, "schemaVersion": 2}
-    )
+    index_file = to_json({"manifests": [entry], "mediaType": INDEX_MEDIA_TYPE, "schemaVersion": 2})
     return Shipment(entry.digest, tuple(documents), tuple(blobs.values()), index_file)
 
 
@@ -238,7 +242,7 @@ def _blob_name(at: Descriptor) -> str:
 
 
 def _directories() -> bytes:
-    """Return the headers of all directories: a runtime that unpacks each layer alone would give its own modes."""
+    """Return the headers of all directories, which every layer has. Else its unpacker chooses their modes."""
     names = ("", "/blobs", "/blobs/sha256")
     return b"".join(_header(f"{_MODELS}{name}", 0, tarfile.DIRTYPE, 0o755) for name in names)
 

@@ -153,9 +153,7 @@ class _Counting:
         self._moved, self._missing, self._report = 0, missing, report
         self._lock = threading.Lock()
 
-    def pieces(
-        self, files: BlobSource, at: Descriptor, start: int
-    ) -> Iterator[bytes | memoryview]:
+    def pieces(self, files: BlobSource, at: Descriptor, start: int) -> Iterator[bytes | memoryview]:
         self.add(start)
         for piece in files.pieces(at, start):
             if self.is_over:
