@@ -71,7 +71,8 @@ def load(
     Args:
         path: the directory of the bundle, or a reference such as `oci://HOST/REPOSITORY:TAG`, `s3://BUCKET/PATH`
             or `https://HOST/PATH@sha256:...`. What this machine lacks of it is fetched into its store
-            (`ship.machine_store`), after the trust policies have allowed it.
+            (`ship.machine_store`), after the trust policies have allowed it. `wheel:NAME` is the bundle in an
+            installed package of `prejit wheel`.
         on_mismatch: what to do if this machine matches none of the bundle's targets. `jit`: compile the
             portable programs, with a FallbackWarning. `error`: raise. It decides in the same way about calls
             with sizes that the manifest leaves open and that are no bucket.
@@ -129,8 +130,9 @@ def load(
     open_ = partial(
         _open, machine=machine, declared=fingerprint, must_match=must_match, policies=policies
     )
-    if "://" in os.fspath(path):
-        path = _fetched(os.fspath(path), fingerprint or machine, must_match, policies)
+    text = os.fspath(path)
+    if "://" in text or text.startswith("wheel:"):
+        path = _fetched(text, fingerprint or machine, must_match, policies)
     opening = time.perf_counter()
     opened = read_whole(path, open_)
     reading = span("reading", opening)
@@ -175,13 +177,16 @@ def load(
 def _fetched(
     reference: str, machine: Fingerprint, must_match: bool, policies: Sequence[str]
 ) -> str:
-    """Return the directory of a bundle of the store, which holds the target for a machine."""
+    """Return the directory of a bundle of the store, with the target for a machine, or that of a wheel."""
     with importing():
         from prejit.runtime.ship.machine_store import machine_store
         from prejit.runtime.ship.pulling import Wanted, pull
         from prejit.runtime.ship.reference import parse_reference
+    found = parse_reference(reference)
+    if not found.is_remote:
+        return found.place
     wanted = Wanted(machine, must_match=must_match)
-    return str(pull(parse_reference(reference), machine_store(), wanted, policies).path)
+    return str(pull(found, machine_store(), wanted, policies).path)
 
 
 class _Opened(NamedTuple):  # a dataclass takes 0.5 ms to make, which every start would pay

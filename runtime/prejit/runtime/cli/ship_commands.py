@@ -19,7 +19,7 @@ from prejit.runtime.ship.machine_store import machine_store
 from prejit.runtime.ship.mounted_forms import IMAGE, MODELPACK
 from prejit.runtime.ship.pulling import Wanted, pull_into
 from prejit.runtime.ship.pulling import pull as fetch
-from prejit.runtime.ship.reference import Reference, is_reference, parse_reference
+from prejit.runtime.ship.reference import Reference, parse_reference
 from prejit.runtime.ship.shipping import Moved, open_repository, ship
 
 _TARGETS = click.option(
@@ -181,9 +181,10 @@ def rm(reference: str) -> int:
 
 
 def _remote(reference: str) -> Reference:
-    if not is_reference(reference):
+    found = parse_reference(reference)
+    if not found.is_remote:
         raise UsageError(f"{reference}: expected a URL of a registry or a bucket, found a path")
-    return parse_reference(reference)
+    return found
 
 
 @click.command(
