@@ -130,9 +130,9 @@ def load(
     open_ = partial(
         _open, machine=machine, declared=fingerprint, must_match=must_match, policies=policies
     )
-    text = os.fspath(path)
-    if "://" in text or text.startswith("wheel:"):
-        path = _fetched(text, fingerprint or machine, must_match, policies)
+    given = os.fspath(path)
+    if "://" in given or given.startswith("wheel:"):
+        path = _fetched(given, fingerprint or machine, must_match, policies)
     opening = time.perf_counter()
     opened = read_whole(path, open_)
     reading = span("reading", opening)
