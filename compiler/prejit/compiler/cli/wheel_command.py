@@ -13,7 +13,7 @@ from prejit.runtime.cli.output import print_json, print_text
 
 @click.command(
     epilog="Examples:\n\n\b\n  prejit wheel artifacts/demo -o dist\n"
-    "  prejit wheel oci://registry.example/models/demo:v1 --version 1.2.0"
+    "  prejit wheel artifacts/demo --version 1.2.0"
 )
 @WHOLE_BUNDLE
 @click.option("-o", "--output", **DIR, default=Path("dist"), help="Directory of wheels.")
