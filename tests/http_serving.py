@@ -27,7 +27,7 @@ class QuietHandler(BaseHTTPRequestHandler):
         """Return the body of the request."""
         return self.rfile.read(int(self.headers.get("content-length", 0)))
 
-    def reply(self, status: int, content: bytes = b"", **headers: str) -> None:
+    def reply(self, status: int, content: bytes = b"", /, **headers: str) -> None:
         """Answer. An underscore in a header's name stands for a hyphen."""
         self.send_response(status)
         self.send_header("content-length", str(len(content)))

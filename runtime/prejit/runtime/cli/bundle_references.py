@@ -32,6 +32,9 @@ def local_bundle(
     """
     if not is_reference(path):
         return path
+    reference = parse_reference(path)
+    if not reference.is_remote:  # of an installed wheel
+        return reference.place
     from prejit.runtime.ship.machine_store import machine_store
     from prejit.runtime.ship.pulling import Wanted, pull
 
@@ -39,7 +42,7 @@ def local_bundle(
     wanted = Wanted(of, must_match=must_match)
     with progress() as show:
         store, told = machine_store(), reporting(show)
-        return str(pull(parse_reference(path), store, wanted, policy_paths(), told).path)
+        return str(pull(reference, store, wanted, policy_paths(), told).path)
 
 
 @contextlib.contextmanager

@@ -27,8 +27,8 @@ Pieces = Callable[[int], Iterator[bytes | memoryview]]
 """Gives the bytes of a blob from a place on, in pieces of any size."""
 
 
-class BundleFiles(LayoutFiles, Protocol):
-    """The files of one bundle in a repository."""
+class BlobSource(Protocol):
+    """Gives the bytes of blobs."""
 
     def pieces(self, at: Descriptor, start: int) -> Iterator[bytes | memoryview]:
         """Yield a blob's bytes from a place on. They may be wrong.
@@ -36,6 +36,10 @@ class BundleFiles(LayoutFiles, Protocol):
         Raises:
             StoreError: they do not arrive.
         """
+
+
+class BundleFiles(LayoutFiles, BlobSource, Protocol):
+    """The files of one bundle in a repository."""
 
 
 @dataclass(frozen=True, slots=True)
