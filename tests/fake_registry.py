@@ -6,8 +6,9 @@ import base64
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -32,8 +33,12 @@ class FakeRegistry:
         has_tag_deletion: whether it deletes tags.
         fault: called with the method and the path of each request; what it returns happens instead of the
             right answer: a status, a status with headers, `cut` (half of the answer), `stall`, `wrong`
-            (other bytes), or a URL to redirect to; None: nothing.
+            (other bytes), `hang up` (before the body of the request is read), a URL to redirect to, or a
+            function that answers: it gets the handler, the right content (None: there is none) and the
+            first byte that is asked for; None: nothing.
+        files: contents by path, for a static web server beside the registry.
         seen: method and path of each request, with its authorization.
+        sent: bytes of blobs and files that were sent, by path.
         host: `host:port`.
     """
 
@@ -44,7 +49,9 @@ class FakeRegistry:
     has_referrers: bool = True
     has_tag_deletion: bool = True
     fault: Callable[[str, str], Any] = lambda method, path: None
+    files: dict[str, bytes] = field(default_factory=dict)
     seen: list[tuple[str, str, str]] = field(default_factory=list)
+    sent: Counter[str] = field(default_factory=Counter)
     host: str = ""
 
     def count(self, method: str, part: str) -> int:
@@ -83,6 +90,10 @@ class _Handler(BaseHTTPRequestHandler):
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
 
+    def finish(self) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):
+            super().finish()
+
     def reply(self, status: int, content: bytes = b"", **headers: str) -> None:
         self.send_response(status)
         self.send_header("content-length", str(len(content)))
@@ -96,15 +107,17 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer any request."""
         state, method = self.registry, self.command
         state.seen.append((method, self.path, self.headers.get("authorization", "")))
+        parts = urlsplit(self.path)
+        fault = None if parts.path == "/token" else state.fault(method, self.path)
+        if fault == "hang up":
+            self.close_connection = True
+            return
         body = b""
         if "chunked" not in self.headers.get("transfer-encoding", ""):
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
-        parts = urlsplit(self.path)
         if parts.path == "/token":
             self.token()
-            return
-        fault = state.fault(method, self.path)
-        if isinstance(fault, int):
+        elif isinstance(fault, int):
             self.reply(fault)
         elif isinstance(fault, tuple):
             self.reply(fault[0], **fault[1])
@@ -132,9 +145,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.reply(401)
 
     def act(
-        self, method: str, path: str, query: dict[str, list[str]], body: bytes, fault: str | None
+        self, method: str, path: str, query: dict[str, list[str]], body: bytes, fault: Any
     ) -> None:
         state = self.registry
+        if not path.startswith("/v2/"):
+            self.send(state.files.get(path), fault)
+            return
         head, _, rest = path.removeprefix("/v2/").rpartition("/")
         name, _, kind = head.rpartition("/")
         if kind == "uploads":  # POST .../blobs/uploads/, PUT .../blobs/uploads/1
@@ -150,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif kind == "blobs":
             self.send(state.blobs.get((name, rest)), fault)
         elif kind == "referrers" and state.has_referrers:
-            self.reply(200, _index(_referrers(state, name, rest)), content_type=INDEX)
+            self.send(_index(_referrers(state, name, rest)), fault, content_type=INDEX)
         elif kind == "tags":
             tags = [tag for at, tag in state.manifests if at == name and ":" not in tag]
             known = any(at == name for at, _ in state.manifests)
@@ -158,27 +174,37 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.reply(404)
 
-    def send(self, content: bytes | None, fault: str | None, **headers: str) -> None:
+    def send(self, content: bytes | None, fault: Any, **headers: str) -> None:
+        asked = self.headers.get("range", "").removeprefix("bytes=").partition("-")[0]
+        if callable(fault):
+            fault(self, content, int(asked or 0))
+            return
         if content is None:
             self.reply(404, b'{"errors":[{"code":"NAME_UNKNOWN","message":"unknown"}]}')
             return
         if fault == "wrong":
             content = bytes(len(content) - 1) + b"x"
-        start, status = 0, 200
-        if asked := self.headers.get("range", ""):
-            start, status = int(asked.removeprefix("bytes=").removesuffix("-")), 206
+        start, status = int(asked or 0), 206 if asked else 200
         part = content[start:]
+        if asked:
+            headers["content_range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         if fault in ("cut", "stall"):
             self.send_response(status)
             self.send_header("content-length", str(len(part)))
             self.end_headers()
-            self.wfile.write(part[: len(part) // 2])
-            self.wfile.flush()
+            self.write(part[: len(part) // 2])
             if fault == "stall":
                 time.sleep(2)
             self.close_connection = True
             return
+        if self.command != "HEAD":
+            self.registry.sent[self.path] += len(part)
         self.reply(status, part, **headers)
+
+    def write(self, part: bytes) -> None:
+        """Send a part of a blob or a file."""
+        self.wfile.write(part)
+        self.registry.sent[self.path] += len(part)
 
     def upload(self, method: str, name: str, query: dict[str, list[str]], body: bytes) -> None:
         state = self.registry
