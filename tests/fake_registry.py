@@ -123,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.reply(fault[0], **fault[1])
         elif isinstance(fault, str) and "://" in fault:
             self.reply(307, location=fault)
-        elif state.user and self.headers.get("authorization") != self.right():
+        elif state.user and "/v2/" in self.path and self.headers.get("authorization") != self.right():
             token = f'Bearer realm="http://{state.host}/token",service="s",scope="x"'
             asked = 'Basic realm="registry"' if state.is_basic else token
             self.reply(401, www_authenticate=asked)
@@ -166,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif kind == "blobs":
             self.send(state.blobs.get((name, rest)), fault)
         elif kind == "referrers" and state.has_referrers:
-            self.send(_index(_referrers(state, name, rest)), fault, content_type=INDEX)
+            self.send(referrers_index(state, name, rest), fault, content_type=INDEX)
         elif kind == "tags":
             tags = [tag for at, tag in state.manifests if at == name and ":" not in tag]
             known = any(at == name for at, _ in state.manifests)
@@ -244,9 +244,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.reply(201, **headers)
 
 
-def _referrers(state: FakeRegistry, name: str, digest: str) -> list[dict[str, Any]]:
+def referrers_index(state: FakeRegistry, name: str, digest: str) -> bytes:
+    """Return the index of what refers to a digest."""
     found = []
-    for (at, tag), content in state.manifests.items():
+    for (at, tag), content in list(state.manifests.items()):
         plain = json.loads(content)
         if at == name and ":" in tag and plain.get("subject", {}).get("digest") == digest:
             found.append(
@@ -257,7 +258,7 @@ def _referrers(state: FakeRegistry, name: str, digest: str) -> list[dict[str, An
                     "artifactType": plain.get("artifactType"),
                 }
             )
-    return found
+    return json.dumps({"schemaVersion": 2, "mediaType": INDEX, "manifests": found}).encode()
 
 
 def _media_type(content: bytes) -> str:
@@ -265,7 +266,3 @@ def _media_type(content: bytes) -> str:
         return str(json.loads(content)["mediaType"])
     except (ValueError, KeyError):  # a test has damaged it
         return MANIFEST
-
-
-def _index(manifests: list[dict[str, Any]]) -> bytes:
-    return json.dumps({"schemaVersion": 2, "mediaType": INDEX, "manifests": manifests}).encode()

@@ -5,6 +5,7 @@ The credentials are those that docker, podman, skopeo and oras keep.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -113,6 +114,27 @@ class RegistryClient:
             return response if response.ok else None
         raise self._refusal(method, path, response)
 
+    def read(
+        self, path: str, most: int, headers: dict[str, str] | None = None
+    ) -> tuple[Response, bytes] | None:
+        """Return a small answer and its bytes; None: there is none. One that is cut is asked for again.
+
+        Raises:
+            RejectError: it has more bytes than `most`.
+            StoreError: as of `ask`.
+        """
+        pauses = iter(self._pauses)
+        while (
+            response := self.ask("GET", path, headers=headers, stream=True, missing=True)
+        ) is not None:
+            try:
+                return response, _limited(response, most, f"{self.name}: {path}")
+            except OSError as error:  # requests' own are such
+                if (pause := next(pauses, None)) is None:
+                    raise self.failed(path, error) from error
+                time.sleep(pause)
+        return None
+
     def _once(
         self,
         method: str,
@@ -201,9 +223,23 @@ def parse_object(content: bytes) -> dict[str, Any]:
     return plain if isinstance(plain, dict) else {}
 
 
+def _limited(response: Response, most: int, where: str) -> bytes:
+    """Return a small answer. Raise RejectError where it is larger."""
+    content = bytearray()
+    for piece in response.iter_content(64 << 10):
+        content += piece
+        if len(content) > most:
+            response.close()
+            raise RejectError(where, f"expected at most {most} bytes, found more")
+    return bytes(content)
+
+
 def _said(response: Response) -> str:
     """Return what a registry says about its refusal, with a colon before it."""
-    errors = parse_object(response.content[:65536]).get("errors")
+    content = b""
+    with contextlib.suppress(OSError):  # it is cut
+        content = next(response.iter_content(64 << 10), b"")
+    errors = parse_object(content).get("errors")
     first = errors[0] if isinstance(errors, list) and errors else None
     if not isinstance(first, dict):
         return ""
