@@ -95,10 +95,10 @@ class RegistryClient:
         Raises:
             StoreError: the registry does not answer, or refuses.
         """
-        url = urljoin(self._base, path)
         limit = (self.answer_seconds, seconds or self.answer_seconds)
         for pause in (*self._pauses, None):
             try:
+                url = urljoin(self._base, path)
                 response = self._once(method, url, headers or {}, data, stream, limit)
             except (OSError, ValueError) as error:
                 if isinstance(error, RejectError) or pause is None or not _is_passing(error):
@@ -250,7 +250,7 @@ def _said(response: Response) -> str:
 def _wait(response: Response, pause: float) -> float:
     """Return how long a registry asks to wait, within reason."""
     said = response.headers.get("Retry-After", "")
-    return min(float(said), _MOST_PAUSE_SECONDS) if said.isdigit() else pause
+    return min(float(said), _MOST_PAUSE_SECONDS) if said.isdecimal() else pause
 
 
 def _is_passing(error: Exception) -> bool:
