@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
@@ -58,7 +59,7 @@ class RegistryClient:
         self.answer_seconds = answer_seconds
         self._pauses = PAUSES_SECONDS if pauses is None else pauses
         try:
-            self._session = _session()
+            self._session = _session(answer_seconds)
             self._logins = _logins(f"{self.host}/{self.repository}", is_plain, self._session)
         except ImportError as error:
             raise UsageError(
@@ -149,8 +150,8 @@ class RegistryClient:
         sent = self._login.get_auth_header() if is_ours else {}
         options: dict[str, Any] = {"data": data, "stream": stream, "timeout": limit}
         response = self._session.request(method, url, headers=headers | sent, **options)
-        if response.status_code not in (401, 403) or not is_ours:
-            return response
+        if response.status_code not in (401, 403) or not is_ours or response.history:
+            return response  # a host that we were sent to gets no password
         with self._lock:
             now = self._login.get_auth_header()
             if now == sent or not now:  # no other thread has asked for a token meanwhile
@@ -158,7 +159,13 @@ class RegistryClient:
                 self._check_realm(challenge)
                 scheme = challenge.partition(" ")[0].lower()
                 self._login = self._logins.get(scheme, self._login)
-                now, may_pass = self._login.authenticate_request(response, {}, refresh=True)
+                try:
+                    now, may_pass = self._login.authenticate_request(response, {}, refresh=True)
+                except (AttributeError, TypeError) as error:  # oras expects a realm, and an object in JSON
+                    raise StoreError(
+                        f"{self.name}: the registry does not say how to log in: {challenge:.200}",
+                        hint="check the host's name: is this a registry?",
+                    ) from error
                 if not may_pass:
                     return response
         return self._session.request(method, url, headers=headers | now, **options)
@@ -264,11 +271,13 @@ def _is_passing(error: Exception) -> bool:
     )
 
 
-def _session() -> Session:
+def _session(answer_seconds: float) -> Session:
     import requests
     from requests.adapters import HTTPAdapter
 
     session = requests.Session()
+    # oras names no time limit where it asks for tokens.
+    session.request = partial(session.request, timeout=answer_seconds)  # type: ignore[method-assign]
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(pool_maxsize=32))
     session.headers["User-Agent"] = "prejit"
