@@ -79,6 +79,7 @@ def fake_registry(**behaviour: Any) -> Iterator[FakeRegistry]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else a body waits 40 ms behind its headers
     registry: FakeRegistry
 
     def log_message(self, *args: object) -> None:

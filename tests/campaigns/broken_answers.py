@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-STALL_SECONDS = 0.8
+STALL_SECONDS = 0.5
 """Longer than the time limit that the campaign's processes have for an answer."""
 ABSURD_WAITS = ("999999999", "9" * 400, "-5", "1e9", "soon", "", "²", "Wed, 21 Oct 2065 07:28:00 GMT")
 """Values of Retry-After."""
