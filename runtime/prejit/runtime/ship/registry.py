@@ -101,9 +101,10 @@ class Registry:
             index_file = encode_copy(entries, self._attached(entries))
             return RemoteFiles(where, index_file, self._fetch)
         if kind != ARTIFACT_TYPE:
+            config = plain.get("config")
+            found = kind or (config.get("mediaType") if isinstance(config, dict) else None)
             raise UsageError(
-                f"{where}: expected a bundle of prejit, found "
-                f"{kind or plain.get('config', {}).get('mediaType') or at.mediaType}",
+                f"{where}: expected a bundle of prejit, found {str(found or at.mediaType):.200}",
                 hint="push one with: prejit push BUNDLE " + where,
             )
         if at.mediaType == INDEX_MEDIA_TYPE:
@@ -196,8 +197,13 @@ class Registry:
             content = fallback[1]
         else:
             return []
-        listed = parse_object(content).get("manifests")
-        return listed if isinstance(listed, list) else []
+        listed = parse_object(content).get("manifests", content)
+        if not isinstance(listed, list | None):
+            # None of them would be an answer, too: a bundle would arrive without its signatures.
+            raise RejectError(
+                f"{self.name} (referrers of {digest})", f"expected an index, found {content[:80]!r}"
+            )
+        return listed or []
 
     def tags(self) -> list[Tagged]:
         """See `Repository.tags`."""
