@@ -117,6 +117,14 @@ class MachineStore:
             receipts.add_written(digest, identity)
         receipts.save()
 
+    def holds(self, shipment: Shipment) -> bool:
+        """Return whether a bundle is here with all these targets, and with what is attached to it now."""
+        try:
+            held = (self.directory(shipment.digest) / "index.json").read_bytes()
+        except OSError:
+            return False
+        return held == shipment.index_file
+
     def targets_of(self, digest: str) -> frozenset[str]:
         """Return the digests of the manifests of a bundle's targets that are here."""
         with contextlib.suppress(StoreError, RejectError), Layout(self.directory(digest)) as layout:

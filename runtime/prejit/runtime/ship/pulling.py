@@ -86,10 +86,11 @@ def pull(
         here = store.targets_of(root.digest)
         known = {at.digest: at for at in root.bundle.manifests}
         kept = [at for digest, at in known.items() if digest in here or at in targets]
-        if here >= {at.digest for at in targets}:
+        shipment = shipment_of(files, root, kept)
+        if store.holds(shipment):
             store.note_use(root.digest)
             return Pulled(store.directory(root.digest), root.digest, None)
-        moved = move(files, shipment_of(files, root, kept), store, "", report=report)
+        moved = move(files, shipment, store, "", report=report)
     return Pulled(store.directory(root.digest), root.digest, moved)
 
 
