@@ -99,10 +99,10 @@ class BlobDirectory:
                 with contextlib.suppress(OSError):
                     partial.unlink()
                 raise
-            os.fchmod(file.fileno(), 0o444)
             os.fsync(file.fileno())
             target = self.blob(at.digest)
             os.replace(partial, target)
+            os.fchmod(file.fileno(), 0o444)  # before, a kill would leave a part that cannot go on
             self.written[at.digest] = Identity.of(os.fstat(file.fileno()))
         sync_directory(target.parent)
 
