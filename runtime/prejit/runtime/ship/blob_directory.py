@@ -96,6 +96,10 @@ class BlobDirectory:
                     while view:
                         view = view[file.write(view) :]
             except RejectError:
+                file.truncate(0)
+                if start:  # the wrong bytes may be those of an earlier attempt
+                    self._write(at, pieces, partial)
+                    return
                 with contextlib.suppress(OSError):
                     partial.unlink()
                 raise

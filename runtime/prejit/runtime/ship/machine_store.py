@@ -239,7 +239,8 @@ class MachineStore:
         blobs = [
             file for file in _entries(self.path / "blobs" / "sha256") if file.name not in names
         ]
-        files = [*blobs, *_entries(self._blobs.partial)]
+        killed = [*self.path.glob("*/.*.tmp"), *self.path.glob("*/*/.*.tmp")]  # of `write_file`
+        files = [*blobs, *_entries(self._blobs.partial), *killed]
         freed = sum(file.stat().st_size for file in files)
         if not dry_run:
             for name in gone:  # first, so that no bundle is left without its blobs
