@@ -57,8 +57,7 @@ class BlobDirectory:
         """
         name = at.digest.removeprefix("sha256:")
         try:
-            for directory in (self.partial, self.blob(at.digest).parent):
-                directory.mkdir(parents=True, exist_ok=True)
+            self.blob(at.digest).parent.mkdir(parents=True, exist_ok=True)
             with self._locked(name):
                 if not self.has(at):
                     self._write(at, pieces, self.partial / name)
@@ -69,7 +68,12 @@ class BlobDirectory:
     def _locked(self, name: str) -> Iterator[None]:
         path = self.partial / f"{name}.lock"
         try:
+            self.partial.mkdir(exist_ok=True)
             descriptor = lock_file(path)
+        except FileNotFoundError:  # a process that has written all of its bundle has dropped the directory
+            with self._locked(name):
+                yield
+            return
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
                 raise

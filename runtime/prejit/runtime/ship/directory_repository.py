@@ -10,8 +10,9 @@ import tarfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
-from prejit.runtime.base.written_files import write_file
+from prejit.runtime.base.written_files import lock_file, write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Descriptor
@@ -94,6 +95,7 @@ class TarRepository:
         """Nothing is opened or made yet."""
         self.name, self.most_transfers = path, 1
         self._lock = threading.Lock()
+        self._file: BinaryIO | None = None
         self._out: tarfile.TarFile | None = None
         self._temporary = Path(f"{path}.partial")
         self._written = set[str]()
@@ -150,7 +152,12 @@ class TarRepository:
         member.size, member.mode = size, 0o644
         try:
             if self._out is None:
-                self._out = tarfile.open(self._temporary, "w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
+                # Another process that writes the same tar waits. What a killed one left is written over.
+                self._file = os.fdopen(lock_file(self._temporary, mode=0o644), "wb")
+                self._file.truncate(0)
+                self._out = tarfile.open(
+                    fileobj=self._file, mode="w", format=tarfile.PAX_FORMAT
+                )
             self._out.addfile(member, content)
         except OSError as error:
             raise StoreError(f"{self.name}: cannot write: {error.strerror or error}") from error
@@ -162,18 +169,25 @@ class TarRepository:
         for name, content in (("oci-layout", OCI_LAYOUT), ("index.json", shipment.index_file)):
             self._add(name, len(content), io.BytesIO(content))
         assert self._out is not None
+        assert self._file is not None
         try:
             self._out.close()
-            with open(self._temporary, "rb") as file:
-                os.fsync(file.fileno())
+            self._file.flush()
+            os.fsync(self._file.fileno())
             os.replace(self._temporary, self.name)
+            self._file.close()
+            self._file = None
         except OSError as error:
             raise StoreError(f"{self.name}: cannot write: {error.strerror or error}") from error
 
     def close(self) -> None:
         """Remove what was written of a tar that is not whole."""
-        with contextlib.suppress(OSError):
-            self._temporary.unlink()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._temporary.unlink()
+            with contextlib.suppress(OSError):  # it writes what it holds, and the disk may be full
+                self._file.close()
+            self._file = None
 
     def tags(self) -> list[Tagged]:
         """See `Repository.tags`."""

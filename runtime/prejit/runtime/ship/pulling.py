@@ -105,8 +105,12 @@ def pull_into(
     files = open_repository(reference).open(reference.tag, reference.digest)
     root = read_root(files)
     targets = _chosen(files, root, wanted, policies, str(reference))
-    shipment = shipment_of(files, root, targets)
-    return move(files, shipment, open_repository(output), "", report=report)
+    shipment, into = shipment_of(files, root, targets), open_repository(output)
+    try:
+        return move(files, shipment, into, "", report=report)
+    finally:
+        if (close := getattr(into, "close", None)) is not None:
+            close()
 
 
 def _chosen(
