@@ -124,7 +124,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.reply(fault[0], **fault[1])
         elif isinstance(fault, str) and "://" in fault:
             self.reply(307, location=fault)
-        elif state.user and "/v2/" in self.path and self.headers.get("authorization") != self.right():
+        elif (
+            state.user and "/v2/" in self.path and self.headers.get("authorization") != self.right()
+        ):
             token = f'Bearer realm="http://{state.host}/token",service="s",scope="x"'
             asked = 'Basic realm="registry"' if state.is_basic else token
             self.reply(401, www_authenticate=asked)

@@ -13,7 +13,16 @@ from typing import Any
 
 STALL_SECONDS = 0.5
 """Longer than the time limit that the campaign's processes have for an answer."""
-ABSURD_WAITS = ("999999999", "9" * 400, "-5", "1e9", "soon", "", "²", "Wed, 21 Oct 2065 07:28:00 GMT")
+ABSURD_WAITS = (
+    "999999999",
+    "9" * 400,
+    "-5",
+    "1e9",
+    "soon",
+    "",
+    "²",
+    "Wed, 21 Oct 2065 07:28:00 GMT",
+)
 """Values of Retry-After."""
 ABSURD_PLACES = ("http://[::1", "http://", "ftp://x/y", "::", "http://127.0.0.1:1/x", "\x7f", "//")
 """URLs of redirects and of uploads."""
@@ -66,7 +75,7 @@ def send(
 
 
 def body(write: Callable[[Any, bytes, int, int], None]) -> Answer:
-    """Return an answer that needs the right bytes from the first one that is asked for, its number, and its status."""
+    """Return an answer made of the right content, the first byte that is asked for, and the right status."""
 
     def answer(handler: Any, content: bytes | None, start: int) -> None:
         if content is None:

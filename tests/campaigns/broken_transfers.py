@@ -115,7 +115,9 @@ def make_version(golden: Path, path: Path, seed: int) -> Version:
     tar = path.with_suffix(".tar")
     ship(parse_reference(str(path)), parse_reference(str(tar)))
     files = (path / "blobs" / "sha256").iterdir()
-    return Version(path, tar, root.digest, {f"sha256:{each.name}": each.read_bytes() for each in files})
+    return Version(
+        path, tar, root.digest, {f"sha256:{each.name}": each.read_bytes() for each in files}
+    )
 
 
 # ---------------------------------------------------------------------- a process that transfers
@@ -210,7 +212,12 @@ def _hurry(answer_seconds: float) -> None:
 KILLED, STOPPED, FULL, LIMITED = "kill -9", "ctrl-C", "a full disk", "a limit of file sizes"
 MOVED_TAG, UNLISTED = "a tag that moves", "an index that lists what is not there"
 REFERRERS, ABROAD, ASKED_ABROAD = "lying referrers", "a redirect abroad", "a login asked for abroad"
-LOOP, STORM, LOST, UPLOADS = "a redirect loop", "a storm of 429 and 5xx", "a lost blob", "absurd uploads"
+LOOP, STORM, LOST, UPLOADS = (
+    "a redirect loop",
+    "a storm of 429 and 5xx",
+    "a lost blob",
+    "absurd uploads",
+)
 EVERYWHERE = (*broken_answers.OF_CONTENT, *broken_answers.OF_ANY, KILLED, STOPPED, STORM, LOOP)
 OF_DISKS = (FULL, LIMITED)
 FAULTS: Mapping[str, tuple[str, ...]] = {
@@ -322,7 +329,9 @@ class Case:
             return
         for version, tag in zip(self.versions, ("v1", "v2"), strict=True):
             self._hold(version, self.name, tag)
-        if self.fault != FULL and self.rng.random() < 0.2 and self.way in INTO_STORE:  # an older one is there
+        if (
+            self.fault != FULL and self.rng.random() < 0.2 and self.way in INTO_STORE
+        ):  # an older one is there
             [end] = self.attempt(1, source=self.source("v2"))
             assert not end, end
 
@@ -357,12 +366,19 @@ class Case:
     @property
     def target(self) -> Path:
         """Where a pull goes."""
-        return self.at / ("out.tar" if self.way == TAR else "disk/store" if self.way in INTO_STORE else "out")
+        return self.at / (
+            "out.tar" if self.way == TAR else "disk/store" if self.way in INTO_STORE else "out"
+        )
 
     # -------------------------------------------------------------- attempts
 
     def attempt(
-        self, count: int, *, source: str = "", file_bytes: int = 0, after: tuple[int, float] | None = None
+        self,
+        count: int,
+        *,
+        source: str = "",
+        file_bytes: int = 0,
+        after: tuple[int, float] | None = None,
     ) -> list[str]:
         """Transfer in some processes at once. Return how each ended: empty for well, else the error's class.
 
@@ -387,7 +403,7 @@ class Case:
         found = []
         for process, outcome in zip(started, outcomes, strict=True):
             wait([process.sentinel], max(0.0, end - time.monotonic()))
-            with processes._one_reader:  # noqa: SLF001 (two modules of campaigns)
+            with processes._one_reader:
                 hangs = process.exitcode is None
                 if hangs:
                     process.kill()
@@ -408,7 +424,9 @@ class Case:
             end = json.loads(outcome.read_text())
         except (FileNotFoundError, ValueError):
             return "killed"
-        return str(end["error"] if end["is_ours"] else f"a traceback: {end['error']}: {end['text']}")
+        return str(
+            end["error"] if end["is_ours"] else f"a traceback: {end['error']}: {end['text']}"
+        )
 
     def break_it(self) -> None:
         """Do one or two attempts that break."""
@@ -473,7 +491,10 @@ class Case:
         if fault == LOST:
             return lambda method, path: 201
         if fault == UPLOADS:
-            return lambda method, path: (202, {"location": rng.choice(broken_answers.ABSURD_PLACES)})
+            return lambda method, path: (
+                202,
+                {"location": rng.choice(broken_answers.ABSURD_PLACES)},
+            )
         if fault == STORM:
             share = rng.uniform(0.1, 0.9)
             return lambda method, path: broken_answers.busy(rng) if rng.random() < share else None

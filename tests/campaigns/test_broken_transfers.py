@@ -96,15 +96,24 @@ def test_broken_transfers_leave_nothing_wrong_and_go_on() -> None:
             try:
                 return run_case(Case(number, way, fault, versions, place))
             finally:
-                with open("/tmp/bt.times", "a") as f: print(round(time.monotonic()-began, 2), way, fault, sep="\t", file=f)
+                with open("/tmp/bt.times", "a") as f:
+                    print(round(time.monotonic() - began, 2), way, fault, sep="\t", file=f)
                 places.put(place)
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
             todo = list(cases(versions))
-            for (number, way, fault), result in zip(todo, pool.map(lambda each: run(*each), todo), strict=True):
+            for (number, way, fault), result in zip(
+                todo, pool.map(lambda each: run(*each), todo), strict=True
+            ):
                 results.append((number, way, fault, result))
     keep(results, time.monotonic() - began, mounts)
-    check([f"case {number}, {way}, {fault}: {'; '.join(each.bad)}" for number, way, fault, each in results if each.bad])
+    check(
+        [
+            f"case {number}, {way}, {fault}: {'; '.join(each.bad)}"
+            for number, way, fault, each in results
+            if each.bad
+        ]
+    )
 
 
 def keep(results: list[tuple[int, str, str, Result]], seconds: float, mounts: bool) -> None:
@@ -121,7 +130,12 @@ def keep(results: list[tuple[int, str, str, Result]], seconds: float, mounts: bo
         "disks that are really full": mounts,
         "ways": Counter(way for _, way, _, _ in results),
         "faults": {
-            name: Counter(end or "ended well" for _, _, fault, each in results if fault == name for end in each.ends)
+            name: Counter(
+                end or "ended well"
+                for _, _, fault, each in results
+                if fault == name
+                for end in each.ends
+            )
             for name in sorted({fault for _, _, fault, _ in results})
         },
         "seconds": round(seconds),

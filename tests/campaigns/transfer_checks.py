@@ -50,7 +50,9 @@ def run_case(case: Case) -> Result:
     try:
         with case.disk():
             case.break_it()
-            bad += [f"an attempt: {end}" for end in case.ends if "a traceback" in end or end == "a hang"]
+            bad += [
+                f"an attempt: {end}" for end in case.ends if "a traceback" in end or end == "a hang"
+            ]
             bad += [f"after the break: {each}" for each in wrong(case)]
             if case.way in INTO_STORE and case.rng.random() < 0.2:
                 bad += [f"gc after the break: {each}" for each in collected(case)]
@@ -112,14 +114,18 @@ def wrong(case: Case) -> list[str]:
 def wrong_blobs(directory: Path) -> list[str]:
     """Return the blobs of a directory whose bytes are not those of their names."""
     files = (directory / "blobs" / "sha256").glob("*")
-    return [f"{each.name}: other bytes" for each in files if _digest(each.read_bytes())[7:] != each.name]
+    return [
+        f"{each.name}: other bytes" for each in files if _digest(each.read_bytes())[7:] != each.name
+    ]
 
 
 def wrong_bundle(directory: Path) -> list[str]:
     """Return what a bundle lacks."""
     try:
         with Layout(directory) as layout:
-            there = [(layout.blob_path(digest), digest) for digest in reached(layout, read_root(layout))]
+            there = [
+                (layout.blob_path(digest), digest) for digest in reached(layout, read_root(layout))
+            ]
     except PrejitError as error:
         return [f"a bundle: {error}"]
     return [f"a bundle lacks {digest}" for path, digest in there if not Path(path).is_file()]
@@ -142,7 +148,11 @@ def unlike_source(case: Case) -> list[str]:
     if case.way in INTO_REGISTRY:
         held = case.place.registry
         there = {digest: held.blobs.get((case.name, digest)) for digest in version.blobs}
-        there |= {digest: content for (name, digest), content in held.manifests.items() if name == case.name}
+        there |= {
+            digest: content
+            for (name, digest), content in held.manifests.items()
+            if name == case.name
+        }
         bad = [digest for digest, content in version.blobs.items() if there[digest] != content]
         tagged = held.manifests.get((case.name, "v1"), b"")
         return [*(f"{digest} is not there" for digest in bad)] + (
@@ -150,7 +160,10 @@ def unlike_source(case: Case) -> list[str]:
         )
     if case.way == TAR:
         extra = [each.name for each in case.at.glob("*.partial")]
-        with tempfile.TemporaryDirectory(dir=case.at) as directory, tarfile.open(case.target) as tar:
+        with (
+            tempfile.TemporaryDirectory(dir=case.at) as directory,
+            tarfile.open(case.target) as tar,
+        ):
             tar.extractall(directory, filter="data")
             return _unlike(Path(directory), case) + [f"{name} is left" for name in extra]
     if case.way == DIRECTORY:
@@ -186,7 +199,9 @@ def collected(case: Case) -> list[str]:
             place = f"bundles/{each.digest[7:]}"
             known |= {f"{place}/index.json", f"{place}/oci-layout"}
             with Layout(store.directory(each.digest)) as layout:
-                known |= {f"blobs/sha256/{digest[7:]}" for digest in reached(layout, read_root(layout))}
+                known |= {
+                    f"blobs/sha256/{digest[7:]}" for digest in reached(layout, read_root(layout))
+                }
     except PrejitError as error:
         return [f"{type(error).__name__}: {error}"]
     found = [Path(root, name) for root, _, names in os.walk(store.path) for name in names]
@@ -194,7 +209,8 @@ def collected(case: Case) -> list[str]:
     return [
         f"{name} is left"
         for name in names
-        if name not in known and not (name.startswith("tags/") and name.endswith(".json") and "/." not in name)
+        if name not in known
+        and not (name.startswith("tags/") and name.endswith(".json") and "/." not in name)
     ]
 
 
@@ -207,7 +223,9 @@ def missing_bytes(case: Case) -> tuple[int, int]:
     A partial blob with wrong bytes is fetched to its end before that shows, and then again.
     """
     version, missing, more = case.wanted, 0, 0
-    documents = {digest for digest, content in version.blobs.items() if b'"schemaVersion"' in content[:4096]}
+    documents = {
+        digest for digest, content in version.blobs.items() if b'"schemaVersion"' in content[:4096]
+    }
     if case.way == TAR:
         return (whole := sum(map(len, version.blobs.values()))), 2 * whole
     for digest in set(version.blobs) - documents:
@@ -231,7 +249,9 @@ def moved_bytes(case: Case) -> int:
     held = case.place.registry
     if case.way in INTO_REGISTRY:
         return sum(
-            len(content) for (name, digest), content in list(held.blobs.items()) if name == case.name
+            len(content)
+            for (name, digest), content in list(held.blobs.items())
+            if name == case.name
         )
     return sum(
         count

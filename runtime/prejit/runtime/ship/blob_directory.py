@@ -11,7 +11,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from prejit.runtime.base.files import Identity
@@ -70,7 +70,9 @@ class BlobDirectory:
         try:
             self.partial.mkdir(exist_ok=True)
             descriptor = lock_file(path)
-        except FileNotFoundError:  # a process that has written all of its bundle has dropped the directory
+        except (
+            FileNotFoundError
+        ):  # a process that has written all of its bundle has dropped the directory
             with self._locked(name):
                 yield
             return
@@ -121,7 +123,12 @@ class BlobDirectory:
         )
         return StoreError(f"{self.path}: cannot write: {error.strerror}", hint=hint)
 
-    def drop_partial(self) -> None:
-        """Remove the directory of what is on the way, if nothing is."""
+    def keep_only(self, held: Iterable[Descriptor]) -> None:
+        """Remove other blobs, and the directory of what is on the way, if nothing is."""
+        kept = {self.blob(at.digest) for at in held}
+        for file in (self.path / "blobs" / "sha256").iterdir():
+            if file not in kept:
+                with contextlib.suppress(OSError):
+                    file.unlink()
         with contextlib.suppress(OSError):
             self.partial.rmdir()

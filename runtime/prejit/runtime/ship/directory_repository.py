@@ -16,7 +16,7 @@ from prejit.runtime.base.written_files import lock_file, write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Descriptor
-from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.layout import Layout, locked
 from prejit.runtime.format.names import OCI_LAYOUT
 from prejit.runtime.format.root import read_root
 from prejit.runtime.ship.blob_directory import BlobDirectory
@@ -64,14 +64,23 @@ class DirectoryRepository:
             raise RejectError(str(path), f"expected a file: {error.strerror}") from error
 
     def publish(self, shipment: Shipment, tag: str) -> None:
-        """See `Repository.publish`. A directory has no tags."""
-        for document in shipment.documents:
-            if not self.has(document.at):
-                self.write(document.at, document.pieces)
+        """See `Repository.publish`. A directory has no tags. The blobs of the bundle before go.
+
+        Raises:
+            StoreError: another process has put another bundle there since the blobs were written.
+        """
         path = Path(self.name)
-        write_file(path / "oci-layout", OCI_LAYOUT)
-        write_file(path / "index.json", shipment.index_file)
-        self._blobs.drop_partial()
+        with locked(path):
+            for document in shipment.documents:
+                self.write(document.at, document.pieces)
+            if not all(self.has(at) for at in shipment.blobs):
+                raise StoreError(
+                    f"{self.name}: another bundle was put there meanwhile", hint="try again"
+                )
+            write_file(path / "oci-layout", OCI_LAYOUT)
+            write_file(path / "index.json", shipment.index_file)
+            held = (*shipment.blobs, *(document.at for document in shipment.documents))
+            self._blobs.keep_only(held)
 
     def tags(self) -> list[Tagged]:
         """See `Repository.tags`."""
@@ -155,9 +164,7 @@ class TarRepository:
                 # Another process that writes the same tar waits. What a killed one left is written over.
                 self._file = os.fdopen(lock_file(self._temporary, mode=0o644), "wb")
                 self._file.truncate(0)
-                self._out = tarfile.open(
-                    fileobj=self._file, mode="w", format=tarfile.PAX_FORMAT
-                )
+                self._out = tarfile.open(fileobj=self._file, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
             self._out.addfile(member, content)
         except OSError as error:
             raise StoreError(f"{self.name}: cannot write: {error.strerror or error}") from error

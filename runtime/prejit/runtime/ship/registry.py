@@ -104,7 +104,7 @@ class Registry:
             config = plain.get("config")
             found = kind or (config.get("mediaType") if isinstance(config, dict) else None)
             raise UsageError(
-                f"{where}: expected a bundle of prejit, found {str(found or at.mediaType):.200}",
+                f"{where}: expected a bundle of prejit, found {found or at.mediaType!s:.200}",
                 hint="push one with: prejit push BUNDLE " + where,
             )
         if at.mediaType == INDEX_MEDIA_TYPE:

@@ -161,7 +161,10 @@ class RegistryClient:
                 self._login = self._logins.get(scheme, self._login)
                 try:
                     now, may_pass = self._login.authenticate_request(response, {}, refresh=True)
-                except (AttributeError, TypeError) as error:  # oras expects a realm, and an object in JSON
+                except (
+                    AttributeError,
+                    TypeError,
+                ) as error:  # oras expects a realm, and an object in JSON
                     raise StoreError(
                         f"{self.name}: the registry does not say how to log in: {challenge:.200}",
                         hint="check the host's name: is this a registry?",

@@ -162,7 +162,9 @@ def test_what_is_attached_later_arrives_with_the_next_pull(
     ship(parse_reference(str(tmp_path / "call")), at)
     again = pulled(registry, store, "call:v1")
     assert again.digest == first.digest
-    counts = [audit(each, check_generation).attached_count for each in (GOLDEN / "call", again.path)]
+    counts = [
+        audit(each, check_generation).attached_count for each in (GOLDEN / "call", again.path)
+    ]
     assert counts[1] > counts[0]
     assert pulled(registry, store, "call:v1").moved is None
 
