@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.fake_registry import FakeRegistry, referrers_index
-from tests.layouts import blobs_of, index_of, write_files
+from tests.layouts import copy_with_layers
 
-from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import PrejitError
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.root import read_root
@@ -82,31 +81,17 @@ class Version:
 def make_version(golden: Path, path: Path, seed: int) -> Version:
     """Make a version of the bundle from a golden one. All have the same weights and other programs."""
     from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
-    from prejit.runtime.format.names import PARTS_MEDIA_TYPE
+    from prejit.runtime.format.names import (
+        EXECUTABLES_MEDIA_TYPE,
+        PARTS_MEDIA_TYPE,
+        WEIGHTS_MEDIA_TYPE,
+    )
 
-    index, blobs = index_of(golden), dict[str, bytes | Path](blobs_of(golden))
-    [*_, at] = index["manifests"]
-    manifest = json.loads(Path(str(blobs[at["digest"]])).read_bytes())
-    kept = {manifest["config"]["digest"]}
-    made = dict[str, bytes]()
-    for layer in manifest["layers"]:
-        kind, rng = layer["mediaType"], random.Random(seed)
-        if "weights" in kind:
-            content = random.Random(0).randbytes(WEIGHTS_BYTES)
-        elif "executables" in kind:
-            content = rng.randbytes(20_000)
-        else:
-            kept.add(layer["digest"])
-            continue
-        layer |= {"digest": digest_of(content), "size": len(content)}
-        made[layer["digest"]] = content
-    plain = partial(json.dumps, sort_keys=True, separators=(",", ":"))
-    content = plain(manifest).encode()
-    at |= {"digest": digest_of(content), "size": len(content)}
-    made[at["digest"]] = content
-    index["manifests"] = [at]
-    held = {digest: file for digest, file in blobs.items() if digest in kept}
-    write_files(path, plain(index).encode(), {**held, **made})
+    layers = {
+        WEIGHTS_MEDIA_TYPE: random.Random(0).randbytes(WEIGHTS_BYTES),
+        EXECUTABLES_MEDIA_TYPE: random.Random(seed).randbytes(20_000),
+    }
+    copy_with_layers(golden, path, layers)
     with Layout(path) as layout:
         root = read_root(layout)
     assert root.subject is not None
