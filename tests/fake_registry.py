@@ -39,6 +39,7 @@ class FakeRegistry:
         files: contents by path, for a static web server beside the registry.
         seen: method and path of each request, with its authorization.
         sent: bytes of blobs and files that were sent, by path.
+        connections: how many are open.
         host: `host:port`.
     """
 
@@ -52,6 +53,7 @@ class FakeRegistry:
     files: dict[str, bytes] = field(default_factory=dict)
     seen: list[tuple[str, str, str]] = field(default_factory=list)
     sent: Counter[str] = field(default_factory=Counter)
+    connections: int = 0
     host: str = ""
 
     def count(self, method: str, part: str) -> int:
@@ -77,6 +79,9 @@ def fake_registry(**behaviour: Any) -> Iterator[FakeRegistry]:
             server.shutdown()
 
 
+_counting = threading.Lock()
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # else a body waits 40 ms behind its headers
@@ -86,10 +91,17 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def handle(self) -> None:
+        self.count_connection(1)
         try:
             super().handle()
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
+        finally:
+            self.count_connection(-1)
+
+    def count_connection(self, one: int) -> None:
+        with _counting:
+            self.registry.connections += one
 
     def finish(self) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):
@@ -220,7 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self.reply(202, location=f"/v2/{name}/blobs/uploads/1?state=x")
         elif method == "PUT":
-            [digest] = query["digest"]
+            [digest] = query.get("digest", [""])
             if digest_of(body) != digest:
                 self.reply(400, b'{"errors":[{"code":"DIGEST_INVALID"}]}')
                 return

@@ -394,6 +394,11 @@ class Case:
                     process.kill()
                 process.join()
             found.append("a hang" if hangs else self._end(outcome))
+        time.sleep(0.01)
+        while (
+            self.place.registry.connections and time.monotonic() < end
+        ):  # answers to the dead, too
+            time.sleep(0.005)
         return found
 
     def signal(self, number: int) -> None:

@@ -92,12 +92,9 @@ def test_broken_transfers_leave_nothing_wrong_and_go_on() -> None:
 
         def run(number: int, way: str, fault: str) -> Result:
             place = places.get()
-            began = time.monotonic()
             try:
                 return run_case(Case(number, way, fault, versions, place))
             finally:
-                with open("/tmp/bt.times", "a") as f:
-                    print(round(time.monotonic() - began, 2), way, fault, sep="\t", file=f)
                 places.put(place)
 
         with ThreadPoolExecutor(AT_ONCE) as pool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import tarfile
@@ -20,7 +19,7 @@ from prejit.runtime.format.referrers import reached
 from prejit.runtime.format.root import read_root
 from prejit.runtime.ship.machine_store import MachineStore
 
-from .broken_transfers import DIRECTORY, INTO_REGISTRY, INTO_STORE, TAR, Case
+from .broken_transfers import DIRECTORY, INTO_REGISTRY, INTO_STORE, KILLED, STOPPED, TAR, Case
 
 FOREVER = float("inf")
 
@@ -50,9 +49,7 @@ def run_case(case: Case) -> Result:
     try:
         with case.disk():
             case.break_it()
-            bad += [
-                f"an attempt: {end}" for end in case.ends if "a traceback" in end or end == "a hang"
-            ]
+            bad += [f"an attempt: {end}" for end in case.ends if is_bad(end, case.fault)]
             bad += [f"after the break: {each}" for each in wrong(case)]
             if case.way in INTO_STORE and case.rng.random() < 0.2:
                 bad += [f"gc after the break: {each}" for each in collected(case)]
@@ -70,6 +67,13 @@ def run_case(case: Case) -> Result:
         shutil.rmtree(case.at, ignore_errors=True)
         bad += forget(case)
     return Result(tuple(bad), tuple(case.ends), case.broken, missing, fetched)
+
+
+def is_bad(end: str, fault: str) -> bool:
+    """Return whether a process may not end so: without a word, or with an error that is not prejit's."""
+    is_killed = end == "killed" and fault not in (KILLED, STOPPED)
+    is_stopped = end == "KeyboardInterrupt" and fault != STOPPED
+    return is_killed or is_stopped or end == "a hang" or end.startswith("a traceback")
 
 
 def forget(case: Case) -> Iterator[str]:
@@ -267,8 +271,3 @@ def _is_document(path: str, case: Case) -> bool:
 
 def _digest(content: bytes) -> str:
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
-
-
-def plain(path: Path) -> object:
-    """Return JSON."""
-    return json.loads(path.read_bytes())
