@@ -180,7 +180,8 @@ def range_ignored(rng: random.Random) -> Answer:
 
     def write(handler: Any, content: bytes, start: int, _: int) -> None:
         part = content[: int(len(content) * share)]
-        send(handler, part, status, length=len(content), **(headers if status == 206 else {}))
+        given: dict[str, Any] = headers if status == 206 else {}
+        send(handler, part, status, length=len(content), **given)
 
     return body(write)
 

@@ -6,20 +6,16 @@ rights of root; the registry is in this process. `transfer_checks.run_case` says
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import random
-import resource
 import signal
 import subprocess
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -27,43 +23,34 @@ from typing import Any
 from tests.fake_registry import FakeRegistry, referrers_index
 from tests.layouts import copy_with_layers
 
-from prejit.runtime.errors import PrejitError
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.root import read_root
-from prejit.runtime.ship.machine_store import MachineStore
-from prejit.runtime.ship.pulling import Wanted, pull, pull_into
 from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.shipping import ship
 
 from . import broken_answers, processes
-
-PRELOADED = (
-    "tests.campaigns.broken_transfers",
-    "prejit.runtime.ship.registry",
-    "prejit.runtime.ship.object_repository",
-    "prejit.runtime.ship.directory_repository",
-    "oras.auth",
-    "oras.container",
-    "requests",
-    "pytest",
+from .transfer_processes import (
+    COPY,
+    DIRECTORY,
+    HTTP,
+    INTO_REGISTRY,
+    INTO_STORE,
+    PULL,
+    PUSH,
+    PUSH_TAR,
+    TAR,
+    Job,
+    transfer,
 )
-"""Modules that the fork server imports."""
+
 WEIGHTS_BYTES = 300_000
-PIECE_BYTES = 64 << 10
-"""Pieces are smaller than usual, so that the weights have some."""
 ANSWER_SECONDS, CLEAN_ANSWER_SECONDS = 0.3, 10.0
 """Time limits of an answer, while something breaks and when nothing does."""
 LIMIT_SECONDS = 30.0
 """Longest time of a process. One that takes longer hangs."""
-_CAPABILITIES_V3 = 0x20080522
-"""The version of capset's structures (linux/capability.h)."""
 USER = "me:secret"
-PULL, HTTP, DIRECTORY, TAR = "pull", "pull by http", "pull into a directory", "pull into a tar"
-PUSH, PUSH_TAR, COPY = "push", "push of a tar", "copy within a registry"
 WAYS = {PULL: 40, HTTP: 10, DIRECTORY: 8, TAR: 7, PUSH: 20, PUSH_TAR: 8, COPY: 7}
 """All ways, and how many of 100 cases each gets."""
-INTO_STORE = (PULL, HTTP)
-INTO_REGISTRY = (PUSH, PUSH_TAR, COPY)
 
 # ---------------------------------------------------------------------- the bundle
 
@@ -103,93 +90,6 @@ def make_version(golden: Path, path: Path, seed: int) -> Version:
     return Version(
         path, tar, root.digest, {f"sha256:{each.name}": each.read_bytes() for each in files}
     )
-
-
-# ---------------------------------------------------------------------- a process that transfers
-
-
-@dataclass(frozen=True)
-class Job:
-    """A transfer in a process of its own.
-
-    Attributes:
-        way: one of `WAYS`.
-        source, target: references or paths; the target of a pull into the store is the store.
-        outcome: the file that gets the end, as JSON.
-        env: variables.
-        answer_seconds: time limit of an answer.
-        file_bytes: longest file that it may write; 0: any.
-    """
-
-    way: str
-    source: str
-    target: str
-    outcome: Path
-    env: Mapping[str, str]
-    answer_seconds: float
-    file_bytes: int = 0
-
-
-def transfer(job: Job) -> None:
-    """Do a transfer and write how it ended."""
-    os.environ.update(job.env)
-    os.umask(0o022)
-    _drop_rights()
-    _hurry(job.answer_seconds)
-    if job.file_bytes:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (job.file_bytes, resource.RLIM_INFINITY))
-    end = {"error": "", "is_ours": True, "text": ""}
-    try:
-        source = parse_reference(job.source)
-        if job.way in INTO_STORE:
-            pull(source, MachineStore(Path(job.target)), Wanted())
-        elif job.way in (DIRECTORY, TAR):
-            pull_into(source, parse_reference(job.target), Wanted())
-        else:
-            ship(source, parse_reference(job.target))
-    except BaseException as error:
-        is_ours = isinstance(error, PrejitError | KeyboardInterrupt)
-        frames = traceback.extract_tb(error.__traceback__)
-        ours = [f"{Path(each.filename).name}:{each.lineno}" for each in frames][-6:]
-        said = f"{error} at {' '.join(ours)}"
-        end = {"error": type(error).__name__, "is_ours": is_ours, "text": said}
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    job.outcome.write_text(json.dumps(end))
-    os._exit(0)
-
-
-def _drop_rights() -> None:
-    """Give up what root may do, such as to write files that are read-only."""
-    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0)
-    ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)())
-
-
-def _hurry(answer_seconds: float) -> None:
-    """Make pauses, time limits and pieces small in this process."""
-    from prejit.runtime.ship import (
-        blob_directory,
-        directory_repository,
-        object_repository,
-        registry,
-        registry_client,
-        remote_files,
-    )
-
-    changes: list[tuple[Any, str, object]] = [
-        (remote_files, "PAUSES_SECONDS", (0.0, 0.0, 0.01)),
-        (registry_client, "PAUSES_SECONDS", (0.0, 0.0, 0.01)),
-        (registry_client, "_MOST_PAUSE_SECONDS", 0.02),
-        (registry, "_MANIFEST_PAUSES_SECONDS", (0.0, 0.01)),
-        (object_repository, "ANSWER_SECONDS", answer_seconds),
-        (object_repository, "open_objects", partial(object_repository.open_objects, retries=False)),
-    ]
-    for module in (blob_directory, directory_repository, object_repository, registry):
-        changes.append((module, "PIECE_BYTES", PIECE_BYTES))
-    for module, name, value in changes:
-        getattr(module, name)
-        setattr(module, name, value)
-    defaults: Any = registry.Registry.__init__.__kwdefaults__
-    defaults["answer_seconds"] = answer_seconds
 
 
 # ---------------------------------------------------------------------- faults

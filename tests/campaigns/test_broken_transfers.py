@@ -27,7 +27,7 @@ from tests.fake_registry import fake_registry
 pytest.importorskip("oras", reason="oras comes with the extra ship")
 pytest.importorskip("obstore", reason="obstore comes with the extra ship")
 
-from . import broken_transfers, processes
+from . import processes, transfer_processes
 from .broken_transfers import FAULTS, USER, WAYS, Case, Place, Version, make_version
 from .campaign import ROOT, check, facts, scratch_directory, setting, write_figures
 from .transfer_checks import Result, run_case
@@ -63,7 +63,7 @@ def cases(versions: tuple[Version, Version]) -> Iterator[tuple[int, str, str]]:
 
 
 def test_broken_transfers_leave_nothing_wrong_and_go_on() -> None:
-    processes.PRELOADED = broken_transfers.PRELOADED
+    processes.PRELOADED = transfer_processes.PRELOADED
     began = time.monotonic()
     results = list[tuple[int, str, str, Result]]()
     with scratch_directory() as scratch, ExitStack() as stack:

@@ -19,7 +19,8 @@ from prejit.runtime.format.referrers import reached
 from prejit.runtime.format.root import read_root
 from prejit.runtime.ship.machine_store import MachineStore
 
-from .broken_transfers import DIRECTORY, INTO_REGISTRY, INTO_STORE, KILLED, STOPPED, TAR, Case
+from .broken_transfers import KILLED, STOPPED, Case
+from .transfer_processes import DIRECTORY, INTO_REGISTRY, INTO_STORE, TAR
 
 FOREVER = float("inf")
 
