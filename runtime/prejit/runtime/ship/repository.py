@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -206,12 +207,17 @@ def checked(
     hasher = hashlib.sha256() if hasher is None else hasher
     size = 0
     left: bytes | memoryview = b""
-    for piece in pieces:
-        hasher.update(piece)
-        size += len(piece)
-        if left:
-            yield left
-        left = piece
+    with ThreadPoolExecutor(
+        1, "prejit-hash"
+    ) as thread:  # one piece is hashed while its neighbours move
+        hashing = thread.submit(hasher.update, b"")
+        for piece in pieces:
+            hashing.result()
+            hashing = thread.submit(hasher.update, piece)
+            size += len(piece)
+            if left:
+                yield left
+            left = piece
     found = f"sha256:{hasher.hexdigest()}"
     if found != at.digest:
         raise RejectError(

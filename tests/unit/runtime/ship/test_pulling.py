@@ -165,6 +165,23 @@ def test_making_room_removes_the_last_used_and_what_killed_transfers_left(
     assert sizes
 
 
+def test_what_is_attached_later_arrives_with_the_next_pull(
+    registry: FakeRegistry, store: MachineStore, tmp_path: Path
+) -> None:
+    first = pulled(registry, store, "call:v1")
+    shutil.copytree(GOLDEN / "call", tmp_path / "call")
+    sign(tmp_path / "call", signer("a"))
+    at = parse_reference(f"oci://{registry.host}/call:v1")
+    ship(parse_reference(str(tmp_path / "call")), at)
+    again = pulled(registry, store, "call:v1")
+    assert again.digest == first.digest
+    counts = [
+        audit(each, check_generation).attached_count for each in (GOLDEN / "call", again.path)
+    ]
+    assert counts[1] > counts[0]
+    assert pulled(registry, store, "call:v1").moved is None
+
+
 def test_nothing_is_removed_while_a_bundle_arrives(store: MachineStore) -> None:
     with store.writing(), pytest.raises(StoreError, match="is being fetched"):
         store.collect(0, 0)
