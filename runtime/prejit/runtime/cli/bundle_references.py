@@ -71,7 +71,7 @@ def with_all_targets(_: click.Context, __: click.Parameter, path: str) -> str:
 def reporting(show: Callable[[str], None]) -> Report:
     """Return a function that shows how far a transfer is, with its rate and the time that is left."""
     began = time.monotonic()
-    shown = 0.0
+    shown = began + 0.9  # what takes less than a second shows nothing
 
     def report(at: TransferProgress) -> None:
         nonlocal shown
