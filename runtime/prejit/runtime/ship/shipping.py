@@ -126,11 +126,12 @@ def move(
         into.publish(shipment, tag)
     finally:
         into.close()
+    documents = sum(each.at.size for each in shipment.documents)
     mounted = counting.mounted
-    absent = sum(at.size for at in (*missing, *(each.at for each in shipment.documents)))
-    moved = absent - sum(mounted)
+    absent = sum(at.size for at in missing) + documents
     count = len(missing) - len(mounted) + len(shipment.documents)
-    return Moved(shipment.digest, count, moved, shipment.size - absent, sum(mounted))
+    present = shipment.size - absent
+    return Moved(shipment.digest, count, absent - sum(mounted), present, sum(mounted))
 
 
 def missing_blobs(shipment: Shipment, into: Destination) -> list[Descriptor]:
@@ -168,9 +169,9 @@ class _OverError(StoreError):
 
 
 class Counting:
-    """Counts bytes as they move, has the sizes of mounted blobs, and ends a transfer that is over.
+    """Counts bytes as they move, and ends a transfer that is over: once somebody sets `is_over`.
 
-    It is over once somebody sets `is_over`.
+    `mounted` has the sizes of the blobs that a registry took from another of its repositories.
     """
 
     def __init__(self, missing: Sequence[Descriptor], report: Report) -> None:
