@@ -9,13 +9,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import DEVNULL
 
 import pytest
 from oras.client import OrasClient
 from tests.store_servers import Server, docker_registry
+from tests.waiting import wait_for
 
+from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
 from prejit.runtime.__main__ import main
 from prejit.runtime.format.audit import audit
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import PARTS_MEDIA_TYPE
+from prejit.runtime.format.root import read_root
 from prejit.runtime.generation.options import check_generation
 
 ROOT = Path(__file__).parents[2]
@@ -128,6 +134,60 @@ def test_buildah_mounts_the_image(
     finally:
         subprocess.run([*buildah, "rm", "--all"], check=True, capture_output=True)
         subprocess.run([*buildah, "rmi", "--all"], check=True, capture_output=True)
+
+
+@pytest.fixture
+def ctr(tmp_path: Path) -> Iterator[list[str]]:
+    """The client of a containerd of this test's own."""
+    has("containerd", "ctr")
+    socket = tmp_path / "containerd.sock"
+    (tmp_path / "containerd.toml").write_text(
+        f'version = 2\nroot = "{tmp_path}/root"\nstate = "{tmp_path}/state"\n'
+        f'disabled_plugins = ["io.containerd.grpc.v1.cri"]\n[grpc]\naddress = "{socket}"\n'
+    )
+    client = ["ctr", "--address", str(socket)]
+    with (tmp_path / "containerd.log").open("wb") as log:
+        command = ["containerd", "--config", str(tmp_path / "containerd.toml")]
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        wait_for(lambda: subprocess.call([*client, "version"], stdout=DEVNULL, stderr=DEVNULL) == 0)
+        yield client
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs root, and mounts")
+def test_containerd_mounts_the_image_and_unpacks_the_weights_of_two_versions_once(
+    demo: Path,
+    registry: Server,
+    ctr: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    second = Path(shutil.copytree(demo, tmp_path / "second"))
+    with Layout(second) as layout:
+        subject = read_root(layout).subject
+    assert subject is not None
+    parts = Part(PARTS_MEDIA_TYPE, b'{"bomFormat":"CycloneDX"}')
+    attach(second, subject, PARTS_MEDIA_TYPE, EMPTY, [parts], {})
+    counts, place = [], registry.url.removeprefix("oci://")
+    for name, bundle in {"one": demo, "two": second}.items():
+        pushed(bundle, f"{registry.url}:{name}", "image", capsys)
+        pull = [*ctr, "images", "pull", "--plain-http", f"{place}:{name}"]
+        subprocess.run(pull, check=True, capture_output=True)
+        snapshots = subprocess.check_output([*ctr, "snapshots", "ls"], text=True)
+        counts.append(len(snapshots.splitlines()))
+    assert counts[1] == counts[0] + 1  # the layer of small files
+    at = tmp_path / "mounted"
+    at.mkdir()
+    subprocess.run([*ctr, "images", "mount", f"{place}:two", str(at)], check=True, stdout=DEVNULL)
+    try:
+        refused, said = first_token(at / "models")
+        assert audit(at / "models", check_generation) == audit(second, check_generation)
+    finally:
+        subprocess.run(["umount", str(at)], check=True)
+    assert (refused, said) == ("Read-only file system", first_token(demo)[-1])
 
 
 def test_oras_puts_the_files_of_the_artifact_side_by_side(

@@ -17,7 +17,6 @@ import hashlib
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
@@ -52,27 +51,50 @@ _OWN_LAYER_BYTES = 64 << 10
 """Smaller blobs share a layer with `index.json`: a layer costs a request, and a directory of the mount."""
 _MOST_LAYERS = 100
 """Docker and overlayfs take some 125 layers. The smallest blobs beyond this many share one, too."""
-_BLOCK = tarfile.BLOCKSIZE
-_END = bytes(2 * _BLOCK)
 
 
 class FormFiles:
-    """Implements `repository.BlobSource` for a form: a bundle's blobs, tars of some, and new small files."""
+    """Implements `repository.BlobSource` for a form: a bundle's blobs, and new ones that hold such blobs."""
 
-    def __init__(
-        self, files: BundleFiles, small: Mapping[str, bytes], tars: Mapping[str, _BlobTar]
-    ) -> None:
-        """Read nothing yet. `small` and `tars` are by digest."""
-        self._files, self._small, self._tars = files, small, tars
+    def __init__(self, files: BundleFiles) -> None:
+        """`files` has the bundle's blobs."""
+        self._files = files
+        self._parts: dict[str, tuple[bytes | Descriptor, ...]] = {}
+
+    def add(self, media_type: str, *parts: bytes | Descriptor) -> Descriptor:
+        """Return the descriptor of a new blob. Its parts are read for it, and not kept.
+
+        Raises:
+            RejectError: a part that is a blob has another digest.
+        """
+        hasher, size = hashlib.sha256(), 0
+        for part in parts:
+            pieces = self._part(part, 0)
+            if isinstance(part, Descriptor):
+                pieces = checked(part, pieces, self._files.blob_path(part.digest))
+            for piece in pieces:
+                hasher.update(piece)
+            size += _size_of(part)
+        digest = f"sha256:{hasher.hexdigest()}"
+        self._parts[digest] = parts
+        return Descriptor(media_type, digest, size)
 
     def pieces(self, at: Descriptor, start: int) -> Iterator[bytes | memoryview]:
         """See `BlobSource.pieces`."""
-        if (content := self._small.get(at.digest)) is not None:
-            yield content[start:]
-        elif (tar := self._tars.get(at.digest)) is not None:
-            yield from tar.pieces(self._files, start)
+        for part in self._parts.get(at.digest, (at,)):
+            if start < _size_of(part):
+                yield from self._part(part, start)
+            start = max(0, start - _size_of(part))
+
+    def _part(self, part: bytes | Descriptor, start: int) -> Iterator[bytes | memoryview]:
+        if isinstance(part, bytes):
+            yield part[start:]
         else:
-            yield from self._files.pieces(at, start)
+            yield from self._files.pieces(part, start)
+
+
+def _size_of(part: bytes | Descriptor) -> int:
+    return len(part) if isinstance(part, bytes) else part.size
 
 
 def form_of(
@@ -99,23 +121,25 @@ def _image(
     own = [at for at in ordered[:_MOST_LAYERS] if at.size >= _OWN_LAYER_BYTES]
     # Weights first: what nodes have unpacked is theirs again only below the first layer that differs.
     own.sort(key=lambda at: at.mediaType != WEIGHTS_MEDIA_TYPE)
+    form, documents, listed = FormFiles(files), list[BundleDocument](), []
+
+    def layer_of(contents: Mapping[str, bytes | Descriptor]) -> Descriptor:
+        return form.add(_LAYER_MEDIA_TYPE, *_tar_of(contents))
+
     with ThreadPoolExecutor(MOST_TRANSFERS, "prejit-layers") as pool:
-        layers = dict(
-            zip(
-                (at.digest for at in own), pool.map(_layer_of, own, [files] * len(own)), strict=True
-            )
-        )
-    small, documents, listed = dict[str, bytes](), [], []
-    moved = {at.digest: at for at, _ in layers.values()}
+        made = pool.map(layer_of, ({_blob_name(at): at} for at in own))
+        layers = {at.digest: layer for at, layer in zip(own, made, strict=True)}
+    moved = dict[str, Descriptor]()
     for shipment, (target, *_) in zip(shipments, platforms.values(), strict=True):
-        contents = {"oci-layout": OCI_LAYOUT, "index.json": shipment.index_file}
-        contents |= {_blob_name(each.at): each.content for each in shipment.documents}
-        contents |= {
-            _blob_name(at): files.read_blob(at) for at in shipment.blobs if at.digest not in layers
+        rest: dict[str, bytes | Descriptor] = {
+            "oci-layout": OCI_LAYOUT,
+            "index.json": shipment.index_file,
+            **{_blob_name(each.at): each.content for each in shipment.documents},
+            **{_blob_name(at): at for at in shipment.blobs if at.digest not in layers},
         }
         names = {at.digest for at in shipment.blobs}
-        stack = [at for digest, (at, _) in layers.items() if digest in names]
-        stack.append(_kept(_tar_of(contents), _LAYER_MEDIA_TYPE, small))
+        stack = [layer for digest, layer in layers.items() if digest in names]
+        stack.append(layer_of(rest))
         config = {
             **(target.platform or {}),
             "config": {},
@@ -123,21 +147,20 @@ def _image(
             "history": [{"created_by": "prejit push --image"}] * len(stack),
             "rootfs": {"type": "layers", "diff_ids": [at.digest for at in stack]},
         }
-        described = _kept(to_json(config), _CONFIG_MEDIA_TYPE, small)
+        described = form.add(_CONFIG_MEDIA_TYPE, to_json(config))
         moved |= {at.digest: at for at in (described, *stack)}
         document = _document({"config": described, "layers": stack}, MANIFEST_MEDIA_TYPE)
         documents.append(document)
         listed.append(Descriptor(*_named(document), platform=target.platform))
     if len(listed) > 1:
         documents.append(_document({"manifests": listed}, INDEX_MEDIA_TYPE))
-    tars = {at.digest: tar for at, tar in layers.values()}
-    return FormFiles(files, small, tars), _shipment(root, documents, moved)
+    return form, _shipment(root, documents, moved)
 
 
 def _modelpack(
     files: BundleFiles, root: Root, targets: Sequence[Descriptor]
 ) -> tuple[BlobSource, Shipment]:
-    shipment, small = shipment_of(files, root, targets), dict[str, bytes]()
+    shipment, form = shipment_of(files, root, targets), FormFiles(files)
     layers = list[Descriptor]()
 
     def add(at: Descriptor, name: str, kind: str) -> None:
@@ -151,13 +174,13 @@ def _modelpack(
     contents = {each.at.digest.removeprefix("sha256:"): each.content for each in shipment.documents}
     contents |= {"index.json": shipment.index_file, "oci-layout": OCI_LAYOUT}
     for name, content in contents.items():
-        add(_kept(content, "", small), name, "weight.config")
+        add(form.add("", content), name, "weight.config")
     config = {
         "config": {"format": "prejit"},
         "descriptor": {"name": root.bundle.annotations[BUNDLE_NAME]},
         "modelfs": {"type": "layers", "diffIds": [at.digest for at in layers]},
     }
-    described = _kept(to_json(config), f"{_MODEL}.config.v1+json", small)
+    described = form.add(f"{_MODEL}.config.v1+json", to_json(config))
     parts = {
         "artifactType": f"{_MODEL}.manifest.v1+json",
         "config": described,
@@ -165,7 +188,7 @@ def _modelpack(
     }
     moved = {at.digest: at for at in (described, *layers)}
     document = _document(parts, MANIFEST_MEDIA_TYPE)
-    return FormFiles(files, small, {}), _shipment(root, [document], moved)
+    return form, _shipment(root, [document], moved)
 
 
 def _shipment(
@@ -187,54 +210,16 @@ def _named(document: BundleDocument) -> tuple[str, str, int]:
     return document.at.mediaType, document.at.digest, document.at.size
 
 
-def _kept(content: bytes, media_type: str, small: dict[str, bytes]) -> Descriptor:
-    at = Descriptor(media_type, digest_of(content), len(content))
-    small[at.digest] = content
-    return at
-
-
 # ------------------------------------------------------------------ tars
 
 
-@dataclass(frozen=True, slots=True)
-class _BlobTar:
-    """A tar of one blob: what stands before it, the blob, and zeros."""
-
-    head: bytes
-    blob: Descriptor
-
-    @property
-    def tail(self) -> bytes:
-        return bytes(-self.blob.size % _BLOCK) + _END
-
-    def pieces(self, source: BlobSource, start: int) -> Iterator[bytes | memoryview]:
-        """Yield its bytes from a place on, as `Pieces`."""
-        if start < len(self.head):
-            yield self.head[start:]
-        start = max(0, start - len(self.head))
-        if start < self.blob.size:
-            yield from source.pieces(self.blob, start)
-        yield self.tail[max(0, start - self.blob.size) :]
-
-
-def _layer_of(at: Descriptor, files: BundleFiles) -> tuple[Descriptor, _BlobTar]:
-    """Return the layer of a blob. Raise RejectError where the blob has another digest."""
-    tar = _BlobTar(_directories() + _head(_blob_name(at), at.size), at)
-    hasher = hashlib.sha256(tar.head)
-    for piece in checked(at, files.pieces(at, 0), files.blob_path(at.digest)):
-        hasher.update(piece)
-    hasher.update(tar.tail)
-    size = len(tar.head) + at.size + len(tar.tail)
-    return Descriptor(_LAYER_MEDIA_TYPE, f"sha256:{hasher.hexdigest()}", size), tar
-
-
-def _tar_of(contents: Mapping[str, bytes]) -> bytes:
-    """Return a tar of some small files, in the order of their names."""
-    members = [
-        _head(name, len(content)) + content + bytes(-len(content) % _BLOCK)
-        for name, content in sorted(contents.items())
-    ]
-    return b"".join((_directories(), *members, _END))
+def _tar_of(contents: Mapping[str, bytes | Descriptor]) -> list[bytes | Descriptor]:
+    """Return the parts of a tar of some files, in the order of their names."""
+    parts: list[bytes | Descriptor] = [_directories()]
+    for name, content in sorted(contents.items()):
+        size = _size_of(content)
+        parts += [_head(name, size), content, bytes(-size % tarfile.BLOCKSIZE)]
+    return [*parts, bytes(2 * tarfile.BLOCKSIZE)]
 
 
 def _blob_name(at: Descriptor) -> str:
