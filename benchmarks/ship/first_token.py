@@ -1,12 +1,12 @@
-"""An empty server's first token over a limited link: a load by reference beside other ways to get a bundle there.
+"""An empty server's first token over a limited link: a load by reference beside a copy and a load.
 
     sudo python -m benchmarks.ship.first_token                GPT-2's shape, 1 and 10 Gbit/s with 20 ms
     sudo python -m benchmarks.ship.first_token --rounds 1 --gigabits 1       a trial, which is not saved
 
-A registry (Debian's docker-registry) is at one end of the link, and fresh processes with an empty store and no
-receipts are at the other: see limited_link.py. The clock runs from the start of the process, or of the shell that
-runs two, to the first token. `curl` fetches all blobs of the bundle one after the other: the download alone.
-`load` has the bundle on its disk: the load alone, which hashes it.
+A registry (Debian's docker-registry) is at one end of the link, and fresh processes with an empty store and
+no receipts are at the other: see limited_link.py. The clock runs from the start of the process, or of the
+shell that runs two, to the first token. `curl` fetches all blobs of the bundle one after the other: the
+download alone. `load` has the bundle on its disk: the load alone, which hashes it.
 """
 
 from __future__ import annotations
