@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+from tests.http_serving import QuietHandler, serving
 
 from prejit.runtime.base.files import digest_of
 
@@ -33,7 +34,8 @@ class FakeRegistry:
         has_tag_deletion: whether it deletes tags.
         fault: called with the method and the path of each request; what it returns happens instead of the
             right answer: a status, a status with headers, `cut` (half of the answer), `stall`, `wrong`
-            (other bytes), `hang up` (before the body of the request is read), a URL to redirect to, or a
+            (other bytes), `hang up` (before the body of the request is read), an event
+            that holds back half of the answer until it is set, a URL to redirect to, or a
             function that answers: it gets the handler, the right content (None: there is none) and the
             first byte that is asked for; None: nothing.
         files: contents by path, for a static web server beside the registry.
@@ -66,36 +68,24 @@ def fake_registry(**behaviour: Any) -> Iterator[FakeRegistry]:
     """Serve a registry on a free port of this machine."""
     state = FakeRegistry(**behaviour)
 
-    class Handler(_Handler):
+    class Handler(_RegistryHandler):
         registry = state
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever).start()
-        state.host = f"127.0.0.1:{server.server_port}"
-        try:
-            yield state
-        finally:
-            server.shutdown()
+    with serving(Handler) as state.host:
+        yield state
 
 
 _counting = threading.Lock()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _RegistryHandler(QuietHandler):
     disable_nagle_algorithm = True  # else a body waits 40 ms behind its headers
     registry: FakeRegistry
-
-    def log_message(self, *args: object) -> None:
-        pass
 
     def handle(self) -> None:
         self.count_connection(1)
         try:
             super().handle()
-        except (BrokenPipeError, ConnectionResetError):
-            self.close_connection = True
         finally:
             self.count_connection(-1)
 
@@ -106,15 +96,6 @@ class _Handler(BaseHTTPRequestHandler):
     def finish(self) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):
             super().finish()
-
-    def reply(self, status: int, content: bytes = b"", **headers: str) -> None:
-        self.send_response(status)
-        self.send_header("content-length", str(len(content)))
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
 
     def answer(self) -> None:
         """Answer any request."""
@@ -127,7 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         body = b""
         if "chunked" not in self.headers.get("transfer-encoding", ""):
-            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            body = self.content()
         if parts.path == "/token":
             self.token()
         elif isinstance(fault, int):
@@ -145,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.act(method, parts.path, parse_qs(parts.query), body, fault)
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = answer  # noqa: N815
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = answer
 
     def right(self) -> str:
         return self.basic() if self.registry.is_basic else "Bearer right"
@@ -173,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif kind == "manifests" and method == "PUT":
             self.put_manifest(name, rest, body)
         elif kind == "manifests" and method == "DELETE":
-            gone = state.has_tag_deletion and state.manifests.pop((name, rest), None)
+            gone = state.has_tag_deletion and state.manifests.pop((name, rest), b"")
             self.reply(202 if gone else 404 if state.has_tag_deletion else 405)
         elif kind == "manifests":
             content = state.manifests.get((name, rest))
@@ -203,13 +184,16 @@ class _Handler(BaseHTTPRequestHandler):
         part = content[start:]
         if asked:
             headers["content_range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        if fault in ("cut", "stall"):
+        if fault in ("cut", "stall") or isinstance(fault, threading.Event):
             self.send_response(status)
             self.send_header("content-length", str(len(part)))
             self.end_headers()
             self.write(part[: len(part) // 2])
             if fault == "stall":
                 time.sleep(2)
+            if isinstance(fault, threading.Event):
+                fault.wait(30)
+                self.write(part[len(part) // 2 :])
             self.close_connection = True
             return
         if self.command != "HEAD":

@@ -2,7 +2,9 @@
 
 nginx and docker-registry are packages of Debian (nginx-light, docker-registry). moto, which answers as S3, is
 used from the directory $MOTO: `pip install --target DIRECTORY 'moto[s3,server]'` (290 MB). Azurite, which
-answers as Azure, is used from $AZURITE: `npm install --prefix DIRECTORY azurite` (190 MB).
+answers as Azure, is used from $AZURITE: `npm install --prefix DIRECTORY azurite` (190 MB), and s3rver,
+another S3, from $S3RVER in the same way. No emulator of Google's storage in PyPI, npm or Debian has its XML
+API, which obstore speaks.
 """
 
 from __future__ import annotations
@@ -131,20 +133,31 @@ def nginx(directory: Path) -> Server | None:
     return Server("nginx, WebDAV", url, files, directory / "nginx.log", command)
 
 
-def docker_registry(directory: Path) -> Server | None:
-    """Return an OCI registry; None: docker-registry is not installed."""
+def docker_registry(
+    directory: Path, *, address: str = "127.0.0.1", http: str = "", more: str = ""
+) -> Server | None:
+    """Return an OCI registry; None: docker-registry is not installed.
+
+    Args:
+        directory: for its files; there may be several registries in one.
+        address: where it listens.
+        http: more of its settings of HTTP, as members of a YAML mapping.
+        more: more of its settings, as lines of YAML.
+    """
     program = shutil.which("docker-registry")
     if program is None:
         return None
     port = free_port()
-    files = directory / "registry"
-    (directory / "registry.yml").write_text(
-        f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {files}}}}}\n"
-        f"http: {{addr: '127.0.0.1:{port}'}}\n"
+    files = directory / f"registry-{port}"
+    settings = directory / f"registry-{port}.yml"
+    settings.write_text(
+        "version: 0.1\n"
+        f"storage: {{filesystem: {{rootdirectory: {files}}}, delete: {{enabled: true}}}}\n"
+        f"http: {{addr: '{address}:{port}'{http and f', {http}'}}}\n{more}"
     )
-    command = (program, "serve", str(directory / "registry.yml"))
-    url = f"oci://127.0.0.1:{port}/team/store"
-    return Server("docker-registry", url, files, directory / "registry.log", command)
+    command = (program, "serve", str(settings))
+    url = f"oci://{address}:{port}/team/store"
+    return Server("docker-registry", url, files, directory / f"registry-{port}.log", command)
 
 
 def moto(directory: Path) -> Server | None:
@@ -208,11 +221,36 @@ def azurite(directory: Path) -> Server | None:
     )
 
 
+def s3rver(directory: Path) -> Server | None:
+    """Return an S3 on disk; None: s3rver is not there."""
+    program = Path(os.environ.get("S3RVER", ""), "node_modules", ".bin", "s3rver")
+    if not program.is_file():
+        return None
+    port = free_port()
+    files = directory / "s3rver"
+    files.mkdir()
+    where = ("-d", str(files), "-a", "127.0.0.1", "-p", str(port), "--no-vhost-buckets")
+    return Server(
+        "S3 (s3rver)",
+        "s3://bucket/store",
+        files,
+        directory / "s3rver.log",
+        (str(program), *where, "--configure-bucket", "bucket"),
+        env={
+            "AWS_ENDPOINT": f"http://127.0.0.1:{port}",
+            "AWS_ACCESS_KEY_ID": "S3RVER",
+            "AWS_SECRET_ACCESS_KEY": "S3RVER",
+            "AWS_REGION": "us-east-1",
+        },
+    )
+
+
 KINDS: tuple[Callable[[Path], Server | None], ...] = (
     directory_store,
     nginx,
     docker_registry,
     moto,
     azurite,
+    s3rver,
 )
 """All kinds; each gives None where this machine cannot run it."""

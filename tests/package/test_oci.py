@@ -171,7 +171,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._answer(404)
 
-    do_HEAD = do_GET  # noqa: N815
+    do_HEAD = do_GET
 
     def do_POST(self) -> None:
         self._body()

@@ -87,6 +87,7 @@ class LoadedBundle(OneProcess):
         generation_config: bool = True,
         canary: Checks = "one",
         on_fallback: Callable[[Axis], object] | None = None,
+        arriving: BundleUser | None = None,
     ) -> None:
         """Bind verified layers to a device. Use `prejit.runtime.load`."""
         self.name = config.bundle
@@ -135,7 +136,8 @@ class LoadedBundle(OneProcess):
             canary=asks,
         )
         text = BundleText(config.bundle, layers)
-        self._users: weakref.WeakSet[BundleUser] = weakref.WeakSet()
+        self._arriving = arriving  # its threads end when this object does
+        self._users = weakref.WeakSet[BundleUser]([arriving] if arriving is not None else [])
         self._parts: _Parts | None = _Parts(layers, verification, text, device, programs)
         self._is_forked = False
         if config.decoder is not None and matched and not is_plain_start():

@@ -27,7 +27,7 @@ from prejit.runtime.errors import KernelError, UntrustedWarning, UsageError
 from prejit.runtime.format.blobs import Blobs, read_whole
 from prejit.runtime.format.bundle_schema import Config, ImageManifest
 from prejit.runtime.format.checks.layers import check_kernels
-from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.layout import TargetFiles
 from prejit.runtime.format.names import (
     GENERATION_MEDIA_TYPE,
     KERNELS_MEDIA_TYPE,
@@ -35,7 +35,7 @@ from prejit.runtime.format.names import (
     WEIGHTS_MEDIA_TYPE,
 )
 from prejit.runtime.format.opening import OpenTarget, check_config_blob, match, read_manifests
-from prejit.runtime.format.root import Root
+from prejit.runtime.format.root import Root, read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.kept_files import Receipts
 from prejit.runtime.verdict import Axis
@@ -43,6 +43,8 @@ from prejit.runtime.verdict import Axis
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
     from prejit.runtime.device.kernels import OpenLibrary
+    from prejit.runtime.ship.arriving_bundle import ArrivingBundle
+    from prejit.runtime.ship.shipping import Report, TransferProgress
 
 _log = logging.getLogger(__name__)
 logging.getLogger("prejit.runtime").addHandler(logging.NullHandler())
@@ -65,13 +67,16 @@ def load(
     generation_config: bool = True,
     trust: str | os.PathLike[str] | None = None,
     canary: Literal["off", "one", "all"] = "one",
+    on_transfer: Callable[[TransferProgress], object] | None = None,
 ) -> Bundle:
     """Load a bundle: check this machine, map the weights and begin to verify them.
 
     Args:
         path: the directory of the bundle, or a reference such as `oci://HOST/REPOSITORY:TAG`, `s3://BUCKET/PATH`
             or `https://HOST/PATH@sha256:...`. What this machine lacks of it is fetched into its store
-            (`ship.machine_store`), after the trust policies have allowed it.
+            (`ship.machine_store`), after the trust policies have allowed it. The weights may still be on the
+            way when this returns: the first request waits for them.
+            `wheel:NAME` is the bundle in an installed package of `prejit wheel`.
         on_mismatch: what to do if this machine matches none of the bundle's targets. `jit`: compile the
             portable programs, with a FallbackWarning. `error`: raise. It decides in the same way about calls
             with sizes that the manifest leaves open and that are no bucket.
@@ -95,6 +100,8 @@ def load(
             The answer is remembered, so that later starts ask nothing. If it is wrong, the executable is in
             quarantine on this machine and never runs again, whatever `canary` says: `on_mismatch` decides
             whether its portable program is compiled in its place.
+        on_transfer: called by any thread as the bytes of a reference arrive: how many have, and how many
+            must.
 
     Returns:
         The bundle. Its programs become ready when they are first used.
@@ -119,6 +126,7 @@ def load(
     arguments.choice("canary", canary, ("off", "one", "all"))
     arguments.choice("while_compiling", while_compiling, ("wait", "smaller"))
     arguments.function("on_fallback", on_fallback)
+    arguments.function("on_transfer", on_transfer)
     if fingerprint is not None:
         arguments.instance("fingerprint", fingerprint, Fingerprint)
     named = arguments.classes("types", types)
@@ -129,10 +137,11 @@ def load(
     open_ = partial(
         _open, machine=machine, declared=fingerprint, must_match=must_match, policies=policies
     )
-    if "://" in os.fspath(path):
-        path = _fetched(os.fspath(path), fingerprint or machine, must_match, policies)
+    arriving, given = None, os.fspath(path)
+    if "://" in given or given.startswith("wheel:"):
+        path, arriving = _fetched(given, fingerprint or machine, must_match, policies, on_transfer)
     opening = time.perf_counter()
-    opened = read_whole(path, open_)
+    opened = read_whole(path, open_) if arriving is None else open_(arriving, read_root(arriving))
     reading = span("reading", opening)
     for text in opened.reported:
         warnings.warn(text, UntrustedWarning, stacklevel=_CALLER)
@@ -169,26 +178,36 @@ def load(
         generation_config=uses_defaults,
         canary=canary,
         on_fallback=on_fallback,
+        arriving=arriving,
     )
 
 
 def _fetched(
-    reference: str, machine: Fingerprint, must_match: bool, policies: Sequence[str]
-) -> str:
-    """Return the directory of a bundle of the store, which holds the target for a machine."""
+    reference: str,
+    machine: Fingerprint,
+    must_match: bool,
+    policies: Sequence[str],
+    report: Report | None,
+) -> tuple[str, ArrivingBundle | None]:
+    """Return the directory of a bundle in the store or a wheel, and the bundle itself if it is on the way."""
     with importing():
         from prejit.runtime.ship.machine_store import machine_store
-        from prejit.runtime.ship.pulling import Wanted, pull
+        from prejit.runtime.ship.pulling import Wanted, arrive
         from prejit.runtime.ship.reference import parse_reference
+    found = parse_reference(reference)
+    if not found.is_remote:
+        return found.place, None
     wanted = Wanted(machine, must_match=must_match)
-    return str(pull(parse_reference(reference), machine_store(), wanted, policies).path)
+    store = machine_store()
+    path, arriving = arrive(found, store, wanted, policies, report or (lambda _: None))
+    return str(path), arriving
 
 
 class _Opened(NamedTuple):  # a dataclass takes 0.5 ms to make, which every start would pay
     """A bundle that is open and not verified yet.
 
     Attributes:
-        layout: its directory.
+        layout: its files.
         digest: its digest.
         targets: all targets with their verdicts, the best first.
         manifests: by name, of the targets that may be served: those that match, or else the closest.
@@ -196,7 +215,7 @@ class _Opened(NamedTuple):  # a dataclass takes 0.5 ms to make, which every star
         reported: what trust policies report about these targets and do not refuse.
     """
 
-    layout: Layout
+    layout: TargetFiles
     digest: str
     targets: tuple[OpenTarget, ...]
     manifests: Mapping[str, ImageManifest]
@@ -205,7 +224,7 @@ class _Opened(NamedTuple):  # a dataclass takes 0.5 ms to make, which every star
 
 
 def _open(
-    layout: Layout,
+    layout: TargetFiles,
     root: Root,
     *,
     machine: Fingerprint,
@@ -244,7 +263,7 @@ def _open(
         if wanted_by is not None:
             from prejit.runtime.trust.first_load import FirstLoad, check_first_load
 
-            wanted = FirstLoad(layout.path, candidates, must_match, declared, policies)
+            wanted = FirstLoad(str(layout.path), candidates, must_match, declared, policies)
             check_first_load(wanted, machine, wanted_by)
     served = {target.name: manifests[target.name] for target in candidates}
     blobs = Blobs(

@@ -42,7 +42,7 @@ class RegistryStore:
             url: `oci://HOST[:PORT]/REPOSITORY`. This machine's own registry is reached without TLS.
 
         Raises:
-            UsageError: oras is not installed, or the URL names no repository.
+            UsageError: requests is not installed, or the URL names no repository.
         """
         # A build asks again where it must (`Patient`), and else goes on alone.
         self._registry = Registry(parse_reference(url), answer_seconds=ANSWER_SECONDS, pauses=())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from prejit.runtime.cli.bundle_references import local_bundle
-from prejit.runtime.cli.output import warnings_on_stderr
+from prejit.runtime.cli.bundle_references import reporting
+from prejit.runtime.cli.output import progress, warnings_on_stderr
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
 
@@ -21,5 +21,7 @@ def load_bundle(path: str, on_mismatch: Literal["jit", "error"], fingerprint: st
     """
     with warnings_on_stderr():
         machine = None if fingerprint is None else Fingerprint.read(fingerprint)
-        path = local_bundle(path, machine, must_match=on_mismatch == "error")
-        return load(path, on_mismatch=on_mismatch, fingerprint=machine)
+        with progress() as show:
+            return load(
+                path, on_mismatch=on_mismatch, fingerprint=machine, on_transfer=reporting(show)
+            )

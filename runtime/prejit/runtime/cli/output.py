@@ -69,7 +69,8 @@ def write_text(path: str, text: str) -> None:
 def progress() -> Iterator[Callable[[str], None]]:
     """Give a function that shows one line of progress on stderr.
 
-    On a terminal each line replaces the one before it; elsewhere a line is printed every few seconds.
+    On a terminal each line replaces the one before it, and an empty one ends it; elsewhere a line is printed
+    every few seconds.
     """
     terminal = sys.stderr is not None and sys.stderr.isatty()
     shown = float("-inf")
@@ -78,7 +79,7 @@ def progress() -> Iterator[Callable[[str], None]]:
         nonlocal shown
         if terminal:
             print(f"\r\x1b[K{printable(line[:79])}", end="", file=sys.stderr, flush=True)
-        elif time.monotonic() - shown > _PROGRESS_SECONDS:
+        elif line and time.monotonic() - shown > _PROGRESS_SECONDS:
             shown = time.monotonic()
             print_text(line, file=sys.stderr)
 

@@ -23,7 +23,7 @@ from prejit.runtime.format.layout import Layout, OpenFile
 from prejit.runtime.format.verified import Verification
 
 SMALL_BYTES = 1 << 20
-"""A load waits for jobs that are smaller. SHA-256 takes 0.5 ms for so many bytes."""
+"""A load waits for blobs that are smaller. SHA-256 takes 0.5 ms for so many bytes."""
 
 
 class Job(NamedTuple):
@@ -108,8 +108,8 @@ class HashingVerification(Verification):
         self._help(needed)
 
     def wait_for_small(self) -> None:
-        """Wait for every job of less than `SMALL_BYTES`. Raises as `check`."""
-        self._help([p for p, job in enumerate(self._jobs) if job.end - job.start < SMALL_BYTES])
+        """Wait for every blob of less than `SMALL_BYTES`. Raises as `check`."""
+        self._help([p for p, job in enumerate(self._jobs) if job.end < SMALL_BYTES])
 
     def finish(self) -> None:
         """Wait until every job has succeeded. Raises as `check`."""
@@ -233,6 +233,8 @@ def check_chunk(
     """
     from blake3 import blake3  # starts with a receipt do not need it
 
+    if file.wait is not None:
+        file.wait(end)
     size = end - start
     if len(getattr(_buffers, "chunk", b"")) < size:
         _buffers.chunk = bytearray(size)
@@ -259,6 +261,8 @@ def check_whole(file: OpenFile, digest: str, chunks: Chunks | None) -> float:
     Result and errors as `check_chunk`.
     """
     if chunks is None:
+        if file.wait is not None:
+            file.wait(file.identity.size)
         with _readable(file.path):
             found, seconds = timed_digest_file(file.descriptor)
     else:

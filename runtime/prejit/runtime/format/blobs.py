@@ -22,7 +22,7 @@ from prejit.runtime.base.process_facts import Span, span
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.bundle_schema import Chunks, Descriptor, ImageManifest, Segment
 from prejit.runtime.format.checks import layers as layer_checks
-from prejit.runtime.format.layout import ATTEMPTS, Layout, OpenFile
+from prejit.runtime.format.layout import ATTEMPTS, Layout, OpenFile, TargetFiles
 from prejit.runtime.format.root import Root, read_root
 from prejit.runtime.format.verified import VERIFIED, Verification
 from prejit.runtime.machine.kept_files import Receipts
@@ -48,7 +48,7 @@ class Blobs:
     """
 
     def __init__(
-        self, layout: Layout, manifests: Iterable[ImageManifest], receipts: Receipts | None
+        self, layout: TargetFiles, manifests: Iterable[ImageManifest], receipts: Receipts | None
     ) -> None:
         """Open the blobs of targets; `receipts` of earlier verifications: None: hash everything.
 
@@ -64,7 +64,8 @@ class Blobs:
             descriptor, identity = self._open.enter_context(layout.open_blob(digest, size))
             path = layout.blob_path(digest)
             content = map_file(descriptor, size, path)
-            self._files[digest] = OpenFile(path, descriptor, identity, content)
+            wait = layout.arrives(digest)
+            self._files[digest] = OpenFile(path, descriptor, identity, content, wait)
         self.hashed_bytes = self.receipt_bytes = self.verity_bytes = 0
         self.reads: list[Span] = []
         self.verification: Verification = VERIFIED

@@ -213,5 +213,5 @@ class Receipts:
         A cache directory that cannot be written is no error: it costs only time.
         """
         if self._added:
-            others = self._held if self._is_shared else {}
+            others = self._read() if self._is_shared else {}  # what others have added meanwhile
             write_own(self._path, json.dumps({**others, **self._valid}).encode())

@@ -2,6 +2,8 @@
 
 blobs/sha256/<hex>     whole and right: it got this name after its last byte was hashed and synced
 .partial/<hex>         what has arrived of a blob; the next attempt goes on behind it
+
+A blob that is read while it arrives (`Arrival`) has its full size from the start: a hole, which fills.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import errno
 import hashlib
 import os
 import stat
+import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -19,6 +23,50 @@ from prejit.runtime.base.written_files import lock_file, remove_and_unlock, sync
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.ship.repository import PIECE_BYTES, Pieces, checked
+
+
+class Arrival:
+    """A file that is read while it is written: how much of it is there. Thread-safe."""
+
+    def __init__(self) -> None:
+        """Nothing is there yet."""
+        self._changed = threading.Condition()
+        self._descriptor = self._end = -1  # no file yet
+        self._failure: Exception | None = None
+
+    def open(self) -> int:
+        """Wait until the file has its size, and return a descriptor for it, which the caller closes."""
+        self.wait(0)
+        return os.dup(self._descriptor)
+
+    def wait(self, end: int) -> None:
+        """Wait until the bytes before a place are there.
+
+        Raises:
+            StoreError, RejectError: they do not arrive.
+        """
+        with self._changed:
+            while self._end < end and self._failure is None:
+                self._changed.wait()
+            if self._end < end and self._failure is not None:
+                raise self._failure.with_traceback(None)
+
+    def opened(self, descriptor: int) -> None:
+        """Say which file it is, by a descriptor that is this object's from now on. It has its full size."""
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def reached(self, end: int) -> None:
+        """Say that the bytes before a place are there."""
+        with self._changed:
+            self._end = end
+            self._changed.notify_all()
+
+    def fail(self, failure: Exception) -> None:
+        """Say that no more bytes come, and why."""
+        with self._changed:
+            self._failure = failure
+            self._changed.notify_all()
 
 
 class BlobDirectory:
@@ -40,6 +88,18 @@ class BlobDirectory:
         """Return the file of a blob."""
         return self.path / "blobs" / "sha256" / digest.removeprefix("sha256:")
 
+    def open(self, digest: str) -> int:
+        """Return a descriptor of a blob. Raise RejectError where it is missing or is no regular file."""
+        path = self.blob(digest)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise RejectError(str(path), f"expected a file: {error.strerror}") from error
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise RejectError(str(path), "expected a regular file")
+        return descriptor
+
     def has(self, at: Descriptor) -> bool:
         """Return whether a blob is there, whole. Its bytes were right when it was written."""
         try:
@@ -48,8 +108,10 @@ class BlobDirectory:
             return False
         return stat.S_ISREG(status.st_mode) and status.st_size == at.size
 
-    def write(self, at: Descriptor, pieces: Pieces) -> None:
+    def write(self, at: Descriptor, pieces: Pieces, arrival: Arrival | None = None) -> None:
         """Write a blob unless it is there. Of several processes that write it, one does and the others wait.
+
+        `arrival` is told how far it is.
 
         Raises:
             RejectError: other bytes arrive than the digest names. Nothing of them is kept.
@@ -60,7 +122,10 @@ class BlobDirectory:
             self.blob(at.digest).parent.mkdir(parents=True, exist_ok=True)
             with self._locked(name):
                 if not self.has(at):
-                    self._write(at, pieces, self.partial / name)
+                    self._write(at, pieces, self.partial / name, arrival)
+                elif arrival is not None:
+                    arrival.opened(self.open(at.digest))
+                    arrival.reached(at.size)
         except OSError as error:
             raise self._failed(error) from error
 
@@ -86,41 +151,49 @@ class BlobDirectory:
         finally:
             remove_and_unlock(path, descriptor)
 
-    def _write(self, at: Descriptor, pieces: Pieces, partial: Path) -> None:
-        hasher = hashlib.sha256()
-        with open(partial, "a+b", buffering=0) as file:
-            file.seek(0)
-            while piece := file.read(PIECE_BYTES):
-                hasher.update(piece)
-            start = file.tell()
-            if start > at.size:
-                hasher, start = hashlib.sha256(), 0
+    def _write(
+        self, at: Descriptor, pieces: Pieces, partial: Path, arrival: Arrival | None
+    ) -> None:
+        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        with open(descriptor, "r+b", buffering=0) as file:
+            hasher = hashlib.sha256()
+            filled = _filled(descriptor, at.size)
+            for place in range(0, filled, PIECE_BYTES):
+                hasher.update(os.pread(descriptor, min(PIECE_BYTES, filled - place), place))
+            if filled == at.size and f"sha256:{hasher.hexdigest()}" != at.digest:
+                hasher, filled = hashlib.sha256(), 0
+            if os.fstat(descriptor).st_size > at.size:
                 file.truncate(0)
+            file.seek(filled)
+            if arrival is not None:
+                file.truncate(at.size)
+                arrival.opened(os.dup(descriptor))
+                arrival.reached(filled)
             try:
-                for each in checked(at, pieces(start), str(partial), hasher):
+                for each in checked(at, pieces(filled), str(partial), hasher):
                     view = memoryview(each)
                     while view:
                         view = view[file.write(view) :]
+                    if arrival is not None:
+                        arrival.reached(file.tell())
             except RejectError:
-                file.truncate(0)
-                if start:  # the wrong bytes may be those of an earlier attempt
-                    self._write(at, pieces, partial)
-                    return
-                with contextlib.suppress(OSError):
-                    partial.unlink()
-                raise
-            os.fsync(file.fileno())
+                partial.unlink()  # never cut: somebody may have mapped it
+                if not filled or arrival is not None:
+                    raise
+                # The wrong bytes may be those of an earlier attempt.
+                self._write(at, pieces, partial, None)
+                return
+            os.fsync(descriptor)
             target = self.blob(at.digest)
             os.replace(partial, target)
-            os.fchmod(file.fileno(), 0o444)  # before, a kill would leave a part that cannot go on
-            self.written[at.digest] = Identity.of(os.fstat(file.fileno()))
+            os.fchmod(descriptor, 0o444)  # before, a kill would leave a part that cannot go on
+            self.written[at.digest] = Identity.of(os.fstat(descriptor))
         sync_directory(target.parent)
 
     def _failed(self, error: OSError) -> StoreError:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        hint = (
-            "free some space on that disk and try again: what arrived is kept" if is_full else None
-        )
+        hint = "write where this user may; $PREJIT_BUNDLES names the store of bundles"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = "free some space on that disk and try again: what arrived is kept"
         return StoreError(f"{self.path}: cannot write: {error.strerror}", hint=hint)
 
     def keep_only(self, held: Iterable[Descriptor]) -> None:
@@ -132,3 +205,13 @@ class BlobDirectory:
                     file.unlink()
         with contextlib.suppress(OSError):
             self.partial.rmdir()
+
+
+def _filled(descriptor: int, size: int) -> int:
+    """Return how many bytes at the start of a file have arrived, of a blob of this size."""
+    found = os.fstat(descriptor).st_size
+    if found != size or not size:
+        return found if found < size else 0
+    hole = os.lseek(descriptor, 0, os.SEEK_HOLE)
+    # A file system knows holes by blocks: the last one may be filled in part.
+    return size if hole == size else max(0, hole - 1) // PIECE_BYTES * PIECE_BYTES

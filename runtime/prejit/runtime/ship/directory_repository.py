@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import stat
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -51,17 +50,10 @@ class DirectoryRepository:
         return files
 
     def _fetch(self, at: Descriptor, start: int) -> Iterator[bytes]:
-        path = self._blobs.blob(at.digest)
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            with open(descriptor, "rb", buffering=0) as file:
-                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise RejectError(str(path), "expected a regular file")
-                file.seek(start)
-                while piece := file.read(PIECE_BYTES):
-                    yield piece
-        except OSError as error:
-            raise RejectError(str(path), f"expected a file: {error.strerror}") from error
+        with open(self._blobs.open(at.digest), "rb", buffering=0) as file:
+            file.seek(start)
+            while piece := file.read(PIECE_BYTES):
+                yield piece
 
     def publish(self, shipment: Shipment, tag: str) -> None:
         """See `Repository.publish`. A directory has no tags. The blobs of the bundle before go.
@@ -82,11 +74,18 @@ class DirectoryRepository:
             held = (*shipment.blobs, *(document.at for document in shipment.documents))
             self._blobs.keep_only(held)
 
+    def close(self) -> None:
+        """See `Destination.close`. Another attempt goes on with what arrived."""
+
+    def resolve(self, tag: str) -> str:
+        """See `Repository.resolve`. A directory has no tags."""
+        return read_root(self.open("", "")).digest
+
     def tags(self) -> list[Tagged]:
         """See `Repository.tags`."""
-        return [Tagged("", read_root(self.open("", "")).digest)]
+        return [Tagged("", self.resolve(""))]
 
-    def remove(self, tag: str) -> None:
+    def remove(self, tag: str) -> int:
         """See `Repository.remove`."""
         raise UsageError(
             f"{self.name}: expected a registry or a bucket, found a directory",
@@ -188,7 +187,7 @@ class TarRepository:
             raise StoreError(f"{self.name}: cannot write: {error.strerror or error}") from error
 
     def close(self) -> None:
-        """Remove what was written of a tar that is not whole."""
+        """See `Destination.close`. Nothing can go on with a tar that is not whole."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._temporary.unlink()
@@ -196,11 +195,15 @@ class TarRepository:
                 self._file.close()
             self._file = None
 
+    def resolve(self, tag: str) -> str:
+        """See `Repository.resolve`. A tar has no tags."""
+        return read_root(self.open("", "")).digest
+
     def tags(self) -> list[Tagged]:
         """See `Repository.tags`."""
-        return [Tagged("", read_root(self.open("", "")).digest)]
+        return [Tagged("", self.resolve(""))]
 
-    def remove(self, tag: str) -> None:
+    def remove(self, tag: str) -> int:
         """See `Repository.remove`."""
         raise UsageError(
             f"{self.name}: expected a registry or a bucket, found a file",

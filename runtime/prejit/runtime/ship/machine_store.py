@@ -80,6 +80,7 @@ class MachineStore:
         self.path, self.name, self.most_transfers = path, str(path), MOST_TRANSFERS
         self._blobs = BlobDirectory(path)
         self.has, self.write = self._blobs.has, self._blobs.write
+        self.open_blob = self._blobs.open
 
     def directory(self, digest: str) -> Path:
         """Return the directory of a bundle, which `load` takes."""
@@ -87,19 +88,22 @@ class MachineStore:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Keep `collect` away while a bundle arrives."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True, mode=0o755)
-            descriptor = lock_file(self.path / "lock", shared=True, mode=0o644)
-        except OSError as error:
-            raise StoreError(
-                f"{self.path}: cannot write to the store of bundles: {error.strerror}",
-                hint=f"name another directory in {BUNDLES}",
-            ) from error
-        try:
+        """Keep `collect` away while a bundle arrives.
+
+        A store without locks, which `collect` refuses, and one that this user only reads have no need of it.
+        """
+        with contextlib.ExitStack() as held:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True, mode=0o755)
+                descriptor = lock_file(self.path / "lock", shared=True, mode=0o644)
+                held.callback(os.close, descriptor)
+            except OSError as error:
+                if not self.path.is_dir():
+                    raise StoreError(
+                        f"{self.path}: cannot write to the store of bundles: {error.strerror}",
+                        hint=f"name another directory in {BUNDLES}",
+                    ) from error
             yield
-        finally:
-            os.close(descriptor)
 
     def publish(self, shipment: Shipment, tag: str = "") -> None:
         """See `Repository.publish`. A bundle of which other targets are here keeps them."""
@@ -116,6 +120,9 @@ class MachineStore:
         for digest, identity in self._blobs.written.items():
             receipts.add_written(digest, identity)
         receipts.save()
+
+    def close(self) -> None:
+        """See `Destination.close`. Another attempt, or another process, goes on with what arrived."""
 
     def holds(self, shipment: Shipment) -> bool:
         """Return whether a bundle is here with all these targets, and with what is attached to it now."""
@@ -175,18 +182,23 @@ class MachineStore:
 
     def bundles(self) -> list[StoredBundle]:
         """Return all bundles, the last used first."""
+        return [each for each, _ in self._bundles()]
+
+    def _bundles(self) -> list[tuple[StoredBundle, set[str]]]:
+        """Return all bundles, the last used first, each with the digests of its blobs."""
         found = []
         for directory in _entries(self.path / STORED):
             digest = f"sha256:{directory.name}"
             with contextlib.suppress(StoreError, RejectError, OSError), Layout(directory) as layout:
                 root = read_root(layout)
                 used = (directory / "index.json").stat().st_mtime
-                sizes = [self._size(each) for each in reached(layout, root)]
+                needed = reached(layout, root)
+                size = sum(map(self._size, needed))
                 pinned = (self.path / "pins" / directory.name).exists()
                 name = root.bundle.annotations[BUNDLE_NAME]
                 count = len(root.bundle.manifests)
-                found.append(StoredBundle(digest, name, count, sum(sizes), used, pinned))
-        return sorted(found, key=lambda each: -each.used)
+                found.append((StoredBundle(digest, name, count, size, used, pinned), needed))
+        return sorted(found, key=lambda item: -item[0].used)
 
     def _size(self, digest: str) -> int:
         try:
@@ -225,10 +237,7 @@ class MachineStore:
     def _collect(self, max_bytes: int, max_age: float, dry_run: bool) -> Collected:
         kept, total = set[str](), 0
         gone = {directory.name for directory in _entries(self.path / STORED)}
-        ordered = sorted(self.bundles(), key=lambda each: (not each.is_pinned, -each.used))
-        for each in ordered:
-            with Layout(self.directory(each.digest)) as layout:
-                needed = reached(layout, read_root(layout))
+        for each, needed in sorted(self._bundles(), key=lambda item: not item[0].is_pinned):
             size = sum(self._size(digest) for digest in needed - kept)
             is_young = time.time() - each.used <= max_age
             if each.is_pinned or (is_young and total + size <= max_bytes):

@@ -1,10 +1,11 @@
-"""Bundles in a bucket (S3, Google Cloud Storage, Azure) or on a static web server, by obstore.
+"""Bundles in a bucket (S3, Google Cloud Storage, Azure), on a web server or on the hub, by obstore.
 
     PATH/index.json            the bundle without a tag, as it lies in a directory: any copy of one will do
     PATH/tags/TAG.json         the same file of a bundle with a tag
     PATH/blobs/sha256/<hex>    the blobs of all of them, once each
 
-Credentials are those of the environment and, where boto3 is installed, those that AWS's own tools keep.
+Credentials are those of the environment and, where boto3 is installed, those that AWS's own tools keep. On
+the Hugging Face hub a revision stands for the tag, and the login is that of its own tool.
 """
 
 from __future__ import annotations
@@ -23,9 +24,16 @@ from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.names import OCI_LAYOUT
+from prejit.runtime.format.referrers import reached
 from prejit.runtime.format.root import encode_root, read_root
-from prejit.runtime.ship.reference import Reference
-from prejit.runtime.ship.registry_client import ANSWER_SECONDS, PLAIN_HTTP
+from prejit.runtime.ship.reference import HUB, Reference
+from prejit.runtime.ship.registry_client import (
+    ANSWER_SECONDS,
+    PLAIN_HTTP,
+    BlobBody,
+    certificate_hint,
+    new_session,
+)
 from prejit.runtime.ship.remote_files import RemoteFiles
 from prejit.runtime.ship.repository import (
     MOST_TRANSFERS,
@@ -34,6 +42,7 @@ from prejit.runtime.ship.repository import (
     Shipment,
     Tagged,
     checked,
+    shipment_of,
 )
 
 if TYPE_CHECKING:
@@ -44,7 +53,7 @@ TOKEN = "PREJIT_STORE_TOKEN"  # noqa: S105 (a variable's name)
 _TRANSFER_SECONDS = 24 * 3600.0
 _PART_BYTES = 16 << 20
 """Files above this size go to a bucket in parts."""
-_STATUS = re.compile(r"status code: (\d{3})|HTTP status client error \((\d{3})")
+_STATUS = re.compile(r"status code: (\d{3})|error \((\d{3})|^(\d{3}) (?:Client|Server) Error")
 
 
 class ObjectRepository:
@@ -57,23 +66,31 @@ class ObjectRepository:
             UsageError: obstore is not installed, or the URL asks for plain HTTP over a network.
         """
         self.name = str(replace(reference, tag="", digest=""))
-        self._is_http = reference.scheme in ("http", "https")
+        self._is_hub = reference.scheme == HUB
+        at = _of_hub(reference) if self._is_hub else reference
+        self._is_http = at.scheme in ("http", "https")
         plain = os.environ.get(PLAIN_HTTP, "").split(",")
-        if reference.scheme == "http" and not (reference.is_loopback or reference.host in plain):
+        if at.scheme == "http" and not (at.is_loopback or at.host in plain):
             raise UsageError(
                 f"{self.name}: expected https://, found http:// to another machine",
-                hint=f"set {PLAIN_HTTP}={reference.host} if its network is trusted",
+                hint=f"set {PLAIN_HTTP}={at.host} if its network is trusted",
             )
         self.most_transfers = MOST_TRANSFERS
-        self._objects = open_objects(reference.place, answer_seconds=ANSWER_SECONDS)
+        parts = urlsplit(at.place)
+        self._url = urlunsplit(parts._replace(netloc=at.host))
+        self._login = _hub_login() if self._is_hub else _authorization(parts)
+        self._objects = open_objects(
+            self._url, answer_seconds=ANSWER_SECONDS, authorization=self._login
+        )
 
     def open(self, tag: str, digest: str) -> RemoteFiles:
         """See `Repository.open`."""
         where = f"{self.name}{f':{tag}' if tag else ''}{f'@{digest}' if digest else ''}"
-        index_file = self._read(_index_path(tag), limits.MAX_INDEX_BYTES)
+        path = _index_path("" if self._is_hub else tag)  # the URL has the revision
+        index_file = self._read(path, limits.MAX_INDEX_BYTES)
         if index_file is None and (tag or not digest):
             raise StoreError(
-                f"{where}: not found: no {_index_path(tag)} there",
+                f"{where}: not found: no {path} there",
                 hint=f"`prejit ls {self.name}` says which tags there are",
             )
         files = RemoteFiles(where, index_file or b"", self._fetch)
@@ -119,17 +136,30 @@ class ObjectRepository:
 
     def _pieces(self, path: str, start: int) -> Iterator[bytes | memoryview]:
         import obstore
+        from obstore.exceptions import NotSupportedError
 
         with self._asking(path):
             options: Any = {"range": {"offset": start}} if start else {}
-            found = obstore.get(self._objects, path, options=options)
+            try:
+                found = obstore.get(self._objects, path, options=options)
+            except NotSupportedError:  # a server without ranges
+                found, skipped = obstore.get(self._objects, path), start
+            else:
+                skipped = 0
             for piece in found.stream(min_chunk_size=PIECE_BYTES):
-                yield memoryview(piece)
+                view = memoryview(piece)
+                yield view[skipped:]
+                skipped = max(0, skipped - len(view))
 
     def has(self, at: Descriptor) -> bool:
         """See `Repository.has`."""
         import obstore
 
+        if self._is_hub:  # what moves a bundle asks this first
+            raise UsageError(
+                f"{self.name}: expected a place that prejit writes to, found the hub",
+                hint=f"upload the directory with its own tool: hf upload {self.name[5:]} DIRECTORY",
+            )
         path = _blob_path(at.digest)
         try:
             with self._asking(path):
@@ -139,24 +169,36 @@ class ObjectRepository:
 
     def write(self, at: Descriptor, pieces: Pieces) -> None:
         """See `Repository.write`."""
-        path = _blob_path(at.digest)
-        self._put(path, checked(at, pieces(0), f"{self.name}/{path}"), at.size)
-
-    def _put(self, path: str, content: bytes | Iterator[bytes | memoryview], size: int) -> None:
         import obstore
 
-        is_large = size > _PART_BYTES and not self._is_http
-        with self._asking(path):
-            given = content if isinstance(content, bytes) or is_large else b"".join(content)
-            obstore.put(self._objects, path, given, use_multipart=is_large)
+        path = _blob_path(at.digest)
+        where = f"{self.name}/{path}"
+        with self._asking(path, is_write=True):
+            if self._is_http:  # obstore would hold the whole blob
+                body: Any = BlobBody(at, pieces, where)
+                url, limit = f"{self._url}/{path}", (ANSWER_SECONDS, None)
+                with new_session() as session:
+                    answer = session.put(url, data=body, headers=self._login, timeout=limit)
+                answer.raise_for_status()
+            elif at.size > _PART_BYTES:
+                given = checked(at, pieces(0), where)
+                obstore.put(self._objects, path, given, use_multipart=True)
+            else:
+                self._put(path, b"".join(checked(at, pieces(0), where)))
+
+    def _put(self, path: str, content: bytes) -> None:
+        import obstore
+
+        with self._asking(path, is_write=True):
+            obstore.put(self._objects, path, content, use_multipart=False)
 
     def publish(self, shipment: Shipment, tag: str) -> None:
         """See `Repository.publish`."""
         for document in shipment.documents:
             if not self.has(document.at):
-                self._put(_blob_path(document.at.digest), document.content, document.at.size)
-        self._put("oci-layout", OCI_LAYOUT, len(OCI_LAYOUT))
-        self._put(_index_path(tag), shipment.index_file, len(shipment.index_file))
+                self._put(_blob_path(document.at.digest), document.content)
+        self._put("oci-layout", OCI_LAYOUT)
+        self._put(_index_path(tag), shipment.index_file)
 
     def tags(self) -> list[Tagged]:
         """See `Repository.tags`. The bundle without a tag has the empty one."""
@@ -164,36 +206,50 @@ class ObjectRepository:
 
         if self._is_http:
             raise UsageError(
-                f"{self.name}: expected a registry or a bucket, found a web server, which lists no files",
-                hint="name the tag, or the bundle's digest",
+                f"{self.name}: expected a registry or a bucket, found a web server, which lists no tags",
+                hint="name the tag or the revision, or the bundle's digest",
             )
         found = [""] if self._read(_index_path(""), limits.MAX_INDEX_BYTES) is not None else []
         with self._asking("tags"):
             for some in obstore.list(self._objects, prefix="tags"):
                 found += [each["path"].removeprefix("tags/").removesuffix(".json") for each in some]
-        return [Tagged(tag, read_root(self.open(tag, "")).digest) for tag in sorted(found)]
+        return [Tagged(tag, self.resolve(tag)) for tag in sorted(found)]
 
-    def remove(self, tag: str) -> None:
+    def resolve(self, tag: str) -> str:
+        """See `Repository.resolve`."""
+        content = self._read(_index_path(tag), limits.MAX_INDEX_BYTES)
+        if content is None:
+            return ""
+        return read_root(RemoteFiles(self.name, content, self._fetch)).digest
+
+    def close(self) -> None:
+        """See `Destination.close`. No blob is there in part."""
+
+    def remove(self, tag: str) -> int:
         """See `Repository.remove`."""
         import obstore
 
+        files = self.open(tag, "")  # S3 deletes what is not there
+        root = read_root(files)
         path = _index_path(tag)
-        try:
-            with self._asking(path):
-                obstore.head(self._objects, path)  # S3 deletes what is not there
-                obstore.delete(self._objects, path)
-        except FileNotFoundError as error:
-            raise StoreError(f"{self.name}:{tag}: not found") from error
+        with self._asking(path):
+            obstore.delete(self._objects, path)
+        left = {at.digest: at.size for at in shipment_of(files, root, root.bundle.manifests).all}
+        for each in self.tags():
+            kept = files if each.digest == root.digest else self.open(each.tag, "")
+            for digest in reached(kept, read_root(kept)):
+                left.pop(digest, None)
+        return sum(left.values())
 
     @contextlib.contextmanager
-    def _asking(self, path: str) -> Iterator[None]:
-        """Turn failures in the block into StoreErrors, but for a missing file."""
+    def _asking(self, path: str, *, is_write: bool = False) -> Iterator[None]:
+        """Turn failures in the block into StoreErrors, but for a file that is missing to a reader."""
         from obstore.exceptions import BaseError
 
         try:
             yield
         except (BaseError, OSError) as error:
-            if isinstance(error, FileNotFoundError):
+            if isinstance(error, FileNotFoundError) and not is_write:
                 raise
             text = " ".join(str(error).split())
             raise StoreError(f"{self.name}/{path}: {text:.300}", hint=_hint(text)) from error
@@ -207,23 +263,69 @@ def _index_path(tag: str) -> str:
     return f"tags/{tag}.json" if tag else "index.json"
 
 
+_REFUSALS = (
+    (("RequestTimeTooSkewed", "RequestExpired"), "set this machine's clock: the store's differs"),
+    (
+        ("ExpiredToken", "TokenRefreshRequired", "InvalidToken"),
+        "log in again with the cloud's own tool: its session has ended",
+    ),
+    (
+        ("SignatureDoesNotMatch", "InvalidAccessKeyId"),
+        "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: the store does not know this pair",
+    ),
+    (
+        ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint"),
+        "set AWS_REGION to the region of the bucket",
+    ),
+    (("NoSuchBucket", "ContainerNotFound", "404"), "make the bucket first, or check its name"),
+    (("quota", "507"), "the quota is used up: remove what is not needed, or ask for more"),
+    (("405", "501"), "the server takes no files: copy the directory to it, or push to a bucket"),
+    (("413",), "the server takes no files of this size: raise its limit"),
+    (
+        ("429", "503", "SlowDown", "TooManyRequests"),
+        "the store limits how often it is asked: wait a minute, then try again",
+    ),
+    (
+        ("401", "403", "Unauthenticated", "PermissionDenied", "credential"),
+        "log in with the cloud's own tool, or set its variables (AWS_ACCESS_KEY_ID, "
+        f"GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY; {TOKEN} for a web server; `hf auth "
+        "login` for the hub); the account must have the right to do this",
+    ),
+)
+"""Words or statuses in an error of obstore, and the next step. The first that is there counts."""
+
+
 def _hint(text: str) -> str:
     """Return the next step after a failure, from what obstore says."""
     found = _STATUS.search(text)
     code = next((each for each in found.groups() if each), "") if found else ""
-    is_denied = code in ("401", "403") or "Unauthenticated" in text or "PermissionDenied" in text
-    if "xpiredToken" in text or "RequestTimeTooSkewed" in text:
-        return "log in again with the cloud's own tool, and check this machine's clock"
-    if is_denied or "credential" in text.lower():
-        return (
-            "log in with the cloud's own tool, or set its variables (AWS_ACCESS_KEY_ID, "
-            f"GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY; {TOKEN} for a web server)"
+    for words, hint in _REFUSALS:
+        if any(word == code if word.isdigit() else word.lower() in text.lower() for word in words):
+            return hint
+    ours = "check the URL and the network, then try again: what arrived is kept"
+    return certificate_hint(text) or ours
+
+
+def _of_hub(reference: Reference) -> Reference:
+    """Return the reference to the files of a revision of a repository of the Hugging Face hub."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise StoreError(
+            f"{reference}: HF_HUB_OFFLINE is set",
+            hint="unset it, or set PREJIT_OFFLINE=1 to load what this machine's store has",
         )
-    if "certificate" in text.lower():
-        return "name a private CA in SSL_CERT_FILE, and check this machine's clock"
-    if code in ("429", "503"):
-        return "the store limits how often it is asked: try again later"
-    return "check the URL and the network, then try again: what arrived is kept"
+    repository, _, path = reference.path.partition("/")
+    revision = f"{reference.host}/{repository}/resolve/{reference.tag or 'main'}"
+    url = f"{constants.ENDPOINT}/{revision}/{path}".rstrip("/")
+    return replace(reference, scheme=urlsplit(url).scheme, place=url, tag="")
+
+
+def _hub_login() -> dict[str, str]:
+    from huggingface_hub import get_token
+
+    token = get_token()
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def open_objects(
@@ -233,6 +335,7 @@ def open_objects(
     transfer_seconds: float = _TRANSFER_SECONDS,
     retries: bool = True,
     headers: Mapping[str, str] | None = None,
+    authorization: Mapping[str, str] | None = None,
 ) -> ObjectStore:
     """Return obstore's client for a URL.
 
@@ -243,6 +346,7 @@ def open_objects(
         transfer_seconds: how long a request may take as a whole.
         retries: whether obstore itself asks again.
         headers: sent with each request to a web server.
+        authorization: the header that tells a web server who we are; None: see `url`.
 
     Raises:
         UsageError: obstore is not installed, or does not know the URL.
@@ -265,7 +369,10 @@ def open_objects(
         "timeout": timedelta(seconds=transfer_seconds),
     }
     if parts.scheme in ("http", "https"):
-        client["default_headers"] = {**(headers or {}), **_authorization(parts)}
+        client["default_headers"] = {
+            **(headers or {}),
+            **(_authorization(parts) if authorization is None else authorization),
+        }
     options: dict[str, Any] = {"client_options": client}
     if not retries:
         options["retry_config"] = {"max_retries": 0, "retry_timeout": seconds}

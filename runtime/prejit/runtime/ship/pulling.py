@@ -6,25 +6,38 @@ are fetched.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from prejit.runtime.errors import StoreError
+from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.fallback_reporting import closest_target, mismatch
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.checks.oci import check_index
 from prejit.runtime.format.layout import Layout, LayoutFiles
-from prejit.runtime.format.names import INDEX_MEDIA_TYPE
+from prejit.runtime.format.names import INDEX_MEDIA_TYPE, WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.opening import OpenTarget, match, read_manifests
 from prejit.runtime.format.root import Root, read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.ship.arriving_bundle import ArrivingBundle
+from prejit.runtime.ship.equal_chunks import with_equal_chunks
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.reference import Reference
-from prejit.runtime.ship.repository import BundleFiles, shipment_of
-from prejit.runtime.ship.shipping import Moved, Report, move, open_repository, targets_named
+from prejit.runtime.ship.repository import BundleFiles, Shipment, shipment_of
+from prejit.runtime.ship.shipping import (
+    Counting,
+    Moved,
+    Report,
+    missing_blobs,
+    move,
+    move_blobs,
+    open_repository,
+    targets_named,
+)
 
 _log = logging.getLogger(__name__)
 OFFLINE = "PREJIT_OFFLINE"
@@ -65,33 +78,108 @@ def pull(
 ) -> Pulled:
     """Fetch what this machine lacks of a bundle, and return where it is.
 
+    Args:
+        reference: where it comes from.
+        store: where it goes.
+        wanted: which of its targets.
+        policies: the files of the trust policies that must let it run.
+        report: called as bytes move, by any thread.
+
     Raises:
         UntrustedError: a policy refuses it. Only its index, manifests and signatures were fetched.
         MismatchError: the machine matches no target, and must.
         StoreError: the place does not answer, the disk is full, or a tag cannot be asked for.
         RejectError: what arrives is not what its digest names.
     """
-    if reference.digest and (found := _held(reference.digest, store, wanted)):
+    with contextlib.ExitStack() as held:
+        found = _find(reference, store, wanted, policies, held)
+        if isinstance(found, Pulled):
+            return found
+        moved = move(found.files, found.shipment, store, "", report=report)
+    moved = replace(
+        moved,
+        moved_bytes=moved.moved_bytes - found.equal_bytes,
+        present_bytes=moved.present_bytes + found.equal_bytes,
+    )
+    return Pulled(store.directory(moved.digest), moved.digest, moved)
+
+
+def arrive(
+    reference: Reference,
+    store: MachineStore,
+    wanted: Wanted,
+    policies: Sequence[str] = (),
+    report: Report = lambda _: None,
+) -> tuple[Path, ArrivingBundle | None]:
+    """Return the directory of a bundle of the store, and the bundle itself where its weights are on the way.
+
+    All else has arrived, and the policies have allowed it. Arguments and errors as of `pull`.
+    """
+    with contextlib.ExitStack() as held:
+        found = _find(reference, store, wanted, policies, held)
+        if isinstance(found, Pulled):
+            return found.path, None
+        missing = missing_blobs(found.shipment, store)
+        weights = [at for at in missing if at.mediaType == WEIGHTS_MEDIA_TYPE]
+        if found.loads_first:  # another process loads it from the store before this one may
+            weights = []
+        counting = Counting(missing, report)
+        move_blobs(found.files, [at for at in missing if at not in weights], store, counting)
+        path = store.directory(found.shipment.digest)
+        if weights:
+            arriving = ArrivingBundle(
+                found.files, found.shipment, weights, store, counting, held.pop_all()
+            )
+            return path, arriving
+        store.publish(found.shipment)
+    return path, None
+
+
+class _Found(NamedTuple):
+    """A bundle elsewhere of which something is missing here.
+
+    Attributes:
+        files: its files.
+        shipment: the targets that are here by then.
+        equal_bytes: bytes of it that another bundle of the store has.
+        loads_first: whether a policy wants a child process to load it before this one does.
+    """
+
+    files: BundleFiles
+    shipment: Shipment
+    equal_bytes: int
+    loads_first: bool
+
+
+def _find(
+    reference: Reference,
+    store: MachineStore,
+    wanted: Wanted,
+    policies: Sequence[str],
+    held: contextlib.ExitStack,
+) -> Pulled | _Found:
+    """Return the bundle that a reference means now. `held` keeps the store from being collected."""
+    if reference.digest and (here := _held(reference.digest, store, wanted)):
         store.note_use(reference.digest)
-        return found
+        return here
     if os.environ.get(OFFLINE, "") not in ("", "0"):
         return _offline(reference, store, wanted)
-    with store.writing():
-        files = open_repository(reference).open(reference.tag, reference.digest)
-        root = read_root(files)
-        _log.info("%s: is %s", reference, root.digest)
-        if not reference.digest:
-            store.remember(reference, root.digest)
-        targets = _chosen(files, root, wanted, policies, str(reference))
-        here = store.targets_of(root.digest)
-        known = {at.digest: at for at in root.bundle.manifests}
-        kept = [at for digest, at in known.items() if digest in here or at in targets]
-        shipment = shipment_of(files, root, kept)
-        if store.holds(shipment):
-            store.note_use(root.digest)
-            return Pulled(store.directory(root.digest), root.digest, None)
-        moved = move(files, shipment, store, "", report=report)
-    return Pulled(store.directory(root.digest), root.digest, moved)
+    held.enter_context(store.writing())
+    files = open_repository(reference).open(reference.tag, reference.digest)
+    root = read_root(files)
+    _log.info("%s: is %s", reference, root.digest)
+    if not reference.digest:
+        store.remember(reference, root.digest)
+    targets, loads_first = _chosen(files, root, wanted, policies, str(reference))
+    present = store.targets_of(root.digest)
+    kept = tuple(at for at in root.bundle.manifests if at.digest in present or at in targets)
+    shipment = shipment_of(files, root, kept)
+    if store.holds(shipment):
+        store.note_use(root.digest)
+        return Pulled(store.directory(root.digest), root.digest, None)
+    root = root._replace(bundle=replace(root.bundle, manifests=kept))
+    files, equal_bytes = with_equal_chunks(files, root, store)
+    return _Found(files, shipment, equal_bytes, loads_first)
 
 
 def pull_into(
@@ -104,30 +192,28 @@ def pull_into(
     """Fetch a bundle into a directory or a tar of its own. Arguments and errors as of `pull`."""
     files = open_repository(reference).open(reference.tag, reference.digest)
     root = read_root(files)
-    targets = _chosen(files, root, wanted, policies, str(reference))
-    shipment, into = shipment_of(files, root, targets), open_repository(output)
-    try:
-        return move(files, shipment, into, "", report=report)
-    finally:
-        if (close := getattr(into, "close", None)) is not None:
-            close()
+    targets, _ = _chosen(files, root, wanted, policies, str(reference))
+    shipment = shipment_of(files, root, targets)
+    return move(files, shipment, open_repository(output), "", report=report)
 
 
 def _chosen(
     files: BundleFiles, root: Root, wanted: Wanted, policies: Sequence[str], where: str
-) -> tuple[Descriptor, ...]:
-    """Return the targets that are wanted, which every policy lets run."""
+) -> tuple[tuple[Descriptor, ...], bool]:
+    """Return the targets that are wanted, which every policy lets run, and whether one loads them first."""
     if wanted.machine is None:
         chosen = targets_named(root, wanted.names, where)
         candidates = [at for at in match(root, Fingerprint.current()) if at.descriptor in chosen]
     else:
         candidates = [_best(files, match(root, wanted.machine), wanted.must_match)]
         chosen = tuple(at.descriptor for at in candidates)
+    loads_first = False
     if policies:
         from prejit.runtime.trust.enforcing import enforce
 
-        enforce(policies, files, root, candidates, read_manifests(files, candidates))
-    return chosen
+        manifests = read_manifests(files, candidates)
+        loads_first = enforce(policies, files, root, candidates, manifests)[1] is not None
+    return chosen, loads_first
 
 
 def _best(files: LayoutFiles, targets: Sequence[OpenTarget], must_match: bool) -> OpenTarget:
@@ -141,11 +227,8 @@ def _best(files: LayoutFiles, targets: Sequence[OpenTarget], must_match: bool) -
 
 def _held(digest: str, store: MachineStore, wanted: Wanted) -> Pulled | None:
     """Return a bundle of the store that has all that is wanted; None: it must be fetched."""
-    here = store.targets_of(digest)
-    if not here:
-        return None
     path = store.directory(digest)
-    with Layout(path) as layout:
+    with contextlib.suppress(StoreError, RejectError), Layout(path) as layout:
         root = read_root(layout)
         if root.digest != digest or root.subject is None:
             return None
@@ -154,7 +237,9 @@ def _held(digest: str, store: MachineStore, wanted: Wanted) -> Pulled | None:
             needed = {at.digest for at in targets_named(whole, wanted.names, str(path))}
         else:
             needed = {_best(layout, match(whole, wanted.machine), False).descriptor.digest}
-    return Pulled(path, digest, None) if needed <= here else None
+        if needed <= {at.digest for at in root.bundle.manifests}:
+            return Pulled(path, digest, None)
+    return None
 
 
 def _index_of(layout: LayoutFiles, root: Root) -> Root:

@@ -32,8 +32,8 @@ from prejit.runtime.ship.registry_client import (
     ANSWER_SECONDS,
     BlobBody,
     RegistryClient,
-    parse_object,
 )
+from prejit.runtime.ship.registry_login import parse_object
 from prejit.runtime.ship.remote_files import RemoteFiles
 from prejit.runtime.ship.repository import (
     MOST_TRANSFERS,
@@ -76,7 +76,7 @@ class Registry:
             pauses: pauses in seconds before each further attempt; None: the usual ones.
 
         Raises:
-            UsageError: oras is not installed.
+            UsageError: requests is not installed.
         """
         self.name = str(replace(reference, tag="", digest=""))
         self.most_transfers = MOST_TRANSFERS
@@ -217,10 +217,11 @@ class Registry:
         shown = [each for each in sorted(names) if not _is_fallback(each)]
         with ThreadPoolExecutor(_REQUESTS, "prejit-tags") as pool:
             return [
-                Tagged(*pair) for pair in zip(shown, pool.map(self._digest, shown), strict=True)
+                Tagged(*pair) for pair in zip(shown, pool.map(self.resolve, shown), strict=True)
             ]
 
-    def _digest(self, tag: str) -> str:
+    def resolve(self, tag: str) -> str:
+        """See `Repository.resolve`."""
         found = self.find_manifest(tag)
         return "" if found is None else found[0].digest
 
@@ -290,7 +291,10 @@ class Registry:
         index = {"schemaVersion": 2, "mediaType": INDEX_MEDIA_TYPE, "manifests": listed}
         self.put_manifest(_fallback_tag(subject), INDEX_MEDIA_TYPE, to_json(index))
 
-    def remove(self, tag: str) -> None:
+    def close(self) -> None:
+        """See `Destination.close`. No blob is there in part."""
+
+    def remove(self, tag: str) -> int:
         """See `Repository.remove`."""
         self.manifest(tag, f"{self.name}:{tag}")
         if self._client.ask("DELETE", f"manifests/{tag}", refused=True) is None:
@@ -298,6 +302,7 @@ class Registry:
                 f"{self.name}:{tag}: this registry deletes no tags",
                 hint="name the digest, which removes all its tags, or use the registry's own interface",
             )
+        return 0
 
 
 def _fallback_tag(digest: str) -> str:

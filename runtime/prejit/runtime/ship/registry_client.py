@@ -6,23 +6,21 @@ The credentials are those that docker, podman, skopeo and oras keep.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.ship.reference import Reference
+from prejit.runtime.ship.registry_login import RegistryLogin, parse_object
 from prejit.runtime.ship.repository import Pieces, checked
 
 if TYPE_CHECKING:
-    from oras.auth.base import AuthBackend
     from requests import Response, Session
 
 PLAIN_HTTP = "PREJIT_PLAIN_HTTP"
@@ -50,7 +48,7 @@ class RegistryClient:
         """Connect to nothing yet. `pauses` as of `Registry`.
 
         Raises:
-            UsageError: oras is not installed.
+            UsageError: requests is not installed.
         """
         self.name, self.host, self.repository = name, reference.host, reference.path
         plain = os.environ.get(PLAIN_HTTP, "").split(",")
@@ -59,14 +57,13 @@ class RegistryClient:
         self.answer_seconds = answer_seconds
         self._pauses = PAUSES_SECONDS if pauses is None else pauses
         try:
-            self._session = _session(answer_seconds)
-            self._logins = _logins(f"{self.host}/{self.repository}", is_plain, self._session)
+            self._session = new_session()
         except ImportError as error:
             raise UsageError(
-                f"{self.name}: expected the package oras, which reaches registries, found none",
+                f"{self.name}: expected the package requests, which reaches registries, found none",
                 hint="pip install 'prejit[ship]'",
             ) from error
-        self._login = self._logins["bearer"]
+        self._login = RegistryLogin(self.host, self.repository, self._session, answer_seconds)
         self._lock = threading.Lock()
 
     def ask(
@@ -147,55 +144,36 @@ class RegistryClient:
     ) -> Response:
         """Ask once, and once more with a token where the registry wants one."""
         is_ours = urlsplit(url)[:2] == urlsplit(self._base)[:2]
-        sent = self._login.get_auth_header() if is_ours else {}
+        sent = self._login.header if is_ours else {}
         options: dict[str, Any] = {"data": data, "stream": stream, "timeout": limit}
         response = self._session.request(method, url, headers=headers | sent, **options)
         if response.status_code not in (401, 403) or not is_ours or response.history:
             return response  # a host that we were sent to gets no password
         with self._lock:
-            now = self._login.get_auth_header()
-            if now == sent or not now:  # no other thread has asked for a token meanwhile
-                challenge = response.headers.get("www-authenticate", "")
-                self._check_realm(challenge)
-                scheme = challenge.partition(" ")[0].lower()
-                self._login = self._logins.get(scheme, self._login)
-                try:
-                    now, may_pass = self._login.authenticate_request(response, {}, refresh=True)
-                except (
-                    AttributeError,
-                    TypeError,
-                ) as error:  # oras expects a realm, and an object in JSON
-                    raise StoreError(
-                        f"{self.name}: the registry does not say how to log in: {challenge:.200}",
-                        hint="check the host's name: is this a registry?",
-                    ) from error
-                if not may_pass:
-                    return response
+            if self._login.header == sent:  # no other thread has asked for a token meanwhile
+                final = self._login.answer(response)
+                if final is not None:
+                    return final
+            now = self._login.header
         return self._session.request(method, url, headers=headers | now, **options)
-
-    def _check_realm(self, challenge: str) -> None:
-        """Refuse to send a password without TLS to a host that a registry names."""
-        realm = challenge.partition('realm="')[2].partition('"')[0]
-        if realm.startswith("http://") and not self._base.startswith("http://"):
-            raise StoreError(
-                f"{self.name}: the registry wants a password sent to {realm:.200}, without TLS",
-                hint="ask who runs the registry to give its token service a certificate",
-            )
 
     def _refusal(self, method: str, path: str, response: Response) -> StoreError:
         """Return the error for an answer, in words."""
         code, said = response.status_code, _said(response)
         what = f"{self.name}: {method} {path:.40}: {code} {response.reason}{said}"
+        if code in (401, 403):
+            why, hint = self._login.refusal(response)
+            return StoreError(f"{what}: {why}", hint=hint)
+        quota = "the quota is used up: remove old tags, or ask for more"
         hints = {
-            401: f"log in: docker login {self.host}, or oras login {self.host}",
-            403: f"this account may not do that here: log in with another (docker login {self.host})",
             404: "check the name of the repository",
+            405: "it may be a mirror, which takes no pushes: push to the registry that it mirrors",
             413: "the registry takes no blobs of this size: raise its limit, or that of the proxy before it",
             429: f"wait {_wait(response, 60):.0f} s: the registry limits how often it is asked",
-            507: "the quota is used up: remove old tags, or ask for more",
+            507: quota,
         }
         is_quota = "quota" in said.lower()
-        hint = hints[507] if is_quota else hints.get(code, "try again: what arrived is kept")
+        hint = quota if is_quota else hints.get(code, "try again: what arrived is kept")
         return StoreError(what, hint=hint)
 
     def failed(self, path: str, error: Exception) -> StoreError:
@@ -204,11 +182,24 @@ class RegistryClient:
             return error
         text, kind = str(error), type(error).__name__
         hint = "check the host's name, the network and the proxy (HTTPS_PROXY), then try again"
-        if "CERTIFICATE" in text.upper():
-            hint = "name a private CA in SSL_CERT_FILE or REQUESTS_CA_BUNDLE, and check this machine's clock"
-        elif "WRONG_VERSION_NUMBER" in text:
+        if "WRONG_VERSION_NUMBER" in text:
             hint = f"the host has no TLS: set {PLAIN_HTTP}={self.host} if its network is trusted"
-        return StoreError(f"{self.name}: {path:.40}: {kind}: {text:.300}", hint=hint)
+        return StoreError(
+            f"{self.name}: {path:.40}: {kind}: {text:.300}", hint=certificate_hint(text) or hint
+        )
+
+
+def certificate_hint(text: str) -> str:
+    """Return the next step after an error that is one of certificates; empty: it is none."""
+    text = text.lower()
+    if "certificate" not in text:
+        return ""
+    if "expired" in text or "not yet valid" in text:
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
+        return f"set this machine's clock if it is not {now} UTC now, else the host needs a new certificate"
+    if "mismatch" in text or "not valid for" in text:
+        return "give the host by the name that its certificate has"
+    return "name the private CA of the host's certificate in SSL_CERT_FILE"
 
 
 class BlobBody:
@@ -222,15 +213,6 @@ class BlobBody:
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
         return checked(self._at, self._pieces(0), self._where)
-
-
-def parse_object(content: bytes) -> dict[str, Any]:
-    """Return an object in JSON; empty: it is none."""
-    try:
-        plain = json.loads(content)
-    except (ValueError, RecursionError):
-        return {}
-    return plain if isinstance(plain, dict) else {}
 
 
 def _limited(response: Response, most: int, where: str) -> bytes:
@@ -274,42 +256,15 @@ def _is_passing(error: Exception) -> bool:
     )
 
 
-def _session(answer_seconds: float) -> Session:
+def new_session() -> Session:
+    """Return a session of requests with the CAs of `$SSL_CERT_FILE`. Raise ImportError without requests."""
     import requests
     from requests.adapters import HTTPAdapter
 
     session = requests.Session()
-    # oras names no time limit where it asks for tokens.
-    session.request = partial(session.request, timeout=answer_seconds)  # type: ignore[method-assign]
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(pool_maxsize=32))
     session.headers["User-Agent"] = "prejit"
     if not os.environ.get("REQUESTS_CA_BUNDLE") and (given := os.environ.get("SSL_CERT_FILE")):
         session.verify = given
     return session
-
-
-def _login_files() -> Iterable[str]:
-    """Yield the files in which podman, skopeo and buildah keep logins (containers-auth.json(5))."""
-    named = os.environ.get("REGISTRY_AUTH_FILE")
-    runtime = os.environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.getuid()}")
-    config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    for each in (named, f"{runtime}/containers/auth.json", f"{config}/containers/auth.json"):
-        if each and Path(each).is_file():
-            yield each
-
-
-def _logins(repository: str, is_plain: bool, session: Session) -> dict[str, AuthBackend]:
-    """Return what answers a registry that asks who we are, by the scheme that it asks for."""
-    from oras.auth import get_auth_backend
-    from oras.container import Container
-
-    found = {
-        "bearer": get_auth_backend("token", session, is_plain),
-        "basic": get_auth_backend("basic", session, is_plain),
-    }
-    for each in found.values():
-        each.load_configs(Container(repository), configs=[*_login_files()])
-    if not hasattr(found["basic"], "_basic_auth"):  # nobody has logged in
-        found["basic"].set_basic_auth("", "")
-    return found

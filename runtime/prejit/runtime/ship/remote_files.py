@@ -67,12 +67,15 @@ class RemoteFiles:
         return found
 
     def pieces(self, at: Descriptor, start: int) -> Iterator[bytes | memoryview]:
-        """See `BundleFiles.pieces`. A transfer that was cut goes on where it was.
+        """See `BlobSource.pieces`. A transfer that was cut goes on where it was.
 
         Raises:
             RejectError: more bytes arrive than the blob has.
             StoreError: no more arrive, after some attempts.
         """
+        if at.digest in self._read:
+            yield self._read[at.digest][start:]
+            return
         place, pauses = start, iter(PAUSES_SECONDS)
         while place < at.size:
             began = place

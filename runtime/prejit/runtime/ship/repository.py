@@ -28,8 +28,8 @@ Pieces = Callable[[int], Iterator[bytes | memoryview]]
 """Gives the bytes of a blob from a place on, in pieces of any size."""
 
 
-class BundleFiles(LayoutFiles, Protocol):
-    """The files of one bundle in a repository."""
+class BlobSource(Protocol):
+    """Gives the bytes of blobs."""
 
     def pieces(self, at: Descriptor, start: int) -> Iterator[bytes | memoryview]:
         """Yield a blob's bytes from a place on. They may be wrong.
@@ -37,6 +37,10 @@ class BundleFiles(LayoutFiles, Protocol):
         Raises:
             StoreError: they do not arrive.
         """
+
+
+class BundleFiles(LayoutFiles, BlobSource, Protocol):
+    """The files of one bundle in a repository."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +73,14 @@ class Shipment:
     index_file: bytes
 
     @property
+    def all(self) -> tuple[Descriptor, ...]:
+        """All its blobs, the documents among them."""
+        return (*self.blobs, *(document.at for document in self.documents))
+
+    @property
     def size(self) -> int:
         """The bytes of all of it."""
-        return sum(at.size for at in self.blobs) + sum(at.at.size for at in self.documents)
+        return sum(at.size for at in self.all)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +115,9 @@ class Destination(Protocol):
     def publish(self, shipment: Shipment, tag: str) -> None:
         """Write the documents of a bundle whose blobs are there, and let a tag lead to it."""
 
+    def close(self) -> None:
+        """End a transfer, whole or not: remove what no further attempt can use."""
+
 
 class Repository(Destination, Protocol):
     """A place that holds bundles under tags, and their blobs once each."""
@@ -113,11 +125,18 @@ class Repository(Destination, Protocol):
     def open(self, tag: str, digest: str) -> BundleFiles:
         """Return the files of the bundle with a tag or a digest; either may be empty."""
 
+    def resolve(self, tag: str) -> str:
+        """Return the digest of the bundle that a tag leads to; empty: there is no such tag."""
+
     def tags(self) -> list[Tagged]:
         """Return all tags in the order of their names."""
 
-    def remove(self, tag: str) -> None:
-        """Remove a tag. The blobs stay until the place itself collects them."""
+    def remove(self, tag: str) -> int:
+        """Remove a tag. The blobs stay, for what is being pushed at this moment may rely on them.
+
+        Returns:
+            Bytes of blobs to which no tag leads any more; 0 where the place itself collects them.
+        """
 
 
 def shipment_of(files: LayoutFiles, root: Root, targets: Iterable[Descriptor]) -> Shipment:

@@ -16,9 +16,10 @@ from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.names import REF_NAME
 from prejit.runtime.format.root import Root, read_root
+from prejit.runtime.ship.mounted_forms import form_of
 from prejit.runtime.ship.reference import REGISTRY, Reference
 from prejit.runtime.ship.repository import (
-    BundleFiles,
+    BlobSource,
     Destination,
     Repository,
     Shipment,
@@ -50,12 +51,14 @@ class Moved:
         digest: the bundle's.
         blobs, moved_bytes: the blobs that moved, documents among them, and their bytes.
         present_bytes: bytes of blobs that the other side had.
+        mounted_bytes: bytes of blobs that a registry took from another of its repositories.
     """
 
     digest: str
     blobs: int
     moved_bytes: int
     present_bytes: int
+    mounted_bytes: int = 0
 
 
 def open_repository(reference: Reference) -> Repository:
@@ -94,7 +97,7 @@ def targets_named(root: Root, names: Sequence[str], where: str) -> tuple[Descrip
 
 
 def move(
-    files: BundleFiles,
+    files: BlobSource,
     shipment: Shipment,
     into: Destination,
     tag: str,
@@ -116,11 +119,37 @@ def move(
         StoreError, RejectError: something does not arrive, or is not what its digest names. A further
             attempt goes on with what did.
     """
+    try:
+        missing = missing_blobs(shipment, into)
+        counting = Counting(missing, report)
+        move_blobs(files, missing, into, counting, mounts_from)
+        into.publish(shipment, tag)
+    finally:
+        into.close()
+    documents = sum(each.at.size for each in shipment.documents)
+    mounted = counting.mounted
+    absent = sum(at.size for at in missing) + documents
+    count = len(missing) - len(mounted) + len(shipment.documents)
+    present = shipment.size - absent
+    return Moved(shipment.digest, count, absent - sum(mounted), present, sum(mounted))
+
+
+def missing_blobs(shipment: Shipment, into: Destination) -> list[Descriptor]:
+    """Return the blobs that the other side lacks, the largest first, which take longest."""
     with ThreadPoolExecutor(into.most_transfers, "prejit-ship") as pool:
         there = list(pool.map(into.has, shipment.blobs))
     missing = [at for at, is_there in zip(shipment.blobs, there, strict=True) if not is_there]
-    missing.sort(key=lambda at: -at.size)
-    counting = _Counting(sum(at.size for at in missing), report)
+    return sorted(missing, key=lambda at: -at.size)
+
+
+def move_blobs(
+    files: BlobSource,
+    missing: Sequence[Descriptor],
+    into: Destination,
+    counting: Counting,
+    mounts_from: str = "",
+) -> None:
+    """Move blobs, many at a time. Arguments and errors as of `move`."""
     with ThreadPoolExecutor(into.most_transfers, "prejit-ship") as pool:
         jobs = [pool.submit(_move_one, files, at, into, mounts_from, counting) for at in missing]
         try:
@@ -133,28 +162,27 @@ def move(
     for error in sorted(failed, key=lambda error: isinstance(error, _OverError)):
         assert error is not None
         raise error
-    into.publish(shipment, tag)
-    documents = sum(each.at.size for each in shipment.documents)
-    moved = sum(at.size for at in missing)
-    count = len(missing) + len(shipment.documents)
-    return Moved(shipment.digest, count, moved + documents, shipment.size - moved - documents)
 
 
 class _OverError(StoreError):
     """Another blob's transfer has failed, or the user has stopped all."""
 
 
-class _Counting:
-    """Counts bytes as they move, and ends a transfer that is over."""
+class Counting:
+    """Counts bytes as they move, and ends a transfer that is over: once somebody sets `is_over`.
 
-    def __init__(self, missing: int, report: Report) -> None:
+    `mounted` has the sizes of the blobs that a registry took from another of its repositories.
+    """
+
+    def __init__(self, missing: Sequence[Descriptor], report: Report) -> None:
+        """`missing` moves; `report` is called as it does."""
         self.is_over = False
-        self._moved, self._missing, self._report = 0, missing, report
+        self.mounted: list[int] = []
+        self._moved, self._missing, self._report = 0, sum(at.size for at in missing), report
         self._lock = threading.Lock()
 
-    def pieces(
-        self, files: BundleFiles, at: Descriptor, start: int
-    ) -> Iterator[bytes | memoryview]:
+    def pieces(self, files: BlobSource, at: Descriptor, start: int) -> Iterator[bytes | memoryview]:
+        """Yield a blob's bytes from a place on. Raise StoreError once the transfer is over."""
         self.add(start)
         for piece in files.pieces(at, start):
             if self.is_over:
@@ -163,18 +191,20 @@ class _Counting:
             self.add(len(piece))
 
     def add(self, count: int) -> None:
+        """Count bytes that moved."""
         with self._lock:
             self._moved += count
             self._report(TransferProgress(min(self._moved, self._missing), self._missing))
 
 
 def _move_one(
-    files: BundleFiles, at: Descriptor, into: Destination, mounts_from: str, counting: _Counting
+    files: BlobSource, at: Descriptor, into: Destination, mounts_from: str, counting: Counting
 ) -> None:
     if mounts_from:
         registry: Registry = into  # type: ignore[assignment]
         if registry.mount(at, mounts_from):
             _log.debug("%s: mounted from %s", at.digest, mounts_from)
+            counting.mounted.append(at.size)
             counting.add(at.size)
             return
     _log.debug("%s: %d bytes to %s", at.digest, at.size, into.name)
@@ -182,33 +212,51 @@ def _move_one(
 
 
 def ship(
-    source: Reference, target: Reference, names: Sequence[str] = (), report: Report = lambda _: None
+    source: Reference,
+    target: Reference,
+    names: Sequence[str] = (),
+    report: Report = lambda _: None,
+    *,
+    form: str = "",
 ) -> Moved:
     """Move a bundle, or some of its targets, from one reference to another.
 
+    `form`: a form of `mounted_forms` in which it arrives, which platforms mount; empty: as a bundle.
+
     Raises:
-        UsageError: a target is unknown, or the other side cannot hold some targets alone.
+        UsageError: a target is unknown, or the other side cannot hold some targets alone, or a form.
         StoreError, RejectError: see `move`.
     """
+    if form and target.is_remote and target.scheme != REGISTRY:
+        raise UsageError(
+            f"{target}: expected a registry, a directory or a .tar for the form {form}, found a bucket or "
+            "a web server",
+            hint="platforms mount what is in a registry; a bucket holds the bundle as it is",
+        )
     at, into = open_repository(source), open_repository(target)
     files = at.open(source.tag, source.digest)
     root = read_root(files)
     chosen = targets_named(root, names, str(source))
-    shipment = shipment_of(files, root, chosen)
-    if target.scheme == REGISTRY and len(chosen) < len(root.bundle.manifests):
-        shipment = _alone(shipment, chosen, source)
+    content: BlobSource = files
+    if form:
+        content, shipment = form_of(form, files, root, chosen)
+    else:
+        shipment = shipment_of(files, root, chosen)
+        if target.scheme == REGISTRY and len(chosen) < len(root.bundle.manifests):
+            shipment = _alone(shipment, chosen, source)
     if target.digest and target.digest != shipment.digest:
         raise UsageError(
             f"{target}: expected the digest of what is pushed, {shipment.digest}",
             hint="leave the digest out: it follows from the bundle",
         )
+    mounts_from = mountable(source, target)
+    return move(content, shipment, into, target.tag, mounts_from=mounts_from, report=report)
+
+
+def mountable(source: Reference, target: Reference) -> str:
+    """Return the repository from which a registry can take blobs itself; empty: from none."""
     is_same_host = source.scheme == target.scheme == REGISTRY and source.host == target.host
-    mounts_from = source.path if is_same_host and source.path != target.path else ""
-    try:
-        return move(files, shipment, into, target.tag, mounts_from=mounts_from, report=report)
-    finally:
-        if (close := getattr(into, "close", None)) is not None:
-            close()
+    return source.path if is_same_host and source.path != target.path else ""
 
 
 def _alone(shipment: Shipment, chosen: Sequence[Descriptor], source: Reference) -> Shipment:

@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 from prejit.runtime.base.process_facts import importing
-from prejit.runtime.cli.bundle_references import local_bundle
 from prejit.runtime.cli.command_options import (
     COUNT,
     FILE,
@@ -18,11 +17,13 @@ from prejit.runtime.cli.command_options import (
     SIZE,
     TRUST,
     VERBOSE,
+    Number,
     on_mismatch,
 )
 from prejit.runtime.cli.output import warnings_on_stderr
 from prejit.runtime.device.quick_start import import_numpy, read_library_ahead
 from prejit.runtime.errors import UsageError
+from prejit.runtime.ship.reference import Reference, parse_reference
 
 _NAMED = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*)=(?P<path>.+)", re.DOTALL)
 
@@ -51,7 +52,8 @@ def _origin(text: str) -> str:
 @click.command(
     epilog="Examples:\n\n\b\n  prejit serve artifacts/demo\n"
     "  prejit serve artifacts/assistant search=artifacts/encoder --keys keys.txt --log requests.jsonl\n"
-    "  prejit serve artifacts/demo --host 0.0.0.0 --port 8080 --on-mismatch error"
+    "  prejit serve artifacts/demo --host 0.0.0.0 --port 8080 --on-mismatch error\n"
+    "  prejit serve oci://registry.example/models/demo:prod --follow 60"
 )
 @click.argument(
     "bundles",
@@ -143,6 +145,14 @@ def _origin(text: str) -> str:
     "(default: only after requests have failed).",
 )
 @click.option(
+    "--follow",
+    "follow_seconds",
+    type=Number(1, 1e9),
+    metavar="SECONDS",
+    help="Ask so often for the bundle that a tag leads to, and fetch a newer one beside what is served: a "
+    "restart serves it (default: never).",
+)
+@click.option(
     "--share-prefixes",
     is_flag=True,
     help="Let prompts begin with what those of other keys have computed: who guesses a prompt then sees that "
@@ -185,10 +195,14 @@ def serve(
         from prejit.server.served.served_loading import BundleSource, EngineOptions
 
         must_match = on_mismatch == "error"
-        sources = [
-            BundleSource(local_bundle(path, None, must_match=must_match), name)
-            for name, path in named_paths(bundles)
-        ]
+        named = named_paths(bundles)
+        follows = {path: _tag(path) for _, path in named if settings["follow_seconds"] is not None}
+        if follows and not any(follows.values()):
+            raise click.BadParameter(
+                "expected a bundle by its tag, such as oci://HOST/REPOSITORY:prod, found none",
+                param_hint="'--follow'",
+            )
+        sources = [BundleSource(path, name, follows.get(path)) for name, path in named]
         if keys is not None:
             from prejit.server.gate.api_keys import Keys
         if log is not None:
@@ -199,6 +213,12 @@ def serve(
         requests = None if log is None else RequestLog(log)
         serve(sources, engines, limits, (host, port), requests, admin)
     return 0
+
+
+def _tag(path: str) -> Reference | None:
+    """Return the reference whose bundle may change; None: it names one bundle for ever."""
+    reference = parse_reference(path)
+    return reference if reference.is_remote and not reference.digest else None
 
 
 def named_paths(texts: Sequence[str]) -> list[tuple[str | None, str]]:

@@ -29,6 +29,7 @@ class Settings:
         clients: the most requests at once, waiting ones included. More are refused with status 503.
         drain_seconds: how long running requests may go on after a signal to end.
         check_seconds: how often golden answers are asked for again; None: only after requests have failed.
+        follow_seconds: how often the tags of bundles are asked for newer ones; None: only at the start.
         keys: who may send requests; None: everybody.
         ignore_unknown_fields: whether fields that no request has are left out; if not, they are an error.
         anybody: what is allowed without keys.
@@ -43,6 +44,7 @@ class Settings:
     clients: int = 1024
     drain_seconds: float = 30.0
     check_seconds: float | None = None
+    follow_seconds: float | None = None
     keys: Keys | None = None
     ignore_unknown_fields: bool = False
     anybody: ApiKey = ANYBODY

@@ -85,6 +85,13 @@ def serve(
             loading.when_loaded = partial(log.start, models, max_tokens=settings.max_tokens)
         loading.start()
         checks = AnswerChecks(models, settings.check_seconds)
+        following = None
+        if settings.follow_seconds is not None:
+            from prejit.server.served.bundle_following import BundleFollowing
+
+            following = BundleFollowing(
+                models, settings.follow_seconds, must_match=engines.must_match
+            )
         # The stack is imported while the bundles are loaded: neither waits for the other.
         from prejit.server.gate.origins import Origins, is_loopback
         from prejit.server.http.uvicorn_server import run
@@ -111,6 +118,7 @@ def serve(
             )
         finally:
             checks.close()
+            has_ended = following is None or following.close()
     if loading.error is not None:
         raise loading.error
     models.close()
@@ -118,7 +126,7 @@ def serve(
         telemetry.close()
     if log is not None:
         log.close()
-    if loading.is_alive():  # a signal came while a bundle was loaded, which cannot be stopped
+    if loading.is_alive() or not has_ended:  # a load cannot be stopped, nor a network that stalls
         sys.stderr.flush()
         os._exit(0)
 

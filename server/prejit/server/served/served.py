@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 
     from prejit.runtime.bundle import Bundle
+    from prejit.runtime.ship.reference import Reference
     from prejit.server.engine.engine import Engine
 
 
@@ -78,6 +79,7 @@ class Served:
         engine: its engine, which all requests share.
         created: when the server loaded it, in seconds since 1970.
         compiling: compiles the grammars that its clients send.
+        follows: the reference whose tag led to it, if newer bundles are fetched; None: they are not.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Served:
     engine: Engine
     created: int
     compiling: Compiling = field(default_factory=Compiling)
+    follows: Reference | None = None
 
 
 @final
@@ -95,6 +98,7 @@ class Models:
         http: counts the requests of all clients.
         suspected: set when a request fails and the client cannot mend it.
         wrong: by name of a model, what it returns in place of a golden answer.
+        fetched: by name of a model, the digest of the bundle that a restart would serve in its place.
     """
 
     def __init__(self, *served: Served) -> None:
@@ -104,6 +108,7 @@ class Models:
         self.http = HttpRequests()
         self.suspected = threading.Event()
         self.wrong: dict[str, str] = {}
+        self.fetched: dict[str, str] = {}
         self._lock = threading.Lock()
         self._by_name: dict[str, Served] = {}
         if served:

@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from prejit.runtime.base.process_facts import importing, seconds_since_exec
+from prejit.runtime.cli.bundle_references import reporting
+from prejit.runtime.cli.output import progress
 from prejit.runtime.errors import printable
 from prejit.runtime.loader import load
 from prejit.server.engine.memory import free_bytes
@@ -19,6 +21,7 @@ from prejit.server.served.served import Models, Served, State
 
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
+    from prejit.runtime.ship.reference import Reference
     from prejit.server.engine.engine import Engine
 
 _log = logging.getLogger(__name__)
@@ -34,12 +37,14 @@ class BundleSource:
     """A bundle to serve.
 
     Attributes:
-        path: its directory.
+        path: its directory, or a reference to it.
         name: the name that it is served under; None: its own.
+        follows: the reference whose tag led to it, if newer bundles are fetched; None: they are not.
     """
 
     path: str
     name: str | None = None
+    follows: Reference | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +139,9 @@ class Loading(threading.Thread):
                 call()
 
     def _load(self, source: BundleSource) -> tuple[Bundle, str]:
-        bundle = load(source.path, on_mismatch="error" if self._engines.must_match else "jit")
+        on_mismatch: Literal["jit", "error"] = "error" if self._engines.must_match else "jit"
+        with progress() as show:
+            bundle = load(source.path, on_mismatch=on_mismatch, on_transfer=reporting(show))
         options: dict[str, Any] = {
             "slots": self._engines.slots,
             "queue": self._engines.queue,
@@ -150,7 +157,7 @@ class Loading(threading.Thread):
         engine = Engine(bundle, **{k: v for k, v in options.items() if v is not None})
         name = source.name or bundle.name
         engine = self._wrap(name, engine)
-        self._models.add(Served(name, bundle, engine, int(time.time())))
+        self._models.add(Served(name, bundle, engine, int(time.time()), follows=source.follows))
         how = "its executables" if bundle.matched else "programs that are compiled here"
         _log.info("%s: %s, target %s, runs %s", name, bundle.digest, bundle.target, how)
         return bundle, name

@@ -351,8 +351,16 @@ class EngineCollector(Collector):
         for one in served:
             build.add_metric((), _build(one))
             matched.add_metric((one.name,), one.bundle.matched)
+        fetched = GaugeMetricFamily(
+            "prejit_bundle_fetched",
+            "1 for a newer bundle that a followed tag leads to: it is in the store, and a restart serves it.",
+            labels=("model_name", "digest"),
+        )
+        for name, digest in [*self._models.fetched.items()]:
+            fetched.add_metric((name, digest), 1)
         yield build
         yield matched
+        yield fetched
 
     def _start(self, served: Sequence[Served], metrics: Mapping[str, EngineMetrics]) -> Metric:
         """Return where the time of the start went, from the first request of a bundle on."""

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import BinaryIO, Literal
 from urllib.parse import parse_qs
 
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from tests.http_serving import QuietHandler, serving
 
 from prejit.compiler.sharing.remote import RemoteError, RemoteFile
 from prejit.compiler.signing.private_key import PrivateKey, parse_private_key
@@ -86,36 +86,6 @@ class Memory:
             raise RemoteError(self.fails)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-    def content(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("content-length", 0)))
-
-    def reply(self, status: int, content: bytes = b"", **headers: str) -> None:
-        self.send_response(status)
-        self.send_header("content-length", str(len(content)))
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-
-@contextmanager
-def _serving(handler: type[_Handler]) -> Iterator[str]:
-    """Serve requests on a free port. Yields `host:port`."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever).start()
-        try:
-            yield f"127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-
-
 @contextmanager
 def http_store(
     files: dict[str, bytes],
@@ -125,11 +95,11 @@ def http_store(
 ) -> Iterator[str]:
     """Serve files over HTTP; PUT adds one, after a time. Yields the URL."""
 
-    class Handler(_Handler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             self.answer(self.path in files, files.get(self.path, b""))
 
-        do_HEAD = do_GET  # noqa: N815
+        do_HEAD = do_GET
 
         def do_PUT(self) -> None:
             seen.append(f"{self.path[:8]} {self.headers.get('content-type')}")
@@ -146,7 +116,7 @@ def http_store(
             else:
                 self.reply(200 if found else 404, content)
 
-    with _serving(Handler) as host:
+    with serving(Handler) as host:
         yield f"http://{host}"
 
 
@@ -162,7 +132,7 @@ def s3_store(conditions: Literal["kept", "ignored", "refused"] = "kept") -> Iter
     parts: dict[int, bytes] = {}  # of the one multipart upload that a test may do
     lock = threading.Lock()
 
-    class Handler(_Handler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             path, _, query = self.path.partition("?")
             if "list-type=2" in query:
@@ -172,7 +142,7 @@ def s3_store(conditions: Literal["kept", "ignored", "refused"] = "kept") -> Iter
             else:
                 self.answer(200, found[0])
 
-        do_HEAD = do_GET  # noqa: N815
+        do_HEAD = do_GET
 
         def do_PUT(self) -> None:
             content = self.content()
@@ -224,7 +194,7 @@ def s3_store(conditions: Literal["kept", "ignored", "refused"] = "kept") -> Iter
             written = formatdate(files.get(self.path, (b"", 0.0))[1], usegmt=True)
             self.reply(status, content, last_modified=written, etag='"x"')
 
-    with _serving(Handler) as host:
+    with serving(Handler) as host:
         yield f"http://{host}"
 
 

@@ -54,8 +54,9 @@ def test_whoever_waits_runs_what_it_needs_and_a_load_small_jobs() -> None:
     assert ran == ["b1", "b0", "a2", "a0", "a1", "b2"]
     assert verification.is_finished
     ran = list[str]()
-    small = jobs("small", run=ran.append, size=SMALL_BYTES - 1)
-    verification = HashingVerification([*jobs("large", run=ran.append), *small])
+    small = jobs("small", run=ran.append, size=SMALL_BYTES // 4)
+    tail = [Job("large", 3 * LARGE, 3 * LARGE + 1, lambda: ran.append("tail") or 0.0)]
+    verification = HashingVerification([*jobs("large", run=ran.append), *tail, *small])
     verification.wait_for_small()
     assert ran == ["small0", "small1", "small2"]
 

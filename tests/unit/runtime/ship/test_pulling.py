@@ -17,12 +17,12 @@ from tests.signers import key_table, signer, write_policy
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import load
 from prejit.runtime.__main__ import main
-from prejit.runtime.errors import StoreError, UntrustedError
+from prejit.runtime.errors import RejectError, StoreError, UntrustedError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship.machine_store import MachineStore
-from prejit.runtime.ship.pulling import OFFLINE, Pulled, Wanted, pull
+from prejit.runtime.ship.pulling import OFFLINE, Pulled, Wanted, pull, pull_into
 from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.shipping import ship
 
@@ -127,6 +127,19 @@ def test_processes_that_want_the_same_fetch_it_once(
     blobs = [each[1] for each in registry.seen if each[0] == "GET" and "/blobs/" in each[1]]
     assert len(blobs) == len(set(blobs))
     assert len(store.bundles()) == 1
+
+
+def test_a_pull_that_fails_leaves_no_part_of_a_tar(registry: FakeRegistry, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    reference = parse_reference(f"oci://{registry.host}/decoder:v1")
+    registry.fault = lambda method, path: "wrong" if "/blobs/" in path else None
+    with pytest.raises(RejectError):
+        pull_into(reference, parse_reference(str(out / "decoder.tar")), Wanted())
+    assert not list(out.iterdir())
+    registry.fault = lambda method, path: None
+    pull_into(reference, parse_reference(str(out / "decoder.tar")), Wanted())
+    assert [file.name for file in out.iterdir()] == ["decoder.tar"]
 
 
 def test_making_room_removes_the_last_used_and_what_killed_transfers_left(

@@ -1,0 +1,150 @@
+"""A bundle that is loaded while its weights arrive.
+
+    policy -> all but the weights -> `load` reads, checks and begins -> the weights, each chunk checked
+
+What reads it waits for bytes as it waits for their verification. Once all is there, the bundle is one of the
+store's, as if it had been pulled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import final
+
+from prejit.runtime.base.files import Identity
+from prejit.runtime.base.threads_and_forks import start_thread
+from prejit.runtime.errors import PrejitError, RejectError, StoreError
+from prejit.runtime.format.bundle_schema import Descriptor
+from prejit.runtime.ship.blob_directory import Arrival
+from prejit.runtime.ship.machine_store import MachineStore
+from prejit.runtime.ship.repository import BundleFiles, Shipment
+from prejit.runtime.ship.shipping import Counting
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class ArrivingBundle:
+    """Implements `format.layout.TargetFiles` for a bundle of which some blobs are on the way to a store."""
+
+    def __init__(
+        self,
+        files: BundleFiles,
+        shipment: Shipment,
+        arriving: Sequence[Descriptor],
+        store: MachineStore,
+        counting: Counting,
+        held: contextlib.ExitStack,
+    ) -> None:
+        """Begin to fetch what arrives.
+
+        Args:
+            files: where the bundle comes from.
+            shipment: the bundle; all blobs that do not arrive are in the store.
+            arriving: the blobs that arrive, in the order of need.
+            store: where they go.
+            counting: counts their bytes.
+            held: keeps the store from being collected; closed when all is there.
+        """
+        self.path = store.directory(shipment.digest)
+        self.blobs_root, self.has_shared_blobs = store.path, True
+        self._files, self._shipment, self._store = files, shipment, store
+        self._arrivals = {at.digest: Arrival() for at in arriving}
+        # The thread has no reference to this object: nobody waits for what nobody has.
+        self._drop = weakref.finalize(self, setattr, counting, "is_over", True)
+        fetch = partial(_fetch, files, shipment, arriving, self._arrivals, store, counting, held)
+        self._thread = start_thread(fetch, "prejit-arrival")
+        if self._thread is None:
+            fetch()
+
+    def close(self) -> None:
+        """Fetch no more. What has arrived stays, and the next load goes on behind it."""
+        self._drop()
+        if self._thread is not None:
+            self._thread.join()
+
+    def disown(self, reason: Exception) -> object:
+        """Return what must not be freed in a forked process, which has no thread that fetches."""
+        return self._arrivals
+
+    # ------------------------------------------------------------------ what `load` reads
+
+    def file_path(self, name: str) -> str:
+        """See `LayoutFiles.file_path`."""
+        return self._files.file_path(name)
+
+    def blob_path(self, digest: str) -> str:
+        """See `LayoutFiles.blob_path`."""
+        return self._files.blob_path(digest)
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """See `LayoutFiles.read`."""
+        if name != "index.json":
+            return self._files.read(name, max_bytes)
+        return self._shipment.index_file
+
+    def read_blob(self, at: Descriptor) -> bytes:
+        """See `LayoutFiles.read_blob`."""
+        return self._files.read_blob(at)
+
+    @contextlib.contextmanager
+    def open_blob(self, digest: str, size: int) -> Iterator[tuple[int, Identity]]:
+        """See `TargetFiles.open_blob`. One that arrives is opened as soon as it has a file."""
+        arrival = self._arrivals.get(digest)
+        descriptor = self._store.open_blob(digest) if arrival is None else arrival.open()
+        try:
+            status = os.fstat(descriptor)
+            if status.st_size != size:
+                raise RejectError(
+                    self.blob_path(digest), f"expected {size} bytes, found {status.st_size}"
+                )
+            yield descriptor, Identity.of(status)
+        finally:
+            os.close(descriptor)
+
+    def arrives(self, digest: str) -> Callable[[int], object] | None:
+        """See `TargetFiles.arrives`."""
+        arrival = self._arrivals.get(digest)
+        return None if arrival is None else arrival.wait
+
+
+def _fetch(
+    files: BundleFiles,
+    shipment: Shipment,
+    arriving: Sequence[Descriptor],
+    arrivals: Mapping[str, Arrival],
+    store: MachineStore,
+    counting: Counting,
+    held: contextlib.ExitStack,
+) -> None:
+    """Fetch what arrives, then write the bundle into the store. See `ArrivingBundle`."""
+
+    def pieces(at: Descriptor, start: int) -> Iterator[bytes | memoryview]:
+        for piece in counting.pieces(files, at, start):
+            yield piece
+            if (
+                not threading.main_thread().is_alive()
+            ):  # at exit the interpreter waits for this thread
+                raise StoreError("the process ends", hint="try again: what arrived is kept")
+
+    with held:
+        for at in arriving:
+            try:
+                store.write(at, partial(pieces, at), arrivals[at.digest])
+            except Exception as error:  # whoever waits gets it
+                _log.error("%s: %s did not arrive: %s", shipment.digest, at.digest, error)
+                for each in arrivals.values():
+                    each.fail(error)
+                return
+        try:
+            store.publish(shipment)
+        except PrejitError as error:  # what is loaded is right, and goes on
+            _log.warning("%s: is not kept in the store: %s", shipment.digest, error)
+        else:
+            _log.info("%s: has arrived", shipment.digest)

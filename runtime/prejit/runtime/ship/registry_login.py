@@ -1,0 +1,245 @@
+"""Logins that docker, podman and oras keep, and the tokens that registries give for them.
+
+A login is used as the distribution specification's token authentication wants it, or as HTTP's Basic.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any
+
+from prejit.runtime.errors import StoreError
+
+if TYPE_CHECKING:
+    from requests import Response, Session
+
+_IDENTITY = "<token>"
+"""The user name with which credential helpers mark a secret that is an identity token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    """A login to a registry.
+
+    Attributes:
+        user, secret: name and password.
+        identity: a token that a token service takes instead of them (OAuth2's refresh token); empty: none.
+        source: the file that has it, for messages.
+    """
+
+    user: str
+    secret: str
+    identity: str
+    source: str
+
+
+def find_login(host: str, repository: str) -> Login | None:
+    """Return the login that a tool keeps for a repository; None: nobody has logged in.
+
+    The first file that has one counts: podman's, skopeo's and buildah's (containers-auth.json(5)), then
+    docker's, which is that of oras too.
+
+    Raises:
+        StoreError: a file is not JSON, or the helper that it names fails.
+    """
+    names = repository.split("/")
+    keys = [host, *("/".join((host, *names[: end + 1])) for end in range(len(names)))]
+    for path in _login_files():
+        try:
+            with open(path, "rb") as file:
+                config = parse_object(file.read())
+        except OSError:
+            continue
+        if not config:
+            raise StoreError(f"{path}: expected logins as JSON, found none", hint="log in again")
+        helper = _object(config, "credHelpers").get(host) or config.get("credsStore")
+        if helper and (found := _ask_helper(str(helper), host, path)):
+            return found
+        for key in reversed(keys):
+            entry = _object(_object(config, "auths"), key)
+            if entry.get("auth") or entry.get("identitytoken"):
+                return _decode(entry, path)
+    return None
+
+
+def _login_files() -> Iterator[str]:
+    if named := os.environ.get("REGISTRY_AUTH_FILE"):
+        yield named
+    runtime = os.environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.getuid()}")
+    config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    docker = os.environ.get("DOCKER_CONFIG") or os.path.expanduser("~/.docker")
+    yield f"{runtime}/containers/auth.json"
+    yield f"{config}/containers/auth.json"
+    yield f"{docker}/config.json"
+
+
+def _ask_helper(helper: str, host: str, path: str) -> Login | None:
+    """Return the login that a credential helper of docker keeps; None: it has none for this host."""
+    command = [f"docker-credential-{helper}", "get"]
+    try:
+        done = subprocess.run(command, input=host.encode(), capture_output=True)
+    except OSError as error:
+        raise StoreError(
+            f"{path}: expected its helper {command[0]}, found none that runs: {error.strerror}",
+            hint="put it on the PATH, or log in with another tool",
+        ) from error
+    found = parse_object(done.stdout)
+    user, secret = str(found.get("Username", "")), str(found.get("Secret", ""))
+    if done.returncode or not secret:
+        return None
+    return Login(user, secret, secret if user == _IDENTITY else "", f"{command[0]} of {path}")
+
+
+def _decode(entry: dict[str, Any], path: str) -> Login:
+    try:
+        pair = base64.b64decode(str(entry.get("auth", ""))).decode()
+    except (binascii.Error, ValueError) as error:
+        raise StoreError(
+            f"{path}: expected a login in base64: {error}", hint="log in again"
+        ) from error
+    user, _, secret = pair.partition(":")
+    return Login(user, secret, str(entry.get("identitytoken") or ""), path)
+
+
+class RegistryLogin:
+    """Answers one registry that asks who we are. Its caller sees to it that one thread does so at a time.
+
+    Attributes:
+        header: the header to send; empty: nobody has asked yet.
+        realm: the URL of the registry's token service; empty: it has none.
+    """
+
+    def __init__(self, host: str, repository: str, session: Session, seconds: float) -> None:
+        """Read and ask nothing yet. The token service may take `seconds` to answer."""
+        self.header: dict[str, str] = {}
+        self.realm = ""
+        self._host, self._repository, self._session = host, repository, session
+        self._seconds = seconds
+        self._again = f"docker login {host}, podman login or oras login"
+        self._login: Login | None = None
+        self._refused: Response | None = None
+        self._scopes: dict[str, None] = {}
+
+    def answer(self, asked: Response) -> Response | None:
+        """Set the header for an answer that wants a login.
+
+        Returns:
+            None: ask again. Or the answer that is final: the registry's, or that of its token service.
+
+        Raises:
+            StoreError: the login must not be sent, or cannot be read.
+            OSError: the token service does not answer.
+        """
+        from requests.utils import parse_dict_header
+
+        if (
+            self._refused is not None
+        ):  # a wrong password that is sent again and again locks accounts
+            return self._refused
+        scheme, _, rest = asked.headers.get("www-authenticate", "").partition(" ")
+        self._login = login = find_login(self._host, self._repository)
+        if scheme.lower() == "basic" and login is not None:
+            pair = base64.b64encode(f"{login.user}:{login.secret}".encode()).decode("ascii")
+            header = {"Authorization": f"Basic {pair}"}
+            if header == self.header:
+                return asked
+            self.header = header
+            return None
+        wanted = parse_dict_header(rest)
+        self.realm = wanted.get("realm") or ""
+        if scheme.lower() != "bearer" or not self.realm:
+            return asked
+        if self.realm.startswith("http://") and not asked.url.startswith("http://"):
+            raise StoreError(
+                f"{self._host}: the registry wants a password sent to {self.realm:.200}, without TLS",
+                hint="ask who runs the registry to give its token service a certificate",
+            )
+        # Those of before, too: a mount wants two, and threads share the token.
+        self._scopes |= dict.fromkeys((wanted.get("scope") or "").split())
+        given = self._ask_token(wanted.get("service") or "")
+        if given.status_code in (401, 403):
+            self._refused = given
+        if given.status_code in (401, 403, 429) or given.status_code >= 500:
+            return given
+        found = parse_object(given.content)
+        token = found.get("token") or found.get("access_token")
+        if not token:
+            raise StoreError(
+                f"{self._host}: expected a token of its token service {self.realm:.200}, found "
+                f"{given.status_code} {given.reason}",
+                hint=f"log in again: {self._again}",
+            )
+        self.header = {"Authorization": f"Bearer {token}"}
+        return None
+
+    def _ask_token(self, service: str) -> Response:
+        login = self._login
+        if login is not None and login.identity:
+            form = {
+                "grant_type": "refresh_token",
+                "client_id": "prejit",
+                "service": service,
+                "scope": " ".join(self._scopes),
+                "refresh_token": login.identity,
+            }
+            return self._session.post(self.realm, data=form, timeout=self._seconds)
+        query = [("service", service), *(("scope", scope) for scope in self._scopes)]
+        pair = None if login is None else (login.user, login.secret)
+        return self._session.get(self.realm, params=query, auth=pair, timeout=self._seconds)
+
+    def refusal(self, response: Response) -> tuple[str, str]:
+        """Return why a registry or its token service refuses us (401, 403), and the next step, in words."""
+        who = "nobody" if self._login is None else f"{self._login.user} ({self._login.source})"
+        is_service = bool(self.realm) and response.url.startswith(self.realm)
+        if self._login is None and (is_service or response.status_code == 401):
+            return "no login is kept for this host", f"log in: {self._again}"
+        is_token = self.header.get("Authorization", "").startswith("Bearer ")
+        if is_service or (response.status_code == 401 and not is_token):
+            return (
+                f"the login of {who} is refused: a wrong password, or it has ended",
+                f"log in again: {self._again}",
+            )
+        times = self._token_times(response) if is_token else ""
+        if times:
+            return times, "set the clocks of the registry and of its token service: they differ"
+        return (
+            f"{who} may not do this here",
+            f"ask for the right, or log in as another: {self._again}",
+        )
+
+    def _token_times(self, response: Response) -> str:
+        """Return how the token and the registry's clock differ; empty: they do not, or nobody can say."""
+        try:
+            body = self.header["Authorization"].split(".")[1]
+            claims = parse_object(base64.urlsafe_b64decode(body + "=="))
+            now = parsedate_to_datetime(response.headers["Date"]).timestamp()
+            ended, begins = now - float(claims["exp"]), float(claims.get("nbf", 0)) - now
+        except (LookupError, TypeError, ValueError):
+            return ""
+        given = "the token that the registry's token service has just given"
+        if ended > 0:
+            return f"{given} ended {ended:.0f} s ago by the registry's clock"
+        if begins > 0:
+            return f"{given} begins in {begins:.0f} s by the registry's clock"
+        return ""
+
+
+def parse_object(content: bytes) -> dict[str, Any]:
+    """Return an object in JSON; empty: it is none."""
+    try:
+        plain = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return plain if isinstance(plain, dict) else {}
+
+
+def _object(of: dict[str, Any], key: str) -> dict[str, Any]:
+    found = of.get(key)
+    return found if isinstance(found, dict) else {}

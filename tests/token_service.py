@@ -1,0 +1,122 @@
+"""A registry with TLS of a private CA and a token service (the distribution specification's), both real."""
+
+from __future__ import annotations
+
+import base64
+import json
+import ssl
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import jwt
+import pytest
+import trustme
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+from tests.http_serving import QuietHandler, serving
+from tests.store_servers import docker_registry
+
+ADDRESS = "127.0.0.2"
+"""An address of this machine that prejit does not reach without TLS, unlike 127.0.0.1."""
+
+
+@dataclass
+class GuardedRegistry:
+    """A registry that wants tokens, and how its token service behaves.
+
+    Attributes:
+        host: `host:port`.
+        authority: the file of its private CA.
+        passwords: of its users. A `reader` may only pull.
+        identities: tokens that stand for a user's password.
+        begins, ends: of a token, in seconds from now.
+        asked: the scopes that were asked for, of each request.
+    """
+
+    host: str
+    authority: Path
+    passwords: dict[str, str] = field(default_factory=lambda: {"me": "secret", "reader": "glasses"})
+    identities: dict[str, str] = field(default_factory=lambda: {"an-identity": "me"})
+    begins: float = -5.0
+    ends: float = 300.0
+    asked: list[list[str]] = field(default_factory=list)
+
+
+@contextmanager
+def guarded_registry(directory: Path) -> Iterator[GuardedRegistry]:
+    """Serve a real docker-registry that takes tokens of a service of ours. Skip where it is not installed."""
+    authority = trustme.CA()
+    tls, signing = (
+        authority.issue_cert(ADDRESS),
+        authority.issue_cert("tokens", key_type=trustme.KeyType.RSA),
+    )
+    files = {name: directory / f"{name}.pem" for name in ("authority", "certificate", "key")}
+    authority.cert_pem.write_to_path(files["authority"])
+    tls.cert_chain_pems[0].write_to_path(files["certificate"])
+    tls.private_key_pem.write_to_path(files["key"])
+    state = GuardedRegistry("", files["authority"])
+    certificate = x509.load_pem_x509_certificate(signing.cert_chain_pems[0].bytes())
+    chain = [base64.b64encode(certificate.public_bytes(Encoding.DER)).decode()]
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.configure_cert(context)
+
+    class Handler(QuietHandler):
+        def do_GET(self) -> None:
+            query = parse_qs(urlsplit(self.path).query)
+            pair = self.headers.get("authorization", "").removeprefix("Basic ")
+            user, _, password = base64.b64decode(pair).decode().partition(":")
+            self.give(user if state.passwords.get(user) == password else "", query)
+
+        def do_POST(self) -> None:
+            form = parse_qs(self.content().decode())
+            self.give(state.identities.get(form["refresh_token"][0], ""), form)
+
+        def give(self, user: str, query: dict[str, list[str]]) -> None:
+            scopes = [each for some in query.get("scope", []) for each in some.split()]
+            state.asked.append(scopes)
+            if not user:
+                self.reply(401, b'{"errors":[{"code":"UNAUTHORIZED","message":"wrong"}]}')
+                return
+            access = []
+            for scope in scopes:
+                kind, name, actions = scope.split(":")
+                allowed = [
+                    each for each in actions.split(",") if each == "pull" or user != "reader"
+                ]
+                access.append({"type": kind, "name": name, "actions": allowed})
+            now = time.time()
+            claims = {
+                "iss": "tests",
+                "sub": user,
+                "aud": query["service"][0],
+                "exp": int(now + state.ends),
+                "nbf": int(now + state.begins),
+                "iat": int(now),
+                "jti": uuid.uuid4().hex,
+                "access": access,
+            }
+            key = signing.private_key_pem.bytes()
+            token = jwt.encode(claims, key, "RS256", headers={"x5c": chain})
+            self.reply(200, json.dumps({"token": token}).encode())
+
+    with serving(Handler, ADDRESS, context) as service:
+        server = docker_registry(
+            directory,
+            address=ADDRESS,
+            http=f"tls: {{certificate: {files['certificate']}, key: {files['key']}}}",
+            more=f"auth: {{token: {{realm: 'https://{service}/token', service: a-registry, issuer: tests, "
+            f"rootcertbundle: {files['authority']}}}}}\n",
+        )
+        if server is None:
+            pytest.skip("docker-registry is not installed (Debian has it)")
+        server.start()
+        try:
+            state.host = server.url.removeprefix("oci://").partition("/")[0]
+            yield state
+        finally:
+            server.kill()

@@ -1,0 +1,241 @@
+"""A rollout that takes a target from a machine must not happen by accident, and each one can be undone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.fake_registry import FakeRegistry, fake_registry
+from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, s3_store
+
+from prejit.compiler.fleet.channel_rollout import Rollout
+from prejit.compiler.fleet.fleet_machines import Machine
+from prejit.runtime import __main__
+from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.errors import StoreError, UntrustedError, UsageError
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.ship.machine_store import MachineStore
+from prejit.runtime.ship.pulling import Wanted, pull
+from prejit.runtime.ship.reference import parse_reference
+from prejit.runtime.ship.shipping import open_repository, ship
+
+GOLDEN = Path(__file__).parents[3] / "format" / "v1"
+OF_V2 = ("64bit", "cmov", "sse", "sse2", "sse4.1", "ssse3")
+OLD = Fingerprint("cpu", "x86_64", OF_V2, "0.0.0", "", 2, 1 << 33)
+ARM = Fingerprint("cpu", "aarch64", (), "0.0.0", "", 2, 1 << 33)
+FLEET = (Machine("old-1", "", OLD), Machine("old-2", "", OLD), Machine("arm", "", ARM))
+
+
+@pytest.fixture(params=["registry", "bucket"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A repository with a bundle of six targets, and one of another bundle that serves no old CPU."""
+    if request.param == "registry":
+        with fake_registry() as registry:
+            yield filled(f"oci://{registry.host}/demo")
+    else:
+        with s3_store() as endpoint:
+            for name, value in (S3_SETTINGS | {"AWS_ENDPOINT": endpoint}).items():
+                monkeypatch.setenv(name, value)
+            yield filled("s3://bucket/demo")
+
+
+@pytest.fixture
+def registry() -> Iterator[FakeRegistry]:
+    with fake_registry() as found:
+        filled(f"oci://{found.host}/demo")
+        yield found
+
+
+def filled(at: str) -> str:
+    ship(parse_reference(str(GOLDEN / "fleet")), parse_reference(f"{at}:all"))
+    ship(parse_reference(str(GOLDEN / "call")), parse_reference(f"{at}:other"))
+    ship(parse_reference(f"{at}:all"), parse_reference(f"{at}:prod"))
+    return at
+
+
+def tags(at: str) -> dict[str, str]:
+    return {each.tag: each.digest for each in open_repository(parse_reference(at)).tags()}
+
+
+def digest(at: str, tag: str) -> str:
+    return open_repository(parse_reference(at)).resolve(tag)
+
+
+def test_a_channel_goes_forward_back_and_forward_again_and_back_copies_nothing(place: str) -> None:
+    first, other = digest(place, "all"), digest(place, "other")
+    found = Rollout(f"{place}:prod", f"{place}:other", ())
+    assert (found.plan.before, found.plan.after, found.plan.copied_bytes) == (first, other, 0)
+    found.move()
+    assert (digest(place, "prod"), digest(place, "prod-previous")) == (other, first)
+    for now, before in ((first, other), (other, first)):
+        back = Rollout(f"{place}:prod", "", ())
+        assert (back.plan.after, back.plan.copied_bytes) == (now, 0)
+        back.move()
+        assert (digest(place, "prod"), digest(place, "prod-previous")) == (now, before)
+
+
+def test_a_new_channel_gets_what_its_repository_lacks_and_has_no_way_back(place: str) -> None:
+    new = place.replace("/demo", "/fresh") + ":prod"
+    with pytest.raises(StoreError, match="expected a bundle to go back to, found no tag"):
+        Rollout(new, "", ())
+    found = Rollout(new, str(GOLDEN / "fleet"), FLEET)
+    assert found.plan.before == ""
+    assert found.plan.copied_bytes > 0
+    assert not found.plan.losing
+    found.move()
+    assert digest(new, "prod") == digest(place, "all")
+    assert set(tags(new)) == {"prod"}
+
+
+def test_who_is_served_before_and_after(place: str) -> None:
+    plan = Rollout(f"{place}:prod", f"{place}:other", FLEET).plan
+    assert plan.losing == ("old-1", "old-2")
+    lost, never = plan.changes
+    assert (lost.machines, lost.was_served, lost.is_served) == (("old-1", "old-2"), True, False)
+    assert lost.before == "cpu-x86-64-v2"
+    assert "jaxlib: needs" in lost.why
+    assert (never.machines, never.was_served, never.is_served) == (("arm",), False, False)
+    assert "architecture" in never.why_before
+    gained = Rollout(f"{place}:prod", f"{place}:other", ())
+    gained.move()
+    assert not Rollout(f"{place}:prod", "", FLEET).plan.losing
+
+
+def test_the_plan_names_the_bytes_that_a_machine_then_fetches(
+    registry: FakeRegistry, tmp_path: Path
+) -> None:
+    at = f"oci://{registry.host}/demo"
+    plan = Rollout(f"{at}:prod", f"{at}:other", FLEET[:1]).plan
+    store = MachineStore(tmp_path / "store")
+    pull(parse_reference(f"{at}:prod"), store, Wanted(OLD))
+    moved = pull(parse_reference(f"{at}:other"), store, Wanted(OLD)).moved
+    assert moved is not None
+    assert plan.changes[0].fetched_bytes == moved.moved_bytes
+    same = Rollout(f"{at}:prod", f"{at}:all", FLEET[:1]).plan
+    assert same.changes[0].fetched_bytes == 0
+
+
+def test_of_two_rollouts_at_once_the_second_changes_nothing(place: str) -> None:
+    slow = Rollout(f"{place}:prod", str(GOLDEN / "chunks"), ())
+    Rollout(f"{place}:prod", f"{place}:other", ()).move()
+    before = tags(place)
+    with pytest.raises(StoreError, match="another rollout moved it while this one copied"):
+        slow.move()
+    assert tags(place) == before
+
+
+def test_a_tag_that_another_rollout_takes_at_the_same_moment_is_noticed(
+    registry: FakeRegistry,
+) -> None:
+    at = f"oci://{registry.host}/demo"
+    found = Rollout(f"{at}:prod", f"{at}:other", ())
+
+    def taken(method: str, path: str) -> None:
+        if registry.count("PUT", "/manifests/prod") and path.endswith("/manifests/prod"):
+            registry.manifests["demo", "prod"] = registry.manifests["demo", "all"]
+
+    registry.seen.clear()
+    registry.fault = lambda method, path: taken(method, path) if method == "GET" else None
+    with pytest.raises(StoreError, match="at the same moment"):
+        found.move()
+
+
+def test_only_a_tag_elsewhere_is_a_channel(place: str) -> None:
+    for channel in (str(GOLDEN / "fleet"), f"{place}:prod@{digest(place, 'prod')}"):
+        with pytest.raises(UsageError, match="expected a tag of a registry or a bucket"):
+            Rollout(channel, f"{place}:all", ())
+
+
+def run(*words: object) -> int:
+    return __main__.main(["rollout", *map(str, words)])
+
+
+def test_the_command(
+    registry: FakeRegistry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = f"oci://{registry.host}/demo"
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    for machine in FLEET:
+        (saved / f"{machine.name}.json").write_bytes(to_json(machine.fingerprint))
+    other, first = digest(at, "other"), digest(at, "all")
+    before = tags(at)
+
+    def told(*words: object, status: int) -> dict[str, Any]:
+        capsys.readouterr()
+        assert run(*words, "--json") == status
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    refused = told(f"{at}:prod", f"{at}:other", "--fleet", saved, status=1)
+    assert (refused["is_moved"], refused["losing"]) == (False, ["old-1", "old-2"])
+    assert run(f"{at}:prod", f"{at}:other", "--fleet", saved) == 1
+    shown = capsys.readouterr().out
+    assert "not moved: 2 machines load a target now and would compile" in shown
+    assert "cpu-x86-64-v2  compiles" in shown
+    assert run(f"{at}:prod", other, "--dry-run") == 0
+    assert tags(at) == before
+    assert told(f"{at}:prod", other, "--fleet", saved, "--allow-compile", status=0)["is_moved"]
+    assert digest(at, "prod") == other
+    capsys.readouterr()
+    assert run(f"{at}:prod", "--back", "--fleet", saved) == 0
+    assert "moved; `prejit rollout" in capsys.readouterr().out
+    assert digest(at, "prod") == first
+    assert run(f"{at}:prod", first) == 0
+    assert "it leads there already" in capsys.readouterr().out
+    (saved / "broken.json").write_text("{")
+    for words, status in (
+        ((f"{at}:prod",), 2),
+        ((f"{at}:prod", other, "--back"), 2),
+        ((f"{at}:prod", other, "--fleet", saved), 6),
+    ):
+        assert run(*words) == status
+    assert digest(at, "prod") == first
+
+
+def test_a_registry_that_leads_back_to_an_older_bundle_is_refused(
+    registry: FakeRegistry,
+    bundle_dir: Path,
+    make_recipe: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
+    from tests.signers import key_table, signer, write_policy
+
+    from prejit.compiler.signing.channels import release_bundle
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    newer, file = make_recipe(score_scale=2.0).write(tmp_path / "newer"), tmp_path / "stable.json"
+    policy = write_policy(
+        tmp_path / "trust.toml",
+        key_table("a"),
+        '[[rules]]\nnames = ["*"]\nchannel = "stable"\n',
+        f'[channels.stable]\nfile = "{file}"\nkeys = ["a"]\n',
+    )
+    at = parse_reference(f"oci://{registry.host}/signed:prod")
+    store = MachineStore(tmp_path / "store")
+
+    def release(bundle: Path) -> None:
+        release_bundle(file, bundle, "stable", [signer("a")], 1)
+
+    def pulled() -> str:
+        return pull(at, store, Wanted(), [str(policy)]).digest
+
+    ship(parse_reference(str(bundle_dir)), at)
+    release(bundle_dir)
+    first = pulled()
+    release(newer)
+    Rollout(str(at), str(newer), ()).move()
+    assert pulled() != first
+    registry.manifests["signed", "prod"] = registry.manifests["signed", "prod-previous"]
+    registry.seen.clear()
+    with pytest.raises(UntrustedError) as raised:
+        pulled()
+    assert raised.value.case == "channel-other"
+    assert registry.count("GET", "/blobs/") == 0
+    release(bundle_dir)  # back, by a higher version
+    assert pulled() == first

@@ -1,0 +1,181 @@
+"""A bundle is loaded while its weights arrive: what it computes waits for them, and is never wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.fake_registry import FakeRegistry, fake_registry
+
+from prejit.compiler import Program
+from prejit.runtime import load
+from prejit.runtime.errors import RejectError, StoreError
+from prejit.runtime.format.bundle_schema import Descriptor
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
+from prejit.runtime.format.opening import match, read_manifest
+from prejit.runtime.format.root import read_root
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.ship import blob_directory
+from prejit.runtime.ship.blob_directory import Arrival, BlobDirectory
+from prejit.runtime.ship.machine_store import MachineStore
+from prejit.runtime.ship.reference import parse_reference
+from prejit.runtime.ship.shipping import ship
+
+from ..conftest import BuildPrograms
+
+X = np.arange(4, dtype=np.float32)
+ROWS = 1 << 20
+
+
+def total(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    return (weights["rows"] @ x).sum()
+
+
+def expected(scale: int) -> np.ndarray:
+    return scale * ROWS * X.sum()
+
+
+@pytest.fixture(scope="module")
+def bundle_dir(build_programs: BuildPrograms) -> Path:
+    """Two programs, each with 16 MB of weights."""
+    return build_programs(
+        [
+            Program(name, total, args=[X], params={"rows": np.full((ROWS, 4), scale, np.float32)})
+            for name, scale in (("early", 1), ("late", 2))
+        ]
+    )
+
+
+@dataclass
+class Sent:
+    """What the registry does when it is asked for the weights; `held` holds back their second half."""
+
+    digest: str
+    fault: object
+    held: threading.Event
+
+    def __call__(self, method: str, path: str) -> object:
+        return self.fault if self.digest in path and method == "GET" else None
+
+
+@pytest.fixture
+def sent(bundle_dir: Path) -> Sent:
+    with Layout(bundle_dir) as layout:
+        manifest = read_manifest(layout, match(read_root(layout), Fingerprint.current())[0])
+    held = threading.Event()
+    return Sent(manifest.layer(WEIGHTS_MEDIA_TYPE).digest, held, held)
+
+
+@pytest.fixture
+def registry(sent: Sent, bundle_dir: Path) -> Iterator[FakeRegistry]:
+    with fake_registry() as found:
+        ship(parse_reference(str(bundle_dir)), parse_reference(f"oci://{found.host}/sums:v1"))
+        found.seen.clear()
+        found.fault = sent
+        yield found
+        sent.held.set()
+
+
+def test_it_is_loaded_before_its_weights_are_here_and_answers_after_that(
+    registry: FakeRegistry, store: MachineStore, sent: Sent
+) -> None:
+    with load(f"oci://{registry.host}/sums:v1") as bundle:
+        got: list[object] = []
+        asking = threading.Thread(target=lambda: got.append(bundle.call("late", X)))
+        asking.start()
+        asking.join(0.2)
+        assert not got
+        assert not store.targets_of(bundle.digest)
+        sent.held.set()
+        asking.join(30)
+        np.testing.assert_allclose(got, [expected(2)], rtol=1e-5)
+        np.testing.assert_allclose(bundle.call("early", X), expected(1), rtol=1e-5)
+        registry.fault = lambda method, path: 503
+    with load(f"oci://{registry.host}/sums@{bundle.digest}") as stored:
+        np.testing.assert_allclose(stored.call("late", X), expected(2), rtol=1e-5)
+        assert stored.start_report().hashed_bytes == 0
+    assert registry.count("GET", sent.digest) == 1
+    assert not list((store.path / ".partial").iterdir())
+
+
+@pytest.mark.parametrize(("fault", "error"), [("wrong", RejectError), (503, StoreError)])
+def test_weights_that_do_not_arrive_are_an_error_of_whoever_waits(
+    registry: FakeRegistry, store: MachineStore, sent: Sent, fault: object, error: type[Exception]
+) -> None:
+    sent.fault = fault
+    with pytest.raises(error), load(f"oci://{registry.host}/sums:v1") as bundle:
+        bundle.call("late", X)
+    assert not store.bundles()
+    sent.fault = None
+    with load(f"oci://{registry.host}/sums:v1") as bundle:
+        np.testing.assert_allclose(bundle.call("late", X), expected(2), rtol=1e-5)
+
+
+def test_a_bundle_that_is_closed_fetches_no_more_and_the_next_load_goes_on(
+    registry: FakeRegistry, store: MachineStore, sent: Sent
+) -> None:
+    with load(f"oci://{registry.host}/sums:v1"):
+        threading.Timer(0.2, sent.held.set).start()
+    assert not [each for each in threading.enumerate() if each.name == "prejit-arrival"]
+    assert not store.bundles()
+    [partial] = (store.path / ".partial").iterdir()
+    assert partial.stat().st_blocks < partial.stat().st_size / 512
+    with load(f"oci://{registry.host}/sums:v1") as bundle:
+        np.testing.assert_allclose(bundle.call("late", X), expected(2), rtol=1e-5)
+
+
+STEP = 4 * 4096
+SIZE = 10 * STEP + 7
+CONTENT = hashlib.shake_128(b"weights").digest(SIZE)
+AT = Descriptor("x", f"sha256:{hashlib.sha256(CONTENT).hexdigest()}", SIZE)
+
+
+@pytest.fixture(autouse=True)
+def steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blob_directory, "PIECE_BYTES", STEP)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, SIZE - 1), st.booleans()), max_size=4))
+def test_what_arrived_is_not_fetched_again_whether_it_was_read_meanwhile_or_not(
+    tmp_path_factory: pytest.TempPathFactory, cuts: list[tuple[int, bool]]
+) -> None:
+    directory = BlobDirectory(tmp_path_factory.mktemp("store"))
+    reached = 0
+    for cut, is_read in [*cuts, (SIZE, True)]:
+        asked: list[int] = []
+
+        def pieces(start: int, cut: int = cut, asked: list[int] = asked) -> Iterator[bytes]:
+            asked.append(start)
+            for place in range(start, max(start, cut), 5000):
+                yield CONTENT[place : min(cut, place + 5000)]
+            if cut < SIZE:
+                raise StoreError("cut")
+
+        arrival = Arrival() if is_read else None
+        with contextlib.suppress(StoreError):
+            directory.write(AT, pieces, arrival)
+        # `checked` holds back one piece, and of a file with a hole the last step counts as missing.
+        assert asked[0] >= reached - STEP
+        reached = max(asked[0], cut - 5000)
+    assert directory.blob(AT.digest).read_bytes() == CONTENT
+    assert arrival is not None
+    arrival.wait(SIZE)
+
+
+def test_a_file_without_holes_that_is_not_what_was_written_is_fetched_again(tmp_path: Path) -> None:
+    directory = BlobDirectory(tmp_path)
+    directory.partial.mkdir()
+    (directory.partial / AT.digest.removeprefix("sha256:")).write_bytes(bytes(SIZE))
+    directory.write(AT, lambda start: iter([CONTENT[start:]]))
+    assert directory.blob(AT.digest).read_bytes() == CONTENT

@@ -1,0 +1,168 @@
+"""A repository of the Hugging Face hub is a place of bundles to read from, by its revisions.
+
+The hub here keeps to its rules: a file of a revision is redirected to another host, which gets no token.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from tests.http_serving import QuietHandler, serving
+from tests.signers import key_table, signer, write_policy
+
+from prejit.compiler.signing.bundle_signing import sign
+from prejit.runtime import load
+from prejit.runtime.__main__ import main
+from prejit.runtime.errors import RejectError, StoreError, UntrustedError, UsageError
+from prejit.runtime.format.audit import audit
+from prejit.runtime.generation.options import check_generation
+from prejit.runtime.ship import object_repository
+from prejit.runtime.ship.machine_store import MachineStore
+from prejit.runtime.ship.pulling import OFFLINE, Wanted, pull
+from prejit.runtime.ship.reference import parse_reference
+from prejit.runtime.ship.shipping import ship
+
+GOLDEN = Path(__file__).parents[3] / "format" / "v1"
+
+
+@dataclass
+class Hub:
+    """A hub, and what it was asked for.
+
+    Attributes:
+        root: a directory of the files, by owner, repository and revision.
+        token: what it wants; empty: nothing.
+        cuts: how many answers end in the middle.
+        asked: the path, the range and the authorization of each request to the hub, then to its files' host.
+    """
+
+    root: Path
+    token: str = ""
+    cuts: int = 0
+    asked: list[tuple[str, str, str]] = field(default_factory=list)
+    stored: list[tuple[str, str, str]] = field(default_factory=list)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    state = Hub(tmp_path / "hub")
+    for revision in ("main", "v1"):
+        shutil.copytree(GOLDEN / "call", state.root / "me" / "demo" / revision / "bundle")
+
+    class Files(QuietHandler):
+        def do_GET(self) -> None:
+            wanted = self.headers.get("range", "")
+            state.stored.append((self.path, wanted, self.headers.get("authorization", "")))
+            start = int(wanted.removeprefix("bytes=").removesuffix("-") or 0)
+            file = state.root / self.path.lstrip("/")
+            part = file.read_bytes()[start:]
+            whole = f"bytes {start}-{start + len(part) - 1}/{start + len(part)}"
+            status, headers = (206, {"content_range": whole}) if wanted else (200, {})
+            if state.cuts and "/blobs/" in self.path and len(part) > 1000:
+                state.cuts -= 1
+                self.send_response(status)
+                self.send_header("content-length", str(len(part)))
+                for name, value in headers.items():
+                    self.send_header(name.replace("_", "-"), value)
+                self.end_headers()
+                self.wfile.write(part[: len(part) // 2])
+                self.close_connection = True
+                return
+            self.reply(status, part, **headers)
+
+        do_HEAD = do_GET
+
+    with serving(Files, "127.0.0.2") as elsewhere:
+
+        class Resolving(QuietHandler):
+            def do_GET(self) -> None:
+                authorization = self.headers.get("authorization", "")
+                state.asked.append((self.path, self.headers.get("range", ""), authorization))
+                owner, name, _, revision, *path = self.path.strip("/").split("/")
+                file = Path(owner, name, revision, *path)
+                if state.token and authorization != f"Bearer {state.token}":
+                    self.reply(401, x_error_code="RepoNotFound")
+                elif not (state.root / file).is_file():
+                    self.reply(404, x_error_code="EntryNotFound")
+                else:
+                    self.reply(302, location=f"http://{elsewhere}/{file}")
+
+            do_HEAD = do_GET
+
+        with serving(Resolving) as host:
+            monkeypatch.setattr(constants, "ENDPOINT", f"http://{host}")
+            monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+            monkeypatch.delenv("HF_TOKEN", raising=False)
+            monkeypatch.setenv("PREJIT_STORE_TOKEN", "of-another-server")
+            yield state
+
+
+def test_a_revision_of_a_repository_loads_and_the_hub_alone_gets_the_token(
+    hub: Hub, store: MachineStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.token = "secret"
+    with pytest.raises(StoreError, match="401") as raised:
+        load("hf://me/demo/bundle")
+    assert "hf auth login" in str(raised.value.hint)
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    for revision in ("", ":v1"):
+        with load(f"hf://me/demo/bundle{revision}") as bundle:
+            assert bundle.digest == audit(GOLDEN / "call", check_generation).digest
+    assert {each[2] for each in hub.stored} == {""}
+    assert {each[2] for each in hub.asked} <= {"", "Bearer secret"}
+    assert any("/resolve/v1/bundle/index.json" in each[0] for each in hub.asked)
+
+
+def test_a_transfer_that_was_cut_goes_on_by_range(
+    hub: Hub, store: MachineStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_repository, "PIECE_BYTES", 100)  # what is less is fetched again
+    hub.cuts = 2
+    found = pull(parse_reference("hf://me/demo/bundle"), store, Wanted())
+    assert audit(found.path, check_generation).digest == found.digest
+    assert any(each[1] for each in hub.stored)
+
+
+def test_a_policy_decides_before_the_weights_are_fetched(
+    hub: Hub, store: MachineStore, tmp_path: Path
+) -> None:
+    key = '[[rules]]\nnames = ["*"]\nkeys = ["a"]\n'
+    policy = write_policy(tmp_path / "trust.toml", key_table("a"), key)
+    with pytest.raises(UntrustedError):
+        load("hf://me/demo/bundle", trust=policy)
+    fetched = [each[0].rpartition("/")[2] for each in hub.stored]
+    sizes = [(GOLDEN / "call" / "blobs" / "sha256" / name) for name in fetched]
+    assert sum(each.stat().st_size for each in sizes if each.exists()) < 50_000
+    assert not store.bundles()
+    sign(hub.root / "me" / "demo" / "main" / "bundle", signer("a"))
+    with load("hf://me/demo/bundle", trust=policy) as bundle:
+        assert bundle.digest
+
+
+def test_what_is_not_there_what_is_another_and_what_is_offline(
+    hub: Hub, store: MachineStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("hf://me/demo", "hf://me/none", "hf://me/demo/bundle:v9"):
+        with pytest.raises(StoreError, match=r"not found: no index\.json there"):
+            load(place)
+    with pytest.raises(RejectError, match="expected sha256:aaa"):
+        load(f"hf://me/demo/bundle:v1@sha256:{'a' * 64}")
+    with pytest.raises(UsageError, match="expected a host and a path"):
+        load("hf://me")
+    with pytest.raises(UsageError, match="found the hub") as raised:
+        ship(parse_reference(str(GOLDEN / "call")), parse_reference("hf://me/demo"))
+    assert "hf upload me/demo DIRECTORY" in str(raised.value.hint)
+    assert main(("ls", "hf://me/demo")) == 2
+    pull(parse_reference("hf://me/demo/bundle"), store, Wanted())
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(StoreError, match="HF_HUB_OFFLINE is set") as offline:
+        load("hf://me/demo/bundle")
+    assert OFFLINE in str(offline.value.hint)
+    monkeypatch.setenv(OFFLINE, "1")
+    with load("hf://me/demo/bundle") as bundle:
+        assert bundle.name == "call"

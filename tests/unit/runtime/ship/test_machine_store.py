@@ -1,0 +1,130 @@
+"""A store that this user may only read gives what it has, and one without locks gets what it lacks."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.fake_registry import FakeRegistry, fake_registry
+
+from prejit.runtime.errors import StoreError
+from prejit.runtime.format.audit import audit
+from prejit.runtime.generation.options import check_generation
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.ship.machine_store import MachineStore
+from prejit.runtime.ship.pulling import Wanted, pull
+from prejit.runtime.ship.reference import parse_reference
+from prejit.runtime.ship.shipping import ship
+
+GOLDEN = Path(__file__).parents[3] / "format" / "v1"
+PULLS = """
+import difflib  # nobody may not even read the interpreter
+import os, sys
+from pathlib import Path
+from prejit.runtime.errors import StoreError
+from prejit.runtime.format import audit
+from prejit.runtime.generation.options import check_generation
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.ship import registry
+from prejit.runtime.ship.machine_store import MachineStore
+from prejit.runtime.ship.pulling import Wanted, pull
+from prejit.runtime.ship.reference import parse_reference
+store, host, user = MachineStore(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
+here = Fingerprint.current()
+registry.Registry(parse_reference(f"oci://{host}/call:v1")).resolve("v1")  # imports what it needs
+if user:
+    os.setuid(user)
+try:
+    Path(sys.argv[1], "probe").touch()
+    sys.exit("the store can be written")
+except OSError:
+    pass
+found = pull(parse_reference(f"oci://{host}/call:v1"), store, Wanted(here))
+assert found.moved is None
+assert pull(parse_reference(f"oci://{host}/call@{found.digest}"), store, Wanted(here)).moved is None
+assert audit.audit(found.path, check_generation).target_count == 1
+for attempt in (
+    lambda: pull(parse_reference(f"oci://{host}/decoder:v1"), store, Wanted(here)),
+    lambda: store.collect(0, 0),
+    lambda: store.pin(found.digest, is_pinned=True),
+):
+    try:
+        attempt()
+        sys.exit("it wrote")
+    except StoreError as error:
+        print(error)
+print(len(store.bundles()))
+"""
+
+
+@pytest.fixture
+def registry() -> Iterator[FakeRegistry]:
+    with fake_registry() as found:
+        for name in ("call", "decoder"):
+            at = parse_reference(f"oci://{found.host}/{name}:v1")
+            ship(parse_reference(str(GOLDEN / name)), at)
+        yield found
+
+
+@pytest.fixture
+def filled(registry: FakeRegistry) -> Iterator[MachineStore]:
+    """A store with one bundle, in a directory that every user can reach."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        found = MachineStore(Path(name, "store"))
+        at = parse_reference(f"oci://{registry.host}/call:v1")
+        pull(at, found, Wanted(Fingerprint.current()))
+        yield found
+
+
+def pulls(store: MachineStore, registry: FakeRegistry, user: int, *before: str) -> list[str]:
+    """Pull in a fresh process that cannot write to a store; return what it printed."""
+    command = [*before, sys.executable, "-c", PULLS, str(store.path), registry.host, str(user)]
+    env = {**os.environ, "HOME": str(store.path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_store_of_another_user_is_read(filled: MachineStore, registry: FakeRegistry) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    said = pulls(filled, registry, 65534)
+    assert all("Permission denied" in each for each in said[:3]), said
+    assert said[3] == "1"
+
+
+def test_a_store_that_is_mounted_read_only_is_read(
+    filled: MachineStore, registry: FakeRegistry
+) -> None:
+    mount = f"mount --bind {filled.path} {filled.path} && mount -o remount,bind,ro {filled.path}"
+    space = [shutil.which("unshare") or "", "-m", "sh", "-c"]
+    if not space[0] or subprocess.run([*space, mount], capture_output=True).returncode:
+        pytest.skip("this user may not mount")
+    said = pulls(filled, registry, 0, *space, f'{mount} && exec "$@"', "sh")
+    assert all("Read-only file system" in each for each in said[:3]), said
+    assert said[3] == "1"
+
+
+def test_a_file_system_without_locks_gets_bundles_and_loses_none(
+    registry: FakeRegistry, store: MachineStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    at = parse_reference(f"oci://{registry.host}/call:v1")
+    found = pull(at, store, Wanted(Fingerprint.current()))
+    assert audit(found.path, check_generation).target_count == 1
+    assert pull(at, store, Wanted(Fingerprint.current())).moved is None
+    with pytest.raises(StoreError, match="cannot lock it: No locks available"):
+        store.collect(0, 0)
+    assert len(store.bundles()) == 1

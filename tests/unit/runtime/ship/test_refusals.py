@@ -1,0 +1,180 @@
+"""What a registry, a bucket or a web server refuses is an error in words, with the next step."""
+
+from __future__ import annotations
+
+import hashlib
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.fake_registry import fake_registry
+from tests.http_serving import QuietHandler, serving
+from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, http_store
+
+from prejit.runtime.base.files import digest_of
+from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.format.audit import audit
+from prejit.runtime.format.bundle_schema import Descriptor
+from prejit.runtime.generation.options import check_generation
+from prejit.runtime.ship.object_repository import ObjectRepository
+from prejit.runtime.ship.reference import parse_reference
+from prejit.runtime.ship.registry_client import certificate_hint
+from prejit.runtime.ship.shipping import open_repository, ship
+
+GOLDEN = Path(__file__).parents[3] / "format" / "v1"
+
+
+def push(place: str) -> str:
+    """Push a bundle, which is refused. Return the error and its hint."""
+    with pytest.raises((StoreError, UsageError)) as raised:
+        ship(parse_reference(str(GOLDEN / "call")), parse_reference(place))
+    return f"{raised.value} {raised.value.hint}"
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "said"),
+    [
+        (403, "RequestTimeTooSkewed", "clock"),
+        (400, "ExpiredToken", "log in again"),
+        (403, "SignatureDoesNotMatch", "AWS_SECRET_ACCESS_KEY: the store does not know"),
+        (403, "AccessDenied", "must have the right"),
+        (404, "NoSuchBucket", "make the bucket"),
+        (400, "AuthorizationHeaderMalformed", "AWS_REGION"),
+        (403, "QuotaExceeded", "quota is used up"),
+        (413, "EntityTooLarge", "of this size"),
+    ],
+)
+def test_a_bucket(status: int, code: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(QuietHandler):
+        def answer(self) -> None:
+            self.content()
+            self.reply(
+                404 if self.command == "HEAD" else status,
+                b"<Error><Code>%b</Code></Error>" % code.encode(),
+            )
+
+        do_GET = do_PUT = do_HEAD = do_POST = answer
+
+    with serving(Refusing) as host:
+        for name, value in (S3_SETTINGS | {"AWS_ENDPOINT": f"http://{host}"}).items():
+            monkeypatch.setenv(name, value)
+        assert said in push("s3://bucket/call:v1")
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ((429, {"retry_after": "0"}), "limits how often"),
+        (404, "check the name of the repository"),
+        (405, "push to the registry that it mirrors"),
+        (413, "takes no blobs of this size"),
+        (507, "quota is used up"),
+        (403, "may not do this here"),
+        (500, "try again"),
+    ],
+)
+def test_a_registry(fault: object, said: str) -> None:
+    with fake_registry(fault=lambda method, path: fault if method == "POST" else None) as registry:
+        assert said in push(f"oci://{registry.host}/call:v1")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("certificate verify failed: unable to get local issuer certificate", "SSL_CERT_FILE"),
+        ("certificate verify failed: certificate has expired", "clock"),
+        ("invalid peer certificate: NotValidYet: not yet valid", "clock"),
+        ("Hostname mismatch, certificate is not valid for 'x'", "by the name"),
+        ("connection refused", ""),
+    ],
+)
+def test_a_certificate(text: str, said: str) -> None:
+    assert said in certificate_hint(text)
+
+
+@pytest.fixture
+def files() -> dict[str, bytes]:
+    return {}
+
+
+@pytest.fixture
+def web(files: dict[str, bytes]) -> Iterator[str]:
+    """A web server that takes files and knows no ranges."""
+    with http_store(files, []) as url:
+        yield url
+
+
+def test_a_web_server_gets_a_blob_as_it_is_read() -> None:
+    piece, count = bytes(1 << 20), 64
+    digest = digest_of(piece * count)
+    at = Descriptor("application/octet-stream", digest, len(piece) * count)
+    seen = []
+
+    class Taking(QuietHandler):
+        def do_PUT(self) -> None:
+            left = int(self.headers["content-length"])
+            hasher = hashlib.sha256()
+            while left and (some := self.rfile.read(min(left, 1 << 16))):
+                left -= len(some)
+                hasher.update(some)
+            seen.append((self.path, f"sha256:{hasher.hexdigest()}"))
+            self.reply(201)
+
+    with serving(Taking) as host:
+        place = ObjectRepository(parse_reference(f"http://{host}/bundles"))
+        tracemalloc.start()
+        place.write(at, lambda start: iter([piece] * count))
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert seen == [(f"/bundles/blobs/sha256/{digest[7:]}", digest)]
+    assert most < 8 << 20
+
+
+def test_a_web_server_that_takes_nothing_says_what_to_do() -> None:
+    class Static(QuietHandler):
+        def answer(self) -> None:
+            self.content()
+            self.reply(404 if self.command in ("GET", "HEAD") else 405)
+
+        do_GET = do_HEAD = do_PUT = answer
+
+    with serving(Static) as host:
+        assert "takes no files: copy the directory" in push(f"http://{host}/call")
+
+
+def test_a_pull_goes_on_from_a_server_without_ranges(
+    web: str, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    for file in (GOLDEN / "call").rglob("*"):
+        if file.is_file():
+            files[f"/call/{file.relative_to(GOLDEN / 'call')}"] = file.read_bytes()
+    largest = max(files, key=lambda path: len(files[path]))
+    half = tmp_path / "back" / ".partial" / largest.rpartition("/")[2]
+    half.parent.mkdir(parents=True)
+    half.write_bytes(files[largest][: len(files[largest]) // 2])
+    ship(parse_reference(f"{web}/call"), parse_reference(str(tmp_path / "back")))
+    expected = audit(GOLDEN / "call", check_generation)
+    assert audit(tmp_path / "back", check_generation) == expected
+
+
+def test_the_last_tag_of_a_bucket_leaves_blobs_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.unit.compiler.sharing.fixtures import s3_store
+
+    with s3_store() as endpoint:
+        for name, value in (S3_SETTINGS | {"AWS_ENDPOINT": endpoint}).items():
+            monkeypatch.setenv(name, value)
+        at = "s3://bucket/models/demo"
+        for name, tag in (("call", "v1"), ("call", "stable"), ("fleet", "v2")):
+            ship(parse_reference(str(GOLDEN / name)), parse_reference(f"{at}:{tag}"))
+        place = open_repository(parse_reference(at))
+        assert place.remove("stable") == 0
+        sizes = [
+            file.stat().st_size for file in (GOLDEN / "call" / "blobs").rglob("*") if file.is_file()
+        ]
+        assert 0 < place.remove("v1") <= sum(sizes)
+        ship(parse_reference(f"{at}:v2"), parse_reference(str(tmp_path / "back")))
+    expected = audit(GOLDEN / "fleet", check_generation)
+    assert audit(tmp_path / "back", check_generation) == expected
