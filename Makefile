@@ -133,7 +133,7 @@ fuzz: $(READY) ## 100,000 hostile bundles through the checks, 2,000 through load
 chaos: $(READY) ## commands that break at every call on their files, and races of processes (3 hours); writes its figures
 	PREJIT_CHAOS_EXAMPLES=100000 $(BIN)/python -m pytest $(CAMPAIGN) tests/campaigns/test_chaos.py tests/campaigns/test_races.py
 
-broken-transfers: $(READY) ## 10,000 pulls and pushes that break, then go on (40 minutes); writes its figures
+broken-transfers: $(READY) ## 10,000 pulls and pushes that break, then go on (30 minutes); writes its figures
 	PREJIT_BROKEN_EXAMPLES=10000 $(BIN)/python -m pytest $(CAMPAIGN) -n0 tests/campaigns/test_broken_transfers.py
 
 evaluation: $(READY) ## lm-evaluation-harness against a server and beside torch (installs both, 1 GB; 5 minutes)

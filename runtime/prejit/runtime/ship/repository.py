@@ -207,9 +207,8 @@ def checked(
     hasher = hashlib.sha256() if hasher is None else hasher
     size = 0
     left: bytes | memoryview = b""
-    with ThreadPoolExecutor(
-        1, "prejit-hash"
-    ) as thread:  # one piece is hashed while its neighbours move
+    # A piece is hashed while its neighbours are received and written.
+    with ThreadPoolExecutor(1, "prejit-hash") as thread:
         hashing = thread.submit(hasher.update, b"")
         for piece in pieces:
             hashing.result()
