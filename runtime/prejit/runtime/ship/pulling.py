@@ -93,7 +93,7 @@ def pull(
             return Pulled(store.directory(root.digest), root.digest, None)
         shipment = shipment_of(files, root, kept)
         root = root._replace(bundle=replace(root.bundle, manifests=kept))
-        files, kept_bytes = with_equal_chunks(files, root, store)
+        files, kept_bytes = with_equal_chunks(files, root, shipment, store)
         moved = move(files, shipment, store, "", report=report)
         moved = replace(
             moved,
