@@ -178,7 +178,7 @@ def _find(
         store.note_use(root.digest)
         return Pulled(store.directory(root.digest), root.digest, None)
     root = root._replace(bundle=replace(root.bundle, manifests=kept))
-    files, equal_bytes = with_equal_chunks(files, root, store)
+    files, equal_bytes = with_equal_chunks(files, root, shipment, store)
     return _Found(files, shipment, equal_bytes, loads_first)
 
 

@@ -17,6 +17,8 @@ from prejit.compiler.fleet.fleet_machines import Machine
 from prejit.runtime import __main__
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import StoreError, UntrustedError, UsageError
+from prejit.runtime.format.audit import audit
+from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.pulling import Wanted, pull
@@ -97,6 +99,16 @@ def test_a_new_channel_gets_what_its_repository_lacks_and_has_no_way_back(place:
     found.move()
     assert digest(new, "prod") == digest(place, "all")
     assert set(tags(new)) == {"prod"}
+
+
+def test_what_is_attached_to_a_bundle_by_its_digest_goes_with_it(
+    place: str, tmp_path: Path
+) -> None:
+    Rollout(f"{place}:prod", digest(place, "other"), ()).move()
+    ship(parse_reference(f"{place}:prod"), parse_reference(str(tmp_path / "back")))
+    found = audit(tmp_path / "back", check_generation)
+    assert found == audit(GOLDEN / "call", check_generation)
+    assert found.attached_count == 2
 
 
 def test_who_is_served_before_and_after(place: str) -> None:
