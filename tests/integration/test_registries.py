@@ -96,6 +96,7 @@ def test_the_commands_with_a_login_that_another_tool_keeps(
         ("pull", other),
         ("pull", f"{at}:stable", "--all", "-o", str(tmp_path / "out")),
         ("ls", at),
+        ("rm", f"{at}@{audit(GOLDEN / 'fleet', check_generation).digest}"),
     ):
         assert main(words) == 0, (words, capsys.readouterr().err)
     said = capsys.readouterr().out

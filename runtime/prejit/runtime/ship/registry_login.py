@@ -99,7 +99,7 @@ def _ask_helper(helper: str, host: str, path: str) -> Login | None:
 
 def _decode(entry: dict[str, Any], path: str) -> Login:
     try:
-        pair = base64.b64decode(str(entry.get("auth", ""))).decode()
+        pair = base64.b64decode(str(entry.get("auth", "")), validate=True).decode()
     except (binascii.Error, ValueError) as error:
         raise StoreError(
             f"{path}: expected a login in base64: {error}", hint="log in again"

@@ -79,6 +79,13 @@ def test_a_registry(fault: object, said: str) -> None:
         assert said in push(f"oci://{registry.host}/call:v1")
 
 
+def test_a_registry_without_uploads_in_chunks_gets_each_blob_whole() -> None:
+    with fake_registry(fault=lambda method, path: 405 if method == "PATCH" else None) as registry:
+        ship(parse_reference(str(GOLDEN / "call")), parse_reference(f"oci://{registry.host}/call"))
+        assert registry.count("PATCH", "") == 0
+        assert all(digest_of(content) == at for (_, at), content in registry.blobs.items())
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -1,0 +1,146 @@
+"""Places behind private CAs and proxies, and the logins that other tools keep."""
+
+from __future__ import annotations
+
+import base64
+import json
+import ssl
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import trustme
+from tests.fake_registry import fake_registry
+from tests.http_serving import QuietHandler, serving
+
+from prejit.runtime.errors import StoreError
+from prejit.runtime.ship.reference import parse_reference
+from prejit.runtime.ship.registry_login import find_login
+from prejit.runtime.ship.shipping import ship
+
+CALL = Path(__file__).parents[3] / "format" / "v1" / "call"
+VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "no_proxy", "NO_PROXY")
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in (*VARIABLES, *PROXIES, "REGISTRY_AUTH_FILE", "DOCKER_CONFIG", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+
+
+class Files(QuietHandler):
+    """Serves the files of a bundle."""
+
+    def do_GET(self) -> None:
+        file = CALL / self.path.removeprefix("/call/")
+        found = file.is_file()
+        self.reply(200 if found else 404, file.read_bytes() if found else b"")
+
+    do_HEAD = do_GET
+
+
+def test_a_web_server_with_a_certificate_of_a_private_ca(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = trustme.CA()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.2").configure_cert(context)
+    with serving(Files, "127.0.0.2", context) as host:
+        at = parse_reference(f"https://{host}/call")
+        with pytest.raises(StoreError, match=r"(?i)certificate") as raised:
+            ship(at, parse_reference(str(tmp_path / "refused")))
+        assert "SSL_CERT_FILE" in str(raised.value.hint)
+        authority.cert_pem.write_to_path(tmp_path / "authority.pem")
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "authority.pem"))
+        ship(at, parse_reference(str(tmp_path / "back")))
+
+
+@pytest.mark.parametrize("place", ["oci://inside.example/call:v1", "http://inside.example/call"])
+def test_a_place_behind_a_proxy(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proxy alone finds the host."""
+    seen: list[str] = []
+    with fake_registry() as registry, serving(Files) as files:
+        inside = registry.host if place.startswith("oci") else files
+        ship(parse_reference(str(CALL)), parse_reference(f"oci://{registry.host}/call:v1"))
+
+        class Proxy(QuietHandler):
+            def do_GET(self) -> None:
+                seen.append(self.path)
+                url = self.path.replace("inside.example", inside)
+                asked = urllib.request.Request(url, headers=dict(self.headers), method=self.command)
+                try:
+                    with direct.open(asked) as answer:
+                        kind = answer.headers.get("content-type", "")
+                        self.reply(answer.status, answer.read(), content_type=kind)
+                except urllib.error.HTTPError as error:
+                    self.reply(error.code)
+                    error.close()
+
+            do_HEAD = do_GET
+
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with serving(Proxy) as host:
+            monkeypatch.setenv("PREJIT_PLAIN_HTTP", "inside.example")
+            for name in ("http_proxy", "HTTP_PROXY"):
+                monkeypatch.setenv(name, f"http://{host}")
+            ship(parse_reference(place), parse_reference(str(tmp_path / "back")))
+    assert any("inside.example" in each for each in seen)
+
+
+def keep(file: Path, logins: object) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"auths": logins}))
+
+
+def login(user: str, **more: str) -> dict[str, str]:
+    return {"auth": base64.b64encode(f"{user}:secret".encode()).decode(), **more}
+
+
+def test_the_login_of_the_narrowest_place_in_the_first_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find_login("host", "team/demo") is None
+    docker = tmp_path / "docker" / "config.json"
+    monkeypatch.setenv("DOCKER_CONFIG", str(docker.parent))
+    keep(docker, {"host": login("docker")})
+    podman = tmp_path / "run" / "containers" / "auth.json"
+    keep(podman, {"host/team": login("narrow"), "host": login("wide"), "other": login("other")})
+    named = tmp_path / "named.json"
+    for repository, user in (("team/demo", "narrow"), ("teams", "wide")):
+        found = find_login("host", repository)
+        assert found is not None
+        assert (found.user, found.secret, found.source) == (user, "secret", str(podman))
+    podman.unlink()
+    found = find_login("host", "team/demo")
+    assert found is not None
+    assert found.user == "docker"
+    monkeypatch.setenv("REGISTRY_AUTH_FILE", str(named))
+    keep(named, {"host": login("", identitytoken="token")})
+    found = find_login("host", "team/demo")
+    assert found is not None
+    assert found.identity == "token"
+    assert find_login("elsewhere", "team/demo") is None
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("not JSON", "expected logins as JSON"),
+        ('{"auths": {"host": {"auth": "?"}}}', "expected a login in base64"),
+        ('{"credsStore": "none-such"}', "expected its helper docker-credential-none-such"),
+    ],
+)
+def test_a_file_of_logins_that_is_damaged_is_named(
+    content: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(content)
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    with pytest.raises(StoreError, match=said) as raised:
+        find_login("host", "demo")
+    assert str(tmp_path) in str(raised.value)
+    assert raised.value.hint
