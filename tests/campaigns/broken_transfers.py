@@ -30,6 +30,7 @@ from prejit.runtime.ship.shipping import ship
 
 from . import broken_answers, processes
 from .transfer_processes import (
+    ARRIVE,
     COPY,
     DIRECTORY,
     HTTP,
@@ -49,7 +50,7 @@ ANSWER_SECONDS, CLEAN_ANSWER_SECONDS = 0.3, 10.0
 LIMIT_SECONDS = 30.0
 """Longest time of a process. One that takes longer hangs."""
 USER = "me:secret"
-WAYS = {PULL: 40, HTTP: 10, DIRECTORY: 8, TAR: 7, PUSH: 20, PUSH_TAR: 8, COPY: 7}
+WAYS = {PULL: 30, ARRIVE: 10, HTTP: 10, DIRECTORY: 8, TAR: 7, PUSH: 20, PUSH_TAR: 8, COPY: 7}
 """All ways, and how many of 100 cases each gets."""
 
 # ---------------------------------------------------------------------- the bundle
@@ -107,6 +108,7 @@ EVERYWHERE = (*broken_answers.OF_CONTENT, *broken_answers.OF_ANY, KILLED, STOPPE
 OF_DISKS = (FULL, LIMITED)
 FAULTS: Mapping[str, tuple[str, ...]] = {
     PULL: (*EVERYWHERE, *OF_DISKS, MOVED_TAG, UNLISTED, REFERRERS, ABROAD, ASKED_ABROAD),
+    ARRIVE: (*EVERYWHERE, *OF_DISKS, MOVED_TAG, UNLISTED, ABROAD),
     HTTP: (*EVERYWHERE, *OF_DISKS, MOVED_TAG, ABROAD),
     DIRECTORY: (*EVERYWHERE, *OF_DISKS, MOVED_TAG, UNLISTED, REFERRERS, ABROAD),
     TAR: (*EVERYWHERE, *OF_DISKS, MOVED_TAG, ABROAD),

@@ -13,10 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prejit.runtime.errors import PrejitError
+from prejit.runtime.base.files import digest_of
+from prejit.runtime.errors import PrejitError, RejectError
 from prejit.runtime.ship.machine_store import MachineStore
-from prejit.runtime.ship.pulling import Wanted, pull, pull_into
-from prejit.runtime.ship.reference import parse_reference
+from prejit.runtime.ship.pulling import Wanted, arrive, pull, pull_into
+from prejit.runtime.ship.reference import Reference, parse_reference
 from prejit.runtime.ship.shipping import ship
 
 PRELOADED = (
@@ -36,7 +37,8 @@ _CAPABILITIES_V3 = 0x20080522
 """The version of capset's structures (linux/capability.h)."""
 PULL, HTTP, DIRECTORY, TAR = "pull", "pull by http", "pull into a directory", "pull into a tar"
 PUSH, PUSH_TAR, COPY = "push", "push of a tar", "copy within a registry"
-INTO_STORE = (PULL, HTTP)
+ARRIVE = "load while it arrives"
+INTO_STORE = (PULL, HTTP, ARRIVE)
 INTO_REGISTRY = (PUSH, PUSH_TAR, COPY)
 
 
@@ -73,7 +75,9 @@ def transfer(job: Job) -> None:
     end = {"error": "", "is_ours": True, "text": ""}
     try:
         source = parse_reference(job.source)
-        if job.way in INTO_STORE:
+        if job.way == ARRIVE:
+            _read_while_it_arrives(source, MachineStore(Path(job.target)))
+        elif job.way in INTO_STORE:
             pull(source, MachineStore(Path(job.target)), Wanted())
         elif job.way in (DIRECTORY, TAR):
             pull_into(source, parse_reference(job.target), Wanted())
@@ -88,6 +92,27 @@ def transfer(job: Job) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     job.outcome.write_text(json.dumps(end))
     os._exit(0)
+
+
+def _read_while_it_arrives(source: Reference, store: MachineStore) -> None:
+    """Read the weights of a bundle as `load` reads them, and check that their bytes are right."""
+    path, bundle = arrive(source, store, Wanted())
+    if bundle is None:
+        return
+    for digest, arrival in bundle._arrivals.items():
+        descriptor = arrival.open()
+        size = os.fstat(descriptor).st_size
+        content = b""
+        for place in range(0, size, PIECE_BYTES):
+            end = min(size, place + PIECE_BYTES)
+            arrival.wait(end)
+            content += os.pread(descriptor, end - place, place)
+        os.close(descriptor)
+        if digest_of(content) != digest:  # the checks of `load`, which come after
+            raise RejectError(str(path), f"expected the bytes of {digest}")
+    assert bundle._thread is not None
+    bundle._thread.join()
+    bundle.close()
 
 
 def _drop_rights() -> None:
