@@ -38,7 +38,7 @@ TESTS ?= tests
 # What the oldest interpreter runs.
 CHOSEN := -p tests.other_interpreter
 
-.PHONY: help demo artifacts dist test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity test-ray demo-model hostile damage fuzz chaos evaluation soak hostile-clients differential docs clean
+.PHONY: help demo artifacts dist test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity test-ray demo-model hostile damage fuzz chaos broken-transfers evaluation soak hostile-clients differential docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -132,6 +132,9 @@ fuzz: $(READY) ## 100,000 hostile bundles through the checks, 2,000 through load
 
 chaos: $(READY) ## commands that break at every call on their files, and races of processes (3 hours); writes its figures
 	PREJIT_CHAOS_EXAMPLES=100000 $(BIN)/python -m pytest $(CAMPAIGN) tests/campaigns/test_chaos.py tests/campaigns/test_races.py
+
+broken-transfers: $(READY) ## 10,000 pulls and pushes that break, then go on (30 minutes); writes its figures
+	PREJIT_BROKEN_EXAMPLES=10000 $(BIN)/python -m pytest $(CAMPAIGN) -n0 tests/campaigns/test_broken_transfers.py
 
 evaluation: $(READY) ## lm-evaluation-harness against a server and beside torch (installs both, 1 GB; 5 minutes)
 	test -d $(PREJIT_TEST_ENVIRONMENTS)/evaluation || $(PYTHON) -m venv $(PREJIT_TEST_ENVIRONMENTS)/evaluation

@@ -6,8 +6,9 @@ import base64
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -33,9 +34,14 @@ class FakeRegistry:
         has_tag_deletion: whether it deletes tags.
         fault: called with the method and the path of each request; what it returns happens instead of the
             right answer: a status, a status with headers, `cut` (half of the answer), `stall`, `wrong`
-            (other bytes), an event that holds back half of the answer until it is set, or a URL to redirect
-            to; None: nothing.
+            (other bytes), `hang up` (before the body of the request is read), an event
+            that holds back half of the answer until it is set, a URL to redirect to, or a
+            function that answers: it gets the handler, the right content (None: there is none) and the
+            first byte that is asked for; None: nothing.
+        files: contents by path, for a static web server beside the registry.
         seen: method and path of each request, with its authorization.
+        sent: bytes of blobs and files that were sent, by path.
+        connections: how many are open.
         host: `host:port`.
     """
 
@@ -46,7 +52,10 @@ class FakeRegistry:
     has_referrers: bool = True
     has_tag_deletion: bool = True
     fault: Callable[[str, str], Any] = lambda method, path: None
+    files: dict[str, bytes] = field(default_factory=dict)
     seen: list[tuple[str, str, str]] = field(default_factory=list)
+    sent: Counter[str] = field(default_factory=Counter)
+    connections: int = 0
     host: str = ""
 
     def count(self, method: str, part: str) -> int:
@@ -66,28 +75,51 @@ def fake_registry(**behaviour: Any) -> Iterator[FakeRegistry]:
         yield state
 
 
+_counting = threading.Lock()
+
+
 class _RegistryHandler(QuietHandler):
+    disable_nagle_algorithm = True  # else a body waits 40 ms behind its headers
     registry: FakeRegistry
+
+    def handle(self) -> None:
+        self.count_connection(1)
+        try:
+            super().handle()
+        finally:
+            self.count_connection(-1)
+
+    def count_connection(self, one: int) -> None:
+        with _counting:
+            self.registry.connections += one
+
+    def finish(self) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):
+            super().finish()
 
     def answer(self) -> None:
         """Answer any request."""
         state, method = self.registry, self.command
         state.seen.append((method, self.path, self.headers.get("authorization", "")))
+        parts = urlsplit(self.path)
+        fault = None if parts.path == "/token" else state.fault(method, self.path)
+        if fault == "hang up":
+            self.close_connection = True
+            return
         body = b""
         if "chunked" not in self.headers.get("transfer-encoding", ""):
             body = self.content()
-        parts = urlsplit(self.path)
         if parts.path == "/token":
             self.token()
-            return
-        fault = state.fault(method, self.path)
-        if isinstance(fault, int):
+        elif isinstance(fault, int):
             self.reply(fault)
         elif isinstance(fault, tuple):
             self.reply(fault[0], **fault[1])
         elif isinstance(fault, str) and "://" in fault:
             self.reply(307, location=fault)
-        elif state.user and self.headers.get("authorization") != self.right():
+        elif (
+            state.user and "/v2/" in self.path and self.headers.get("authorization") != self.right()
+        ):
             token = f'Bearer realm="http://{state.host}/token",service="s",scope="x"'
             asked = 'Basic realm="registry"' if state.is_basic else token
             self.reply(401, www_authenticate=asked)
@@ -112,6 +144,9 @@ class _RegistryHandler(QuietHandler):
         self, method: str, path: str, query: dict[str, list[str]], body: bytes, fault: Any
     ) -> None:
         state = self.registry
+        if not path.startswith("/v2/"):
+            self.send(state.files.get(path), fault)
+            return
         head, _, rest = path.removeprefix("/v2/").rpartition("/")
         name, _, kind = head.rpartition("/")
         if kind == "uploads":  # POST .../blobs/uploads/, PUT .../blobs/uploads/1
@@ -127,7 +162,7 @@ class _RegistryHandler(QuietHandler):
         elif kind == "blobs":
             self.send(state.blobs.get((name, rest)), fault)
         elif kind == "referrers" and state.has_referrers:
-            self.reply(200, _index(_referrers(state, name, rest)), content_type=INDEX)
+            self.send(referrers_index(state, name, rest), fault, content_type=INDEX)
         elif kind == "tags":
             tags = [tag for at, tag in state.manifests if at == name and ":" not in tag]
             known = any(at == name for at, _ in state.manifests)
@@ -136,29 +171,39 @@ class _RegistryHandler(QuietHandler):
             self.reply(404)
 
     def send(self, content: bytes | None, fault: Any, **headers: str) -> None:
+        asked = self.headers.get("range", "").removeprefix("bytes=").partition("-")[0]
+        if callable(fault):
+            fault(self, content, int(asked or 0))
+            return
         if content is None:
             self.reply(404, b'{"errors":[{"code":"NAME_UNKNOWN","message":"unknown"}]}')
             return
         if fault == "wrong":
             content = bytes(len(content) - 1) + b"x"
-        start, status = 0, 200
-        if asked := self.headers.get("range", ""):
-            start, status = int(asked.removeprefix("bytes=").removesuffix("-")), 206
+        start, status = int(asked or 0), 206 if asked else 200
         part = content[start:]
+        if asked:
+            headers["content_range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         if fault in ("cut", "stall") or isinstance(fault, threading.Event):
             self.send_response(status)
             self.send_header("content-length", str(len(part)))
             self.end_headers()
-            self.wfile.write(part[: len(part) // 2])
-            self.wfile.flush()
+            self.write(part[: len(part) // 2])
             if fault == "stall":
                 time.sleep(2)
             if isinstance(fault, threading.Event):
                 fault.wait(30)
-                self.wfile.write(part[len(part) // 2 :])
+                self.write(part[len(part) // 2 :])
             self.close_connection = True
             return
+        if self.command != "HEAD":
+            self.registry.sent[self.path] += len(part)
         self.reply(status, part, **headers)
+
+    def write(self, part: bytes) -> None:
+        """Send a part of a blob or a file."""
+        self.wfile.write(part)
+        self.registry.sent[self.path] += len(part)
 
     def upload(self, method: str, name: str, query: dict[str, list[str]], body: bytes) -> None:
         state = self.registry
@@ -171,7 +216,7 @@ class _RegistryHandler(QuietHandler):
             else:
                 self.reply(202, location=f"/v2/{name}/blobs/uploads/1?state=x")
         elif method == "PUT":
-            [digest] = query["digest"]
+            [digest] = query.get("digest", [""])
             if digest_of(body) != digest:
                 self.reply(400, b'{"errors":[{"code":"DIGEST_INVALID"}]}')
                 return
@@ -198,9 +243,10 @@ class _RegistryHandler(QuietHandler):
         self.reply(201, **headers)
 
 
-def _referrers(state: FakeRegistry, name: str, digest: str) -> list[dict[str, Any]]:
+def referrers_index(state: FakeRegistry, name: str, digest: str) -> bytes:
+    """Return the index of what refers to a digest."""
     found = []
-    for (at, tag), content in state.manifests.items():
+    for (at, tag), content in list(state.manifests.items()):
         plain = json.loads(content)
         if at == name and ":" in tag and plain.get("subject", {}).get("digest") == digest:
             found.append(
@@ -211,7 +257,7 @@ def _referrers(state: FakeRegistry, name: str, digest: str) -> list[dict[str, An
                     "artifactType": plain.get("artifactType"),
                 }
             )
-    return found
+    return json.dumps({"schemaVersion": 2, "mediaType": INDEX, "manifests": found}).encode()
 
 
 def _media_type(content: bytes) -> str:
@@ -219,7 +265,3 @@ def _media_type(content: bytes) -> str:
         return str(json.loads(content)["mediaType"])
     except (ValueError, KeyError):  # a test has damaged it
         return MANIFEST
-
-
-def _index(manifests: list[dict[str, Any]]) -> bytes:
-    return json.dumps({"schemaVersion": 2, "mediaType": INDEX, "manifests": manifests}).encode()

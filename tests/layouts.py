@@ -70,3 +70,28 @@ def write_root(path: Path, entries: list[Any]) -> None:
     """Write an `index.json` with these entries, as a tool other than prejit writes it."""
     root = {"schemaVersion": 2, "mediaType": INDEX, "manifests": entries}
     (path / "index.json").write_text(json.dumps(root))
+
+
+def copy_with_layers(golden: Path, path: Path, contents: Mapping[str, bytes]) -> Path:
+    """Write a bundle of the last target of another, whose layers of some media types have these bytes.
+
+    It is valid as far as its digests go: no program of it runs.
+    """
+    from prejit.runtime.base.files import digest_of
+
+    index, held, kept = index_of(golden), blobs_of(golden), dict[str, bytes | Path]()
+    [*_, at] = index["manifests"]
+    manifest = json.loads(held[at["digest"]].read_bytes())
+    for each in (manifest["config"], *manifest["layers"]):
+        content = contents.get(each["mediaType"])
+        if content is not None:
+            each |= {"digest": digest_of(content), "size": len(content)}
+        kept[each["digest"]] = held[each["digest"]] if content is None else content
+    content = _canonical(manifest)
+    at |= {"digest": digest_of(content), "size": len(content)}
+    index["manifests"] = [at]
+    return write_files(path, _canonical(index), {**kept, at["digest"]: content})
+
+
+def _canonical(plain: object) -> bytes:
+    return json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()

@@ -28,6 +28,7 @@ CHOSEN = {
     "unit/runtime/programs/test_dispatched_calls.py": "calls by jaxlib's dispatch",
     "unit/runtime/programs/test_pytree.py": "jax's trees",
     "unit/runtime/recorded": "jax's dispatch and its texts, which recordings watch",
+    "unit/runtime/ship/test_mounted_forms.py": "headers of tars, whose digests name layers",
     "unit/runtime/test_call.py": "arrays in and out",
     "unit/runtime/test_fallback.py": "portable programs that this jaxlib compiles",
 }

@@ -152,11 +152,11 @@ def main() -> None:
                 path for method, path, _ in registry.seen if method == "GET" and "/blobs/" in path
             ]
             sent = sum(len(registry.blobs["b", path.rpartition("/")[2]]) for path in got)
-            assert len(got) == len(set(got)), "a blob was sent twice"
+            again = len(got) - len(set(got))
         once = Table(
             f"{PROCESSES} processes that load one reference at once, from an empty store",
             ("bundle", "its blobs that were sent", "sent twice", "until the last has loaded, s"),
-            [(size(total), f"{len(got)}, {size(sent)}", "0", f"{seconds:.1f}")],
+            [(size(total), f"{len(got)}, {size(sent)}", f"{again}", f"{seconds:.1f}")],
         )
     publish(facts, "machine-stores", "A machine's store of bundles", [sizes, once])
 

@@ -76,6 +76,7 @@ def load(
             or `https://HOST/PATH@sha256:...`. What this machine lacks of it is fetched into its store
             (`ship.machine_store`), after the trust policies have allowed it. The weights may still be on the
             way when this returns: the first request waits for them.
+            `wheel:NAME` is the bundle in an installed package of `prejit wheel`.
         on_mismatch: what to do if this machine matches none of the bundle's targets. `jit`: compile the
             portable programs, with a FallbackWarning. `error`: raise. It decides in the same way about calls
             with sizes that the manifest leaves open and that are no bucket.
@@ -136,10 +137,9 @@ def load(
     open_ = partial(
         _open, machine=machine, declared=fingerprint, must_match=must_match, policies=policies
     )
-    arriving = None
-    if "://" in os.fspath(path):
-        wanted_for = fingerprint or machine
-        path, arriving = _fetched(os.fspath(path), wanted_for, must_match, policies, on_transfer)
+    arriving, given = None, os.fspath(path)
+    if "://" in given or given.startswith("wheel:"):
+        path, arriving = _fetched(given, fingerprint or machine, must_match, policies, on_transfer)
     opening = time.perf_counter()
     opened = read_whole(path, open_) if arriving is None else open_(arriving, read_root(arriving))
     reading = span("reading", opening)
@@ -189,14 +189,17 @@ def _fetched(
     policies: Sequence[str],
     report: Report | None,
 ) -> tuple[str, ArrivingBundle | None]:
-    """Return the directory of a bundle in the store, and the bundle itself where it is on the way there."""
+    """Return the directory of a bundle in the store or a wheel, and the bundle itself if it is on the way."""
     with importing():
         from prejit.runtime.ship.machine_store import machine_store
         from prejit.runtime.ship.pulling import Wanted, arrive
         from prejit.runtime.ship.reference import parse_reference
+    found = parse_reference(reference)
+    if not found.is_remote:
+        return found.place, None
     wanted = Wanted(machine, must_match=must_match)
-    where, store = parse_reference(reference), machine_store()
-    path, arriving = arrive(where, store, wanted, policies, report or (lambda _: None))
+    store = machine_store()
+    path, arriving = arrive(found, store, wanted, policies, report or (lambda _: None))
     return str(path), arriving
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from prejit.compiler.cli.build_commands import PATH as DIRECTORY
 from prejit.runtime.base.wording import size, table
+from prejit.runtime.cli.bundle_references import with_all_targets
 from prejit.runtime.cli.command_options import (
     BUNDLE,
     COUNT,
@@ -121,6 +121,7 @@ def bench(
     return 0
 
 
+_COMPARED = "Directory of a bundle, or a reference to one."
 _SHOWN = 4
 """Operations, kinds of instructions and fields of a program that are shown; --json has all."""
 
@@ -130,8 +131,8 @@ _SHOWN = 4
     "  prejit diff before/demo after/demo --speed\n\n"
     "Exit status: 0 if the bundles are equal, 1 if they differ."
 )
-@click.argument("before", type=DIRECTORY, metavar="A", help="Directory of a bundle.")
-@click.argument("after", type=DIRECTORY, metavar="B", help="Directory of a bundle.")
+@click.argument("before", type=PATH, metavar="A", callback=with_all_targets, help=_COMPARED)
+@click.argument("after", type=PATH, metavar="B", callback=with_all_targets, help=_COMPARED)
 @click.option(
     "--speed",
     "measures",
@@ -139,11 +140,11 @@ _SHOWN = 4
     help="Run the programs of both in turns, each with its own jaxlib, and name those that became slower.",
 )
 @JSON
-def diff(before: Path, after: Path, measures: bool, as_json: bool) -> int:
+def diff(before: str, after: str, measures: bool, as_json: bool) -> int:
     """Say what differs between bundles A and B: programs, instructions, weights, requirements, versions."""
     from prejit.compiler.comparing.difference import compare_bundles, read_bundle
 
-    first, second = read_bundle(before), read_bundle(after)
+    first, second = read_bundle(Path(before)), read_bundle(Path(after))
     found = compare_bundles(first, second)
     speed: Speed | None = None
     if measures:

@@ -22,7 +22,7 @@ from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.opening import OpenTarget, match
 from prejit.runtime.format.root import Root, read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.ship.reference import Reference, parse_reference
+from prejit.runtime.ship.reference import REGISTRY, Reference, parse_reference
 from prejit.runtime.ship.repository import BundleFiles, Repository, Shipment, shipment_of
 from prejit.runtime.ship.shipping import (
     Counting,
@@ -108,10 +108,13 @@ class Rollout:
         """
         self._channel = _channel_of(channel)
         self._previous = replace(self._channel, tag=self._channel.tag + PREVIOUS)
+        self._place = open_repository(self._channel)
         source = parse_reference(new) if new else self._previous
         if is_digest(new):
-            source = replace(self._channel, tag="", digest=new)
-        self._place = open_repository(self._channel)
+            # A bucket knows by a tag alone what is attached.
+            tags = () if self._channel.scheme == REGISTRY else self._place.tags()
+            tag = next((each.tag for each in tags if each.digest == new), "")
+            source = replace(self._channel, tag=tag, digest=new)
         self._resolved = self._place.resolve(self._channel.tag)
         if not new and not self._place.resolve(self._previous.tag):
             raise StoreError(

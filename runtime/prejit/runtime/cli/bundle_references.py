@@ -32,6 +32,9 @@ def local_bundle(
     """
     if not is_reference(path):
         return path
+    reference = parse_reference(path)
+    if not reference.is_remote:  # of an installed wheel
+        return reference.place
     from prejit.runtime.ship.machine_store import machine_store
     from prejit.runtime.ship.pulling import Wanted, pull
 
@@ -39,7 +42,7 @@ def local_bundle(
     wanted = Wanted(of, must_match=must_match)
     with progress() as show:
         store, told = machine_store(), reporting(show)
-        return str(pull(parse_reference(path), store, wanted, policy_paths(), told).path)
+        return str(pull(reference, store, wanted, policy_paths(), told).path)
 
 
 @contextlib.contextmanager
@@ -68,7 +71,7 @@ def with_all_targets(_: click.Context, __: click.Parameter, path: str) -> str:
 def reporting(show: Callable[[str], None]) -> Report:
     """Return a function that shows how far a transfer is, with its rate and the time that is left."""
     began = time.monotonic()
-    shown = 0.0
+    shown = began + 0.9  # what takes less than a second shows nothing
 
     def report(at: TransferProgress) -> None:
         nonlocal shown

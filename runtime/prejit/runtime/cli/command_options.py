@@ -55,7 +55,7 @@ SIZE: Attributes = {"type": byte_count, "metavar": "SIZE"}
 _BUNDLE: Attributes = {
     "type": PATH,
     "metavar": "BUNDLE",
-    "help": "Directory of a bundle, or a reference: oci://, s3://, gs://, az://, https://.",
+    "help": "A directory, or a reference: oci://, s3://, gs://, az://, hf://, https://, wheel:NAME.",
 }
 BUNDLE = click.argument("path", **_BUNDLE)
 LOCAL_BUNDLE = click.argument("path", **_BUNDLE, callback=of_this_machine)

@@ -87,6 +87,7 @@ HOUSES = {
             "rebuild": "Build a bundle again from its recorded inputs and compare the two part by part.",
             "record": "Run a program and pack what jax compiles for it into a bundle.",
             "sign": "Sign a bundle, so that trust policies, cosign and model_signing can verify it.",
+            "wheel": "Write a wheel with a bundle in it, for pip.",
             "channel": "Say which bundle is the current one, and rotate the keys that say so.",
             "rollout": "Move a channel to another bundle, after a look at what each machine would do.",
             "gc": "Remove cached programs and environments that were not used for some days.",

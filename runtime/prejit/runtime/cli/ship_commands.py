@@ -16,9 +16,10 @@ from prejit.runtime.cli.output import print_json, print_text, progress
 from prejit.runtime.errors import UsageError
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship.machine_store import machine_store
+from prejit.runtime.ship.mounted_forms import IMAGE, MODELPACK
 from prejit.runtime.ship.pulling import Wanted, pull_into
 from prejit.runtime.ship.pulling import pull as fetch
-from prejit.runtime.ship.reference import Reference, is_reference, parse_reference
+from prejit.runtime.ship.reference import Reference, parse_reference
 from prejit.runtime.ship.shipping import Moved, open_repository, ship
 
 _TARGETS = click.option(
@@ -42,23 +43,39 @@ def _say(moved: Moved, where: Reference, seconds: float, as_json: bool) -> int:
     return 0
 
 
-def _ship(source: Reference, target: Reference, targets: Sequence[str], as_json: bool) -> int:
+def _ship(
+    source: Reference, target: Reference, targets: Sequence[str], as_json: bool, form: str = ""
+) -> int:
     began = time.monotonic()
     with progress() as show:
-        moved = ship(source, target, targets, reporting(show))
+        moved = ship(source, target, targets, reporting(show), form=form)
     return _say(moved, target, time.monotonic() - began, as_json)
 
 
 @click.command(
     epilog="Examples:\n\n\b\n  prejit push artifacts/demo oci://registry.example/models/demo:v1\n"
-    "  prejit push artifacts/demo s3://bucket/models/demo:v1\n  prejit push artifacts/demo demo.tar"
+    "  prejit push artifacts/demo s3://bucket/models/demo:v1\n  prejit push artifacts/demo demo.tar\n"
+    "  prejit push artifacts/demo oci://registry.example/models/demo:v1-image --image"
 )
 @click.argument("path", type=PATH, metavar="BUNDLE", help="Directory or .tar of a bundle.")
 @_REFERENCE
 @_TARGETS
+@click.option(
+    "--image",
+    "form",
+    flag_value=IMAGE,
+    default="",
+    help="Push an OCI image with the bundle in /models, which containerd, Docker and KServe mount.",
+)
+@click.option(
+    "--modelpack",
+    "form",
+    flag_value=MODELPACK,
+    help="Push an artifact of titled files, as CNCF ModelPack has it, which CRI-O and podman mount.",
+)
 @VERBOSE
 @JSON
-def push(path: str, reference: str, targets: tuple[str, ...], as_json: bool) -> int:
+def push(path: str, reference: str, targets: tuple[str, ...], form: str, as_json: bool) -> int:
     """Push a bundle with all that is attached to it: only what the other side lacks."""
     source = parse_reference(path)
     if source.is_remote:
@@ -66,7 +83,7 @@ def push(path: str, reference: str, targets: tuple[str, ...], as_json: bool) -> 
             f"{path}: expected a bundle on this machine, found a URL",
             hint=f"copy it: prejit copy {path} {reference}",
         )
-    return _ship(source, parse_reference(reference), targets, as_json)
+    return _ship(source, parse_reference(reference), targets, as_json, form)
 
 
 @click.command(
@@ -171,9 +188,10 @@ def rm(reference: str) -> int:
 
 
 def _remote(reference: str) -> Reference:
-    if not is_reference(reference):
+    found = parse_reference(reference)
+    if not found.is_remote:
         raise UsageError(f"{reference}: expected a URL of a registry or a bucket, found a path")
-    return parse_reference(reference)
+    return found
 
 
 @click.command(

@@ -13,7 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self, final
 
-from prejit.runtime.base.files import STORE_ERRORS, Content, Identity, map_file, read_all
+from prejit.runtime.base.files import (
+    STORE_ERRORS,
+    Content,
+    Identity,
+    is_digest,
+    map_file,
+    read_all,
+)
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.checks.oci import check_digest
@@ -99,6 +106,7 @@ class Layout:
         path: its directory.
         blobs_root: the directory that has its `blobs`: its own, or that of a store.
         has_shared_blobs: whether its blobs are in a store, among those of other bundles.
+        is_flat: whether its blobs lie beside `index.json`.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -113,7 +121,7 @@ class Layout:
         self.path = Path(path)
         self._blobs_path = str(self.path / "blobs" / "sha256")
         self._directories: list[int] = []
-        self.blobs_root, self.has_shared_blobs = self.path, False
+        self.blobs_root, self.has_shared_blobs, self.is_flat = self.path, False, False
         for left in reversed(range(ATTEMPTS)):
             try:
                 self._open(os.fspath(path))
@@ -141,8 +149,7 @@ class Layout:
         # Held open until the end, so that no later index gets this inode and `is_replaced` notices each.
         self._index = self._pinned_index()
         try:
-            self._blobs = self._open_blobs()
-            self._sha256 = self._open_directory("sha256", self._blobs, os.O_NOFOLLOW)
+            self._blobs, self._sha256 = self._open_blobs()
         except OSError as error:
             if error.errno in STORE_ERRORS:
                 self.close()
@@ -155,18 +162,24 @@ class Layout:
                 hint="give the directory of a bundle; a build that was interrupted leaves none",
             ) from error
 
-    def _open_blobs(self) -> int:
-        """Open the directory of the blobs: the layout's own, or that of a machine's store (`ship`)."""
+    def _open_blobs(self) -> tuple[int, int]:
+        """Open `blobs` and the directory of the blobs in it: the layout's own, or those of a machine's store.
+
+        A mounted artifact (`ship.mounted_forms`) has its blobs beside `index.json`, and is both.
+        """
         try:
-            return self._open_directory("blobs", self._root, os.O_NOFOLLOW)
+            blobs = self._open_directory("blobs", self._root, os.O_NOFOLLOW)
         except FileNotFoundError:
+            if any(is_digest(f"sha256:{name}") for name in os.listdir(self._root)):
+                self.is_flat, self._blobs_path = True, str(self.path)
+                return self._root, self._root
             if self.path.parent.name != STORED:
                 raise
             # Bundles of a store share their blobs. `..` is a directory's own, whatever its path says.
             blobs = self._open_directory("../../blobs", self._root, os.O_NOFOLLOW)
             self.blobs_root, self.has_shared_blobs = self.path.parents[1], True
             self._blobs_path = str(self.blobs_root / "blobs" / "sha256")
-            return blobs
+        return blobs, self._open_directory("sha256", blobs, os.O_NOFOLLOW)
 
     def _open_directory(self, name: str, parent: int | None, flags: int = 0) -> int:
         flags |= os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -214,15 +227,19 @@ class Layout:
     def names(self) -> Iterator[str]:
         """Yield the names of all that is in the directories of the layout, but for these directories.
 
+        Blobs beside `index.json` have the names that they have elsewhere.
+
         Raises:
             StoreError: a directory cannot be read.
         """
         own = (("blobs/", self._blobs, "sha256"), ("blobs/sha256/", self._sha256, ""))
-        inner = () if self.has_shared_blobs else own
+        inner = () if self.has_shared_blobs or self.is_flat else own
         try:
             for prefix, descriptor, directory in (("", self._root, "blobs"), *inner):
                 for name in os.listdir(descriptor):
-                    if name != directory:
+                    if self.is_flat and is_digest(f"sha256:{name}"):
+                        yield f"blobs/sha256/{name}"
+                    elif name != directory:
                         yield f"{prefix}{name}"
         except OSError as error:
             raise StoreError(f"{self.path}: cannot read: {error.strerror}") from error

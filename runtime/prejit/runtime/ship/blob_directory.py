@@ -15,7 +15,7 @@ import os
 import stat
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from prejit.runtime.base.files import Identity
@@ -119,8 +119,7 @@ class BlobDirectory:
         """
         name = at.digest.removeprefix("sha256:")
         try:
-            for directory in (self.partial, self.blob(at.digest).parent):
-                directory.mkdir(parents=True, exist_ok=True)
+            self.blob(at.digest).parent.mkdir(parents=True, exist_ok=True)
             with self._locked(name):
                 if not self.has(at):
                     self._write(at, pieces, self.partial / name, arrival)
@@ -134,7 +133,14 @@ class BlobDirectory:
     def _locked(self, name: str) -> Iterator[None]:
         path = self.partial / f"{name}.lock"
         try:
+            self.partial.mkdir(exist_ok=True)
             descriptor = lock_file(path)
+        except (
+            FileNotFoundError
+        ):  # a process that has written all of its bundle has dropped the directory
+            with self._locked(name):
+                yield
+            return
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
                 raise
@@ -156,7 +162,8 @@ class BlobDirectory:
                 hasher.update(os.pread(descriptor, min(PIECE_BYTES, filled - place), place))
             if filled == at.size and f"sha256:{hasher.hexdigest()}" != at.digest:
                 hasher, filled = hashlib.sha256(), 0
-            file.truncate(filled)
+            if os.fstat(descriptor).st_size > at.size:
+                file.truncate(0)
             file.seek(filled)
             if arrival is not None:
                 file.truncate(at.size)
@@ -170,13 +177,16 @@ class BlobDirectory:
                     if arrival is not None:
                         arrival.reached(file.tell())
             except RejectError:
-                with contextlib.suppress(OSError):
-                    partial.unlink()
-                raise
-            os.fchmod(descriptor, 0o444)
+                partial.unlink()  # never cut: somebody may have mapped it
+                if not filled or arrival is not None:
+                    raise
+                # The wrong bytes may be those of an earlier attempt.
+                self._write(at, pieces, partial, None)
+                return
             os.fsync(descriptor)
             target = self.blob(at.digest)
             os.replace(partial, target)
+            os.fchmod(descriptor, 0o444)  # before, a kill would leave a part that cannot go on
             self.written[at.digest] = Identity.of(os.fstat(descriptor))
         sync_directory(target.parent)
 
@@ -186,8 +196,13 @@ class BlobDirectory:
             hint = "free some space on that disk and try again: what arrived is kept"
         return StoreError(f"{self.path}: cannot write: {error.strerror}", hint=hint)
 
-    def drop_partial(self) -> None:
-        """Remove the directory of what is on the way, if nothing is."""
+    def keep_only(self, held: Iterable[Descriptor]) -> None:
+        """Remove other blobs, and the directory of what is on the way, if nothing is."""
+        kept = {self.blob(at.digest) for at in held}
+        for file in (self.path / "blobs" / "sha256").iterdir():
+            if file not in kept:
+                with contextlib.suppress(OSError):
+                    file.unlink()
         with contextlib.suppress(OSError):
             self.partial.rmdir()
 

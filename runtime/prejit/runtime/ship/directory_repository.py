@@ -9,12 +9,13 @@ import tarfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
-from prejit.runtime.base.written_files import write_file
+from prejit.runtime.base.written_files import lock_file, write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Descriptor
-from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.layout import Layout, locked
 from prejit.runtime.format.names import OCI_LAYOUT
 from prejit.runtime.format.root import read_root
 from prejit.runtime.ship.blob_directory import BlobDirectory
@@ -37,7 +38,6 @@ class DirectoryRepository:
         self.name, self.most_transfers = path, MOST_TRANSFERS
         self._blobs = BlobDirectory(Path(path))
         self.has, self.write = self._blobs.has, self._blobs.write
-        self.close = self._blobs.drop_partial
 
     def open(self, tag: str, digest: str) -> RemoteFiles:
         """See `Repository.open`."""
@@ -56,13 +56,26 @@ class DirectoryRepository:
                 yield piece
 
     def publish(self, shipment: Shipment, tag: str) -> None:
-        """See `Repository.publish`. A directory has no tags."""
-        for document in shipment.documents:
-            if not self.has(document.at):
-                self.write(document.at, document.pieces)
+        """See `Repository.publish`. A directory has no tags. The blobs of the bundle before go.
+
+        Raises:
+            StoreError: another process has put another bundle there since the blobs were written.
+        """
         path = Path(self.name)
-        write_file(path / "oci-layout", OCI_LAYOUT)
-        write_file(path / "index.json", shipment.index_file)
+        with locked(path):
+            for document in shipment.documents:
+                self.write(document.at, document.pieces)
+            if not all(self.has(at) for at in shipment.blobs):
+                raise StoreError(
+                    f"{self.name}: another bundle was put there meanwhile", hint="try again"
+                )
+            write_file(path / "oci-layout", OCI_LAYOUT)
+            write_file(path / "index.json", shipment.index_file)
+            held = (*shipment.blobs, *(document.at for document in shipment.documents))
+            self._blobs.keep_only(held)
+
+    def close(self) -> None:
+        """See `Destination.close`. Another attempt goes on with what arrived."""
 
     def resolve(self, tag: str) -> str:
         """See `Repository.resolve`. A directory has no tags."""
@@ -90,6 +103,7 @@ class TarRepository:
         """Nothing is opened or made yet."""
         self.name, self.most_transfers = path, 1
         self._lock = threading.Lock()
+        self._file: BinaryIO | None = None
         self._out: tarfile.TarFile | None = None
         self._temporary = Path(f"{path}.partial")
         self._written = set[str]()
@@ -146,7 +160,10 @@ class TarRepository:
         member.size, member.mode = size, 0o644
         try:
             if self._out is None:
-                self._out = tarfile.open(self._temporary, "w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
+                # Another process that writes the same tar waits. What a killed one left is written over.
+                self._file = os.fdopen(lock_file(self._temporary, mode=0o644), "wb")
+                self._file.truncate(0)
+                self._out = tarfile.open(fileobj=self._file, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
             self._out.addfile(member, content)
         except OSError as error:
             raise StoreError(f"{self.name}: cannot write: {error.strerror or error}") from error
@@ -158,21 +175,25 @@ class TarRepository:
         for name, content in (("oci-layout", OCI_LAYOUT), ("index.json", shipment.index_file)):
             self._add(name, len(content), io.BytesIO(content))
         assert self._out is not None
+        assert self._file is not None
         try:
             self._out.close()
-            with open(self._temporary, "rb") as file:
-                os.fsync(file.fileno())
+            self._file.flush()
+            os.fsync(self._file.fileno())
             os.replace(self._temporary, self.name)
+            self._file.close()
+            self._file = None
         except OSError as error:
             raise StoreError(f"{self.name}: cannot write: {error.strerror or error}") from error
 
     def close(self) -> None:
         """See `Destination.close`. Nothing can go on with a tar that is not whole."""
-        with contextlib.suppress(OSError):
-            if self._out is not None:
-                self._out.close()
-        with contextlib.suppress(OSError):
-            self._temporary.unlink()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._temporary.unlink()
+            with contextlib.suppress(OSError):  # it writes what it holds, and the disk may be full
+                self._file.close()
+            self._file = None
 
     def resolve(self, tag: str) -> str:
         """See `Repository.resolve`. A tar has no tags."""

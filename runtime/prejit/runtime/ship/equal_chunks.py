@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from prejit.runtime.errors import RejectError, StoreError
+from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Chunks, Descriptor
 from prejit.runtime.format.layout import Layout, LayoutFiles
 from prejit.runtime.format.names import BUNDLE_NAME
@@ -21,7 +22,7 @@ from prejit.runtime.format.opening import match, read_contents
 from prejit.runtime.format.root import Root, read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship.machine_store import MachineStore
-from prejit.runtime.ship.repository import BundleFiles
+from prejit.runtime.ship.repository import BundleFiles, Shipment
 
 _log = logging.getLogger(__name__)
 
@@ -81,13 +82,16 @@ class EqualChunks:
 
 
 def with_equal_chunks(
-    files: BundleFiles, root: Root, store: MachineStore
+    files: BundleFiles, root: Root, shipment: Shipment, store: MachineStore
 ) -> tuple[BundleFiles, int]:
     """Return the files of a bundle, and how many bytes a bundle of the same name has: the last one used.
 
     Raises:
         RejectError: a config or a manifest is damaged.
     """
+    large = [at for at in shipment.blobs if at.size > limits.MIN_CHUNK_BYTES]
+    if all(map(store.has, large)):
+        return files, 0
     name = root.bundle.annotations[BUNDLE_NAME]
     before = next((each.digest for each in store.bundles() if each.name == name), None)
     if before is None:

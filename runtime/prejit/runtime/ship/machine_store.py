@@ -124,6 +124,14 @@ class MachineStore:
     def close(self) -> None:
         """See `Destination.close`. Another attempt, or another process, goes on with what arrived."""
 
+    def holds(self, shipment: Shipment) -> bool:
+        """Return whether a bundle is here with all these targets, and with what is attached to it now."""
+        try:
+            held = (self.directory(shipment.digest) / "index.json").read_bytes()
+        except OSError:
+            return False
+        return held == shipment.index_file
+
     def targets_of(self, digest: str) -> frozenset[str]:
         """Return the digests of the manifests of a bundle's targets that are here."""
         with contextlib.suppress(StoreError, RejectError), Layout(self.directory(digest)) as layout:
@@ -240,7 +248,8 @@ class MachineStore:
         blobs = [
             file for file in _entries(self.path / "blobs" / "sha256") if file.name not in names
         ]
-        files = [*blobs, *_entries(self._blobs.partial)]
+        killed = [*self.path.glob("*/.*.tmp"), *self.path.glob("*/*/.*.tmp")]  # of `write_file`
+        files = [*blobs, *_entries(self._blobs.partial), *killed]
         freed = sum(file.stat().st_size for file in files)
         if not dry_run:
             for name in gone:  # first, so that no bundle is left without its blobs

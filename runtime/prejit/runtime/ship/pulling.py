@@ -172,13 +172,13 @@ def _find(
         store.remember(reference, root.digest)
     targets, loads_first = _chosen(files, root, wanted, policies, str(reference))
     present = store.targets_of(root.digest)
-    if present >= {at.digest for at in targets}:
-        store.note_use(root.digest)
-        return Pulled(store.directory(root.digest), root.digest, None)
     kept = tuple(at for at in root.bundle.manifests if at.digest in present or at in targets)
     shipment = shipment_of(files, root, kept)
+    if store.holds(shipment):
+        store.note_use(root.digest)
+        return Pulled(store.directory(root.digest), root.digest, None)
     root = root._replace(bundle=replace(root.bundle, manifests=kept))
-    files, equal_bytes = with_equal_chunks(files, root, store)
+    files, equal_bytes = with_equal_chunks(files, root, shipment, store)
     return _Found(files, shipment, equal_bytes, loads_first)
 
 

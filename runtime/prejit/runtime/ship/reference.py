@@ -4,12 +4,14 @@ oci://HOST[:PORT]/REPOSITORY[:TAG][@DIGEST]      a registry; without both, the t
 s3://BUCKET/PATH[:TAG][@DIGEST]                  also gs:// and az://, and https:// for a static server
 hf://OWNER/REPOSITORY[/PATH][:REVISION]          a repository of the Hugging Face hub, to read from
 DIRECTORY, FILE.tar                              an OCI image layout; as a tar, for sites without a network
+wheel:DISTRIBUTION                               the directory in a package that `prejit wheel` wrote
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit, urlunsplit
 
@@ -18,6 +20,7 @@ from prejit.runtime.errors import UsageError
 
 REGISTRY = "oci"
 HUB = "hf"
+WHEEL = "wheel:"
 _OBJECTS = ("s3", "gs", "az", "https", "http")
 SCHEMES = (REGISTRY, HUB, *_OBJECTS)
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
@@ -25,8 +28,8 @@ _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _REPOSITORY = re.compile(r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*(/[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*)*")
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _FORMS = (
-    "give oci://HOST/REPOSITORY:TAG, s3://BUCKET/PATH, gs://, az://, hf://OWNER/REPOSITORY, https://, a "
-    "directory or a .tar"
+    "give oci://HOST/REPOSITORY:TAG, s3://BUCKET/PATH, gs://, az://, hf://OWNER/REPOSITORY, https://, "
+    "wheel:NAME, a directory or a .tar"
 )
 
 
@@ -79,16 +82,18 @@ class Reference:
 
 
 def is_reference(text: str | os.PathLike[str]) -> bool:
-    """Return whether a text names a bundle elsewhere: it is a URL."""
-    return "://" in os.fspath(text)
+    """Return whether a text is no path: it is a URL, or names a wheel."""
+    return "://" in os.fspath(text) or os.fspath(text).startswith(WHEEL)
 
 
 def parse_reference(text: str) -> Reference:
-    """Return the reference that a text means.
+    """Return the reference that a text means; of a wheel, that of its directory.
 
     Raises:
-        UsageError: it has no form of a reference.
+        UsageError: it has no form of a reference, or the wheel is not installed.
     """
+    if text.startswith(WHEEL):
+        return Reference("dir", _installed(text.removeprefix(WHEEL)))
     if not is_reference(text):
         if not text:
             raise UsageError("expected a reference to a bundle, found an empty text", hint=_FORMS)
@@ -129,3 +134,23 @@ def parse_reference(text: str) -> Reference:
         if not tag and not digest:
             return replace(found, tag="latest")
     return found
+
+
+def _installed(name: str) -> str:
+    """Return the directory of the bundle in an installed package."""
+    from importlib import metadata  # few references need it
+
+    try:
+        package = metadata.distribution(name)
+    except (metadata.PackageNotFoundError, ValueError) as error:  # of an empty name
+        raise UsageError(
+            f"{WHEEL}{name:.200}: expected the name of an installed package, found none of this name",
+            hint=f"{sys.executable} -m pip install {name:.200}",
+        ) from error
+    for file in package.files or ():
+        if file.name == "oci-layout":
+            return os.path.dirname(str(package.locate_file(file)))
+    raise UsageError(
+        f"{WHEEL}{name:.200}: expected a package that `prejit wheel` wrote, found one without a bundle",
+        hint="write one with: prejit wheel BUNDLE",
+    )

@@ -100,9 +100,10 @@ class Registry:
             index_file = encode_copy(entries, self._attached(entries))
             return RemoteFiles(where, index_file, self._fetch)
         if kind != ARTIFACT_TYPE:
+            config = plain.get("config")
+            found = kind or (config.get("mediaType") if isinstance(config, dict) else None)
             raise UsageError(
-                f"{where}: expected a bundle of prejit, found "
-                f"{kind or plain.get('config', {}).get('mediaType') or at.mediaType}",
+                f"{where}: expected a bundle of prejit, found {found or at.mediaType!s:.200}",
                 hint="push one with: prejit push BUNDLE " + where,
             )
         if at.mediaType == INDEX_MEDIA_TYPE:
@@ -126,12 +127,10 @@ class Registry:
     ) -> tuple[Descriptor, bytes] | None:
         """Return a manifest or an index of at most so many bytes; None: there is none."""
         headers = {"Accept": ", ".join(sorted(_DOCUMENTS))}
-        response = self._client.ask(
-            "GET", f"manifests/{name}", headers=headers, stream=True, missing=True
-        )
-        if response is None:
+        answer = self._client.read(f"manifests/{name}", most, headers)
+        if answer is None:
             return None
-        content = _limited(response, most, f"{self.name}:{name}")
+        response, content = answer
         kind = response.headers.get("Content-Type", "").partition(";")[0].strip()
         return Descriptor(kind, digest_of(content), len(content)), content
 
@@ -190,15 +189,20 @@ class Registry:
 
     def _listed_referrers(self, digest: str) -> list[Any]:
         """Return the descriptors of what refers to a digest, by the API or by the tag instead of it."""
-        response = self._client.ask("GET", f"referrers/{digest}", stream=True, missing=True)
-        if response is not None:
-            content = _limited(response, limits.MAX_INDEX_BYTES, f"{self.name} referrers")
+        answer = self._client.read(f"referrers/{digest}", limits.MAX_INDEX_BYTES)
+        if answer is not None:
+            content = answer[1]
         elif (fallback := self.find_manifest(_fallback_tag(digest))) is not None:
             content = fallback[1]
         else:
             return []
-        listed = parse_object(content).get("manifests")
-        return listed if isinstance(listed, list) else []
+        listed = parse_object(content).get("manifests", content)
+        if not isinstance(listed, list | None):
+            # None of them would be an answer, too: a bundle would arrive without its signatures.
+            raise RejectError(
+                f"{self.name} (referrers of {digest})", f"expected an index, found {content[:80]!r}"
+            )
+        return listed or []
 
     def tags(self) -> list[Tagged]:
         """See `Repository.tags`."""
@@ -306,14 +310,3 @@ def _fallback_tag(digest: str) -> str:
 
 def _is_fallback(tag: str) -> bool:
     return is_digest(tag.replace("-", ":", 1))
-
-
-def _limited(response: Response, most: int, where: str) -> bytes:
-    """Return a small answer. Raise RejectError where it is larger."""
-    content = bytearray()
-    for piece in response.iter_content(64 << 10):
-        content += piece
-        if len(content) > most:
-            response.close()
-            raise RejectError(where, f"expected at most {most} bytes, found more")
-    return bytes(content)

@@ -5,6 +5,7 @@ The credentials are those that docker, podman, skopeo and oras keep.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -94,10 +95,10 @@ class RegistryClient:
         Raises:
             StoreError: the registry does not answer, or refuses.
         """
-        url = urljoin(self._base, path)
         limit = (self.answer_seconds, seconds or self.answer_seconds)
         for pause in (*self._pauses, None):
             try:
+                url = urljoin(self._base, path)
                 response = self._once(method, url, headers or {}, data, stream, limit)
             except (OSError, ValueError) as error:
                 if isinstance(error, RejectError) or pause is None or not _is_passing(error):
@@ -113,6 +114,27 @@ class RegistryClient:
             return response if response.ok else None
         raise self._refusal(method, path, response)
 
+    def read(
+        self, path: str, most: int, headers: dict[str, str] | None = None
+    ) -> tuple[Response, bytes] | None:
+        """Return a small answer and its bytes; None: there is none. One that is cut is asked for again.
+
+        Raises:
+            RejectError: it has more bytes than `most`.
+            StoreError: as of `ask`.
+        """
+        pauses = iter(self._pauses)
+        while (
+            response := self.ask("GET", path, headers=headers, stream=True, missing=True)
+        ) is not None:
+            try:
+                return response, _limited(response, most, f"{self.name}: {path}")
+            except OSError as error:  # requests' own are such
+                if (pause := next(pauses, None)) is None:
+                    raise self.failed(path, error) from error
+                time.sleep(pause)
+        return None
+
     def _once(
         self,
         method: str,
@@ -127,8 +149,8 @@ class RegistryClient:
         sent = self._login.header if is_ours else {}
         options: dict[str, Any] = {"data": data, "stream": stream, "timeout": limit}
         response = self._session.request(method, url, headers=headers | sent, **options)
-        if response.status_code not in (401, 403) or not is_ours:
-            return response
+        if response.status_code not in (401, 403) or not is_ours or response.history:
+            return response  # a host that we were sent to gets no password
         with self._lock:
             if self._login.header == sent:  # no other thread has asked for a token meanwhile
                 final = self._login.answer(response)
@@ -195,9 +217,23 @@ class BlobBody:
         return checked(self._at, self._pieces(0), self._where)
 
 
+def _limited(response: Response, most: int, where: str) -> bytes:
+    """Return a small answer. Raise RejectError where it is larger."""
+    content = bytearray()
+    for piece in response.iter_content(64 << 10):
+        content += piece
+        if len(content) > most:
+            response.close()
+            raise RejectError(where, f"expected at most {most} bytes, found more")
+    return bytes(content)
+
+
 def _said(response: Response) -> str:
     """Return what a registry says about its refusal, with a colon before it."""
-    errors = parse_object(response.content[:65536]).get("errors")
+    content = b""
+    with contextlib.suppress(OSError):  # it is cut
+        content = next(response.iter_content(64 << 10), b"")
+    errors = parse_object(content).get("errors")
     first = errors[0] if isinstance(errors, list) and errors else None
     if not isinstance(first, dict):
         return ""
@@ -208,7 +244,7 @@ def _said(response: Response) -> str:
 def _wait(response: Response, pause: float) -> float:
     """Return how long a registry asks to wait, within reason."""
     said = response.headers.get("Retry-After", "")
-    return min(float(said), _MOST_PAUSE_SECONDS) if said.isdigit() else pause
+    return min(float(said), _MOST_PAUSE_SECONDS) if said.isdecimal() else pause
 
 
 def _is_passing(error: Exception) -> bool:

@@ -67,7 +67,7 @@ class RemoteFiles:
         return found
 
     def pieces(self, at: Descriptor, start: int) -> Iterator[bytes | memoryview]:
-        """See `BundleFiles.pieces`. A transfer that was cut goes on where it was.
+        """See `BlobSource.pieces`. A transfer that was cut goes on where it was.
 
         Raises:
             RejectError: more bytes arrive than the blob has.

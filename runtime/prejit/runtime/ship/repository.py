@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -27,8 +28,8 @@ Pieces = Callable[[int], Iterator[bytes | memoryview]]
 """Gives the bytes of a blob from a place on, in pieces of any size."""
 
 
-class BundleFiles(LayoutFiles, Protocol):
-    """The files of one bundle in a repository."""
+class BlobSource(Protocol):
+    """Gives the bytes of blobs."""
 
     def pieces(self, at: Descriptor, start: int) -> Iterator[bytes | memoryview]:
         """Yield a blob's bytes from a place on. They may be wrong.
@@ -36,6 +37,10 @@ class BundleFiles(LayoutFiles, Protocol):
         Raises:
             StoreError: they do not arrive.
         """
+
+
+class BundleFiles(LayoutFiles, BlobSource, Protocol):
+    """The files of one bundle in a repository."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +207,16 @@ def checked(
     hasher = hashlib.sha256() if hasher is None else hasher
     size = 0
     left: bytes | memoryview = b""
-    for piece in pieces:
-        hasher.update(piece)
-        size += len(piece)
-        if left:
-            yield left
-        left = piece
+    # A piece is hashed while its neighbours are received and written.
+    with ThreadPoolExecutor(1, "prejit-hash") as thread:
+        hashing = thread.submit(hasher.update, b"")
+        for piece in pieces:
+            hashing.result()
+            hashing = thread.submit(hasher.update, piece)
+            size += len(piece)
+            if left:
+                yield left
+            left = piece
     found = f"sha256:{hasher.hexdigest()}"
     if found != at.digest:
         raise RejectError(

@@ -16,9 +16,10 @@ from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.names import REF_NAME
 from prejit.runtime.format.root import Root, read_root
+from prejit.runtime.ship.mounted_forms import form_of
 from prejit.runtime.ship.reference import REGISTRY, Reference
 from prejit.runtime.ship.repository import (
-    BundleFiles,
+    BlobSource,
     Destination,
     Repository,
     Shipment,
@@ -96,7 +97,7 @@ def targets_named(root: Root, names: Sequence[str], where: str) -> tuple[Descrip
 
 
 def move(
-    files: BundleFiles,
+    files: BlobSource,
     shipment: Shipment,
     into: Destination,
     tag: str,
@@ -142,7 +143,7 @@ def missing_blobs(shipment: Shipment, into: Destination) -> list[Descriptor]:
 
 
 def move_blobs(
-    files: BundleFiles,
+    files: BlobSource,
     missing: Sequence[Descriptor],
     into: Destination,
     counting: Counting,
@@ -180,9 +181,7 @@ class Counting:
         self._moved, self._missing, self._report = 0, sum(at.size for at in missing), report
         self._lock = threading.Lock()
 
-    def pieces(
-        self, files: BundleFiles, at: Descriptor, start: int
-    ) -> Iterator[bytes | memoryview]:
+    def pieces(self, files: BlobSource, at: Descriptor, start: int) -> Iterator[bytes | memoryview]:
         """Yield a blob's bytes from a place on. Raise StoreError once the transfer is over."""
         self.add(start)
         for piece in files.pieces(at, start):
@@ -199,7 +198,7 @@ class Counting:
 
 
 def _move_one(
-    files: BundleFiles, at: Descriptor, into: Destination, mounts_from: str, counting: Counting
+    files: BlobSource, at: Descriptor, into: Destination, mounts_from: str, counting: Counting
 ) -> None:
     if mounts_from:
         registry: Registry = into  # type: ignore[assignment]
@@ -213,28 +212,45 @@ def _move_one(
 
 
 def ship(
-    source: Reference, target: Reference, names: Sequence[str] = (), report: Report = lambda _: None
+    source: Reference,
+    target: Reference,
+    names: Sequence[str] = (),
+    report: Report = lambda _: None,
+    *,
+    form: str = "",
 ) -> Moved:
     """Move a bundle, or some of its targets, from one reference to another.
 
+    `form`: a form of `mounted_forms` in which it arrives, which platforms mount; empty: as a bundle.
+
     Raises:
-        UsageError: a target is unknown, or the other side cannot hold some targets alone.
+        UsageError: a target is unknown, or the other side cannot hold some targets alone, or a form.
         StoreError, RejectError: see `move`.
     """
+    if form and target.is_remote and target.scheme != REGISTRY:
+        raise UsageError(
+            f"{target}: expected a registry, a directory or a .tar for the form {form}, found a bucket or "
+            "a web server",
+            hint="platforms mount what is in a registry; a bucket holds the bundle as it is",
+        )
     at, into = open_repository(source), open_repository(target)
     files = at.open(source.tag, source.digest)
     root = read_root(files)
     chosen = targets_named(root, names, str(source))
-    shipment = shipment_of(files, root, chosen)
-    if target.scheme == REGISTRY and len(chosen) < len(root.bundle.manifests):
-        shipment = _alone(shipment, chosen, source)
+    content: BlobSource = files
+    if form:
+        content, shipment = form_of(form, files, root, chosen)
+    else:
+        shipment = shipment_of(files, root, chosen)
+        if target.scheme == REGISTRY and len(chosen) < len(root.bundle.manifests):
+            shipment = _alone(shipment, chosen, source)
     if target.digest and target.digest != shipment.digest:
         raise UsageError(
             f"{target}: expected the digest of what is pushed, {shipment.digest}",
             hint="leave the digest out: it follows from the bundle",
         )
     mounts_from = mountable(source, target)
-    return move(files, shipment, into, target.tag, mounts_from=mounts_from, report=report)
+    return move(content, shipment, into, target.tag, mounts_from=mounts_from, report=report)
 
 
 def mountable(source: Reference, target: Reference) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 from prejit.runtime.base.process_facts import importing
-from prejit.runtime.cli.bundle_references import local_bundle
 from prejit.runtime.cli.command_options import (
     COUNT,
     FILE,
@@ -203,10 +202,7 @@ def serve(
                 "expected a bundle by its tag, such as oci://HOST/REPOSITORY:prod, found none",
                 param_hint="'--follow'",
             )
-        sources = [
-            BundleSource(local_bundle(path, None, must_match=must_match), name, follows.get(path))
-            for name, path in named
-        ]
+        sources = [BundleSource(path, name, follows.get(path)) for name, path in named]
         if keys is not None:
             from prejit.server.gate.api_keys import Keys
         if log is not None:

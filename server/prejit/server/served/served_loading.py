@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from prejit.runtime.base.process_facts import importing, seconds_since_exec
+from prejit.runtime.cli.bundle_references import reporting
+from prejit.runtime.cli.output import progress
 from prejit.runtime.errors import printable
 from prejit.runtime.loader import load
 from prejit.server.engine.memory import free_bytes
@@ -35,7 +37,7 @@ class BundleSource:
     """A bundle to serve.
 
     Attributes:
-        path: its directory.
+        path: its directory, or a reference to it.
         name: the name that it is served under; None: its own.
         follows: the reference whose tag led to it, if newer bundles are fetched; None: they are not.
     """
@@ -137,7 +139,9 @@ class Loading(threading.Thread):
                 call()
 
     def _load(self, source: BundleSource) -> tuple[Bundle, str]:
-        bundle = load(source.path, on_mismatch="error" if self._engines.must_match else "jit")
+        on_mismatch: Literal["jit", "error"] = "error" if self._engines.must_match else "jit"
+        with progress() as show:
+            bundle = load(source.path, on_mismatch=on_mismatch, on_transfer=reporting(show))
         options: dict[str, Any] = {
             "slots": self._engines.slots,
             "queue": self._engines.queue,

@@ -32,6 +32,7 @@ import numpy as np
 
 from prejit.runtime.errors import StoreError
 from prejit.runtime.generation.generate import Piece
+from prejit.runtime.ship.reference import is_reference
 from prejit.server.served.say import say
 from prejit.server.telemetry.watched_engine import EngineCall, Watch
 
@@ -156,7 +157,7 @@ class RequestLog:
         described = [
             {
                 "name": one.name,
-                "path": os.path.abspath(paths[one.name]),
+                "path": _absolute(paths[one.name]),
                 "digest": one.bundle.digest,
                 "target": one.bundle.target,
             }
@@ -318,3 +319,8 @@ def _leaves(value: Any, at: str = "result") -> dict[str, Any]:
     else:
         return {} if value is None else {at: value}
     return {k: v for key, part in parts for k, v in _leaves(part, f"{at}.{key}").items()}
+
+
+def _absolute(path: str) -> str:
+    """Return what a replay in another directory can load: a path, or a reference as it is."""
+    return path if is_reference(path) else os.path.abspath(path)

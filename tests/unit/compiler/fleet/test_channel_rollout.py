@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.fake_registry import FakeRegistry, fake_registry
+from tests.store_servers import docker_registry
 from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, s3_store
 
 from prejit.compiler.fleet.channel_rollout import Rollout
@@ -16,6 +17,8 @@ from prejit.compiler.fleet.fleet_machines import Machine
 from prejit.runtime import __main__
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import StoreError, UntrustedError, UsageError
+from prejit.runtime.format.audit import audit
+from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.pulling import Wanted, pull
@@ -29,12 +32,20 @@ ARM = Fingerprint("cpu", "aarch64", (), "0.0.0", "", 2, 1 << 33)
 FLEET = (Machine("old-1", "", OLD), Machine("old-2", "", OLD), Machine("arm", "", ARM))
 
 
-@pytest.fixture(params=["registry", "bucket"])
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+@pytest.fixture(params=["registry", "docker-registry", "bucket"])
+def place(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[str]:
     """A repository with a bundle of six targets, and one of another bundle that serves no old CPU."""
     if request.param == "registry":
         with fake_registry() as registry:
             yield filled(f"oci://{registry.host}/demo")
+    elif request.param == "docker-registry":
+        if (server := docker_registry(tmp_path)) is None:
+            pytest.skip("docker-registry is not installed (Debian has it)")
+        server.start()
+        yield filled(server.url.replace("/store", "/demo"))
+        server.kill()
     else:
         with s3_store() as endpoint:
             for name, value in (S3_SETTINGS | {"AWS_ENDPOINT": endpoint}).items():
@@ -88,6 +99,16 @@ def test_a_new_channel_gets_what_its_repository_lacks_and_has_no_way_back(place:
     found.move()
     assert digest(new, "prod") == digest(place, "all")
     assert set(tags(new)) == {"prod"}
+
+
+def test_what_is_attached_to_a_bundle_by_its_digest_goes_with_it(
+    place: str, tmp_path: Path
+) -> None:
+    Rollout(f"{place}:prod", digest(place, "other"), ()).move()
+    ship(parse_reference(f"{place}:prod"), parse_reference(str(tmp_path / "back")))
+    found = audit(tmp_path / "back", check_generation)
+    assert found == audit(GOLDEN / "call", check_generation)
+    assert found.attached_count == 2
 
 
 def test_who_is_served_before_and_after(place: str) -> None:

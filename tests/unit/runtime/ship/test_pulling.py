@@ -165,6 +165,34 @@ def test_making_room_removes_the_last_used_and_what_killed_transfers_left(
     assert sizes
 
 
+def test_what_is_attached_later_arrives_with_the_next_pull(
+    registry: FakeRegistry, store: MachineStore, tmp_path: Path
+) -> None:
+    first = pulled(registry, store, "call:v1")
+    shutil.copytree(GOLDEN / "call", tmp_path / "call")
+    sign(tmp_path / "call", signer("a"))
+    at = parse_reference(f"oci://{registry.host}/call:v1")
+    ship(parse_reference(str(tmp_path / "call")), at)
+    again = pulled(registry, store, "call:v1")
+    assert again.digest == first.digest
+    counts = [
+        audit(each, check_generation).attached_count for each in (GOLDEN / "call", again.path)
+    ]
+    assert counts[1] > counts[0]
+    assert pulled(registry, store, "call:v1").moved is None
+
+
+def test_gc_finds_what_killed_writers_left(registry: FakeRegistry, store: MachineStore) -> None:
+    path = pulled(registry, store, "call:v1").path
+    left = [path / ".index.json.1.ab.tmp", store.path / "tags" / ".x.json.1.ab.tmp"]
+    left += [store.path / ".partial" / ("0" * 64), store.path / "blobs" / "sha256" / ("0" * 64)]
+    for each in left:
+        each.write_bytes(b"part")
+    assert store.collect(1 << 40, 1e9).files == len(left)
+    assert not any(each.exists() for each in left)
+    assert audit(path, check_generation).target_count == 2
+
+
 def test_nothing_is_removed_while_a_bundle_arrives(store: MachineStore) -> None:
     with store.writing(), pytest.raises(StoreError, match="is being fetched"):
         store.collect(0, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -210,7 +211,10 @@ def test_what_is_no_bundle_and_what_is_another(fleet: Path, tmp_path: Path) -> N
     assert not (tmp_path / "c").exists() or not (tmp_path / "c" / "index.json").exists()
 
 
-@pytest.mark.parametrize("fault", ["wrong", "cut", "stall", 500, 429, (429, {"retry_after": "0"})])
+@pytest.mark.parametrize(
+    "fault",
+    ["wrong", "cut", "stall", 500, 429, (429, {"retry_after": "0"}), (429, {"retry_after": "²"})],
+)
 def test_a_broken_transfer_is_refused_or_goes_on(
     fleet: Path, tmp_path: Path, fault: object
 ) -> None:
@@ -249,3 +253,67 @@ def test_a_transfer_that_never_ends_well_keeps_what_arrived(fleet: Path, tmp_pat
         assert moved(at, tmp_path / "back").moved_bytes >= len(whole)
         assert registry.count("GET", largest) == 1
     assert content(tmp_path / "back") == content(fleet)
+
+
+@pytest.mark.parametrize("part", ["/manifests/v1", "/referrers/"])
+def test_a_document_that_is_cut_is_asked_for_again_and_one_that_is_none_is_refused(
+    fleet: Path, tmp_path: Path, part: str
+) -> None:
+    with fake_registry() as registry:
+        at = f"oci://{registry.host}/fleet:v1"
+        moved(fleet, at)
+        left: list[object] = ["cut", "cut"]
+        registry.fault = lambda method, path: left.pop() if left and part in path else None
+        moved(at, tmp_path / "back")
+        assert content(tmp_path / "back") == content(fleet)
+        registry.fault = lambda method, path: (
+            (lambda handler, *_: handler.reply(200, b'{"config":[]')) if part in path else None
+        )
+        with pytest.raises(PrejitError, match=r"expected an index|expected a bundle"):
+            moved(at, tmp_path / "none")
+
+
+def test_a_host_behind_a_redirect_gets_no_password(
+    fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake_registry(user="me:secret") as registry, fake_registry(user="me:secret") as elsewhere:
+        logins = tmp_path / "auth.json"
+        logins.write_text(f'{{"auths": {{"{registry.host}": {{"auth": "bWU6c2VjcmV0"}}}}}}')
+        monkeypatch.setenv("REGISTRY_AUTH_FILE", str(logins))
+        at = f"oci://{registry.host}/fleet:v1"
+        moved(fleet, at)
+        registry.fault = lambda method, path: (
+            f"http://{elsewhere.host}{path}" if "/blobs/" in path else None
+        )
+        with pytest.raises(StoreError, match="401"):
+            moved(at, tmp_path / "back")
+        assert {each[2] for each in elsewhere.seen} == {""}
+
+
+def test_wrong_bytes_of_an_earlier_attempt_are_fetched_again(fleet: Path, tmp_path: Path) -> None:
+    with fake_registry() as registry:
+        at = f"oci://{registry.host}/fleet:v1"
+        moved(fleet, at)
+        name = max(registry.blobs, key=lambda each: len(registry.blobs[each]))[1][7:]
+        (tmp_path / "back" / ".partial").mkdir(parents=True)
+        (tmp_path / "back" / ".partial" / name).write_bytes(b"wrong")
+        moved(at, tmp_path / "back")
+    assert content(tmp_path / "back") == content(fleet)
+
+
+def test_another_bundle_takes_the_place_of_the_one_in_a_directory(
+    fleet: Path, tmp_path: Path
+) -> None:
+    moved(GOLDEN / "call", tmp_path / "back")
+    moved(fleet, tmp_path / "back")
+    assert content(tmp_path / "back") == content(fleet)
+
+
+def test_of_two_that_write_a_tar_at_once_neither_disturbs_the_other(
+    fleet: Path, tmp_path: Path
+) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: moved(fleet, tmp_path / "one.tar"), range(8)))
+    moved(tmp_path / "one.tar", tmp_path / "back")
+    assert content(tmp_path / "back") == content(fleet)
+    assert [each.name for each in tmp_path.glob("*.tar*")] == ["one.tar"]

@@ -9,6 +9,8 @@ import pytest
 
 from prejit.runtime import __main__
 from prejit.runtime.errors import UsageError
+from prejit.runtime.ship.reference import parse_reference
+from prejit.server.cli import serve_command
 from prejit.server.cli.serve_command import named_paths
 from prejit.server.gate.server_settings import Settings
 from prejit.server.http import server_process
@@ -40,6 +42,7 @@ def test_a_bundle_may_have_another_name(tmp_path: Path) -> None:
         ("--slots", ["1.5", "0"]),
         ("--prefix-memory", ["-1", "1.5X", "9" * 16]),
         ("--check-seconds", ["often"]),
+        ("--follow", ["0", "often"]),
         ("--admin", ["8001", "http://127.0.0.1:8001", "localhost:99999", "localhost"]),
         ("--cors", ["app.example", "https://a.b/"]),
     ],
@@ -88,6 +91,23 @@ def test_every_option_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> Non
         None,
         None,
     )
+
+
+def test_only_a_bundle_by_its_tag_is_followed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(server_process, "serve", lambda *arguments: given.append(arguments))
+    monkeypatch.setattr(serve_command, "local_bundle", lambda path, *_, **__: f"store/{path[-4:]}")
+    tag, fixed = "oci://host.example/demo:prod", f"oci://host.example/demo@sha256:{'0' * 64}"
+    assert __main__.main(["serve", f"a={tag}", f"b={fixed}", "c=x", "--follow", "60"]) == 0
+    [(sources, _, settings, *_)] = given
+    assert [each.follows for each in sources] == [parse_reference(tag), None, None]
+    assert settings.follow_seconds == 60
+    assert __main__.main(["serve", fixed, "x", "--follow", "60"]) == 2
+    assert "expected a bundle by its tag, such as oci://" in capsys.readouterr().err
+    assert __main__.main(["serve", tag]) == 0
+    assert given[1][0] == [BundleSource("store/prod")]
 
 
 def test_a_file_of_keys_or_a_log_that_cannot_be_opened_ends_it(

@@ -1,0 +1,307 @@
+"""Answers of a registry, or of a web server, that break a transfer: `FakeRegistry.fault` returns them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+STALL_SECONDS = 0.5
+"""Longer than the time limit that the campaign's processes have for an answer."""
+ABSURD_WAITS = (
+    "999999999",
+    "9" * 400,
+    "-5",
+    "1e9",
+    "soon",
+    "",
+    "²",
+    "Wed, 21 Oct 2065 07:28:00 GMT",
+)
+"""Values of Retry-After."""
+ABSURD_PLACES = ("http://[::1", "http://", "ftp://x/y", "::", "http://127.0.0.1:1/x", "\x7f", "//")
+"""URLs of redirects and of uploads."""
+CHALLENGES = (
+    "",
+    "Bearer",
+    "Negotiate",
+    'Bearer realm="nowhere"',
+    'Bearer realm="http://127.0.0.1:1/token"',
+    'Basic realm="x',
+)
+"""Ways to ask who somebody is."""
+JUNK = (
+    b"",
+    b"null",
+    b"[]",
+    b"[" * 20_000,
+    b'{"manifests":{}}',
+    b'{"manifests":[null, 1, "a", {}]}',
+    b'{"config":[]}',
+    b'{"artifactType":[1]}',
+    b"\xff\xfe",
+    b"<html>log in to the wireless network first</html>",
+)
+"""Documents that are none."""
+
+Answer = Callable[[Any, bytes | None, int], None]
+"""Answers a request: gets the handler, the right content (None: there is none), and the first byte."""
+
+
+def send(
+    handler: Any,
+    part: bytes,
+    status: int,
+    *,
+    length: int | None,
+    close: bool = True,
+    **headers: str,
+) -> None:
+    """Send an answer whose Content-Length (None: it has none) need not be right."""
+    handler.send_response(status)
+    if length is not None:
+        handler.send_header("content-length", str(length))
+    for name, value in headers.items():
+        handler.send_header(name.replace("_", "-"), value)
+    handler.end_headers()
+    if handler.command != "HEAD":
+        handler.write(part)
+    handler.close_connection = close
+
+
+def body(write: Callable[[Any, bytes, int, int], None]) -> Answer:
+    """Return an answer made of the right content, the first byte that is asked for, and the right status."""
+
+    def answer(handler: Any, content: bytes | None, start: int) -> None:
+        if content is None:
+            handler.reply(404)
+        else:
+            write(handler, content, start, 206 if handler.headers.get("range") else 200)
+
+    return answer
+
+
+def cut(rng: random.Random) -> Answer:
+    """A part of the answer, then the end of the connection."""
+    share = rng.random()
+
+    def write(handler: Any, content: bytes, start: int, status: int) -> None:
+        part = content[start:]
+        send(handler, part[: int(len(part) * share)], status, length=len(part))
+
+    return body(write)
+
+
+def reset(rng: random.Random) -> Answer:
+    """A part of the answer, then a reset of the connection."""
+    share = rng.random()
+
+    def write(handler: Any, content: bytes, start: int, status: int) -> None:
+        part = content[start:]
+        send(handler, part[: int(len(part) * share)], status, length=len(part))
+        handler.wfile.flush()
+        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    return body(write)
+
+
+def stall(rng: random.Random) -> Answer:
+    """A part of the answer, then nothing."""
+    share = rng.random()
+
+    def write(handler: Any, content: bytes, start: int, status: int) -> None:
+        part = content[start:]
+        send(handler, part[: int(len(part) * share)], status, length=len(part))
+        time.sleep(STALL_SECONDS)
+
+    return body(write)
+
+
+def too_short(rng: random.Random) -> Answer:
+    """A Content-Length that is too small; the bytes behind it are sent, or not."""
+    share, sends_all = rng.random(), rng.random() < 0.5
+
+    def write(handler: Any, content: bytes, start: int, status: int) -> None:
+        part = content[start:]
+        length = int(len(part) * share)
+        send(handler, part if sends_all else part[:length], status, length=length, close=sends_all)
+
+    return body(write)
+
+
+def too_long(rng: random.Random) -> Answer:
+    """A Content-Length that is too large; bytes that fill it are sent, or not."""
+    more, sends_more = rng.randint(1, 100_000), rng.random() < 0.5
+
+    def write(handler: Any, content: bytes, start: int, status: int) -> None:
+        part = content[start:]
+        filled = part + bytes(more) if sends_more else part
+        send(handler, filled, status, length=len(part) + more)
+
+    return body(write)
+
+
+def no_length(rng: random.Random) -> Answer:
+    """No Content-Length: the end of the connection is that of the answer, which may be cut."""
+    share = rng.choice((1.0, rng.random()))
+
+    def write(handler: Any, content: bytes, start: int, status: int) -> None:
+        part = content[start:]
+        send(handler, part[: int(len(part) * share)], status, length=None, connection="close")
+
+    return body(write)
+
+
+def chunks(rng: random.Random) -> Answer:
+    """Chunks, the last of which is cut, or has a length that is none."""
+    share, ending = rng.random(), rng.choice((b"", b"zz\r\n", b"-1\r\n"))
+
+    def write(handler: Any, content: bytes, start: int, status: int) -> None:
+        part = content[start:]
+        sent = part[: int(len(part) * share)]
+        send(handler, b"", status, length=None, transfer_encoding="chunked")
+        handler.wfile.write(b"%x\r\n" % max(1, len(sent)))
+        handler.write(sent)
+        handler.wfile.write(b"\r\n" + ending)
+
+    return body(write)
+
+
+def range_ignored(rng: random.Random) -> Answer:
+    """All bytes with status 200, or with 206, whatever was asked for."""
+    status = rng.choice((200, 200, 206))
+    headers = rng.choice(({}, {"content_range": "bytes 0-0/1"}, {"content_range": "x"}))
+    share = rng.choice((1.0, rng.random()))
+
+    def write(handler: Any, content: bytes, start: int, _: int) -> None:
+        part = content[: int(len(content) * share)]
+        given: dict[str, Any] = headers if status == 206 else {}
+        send(handler, part, status, length=len(content), **given)
+
+    return body(write)
+
+
+def not_satisfiable(_: random.Random) -> Answer:
+    """The refusal of a range."""
+    return body(lambda handler, content, *_: handler.reply(416))
+
+
+def wrong(rng: random.Random) -> Answer:
+    """One wrong byte, in all of the answer or in a part of it."""
+    place, share = rng.random(), rng.choice((1.0, 0.9, rng.random()))
+
+    def write(handler: Any, content: bytes, start: int, status: int) -> None:
+        part = bytearray(content[start:])
+        if part:
+            part[int(place * len(part))] ^= 1 << rng.randrange(8)
+        send(handler, bytes(part[: int(len(part) * share)]), status, length=len(part))
+
+    return body(write)
+
+
+def swapped(rng: random.Random) -> Answer:
+    """The bytes of another blob."""
+    choice = rng.random()
+
+    def write(handler: Any, content: bytes, start: int, status: int) -> None:
+        held = handler.registry
+        others = [*held.blobs.values(), *held.manifests.values(), *held.files.values()]
+        part = others[int(choice * len(others))][start:]
+        send(handler, part, status, length=len(part), close=False)
+
+    return body(write)
+
+
+def zipped(_: random.Random) -> Answer:
+    """Compressed bytes that nobody asked for."""
+
+    def write(handler: Any, content: bytes, start: int, status: int) -> None:
+        part = gzip.compress(content[start:])
+        send(handler, part, status, length=len(part), close=False, content_encoding="gzip")
+
+    return body(write)
+
+
+def junk(rng: random.Random) -> Answer:
+    """A document that is none, of any type."""
+    said = rng.choice(JUNK)
+    kind = rng.choice(("text/html", "application/vnd.oci.image.index.v1+json", "", "x/y"))
+
+    def answer(handler: Any, content: bytes | None, start: int) -> None:
+        send(handler, said, 200, length=len(said), close=False, content_type=kind)
+
+    return answer
+
+
+def no_http(rng: random.Random) -> Answer:
+    """What is no HTTP."""
+    said = rng.choice((b"\x15\x03\x01\x00\x02\x02\x16", b"HTTP/1.1 abc\r\n\r\n", b"a: b\r\n" * 300))
+
+    def answer(handler: Any, content: bytes | None, start: int) -> None:
+        handler.wfile.write(said)
+        handler.close_connection = True
+
+    return answer
+
+
+def busy(rng: random.Random) -> tuple[int, dict[str, str]]:
+    """A status that asks for another attempt, with any wait."""
+    wait = rng.choice((None, *ABSURD_WAITS))
+    headers = {} if wait is None else {"retry_after": wait}
+    return rng.choice((408, 429, 429, 500, 502, 503, 504)), headers
+
+
+def refused(rng: random.Random) -> tuple[int, dict[str, str]]:
+    """A refusal, with any way to log in."""
+    code = rng.choice((400, 401, 401, 403, 404, 405, 410, 413, 418, 451, 507, 599))
+    return code, {"www_authenticate": rng.choice(CHALLENGES)} if code in (401, 403) else {}
+
+
+def lying_referrers(rng: random.Random) -> Answer:
+    """A list of what refers to a bundle, with entries for what is not there or is something else."""
+    kind = "application/vnd.oci.image.manifest.v1+json"
+    digest = rng.choice(("sha256:" + "0" * 64, "sha256:../../x", "sha512:" + "0" * 128, "", 7))
+    entry = {"mediaType": kind, "digest": digest, "size": rng.choice((2, -1, 10**12, "2"))}
+    entry["artifactType"] = "application/vnd.cyclonedx+json"
+    said = json.dumps({"manifests": [entry] * rng.choice((1, 2, 3000))}).encode()
+
+    def answer(handler: Any, content: bytes | None, start: int) -> None:
+        send(handler, said, 200, length=len(said), close=False)
+
+    return answer
+
+
+def absurd_redirect(rng: random.Random) -> tuple[int, dict[str, str]]:
+    """A redirect, or the place of an upload, that leads nowhere."""
+    return rng.choice((202, 301, 302, 307, 308)), {"location": rng.choice(ABSURD_PLACES)}
+
+
+OF_CONTENT: dict[str, Callable[[random.Random], Any]] = {
+    "cut": cut,
+    "reset": reset,
+    "stalled": stall,
+    "Content-Length too small": too_short,
+    "Content-Length too large": too_long,
+    "no Content-Length": no_length,
+    "chunks that are cut": chunks,
+    "Range ignored or misnamed": range_ignored,
+    "416": not_satisfiable,
+    "a wrong byte": wrong,
+    "another blob": swapped,
+    "compressed unasked": zipped,
+    "a page or junk": junk,
+}
+"""Faults of answers with content, by name."""
+OF_ANY: dict[str, Callable[[random.Random], Any]] = {
+    "no HTTP": no_http,
+    "429 and 5xx": busy,
+    "refused": refused,
+    "an absurd redirect": absurd_redirect,
+    "hung up": lambda rng: "hang up",
+}
+"""Faults of any answer, by name."""

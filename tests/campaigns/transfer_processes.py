@@ -1,0 +1,149 @@
+"""A transfer in a process of its own, without the rights of root and with small limits."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from prejit.runtime.base.files import digest_of
+from prejit.runtime.errors import PrejitError, RejectError
+from prejit.runtime.ship.machine_store import MachineStore
+from prejit.runtime.ship.pulling import Wanted, arrive, pull, pull_into
+from prejit.runtime.ship.reference import Reference, parse_reference
+from prejit.runtime.ship.shipping import ship
+
+PRELOADED = (
+    "tests.campaigns.transfer_processes",
+    "prejit.runtime.ship.registry",
+    "prejit.runtime.ship.object_repository",
+    "prejit.runtime.ship.directory_repository",
+    "oras.auth",
+    "oras.container",
+    "requests",
+    "pytest",
+)
+"""Modules that the fork server imports."""
+PIECE_BYTES = 64 << 10
+"""Pieces are smaller than usual, so that the weights have some."""
+_CAPABILITIES_V3 = 0x20080522
+"""The version of capset's structures (linux/capability.h)."""
+PULL, HTTP, DIRECTORY, TAR = "pull", "pull by http", "pull into a directory", "pull into a tar"
+PUSH, PUSH_TAR, COPY = "push", "push of a tar", "copy within a registry"
+ARRIVE = "load while it arrives"
+INTO_STORE = (PULL, HTTP, ARRIVE)
+INTO_REGISTRY = (PUSH, PUSH_TAR, COPY)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A transfer in a process of its own.
+
+    Attributes:
+        way: one of the texts above.
+        source, target: references or paths; the target of a pull into the store is the store.
+        outcome: the file that gets the end, as JSON.
+        env: variables.
+        answer_seconds: time limit of an answer.
+        file_bytes: longest file that it may write; 0: any.
+    """
+
+    way: str
+    source: str
+    target: str
+    outcome: Path
+    env: Mapping[str, str]
+    answer_seconds: float
+    file_bytes: int = 0
+
+
+def transfer(job: Job) -> None:
+    """Do a transfer and write how it ended."""
+    os.environ.update(job.env)
+    os.umask(0o022)
+    _drop_rights()
+    _hurry(job.answer_seconds)
+    if job.file_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job.file_bytes, resource.RLIM_INFINITY))
+    end = {"error": "", "is_ours": True, "text": ""}
+    try:
+        source = parse_reference(job.source)
+        if job.way == ARRIVE:
+            _read_while_it_arrives(source, MachineStore(Path(job.target)))
+        elif job.way in INTO_STORE:
+            pull(source, MachineStore(Path(job.target)), Wanted())
+        elif job.way in (DIRECTORY, TAR):
+            pull_into(source, parse_reference(job.target), Wanted())
+        else:
+            ship(source, parse_reference(job.target))
+    except BaseException as error:
+        is_ours = isinstance(error, PrejitError | KeyboardInterrupt)
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = [f"{Path(each.filename).name}:{each.lineno}" for each in frames][-6:]
+        said = f"{error} at {' '.join(ours)}"
+        end = {"error": type(error).__name__, "is_ours": is_ours, "text": said}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    job.outcome.write_text(json.dumps(end))
+    os._exit(0)
+
+
+def _read_while_it_arrives(source: Reference, store: MachineStore) -> None:
+    """Read the weights of a bundle as `load` reads them, and check that their bytes are right."""
+    path, bundle = arrive(source, store, Wanted())
+    if bundle is None:
+        return
+    for digest, arrival in bundle._arrivals.items():
+        descriptor = arrival.open()
+        size = os.fstat(descriptor).st_size
+        content = b""
+        for place in range(0, size, PIECE_BYTES):
+            end = min(size, place + PIECE_BYTES)
+            arrival.wait(end)
+            content += os.pread(descriptor, end - place, place)
+        os.close(descriptor)
+        if digest_of(content) != digest:  # the checks of `load`, which come after
+            raise RejectError(str(path), f"expected the bytes of {digest}")
+    assert bundle._thread is not None
+    bundle._thread.join()
+    bundle.close()
+
+
+def _drop_rights() -> None:
+    """Give up what root may do, such as to write files that are read-only."""
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0)
+    ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)())
+
+
+def _hurry(answer_seconds: float) -> None:
+    """Make pauses, time limits and pieces small in this process."""
+    from prejit.runtime.ship import (
+        blob_directory,
+        directory_repository,
+        object_repository,
+        registry,
+        registry_client,
+        remote_files,
+    )
+
+    changes: list[tuple[Any, str, object]] = [
+        (remote_files, "PAUSES_SECONDS", (0.0, 0.0, 0.01)),
+        (registry_client, "PAUSES_SECONDS", (0.0, 0.0, 0.01)),
+        (registry_client, "_MOST_PAUSE_SECONDS", 0.02),
+        (registry, "_MANIFEST_PAUSES_SECONDS", (0.0, 0.01)),
+        (object_repository, "ANSWER_SECONDS", answer_seconds),
+        (object_repository, "open_objects", partial(object_repository.open_objects, retries=False)),
+    ]
+    for module in (blob_directory, directory_repository, object_repository, registry):
+        changes.append((module, "PIECE_BYTES", PIECE_BYTES))
+    for module, name, value in changes:
+        getattr(module, name)
+        setattr(module, name, value)
+    defaults: Any = registry.Registry.__init__.__kwdefaults__
+    defaults["answer_seconds"] = answer_seconds

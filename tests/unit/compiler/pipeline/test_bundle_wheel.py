@@ -1,0 +1,126 @@
+"""A bundle as a wheel is whole where pip has installed it, and `load` finds it by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prejit.compiler.pipeline.bundle_wheel import write_wheel
+from prejit.runtime.__main__ import main
+from prejit.runtime.errors import BuildError, UsageError
+from prejit.runtime.ship.reference import parse_reference
+
+GOLDEN = Path(__file__).parents[3] / "format" / "v1"
+CALL = """
+import sys, numpy
+from prejit.runtime import load
+bundle = load("wheel:call-bundle")
+print(bundle.digest, bundle.call("score", x=numpy.ones((2, 16), numpy.float32)).shape)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if importlib.util.find_spec("hatchling") is None:
+        pytest.skip("hatchling is not installed")
+    return write_wheel(str(GOLDEN / "call"), tmp_path_factory.mktemp("dist") / "new")
+
+
+def installed(wheel: Path, into: Path) -> Path:
+    """A fresh environment with a wheel, which also sees what this environment has. Return its Python."""
+    venv.create(into, symlinks=True)
+    python = into / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-index"]
+    subprocess.run([*pip, "--no-deps", str(wheel)], check=True)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(into)}))
+    # Not a path alone: files in it lead to the editable installs of prejit.
+    here = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    (packages / "tested.pth").write_text(here)
+    return python
+
+
+def test_a_wheel_loads_by_its_name_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
+    python = installed(wheel, tmp_path / "environment")
+    done = subprocess.run(
+        [python, "-W", "ignore", "-c", CALL], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    digest, shape = done.stdout.split(maxsplit=1)
+    assert shape == "(2, 4)\n"
+    module = [python, "-m", "prejit.runtime"]
+    for command in (["verify"], ["inspect"], ["explain"]):
+        said = subprocess.check_output([*module, *command, "wheel:call-bundle"], text=True)
+        assert digest in said or command == ["explain"]
+    copied = [*module, "copy", "wheel:call-bundle", str(tmp_path / "copy")]
+    subprocess.run(copied, check=True, capture_output=True)
+    assert (tmp_path / "copy" / "index.json").exists()
+    [directory] = (tmp_path / "environment").rglob("call_bundle")
+    found = {str(each.relative_to(directory)) for each in directory.rglob("*") if each.is_file()}
+    whole = {str(each.relative_to(GOLDEN / "call")) for each in (GOLDEN / "call").rglob("*/*/*")}
+    assert found == whole | {"index.json", "oci-layout"}
+
+
+def test_the_same_bundle_gives_the_same_wheel(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(GOLDEN / "call", tmp_path / "call")
+    (tmp_path / "call" / "left by somebody").write_text("")
+    monkeypatch.chdir(tmp_path)
+    again = write_wheel("call", tmp_path)
+    assert (again.name, again.read_bytes()) == (wheel.name, wheel.read_bytes())
+    assert again.name.startswith("call_bundle-0+")
+    assert again.name.endswith("-py3-none-any.whl")
+
+
+def test_the_command(wheel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["wheel", str(GOLDEN / "call"), "-o", str(tmp_path), "--version", "1.2"]
+    assert main(words) == 0
+    path = tmp_path / "call_bundle-1.2-py3-none-any.whl"
+    assert capsys.readouterr().out == f"{path}\n"
+    with zipfile.ZipFile(path) as archive:
+        said = archive.read("call_bundle-1.2.dist-info/METADATA").decode()
+    assert "Requires-Dist" not in said
+    assert main([*words[:-1], "next"]) == 2
+    assert "expected a version such as 1.2.0, found 'next'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["build", "hatchling"])
+def test_what_writes_wheels_is_an_extra(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+
+    def find(name: str, *more: Any) -> Any:
+        return None if name == missing else found(name, *more)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    with pytest.raises(UsageError, match=f"found no {missing}") as raised:
+        write_wheel(str(GOLDEN / "call"), tmp_path)
+    assert raised.value.hint == "pip install 'prejit[wheel]'"
+
+
+def test_a_wheel_that_cannot_be_written(wheel: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match="file: cannot write the wheel"):
+        write_wheel(str(GOLDEN / "call"), tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["no-such-bundle", "", "../call", "x" * 300])
+def test_a_wheel_that_is_not_installed(name: str) -> None:
+    with pytest.raises(UsageError, match="expected the name of an installed package") as raised:
+        parse_reference(f"wheel:{name}")
+    assert "-m pip install" in str(raised.value.hint)
+
+
+def test_a_package_without_a_bundle() -> None:
+    with pytest.raises(UsageError, match="expected a package that `prejit wheel` wrote"):
+        parse_reference("wheel:click")

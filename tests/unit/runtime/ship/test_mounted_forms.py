@@ -1,0 +1,237 @@
+"""A bundle arrives whole in the forms that platforms mount, and its layers depend on its blobs alone."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import tarfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.fake_registry import FakeRegistry, fake_registry
+
+from prejit.runtime.errors import RejectError, UsageError
+from prejit.runtime.format.audit import audit
+from prejit.runtime.format.bundle_schema import Descriptor
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.referrers import reached
+from prejit.runtime.format.root import read_root
+from prejit.runtime.generation.options import check_generation
+from prejit.runtime.ship import mounted_forms
+from prejit.runtime.ship.mounted_forms import IMAGE, MODELPACK, form_of
+from prejit.runtime.ship.reference import parse_reference
+from prejit.runtime.ship.repository import BlobSource, Shipment
+from prejit.runtime.ship.shipping import Moved, open_repository, ship
+
+GOLDEN = Path(__file__).parents[3] / "format" / "v1"
+LAYER = "application/vnd.oci.image.layer.v1.tar"
+
+
+@pytest.fixture
+def registry() -> Iterator[FakeRegistry]:
+    with fake_registry() as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blobs of golden bundles are small."""
+    monkeypatch.setattr(mounted_forms, "_OWN_LAYER_BYTES", 1000)
+
+
+def pushed(bundle: Path, at: object, form: str, *targets: str) -> Moved:
+    return ship(parse_reference(str(bundle)), parse_reference(str(at)), targets, form=form)
+
+
+def formed(
+    bundle: Path, form: str, architectures: tuple[str, ...] = ()
+) -> tuple[BlobSource, Shipment]:
+    """A bundle in a form, its first targets as those of other architectures."""
+    files = open_repository(parse_reference(str(bundle))).open("", "")
+    root = read_root(files)
+    targets = list(root.bundle.manifests)
+    for i, architecture in enumerate(architectures):
+        targets[i] = replace(targets[i], platform={"architecture": architecture, "os": "linux"})
+    return form_of(form, files, root, targets)
+
+
+def content_of(source: BlobSource, at: dict[str, Any]) -> bytes:
+    whole = b"".join(source.pieces(Descriptor(at["mediaType"], at["digest"], at["size"]), 0))
+    assert len(whole) == at["size"]
+    return whole
+
+
+def documents(shipment: Shipment) -> dict[str, Any]:
+    return {each.at.digest: json.loads(each.content) for each in shipment.documents}
+
+
+def unpacked(source: BlobSource, manifest: dict[str, Any], into: Path) -> Path:
+    """What a container of an image has in /models."""
+    for layer in manifest["layers"]:
+        with tarfile.open(fileobj=io.BytesIO(content_of(source, layer)), mode="r:") as tar:
+            assert {(each.uid, each.gid, each.mtime) for each in tar} == {(0, 0, 0)}
+            tar.extractall(into, filter="fully_trusted")
+    return into / "models"
+
+
+def flat(source: BlobSource, shipment: Shipment, into: Path) -> Path:
+    """What CRI-O, podman and oras make of an artifact: its layers by their titles."""
+    into.mkdir()
+    [manifest] = documents(shipment).values()
+    for layer in manifest["layers"]:
+        name = layer["annotations"]["org.opencontainers.image.title"]
+        assert name == layer["annotations"]["org.cncf.model.filepath"]
+        (into / name).write_bytes(content_of(source, layer))
+    return into
+
+
+@pytest.mark.parametrize("most", [100, 3, 0])
+@pytest.mark.parametrize("name", ["fleet", "call", "decoder"])
+def test_the_layers_of_an_image_are_the_bundle(
+    name: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mounted_forms, "_MOST_LAYERS", most)
+    source, shipment = formed(GOLDEN / name, IMAGE)
+    [manifest] = documents(shipment).values()
+    assert len(manifest["layers"]) <= most + 1
+    config = json.loads(content_of(source, manifest["config"]))
+    assert config["rootfs"]["diff_ids"] == [each["digest"] for each in manifest["layers"]]
+    assert (config["architecture"], config["os"]) == ("amd64", "linux")
+    assert len(config["history"]) == len(manifest["layers"])
+    models = unpacked(source, manifest, tmp_path)
+    assert audit(models, check_generation) == audit(GOLDEN / name, check_generation)
+
+
+def test_a_layer_depends_on_its_blob_alone_and_that_of_the_weights_is_the_first() -> None:
+    source, shipment = formed(GOLDEN / "decoder", IMAGE)
+    [manifest] = documents(shipment).values()
+    first = manifest["layers"][0]
+    # No Python and no release of prejit may change it: registries and nodes hold it by this name.
+    assert (
+        first["digest"] == "sha256:f5c24252084986dcdd11314906d93fcb4d46543c8ae4023241ba8718fa8bf0f7"
+    )
+    with tarfile.open(fileobj=io.BytesIO(content_of(source, first)), mode="r:") as tar:
+        names = [each.name for each in tar]
+    index = read_root(open_repository(parse_reference(str(GOLDEN / "decoder"))).open("", ""))
+    assert names[:-1] == ["models", "models/blobs", "models/blobs/sha256"]
+    assert index.digest.removeprefix("sha256:") not in names[-1]
+
+
+def test_each_platform_has_an_image_and_shares_the_layers_of_its_blobs(tmp_path: Path) -> None:
+    source, shipment = formed(GOLDEN / "fleet", IMAGE, ("arm64",))
+    *manifests, index = documents(shipment).values()
+    assert [each["platform"]["architecture"] for each in index["manifests"]] == ["arm64", "amd64"]
+    assert [each["digest"] for each in index["manifests"]] == [*documents(shipment)][:-1]
+    assert shipment.digest == [*documents(shipment)][-1]
+    shared = [{each["digest"] for each in one["layers"]} for one in manifests]
+    assert shared[0] & shared[1]
+    counts = []
+    for number, manifest in enumerate(manifests):
+        with Layout(unpacked(source, manifest, tmp_path / str(number))) as layout:
+            root = read_root(layout)
+            assert {each.digest for each in root.bundle.manifests} <= reached(layout, root)
+        counts.append(len(root.bundle.manifests))
+    assert counts == [1, 5]
+
+
+def test_a_second_push_moves_documents_alone_and_a_new_version_what_is_new(
+    registry: FakeRegistry,
+) -> None:
+    at = f"oci://{registry.host}/fleet"
+    pushed(GOLDEN / "fleet", f"{at}:image", IMAGE)
+    uploads = registry.count("PUT", "/uploads/")
+    pushed(GOLDEN / "fleet", f"{at}:image", IMAGE)
+    assert registry.count("PUT", "/uploads/") == uploads
+    one = pushed(GOLDEN / "fleet", f"{at}:one", IMAGE, "cuda-l4")
+    assert (
+        registry.count("PUT", "/uploads/") == uploads + 2
+    )  # the config, and the layer of small files
+    assert one.present_bytes > 0
+    with pytest.raises(UsageError, match=r"expected a bundle of prejit, found .*image\.config"):
+        ship(parse_reference(f"{at}:image"), parse_reference(f"{at}:copy"))
+
+
+def test_a_transfer_goes_on_in_the_middle_of_a_layer() -> None:
+    source, shipment = formed(GOLDEN / "decoder", IMAGE)
+    at = next(each for each in shipment.blobs if each.size > 40_000)
+    whole = b"".join(source.pieces(at, 0))
+    for start in (1, 1535, 1536, 2047, 2048, 2049, len(whole) - 1024, len(whole) - 1, len(whole)):
+        assert b"".join(source.pieces(at, start)) == whole[start:]
+
+
+def test_a_file_above_8_gib_has_its_size() -> None:
+    head = mounted_forms._head("blobs/sha256/" + "a" * 64, 9 << 30)
+    with tarfile.open(fileobj=io.BytesIO(head + bytes(1024)), mode="r:") as tar:
+        member = tar.next()
+    assert member is not None
+    assert (member.size, member.mtime, member.mode) == (9 << 30, 0, 0o444)
+
+
+@pytest.mark.parametrize("form", [IMAGE, MODELPACK])
+def test_a_damaged_blob_is_not_pushed(form: str, registry: FakeRegistry, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "decoder", tmp_path / "decoder")
+    blob = max((tmp_path / "decoder/blobs/sha256").iterdir(), key=lambda each: each.stat().st_size)
+    blob.write_bytes(blob.read_bytes()[:-1] + b"x")
+    with pytest.raises(RejectError, match=f"expected the bytes of sha256:{blob.name}"):
+        pushed(tmp_path / "decoder", f"oci://{registry.host}/decoder:v1", form)
+    assert not registry.manifests
+
+
+@pytest.mark.parametrize("form", [IMAGE, MODELPACK])
+def test_forms_are_for_registries_and_files(form: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"for the form {form}, found a bucket"):
+        pushed(GOLDEN / "decoder", "s3://bucket/decoder:v1", form)
+    digest = pushed(GOLDEN / "decoder", tmp_path / "form", form).digest
+    assert pushed(GOLDEN / "decoder", tmp_path / "form.tar", form).digest == digest
+    index = json.loads((tmp_path / "form" / "index.json").read_bytes())
+    assert [each["digest"] for each in index["manifests"]] == [digest]
+
+
+def test_an_artifact_has_the_bundles_own_blobs_and_no_others_move(registry: FakeRegistry) -> None:
+    at = f"oci://{registry.host}/call"
+    pushed(GOLDEN / "call", f"{at}:v1", "")
+    uploads = registry.count("PUT", "/uploads/")
+    pushed(GOLDEN / "call", f"{at}:v1-pack", MODELPACK)
+    # The config, index.json, oci-layout, and the manifests, which registries keep apart from blobs.
+    assert registry.count("PUT", "/uploads/") == uploads + 3 + 5
+    manifest = json.loads(registry.manifests["call", "v1-pack"])
+    assert manifest["artifactType"] == "application/vnd.cncf.model.manifest.v1+json"
+    config = json.loads(registry.blobs["call", manifest["config"]["digest"]])
+    assert config["descriptor"] == {"name": "call"}
+    assert config["modelfs"]["diffIds"] == [each["digest"] for each in manifest["layers"]]
+
+
+@pytest.mark.parametrize("parent", ["mounted", "bundles"])
+@pytest.mark.parametrize("name", ["fleet", "call", "decoder"])
+def test_the_files_of_an_artifact_side_by_side_are_the_bundle(
+    name: str, parent: str, tmp_path: Path
+) -> None:
+    (tmp_path / parent).mkdir()
+    path = flat(*formed(GOLDEN / name, MODELPACK), tmp_path / parent / name)
+    assert audit(path, check_generation) == audit(GOLDEN / name, check_generation)
+
+
+@pytest.mark.parametrize("damage", ["another file", "a link", "nothing", "other bytes", "a fifo"])
+def test_damage_in_files_side_by_side(damage: str, tmp_path: Path) -> None:
+    path = flat(*formed(GOLDEN / "decoder", MODELPACK), tmp_path / "flat")
+    blob = max(path.iterdir(), key=lambda each: each.stat().st_size)
+    if damage == "another file":
+        (path / ("a" * 64)).write_text("")
+    else:
+        content = blob.read_bytes()
+        blob.rename(tmp_path / "aside")
+        if damage == "a link":
+            blob.symlink_to(tmp_path / "aside")
+        elif damage == "other bytes":
+            blob.write_bytes(content[:-1] + b"x")
+        elif damage == "a fifo":
+            os.mkfifo(blob)
+    with pytest.raises(RejectError) as raised:
+        audit(path, check_generation)
+    name = "a" * 64 if damage == "another file" else blob.name
+    assert name in str(raised.value)
