@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from tests.fake_registry import fake_registry
-from tests.store_servers import azurite, docker_registry, moto, nginx
+from tests.store_servers import azurite, docker_registry, moto, nginx, s3rver
 from tests.unit.compiler.sharing.fixtures import (
     S3_SETTINGS,
     Memory,
@@ -58,6 +58,8 @@ if "MOTO" in os.environ:  # its directory, of 290 MB
     SERVERS["moto"] = moto
 if "AZURITE" in os.environ:  # its directory, of 190 MB
     SERVERS["azurite"] = azurite
+if "S3RVER" in os.environ:
+    SERVERS["s3rver"] = s3rver
 CONDITIONS = ("kept", "ignored", "refused")
 KINDS = (
     *("memory", "directory", "http", "registry"),

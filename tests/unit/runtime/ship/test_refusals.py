@@ -20,6 +20,7 @@ from prejit.runtime.generation.options import check_generation
 from prejit.runtime.ship.object_repository import ObjectRepository
 from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.registry_client import certificate_hint
+from prejit.runtime.ship.repository import Shipment
 from prejit.runtime.ship.shipping import open_repository, ship
 
 GOLDEN = Path(__file__).parents[3] / "format" / "v1"
@@ -183,5 +184,18 @@ def test_the_last_tag_of_a_bucket_leaves_blobs_and_says_so(
         ]
         assert 0 < place.remove("v1") <= sum(sizes)
         ship(parse_reference(f"{at}:v2"), parse_reference(str(tmp_path / "back")))
+
+        # A push that found the blobs of a tag which goes before its own is there.
+        write, removed = ObjectRepository.publish, []
+
+        def publish(place: ObjectRepository, shipment: Shipment, tag: str) -> None:
+            removed.append(place.remove("v2"))
+            write(place, shipment, tag)
+
+        monkeypatch.setattr(ObjectRepository, "publish", publish)
+        ship(parse_reference(str(GOLDEN / "fleet")), parse_reference(f"{at}:v3"))
+        assert removed[0] > 0
+        ship(parse_reference(f"{at}:v3"), parse_reference(str(tmp_path / "beside")))
     expected = audit(GOLDEN / "fleet", check_generation)
+    assert audit(tmp_path / "beside", check_generation) == expected
     assert audit(tmp_path / "back", check_generation) == expected
