@@ -30,6 +30,7 @@ from prejit.runtime.ship.reference import HUB, Reference
 from prejit.runtime.ship.registry_client import (
     ANSWER_SECONDS,
     PLAIN_HTTP,
+    UPLOAD_BYTES_PER_SECOND,
     BlobBody,
     certificate_hint,
     new_session,
@@ -176,7 +177,8 @@ class ObjectRepository:
         with self._asking(path, is_write=True):
             if self._is_http:  # obstore would hold the whole blob
                 body: Any = BlobBody(at, pieces, where)
-                url, limit = f"{self._url}/{path}", (ANSWER_SECONDS, None)
+                url = f"{self._url}/{path}"
+                limit = (ANSWER_SECONDS, ANSWER_SECONDS + at.size / UPLOAD_BYTES_PER_SECOND)
                 with new_session() as session:
                     answer = session.put(url, data=body, headers=self._login, timeout=limit)
                 answer.raise_for_status()

@@ -30,6 +30,7 @@ from prejit.runtime.format.root import encode_root, read_descriptor
 from prejit.runtime.ship.reference import Reference
 from prejit.runtime.ship.registry_client import (
     ANSWER_SECONDS,
+    UPLOAD_BYTES_PER_SECOND,
     BlobBody,
     RegistryClient,
 )
@@ -47,8 +48,6 @@ from prejit.runtime.ship.repository import (
 if TYPE_CHECKING:
     from requests import Response
 
-_UPLOAD_BYTES_PER_SECOND = 256 << 10
-"""A registry answers once it has stored a blob. It may take this long."""
 _MANIFEST_PAUSES_SECONDS = (0.05, 0.2, 0.5)
 """Pauses before a manifest is sent again. A registry on a file system answers 400 while another machine
 uploads a blob of the manifest: it finds the blob half written."""
@@ -252,7 +251,7 @@ class Registry:
             raise StoreError(f"{self.name}: expected the place of an upload, found none")
         url = f"{location}{'&' if '?' in location else '?'}digest={at.digest}"
         headers = {"Content-Type": "application/octet-stream"}
-        seconds = self._client.answer_seconds + at.size / _UPLOAD_BYTES_PER_SECOND
+        seconds = self._client.answer_seconds + at.size / UPLOAD_BYTES_PER_SECOND
         body = BlobBody(at, pieces, self.name)
         self._client.ask("PUT", url, headers=headers, data=body, seconds=seconds)
 

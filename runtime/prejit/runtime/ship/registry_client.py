@@ -27,6 +27,8 @@ PLAIN_HTTP = "PREJIT_PLAIN_HTTP"
 """The environment variable with hosts, separated by commas, that are reached without TLS as loopback is."""
 ANSWER_SECONDS = 30.0
 """How long a registry may take to answer, and to send the next piece."""
+UPLOAD_BYTES_PER_SECOND = 256 << 10
+"""A registry or a server answers once it has stored a blob. It may take this long."""
 PAUSES_SECONDS = (0.3, 1.0, 3.0, 8.0)
 """Pauses before each further attempt."""
 _MOST_PAUSE_SECONDS = 60.0

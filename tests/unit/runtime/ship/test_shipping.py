@@ -77,8 +77,10 @@ def test_between_repositories_of_a_registry_blobs_are_mounted(fleet: Path, tmp_p
     with fake_registry() as registry:
         moved(fleet, f"oci://{registry.host}/a:v1")
         uploads = registry.count("PUT", "/uploads/")
-        moved(f"oci://{registry.host}/a:v1", f"oci://{registry.host}/b:v2")
+        done = moved(f"oci://{registry.host}/a:v1", f"oci://{registry.host}/b:v2")
         assert registry.count("PUT", "/uploads/") == uploads
+        assert done.mounted_bytes > 0
+        assert done.moved_bytes == sum(map(len, set(registry.manifests.values())))
         moved(f"oci://{registry.host}/b:v2", tmp_path / "back")
     assert content(tmp_path / "back") == content(fleet)
 
@@ -170,6 +172,23 @@ def test_the_login_of_docker_and_podman_goes_to_the_registry_alone(
         moved(at, tmp_path / "back")
         assert elsewhere.seen
         assert {each[2] for each in elsewhere.seen} == {""}
+    assert content(tmp_path / "back") == content(fleet)
+
+
+def test_a_token_that_ends_during_a_push_is_asked_for_again(
+    fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake_registry(user="me:secret") as registry:
+        logins = tmp_path / "auth.json"
+        logins.write_text(f'{{"auths": {{"{registry.host}": {{"auth": "bWU6c2VjcmV0"}}}}}}')
+        monkeypatch.setenv("REGISTRY_AUTH_FILE", str(logins))
+        asked = f'Bearer realm="http://{registry.host}/token",service="s",scope="x"'
+        left = [(401, {"www_authenticate": asked})]
+        registry.fault = lambda method, path: left.pop() if method == "PUT" and left else None
+        moved(fleet, f"oci://{registry.host}/fleet:v1")
+        assert not left
+        assert registry.count("GET", "/token") == 2
+        moved(f"oci://{registry.host}/fleet:v1", tmp_path / "back")
     assert content(tmp_path / "back") == content(fleet)
 
 
