@@ -185,19 +185,30 @@ class MachineStore:
         return [each for each, _ in self._bundles()]
 
     def _bundles(self) -> list[tuple[StoredBundle, set[str]]]:
-        """Return all bundles, the last used first, each with the digests of its blobs."""
+        """Return all bundles that are sound, the last used first, each with the digests of its blobs.
+
+        Raises:
+            StoreError: one cannot be read now, or is pinned and damaged. Nobody knows what it needs.
+        """
         found = []
         for directory in _entries(self.path / STORED):
             digest = f"sha256:{directory.name}"
-            with contextlib.suppress(StoreError, RejectError, OSError), Layout(directory) as layout:
-                root = read_root(layout)
-                used = (directory / "index.json").stat().st_mtime
-                needed = reached(layout, root)
-                size = sum(map(self._size, needed))
-                pinned = (self.path / "pins" / directory.name).exists()
-                name = root.bundle.annotations[BUNDLE_NAME]
-                count = len(root.bundle.manifests)
-                found.append((StoredBundle(digest, name, count, size, used, pinned), needed))
+            pinned = (self.path / "pins" / directory.name).exists()
+            try:
+                with Layout(directory) as layout:
+                    root = read_root(layout)
+                    needed = reached(layout, root)
+            except RejectError as error:
+                if pinned:
+                    raise StoreError(
+                        f"{error}", hint=f"fetch it again, or: prejit store --unpin {digest}"
+                    ) from error
+                continue
+            used = (directory / "index.json").stat().st_mtime
+            size = sum(map(self._size, needed))
+            name = root.bundle.annotations[BUNDLE_NAME]
+            count = len(root.bundle.manifests)
+            found.append((StoredBundle(digest, name, count, size, used, pinned), needed))
         return sorted(found, key=lambda item: -item[0].used)
 
     def _size(self, digest: str) -> int:
@@ -218,7 +229,8 @@ class MachineStore:
             dry_run: whether to remove nothing.
 
         Raises:
-            StoreError: the store cannot be written, or a bundle arrives at this moment.
+            StoreError: the store cannot be written, or a bundle arrives at this moment, or one cannot be
+                read. Nothing is removed.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)

@@ -128,3 +128,18 @@ def test_a_file_system_without_locks_gets_bundles_and_loses_none(
     with pytest.raises(StoreError, match="cannot lock it: No locks available"):
         store.collect(0, 0)
     assert len(store.bundles()) == 1
+
+
+def test_what_a_bundle_needs_that_cannot_be_read_is_not_removed(
+    registry: FakeRegistry, store: MachineStore
+) -> None:
+    at = parse_reference(f"oci://{registry.host}/call:v1")
+    found = pull(at, store, Wanted(Fingerprint.current()))
+    store.pin(found.digest, is_pinned=True)
+    blobs = set((store.path / "blobs" / "sha256").iterdir())
+    (found.path / "index.json").write_text("{")
+    with pytest.raises(StoreError, match=r"index\.json"):
+        store.collect(0, 0)
+    assert set((store.path / "blobs" / "sha256").iterdir()) == blobs
+    store.pin(found.digest, is_pinned=False)
+    assert store.collect(0, 0).bundles == 1
