@@ -290,16 +290,15 @@ class Case:
         found = []
         for process, outcome in zip(started, outcomes, strict=True):
             wait([process.sentinel], max(0.0, end - time.monotonic()))
-            with processes._one_reader:
+            with processes.one_reader:
                 hangs = process.exitcode is None
                 if hangs:
                     process.kill()
                 process.join()
             found.append("a hang" if hangs else self._end(outcome))
         time.sleep(0.01)
-        while (
-            self.place.registry.connections and time.monotonic() < end
-        ):  # answers to the dead, too
+        # Answers to the dead end, too, so that nothing moves any more.
+        while self.place.registry.connections and time.monotonic() < end:
             time.sleep(0.005)
         return found
 

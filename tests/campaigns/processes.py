@@ -31,7 +31,7 @@ PRELOADED: tuple[str, ...] = (
 """Modules that the server imports. A campaign may name others before its first process."""
 UNEXPECTED = 70
 """Exit status after an exception that reached the top; `sysexits.h` calls it EX_SOFTWARE."""
-_one_reader = threading.Lock()
+one_reader = threading.Lock()
 """The exit status of a process can be read once. `start` reads those of all others, in any thread, and
 whoever comes second gets 255."""
 
@@ -62,7 +62,7 @@ def start(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     process = context.Process(target=function, args=arguments, daemon=daemon)
-    with _one_reader:
+    with one_reader:
         process.start()
     return process
 
@@ -85,7 +85,7 @@ def run(
     process = start(_child, function, argument, str(directory), dict(os.environ))
     wait([process.sentinel], limit_seconds)
     seconds = time.monotonic() - started
-    with _one_reader:
+    with one_reader:
         status = process.exitcode
         if status is None and process.pid is not None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -106,7 +106,7 @@ def until_the_end(function: Callable[[Any], int], argument: Any, directory: Path
     try:
         yield
     finally:
-        with _one_reader:
+        with one_reader:
             process.kill()
             process.join()
 

@@ -28,7 +28,7 @@ pytest.importorskip("oras", reason="oras comes with the extra ship")
 pytest.importorskip("obstore", reason="obstore comes with the extra ship")
 
 from . import processes, transfer_processes
-from .broken_transfers import FAULTS, USER, WAYS, Case, Place, Version, make_version
+from .broken_transfers import FAULTS, USER, WAYS, Case, Place, make_version
 from .campaign import ROOT, check, facts, scratch_directory, setting, write_figures
 from .transfer_checks import Result, run_case
 
@@ -52,7 +52,7 @@ def can_mount(directory: Path) -> bool:
     return True
 
 
-def cases(versions: tuple[Version, Version]) -> Iterator[tuple[int, str, str]]:
+def cases() -> Iterator[tuple[int, str, str]]:
     """Yield the number, the way and the fault of each case. All faults of a way come in turn."""
     ways, sums = list(WAYS), list(accumulate(WAYS.values()))
     turns = Counter[str]()
@@ -98,7 +98,7 @@ def test_broken_transfers_leave_nothing_wrong_and_go_on() -> None:
                 places.put(place)
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            todo = list(cases(versions))
+            todo = list(cases())
             for (number, way, fault), result in zip(
                 todo, pool.map(lambda each: run(*each), todo), strict=True
             ):
