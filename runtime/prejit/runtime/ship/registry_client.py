@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
@@ -244,7 +245,13 @@ def _said(response: Response) -> str:
 def _wait(response: Response, pause: float) -> float:
     """Return how long a registry asks to wait, within reason."""
     said = response.headers.get("Retry-After", "")
-    return min(float(said), _MOST_PAUSE_SECONDS) if said.isdecimal() else pause
+    if said.isdecimal():
+        return min(float(said), _MOST_PAUSE_SECONDS)
+    try:
+        seconds = parsedate_to_datetime(said).timestamp() - time.time()
+    except (ValueError, OverflowError):  # no date either
+        return pause
+    return min(max(seconds, 0.0), _MOST_PAUSE_SECONDS)
 
 
 def _is_passing(error: Exception) -> bool:

@@ -66,7 +66,9 @@ def test_a_bucket(status: int, code: str, said: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ((429, {"retry_after": "0"}), "limits how often"),
+        ((429, {"retry_after": "0"}), "wait 0 s: the registry limits how often"),
+        ((429, {"retry_after": "Wed, 25 Nov 2026 00:00:00 GMT"}), "wait 0 s: the registry limits"),
+        ((429, {"retry_after": "soon"}), "wait 60 s: the registry limits"),
         (404, "check the name of the repository"),
         (405, "push to the registry that it mirrors"),
         (413, "takes no blobs of this size"),
