@@ -34,10 +34,10 @@ class FakeRegistry:
         has_tag_deletion: whether it deletes tags.
         fault: called with the method and the path of each request; what it returns happens instead of the
             right answer: a status, a status with headers, `cut` (half of the answer), `stall`, `wrong`
-            (other bytes), `hang up` (before the body of the request is read), an event
-            that holds back half of the answer until it is set, a URL to redirect to, or a
+            (other bytes), `hang up` (before the body of the request is read), a URL to redirect to, or a
             function that answers: it gets the handler, the right content (None: there is none) and the
-            first byte that is asked for; None: nothing.
+            first byte that is asked for. Or before the right answer: seconds, a float, or an event, which
+            holds back half of it until it is set. None: nothing.
         files: contents by path, for a static web server beside the registry.
         seen: method and path of each request, with its authorization.
         sent: bytes of blobs and files that were sent, by path.
@@ -109,6 +109,9 @@ class _RegistryHandler(QuietHandler):
         body = b""
         if "chunked" not in self.headers.get("transfer-encoding", ""):
             body = self.content()
+        if isinstance(fault, float):
+            time.sleep(fault)
+            fault = None
         if parts.path == "/token":
             self.token()
         elif isinstance(fault, int):

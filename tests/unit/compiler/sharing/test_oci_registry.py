@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -71,9 +70,8 @@ def test_a_registry_may_take_time_for_a_blob_and_a_manifest_that_finds_half_of_i
 ) -> None:
     """A registry on a file system answers 400 while another machine writes the same blob."""
 
-    def slow(method: str, path: str) -> None:
-        if method == "PUT" and "/uploads/" in path:
-            time.sleep(1.5 * ANSWER_SECONDS)
+    def slow(method: str, path: str) -> float | None:
+        return 1.5 * ANSWER_SECONDS if method == "PUT" and "/uploads/" in path else None
 
     with fake_registry(fault=slow) as registry:
         RegistryStore(f"oci://{registry.host}/store").write(CAS, CONTENT)

@@ -10,7 +10,6 @@ import pytest
 from prejit.runtime import __main__
 from prejit.runtime.errors import UsageError
 from prejit.runtime.ship.reference import parse_reference
-from prejit.server.cli import serve_command
 from prejit.server.cli.serve_command import named_paths
 from prejit.server.gate.server_settings import Settings
 from prejit.server.http import server_process
@@ -98,7 +97,6 @@ def test_only_a_bundle_by_its_tag_is_followed(
 ) -> None:
     given: list[Any] = []
     monkeypatch.setattr(server_process, "serve", lambda *arguments: given.append(arguments))
-    monkeypatch.setattr(serve_command, "local_bundle", lambda path, *_, **__: f"store/{path[-4:]}")
     tag, fixed = "oci://host.example/demo:prod", f"oci://host.example/demo@sha256:{'0' * 64}"
     assert __main__.main(["serve", f"a={tag}", f"b={fixed}", "c=x", "--follow", "60"]) == 0
     [(sources, _, settings, *_)] = given
@@ -107,7 +105,7 @@ def test_only_a_bundle_by_its_tag_is_followed(
     assert __main__.main(["serve", fixed, "x", "--follow", "60"]) == 2
     assert "expected a bundle by its tag, such as oci://" in capsys.readouterr().err
     assert __main__.main(["serve", tag]) == 0
-    assert given[1][0] == [BundleSource("store/prod")]
+    assert given[1][0] == [BundleSource(tag)]
 
 
 def test_a_file_of_keys_or_a_log_that_cannot_be_opened_ends_it(
