@@ -124,15 +124,21 @@ def arrive(
         if found.loads_first:  # another process loads it from the store before this one may
             weights = []
         counting = Counting(missing, report)
-        move_blobs(found.files, [at for at in missing if at not in weights], store, counting)
-        path = store.directory(found.shipment.digest)
-        if weights:
+        arriving = None
+        if weights:  # at once: the link is never idle
             arriving = ArrivingBundle(
                 found.files, found.shipment, weights, store, counting, held.pop_all()
             )
-            return path, arriving
-        store.publish(found.shipment)
-    return path, None
+        try:
+            move_blobs(found.files, [at for at in missing if at not in weights], store, counting)
+        except BaseException:
+            counting.is_over = True  # for the weights, too
+            raise
+        if arriving is None:
+            store.publish(found.shipment)
+        else:
+            arriving.others_are_here.set()
+    return store.directory(found.shipment.digest), arriving
 
 
 class _Found(NamedTuple):
