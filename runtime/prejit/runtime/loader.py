@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.process_facts import LoadTimes, importing, policy_paths, span
-from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.device.quick_start import collector_off, quickly
 from prejit.runtime.errors import KernelError, UntrustedWarning, UsageError
 from prejit.runtime.format.blobs import Blobs, read_whole
@@ -118,13 +117,11 @@ def load(
             program raises AnswerError, which is one, if the executable gives a wrong answer.
         UsageError: `prejit record` wrote the bundle.
     """
-    path = arguments.path("path", path)
-    given = os.fspath(path)
-    is_elsewhere = "://" in given or given.startswith("wheel:")
-    # Beside the first requests to a registry, which wait for its answers.
-    if not is_elsewhere or start_thread(_import_bundle, "prejit-import") is None:
-        _import_bundle()
+    with importing():
+        from prejit.runtime.bundle import Bundle
+
     started, is_first = time.perf_counter(), next(_loads) == 0
+    path = arguments.path("path", path)
     arguments.choice("on_mismatch", on_mismatch, ("jit", "error"))
     arguments.choice("canary", canary, ("off", "one", "all"))
     arguments.choice("while_compiling", while_compiling, ("wait", "smaller"))
@@ -140,8 +137,8 @@ def load(
     open_ = partial(
         _open, machine=machine, declared=fingerprint, must_match=must_match, policies=policies
     )
-    arriving = None
-    if is_elsewhere:
+    arriving, given = None, os.fspath(path)
+    if "://" in given or given.startswith("wheel:"):
         path, arriving = _fetched(given, fingerprint or machine, must_match, policies, on_transfer)
     opening = time.perf_counter()
     opened = read_whole(path, open_) if arriving is None else open_(arriving, read_root(arriving))
@@ -163,8 +160,6 @@ def load(
             opened.layout, choice.target, portable, machine
         ):
             warnings.warn(warning, stacklevel=_CALLER)
-    from prejit.runtime.bundle import Bundle
-
     sizes = blobs.hashed_bytes, blobs.receipt_bytes, blobs.verity_bytes
     times = LoadTimes(started, is_first, (reading, *blobs.reads), *sizes)
     return Bundle(
@@ -185,11 +180,6 @@ def load(
         on_fallback=on_fallback,
         arriving=arriving,
     )
-
-
-def _import_bundle() -> None:
-    with importing():
-        import prejit.runtime.bundle  # noqa: F401
 
 
 def _fetched(

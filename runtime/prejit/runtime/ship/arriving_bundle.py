@@ -31,12 +31,7 @@ _log = logging.getLogger(__name__)
 
 @final
 class ArrivingBundle:
-    """Implements `format.layout.TargetFiles` for a bundle of which some blobs are on the way to a store.
-
-    Attributes:
-        others_are_here: set once all blobs that do not arrive are in the store. The bundle is not published
-            before.
-    """
+    """Implements `format.layout.TargetFiles` for a bundle of which some blobs are on the way to a store."""
 
     def __init__(
         self,
@@ -51,7 +46,7 @@ class ArrivingBundle:
 
         Args:
             files: where the bundle comes from.
-            shipment: the bundle.
+            shipment: the bundle; all blobs that do not arrive are in the store.
             arriving: the blobs that arrive, in the order of need.
             store: where they go.
             counting: counts their bytes.
@@ -61,11 +56,9 @@ class ArrivingBundle:
         self.blobs_root, self.has_shared_blobs = store.path, True
         self._files, self._shipment, self._store = files, shipment, store
         self._arrivals = {at.digest: Arrival() for at in arriving}
-        self.others_are_here = threading.Event()
         # The thread has no reference to this object: nobody waits for what nobody has.
         self._drop = weakref.finalize(self, setattr, counting, "is_over", True)
-        where = files, shipment, arriving, self._arrivals, store
-        fetch = partial(_fetch, *where, counting, held, self.others_are_here)
+        fetch = partial(_fetch, files, shipment, arriving, self._arrivals, store, counting, held)
         self._thread = start_thread(fetch, "prejit-arrival")
         if self._thread is None:
             fetch()
@@ -129,7 +122,6 @@ def _fetch(
     store: MachineStore,
     counting: Counting,
     held: contextlib.ExitStack,
-    others_are_here: threading.Event,
 ) -> None:
     """Fetch what arrives, then write the bundle into the store. See `ArrivingBundle`."""
 
@@ -149,9 +141,6 @@ def _fetch(
                 _log.error("%s: %s did not arrive: %s", shipment.digest, at.digest, error)
                 for each in arrivals.values():
                     each.fail(error)
-                return
-        while not others_are_here.wait(0.1):
-            if counting.is_over:  # they do not come
                 return
         try:
             store.publish(shipment)

@@ -124,21 +124,15 @@ def arrive(
         if found.loads_first:  # another process loads it from the store before this one may
             weights = []
         counting = Counting(missing, report)
-        arriving = None
-        if weights:  # at once: the link is never idle
+        move_blobs(found.files, [at for at in missing if at not in weights], store, counting)
+        path = store.directory(found.shipment.digest)
+        if weights:
             arriving = ArrivingBundle(
                 found.files, found.shipment, weights, store, counting, held.pop_all()
             )
-        try:
-            move_blobs(found.files, [at for at in missing if at not in weights], store, counting)
-        except BaseException:
-            counting.is_over = True  # for the weights, too
-            raise
-        if arriving is None:
-            store.publish(found.shipment)
-        else:
-            arriving.others_are_here.set()
-    return store.directory(found.shipment.digest), arriving
+            return path, arriving
+        store.publish(found.shipment)
+    return path, None
 
 
 class _Found(NamedTuple):
