@@ -11,7 +11,15 @@ import click
 from prejit.runtime.base.process_facts import policy_paths
 from prejit.runtime.base.wording import table
 from prejit.runtime.cli.bundle_references import reporting
-from prejit.runtime.cli.command_options import JSON, PATH, SIZE, TRUST, VERBOSE, Number
+from prejit.runtime.cli.command_options import (
+    JSON,
+    PATH,
+    SIZE,
+    TRUST,
+    VERBOSE,
+    Number,
+    check_one,
+)
 from prejit.runtime.cli.output import print_json, print_text, progress
 from prejit.runtime.errors import UsageError
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -215,6 +223,9 @@ def store(
     as_json: bool,
 ) -> int:
     """List the bundles of this machine's store, keep some of them, or make room."""
+    if keep is None and (days is not None or dry_run):
+        raise UsageError("expected --gc SIZE beside --days and --dry-run, found none")
+    check_one({"--pin": pin, "--unpin": unpin})
     here = machine_store()
     if pin or unpin:
         here.pin(pin or unpin or "", is_pinned=bool(pin))

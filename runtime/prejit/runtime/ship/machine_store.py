@@ -28,7 +28,7 @@ from prejit.runtime.format.layout import STORED, Layout
 from prejit.runtime.format.names import BUNDLE_NAME, OCI_LAYOUT
 from prejit.runtime.format.referrers import reached
 from prejit.runtime.format.root import read_root
-from prejit.runtime.machine.kept_files import Receipts, cache_root
+from prejit.runtime.machine.kept_files import Receipts
 from prejit.runtime.ship.blob_directory import BlobDirectory
 from prejit.runtime.ship.reference import Reference
 from prejit.runtime.ship.repository import MOST_TRANSFERS, Shipment
@@ -40,7 +40,8 @@ BUNDLES = "PREJIT_BUNDLES"
 def machine_store() -> MachineStore:
     """Return the store of this machine."""
     given = os.environ.get(BUNDLES)
-    return MachineStore(Path(given) if given else cache_root().parent / "bundles")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return MachineStore(Path(given or os.path.join(base, "prejit", "bundles")))
 
 
 @dataclass(frozen=True, slots=True)

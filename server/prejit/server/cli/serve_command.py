@@ -60,7 +60,8 @@ def _origin(text: str) -> str:
     nargs=-1,
     required=True,
     metavar="[NAME=]BUNDLE...",
-    help="Directory of a bundle, and the name that clients give as their model (default: its own).",
+    help="A directory or a reference, and before it the name that clients give as their model "
+    "(default: its own).",
 )
 @TRUST
 @VERBOSE

@@ -15,6 +15,7 @@ from prejit.runtime.cli.bundle_references import reporting
 from prejit.runtime.cli.output import progress
 from prejit.runtime.errors import printable
 from prejit.runtime.loader import load
+from prejit.runtime.ship.reference import is_reference
 from prejit.server.engine.memory import free_bytes
 from prejit.server.served.say import say
 from prejit.server.served.served import Models, Served, State
@@ -112,6 +113,9 @@ class Loading(threading.Thread):
         """Load, compile what no target holds, and say that the server is ready."""
         try:
             bundles = [self._load(source) for source in self._sources]
+            for source, (bundle, _) in zip(self._sources, bundles, strict=True):
+                if is_reference(source.path):  # its weights may be on the way, or not come
+                    bundle.finish()
             before: State = "loading"
             if any(not bundle.matched for bundle, _ in bundles):
                 self._models.change(before, "compiling")
