@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from prejit.runtime.base import arguments
 from prejit.runtime.base.process_facts import LoadTimes, importing, policy_paths, span
 from prejit.runtime.device.quick_start import collector_off, quickly
-from prejit.runtime.errors import KernelError, UntrustedWarning, UsageError
+from prejit.runtime.errors import KernelError, RejectError, UntrustedWarning, UsageError
 from prejit.runtime.format.blobs import Blobs, read_whole
 from prejit.runtime.format.bundle_schema import Config, ImageManifest
 from prejit.runtime.format.checks.layers import check_kernels
@@ -139,9 +139,13 @@ def load(
     )
     arriving, given = None, os.fspath(path)
     if "://" in given or given.startswith("wheel:"):
-        path, arriving = _fetched(given, fingerprint or machine, must_match, policies, on_transfer)
+        path, digest, arriving = _fetched(
+            given, fingerprint or machine, must_match, policies, on_transfer
+        )
     opening = time.perf_counter()
     opened = read_whole(path, open_) if arriving is None else open_(arriving, read_root(arriving))
+    if digest not in ("", opened.digest):  # another process has written to the store
+        raise RejectError(str(opened.layout.path), f"expected {digest}, found {opened.digest}")
     reading = span("reading", opening)
     for text in opened.reported:
         warnings.warn(text, UntrustedWarning, stacklevel=_CALLER)
@@ -188,19 +192,19 @@ def _fetched(
     must_match: bool,
     policies: Sequence[str],
     report: Report | None,
-) -> tuple[str, ArrivingBundle | None]:
-    """Return the directory of a bundle in the store or a wheel, and the bundle itself if it is on the way."""
+) -> tuple[str, str, ArrivingBundle | None]:
+    """Return the directory of a bundle of the store or a wheel, its digest, and itself if on the way."""
     with importing():
         from prejit.runtime.ship.machine_store import machine_store
         from prejit.runtime.ship.pulling import Wanted, arrive
         from prejit.runtime.ship.reference import parse_reference
     found = parse_reference(reference)
     if not found.is_remote:
-        return found.place, None
+        return found.place, "", None
     wanted = Wanted(machine, must_match=must_match)
     store = machine_store()
-    path, arriving = arrive(found, store, wanted, policies, report or (lambda _: None))
-    return str(path), arriving
+    path, digest, arriving = arrive(found, store, wanted, policies, report or (lambda _: None))
+    return str(path), digest, arriving
 
 
 class _Opened(NamedTuple):  # a dataclass takes 0.5 ms to make, which every start would pay

@@ -109,11 +109,18 @@ def lock_file(path: Path, *, shared: bool = False, wait: bool = True, mode: int 
         os.close(descriptor)
 
 
+def unlock(descriptor: int) -> None:
+    """Release a lock. Closing alone leaves it to a forked process that has the same descriptor."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
 def remove_and_unlock(path: Path, descriptor: int) -> None:
     """Remove a lock file that this process holds, and release its lock."""
     with contextlib.suppress(OSError):
         path.unlink()
-    os.close(descriptor)
+    unlock(descriptor)
 
 
 @contextlib.contextmanager

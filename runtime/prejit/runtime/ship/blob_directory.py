@@ -120,9 +120,9 @@ class BlobDirectory:
         name = at.digest.removeprefix("sha256:")
         try:
             self.blob(at.digest).parent.mkdir(parents=True, exist_ok=True)
-            with self._locked(name):
+            with self._locked(name) as partial:
                 if not self.has(at):
-                    self._write(at, pieces, self.partial / name, arrival)
+                    self._write(at, pieces, partial, arrival)
                 elif arrival is not None:
                     arrival.opened(self.open(at.digest))
                     arrival.reached(at.size)
@@ -130,24 +130,30 @@ class BlobDirectory:
             raise self._failed(error) from error
 
     @contextlib.contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
+    def _locked(self, name: str) -> Iterator[Path]:
+        """Lock a blob, and yield the file to which only this process writes it."""
         path = self.partial / f"{name}.lock"
         try:
-            self.partial.mkdir(exist_ok=True)
+            self.partial.mkdir(exist_ok=True, mode=0o700)
             descriptor = lock_file(path)
         except (
             FileNotFoundError
         ):  # a process that has written all of its bundle has dropped the directory
-            with self._locked(name):
-                yield
+            with self._locked(name) as partial:
+                yield partial
             return
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
                 raise
-            yield  # a file system without locks: two processes may fetch the same blob, and both are right
+            # A file system without locks: each process that fetches the blob has a file of its own.
+            own = self.partial / f"{name}.{os.getpid()}-{threading.get_ident()}"
+            try:
+                yield own
+            finally:
+                own.unlink(missing_ok=True)
             return
         try:
-            yield
+            yield self.partial / name
         finally:
             remove_and_unlock(path, descriptor)
 
@@ -160,10 +166,11 @@ class BlobDirectory:
             filled = _filled(descriptor, at.size)
             for place in range(0, filled, PIECE_BYTES):
                 hasher.update(os.pread(descriptor, min(PIECE_BYTES, filled - place), place))
-            if filled == at.size and f"sha256:{hasher.hexdigest()}" != at.digest:
-                hasher, filled = hashlib.sha256(), 0
-            if os.fstat(descriptor).st_size > at.size:
-                file.truncate(0)
+            is_wrong = filled == at.size and f"sha256:{hasher.hexdigest()}" != at.digest
+            if is_wrong or os.fstat(descriptor).st_size > at.size:
+                partial.unlink()  # never cut: somebody may have mapped it
+                self._write(at, pieces, partial, arrival)
+                return
             file.seek(filled)
             if arrival is not None:
                 file.truncate(at.size)
@@ -177,7 +184,7 @@ class BlobDirectory:
                     if arrival is not None:
                         arrival.reached(file.tell())
             except RejectError:
-                partial.unlink()  # never cut: somebody may have mapped it
+                partial.unlink()
                 if not filled or arrival is not None:
                     raise
                 # The wrong bytes may be those of an earlier attempt.
@@ -186,7 +193,8 @@ class BlobDirectory:
             os.fsync(descriptor)
             target = self.blob(at.digest)
             os.replace(partial, target)
-            os.fchmod(descriptor, 0o444)  # before, a kill would leave a part that cannot go on
+            with contextlib.suppress(OSError):  # of another user, or a file system without modes
+                os.fchmod(descriptor, 0o444)  # before, a kill would leave a part that cannot go on
             self.written[at.digest] = Identity.of(os.fstat(descriptor))
         sync_directory(target.parent)
 

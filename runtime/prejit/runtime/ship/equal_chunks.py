@@ -93,7 +93,9 @@ def with_equal_chunks(
     if all(map(store.has, large)):
         return files, 0
     name = root.bundle.annotations[BUNDLE_NAME]
-    before = next((each.digest for each in store.bundles() if each.name == name), None)
+    before = None
+    with contextlib.suppress(StoreError):  # one of them cannot be read now
+        before = next((each.digest for each in store.bundles() if each.name == name), None)
     if before is None:
         return files, 0
     here = _here(store.directory(before))

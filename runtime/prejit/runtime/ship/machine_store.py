@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -22,12 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prejit.runtime.base.files import is_digest
-from prejit.runtime.base.written_files import lock_file, write_file
+from prejit.runtime.base.written_files import lock_file, unlock, write_file
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.layout import STORED, Layout
 from prejit.runtime.format.names import BUNDLE_NAME, OCI_LAYOUT
 from prejit.runtime.format.referrers import reached
-from prejit.runtime.format.root import read_root
+from prejit.runtime.format.root import Root, read_root
 from prejit.runtime.machine.kept_files import Receipts
 from prejit.runtime.ship.blob_directory import BlobDirectory
 from prejit.runtime.ship.reference import Reference
@@ -96,10 +97,11 @@ class MachineStore:
         with contextlib.ExitStack() as held:
             try:
                 self.path.mkdir(parents=True, exist_ok=True, mode=0o755)
-                descriptor = lock_file(self.path / "lock", shared=True, mode=0o644)
-                held.callback(os.close, descriptor)
+                descriptor = lock_file(self.path / "lock", shared=True)
+                held.callback(unlock, descriptor)
             except OSError as error:
-                if not self.path.is_dir():
+                has_no_locks = error.errno in (errno.ENOLCK, errno.EOPNOTSUPP)
+                if not self.path.is_dir() or (os.access(self.path, os.W_OK) and not has_no_locks):
                     raise StoreError(
                         f"{self.path}: cannot write to the store of bundles: {error.strerror}",
                         hint=f"name another directory in {BUNDLES}",
@@ -108,6 +110,7 @@ class MachineStore:
 
     def publish(self, shipment: Shipment, tag: str = "") -> None:
         """See `Repository.publish`. A bundle of which other targets are here keeps them."""
+        self._check_directories()
         for document in shipment.documents:
             self.write(document.at, document.pieces)
         directory = self.directory(shipment.digest)
@@ -131,7 +134,11 @@ class MachineStore:
             held = (self.directory(shipment.digest) / "index.json").read_bytes()
         except OSError:
             return False
-        return held == shipment.index_file
+        return held == shipment.index_file and all(map(self.has, shipment.blobs))
+
+    def is_whole(self, layout: Layout, root: Root) -> bool:
+        """Return whether the store has all files of a bundle that it lists."""
+        return all(self._blobs.blob(digest).is_file() for digest in reached(layout, root))
 
     def targets_of(self, digest: str) -> frozenset[str]:
         """Return the digests of the manifests of a bundle's targets that are here."""
@@ -235,7 +242,8 @@ class MachineStore:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = lock_file(self.path / "lock", wait=False, mode=0o644)
+            self._check_directories()
+            descriptor = lock_file(self.path / "lock", wait=False)
         except BlockingIOError as error:
             raise StoreError(
                 f"{self.path}: a bundle is being fetched into this store", hint="try again later"
@@ -245,11 +253,19 @@ class MachineStore:
         try:
             return self._collect(max_bytes, max_age, dry_run)
         finally:
-            os.close(descriptor)
+            unlock(descriptor)
+
+    def _check_directories(self) -> None:
+        """Raise StoreError where another process has put a link into the store: it may lead anywhere."""
+        for name in ("blobs", "blobs/sha256", STORED, ".partial", "tags", "pins"):
+            path = self.path / name
+            if path.is_symlink() or (path.exists() and not path.is_dir()):
+                raise StoreError(f"{path}: expected a directory, found something else")
 
     def _collect(self, max_bytes: int, max_age: float, dry_run: bool) -> Collected:
         kept, total = set[str](), 0
-        gone = {directory.name for directory in _entries(self.path / STORED)}
+        every = (directory.name for directory in _entries(self.path / STORED))
+        gone = {name for name in every if is_digest(f"sha256:{name}")}
         for each, needed in sorted(self._bundles(), key=lambda item: not item[0].is_pinned):
             size = sum(self._size(digest) for digest in needed - kept)
             is_young = time.time() - each.used <= max_age
@@ -259,11 +275,13 @@ class MachineStore:
                 gone.discard(each.digest.removeprefix("sha256:"))
         names = {digest.removeprefix("sha256:") for digest in kept}
         blobs = [
-            file for file in _entries(self.path / "blobs" / "sha256") if file.name not in names
+            file
+            for file in _entries(self.path / "blobs" / "sha256")
+            if file.name not in names and is_digest(f"sha256:{file.name}")
         ]
         killed = [*self.path.glob("*/.*.tmp"), *self.path.glob("*/*/.*.tmp")]  # of `write_file`
         files = [*blobs, *_entries(self._blobs.partial), *killed]
-        freed = sum(file.stat().st_size for file in files)
+        freed = sum(file.lstat().st_size for file in files)
         if not dry_run:
             for name in gone:  # first, so that no bundle is left without its blobs
                 shutil.rmtree(self.path / STORED / name, ignore_errors=True)

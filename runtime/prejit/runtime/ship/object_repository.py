@@ -79,7 +79,7 @@ class ObjectRepository:
         self.most_transfers = MOST_TRANSFERS
         parts = urlsplit(at.place)
         self._url = urlunsplit(parts._replace(netloc=at.host))
-        self._login = _hub_login() if self._is_hub else _authorization(parts)
+        self._login = _hub_login() if self._is_hub else _authorization(parts, is_chosen=False)
         self._objects = open_objects(
             self._url, answer_seconds=ANSWER_SECONDS, authorization=self._login
         )
@@ -373,7 +373,7 @@ def open_objects(
     if parts.scheme in ("http", "https"):
         client["default_headers"] = {
             **(headers or {}),
-            **(_authorization(parts) if authorization is None else authorization),
+            **(_authorization(parts, is_chosen=True) if authorization is None else authorization),
         }
     options: dict[str, Any] = {"client_options": client}
     if not retries:
@@ -393,10 +393,15 @@ def open_objects(
         ) from error
 
 
-def _authorization(parts: SplitResult) -> dict[str, str]:
-    """Return the header that tells a web server who we are."""
+def _authorization(parts: SplitResult, *, is_chosen: bool) -> dict[str, str]:
+    """Return the header that tells a web server who we are.
+
+    `is_chosen`: this machine's settings name the server. If not, it gets a token only if that names it.
+    """
     if parts.username is not None:
         pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
         return {"Authorization": f"Basic {base64.b64encode(pair).decode('ascii')}"}
-    token = os.environ.get(TOKEN)
+    given = os.environ.get(TOKEN, "")
+    named = dict(each.partition("=")[::2] for each in given.split())
+    token = named.get(parts.netloc, given if is_chosen else "")
     return {"Authorization": f"Bearer {token}"} if token else {}

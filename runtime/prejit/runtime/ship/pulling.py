@@ -110,15 +110,15 @@ def arrive(
     wanted: Wanted,
     policies: Sequence[str] = (),
     report: Report = lambda _: None,
-) -> tuple[Path, ArrivingBundle | None]:
-    """Return the directory of a bundle of the store, and the bundle itself where its weights are on the way.
+) -> tuple[Path, str, ArrivingBundle | None]:
+    """Return the directory and the digest of a bundle of the store, and itself if its weights are on the way.
 
     All else has arrived, and the policies have allowed it. Arguments and errors as of `pull`.
     """
     with contextlib.ExitStack() as held:
         found = _find(reference, store, wanted, policies, held)
         if isinstance(found, Pulled):
-            return found.path, None
+            return found.path, found.digest, None
         missing = missing_blobs(found.shipment, store)
         weights = [at for at in missing if at.mediaType == WEIGHTS_MEDIA_TYPE]
         if found.loads_first:  # another process loads it from the store before this one may
@@ -130,9 +130,9 @@ def arrive(
             arriving = ArrivingBundle(
                 found.files, found.shipment, weights, store, counting, held.pop_all()
             )
-            return path, arriving
+            return path, found.shipment.digest, arriving
         store.publish(found.shipment)
-    return path, None
+    return path, found.shipment.digest, None
 
 
 class _Found(NamedTuple):
@@ -230,7 +230,7 @@ def _held(digest: str, store: MachineStore, wanted: Wanted) -> Pulled | None:
     path = store.directory(digest)
     with contextlib.suppress(StoreError, RejectError), Layout(path) as layout:
         root = read_root(layout)
-        if root.digest != digest or root.subject is None:
+        if root.digest != digest or root.subject is None or not store.is_whole(layout, root):
             return None
         whole = _index_of(layout, root)
         if wanted.machine is None:

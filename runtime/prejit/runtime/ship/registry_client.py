@@ -270,7 +270,22 @@ def new_session() -> Session:
     import requests
     from requests.adapters import HTTPAdapter
 
-    session = requests.Session()
+    class OwnLogins(requests.Session):
+        """Sends no login of ~/.netrc, which a registry could have sent to a host of its choice."""
+
+        def rebuild_auth(self, prepared_request: Any, response: Any) -> None:
+            if self.should_strip_auth(response.request.url, prepared_request.url):
+                prepared_request.headers.pop("Authorization", None)
+
+        def get_redirect_target(self, resp: Any) -> str | None:
+            target = super().get_redirect_target(resp)
+            if target is not None:  # requests would read the body, however long it is
+                resp._content = b""
+                resp.close()
+            return target
+
+    session = OwnLogins()
+    session.auth = lambda request: request
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(pool_maxsize=32))
     session.headers["User-Agent"] = "prejit"

@@ -20,6 +20,7 @@ from prejit.runtime.errors import StoreError
 if TYPE_CHECKING:
     from requests import Response, Session
 
+_MAX_ANSWER_BYTES = 1 << 20
 _IDENTITY = "<token>"
 """The user name with which credential helpers mark a secret that is an identity token."""
 
@@ -156,7 +157,7 @@ class RegistryLogin:
         self.realm = wanted.get("realm") or ""
         if scheme.lower() != "bearer" or not self.realm:
             return asked
-        if self.realm.startswith("http://") and not asked.url.startswith("http://"):
+        if not self.realm.lower().startswith("https://") and not asked.url.startswith("http://"):
             raise StoreError(
                 f"{self._host}: the registry wants a password sent to {self.realm:.200}, without TLS",
                 hint="ask who runs the registry to give its token service a certificate",
@@ -168,7 +169,7 @@ class RegistryLogin:
             self._refused = given
         if given.status_code in (401, 403, 429) or given.status_code >= 500:
             return given
-        found = parse_object(given.content)
+        found = parse_object(given.raw.read(_MAX_ANSWER_BYTES, decode_content=True))
         token = found.get("token") or found.get("access_token")
         if not token:
             raise StoreError(
@@ -181,6 +182,12 @@ class RegistryLogin:
 
     def _ask_token(self, service: str) -> Response:
         login = self._login
+        # A redirect would carry the refresh token along.
+        options: dict[str, Any] = {
+            "timeout": self._seconds,
+            "stream": True,
+            "allow_redirects": False,
+        }
         if login is not None and login.identity:
             form = {
                 "grant_type": "refresh_token",
@@ -189,10 +196,10 @@ class RegistryLogin:
                 "scope": " ".join(self._scopes),
                 "refresh_token": login.identity,
             }
-            return self._session.post(self.realm, data=form, timeout=self._seconds)
+            return self._session.post(self.realm, data=form, **options)
         query = [("service", service), *(("scope", scope) for scope in self._scopes)]
         pair = None if login is None else (login.user, login.secret)
-        return self._session.get(self.realm, params=query, auth=pair, timeout=self._seconds)
+        return self._session.get(self.realm, params=query, auth=pair, **options)
 
     def refusal(self, response: Response) -> tuple[str, str]:
         """Return why a registry or its token service refuses us (401, 403), and the next step, in words."""

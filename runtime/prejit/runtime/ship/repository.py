@@ -22,6 +22,7 @@ from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import Root, encode_root, index_of_copy
 
 PIECE_BYTES = 1 << 20
+_MAX_ATTACHED_BYTES = 256 << 20
 MOST_TRANSFERS = 8
 """How many blobs most places take at the same time."""
 Pieces = Callable[[int], Iterator[bytes | memoryview]]
@@ -154,9 +155,16 @@ def shipment_of(files: LayoutFiles, root: Root, targets: Iterable[Descriptor]) -
         blobs |= _parts(manifest)
     known = {root.digest, *(at.digest for at in kept)}
     attached = _in_order(referrers(files, root), known)
+    extra = sum(at.size for each in attached for at in (each.config, *each.layers))
+    if extra > _MAX_ATTACHED_BYTES:  # no signature covers how much is attached, nor by whom
+        raise RejectError(
+            str(files.path),
+            f"expected at most {_MAX_ATTACHED_BYTES} bytes of what is attached, found {extra}",
+        )
     for each in attached:
         documents.append(BundleDocument(each.descriptor, files.read_blob(each.descriptor)))
-        blobs |= {at.digest: at for at in (each.config, *each.layers)}
+        for at in (each.config, *each.layers):
+            blobs.setdefault(at.digest, at)  # what a target says of a blob counts
     entries = [each.entry for each in sorted(attached, key=lambda each: each.descriptor.digest)]
     index = replace(root.bundle, manifests=kept)
     if root.subject is None or root.subject.mediaType == INDEX_MEDIA_TYPE:
