@@ -137,7 +137,7 @@ def load(
     open_ = partial(
         _open, machine=machine, declared=fingerprint, must_match=must_match, policies=policies
     )
-    arriving, given = None, os.fspath(path)
+    given, digest, arriving = os.fspath(path), "", None
     if "://" in given or given.startswith("wheel:"):
         path, digest, arriving = _fetched(
             given, fingerprint or machine, must_match, policies, on_transfer
