@@ -27,6 +27,7 @@ from prejit.runtime.ship.repository import BundleFiles, Shipment
 from prejit.runtime.ship.shipping import Counting
 
 _log = logging.getLogger(__name__)
+_CLOSE_SECONDS = 2.0
 
 
 @final
@@ -66,8 +67,8 @@ class ArrivingBundle:
     def close(self) -> None:
         """Fetch no more. What has arrived stays, and the next load goes on behind it."""
         self._drop()
-        if self._thread is not None:
-            self._thread.join()
+        if self._thread is not None:  # a network that is silent may keep it longer
+            self._thread.join(_CLOSE_SECONDS)
 
     def disown(self, reason: Exception) -> object:
         """Return what must not be freed in a forked process, which has no thread that fetches."""
