@@ -44,8 +44,6 @@ MOST_SLOWER = 2.0
 """How many times longer the 99th percentile between tokens may be than alone."""
 SCRAPE_MS = 500.0
 MOST_MEMORY = 1.1
-ALLOCATOR = {"PYTHONMALLOC": "malloc"}
-"""As docs/operations.md has it for a server that strangers reach."""
 MOST_FILES = 8
 """How many more files a server may keep: the pipes of the process that compiles grammars."""
 KEYS = {"honest": "honest-key-0123456789", "hostile": "hostile-key-0123456789"}
@@ -63,8 +61,7 @@ def bundle_dir(make_decoder: Callable[..., Path], tmp_path_factory: pytest.TempP
 def test_an_honest_client_beside_hostile_ones(bundle_dir: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("".join(f"{name}: {key}\n" for name, key in KEYS.items()))
-    options = ("--keys", keys, "--queue", "64", "--timeout", "60")
-    server = Process(f"decoder={bundle_dir}", *options, **ALLOCATOR)
+    server = Process(f"decoder={bundle_dir}", "--keys", keys, "--queue", "64", "--timeout", "60")
     figures: dict[str, Any] = {
         "date": str(date.today()),
         "python": platform.python_version(),
