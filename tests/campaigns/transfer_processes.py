@@ -96,7 +96,7 @@ def transfer(job: Job) -> None:
 
 def _read_while_it_arrives(source: Reference, store: MachineStore) -> None:
     """Read the weights of a bundle as `load` reads them, and check that their bytes are right."""
-    path, bundle = arrive(source, store, Wanted())
+    path, _, bundle = arrive(source, store, Wanted())
     if bundle is None:
         return
     for digest, arrival in bundle._arrivals.items():
