@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -29,6 +30,8 @@ PRELOADED: tuple[str, ...] = (
     *("prejit.runtime.cli.inspect_command", "transformers", "tokenizers"),
 )
 """Modules that the server imports. A campaign may name others before its first process."""
+_of_server: tuple[tuple[str, ...], str | None] | None = None
+"""What the server that runs has imported, and which library its processes begin with."""
 UNEXPECTED = 70
 """Exit status after an exception that reached the top; `sysexits.h` calls it EX_SOFTWARE."""
 one_reader = threading.Lock()
@@ -59,7 +62,13 @@ def start(
     function: Callable[..., object], *arguments: Any, daemon: bool = False
 ) -> ForkServerProcess:
     """Start a function of a module that can be imported by name in a fork of the server."""
+    global _of_server
     context = multiprocessing.get_context("forkserver")
+    wanted = (PRELOADED, os.environ.get("LD_PRELOAD"))
+    with one_reader:
+        if _of_server not in (None, wanted):  # that of another campaign
+            forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        _of_server = wanted
     context.set_forkserver_preload(list(PRELOADED))
     process = context.Process(target=function, args=arguments, daemon=daemon)
     with one_reader:

@@ -62,8 +62,8 @@ def cases() -> Iterator[tuple[int, str, str]]:
         turns[way] += 1
 
 
-def test_broken_transfers_leave_nothing_wrong_and_go_on() -> None:
-    processes.PRELOADED = transfer_processes.PRELOADED
+def test_broken_transfers_leave_nothing_wrong_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "PRELOADED", transfer_processes.PRELOADED)
     began = time.monotonic()
     results = list[tuple[int, str, str, Result]]()
     with scratch_directory() as scratch, ExitStack() as stack:

@@ -21,7 +21,7 @@ from prejit.runtime.base.files import Identity
 from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.errors import PrejitError, RejectError, StoreError
 from prejit.runtime.format.bundle_schema import Descriptor
-from prejit.runtime.ship.blob_directory import Arrival
+from prejit.runtime.ship.blob_directory import ArrivingBlob
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.repository import BundleFiles, Shipment
 from prejit.runtime.ship.shipping import Counting
@@ -56,7 +56,7 @@ class ArrivingBundle:
         self.path = store.directory(shipment.digest)
         self.blobs_root, self.has_shared_blobs = store.path, True
         self._files, self._shipment, self._store = files, shipment, store
-        self._arrivals = {at.digest: Arrival() for at in arriving}
+        self._arrivals = {at.digest: ArrivingBlob() for at in arriving}
         # The thread has no reference to this object: nobody waits for what nobody has.
         self._drop = weakref.finalize(self, setattr, counting, "is_over", True)
         fetch = partial(_fetch, files, shipment, arriving, self._arrivals, store, counting, held)
@@ -119,7 +119,7 @@ def _fetch(
     files: BundleFiles,
     shipment: Shipment,
     arriving: Sequence[Descriptor],
-    arrivals: Mapping[str, Arrival],
+    arrivals: Mapping[str, ArrivingBlob],
     store: MachineStore,
     counting: Counting,
     held: contextlib.ExitStack,

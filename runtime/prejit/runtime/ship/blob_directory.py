@@ -3,7 +3,7 @@
 blobs/sha256/<hex>     whole and right: it got this name after its last byte was hashed and synced
 .partial/<hex>         what has arrived of a blob; the next attempt goes on behind it
 
-A blob that is read while it arrives (`Arrival`) has its full size from the start: a hole, which fills.
+A blob that is read while it arrives (`ArrivingBlob`) has its full size from the start: a hole, which fills.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.ship.repository import PIECE_BYTES, Pieces, checked
 
 
-class Arrival:
+class ArrivingBlob:
     """A file that is read while it is written: how much of it is there. Thread-safe."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class BlobDirectory:
             return False
         return stat.S_ISREG(status.st_mode) and status.st_size == at.size
 
-    def write(self, at: Descriptor, pieces: Pieces, arrival: Arrival | None = None) -> None:
+    def write(self, at: Descriptor, pieces: Pieces, arrival: ArrivingBlob | None = None) -> None:
         """Write a blob unless it is there. Of several processes that write it, one does and the others wait.
 
         `arrival` is told how far it is.
@@ -158,7 +158,7 @@ class BlobDirectory:
             remove_and_unlock(path, descriptor)
 
     def _write(
-        self, at: Descriptor, pieces: Pieces, partial: Path, arrival: Arrival | None
+        self, at: Descriptor, pieces: Pieces, partial: Path, arrival: ArrivingBlob | None
     ) -> None:
         descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         with open(descriptor, "r+b", buffering=0) as file:

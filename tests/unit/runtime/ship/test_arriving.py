@@ -26,7 +26,7 @@ from prejit.runtime.format.opening import match, read_manifest
 from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship import blob_directory
-from prejit.runtime.ship.blob_directory import Arrival, BlobDirectory
+from prejit.runtime.ship.blob_directory import ArrivingBlob, BlobDirectory
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.shipping import ship
@@ -162,7 +162,7 @@ def test_what_arrived_is_not_fetched_again_whether_it_was_read_meanwhile_or_not(
             if cut < SIZE:
                 raise StoreError("cut")
 
-        arrival = Arrival() if is_read else None
+        arrival = ArrivingBlob() if is_read else None
         with contextlib.suppress(StoreError):
             directory.write(AT, pieces, arrival)
         # `checked` holds back one piece, and of a file with a hole the last step counts as missing.
