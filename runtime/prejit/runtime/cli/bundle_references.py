@@ -19,16 +19,12 @@ if TYPE_CHECKING:
     from prejit.runtime.ship.shipping import Report, TransferProgress
 
 
-def local_bundle(
-    path: str, machine: Fingerprint | None, *, every: bool = False, must_match: bool = False
-) -> str:
+def local_bundle(path: str, *, every: bool) -> str:
     """Return the directory of a bundle. One elsewhere is fetched into this machine's store, with progress.
 
     Args:
         path: a directory, which is returned as it is, or a reference.
-        machine: the target of this machine is fetched; None: of the one on which this process runs.
-        every: fetch all targets.
-        must_match: raise MismatchError where the machine matches no target.
+        every: whether all targets are fetched, or that of this machine.
     """
     if not is_reference(path):
         return path
@@ -38,10 +34,9 @@ def local_bundle(
     from prejit.runtime.ship.machine_store import machine_store
     from prejit.runtime.ship.pulling import Wanted, pull
 
-    of = None if every else machine or Fingerprint.current()
-    wanted = Wanted(of, must_match=must_match)
     with progress() as show:
         store, told = machine_store(), reporting(show)
+        wanted = Wanted(None if every else Fingerprint.current())
         return str(pull(reference, store, wanted, policy_paths(), told).path)
 
 
@@ -60,12 +55,12 @@ def bundle_files(path: str) -> Iterator[LayoutFiles]:
 
 def of_this_machine(_: click.Context, __: click.Parameter, path: str) -> str:
     """Return the directory of the bundle that an argument names, with the target of this machine."""
-    return local_bundle(path, None)
+    return local_bundle(path, every=False)
 
 
 def with_all_targets(_: click.Context, __: click.Parameter, path: str) -> str:
     """Return the directory of the bundle that an argument names, with all its targets."""
-    return local_bundle(path, None, every=True)
+    return local_bundle(path, every=True)
 
 
 def reporting(show: Callable[[str], None]) -> Report:
