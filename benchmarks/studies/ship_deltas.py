@@ -259,7 +259,7 @@ def main() -> None:
             f"{first.name}: {size / MB:,.1f} MB of weights.",
         ),
         Table(
-            f"Weights of which {count} layers changed",
+            f"Weights with {count} changed layers",
             ("weights as", "files", "MB that move", "open and map, us", "more bytes of a manifest"),
             split,
             "Counted by the content of each layer's tensors, and by the digests of chunks in the config.",

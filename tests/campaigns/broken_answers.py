@@ -158,7 +158,7 @@ def no_length(rng: random.Random) -> Answer:
 
 
 def chunks(rng: random.Random) -> Answer:
-    """Chunks, the last of which is cut, or has a length that is none."""
+    """A chunked body whose last chunk is cut, or has no valid length."""
     share, ending = rng.random(), rng.choice((b"", b"zz\r\n", b"-1\r\n"))
 
     def write(handler: Any, content: bytes, start: int, status: int) -> None:
@@ -239,7 +239,7 @@ def junk(rng: random.Random) -> Answer:
 
 
 def no_http(rng: random.Random) -> Answer:
-    """What is no HTTP."""
+    """Bytes that are not HTTP."""
     said = rng.choice((b"\x15\x03\x01\x00\x02\x02\x16", b"HTTP/1.1 abc\r\n\r\n", b"a: b\r\n" * 300))
 
     def answer(handler: Any, content: bytes | None, start: int) -> None:

@@ -252,7 +252,7 @@ class Case:
 
     @property
     def target(self) -> Path:
-        """Where a pull goes."""
+        """The place to which a pull writes."""
         return self.at / (
             "out.tar" if self.way == TAR else "disk/store" if self.way in INTO_STORE else "out"
         )

@@ -31,7 +31,7 @@ PRELOADED: tuple[str, ...] = (
 )
 """Modules that the server imports. A campaign may name others before its first process."""
 _of_server: tuple[tuple[str, ...], str | None] | None = None
-"""What the server that runs has imported, and which library its processes begin with."""
+"""The modules that the running fork server has imported, and its LD_PRELOAD; None: none runs."""
 UNEXPECTED = 70
 """Exit status after an exception that reached the top; `sysexits.h` calls it EX_SOFTWARE."""
 one_reader = threading.Lock()

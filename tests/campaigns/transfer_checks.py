@@ -1,4 +1,4 @@
-"""What must hold after a transfer that broke, and after the one that goes on: see broken_transfers.py."""
+"""Checks after a broken transfer, and after the one that completes it: see broken_transfers.py."""
 
 from __future__ import annotations
 

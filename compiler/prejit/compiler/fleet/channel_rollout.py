@@ -39,7 +39,7 @@ PREVIOUS = "-previous"
 
 @dataclass(frozen=True, slots=True)
 class MachineChange:
-    """What a rollout changes for machines that are alike.
+    """The effect of a rollout on machines with equal fingerprints.
 
     Attributes:
         machines: their names.

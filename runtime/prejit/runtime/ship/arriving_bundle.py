@@ -32,7 +32,7 @@ _CLOSE_SECONDS = 2.0
 
 @final
 class ArrivingBundle:
-    """Implements `format.layout.TargetFiles` for a bundle of which some blobs are on the way to a store."""
+    """Implements `format.layout.TargetFiles` for a bundle whose weights are on the way to a store."""
 
     def __init__(
         self,

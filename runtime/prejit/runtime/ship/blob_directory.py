@@ -136,9 +136,8 @@ class BlobDirectory:
         try:
             self.partial.mkdir(exist_ok=True, mode=0o700)
             descriptor = lock_file(path)
-        except (
-            FileNotFoundError
-        ):  # a process that has written all of its bundle has dropped the directory
+        except FileNotFoundError:
+            # A process that has written all of its bundle has dropped the directory.
             with self._locked(name) as partial:
                 yield partial
             return

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Place(NamedTuple):
-    """Where a chunk is: a file, and its first and last byte there."""
+    """Where a chunk is: a file, and the bytes there from `start` to before `end`."""
 
     path: str
     start: int

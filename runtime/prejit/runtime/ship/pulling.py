@@ -136,7 +136,7 @@ def arrive(
 
 
 class _Found(NamedTuple):
-    """A bundle elsewhere of which something is missing here.
+    """A bundle in another place, which the store lacks in whole or in part.
 
     Attributes:
         files: its files.

@@ -140,9 +140,8 @@ class RegistryLogin:
         """
         from requests.utils import parse_dict_header
 
-        if (
-            self._refused is not None
-        ):  # a wrong password that is sent again and again locks accounts
+        if self._refused is not None:
+            # A wrong password that is sent again and again locks accounts.
             return self._refused
         scheme, _, rest = asked.headers.get("www-authenticate", "").partition(" ")
         self._login = login = find_login(self._host, self._repository)
