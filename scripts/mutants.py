@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 import random
 import resource
@@ -90,32 +91,33 @@ def _changed(node: ast.AST) -> str | None:
 
 
 def mutants_of(path: Path) -> list[Mutant]:
-    """Return every mutant of the functions of a file."""
-    source = path.read_text(encoding="utf-8")
+    """Return every mutant of the functions of a file, those that are no Python included."""
+    content = path.read_bytes()
+    starts = [0, *itertools.accumulate(map(len, content.splitlines(keepends=True)))]
     found: dict[Mutant, None] = {}
-    for function in ast.walk(ast.parse(source)):
+    for function in ast.walk(ast.parse(content)):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         for node in (each for statement in function.body for each in ast.walk(statement)):
-            old, new = ast.get_source_segment(source, node), _changed(node)
-            if old is None or new is None:
+            new = _changed(node)
+            if new is None or not isinstance(node, ast.expr | ast.stmt):
                 continue
-            lines = source.splitlines(keepends=True)[: node.lineno - 1]  # type: ignore[attr-defined]
-            line = source.splitlines()[node.lineno - 1]  # type: ignore[attr-defined]
-            column = len(line.encode()[: node.col_offset].decode())  # type: ignore[attr-defined]
-            number = ("".join(lines) + line[:column]).count(old)
-            mutant = Mutant(str(path.relative_to(REPOSITORY)), old, new, number)
-            if (changed := mutant.applied(source)) is not None and _is_python(changed):
-                found[mutant] = None
+            begin = starts[node.lineno - 1] + node.col_offset
+            end = starts[(node.end_lineno or 1) - 1] + (node.end_col_offset or 0)
+            old = content[begin:end]
+            number = content[:begin].count(old)
+            found[Mutant(str(path.relative_to(REPOSITORY)), old.decode(), new, number)] = None
     return [*found]
 
 
-def _is_python(source: str) -> bool:
+def is_python(mutant: Mutant) -> bool:
+    """Return whether the changed file can be parsed."""
+    changed = mutant.applied((REPOSITORY / mutant.path).read_text(encoding="utf-8"))
     try:
-        ast.parse(source)
+        ast.parse(changed or "")
     except SyntaxError:
         return False
-    return True
+    return changed is not None
 
 
 def run(mutant: Mutant) -> Mutant:
@@ -164,7 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             path for root in ROOTS.values() for path in sorted((REPOSITORY / root).rglob("*.py"))
         ]
         every = [each for path in files if given.room in str(path) for each in mutants_of(path)]
-        chosen = random.Random(given.seed).sample(every, min(given.count, len(every)))
+        random.Random(given.seed).shuffle(every)
+        chosen = [*itertools.islice(filter(is_python, every), given.count)]
     done = []
     for mutant in chosen:
         done.append(run(mutant))

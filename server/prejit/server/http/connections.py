@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, final
 
 from httptools import HttpParserUpgrade, HttpRequestParser
+from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from prejit.server.gate.gate import ABORT
 
@@ -31,6 +33,9 @@ MAX_SMALL_CHUNKS = 4096
 """How many chunks a body may have if they hold less than `_SMALL_BYTES` on average: each costs more here than
 its bytes on the wire."""
 
+_MAX_WAITING_BYTES = 1 << 12
+"""Maximum size of an unfinished head that waits without a parser."""
+
 _SMALL_BYTES = 32
 _CHUNK_BYTES = 16
 """How many bytes of a chunk are its frame: its length and two line ends. More are extensions."""
@@ -38,6 +43,68 @@ _CHUNK_BYTES = 16
 
 _OF_UPGRADE = frozenset((b"upgrade", b"http2-settings"))
 """Headers that offer another protocol, which a server may ignore (RFC 9110, section 7.8)."""
+
+
+@final
+class WaitingConnection(asyncio.Protocol):
+    """A connection until it has sent the first head. uvicorn makes it, and its arguments are uvicorn's.
+
+    It keeps the bytes that came and no more: a parser and what else `Connection` needs take 4 KB of Python
+    objects, and 10,000 clients that send nothing would leave the allocator's arenas in pieces.
+    """
+
+    __slots__ = ("_arguments", "_connections", "_loop", "_received", "_timer", "_transport")
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self._arguments = (config, server_state, app_state, _loop)
+        self._connections: set[Any] = server_state.connections
+        self._loop = _loop or asyncio.get_running_loop()
+        self._received = b""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a connection."""
+        self._transport = transport
+        self._timer = self._loop.call_later(HEAD_SECONDS, transport.abort)
+        self._connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes from the client. uvicorn gets the connection with its first head, or if it has none."""
+        self._received += data
+        if _may_be_unfinished_head(self._received):
+            return
+        self._end()
+        connection = Connection(*self._arguments)
+        self._transport.set_protocol(connection)
+        connection.connection_made(self._transport)
+        connection.data_received(self._received)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End a connection that has sent no head."""
+        self._end()
+
+    def shutdown(self) -> None:
+        """Close the connection: the server ends."""
+        self._transport.close()
+
+    def _end(self) -> None:
+        self._timer.cancel()
+        self._connections.discard(self)
+
+
+def _may_be_unfinished_head(received: bytes) -> bool:
+    """Return whether bytes may be the beginning of a head whose end is still to come."""
+    return (
+        len(received) < _MAX_WAITING_BYTES
+        and received[:1].isupper()
+        and b"\n\r\n" not in received
+        and b"\n\n" not in received
+    )
 
 
 class _Parser(HttpRequestParser):
@@ -66,7 +133,7 @@ class _Parser(HttpRequestParser):
 
 
 class Connection(HttpToolsProtocol):
-    """One connection of a client. uvicorn makes it and its signatures."""
+    """One connection of a client, from its first request on. Its signatures are uvicorn's."""
 
     parser: _Parser
     _timer: asyncio.TimerHandle | None = None

@@ -19,7 +19,7 @@ from prejit.server.gate.origins import Origins
 from prejit.server.gate.server_settings import BACKLOG, Settings
 from prejit.server.http.admin import drain, make_admin
 from prejit.server.http.app import make_app
-from prejit.server.http.connections import HEAD_SECONDS, Connection
+from prejit.server.http.connections import HEAD_SECONDS, WaitingConnection
 from prejit.server.http.malloc import trim
 from prejit.server.served.say import say
 from prejit.server.served.served import Models
@@ -76,7 +76,7 @@ def configure(app: Any) -> uvicorn.Config:
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # garbage of clients is no news
     return uvicorn.Config(
         app,
-        http=Connection,
+        http=WaitingConnection,
         # Beside a model that decodes, asyncio's own loop takes a quarter more CPU time for a token.
         loop="uvloop",
         ws="none",
@@ -136,7 +136,7 @@ class _Server(uvicorn.Server):
         is_unix = admin.family == socket.AF_UNIX
         create: Any = loop.create_unix_server if is_unix else loop.create_server
         config = configure(make_admin(self._models, self._settings, origins))
-        make = partial(Connection, config, self.server_state, {})
+        make = partial(WaitingConnection, config, self.server_state, {})
         server: asyncio.Server = await create(make, sock=admin, backlog=BACKLOG)
         return server
 

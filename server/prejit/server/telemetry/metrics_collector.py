@@ -8,6 +8,7 @@ docs/operations.md for those that somebody should watch.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -423,11 +424,17 @@ def _build(served: Served) -> dict[str, str]:
         "bundle": bundle.name,
         "digest": bundle.digest,
         "target": bundle.target,
-        "prejit": metadata.version("prejit"),
-        "jax": metadata.version("jax"),
-        "jaxlib": metadata.version("jaxlib"),
+        "prejit": _version("prejit"),
+        "jax": _version("jax"),
+        "jaxlib": _version("jaxlib"),
         "cuda": found.get("cuda", ""),
     }
+
+
+@functools.cache
+def _version(package: str) -> str:
+    """Return the version of an installed package. To look for it takes a millisecond and leaves garbage."""
+    return metadata.version(package)
 
 
 def _has_answered(metrics: EngineMetrics) -> bool:

@@ -10,6 +10,7 @@ import itertools
 import os
 import select
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -303,6 +304,22 @@ def test_a_refused_body_is_freed(server: Running) -> None:
         assert connection.recv(1000).startswith(b"HTTP/1.1 405")
         [kept] = server.server.server_state.connections
         assert len(kept.cycle.body) == 0  # type: ignore[union-attr]
+
+
+def test_a_client_that_has_sent_no_head_costs_little(server: Running) -> None:
+    """10,000 of them left the allocator's arenas in pieces: 45 MB that the process never gave back."""
+    started = sys.getallocatedblocks()
+    with contextlib.ExitStack() as opened:
+        for number in range(100):
+            connection = opened.enter_context(server.connect())
+            connection.sendall(b"POST /size HTTP/1.1\r\nHost: " if number % 2 else b"")
+        wait_for(lambda: len(server.server.server_state.connections) == 100)
+        gc.collect()
+        assert sys.getallocatedblocks() - started < 30 * 100
+        for line in (b"x\r\nContent-Length: 5\r\n", b"Connection: close\r\n", b"\r\nhello"):
+            time.sleep(0.01)
+            connection.sendall(line)
+        assert answer(connection).endswith(b"\r\n\r\n5")
 
 
 def test_a_client_that_sends_nothing_is_closed(
