@@ -26,7 +26,7 @@ from prejit.compiler.native.form_table import (
 )
 from prejit.compiler.native.kernel_library import KernelLibrary, build_kernels
 from prejit.compiler.native.products import Product
-from prejit.compiler.pipeline.lower.lowering import products_of
+from prejit.compiler.pipeline.lower.program_lowering import products_of
 from prejit.compiler.pipeline.measure.measured_speed import measure_products, runs_here
 from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.pipeline.program_keys import versions

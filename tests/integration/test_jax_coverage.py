@@ -18,7 +18,7 @@ import pytest
 
 from prejit.compiler.compile.worker.xla import CompileFor, compile_portable
 from prejit.compiler.lowering.user.found_function import UserFunction
-from prejit.compiler.lowering.user.lower import lower_function
+from prejit.compiler.lowering.user.function_lowering import lower_function
 from prejit.compiler.lowering.user.modules import UserModules
 from prejit.compiler.manifest.manifest import Program
 from prejit.compiler.manifest.specs import ProgramSpec

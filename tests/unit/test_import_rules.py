@@ -24,7 +24,7 @@ IN_A_FUNCTION = "def f():\n    {}\n"
 FOR_TYPES = "if TYPE_CHECKING:\n    {}\n"
 AT_THE_TOP = "{}\n"
 BREAKS = [
-    ("prejit.runtime.text.stop", IN_A_FUNCTION, "prejit.compiler.store.build_cache_key"),
+    ("prejit.runtime.text.sandbox", IN_A_FUNCTION, "prejit.compiler.store.build_cache_key"),
     ("prejit.server.served.say", FOR_TYPES, "prejit.server.http.app"),
     ("prejit.runtime.format.layout", IN_A_FUNCTION, "prejit.runtime.loader"),
     ("prejit.runtime.machine.kept_files", FOR_TYPES, "prejit.runtime.format.layout"),

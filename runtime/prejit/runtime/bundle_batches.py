@@ -178,6 +178,6 @@ class BundleBatches(BundleDecodes):
         if resolved.stop:
             raise UsageError(
                 "stop: expected none, since a batch knows tokens and no text",
-                hint="push text through prejit.runtime.text.stop.StopStrings and evict the slot",
+                hint="push text through prejit.runtime.text.stop_strings.StopStrings and evict the slot",
             )
         return resolved.request(self.generator.token_ids(prompt))

@@ -23,7 +23,7 @@ from glob import iglob
 from pathlib import Path
 from typing import TypeVar, Unpack
 
-from prejit.compiler.checkpoint.source import resolve_source
+from prejit.compiler.checkpoint.model_source import resolve_source
 from prejit.compiler.compile.compile_jobs import Compiled
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.pipeline.build_interface import (
@@ -34,9 +34,9 @@ from prejit.compiler.pipeline.build_interface import (
     Services,
 )
 from prejit.compiler.pipeline.lower.crew import open_crew
-from prejit.compiler.pipeline.lower.lowering import is_lowered_again, lower, products_of
 from prejit.compiler.pipeline.lower.model_checks import check
-from prejit.compiler.pipeline.lower.submitting import Submitting
+from prejit.compiler.pipeline.lower.program_lowering import is_lowered_again, lower, products_of
+from prejit.compiler.pipeline.lower.program_submission import Submitting
 from prejit.compiler.pipeline.lower.tracing import remember
 from prejit.compiler.pipeline.measure.accuracy import measure_accuracy
 from prejit.compiler.pipeline.measure.golden_answers import with_golden_answers

@@ -18,7 +18,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.checkpoint.source import find_source
+from prejit.compiler.checkpoint.model_source import find_source
 from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.lowering.user.trace_inputs import Present
 from prejit.compiler.manifest.manifest import Manifest

@@ -42,8 +42,8 @@ COMPILING = (
 )
 """The code that compiles a program."""
 LOWERING = (
-    "prejit.compiler.pipeline.lower.lowering:_lower_model",
-    "prejit.compiler.pipeline.lower.lowering:_lower_native",
+    "prejit.compiler.pipeline.lower.program_lowering:_lower_model",
+    "prejit.compiler.pipeline.lower.program_lowering:_lower_native",
     "prejit.compiler.pipeline.model:read_model",
 )
 """The code that lowers the programs of a model."""
@@ -68,18 +68,18 @@ USER_FUNCTIONS = (
     "prejit.compiler.lowering.user.exported_programs",
     "prejit.compiler.lowering.user.found_function",
     "prejit.compiler.lowering.user.flax_modules",
-    "prejit.compiler.lowering.user.lower",
+    "prejit.compiler.lowering.user.function_lowering",
     "prejit.compiler.pipeline.workspace:_find_functions",
-    "prejit.compiler.pipeline.lower.lowering:lower_function",
-    "prejit.compiler.pipeline.lower.lowering:put_lowered",
+    "prejit.compiler.pipeline.lower.program_lowering:lower_function",
+    "prejit.compiler.pipeline.lower.program_lowering:put_lowered",
 )
 """The code that traces and lowers a function of the user."""
 USER_DECODERS = (
     "prejit.compiler.lowering.decoder",
     "prejit.compiler.lowering.user.own_decoder",
     "prejit.compiler.pipeline.workspace:_find_own_model",
-    "prejit.compiler.pipeline.lower.lowering:lower_own_decoder",
-    "prejit.compiler.pipeline.lower.lowering:put_lowered",
+    "prejit.compiler.pipeline.lower.program_lowering:lower_own_decoder",
+    "prejit.compiler.pipeline.lower.program_lowering:put_lowered",
 )
 """The code that traces and lowers a decoder of the user."""
 ACCURACY = (

@@ -26,7 +26,7 @@ from prejit.runtime.text.bundle_text import BundleText
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.finished_text import Result, Stats
-    from prejit.runtime.text.stop import StopStrings
+    from prejit.runtime.text.stop_strings import StopStrings
     from prejit.runtime.text.tokenizer import Tokenizer
 
 
@@ -72,7 +72,7 @@ class Generation:
         self._text = tokenizer.stream(request.prompt) if tokenizer is not None else None
         self._stops: StopStrings | None = None
         if stop:
-            from prejit.runtime.text.stop import StopStrings  # few requests have any
+            from prejit.runtime.text.stop_strings import StopStrings  # few requests have any
 
             self._stops = StopStrings(stop)
         self._pieces: list[Piece] = []

@@ -11,7 +11,7 @@ from typing import Any
 
 from prejit.runtime.base.wording import table
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.recorded.causes import Difference, differences
+from prejit.runtime.recorded.cache_miss_causes import Difference, differences
 from prejit.runtime.recorded.hook_events import HIT, REFUSED, WatchedProcess, read_events
 from prejit.runtime.recorded.recorded_bundle import RecordedBundle
 

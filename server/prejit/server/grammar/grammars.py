@@ -16,13 +16,13 @@ from prejit.server.grammar.grammar_sources import (
     schema_source,
 )
 from prejit.server.grammar.mask import GrammarMask
-from prejit.server.grammar.tools import ToolForm, tools_source
+from prejit.server.grammar.tool_call_grammar import ToolForm, tools_source
 
 if TYPE_CHECKING:
     import llguidance
 
     from prejit.runtime.bundle import Bundle
-    from prejit.server.grammar.trial import Trial
+    from prejit.server.grammar.grammar_trial import Trial
 
 _KEPT_BYTES = 64 << 20
 """Maximum memory of the compiled grammars that are kept. A small one compiles again in milliseconds."""
@@ -203,7 +203,7 @@ class Grammars:
 
     @once
     def _trial(self) -> Trial:
-        from prejit.server.grammar.trial import Trial  # only servers need processes
+        from prejit.server.grammar.grammar_trial import Trial  # only servers need processes
 
         return Trial(self._table())
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
 
 _NICE = 10
-"""As of the process that compiles first (trial.py): other threads run while llguidance compiles."""
+"""As of the process that compiles first (grammar_trial.py): other threads run while llguidance compiles."""
 MAX_CHARACTERS = 256 << 10
 """The largest grammar, with its schemas. Above it no compilation ends in time."""
 

@@ -20,7 +20,7 @@ from tests.parity.cases import shapes_of
 from tests.unit.compiler.models import small_models
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
-from prejit.compiler.checkpoint.source import resolve_source
+from prejit.compiler.checkpoint.model_source import resolve_source
 from prejit.compiler.checkpoint.tensor_files import read_parameters
 from prejit.compiler.models import config_file, model_registry
 from prejit.compiler.models.parameters import parameters_of

@@ -8,7 +8,7 @@ import pytest
 
 from prejit.compiler.lowering.export import LoweredProgram
 from prejit.compiler.lowering.user.found_function import find_function
-from prejit.compiler.lowering.user.lower import lower_function
+from prejit.compiler.lowering.user.function_lowering import lower_function
 from prejit.compiler.lowering.user.modules import UserModules
 from prejit.compiler.manifest.manifest import Program
 from prejit.compiler.manifest.specs import ProgramSpec

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from tests.warm import WarmPython
 
 from prejit.compiler.manifest.reading import read_manifest
-from prejit.compiler.pipeline.lower import lowering
+from prejit.compiler.pipeline.lower import program_lowering
 from prejit.compiler.pipeline.lower.model_checks import check_planned
 from prejit.compiler.pipeline.plan import Lowered, Plan, plan_build
 from prejit.compiler.pipeline.workspace import UserCode, Workspace, find_code, values_of
@@ -71,7 +71,7 @@ def no_model() -> NoReturn:
 def lower(found: Project) -> Lowered:
     [program] = found.plan.programs
     space = Workspace(found.plan, no_model, lambda: found.code, found.store, Quiet())
-    return lowering.lower(space, program)
+    return program_lowering.lower(space, program)
 
 
 PANIC = """

@@ -25,7 +25,7 @@ from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.native.kernel_library import KernelLibrary, build_kernels
 from prejit.compiler.pipeline import program_keys
 from prejit.compiler.pipeline.build_run import build
-from prejit.compiler.pipeline.lower.lowering import lower, source_of
+from prejit.compiler.pipeline.lower.program_lowering import lower, source_of
 from prejit.compiler.pipeline.model import ModelSource, read_model
 from prejit.compiler.pipeline.pack.model_layers import find_published, pack_weights
 from prejit.compiler.pipeline.plan import (

@@ -32,8 +32,8 @@ from prejit.compiler.compile.worker import worker_requests
 from prejit.compiler.compile.worker.worker_compile import compile_program
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline import build_run, workspace
-from prejit.compiler.pipeline.lower import lowering
-from prejit.compiler.pipeline.lower.lowering import lower_native
+from prejit.compiler.pipeline.lower import program_lowering
+from prejit.compiler.pipeline.lower.program_lowering import lower_native
 from prejit.compiler.pipeline.measure import accuracy, golden_answers, golden_child
 from prejit.compiler.pipeline.pack import bundle_files, model_layers
 from prejit.compiler.pipeline.plan import plan_build
@@ -90,8 +90,8 @@ ran: dict[str, dict[str, set[str]]] = {}
 """The code that ran, by step and module."""
 WITHIN = (
     # The functions that make the result of each step, and where the build finds them.
-    ("LOWERING", lowering, "_lower_model"),
-    ("LOWERING", lowering, "_lower_native"),
+    ("LOWERING", program_lowering, "_lower_model"),
+    ("LOWERING", program_lowering, "_lower_native"),
     ("LOWERING", workspace, "read_model"),
     ("PACKING", bundle_files, "write_weights"),
     ("WEIGHTS", model_layers, "_tensors"),

@@ -14,7 +14,7 @@ from prejit.runtime.errors import UsageError
 from prejit.server.grammar import grammars as module
 from prejit.server.grammar.grammar_sources import GrammarSource
 from prejit.server.grammar.grammars import Grammars
-from prejit.server.grammar.tools import ToolForm
+from prejit.server.grammar.tool_call_grammar import ToolForm
 
 
 def nested(depth: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, final
 
-from prejit.compiler.lowering.user.chance import refusing_chance
+from prejit.compiler.lowering.user.nondeterminism import refusing_nondeterminism
 from prejit.compiler.lowering.user.observer import Observer
 from prejit.compiler.lowering.user.observing import observing
 from prejit.compiler.lowering.user.trace_inputs import Present, is_installed, portable_path
@@ -81,7 +81,7 @@ class UserModules:
         module_name, _, attribute = function.partition(":")
         with self.in_use():
             what = f"{where}: cannot import {module_name!r}"
-            with nullcontext() if impure else refusing_chance(what):
+            with nullcontext() if impure else refusing_nondeterminism(what):
                 found = self._import(module_name, where)
             self.observer.note_import(module_name, None)
             for name in attribute.split("."):

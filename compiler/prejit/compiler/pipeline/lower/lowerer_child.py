@@ -28,14 +28,14 @@ from prejit.compiler.pipeline.lower.lowerer_process import (
     manifest_digest,
     plain_error,
 )
-from prejit.compiler.pipeline.lower.lowering import (
+from prejit.compiler.pipeline.lower.model_checks import check
+from prejit.compiler.pipeline.lower.program_lowering import (
     lower,
     lower_native,
     lower_own,
     own_facts,
     source_of,
 )
-from prejit.compiler.pipeline.lower.model_checks import check
 from prejit.compiler.pipeline.lower.tracing import remember
 from prejit.compiler.pipeline.model import open_weights
 from prejit.compiler.pipeline.plan import (

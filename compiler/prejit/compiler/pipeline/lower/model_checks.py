@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
-from prejit.compiler.pipeline.lower.lowering import own_shape
+from prejit.compiler.pipeline.lower.program_lowering import own_shape
 from prejit.compiler.pipeline.model import ModelSource, file_digests, longest_source, open_weights
 from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.pipeline.program_keys import weights_key

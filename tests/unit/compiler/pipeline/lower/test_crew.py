@@ -22,8 +22,8 @@ from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline.lower import crew
 from prejit.compiler.pipeline.lower.crew import Crew, open_crew
-from prejit.compiler.pipeline.lower.lowering import lower, lower_own
 from prejit.compiler.pipeline.lower.model_checks import check
+from prejit.compiler.pipeline.lower.program_lowering import lower, lower_own
 from prejit.compiler.pipeline.lower.tracing import remember
 from prejit.compiler.pipeline.model import open_weights
 from prejit.compiler.pipeline.plan import Plan, PlannedProgram, plan_build

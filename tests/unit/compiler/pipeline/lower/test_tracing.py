@@ -29,7 +29,7 @@ from tests.unit.compiler.sharing.fixtures import Memory
 from prejit.compiler.lowering.user.observer import Observer
 from prejit.compiler.lowering.user.observing import observing
 from prejit.compiler.manifest.reading import read_manifest
-from prejit.compiler.pipeline.lower.lowering import lower
+from prejit.compiler.pipeline.lower.program_lowering import lower
 from prejit.compiler.pipeline.lower.tracing import remember
 from prejit.compiler.pipeline.plan import Lowered, plan_build
 from prejit.compiler.pipeline.reuse import planned_executables

@@ -18,7 +18,7 @@ from tests.sized_functions import LOOKS_AT_A_SIZE, LOOKS_BELOW_EIGHT, only_eight
 
 from prejit.compiler import Program, build
 from prejit.compiler.manifest.manifest import Manifest
-from prejit.compiler.pipeline.lower.lowering import lower
+from prejit.compiler.pipeline.lower.program_lowering import lower
 from prejit.compiler.pipeline.measure import other_sizes
 from prejit.compiler.pipeline.measure.other_sizes import check_sizes
 from prejit.compiler.pipeline.plan import plan_build

@@ -241,14 +241,14 @@ def lower_own_decoder(
         BuildError: its code raises.
     """
     from prejit.compiler.lowering.decoder import lower_decoder
-    from prejit.compiler.lowering.user.chance import refusing_chance
+    from prejit.compiler.lowering.user.nondeterminism import refusing_nondeterminism
     from prejit.compiler.lowering.user.own_decoder import CHECK_MODEL
 
     manifest, model = space.plan.manifest, space.code().model
     assert model is not None
     assert manifest.model is not None
     what = f"{manifest.where}: program {program.spec.name}: cannot lower {model.label}"
-    pure = contextlib.nullcontext() if manifest.model.impure else refusing_chance(what)
+    pure = contextlib.nullcontext() if manifest.model.impure else refusing_nondeterminism(what)
     with model.modules.tracing(what, CHECK_MODEL), pure:
         return lower_decoder(
             model.stored.model,
@@ -278,7 +278,9 @@ def lower_function(space: Workspace, program: PlannedProgram) -> LoweredProgram:
         ManifestError: its arguments or shardings have mistakes.
     """
     from prejit.compiler.lowering.export import LoweredProgram
-    from prejit.compiler.lowering.user import lower as of_user
+    from prejit.compiler.lowering.user.function_lowering import (
+        lower_function as lower_user_function,
+    )
 
     plan, manifest, spec = space.plan, space.plan.manifest, program.spec
     section = manifest.section(spec.section)
@@ -286,7 +288,7 @@ def lower_function(space: Workspace, program: PlannedProgram) -> LoweredProgram:
     user = space.code().functions[section.name]
     if isinstance(user, LoweredProgram):
         return user
-    return of_user.lower_function(
+    return lower_user_function(
         user, section, spec, manifest.where, platforms, manifest.mesh, plan.handlers
     )
 

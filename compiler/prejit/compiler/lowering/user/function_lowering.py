@@ -22,9 +22,9 @@ from prejit.compiler.lowering.export import (
     export_program,
     sharding_on,
 )
-from prejit.compiler.lowering.user.chance import refusing_chance
 from prejit.compiler.lowering.user.flat_arrays import Arrays, Example, arrays_of, is_key, key_name
 from prejit.compiler.lowering.user.found_function import UserFunction
+from prejit.compiler.lowering.user.nondeterminism import refusing_nondeterminism
 from prejit.compiler.lowering.user.repeating import repeated
 from prejit.compiler.lowering.user.shardings import Shardings, split_results
 from prejit.compiler.lowering.user.trace_inputs import is_installed
@@ -120,7 +120,7 @@ def lower_function(
                 f"{', '.join(by_place)} by position otherwise than by name; found a table",
                 hint="list the arguments in their order, as in args = [...]",
             )
-    pure = contextlib.nullcontext() if program.impure else refusing_chance(what)
+    pure = contextlib.nullcontext() if program.impure else refusing_nondeterminism(what)
     with user.modules.tracing(what), _on(mesh), pure:
         jaxpr = jax.jit(function, keep_unused=True).trace(*values).jaxpr
         settings = jax_settings.to_record()

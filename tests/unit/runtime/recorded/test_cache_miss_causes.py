@@ -10,7 +10,7 @@ import pytest
 
 from prejit.runtime.format.bundle_schema import RecordedProgram, Segment
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
-from prejit.runtime.recorded.causes import Difference, differences
+from prejit.runtime.recorded.cache_miss_causes import Difference, differences
 from prejit.runtime.recorded.hook import jax_texts
 from prejit.runtime.recorded.hook_events import JaxRequest, WatchedProcess
 from prejit.runtime.recorded.recorded_bundle import RecordedBundle

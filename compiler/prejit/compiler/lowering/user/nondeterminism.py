@@ -58,7 +58,7 @@ _SHOWN = 3
 
 
 @contextmanager
-def refusing_chance(what: str) -> Iterator[None]:
+def refusing_nondeterminism(what: str) -> Iterator[None]:
     """Refuse clocks and random numbers in the block, which runs code of the user, in this thread.
 
     Under another profiler, such as cProfile, only `time` and NumPy's global generator are watched.

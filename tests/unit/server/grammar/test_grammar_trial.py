@@ -18,8 +18,8 @@ from prejit.server.grammar.grammar_sources import (
     regex_source,
     schema_source,
 )
+from prejit.server.grammar.grammar_trial import _Process
 from prejit.server.grammar.grammars import Grammars
-from prejit.server.grammar.trial import _Process
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from prejit.compiler.native.form_table import KnownForms
 from prejit.compiler.native.kernel_library import KernelLibrary, NoKernels, build_kernels
 from prejit.compiler.pipeline.build_interface import Services
 from prejit.compiler.pipeline.lower.crew import Crew
-from prejit.compiler.pipeline.lower.lowering import (
+from prejit.compiler.pipeline.lower.program_lowering import (
     has_lost_native,
     lower,
     lower_own,

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prejit.runtime.errors import UsageError
-from prejit.runtime.text.stop import StopStrings
+from prejit.runtime.text.stop_strings import StopStrings
 from prejit.runtime.text.tokenizer import Tokenizer
 
 from .test_tokenizer import cost

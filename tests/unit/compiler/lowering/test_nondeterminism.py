@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 
 from prejit.compiler import Manifest, Program, build
-from prejit.compiler.lowering.user.chance import refusing_chance
 from prejit.compiler.lowering.user.modules import UserModules
+from prejit.compiler.lowering.user.nondeterminism import refusing_nondeterminism
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.runtime import load
 from prejit.runtime.errors import BuildError
@@ -73,7 +73,7 @@ def logged() -> Any:
     ],
 )
 def test_each_is_refused_by_name_and_line(call: Callable[[], Any], name: str) -> None:
-    with pytest.raises(BuildError) as caught, refusing_chance("here"):
+    with pytest.raises(BuildError) as caught, refusing_nondeterminism("here"):
         call()
     line = call.__code__.co_firstlineno
     assert str(caught.value).startswith("here: expected a function that gives the same program")
@@ -93,7 +93,7 @@ def test_each_is_refused_by_name_and_line(call: Callable[[], Any], name: str) ->
 def test_numpys_global_generator_is_refused(call: Callable[[], Any]) -> None:
     with (
         pytest.raises(BuildError, match=r"global generator of np\.random"),
-        refusing_chance("here"),
+        refusing_nondeterminism("here"),
     ):
         call()
 
@@ -115,12 +115,12 @@ def test_numpys_global_generator_is_refused(call: Callable[[], Any]) -> None:
     ],
 )
 def test_what_is_the_same_each_time_is_allowed(call: Callable[[], Any]) -> None:
-    with refusing_chance("here"):
+    with refusing_nondeterminism("here"):
         call()
 
 
 def test_an_error_of_the_code_itself_comes_first_and_another_profiler_stays() -> None:
-    with pytest.raises(ZeroDivisionError), refusing_chance("here"):
+    with pytest.raises(ZeroDivisionError), refusing_nondeterminism("here"):
         1 / (time.time() * 0)
     assert sys.getprofile() is None
 
@@ -129,7 +129,7 @@ def test_an_error_of_the_code_itself_comes_first_and_another_profiler_stays() ->
 
     sys.setprofile(profile)
     try:
-        with refusing_chance("here"):
+        with refusing_nondeterminism("here"):
             random.random()
         assert sys.getprofile() is profile
     finally:
