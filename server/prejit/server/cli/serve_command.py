@@ -23,7 +23,7 @@ from prejit.runtime.cli.command_options import (
 from prejit.runtime.cli.output import warnings_on_stderr
 from prejit.runtime.device.quick_start import import_numpy, read_library_ahead
 from prejit.runtime.errors import UsageError
-from prejit.runtime.ship.reference import Reference, parse_reference
+from prejit.runtime.ship.reference import is_reference, parse_reference
 
 _NAMED = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*)=(?P<path>.+)", re.DOTALL)
 
@@ -77,8 +77,8 @@ def _origin(text: str) -> str:
     "--admin",
     type=_address,
     metavar="PATH|HOST:PORT",
-    help="Also listen at a Unix socket or another address for POST /drain and /undrain, which ask for no key "
-    "(default: nowhere).",
+    help="Also listen at a Unix socket or another address for POST /drain, /undrain and /swap, which ask for "
+    "no key (default: nowhere).",
 )
 @click.option(
     "--cors",
@@ -150,8 +150,8 @@ def _origin(text: str) -> str:
     "follow_seconds",
     type=Number(1, 1e9),
     metavar="SECONDS",
-    help="Ask so often for the bundle that a tag leads to, and fetch a newer one beside what is served: a "
-    "restart serves it (default: never).",
+    help="Look so often what tags and directories lead to, and let another bundle take the place of the one "
+    "that is served, without a dropped request (default: never).",
 )
 @click.option(
     "--share-prefixes",
@@ -197,13 +197,12 @@ def serve(
 
         must_match = on_mismatch == "error"
         named = named_paths(bundles)
-        follows = {path: _tag(path) for _, path in named if settings["follow_seconds"] is not None}
-        if follows and not any(follows.values()):
+        if settings["follow_seconds"] is not None and all(_is_pinned(path) for _, path in named):
             raise click.BadParameter(
-                "expected a bundle by its tag, such as oci://HOST/REPOSITORY:prod, found none",
+                "expected a directory or a tag, such as oci://HOST/REPOSITORY:prod, found digests only",
                 param_hint="'--follow'",
             )
-        sources = [BundleSource(path, name, follows.get(path)) for name, path in named]
+        sources = [BundleSource(path, name) for name, path in named]
         if keys is not None:
             from prejit.server.gate.api_keys import Keys
         if log is not None:
@@ -216,10 +215,9 @@ def serve(
     return 0
 
 
-def _tag(path: str) -> Reference | None:
-    """Return the reference whose bundle may change; None: it names one bundle for ever."""
-    reference = parse_reference(path)
-    return reference if reference.is_remote and not reference.digest else None
+def _is_pinned(path: str) -> bool:
+    """Return whether a path leads to one bundle for ever."""
+    return is_reference(path) and bool(parse_reference(path).digest)
 
 
 def named_paths(texts: Sequence[str]) -> list[tuple[str | None, str]]:

@@ -56,6 +56,7 @@ class Gate:
             return
         request = _Request(scope, receive, send, self._settings, self._models)
         self._running += 1
+        epoch = self._models.running.begin()
         try:
             self._check(scope, request)
             async with asyncio.timeout(self._settings.timeout_seconds + GRACE_SECONDS):
@@ -64,6 +65,7 @@ class Gate:
             await self._fail(scope, request, error)
         finally:
             self._running -= 1
+            self._models.running.end(epoch)
             request.finish(scope)
 
     def _check(self, scope: Scope, request: _Request) -> None:

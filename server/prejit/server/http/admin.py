@@ -7,17 +7,20 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from prejit.runtime.errors import ClosedError, PrejitError
 from prejit.server.gate import http_errors
 from prejit.server.gate.http_errors import ApiError, json_response
 from prejit.server.gate.origins import Origins
 from prejit.server.gate.server_settings import Settings
-from prejit.server.served.served import Models
+from prejit.server.served.bundle_swaps import BundleSwaps
+from prejit.server.served.served import ModelNotFoundError, Models
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -27,11 +30,27 @@ _POLL_SECONDS = 0.05
 """How often a drain looks whether anything runs."""
 
 
-def make_admin(models: Models, settings: Settings, origins: Origins | None) -> ASGIApp:
+class SwapRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /swap.
+
+    Attributes:
+        model: the name of a served model; empty: the only one.
+        bundle: a directory or a reference; empty: the one that the model was served from, which may lead to
+            another bundle now.
+    """
+
+    model: str = ""
+    bundle: str = ""
+
+
+def make_admin(
+    models: Models, settings: Settings, swaps: BundleSwaps, origins: Origins | None
+) -> ASGIApp:
     """Return the ASGI application of the admin address.
 
     Args:
         models: the served bundles.
+        swaps: swaps them.
         settings: `drain_seconds` is how long POST /drain waits.
         origins: who may send requests to it; None: whoever reaches it, as a Unix socket.
     """
@@ -47,10 +66,32 @@ def make_admin(models: Models, settings: Settings, origins: Origins | None) -> A
             )
         return json_response({"state": models.state})
 
+    async def post_swap(request: Request) -> Response:
+        try:
+            wanted = msgspec.json.decode(await request.body() or b"{}", type=SwapRequest)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise http_errors.as_api_error(error) from None
+        try:
+            before = models.one(wanted.model)
+            path = wanted.bundle or before.path
+            # In a thread: to load, verify and try a bundle takes seconds.
+            after = await asyncio.to_thread(swaps.swap, before.name, path)
+        except PrejitError as error:
+            text = f"{error}\nhint: {error.hint}" if error.hint else str(error)
+            status = {ModelNotFoundError: 404, ClosedError: 503}.get(type(error), 409)
+            raise ApiError(status, text, code=error.code) from error
+        described = {
+            "model": before.name,
+            "before": before.bundle.digest,
+            "now": after.bundle.digest,
+        }
+        return json_response(described)
+
     app = Starlette(
         routes=[
             Route("/drain", post_drain, methods=["POST"]),
             Route("/undrain", post_undrain, methods=["POST"]),
+            Route("/swap", post_swap, methods=["POST"]),
         ],
         exception_handlers={HTTPException: http_errors.handle, ApiError: http_errors.handle},
     )

@@ -53,8 +53,6 @@ def operator_routes(models: Models) -> list[Route]:
         described: dict[str, Any] = {"state": models.state, "models": [one.name for one in models]}
         if models.wrong:
             described["wrong_answers"] = dict(models.wrong)
-        if models.fetched:
-            described["fetched"] = dict(models.fetched)
         if models.is_ready:
             return json_response(described)
         return json_response(described, 503, {"Retry-After": str(RETRY_SECONDS)})

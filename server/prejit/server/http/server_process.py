@@ -20,11 +20,17 @@ from typing import TYPE_CHECKING, cast
 
 from prejit.runtime.errors import StoreError
 from prejit.server.gate.server_settings import BACKLOG, Settings
-from prejit.server.http.malloc import use_few_arenas, use_small_pages
 from prejit.server.served.answer_checks import AnswerChecks
+from prejit.server.served.malloc import use_few_arenas, use_small_pages
 from prejit.server.served.say import say
 from prejit.server.served.served import Models
-from prejit.server.served.served_loading import BundleSource, EngineOptions, Loading, Wrap
+from prejit.server.served.served_loading import (
+    BundleSource,
+    EngineOptions,
+    Loading,
+    MakeServed,
+    Wrap,
+)
 from prejit.server.telemetry.otel_setup import start as start_telemetry
 from prejit.server.telemetry.watched_engine import WatchedEngine, Watcher
 
@@ -79,28 +85,33 @@ def serve(
         models = Models()
         url = _shown(listening, address)
         telemetry = start_telemetry()
-        wrap = _wrapper(log, telemetry)
-        loading = Loading(sources, engines, models, url, wrap)
+        make = MakeServed(engines, len(sources), _wrapper(log, telemetry))
+        started = None
         if log is not None:
-            loading.when_loaded = partial(log.start, models, max_tokens=settings.max_tokens)
+            started = partial(log.start, models, max_tokens=settings.max_tokens)
+        loading = Loading(sources, make, models, url, started)
         loading.start()
         checks = AnswerChecks(models, settings.check_seconds)
+        # The stack is imported while the bundles are loaded: neither waits for the other.
+        from prejit.server.gate.origins import Origins, is_loopback
+        from prejit.server.http.admin import make_admin
+        from prejit.server.http.uvicorn_server import run
+        from prejit.server.served.bundle_swaps import BundleSwaps
+
+        swaps = BundleSwaps(models, make, settings.timeout_seconds, started)
         following = None
         if settings.follow_seconds is not None:
             from prejit.server.served.bundle_following import BundleFollowing
 
             following = BundleFollowing(
-                models, settings.follow_seconds, must_match=engines.must_match
+                models, swaps, settings.follow_seconds, must_match=engines.must_match
             )
-        # The stack is imported while the bundles are loaded: neither waits for the other.
-        from prejit.server.gate.origins import Origins, is_loopback
-        from prejit.server.http.uvicorn_server import run
-
         origins = None
         if settings.keys is None and is_loopback(listening.getsockname()[0]):
             hint = "allow it with --cors, or ask for keys with --keys"
             origins = Origins(address[0], settings.cors, hint)
         guards = None if not isinstance(admin, tuple) else Origins(admin[0])
+        admin_app = make_admin(models, settings, swaps, guards)
 
         def reopen() -> None:
             if log is not None:
@@ -112,7 +123,7 @@ def serve(
                 replace(settings, log=log, origins=origins),
                 listening,
                 loading,
-                admin=None if of_admin is None else (of_admin, guards),
+                admin=None if of_admin is None else (of_admin, admin_app),
                 reopen=reopen,
                 telemetry=telemetry,
             )

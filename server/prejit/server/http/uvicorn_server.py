@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Any, final
 
 import uvicorn
 
-from prejit.server.gate.origins import Origins
 from prejit.server.gate.server_settings import BACKLOG, Settings
-from prejit.server.http.admin import drain, make_admin
+from prejit.server.http.admin import drain
 from prejit.server.http.app import make_app
 from prejit.server.http.connections import HEAD_SECONDS, WaitingConnection
-from prejit.server.http.malloc import trim
+from prejit.server.served.malloc import trim
 from prejit.server.served.say import say
 from prejit.server.served.served import Models
 from prejit.server.served.served_loading import Loading
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from prejit.server.telemetry.spans import Telemetry
 
 FLUSH_SECONDS = 5
@@ -40,7 +41,7 @@ def run(
     listening: socket.socket,
     loading: Loading,
     *,
-    admin: tuple[socket.socket, Origins | None] | None,
+    admin: tuple[socket.socket, ASGIApp] | None,
     reopen: Callable[[], object],
     telemetry: Telemetry | None = None,
 ) -> None:
@@ -51,7 +52,7 @@ def run(
         settings: the limits.
         listening: a socket that listens.
         loading: what loads the bundles.
-        admin: a socket that listens for those who run the server, and what may send to it; None: there is
+        admin: a socket that listens for those who run the server, and what answers them; None: there is
             none.
         reopen: opens the files again that another program may have moved, after SIGHUP and SIGUSR1.
         telemetry: what traces requests; None: nothing does.
@@ -100,7 +101,7 @@ class _Server(uvicorn.Server):
         models: Models,
         settings: Settings,
         when_answering: Callable[[], None],
-        admin: tuple[socket.socket, Origins | None] | None = None,
+        admin: tuple[socket.socket, ASGIApp] | None = None,
         reopen: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(config)
@@ -130,12 +131,12 @@ class _Server(uvicorn.Server):
             self.servers.append(await self._listen(*self._admin))
         self._when_answering()
 
-    async def _listen(self, admin: socket.socket, origins: Origins | None) -> asyncio.Server:
+    async def _listen(self, admin: socket.socket, app: ASGIApp) -> asyncio.Server:
         """Answer at the admin address, with connections that end with the others."""
         loop = asyncio.get_running_loop()
         is_unix = admin.family == socket.AF_UNIX
         create: Any = loop.create_unix_server if is_unix else loop.create_server
-        config = configure(make_admin(self._models, self._settings, origins))
+        config = configure(app)
         make = partial(WaitingConnection, config, self.server_state, {})
         server: asyncio.Server = await create(make, sock=admin, backlog=BACKLOG)
         return server

@@ -159,8 +159,8 @@ class _Protocol:
         Raises:
             ModelNotFoundError, ApiError: there is no such model or version.
         """
-        if self._known is None or self._known[0] != len(self._models):
-            self._known = len(self._models), InferenceModels(self._models)
+        if self._known is None or self._known[0] != self._models.changes:
+            self._known = self._models.changes, InferenceModels(self._models)
         model = self._known[1].get(request.path_params["model"])
         if (found := request.path_params.get("version", VERSION)) != VERSION:
             raise ApiError(404, f"version: expected {VERSION}, found {found!r:.80}")

@@ -60,6 +60,8 @@ class AnswerChecks:
             found, shown = str(error), f"error[{error.code}]"
         except Exception as error:  # of XLA, or no memory
             found, shown = f"{type(error).__name__}: {error}", "it cannot run"
+        if all(served is not one for one in self._models):
+            return  # another bundle has taken its place
         if shown and served.name not in wrong:
             say(printable(f"{served.name}: not ready, because a golden answer is wrong: {found}"))
         elif not shown and served.name in wrong:

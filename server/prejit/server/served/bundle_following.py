@@ -1,4 +1,4 @@
-"""Fetch what the tags of a server's bundles lead to now, into this machine's store, beside what it serves."""
+"""Let a server follow tags and directories: another bundle there takes the place of the one it serves."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import contextlib
 import logging
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from prejit.runtime.base.process_facts import policy_paths
 from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.errors import ClosedError, printable
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship.machine_store import machine_store
-from prejit.runtime.ship.pulling import Wanted, pull
+from prejit.runtime.ship.pulling import Pulled, Wanted, pull
+from prejit.runtime.ship.reference import Reference, is_reference, parse_reference
+from prejit.server.served.bundle_swaps import BundleSwaps
 from prejit.server.served.say import say
 from prejit.server.served.served import Models, Served
 
@@ -26,16 +31,21 @@ _NICE = 19
 
 
 class BundleFollowing:
-    """A thread that asks at intervals what each tag leads to, and fetches it if a policy allows it.
+    """A thread that looks at intervals what each path leads to, fetches it if a policy allows it, and swaps.
 
-    The server goes on with the bundle that it has. A restart finds the new one in the store.
+    Whatever fails, the server goes on with the bundle that it has.
     """
 
-    def __init__(self, models: Models, every_seconds: float, *, must_match: bool) -> None:
+    def __init__(
+        self, models: Models, swaps: BundleSwaps, every_seconds: float, *, must_match: bool
+    ) -> None:
         """Start it. `must_match`: fetch nothing of a bundle that this machine would have to compile."""
-        self._models, self._every, self._must_match = models, every_seconds, must_match
+        self._models, self._swaps, self._every = models, swaps, every_seconds
+        self._must_match = must_match
         self._failures: dict[str, str] = {}
         self._ends = threading.Event()
+        # A thread of its own, because those that it starts have its priority, and kernels' threads must not.
+        self._fetching = ThreadPoolExecutor(1, "prejit-fetch", initializer=_be_nice)
         self._thread = start_thread(self._run, "prejit-follow")
 
     def close(self) -> bool:
@@ -46,38 +56,53 @@ class BundleFollowing:
         return self._thread is None or not self._thread.is_alive()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # a system without priorities of threads
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         pause = self._every
         while not self._ends.wait(pause):
-            is_well = all([self._fetch(served) for served in self._models])
+            is_well = all([self._follow(served) for served in self._models])
             pause = self._every if is_well else max(pause, min(2 * pause, _LONGEST_PAUSE_SECONDS))
 
-    def _fetch(self, served: Served) -> bool:
-        """Fetch the bundle that a tag leads to now; return whether that is known and here."""
-        name, fetched = served.name, self._models.fetched
-        if served.follows is None:
-            return True
+    def _follow(self, served: Served) -> bool:
+        """Serve what a path leads to now; return whether that is so."""
         try:
-            wanted = Wanted(Fingerprint.current(), must_match=self._must_match)
-            found = pull(served.follows, machine_store(), wanted, policy_paths(), self._go_on)
+            path, digest = self._found(served)
+            if digest != served.bundle.digest:
+                self._swaps.swap(served.name, path, followed=served.path)
         except Exception as error:  # whatever a registry sends, the server goes on
-            text = f"{name}: cannot follow {served.follows}: {error}"
-            if self._failures.get(name) != text and not self._ends.is_set():
+            text = f"{served.name}: cannot follow {served.path}: {error}"
+            if self._failures.get(served.name) != text and not self._ends.is_set():
                 say(printable(text))
-            self._failures[name] = text
+            self._failures[served.name] = text
             return False
-        self._failures.pop(name, None)
-        if found.digest == served.bundle.digest:
-            fetched.pop(name, None)
-        elif fetched.get(name) != found.digest:
-            fetched[name] = found.digest
-            count = 0 if found.moved is None else found.moved.moved_bytes
-            _log.info("%s: fetched %d bytes of %s to %s", name, count, found.digest, found.path)
-            say(f"{name}: fetched {served.follows.at(found.digest)}; a restart serves it")
+        self._failures.pop(served.name, None)
         return True
+
+    def _found(self, served: Served) -> tuple[str, str]:
+        """Return where the bundle is that a path leads to now, and its digest. One elsewhere is fetched."""
+        path = served.path
+        if not is_reference(path):
+            with Layout(path) as layout:
+                return path, read_root(layout).digest
+        reference = parse_reference(path)
+        if reference.digest or not reference.is_remote:  # it leads to one bundle for ever
+            return path, served.bundle.digest
+        found = self._fetching.submit(self._pull, reference).result()
+        return str(reference.at(found.digest)), found.digest
+
+    def _pull(self, reference: Reference) -> Pulled:
+        wanted = Wanted(Fingerprint.current(), must_match=self._must_match)
+        found = pull(reference, machine_store(), wanted, policy_paths(), self._go_on)
+        if found.moved is not None:
+            _log.info(
+                "fetched %d bytes of %s to %s", found.moved.moved_bytes, found.digest, found.path
+            )
+        return found
 
     def _go_on(self, _: object) -> None:
         """Stop a transfer of a server that ends."""
         if self._ends.is_set():
             raise ClosedError("the server ends")
+
+
+def _be_nice() -> None:
+    with contextlib.suppress(OSError):  # a system without priorities of threads
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, final
 from starlette.routing import Match
 
 from prejit.runtime.base.wording import did_you_mean
-from prejit.runtime.errors import UsageError
+from prejit.runtime.errors import ClosedError, UsageError
 from prejit.server.engine.histograms import REQUEST_BOUNDS, Histogram, HistogramValue
 from prejit.server.served.client_grammars import Compiling
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 
     from prejit.runtime.bundle import Bundle
-    from prejit.runtime.ship.reference import Reference
     from prejit.server.engine.engine import Engine
 
 
@@ -79,7 +78,7 @@ class Served:
         engine: its engine, which all requests share.
         created: when the server loaded it, in seconds since 1970.
         compiling: compiles the grammars that its clients send.
-        follows: the reference whose tag led to it, if newer bundles are fetched; None: they are not.
+        path: the directory or the reference that led to it. Another bundle may lie there now.
     """
 
     name: str
@@ -87,7 +86,50 @@ class Served:
     engine: Engine
     created: int
     compiling: Compiling = field(default_factory=Compiling)
-    follows: Reference | None = None
+    path: str = ""
+
+    def close(self) -> None:
+        """Close the engine. What still runs fails with ClosedError."""
+        self.compiling.close()
+        self.engine.close()
+
+
+@final
+class RunningRequests:
+    """Counts the requests that run, so that a swap knows when nobody uses what it has replaced.
+
+    A request belongs to the epoch in which it begins. What was replaced before the end of an epoch is used by
+    the requests of that epoch and of earlier ones alone (the grace period of read-copy-update).
+    """
+
+    def __init__(self) -> None:
+        """Begin with the first epoch."""
+        self._changed = threading.Condition()
+        self._epoch = 0
+        self._running: Counter[int] = Counter()
+
+    def begin(self) -> int:
+        """Count a request; return its epoch."""
+        with self._changed:
+            self._running[self._epoch] += 1
+            return self._epoch
+
+    def end(self, epoch: int) -> None:
+        """Count no longer a request of an epoch."""
+        with self._changed:
+            self._running[epoch] -= 1
+            if not self._running[epoch]:
+                del self._running[epoch]
+                self._changed.notify_all()
+
+    def wait_for_earlier(self, seconds: float) -> bool:
+        """End the epoch, and wait for all requests that have begun; return whether they ended in time."""
+        with self._changed:
+            self._epoch += 1
+            before = self._epoch
+            return self._changed.wait_for(
+                lambda: min(self._running, default=before) >= before, seconds
+            )
 
 
 @final
@@ -98,7 +140,9 @@ class Models:
         http: counts the requests of all clients.
         suspected: set when a request fails and the client cannot mend it.
         wrong: by name of a model, what it returns in place of a golden answer.
-        fetched: by name of a model, the digest of the bundle that a restart would serve in its place.
+        running: counts the requests that run now.
+        swaps: how many swaps of a model, by its name, were `done` and `failed`.
+        changes: how often bundles were added, replaced or removed.
     """
 
     def __init__(self, *served: Served) -> None:
@@ -108,9 +152,12 @@ class Models:
         self.http = HttpRequests()
         self.suspected = threading.Event()
         self.wrong: dict[str, str] = {}
-        self.fetched: dict[str, str] = {}
+        self.running = RunningRequests()
+        self.swaps: Counter[tuple[str, Literal["done", "failed"]]] = Counter()
+        self.changes = 0
         self._lock = threading.Lock()
         self._by_name: dict[str, Served] = {}
+        self._replaced: list[Served] = []
         if served:
             self.add(*served)
             self._stage = "ready"
@@ -133,6 +180,38 @@ class Models:
                     hint="give one of them another name: NAME=PATH",
                 )
             self._by_name[one.name] = one
+            self.changes += 1
+
+    def replace(self, after: Served) -> Served:
+        """Let the next requests for a name go to another bundle; return the one before.
+
+        Requests that have begun keep the one before. `drain` and `close` reach it until it is freed.
+
+        Raises:
+            ModelNotFoundError: there is no model of that name.
+            ClosedError: the server drains.
+        """
+        before = self.get(after.name)
+        with self._lock:
+            if self._is_draining:
+                raise ClosedError(f"{after.name}: the server is draining")
+            self._by_name[after.name] = after
+            self._replaced.append(before)
+            self.changes += 1
+        self.wrong.pop(after.name, None)
+        return before
+
+    def free(self, before: Served, seconds: float) -> bool:
+        """Close a replaced bundle when the requests that may use it have ended, or after so many seconds.
+
+        Returns:
+            Whether they had all ended.
+        """
+        has_ended = self.running.wait_for_earlier(seconds)
+        before.close()
+        before.bundle.close()
+        self._replaced.remove(before)
+        return has_ended
 
     def get(self, name: str) -> Served:
         """Return the bundle of that name.
@@ -147,6 +226,14 @@ class Models:
                 + did_you_mean(name, self._by_name)
             )
         return found
+
+    def one(self, name: str = "") -> Served:
+        """Return the bundle of a name; empty: the only one.
+
+        Raises:
+            ModelNotFoundError: there is none, or a name is needed.
+        """
+        return next(iter(self)) if not name and len(self) == 1 else self.get(name)
 
     @property
     def is_ready(self) -> bool:
@@ -171,9 +258,10 @@ class Models:
 
     def drain(self, *, ends: bool = False) -> bool:
         """Refuse new requests; return whether none is left. If the server ends, `undrain` has no effect."""
-        self._is_draining = True
-        self._is_ending = self._is_ending or ends
-        return all([one.engine.drain(0.0) for one in self])
+        with self._lock:
+            self._is_draining = True
+            self._is_ending = self._is_ending or ends
+        return all([one.engine.drain(0.0) for one in (*self, *self._replaced)])
 
     def undrain(self) -> bool:
         """Take requests again, unless the server ends; return whether it does not."""
@@ -186,6 +274,5 @@ class Models:
 
     def close(self) -> None:
         """Close every engine. What still runs fails with ClosedError."""
-        for one in self:
-            one.compiling.close()
-            one.engine.close()
+        for one in (*self, *self._replaced):
+            one.close()

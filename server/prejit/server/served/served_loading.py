@@ -1,4 +1,4 @@
-"""Load the bundles of a server in a thread, beside the imports of the HTTP stack."""
+"""Load bundles for a server: for swaps, and at its start, beside the imports of the HTTP stack."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from prejit.server.served.say import say
 from prejit.server.served.served import Models, Served, State
 
 if TYPE_CHECKING:
-    from prejit.runtime.bundle import Bundle
-    from prejit.runtime.ship.reference import Reference
     from prejit.server.engine.engine import Engine
 
 _log = logging.getLogger(__name__)
@@ -40,12 +38,10 @@ class BundleSource:
     Attributes:
         path: its directory, or a reference to it.
         name: the name that it is served under; None: its own.
-        follows: the reference whose tag led to it, if newer bundles are fetched; None: they are not.
     """
 
     path: str
     name: str | None = None
-    follows: Reference | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,32 +64,77 @@ class EngineOptions:
 
 
 @final
+class MakeServed:
+    """Loads a bundle and makes its engine, as the options of the server say."""
+
+    def __init__(self, engines: EngineOptions, count: int, wrap: Wrap) -> None:
+        """Take the options of all engines, the number of bundles, and what wraps engines."""
+        self._engines, self._count, self._wrap = engines, count, wrap
+
+    def __call__(self, source: BundleSource) -> Served:
+        """Load a bundle, whose weights may be on the way then, and make its engine.
+
+        Raises:
+            MismatchError, RejectError, StoreError, UntrustedError: as `load`.
+            UsageError: its caches do not fit into the memory that is free now.
+        """
+        on_mismatch: Literal["jit", "error"] = "error" if self._engines.must_match else "jit"
+        with progress() as show:
+            bundle = load(source.path, on_mismatch=on_mismatch, on_transfer=reporting(show))
+        options: dict[str, Any] = {
+            "slots": self._engines.slots,
+            "queue": self._engines.queue,
+            "prefix_memory": self._engines.prefix_memory,
+            "share_prefixes": self._engines.share_prefixes,
+        }
+        if self._count > 1 and bundle.config.decoder is not None:
+            # The caches of the others are planned too, and not allocated yet.
+            options["memory"] = free_bytes(bundle.decoder.device) // self._count
+        with importing():
+            from prejit.server.engine.engine import Engine  # the HTTP stack is imported beside it
+
+        name = source.name or bundle.name
+        try:
+            engine = Engine(bundle, **{k: v for k, v in options.items() if v is not None})
+        except BaseException:
+            bundle.close()
+            raise
+        how = "its executables" if bundle.matched else "programs that are compiled here"
+        _log.info("%s: %s, target %s, runs %s", name, bundle.digest, bundle.target, how)
+        engine = self._wrap(name, engine)
+        return Served(name, bundle, engine, int(time.time()), path=source.path)
+
+
+def finish(served: Served) -> None:
+    """Wait for the weights of a bundle, which may be on the way, or not come."""
+    if is_reference(served.path):
+        served.bundle.finish()
+
+
+@final
 class Loading(threading.Thread):
     """Loads the bundles and makes the server ready.
 
     Attributes:
-        when_loaded: takes the path of each bundle by its name, before the server is ready.
         error: why it failed, or None.
     """
 
     def __init__(
         self,
         sources: Sequence[BundleSource],
-        engines: EngineOptions,
+        make: MakeServed,
         models: Models,
         url: str,
-        wrap: Wrap,
+        when_loaded: Callable[[], object] | None = None,
     ) -> None:
         super().__init__(name="prejit-load", daemon=True)
         self._sources = sources
-        self._paths = [source.path for source in sources]
-        self._engines = engines
+        self._make = make
         self._models = models
         self._url = url
-        self._wrap = wrap
         self._lock = threading.Lock()
         self._on_failure: Callable[[], object] | None = None
-        self.when_loaded: Callable[[dict[str, str]], object] | None = None
+        self._when_loaded = when_loaded
         self.error: BaseException | None = None
         self._is_answering = threading.Event()
 
@@ -112,27 +153,25 @@ class Loading(threading.Thread):
     def run(self) -> None:
         """Load, compile what no target holds, and say that the server is ready."""
         try:
-            bundles = [self._load(source) for source in self._sources]
-            for source, (bundle, _) in zip(self._sources, bundles, strict=True):
-                if is_reference(source.path):  # its weights may be on the way, or not come
-                    bundle.finish()
+            for source in self._sources:
+                self._models.add(self._make(source))
+            for served in self._models:
+                finish(served)
             before: State = "loading"
-            if any(not bundle.matched for bundle, _ in bundles):
+            if any(not served.bundle.matched for served in self._models):
                 self._models.change(before, "compiling")
                 before = "compiling"
-                for bundle, _ in bundles:
-                    bundle.prepare()
-            if self.when_loaded is not None:
-                self.when_loaded(
-                    {name: path for (_, name), path in zip(bundles, self._paths, strict=True)}
-                )
+                for served in self._models:
+                    served.bundle.prepare()
+            if self._when_loaded is not None:
+                self._when_loaded()
             self._is_answering.wait()
             gc.freeze()
             gc.set_threshold(*_GC_THRESHOLDS)
             gc.enable()
             if self._models.change(before, "ready"):
                 _log.info("ready, after %s", before)
-                names = ", ".join(name for _, name in bundles)
+                names = ", ".join(served.name for served in self._models)
                 text = f"{self._url}  {names}  ready in {seconds_since_exec():.2f} s"
                 say(printable(text))
         except BaseException as error:
@@ -141,27 +180,3 @@ class Loading(threading.Thread):
                 call = self._on_failure
             if call is not None:
                 call()
-
-    def _load(self, source: BundleSource) -> tuple[Bundle, str]:
-        on_mismatch: Literal["jit", "error"] = "error" if self._engines.must_match else "jit"
-        with progress() as show:
-            bundle = load(source.path, on_mismatch=on_mismatch, on_transfer=reporting(show))
-        options: dict[str, Any] = {
-            "slots": self._engines.slots,
-            "queue": self._engines.queue,
-            "prefix_memory": self._engines.prefix_memory,
-            "share_prefixes": self._engines.share_prefixes,
-        }
-        if len(self._sources) > 1 and bundle.config.decoder is not None:
-            # The caches of the others are planned too, and not allocated yet.
-            options["memory"] = free_bytes(bundle.decoder.device) // len(self._sources)
-        with importing():
-            from prejit.server.engine.engine import Engine  # the HTTP stack is imported beside it
-
-        engine = Engine(bundle, **{k: v for k, v in options.items() if v is not None})
-        name = source.name or bundle.name
-        engine = self._wrap(name, engine)
-        self._models.add(Served(name, bundle, engine, int(time.time()), follows=source.follows))
-        how = "its executables" if bundle.matched else "programs that are compiled here"
-        _log.info("%s: %s, target %s, runs %s", name, bundle.digest, bundle.target, how)
-        return bundle, name

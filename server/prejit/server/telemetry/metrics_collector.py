@@ -352,16 +352,16 @@ class EngineCollector(Collector):
         for one in served:
             build.add_metric((), _build(one))
             matched.add_metric((one.name,), one.bundle.matched)
-        fetched = GaugeMetricFamily(
-            "prejit_bundle_fetched",
-            "1 for a newer bundle that a followed tag leads to: it is in the store, and a restart serves it.",
-            labels=("model_name", "digest"),
+        swaps = CounterMetricFamily(
+            "prejit_swaps",
+            "Swaps of a model's bundle by outcome: after a failed one, the bundle before goes on.",
+            labels=("model_name", "outcome"),
         )
-        for name, digest in [*self._models.fetched.items()]:
-            fetched.add_metric((name, digest), 1)
+        for labels, count in [*self._models.swaps.items()]:
+            swaps.add_metric(labels, count)
         yield build
         yield matched
-        yield fetched
+        yield swaps
 
     def _start(self, served: Sequence[Served], metrics: Mapping[str, EngineMetrics]) -> Metric:
         """Return where the time of the start went, from the first request of a bundle on."""

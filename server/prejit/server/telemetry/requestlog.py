@@ -146,18 +146,17 @@ class RequestLog:
         self._begin: dict[str, Any] | None = None  # the line that a replay needs first
         self._is_failing = False
 
-    def start(self, models: Models, paths: Mapping[str, str], *, max_tokens: int | None) -> None:
-        """Write which bundles are served, for a replay.
+    def start(self, models: Models, *, max_tokens: int | None) -> None:
+        """Write which bundles are served from now on, for a replay.
 
         Args:
             models: the bundles.
-            paths: where they lie, by name.
             max_tokens: the limit of new tokens.
         """
         described = [
             {
                 "name": one.name,
-                "path": _absolute(paths[one.name]),
+                "path": _absolute(one.path),
                 "digest": one.bundle.digest,
                 "target": one.bundle.target,
             }

@@ -9,7 +9,6 @@ import pytest
 
 from prejit.runtime import __main__
 from prejit.runtime.errors import UsageError
-from prejit.runtime.ship.reference import parse_reference
 from prejit.server.cli.serve_command import named_paths
 from prejit.server.gate.server_settings import Settings
 from prejit.server.http import server_process
@@ -92,20 +91,17 @@ def test_every_option_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
-def test_only_a_bundle_by_its_tag_is_followed(
+def test_only_a_bundle_that_may_change_is_followed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given: list[Any] = []
     monkeypatch.setattr(server_process, "serve", lambda *arguments: given.append(arguments))
     tag, fixed = "oci://host.example/demo:prod", f"oci://host.example/demo@sha256:{'0' * 64}"
-    assert __main__.main(["serve", f"a={tag}", f"b={fixed}", "c=x", "--follow", "60"]) == 0
-    [(sources, _, settings, *_)] = given
-    assert [each.follows for each in sources] == [parse_reference(tag), None, None]
-    assert settings.follow_seconds == 60
-    assert __main__.main(["serve", fixed, "x", "--follow", "60"]) == 2
-    assert "expected a bundle by its tag, such as oci://" in capsys.readouterr().err
-    assert __main__.main(["serve", tag]) == 0
-    assert given[1][0] == [BundleSource(tag)]
+    for bundle in (tag, "directory"):
+        assert __main__.main(["serve", f"a={bundle}", f"b={fixed}", "--follow", "60"]) == 0
+        assert given[-1][2].follow_seconds == 60
+    assert __main__.main(["serve", fixed, "--follow", "60"]) == 2
+    assert "expected a directory or a tag, such as oci://" in capsys.readouterr().err
 
 
 def test_a_file_of_keys_or_a_log_that_cannot_be_opened_ends_it(

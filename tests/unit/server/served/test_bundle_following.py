@@ -1,36 +1,61 @@
-"""A server fetches what its tag leads to beside what it serves, and no registry can hurt it."""
+"""A server serves what its tag or directory leads to now, and no registry can hurt it."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from tests.fake_registry import FakeRegistry, fake_registry
 from tests.served import served
-from tests.unit.server.running import running, wait_for
+from tests.unit.server.running import wait_for
 
 from prejit.runtime.base import process_facts
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.ship import registry_client, remote_files
+from prejit.runtime.ship import machine_store, registry_client, remote_files
 from prejit.runtime.ship.machine_store import BUNDLES, MachineStore
 from prejit.runtime.ship.pulling import Wanted, pull
 from prejit.runtime.ship.reference import Reference, parse_reference
 from prejit.runtime.ship.shipping import TransferProgress, ship
-from prejit.server.gate.server_settings import Settings
 from prejit.server.served import bundle_following
 from prejit.server.served.bundle_following import BundleFollowing
 from prejit.server.served.served import Models
 
 EVERY = 0.02
+
+
+class DiskUsage(NamedTuple):
+    """What `shutil.disk_usage` returns."""
+
+    total: int
+    used: int
+    free: int
+
+
+class NotedSwaps:
+    """Swaps that load nothing.
+
+    Attributes:
+        done: the path that each was asked for, and the priority of its thread.
+    """
+
+    def __init__(self, models: Models) -> None:
+        self._models, self.done = models, list[tuple[str, int]]()
+
+    def swap(self, name: str, path: str, followed: str = "") -> None:
+        self.done.append((path, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+        reference = parse_reference(path)
+        digest = reference.digest if reference.is_remote else read_root(Layout(path)).digest
+        self._models.replace(replace(served(name, digest=digest), path=followed))
 
 
 @dataclass
@@ -42,6 +67,7 @@ class Following:
         models: what it serves.
         newer: a bundle that it does not serve.
         said: what it has told who started it.
+        swaps: what it has swapped.
     """
 
     registry: FakeRegistry
@@ -49,13 +75,18 @@ class Following:
     models: Models
     newer: Path
     said: list[str]
+    swaps: NotedSwaps
+
+    @property
+    def digest(self) -> str:
+        return self.models.get("m").bundle.digest
 
     def release(self, bundle: Path | str) -> str:
         """Let the tag lead to a bundle; return its digest."""
         return ship(parse_reference(str(bundle)), self.at).digest
 
     def follow(self) -> closing[BundleFollowing]:  # type: ignore[type-var]
-        return closing(BundleFollowing(self.models, EVERY, must_match=False))
+        return closing(BundleFollowing(self.models, self.swaps, EVERY, must_match=False))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -75,45 +106,47 @@ def following(
     with fake_registry() as registry:
         at = parse_reference(f"oci://{registry.host}/demo:prod")
         digest = ship(parse_reference(str(bundle_dir)), at).digest
-        models = Models(replace(served("m", digest=digest), follows=at))
-        yield Following(registry, at, models, newer, said)
+        models = Models(replace(served("m", digest=digest), path=str(at)))
+        yield Following(registry, at, models, newer, said, NotedSwaps(models))
 
 
-def test_a_newer_bundle_is_fetched_beside_what_is_served_and_a_restart_fetches_nothing(
+def test_a_newer_bundle_takes_the_place_of_what_is_served_and_an_older_one_too(
     following: Following, bundle_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models = following.models
-    [one] = models
     nice = set[int]()
 
     def noted(self: BundleFollowing, at: TransferProgress) -> None:
-        nice.add(os.getpriority(os.PRIO_PROCESS, 0))
+        nice.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     monkeypatch.setattr(BundleFollowing, "_go_on", noted)
-
-    def shown(url: str) -> dict[str, str]:
-        with urllib.request.urlopen(f"{url}/metrics") as response:
-            families = text_string_to_metric_families(response.read().decode())
-        samples = [each for family in families for each in family.samples]
-        found = (each.labels for each in samples if each.name == "prejit_bundle_fetched")
-        return {each["model_name"]: each["digest"] for each in found}
-
-    with running(models, Settings()) as server, following.follow():
-        assert shown(server.url) == {}
+    older = following.digest
+    with following.follow():
         newer = following.release(following.newer)
-        wait_for(lambda: models.fetched)
-        assert models.fetched == {"m": newer} == shown(server.url)
-        with urllib.request.urlopen(f"{server.url}/health/ready") as response:
-            assert newer in response.read().decode()
-        assert one.bundle.digest != newer
-        assert following.said == [f"m: fetched {following.at.at(newer)}; a restart serves it"]
+        wait_for(lambda: following.digest == newer)
         store = MachineStore(Path(os.environ[BUNDLES]))
         assert pull(following.at, store, Wanted(Fingerprint.current())).moved is None
         following.release(bundle_dir)  # rolled back
-        wait_for(lambda: not models.fetched)
-        assert shown(server.url) == {}
+        wait_for(lambda: following.digest == older)
+    assert following.said == []
+    # What loads a bundle starts threads that generate later: they must not have the priority of transfers.
+    assert following.swaps.done == [(str(following.at.at(each)), 0) for each in (newer, older)]
     assert nice == {19}
-    assert os.getpriority(os.PRIO_PROCESS, 0) != 19
+
+
+def test_a_directory_that_becomes_another_bundle_is_served(
+    following: Following, bundle_dir: Path, tmp_path: Path
+) -> None:
+    link = tmp_path / "current"
+    link.symlink_to(bundle_dir)
+    digest = following.digest
+    following.models.replace(replace(served("m", digest=digest), path=str(link)))
+    with following.follow():
+        link.unlink()
+        wait_for(lambda: following.said)  # an operator replaces it in two steps
+        assert "m: cannot follow" in following.said[0]
+        link.symlink_to(following.newer)
+        wait_for(lambda: following.digest != digest)
+    assert [path for path, _ in following.swaps.done] == [str(link)]
 
 
 def test_a_registry_that_fails_is_asked_ever_less_and_told_once(following: Following) -> None:
@@ -132,8 +165,7 @@ def test_a_registry_that_fails_is_asked_ever_less_and_told_once(following: Follo
         assert "m: cannot follow oci://" in following.said[0]
         following.registry.fault = lambda method, path: None
         newer = following.release(following.newer)
-        wait_for(lambda: following.models.fetched)
-    assert following.models.fetched == {"m": newer}
+        wait_for(lambda: following.digest == newer)
 
 
 def test_what_a_policy_refuses_is_not_fetched(
@@ -147,7 +179,24 @@ def test_what_a_policy_refuses_is_not_fetched(
         wait_for(lambda: following.said)
     assert "cannot follow" in following.said[0]
     assert following.registry.count("GET", "/blobs/") == 0
-    assert not following.models.fetched
+    assert not following.swaps.done
+
+
+def test_a_disk_without_room_is_told_before_anything_is_fetched(
+    following: Following, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = [1000]
+    monkeypatch.setattr(
+        machine_store.shutil, "disk_usage", lambda path: DiskUsage(10**9, 10**9 - free[0], free[0])
+    )
+    newer = following.release(following.newer)
+    with following.follow():
+        wait_for(lambda: following.said)
+        assert "free bytes on its disk" in following.said[0]
+        assert "found 1000" in following.said[0]
+        assert following.registry.count("GET", "/blobs/") == 0
+        free[0] = 10**9
+        wait_for(lambda: following.digest == newer)
 
 
 def test_a_server_that_ends_waits_for_no_transfer(following: Following) -> None:
@@ -165,4 +214,4 @@ def test_a_server_that_ends_waits_for_no_transfer(following: Following) -> None:
         wait_for(lambda: sent)
         began = time.monotonic()
     assert time.monotonic() - began < 10
-    assert not following.models.fetched
+    assert not following.swaps.done

@@ -135,7 +135,7 @@ def test_a_log_that_was_moved_is_opened_again_and_can_be_replayed_alone(
     path, moved = tmp_path / "log", tmp_path / "log.1"
     log = RequestLog(str(path))
     bundle = SimpleNamespace(digest="sha256:0", target="cpu-host")
-    log.start([SimpleNamespace(name="demo", bundle=bundle)], {"demo": "x"}, max_tokens=None)  # type: ignore[arg-type]
+    log.start([SimpleNamespace(name="demo", bundle=bundle, path="x")], max_tokens=None)  # type: ignore[arg-type]
     log.reopen()  # nobody has moved it
     path.rename(moved)
     log.end(entry())

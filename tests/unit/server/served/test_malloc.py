@@ -12,7 +12,7 @@ import pytest
 
 ARENAS = """
 import ctypes, re, sys, threading
-from prejit.server.http.malloc import use_few_arenas
+from prejit.server.served.malloc import use_few_arenas
 
 use_few_arenas()
 libc = ctypes.CDLL(None)
@@ -53,7 +53,7 @@ def test_threads_share_few_arenas(chosen: dict[str, str], expected: int) -> None
 
 FREED = """
 import ctypes, gc
-from prejit.server.http.malloc import trim
+from prejit.server.served.malloc import trim
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -93,7 +93,7 @@ def test_huge_pages_are_off() -> None:
         [
             sys.executable,
             "-c",
-            "from prejit.server.http.malloc import use_small_pages; use_small_pages()\n"
+            "from prejit.server.served.malloc import use_small_pages; use_small_pages()\n"
             "print(open('/proc/self/status').read())",
         ],
         capture_output=True,

@@ -1,0 +1,137 @@
+"""A swap that fails leaves the server as it was, and nobody loses a bundle that a request still uses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.unit.server.running import wait_for
+
+from prejit.runtime.errors import AnswerError, ClosedError, RejectError
+from prejit.server.served import bundle_swaps
+from prejit.server.served.bundle_swaps import BundleSwaps
+from prejit.server.served.served import ModelNotFoundError, Models, RunningRequests, Served
+from prejit.server.served.served_loading import BundleSource
+
+
+class StandInBundle:
+    """A bundle that notes what is done with it."""
+
+    def __init__(self, digest: str, wrong: tuple[str, ...] = ()) -> None:
+        self.digest, self._wrong, self.done = digest, wrong, list[str]()
+
+    def finish(self) -> None:
+        self.done.append("finish")
+
+    def prepare(self) -> None:
+        self.done.append("prepare")
+
+    def wrong_answers(self) -> Iterator[str]:
+        return iter(self._wrong)
+
+    def close(self) -> None:
+        self.done.append("close")
+
+
+def served(digest: str, name: str = "m", path: str = "v1", **options: Any) -> Served:
+    engine = SimpleNamespace(close=lambda: None, drain=lambda seconds: False)
+    return Served(name, StandInBundle(digest, **options), engine, 0, path=path)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(bundle_swaps, "say", found.append)
+    return found
+
+
+def swapping(models: Models, found: Served | Exception) -> BundleSwaps:
+    """Swaps to one bundle, or a load that fails."""
+
+    def make(source: BundleSource) -> Served:
+        if isinstance(found, Exception):
+            raise found
+        assert (source.path, source.name) == ("v2", "m")
+        return found
+
+    return BundleSwaps(models, make, 60)
+
+
+def test_what_was_replaced_is_closed_after_the_last_request_that_may_use_it(
+    said: list[str],
+) -> None:
+    before, after = served("sha256:1"), served("sha256:2")
+    models = Models(before)
+    epoch = models.running.begin()
+    assert swapping(models, after).swap("m", "v2").path == "v2"
+    later = models.running.begin()  # of a request to the new bundle, which keeps nothing
+    assert models.get("m").bundle is after.bundle
+    assert after.bundle.done == ["finish", "prepare"]  # type: ignore[attr-defined]
+    assert not models.drain()  # the engine of the bundle before has not ended
+    models.undrain = lambda: True  # type: ignore[method-assign]
+    assert before.bundle.done == []  # type: ignore[attr-defined]
+    models.running.end(epoch)
+    wait_for(lambda: before.bundle.done == ["close"])  # type: ignore[attr-defined]
+    models.running.end(later)
+    assert "m: swapped sha256:1 for sha256:2 of v2" in said[0]
+    assert dict(models.swaps) == {("m", "done"): 1}
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        RejectError("v2/index.json", "expected a digest, found none"),
+        served("sha256:2", wrong=("score: expected 1, found 2",)),
+    ],
+)
+def test_a_bundle_that_cannot_serve_leaves_the_one_before(
+    said: list[str], found: Served | Exception
+) -> None:
+    before = served("sha256:1")
+    models = Models(before)
+    with pytest.raises((RejectError, AnswerError)):
+        swapping(models, found).swap("m", "v2")
+    assert models.get("m") is before
+    assert before.bundle.done == []  # type: ignore[attr-defined]
+    assert not isinstance(found, Served) or found.bundle.done[-1] == "close"  # type: ignore[attr-defined]
+    assert dict(models.swaps) == {("m", "failed"): 1}
+    assert said == []
+
+
+def test_the_same_bundle_is_not_swapped(said: list[str]) -> None:
+    before, again = served("sha256:1"), served("sha256:1")
+    models = Models(before)
+    assert swapping(models, again).swap("m", "v2") is before
+    assert models.get("m") is before
+    assert again.bundle.done[-1] == "close"  # type: ignore[attr-defined]
+    assert (said, dict(models.swaps)) == ([], {})
+
+
+def test_a_server_that_drains_or_has_no_such_model_swaps_nothing(said: list[str]) -> None:
+    models, after = Models(served("sha256:1")), served("sha256:2")
+    with pytest.raises(ModelNotFoundError, match="'other'"):
+        swapping(models, after).swap("other", "v2")
+    models.drain(ends=True)
+    with pytest.raises(ClosedError, match="draining"):
+        swapping(models, after).swap("m", "v2")
+    assert after.bundle.done[-1] == "close"  # type: ignore[attr-defined]
+
+
+def test_an_epoch_ends_with_the_requests_that_began_before_it() -> None:
+    running = RunningRequests()
+    assert running.wait_for_earlier(0)
+    first = [running.begin(), running.begin()]
+    assert not running.wait_for_earlier(0.01)
+    second = running.begin()
+    ended: list[bool] = []
+    waiting = threading.Thread(target=lambda: ended.append(running.wait_for_earlier(60)))
+    waiting.start()
+    for epoch in first:
+        running.end(epoch)
+    assert not ended
+    running.end(second)
+    waiting.join(60)
+    assert ended == [True]
