@@ -15,10 +15,11 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
+from prejit.runtime.base.typed_json import parse_object
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.ship.reference import Reference
-from prejit.runtime.ship.registry_login import RegistryLogin, parse_object
+from prejit.runtime.ship.registry_login import RegistryLogin
 from prejit.runtime.ship.repository import Pieces, checked
 
 if TYPE_CHECKING:
