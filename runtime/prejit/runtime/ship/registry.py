@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from prejit.runtime.base.files import digest_of, is_digest
-from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.base.typed_json import parse_object, to_json
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Descriptor
@@ -34,7 +34,6 @@ from prejit.runtime.ship.registry_client import (
     BlobBody,
     RegistryClient,
 )
-from prejit.runtime.ship.registry_login import parse_object
 from prejit.runtime.ship.remote_files import RemoteFiles
 from prejit.runtime.ship.repository import (
     MOST_TRANSFERS,
@@ -42,6 +41,7 @@ from prejit.runtime.ship.repository import (
     Pieces,
     Shipment,
     Tagged,
+    check_count,
     encode_copy,
 )
 
@@ -55,6 +55,10 @@ _DOCUMENTS = frozenset({INDEX_MEDIA_TYPE, MANIFEST_MEDIA_TYPE})
 _ATTACHED = frozenset({SIGNATURE_MEDIA_TYPE, PARTS_MEDIA_TYPE, STATEMENT_MEDIA_TYPE})
 """The artifact types that are fetched. Others, such as scans by a registry, mean nothing to prejit."""
 _REQUESTS = 8
+_MOST_PAGES = 1000
+"""Pages of a list of tags. Registries give 100 to 1,000 tags each."""
+_MOST_PAGE_BYTES = 16 << 20
+"""Maximum size of a page: some registries have one only."""
 
 
 class Registry:
@@ -206,18 +210,31 @@ class Registry:
 
     def tags(self) -> list[Tagged]:
         """See `Repository.tags`."""
-        names, path = list[str](), "tags/list?n=1000"
-        while path:
-            response = self._client.ask("GET", path, missing=True)
-            if response is None:
-                raise StoreError(f"{self.name}: not found", hint="push a bundle first: prejit push")
-            names += parse_object(response.content).get("tags") or []
-            path = response.links.get("next", {}).get("url", "")
-        shown = [each for each in sorted(names) if not _is_fallback(each)]
+        shown = [each for each in sorted(set(self._tag_names())) if not _is_fallback(each)]
         with ThreadPoolExecutor(_REQUESTS, "prejit-tags") as pool:
             return [
                 Tagged(*pair) for pair in zip(shown, pool.map(self.resolve, shown), strict=True)
             ]
+
+    def _tag_names(self) -> list[str]:
+        names, path = list[str](), "tags/list?n=1000"
+        for _ in range(_MOST_PAGES):
+            answer = self._client.read(path, _MOST_PAGE_BYTES)
+            if answer is None:
+                raise StoreError(f"{self.name}: not found", hint="push a bundle first: prejit push")
+            response, content = answer
+            found = parse_object(content).get("tags") or []
+            if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+                raise RejectError(self.name, f"expected a list of tags, found {content[:80]!r}")
+            names += found
+            check_count(names, self.name)
+            path = response.links.get("next", {}).get("url", "")
+            if not path:
+                return names
+        raise StoreError(
+            f"{self.name}: expected at most {_MOST_PAGES} pages of tags, found one more",
+            hint="name a tag or a digest: only the list of all tags is refused",
+        )
 
     def resolve(self, tag: str) -> str:
         """See `Repository.resolve`."""

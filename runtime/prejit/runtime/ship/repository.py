@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from prejit.runtime.base.typed_json import to_json
-from prejit.runtime.errors import RejectError
+from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.bundle_schema import Descriptor, ImageManifest
 from prejit.runtime.format.checks.oci import check_manifest
 from prejit.runtime.format.layout import LayoutFiles
@@ -25,6 +25,8 @@ PIECE_BYTES = 1 << 20
 _MAX_ATTACHED_BYTES = 256 << 20
 MOST_TRANSFERS = 8
 """How many blobs most places take at the same time."""
+MOST_TAGS = 100_000
+"""How many tags a place may have to be listed. Pages without end would fill the memory."""
 Pieces = Callable[[int], Iterator[bytes | memoryview]]
 """Gives the bytes of a blob from a place on, in pieces of any size."""
 
@@ -138,6 +140,15 @@ class Repository(Destination, Protocol):
         Returns:
             Bytes of blobs to which no tag leads any more; 0 where the place itself collects them.
         """
+
+
+def check_count(tags: Sized, name: str) -> None:
+    """Raise StoreError where a place has too many tags to list them."""
+    if len(tags) > MOST_TAGS:
+        raise StoreError(
+            f"{name}: expected at most {MOST_TAGS} tags, found more",
+            hint="name a tag or a digest: only the list of all tags is refused",
+        )
 
 
 def shipment_of(files: LayoutFiles, root: Root, targets: Iterable[Descriptor]) -> Shipment:

@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,7 +20,7 @@ from tests.unit.server.running import running, wait_for
 
 from prejit.runtime.base import process_facts
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.ship import registry_client, remote_files
+from prejit.runtime.ship import machine_store, registry_client, remote_files
 from prejit.runtime.ship.machine_store import BUNDLES, MachineStore
 from prejit.runtime.ship.pulling import Wanted, pull
 from prejit.runtime.ship.reference import Reference, parse_reference
@@ -31,6 +31,14 @@ from prejit.server.served.bundle_following import BundleFollowing
 from prejit.server.served.served import Models
 
 EVERY = 0.02
+
+
+class DiskUsage(NamedTuple):
+    """What `shutil.disk_usage` returns."""
+
+    total: int
+    used: int
+    free: int
 
 
 @dataclass
@@ -148,6 +156,24 @@ def test_what_a_policy_refuses_is_not_fetched(
     assert "cannot follow" in following.said[0]
     assert following.registry.count("GET", "/blobs/") == 0
     assert not following.models.fetched
+
+
+def test_a_disk_without_room_is_told_before_anything_is_fetched(
+    following: Following, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = [1000]
+    monkeypatch.setattr(
+        machine_store.shutil, "disk_usage", lambda path: DiskUsage(10**9, 10**9 - free[0], free[0])
+    )
+    newer = following.release(following.newer)
+    with following.follow():
+        wait_for(lambda: following.said)
+        assert "free bytes on its disk" in following.said[0]
+        assert "found 1000" in following.said[0]
+        assert following.registry.count("GET", "/blobs/") == 0
+        free[0] = 10**9
+        wait_for(lambda: following.models.fetched)
+    assert following.models.fetched == {"m": newer}
 
 
 def test_a_server_that_ends_waits_for_no_transfer(following: Following) -> None:
