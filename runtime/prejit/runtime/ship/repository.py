@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -22,6 +23,8 @@ from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import Root, encode_root, index_of_copy
 
 PIECE_BYTES = 1 << 20
+_HASHED_LATER = 4
+"""How many pieces may be written before they are hashed."""
 _MAX_ATTACHED_BYTES = 256 << 20
 MOST_TRANSFERS = 8
 """How many blobs most places take at the same time."""
@@ -226,12 +229,13 @@ def checked(
     hasher = hashlib.sha256() if hasher is None else hasher
     size = 0
     left: bytes | memoryview = b""
-    # A piece is hashed while its neighbours are received and written.
+    hashing = deque[Future[None]]()
+    # Pieces are hashed while others are received and written: neither waits for the other's every piece.
     with ThreadPoolExecutor(1, "prejit-hash") as thread:
-        hashing = thread.submit(hasher.update, b"")
         for piece in pieces:
-            hashing.result()
-            hashing = thread.submit(hasher.update, piece)
+            hashing.append(thread.submit(hasher.update, piece))
+            if len(hashing) > _HASHED_LATER:
+                hashing.popleft().result()
             size += len(piece)
             if left:
                 yield left
