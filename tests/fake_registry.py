@@ -41,7 +41,7 @@ class FakeRegistry:
         files: contents by path, for a static web server beside the registry.
         seen: method and path of each request, with its authorization.
         sent: bytes of blobs and files that were sent, by path.
-        connections: how many are open.
+        connections, connected: how many are open, and how many were opened so far.
         host: `host:port`.
     """
 
@@ -56,6 +56,7 @@ class FakeRegistry:
     seen: list[tuple[str, str, str]] = field(default_factory=list)
     sent: Counter[str] = field(default_factory=Counter)
     connections: int = 0
+    connected: int = 0
     host: str = ""
 
     def count(self, method: str, part: str) -> int:
@@ -92,6 +93,7 @@ class _RegistryHandler(QuietHandler):
     def count_connection(self, one: int) -> None:
         with _counting:
             self.registry.connections += one
+            self.registry.connected += max(0, one)
 
     def finish(self) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):

@@ -63,8 +63,32 @@ def save(directory: Path, name: str, facts: Mapping[str, Any], page: str) -> Non
     progress(f"written to {directory}/{name}.json and .md")
 
 
-def publish(facts: Facts, what: str, title: str, tables: Sequence[Table]) -> None:
-    """Write the page of a study, which names the command that repeats it."""
+def publish(
+    facts: Facts,
+    what: str,
+    title: str,
+    tables: Sequence[Table],
+    targets: Sequence[Target] = (),
+    *,
+    is_trial: bool = False,
+) -> None:
+    """Write the page of a study, which names the command that repeats it.
+
+    Args:
+        facts: facts about the run, and its samples.
+        what: subject in the names of the files.
+        title: title of the page.
+        tables: tables in order.
+        targets: targets, in a table of their own.
+        is_trial: whether to print the tables and to write nothing.
+    """
+    if targets:
+        facts["targets"] = judged(targets)
+        head = ("what", "found", "wanted", "")
+        tables = [*tables, Table("Targets", head, [each.row() for each in targets])]
+    if is_trial:
+        print("\n".join(table.markdown() for table in tables))
+        return
     facts["load_average_after"] = os.getloadavg()[0]
     on, packages = facts["machine"], facts["versions"]
     page = (

@@ -36,7 +36,7 @@ from benchmarks.harness.fresh_processes import (
     run_once,
 )
 from benchmarks.harness.report import Samples, Table, Target, cell, ratio_within_rounds
-from benchmarks.harness.results import begin, judged, option_parser, publish, use_two_cores
+from benchmarks.harness.results import begin, option_parser, publish, use_two_cores
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
 
@@ -206,21 +206,20 @@ def main() -> None:
                 targets.append(Target(what, share, LEAST_SHARE, at_least=True))
             what = f"{name}: fetches of the weights by {PROCESSES} processes at once"
             targets.append(Target(what, fetched, 1))
-    facts["targets"] = judged(targets)
     head = ("server", "row", "MB/s", "CPU s a GB", "whole process s")
     note = (
         "Medians of fresh processes that took turns. A rate of prejit counts hashing, the store "
         "and fsync, and not the start of the process."
     )
-    tables = [
-        Table("Rates", head, rows, note),
-        Table("Targets", ("what", "found", "wanted", ""), [each.row() for each in targets]),
-    ]
-    if chosen.bytes < 1e9:
-        print("\n".join(table.markdown() for table in tables))
-        return
     where = "memory" if chosen.directory == "/dev/shm" else "disk"
-    publish(facts, f"transfer-rates-{where}", f"Transfers over loopback, files in {where}", tables)
+    publish(
+        facts,
+        f"transfer-rates-{where}",
+        f"Transfers over loopback, files in {where}",
+        [Table("Rates", head, rows, note)],
+        targets,
+        is_trial=chosen.bytes < 1e9,
+    )
 
 
 if __name__ == "__main__":

@@ -102,6 +102,15 @@ def from_plain(cls: type[T], plain: Any) -> T:
     return value
 
 
+def parse_object(content: bytes) -> dict[str, Any]:
+    """Return an object in JSON that any program may have written; empty: it is none."""
+    try:
+        plain = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return plain if isinstance(plain, dict) else {}
+
+
 def _from_json(
     cls: type[T], content: bytes, path: str, pairs_hook: Callable[[Any], Any] | None
 ) -> tuple[T, Any]:

@@ -11,13 +11,19 @@ prejit uses its digests alone, and checks the bytes behind them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from prejit.runtime.base.files import digest_of, is_digest
-from prejit.runtime.base.typed_json import MAX_INTEGER, check_amount, from_json, shown, to_json
+from prejit.runtime.base.typed_json import (
+    MAX_INTEGER,
+    check_amount,
+    from_json,
+    parse_object,
+    shown,
+    to_json,
+)
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Config, Descriptor, Index
@@ -76,7 +82,7 @@ def read_root(layout: LayoutFiles) -> Root:
     content = layout.read("index.json", limits.MAX_INDEX_BYTES)
     check_amount(content, (b":",), (b"[", b"{"), path)
     check_layout_version(version, layout.file_path("oci-layout"))
-    entries = _entries(_parsed(content), path)
+    entries = _entries(parse_object(content), path)
     indexes, others = _split(layout, entries, INDEX_MEDIA_TYPE)
     if not indexes:
         return _root_of_copy(layout, others, path)
@@ -118,7 +124,7 @@ def _root_of_copy(layout: LayoutFiles, entries: tuple[Descriptor, ...], path: st
     for at in entries:
         if at.mediaType == INDEX_MEDIA_TYPE and at.size <= _cap(at):
             where = layout.blob_path(at.digest)
-            for each in _entries(_parsed(_read(layout, at)), where):
+            for each in _entries(parse_object(_read(layout, at)), where):
                 found.setdefault(each.digest, each)
     read, others = _split(layout, tuple(found.values()), MANIFEST_MEDIA_TYPE)
     targets = [at for at, _ in read]
@@ -136,18 +142,9 @@ def _named(at: Descriptor) -> Descriptor:
     return Descriptor(at.mediaType, at.digest, at.size)
 
 
-def _parsed(content: bytes) -> dict[str, Any]:
-    """Return an object in JSON; empty: it is none."""
-    try:
-        plain = json.loads(content)
-    except (ValueError, RecursionError):
-        return {}
-    return plain if isinstance(plain, dict) else {}
-
-
 def is_ours(content: bytes) -> bool:
     """Return whether prejit wrote an `index.json`: its keys are sorted, and other tools begin otherwise."""
-    return next(iter(_parsed(content)), "") == "manifests"
+    return next(iter(parse_object(content)), "") == "manifests"
 
 
 def _entries(plain: dict[str, Any], path: str) -> tuple[Descriptor, ...]:
@@ -230,7 +227,7 @@ def _split(
                     "an artifact type, found more",
                 )
             content = _read(layout, at)
-            artifact_type = _parsed(content).get("artifactType")
+            artifact_type = parse_object(content).get("artifactType")
         if ARTIFACT_TYPE in (artifact_type, at.artifactType):
             ours.append((at, content))
         else:

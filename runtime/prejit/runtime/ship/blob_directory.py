@@ -108,6 +108,15 @@ class BlobDirectory:
             return False
         return stat.S_ISREG(status.st_mode) and status.st_size == at.size
 
+    def lacking_bytes(self, at: Descriptor) -> int:
+        """Return how many bytes a blob will take on the disk that it does not take now."""
+        if self.has(at):
+            return 0
+        with contextlib.suppress(OSError):
+            status = os.stat(self.partial / at.digest.removeprefix("sha256:"))
+            return max(0, at.size - status.st_blocks * 512)  # the rest of it may be a hole
+        return at.size
+
     def write(self, at: Descriptor, pieces: Pieces, arrival: ArrivingBlob | None = None) -> None:
         """Write a blob unless it is there. Of several processes that write it, one does and the others wait.
 

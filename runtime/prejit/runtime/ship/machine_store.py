@@ -108,6 +108,24 @@ class MachineStore:
                     ) from error
             yield
 
+    def check_room(self, shipment: Shipment) -> None:
+        """Raise StoreError where the disk has no room for what is missing of a bundle.
+
+        Others write to the disk meanwhile: it may be full later nevertheless.
+        """
+        lacking = sum(map(self._blobs.lacking_bytes, shipment.all))
+        disk = None
+        with contextlib.suppress(OSError):
+            disk = shutil.disk_usage(self.path)
+        if disk is None or not disk.total or not os.access(self.path, os.W_OK):
+            return  # a network file system that knows no sizes, or one that is read-only
+        if lacking > disk.free:
+            raise StoreError(
+                f"{self.path}: expected {lacking} free bytes on its disk for what is missing of "
+                f"{shipment.digest}, found {disk.free}",
+                hint="free some space on that disk; `prejit store --gc SIZE` removes bundles",
+            )
+
     def publish(self, shipment: Shipment, tag: str = "") -> None:
         """See `Repository.publish`. A bundle of which other targets are here keeps them."""
         self._check_directories()

@@ -42,6 +42,7 @@ from prejit.runtime.ship.repository import (
     Pieces,
     Shipment,
     Tagged,
+    check_count,
     checked,
     shipment_of,
 )
@@ -215,6 +216,7 @@ class ObjectRepository:
         with self._asking("tags"):
             for some in obstore.list(self._objects, prefix="tags"):
                 found += [each["path"].removeprefix("tags/").removesuffix(".json") for each in some]
+                check_count(found, self.name)
         return [Tagged(tag, self.resolve(tag)) for tag in sorted(found)]
 
     def resolve(self, tag: str) -> str:

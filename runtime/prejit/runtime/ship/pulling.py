@@ -177,6 +177,7 @@ def _find(
     if store.holds(shipment):
         store.note_use(root.digest)
         return Pulled(store.directory(root.digest), root.digest, None)
+    store.check_room(shipment)
     root = root._replace(bundle=replace(root.bundle, manifests=kept))
     files, equal_bytes = with_equal_chunks(files, root, shipment, store)
     return _Found(files, shipment, equal_bytes, loads_first)

@@ -5,14 +5,15 @@ What is attached to a bundle is found by the referrers API, or by the tags that 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from prejit.runtime.base.files import digest_of, is_digest
-from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.base.typed_json import parse_object, to_json
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Descriptor
@@ -34,7 +35,6 @@ from prejit.runtime.ship.registry_client import (
     BlobBody,
     RegistryClient,
 )
-from prejit.runtime.ship.registry_login import parse_object
 from prejit.runtime.ship.remote_files import RemoteFiles
 from prejit.runtime.ship.repository import (
     MOST_TRANSFERS,
@@ -42,6 +42,7 @@ from prejit.runtime.ship.repository import (
     Pieces,
     Shipment,
     Tagged,
+    check_count,
     encode_copy,
 )
 
@@ -55,6 +56,10 @@ _DOCUMENTS = frozenset({INDEX_MEDIA_TYPE, MANIFEST_MEDIA_TYPE})
 _ATTACHED = frozenset({SIGNATURE_MEDIA_TYPE, PARTS_MEDIA_TYPE, STATEMENT_MEDIA_TYPE})
 """The artifact types that are fetched. Others, such as scans by a registry, mean nothing to prejit."""
 _REQUESTS = 8
+_MOST_PAGES = 1000
+"""Pages of a list of tags. Registries give 100 to 1,000 tags each."""
+_MOST_PAGE_BYTES = 16 << 20
+"""Maximum size of a page: some registries have one only."""
 
 
 class Registry:
@@ -80,6 +85,7 @@ class Registry:
         self.name = str(replace(reference, tag="", digest=""))
         self.most_transfers = MOST_TRANSFERS
         self._client = RegistryClient(reference, self.name, answer_seconds, pauses)
+        self._has_referrers = True
 
     # ------------------------------------------------------------------ reading
 
@@ -97,8 +103,8 @@ class Registry:
                 read_descriptor(each, where)
                 for each in (listed if isinstance(listed, list) else ())
             ]
-            index_file = encode_copy(entries, self._attached(entries))
-            return RemoteFiles(where, index_file, self._fetch)
+            attached, known = self._attached(entries, entries)
+            return RemoteFiles(where, encode_copy(entries, attached), self._fetch, known)
         if kind != ARTIFACT_TYPE:
             config = plain.get("config")
             found = kind or (config.get("mediaType") if isinstance(config, dict) else None)
@@ -108,10 +114,13 @@ class Registry:
             )
         if at.mediaType == INDEX_MEDIA_TYPE:
             index = check_index(content, where)
-            entries = self._attached([at, *index.manifests])
-            return RemoteFiles(where, encode_root(index, content, entries), self._fetch)
-        at = replace(at, artifactType=ARTIFACT_TYPE)
-        return RemoteFiles(where, encode_copy([at], self._attached([at])), self._fetch)
+            attached, known = self._attached([at, *index.manifests], index.manifests)
+            index_file = encode_root(index, content, attached)
+        else:
+            at = replace(at, artifactType=ARTIFACT_TYPE)
+            attached, known = self._attached([at], ())
+            index_file = encode_copy([at], attached)
+        return RemoteFiles(where, index_file, self._fetch, {at.digest: content, **known})
 
     def manifest(self, name: str, where: str) -> tuple[Descriptor, bytes]:
         """Return a manifest or an index by its tag or digest. Raise StoreError where there is none."""
@@ -165,17 +174,38 @@ class Registry:
         finally:
             response.close()
 
-    def _attached(self, subjects: Sequence[Descriptor]) -> list[Descriptor]:
-        """Return the entries of what is attached to something, and to that, in the order of their digests."""
+    def _attached(
+        self, subjects: Sequence[Descriptor], targets: Sequence[Descriptor]
+    ) -> tuple[list[Descriptor], dict[str, bytes]]:
+        """Return the entries of what is attached to something, and to that, in the order of their digests.
+
+        Beside them come the manifests that a pull reads next, by digest: those that were asked for meanwhile
+        and are there.
+        """
         found, asked = dict[str, Descriptor](), {at.digest for at in subjects}
         wanted = [at.digest for at in subjects]
-        with ThreadPoolExecutor(_REQUESTS, "prejit-referrers") as pool:
+        soon = list(targets) if len(targets) <= _REQUESTS else []  # of many, few are pulled
+        reads = list[Future[bytes | None]]()
+        with ThreadPoolExecutor(2 * _REQUESTS, "prejit-manifests") as pool:
             while wanted and len(found) < limits.MAX_ROOT_ENTRIES:
-                some = [each for few in pool.map(self._referrers, wanted) for each in few]
+                answers = [pool.submit(self._referrers, digest) for digest in wanted]
+                reads += [pool.submit(self._read_early, at) for at in soon]
+                some = [each for answer in answers for each in answer.result()]
+                soon = [at for at in some if at.digest not in found]
                 found |= {at.digest: at for at in some}
                 wanted = [at.digest for at in some if at.digest not in asked]
                 asked |= set(wanted)
-        return [found[digest] for digest in sorted(found)]
+            reads += [pool.submit(self._read_early, at) for at in soon]
+        known = [content for read in reads if (content := read.result()) is not None]
+        return [found[digest] for digest in sorted(found)], {digest_of(c): c for c in known}
+
+    def _read_early(self, at: Descriptor) -> bytes | None:
+        """Return a manifest; None: it cannot be read now. Who needs it reads it again and gets the error."""
+        with contextlib.suppress(StoreError, RejectError):
+            answer = self.find_manifest(at.digest, limits.MAX_MANIFEST_BYTES)
+            if answer is not None and answer[0].digest == at.digest:
+                return answer[1]
+        return None
 
     def _referrers(self, digest: str) -> list[Descriptor]:
         listed = self._listed_referrers(digest)
@@ -189,7 +219,10 @@ class Registry:
 
     def _listed_referrers(self, digest: str) -> list[Any]:
         """Return the descriptors of what refers to a digest, by the API or by the tag instead of it."""
-        answer = self._client.read(f"referrers/{digest}", limits.MAX_INDEX_BYTES)
+        answer = None
+        if self._has_referrers:
+            answer = self._client.read(f"referrers/{digest}", limits.MAX_INDEX_BYTES)
+            self._has_referrers = answer is not None  # a registry with the API never answers 404
         if answer is not None:
             content = answer[1]
         elif (fallback := self.find_manifest(_fallback_tag(digest))) is not None:
@@ -206,18 +239,31 @@ class Registry:
 
     def tags(self) -> list[Tagged]:
         """See `Repository.tags`."""
-        names, path = list[str](), "tags/list?n=1000"
-        while path:
-            response = self._client.ask("GET", path, missing=True)
-            if response is None:
-                raise StoreError(f"{self.name}: not found", hint="push a bundle first: prejit push")
-            names += parse_object(response.content).get("tags") or []
-            path = response.links.get("next", {}).get("url", "")
-        shown = [each for each in sorted(names) if not _is_fallback(each)]
+        shown = [each for each in sorted(set(self._tag_names())) if not _is_fallback(each)]
         with ThreadPoolExecutor(_REQUESTS, "prejit-tags") as pool:
             return [
                 Tagged(*pair) for pair in zip(shown, pool.map(self.resolve, shown), strict=True)
             ]
+
+    def _tag_names(self) -> list[str]:
+        names, path = list[str](), "tags/list?n=1000"
+        for _ in range(_MOST_PAGES):
+            answer = self._client.read(path, _MOST_PAGE_BYTES)
+            if answer is None:
+                raise StoreError(f"{self.name}: not found", hint="push a bundle first: prejit push")
+            response, content = answer
+            found = parse_object(content).get("tags") or []
+            if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+                raise RejectError(self.name, f"expected a list of tags, found {content[:80]!r}")
+            names += found
+            check_count(names, self.name)
+            path = response.links.get("next", {}).get("url", "")
+            if not path:
+                return names
+        raise StoreError(
+            f"{self.name}: expected at most {_MOST_PAGES} pages of tags, found one more",
+            hint="name a tag or a digest: only the list of all tags is refused",
+        )
 
     def resolve(self, tag: str) -> str:
         """See `Repository.resolve`."""

@@ -15,10 +15,11 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
+from prejit.runtime.base.typed_json import parse_object
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.ship.reference import Reference
-from prejit.runtime.ship.registry_login import RegistryLogin, parse_object
+from prejit.runtime.ship.registry_login import RegistryLogin
 from prejit.runtime.ship.repository import Pieces, checked
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ PAUSES_SECONDS = (0.3, 1.0, 3.0, 8.0)
 """Pauses before each further attempt."""
 _MOST_PAUSE_SECONDS = 60.0
 """The longest wait that a registry may ask for."""
+_SHORT_BYTES = 64 << 10
+"""Answers that nobody reads are read if they are shorter. Of longer ones the connection is closed."""
 _TRY_AGAIN = frozenset({408, 429, 500, 502, 503, 504})
 
 
@@ -107,12 +110,16 @@ class RegistryClient:
                 time.sleep(pause)
                 continue
             if response.status_code in _TRY_AGAIN and pause is not None:
+                _finish(response)
                 time.sleep(_wait(response, pause))
                 continue
             break
         code = response.status_code
-        if response.ok or (missing and code == 404) or (refused and code in (400, 404, 405)):
-            return response if response.ok else None
+        if response.ok:
+            return response
+        if (missing and code == 404) or (refused and code in (400, 404, 405)):
+            _finish(response)
+            return None
         raise self._refusal(method, path, response)
 
     def read(
@@ -158,6 +165,7 @@ class RegistryClient:
                 if final is not None:
                     return final
             now = self._login.header
+        _finish(response)
         return self._session.request(method, url, headers=headers | now, **options)
 
     def _refusal(self, method: str, path: str, response: Response) -> StoreError:
@@ -227,6 +235,14 @@ def _limited(response: Response, most: int, where: str) -> bytes:
             response.close()
             raise RejectError(where, f"expected at most {most} bytes, found more")
     return bytes(content)
+
+
+def _finish(response: Response) -> None:
+    """Read the rest of a short answer, so that its connection takes the next request."""
+    with contextlib.suppress(Exception):  # it is cut; urllib3's own errors are no OSErrors
+        if len(response.raw.read(_SHORT_BYTES)) < _SHORT_BYTES:
+            return
+    response.close()
 
 
 def _said(response: Response) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
+from prejit.runtime.base.typed_json import parse_object
 from prejit.runtime.errors import StoreError
 
 if TYPE_CHECKING:
@@ -235,15 +235,6 @@ class RegistryLogin:
         if begins > 0:
             return f"{given} begins in {begins:.0f} s by the registry's clock"
         return ""
-
-
-def parse_object(content: bytes) -> dict[str, Any]:
-    """Return an object in JSON; empty: it is none."""
-    try:
-        plain = json.loads(content)
-    except (ValueError, RecursionError):
-        return {}
-    return plain if isinstance(plain, dict) else {}
 
 
 def _object(of: dict[str, Any], key: str) -> dict[str, Any]:

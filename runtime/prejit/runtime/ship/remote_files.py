@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format import limits
@@ -28,11 +28,20 @@ _KEPT_BYTES = limits.MAX_CONFIG_BYTES
 class RemoteFiles:
     """Implements `repository.BundleFiles` by what fetches a blob."""
 
-    def __init__(self, name: str, index_file: bytes, fetch: Fetch) -> None:
-        """Fetch nothing yet. `name` is for messages, `index_file` the bytes of `index.json`."""
+    def __init__(
+        self, name: str, index_file: bytes, fetch: Fetch, known: Mapping[str, bytes] | None = None
+    ) -> None:
+        """Fetch nothing yet.
+
+        Args:
+            name: for messages.
+            index_file: the bytes of `index.json`.
+            fetch: fetches blobs.
+            known: blobs that are here, by digest, which their bytes have.
+        """
         self.path = name
         self._index_file, self._fetch = index_file, fetch
-        self._read: dict[str, bytes] = {}
+        self._read = dict(known or {})
 
     def file_path(self, name: str) -> str:
         """See `LayoutFiles.file_path`."""

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from prejit.runtime.base.typed_json import to_json
-from prejit.runtime.errors import RejectError
+from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.bundle_schema import Descriptor, ImageManifest
 from prejit.runtime.format.checks.oci import check_manifest
 from prejit.runtime.format.layout import LayoutFiles
@@ -22,9 +23,13 @@ from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import Root, encode_root, index_of_copy
 
 PIECE_BYTES = 1 << 20
+_HASHED_LATER = 4
+"""How many pieces may be written before they are hashed."""
 _MAX_ATTACHED_BYTES = 256 << 20
 MOST_TRANSFERS = 8
 """How many blobs most places take at the same time."""
+MOST_TAGS = 100_000
+"""How many tags a place may have to be listed. Pages without end would fill the memory."""
 Pieces = Callable[[int], Iterator[bytes | memoryview]]
 """Gives the bytes of a blob from a place on, in pieces of any size."""
 
@@ -140,6 +145,15 @@ class Repository(Destination, Protocol):
         """
 
 
+def check_count(tags: Sized, name: str) -> None:
+    """Raise StoreError where a place has too many tags to list them."""
+    if len(tags) > MOST_TAGS:
+        raise StoreError(
+            f"{name}: expected at most {MOST_TAGS} tags, found more",
+            hint="name a tag or a digest: only the list of all tags is refused",
+        )
+
+
 def shipment_of(files: LayoutFiles, root: Root, targets: Iterable[Descriptor]) -> Shipment:
     """Return what moves if some targets of a bundle do, with all that is attached to them and to the bundle.
 
@@ -215,12 +229,13 @@ def checked(
     hasher = hashlib.sha256() if hasher is None else hasher
     size = 0
     left: bytes | memoryview = b""
-    # A piece is hashed while its neighbours are received and written.
+    hashing = deque[Future[None]]()
+    # Pieces are hashed while others are received and written: neither waits for the other's every piece.
     with ThreadPoolExecutor(1, "prejit-hash") as thread:
-        hashing = thread.submit(hasher.update, b"")
         for piece in pieces:
-            hashing.result()
-            hashing = thread.submit(hasher.update, piece)
+            hashing.append(thread.submit(hasher.update, piece))
+            if len(hashing) > _HASHED_LATER:
+                hashing.popleft().result()
             size += len(piece)
             if left:
                 yield left

@@ -15,10 +15,13 @@ from pathlib import Path
 import pytest
 from tests.fake_registry import FakeRegistry, fake_registry
 
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import StoreError
 from prejit.runtime.format.audit import audit
+from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.ship.blob_directory import BlobDirectory
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.pulling import Wanted, pull
 from prejit.runtime.ship.reference import parse_reference
@@ -143,3 +146,19 @@ def test_what_a_bundle_needs_that_cannot_be_read_is_not_removed(
     assert set((store.path / "blobs" / "sha256").iterdir()) == blobs
     store.pin(found.digest, is_pinned=False)
     assert store.collect(0, 0).bundles == 1
+
+
+def test_the_disk_needs_room_for_what_has_not_arrived(store: MachineStore) -> None:
+    blobs = BlobDirectory(store.path)
+    at = Descriptor("application/octet-stream", digest_of(bytes(1 << 20)), 1 << 20)
+    assert blobs.lacking_bytes(at) == 1 << 20
+    blobs.partial.mkdir(parents=True)
+    with open(blobs.partial / at.digest[7:], "wb") as file:
+        file.truncate(at.size)  # a hole, as of a blob that is read while it arrives
+        assert blobs.lacking_bytes(at) == 1 << 20
+        file.write(bytes(1 << 18))
+        file.flush()
+        os.fsync(file.fileno())
+        assert blobs.lacking_bytes(at) == 3 << 18
+    blobs.write(at, lambda start: iter([bytes(at.size - start)]))
+    assert blobs.lacking_bytes(at) == 0

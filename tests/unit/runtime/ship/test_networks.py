@@ -16,6 +16,7 @@ from tests.http_serving import QuietHandler, serving
 
 from prejit.runtime.errors import StoreError
 from prejit.runtime.ship.reference import parse_reference
+from prejit.runtime.ship.registry import Registry
 from prejit.runtime.ship.registry_login import find_login
 from prejit.runtime.ship.shipping import ship
 
@@ -144,3 +145,20 @@ def test_a_file_of_logins_that_is_damaged_is_named(
         find_login("host", "demo")
     assert str(tmp_path) in str(raised.value)
     assert raised.value.hint
+
+
+def test_answers_that_nobody_reads_leave_the_connection_to_the_next_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake_registry(user="me:secret") as registry:
+        pair = base64.b64encode(b"me:secret").decode()
+        logins = tmp_path / "auth.json"
+        logins.write_text(json.dumps({"auths": {registry.host: {"auth": pair}}}))
+        monkeypatch.setenv("REGISTRY_AUTH_FILE", str(logins))
+        place = Registry(parse_reference(f"oci://{registry.host}/demo:v1"))
+        assert [place.resolve("v1") for _ in range(3)] == [""] * 3
+        busy = iter([503, 503])
+        registry.fault = lambda method, path: next(busy, None)
+        assert place.resolve("v2") == ""
+        assert registry.count("GET", "/manifests/") == 7  # 401 once, 503 twice
+        assert registry.connected == 2  # one was for the token, while the refusal was not read yet

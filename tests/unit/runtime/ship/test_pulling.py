@@ -61,6 +61,42 @@ def test_only_the_target_of_this_machine_is_fetched_then_others_beside_it(
     assert not list((store.path / ".partial").iterdir())
 
 
+def test_documents_are_asked_for_at_once_and_none_twice(
+    registry: FakeRegistry, store: MachineStore
+) -> None:
+    at_once = threading.Event()
+
+    def wait(method: str, path: str) -> None:
+        if path.endswith("/manifests/v1") or "/blobs/" in path:
+            return
+        # What is attached to the index and to the target, and the target's manifest.
+        if len(registry.seen) >= 4:
+            at_once.set()
+        assert at_once.wait(60)
+
+    registry.fault = wait
+    assert pulled(registry, store, "call:v1", machine=HERE).moved is not None
+    asked = [path for method, path, _ in registry.seen]
+    assert len(asked) == len(set(asked))
+    assert [path for path in asked if path.endswith("/v1")] == asked[:1]
+
+
+def test_a_manifest_that_cannot_be_read_yet_is_read_again(
+    registry: FakeRegistry, store: MachineStore
+) -> None:
+    broken = list[str]()
+
+    def cut(method: str, path: str) -> str | None:
+        if "/manifests/sha256:" not in path or len(broken) == 4:  # all attempts of the first time
+            return None
+        broken.append(path)
+        return "wrong" if len(broken) == 1 else "cut"
+
+    registry.fault = cut
+    assert pulled(registry, store, "call:v1", machine=HERE).moved is not None
+    assert len(broken) == 4
+
+
 def test_a_digest_that_is_here_asks_nobody_and_a_tag_always_does(
     registry: FakeRegistry, store: MachineStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

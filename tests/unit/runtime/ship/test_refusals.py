@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +11,14 @@ from pathlib import Path
 import pytest
 from tests.fake_registry import fake_registry
 from tests.http_serving import QuietHandler, serving
-from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, http_store
+from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, http_store, s3_store
 
 from prejit.runtime.base.files import digest_of
-from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.generation.options import check_generation
+from prejit.runtime.ship import registry, repository
 from prejit.runtime.ship.object_repository import ObjectRepository
 from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.registry_client import certificate_hint
@@ -78,15 +80,58 @@ def test_a_bucket(status: int, code: str, said: str, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_a_registry(fault: object, said: str) -> None:
-    with fake_registry(fault=lambda method, path: fault if method == "POST" else None) as registry:
-        assert said in push(f"oci://{registry.host}/call:v1")
+    with fake_registry(fault=lambda method, path: fault if method == "POST" else None) as found:
+        assert said in push(f"oci://{found.host}/call:v1")
 
 
 def test_a_registry_without_uploads_in_chunks_gets_each_blob_whole() -> None:
-    with fake_registry(fault=lambda method, path: 405 if method == "PATCH" else None) as registry:
-        ship(parse_reference(str(GOLDEN / "call")), parse_reference(f"oci://{registry.host}/call"))
-        assert registry.count("PATCH", "") == 0
-        assert all(digest_of(content) == at for (_, at), content in registry.blobs.items())
+    with fake_registry(fault=lambda method, path: 405 if method == "PATCH" else None) as found:
+        ship(parse_reference(str(GOLDEN / "call")), parse_reference(f"oci://{found.host}/call"))
+        assert found.count("PATCH", "") == 0
+        assert all(digest_of(content) == at for (_, at), content in found.blobs.items())
+
+
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        ({}, "expected at most 3 pages of tags, found one more"),
+        ({"tags": [f"v{number}" for number in range(9)]}, "expected at most 20 tags, found more"),
+        ({"tags": ["v" * 5000]}, "expected at most 4096 bytes, found more"),
+        ({"tags": {"v1": 1}}, "expected a list of tags, found"),
+        ({"tags": [1]}, "expected a list of tags, found"),
+    ],
+)
+def test_a_list_of_tags_that_does_not_end_or_is_none(
+    page: object, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_MOST_PAGES", 3)
+    monkeypatch.setattr(registry, "_MOST_PAGE_BYTES", 4096)
+    monkeypatch.setattr(repository, "MOST_TAGS", 20)
+    asked = []
+
+    class Pages(QuietHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            link = f'</v2/demo/tags/list?last={len(asked)}>; rel="next"'
+            more = {"link": link} if len(asked) < 50 else {}  # else it would take for ever
+            self.reply(200, json.dumps(page).encode(), **more)
+
+    with serving(Pages) as host, pytest.raises((StoreError, RejectError), match=said):
+        open_repository(parse_reference(f"oci://{host}/demo")).tags()
+    assert len(asked) <= 3
+
+
+def test_a_bucket_with_too_many_tags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repository, "MOST_TAGS", 1)
+    with s3_store() as endpoint:
+        for name, value in (S3_SETTINGS | {"AWS_ENDPOINT": endpoint}).items():
+            monkeypatch.setenv(name, value)
+        for tag in ("v1", "v2"):
+            ship(
+                parse_reference(str(GOLDEN / "call")), parse_reference(f"s3://bucket/models:{tag}")
+            )
+        with pytest.raises(StoreError, match="expected at most 1 tags, found more"):
+            open_repository(parse_reference("s3://bucket/models")).tags()
 
 
 @pytest.mark.parametrize(
@@ -171,8 +216,6 @@ def test_a_pull_goes_on_from_a_server_without_ranges(
 def test_the_last_tag_of_a_bucket_leaves_blobs_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.unit.compiler.sharing.fixtures import s3_store
-
     with s3_store() as endpoint:
         for name, value in (S3_SETTINGS | {"AWS_ENDPOINT": endpoint}).items():
             monkeypatch.setenv(name, value)
