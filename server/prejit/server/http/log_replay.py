@@ -97,8 +97,11 @@ def replay(
         bundle = load(path)
         engine = cast("Engine", WatchedEngine(name, Engine(bundle, queue=_UNLIMITED), record))
         models.add(Served(name, bundle, engine, int(time.time())))
-        if bundle.digest != logged[name]["digest"]:
-            was = logged[name]["digest"]
+        served = [
+            each["digest"] for start in starts for each in start["models"] if each["name"] == name
+        ]
+        if {*served} != {bundle.digest}:
+            was = ", then ".join(dict.fromkeys(served))
             report.notes.append(f"{name}: the log is of {was}, and {path} is {bundle.digest}")
     models.change("loading", "ready")
     try:
