@@ -548,7 +548,7 @@ scipy.linalg.qr_multiply | scipy.linalg.qr_multiply(x, y) | lapack_sormqr_ffi | 
 jnp.nonzero and its kin without `size` | jnp.nonzero(b) | ConcretizationTypeError | give `size=`, as under `jax.jit`
 `if` on values of an array | x if x[0, 0] > 0 else y | TracerBoolConversionError | `jnp.where` or `lax.cond`, as under `jax.jit`
 lax.psum and other collectives, alone | lax.psum(x, "i") | unbound axis name | inside `jax.shard_map`, with a `[mesh]`
-jax.ffi.ffi_call of a library of your own | jax.ffi.ffi_call("mine", jax.ShapeDtypeStruct((4, 4), jnp.float32))(x) | it calls mine, which | [name the library](how-to/own-library.md) in the manifest, which then works for CPUs
+jax.ffi.ffi_call of a library of your own | jax.ffi.ffi_call("mine", jax.ShapeDtypeStruct((4, 4), jnp.float32))(x) | it calls mine, which | [name the library](../how-to/own-library.md) in the manifest, which then works for CPUs
 a dict whose keys are neither texts nor integers | {(0, 1): x} | expected dicts whose keys are texts or integers, found the key (0, 1) | return a list, or a dict with other keys
 """.strip().splitlines()
     for name, expression, message, instead in [line.split(" | ")]
@@ -557,7 +557,7 @@ a dict whose keys are neither texts nor integers | {(0, 1): x} | expected dicts 
 
 
 def page() -> str:
-    """docs/jax-coverage.md."""
+    """docs/reference/jax-coverage.md."""
     rows = "\n".join(f"| {name} | {len(functions)} |" for name, functions in FAMILIES.items())
     some = "\n".join(
         f"| `{name}` | {', '.join(platforms)} |" for name, (_, platforms) in SOME_PLATFORMS.items()
@@ -592,7 +592,7 @@ random key (`jax.random.key`) is a key if the caller uses jax, else its data.
 
 ## On several devices
 
-With a [`[mesh]`](how-to/mesh.md), arguments, parameters and results may be split, and `jax.shard_map` may use collectives such as
+With a [`[mesh]`](../how-to/mesh.md), arguments, parameters and results may be split, and `jax.shard_map` may use collectives such as
 `lax.psum` over the axes `data` and `tensor`. `tests/integration/test_any_program.py` tries it on four CPU devices.
 
 ## What works on some platforms

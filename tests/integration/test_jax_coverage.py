@@ -1,7 +1,7 @@
 """What of JAX works in a bundle: lowered, compiled, stored and run, against plain JAX, by family.
 
-docs/jax-coverage.md shows the table in jax_functions.py. The families that compile for long run with
-PREJIT_TEST_ALL_OF_JAX=1 only.
+docs/reference/jax-coverage.md shows the table in jax_functions.py. The families that compile for long run
+with PREJIT_TEST_ALL_OF_JAX=1 only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from prejit.runtime.programs import pytree
 
 from . import jax_functions as table
 
-PAGE = Path(__file__).parents[2] / "docs" / "jax-coverage.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "jax-coverage.md"
 ALL = os.environ.get("PREJIT_TEST_ALL_OF_JAX") == "1"
 
 
@@ -186,5 +186,5 @@ def test_what_no_bundle_can_hold_is_refused_by_name(
 
 
 def test_the_page_shows_what_is_tried() -> None:
-    """`python tests/integration/jax_functions.py > docs/jax-coverage.md` writes it."""
+    """`python tests/integration/jax_functions.py > docs/reference/jax-coverage.md` writes it."""
     assert PAGE.read_text() == table.page()
