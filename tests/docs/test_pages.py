@@ -222,3 +222,16 @@ def test_the_python_reference_has_the_names_of_both_doors() -> None:
     for name in named:
         module, _, attribute = name.rpartition(".")
         assert attribute in importlib.import_module(module).__all__, name
+
+
+def test_a_package_names_modules_that_it_has() -> None:
+    """In the list of its modules, and behind `Begin with`: they go stale when a file gets another name."""
+    wrong = []
+    for package in (path for path in TRACKED if path.name == "__init__.py"):
+        text = (ROOT / package).read_text()
+        listed = re.findall(r"^    (\w+(?:, \w+)*)  +\S", text, re.MULTILINE)
+        named = [name for row in listed for name in row.split(", ")]
+        named += re.findall(r"(?:[Bb]egin with|, then) `(\w+)", text)
+        here = {each.stem for each in (ROOT / package).parent.iterdir()}
+        wrong += [f"{package}: {name}" for name in named if name not in here]
+    assert wrong == []

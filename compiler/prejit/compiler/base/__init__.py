@@ -1,5 +1,9 @@
-"""Helpers for every package of the build side: wording of errors, and strict reading of JSON.
+"""Helpers for every package of the build side.
 
-`wording` shows values and suggests names; `json_file` reads a user's JSON within limits. This package imports
-`prejit.runtime.errors` alone.
+    suggestions    how errors show values and suggest names
+    json_file      a user's JSON, read within limits
+    python_source  names in Python source
+    stored_dtypes  the dtypes of stored weights, and all places that know them
+
+Imports `prejit.runtime.errors` alone.
 """

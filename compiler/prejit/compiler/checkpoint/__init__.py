@@ -1,4 +1,4 @@
 """Read and check a model directory: weights, tokenizer and chat templates.
 
-Imports `models`. Begin with `source`, then `checkpoint`.
+Imports `models`. Begin with `model_source`, then `checkpoint`.
 """

@@ -2,7 +2,7 @@
 
     manifest -> plan        programs x targets, and what the store has     plan, reuse
              -> lowered     programs and functions as StableHLO            lower
-             -> compiled    executables, made in worker processes          executables
+             -> compiled    executables, made in worker processes          submitted_jobs
              -> packed      tables, layers and index                       pack.contents
              -> written     the OCI image layout, with its descriptions    pack.bundle_writing, pack.attaching
 
