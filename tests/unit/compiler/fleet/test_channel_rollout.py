@@ -125,20 +125,6 @@ def test_who_is_served_before_and_after(place: str) -> None:
     assert not Rollout(f"{place}:prod", "", FLEET).plan.losing
 
 
-def test_the_plan_names_the_bytes_that_a_machine_then_fetches(
-    registry: FakeRegistry, tmp_path: Path
-) -> None:
-    at = f"oci://{registry.host}/demo"
-    plan = Rollout(f"{at}:prod", f"{at}:other", FLEET[:1]).plan
-    store = MachineStore(tmp_path / "store")
-    pull(parse_reference(f"{at}:prod"), store, Wanted(OLD))
-    moved = pull(parse_reference(f"{at}:other"), store, Wanted(OLD)).moved
-    assert moved is not None
-    assert plan.changes[0].fetched_bytes == moved.moved_bytes
-    same = Rollout(f"{at}:prod", f"{at}:all", FLEET[:1]).plan
-    assert same.changes[0].fetched_bytes == 0
-
-
 def test_of_two_rollouts_at_once_the_second_changes_nothing(place: str) -> None:
     slow = Rollout(f"{place}:prod", str(GOLDEN / "chunks"), ())
     Rollout(f"{place}:prod", f"{place}:other", ()).move()

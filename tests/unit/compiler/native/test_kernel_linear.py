@@ -220,14 +220,6 @@ def test_sizes_of_models_and_long_sums_are_as_numpys(
         assert_right(case, kernels)
 
 
-def test_leading_dimensions_are_rows(kernels: ctypes.CDLL) -> None:
-    case = drawn(3, (30, 17, 23), DTYPES[0], residual=True)
-    deep = Case(
-        x=case.x.reshape(5, 6, 17), weights=case.weights, residual=case.residual.reshape(5, 6, 23)
-    )
-    np.testing.assert_array_equal(run(deep, kernels).reshape(30, 23), run(case, kernels))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_is_another_beside_others(
     kernels: ctypes.CDLL, multiplier: str, dtype: np.dtype[Any]

@@ -278,7 +278,6 @@ def test_a_manifest_without_an_artifact_type_has_that_of_its_config(bundle_dir: 
     ("refers", "changes"),
     [
         (True, {"mediaType": "application/vnd.oci.image.index.v1+json"}),
-        (True, {"mediaType": "text/plain"}),
         (True, {"size": limits.MAX_MANIFEST_BYTES + 1}),
         (False, {}),
     ],
@@ -294,13 +293,10 @@ def test_other_entries_are_passed(refers: bool, changes: dict[str, Any], bundle_
     ("written", "complaint"),
     [
         ({"layers": None}, "expected a manifest with layers"),
-        ({"layers": [{}]}, "expected media type, sha256 digest and size"),
-        ({"config": None}, "expected media type, sha256 digest and size"),
         ({"artifactType": 5}, "expected a manifest with layers"),
         ({"annotations": {"a": 5}}, "expected annotations as text"),
-        ({"annotations": [1]}, "expected annotations as text"),
         ({"subject": "sha256:0"}, "expected media type, sha256 digest and size"),
-        *((content, "expected") for content in (b"[]", b"{", b"[" * 60000, b"\xff", b"1" * 5000)),
+        *((content, "expected") for content in (b"[]", b"[" * 60000, b"\xff")),
     ],
 )
 def test_a_damaged_referrer_is_rejected_where_it_is_read_and_loads(
