@@ -18,9 +18,7 @@ from tests.layouts import index_of
 
 import prejit.compiler
 import prejit.runtime
-from prejit.compiler import Built, Generate, Manifest, Mesh, Model, Program, TargetTable
-from prejit.compiler.api import BuildSettings, build_all
-from prejit.compiler.pipeline.build_interface import Failed
+from prejit.compiler import Generate, Manifest, Mesh, Model, Program, TargetTable
 from prejit.compiler.pipeline.pack import compatibility
 from prejit.runtime import load
 from prejit.runtime.errors import BuildError, ManifestError, StoreError, UsageError
@@ -304,29 +302,6 @@ def double(x: Any) -> Any:
     return x * 2
 
 
-def broken(x: Any) -> Any:
-    raise ValueError("not today")
-
-
 def of(name: str, function: Any) -> Manifest:
     program = Program("f", fn=function, args={"x": "float32[4]"})
     return Manifest(name, programs=[program], targets=["cpu-host"])
-
-
-def test_several_manifests_share_and_one_that_fails_ends_no_other(tmp_path: Path) -> None:
-    ended: list[Any] = []
-    requests = [(of(n, f), ()) for n, f in (("a", double), ("no", broken), ("b", double))]
-    settings = BuildSettings(cache=tmp_path / "cache", workers=1)
-    build_all(requests, tmp_path / "out", settings, done=ended.append)
-    built = {each.path.name: each for each in ended if isinstance(each, Built)}
-    assert {name: (each.compiled, each.cached) for name, each in built.items()} == {
-        "a": (1, 0),
-        "b": (0, 1),
-    }
-    (failed,) = (each for each in ended if isinstance(each, Failed))
-    assert failed.manifest.bundle.name == "no"
-    assert "not today" in str(failed.error)
-    alone = prejit.compiler.build(
-        of("b", double), tmp_path / "alone", cache=tmp_path / "other", workers=1, quiet=True
-    )
-    assert alone.digest == built["b"].digest

@@ -217,17 +217,12 @@ def test_a_truncated_file_is_named(how: Callable[..., Path], tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("index", "said"),
     [
-        ("[]", "weight_map: expected an object"),
         ('{"weight_map": ["model.safetensors"]}', "weight_map: expected an object"),
-        ('{"weight_map": {"a": 1}}', 'weight_map: "a": expected the name of a .safetensors file'),
         ('{"weight_map": {"a": "x.safetensors", "b": {}}}', 'weight_map: "b": expected the name'),
         ('{"weight_map": {"a": "../x.safetensors"}}', 'found "../x.safetensors"'),
-        ('{"weight_map": {"a": "pytorch_model.bin"}}', 'found "pytorch_model.bin"'),
         ('{"weight_map": {"a": "x.safetensors"}}', "missing x.safetensors"),
         ('{"weight_map": {"a": "\\u0000.safetensors"}}', "missing"),
-        ("[" * 3000 + "]" * 3000, "nested too deeply"),
         ('{"weight_map": {"a": 1' + "0" * 5000 + "}}", "cannot read"),
-        ('{"weight_map": {"a": NaN}}', "which has no NaN"),
         ("\xff", "utf-8"),
     ],
 )

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.extent import examples, sampled
 
 from prejit.compiler.models.families.encoder_decoders import buckets
-from prejit.compiler.models.layers.attention import NewTokens, attention
+from prejit.compiler.models.layers.attention import NewTokens
 from prejit.compiler.models.layers.product_forms import Forms, using
 from prejit.compiler.models.parameters import flat_parameters, parameters_of, with_parameters
 from prejit.compiler.models.protocol import EncoderDecoderModel
@@ -187,13 +187,6 @@ def test_many_rows_are_written_as_each_row_alone() -> None:
     for row in range(rows):
         one = slice(row, row + 1)
         assert np.array_equal(together[one], alone(start[one], length[one], cache[one], new[one]))
-
-
-def test_padding_beyond_the_end_of_a_cache_has_a_window_and_stays_a_number() -> None:
-    """Its own would be empty, and what comes of it no number."""
-    query, layer = jnp.ones((1, 3, 2, 4)), (jnp.ones((1, 1, 8, 4)),) * 2
-    positions = jnp.array([[7, 8, 30]])
-    assert jnp.isfinite(attention(query, layer, positions, 0.5, window=2)).all()
 
 
 # --- Encoder-decoders ------------------------------------------------------------------------------

@@ -144,14 +144,6 @@ def key_file(directory: Path, name: str) -> Path:
     return path
 
 
-def test_first_keys_cannot_be_checked(stable: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    key = key_file(stable.parent, "second")
-    assert main(["channel", "add-signature", str(stable), "--key", str(key)]) == 0
-    said = capsys.readouterr().err
-    assert "signed version 2 of channel stable: wrote" in said
-    assert f"cannot check that {key} is one of the channel's first keys" in said
-
-
 def test_a_mistyped_file_begins_a_channel(stable: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key, mistyped = key_file(stable.parent, "a"), stable.with_name("stabel.json")
     command = ["channel", "release", "FILE", str(BUNDLE), "--name", "stable", "--key", str(key)]
