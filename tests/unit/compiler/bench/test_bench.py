@@ -18,7 +18,6 @@ from prejit.compiler.bench.bench_page import (
     bench_page,
     notes,
     regression,
-    text,
 )
 from prejit.compiler.bench.bench_report import (
     MIN_P95_SAMPLES,
@@ -174,20 +173,6 @@ def test_times_of_another_machine_are_shown_and_those_of_another_version_judged(
     assert (found.is_same_machine, len(found.regressions)) == (True, 1)
     assert "jax: expected 0.9, found 0.10.2" in found.differences
     assert "jaxlib: expected 0.9, found none" in found.differences
-
-
-def test_rows_of_one_side_and_of_other_work_are_listed() -> None:
-    before = report(row("gone", [1.0]), row("both", [1.0] * 3, work="4 tokens"))
-    after = report(row("both", [99.0] * 3, work="8 tokens"), row("new", [1.0]))
-    found = beside(before, after)
-    assert found.deltas == ()
-    assert found.only_before == ("gone",)
-    assert found.only_after == ("new",)
-    assert found.incomparable == ("both: expected 4 tokens; found 8 tokens",)
-    told = text(after, found)
-    assert "only before: gone" in told
-    assert "only now: new" in told
-    assert "both: expected 4 tokens; found 8 tokens" in told
 
 
 @given(st.lists(st.tuples(times, times), min_size=1, max_size=60))

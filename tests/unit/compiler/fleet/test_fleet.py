@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import random
 import re
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -19,8 +18,6 @@ from hypothesis import strategies as st
 from tests.extent import examples
 from tests.html_pages import EVIL, Elements, alone
 
-from prejit.compiler.fleet import additions as cover
-from prejit.compiler.fleet.additions import fewest_sets
 from prejit.compiler.fleet.fleet_machines import Machine, read_fleet
 from prejit.compiler.fleet.fleet_report import FleetReport, explain_fleet, fleet_page
 from prejit.compiler.manifest.reading import read_manifest
@@ -210,17 +207,6 @@ def _alike(machine: Fingerprint) -> Target:
 
 def union(masks: Iterable[int]) -> int:
     return functools.reduce(int.__or__, masks, 0)
-
-
-def test_a_search_that_takes_too_long_covers_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fewest_sets([1 << i for i in range(1200)]) == (list(range(1200)), True)
-    pick = random.Random(1)
-    many = [sum(1 << pick.randrange(60) for _ in range(5)) for _ in range(80)]
-    for masks, steps in (([0b111 << i for i in range(700)], cover.MAX_STEPS), (many, 3)):
-        monkeypatch.setattr(cover, "MAX_STEPS", steps)
-        chosen, exact = fewest_sets(masks)
-        assert union(masks[i] for i in chosen) == union(masks)
-        assert not exact or masks is not many
 
 
 @pytest.mark.parametrize(
@@ -425,25 +411,6 @@ def test_one_bad_file_is_named_after_the_report_of_all_others(
     assert run(*argv, "--json", "--on-mismatch", "error") == 6
     said = json.loads(capsys.readouterr().out)
     assert (said["machines"], [file["path"] for file in said["unreadable"]]) == (7, [str(bad)])
-
-
-def test_each_proposal_says_what_it_needs_of_the_build_host() -> None:
-    arm = dataclasses.replace(HOST, architecture="aarch64", cpu_features=("neon",))
-    old = dataclasses.replace(HOST, jaxlib="0.11.2")
-    report = explain_fleet([needs("cpu-x86-64-v3")], named([arm, old]))
-    by_architecture = {a.requirement.architecture: a for a in report.additions}
-    assert by_architecture.keys() == {"aarch64", "x86_64"}
-    here, there = by_architecture["x86_64"], by_architecture["aarch64"]
-    assert here.needs() == "a build host with x86_64; pip that finds jax 0.11.2"
-    assert there.needs().startswith(
-        "a build host with aarch64, in a manifest and bundle of its own"
-    )
-    for addition in (here, there):
-        assert f"# needs {addition.needs()}\n" in addition.toml()
-    where = ", those for aarch64 on a build host of that architecture"
-    assert f"{where}; then no machine falls back" in report.advice()
-    described = {entry["toml"]: entry["needs"] for entry in report.described()["add"]}
-    assert described == {a.toml(): a.needs() for a in report.additions}
 
 
 def test_text_from_files_stays_text_on_the_page() -> None:

@@ -262,18 +262,6 @@ def test_the_same_seed_gives_the_same_token_in_any_row_of_any_batch() -> None:
         assert {row: tokens([row])[row] for row in range(6)} == together
 
 
-def test_rows_without_penalties_keep_their_logits_to_the_bit_beside_rows_with_them() -> None:
-    logits = np.random.default_rng(2).standard_normal((2, V)).astype(np.float32) * 30
-    logits[0, 7] = -np.inf
-    rows = [Sampling(), Sampling(repetition_penalty=1.5, presence_penalty=1, frequency_penalty=1)]
-    history = np.tile(history_row(PROMPT, GENERATED, V), (2, 1))
-    adjusted = jax.jit(lambda values, rows, counts: _adjusted(values, rows, lambda: counts))(
-        logits, inputs_of(rows, V), history
-    )
-    assert np.array_equal(adjusted[0], logits[0])
-    assert not np.array_equal(adjusted[1], logits[1])
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1e-30, 1.0, 1e30, 3e38])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.5, "min_p": 0.5}])
 def test_a_forbidden_token_is_never_chosen(temperature: float, filters: dict[str, Any]) -> None:

@@ -155,9 +155,3 @@ def test_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: 
     assert not second.create(AC, b"second")
     assert second.remove(AC)
     assert second.create(AC, b"second")
-
-
-def test_no_file_is_made_where_none_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ac").write_text("a file where a directory must be")
-    with pytest.raises(RemoteError, match="file://"):
-        Objects(tmp_path.as_uri()).create(AC, b"first")

@@ -21,7 +21,6 @@ from prejit.compiler.suggesting.chosen_buckets import (
     candidates,
     decoder_buckets,
     encoder_buckets,
-    folded,
     padded,
     suggest_decoder,
     suggest_encoder,
@@ -140,16 +139,3 @@ def test_no_other_sizes_pad_less_for_any_number_of_them(
         best = found.get(number, found[max(found)])
         assert best.padding == padding(weights, best.chosen) == min(tried)
         assert kept <= {*best.chosen}
-
-
-@settings(max_examples=examples(60, 400))
-@given(WEIGHTS, st.integers(1, 40))
-def test_larger_values_are_full_pieces_and_a_rest(weights: dict[int, int], largest: int) -> None:
-    rest = folded(weights, largest)
-    sizes = best_sizes(rest, candidates(rest, 1, {largest}), 3, {largest})
-    for each in sizes.values():
-        assert each.padding == padding(weights, each.chosen)
-    paddings = [sizes[number].padding for number in sorted(sizes)]
-    assert paddings == sorted(paddings, reverse=True), "another size never pads more"
-    if sizes:
-        assert len(sizes[max(sizes)].chosen) == max(sizes)
