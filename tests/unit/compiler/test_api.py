@@ -49,22 +49,6 @@ def options(tmp_path: Path) -> dict[str, Any]:
     return {"cache": tmp_path / "cache", "workers": 1, "quiet": True}
 
 
-def test_a_function_with_a_pytree_builds_and_runs(tmp_path: Path, options: dict[str, Any]) -> None:
-    manifest = Manifest("score", programs=[scoring()], targets=["cpu-host"])
-    planned = prejit.compiler.plan(manifest, cache=options["cache"])
-    assert [(each.spec.name, each.state) for each in planned] == [
-        ("score/batch1", "traced at build"),
-        ("score/batch2", "traced at build"),
-    ]
-    built = prejit.compiler.build(manifest, tmp_path / "out", **options)
-    assert (built.path, built.compiled, built.cached) == (tmp_path / "out" / "score", 2, 0)
-    x = np.arange(8, dtype=np.float32).reshape(2, 4)
-    found = load(built.path, on_mismatch="error").call("score", x=x)
-    np.testing.assert_allclose(found, score(tree(), x), rtol=1e-5, atol=1e-6)
-    again = prejit.compiler.build(manifest, tmp_path / "out", **options)
-    assert (again.compiled, again.written, again.digest) == (0, False, built.digest)
-
-
 class Pair(NamedTuple):
     left: Any
     right: Any

@@ -87,10 +87,6 @@ def test_a_template_of_a_processor_counts_where_there_is_no_other(tmp_path: Path
     assert read_chat(directory).templates == {"default": "config"}  # type: ignore[union-attr]
 
 
-def test_a_model_without_any_file_has_no_chat(tmp_path: Path) -> None:
-    assert read_chat(model(tmp_path, None)) is None
-
-
 @pytest.mark.parametrize(
     ("files", "says"),
     [

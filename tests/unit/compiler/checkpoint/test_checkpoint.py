@@ -409,16 +409,6 @@ def test_what_the_cache_holds_needs_no_network(
     assert "hf download org/other --local-dir DIR" in str(caught.value.hint)
 
 
-def test_a_hub_that_does_not_answer_is_a_network_error(
-    hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(NetworkError, match=r"from http://127.0.0.1:9 \(no connection\)"):
-        resolve_source("hf://org/model@v1", tmp_path)
-
-
 @pytest.mark.parametrize(
     ("name", "said"), [("other", "has no such repository"), ("gated", "does not let this account")]
 )

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from tests.fake_registry import FakeRegistry, fake_registry
-from tests.store_servers import docker_registry
 from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, s3_store
 
 from prejit.compiler.fleet.channel_rollout import Rollout
@@ -32,20 +31,12 @@ ARM = Fingerprint("cpu", "aarch64", (), "0.0.0", "", 2, 1 << 33)
 FLEET = (Machine("old-1", "", OLD), Machine("old-2", "", OLD), Machine("arm", "", ARM))
 
 
-@pytest.fixture(params=["registry", "docker-registry", "bucket"])
-def place(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[str]:
+@pytest.fixture(params=["registry", "bucket"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A repository with a bundle of six targets, and one of another bundle that serves no old CPU."""
     if request.param == "registry":
         with fake_registry() as registry:
             yield filled(f"oci://{registry.host}/demo")
-    elif request.param == "docker-registry":
-        if (server := docker_registry(tmp_path)) is None:
-            pytest.skip("docker-registry is not installed (Debian has it)")
-        server.start()
-        yield filled(server.url.replace("/store", "/demo"))
-        server.kill()
     else:
         with s3_store() as endpoint:
             for name, value in (S3_SETTINGS | {"AWS_ENDPOINT": endpoint}).items():

@@ -231,15 +231,6 @@ def test_what_no_target_can_mend_is_told_by_its_axis(machine: Fingerprint, axis:
     assert group.machines == ("m0",)
 
 
-def test_a_mesh_is_what_every_target_of_a_bundle_has() -> None:
-    targets = [("t", dataclasses.replace(needs("cuda-h100")[1], device_count=4))]
-    machines = [tpu("tpu-v5e-2x2"), gpu("cuda-l4", device_count=4), gpu("cuda-l4"), tpu("tpu-v5e")]
-    report = explain_fleet(targets, named(machines))
-    assert sorted(a.table["name"] for a in report.additions) == ["cuda-l4", "tpu-v5e-2x2"]
-    beyond = {g.machines[0]: [a.name for a in g.mismatches] for g in report.beyond_help}
-    assert beyond == {"m2": ["device_count"], "m3": ["device_count", "topology"]}
-
-
 def test_the_tables_are_targets_that_a_manifest_takes(tmp_path: Path) -> None:
     """Pasted into a manifest and read by the compiler, they serve the machines they were said to."""
     flags = ("--xla_cpu_enable_fast_math=true",)

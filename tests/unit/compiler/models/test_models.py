@@ -25,14 +25,12 @@ from tests.parity.encoder_cases import cases as encoder_cases
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, model_registry
 from prejit.compiler.models.layers import rope
-from prejit.compiler.models.layers.layer_config import DecoderConfig
 from prejit.compiler.models.parameters import flat_parameters, parameters_of, with_parameters
 from prejit.compiler.models.sharding import check_mesh
 from prejit.runtime.errors import CheckpointError, ManifestError
 from prejit.runtime.format.arrays import Mesh
 
 from .small_models import (
-    CONFIGS,
     CONTEXT,
     GEMMA3,
     LLAMA,
@@ -55,13 +53,6 @@ LONGROPE = {
 }
 
 _LONGEST = "1" + "0" * 5000
-
-
-@pytest.mark.parametrize("family", ["gpt2", "gemma3_text", "phi3"])
-def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not(family: str) -> None:
-    untied = model_registry.make_decoder(config({**CONFIGS[family], "tie_word_embeddings": False}))
-    assert "lm_head.weight" not in model(family).weights
-    assert "lm_head.weight" in flat_parameters(nnx.state(untied))
 
 
 def test_parameters_of_any_module_are_replaced_by_name() -> None:
@@ -102,13 +93,6 @@ def test_the_text_model_of_one_that_reads_images_is_taken(tmp_path: Path) -> Non
 
 
 # --- What is told of a model, and refused ----------------------------------------------------------
-
-
-def test_the_description_holds_what_the_runtime_needs(tmp_path: Path) -> None:
-    for family, positions in (("llama", CONTEXT), ("t5", 2**31 - 1), ("whisper", CONTEXT)):
-        made(tmp_path, family)
-        described = model_registry.describe(config_file.load_config(tmp_path), "bfloat16")
-        assert described == DecoderConfig(family, 29, "bfloat16", positions)
 
 
 @pytest.mark.parametrize(
@@ -215,15 +199,6 @@ def test_any_config_makes_a_module_or_an_error_of_ours(drawn: tuple[str, dict[st
     with tempfile.TemporaryDirectory() as name, contextlib.suppress(CheckpointError):
         (Path(name) / "config.json").write_text(to_json(config))
         read_module(family, Path(name))
-
-
-def test_a_model_is_described_without_torch_or_any_array(tmp_path: Path) -> None:
-    large = {**LLAMA, "hidden_size": 2**16, "intermediate_size": 2**18, "num_hidden_layers": 3}
-    (tmp_path / "config.json").write_text(json.dumps(large))
-    parameters = flat_parameters(
-        nnx.state(model_registry.make_decoder(config_file.load_config(tmp_path)))
-    )
-    assert parameters["model.layers.2.mlp.up_proj.weight"].shape == (2**18, 2**16)
 
 
 # --- Encoder-decoders ------------------------------------------------------------------------------

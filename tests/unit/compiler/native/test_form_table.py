@@ -20,7 +20,6 @@ from prejit.compiler.native.form_table import (
     FormTable,
     KnownForms,
     Measured,
-    _sources_digest,
     fastest_form,
     merge_into,
     read_own,
@@ -104,15 +103,6 @@ def test_what_the_user_gives_counts_before_what_was_measured_and_that_before_wha
     assert KnownForms(FormTable(), own, recorded).choice(LARGE, HERE).form == WIDENED
     assert KnownForms(FormTable(), FormTable(), recorded).choice(LARGE, HERE).form == KERNEL
     assert KnownForms().choice(LARGE, HERE).form == KERNEL
-
-
-def test_other_conditions_are_measured_again() -> None:
-    own = KnownForms(own=table(measured()))
-    assert own.missing([LARGE], HERE) == ()
-    for name in ("cpu", "cpus", "jaxlib", "compiler", "kernels", "level"):
-        there = replace(HERE, **{name: 16 if name == "cpus" else "another"})
-        assert own.missing([LARGE], there) == (LARGE,), name
-        assert own.choice(LARGE, there).measured == measured()  # until it is
 
 
 def test_what_ships_and_small_matrices_are_measured_only_if_asked() -> None:
@@ -214,26 +204,3 @@ def _section(data: dict[str, Any], **changed: Any) -> dict[str, Any]:
 
 def _times(data: dict[str, Any], times: dict[str, Any]) -> dict[str, Any]:
     return _section(data, nanoseconds=times)
-
-
-def test_measurements_outlive_changes_of_other_kernels(tmp_path: Path) -> None:
-    sources = {
-        "linear_ffi.cc": '#include <cstdint>\n#include "linear.h"\n#include "xla/ffi/api/ffi.h"\n',
-        "linear.h": "",
-        "linear.cc": '#include "linear.h"\n#include "threads.h"\n',
-        "threads.h": "",
-        "threads.cc": "",
-        "attention.cc": '#include "threads.h"\n',
-    }
-
-    def digest(name: str, **changed: str) -> str:
-        directory = tmp_path / name
-        directory.mkdir()
-        for file, text in {**sources, **changed}.items():
-            (directory / file).write_text(text)
-        return _sources_digest(directory)
-
-    before = digest("before")
-    assert digest("attention", **{"attention.cc": "//"}) == before
-    others = [digest(name, **{name: sources[name] + "//"}) for name in sources if name[:3] != "att"]
-    assert len({before, *others}) == len(sources)

@@ -237,17 +237,6 @@ def test_what_has_lost_a_file_is_not_kept(bundle_dir: Path, recipe: Any) -> None
     assert attached(bundle_dir) == ()
 
 
-def test_a_copy_gets_things_attached_too(bundle_dir: Path) -> None:
-    """A copy of one target, as skopeo makes it: the target is what is signed."""
-    target = targets_of(bundle_dir)["cpu-host"]
-    entry = {"mediaType": target.mediaType, "digest": target.digest, "size": target.size}
-    write_root(bundle_dir, [entry])
-    assert subject_of(bundle_dir).digest == target.digest
-    at = attach_text(bundle_dir, target)
-    assert [each.descriptor.digest for each in attached(bundle_dir, target.digest)] == [at.digest]
-    assert load(bundle_dir).digest == target.digest
-
-
 # Referrers that other tools wrote
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prejit.compiler.targets import interpreters
-from prejit.compiler.targets.listing import DOWNLOAD, EXACT_JAX, NO, YES, Listed, list_targets
+from prejit.compiler.targets.listing import DOWNLOAD, Listed, list_targets
 from prejit.compiler.targets.target_table import names
 from prejit.runtime.cli.commands import run
 
@@ -39,17 +39,6 @@ def every_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def listed(host_jax: str) -> dict[str, Listed]:
     return {each.target.name: each for each in list_targets(host_jax)}
-
-
-def test_what_needs_an_interpreter_or_a_download_says_so(no_interpreters: None) -> None:
-    found = listed(EXACT_JAX)
-    assert found["cpu-host"] == Listed(found["cpu-host"].target, YES)
-    assert (found["cpu-x86-64-v2"].builds, found["cpu-x86-64-v2"].note) == (YES, None)
-    found = listed("0.10.2")
-    assert found["cuda-h200"].builds == NO
-    assert "jax 0.10.2 needs Python 3.97 or newer" in str(found["cuda-h200"].note)
-    assert "`uv python install 3.97`" in str(found["cuda-h200"].note)
-    assert "`uv python install 3.97`" in str(found["cpu-x86-64-v2"].note), "to be exact"
 
 
 def test_the_command_lists_people_a_table_and_scripts_json(

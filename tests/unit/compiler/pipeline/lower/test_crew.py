@@ -152,7 +152,7 @@ def test_programs_are_those_of_the_builds_own_process(project: Callable[..., Pro
     assert made.open(made.plan(store), store) is None
 
 
-SIZES = "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [16, 32]\n"
+SIZES = "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [16]\n"
 
 
 @pytest.mark.parametrize("kind", ["own", "published"])

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import py_compile
+import shutil
 import sqlite3
 import sys
 import tempfile
@@ -500,13 +501,19 @@ def f(x):
 """
 
 
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One directory of distributions for all tests: the first look at each takes half a second."""
+    return tmp_path_factory.mktemp("site-packages")
+
+
 @pytest.mark.parametrize("name", ASKED)
 def test_what_code_asks_without_opening_a_file_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path, packages: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     made = Project(tmp_path / "p", {"p": "model:f"}, model=ASKING.format(ASKED[name]))
-    packages = tmp_path / "site-packages"
     monkeypatch.syspath_prepend(str(packages))
+    shutil.rmtree(packages / "toynew.dist-info", ignore_errors=True)
 
     def write(value: int) -> None:
         made.write("sub/a", "x" * value)
@@ -551,8 +558,10 @@ def test_what_code_asks_without_opening_a_file_is_noticed(
     assert made.trace() == {"p"}
     assert made.trace() == set()
     write(3)
-    for name in ("sub/new", "appears.py", "../site-packages/toynew.dist-info/METADATA"):
-        made.write(name, "Name: toynew\nVersion: 1\n" if "toynew" in name else "")
+    for name in ("sub/new", "appears.py"):
+        made.write(name, "")
+    (packages / "toynew.dist-info").mkdir()
+    (packages / "toynew.dist-info" / "METADATA").write_text("Name: toynew\nVersion: 1\n")
     (made.directory / "kind" / "entry").unlink()
     (made.directory / "kind" / "entry").mkdir()
     made.write("colorsys.py", "FACTOR = 3\n")
