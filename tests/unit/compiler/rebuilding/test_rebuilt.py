@@ -134,6 +134,22 @@ def test_a_hidden_input_is_a_finding(project: Path, capsys: pytest.CaptureFixtur
     assert "dense<3.000000e+00>" in out
 
 
+def test_conditions_explain_executables(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "XLA_FLAGS", "--xla_cpu_enable_fast_min_max=true --xla_cpu_prefer_vector_width=128"
+    )
+    found = again(project)
+    assert not found.findings
+    by_part = verdicts(found.parts)
+    assert by_part["StableHLO", "f/n2", ""] == "equal"
+    assert by_part["table", "", "cpu-host"] == "explained"
+    (table,) = (each for each in found.parts if (each.kind, each.target) == ("table", "cpu-host"))
+    assert "xla_flags" in table.reason or table.reason == "its executables differ"
+    for each in found.parts:
+        if each.kind == "executable" and each.verdict == "explained":
+            assert "xla_flags" in each.reason
+
+
 def test_what_cannot_be_rebuilt_says_so(tmp_path: Path, recipe: Recipe) -> None:
     without = recipe.write(tmp_path / "without")
     with pytest.raises(BuildError, match="expected the provenance of its build, found none"):
