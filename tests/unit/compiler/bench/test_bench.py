@@ -218,6 +218,7 @@ DAMAGES: list[tuple[str, Any, str]] = [
     ("rows.0.unit", "m", "rows[0].unit: expected s, bytes or x"),
     ("rows.1.name", "r", "rows[1].name: expected each name once"),
     ("digest", ..., "digest: expected it, found nothing"),
+    ("report_version", 2, "report_version: expected 1, found 2"),
 ]
 
 

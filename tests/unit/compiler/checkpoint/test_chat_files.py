@@ -107,6 +107,7 @@ def test_a_template_of_a_processor_counts_where_there_is_no_other(tmp_path: Path
             {"tokenizer_config_json": json.dumps({"chat_template": [{"name": "x"}]})},
             "a list of names and templates: KeyError",
         ),
+        ({"tokenizer_config_json": json.dumps({"chat_template": 3})}, "expected text or a list"),
         (
             {"tokenizer_config_json": json.dumps({"chat_template": [{"name": 1, "template": 2}]})},
             "a name or template is no",

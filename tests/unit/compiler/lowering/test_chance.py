@@ -55,6 +55,8 @@ def logged() -> Any:
         (lambda: datetime.date.today(), "date.today"),
         (lambda: random.random(), "random.random"),
         (lambda: drawn(), "random.random"),
+        (lambda: random.Random(), "random.Random"),
+        (lambda: time.localtime(None), "time.localtime"),
         (lambda: random.SystemRandom().random(), "random.SystemRandom.random"),
         (lambda: secrets.token_hex(), "secrets.token_hex"),
         (lambda: uuid.uuid4(), "uuid.uuid4"),

@@ -276,6 +276,7 @@ def test_an_encoders_shapes_come_back_ascending_and_mistakes_are_told(directory:
     decoder = "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [16]\n[encode]"
     for old, new, told in (
         ("[1, 16]", "[1, 0]", "m.toml:8: encode.shapes[1][1]: expected "),
+        ("[1, 16]", "[1, 128]", "m.toml:8: encode.shapes[2]: expected each shape once; found [1, "),
         ("[[8, 32], [1, 16], [1, 128]]", "[]", "m.toml:8: encode.shapes: expected a list of"),
         ("shapes =", "shape =", 'm.toml:8: encode.shape: unknown key (did you mean "shapes"?)'),
         ("[encode]", "[mesh]\ntensor = 2\n[encode]", "m.toml:7: mesh: expected no [encode] beside"),

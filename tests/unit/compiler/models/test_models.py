@@ -103,6 +103,7 @@ def test_the_text_model_of_one_that_reads_images_is_taken(tmp_path: Path) -> Non
         ("[]", "model_type: expected one of"),
         ('{"model_type": "lama"}', 'found "lama" (did you mean "llama"?)'),
         ('{"model_type": "gpt2", "n_head": "x"}', "n_head"),
+        ('{"model_type": "gemma3", "text_config": 3}', "text_config: expected an object, found 3"),
         (f'{{"model_type": {"[" * 3000}{"]" * 3000}}}', "nested too deeply"),
         (f'{{"model_type": "gpt2", "n_head": {_LONGEST}}}', "cannot read"),
         ('{"model_type": "gpt2", "n_head": NaN}', "cannot read JSON: expected JSON, which has no"),
@@ -125,6 +126,7 @@ def test_a_config_that_is_none_is_refused(text: str | None, said: str, tmp_path:
 
 _UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"activation_function": "gelu_ne"}, 'found "gelu_ne" (did you mean "gelu_new"?)'),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention: expected false, found true"),
     ("llama", {"num_key_value_heads": 3}, "num_attention_heads: expected a multiple of"),
     ("llama", {"head_dim": 3}, "head_dim: expected an even number, found 3"),
     (
@@ -132,6 +134,7 @@ _UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
         {"rope_scaling": {"rope_type": "lama3", "factor": 2.0}},
         'found "lama3" (did you mean "llama3"?)',
     ),
+    ("mistral", {"sliding_window": 0}, "sliding_window: expected null or at least 1, found 0"),
     ("gemma3_text", {"sliding_window": None}, "sliding_window: expected a number, as layer_types"),
     (
         "gemma3_text",
@@ -147,17 +150,38 @@ _UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
         "rope_parameters.partial_rotary_factor: expected null or 1.0, found 0.5",
     ),
     ("gpt2", {"n_head": 0}, "n_head: expected an integer from 1 to 16384, found 0"),
+    ("gpt2", {"n_layer": 0}, "n_layer: expected an integer from 1 to 1000, found 0"),
     ("gpt2", {"layer_norm_epsilon": 0}, "layer_norm_epsilon: expected a number from 1e-30 to 1"),
+    ("gpt2", {"activation_function": ["gelu"]}, "activation_function: expected a text"),
     ("gpt2", {"tie_word_embeddings": "no"}, "tie_word_embeddings: expected true or false"),
     ("llama", {"rope_theta": 0}, "rope_theta: expected a number from 1e-06 to 1e+12"),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 0.0}}, "factor: expected a"),
     ("llama", {"rope_scaling": YARN, "rope_theta": 1.0}, "that give finite frequencies"),
+    ("llama", {"rope_scaling": {**YARN, "factor": -2.0}}, "factor: expected"),
+    (
+        "llama",
+        {"rope_scaling": {**YARN, "original_max_position_embeddings": 0}},
+        "original_max_position_embeddings: expected",
+    ),
+    (
+        "llama",
+        {"rope_scaling": {**LONGROPE, "short_factor": [1.0, 0.0, 1.0]}},
+        "short_factor: expected a list, each a number",
+    ),
+    ("llama", {"rope_scaling": {**LONGROPE, "long_factor": [1.0, "2", None]}}, "long_factor"),
+    ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types"),
     ("gemma3_text", {"rope_parameters": {"full_attention": 3}}, "config.json"),
+    ("roberta", {"num_attention_heads": 5}, "hidden_size: expected a multiple of"),
     ("roberta", {"pad_token_id": 19}, "max_position_embeddings: expected more than pad_token_id"),
     ("t5", {"feed_forward_proj": "gated-mish"}, 'feed_forward_proj: expected "gelu" or'),
     ("t5", {"feed_forward_proj": "gated-gelu-new"}, "transformers refuses it"),
+    ("t5", {"feed_forward_proj": 3}, "feed_forward_proj: expected a text, found 3"),
+    ("t5", {"is_encoder_decoder": False}, "is_encoder_decoder: expected true, found false"),
     ("t5", {"relative_attention_num_buckets": 3}, "an integer from 4 to 65536, found 3"),
     ("t5", {"relative_attention_max_distance": 4}, "relative_attention_max_distance: expected"),
+    ("whisper", {"activation_function": "gelu_ne"}, '"gelu_ne" (did you mean "gelu_new"?)'),
     ("whisper", {"tie_word_embeddings": False}, "tie_word_embeddings: expected true, found"),
+    ("whisper", {"encoder_attention_heads": 5}, "multiple of encoder_attention_heads = 5"),
 ]
 
 
@@ -202,23 +226,6 @@ def test_any_config_makes_a_module_or_an_error_of_ours(drawn: tuple[str, dict[st
 
 
 # --- Encoder-decoders ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "own"),
-    [
-        ({"tie_word_embeddings": False}, True),
-        ({"tie_word_embeddings": True, "feed_forward_proj": "relu"}, False),
-        ({"tie_word_embeddings": None}, False),
-        ({"tie_word_embeddings": True, "scale_decoder_outputs": False}, True),
-        ({"tie_word_embeddings": True, "scale_decoder_outputs": True}, False),
-    ],
-)
-def test_a_t5_may_have_its_own_head(change: dict[str, Any], own: bool, tmp_path: Path) -> None:
-    names = parameters_of(made(tmp_path, "t5", **change)).keys()
-    assert ("lm_head.weight" in names) == own
-    layer = "decoder.block.2.layer.2.DenseReluDense"
-    assert (f"{layer}.wi.weight" in names) == (change.get("feed_forward_proj") == "relu")
 
 
 def test_copies_of_an_embedding_must_equal_it(tmp_path: Path) -> None:

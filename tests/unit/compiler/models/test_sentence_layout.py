@@ -102,18 +102,6 @@ def test_all_modules_are_read_and_named_for_keys(directory: Path) -> None:
     }
 
 
-def test_a_transformer_in_a_directory_of_its_own_is_found(directory: Path) -> None:
-    below = directory / "0_Transformer"
-    below.mkdir()
-    for name in ("config.json", "model.safetensors", "sentence_bert_config.json"):
-        (directory / name).rename(below / name)
-    modules = json.loads((directory / "modules.json").read_text())
-    modules[0] |= {"path": "0_Transformer", "type": "sentence_transformers.models.BERT"}
-    write(directory / "modules.json", modules)
-    assert read_layout(directory).max_tokens == 10
-    assert len(open_encoder(directory).names) > 10
-
-
 def test_a_plain_directory_is_mean_pooling_within_its_positions(directory: Path) -> None:
     edit(directory / "sentence_bert_config.json", max_seq_length=512)
     assert model_registry.describe_encoder(config_file.load_encoder(directory)).max_tokens == 12
@@ -131,16 +119,20 @@ POOLING, DENSE = "1_Pooling/config.json", "2_Dense/config.json"
     [
         (POOLING, {"pooling_mode_mean_tokens": False}, "to be true, found none"),
         (POOLING, {"pooling_mode_median": True}, "pooling_mode_median: expected one of"),
+        (POOLING, {"pooling_mode": "median"}, 'pooling_mode: expected "cls" or .* found "median"'),
         (POOLING, {"word_embedding_dimension": 5}, "word_embedding_dimension: expected 4.*found 5"),
         (DENSE, {"activation_function": "my.Swish"}, 'activation_function: .*found "my.Swish"'),
         (DENSE, {"module_input_name": "token_embeddings"}, "module_input_name: expected"),
+        (DENSE, {"in_features": 5}, "in_features: expected 4, .*found 5"),
         (
             DENSE,
             {"out_features": 0},
             "out_features: expected an integer from 1 to 1048576, found 0",
         ),
         ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case: expected false"),
+        ("sentence_bert_config.json", {"max_seq_length": "9"}, "max_seq_length: expected"),
         ("config_sentence_transformers.json", {"default_prompt_name": "q"}, "default_prompt_name"),
+        ("config.json", {"hidden_act": "mish"}, 'hidden_act: .*found "mish"'),
         ("config.json", {"model_type": "gpt2"}, 'for .encode., found "gpt2"'),
     ],
 )
@@ -159,6 +151,7 @@ def test_what_is_not_built_is_told_with_file_key_and_value(
     ("kinds", "told"),
     [
         (("Transformer", "Pooling", "CNN"), r"\[2\].type: expected one of"),
+        (("Transformer", "Normalize", "Pooling"), "found Transformer, Normalize, Pooling"),
         ((), "found none"),
     ],
 )
@@ -216,6 +209,7 @@ def test_a_tensor_that_nobody_knows_is_told(directory: Path) -> None:
     ("family", "head"),
     [
         ("bert", "classifier.weight"),
+        ("roberta", "classifier.dense.weight"),
         ("distilbert", "pre_classifier.weight"),
     ],
 )
@@ -240,7 +234,9 @@ def test_a_head_of_its_own_is_refused(directory: Path, family: str, head: str) -
     ("name", "built"),
     [
         ("BertModel", True),
+        ("BertForMaskedLM", True),
         ("BertForSequenceClassification", False),
+        ("BertForTokenClassification", False),
     ],
 )
 def test_an_architecture_with_a_head_is_refused(directory: Path, name: str, built: bool) -> None:
@@ -269,6 +265,8 @@ def test_a_model_of_another_section_is_sent_there_where_it_can_be(directory: Pat
     ("file", "content", "told"),
     [
         ("modules.json", b"\xff", "utf-8"),
+        ("modules.json", b"[" * 3000 + b"]" * 3000, "nested too deeply"),
+        ("modules.json", b"[1" + b"0" * 5000 + b"]", "cannot read"),
         ("modules.json", b"[" + b" " * (16 << 20) + b"]", "expected at most 16777216 bytes"),
         ("config.json", b"[NaN]", "which has no NaN"),
     ],

@@ -116,27 +116,6 @@ def test_what_ships_and_small_matrices_are_measured_only_if_asked() -> None:
     assert KnownForms().missing([SMALL, only_dot], HERE, fresh=True) == (SMALL,)
 
 
-def test_the_nearest_product_answers_and_another_level_where_this_one_says_nothing() -> None:
-    near = measured(replace(LARGE, rows=4, inputs=1024), loop=1, kernel=9)
-    far = measured(replace(LARGE, rows=64), kernel=1, widened_dot=9)
-    other_dtype = measured(replace(LARGE, dtype="bfloat16"), kernel=1, loop=9)
-    other_level = measured(LARGE, replace(HERE, level="x86-64-v3"), kernel=1, loop=9)
-    other_order = measured(replace(LARGE, in_out=True), loop=9)
-    known = KnownForms(recorded=table(far, near, other_dtype, other_level, other_order))
-    choice = known.choice(replace(LARGE, rows=2), HERE)
-    assert (choice.form, choice.measured) == (LOOP, near)
-    # Sizes count by how many times they differ, not by how much: 64 is nearer to 32 than 4 is.
-    assert known.choice(replace(LARGE, rows=32), HERE).measured == far
-    there = replace(HERE, level="x86-64-v2")
-    own_level = measured(replace(LARGE, rows=512, inputs=16), kernel=1)
-    other_level = measured(LARGE, there, loop=1, kernel=9)
-    only_other = KnownForms(recorded=table(other_level))
-    assert only_other.choice(LARGE, HERE).measured == other_level
-    assert only_other.missing([LARGE], HERE) == (LARGE,)
-    both = KnownForms(recorded=table(other_level, own_level))
-    assert both.choice(LARGE, HERE).measured == own_level
-
-
 def test_the_later_of_two_measurements_counts(tmp_path: Path) -> None:
     path = tmp_path / "forms.json"
     merge_into(path, table(measured(kernel=1, loop=9), measured(SMALL)))

@@ -243,23 +243,6 @@ def test_a_row_is_another_beside_others(
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_x_is_rounded_at_any_number_of_rows(kernels: ctypes.CDLL, dtype: np.dtype[Any]) -> None:
-    """Halves between bfloat16 numbers and whole weights, whose sums are exact in every order."""
-    random = np.random.default_rng(9)
-    halves = [1 + 1 / 256, 1 + 3 / 256, 1 + 1 / 256 + 2**-20, 1 + 3 / 256 - 2**-20, -1 - 1 / 256]
-    x = random.choice(np.array(halves, np.float32), (300, 70))
-    weight = random.integers(-3, 4, (45, 70)).astype(dtype)
-    scales = (np.ones(45, np.float32),) if dtype == np.int8 else ()
-    expected, _ = reference(Case(x, (weight,), scales))
-    for edge in (2, 4, 8, 16, 24, 32, 33, 96, 128, 256):
-        for rows in (edge - 1, edge, edge + 1):
-            flat = run(Case(x[:rows], (weight,), scales), kernels)
-            np.testing.assert_array_equal(flat, expected[:rows], err_msg=f"{rows} rows")
-            sequence = run(Case(x[None, :rows], (weight,), scales), kernels)
-            np.testing.assert_array_equal(sequence[0], expected[:rows], err_msg=f"{rows} positions")
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_a_row_of_many_inputs_is_another_beside_others(
     kernels: ctypes.CDLL, multiplier: str, dtype: np.dtype[Any]
 ) -> None:
@@ -270,16 +253,6 @@ def test_a_row_of_many_inputs_is_another_beside_others(
     for rows in (1, 2, 3, 4, 5, 7):
         found = run(replace(case, x=case.x[:rows]), kernels)
         np.testing.assert_array_equal(found, together[:rows], err_msg=f"{rows} rows")
-
-
-def test_every_int8_at_every_input_is_exact(kernels: ctypes.CDLL) -> None:
-    """Each row of x picks one input. A table converts weights, in an order of its own."""
-    weight = (np.arange(256)[:, None] * 3 + np.arange(133) * 7 - 128).astype(np.int8)
-    assert {*weight[:, 70].tolist()} == {*range(-128, 128)}
-    picking = np.eye(133, dtype=np.float32)
-    for rows in (1, 2, 4, 11, 133):
-        found = run(Case(picking[-rows:], (weight,), (np.ones(256, np.float32),)), kernels)
-        np.testing.assert_array_equal(found, weight.T[-rows:])
 
 
 def many_rows(multiplier: str, dtype: np.dtype[Any]) -> int | None:

@@ -15,7 +15,7 @@ import pytest
 
 from prejit.compiler.pipeline.bundle_wheel import write_wheel
 from prejit.runtime.__main__ import main
-from prejit.runtime.errors import UsageError
+from prejit.runtime.errors import BuildError, UsageError
 from prejit.runtime.ship.reference import parse_reference
 
 GOLDEN = Path(__file__).parents[3] / "format" / "v1"
@@ -111,3 +111,9 @@ def test_a_package_without_a_bundle_is_named(name: str, expected: str) -> None:
     with pytest.raises(UsageError, match=f"expected {expected}") as raised:
         parse_reference(f"wheel:{name}")
     assert raised.value.hint
+
+
+def test_a_wheel_that_cannot_be_written(wheel: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match="file: cannot write the wheel"):
+        write_wheel(str(GOLDEN / "call"), tmp_path / "file")

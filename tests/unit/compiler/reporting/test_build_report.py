@@ -45,20 +45,6 @@ def report(*programs: ReportedProgram, **changes: Any) -> BuildReport:
     return replace(made, **changes)
 
 
-def test_a_bucket_costs_its_programs_and_buys_the_padding_up_to_the_next_larger() -> None:
-    programs = [
-        program(bucket={"batch": 1, "prompt": 16}),
-        program(bucket={"batch": 1, "prompt": 64}, compile_seconds=3.0),
-        program(bucket={"batch": 4, "source_batch": 1}),
-    ]
-    found = {(each.axis, each.size): each for each in bucket_costs(programs)}
-    assert {axis for axis, _ in found} == {"batch", "prompt"}
-    one = found["batch", 1]
-    assert (one.programs, one.compile_seconds, one.executable_bytes) == (2, 5.0, 200)
-    assert (found["prompt", 16].next, found["prompt", 16].saved) == (64, 0.75)
-    assert (found["prompt", 64].next, found["prompt", 64].saved) == (None, None)
-
-
 def test_a_change_names_programs_by_what_changed_in_them() -> None:
     before = report(
         program("same"),

@@ -197,14 +197,6 @@ def test_what_an_import_runs_is_in_all_digests(package: Edit) -> None:
         code_digest(f"{MAIN}:gone")
 
 
-def test_a_module_that_moves_changes_no_digest(package: Edit) -> None:
-    before = code_digest(MAIN)
-    own_code._file(HELPER).rename(own_code._file("prejit.compiler.helping"))
-    package(MAIN, replaced("prejit.compiler.base.helper", "prejit.compiler.helping"))
-    assert HELPER not in own_code.reached(MAIN)
-    assert code_digest(MAIN) == before
-
-
 def test_a_root_package_has_a_digest_and_is_in_no_other(package: Edit) -> None:
     """A user's module may import it."""
     root = own_code._file("prejit.compiler")
