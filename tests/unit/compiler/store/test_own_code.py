@@ -329,3 +329,11 @@ def test_a_damaged_file_counts_as_missing(
     assert KnownDigests(sources).get("step") is None
     KnownDigests(sources).keep("step", DIGEST)
     assert KnownDigests(sources).get("step") == DIGEST
+
+
+def test_a_module_that_moves_changes_no_digest(package: Edit) -> None:
+    before = code_digest(MAIN)
+    own_code._file(HELPER).rename(own_code._file("prejit.compiler.helping"))
+    package(MAIN, replaced("prejit.compiler.base.helper", "prejit.compiler.helping"))
+    assert HELPER not in own_code.reached(MAIN)
+    assert code_digest(MAIN) == before
