@@ -1,4 +1,4 @@
-"""What buckets cost and buy, what changed, and the page."""
+"""What changed between two builds, and the page of a build."""
 
 from __future__ import annotations
 
