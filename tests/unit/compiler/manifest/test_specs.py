@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prejit.compiler.manifest.manifest import Generate, Manifest, Model
+from prejit.compiler.manifest.manifest import Generate, Manifest, Model, Program
 from prejit.compiler.manifest.specs import program_specs
 
 
@@ -30,3 +30,42 @@ def test_every_bucket_gets_a_program_and_no_name_twice() -> None:
         *("verify/b1-k8-c32", "verify/b1-k8-c64", "verify/b4-k8-c32", "verify/b4-k8-c64")
     ]
     assert found[0].bucket == {"batch": 1, "context": 32, "draft": 8}
+
+
+def test_caches_can_be_copied_between_batches_and_grow_into_the_next_context() -> None:
+    specs = program_specs(manifest(Generate((2, 4, 8), (16,), (32, 64, 128))))
+    copies = {
+        (*(spec.bucket[name] for name in ("source_batch", "source_context", "batch", "context")),)
+        for spec in specs
+        if spec.kind == "copy"
+    }
+    into_slots = {(2, context, batch, context) for batch in (2, 4, 8) for context in (32, 64, 128)}
+    growth = {(batch, *pair, 0) for batch in (2, 4, 8) for pair in ((32, 64), (64, 128))}
+    grown = {(batch, short, batch, long) for batch, short, long, _ in growth}
+    neighbours = {
+        (source, context, batch, context)
+        for source, batch in ((4, 8), (8, 4), (4, 2))
+        for context in (32, 64, 128)
+    }
+    assert copies == into_slots | grown | neighbours
+    # Prompts that were computed together can be copied into every larger batch.
+    specs = program_specs(manifest(Generate((1, 2, 4, 8), (16,), (32,))))
+    into = {
+        spec.bucket["source_batch"]
+        for spec in specs
+        if spec.bucket.get("batch") == 8 and spec.kind == "copy"
+    }
+    assert into == {1, 2, 4}
+
+
+def test_buckets_of_a_function_are_all_combinations() -> None:
+    program = Program("score", "m:f", {"x": "float32[{a}, {b}]"}, {"a": (1, 2), "b": (3, 4)})
+    specs = program_specs(manifest(None, (program, Program("step", "m:g", {}))))
+    assert [spec.name for spec in specs] == [
+        *("score/a1-b3", "score/a1-b4", "score/a2-b3", "score/a2-b4", "step")
+    ]
+    assert specs[1].bucket == {"a": 1, "b": 4}
+    assert all(spec.kind == "call" for spec in specs)
+    program = Program("embed", "m:f", {"x": "float32[{batch2}]"}, {"batch2": (4, 16)})
+    found = [spec.name for spec in program_specs(manifest(None, program))]
+    assert found == ["embed/batch2=4", "embed/batch2=16"], "a digit does not run into the size"

@@ -20,6 +20,7 @@ from prejit.compiler.native.form_table import (
     FormTable,
     KnownForms,
     Measured,
+    _sources_digest,
     fastest_form,
     merge_into,
     read_own,
@@ -105,6 +106,15 @@ def test_what_the_user_gives_counts_before_what_was_measured_and_that_before_wha
     assert KnownForms().choice(LARGE, HERE).form == KERNEL
 
 
+def test_other_conditions_are_measured_again() -> None:
+    own = KnownForms(own=table(measured()))
+    assert own.missing([LARGE], HERE) == ()
+    for name in ("cpu", "cpus", "jaxlib", "compiler", "kernels", "level"):
+        there = replace(HERE, **{name: 16 if name == "cpus" else "another"})
+        assert own.missing([LARGE], there) == (LARGE,), name
+        assert own.choice(LARGE, there).measured == measured()  # until it is
+
+
 def test_what_ships_and_small_matrices_are_measured_only_if_asked() -> None:
     recorded = KnownForms(recorded=table(measured(conditions=replace(HERE, cpu="Intel Xeon"))))
     assert recorded.missing([LARGE], HERE) == ()
@@ -114,6 +124,27 @@ def test_what_ships_and_small_matrices_are_measured_only_if_asked() -> None:
     assert KnownForms().missing([SMALL, LARGE, smaller, edge, LARGE], HERE) == (LARGE, edge)
     only_dot = Product("float32", 1, 4096, 4096, True)
     assert KnownForms().missing([SMALL, only_dot], HERE, fresh=True) == (SMALL,)
+
+
+def test_the_nearest_product_answers_and_another_level_where_this_one_says_nothing() -> None:
+    near = measured(replace(LARGE, rows=4, inputs=1024), loop=1, kernel=9)
+    far = measured(replace(LARGE, rows=64), kernel=1, widened_dot=9)
+    other_dtype = measured(replace(LARGE, dtype="bfloat16"), kernel=1, loop=9)
+    other_level = measured(LARGE, replace(HERE, level="x86-64-v3"), kernel=1, loop=9)
+    other_order = measured(replace(LARGE, in_out=True), loop=9)
+    known = KnownForms(recorded=table(far, near, other_dtype, other_level, other_order))
+    choice = known.choice(replace(LARGE, rows=2), HERE)
+    assert (choice.form, choice.measured) == (LOOP, near)
+    # Sizes count by how many times they differ, not by how much: 64 is nearer to 32 than 4 is.
+    assert known.choice(replace(LARGE, rows=32), HERE).measured == far
+    there = replace(HERE, level="x86-64-v2")
+    own_level = measured(replace(LARGE, rows=512, inputs=16), kernel=1)
+    other_level = measured(LARGE, there, loop=1, kernel=9)
+    only_other = KnownForms(recorded=table(other_level))
+    assert only_other.choice(LARGE, HERE).measured == other_level
+    assert only_other.missing([LARGE], HERE) == (LARGE,)
+    both = KnownForms(recorded=table(other_level, own_level))
+    assert both.choice(LARGE, HERE).measured == own_level
 
 
 def test_the_later_of_two_measurements_counts(tmp_path: Path) -> None:
@@ -183,3 +214,26 @@ def _section(data: dict[str, Any], **changed: Any) -> dict[str, Any]:
 
 def _times(data: dict[str, Any], times: dict[str, Any]) -> dict[str, Any]:
     return _section(data, nanoseconds=times)
+
+
+def test_measurements_outlive_changes_of_other_kernels(tmp_path: Path) -> None:
+    sources = {
+        "linear_ffi.cc": '#include <cstdint>\n#include "linear.h"\n#include "xla/ffi/api/ffi.h"\n',
+        "linear.h": "",
+        "linear.cc": '#include "linear.h"\n#include "threads.h"\n',
+        "threads.h": "",
+        "threads.cc": "",
+        "attention.cc": '#include "threads.h"\n',
+    }
+
+    def digest(name: str, **changed: str) -> str:
+        directory = tmp_path / name
+        directory.mkdir()
+        for file, text in {**sources, **changed}.items():
+            (directory / file).write_text(text)
+        return _sources_digest(directory)
+
+    before = digest("before")
+    assert digest("attention", **{"attention.cc": "//"}) == before
+    others = [digest(name, **{name: sources[name] + "//"}) for name in sources if name[:3] != "att"]
+    assert len({before, *others}) == len(sources)

@@ -1,4 +1,4 @@
-"""What changed between two builds, and the page of a build."""
+"""What buckets cost and buy, what changed, and the page."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, replace
 from typing import Any
 
+import pytest
 from tests.html_pages import EVIL, alone
 
 from prejit.compiler.progress import Step
@@ -43,6 +44,20 @@ def report(*programs: ReportedProgram, **changes: Any) -> BuildReport:
         {"cpu-host": {"kernel": 3}},
     )
     return replace(made, **changes)
+
+
+def test_a_bucket_costs_its_programs_and_buys_the_padding_up_to_the_next_larger() -> None:
+    programs = [
+        program(bucket={"batch": 1, "prompt": 16}),
+        program(bucket={"batch": 1, "prompt": 64}, compile_seconds=3.0),
+        program(bucket={"batch": 4, "source_batch": 1}),
+    ]
+    found = {(each.axis, each.size): each for each in bucket_costs(programs)}
+    assert {axis for axis, _ in found} == {"batch", "prompt"}
+    one = found["batch", 1]
+    assert (one.programs, one.compile_seconds, one.executable_bytes) == (2, 5.0, 200)
+    assert (found["prompt", 16].next, found["prompt", 16].saved) == (64, 0.75)
+    assert (found["prompt", 64].next, found["prompt", 64].saved) == (None, None)
 
 
 def test_a_change_names_programs_by_what_changed_in_them() -> None:
@@ -91,3 +106,11 @@ def test_the_page_needs_nothing_beside_itself_and_names_stay_text() -> None:
     assert picture["role"] == "img"
     assert picture["aria-label"]
     assert all(attributes.get("scope") for tag, attributes in page.found if tag == "th")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.02, 4.0, 75.0, 90_000.0])
+def test_the_time_line_has_a_few_ticks_whatever_its_length(seconds: float) -> None:
+    source = report_page(report(program(), seconds=seconds))
+    assert source.count('class="grid"') <= 9
+    assert (source.count('class="grid"') >= 3) == (seconds > 0.01)
+    assert "nan" not in source.replace("nanosecond", "")

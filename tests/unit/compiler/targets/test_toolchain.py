@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from tests.unit.compiler.toolchains import HOST, L4, V3, for_gpu, new, old
 
+from prejit.compiler.targets.target_classes import catalogue
 from prejit.compiler.targets.target_table import target
-from prejit.compiler.targets.toolchain import Tuned, read_tuning
+from prejit.compiler.targets.toolchain import Tuned, gpu_config, read_tuning
 from prejit.runtime.device.tuning import Tuning, write
 from prejit.runtime.errors import BuildError, RejectError, StoreError
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -86,3 +87,12 @@ def test_a_worker_inherits_the_environment_but_for_what_changes_its_result() -> 
     own = new(V3).environment({"GLIBC_TUNABLES": "glibc.malloc.perturb=1"})["GLIBC_TUNABLES"]
     assert own == "glibc.malloc.perturb=1:glibc.malloc.tcache_count=0"
     assert "PYTHONPATH" not in for_gpu().environment(inherited), "it would bring the host's jax"
+
+
+def test_a_gpu_is_described_as_xla_wants_it() -> None:
+    for on in (each for each in catalogue().values() if each.platform == "cuda"):
+        text = gpu_config(on)
+        assert f'device_description_str: "{on.device_kind}"' in text
+        major, minor = (on.compute_capability or "").split(".")
+        assert f"cuda_compute_capability {{ major: {major} minor: {minor} }}" in text
+        assert "None" not in text
