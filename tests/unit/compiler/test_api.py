@@ -18,9 +18,7 @@ from tests.layouts import index_of
 
 import prejit.compiler
 import prejit.runtime
-from prejit.compiler import Built, Generate, Manifest, Mesh, Model, Program, TargetTable
-from prejit.compiler.api import BuildSettings, build_all
-from prejit.compiler.pipeline.build_interface import Failed
+from prejit.compiler import Generate, Manifest, Mesh, Model, Program, TargetTable
 from prejit.compiler.pipeline.pack import compatibility
 from prejit.runtime import load
 from prejit.runtime.errors import BuildError, ManifestError, StoreError, UsageError
@@ -49,22 +47,6 @@ def scoring(params: Any = None, **changes: Any) -> Program:
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, Any]:
     return {"cache": tmp_path / "cache", "workers": 1, "quiet": True}
-
-
-def test_a_function_with_a_pytree_builds_and_runs(tmp_path: Path, options: dict[str, Any]) -> None:
-    manifest = Manifest("score", programs=[scoring()], targets=["cpu-host"])
-    planned = prejit.compiler.plan(manifest, cache=options["cache"])
-    assert [(each.spec.name, each.state) for each in planned] == [
-        ("score/batch1", "traced at build"),
-        ("score/batch2", "traced at build"),
-    ]
-    built = prejit.compiler.build(manifest, tmp_path / "out", **options)
-    assert (built.path, built.compiled, built.cached) == (tmp_path / "out" / "score", 2, 0)
-    x = np.arange(8, dtype=np.float32).reshape(2, 4)
-    found = load(built.path, on_mismatch="error").call("score", x=x)
-    np.testing.assert_allclose(found, score(tree(), x), rtol=1e-5, atol=1e-6)
-    again = prejit.compiler.build(manifest, tmp_path / "out", **options)
-    assert (again.compiled, again.written, again.digest) == (0, False, built.digest)
 
 
 class Pair(NamedTuple):
@@ -304,29 +286,6 @@ def double(x: Any) -> Any:
     return x * 2
 
 
-def broken(x: Any) -> Any:
-    raise ValueError("not today")
-
-
 def of(name: str, function: Any) -> Manifest:
     program = Program("f", fn=function, args={"x": "float32[4]"})
     return Manifest(name, programs=[program], targets=["cpu-host"])
-
-
-def test_several_manifests_share_and_one_that_fails_ends_no_other(tmp_path: Path) -> None:
-    ended: list[Any] = []
-    requests = [(of(n, f), ()) for n, f in (("a", double), ("no", broken), ("b", double))]
-    settings = BuildSettings(cache=tmp_path / "cache", workers=1)
-    build_all(requests, tmp_path / "out", settings, done=ended.append)
-    built = {each.path.name: each for each in ended if isinstance(each, Built)}
-    assert {name: (each.compiled, each.cached) for name, each in built.items()} == {
-        "a": (1, 0),
-        "b": (0, 1),
-    }
-    (failed,) = (each for each in ended if isinstance(each, Failed))
-    assert failed.manifest.bundle.name == "no"
-    assert "not today" in str(failed.error)
-    alone = prejit.compiler.build(
-        of("b", double), tmp_path / "alone", cache=tmp_path / "other", workers=1, quiet=True
-    )
-    assert alone.digest == built["b"].digest

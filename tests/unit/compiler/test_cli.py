@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -150,19 +149,3 @@ def test_a_plan_tells_its_limits(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (found["to_compile"], found["traced_at_build"]) == (0, 1)
     [row] = found["programs"]
     assert (row["state"], row["cached"]) == ("traced at build", False)
-
-
-@pytest.mark.parametrize("command", ["plan", "build"])
-def test_a_missing_function_is_named(command: str, tmp_path: Path) -> None:
-    path = tmp_path / "m.toml"
-    text = MANIFEST.replace('[[target]]\nname = "cpu-x86-64-v4"\n', "")
-    (tmp_path / "deploy.py").write_text("def classify(x):\n    return x + 1\n")
-    options = [] if command == "plan" else ["-o", str(tmp_path / "out")]
-    for function, found, hint in (
-        ("deploy:clasify", "'deploy' has no 'clasify'", "did you mean 'classify'?"),
-        ("deplov:classify", "cannot import 'deplov'", "did you mean 'deploy'?"),
-    ):
-        path.write_text(re.sub(r'function = ".*"', f'function = "{function}"', text))
-        with pytest.raises(ManifestError, match=re.escape(found)) as raised:
-            run([command, str(path), "--cache", str(tmp_path / "cache"), *options])
-        assert hint in str(raised.value.hint)

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from tests.unit.compiler.store.test_directory_store import python as started
 
-from prejit.compiler import garbage
 from prejit.compiler.garbage import Collection, collect
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import ZIG, DirectoryStore
@@ -119,17 +118,6 @@ def test_files_of_a_clock_that_was_wrong_grow_old_from_now_on(root: Path) -> Non
     assert gone(collect(root, days=30)) == {}
     age(root, 31)
     assert gone(collect(root, days=30)) == {"results": 1, "contents": 2, "reasons": 1}
-
-
-def test_a_clock_that_jumps_costs_compiles(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = DirectoryStore.open(root)  # a build runs
-    later = time.time() + 400 * 86_400
-    with monkeypatch.context() as patch:
-        patch.setattr(garbage.time, "time", lambda: later)
-        assert gone(collect(root, days=30)) == {"results": 1, "contents": 2, "reasons": 1}
-    assert cache.get(OLD) is None
-    store(cache, OLD, b"old")
-    assert cache.get(OLD, verify=True) == {"key": "old"}
 
 
 def test_what_zig_keeps_goes_whole_when_no_build_has_the_cache_open(root: Path) -> None:

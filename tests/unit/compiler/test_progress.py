@@ -15,7 +15,7 @@ import pytest
 from tests.waiting import wait_for
 
 from prejit.compiler import progress as progress_module
-from prejit.compiler.progress import Live, Plain, Progress, Quiet, open_progress
+from prejit.compiler.progress import Plain, Progress, Quiet, open_progress
 
 
 @pytest.fixture(autouse=True)
@@ -90,17 +90,6 @@ def test_silence_is_broken_by_a_heartbeat() -> None:
     assert "p4" not in many.getvalue()
 
 
-def test_only_a_terminal_that_can_redraw_gets_the_live_display(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("TERM", raising=False)
-    assert type(open_progress(Terminal())) is Plain
-    for term, kind in (("dumb", Plain), ("xterm-256color", Live)):
-        monkeypatch.setenv("TERM", term)
-        assert type(open_progress(Terminal())) is kind
-        assert type(open_progress(io.StringIO())) is Plain
-
-
 @pytest.mark.parametrize("no_color", [False, True])
 def test_the_live_display_shows_it_all(monkeypatch: pytest.MonkeyPatch, no_color: bool) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -125,36 +114,6 @@ def test_the_live_display_shows_it_all(monkeypatch: pytest.MonkeyPatch, no_color
     assert "compiling [bold]d[/bold] for cpu-host N s" in plain
     colours = re.findall(r"\x1b\[(?:3|4|9)[0-9][;m]|\x1b\[38;", text)
     assert bool(colours) != no_color
-
-
-def test_the_time_left_counts_what_is_under_way_and_late_starts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(progress_module, "_now", clock := Clock())
-    progress = Quiet()
-    progress.add(6)
-    progress.cached()
-    progress.started("a", "t")
-    assert progress._seconds_left() == 0  # nothing to go by
-    clock.seconds = 10.0
-    progress.finished("a", "t", 9.0)
-    progress.started("b", "t")
-    progress.started("c", "t")
-    assert progress._seconds_left() == 20  # 4 programs of 10 s, 2 side by side
-    clock.seconds = 16.0
-    assert progress._seconds_left() == 14
-    clock.seconds = 60.0
-    assert progress._seconds_left() == 0
-    monkeypatch.setattr(progress_module, "_now", clock := Clock())
-    stream = io.StringIO()
-    with Plain(stream) as progress:
-        progress.add()
-        clock.seconds = 10.0
-        progress.started("a", "t", "node")
-        progress.finished("a", "t", 4.0)
-    assert stream.getvalue() == "compiled a for t on node in 4.0 s (1/1)\n"
-    [step] = progress.steps
-    assert (step.start, step.end) == (6.0, 10.0)
 
 
 def test_quiet_is_quiet(

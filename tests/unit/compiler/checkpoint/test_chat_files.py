@@ -38,7 +38,6 @@ def model(directory: Path, config: dict[str, Any] | None, **files: str) -> Path:
 @pytest.mark.parametrize(
     ("config", "files"),
     [
-        ({**SPELLED, "chat_template": "one {{ bos_token }}"}, {}),
         ({**SPELLED, "chat_template": NAMED}, {}),
         (
             {**SPELLED, "chat_template": "config"},
@@ -49,7 +48,6 @@ def model(directory: Path, config: dict[str, Any] | None, **files: str) -> Path:
             {"chat_template_jinja": "file", "additional_chat_templates__tool_use_jinja": "tools"},
         ),
         ({**SPELLED, "chat_template": NAMED}, {"additional_chat_templates__tool_use_jinja": "x"}),
-        ({**SPELLED, "chat_template": PRINTS_TOKENS}, {}),
         (
             {**SPELLED, "chat_template": PRINTS_TOKENS},
             {"special_tokens_map_json": json.dumps({"eos_token": "<end>", "pad_token": ADDED})},
@@ -89,10 +87,6 @@ def test_a_template_of_a_processor_counts_where_there_is_no_other(tmp_path: Path
     assert read_chat(directory).templates == {"default": "config"}  # type: ignore[union-attr]
 
 
-def test_a_model_without_any_file_has_no_chat(tmp_path: Path) -> None:
-    assert read_chat(model(tmp_path, None)) is None
-
-
 @pytest.mark.parametrize(
     ("files", "says"),
     [
@@ -118,8 +112,6 @@ def test_a_model_without_any_file_has_no_chat(tmp_path: Path) -> None:
             {"tokenizer_config_json": json.dumps({"chat_template": [{"name": 1, "template": 2}]})},
             "a name or template is no",
         ),
-        ({"tokenizer_config_json": "[]"}, r"expected an object, found \["),
-        ({"tokenizer_config_json": "{"}, r"tokenizer_config\.json: cannot read JSON"),
     ],
 )
 def test_a_template_that_is_none_is_told(tmp_path: Path, files: dict[str, str], says: str) -> None:

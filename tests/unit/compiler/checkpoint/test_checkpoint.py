@@ -217,17 +217,12 @@ def test_a_truncated_file_is_named(how: Callable[..., Path], tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("index", "said"),
     [
-        ("[]", "weight_map: expected an object"),
         ('{"weight_map": ["model.safetensors"]}', "weight_map: expected an object"),
-        ('{"weight_map": {"a": 1}}', 'weight_map: "a": expected the name of a .safetensors file'),
         ('{"weight_map": {"a": "x.safetensors", "b": {}}}', 'weight_map: "b": expected the name'),
         ('{"weight_map": {"a": "../x.safetensors"}}', 'found "../x.safetensors"'),
-        ('{"weight_map": {"a": "pytorch_model.bin"}}', 'found "pytorch_model.bin"'),
         ('{"weight_map": {"a": "x.safetensors"}}', "missing x.safetensors"),
         ('{"weight_map": {"a": "\\u0000.safetensors"}}', "missing"),
-        ("[" * 3000 + "]" * 3000, "nested too deeply"),
         ('{"weight_map": {"a": 1' + "0" * 5000 + "}}", "cannot read"),
-        ('{"weight_map": {"a": NaN}}', "which has no NaN"),
         ("\xff", "utf-8"),
     ],
 )
@@ -412,16 +407,6 @@ def test_what_the_cache_holds_needs_no_network(
     with pytest.raises(NetworkError, match=r"hf://org/other: .*HF_HUB_OFFLINE is set") as caught:
         resolve_source("hf://org/other", tmp_path)
     assert "hf download org/other --local-dir DIR" in str(caught.value.hint)
-
-
-def test_a_hub_that_does_not_answer_is_a_network_error(
-    hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(NetworkError, match=r"from http://127.0.0.1:9 \(no connection\)"):
-        resolve_source("hf://org/model@v1", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -141,19 +141,6 @@ def test_a_job_that_does_not_compile_or_kills_its_workers_is_named(site: Site) -
     assert "--executor local" in caught.value.hint
 
 
-def test_a_lost_job_runs_again_and_a_killed_one_with_more_memory(site: Site) -> None:
-    ends = [{"loss": Loss.NODE}, {"body": {"killed": "SIGKILL"}}]
-
-    def behave(order: Order) -> Ended:
-        return Ended(order.attempt, **ends.pop(0)) if ends else compiled_by(site.store, order)  # type: ignore[arg-type]
-
-    cluster = FakeCluster(behave)
-    with site.executor(cluster) as executor:
-        assert executor.submit(site.job("p")).result(60).milliseconds == 5
-    first, second, third = (need.bytes for need in cluster.needs)
-    assert third == 2 * second == 2 * first
-
-
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_no_job_waits_for_a_cluster_that_was_closed_or_goes_away(
     site: Site, is_broken: bool

@@ -154,28 +154,6 @@ def test_a_worker_that_died_on_a_node_that_lives_counts_against_the_job(
     assert ray.wait(0.0) == [Ended(7, loss=Loss.WORKER)]
 
 
-def test_the_note_of_a_node_may_come_late(cluster: Cluster, ray: RayConnection) -> None:
-    cluster.outcomes["attempt 7"] = ERRORS["WorkerCrashedError"]()
-    assert ray.wait(0.0) == []
-    cluster.board.take(7, "b")
-    ray.begun()
-    cluster.alive = {"b"}  # `a` died, where it did not run
-    assert ray.wait(0.0) == []
-    cluster.alive = {"a"}
-    assert ray.wait(0.0) == [Ended(7, loss=Loss.NODE)]
-
-
-@pytest.mark.parametrize("is_needed", [True, False])
-def test_a_silent_node_may_be_lost(cluster: Cluster, ray: RayConnection, is_needed: bool) -> None:
-    """An attempt that nobody needs is forgotten."""
-    cluster.outcomes["attempt 7"] = ERRORS["WorkerCrashedError"]()
-    assert ray.wait(0.0) == []
-    if not is_needed:
-        ray.cancel(7)
-    cluster.alive = {"a", "c"}
-    assert ray.wait(0.0) == ([Ended(7, loss=Loss.NODE)] if is_needed else [])
-
-
 def test_what_ray_cannot_run_is_an_error_of_the_job(cluster: Cluster, ray: RayConnection) -> None:
     """A connection that breaks is not: each job would say that Ray cannot run it."""
     cluster.outcomes["attempt 7"] = {"result": 1}

@@ -14,7 +14,6 @@ from prejit.compiler import Program, build
 from prejit.compiler.bench.bench_report import Ratio
 from prejit.compiler.comparing.difference import compare_bundles, read_bundle
 from prejit.compiler.comparing.speed import compare_speed, verdict
-from prejit.compiler.compile.worker.code_summary import summarize
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE
@@ -105,11 +104,6 @@ def test_damage_is_an_error_no_difference(bundles: tuple[Path, Path], tmp_path: 
     path.write_bytes(content)
     with pytest.raises(RejectError):
         compare_bundles(read_bundle(bundles[0]), damaged)
-
-
-def test_what_is_no_executable_of_a_cpu_has_no_summary() -> None:
-    assert summarize(b"") is None
-    assert summarize(b"\x7fELF" * 20) is None
 
 
 @pytest.mark.parametrize(

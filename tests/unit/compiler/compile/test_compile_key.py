@@ -22,7 +22,6 @@ from prejit.compiler.targets.build_host import host_cpu
 from prejit.compiler.targets.target_classes import catalogue
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain, Tuned, gpu_config
-from prejit.runtime.machine.fingerprint import Fingerprint
 
 SOURCE = Source("sha256:0", ("cpu",))
 
@@ -181,11 +180,3 @@ def test_every_ingredient_of_an_executable_is_in_the_table_of_the_docs() -> None
         found |= {name for name, _ in ingredients(each, {}, source)}
     found = {"library calls" if name.startswith("library call ") else name for name in found}
     assert found - versions == listed - {"kernels"}
-
-
-def test_the_machine_is_looked_at_once_for_all_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A build has thousands of programs, and a look takes as long as all the rest of a key."""
-    ingredients(new(HOST), {})
-    monkeypatch.setattr(Fingerprint, "current", None)
-    monkeypatch.setattr(Path, "read_text", None)
-    ingredients(new(HOST), {})

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from tests.waiting import wait_for
 
 from prejit.compiler.compile import pool, worker_process
 from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
-from prejit.compiler.compile.executor import collect, find_compiled, need_of, size_need
+from prejit.compiler.compile.executor import collect, find_compiled, size_need
 from prejit.compiler.compile.pool import WorkerPool, default_workers
 from prejit.compiler.compile.worker_process import WorkerProcess
 from prejit.compiler.progress import Plain
@@ -60,8 +60,7 @@ def compile_program(portable, machine):
         os._exit(int(argument))
     if action == "raise":
         raise BuildError("XLA does not like it", hint="change it")
-    if action == "bug":
-        raise ZeroDivisionError("a bug")
+
     if action == "kill-worker":
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(60)
@@ -241,11 +240,9 @@ def test_without_a_filter_a_process_gives_up_cpus(monkeypatch: pytest.MonkeyPatc
 
 BAD = {
     "babble": ("babble:", ["its worker was killed by SIGKILL"]),
-    "bug": ("bug:", ["its worker ended with exit code 1"]),
     "crash": ("crash:", ["its worker was killed by SIGSEGV"]),
     "exit": ("exit:7", ["its worker ended with exit code 7", "| noise", "| what went wrong"]),
     "kill": ("kill-worker:", ["its worker was killed by SIGKILL"]),
-    "memory": ("signal:9", ["its worker was killed by SIGKILL", "| the last words"]),
     "raise": ("raise:", ["XLA does not like it"]),
     "signal": ("signal:6", ["its worker was killed by SIGABRT", "| the last words"]),
 }
@@ -263,15 +260,12 @@ def test_a_bad_program_costs_no_other(place: Place, monkeypatch: pytest.MonkeyPa
         assert place.cache.get(one.key, verify=True) is not None, one
     assert not any(place.cache.get(one.key) for one in bad)
     first, *parts = re.split(r"\n  (?=\w+ for cpu-x86-64-v3: )", str(caught.value))
-    assert first == "8 of 12 programs did not compile"
+    assert first == f"{len(bad)} of {len(bad) + len(good)} programs did not compile"
     for part, (name, (_, lines)) in zip(parts, BAD.items(), strict=True):
         said, fatal, stack = part.partition("\n      | Fatal Python error: ")
         head, *rest = [line.strip() for line in said.splitlines()]
         assert head == f"{name} for cpu-x86-64-v3: {lines[0]}"
-        if name == "bug":
-            assert "| ZeroDivisionError: a bug" in rest
-        else:
-            assert rest == lines[1:]
+        assert rest == lines[1:]
         assert bool(fatal) == (name in ("crash", "signal"))
         assert not fatal or " in compile_program\n" in f"{stack}\n"
         assert len(stack.splitlines()) <= 15
@@ -467,19 +461,11 @@ def test_a_job_of_another_build_stops_no_other_job_and_ends_with_the_pool(place:
     assert workers.compiled == {first.key.digest, third.key.digest}
 
 
-def test_memory_is_given_to_one_job_only(monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
+def test_a_small_machine_has_fewer_workers_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     for available, workers in ((0, 1), (3 * size_need(0).bytes, 3), (1 << 50, 16)):
         monkeypatch.setattr(pool, "_available_bytes", lambda found=available: found)
         assert default_workers() == workers
-    for available, free in ((8 << 30, 7 << 30), (1 << 30, 1 << 30)):
-        monkeypatch.setattr(pool, "_available_bytes", lambda: 8 << 30)
-        workers = WorkerPool(place.cache, workers=2)
-        monkeypatch.setattr(pool, "_available_bytes", lambda found=available: found)
-        one = place.job("a", "ok:")
-        need = replace(need_of(place.cache, one), bytes=1 << 30)
-        workers._running.add(pool._Attempt(one, Future(), need))
-        assert workers._free_bytes() == free
 
 
 def remember(place: Place, program: str, seconds: float, peak_mb: int, on: Target = HOST) -> None:
@@ -489,38 +475,6 @@ def remember(place: Place, program: str, seconds: float, peak_mb: int, on: Targe
     found = Compiled(segment, (), Memory(1, 2, 3, 4), time_ms, time_ms, peak_mb << 20)
     key = Key("compile", f"{program}/{on.name}", (("portable", f"an older {program}"),))
     place.cache.put(key, found.to_plain(), blobs=[digest])
-
-
-@pytest.mark.parametrize(
-    ("known", "submitted", "in_order", "order"),
-    [
-        # At the end the longest would run beside nothing. `a` is new, and small.
-        ("b3 c60 d9", "a b c d", False, "cdba"),
-        # All shards know the same times: each would take the longest job, and wait for the others.
-        ("b60", "a b c", True, "abc"),
-        # A worker of another target is worth its start for `c`, and goes on with `b`; then `a` is worth it.
-        ("a3 B3.4 C5 d0.5", "a B C d", False, "CBad"),
-    ],
-    ids=["longest first", "shard", "switch"],
-)
-def test_the_only_worker_takes_waiting_jobs_in_the_best_order(
-    place: Place, known: str, submitted: str, in_order: bool, order: str
-) -> None:
-    """A capital is for another target."""
-    for each in known.split():
-        remember(place, each[0], float(each[1:]), 100, V3 if each[0].isupper() else HOST)
-    begun, go_on, done = place.path / "begun", place.path / "go on", list[str]()
-    jobs = [place.job(n, f"ok:{n}", V3 if n.isupper() else HOST) for n in submitted.split()]
-    with WorkerPool(place.cache, workers=1, in_order=in_order) as workers:
-        first = workers.submit(place.job("first", f"meet:{begun},{go_on}"))
-        wait_for(begun.exists)
-        futures = [workers.submit(each) for each in jobs]
-        for each, future in zip(jobs, futures, strict=True):
-            future.add_done_callback(lambda _, name=each.program: done.append(name))
-        go_on.touch()
-        for future in (first, *futures):
-            future.result(60)
-    assert "".join(done) == order
 
 
 @pytest.fixture

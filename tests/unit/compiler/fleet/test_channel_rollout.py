@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from tests.fake_registry import FakeRegistry, fake_registry
-from tests.store_servers import docker_registry
 from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, s3_store
 
 from prejit.compiler.fleet.channel_rollout import Rollout
@@ -32,20 +31,12 @@ ARM = Fingerprint("cpu", "aarch64", (), "0.0.0", "", 2, 1 << 33)
 FLEET = (Machine("old-1", "", OLD), Machine("old-2", "", OLD), Machine("arm", "", ARM))
 
 
-@pytest.fixture(params=["registry", "docker-registry", "bucket"])
-def place(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[str]:
+@pytest.fixture(params=["registry", "bucket"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A repository with a bundle of six targets, and one of another bundle that serves no old CPU."""
     if request.param == "registry":
         with fake_registry() as registry:
             yield filled(f"oci://{registry.host}/demo")
-    elif request.param == "docker-registry":
-        if (server := docker_registry(tmp_path)) is None:
-            pytest.skip("docker-registry is not installed (Debian has it)")
-        server.start()
-        yield filled(server.url.replace("/store", "/demo"))
-        server.kill()
     else:
         with s3_store() as endpoint:
             for name, value in (S3_SETTINGS | {"AWS_ENDPOINT": endpoint}).items():
@@ -123,20 +114,6 @@ def test_who_is_served_before_and_after(place: str) -> None:
     gained = Rollout(f"{place}:prod", f"{place}:other", ())
     gained.move()
     assert not Rollout(f"{place}:prod", "", FLEET).plan.losing
-
-
-def test_the_plan_names_the_bytes_that_a_machine_then_fetches(
-    registry: FakeRegistry, tmp_path: Path
-) -> None:
-    at = f"oci://{registry.host}/demo"
-    plan = Rollout(f"{at}:prod", f"{at}:other", FLEET[:1]).plan
-    store = MachineStore(tmp_path / "store")
-    pull(parse_reference(f"{at}:prod"), store, Wanted(OLD))
-    moved = pull(parse_reference(f"{at}:other"), store, Wanted(OLD)).moved
-    assert moved is not None
-    assert plan.changes[0].fetched_bytes == moved.moved_bytes
-    same = Rollout(f"{at}:prod", f"{at}:all", FLEET[:1]).plan
-    assert same.changes[0].fetched_bytes == 0
 
 
 def test_of_two_rollouts_at_once_the_second_changes_nothing(place: str) -> None:

@@ -84,12 +84,9 @@ class PanicException(BaseException):  # as pyo3's
     ("line", "message"),
     [
         ("import sys; sys.exit(0)", "SystemExit: 0"),
-        ("import sys; sys.exit('no licence')", "SystemExit: no licence"),
-        ("exit(3)", "SystemExit: 3"),
         ("raise ValueError('wrong')", "ValueError: wrong"),
         ("raise PanicException('a panic')", "PanicException: a panic"),
         ("def g(): g()\ng()", "RecursionError: maximum recursion depth exceeded"),
-        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("f = (", "SyntaxError: "),
     ],
 )
@@ -114,7 +111,6 @@ def test_a_helper_or_an_attribute_that_fails_is_an_error_with_its_own_line(tmp_p
     [
         ("sys.exit(3)", "SystemExit: 3"),
         ("return f(x)", "RecursionError: "),
-        ("assert x.shape == (4,), 'not four'", "AssertionError: not four"),
         ("return x + jax.numpy.ones(4)", "TypeError: "),
     ],
 )
@@ -307,7 +303,7 @@ f = Scale(np.linspace(0, 1, 3))
     assert [str(value.dtype) for value in values.values()] == ["float32"]
 
 
-@pytest.mark.parametrize("made", ["jax.checkpoint(g)", "functools.partial(g)", "jax.named_call(g)"])
+@pytest.mark.parametrize("made", ["jax.checkpoint(g)", "functools.partial(g)"])
 def test_a_table_is_taken_where_a_wrapper_treats_names_as_places(tmp_path: Path, made: str) -> None:
     assert len(lower(project(tmp_path, WRAPPED + made)).results) == 1
 

@@ -25,17 +25,14 @@ from tests.parity.encoder_cases import cases as encoder_cases
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, model_registry
 from prejit.compiler.models.layers import rope
-from prejit.compiler.models.layers.layer_config import DecoderConfig
 from prejit.compiler.models.parameters import flat_parameters, parameters_of, with_parameters
 from prejit.compiler.models.sharding import check_mesh
 from prejit.runtime.errors import CheckpointError, ManifestError
 from prejit.runtime.format.arrays import Mesh
 
 from .small_models import (
-    CONFIGS,
     CONTEXT,
     GEMMA3,
-    GPT2,
     LLAMA,
     PLACES,
     T5,
@@ -56,32 +53,6 @@ LONGROPE = {
 }
 
 _LONGEST = "1" + "0" * 5000
-
-
-@pytest.mark.parametrize("family", ["gpt2", "gemma3_text", "phi3"])
-def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not(family: str) -> None:
-    untied = model_registry.make_decoder(config({**CONFIGS[family], "tie_word_embeddings": False}))
-    assert "lm_head.weight" not in model(family).weights
-    assert "lm_head.weight" in flat_parameters(nnx.state(untied))
-
-
-def test_a_matrix_is_stored_as_its_parameter_says() -> None:
-    """(in, out) where inputs are few and outputs more, but not very many; else (out, in)."""
-    parameters = parameters_of(
-        model_registry.make_decoder(
-            config({**GPT2, "vocab_size": 5000, "tie_word_embeddings": False})
-        )
-    )
-    stored = {
-        name.removeprefix("transformer.h.0."): (parameter.shape, parameter.in_out)
-        for name, parameter in parameters.items()
-    }
-    assert stored["attn.c_attn.weight"] == ((12, 36), True)
-    assert stored["attn.c_attn.bias"] == ((36,), False)
-    assert stored["attn.c_proj.weight"] == ((12, 12), False)
-    assert stored["mlp.c_fc.weight"] == ((12, 48), True)
-    assert stored["mlp.c_proj.weight"] == ((12, 48), False)
-    assert stored["lm_head.weight"] == stored["transformer.wte.weight"] == ((5000, 12), False)
 
 
 def test_parameters_of_any_module_are_replaced_by_name() -> None:
@@ -122,13 +93,6 @@ def test_the_text_model_of_one_that_reads_images_is_taken(tmp_path: Path) -> Non
 
 
 # --- What is told of a model, and refused ----------------------------------------------------------
-
-
-def test_the_description_holds_what_the_runtime_needs(tmp_path: Path) -> None:
-    for family, positions in (("llama", CONTEXT), ("t5", 2**31 - 1), ("whisper", CONTEXT)):
-        made(tmp_path, family)
-        described = model_registry.describe(config_file.load_config(tmp_path), "bfloat16")
-        assert described == DecoderConfig(family, 29, "bfloat16", positions)
 
 
 @pytest.mark.parametrize(
@@ -261,33 +225,7 @@ def test_any_config_makes_a_module_or_an_error_of_ours(drawn: tuple[str, dict[st
         read_module(family, Path(name))
 
 
-def test_a_model_is_described_without_torch_or_any_array(tmp_path: Path) -> None:
-    large = {**LLAMA, "hidden_size": 2**16, "intermediate_size": 2**18, "num_hidden_layers": 3}
-    (tmp_path / "config.json").write_text(json.dumps(large))
-    parameters = flat_parameters(
-        nnx.state(model_registry.make_decoder(config_file.load_config(tmp_path)))
-    )
-    assert parameters["model.layers.2.mlp.up_proj.weight"].shape == (2**18, 2**16)
-
-
 # --- Encoder-decoders ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "own"),
-    [
-        ({"tie_word_embeddings": False}, True),
-        ({"tie_word_embeddings": True, "feed_forward_proj": "relu"}, False),
-        ({"tie_word_embeddings": None}, False),
-        ({"tie_word_embeddings": True, "scale_decoder_outputs": False}, True),
-        ({"tie_word_embeddings": True, "scale_decoder_outputs": True}, False),
-    ],
-)
-def test_a_t5_may_have_its_own_head(change: dict[str, Any], own: bool, tmp_path: Path) -> None:
-    names = parameters_of(made(tmp_path, "t5", **change)).keys()
-    assert ("lm_head.weight" in names) == own
-    layer = "decoder.block.2.layer.2.DenseReluDense"
-    assert (f"{layer}.wi.weight" in names) == (change.get("feed_forward_proj") == "relu")
 
 
 def test_copies_of_an_embedding_must_equal_it(tmp_path: Path) -> None:

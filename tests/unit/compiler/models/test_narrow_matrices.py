@@ -60,12 +60,8 @@ class Use:
 
 PRODUCTS = {
     "matmul": Use(lambda w: X @ w, (64, 5), (0,)),
-    "one row": Use(lambda w: X[0, 0] @ w, (64, 5), (0,)),
     "the matrix first": Use(lambda w: w @ X[0].T, (5, 64), (1,)),
-    "einsum": Use(lambda w: jnp.einsum("btd,de->ebt", X, w), (64, 5), (0,)),
     "transposed": Use(lambda w: X @ w.T, (5, 64), (1,)),
-    "a tied head, with scales along the inputs": Use(lambda w: X @ w.T, (5, 64), (0,)),
-    "under jit": Use(jax.jit(lambda w: X @ w), (64, 5), (0,)),
     "under checkpoint": Use(jax.checkpoint(lambda w: X @ w), (64, 5), (0,)),  # type: ignore[no-untyped-call]
     "with a derivative of its own": Use(lambda w: custom(X, w), (64, 5), (0,)),
     "under vmap": Use(over_rows, (5, 64), (1,)),
@@ -81,8 +77,6 @@ OTHERS = {
     "from heads, with scales along both": Use(
         lambda w: jnp.einsum("btnh,nhd->btd", HEADS, w), (4, 16, 7), (1,)
     ),
-    "batches": Use(lambda w: jnp.einsum("btd,bde->bte", X, w), (2, 64, 5), (1,)),
-    "elementwise": Use(lambda w: X @ (w * 2), (64, 5), (0,)),
     "with itself": Use(lambda w: w.T @ w, (64, 5), (0,)),
     "as it is": Use(lambda w: (w, {"same": w.T}), (64, 5), (0,)),
     "a stack that shares scales": Use(over_layers, (3, 64, 64), (0, 1)),
@@ -93,7 +87,7 @@ OTHERS = {
 
 
 WITHOUT_SCALES = (
-    *("matmul", "the matrix first", "a stack of layers", "elementwise"),
+    *("matmul", "the matrix first", "a stack of layers", "a condition"),
     *("from heads, with scales along both", "a stack that shares scales"),
 )
 

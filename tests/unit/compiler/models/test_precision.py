@@ -287,8 +287,7 @@ def test_a_stored_model_does_not_lower_for_every_platform(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize(
-    ("rows", "looped"),
-    [(REDUCED_ROWS + 1, False), *((n, True) for n in (1, REDUCED_ROWS, REDUCED_ROWS + 1))],
+    ("rows", "looped"), [(REDUCED_ROWS + 1, False), (1, True), (REDUCED_ROWS + 1, True)]
 )
 def test_float32_copies_of_all_weights_are_kept(dtype: str, rows: int, looped: bool) -> None:
     width, depth = 256, 12

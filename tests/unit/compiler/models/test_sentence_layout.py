@@ -102,18 +102,6 @@ def test_all_modules_are_read_and_named_for_keys(directory: Path) -> None:
     }
 
 
-def test_a_transformer_in_a_directory_of_its_own_is_found(directory: Path) -> None:
-    below = directory / "0_Transformer"
-    below.mkdir()
-    for name in ("config.json", "model.safetensors", "sentence_bert_config.json"):
-        (directory / name).rename(below / name)
-    modules = json.loads((directory / "modules.json").read_text())
-    modules[0] |= {"path": "0_Transformer", "type": "sentence_transformers.models.BERT"}
-    write(directory / "modules.json", modules)
-    assert read_layout(directory).max_tokens == 10
-    assert len(open_encoder(directory).names) > 10
-
-
 def test_a_plain_directory_is_mean_pooling_within_its_positions(directory: Path) -> None:
     edit(directory / "sentence_bert_config.json", max_seq_length=512)
     assert model_registry.describe_encoder(config_file.load_encoder(directory)).max_tokens == 12

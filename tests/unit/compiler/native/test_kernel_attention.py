@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -32,14 +29,6 @@ TOLERANCE = 3e-6
 def kernels(request: pytest.FixtureRequest, build_cache: Path) -> ctypes.CDLL:
     """The library of a level, as bundles have it."""
     return kernel_builds.product_library(request.param, build_cache)
-
-
-@pytest.fixture(scope="module")
-def in_xla(build_cache: Path) -> str:
-    library = kernel_builds.product_library(kernel_builds.highest_level(), build_cache)
-    name = "test_kernel_attention"
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library.prejit_attention), platform="cpu")
-    return name
 
 
 @dataclass(frozen=True)
@@ -93,17 +82,6 @@ def run(case: Case, library: ctypes.CDLL) -> tuple[np.ndarray, np.ndarray, np.nd
     results = (out, keys, values)
     kernel_frames.call(handler, [*arrays[:6], keys, values], results, **case.attributes)
     return results
-
-
-def kernel_in_xla(case: Case, name: str) -> Callable[..., list[jax.Array]]:
-    """Attention as a program calls it, of arrays as those of a case."""
-
-    def call(*arrays: jax.Array) -> Any:
-        shapes = [jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in (0, 6, 7)]
-        native = jax.ffi.ffi_call(name, shapes, input_output_aliases={6: 1, 7: 2})
-        return native(*arrays, **case.attributes)
-
-    return call
 
 
 def reference(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -216,16 +194,6 @@ def test_attention_of_any_size_is_what_numpy_makes_of_it(kernels: ctypes.CDLL, c
     assert_close(out, expected)
     np.testing.assert_array_equal(keys, expected_keys)
     np.testing.assert_array_equal(values, expected_values)
-
-
-def test_a_donated_cache_is_written_where_it_lies(in_xla: str) -> None:
-    case = drawn(1, kv_heads=2, size=16, slots=64, tokens=1)
-    arrays = [jnp.asarray(array) for array in case.arrays]
-    before = [array.unsafe_buffer_pointer() for array in arrays[6:]]
-    call = jax.jit(kernel_in_xla(case, in_xla), donate_argnums=(6, 7))
-    _, keys, values = call(*arrays)
-    assert [keys.unsafe_buffer_pointer(), values.unsafe_buffer_pointer()] == before
-    np.testing.assert_array_equal(keys, reference(case)[1])
 
 
 def test_without_an_alias_the_whole_cache_is_copied(kernels: ctypes.CDLL) -> None:

@@ -223,16 +223,6 @@ def test_a_compiler_that_fails_leaves_the_next_to_try_and_then_tells_why(
     assert told.read_text().splitlines()[-1].startswith("-m64 ")
 
 
-def test_a_compiler_under_two_names_is_tried_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: DirectoryStore
-) -> None:
-    told = write_compiler(tmp_path, monkeypatch, "exit 1")
-    (tmp_path / "bin" / "c++").symlink_to("g++")
-    monkeypatch.setenv("CXX", "g++")
-    without_kernels(cache)
-    assert told.read_text().count("\n") == 1
-
-
 def test_what_is_no_library_of_kernels_is_an_error(
     cache: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: Any
 ) -> None:

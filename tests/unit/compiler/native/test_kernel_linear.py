@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import special
 from tests.extent import examples
 
 from prejit.compiler.native.kernel_library import SOURCES
@@ -116,7 +117,7 @@ def run(case: Case, library: ctypes.CDLL) -> np.ndarray:
 
 def activated(activation: int, v: Any) -> Any:
     if activation == GELU_ERF:
-        return v * 0.5 * (1 + np.vectorize(math.erf, otypes=[float])(v / math.sqrt(2)))
+        return v * 0.5 * (1 + special.erf(v / math.sqrt(2)))
     if activation == GELU_TANH:
         return v * 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)))
     if activation == RELU:
@@ -220,14 +221,6 @@ def test_sizes_of_models_and_long_sums_are_as_numpys(
         assert_right(case, kernels)
 
 
-def test_leading_dimensions_are_rows(kernels: ctypes.CDLL) -> None:
-    case = drawn(3, (30, 17, 23), DTYPES[0], residual=True)
-    deep = Case(
-        x=case.x.reshape(5, 6, 17), weights=case.weights, residual=case.residual.reshape(5, 6, 23)
-    )
-    np.testing.assert_array_equal(run(deep, kernels).reshape(30, 23), run(case, kernels))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_is_another_beside_others(
     kernels: ctypes.CDLL, multiplier: str, dtype: np.dtype[Any]
@@ -250,23 +243,6 @@ def test_a_row_is_another_beside_others(
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_x_is_rounded_at_any_number_of_rows(kernels: ctypes.CDLL, dtype: np.dtype[Any]) -> None:
-    """Halves between bfloat16 numbers and whole weights, whose sums are exact in every order."""
-    random = np.random.default_rng(9)
-    halves = [1 + 1 / 256, 1 + 3 / 256, 1 + 1 / 256 + 2**-20, 1 + 3 / 256 - 2**-20, -1 - 1 / 256]
-    x = random.choice(np.array(halves, np.float32), (300, 70))
-    weight = random.integers(-3, 4, (45, 70)).astype(dtype)
-    scales = (np.ones(45, np.float32),) if dtype == np.int8 else ()
-    expected, _ = reference(Case(x, (weight,), scales))
-    for edge in (2, 4, 8, 16, 24, 32, 33, 96, 128, 256):
-        for rows in (edge - 1, edge, edge + 1):
-            flat = run(Case(x[:rows], (weight,), scales), kernels)
-            np.testing.assert_array_equal(flat, expected[:rows], err_msg=f"{rows} rows")
-            sequence = run(Case(x[None, :rows], (weight,), scales), kernels)
-            np.testing.assert_array_equal(sequence[0], expected[:rows], err_msg=f"{rows} positions")
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_a_row_of_many_inputs_is_another_beside_others(
     kernels: ctypes.CDLL, multiplier: str, dtype: np.dtype[Any]
 ) -> None:
@@ -277,16 +253,6 @@ def test_a_row_of_many_inputs_is_another_beside_others(
     for rows in (1, 2, 3, 4, 5, 7):
         found = run(replace(case, x=case.x[:rows]), kernels)
         np.testing.assert_array_equal(found, together[:rows], err_msg=f"{rows} rows")
-
-
-def test_every_int8_at_every_input_is_exact(kernels: ctypes.CDLL) -> None:
-    """Each row of x picks one input. A table converts weights, in an order of its own."""
-    weight = (np.arange(256)[:, None] * 3 + np.arange(133) * 7 - 128).astype(np.int8)
-    assert {*weight[:, 70].tolist()} == {*range(-128, 128)}
-    picking = np.eye(133, dtype=np.float32)
-    for rows in (1, 2, 4, 11, 133):
-        found = run(Case(picking[-rows:], (weight,), (np.ones(256, np.float32),)), kernels)
-        np.testing.assert_array_equal(found, weight.T[-rows:])
 
 
 def many_rows(multiplier: str, dtype: np.dtype[Any]) -> int | None:

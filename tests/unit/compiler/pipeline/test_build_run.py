@@ -1,4 +1,4 @@
-"""A build asks its services for no more than their interfaces have, and fails as a whole."""
+"""A build fails as a whole, and replaces a bundle only where it is not whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 from tests.layouts import blobs_of, index_file
 
 from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
-from prejit.compiler.compile.executor import Executor
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.pipeline.build_interface import Built
@@ -21,54 +20,26 @@ from prejit.compiler.pipeline.pack.bundle_writing import is_current, write
 from prejit.compiler.pipeline.pack.contents import PackedBundle
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.store_interface import Store
 from prejit.runtime import load
 from prejit.runtime.errors import BuildError
 
 from .held_executor import HeldExecutor
 
 
-class Narrow:
-    """Another object, of which only the public names of an interface can be used."""
-
-    def __init__(self, inner: Any, interface: type[Any]) -> None:
-        self._inner = inner
-        self._names = {name for name in dir(interface) if not name.startswith("_")}
-        self.asked: set[str] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self._names:
-            raise AttributeError(f"the interface has no {name}")
-        self.asked.add(name)
-        return getattr(self._inner, name)
-
-    def __enter__(self) -> Narrow:
-        self._inner.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._inner.__exit__(*error)
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """A bundle of one function with parameters. Its build asks for no more than the interfaces have."""
+    """A bundle of one function with parameters."""
     tmp_path = tmp_path_factory.mktemp("built")
-    directory = DirectoryStore.open(tmp_path / "store")
-    store, executor = Narrow(directory, Store), Narrow(WorkerPool(directory, workers=1), Executor)
+    store = DirectoryStore.open(tmp_path / "store")
     weights = {"w": np.ones(2, np.float32)}
     program = Program("f", fn=lambda p, x: p["w"] * x, args={"x": "float32[2]"}, params=weights)
-    built = build(
+    return build(
         Manifest("one", programs=[program], targets=["cpu-host"]),
         tmp_path / "out",
-        store=store,  # type: ignore[arg-type]
-        executor=executor,  # type: ignore[arg-type]
+        store=store,
+        executor=WorkerPool(store, workers=1),
         progress=Quiet(),
     )
-    assert built.compiled == 1
-    assert executor.asked == {"submit", "compiled"}
-    assert {"get", "put", "put_blob", "read_blob", "making"} <= store.asked
-    return built
 
 
 def refuse(job: CompileJob, future: Future[Compiled]) -> None:

@@ -237,17 +237,6 @@ def test_what_has_lost_a_file_is_not_kept(bundle_dir: Path, recipe: Any) -> None
     assert attached(bundle_dir) == ()
 
 
-def test_a_copy_gets_things_attached_too(bundle_dir: Path) -> None:
-    """A copy of one target, as skopeo makes it: the target is what is signed."""
-    target = targets_of(bundle_dir)["cpu-host"]
-    entry = {"mediaType": target.mediaType, "digest": target.digest, "size": target.size}
-    write_root(bundle_dir, [entry])
-    assert subject_of(bundle_dir).digest == target.digest
-    at = attach_text(bundle_dir, target)
-    assert [each.descriptor.digest for each in attached(bundle_dir, target.digest)] == [at.digest]
-    assert load(bundle_dir).digest == target.digest
-
-
 # Referrers that other tools wrote
 
 
@@ -278,7 +267,6 @@ def test_a_manifest_without_an_artifact_type_has_that_of_its_config(bundle_dir: 
     ("refers", "changes"),
     [
         (True, {"mediaType": "application/vnd.oci.image.index.v1+json"}),
-        (True, {"mediaType": "text/plain"}),
         (True, {"size": limits.MAX_MANIFEST_BYTES + 1}),
         (False, {}),
     ],
@@ -294,13 +282,10 @@ def test_other_entries_are_passed(refers: bool, changes: dict[str, Any], bundle_
     ("written", "complaint"),
     [
         ({"layers": None}, "expected a manifest with layers"),
-        ({"layers": [{}]}, "expected media type, sha256 digest and size"),
-        ({"config": None}, "expected media type, sha256 digest and size"),
         ({"artifactType": 5}, "expected a manifest with layers"),
         ({"annotations": {"a": 5}}, "expected annotations as text"),
-        ({"annotations": [1]}, "expected annotations as text"),
         ({"subject": "sha256:0"}, "expected media type, sha256 digest and size"),
-        *((content, "expected") for content in (b"[]", b"{", b"[" * 60000, b"\xff", b"1" * 5000)),
+        *((content, "expected") for content in (b"[]", b"[" * 60000, b"\xff")),
     ],
 )
 def test_a_damaged_referrer_is_rejected_where_it_is_read_and_loads(
@@ -312,11 +297,3 @@ def test_a_damaged_referrer_is_rejected_where_it_is_read_and_loads(
     with pytest.raises(RejectError, match=complaint):
         attached(bundle_dir)
     assert load(bundle_dir).call("tick") == 7
-
-
-def test_a_referrer_whose_bytes_changed_is_rejected(bundle_dir: Path) -> None:
-    at = attach_text(bundle_dir, subject_of(bundle_dir))
-    file = blob(bundle_dir, at.digest)
-    file.write_bytes(file.read_bytes()[:-1] + b"]")
-    with pytest.raises(RejectError, match=f"expected {at.digest}"):
-        attached(bundle_dir)

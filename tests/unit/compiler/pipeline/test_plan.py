@@ -27,7 +27,6 @@ from prejit.compiler.pipeline import program_keys
 from prejit.compiler.pipeline.build_run import build
 from prejit.compiler.pipeline.lower.program_lowering import lower, source_of
 from prejit.compiler.pipeline.model import ModelSource, read_model
-from prejit.compiler.pipeline.pack.model_layers import find_published, pack_weights
 from prejit.compiler.pipeline.plan import (
     Native,
     Plan,
@@ -228,23 +227,6 @@ def test_a_plan_writes_nothing(
     assert toolchain.tuned is not None
 
 
-def test_a_plan_imports_neither_jax_nor_models(
-    model: Path, tmp_path: Path, run_python: Any
-) -> None:
-    found = planned(tmp_path / "m", model, "cpu-host")
-    found.lower_all()
-    pack_weights(found.space, find_published(found.plan), {})
-    manifest = tmp_path / "m" / "m.toml"
-    run_python(
-        "import sys\n"
-        "from prejit.runtime.cli.commands import run\n"
-        f"status = run(['plan', {str(manifest)!r}, '--cache', {str(found.store.root)!r}])\n"
-        "assert status == 8, status\n"
-        "heavy = {'jax', 'flax', 'transformers'} & set(sys.modules)\n"
-        "sys.exit(f'imported {heavy}' if heavy else 0)"
-    )
-
-
 def test_a_plan_refuses_weights_that_do_not_fit(model: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(model, tmp_path / "model"))
     found = planned(tmp_path / "m", copy, "cpu-host")
@@ -285,9 +267,7 @@ def test_a_plan_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [
         ("context", f"expected at most {LARGEST_CONTEXT}, .*found {LARGEST_CONTEXT + 1}"),
         ("weights", "expected weights in one of"),
-        ({"model_type": "no_such_family"}, "model_type: expected one of"),
         ({"n_layer": 9}, "the tensors do not fit config.json: missing "),
-        ({"architectures": ["GPT2ForSequenceClassification"]}, 'found "GPT2ForSequenceClass'),
     ],
 )
 def test_what_the_model_does_not_allow_is_refused_by_a_plan_and_before_anything_compiles(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import CancelledError, Future
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,18 +81,6 @@ def test_nobody_waits_for_a_job_that_was_ended_or_refused(store: DirectoryStore)
     jobs.wait()
     with pytest.raises(StoreError):
         jobs.submit("b", job("h", "another"))[0].result(timeout=60)
-
-
-def test_a_result_of_the_store_is_read_once_and_takes_no_worker(store: DirectoryStore) -> None:
-    executor = HeldExecutor()
-    jobs = Jobs(executor, store, Quiet())
-    frame = store.put_blob(b"executable")
-    compiled = replace(RESULT, executable=Segment(0, 10, frame, 10, frame))
-    store.put(job("f").key, compiled.to_plain(), blobs=[frame])
-    assert not jobs.lacks_program(job("f"))
-    (path := store.blob_path(frame)) and path.write_bytes(b"damaged!!!")  # not read a second time
-    assert jobs.submit("a", job("f"))[0].result() == compiled
-    assert executor.taken == []
 
 
 def test_a_program_that_has_to_be_compiled_is_looked_at_before(store: DirectoryStore) -> None:

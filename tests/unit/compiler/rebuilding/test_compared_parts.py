@@ -120,22 +120,6 @@ def test_other_kernels_are_a_finding_whatever_decided_them_and_explain_programs_
         assert kernels.detail.endswith(f"bytes; {name} {named}")
 
 
-def test_a_bundle_that_records_the_version_of_its_compiler_alone_names_that(
-    kernel_recipe: Recipe, other_library: bytes, tmp_path: Path
-) -> None:
-    """As where the machine that packed it had no such compiler: its kernels came out of a shared store."""
-
-    def by_another(config: Any) -> Any:
-        kernels = dataclasses.replace(config.kernels, compiler="clang 19.1.7")
-        return dataclasses.replace(config, kernels=kernels)
-
-    old = recorded(kernel_recipe.configured(by_another), tmp_path / "old", {})
-    new = recorded(with_library(kernel_recipe, other_library), tmp_path / "new")
-    here = new.targets["cpu-host"].config.kernels
-    kernels = by_kind(compare(old, new))["kernels.so"]
-    assert kernels.detail.endswith(f"; compiler clang 19.1.7 there, {here.compiler} here")
-
-
 def test_a_program_that_differs_beside_its_kernels_is_a_finding(
     kernel_recipe: Recipe, old: Recorded, other_library: bytes, tmp_path: Path
 ) -> None:

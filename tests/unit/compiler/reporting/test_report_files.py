@@ -92,14 +92,3 @@ def test_the_report_of_no_change_stays(here: Path, capsys: pytest.CaptureFixture
     paths[0].mkdir()
     made(here, quiet=False)
     assert "no report was written" in capsys.readouterr().err
-
-
-def test_a_program_from_a_shared_store_names_it(here: Path, tmp_path: Path) -> None:
-    shared = str(tmp_path / "shared")
-    made(here, shared=shared)
-    for path in (here / "out").glob("*.report.*"):
-        path.unlink()
-    made(here, shared=shared, cache=tmp_path / "another machine")
-    ((origin, count),) = read(here)["origins"].items()
-    assert shared in origin
-    assert count == 1

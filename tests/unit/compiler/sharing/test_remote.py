@@ -71,6 +71,7 @@ DELETING = ("directory", "s3, conditions kept")
 
 Connect = Callable[[], Remote]
 CONTENTS = (b"executable" * 1000, os.urandom(100_000))
+LARGE = bytes(range(256)) * (40 << 10)  # 10 MiB: more than a part of a multipart upload
 
 
 @pytest.fixture
@@ -121,6 +122,23 @@ def connect(
 
 def lease(owner: str) -> bytes:
     return encode(SharedResult(KEY, {"owner": owner}, {}), None)
+
+
+def test_results_and_contents_come_back_as_they_were_sent(connect: Connect, tmp_path: Path) -> None:
+    place, result, got = connect(), lease("a"), bytearray()
+    path, file = f"cas/{digest_of(LARGE).removeprefix('sha256:')}", tmp_path / "large"
+    assert place.read(AC, 10_000) is None
+    assert not place.has(path)
+    assert not place.download(path, got.extend)
+    file.write_bytes(LARGE)
+    with file.open("rb") as content:
+        place.write(path, content)
+    place.write(AC, result)
+    other = connect()
+    assert other.has(path)
+    assert other.download(path, got.extend)
+    assert got == LARGE
+    assert other.read(AC, 10_000) == result
 
 
 def at_once(count: int, run: Callable[[int], object]) -> None:
@@ -305,16 +323,6 @@ def test_a_download_that_is_cut_goes_on_where_it_was(
     cuts, got = [*cut_at], bytearray()
     assert Patient(Cut()).download("cas/x", got.extend)
     assert got == content
-
-
-def test_the_last_used_stay_and_a_dry_run_removes_nothing() -> None:
-    place = Memory(files={f"cas/{n}": b"x" * 10 for n in range(5)})
-    for dry_run in (True, False):
-        assert len(place.files) == 5
-        done = evict(place, 25, dry_run=dry_run)
-        assert (done.removed, done.freed_bytes, done.kept, done.kept_bytes) == (3, 30, 2, 20)
-    assert set(place.files) == {"cas/3", "cas/4"}
-    assert evict(place, 20).removed == 0
 
 
 def test_a_store_that_fails_or_makes_room_itself_is_named() -> None:

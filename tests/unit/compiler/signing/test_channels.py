@@ -144,14 +144,6 @@ def key_file(directory: Path, name: str) -> Path:
     return path
 
 
-def test_first_keys_cannot_be_checked(stable: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    key = key_file(stable.parent, "second")
-    assert main(["channel", "add-signature", str(stable), "--key", str(key)]) == 0
-    said = capsys.readouterr().err
-    assert "signed version 2 of channel stable: wrote" in said
-    assert f"cannot check that {key} is one of the channel's first keys" in said
-
-
 def test_a_mistyped_file_begins_a_channel(stable: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key, mistyped = key_file(stable.parent, "a"), stable.with_name("stabel.json")
     command = ["channel", "release", "FILE", str(BUNDLE), "--name", "stable", "--key", str(key)]
@@ -161,15 +153,3 @@ def test_a_mistyped_file_begins_a_channel(stable: Path, capsys: pytest.CaptureFi
         said = capsys.readouterr().err
         assert ("a new channel stable begins" in said) is begins
     assert f"beside that of {stable}. If you meant that file, delete {mistyped}" in said
-
-
-@pytest.mark.parametrize("option", ["--key", "--public"])
-def test_a_mistyped_key_has_the_nearest_file_as_hint(
-    option: str, stable: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = {"--key": key_file(stable.parent, "a"), "--public": public(stable.parent, "a")}
-    meant = files[option]
-    files[option] = meant.with_name("a." + meant.name.removeprefix("a.").replace("pem", "pm"))
-    options = [str(each) for pair in files.items() for each in pair]
-    assert main(["channel", "rotate", str(stable), "--name", "stable", *options]) == 6
-    assert f"hint: did you mean {meant}?" in capsys.readouterr().err

