@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -90,15 +89,3 @@ def test_nothing_is_printed_unasked_and_never_a_prompt(
     assert "DEBUG" not in verbose
     assert " DEBUG prejit.runtime.format.blobs: sha256:" in steps
     assert "sesame" not in "".join(printed)
-
-
-def test_control_characters_of_a_path_are_spelt_out_in_the_log(
-    recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    np.save(tmp_path / "x.npy", X)
-    path = recipe.write(tmp_path / "a\x1b[2Jb")
-    call = ["call", str(path), "score", "--arg", f"x={tmp_path / 'x.npy'}", "-o", str(tmp_path)]
-    assert main([*call, "-v"]) == 0
-    found = capsys.readouterr().err
-    assert r"a\x1b[2Jb" in found
-    assert "\x1b" not in found

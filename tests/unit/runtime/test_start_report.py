@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -187,24 +186,6 @@ def test_a_slow_stage_shows_in_its_part(
     assert max(parts(found), key=parts(found).__getitem__) == part, found
 
 
-def test_time_between_load_and_the_first_request_is_the_programs_own(settled_dir: Path) -> None:
-    bundle = load(settled_dir)
-    before = bundle.start_report()
-    assert before.first_run_seconds == 0
-    time.sleep(SLOW)
-    thread = threading.Thread(target=lambda: bundle.call("score", x=X))
-    thread.start()
-    thread.join()
-    first = bundle.start_report()
-    assert first.other_seconds > 0.9 * SLOW
-    assert first.loading_seconds > before.loading_seconds, "the program was loaded for the request"
-    assert first.first_run_seconds > 0
-    bundle.call("score", x=X)
-    assert dataclasses.replace(bundle.start_report(), hints=()) == dataclasses.replace(
-        first, hints=()
-    )
-
-
 def test_a_process_starts_before_its_imports(settled_dir: Path, run_python: Any) -> None:
     done = run_python(
         "import dataclasses, importlib.abc, json, sys, time\n"
@@ -232,21 +213,3 @@ def test_a_process_starts_before_its_imports(settled_dir: Path, run_python: Any)
     assert max(found[f"{name}_seconds"] for name in inside) < 1.5, "the sleeps are elsewhere"
     assert sum(found[f"{name}_seconds"] for name in PARTS) == pytest.approx(found["total_seconds"])
     assert found["by_clock"] - 0.5 < found["total_seconds"] < found["by_clock"] + 0.01
-
-
-def test_a_decoder_has_its_first_token_in_the_report_also_by_a_batch(decoder_dir: Path) -> None:
-    bundle, other = load(decoder_dir), load(decoder_dir)
-    stream = bundle.stream([1, 2, 3], max_new_tokens=4)
-    next(stream)
-    first = bundle.start_report()
-    assert first.first_run_seconds > 0
-    list(stream)
-    assert bundle.start_report().total_seconds == pytest.approx(first.total_seconds)
-    time.sleep(SLOW)
-    batch = other.batch(1)
-    batch.insert(other.request([1, 2, 3], max_new_tokens=2))
-    assert other.start_report().first_run_seconds == 0
-    batch.step()
-    found = other.start_report()
-    assert found.first_run_seconds > 0
-    assert found.other_seconds > 0.9 * SLOW

@@ -62,25 +62,15 @@ def test_the_next_full_collection_frees_garbage_of_a_load() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_what_the_host_froze_stays_frozen() -> None:
+def test_settings_of_the_host_stay_and_an_error_turns_it_on_again() -> None:
     gc.freeze()
     frozen = gc.get_freeze_count()
-    with collector_off():
+    with pytest.raises(ValueError, match="broken"), collector_off():
         assert not gc.isenabled()
+        raise ValueError("broken")
     assert gc.isenabled()
     assert gc.get_freeze_count() >= frozen // 2  # freed objects leave the count
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_collector_that_the_host_turned_off_stays_off() -> None:
     gc.disable()
     with collector_off():
         pass
     assert not gc.isenabled()
-
-
-@pytest.mark.usefixtures("alone")
-def test_an_error_turns_it_on_again() -> None:
-    with pytest.raises(ValueError, match="broken"), collector_off():
-        raise ValueError("broken")
-    assert gc.isenabled()

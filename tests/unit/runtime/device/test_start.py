@@ -55,29 +55,6 @@ def test_a_start_is_quick_and_leaves_nothing_behind(settled_dir: Path, run_pytho
     assert "pjrt_client" not in done.stderr, "XLA's library was opened before its log level was set"
 
 
-def test_one_switch_turns_all_of_it_off(settled_dir: Path, run_python: Any) -> None:
-    run_python(
-        WATCHED
-        + CALL.format(path=str(settled_dir))
-        + "assert seen == [('numpy', True, None), ('jaxlib._jax', True, None)], seen\n"
-        + "assert 'prejit-open-jaxlib' not in started, started\n"
-        + "assert 'numpy' in vars(sys.modules['jax']), 'jax is imported as anybody does'",
-        env={"PREJIT_PLAIN_START": "1"},
-    )
-
-
-def test_what_a_host_set_itself_stays_as_it_was(settled_dir: Path, run_python: Any) -> None:
-    run_python(
-        "import gc\ngc.disable()"
-        + WATCHED
-        + CALL.format(path=str(settled_dir))
-        + "assert [timeout for _, _, timeout in seen] == ['20', '20'], seen\n"
-        + "assert not gc.isenabled()\n"
-        + "assert os.environ['OPENBLAS_THREAD_TIMEOUT'] == '20'",
-        env={"OPENBLAS_THREAD_TIMEOUT": "20"},
-    )
-
-
 THREADED = """
 import threading
 resting = threading.Event()
@@ -86,14 +63,36 @@ thread.start()
 """
 
 
-def test_nothing_is_set_beside_threads_of_the_host(settled_dir: Path, run_python: Any) -> None:
-    """They make garbage, read the environment, and start processes that inherit it."""
+@pytest.mark.parametrize(
+    ("before", "env", "seen"),
+    [
+        # One switch turns all of it off.
+        ("", {"PREJIT_PLAIN_START": "1"}, [("numpy", True, None), ("jaxlib._jax", True, None)]),
+        # Threads of the host make garbage, read the environment, and start processes that inherit it.
+        (THREADED, {}, [("numpy", True, None), ("jaxlib._jax", True, None)]),
+        # What the host set itself stays as it was.
+        (
+            "import gc\ngc.disable()",
+            {"OPENBLAS_THREAD_TIMEOUT": "20"},
+            [("numpy", False, "20"), ("jaxlib._jax", False, "20")],
+        ),
+    ],
+)
+def test_nothing_is_set_where_a_host_would_notice_it(
+    before: str, env: dict[str, str], seen: Any, settled_dir: Path, run_python: Any
+) -> None:
     run_python(
-        THREADED
+        before
         + WATCHED
         + CALL.format(path=str(settled_dir))
-        + "resting.set()\n"
-        + "assert seen == [('numpy', True, None), ('jaxlib._jax', True, None)], seen"
+        + "globals().get('resting', threading.Event()).set()\n"
+        + f"assert seen == {seen!r}, seen\n"
+        + "assert gc.isenabled() == seen[-1][1]\n"
+        + f"assert os.environ.get('OPENBLAS_THREAD_TIMEOUT') == {env.get('OPENBLAS_THREAD_TIMEOUT')!r}\n"
+        + "plain = 'PREJIT_PLAIN_START' in os.environ\n"
+        + "assert not (plain and 'prejit-open-jaxlib' in started), started\n"
+        + "assert not plain or 'numpy' in vars(sys.modules['jax']), 'imported as anybody does'",
+        env=env,
     )
 
 
@@ -109,29 +108,23 @@ def test_a_load_in_a_thread_leaves_the_collector_on(settled_dir: Path, run_pytho
 
 
 @pytest.mark.parametrize(
-    ("host", "order"),
+    "host",
     [
-        ("import jax; jax.numpy.ones(3)", "after"),
-        ("import jax; jax.numpy.ones(3).block_until_ready()", "in another thread"),
-        ("import numpy, ml_dtypes, tokenizers, zstandard", "in another thread"),
-        ("import jaxlib._jax", "in another thread"),
+        "import jax; jax.numpy.ones(3).block_until_ready()",
+        "import numpy, ml_dtypes, tokenizers, zstandard",
     ],
 )
-def test_a_host_imports_what_it_wants_when_it_wants(
-    host: str, order: str, settled_dir: Path, run_python: Any
+def test_a_host_may_import_in_another_thread_meanwhile(
+    host: str, settled_dir: Path, run_python: Any
 ) -> None:
-    use = CALL.format(path=str(settled_dir))
-    code = {"after": f"{use}\n{host}"}.get(order)
-    if code is None:
-        code = (
-            "import threading\nfrom prejit.runtime import load\nerrors = []\n"
-            f"def other():\n    try:\n        {host}\n"
-            "    except BaseException as error:\n        errors.append(error)\n"
-            f"thread = threading.Thread(target=other)\nthread.start()\n{use}\nthread.join()\n"
-            "assert not errors, errors"
-        )
-    check = "import jax, numpy as np\nassert float(jax.jit(lambda x: x * 2)(np.float32(3))) == 6\n"
-    run_python(f"{code}\n{check}")
+    run_python(
+        "import threading\nfrom prejit.runtime import load\nerrors = []\n"
+        f"def other():\n    try:\n        {host}\n"
+        "    except BaseException as error:\n        errors.append(error)\n"
+        "thread = threading.Thread(target=other)\nthread.start()\n"
+        f"{CALL.format(path=str(settled_dir))}\nthread.join()\nassert not errors, errors\n"
+        "import jax\nassert float(jax.jit(lambda x: x * 2)(np.float32(3))) == 6\n"
+    )
 
 
 GENERATE = """

@@ -245,18 +245,6 @@ def forged_first(chunks: Chunks) -> Chunks:
     return dataclasses.replace(chunks, digests=("0" * 64, *chunks.digests[1:]))
 
 
-def test_a_second_load_hashes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prejit.runtime.machine.kept_files.SETTLED_SECONDS", -1.0)
-    load(path).call("score", x=X)
-
-    def fail(*_: Any) -> None:
-        raise AssertionError("it was hashed again")
-
-    monkeypatch.setattr(blob_hashing, "check_chunk", fail)
-    monkeypatch.setattr(blob_hashing, "check_whole", fail)
-    load(path).call("score", x=X)
-
-
 def test_a_receipt_of_chunks_is_none_for_the_whole_file(
     chunks_recipe: Any, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

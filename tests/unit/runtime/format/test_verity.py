@@ -10,7 +10,6 @@ import errno
 import fcntl
 import json
 import shutil
-import signal
 import struct
 import subprocess
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from tests.layouts import index_of
 
 from prejit.runtime.base.files import measure
 from prejit.runtime.cli.output import print_start
-from prejit.runtime.errors import RejectError, StoreError
+from prejit.runtime.errors import RejectError
 from prejit.runtime.format import blob_hashing, blobs
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
@@ -224,30 +223,3 @@ def test_the_kernel_measures_the_digest_that_the_build_computed(
     bundle.call("score", x=X)
     assert bundle.start_report().verity_bytes == len(content)
     audit(path, lambda *_: None)
-
-
-def test_a_digest_with_a_salt_is_rejected(verity_recipe: Any, digest: str, disk: Disk) -> None:
-    path = verity_recipe.write(disk.mounted / "bundle")
-    run("fsverity", "enable", "--salt=ab", weights_of(path))
-    with pytest.raises(RejectError, match=f"expected the fs-verity digest {digest}, found sha256:"):
-        load(path)
-
-
-def test_damage_below_the_file_system_ends_the_process(
-    verity_recipe: Any, content: bytes, disk: Disk, run_python: Any
-) -> None:
-    """By SIGBUS, when something needs the page: the kernel gives out no byte of it."""
-    code = (
-        "import sys\n"
-        "import numpy as np\n"
-        "from prejit.runtime import load\n"
-        "print(load(sys.argv[1]).call('score', x=np.ones((2, 16), np.float32)))"
-    )
-    path = verity_recipe.write(disk.mounted / "bundle")
-    run("fsverity", "enable", weights_of(path))
-    size = int.from_bytes(content[:8], "little")
-    disk.damage(content[8 + size : 8 + size + 256])  # a tensor of `score`
-    done = run_python(code, path, status=None)
-    assert (done.returncode, done.stdout) == (-signal.SIGBUS, ""), done.stderr
-    with pytest.raises(StoreError, match="cannot read: Input/output error"):
-        audit(path, lambda *_: None)

@@ -76,13 +76,6 @@ def test_only_the_runs_of_chunks_that_differ_are_fetched(
     assert blob(store.path, versions.weights[0]).stat().st_size == versions.size
 
 
-def test_without_the_version_before_the_whole_is_fetched(
-    versions: Versions, store: MachineStore
-) -> None:
-    versions.pull("v2", store)
-    assert versions.requests() == 1
-
-
 def test_a_transfer_that_was_cut_goes_on_in_the_middle_of_a_chunk(
     versions: Versions, store: MachineStore
 ) -> None:

@@ -13,12 +13,10 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 from tests.http_serving import QuietHandler, serving
-from tests.signers import key_table, signer, write_policy
 
-from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import load
 from prejit.runtime.__main__ import main
-from prejit.runtime.errors import RejectError, StoreError, UntrustedError, UsageError
+from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.ship import object_repository
@@ -126,22 +124,6 @@ def test_a_transfer_that_was_cut_goes_on_by_range(
     found = pull(parse_reference("hf://me/demo/bundle"), store, Wanted())
     assert audit(found.path, check_generation).digest == found.digest
     assert any(each[1] for each in hub.stored)
-
-
-def test_a_policy_decides_before_the_weights_are_fetched(
-    hub: Hub, store: MachineStore, tmp_path: Path
-) -> None:
-    key = '[[rules]]\nnames = ["*"]\nkeys = ["a"]\n'
-    policy = write_policy(tmp_path / "trust.toml", key_table("a"), key)
-    with pytest.raises(UntrustedError):
-        load("hf://me/demo/bundle", trust=policy)
-    fetched = [each[0].rpartition("/")[2] for each in hub.stored]
-    sizes = [(GOLDEN / "call" / "blobs" / "sha256" / name) for name in fetched]
-    assert sum(each.stat().st_size for each in sizes if each.exists()) < 50_000
-    assert not store.bundles()
-    sign(hub.root / "me" / "demo" / "main" / "bundle", signer("a"))
-    with load("hf://me/demo/bundle", trust=policy) as bundle:
-        assert bundle.digest
 
 
 def test_what_is_not_there_what_is_another_and_what_is_offline(

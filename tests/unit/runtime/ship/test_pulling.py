@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tests.fake_registry import FakeRegistry, fake_registry
 from tests.signers import key_table, signer, write_policy
@@ -75,17 +74,6 @@ def test_a_digest_that_is_here_asks_nobody_and_a_tag_always_does(
     assert pulled(registry, store, "call:v1", machine=HERE).digest == digest
     with pytest.raises(StoreError, match="does not hold a bundle of this reference"):
         pulled(registry, store, "call:v2", machine=HERE)
-
-
-def test_load_by_reference_gives_what_the_directory_gives(
-    registry: FakeRegistry, store: MachineStore
-) -> None:
-    x = np.linspace(-1, 1, 32, dtype=np.float32).reshape(2, 16)
-    with load(GOLDEN / "call") as here, load(f"oci://{registry.host}/call:v1") as there:
-        assert here.digest == there.digest
-        np.testing.assert_array_equal(here.call("score", x=x), there.call("score", x=x))
-    with load(store.directory(there.digest)) as stored:
-        assert stored.digest == here.digest
 
 
 def test_a_policy_decides_before_the_weights_are_fetched(
@@ -182,30 +170,9 @@ def test_what_is_attached_later_arrives_with_the_next_pull(
     assert pulled(registry, store, "call:v1").moved is None
 
 
-def test_gc_finds_what_killed_writers_left(registry: FakeRegistry, store: MachineStore) -> None:
-    path = pulled(registry, store, "call:v1").path
-    left = [path / ".index.json.1.ab.tmp", store.path / "tags" / ".x.json.1.ab.tmp"]
-    left += [store.path / ".partial" / ("0" * 64), store.path / "blobs" / "sha256" / ("0" * 64)]
-    for each in left:
-        each.write_bytes(b"part")
-    assert store.collect(1 << 40, 1e9).files == len(left)
-    assert not any(each.exists() for each in left)
-    assert audit(path, check_generation).target_count == 2
-
-
 def test_nothing_is_removed_while_a_bundle_arrives(store: MachineStore) -> None:
     with store.writing(), pytest.raises(StoreError, match="is being fetched"):
         store.collect(0, 0)
-
-
-def test_a_store_that_may_not_be_written_is_named(store: MachineStore) -> None:
-    store.path.parent.mkdir(exist_ok=True)
-    store.path.write_text("a file")
-    with (
-        pytest.raises(StoreError, match="cannot write to the store"),
-        store.writing(),
-    ):
-        pass
 
 
 def test_the_commands(

@@ -37,12 +37,8 @@ def push(place: str) -> str:
     ("status", "code", "said"),
     [
         (403, "RequestTimeTooSkewed", "clock"),
-        (400, "ExpiredToken", "log in again"),
         (403, "SignatureDoesNotMatch", "AWS_SECRET_ACCESS_KEY: the store does not know"),
-        (403, "AccessDenied", "must have the right"),
-        (404, "NoSuchBucket", "make the bucket"),
         (400, "AuthorizationHeaderMalformed", "AWS_REGION"),
-        (403, "QuotaExceeded", "quota is used up"),
         (413, "EntityTooLarge", "of this size"),
     ],
 )
@@ -68,12 +64,8 @@ def test_a_bucket(status: int, code: str, said: str, monkeypatch: pytest.MonkeyP
     [
         ((429, {"retry_after": "0"}), "wait 0 s: the registry limits how often"),
         ((429, {"retry_after": "Wed, 25 Nov 2026 00:00:00 GMT"}), "wait 0 s: the registry limits"),
-        ((429, {"retry_after": "soon"}), "wait 60 s: the registry limits"),
-        (404, "check the name of the repository"),
         (405, "push to the registry that it mirrors"),
         (413, "takes no blobs of this size"),
-        (507, "quota is used up"),
-        (403, "may not do this here"),
         (500, "try again"),
     ],
 )
@@ -93,7 +85,6 @@ def test_a_registry_without_uploads_in_chunks_gets_each_blob_whole() -> None:
     ("text", "said"),
     [
         ("certificate verify failed: unable to get local issuer certificate", "SSL_CERT_FILE"),
-        ("certificate verify failed: certificate has expired", "clock"),
         ("invalid peer certificate: NotValidYet: not yet valid", "clock"),
         ("Hostname mismatch, certificate is not valid for 'x'", "by the name"),
         ("connection refused", ""),
