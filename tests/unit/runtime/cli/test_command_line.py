@@ -156,10 +156,7 @@ def test_a_shell_completes(
     ("text", "expected"),
     [
         *(("0", 0), ("1000", 1000), ("512M", 512 << 20), ("2k", 2048), ("1.5TiB", 3 << 39)),
-        *(
-            ("10GB", 10**10),
-            ("1.5kB", 1500),
-        ),
+        *(("10GB", 10**10), ("1.5kB", 1500)),
     ],
 )
 def test_a_size_is_read_as_dd_reads_it(text: str, expected: int) -> None:

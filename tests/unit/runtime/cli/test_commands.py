@@ -301,7 +301,7 @@ def test_call_refuses_arguments_that_make_no_sense(
     "path",
     [
         *('["..","..","escaped"]', '["{tmp}/escaped"]', '["a/../../escaped"]'),
-        *('["nul\\u0000"]', '[""]', '["."]', '[".hidden"]', '["%2F"]'),
+        *('["nul\\u0000"]', '[""]', '[".hidden"]', '["%2F"]'),
     ],
 )
 def test_results_stay_in_their_directory(
@@ -360,15 +360,8 @@ def test_an_argument_may_have_a_dot_in_a_key(
     assert nest(seven, tmp_path, "tree.7") == 0
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["inspect", "{bundle}"],
-    ],
-)
-def test_a_reader_that_goes_away_ends_it_quietly(argv: list[str], settled_dir: Path) -> None:
-    command = [sys.executable, "-m", "prejit.runtime"]
-    command += [text.replace("{bundle}", str(settled_dir)) for text in argv]
+def test_a_reader_that_goes_away_ends_it_quietly(settled_dir: Path) -> None:
+    command = [sys.executable, "-m", "prejit.runtime", "inspect", str(settled_dir)]
     read, write = os.pipe()
     os.close(read)  # gone before it begins
     try:

@@ -9,7 +9,6 @@ import itertools
 import os
 import resource
 import shutil
-import stat
 import threading
 import time
 from collections.abc import Callable

@@ -123,11 +123,8 @@ def test_1_another_layout_version_is_rejected(content: bytes, bundle_dir: Path) 
 @pytest.mark.parametrize(
     ("written", "newer"),
     [
-        *(
-            (NEXT, True),
-            ("", False),
-        ),
-        *(("01", False), ("²", False), ("٢", False), ("9" * 5000, False)),
+        *((NEXT, True), ("", False), ("01", False)),
+        *(("²", False), ("٢", False), ("9" * 5000, False)),
     ],
 )
 def test_2_another_format_says_which_side_is_older(written: str, newer: bool, recipe: Any) -> None:
@@ -527,12 +524,10 @@ def test_7_what_a_model_may_do_without_it_may_do_without(name: str, change: Chan
 @pytest.mark.parametrize(
     ("platform", "mesh", "device_count", "expected"),
     [
-        *(
-            ("cpu", None, None, None),
-            ("cpu", Mesh(1, 2), None, None),
-        ),
-        *(("cuda", None, 1, None),),
-        *(("cpu", Mesh(1, 2), 1, 2),),
+        ("cpu", None, None, None),
+        ("cpu", Mesh(1, 2), None, None),
+        ("cuda", None, 1, None),
+        ("cpu", Mesh(1, 2), 1, 2),
         # It would match a machine with one device, and not run there.
         ("tpu", Mesh(1, 2), None, 2),
     ],
@@ -674,7 +669,6 @@ def test_7_a_forged_array_of_a_cache_is_rejected(values: str, complaint: str) ->
         ("reader", {"source": None}, f"{READ}: expected 'source' in the decoder, found none"),
         ("reader", {"source": SOURCE.replace('"]', '",0]')}, "one axis that follows 'source'"),
         ("reader", {"source": '["source"] int32[1,1] ~batch,'}, "one axis that follows 'source'"),
-        ("reader", {}, r"n4-c8: arguments\[0\]: .*float32"),
         ("reader", {"source": '["source"] int32[1,7,1] ~batch,,source'}, r"arguments\[0\].*1,7,4"),
     ],
 )
@@ -1210,14 +1204,6 @@ def test_10_a_right_file_gives_where_its_tensors_lie_and_layers_have_one_shape()
         ({"a": entry(0, 1, [1] * 65)}, "shape"),
         ({"a": entry(0, 0, [0, 1 << 62], "F32")}, "shape"),
         ({"a": entry(0, 64, [64], "F128")}, "F128"),
-        (
-            {
-                "a": {
-                    **entry(0, 64),
-                }
-            },
-            "header",
-        ),
         ({"a": {**entry(0, 64), "data_offsets": [0.0, 64.0]}}, "data_offsets"),
         ({"a": {**entry(0, 1, [1]), "data_offsets": [False, True]}}, "data_offsets"),
         (b"[]", "header"),
@@ -1302,7 +1288,6 @@ def test_10_a_weight_set_of_missing_tensors_is_rejected(recipe: Any, tmp_path: P
         ({"score:nothing": "tensor"}, "weight_shardings: no tensor 'score:nothing'"),
         ({"score:kernel": "tensor"}, "score:kernel: .*for each of 2 dimensions"),
         ({"score:kernel": "rows,"}, "score:kernel: .*'rows,'"),
-        ({}, "score:kernel: .*'data,data'"),
         ({"score:kernel": ""}, "score:kernel: expected a mesh axis, found none"),
         ({"score:kernel": ",tensor"}, "score:kernel: expected a mesh whose 'tensor' divides 4"),
     ],

@@ -176,13 +176,7 @@ def test_the_cuda_runtime_is_the_one_that_the_plugin_loads(
 @pytest.mark.parametrize(
     ("visible", "count"),
     [
-        *(
-            ("", 0),
-            ("-1", 0),
-            ("0", 1),
-            ("7", 0),
-            ("0,7,1", 1),
-        ),
+        *(("", 0), ("-1", 0), ("0", 1), ("7", 0), ("0,7,1", 1)),
         *(("GPU-a1", 1), ("GPU-a", 0), ("0,GPU-b", 2)),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import astuple

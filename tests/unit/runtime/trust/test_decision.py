@@ -29,7 +29,6 @@ from prejit.runtime.trust.decision import Attached, CurrentRelease, Decision, Tr
 from prejit.runtime.trust.policy import Policy, parse_policy
 from prejit.runtime.trust.reasons import Reason
 from prejit.runtime.trust.signed_statements import (
-    MODEL_PREDICATE,
     PROVENANCE_PREDICATE,
     SIGNATURE_PREDICATE,
     Envelope,

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
 
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from tests.signers import key_table, signer, write_policy
 
 from prejit.runtime.errors import PolicyError
