@@ -8,11 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.signers import key_table, write_policy
 
 from prejit.runtime import load
 from prejit.runtime.__main__ import main
-from prejit.runtime.errors import FallbackWarning, UntrustedError
+from prejit.runtime.errors import FallbackWarning
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 DECODER = Path(__file__).parents[2] / "format" / "v1" / "decoder"
@@ -53,22 +52,6 @@ def test_a_load_says_what_it_did_and_why_none_matches(
     assert f"chose target {bundle.target}: none matches, and it is the closest" in found
     assert f"target {bundle.target} does not match: jaxlib: needs " in found
     assert "ready_programs: example: score/b2: compiled in " in found
-
-
-def test_a_load_says_which_policy_refuses_it(
-    bundle_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
-    caplog.set_level(logging.INFO, "prejit")
-    rule = '[[rules]]\nnames = ["example"]\nkeys = ["a"]\n'
-    policy = write_policy(tmp_path / "trust.toml", key_table("a"), rule)
-    with pytest.raises(UntrustedError):
-        load(bundle_dir, trust=policy)
-    found = said(caplog)
-    assert f"enforcing: policy {policy}: target cpu-host is refused (unsigned): " in found
-    assert "0 signatures, of which those of nobody count" in found
-    assert "chose" not in found
-    assert "loaded" not in found
 
 
 @pytest.mark.usefixtures("no_warnings_of_fallback")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import threading
 import time
@@ -184,32 +183,3 @@ def test_a_slow_stage_shows_in_its_part(
     assert sum(parts(found).values()) == pytest.approx(found.total_seconds)
     assert parts(found)[part] > 0.9 * SLOW, found
     assert max(parts(found), key=parts(found).__getitem__) == part, found
-
-
-def test_a_process_starts_before_its_imports(settled_dir: Path, run_python: Any) -> None:
-    done = run_python(
-        "import dataclasses, importlib.abc, json, sys, time\n"
-        "class Slow(importlib.abc.MetaPathFinder):\n"
-        "    def find_spec(self, name, path, target=None):\n"
-        "        if name in ('prejit.runtime.loader', 'prejit.runtime.bundle', 'jaxlib._jax'):\n"
-        "            time.sleep(1)\n"
-        "sys.meta_path.insert(0, Slow())\n"
-        "time.sleep(1.5)\n"
-        "from prejit.runtime import load\n"
-        "time.sleep(2)\n"
-        "import numpy as np\n"
-        f"bundle = load({str(settled_dir)!r})\n"
-        "bundle.call('score', x=np.ones((2, 16), np.float32))\n"
-        "ended = time.perf_counter()\n"
-        "from prejit.runtime.base.process_facts import exec_time\n"
-        "found = dataclasses.asdict(bundle.start_report())\n"
-        "print(json.dumps({**found, 'by_clock': ended - exec_time()}))"
-    )
-    found = json.loads(done.stdout)
-    assert found["process_seconds"] >= 1.5
-    assert found["imports_seconds"] >= 3
-    assert found["other_seconds"] >= 2
-    inside = ("reading", "verifying", "loading", "first_run")
-    assert max(found[f"{name}_seconds"] for name in inside) < 1.5, "the sleeps are elsewhere"
-    assert sum(found[f"{name}_seconds"] for name in PARTS) == pytest.approx(found["total_seconds"])
-    assert found["by_clock"] - 0.5 < found["total_seconds"] < found["by_clock"] + 0.01

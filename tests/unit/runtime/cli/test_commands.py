@@ -263,15 +263,6 @@ def test_an_option_that_is_0_or_empty_is_given(
         assert run(name, settled_dir, option, "") == 6
 
 
-def test_call_takes_places(named: Callable[..., Path], x_file: Path, tmp_path: Path) -> None:
-    """As a manifest with a list of args gives them."""
-    argv = ("call", named(arguments={'["x"]': "[0]"}), "score", "-o", tmp_path / "out")
-    assert run(*argv, "--arg", f"0={x_file}") == 0
-    assert np.load(tmp_path / "out" / "result.npy").shape == (2, 4)
-    assert run(*argv, "--arg", f"1={x_file}") == 2
-    assert run(*argv, "--arg", f"x={x_file}") == 2
-
-
 def test_call_refuses_arguments_that_make_no_sense(
     settled_dir: Path, x_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

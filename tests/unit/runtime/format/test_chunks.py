@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import os
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ import numpy as np
 import pytest
 from blake3 import blake3
 from tests.extent import examples
-from tests.layouts import index_file, index_of
 
 from prejit.compiler.pipeline.pack.chunks import VerityHash
 from prejit.runtime.errors import RejectError
@@ -259,65 +256,3 @@ def test_a_receipt_of_chunks_is_none_for_the_whole_file(
     file.write_bytes(other)
     load(forged).call("score", x=X)
     assert Receipts(forged).digest_of(file) == digest_of(other) != f"sha256:{file.name}"
-
-
-def test_a_rejected_bundle_closes_its_files(path: Path, content: bytes) -> None:
-    """At once. Each map keeps a descriptor of its own until the garbage collector runs."""
-    flip(weights_of(path), len(content) // 2)
-    maps = len(list((path / "blobs" / "sha256").iterdir()))
-    gc.disable()
-    try:
-        before = len(os.listdir("/proc/self/fd"))
-        for _ in range(5):
-            with pytest.raises(RejectError):
-                load(path).call("score", x=X)
-        deadline = time.monotonic() + 60
-        while len(os.listdir("/proc/self/fd")) > before + 5 * maps and time.monotonic() < deadline:
-            time.sleep(0.01)  # a thread may still verify another chunk
-        assert len(os.listdir("/proc/self/fd")) <= before + 5 * maps
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize("features", [None, ("of-no-cpu",)])
-def test_a_load_reads_no_file_of_a_target_that_it_does_not_serve(
-    features: tuple[str, ...] | None, recipe: Any, tmp_path: Path
-) -> None:
-    """Whether it could be served or not. Damage there is found by `prejit verify`."""
-    served, other = recipe.targets
-    if features is not None:
-        needs = dataclasses.replace(other.config.requirement, cpu_features=features)
-        config = dataclasses.replace(other.config, requirement=needs)
-        recipe = dataclasses.replace(
-            recipe, targets=(served, dataclasses.replace(other, config=config))
-        )
-    path = recipe.write(tmp_path / "both")
-    target = load(path).target
-    for file in own_blobs(recipe, path, {t.config.target for t in recipe.targets} - {target}):
-        flip(file, file.stat().st_size - 2)
-        assert load(path).call("tick") == 7
-        with pytest.raises(RejectError) as caught:
-            audit(path, lambda *_: None)
-        assert caught.value.path == str(file)
-        content = file.read_bytes()
-        if features is not None:
-            file.unlink()
-            assert load(path).call("tick") == 7
-            with pytest.raises(RejectError, match="No such file"):
-                audit(path, lambda *_: None)
-            file.write_bytes(content)
-        flip(file, file.stat().st_size - 2)
-    audit(path, lambda *_: None)
-
-
-def own_blobs(recipe: Any, path: Path, targets: set[str]) -> list[Path]:
-    """Config and executables of targets. Their manifests, which every load reads, are left out."""
-    _, others = recipe.only(*({t.config.target for t in recipe.targets} - targets)).assemble()
-    manifests = {at["digest"] for at in index_of(path)["manifests"]}
-    found = [
-        file
-        for file in (path / "blobs" / "sha256").iterdir()
-        if f"sha256:{file.name}" not in {*others, *manifests} and file != index_file(path)
-    ]
-    assert len(found) == 2
-    return found

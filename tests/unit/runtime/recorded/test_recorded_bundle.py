@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -134,31 +132,6 @@ def test_what_somebody_changed_in_the_cache_is_replaced(
     assert not any(file.is_symlink() for file in again.iterdir())
     assert again.stat().st_mode & 0o777 == 0o555
     assert {file.stat().st_mode & 0o777 for file in again.iterdir()} == {0o444}
-
-
-def test_two_first_starts_unpack_once_and_never_take_away_the_directory(
-    write_recorded: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, read = write_recorded(), recorded_bundle.read_files
-    found = []
-    other = threading.Thread(target=lambda: found.append(open_recorded(path).directory))
-    unpacked = []
-
-    def read_beside_another(*arguments: Any) -> None:
-        unpacked.append(arguments)
-        if other.ident is None:
-            other.start()
-            other.join(0.5)  # it has to wait
-        read(*arguments)
-
-    monkeypatch.setattr(recorded_bundle, "read_files", read_beside_another)
-    directory = open_recorded(path).directory
-    assert directory is not None
-    before = directory.stat().st_ino
-    other.join()
-    assert found == [directory]
-    assert directory.stat().st_ino == before
-    assert len(unpacked) == 1
 
 
 def test_leftovers_and_wrong_clocks_keep_nothing_for_ever(

@@ -22,7 +22,8 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.pulling import Pulled, Wanted, pull
 from prejit.runtime.ship.reference import parse_reference
-from prejit.runtime.ship.shipping import ship
+
+from .conftest import moved
 
 CHANGED = (3, 4, 5, 20, 40)
 """The chunks that differ between two versions."""
@@ -45,7 +46,7 @@ class Versions:
                 target = match(read_root(layout), Fingerprint.current())[0]
                 manifest = read_contents(layout, target).manifest
             self.weights.append(manifest.layer(WEIGHTS_MEDIA_TYPE).digest)
-            ship(parse_reference(str(path)), self.at(tag))
+            moved(path, self.at(tag))
 
     def at(self, tag: str) -> Any:
         return parse_reference(f"oci://{self.registry.host}/b:{tag}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,22 +20,10 @@ from prejit.runtime.ship import object_repository, repository
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.pulling import Wanted, pull
 from prejit.runtime.ship.reference import parse_reference
-from prejit.runtime.ship.shipping import ship
 
-GOLDEN = Path(__file__).parents[3] / "format" / "v1"
+from .conftest import GOLDEN, moved
+
 HERE = Wanted(Fingerprint.current())
-
-
-@pytest.fixture
-def registry() -> Iterator[FakeRegistry]:
-    with fake_registry() as found:
-        for name in ("call", "decoder"):
-            ship(
-                parse_reference(str(GOLDEN / name)),
-                parse_reference(f"oci://{found.host}/{name}:v1"),
-            )
-        found.seen.clear()
-        yield found
 
 
 @pytest.mark.parametrize("name", ["bundles", "blobs", ".partial"])
@@ -106,7 +94,7 @@ def test_what_is_attached_has_a_limit(
     shutil.copytree(GOLDEN / "call", tmp_path / "call")
     sign(tmp_path / "call", signer("a"))
     at = parse_reference(f"oci://{registry.host}/signed:v1")
-    ship(parse_reference(str(tmp_path / "call")), at)
+    moved(tmp_path / "call", at)
     monkeypatch.setattr(repository, "_MAX_ATTACHED_BYTES", 1)
     with pytest.raises(RejectError, match="at most 1 bytes of what is attached"):
         pull(at, store, HERE)

@@ -23,9 +23,8 @@ from prejit.runtime.ship import object_repository
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.pulling import OFFLINE, Wanted, pull
 from prejit.runtime.ship.reference import parse_reference
-from prejit.runtime.ship.shipping import ship
 
-GOLDEN = Path(__file__).parents[3] / "format" / "v1"
+from .conftest import GOLDEN, moved
 
 
 @dataclass
@@ -137,7 +136,7 @@ def test_what_is_not_there_what_is_another_and_what_is_offline(
     with pytest.raises(UsageError, match="expected a host and a path"):
         load("hf://me")
     with pytest.raises(UsageError, match="found the hub") as raised:
-        ship(parse_reference(str(GOLDEN / "call")), parse_reference("hf://me/demo"))
+        moved(GOLDEN / "call", "hf://me/demo")
     assert "hf upload me/demo DIRECTORY" in str(raised.value.hint)
     assert main(("ls", "hf://me/demo")) == 2
     pull(parse_reference("hf://me/demo/bundle"), store, Wanted())

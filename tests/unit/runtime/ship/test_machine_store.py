@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.fake_registry import FakeRegistry, fake_registry
+from tests.fake_registry import FakeRegistry
 
 from prejit.runtime.errors import StoreError
 from prejit.runtime.format.audit import audit
@@ -21,9 +21,7 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.pulling import Wanted, pull
 from prejit.runtime.ship.reference import parse_reference
-from prejit.runtime.ship.shipping import ship
 
-GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 PULLS = """
 import difflib  # nobody may not even read the interpreter
 import os, sys
@@ -36,6 +34,8 @@ from prejit.runtime.ship import registry
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.pulling import Wanted, pull
 from prejit.runtime.ship.reference import parse_reference
+
+from .conftest import GOLDEN
 store, host, user = MachineStore(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
 here = Fingerprint.current()
 registry.Registry(parse_reference(f"oci://{host}/call:v1")).resolve("v1")  # imports what it needs
@@ -62,15 +62,6 @@ for attempt in (
         print(error)
 print(len(store.bundles()))
 """
-
-
-@pytest.fixture
-def registry() -> Iterator[FakeRegistry]:
-    with fake_registry() as found:
-        for name in ("call", "decoder"):
-            at = parse_reference(f"oci://{found.host}/{name}:v1")
-            ship(parse_reference(str(GOLDEN / name)), at)
-        yield found
 
 
 @pytest.fixture

@@ -6,16 +6,14 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.fake_registry import FakeRegistry, fake_registry
+from tests.fake_registry import FakeRegistry
 from tests.signers import key_table, signer, write_policy
 
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import load
-from prejit.runtime.__main__ import main
 from prejit.runtime.errors import RejectError, StoreError, UntrustedError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.generation.options import check_generation
@@ -23,20 +21,10 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.pulling import OFFLINE, Pulled, Wanted, pull, pull_into
 from prejit.runtime.ship.reference import parse_reference
-from prejit.runtime.ship.shipping import ship
 
-GOLDEN = Path(__file__).parents[3] / "format" / "v1"
+from .conftest import GOLDEN, moved
+
 HERE = Fingerprint.current()
-
-
-@pytest.fixture
-def registry() -> Iterator[FakeRegistry]:
-    with fake_registry() as found:
-        for name in ("fleet", "call", "decoder"):
-            at = parse_reference(f"oci://{found.host}/{name}:v1")
-            ship(parse_reference(str(GOLDEN / name)), at)
-        found.seen.clear()
-        yield found
 
 
 def pulled(registry: FakeRegistry, store: MachineStore, name: str, **wanted: object) -> Pulled:
@@ -83,7 +71,7 @@ def test_a_policy_decides_before_the_weights_are_fetched(
     shutil.copytree(GOLDEN / "call", bundle)
     sign(bundle, signer("a"))
     signed = parse_reference(f"oci://{registry.host}/signed:v1")
-    ship(parse_reference(str(bundle)), signed)
+    moved(bundle, signed)
     policy = write_policy(
         tmp_path / "trust.toml", key_table("a"), '[[rules]]\nnames = ["*"]\nkeys = ["a"]\n'
     )
@@ -160,7 +148,7 @@ def test_what_is_attached_later_arrives_with_the_next_pull(
     shutil.copytree(GOLDEN / "call", tmp_path / "call")
     sign(tmp_path / "call", signer("a"))
     at = parse_reference(f"oci://{registry.host}/call:v1")
-    ship(parse_reference(str(tmp_path / "call")), at)
+    moved(tmp_path / "call", at)
     again = pulled(registry, store, "call:v1")
     assert again.digest == first.digest
     counts = [
@@ -173,29 +161,3 @@ def test_what_is_attached_later_arrives_with_the_next_pull(
 def test_nothing_is_removed_while_a_bundle_arrives(store: MachineStore) -> None:
     with store.writing(), pytest.raises(StoreError, match="is being fetched"):
         store.collect(0, 0)
-
-
-def test_the_commands(
-    registry: FakeRegistry, store: MachineStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    at = f"oci://{registry.host}/fleet:v1"
-    expected = [
-        (("push", str(GOLDEN / "call"), f"oci://{registry.host}/new:v1"), "were there"),
-        (("pull", at), "bundles"),
-        (("pull", at, "-o", str(tmp_path / "out"), "--all"), "out"),
-        (("copy", at, str(tmp_path / "fleet.tar")), "were there"),
-        (("tag", at, "stable"), ":stable@sha256:"),
-        (("ls", f"oci://{registry.host}/fleet"), "stable"),
-        (("rm", f"oci://{registry.host}/fleet:stable"), "removed"),
-        (("store",), "1 "),
-        (("inspect", at), "fleet"),
-        (("explain", f"oci://{registry.host}/call:v1"), "fits"),
-        (("verify", at), "6 targets"),
-        (("store", "--gc", "0", "--days", "0"), "removed 1 bundles"),
-    ]
-    for words, said in expected:
-        assert main(words) == 0, words
-        assert said in capsys.readouterr().out, words
-    for words in (("push", at, at), ("pull", "a/directory"), ("rm", "a/directory")):
-        assert main(words) == 2
-        assert "hint" in (error := capsys.readouterr().err) or "expected" in error

@@ -21,15 +21,15 @@ from prejit.runtime.ship.object_repository import ObjectRepository
 from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.registry_client import certificate_hint
 from prejit.runtime.ship.repository import Shipment
-from prejit.runtime.ship.shipping import open_repository, ship
+from prejit.runtime.ship.shipping import open_repository
 
-GOLDEN = Path(__file__).parents[3] / "format" / "v1"
+from .conftest import GOLDEN, moved
 
 
 def push(place: str) -> str:
     """Push a bundle, which is refused. Return the error and its hint."""
     with pytest.raises((StoreError, UsageError)) as raised:
-        ship(parse_reference(str(GOLDEN / "call")), parse_reference(place))
+        moved(GOLDEN / "call", place)
     return f"{raised.value} {raised.value.hint}"
 
 
@@ -76,7 +76,7 @@ def test_a_registry(fault: object, said: str) -> None:
 
 def test_a_registry_without_uploads_in_chunks_gets_each_blob_whole() -> None:
     with fake_registry(fault=lambda method, path: 405 if method == "PATCH" else None) as registry:
-        ship(parse_reference(str(GOLDEN / "call")), parse_reference(f"oci://{registry.host}/call"))
+        moved(GOLDEN / "call", f"oci://{registry.host}/call")
         assert registry.count("PATCH", "") == 0
         assert all(digest_of(content) == at for (_, at), content in registry.blobs.items())
 
@@ -154,7 +154,7 @@ def test_a_pull_goes_on_from_a_server_without_ranges(
     half = tmp_path / "back" / ".partial" / largest.rpartition("/")[2]
     half.parent.mkdir(parents=True)
     half.write_bytes(files[largest][: len(files[largest]) // 2])
-    ship(parse_reference(f"{web}/call"), parse_reference(str(tmp_path / "back")))
+    moved(f"{web}/call", tmp_path / "back")
     expected = audit(GOLDEN / "call", check_generation)
     assert audit(tmp_path / "back", check_generation) == expected
 
@@ -169,14 +169,14 @@ def test_the_last_tag_of_a_bucket_leaves_blobs_and_says_so(
             monkeypatch.setenv(name, value)
         at = "s3://bucket/models/demo"
         for name, tag in (("call", "v1"), ("call", "stable"), ("fleet", "v2")):
-            ship(parse_reference(str(GOLDEN / name)), parse_reference(f"{at}:{tag}"))
+            moved(GOLDEN / name, f"{at}:{tag}")
         place = open_repository(parse_reference(at))
         assert place.remove("stable") == 0
         sizes = [
             file.stat().st_size for file in (GOLDEN / "call" / "blobs").rglob("*") if file.is_file()
         ]
         assert 0 < place.remove("v1") <= sum(sizes)
-        ship(parse_reference(f"{at}:v2"), parse_reference(str(tmp_path / "back")))
+        moved(f"{at}:v2", tmp_path / "back")
 
         # A push that found the blobs of a tag which goes before its own is there.
         write, removed = ObjectRepository.publish, []
@@ -186,9 +186,9 @@ def test_the_last_tag_of_a_bucket_leaves_blobs_and_says_so(
             write(place, shipment, tag)
 
         monkeypatch.setattr(ObjectRepository, "publish", publish)
-        ship(parse_reference(str(GOLDEN / "fleet")), parse_reference(f"{at}:v3"))
+        moved(GOLDEN / "fleet", f"{at}:v3")
         assert removed[0] > 0
-        ship(parse_reference(f"{at}:v3"), parse_reference(str(tmp_path / "beside")))
+        moved(f"{at}:v3", tmp_path / "beside")
     expected = audit(GOLDEN / "fleet", check_generation)
     assert audit(tmp_path / "beside", check_generation) == expected
     assert audit(tmp_path / "back", check_generation) == expected

@@ -53,8 +53,7 @@ def case_of(bundle: Path, policy: Path | None) -> str:
 
 
 def runs(bundle: Path, policy: Path | None) -> None:
-    with load(bundle, trust=policy) as loaded:
-        assert loaded.call("score", x=X).shape == (2, 4)
+    load(bundle, trust=policy).close()
 
 
 @pytest.fixture
