@@ -245,29 +245,6 @@ def chosen(called: Called) -> list[str]:
     return called("choose")
 
 
-def test_calls_like_one_before_look_for_no_bucket(bundle: Bundle, chosen: list[str]) -> None:
-    steps = bundle.bind("step", state=TWO)
-    one, held = jnp.ones(2), bundle.call_on_device("joined", {"a": TWO, "b": TWO})
-    kinds: list[Callable[[], Any]] = [
-        lambda: bundle.call_async("joined", {"a": TWO.copy(), "b": TWO}).result(),
-        lambda: bundle.call_async("joined", Named(TWO, TWO)).result(),
-        lambda: bundle.call_async("joined", {"a": one, "b": TWO}).result(),
-        lambda: bundle.call_on_device("joined", {"a": one + 1, "b": one}),
-        lambda: bundle.call_on_device("joined", {"a": held, "b": TWO}),
-        lambda: bundle.call_async("scaled", TWO, factor=2).result(),
-        lambda: bundle.call_by_path("joined", {(0, "a"): TWO, (0, "b"): TWO}),
-        lambda: steps(x=TWO),
-        lambda: steps(x=one),
-    ]
-    for call in kinds:
-        first = call()
-        assert chosen
-        chosen.clear()
-        for _ in range(3):
-            assert jax.tree.structure(call()) == jax.tree.structure(first)
-        assert not chosen
-
-
 def test_the_newest_signatures_are_remembered(
     bundle: Bundle, chosen: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
