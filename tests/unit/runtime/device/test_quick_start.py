@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import time
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.harness.page_cache import evict, resident_ranges
+from prejit.runtime.device import quick_start
+from prejit.runtime.device.quick_start import PAGE_BYTES, collector_off, read_ahead
 from prejit.runtime.machine.kept_files import first_programs
+from scripts.record_library_pages import line
 
 WATCHED = """
 import gc, os, sys, threading
@@ -173,3 +182,145 @@ def test_a_start_loads_at_once_what_the_last_one_wanted(
     file.write_bytes(b'["no such program", "decode/b9"]')
     assert run_python(code + "settle(60)\nprint(tokens([1, 2, 3]))").stdout == first
     assert file.read_bytes() == right, "what was wanted is remembered instead"
+
+
+# --- the garbage collector keeps the settings of the host -------------------------------------------------
+
+
+class Node:
+    """An object in a circle, which only the collector frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture
+def alone(collector_on: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process without other threads; pytest-xdist has one."""
+    monkeypatch.setattr("prejit.runtime.device.quick_start.is_alone", lambda: True)
+
+
+@pytest.fixture
+def collector_on() -> Iterator[None]:
+    assert gc.isenabled()
+    assert not gc.get_freeze_count()
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+def collections() -> int:
+    return sum(one["collections"] for one in gc.get_stats())
+
+
+@pytest.mark.usefixtures("alone")
+def test_nothing_looks_through_the_new_objects_afterwards() -> None:
+    gc.collect()
+    before = collections()
+    with collector_off():
+        assert not gc.isenabled()
+        made = [[number] for number in range(10 * gc.get_threshold()[0])]
+    assert gc.isenabled()
+    [
+        [] for _ in range(gc.get_threshold()[0] // 2)
+    ]  # without aging, the first of these would collect
+    assert collections() == before
+    assert any(one is made for one in gc.get_objects(generation=2))
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_next_full_collection_frees_garbage_of_a_load() -> None:
+    with collector_off():
+        gone = weakref.ref(Node())
+    assert gone() is not None
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.usefixtures("alone")
+def test_settings_of_the_host_stay_and_an_error_turns_it_on_again() -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with pytest.raises(ValueError, match="broken"), collector_off():
+        raise ValueError("broken")
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= frozen // 2  # freed objects leave the count
+    gc.disable()
+    with collector_off():
+        pass
+    assert not gc.isenabled()
+
+
+# --- pages of jaxlib's library are read ahead where they are not in memory --------------------------------
+
+
+PAGES = 2048
+LISTED = {600, 601, 602, 1500, *range(1600, 1900)}
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library that is listed, and not in memory."""
+    path = tmp_path / "library.so"
+    with open(path, "wb") as file:
+        file.write(os.urandom(PAGES * PAGE_BYTES))
+        os.fsync(file.fileno())
+    listed = tmp_path / "listed.txt"
+    lines = ["12345 1+2 # another", line(path.stat().st_size, LISTED, "this one")]
+    listed.write_text("".join(f"{each}\n" for each in lines), encoding="ascii")
+    monkeypatch.setattr(quick_start, "_LISTED", str(listed))
+    evict(path)
+    if resident_ranges(path):
+        pytest.skip("this file system keeps all pages in memory")
+    return path
+
+
+def in_memory(path: Path) -> set[int]:
+    ranges = [(r.start // PAGE_BYTES, -(-r.length // PAGE_BYTES)) for r in resident_ranges(path)]
+    return {page for first, count in ranges for page in range(first, first + count)}
+
+
+def test_the_listed_pages_of_a_cold_library_are_read(library: Path) -> None:
+    assert read_ahead(str(library)) == len(LISTED)
+    until = time.monotonic() + 60
+    while not in_memory(library) >= LISTED and time.monotonic() < until:
+        time.sleep(0.01)  # nobody waited for the disk
+    assert in_memory(library) >= LISTED
+    assert len(in_memory(library)) < PAGES, "not all of it"
+
+
+def test_a_library_in_memory_or_not_listed_is_left(library: Path) -> None:
+    library.read_bytes()
+    assert read_ahead(str(library)) == 0
+    with open(library, "ab") as file:
+        file.write(b"a build of another size, which is not listed")
+        os.fsync(file.fileno())
+    evict(library)
+    assert read_ahead(str(library)) == 0
+    assert read_ahead(str(library.with_name("none.so"))) == 0
+
+
+def test_the_recorded_lists_name_pages_of_their_libraries() -> None:
+    lines = Path(quick_start._LISTED).read_text(encoding="ascii").splitlines()
+    assert any(each.endswith("# jaxlib 0.10.2, Python 3.11") for each in lines)
+    for each in lines:
+        size = int(each.split()[0])
+        found = list(quick_start._listed(size))
+        assert 20_000_000 < sum(count for _, count in found) * PAGE_BYTES < size / 2
+        assert all(first >= 0 and (first + count) * PAGE_BYTES < size for first, count in found)
+        at = quick_start._PROBED_PAGE
+        assert any(first <= at < first + count for first, count in found), "the page that is probed"
+
+
+def test_the_library_is_read_ahead_once_and_before_the_imports(
+    settled_dir: Path, run_python: Any
+) -> None:
+    run_python(
+        "import sys\n"
+        "from prejit.runtime.device import quick_start\n"
+        "seen = []\n"
+        "quick_start.read_ahead = lambda path: seen.append('numpy' in sys.modules)\n"
+        "from prejit.runtime import load\n"
+        f"load({str(settled_dir)!r})\n"
+        "assert seen == [False], seen\n"
+    )
