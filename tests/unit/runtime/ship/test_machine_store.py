@@ -35,7 +35,6 @@ from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.pulling import Wanted, pull
 from prejit.runtime.ship.reference import parse_reference
 
-from .conftest import GOLDEN
 store, host, user = MachineStore(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
 here = Fingerprint.current()
 registry.Registry(parse_reference(f"oci://{host}/call:v1")).resolve("v1")  # imports what it needs

@@ -170,14 +170,14 @@ def test_nothing_is_removed_while_a_bundle_arrives(store: MachineStore) -> None:
 # --- what a place or another process with the store wants, and does not get -------------------------------
 
 
-HERE = Wanted(Fingerprint.current())
+WANTED = Wanted(HERE)
 
 
 @pytest.mark.parametrize("name", ["bundles", "blobs", ".partial"])
 def test_a_link_in_the_store_leads_nowhere(
     registry: FakeRegistry, store: MachineStore, tmp_path: Path, name: str
 ) -> None:
-    pull(parse_reference(f"oci://{registry.host}/call:v1"), store, HERE)
+    pull(parse_reference(f"oci://{registry.host}/call:v1"), store, WANTED)
     home = tmp_path / "home"
     (home / "alice").mkdir(parents=True)
     shutil.rmtree(store.path / name, ignore_errors=True)
@@ -209,9 +209,9 @@ def test_no_login_of_netrc_goes_to_a_registry_or_to_where_it_points(
             return (401, asked) if "decoder" in path else None
 
         registry.fault = fault
-        pull(parse_reference(f"oci://{registry.host}/call:v1"), store, HERE)
+        pull(parse_reference(f"oci://{registry.host}/call:v1"), store, WANTED)
         with pytest.raises(StoreError):
-            pull(parse_reference(f"oci://{registry.host}/decoder:v1"), store, HERE)
+            pull(parse_reference(f"oci://{registry.host}/decoder:v1"), store, WANTED)
         seen = [*registry.seen, *other.seen]
     assert len(other.seen) > 1
     assert {authorization for *_, authorization in seen} == {""}
@@ -221,7 +221,7 @@ def test_a_bundle_that_is_exchanged_after_it_was_found_is_not_loaded(
     registry: FakeRegistry, store: MachineStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call, other = (
-        pull(parse_reference(f"oci://{registry.host}/{name}:v1"), store, HERE)
+        pull(parse_reference(f"oci://{registry.host}/{name}:v1"), store, WANTED)
         for name in ("call", "decoder")
     )
     opens: Callable[..., Any] = loader.read_whole
@@ -244,7 +244,7 @@ def test_what_is_attached_has_a_limit(
     moved(tmp_path / "call", at)
     monkeypatch.setattr(repository, "_MAX_ATTACHED_BYTES", 1)
     with pytest.raises(RejectError, match="at most 1 bytes of what is attached"):
-        pull(at, store, HERE)
+        pull(at, store, WANTED)
 
 
 @pytest.mark.parametrize(
@@ -268,9 +268,9 @@ def test_a_token_goes_to_the_server_that_it_is_for(
 def test_a_bundle_that_lacks_a_file_is_fetched_again(
     registry: FakeRegistry, store: MachineStore
 ) -> None:
-    found = pull(parse_reference(f"oci://{registry.host}/call:v1"), store, HERE)
+    found = pull(parse_reference(f"oci://{registry.host}/call:v1"), store, WANTED)
     gone = max((store.path / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
     gone.unlink()
-    again = pull(parse_reference(f"oci://{registry.host}/call@{found.digest}"), store, HERE)
+    again = pull(parse_reference(f"oci://{registry.host}/call@{found.digest}"), store, WANTED)
     assert again.moved is not None
     assert gone.is_file()
