@@ -72,37 +72,36 @@ thread.start()
 """
 
 
+AS_EVER = [("numpy", True, None), ("jaxlib._jax", True, None)]
+"""What is seen of a start that sets nothing: the collector is on, and OpenBLAS has no time limit."""
+
+
 @pytest.mark.parametrize(
-    ("before", "env", "seen"),
+    ("before", "env", "seen", "after"),
     [
-        # One switch turns all of it off.
-        ("", {"PREJIT_PLAIN_START": "1"}, [("numpy", True, None), ("jaxlib._jax", True, None)]),
-        # Threads of the host make garbage, read the environment, and start processes that inherit it.
-        (THREADED, {}, [("numpy", True, None), ("jaxlib._jax", True, None)]),
-        # What the host set itself stays as it was.
+        (
+            "",
+            {"PREJIT_PLAIN_START": "1"},
+            AS_EVER,
+            "assert 'prejit-open-jaxlib' not in started, started\n"
+            "assert 'numpy' in vars(sys.modules['jax']), 'jax is imported as anybody does'",
+        ),
+        (THREADED, {}, AS_EVER, "resting.set()"),
         (
             "import gc\ngc.disable()",
             {"OPENBLAS_THREAD_TIMEOUT": "20"},
             [("numpy", False, "20"), ("jaxlib._jax", False, "20")],
+            "assert not gc.isenabled()\nassert os.environ['OPENBLAS_THREAD_TIMEOUT'] == '20'",
         ),
     ],
+    ids=["one switch turns all off", "beside threads of the host", "settings of the host"],
 )
 def test_nothing_is_set_where_a_host_would_notice_it(
-    before: str, env: dict[str, str], seen: Any, settled_dir: Path, run_python: Any
+    before: str, env: dict[str, str], seen: Any, after: str, settled_dir: Path, run_python: Any
 ) -> None:
-    run_python(
-        before
-        + WATCHED
-        + CALL.format(path=str(settled_dir))
-        + "globals().get('resting', threading.Event()).set()\n"
-        + f"assert seen == {seen!r}, seen\n"
-        + "assert gc.isenabled() == seen[-1][1]\n"
-        + f"assert os.environ.get('OPENBLAS_THREAD_TIMEOUT') == {env.get('OPENBLAS_THREAD_TIMEOUT')!r}\n"
-        + "plain = 'PREJIT_PLAIN_START' in os.environ\n"
-        + "assert not (plain and 'prejit-open-jaxlib' in started), started\n"
-        + "assert not plain or 'numpy' in vars(sys.modules['jax']), 'imported as anybody does'",
-        env=env,
-    )
+    """Threads of the host make garbage, read the environment, and start processes that inherit it."""
+    code = CALL.format(path=str(settled_dir))
+    run_python(f"{before}{WATCHED}{code}{after}\nassert seen == {seen!r}, seen", env=env)
 
 
 def test_a_load_in_a_thread_leaves_the_collector_on(settled_dir: Path, run_python: Any) -> None:
