@@ -163,7 +163,8 @@ class _RegistryHandler(QuietHandler):
             self.reply(202 if gone else 404 if state.has_tag_deletion else 405)
         elif kind == "manifests":
             content = state.manifests.get((name, rest))
-            self.send(content, fault, content_type=_media_type(content or b""))
+            kind, digest = _media_type(content or b""), digest_of(content or b"")
+            self.send(content, fault, content_type=kind, docker_content_digest=digest)
         elif kind == "blobs":
             self.send(state.blobs.get((name, rest)), fault)
         elif kind == "referrers" and state.has_referrers:

@@ -246,13 +246,9 @@ def test_weights_lie_in_chunks() -> None:
     ("change", "complaint"),
     [
         ({"algorithm": "sha256"}, "expected blake3, found 'sha256'"),
-        ({"size": 65_535}, "expected a size of 65536 to 67108864 bytes, found 65535"),
         ({"size": 67_108_865}, "expected a size of 65536 to 67108864 bytes, found 67108865"),
-        ({"size": 131_072}, "expected 2 for 153856 bytes in chunks of 131072, found 3"),
         ({"digests": []}, "expected digests of 64 hexadecimal digits, at least one"),
-        ({"digests": ["A" * 64] * 3}, "expected digests of 64 hexadecimal digits, at least one"),
         ({"digests": ["a" * 64]}, "expected 3 for 153856 bytes in chunks of 65536, found 1"),
-        ({"verity": "a" * 64}, "expected verity of sha256: and 64 hexadecimal digits, found 'a"),
         ({"verity": "sha256:" + "A" * 64}, "expected verity of sha256: and 64 hexadecimal digits"),
     ],
 )
@@ -297,14 +293,10 @@ def recorded() -> tuple[second_reader.Target, ImageManifest, dict[str, bytes]]:
     ("change", "complaint"),
     [
         ({"file": "../../.profile"}, "expected a file of jax's compilation cache"),
-        ({"file": f"a/b-{'0' * 64}-cache"}, "expected a file of jax's compilation cache"),
         ({"file": f"jit_a-{'0' * 63}-cache"}, "expected a file of jax's compilation cache"),
-        ({"file": f"{'a' * 181}-{'0' * 64}-cache"}, "expected a file of jax's compilation cache"),
         ({"ingredients": {"computation": "A" * 64}}, "expected digests of 64 hexadecimal digits"),
-        ({"entry": {"raw_size": 0}}, "raw_size: expected 1 to"),
         ({"entry": {"raw_size": (1 << 30) + 1}}, "raw_size: expected 1 to"),
         ({"entry": {"offset": 1 << 20}}, "expected frames in .* bytes, found 1048576 to"),
-        ({"entry": {"offset": -1}}, "expected frames in .* bytes, found -1 to"),
     ],
 )
 def test_two_readers_refuse_the_same_recorded_files(
@@ -503,24 +495,6 @@ def test_caches_grow_while_a_row_is_at_work() -> None:
     assert [tokens[first], tokens[second]] == [wanted["token_ids"][0][:8], wanted["token_ids"][1]]
     made = {report.program for report in loaded.report() if report.source != "unused"}
     assert "copy/b2-c16-to-b2-c32" in made
-
-
-def test_prefixes_are_copied() -> None:
-    loaded, wanted = loaded_once("decoder"), expected_of("decoder")
-    prefix = loaded.prefix(wanted["prompts"][0][:6])
-    result = loaded.generate(wanted["prompts"][0], max_new_tokens=20, prefix=prefix)
-    assert [*result.token_ids] == wanted["token_ids"][0]
-    assert result.stats.reused_tokens == 6
-
-
-def test_sessions_go_on_from_what_they_have_computed() -> None:
-    loaded, wanted = loaded_once("decoder"), expected_of("decoder")
-    session = loaded.session()
-    first = session.generate(wanted["prompts"][0], max_new_tokens=20)
-    assert [*first.token_ids] == wanted["token_ids"][0]
-    again = session.generate(wanted["prompts"][0], max_new_tokens=20)
-    assert again.token_ids == first.token_ids
-    assert again.stats.reused_tokens == len(wanted["prompts"][0]) - 1
 
 
 def test_reader_writes_about_its_sources() -> None:

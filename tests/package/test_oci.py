@@ -6,9 +6,7 @@ import hashlib
 import json
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import oras.schemas
 import pytest
 from oras.layout.layout import Layout, NewLayoutFromRegistry
 from oras.provider import Registry
+from tests.fake_registry import FakeRegistry, fake_registry
 from tests.layouts import blob, index_of
 from tests.layouts import blobs_of as blob_files
 
@@ -137,77 +136,17 @@ def test_index_and_manifests_are_as_the_specification_says(
     assert {path.name for path in bundle_dir.iterdir()} == {"blobs", "index.json", "oci-layout"}
 
 
-class _Store(ThreadingHTTPServer):
-    """A registry on the loopback interface: the part of the OCI distribution API that a push needs."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.blobs: dict[str, bytes] = {}
-        self.manifests: dict[str, tuple[str, bytes]] = {}
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Store
-
-    def _answer(self, status: int, body: bytes = b"", **headers: str) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def _body(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-
-    def do_GET(self) -> None:
-        kind, reference = self.path.split("?")[0].rsplit("/", 2)[-2:]
-        if kind == "manifests" and reference in self.server.manifests:
-            media_type, body = self.server.manifests[reference]
-            self._answer(200, body, Content_Type=media_type, Docker_Content_Digest=sha256(body))
-        elif kind == "blobs" and reference in self.server.blobs:
-            self._answer(200, self.server.blobs[reference])
-        else:
-            self._answer(404)
-
-    do_HEAD = do_GET
-
-    def do_POST(self) -> None:
-        self._body()
-        self._answer(202, Location="/v2/bundle/blobs/uploads/1")
-
-    def do_PUT(self) -> None:
-        body = self._body()
-        digest = sha256(body)
-        if "/blobs/uploads/" in self.path:
-            assert self.path.partition("digest=")[2].replace("%3A", ":") == digest
-            self.server.blobs[digest] = body
-        else:
-            reference = self.path.split("?")[0].rsplit("/", 1)[1]
-            for name in (reference, digest):
-                self.server.manifests[name] = (self.headers["Content-Type"], body)
-        self._answer(201, Location=self.path, Docker_Content_Digest=digest)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture
-def registry() -> Iterator[_Store]:
-    with _Store() as store:
-        thread = threading.Thread(target=store.serve_forever, daemon=True)
-        thread.start()
-        yield store
-        store.shutdown()
-        thread.join()
+def registry() -> Iterator[FakeRegistry]:
+    with fake_registry(has_referrers=False) as found:
+        yield found
 
 
 @pytest.mark.parametrize(
     ("tag", "kind", "targets"), [("example", "index", 2), ("cpu-host", "manifest", 1)]
 )
 def test_what_oras_pushed_and_pulled_is_the_bundle_or_one_of_its_targets(
-    registry: _Store,
+    registry: FakeRegistry,
     bundle_dir: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -217,10 +156,10 @@ def test_what_oras_pushed_and_pulled_is_the_bundle_or_one_of_its_targets(
 ) -> None:
     """One reference names the whole: the registry's digest is the bundle's."""
     provider = Registry(insecure=True, tls_verify=False)
-    where = f"127.0.0.1:{registry.server_address[1]}/bundle:v1"
+    where = f"{registry.host}/bundle:v1"
     Layout(str(bundle_dir)).push_to_registry(provider=provider, target=where, tag=tag)
-    media_type, content = registry.manifests["v1"]
-    assert media_type == f"application/vnd.oci.image.{kind}.v1+json"
+    content = registry.manifests["bundle", "v1"]
+    assert json.loads(content)["mediaType"] == f"application/vnd.oci.image.{kind}.v1+json"
     NewLayoutFromRegistry(str(tmp_path / "pulled"), provider, where, tag="anything")
     pulled, whole = (load(at, on_mismatch="error") for at in (tmp_path / "pulled", bundle_dir))
     assert (pulled.name, pulled.target, pulled.digest) == (whole.name, "cpu-host", sha256(content))
@@ -276,14 +215,6 @@ def test_a_copy_is_checked_as_a_bundle_is(
         damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
         with pytest.raises(RejectError):
             load(copy)
-    wrong = [{"digest": "sha256:0"}, {"size": -1}, {"size": "1"}, {"mediaType": "text/plain"}]
-    for change in wrong:
-        copy = copy_of(bundle_dir, tmp_path / "wrong", "cpu-host")
-        index = json.loads((copy / "index.json").read_bytes())
-        index["manifests"][0] |= change
-        (copy / "index.json").write_text(json.dumps(index))
-        with pytest.raises(RejectError):
-            load(copy)
     other = make_recipe(name="other").write(tmp_path / "other")
     mixed = copy_of(other, copy_of(bundle_dir, tmp_path / "mixed", "cpu-host"), "cpu-x86-64-v3")
     index = json.loads((mixed / "index.json").read_bytes())
@@ -335,16 +266,3 @@ def test_skopeo_copies_the_whole_bundle(bundle_dir: Path, tmp_path: Path) -> Non
     assert main(["verify", str(copied)]) == 0
     found = {path.name for path in (copied / "blobs" / "sha256").iterdir()}
     assert found >= {file.name for file in blob_files(bundle_dir).values()}
-
-
-@with_skopeo
-def test_skopeo_unpacks_a_target_and_refuses_a_damaged_one(
-    bundle_dir: Path, tmp_path: Path
-) -> None:
-    skopeo("copy", f"oci:{bundle_dir}:cpu-host", f"dir:{tmp_path}/unpacked")
-    for digest in blobs_of(bundle_dir, "cpu-host")[1:]:
-        file = blob(bundle_dir, digest)
-        assert (tmp_path / "unpacked" / file.name).read_bytes() == file.read_bytes()
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
-    with pytest.raises(subprocess.CalledProcessError):
-        skopeo("copy", f"oci:{bundle_dir}:cpu-host", f"dir:{tmp_path}/again")

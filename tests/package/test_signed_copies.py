@@ -104,18 +104,6 @@ def test_a_copy_by_skopeo_runs_once_its_signatures_are_copied(
 
 @with_skopeo
 @pytest.mark.parametrize(("what", "targets"), [("example", 2), (TARGET, 1)])
-def test_a_copy_through_a_registry_by_skopeo_runs(
-    what: str, targets: int, registry: str, signed: Path, policy: str, tmp_path: Path
-) -> None:
-    copy = tmp_path / "copy"
-    for name in (what, *names(signed)):
-        skopeo(f"oci:{signed}:{name}", f"docker://{registry}:{name}")
-        skopeo(f"docker://{registry}:{name}", f"oci:{copy}:{name}")
-    allowed(copy, policy, targets)
-
-
-@with_skopeo
-@pytest.mark.parametrize(("what", "targets"), [("example", 2), (TARGET, 1)])
 def test_what_oras_pushed_runs_after_skopeo_pulled_it(
     what: str, targets: int, registry: str, signed: Path, policy: str, tmp_path: Path
 ) -> None:

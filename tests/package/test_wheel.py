@@ -182,16 +182,3 @@ def test_the_commands_work_there(server: Path, settled_dir: Path) -> None:
     assert "Usage: prejit" in run(*module, "--help").stdout
     assert "ok: 2 targets" in run(*module, "verify", settled_dir).stdout
     run(*command, "explain", settled_dir)
-
-
-@pytest.mark.parametrize(
-    ("command", "house"), [("build", "compiler"), ("plan", "compiler"), ("serve", "server")]
-)
-def test_what_is_not_installed_says_how_to_get_it(
-    command: str, house: str, server: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "x.toml").write_text('[bundle]\nname = "x"\n')
-    done = run(server / "prejit", command, "x.toml", status=2, cwd=tmp_path)
-    assert done.stdout == ""
-    assert done.stderr.startswith(f"error[usage]: `prejit {command}` needs prejit's {house}")
-    assert done.stderr.rstrip().endswith(f"hint: pip install 'prejit[{house}]'")

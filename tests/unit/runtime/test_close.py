@@ -218,7 +218,7 @@ def test_a_bundle_is_closed_while_it_generates_twice_and_loaded_again(decoder_di
 
 
 def test_threads_that_call_while_it_closes_get_a_result_or_the_error(functions_dir: Path) -> None:
-    for _ in range(5):
+    for _ in range(2):
         bundle, started = load(functions_dir), threading.Barrier(5)
 
         def call(

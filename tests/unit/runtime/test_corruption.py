@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.extent import examples
-from tests.layouts import index_file, index_of, write_root
+from tests.layouts import index_of, write_root
 
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import RejectError
@@ -187,43 +187,6 @@ def hashed_by_load(path: Path) -> int:
         return check_blobs(layout, manifests, Receipts(path)).hashed_bytes
 
 
-LOAD_AND_CALL = """
-import sys
-import numpy as np
-from prejit.runtime import load, RejectError
-
-try:
-    bundle = load(sys.argv[1])
-    print(bundle.call("score", x=np.ones((2, 16), np.float32)).tolist(), bundle.call("tick"))
-except RejectError as error:
-    print("rejected", error.path)
-"""
-
-
-def test_fresh_processes_find_damage_behind_receipts(bundle_dir: Path, run_python: Any) -> None:
-    path = bundle_dir
-    wait_until_settled(path)
-    good = run_python(LOAD_AND_CALL, path).stdout
-    assert good.startswith("[[")
-    receipts = list((Path(os.environ["PREJIT_RUNTIME_CACHE"]) / "receipts").rglob("*.json"))
-    assert len(receipts) == 1
-    assert run_python(LOAD_AND_CALL, path).stdout == good
-    generator = random.Random(3)
-    roles = {file for (target, _), file in files_by_role(path).items() if target == "cpu-host"}
-    for file in (index_file(path), *sorted(roles)[:: examples(5, 1)]):
-        with changed(file, corrupt(file.read_bytes(), generator), hide=True):
-            assert run_python(LOAD_AND_CALL, path).stdout == f"rejected {file}\n"
-
-
-def wait_until_settled(path: Path) -> None:
-    import time
-
-    from prejit.runtime.machine.kept_files import SETTLED_SECONDS
-
-    newest = max(file.stat().st_ctime for file in path.rglob("*"))
-    time.sleep(max(0.0, newest + SETTLED_SECONDS + 0.05 - time.time()))
-
-
 Damage = Callable[[bytes, random.Random], bytes]
 
 
@@ -248,15 +211,6 @@ DAMAGES: dict[str, Damage] = {
 }
 
 
-def test_an_index_of_another_bundle_is_rejected(
-    bundle_dir: Path, make_recipe: Any, tmp_path: Path, nothing_runs: None
-) -> None:
-    other = make_recipe(score_scale=2.0).write(tmp_path / "other")
-    with changed(bundle_dir / "index.json", (other / "index.json").read_bytes()):
-        with pytest.raises(RejectError, match=r"blobs/sha256/.*No such file"):
-            load(bundle_dir)
-
-
 def files_by_role(path: Path) -> dict[tuple[str, str], Path]:
     """Every blob of a bundle by target and media type."""
     import json
@@ -269,16 +223,6 @@ def files_by_role(path: Path) -> dict[tuple[str, str], Path]:
         for entry in (target, manifest["config"], *manifest["layers"]):
             found[name, entry["mediaType"]] = blobs / entry["digest"][7:]
     return found
-
-
-def test_files_that_belong_to_nobody_do_no_harm(bundle_dir: Path, recipe: Any) -> None:
-    (bundle_dir / "blobs" / "sha256" / ("0" * 64)).write_bytes(b"stray")
-    (bundle_dir / "blobs" / "sha256" / ".half.tmp").write_bytes(b"stray")
-    (bundle_dir / "ingest").mkdir()
-    np.testing.assert_array_equal(
-        load(bundle_dir).call("score", x=np.zeros((2, 16), np.float32))[0],
-        recipe.weights["score:bias"],
-    )
 
 
 def other_bytes(content: bytes) -> bytes:

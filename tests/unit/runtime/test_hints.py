@@ -60,62 +60,45 @@ def found(report: StartReport, root: Path, blob: str = BLOB, *programs: ProgramR
     return "\n".join(hints(report, blob, programs, str(root)))
 
 
-PARTS = [
-    f"{part}_seconds"
-    for part in ("process", "imports", "reading", "verifying", "loading", "first_run", "other")
-]
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_a_part_that_is_slow_without_a_cause_has_no_hint(part: str, root: Path) -> None:
-    for kernel in (root, root / "none"):  # also of a kernel that says nothing
-        assert hints(slow(part), BLOB, [], str(kernel)) == ()
+def test_a_part_that_is_slow_without_a_cause_has_no_hint(root: Path) -> None:
+    for part in ("process", "imports", "reading", "verifying", "loading", "first_run", "other"):
+        for kernel in (root, root / "none"):  # also of a kernel that says nothing
+            assert hints(slow(f"{part}_seconds"), BLOB, [], str(kernel)) == ()
 
 
 @pytest.mark.parametrize(
-    "report",
+    ("report", "is_slow"),
     [
-        QUICK,
-        slow("verifying_seconds", 0.09, hashed_bytes=1),
-        slow("verifying_seconds", 1.0, hashed_bytes=1, loading_seconds=9.0, total_seconds=10.08),
-        slow("other_seconds", 50.0, hashed_bytes=1),
+        (slow("verifying_seconds", 0.09, hashed_bytes=1), False),
+        (slow("verifying_seconds", 1.0, hashed_bytes=1, loading_seconds=9.0, total_seconds=10.08), False),
+        (slow("other_seconds", 50.0, hashed_bytes=1), False),
+        (slow("verifying_seconds", 0.5, hashed_bytes=1, other_seconds=99, total_seconds=99.59), True),
     ],
-)
-def test_a_part_that_is_not_slow_has_no_hint(report: StartReport, root: Path) -> None:
-    assert "verif" not in found(report, root)
+)  # fmt: skip
+def test_a_part_is_slow_by_itself_and_beside_the_others(
+    report: StartReport, is_slow: bool, root: Path
+) -> None:
+    """The time of the program itself makes no part look quick."""
+    assert ("verifying took" in found(report, root)) == is_slow
 
 
-def test_time_of_the_program_itself_makes_no_part_look_quick(root: Path) -> None:
-    long = slow("verifying_seconds", 0.5, hashed_bytes=1, other_seconds=99, total_seconds=99.59)
-    assert "verifying took 0.50 s" in found(long, root)
-
-
-@pytest.mark.parametrize(
-    ("kind", "what"),
-    [("nfs4", "network"), ("cifs", "network"), ("9p", "network"), ("fuse.gcsfuse", "FUSE")],
-)
-def test_a_network_file_system(kind: str, what: str, root: Path) -> None:
+@pytest.mark.parametrize(("kind", "what"), [("nfs4", "network"), ("fuse.gcsfuse", "FUSE")])
+def test_a_network_file_system(kind: str, what: str, quiet: Path, root: Path) -> None:
     mounts = LOCAL + f"40 22 0:50 / /srv/my\\040models rw shared:9 master:2 - {kind} host:/a rw\n"
     (root / "proc/self/mountinfo").write_text(mounts)
     said = found(slow("reading_seconds"), root)
     assert said.startswith("reading took 2.00 s: /srv/my models/demo is on /srv/my models (")
     assert kind in said
     assert what in said
-    assert "Copy the bundle to a local disk" in said
     assert not found(slow("loading_seconds"), root)
     assert not found(slow("reading_seconds"), root, "/srv/my models2/blobs/sha256/1")
     local_on_top = mounts + "41 40 8:2 / /srv/my\\040models rw - xfs /dev/sdb rw\n"
     (root / "proc/self/mountinfo").write_text(local_on_top)
     assert not found(slow("reading_seconds"), root)
-
-
-def test_packages_on_a_network_file_system(quiet: Path, root: Path) -> None:
     at = quiet.parents[1]
-    (root / "proc/self/mountinfo").write_text(f"{LOCAL}40 22 0:50 / {at} rw - nfs4 host:/a rw\n")
+    (root / "proc/self/mountinfo").write_text(f"{LOCAL}40 22 0:50 / {at} rw - {kind} host:/a rw\n")
     for part in ("process_seconds", "imports_seconds"):
-        said = found(slow(part), root)
-        assert "the process and its imports took 2.0" in said
-        assert f"fake_numpy came from {at} (nfs4" in said
+        assert f"fake_numpy came from {at} ({kind}" in found(slow(part), root)
     assert not found(slow("first_run_seconds"), root)
 
 
@@ -126,92 +109,68 @@ WAITED = "5000000000 1500000000 7\n"
 @pytest.mark.parametrize(
     ("file", "content", "part", "said"),
     [
-        *(("io", DISK.format(9_000_000), part, "took 2.00 s: 9 MB have come from a disk")
-          for part in ("reading_seconds", "first_run_seconds")),
+        ("io", DISK.format(9_000_000), "first_run_seconds", "took 2.00 s: 9 MB have come from a"),
         ("io", DISK.format(9_000_000), "reading_seconds", "/srv/my models/demo on a faster disk"),
-        ("io", DISK.format(150_000_000), "imports_seconds",
-         "the process and its imports took 2.01 s: 150 MB have come from a disk"),
+        ("io", DISK.format(150_000_000), "imports_seconds", "took 2.01 s: 150 MB have come from a"),
         ("io", DISK.format(150_000_000), "other_seconds", ""),
         ("io", DISK.format(1_000_000), "first_run_seconds", ""),
-        ("schedstat", WAITED, "imports_seconds",
-         "the start took 2.06 s: the main thread has waited 1.50 s for a CPU so far"),
-        ("schedstat", WAITED, "", ""),
+        ("schedstat", WAITED, "imports_seconds", "the main thread has waited 1.50 s for a CPU"),
+        ("schedstat", WAITED, "other_seconds", ""),
     ],
-)  # fmt: skip
+)
 def test_a_cold_disk_and_busy_cpus(
     file: str, content: str, part: str, said: str, root: Path
 ) -> None:
     (root / "proc/self" / file).write_text(content)
-    told = found(slow(part) if part else QUICK, root)
+    told = found(slow(part), root)
     assert said in told if said else not told
     assert file == "io" or not found(slow("imports_seconds", 20.0), root)
 
 
 def test_missing_bytecode(quiet: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    quiet.unlink()
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    quiet.write_bytes(b"")  # this start had to make it
     said = found(slow("imports_seconds"), root)
     assert "Python had no bytecode of fake_numpy" in said
     assert f"python -m compileall -q {quiet.parents[1]}`" in said
-    assert "forbids" not in said
-    assert not found(slow("loading_seconds"), root)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    said = found(slow("imports_seconds"), root)
     assert "PYTHONDONTWRITEBYTECODE or -B forbids to keep it" in said
-    quiet.write_bytes(b"")  # this start had to make it
-    assert "no bytecode of fake_numpy" in found(slow("imports_seconds"), root)
+    assert not found(slow("loading_seconds"), root)
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     quiet.unlink()
+    assert "It is kept for the next start" in found(slow("imports_seconds"), root)
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != quiet.parent)
     assert f"{quiet.parent} cannot be written" in found(slow("imports_seconds"), root)
 
 
-def test_no_receipt(root: Path, runtime_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_receipt(root: Path, runtime_cache: Path) -> None:
     for part in ("verifying_seconds", "reading_seconds"):
         said = found(slow(part, hashed_bytes=500_000_000), root)
         assert "500 MB had no receipt, as in every first start. The next start" in said
         assert str(runtime_cache) in said
-        assert not found(slow(part, hashed_bytes=0), root)
     runtime_cache.write_text("a file, so that no directory can be made there")
     said = found(slow("verifying_seconds", hashed_bytes=500_000_000), root)
     assert f"{runtime_cache} cannot be written, so no receipt is kept" in said
-    assert "PREJIT_RUNTIME_CACHE" in said
 
 
 def test_programs_that_were_compiled_here(root: Path) -> None:
     programs = [ProgramReport("a", "compiled", 1.0), ProgramReport("b", "kept", 0.1)]
-    said = found(slow("loading_seconds"), root, BLOB, *programs)
-    assert "1 of the programs was compiled" in said
-    assert "prejit explain" in said
+    assert "1 of the programs was compiled" in found(slow("loading_seconds"), root, BLOB, *programs)
     assert not found(slow("loading_seconds"), root, BLOB, programs[1])
     assert not found(slow("imports_seconds"), root, BLOB, *programs)
 
 
-@pytest.mark.parametrize("by", ["affinity", "quota"])
-def test_one_cpu(by: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if by == "affinity":
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
-    else:
-        (root / "proc/self/cgroup").write_text("0::/\n")
-        group = root / "sys/fs/cgroup"
-        group.mkdir(parents=True)
-        (group / "cpu.max").write_text("150000 100000\n")
-        mount = "30 22 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
-        (root / "proc/self/mountinfo").write_text(LOCAL + mount)
-    assert "this process may use one CPU" in found(slow("loading_seconds"), root)
-    assert not found(QUICK, root)
-
-
-def test_a_plain_start(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_cpu_and_a_plain_start(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREJIT_PLAIN_START", "1")
     assert "PREJIT_PLAIN_START is set" in found(slow("imports_seconds"), root)
     assert not found(slow("first_run_seconds"), root)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    assert "this process may use one CPU" in found(slow("first_run_seconds"), root)
+    assert not found(QUICK, root)
 
 
 def test_the_real_files_of_the_kernel_have_the_form_of_those_above() -> None:
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    assert {line.split(" ")[4]: line.partition(" - ")[2].split(" ")[0] for line in lines}[
-        "/proc"
-    ] == "proc"
+    kinds = {line.split(" ")[4]: line.partition(" - ")[2].split(" ")[0] for line in lines}
+    assert kinds["/proc"] == "proc"
     assert re.search(r"^read_bytes: \d+$", Path("/proc/self/io").read_text(), re.M)
     assert re.fullmatch(r"\d+ \d+ \d+\n", Path("/proc/self/schedstat").read_text())

@@ -56,18 +56,6 @@ def test_the_errors_of_the_package_are_all_of_one_base() -> None:
     assert len(set(codes)) == len(codes), "a code tells which error it is"
 
 
-def test_help_imports_next_to_nothing(run_python: Any) -> None:
-    """Time is for benchmarks; what it is spent on can be tested."""
-    done = run_python(
-        "import sys\n"
-        "from prejit.runtime.__main__ import main\n"
-        "main(['--help'])\n"
-        f"heavy = set({LIGHT!r}) - {{'prejit.runtime.errors'}}\n"
-        "sys.exit(f'imported {heavy & set(sys.modules)}' if heavy & set(sys.modules) else 0)"
-    )
-    assert "Usage: prejit" in done.stdout
-
-
 NOT_TO_LOAD = {
     *("tokenizers", "jinja2", "scipy", "click", "asyncio", "jax.numpy"),
     "prejit.runtime.start_report",  # a report is made when somebody asks

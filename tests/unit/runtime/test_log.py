@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from tests.signers import key_table, write_policy
 
 from prejit.runtime import load
 from prejit.runtime.__main__ import main
-from prejit.runtime.errors import FallbackWarning, UntrustedError
+from prejit.runtime.errors import FallbackWarning
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 DECODER = Path(__file__).parents[2] / "format" / "v1" / "decoder"
@@ -56,22 +54,6 @@ def test_a_load_says_what_it_did_and_why_none_matches(
     assert "ready_programs: example: score/b2: compiled in " in found
 
 
-def test_a_load_says_which_policy_refuses_it(
-    bundle_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
-    caplog.set_level(logging.INFO, "prejit")
-    rule = '[[rules]]\nnames = ["example"]\nkeys = ["a"]\n'
-    policy = write_policy(tmp_path / "trust.toml", key_table("a"), rule)
-    with pytest.raises(UntrustedError):
-        load(bundle_dir, trust=policy)
-    found = said(caplog)
-    assert f"enforcing: policy {policy}: target cpu-host is refused (unsigned): " in found
-    assert "0 signatures, of which those of nobody count" in found
-    assert "chose" not in found
-    assert "loaded" not in found
-
-
 @pytest.mark.usefixtures("no_warnings_of_fallback")
 def test_nothing_is_printed_unasked_and_never_a_prompt(
     capsys: pytest.CaptureFixture[str],
@@ -90,15 +72,3 @@ def test_nothing_is_printed_unasked_and_never_a_prompt(
     assert "DEBUG" not in verbose
     assert " DEBUG prejit.runtime.format.blobs: sha256:" in steps
     assert "sesame" not in "".join(printed)
-
-
-def test_control_characters_of_a_path_are_spelt_out_in_the_log(
-    recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    np.save(tmp_path / "x.npy", X)
-    path = recipe.write(tmp_path / "a\x1b[2Jb")
-    call = ["call", str(path), "score", "--arg", f"x={tmp_path / 'x.npy'}", "-o", str(tmp_path)]
-    assert main([*call, "-v"]) == 0
-    found = capsys.readouterr().err
-    assert r"a\x1b[2Jb" in found
-    assert "\x1b" not in found

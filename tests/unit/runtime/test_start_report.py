@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import json
 import os
 import threading
 import time
@@ -185,68 +183,3 @@ def test_a_slow_stage_shows_in_its_part(
     assert sum(parts(found).values()) == pytest.approx(found.total_seconds)
     assert parts(found)[part] > 0.9 * SLOW, found
     assert max(parts(found), key=parts(found).__getitem__) == part, found
-
-
-def test_time_between_load_and_the_first_request_is_the_programs_own(settled_dir: Path) -> None:
-    bundle = load(settled_dir)
-    before = bundle.start_report()
-    assert before.first_run_seconds == 0
-    time.sleep(SLOW)
-    thread = threading.Thread(target=lambda: bundle.call("score", x=X))
-    thread.start()
-    thread.join()
-    first = bundle.start_report()
-    assert first.other_seconds > 0.9 * SLOW
-    assert first.loading_seconds > before.loading_seconds, "the program was loaded for the request"
-    assert first.first_run_seconds > 0
-    bundle.call("score", x=X)
-    assert dataclasses.replace(bundle.start_report(), hints=()) == dataclasses.replace(
-        first, hints=()
-    )
-
-
-def test_a_process_starts_before_its_imports(settled_dir: Path, run_python: Any) -> None:
-    done = run_python(
-        "import dataclasses, importlib.abc, json, sys, time\n"
-        "class Slow(importlib.abc.MetaPathFinder):\n"
-        "    def find_spec(self, name, path, target=None):\n"
-        "        if name in ('prejit.runtime.loader', 'prejit.runtime.bundle', 'jaxlib._jax'):\n"
-        "            time.sleep(1)\n"
-        "sys.meta_path.insert(0, Slow())\n"
-        "time.sleep(1.5)\n"
-        "from prejit.runtime import load\n"
-        "time.sleep(2)\n"
-        "import numpy as np\n"
-        f"bundle = load({str(settled_dir)!r})\n"
-        "bundle.call('score', x=np.ones((2, 16), np.float32))\n"
-        "ended = time.perf_counter()\n"
-        "from prejit.runtime.base.process_facts import exec_time\n"
-        "found = dataclasses.asdict(bundle.start_report())\n"
-        "print(json.dumps({**found, 'by_clock': ended - exec_time()}))"
-    )
-    found = json.loads(done.stdout)
-    assert found["process_seconds"] >= 1.5
-    assert found["imports_seconds"] >= 3
-    assert found["other_seconds"] >= 2
-    inside = ("reading", "verifying", "loading", "first_run")
-    assert max(found[f"{name}_seconds"] for name in inside) < 1.5, "the sleeps are elsewhere"
-    assert sum(found[f"{name}_seconds"] for name in PARTS) == pytest.approx(found["total_seconds"])
-    assert found["by_clock"] - 0.5 < found["total_seconds"] < found["by_clock"] + 0.01
-
-
-def test_a_decoder_has_its_first_token_in_the_report_also_by_a_batch(decoder_dir: Path) -> None:
-    bundle, other = load(decoder_dir), load(decoder_dir)
-    stream = bundle.stream([1, 2, 3], max_new_tokens=4)
-    next(stream)
-    first = bundle.start_report()
-    assert first.first_run_seconds > 0
-    list(stream)
-    assert bundle.start_report().total_seconds == pytest.approx(first.total_seconds)
-    time.sleep(SLOW)
-    batch = other.batch(1)
-    batch.insert(other.request([1, 2, 3], max_new_tokens=2))
-    assert other.start_report().first_run_seconds == 0
-    batch.step()
-    found = other.start_report()
-    assert found.first_run_seconds > 0
-    assert found.other_seconds > 0.9 * SLOW

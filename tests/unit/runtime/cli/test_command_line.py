@@ -117,9 +117,6 @@ def test_wrong_usage_ends_with_2(argv: list[str], capsys: pytest.CaptureFixture[
     ("argv", "nearest"),
     [
         (["buld"], "'build'"),
-        (["generte", "b"], "'generate'"),
-        (["chek-model"], "'check-model'"),
-        (["serve", "b", "--prt", "1"], "'--port'"),
         (["build", "m", "--taget", "x"], "'--target'"),
         (["observe", "int"], "'init'"),
     ],
@@ -138,8 +135,6 @@ def test_the_nearest_command_or_option_is_named(
     [
         ("prejit bu", {"build"}),
         ("prejit ", set(HOMES)),
-        ("prejit channel r", {"release", "rotate"}),
-        ("prejit serve demo --max", {"--max-body", "--max-tokens"}),
         ("prejit fleet demo saved --on-mismatch ", {"jit", "error"}),
     ],
 )
@@ -161,7 +156,7 @@ def test_a_shell_completes(
     ("text", "expected"),
     [
         *(("0", 0), ("1000", 1000), ("512M", 512 << 20), ("2k", 2048), ("1.5TiB", 3 << 39)),
-        *(("10GB", 10**10), ("1.5kB", 1500), ("7B", 7), ("10 GB", 10**10)),
+        *(("10GB", 10**10), ("1.5kB", 1500)),
     ],
 )
 def test_a_size_is_read_as_dd_reads_it(text: str, expected: int) -> None:

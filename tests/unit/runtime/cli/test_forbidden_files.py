@@ -55,17 +55,3 @@ def test_a_forbidden_file_is_no_wrong_usage(tmp_path: Path) -> None:
         assert found[0] == status, found
         assert error.replace("FILE", str(file)) in found[1]
         assert "hint: " in found[1]
-
-
-def test_a_mistyped_policy_names_the_nearest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from prejit.runtime.__main__ import main
-
-    (tmp_path / "trust.toml").write_text("")
-    bundle = shutil.copytree(GOLDEN, tmp_path / "bundle")
-    mistyped = tmp_path / "trst.toml"
-    assert main(["verify", str(bundle), "--trust", str(mistyped)]) == 5
-    said = capsys.readouterr().err
-    assert said.count(str(mistyped)) == 1
-    assert f"did you mean {tmp_path / 'trust.toml'}?" in said

@@ -14,11 +14,9 @@ from tests.kernel_bundles import with_library
 
 from prejit.runtime import __main__
 from prejit.runtime.base.files import digest_of
-from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.device import kernels
 from prejit.runtime.errors import FallbackWarning, KernelError, MismatchError, RejectError
 from prejit.runtime.fallback_reporting import fallback_counts
-from prejit.runtime.format.checks.program_table import check_config
 from prejit.runtime.format.names import (
     KERNELS_MEDIA_TYPE,
     kernel_target,
@@ -136,14 +134,6 @@ def test_a_library_that_is_not_what_the_config_says_is_rejected(
             load(forgery.write(tmp_path / str(place)))
 
 
-def test_kernels_in_a_bundle_for_a_gpu_are_rejected(kernel_recipe: Any) -> None:
-    config = kernel_recipe.targets[0].config
-    needs = dataclasses.replace(config.requirement, platform="cuda")
-    on_gpu = dataclasses.replace(config, requirement=needs)
-    with pytest.raises(RejectError, match="expected kernels for cpu, found 'cuda'"):
-        check_config(to_json(on_gpu), config.target, needs, "config")
-
-
 def refused(*_: object) -> None:
     raise KernelError("cannot load native kernels: no")
 
@@ -221,21 +211,6 @@ try:
 except Exception as error:
     print(type(error).__name__)
 """
-WITHOUT = """
-import sys
-from prejit.compiler.compile.worker.xla import compile_portable
-from prejit.runtime.device.device import Device
-from prejit.runtime.errors import BuildError, MismatchError
-program, compiled = (open(path, "rb").read() for path in sys.argv[1:])
-try:
-    compile_portable(program)
-except BuildError as error:
-    print(error)
-try:
-    Device("cpu").load(compiled, "path")
-except MismatchError as error:
-    print(error)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -276,15 +251,6 @@ def test_a_worker_compiles_with_a_stand_in_what_the_library_itself_gives(
 ) -> None:
     """And maps no code of it: the build host may lack the instructions. A call fails, and does not crash."""
     assert run_python(STAND_IN, *compiled).stdout in ("XlaRuntimeError\n", "JaxRuntimeError\n")
-
-
-def test_xla_wants_kernels_to_compile_and_to_load(
-    compiled: tuple[Path, Path, Path], toy_library: Any, run_python: Any
-) -> None:
-    """With every jax that we support: or they need not be registered where they are."""
-    missing = f"No FFI handler registered for {kernel_target('scale', toy_library[0].digest)}"
-    said = run_python(WITHOUT, *compiled[1:]).stdout.splitlines()
-    assert [missing in line for line in said] == [True, True]
 
 
 DESCRIPTORS = """

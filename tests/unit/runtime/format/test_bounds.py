@@ -69,25 +69,12 @@ LARGE: dict[str, tuple[str, Callable[[], bytes]]] = {
         "Config",
         lambda: config_of("{}", '{"a":["' + '","'.join([*names(10**6)] * 2) + '"]}'),
     ),
-    "letters": (
-        "Config",
-        lambda: config_of("{}", '{"a":["' + '","'.join(["\\u1234"] * 1800000) + '"]}'),
-    ),
     "keys": ("Config", lambda: config_of('{"' + '":"","'.join(names(1600000)) + '":""}', "{}")),
-    "some keys": ("Config", lambda: config_of('{"' + '":"","'.join(names(500000)) + '":""}', "{}")),
     "sets": ("Config", lambda: config_of("{}", '{"' + '":[],"'.join(names(500000)) + '":[]}')),
     "index": ("Index", lambda: b"[" + b",".join([b"{}"] * (limits.MAX_INDEX_BYTES // 3)) + b"]"),
     "tensors": (
         "weights",
         lambda: header_of("{" + ",".join(TENSOR % n for n in names(100000)) + "}"),
-    ),
-    "more tensors": (
-        "weights",
-        lambda: header_of("{" + ",".join(TENSOR % n for n in names(300000)) + "}"),
-    ),
-    "metadata": (
-        "weights",
-        lambda: header_of('{"__metadata__":[' + ",".join(["[]"] * 5000000) + "]}"),
     ),
     "long header": ("weights", lambda: header_of(" " * (90 << 20))),
     "nesting": ("weights", lambda: header_of('{"a":' + "[" * (15 << 20))),
@@ -157,9 +144,7 @@ LIBRARIES = {
         (11, 64 + 65 * 64, 24, 0),
         data=bytes(1 << 19),
     ),
-    "many tables": elf(*[(11, 0, 1 << 15, 0)] * 400, data=bytes(1 << 15)),
     "headers behind the end": elf((11, 0, 1, 0), start=2**64 - 1),
-    "a section behind the end": elf((3, 2**64 - 1, 2**64 - 1, 0), (11, 2**64 - 8, 2**64 - 1, 0)),
     "versions that cross each other": elf(
         (3, 0, 1 << 16, 0),
         (0x6FFFFFFE, STRINGS, 1 << 17, 0),

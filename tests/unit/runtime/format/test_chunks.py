@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
+import errno
+import fcntl
 import json
 import os
 import random
-import time
-from collections.abc import Callable
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from blake3 import blake3
 from tests.extent import examples
-from tests.layouts import index_file, index_of
+from tests.layouts import index_of
 
 from prejit.compiler.pipeline.pack.chunks import VerityHash
+from prejit.runtime.base.files import digest_of, measure
+from prejit.runtime.cli.output import print_start
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import blob_hashing, blobs
 from prejit.runtime.format.audit import audit
@@ -245,23 +251,10 @@ def forged_first(chunks: Chunks) -> Chunks:
     return dataclasses.replace(chunks, digests=("0" * 64, *chunks.digests[1:]))
 
 
-def test_a_second_load_hashes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prejit.runtime.machine.kept_files.SETTLED_SECONDS", -1.0)
-    load(path).call("score", x=X)
-
-    def fail(*_: Any) -> None:
-        raise AssertionError("it was hashed again")
-
-    monkeypatch.setattr(blob_hashing, "check_chunk", fail)
-    monkeypatch.setattr(blob_hashing, "check_whole", fail)
-    load(path).call("score", x=X)
-
-
 def test_a_receipt_of_chunks_is_none_for_the_whole_file(
     chunks_recipe: Any, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A forged table may name chunks of another content: nobody may take that file for the right one."""
-    from prejit.runtime.base.files import digest_of
     from prejit.runtime.machine.kept_files import Receipts
 
     monkeypatch.setattr("prejit.runtime.machine.kept_files.SETTLED_SECONDS", -1.0)
@@ -273,63 +266,153 @@ def test_a_receipt_of_chunks_is_none_for_the_whole_file(
     assert Receipts(forged).digest_of(file) == digest_of(other) != f"sha256:{file.name}"
 
 
-def test_a_rejected_bundle_closes_its_files(path: Path, content: bytes) -> None:
-    """At once. Each map keeps a descriptor of its own until the garbage collector runs."""
-    flip(weights_of(path), len(content) // 2)
-    maps = len(list((path / "blobs" / "sha256").iterdir()))
-    gc.disable()
-    try:
-        before = len(os.listdir("/proc/self/fd"))
-        for _ in range(5):
-            with pytest.raises(RejectError):
-                load(path).call("score", x=X)
-        deadline = time.monotonic() + 60
-        while len(os.listdir("/proc/self/fd")) > before + 5 * maps and time.monotonic() < deadline:
-            time.sleep(0.01)  # a thread may still verify another chunk
-        assert len(os.listdir("/proc/self/fd")) <= before + 5 * maps
-    finally:
-        gc.enable()
+# --- fs-verity: where the kernel verifies a file, its digest is compared, and the file is not hashed -----
 
 
-@pytest.mark.parametrize("features", [None, ("of-no-cpu",)])
-def test_a_load_reads_no_file_of_a_target_that_it_does_not_serve(
-    features: tuple[str, ...] | None, recipe: Any, tmp_path: Path
+OTHER = f"sha256:{'0' * 64}"
+
+
+@pytest.fixture(scope="module")
+def verity(content: bytes) -> str:
+    """The digest of the weights that a kernel with fs-verity has."""
+    return chunked(content).verity
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """Sets what the kernel answers: most machines have no fs-verity."""
+
+    def answer(digest: str | None) -> None:
+        monkeypatch.setattr(blobs, "measure", lambda _: digest)
+
+    return answer
+
+
+def test_a_file_that_the_kernel_verifies_is_not_hashed(
+    path: Path,
+    content: bytes,
+    verity: str,
+    measured: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Whether it could be served or not. Damage there is found by `prejit verify`."""
-    served, other = recipe.targets
-    if features is not None:
-        needs = dataclasses.replace(other.config.requirement, cpu_features=features)
-        config = dataclasses.replace(other.config, requirement=needs)
-        recipe = dataclasses.replace(
-            recipe, targets=(served, dataclasses.replace(other, config=config))
-        )
-    path = recipe.write(tmp_path / "both")
-    target = load(path).target
-    for file in own_blobs(recipe, path, {t.config.target for t in recipe.targets} - {target}):
-        flip(file, file.stat().st_size - 2)
-        assert load(path).call("tick") == 7
-        with pytest.raises(RejectError) as caught:
-            audit(path, lambda *_: None)
-        assert caught.value.path == str(file)
-        content = file.read_bytes()
-        if features is not None:
-            file.unlink()
-            assert load(path).call("tick") == 7
-            with pytest.raises(RejectError, match="No such file"):
-                audit(path, lambda *_: None)
-            file.write_bytes(content)
-        flip(file, file.stat().st_size - 2)
+    expected = load(path).call("score", x=X)
+    measured(verity)
+    monkeypatch.setattr(blob_hashing, "check_chunk", None)
+    bundle = load(path)
+    np.testing.assert_array_equal(bundle.call("score", x=X), expected)
+    report = bundle.start_report()
+    others = [file for file in served_files(path, bundle.target) if file != weights_of(path)]
+    assert report.verity_bytes == len(content)
+    assert report.hashed_bytes == sum(file.stat().st_size for file in others)
+    assert report.receipt_bytes == 0
+    print_start(report)
+    assert "; receipts for 0.0 MB; fs-verity for 3.1 MB\n" in capsys.readouterr().err
+
+
+def served_files(path: Path, target: str) -> list[Path]:
+    """The layers and the config of a target."""
+    files = path / "blobs" / "sha256"
+    for at in index_of(path)["manifests"]:
+        manifest = json.loads((files / at["digest"].removeprefix("sha256:")).read_bytes())
+        named = [manifest["config"], *manifest["layers"]]
+        found = [files / each["digest"].removeprefix("sha256:") for each in named]
+        if json.loads(found[0].read_bytes())["target"] == target:
+            return found
+    raise AssertionError(f"no target {target}")
+
+
+@pytest.mark.parametrize("read", [load, lambda path: audit(path, lambda *_: None)])
+def test_8_a_file_with_another_digest_is_rejected(
+    read: Callable[[Path], object], path: Path, verity: str, measured: Any
+) -> None:
+    """Its bytes may be right: `prejit verify` refuses it too, so that what it accepts can be served."""
+    measured(OTHER)
+    with pytest.raises(RejectError) as caught:
+        read(path)
+    assert caught.value.path == str(weights_of(path))
+    assert f"expected the fs-verity digest {verity}, found {OTHER}" in str(caught.value)
+
+
+def test_verify_hashes_all_the_same(path: Path, content: bytes, verity: str, measured: Any) -> None:
+    measured(verity)
+    assert audit(path, lambda *_: None).hashed_bytes > len(content)
+    flip(weights_of(path), len(content) - 1)
+    with pytest.raises(RejectError, match="expected blake3"):
+        audit(path, lambda *_: None)
+
+
+def test_a_receipt_hides_no_digest(
+    path: Path, measured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prejit.runtime.machine.kept_files.SETTLED_SECONDS", -1.0)
+    load(path).call("score", x=X)
+    assert load(path).start_report().receipt_bytes
+    measured(OTHER)
+    with pytest.raises(RejectError, match="fs-verity"):
+        load(path)
+
+
+def test_any_error_of_the_kernel_means_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    for code in (errno.ENOTTY, errno.ENODATA, errno.EPERM):
+        error = OSError(code, "")
+        monkeypatch.setattr(fcntl, "ioctl", mock.Mock(side_effect=error))
+        assert measure(0) is None
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "size", "expected"), [(1, 32, f"sha256:{'ab' * 32}"), (2, 64, None)]
+)
+def test_only_digests_by_sha256_are_compared(
+    algorithm: int, size: int, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the kernel writes them: struct fsverity_digest of linux/fsverity.h."""
+
+    def answer(_: int, request: int, buffer: bytearray) -> int:
+        assert request == (3 << 30 | 4 << 16 | ord("f") << 8 | 134)
+        assert struct.unpack_from("=HH", buffer) == (0, 64)
+        buffer[: 4 + size] = struct.pack("=HH", algorithm, size) + b"\xab" * size
+        return 0
+
+    monkeypatch.setattr(fcntl, "ioctl", answer)
+    assert measure(0) == expected
+
+
+def run(*command: object) -> None:
+    """Run a command that needs root, or skip the test with its reason."""
+    if shutil.which(str(command[0])) is None:
+        pytest.skip(f"the command {command[0]} is not installed")
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"{' '.join(map(str, command[:2]))}: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Path]:
+    """Where an ext4 file system with fs-verity is mounted, which lies in a file."""
+    image, at = tmp_path / "image", tmp_path / "mounted"
+    at.mkdir()
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    run("mkfs.ext4", "-q", "-b", "4096", "-O", "verity", image)  # as large as a page
+    run("mount", "-o", "loop", image, at)
+    try:
+        yield at
+    finally:
+        subprocess.run(["umount", "--lazy", at], capture_output=True, check=False)
+
+
+def test_the_kernel_measures_the_digest_that_the_build_computed(
+    chunks_recipe: Any, content: bytes, verity: str, mounted: Path
+) -> None:
+    """It needs root and a kernel with fs-verity."""
+    path = chunks_recipe.write(mounted / "bundle")
+    with weights_of(path).open("rb") as file:
+        assert measure(file.fileno()) is None
+    run("fsverity", "enable", weights_of(path))
+    with weights_of(path).open("rb") as file:
+        assert measure(file.fileno()) == verity
+    bundle = load(path)
+    bundle.call("score", x=X)
+    assert bundle.start_report().verity_bytes == len(content)
     audit(path, lambda *_: None)
-
-
-def own_blobs(recipe: Any, path: Path, targets: set[str]) -> list[Path]:
-    """Config and executables of targets. Their manifests, which every load reads, are left out."""
-    _, others = recipe.only(*({t.config.target for t in recipe.targets} - targets)).assemble()
-    manifests = {at["digest"] for at in index_of(path)["manifests"]}
-    found = [
-        file
-        for file in (path / "blobs" / "sha256").iterdir()
-        if f"sha256:{file.name}" not in {*others, *manifests} and file != index_file(path)
-    ]
-    assert len(found) == 2
-    return found

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.extent import examples
-from tests.layouts import INDEX, blob, index_file, index_of, write_root
+from tests.layouts import INDEX, blob, index_file, write_root
 
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
@@ -81,16 +81,6 @@ def index_alone(path: Path) -> None:
     write_root(path, entries(path)[:1])
 
 
-def in_another_order(path: Path) -> None:
-    write_root(path, entries(path)[::-1])
-
-
-def tagged_twice(path: Path) -> None:
-    found = entries(path)
-    tagged = {**found[0], "annotations": {REF_NAME: "again"}}
-    write_root(path, [tagged, *found])
-
-
 def with_keys_of_others(path: Path) -> None:
     found = [{**each, "urls": [], "data": "e30=", "x": 1.5} for each in entries(path)]
     root = {"schemaVersion": 2, "manifests": found, "annotations": {"a": "b"}, "subject": None}
@@ -110,8 +100,7 @@ def with_strangers(path: Path) -> None:
 @pytest.mark.parametrize(
     "write",
     [
-        *(without_artifact_types, index_alone, in_another_order, tagged_twice),
-        *(with_keys_of_others, with_strangers),
+        *(without_artifact_types, index_alone, with_keys_of_others, with_strangers),
     ],
 )
 def test_whoever_writes_it_the_bundle_is_the_same(
@@ -163,20 +152,14 @@ def test_a_target_that_is_not_here_is_damage_where_index_json_lists_it(bundle_di
     ("change", "complaint"),
     [
         (lambda root: root.update(schemaVersion=1), "expected an OCI image index"),
-        (lambda root: root.pop("manifests"), "expected an OCI image index"),
-        (lambda root: root.update(manifests={}), "expected an OCI image index"),
         (lambda root: root.update(manifests=[]), "expected 1 to 2048 entries, found 0"),
         (lambda r: r.update(manifests=r["manifests"][:1] * 2049), "1 to 2048 entries, found 2049"),
         (lambda root: root.update(manifests=[[]]), r"expected media type, .*, found \[\]"),
         (lambda root: root["manifests"][0].update(digest="sha512:0"), "sha256 digest"),
         (lambda root: root["manifests"][0].update(size=-1), "and size"),
-        (lambda root: root["manifests"][0].update(size=True), "and size"),
         (lambda root: root["manifests"][0].update(size=5), "expected 5 bytes, found"),
         (lambda root: root["manifests"][0].update(size=1 << 62), "expected at most 4194304 bytes"),
         (lambda root: root["manifests"][0].update(digest=ZEROS), "expected a file, found"),
-        (lambda root: root["manifests"][0].pop("mediaType"), "expected media type"),
-        (lambda root: root["manifests"][0].update(mediaType="text/plain"), "expected media type"),
-        (lambda root: root["manifests"][0].update(artifactType=5), "expected media type"),
         (lambda root: root["manifests"][0].update(annotations={"a": 1}), "expected annotations"),
         (lambda root: root["manifests"][1].update(size=5), "media type and size of the bundle"),
         (lambda root: root["manifests"][1].update(mediaType=INDEX), "expected one bundle, found 2"),
@@ -232,11 +215,3 @@ def test_a_changed_byte_of_index_json_changes_no_bundle(bundle_dir: Path) -> Non
                 assert (after.digest, after.bundle) == (before.digest, before.bundle)
                 harmless += 1
     assert harmless, "names in it have no meaning"
-
-
-def test_a_bundle_of_the_name_of_its_target_can_be_named(make_recipe: Any, tmp_path: Path) -> None:
-    """Tools take the first entry of a name: it must be the bundle."""
-    path = make_recipe(name="cpu-host").write(tmp_path / "b")
-    found = [each.get("annotations") for each in entries(path)]
-    assert found == [{REF_NAME: "cpu-host"}, None, {REF_NAME: "cpu-x86-64-v3"}]
-    assert load(path).digest == digest_of(to_json(index_of(path)))

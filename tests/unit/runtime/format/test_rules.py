@@ -24,7 +24,6 @@ from prejit.runtime.generation.options import check_generation
 
 RULES = (*LOADING, *ATTACHED)
 X = np.ones((2, 16), np.float32)
-DECODER = Path(__file__).parents[3] / "format" / "v1" / "decoder"
 
 
 def function_of(name: str) -> Any:
@@ -103,18 +102,6 @@ def test_a_load_keeps_the_order(
             bundle.call("score", x=X)
 
     assert order_of(use, LOADING) == [*"142356", "P1", "P2", "P3", *"78", "10", *"79"]
-
-
-@pytest.mark.filterwarnings(
-    "ignore::prejit.runtime.errors.PrejitWarning"
-)  # of its date and machine
-def test_a_generation_comes_to_the_rules_in_their_order() -> None:
-    def use() -> None:
-        with load(DECODER) as bundle:
-            bundle.generate([1], max_new_tokens=1)
-
-    found = order_of(use, LOADING)  # from there on a thread may make programs ready
-    assert found[:10] == [*"14235678", "10", "12"]
 
 
 def test_an_audit_comes_to_what_is_attached_in_its_order(signed: Path) -> None:

@@ -56,10 +56,8 @@ from prejit.runtime.format.names import (
     CHAT_MEDIA_TYPE,
     EXECUTABLES_MEDIA_TYPE,
     FORMAT_VERSION,
-    INDEX_MEDIA_TYPE,
     KERNEL_LEVELS,
     LICENSE_MEDIA_TYPE,
-    MANIFEST_MEDIA_TYPE,
     PORTABLE_MEDIA_TYPE,
     REF_NAME,
     REQUIREMENT,
@@ -115,7 +113,7 @@ def with_manifest(
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{}", b'{"imageLayoutVersion":"1.0.1"}', b"[" * 4000, b"1" * 4096],
+    [b"", b"{}", b'{"imageLayoutVersion":"1.0.1"}', b"1" * 4096],
 )
 def test_1_another_layout_version_is_rejected(content: bytes, bundle_dir: Path) -> None:
     (bundle_dir / "oci-layout").write_bytes(content)
@@ -125,8 +123,8 @@ def test_1_another_layout_version_is_rejected(content: bytes, bundle_dir: Path) 
 @pytest.mark.parametrize(
     ("written", "newer"),
     [
-        *((NEXT, True), ("999999999", True), ("0", False), ("", False), ("-2", False)),
-        *(("01", False), ("1.0", False), ("²", False), ("٢", False), ("9" * 5000, False)),
+        *((NEXT, True), ("", False), ("01", False)),
+        *(("²", False), ("٢", False), ("9" * 5000, False)),
     ],
 )
 def test_2_another_format_says_which_side_is_older(written: str, newer: bool, recipe: Any) -> None:
@@ -173,27 +171,21 @@ def at_first(**changes: Any) -> Callable[[dict[str, Any]], object]:
     ("change", "complaint"),
     [
         (annotated(BUNDLE_NAME, None), f"expected {BUNDLE_NAME}"),
-        (annotated(BUNDLE_NAME, ""), f"expected {BUNDLE_NAME}"),
         (annotated(BUNDLE_FORMAT, None), "dev.prejit.format.*found"),
-        (annotated(BUNDLE_FORMAT, 2), "dev.prejit.format.*found"),
         (endless, f"at most {limits.MAX_TARGETS}, found {limits.MAX_TARGETS + 1}"),
         (updated(manifests=[]), "at least one target"),
         (updated(schemaVersion=1), "OCI image index"),
-        (updated(mediaType=MANIFEST_MEDIA_TYPE), "OCI image index"),
-        (updated(artifactType="application/other"), "OCI image index"),
         (updated(extra="key"), "unknown key 'extra'"),
         (at_first(urls=["http://elsewhere"]), "unknown key 'urls'"),
         (lambda i: i["manifests"].append(i["manifests"][0]), "each target once"),
         # 3. A target without name or requirement.
         (of_target(REF_NAME, None), "on each target"),
-        (of_target(REF_NAME, ""), "on each target"),
         (of_target(REQUIREMENT, None), "on each target"),
         (of_target(REQUIREMENT, "{}"), "missing"),
         (of_target(REQUIREMENT, "\udc80"), "expected JSON"),
         (of_target(REQUIREMENT, '{"jaxlib":"é"}'), "missing|canonical"),
         # 4. A descriptor that names no such blob.
         (at_first(mediaType="text/plain"), "expected media type"),
-        (at_first(digest="sha512:" + "0" * 128), "expected a sha256 digest"),
         (at_first(digest="sha256:../../../../etc/passwd"), "expected a sha256 digest"),
         (at_first(size=limits.MAX_MANIFEST_BYTES + 1), "expected at most 65536 bytes"),
         (at_first(size=1), "expected 1 bytes, found"),
@@ -278,14 +270,10 @@ LARGE_CHAT = {"mediaType": CHAT_MEDIA_TYPE, "size": limits.MAX_CHAT_BYTES + 1}
     ("change", "complaint"),
     [
         (updated(schemaVersion=1), "OCI image manifest"),
-        (updated(mediaType=INDEX_MEDIA_TYPE), "OCI image manifest"),
-        (updated(artifactType="application/other"), "OCI image manifest"),
         (updated(subject={}), "unknown key 'subject'"),
         (lambda m: m["config"].update(mediaType="text/plain"), "expected media type"),
         (lambda m: m["config"].update(size=limits.MAX_CONFIG_BYTES + 1), "expected at most"),
         (lambda m: m["layers"][0].update(mediaType="application/x-sh"), "unexpected layer"),
-        (lambda m: m["layers"].append(m["layers"][0]), "unexpected layer"),
-        (updated(layers=[]), "expected a layer .*executables"),
         (lambda m: m["layers"].remove(layer_of(m, PORTABLE_MEDIA_TYPE)), "layer .*stablehlo"),
         (lambda m: m["layers"][1].update(digest="sha256:x"), "expected a sha256 digest"),
         (lambda m: m["layers"][0].update(LARGE_CHAT), "at most 4194304 bytes, found 4194305"),
@@ -428,12 +416,8 @@ WRONG: dict[str, list[tuple[Change, str]]] = {
         (program(SCORE, bucket={"b": True}), "expected int, found True"),
         (program(SCORE, platforms=()), f"{SCORE}: expected platforms of cpu, cuda, tpu"),
         (program(SCORE, platforms=("cpu", "gpu")), "each once; found .'cpu', 'gpu'"),
-        (program(SCORE, platforms=("cpu", "cpu")), "each once; found .'cpu', 'cpu'"),
         (replaced(mesh={"data": 0, "tensor": 2}), "sizes of 1 or more"),
-        (replaced(mesh={"data": 1, "tensor": -2}), "sizes of 1 or more"),
-        (replaced(mesh={"data": 2}), "missing .*'tensor'"),
         (replaced(mesh=Mesh(1, 4097)), "at most 4096 devices, found 4097"),
-        (replaced(mesh=Mesh(1 << 40, 1 << 40)), "at most 4096 devices, found 12089258196146291747"),
         (replaced(weight_shardings={"a": "tensor"}), "a mesh for weight_shardings, found none"),
     ],
     "decoder": [
@@ -441,8 +425,6 @@ WRONG: dict[str, list[tuple[Change, str]]] = {
         (program(DECODE, kind="call"), "decode of batch 2 and context 32: expected one"),
         (replaced(decoder=None), "expected 'decoder' in the config"),
         (program(DECODE, kind="layer"), "expected 'encoder' in the config"),
-        (program(DECODE, bucket={"batch": 2}), "bucket: expected batch, context; found batch"),
-        (program(DECODE, bucket=LONG), "bucket: expected batch, context; found batch, context, pr"),
         (program(DECODE, bucket={}), f"{DECODE}: bucket: .* found nothing"),
         (
             program(DECODE, bucket={"batch": 0, "context": 32}),
@@ -459,8 +441,6 @@ WRONG: dict[str, list[tuple[Change, str]]] = {
             lacking(DECODE, "steps"),
             rf"""{DECODE}: arguments\[3\]: expected '\["steps"\] int32\[\]'""",
         ),
-        (lacking(DECODE, "min_p"), rf"{DECODE}: arguments\[.*min_p"),
-        (lacking(PREFILL, "start"), rf"{PREFILL}: arguments\[1\].*start"),
         (lacking(VERIFY, "history"), rf"{VERIFY}: arguments.*history"),
         (
             lambda c: changed(c, DECODE, arguments=(*program_of(c, DECODE).arguments, "[] bool[]")),
@@ -472,72 +452,41 @@ WRONG: dict[str, list[tuple[Change, str]]] = {
             rf"{DECODE}: results\[2\]: expected .* found",
         ),
         (replaced(mesh=Mesh(1, 2)), r"c16: arguments\[15\]: expected '.* donated @data,tensor,,'"),
-        (without(DECODE), "decode of batch 2 and context 32: expected one"),
         (without("decode"), "expected a decode program for the decoder, found none"),
         (replaced(programs=()), "expected a decode program"),
-        (without(PREFILL, "prefill/b2-t4-c32"), "prefill of batch 2 and context 32: expected one"),
         (
             lambda c: retold(
                 changed(c, PREFILL, bucket=LONG), PREFILL, "arguments", "int32[2,8]", "int32[2,33]"
             ),
             f"{PREFILL}: prompt: expected at most its context",
         ),
-        (without(VERIFY), "verify of batch 2 and context 32: expected one"),
         (also(VERIFY, draft=3), "one draft of all verify programs"),
-        (without("copy/b1-c16-to-b2-c16"), "copies caches of 1 x 16 to 2 x 16, found none"),
-        (without("copy/b2-c16-to-b2-c32"), "copies caches of 2 x 16 to 2 x 32, found none"),
-        (without("copy"), "copies caches of 1 x 16 to 1 x 16, found none"),
         (model("decoder", vocab_size=0), "decoder: vocab_size: expected 1 to .*, found 0"),
-        (model("decoder", vocab_size=1 << 31), "decoder: vocab_size: .*, found 2147483648"),
-        (model("decoder", max_positions=0), "decoder: max_positions: expected .*, found 0"),
         (model("decoder", cache_dtype="int8"), "cache_dtype: expected .*, found 'int8'"),
     ],
     "reader": [
-        (without("encode/b1-n4-c16"), "encode of batch 1, context 16 and source 4: expected one"),
-        (
-            without("encode/b1-n4-c16", "encode/b1-n8-c16"),
-            "encode of batch 1, context 16 and source 4: expected one",
-        ),
-        (
-            without(READ, "encode/b1-n8-c16"),
-            "encode of batch 1, context 8 and source 4: expected one",
-        ),
         (without("encode"), "expected encode programs for the source of the decoder, found none"),
-        (also(READ, source=6), "encode of batch 1, context 16 and source 6: expected one"),
         (also(READ, batch=2), "encode of batch 2, context 8 and source 4: .*none but for batch 1"),
-        (also(READ, context=9), "batch 1, context 9 and source 4: expected none but for batch 1"),
         (also(READ, source=0), "encode/0: source: expected 1 to 2147483647, found 0"),
         (program(READ, weights=None), f"{READ}: expected 'weights'"),
-        (doubled(READ), "another: expected one encode program of its"),
-        (lacking(READ, "length"), r"n4-c8: arguments\[1\]"),
         (lacking(READ, "source"), r"n4-c8: arguments\[0\]"),
-        (program(READ, results=()), r"n4-c8: results\[0\]"),
         (replaced(mesh=Mesh(1, 2)), "cache: expected arrays of four axes on a mesh"),
         # Else each call without a prompt would be refused for a prompt that nobody gave.
         (model("decoder", start_token_ids=[18]), "token ids of 0 to 17, found 18"),
-        (model("decoder", start_token_ids=[0, -1]), "token ids of 0 to 17, found -1"),
         (model("decoder", start_token_ids=[]), "start_token_ids: .* of 0 to 17, found none"),
-        (model("decoder", start_token_ids=[True]), "expected int, found True"),
     ],
     "encoder": [
         (model("encoder", vocab_size=0), "encoder: vocab_size: expected 1 to"),
-        (model("encoder", width=-5), "encoder: width: expected 1 to"),
-        (model("encoder", max_tokens=1 << 40), "encoder: max_tokens: expected 1 to"),
         (model("encoder", layers=[]), "encoder: layers: expected at least one weight set"),
         (model("encoder", layers=["model:layer0", "model:no"]), "unknown weight set 'model:no'"),
         (model("encoder", layers=["model:layer0", "model:pool"]), "of as many tensors each"),
         (model("encoder", layers=["model:pool"]), "layer: expected a weight set of encoder.layers"),
         (model("encoder", width=7), r"pool: results\[0\]: expected .*float32\[1,7\]"),
         (replaced(encoder=None), "embed: expected 'encoder' in the config, found none"),
-        (without(POOL), f"expected {POOL}, found none"),
-        (without(EMBED), f"expected {EMBED}, found none"),
-        (without("encode/b2-t16/layer"), "expected encode/b2-t16/layer, found none"),
         (replaced(programs=()), "expected programs for the encoder"),
         (program(POOL, name="p"), "'p': expected the name 'encode/b1"),
-        (program(EMBED, weights=None), "embed: expected 'weights'"),
         (lacking("encode/b1-t8/layer", "length"), r"arguments\[0\]"),
         (program(EMBED, results=('["hidden"] float32[1,8,9]',)), "expected .*float32.*, found"),
-        (program(EMBED, results=()), "found nothing"),
     ],
 }
 
@@ -575,9 +524,10 @@ def test_7_what_a_model_may_do_without_it_may_do_without(name: str, change: Chan
 @pytest.mark.parametrize(
     ("platform", "mesh", "device_count", "expected"),
     [
-        *(("cpu", None, None, None), ("cpu", Mesh(1, 2), None, None), ("cpu", Mesh(1, 2), 2, None)),
-        *(("cuda", None, None, None), ("cuda", None, 1, None), ("cuda", Mesh(2, 2), 4, None)),
-        *(("cpu", Mesh(1, 2), 1, 2), ("tpu", None, 4, 1), ("cuda", Mesh(2, 2), 8, 4)),
+        ("cpu", None, None, None),
+        ("cpu", Mesh(1, 2), None, None),
+        ("cuda", None, 1, None),
+        ("cpu", Mesh(1, 2), 1, 2),
         # It would match a machine with one device, and not run there.
         ("tpu", Mesh(1, 2), None, 2),
     ],
@@ -599,7 +549,7 @@ def test_7_a_requirement_counts_the_devices_of_the_mesh(
     ("until", "is_date"),
     [
         *((None, True), ("2028-02-29", True), ("", False), ("2027-02-29", False)),
-        *(("20270228", False), ("2027-W08-7", False), ("2027-02-28T00:00", False)),
+        *(("2027-W08-7", False), ("2027-02-28T00:00", False)),
     ],
 )
 def test_7_a_window_that_ends_on_no_date_is_rejected(until: str | None, is_date: bool) -> None:
@@ -617,8 +567,6 @@ def test_7_a_window_that_ends_on_no_date_is_rejected(until: str | None, is_date:
     ("text", "mesh", "complaint"),
     [
         ("[] float32[4,6] @data,tensor", Mesh(2, 3), None),
-        ("[] float32[4,6] @,tensor", Mesh(7, 2), None),
-        ("[] float32[4,6]", None, None),
         ('["x"] int8[2147483647,0]', None, None),
         ("[] float32[4,6] @data,tensor", None, "'data' divides 4, found no mesh"),
         ("[] float32[4,6] @data,tensor", Mesh(3, 3), "'data' divides 4, found 3"),
@@ -640,22 +588,12 @@ def test_7_an_array_that_its_mesh_does_not_split_evenly_or_that_is_none_is_rejec
         assert caught.value.path == PATH
 
 
-@pytest.mark.parametrize(
-    ("changes", "mesh", "complaint"),
-    [
-        ({"arguments": ('["x"] float32[2,16] @,tensor',)}, Mesh(1, 3), "whose 'tensor' divides 16"),
-        ({"arguments": ('["x"] float32[01,16]',)}, None, r"'\[path\] dtype\[shape\]'"),
-        ({"results": ("",)}, None, r"'\[path\] dtype\[shape\]'"),
-    ],
-)
 def test_7_an_argument_that_is_no_argument_is_rejected_before_the_program_runs(
-    changes: dict[str, Any], mesh: Mesh | None, complaint: str, recipe: Any, tmp_path: Path
+    recipe: Any, tmp_path: Path
 ) -> None:
-    path = recipe.configured(
-        lambda c: changed(dataclasses.replace(c, mesh=mesh), SCORE, **changes)
-    ).write(tmp_path / "b")
+    path = recipe.configured(program(SCORE, arguments=('["x"] float32[01,16]',))).write(tmp_path)
     loaded = load(path)
-    with pytest.raises(RejectError, match=f"{SCORE}: expected .*{complaint}"):
+    with pytest.raises(RejectError, match=rf"{SCORE}: expected .*'\[path\] dtype\[shape\]'"):
         loaded.call("score", x=np.zeros((2, 16), np.float32))
 
 
@@ -686,11 +624,7 @@ SOURCE = '["source"] int32[1,1] ~batch,source'
     [
         (KEYS, "each path once, found .* again"),
         ('["weights",0,1] float32[1,2,1,4] ~batch,,context,', r"'\[\"cache\", ...\] .*weights"),
-        ('["cache",0,1] float32[1,2,1,4] ~,,context,', "~batch, ...', found"),
-        ('["cache",0,1] float32[1,2,1,4]', "~batch, ...', found"),
-        ('["cache",0,1] float32[1,1,1,4] ~batch,context,context,', "~batch, ...', found"),
         ('["cache",0,1] float32[1,1,1,4] ~batch,batch,context,', "~batch, ...', found"),
-        ('["cache",0,1] float32[1,2,1,4] ~batch,,rows,', "~batch, ...', found"),
         ('["cache",0,1] float32[1,2,16,4] ~batch,,context,', "~batch, ...', found"),
         ('["cache",0,1] float32[1,2,1,0] ~batch,,context,', "~batch, ...', found"),
         ('["cache",0,1] float32[1,2,1,4] donated ~batch,,context,', "~batch, ...', found"),
@@ -702,9 +636,7 @@ SOURCE = '["source"] int32[1,1] ~batch,source'
             '["cache",0,1] float32[1,2147483647,1,2147483647] ~batch,,context,',
             r"c16: arguments\[16\]: expected '\[\"cache\",0,1\] float32\[1,2147483647,16,2147483647",
         ),
-        ('["cache",0,1] bfloat16[1,2,1,4] ~batch,,context,', r"c16: arguments\[16\]: exp.*bf"),
         ('["cache",0,1] float32[1,2,1,4] ~batch,,,', r"c16: arguments\[16\]: expected .*2,1,4"),
-        ('["cache",0,"1"] float32[1,2,1,4] ~batch,,context,', r"c16: arguments\[16\]: expected"),
     ],
 )
 def test_7_a_forged_array_of_a_cache_is_rejected(values: str, complaint: str) -> None:
@@ -717,25 +649,16 @@ def test_7_a_forged_array_of_a_cache_is_rejected(values: str, complaint: str) ->
     [
         ("decoder", {"cache": []}, "decoder: cache: expected 1 to 16384 arrays, found 0"),
         ("decoder", {"cache": [KEYS]}, r"c16: arguments\[16\]: expected nothing, found"),
-        ("decoder", {"cache": [VALUES, KEYS]}, r"c16: arguments\[15\]: expected .*0,1"),
         (
             "decoder",
             {"cache": [KEYS, VALUES, KEYS.replace(",0]", ",2]")]},
             "expected .*0,2.* found nothing",
         ),
         ("decoder", {"cache": KEYS}, "decoder.cache: expected a list"),
-        ("decoder", {"cache": None}, "missing .*'cache'"),
         ("decoder", {"source": SOURCE}, "expected encode programs for the source"),
         ("reader", {"source": None}, f"{READ}: expected 'source' in the decoder, found none"),
-        ("reader", {"source": SOURCE.replace("sou", "ca", 1)}, r"source: expected '\[\"source\""),
         ("reader", {"source": SOURCE.replace('"]', '",0]')}, "one axis that follows 'source'"),
         ("reader", {"source": '["source"] int32[1,1] ~batch,'}, "one axis that follows 'source'"),
-        (
-            "reader",
-            {"source": '["source"] int32[1,1] ~batch,context'},
-            r"source: expected '\[\"sou",
-        ),
-        ("reader", {"source": SOURCE.replace("int", "float")}, r"n4-c8: arguments\[0\]: .*float32"),
         ("reader", {"source": '["source"] int32[1,7,1] ~batch,,source'}, r"arguments\[0\].*1,7,4"),
     ],
 )
@@ -914,7 +837,6 @@ def test_7_whatever_a_table_says_the_engine_finds_what_it_wants(
 @pytest.mark.parametrize(
     "paths",
     [
-        *(['["a"]', '["a"]'], ['["a"]', '["a","b"]'], ["[]", "[0]"], ["[]", "[]"]),
         *(["[0,1]", "[0]"], ['["a","b","c"]', '["x"]', '["a"]'], [f"[{'0,' * 999}0]"]),
     ],
 )
@@ -926,10 +848,9 @@ def test_7_paths_that_are_no_tree_are_rejected(paths: list[str], recipe: Any) ->
         check_arrays([f"{path} int8[]"], "call", None, PATH)
 
 
-@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4"])
-def test_7_kernels_need_every_feature_of_their_level(level: str) -> None:
+def test_7_kernels_need_every_feature_of_their_level() -> None:
     """Or their library would be mapped where its first instruction ends in SIGILL."""
-    config = golden_config("kernels", "cpu-x86-64-v2")
+    config, level = golden_config("kernels", "cpu-x86-64-v2"), "x86-64-v3"
     features = KERNEL_LEVELS[level]
 
     def with_features(kept: Any) -> Any:
@@ -965,21 +886,6 @@ def forged_golden(path: Path, name: str, change: Callable[[Any], Any]) -> Path:
     return write(path, assemble(config.bundle, [PackedTarget(config, layers)]))
 
 
-def huge_heads(config: Any) -> Any:
-    """Heads of 2**31 - 1 values in the cache and in all programs: 500 GB in a cache of 16 positions."""
-    plain = re.sub(r"(float32\[\d+,2,\d+,)4\]", r"\g<1>2147483647]", to_json(config).decode())
-    return from_json(Config, plain.encode(), PATH)
-
-
-def huge_sources(config: Any) -> Any:
-    """Sources of 2**31 - 1 places, which are 8 GB, in place of four."""
-    huge = (
-        resized(config, f"encode/b1-n4-c{context}", context=context, source=limits.MAX_SIZE)
-        for context in (8, 16)
-    )
-    return with_programs(without(READ, "encode/b1-n4-c16")(config), *huge)
-
-
 def huge_vocabulary(config: Any) -> Any:
     """2**31 - 1 tokens: the logit bias and the history of a row are 8 GB each."""
     size = config.decoder.vocab_size
@@ -989,31 +895,15 @@ def huge_vocabulary(config: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*portable programs")  # how long they can be read
-@pytest.mark.parametrize(
-    ("name", "change", "options", "complaint"),
-    [
-        ("decoder", huge_vocabulary, {"prompt": [1, 2, 3]}, "float32.*2147483647"),
-        pytest.param(
-            *("reader", huge_heads, {"source": [3, 4]}, "float32.*2147483647"),
-            marks=pytest.mark.thorough,
-        ),
-        ("reader", huge_sources, {"source": [3] * 9}, "int32.*1,2147483647"),
-    ],
-)
 def test_9_a_table_asks_for_no_memory_that_its_programs_do_not_take(
-    name: str,
-    change: Any,
-    options: Any,
-    complaint: str,
-    tmp_path: Path,
-    no_warnings_of_fallback: None,
+    tmp_path: Path, no_warnings_of_fallback: None
 ) -> None:
     """A table that agrees with itself is compared with the program before anything is allocated."""
-    loaded = load(forged_golden(tmp_path / "b", name, change))
+    loaded = load(forged_golden(tmp_path / "b", "decoder", huge_vocabulary))
     tracemalloc = pytest.importorskip("tracemalloc")
     tracemalloc.start()
-    with pytest.raises(RejectError, match=complaint):
-        loaded.generate(max_new_tokens=2, **options)
+    with pytest.raises(RejectError, match=r"float32.*2147483647"):
+        loaded.generate([1, 2, 3], max_new_tokens=2)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 64 << 20
@@ -1083,16 +973,12 @@ def lying(raw: bytes, said: int) -> bytes:
         (frame_of(), {"digest": digest_of(b"")}, "expected sha256:e3b0"),
         (frame_of(), {"raw_digest": digest_of(b"")}, "expected sha256:e3b0"),
         (frame_of(), {"raw_size": len(RAW) - 1}, "content size"),
-        (frame_of(), {"raw_size": -1}, "expected at most 1073741824 bytes"),
         (frame_of(), {"raw_size": limits.MAX_PROGRAM_BYTES + 1}, "expected at most"),
         (frame_of(write_checksum=False), {}, "a checksum"),
         (frame_of(write_content_size=False), {}, "content size"),
-        (frame_of() + b"\0", {}, "zstd frame"),
         (frame_of() + frame_of(), {}, "zstd frame"),
         (b"\x50\x2a\x4d\x18\x04\0\0\0abcd" + frame_of(), {}, "zstd frame"),
         (frame_of()[:-1], {}, "zstd frame"),
-        (frame_of()[:9], {}, "zstd frame"),
-        (RAW, {}, "zstd frame"),
         (lying(RAW, len(RAW) - 100), {"raw_size": len(RAW) - 100}, "zstd frame"),
         (lying(RAW, len(RAW) + 100), {"raw_size": len(RAW) + 100}, "zstd frame"),
     ],
@@ -1127,7 +1013,7 @@ def test_9_frames_are_checked_again_when_a_program_is_wanted(bundle_dir: Path, r
 
 @pytest.mark.parametrize(
     "changes",
-    [{"offset": -10}, {"offset": 1}, {"size": 0}, {"size": 1 << 60}, {"raw_size": 1 << 29}],
+    [{"offset": -10}, {"size": 1 << 60}, {"raw_size": 1 << 29}],
 )
 def test_9_a_wrong_segment_is_rejected(
     changes: dict[str, int], recipe: Any, tmp_path: Path
@@ -1268,29 +1154,17 @@ def test_10_a_right_file_gives_where_its_tensors_lie_and_layers_have_one_shape()
         ({"a": entry(0, 128), "b": entry(64, 192)}, "b: its bytes are not"),
         ({"a": entry(0, 128), ".gap0": entry(100, 110)}, ".gap0: its bytes are not"),
         ({"a": entry(0, 257)}, "a: its bytes are not"),
-        ({"a": entry(-64, 0)}, "a: its bytes are not"),
         ({"a": entry(8, 72)}, "a: expected at a multiple of 64"),
-        ({"a": entry(64, 0, [64])}, "data_offsets"),
         ({"a": entry(0, 64, [64], "F32")}, "data_offsets"),
         ({"a": entry(0, 64, [-64])}, "shape"),
-        ({"a": entry(0, 64, [64.0])}, "shape"),
         ({"a": entry(0, 1, [True])}, "shape"),
-        ({"a": entry(0, 64, 64)}, "shape"),
         ({"a": entry(0, 1, {})}, "shape"),
         ({"a": entry(0, 1, [1] * 65)}, "shape"),
         ({"a": entry(0, 0, [0, 1 << 62], "F32")}, "shape"),
-        ({"a": entry(0, 64, [1 << 32, 1 << 32])}, "shape"),
         ({"a": entry(0, 64, [64], "F128")}, "F128"),
-        ({"a": entry(0, 64, [64], ["U8"])}, "header"),
-        ({"a": {"dtype": "U8", "shape": [64]}}, "data_offsets"),
-        ({"a": {"dtype": "U8", "data_offsets": [0, 64]}}, "shape"),
-        ({"a": {**entry(0, 64), "data_offsets": [0, 32, 64]}}, "header"),
         ({"a": {**entry(0, 64), "data_offsets": [0.0, 64.0]}}, "data_offsets"),
         ({"a": {**entry(0, 1, [1]), "data_offsets": [False, True]}}, "data_offsets"),
-        ({"a": None}, "header"),
         (b"[]", "header"),
-        (b"{", "header"),
-        (b"\xff", "header"),
         (b"[" * 4_000, "header"),
         (b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,1]}}', "header"),
         (
@@ -1311,7 +1185,6 @@ def test_10_a_header_that_lies_is_rejected(header: Any, complaint: str) -> None:
     [
         b"",
         b"\0" * 64,
-        struct.pack("<Q", 57) + b"{}".ljust(56),
         struct.pack("<Q", (1 << 64) - 1) + b"{}" + b" " * 54,
         struct.pack("<Q", MAX_WEIGHTS_HEADER_BYTES + 1) + b"{}",
     ],
@@ -1370,11 +1243,8 @@ def test_10_a_weight_set_of_missing_tensors_is_rejected(recipe: Any, tmp_path: P
     ("shardings", "complaint"),
     [
         ({"score:nothing": "tensor"}, "weight_shardings: no tensor 'score:nothing'"),
-        ({"score:bias": "tensor,"}, "score:bias: expected a mesh axis or none for each of 1 dim"),
         ({"score:kernel": "tensor"}, "score:kernel: .*for each of 2 dimensions"),
         ({"score:kernel": "rows,"}, "score:kernel: .*'rows,'"),
-        ({"score:kernel": "data,data"}, "score:kernel: .*'data,data'"),
-        ({"score:kernel": ","}, "score:kernel: .*','"),
         ({"score:kernel": ""}, "score:kernel: expected a mesh axis, found none"),
         ({"score:kernel": ",tensor"}, "score:kernel: expected a mesh whose 'tensor' divides 4"),
     ],
@@ -1401,12 +1271,9 @@ def test_10_weights_that_the_mesh_cannot_split_so_are_rejected(
     [
         (b'{"special_tokens":{},"templates":{}}', "expected at least one chat template"),
         (b'{"special_tokens":{},"templates":{"":"a"}}', "expected a name for each template"),
-        (b'{"special_tokens":{"":"a"},"templates":{"default":"a"}}', "expected a name for each"),
         (b'{"special_tokens":{},"templates":{"default":"\\ud800"}}', "expected Unicode"),
         (b'{"special_tokens":{},"templates":{"default": "a"}}', "expected canonical JSON"),
-        (b'{"templates":{"default":"a"}}', "missing"),
         (b'{"code":"a","special_tokens":{},"templates":{"default":"a"}}', "unknown key 'code'"),
-        (b'{"special_tokens":{},"templates":{"default":["a"]}}', "expected str"),
         (b"", "expected JSON"),
     ],
 )

@@ -126,10 +126,7 @@ def test_the_commands_use_and_show_the_defaults(
         ({"temperature": 0.6}, {}),
         ({"do_sample": True}, {"temperature": 1.0}),
         ({"do_sample": True, "temperature": None, "top_k": None}, {"temperature": 1.0}),
-        ({"do_sample": True, "temperature": 0}, {"temperature": 0}),
         ({"do_sample": None, "max_new_tokens": 7, "max_length": 20}, {"max_new_tokens": 7}),
-        ({"eos_token_id": [2], "num_beams": 4, "_from_model_config": True}, {}),
-        ({"repetition_penalty": 1.1, "do_sample": False}, {"repetition_penalty": 1.1}),
         (SAID, SAMPLED),
     ],
 )
@@ -139,23 +136,13 @@ def test_options_of_a_generation_config(said: dict[str, Any], options: dict[str,
 
 BROKEN = [
     (b"", "expected JSON: "),
-    (b"\xff", "expected JSON: "),
     (b"[" * 100_000, "expected JSON, found objects nested too deeply"),
     (b"[]", "expected a JSON object, found list"),
     (b'{"do_sample": "yes"}', "do_sample: expected true or false, found 'yes'"),
-    (b'{"do_sample": 1}', "do_sample: expected true or false, found 1"),
     (b'{"temperature": "hot"}', "temperature: expected .*, found 'hot'"),
-    (b'{"temperature": -1}', "temperature: expected .*, found -1"),
     (b'{"temperature": NaN}', "temperature: expected .*, found nan"),
-    (b'{"temperature": 1e999}', "temperature: expected .*, found inf"),
-    (b'{"top_k": 1.5}', "top_k: expected .*, found 1.5"),
     (b'{"top_k": true}', "top_k: expected .*, found True"),
-    (b'{"top_p": [1]}', "top_p: expected .*more than 0 and at most 1, found"),
-    (b'{"min_p": 2}', "min_p: expected .*, found 2"),
-    (b'{"repetition_penalty": 0}', "repetition_penalty: expected .*, found 0"),
     (b'{"max_new_tokens": 0}', "max_new_tokens: expected 1 or more, found 0"),
-    (b'{"max_new_tokens": 2.5}', "max_new_tokens: expected an integer, found 2.5"),
-    (b'{"max_new_tokens": true}', "max_new_tokens: expected an integer, found True"),
 ]
 
 

@@ -10,8 +10,7 @@ import pytest
 from prejit.runtime import Bundle, load
 from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.errors import UsageError
-from prejit.runtime.generation import kv_cache
-from prejit.runtime.generation.kv_cache import Allocation, KVCache, cache_bytes
+from prejit.runtime.generation.kv_cache import KVCache
 
 Arrays = list["np.ndarray[object, np.dtype[np.float32]]"]
 
@@ -73,19 +72,3 @@ def test_a_cache_that_grows_keeps_its_rows_and_is_kept_once(bundle: Bundle) -> N
         np.testing.assert_array_equal(long[:, :, :24], short)
         assert np.abs(short[0, :, :5]).min() > 0
     assert prefix.context == 24
-
-
-def test_a_cache_is_allocated_in_pieces(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An array is not divided: a piece of one and a half arrays is two."""
-    array = cache_bytes(bundle.decoder, 3, 72) // len(bundle.decoder.cache)
-    monkeypatch.setattr(kv_cache, "_PIECE_BYTES", array * 3 // 2)
-    allocation, sizes = Allocation(bundle.decoder, 3, 72), [0]
-    while not allocation.advance():
-        sizes.append(allocation.size_bytes)
-    assert sizes == [2 * array * piece for piece in range(len(sizes))]
-    made = KVCache(bundle.decoder, 3, 72, allocation.arrays())
-    assert made.size_bytes == allocation.size_bytes == len(made.arrays) * array
-    assert [to_numpy(each).shape for each in made.arrays] == [
-        each.shape for each in values(KVCache(bundle.decoder, 3, 72))
-    ]
-    assert not any(each.any() for each in values(made))

@@ -48,17 +48,6 @@ def found_tokens(kept: PrefixCache, prompt: Sequence[int], context: int = 24) ->
     return None if found is None else found.token_ids
 
 
-@pytest.mark.usefixtures("both")
-def test_the_size_is_read_without_a_count(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A count over thousands of prefixes in each step makes an engine slower with every request."""
-    kept = PrefixCache(bundle.decoder, 1 << 20)
-    for number in range(5):
-        kept.keep(prefix(bundle, number), MINE)
-    expected = sum(each.prefix.size_bytes for each in kept._prefixes)
-    monkeypatch.setattr(kept, "_prefixes", None)
-    assert kept.size_bytes == expected > 0
-
-
 @pytest.mark.usefixtures("whole_caches")
 def test_a_prefix_that_grew_counts_and_the_oldest_go(bundle: Bundle) -> None:
     first, second, third = (prefix(bundle, number) for number in range(3))

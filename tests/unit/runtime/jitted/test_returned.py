@@ -79,8 +79,6 @@ def test_an_ordered_dict_is_told_from_a_dict(keys: tuple[str, ...]) -> None:
     "tree",
     [
         node("namedtuple", "a_module_that_nobody_imported:Point", "x", "y"),
-        node("namedtuple", f"{HERE}:Nothing", "x", "y"),
-        node("namedtuple", f"{HERE}:Point.x", "x", "y"),
         node("namedtuple", f"{HERE}:OrderedDict", "x", "y"),  # the class says another module
         node("record", f"{HERE}:Scaled", "x"),  # its scale is not told
         node("record", f"{HERE}:Point", "x", "y"),

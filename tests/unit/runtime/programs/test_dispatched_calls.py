@@ -116,16 +116,6 @@ def test_parts_keep_their_names(bundle: Bundle, of: Any, kind: Any, name: str) -
             np.testing.assert_array_equal(found["b"], b * 2)
 
 
-@pytest.mark.parametrize("view", [np.arange(8, dtype="f")[::2], np.arange(9, dtype="f")[1::2]])
-def test_arrays_that_are_not_contiguous(bundle: Bundle, view: Any) -> None:
-    z = {"two": np.arange(6, dtype=np.int32)[::2], "one": view}
-    for _ in range(3):
-        found = bundle.call("named", a=np.arange(4, dtype="f")[1::2], z=z)
-        np.testing.assert_array_equal(found["z"][0], view * 2)
-        np.testing.assert_array_equal(found["a"][0], [2, 4])
-        np.testing.assert_array_equal(found["a"][1].astype(int), [0, 2, 4])
-
-
 def test_what_python_must_see_is_called_in_python(bundle: Bundle, entered: list[str]) -> None:
     x = np.ones(4, np.float32)
     for _ in range(2):

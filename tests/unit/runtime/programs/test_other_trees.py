@@ -105,7 +105,6 @@ def _made(call: Call) -> Any:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("rows", each) for each in ([X, X], (X, X), [[1.0, 2.0], [3.0, 4.0]])),
         *(("row", each) for each in ([1.0, 2.0], (1.0, 2.0), range(2), deque([1.0, 2.0]))),
         *(("row", each) for each in (array("f", [1, 2]), memoryview(X), (ctypes.c_float * 2)())),
     ],

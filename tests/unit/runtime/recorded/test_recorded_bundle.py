@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 from tests.extent import examples
 
 from prejit.runtime import __main__
-from prejit.runtime.errors import RejectError, StoreError, UsageError
+from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.machine import kept_files as receipts
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.recorded import recorded_bundle
@@ -136,31 +134,6 @@ def test_what_somebody_changed_in_the_cache_is_replaced(
     assert {file.stat().st_mode & 0o777 for file in again.iterdir()} == {0o444}
 
 
-def test_two_first_starts_unpack_once_and_never_take_away_the_directory(
-    write_recorded: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, read = write_recorded(), recorded_bundle.read_files
-    found = []
-    other = threading.Thread(target=lambda: found.append(open_recorded(path).directory))
-    unpacked = []
-
-    def read_beside_another(*arguments: Any) -> None:
-        unpacked.append(arguments)
-        if other.ident is None:
-            other.start()
-            other.join(0.5)  # it has to wait
-        read(*arguments)
-
-    monkeypatch.setattr(recorded_bundle, "read_files", read_beside_another)
-    directory = open_recorded(path).directory
-    assert directory is not None
-    before = directory.stat().st_ino
-    other.join()
-    assert found == [directory]
-    assert directory.stat().st_ino == before
-    assert len(unpacked) == 1
-
-
 def test_leftovers_and_wrong_clocks_keep_nothing_for_ever(
     write_recorded: Write, runtime_cache: Path
 ) -> None:
@@ -243,16 +216,6 @@ def test_a_program_on_the_cpu_of_a_machine_with_a_gpu_gets_the_files_for_cpus(
 def test_a_bundle_of_programs_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match="found one of `prejit build`"):
         open_recorded(GOLDEN / "chunks")
-
-
-def test_a_cache_that_cannot_be_written_is_named(
-    write_recorded: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path / "file" / "below"))
-    with pytest.raises(StoreError, match="cannot make this directory") as caught:
-        open_recorded(write_recorded())
-    assert "PREJIT_RUNTIME_CACHE" in (caught.value.hint or "")
 
 
 def test_the_unpacked_directory_is_named_by_content(write_recorded: Write) -> None:

@@ -28,10 +28,9 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship import blob_directory
 from prejit.runtime.ship.blob_directory import ArrivingBlob, BlobDirectory
 from prejit.runtime.ship.machine_store import MachineStore
-from prejit.runtime.ship.reference import parse_reference
-from prejit.runtime.ship.shipping import ship
 
 from ..conftest import BuildPrograms
+from .conftest import moved
 
 X = np.arange(4, dtype=np.float32)
 ROWS = 1 << 20
@@ -79,7 +78,7 @@ def sent(bundle_dir: Path) -> Sent:
 @pytest.fixture
 def registry(sent: Sent, bundle_dir: Path) -> Iterator[FakeRegistry]:
     with fake_registry() as found:
-        ship(parse_reference(str(bundle_dir)), parse_reference(f"oci://{found.host}/sums:v1"))
+        moved(bundle_dir, f"oci://{found.host}/sums:v1")
         found.seen.clear()
         found.fault = sent
         yield found

@@ -22,7 +22,8 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.pulling import Pulled, Wanted, pull
 from prejit.runtime.ship.reference import parse_reference
-from prejit.runtime.ship.shipping import ship
+
+from .conftest import moved
 
 CHANGED = (3, 4, 5, 20, 40)
 """The chunks that differ between two versions."""
@@ -45,7 +46,7 @@ class Versions:
                 target = match(read_root(layout), Fingerprint.current())[0]
                 manifest = read_contents(layout, target).manifest
             self.weights.append(manifest.layer(WEIGHTS_MEDIA_TYPE).digest)
-            ship(parse_reference(str(path)), self.at(tag))
+            moved(path, self.at(tag))
 
     def at(self, tag: str) -> Any:
         return parse_reference(f"oci://{self.registry.host}/b:{tag}")
@@ -74,13 +75,6 @@ def test_only_the_runs_of_chunks_that_differ_are_fetched(
     assert found.moved is not None
     assert len(CHANGED) * CHUNK < found.moved.moved_bytes < (len(CHANGED) + 1) * CHUNK
     assert blob(store.path, versions.weights[0]).stat().st_size == versions.size
-
-
-def test_without_the_version_before_the_whole_is_fetched(
-    versions: Versions, store: MachineStore
-) -> None:
-    versions.pull("v2", store)
-    assert versions.requests() == 1
 
 
 def test_a_transfer_that_was_cut_goes_on_in_the_middle_of_a_chunk(

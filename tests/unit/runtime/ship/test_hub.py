@@ -13,21 +13,18 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 from tests.http_serving import QuietHandler, serving
-from tests.signers import key_table, signer, write_policy
 
-from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import load
 from prejit.runtime.__main__ import main
-from prejit.runtime.errors import RejectError, StoreError, UntrustedError, UsageError
+from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.ship import object_repository
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.pulling import OFFLINE, Wanted, pull
 from prejit.runtime.ship.reference import parse_reference
-from prejit.runtime.ship.shipping import ship
 
-GOLDEN = Path(__file__).parents[3] / "format" / "v1"
+from .conftest import GOLDEN, moved
 
 
 @dataclass
@@ -128,22 +125,6 @@ def test_a_transfer_that_was_cut_goes_on_by_range(
     assert any(each[1] for each in hub.stored)
 
 
-def test_a_policy_decides_before_the_weights_are_fetched(
-    hub: Hub, store: MachineStore, tmp_path: Path
-) -> None:
-    key = '[[rules]]\nnames = ["*"]\nkeys = ["a"]\n'
-    policy = write_policy(tmp_path / "trust.toml", key_table("a"), key)
-    with pytest.raises(UntrustedError):
-        load("hf://me/demo/bundle", trust=policy)
-    fetched = [each[0].rpartition("/")[2] for each in hub.stored]
-    sizes = [(GOLDEN / "call" / "blobs" / "sha256" / name) for name in fetched]
-    assert sum(each.stat().st_size for each in sizes if each.exists()) < 50_000
-    assert not store.bundles()
-    sign(hub.root / "me" / "demo" / "main" / "bundle", signer("a"))
-    with load("hf://me/demo/bundle", trust=policy) as bundle:
-        assert bundle.digest
-
-
 def test_what_is_not_there_what_is_another_and_what_is_offline(
     hub: Hub, store: MachineStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +136,7 @@ def test_what_is_not_there_what_is_another_and_what_is_offline(
     with pytest.raises(UsageError, match="expected a host and a path"):
         load("hf://me")
     with pytest.raises(UsageError, match="found the hub") as raised:
-        ship(parse_reference(str(GOLDEN / "call")), parse_reference("hf://me/demo"))
+        moved(GOLDEN / "call", "hf://me/demo")
     assert "hf upload me/demo DIRECTORY" in str(raised.value.hint)
     assert main(("ls", "hf://me/demo")) == 2
     pull(parse_reference("hf://me/demo/bundle"), store, Wanted())

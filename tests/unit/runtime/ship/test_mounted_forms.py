@@ -26,9 +26,10 @@ from prejit.runtime.ship import mounted_forms
 from prejit.runtime.ship.mounted_forms import IMAGE, MODELPACK, form_of
 from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.repository import BlobSource, Shipment
-from prejit.runtime.ship.shipping import Moved, open_repository, ship
+from prejit.runtime.ship.shipping import open_repository
 
-GOLDEN = Path(__file__).parents[3] / "format" / "v1"
+from .conftest import GOLDEN, moved
+
 LAYER = "application/vnd.oci.image.layer.v1.tar"
 
 
@@ -42,10 +43,6 @@ def registry() -> Iterator[FakeRegistry]:
 def small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The blobs of golden bundles are small."""
     monkeypatch.setattr(mounted_forms, "_OWN_LAYER_BYTES", 1000)
-
-
-def pushed(bundle: Path, at: object, form: str, *targets: str) -> Moved:
-    return ship(parse_reference(str(bundle)), parse_reference(str(at)), targets, form=form)
 
 
 def formed(
@@ -143,17 +140,17 @@ def test_a_second_push_moves_documents_alone_and_a_new_version_what_is_new(
     registry: FakeRegistry,
 ) -> None:
     at = f"oci://{registry.host}/fleet"
-    pushed(GOLDEN / "fleet", f"{at}:image", IMAGE)
+    moved(GOLDEN / "fleet", f"{at}:image", form=IMAGE)
     uploads = registry.count("PUT", "/uploads/")
-    pushed(GOLDEN / "fleet", f"{at}:image", IMAGE)
+    moved(GOLDEN / "fleet", f"{at}:image", form=IMAGE)
     assert registry.count("PUT", "/uploads/") == uploads
-    one = pushed(GOLDEN / "fleet", f"{at}:one", IMAGE, "cuda-l4")
+    one = moved(GOLDEN / "fleet", f"{at}:one", "cuda-l4", form=IMAGE)
     assert (
         registry.count("PUT", "/uploads/") == uploads + 2
     )  # the config, and the layer of small files
     assert one.present_bytes > 0
     with pytest.raises(UsageError, match=r"expected a bundle of prejit, found .*image\.config"):
-        ship(parse_reference(f"{at}:image"), parse_reference(f"{at}:copy"))
+        moved(f"{at}:image", f"{at}:copy")
 
 
 def test_a_transfer_goes_on_in_the_middle_of_a_layer() -> None:
@@ -178,25 +175,25 @@ def test_a_damaged_blob_is_not_pushed(form: str, registry: FakeRegistry, tmp_pat
     blob = max((tmp_path / "decoder/blobs/sha256").iterdir(), key=lambda each: each.stat().st_size)
     blob.write_bytes(blob.read_bytes()[:-1] + b"x")
     with pytest.raises(RejectError, match=f"expected the bytes of sha256:{blob.name}"):
-        pushed(tmp_path / "decoder", f"oci://{registry.host}/decoder:v1", form)
+        moved(tmp_path / "decoder", f"oci://{registry.host}/decoder:v1", form=form)
     assert not registry.manifests
 
 
 @pytest.mark.parametrize("form", [IMAGE, MODELPACK])
 def test_forms_are_for_registries_and_files(form: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"for the form {form}, found a bucket"):
-        pushed(GOLDEN / "decoder", "s3://bucket/decoder:v1", form)
-    digest = pushed(GOLDEN / "decoder", tmp_path / "form", form).digest
-    assert pushed(GOLDEN / "decoder", tmp_path / "form.tar", form).digest == digest
+        moved(GOLDEN / "decoder", "s3://bucket/decoder:v1", form=form)
+    digest = moved(GOLDEN / "decoder", tmp_path / "form", form=form).digest
+    assert moved(GOLDEN / "decoder", tmp_path / "form.tar", form=form).digest == digest
     index = json.loads((tmp_path / "form" / "index.json").read_bytes())
     assert [each["digest"] for each in index["manifests"]] == [digest]
 
 
 def test_an_artifact_has_the_bundles_own_blobs_and_no_others_move(registry: FakeRegistry) -> None:
     at = f"oci://{registry.host}/call"
-    pushed(GOLDEN / "call", f"{at}:v1", "")
+    moved(GOLDEN / "call", f"{at}:v1")
     uploads = registry.count("PUT", "/uploads/")
-    pushed(GOLDEN / "call", f"{at}:v1-pack", MODELPACK)
+    moved(GOLDEN / "call", f"{at}:v1-pack", form=MODELPACK)
     # The config, index.json, oci-layout, and the manifests, which registries keep apart from blobs.
     assert registry.count("PUT", "/uploads/") == uploads + 3 + 5
     manifest = json.loads(registry.manifests["call", "v1-pack"])

@@ -18,7 +18,8 @@ from prejit.runtime.errors import StoreError
 from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.registry import Registry
 from prejit.runtime.ship.registry_login import find_login
-from prejit.runtime.ship.shipping import ship
+
+from .conftest import moved
 
 CALL = Path(__file__).parents[3] / "format" / "v1" / "call"
 VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
@@ -52,11 +53,11 @@ def test_a_web_server_with_a_certificate_of_a_private_ca(
     with serving(Files, "127.0.0.2", context) as host:
         at = parse_reference(f"https://{host}/call")
         with pytest.raises(StoreError, match=r"(?i)certificate") as raised:
-            ship(at, parse_reference(str(tmp_path / "refused")))
+            moved(at, tmp_path / "refused")
         assert "SSL_CERT_FILE" in str(raised.value.hint)
         authority.cert_pem.write_to_path(tmp_path / "authority.pem")
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "authority.pem"))
-        ship(at, parse_reference(str(tmp_path / "back")))
+        moved(at, tmp_path / "back")
 
 
 @pytest.mark.parametrize("place", ["oci://inside.example/call:v1", "http://inside.example/call"])
@@ -67,7 +68,7 @@ def test_a_place_behind_a_proxy(
     seen: list[str] = []
     with fake_registry() as registry, serving(Files) as files:
         inside = registry.host if place.startswith("oci") else files
-        ship(parse_reference(str(CALL)), parse_reference(f"oci://{registry.host}/call:v1"))
+        moved(CALL, f"oci://{registry.host}/call:v1")
 
         class Proxy(QuietHandler):
             def do_GET(self) -> None:
@@ -89,7 +90,7 @@ def test_a_place_behind_a_proxy(
             monkeypatch.setenv("PREJIT_PLAIN_HTTP", "inside.example")
             for name in ("http_proxy", "HTTP_PROXY"):
                 monkeypatch.setenv(name, f"http://{host}")
-            ship(parse_reference(place), parse_reference(str(tmp_path / "back")))
+            moved(place, tmp_path / "back")
     assert any("inside.example" in each for each in seen)
 
 

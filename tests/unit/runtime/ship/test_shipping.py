@@ -12,16 +12,16 @@ from tests.fake_registry import FakeRegistry, fake_registry
 from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, s3_store
 
 from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
-from prejit.runtime.errors import PrejitError, RejectError, StoreError, UsageError
+from prejit.runtime.errors import PrejitError, StoreError, UsageError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import PARTS_MEDIA_TYPE, SIGNATURE_MEDIA_TYPE
 from prejit.runtime.format.root import read_root
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.ship.reference import parse_reference
-from prejit.runtime.ship.shipping import Moved, open_repository, ship
+from prejit.runtime.ship.shipping import open_repository
 
-GOLDEN = Path(__file__).parents[3] / "format" / "v1"
+from .conftest import GOLDEN, moved
 
 
 @pytest.fixture
@@ -43,10 +43,6 @@ def fleet(tmp_path: Path) -> Path:
 def registry(request: pytest.FixtureRequest) -> Iterator[FakeRegistry]:
     with fake_registry(has_referrers=request.param == "referrers") as found:
         yield found
-
-
-def moved(source: object, target: object, *targets: str) -> Moved:
-    return ship(parse_reference(str(source)), parse_reference(str(target)), targets)
 
 
 def content(path: Path) -> dict[str, bytes]:
@@ -211,68 +207,6 @@ def test_what_is_no_bundle_and_what_is_another(fleet: Path, tmp_path: Path) -> N
     assert not (tmp_path / "c").exists() or not (tmp_path / "c" / "index.json").exists()
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["wrong", "cut", "stall", 500, 429, (429, {"retry_after": "0"}), (429, {"retry_after": "²"})],
-)
-def test_a_broken_transfer_is_refused_or_goes_on(
-    fleet: Path, tmp_path: Path, fault: object
-) -> None:
-    with fake_registry() as registry:
-        at = f"oci://{registry.host}/fleet:v1"
-        moved(fleet, at)
-        largest = max(registry.blobs, key=lambda each: len(registry.blobs[each]))[1]
-        left = [fault] * 2
-
-        def breaks(method: str, path: str) -> object:
-            is_it = method == "GET" and path.endswith(largest)
-            return left.pop() if is_it and left else None
-
-        registry.fault = breaks
-        if fault == "wrong":
-            for _ in range(2):
-                with pytest.raises(RejectError, match="expected the bytes of"):
-                    moved(at, tmp_path / "back")
-            assert not (tmp_path / "back" / "index.json").exists()
-        moved(at, tmp_path / "back")
-    assert content(tmp_path / "back") == content(fleet)
-
-
-def test_a_transfer_that_never_ends_well_keeps_what_arrived(fleet: Path, tmp_path: Path) -> None:
-    with fake_registry() as registry:
-        at = f"oci://{registry.host}/fleet:v1"
-        moved(fleet, at)
-        largest = max(registry.blobs, key=lambda each: len(registry.blobs[each]))[1]
-        whole = registry.blobs["fleet", largest]
-        registry.blobs["fleet", largest] = whole[: len(whole) // 2]
-        with pytest.raises(StoreError, match="the transfer ended after") as raised:
-            moved(at, tmp_path / "back")
-        assert "kept" in str(raised.value.hint)
-        registry.blobs["fleet", largest] = whole
-        registry.seen.clear()
-        assert moved(at, tmp_path / "back").moved_bytes >= len(whole)
-        assert registry.count("GET", largest) == 1
-    assert content(tmp_path / "back") == content(fleet)
-
-
-@pytest.mark.parametrize("part", ["/manifests/v1", "/referrers/"])
-def test_a_document_that_is_cut_is_asked_for_again_and_one_that_is_none_is_refused(
-    fleet: Path, tmp_path: Path, part: str
-) -> None:
-    with fake_registry() as registry:
-        at = f"oci://{registry.host}/fleet:v1"
-        moved(fleet, at)
-        left: list[object] = ["cut", "cut"]
-        registry.fault = lambda method, path: left.pop() if left and part in path else None
-        moved(at, tmp_path / "back")
-        assert content(tmp_path / "back") == content(fleet)
-        registry.fault = lambda method, path: (
-            (lambda handler, *_: handler.reply(200, b'{"config":[]')) if part in path else None
-        )
-        with pytest.raises(PrejitError, match=r"expected an index|expected a bundle"):
-            moved(at, tmp_path / "none")
-
-
 def test_a_host_behind_a_redirect_gets_no_password(
     fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,17 +222,6 @@ def test_a_host_behind_a_redirect_gets_no_password(
         with pytest.raises(StoreError, match="401"):
             moved(at, tmp_path / "back")
         assert {each[2] for each in elsewhere.seen} == {""}
-
-
-def test_wrong_bytes_of_an_earlier_attempt_are_fetched_again(fleet: Path, tmp_path: Path) -> None:
-    with fake_registry() as registry:
-        at = f"oci://{registry.host}/fleet:v1"
-        moved(fleet, at)
-        name = max(registry.blobs, key=lambda each: len(registry.blobs[each]))[1][7:]
-        (tmp_path / "back" / ".partial").mkdir(parents=True)
-        (tmp_path / "back" / ".partial" / name).write_bytes(b"wrong")
-        moved(at, tmp_path / "back")
-    assert content(tmp_path / "back") == content(fleet)
 
 
 def test_another_bundle_takes_the_place_of_the_one_in_a_directory(

@@ -25,7 +25,6 @@ from prejit.runtime.format.names import (
 )
 from prejit.runtime.text.chat_template import ChatTemplates
 from prejit.runtime.text.sandbox import MAX_CHARACTERS, check_template
-from prejit.runtime.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[4] / "manifests" / "demo-model" / "tokenizer.json"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
@@ -236,20 +235,6 @@ def test_a_message_is_continued_as_by_transformers(name: str, content: str, part
         assert render() == expected
 
 
-@settings(deadline=None)
-@given(
-    conversations().filter(lambda messages: all(isinstance(m["content"], str) for m in messages))
-)
-def test_the_tokens_are_those_of_transformers(messages: list[dict[str, Any]]) -> None:
-    tokenizer = Tokenizer(DEMO.read_bytes(), str(DEMO))
-    text = known("phi 3").render(messages, add_generation_prompt=False, variables=IN_VOCABULARY)
-    expected = token_reference().apply_chat_template(
-        messages, chat_template=PHI_3, return_dict=False
-    )
-    assert expected[-1] == 0, "the end of the text is one token"
-    assert tokenizer.encode(text, add_special_tokens=False) == expected
-
-
 def test_dates_documents_and_json_are_those_of_transformers() -> None:
     source = (
         "{{ strftime_now('%Y-%m-%d') }} {{ {'b': \"<'é>\", 'a': [1, none]} | tojson(sort_keys=true) }}"
@@ -271,16 +256,6 @@ def test_dates_documents_and_json_are_those_of_transformers() -> None:
         messages, chat_template=source, tokenize=False, **options
     )
     assert render(source, messages, **options) == expected
-
-
-@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
-def test_reasoning_has_every_name_that_templates_read(key: str) -> None:
-    source = (
-        "{{ messages[0].reasoning_content }} {{ messages[0].thinking }} {{ messages[0].reasoning }}"
-    )
-    messages = [{"role": "assistant", "content": "x", key: "because"}]
-    expected = reference().apply_chat_template(messages, chat_template=source, tokenize=False)
-    assert render(source, messages) == expected
 
 
 def test_tools_choose_the_template_and_what_cannot_be_rendered_is_told() -> None:
@@ -318,6 +293,8 @@ def test_tools_choose_the_template_and_what_cannot_be_rendered_is_told() -> None
         "{{ ('' | attr('__class__')).__mro__ }}",
         "{{ namespace.__init__.__globals__ }}",
         "{{ namespace.mro() }}{{ namespace._check_name('x').x }}",
+        "{% set ns = namespace(_x=1) %}",
+        "{% set ns = namespace() %}{% set ns._x = 1 %}",
         "{{ messages.append(1) }}",
         "{{ messages[0].update(a=1) }}",
         "{% include 'x' %}",
@@ -331,19 +308,6 @@ def test_a_template_does_not_get_out_of_the_sandbox(source: str) -> None:
         assert re.search("unsafe|immutable|no attribute|underscore|loader", str(error))  # noqa: PT017
     else:
         assert not text, "what is refused is undefined, which prints as nothing"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% set ns = namespace(_x=1) %}",
-        "{% set ns = namespace({'__class__': 1}) %}",
-        "{% set ns = namespace() %}{% set ns._x = 1 %}",
-    ],
-)
-def test_a_namespace_takes_no_names_of_pythons_own(source: str) -> None:
-    with pytest.raises(UsageError, match="leading underscore"):
-        render(source)
 
 
 LONG = "x" * 100
@@ -420,14 +384,7 @@ def test_threads_do_not_share_what_a_rendering_may_use() -> None:
     [
         ([], "messages: expected at least one, found none"),
         ("hello", "messages: expected a list of objects, found str"),
-        ({"role": "user"}, "messages: expected a list of objects, found dict"),
-        (None, "messages: expected a list of objects, found NoneType"),
         (["hello"], r"messages\[0\]: expected an object, found str"),
-        ([[{"role": "user"}]], r"messages\[0\]: expected an object, found list"),
-        (
-            [{"role": "user", "content": b"x"}],
-            r"messages\[0\]\.content: expected a JSON value, found bytes",
-        ),
         (
             [{"role": "user", "content": [{"image": object()}]}],
             r"messages\[0\]\.content\[0\]\.image: expected a JSON value, found object",

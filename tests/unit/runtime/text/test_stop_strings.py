@@ -12,8 +12,6 @@ from prejit.runtime.errors import UsageError
 from prejit.runtime.text.stop_strings import StopStrings
 from prejit.runtime.text.tokenizer import Tokenizer
 
-from .test_tokenizer import cost
-
 DEMO = Path(__file__).resolve().parents[4] / "manifests" / "demo-model" / "tokenizer.json"
 LETTERS = "ab\n🙂"  # few, so that stop strings come, overlap and repeat
 
@@ -61,19 +59,6 @@ def test_text_is_cut_at_the_first_match(text: str, stops: list[str], sizes: list
 def test_an_empty_stop_string_is_refused(stops: list[str]) -> None:
     with pytest.raises(UsageError, match="stop: expected strings of at least one character"):
         StopStrings(stops)
-
-
-def test_a_push_costs_the_same_after_much_text() -> None:
-    stream = StopStrings(["\n\n\n", "</s>", "ab" * 400 + "c"])
-
-    def push() -> None:
-        for _ in range(100):
-            stream.push("abababab")  # all but the last letter of the long one is always held
-
-    early = cost(push)
-    for _ in range(200):
-        push()
-    assert cost(push) < 5 * early
 
 
 @given(

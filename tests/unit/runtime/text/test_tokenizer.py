@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -234,23 +233,3 @@ def test_ids_that_the_library_does_not_take_are_usage_errors(token_id: int) -> N
                 UsageError, match=rf"token ids that the tokenizer can decode, found \[{token_id}"
             ):
                 decode([token_id])
-
-
-@pytest.mark.parametrize("what", ["encode", "decode"])
-def test_other_threads_run_while_a_long_text_is_worked_on(what: str) -> None:
-    tokenizer = sentencepiece()
-    text = "abdef " * 20_000
-    token_ids = tokenizer.encode(text)
-    work = (
-        (lambda: tokenizer.encode(text))
-        if what == "encode"
-        else (lambda: tokenizer.decode(token_ids * 8))
-    )
-    thread = threading.Thread(target=work)
-    longest, last = 0.0, (began := time.perf_counter())
-    thread.start()
-    while thread.is_alive():
-        time.sleep(0.001)
-        now = time.perf_counter()
-        longest, last = max(longest, now - last), now
-    assert longest < (time.perf_counter() - began) / 2

