@@ -118,17 +118,3 @@ def test_panels_have_their_own_place_and_say_what_to_look_for(dashboard):
             assert "$job" in query, panel["title"]
     used = set(re.findall(r"\$\{?([a-z]\w*)\}?", json.dumps(DASHBOARDS[dashboard])))
     assert used <= {one["name"] for one in DASHBOARDS[dashboard]["templating"]["list"]}
-
-
-def test_a_dashboard_has_the_name_of_its_file_and_what_all_of_them_share():
-    shared = ("schemaVersion", "refresh", "time", "templating", "annotations", "links", "tags")
-    [_] = {json.dumps([each[key] for key in shared]) for each in DASHBOARDS.values()}
-    assert {name: each["uid"] for name, each in DASHBOARDS.items()} == {n: n for n in DASHBOARDS}
-
-
-def test_a_panel_that_several_dashboards_have_is_the_same_in_all():
-    found = {}
-    for name in DASHBOARDS:
-        for panel in panels(name):
-            of = {key: value for key, value in panel.items() if key not in ("id", "gridPos")}
-            assert found.setdefault(panel["title"], of) == of, (name, panel["title"])
