@@ -10,7 +10,6 @@ import itertools
 import os
 import select
 import socket
-import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
@@ -359,39 +358,3 @@ def test_a_reader_that_never_reads_is_cut_after_the_time_of_a_request(
         wait_for(lambda: Streams.begun == 1)
         wait_for(lambda: not server.server.server_state.connections)
         assert server.requests() == 0
-
-
-def test_500_connections_are_all_served(server: Running) -> None:
-    held: list[socket.socket] = []
-    try:
-        for _ in range(500):
-            held.append(server.connect())
-        for each in held:
-            each.sendall(GET)
-        for each in held:
-            assert each.recv(1000).startswith(b"HTTP/1.1 200")
-    finally:
-        for each in held:
-            each.close()
-    wait_for(lambda: not server.server.server_state.connections)
-
-
-def test_threads_of_bad_clients_leave_no_task_behind(server: Running) -> None:
-    def bad(seed: int) -> None:
-        for turn in range(20):
-            with server.connect(0.1) as connection, contextlib.suppress(OSError):
-                connection.sendall(
-                    (GET, GET[:9], b"\xff" * 99, GET.replace(b"/hello", b"/stream"))[
-                        (seed + turn) % 4
-                    ]
-                )
-                if turn % 3:
-                    connection.recv(100)
-
-    threads = [threading.Thread(target=bad, args=(seed,)) for seed in range(8)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    wait_for(lambda: not server.server.server_state.connections)
-    wait_for(lambda: Streams.begun == Streams.closed)
