@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 from tests.decoders import VOCABULARY
 
-from prejit.compiler import Program, build
 from prejit.runtime import Bundle, load
 from prejit.runtime.errors import (
     ClosedError,
@@ -238,21 +237,23 @@ def test_prompts_of_two_clients_that_enter_together_share_nothing(
     assert max(token.usage.reused_tokens for token in batch.step()) == 30 * shares
 
 
+@pytest.mark.parametrize("pauses", [True, False])
 def test_two_conversations_in_turns_compute_only_what_is_new(
-    bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch
+    bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch, pauses: bool
 ) -> None:
-    """Each takes the slot of the other one, in a batch of one row whose prompts are computed in place."""
-    pauses = threading.Semaphore(0)
+    """Each takes the slot of the other one, whose answer was kept in a pause, or is kept then."""
+    kept = threading.Semaphore(0)
     original = Batch.keep
-    monkeypatch.setattr(Batch, "keep", lambda self: (original(self), pauses.release()))
+    monkeypatch.setattr(Batch, "keep", lambda self: (original(self), kept.release()))
     bundle.prepare()
     engine = made(slots=1, prefix_memory=4 * MIB)
     texts = [LONG[:20], LONG[10:30]]
     for turn in range(3):
         for number, text in enumerate(texts):
-            reused = len(text) - 3 if turn else None  # all but what came since
+            # All but what came since; the last token of the answer is in no cache.
+            reused = len(text) - 3 if turn else None
             texts[number] = [*few_of(engine, text, reused), 3, 4]
-            assert pauses.acquire(timeout=60)
+            assert not pauses or kept.acquire(timeout=60)
 
 
 def test_a_prompt_in_a_short_cache_that_begins_like_one_in_a_long_cache(made: Made) -> None:
@@ -266,16 +267,6 @@ def test_a_prompt_in_a_short_cache_that_begins_like_one_in_a_long_cache(made: Ma
     assert engine.metrics().prefix_bytes > 0
     engine._loop._batch.close()  # as a resize while nothing runs does
     few_of(engine, [*LONG[:17], 1])
-
-
-def test_a_conversation_goes_on_after_another_one_took_its_slot(bundle: Bundle, made: Made) -> None:
-    """There is no pause in which the answers could be kept."""
-    bundle.prepare()
-    engine = made(slots=1, prefix_memory=4 * MIB)
-    text = few_of(engine, LONG[:20])
-    few_of(engine, LONG[10:30])
-    # The last token of the answer is in no cache.
-    few_of(engine, [*text, 3, 4], reused=len(text) - 1)
 
 
 def test_a_burst_of_prompts_is_computed_before_a_step_that_decodes_few(
@@ -450,7 +441,7 @@ def test_a_deadline_ends_a_request_that_waits_and_one_that_runs(
 
 
 @pytest.mark.usefixtures("slow")
-@pytest.mark.parametrize("how", ["close", "drop", "with", "task"])
+@pytest.mark.parametrize("how", ["close", "drop", "task"])
 def test_a_stream_that_ends_early_frees_its_slot(one_slot: Engine, how: str) -> None:
     stream = one_slot.stream([1], max_new_tokens=70, stop_token_ids=())
     if how == "task":
@@ -469,9 +460,6 @@ def test_a_stream_that_ends_early_frees_its_slot(one_slot: Engine, how: str) -> 
     if how == "close":
         stream.close()
         assert list(stream) == []
-    elif how == "with":
-        with stream:
-            next(stream)
     del stream
     gc.collect()
     assert one_slot.generate([2], max_new_tokens=1, timeout=60).finish_reason is not None
@@ -517,14 +505,11 @@ def test_a_mask_that_fails_ends_its_own_request(engine: Engine, alone: list[Any]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt": []}, "prompt: expected at least one token"),
         ({"prompt": [VOCABULARY]}, "prompt"),
-        ({"prompt": [1], "temperature": -1}, "temperature"),
         ({"prompt": [1], "priority": "high"}, "priority"),
         ({"prompt": [1], "client": 3}, "client"),
         ({"prompt": [1], "timeout": 0}, "timeout: expected more than 0"),
         ({"prompt": [1], "colour": "red"}, "colour"),
-        ({"prompt": "text"}, "tokenizer"),
     ],
 )
 def test_mistakes_are_refused_before_they_wait(
@@ -775,10 +760,8 @@ def test_an_engine_that_the_garbage_collector_ends_is_not_waited_for(
     assert not thread.is_alive()
 
 
-def test_a_bundle_without_a_decoder_has_no_tokens(tmp_path: Path, build_cache: Path) -> None:
-    double = Program("double", fn=lambda x: x * 2, args=["float32[2]"])
-    path = build([double], tmp_path, name="d", cache=build_cache, quiet=True).path
-    engine = Engine(load(path, on_mismatch="error"))
+def test_a_bundle_without_a_decoder_has_no_tokens(bundle_dir: Path) -> None:
+    engine = Engine(load(bundle_dir))
     with pytest.raises(UsageError, match="this bundle holds no decoder"):
         engine.submit([1])
     assert engine.drain(1)

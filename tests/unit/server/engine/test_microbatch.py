@@ -102,16 +102,6 @@ def test_a_call_of_more_rows_than_the_bucket_takes_turns(lane: Lane[Any], progra
     assert program.runs == [[1], [8], [2, 6], [6]]
 
 
-def test_jobs_that_run_alone_never_share(lane: Lane[Any], program: Program) -> None:
-    program.hold(lane)
-    jobs = [SharedJob(np.array([number]), 1, 0, object(), np.concatenate) for number in range(3)]
-    for each in jobs:
-        lane.submit(each)
-    program.go.set()
-    assert [int(each.future.result(PATIENCE)[0]) for each in jobs] == [0, 2, 4]
-    assert program.runs == [[1]] * 4
-
-
 def test_the_rest_of_a_call_that_failed_does_not_run(lane: Lane[Any], program: Program) -> None:
     with pytest.raises(ValueError, match="no row"):
         submit(lane, [-1] * 30).result(PATIENCE)
