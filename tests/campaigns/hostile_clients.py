@@ -308,12 +308,6 @@ class Hostile:
         head = request("/v1/completions", b"{", self._key, Content_Length=10_000)
         return await self._send((head, *repeat(b" ", 25)), pause=1)
 
-    async def huge_head(self) -> str:
-        """Sends 2 MB of headers, in many fields or in one."""
-        start = request("/v1/models", b"")[:-2]
-        line = self._random.choice((b"X-More: 1\r\n" * 1000, b"x" * 10_000))
-        return await self._send((start, b"X: ", *repeat(line, 200)))
-
     async def huge_body(self) -> str:
         """Announces 1 TB, or sends 32 MB in chunks, with a key or none."""
         key = self._random.choice((self._key, ""))
@@ -330,15 +324,6 @@ class Hostile:
         line = b"X-More: " + b"x" * 1000 + b"\r\n"
         return await self._send((start, *repeat(line * 20, 1000)))
 
-    async def huge_extensions(self) -> str:
-        """Sends chunks of one byte, each with an extension of 10 KB."""
-        chunk = b"1;" + b"x" * 10_000 + b"\r\n \r\n"
-        return await self._send((self._chunked(self._key), *repeat(chunk, 1000)))
-
-    async def tiny_chunks(self) -> str:
-        """Sends a body in 100,000 chunks of one byte."""
-        return await self._send((self._chunked(self._key), *repeat(b"1\r\n \r\n" * 1000, 100)))
-
     async def cancelled_upload(self) -> str:
         """Goes in the middle of a body of 10 MB, with a reset."""
         async with connected(self._port) as (_, writer):
@@ -348,19 +333,6 @@ class Hostile:
             lingering = struct.pack("ii", 1, 0)
             writer.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_LINGER, lingering)
         return "left"
-
-    async def no_http(self) -> str:
-        """Sends what is no HTTP, or means two things."""
-        both = b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
-        junk = (
-            b"\x16\x03\x01" + self._random.randbytes(500),
-            b"GET / HTTP/9.9\r\n\r\n",
-            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
-            + both
-            + b"GET /metrics HTTP/1.1\r\n\r\n",
-            self._random.randbytes(5000) + b"\r\n\r\n",
-        )
-        return await self._send(self._random.choice(junk), leave_after=2)
 
     async def unread_answers(self) -> str:
         """Sends 500 requests in one connection and reads no answer."""
@@ -429,11 +401,6 @@ class Hostile:
         body = {"model": "decoder", "prompt": [letters] * number, "max_tokens": 1}
         return await self._send(request("/v1/completions", body, self._key))
 
-    async def many_stops(self) -> str:
-        """Asks for a text with 32 long stop strings."""
-        stops = [f"{place}" + "abc " * 100 for place in range(32)]
-        return await self._send(self._completion(stop=stops, max_tokens=60), leave_after=10)
-
     async def many_texts(self) -> str:
         """Asks for 128 texts of a schema, or for as many as the server takes."""
         body = {"model": "decoder", "messages": [{"role": "user", "content": "abc"}]}
@@ -465,17 +432,6 @@ class Hostile:
                 await asyncio.sleep(0.5)
         return "left"
 
-    async def no_key(self) -> str:
-        """Asks for texts and for paths without a key, or with a wrong one."""
-        key = self._random.choice(("", "wrong"))
-        path = self._random.choice(("/v1/completions", "/tokenize", "/v1/responses", "/none"))
-        return await self._send(request(path, {"model": "decoder", "prompt": "abc"}, key))
-
-    async def looks(self) -> str:
-        """Asks for open paths, without a key."""
-        paths = ("/metrics", "/health/ready", "/health/live", "/openapi.json", "/")
-        return await self._send(request(self._random.choice(paths), b""))
-
     async def drain(self) -> str:
         """Wants the server to take no more requests: without a key, with its own, or from a web page."""
         page = {"Origin": "http://example.com", "Content_Type": "text/plain", "Host": "example.com"}
@@ -493,26 +449,19 @@ class Hostile:
 KINDS: dict[str, tuple[int, float]] = {
     Hostile.slow_head.__name__: (20, 1),
     Hostile.slow_body.__name__: (20, 1),
-    Hostile.huge_head.__name__: (1, 1),
     Hostile.huge_body.__name__: (1, 2),
     Hostile.huge_trailers.__name__: (2, 2),
-    Hostile.huge_extensions.__name__: (1, 3),
-    Hostile.tiny_chunks.__name__: (1, 3),
     Hostile.cancelled_upload.__name__: (4, 0.5),
-    Hostile.no_http.__name__: (1, 0.5),
     Hostile.unread_answers.__name__: (1, 3),
     Hostile.nested.__name__: (1, 3),
     Hostile.schema_bomb.__name__: (2, 3),
     Hostile.schema_growth.__name__: (1, 3),
     Hostile.regex_bomb.__name__: (1, 3),
     Hostile.long_prompts.__name__: (1, 5),
-    Hostile.many_stops.__name__: (1, 3),
     Hostile.many_texts.__name__: (1, 3),
     Hostile.flood.__name__: (10, 0.5),
     Hostile.flood_first.__name__: (4, 0.5),
     Hostile.slow_reader.__name__: (4, 1),
-    Hostile.no_key.__name__: (2, 0.2),
-    Hostile.looks.__name__: (2, 0.3),
     Hostile.drain.__name__: (1, 3),
 }
 """How many tasks send each kind of request at once, and how many seconds each pauses between two."""

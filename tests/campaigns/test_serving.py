@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -18,24 +17,23 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import CancelledError
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from tests.integration.test_serve import Process
+from tests.threads import in_threads
 
 from prejit.runtime import Bundle, load
 from prejit.runtime.errors import DeadlineError, QueueFullError
 from prejit.server.engine.engine import Engine
 
 from . import serving
-from .serving import Client, Look, Sample, Tally, Watcher, metric, slope_per_minute
+from .campaign import facts, machine_facts, setting, write_figures
+from .serving import MIB, Client, Look, Sample, Tally, Watcher, metric, slope_per_minute
 
-RESULTS = Path(__file__).with_name("serving.json")
-SECONDS = float(os.environ.get("PREJIT_SOAK_SECONDS", "4"))
+SECONDS = setting("SOAK_SECONDS", 4)
 pytestmark = pytest.mark.timeout(900 + 4 * SECONDS)
 WHOLE_SECONDS = 180
 """From this length on, the slopes are checked and the figures are written."""
@@ -55,100 +53,94 @@ def bundle(lettered_dir: Path) -> Bundle:
 
 @pytest.fixture(scope="module")
 def figures() -> dict[str, Any]:
-    return {
-        "date": str(date.today()),
-        "python": platform.python_version(),
-        "jax": version("jax"),
-        "uvicorn": version("uvicorn"),
-        "kernel": platform.release(),
-        "machine": f"{os.cpu_count()} CPUs, {platform.machine()}",
-        "load average before": [round(each, 1) for each in os.getloadavg()],
-    }
+    return facts("jax", "uvicorn", "kernel") | machine_facts()
+
+
+class Leaving:
+    """Uses an engine in every way in which a caller may wait for a text, or leave it."""
+
+    def __init__(self, bundle: Bundle, engine: Engine) -> None:
+        self._engine = engine
+        self.outcomes: Counter[str] = Counter()
+        self.failures: list[str] = []
+        self._prompts = [
+            [(place * 7 + number) % 250 for place in range(1 + number * 11 % 80)]
+            for number in range(24)
+        ]
+        self._options: list[dict[str, Any]] = [
+            {"max_new_tokens": 2 + n * 13 % 60, "temperature": n % 3 / 2, "seed": n}
+            for n in range(24)
+        ]
+        self._expected = [
+            bundle.generate(prompt, **options, stop_token_ids=()).token_ids
+            for prompt, options in zip(self._prompts, self._options, strict=True)
+        ]
+
+    def work(self, seed: int, until: float) -> None:
+        """Use it until a time."""
+        generator = random.Random(seed)
+        while time.monotonic() < until:
+            try:
+                self.outcomes[self._use(generator)] += 1
+            except QueueFullError as error:
+                self.outcomes["queue full"] += 1
+                time.sleep(min(error.retry_after, 0.05))
+            except DeadlineError:
+                self.outcomes["deadline"] += 1
+            except BaseException as error:
+                self.failures.append(f"{type(error).__name__}: {error}")
+
+    def _use(self, generator: random.Random) -> str:
+        number, engine = generator.randrange(24), self._engine
+        prompt = self._prompts[number]
+        options: dict[str, Any] = {
+            **self._options[number],
+            "stop_token_ids": (),
+            "priority": generator.randint(-1, 1),
+            "client": generator.choice("abc"),
+        }
+        way = generator.choice(["wait", "wait", "read", "cancel", "close", "drop", "late", "task"])
+        tokens: tuple[int | None, ...]
+        match way:
+            case "wait":
+                tokens = engine.generate(prompt, **options).token_ids
+            case "late":
+                timeout = generator.uniform(0.0001, 0.1)
+                tokens = engine.generate(prompt, timeout=timeout, **options).token_ids
+            case "read":
+                pieces = engine.stream(prompt, **options)
+                tokens = tuple(piece.token_id for piece in pieces if piece.token_id is not None)
+            case "cancel":
+                future = engine.submit(prompt, **options)
+                time.sleep(generator.uniform(0, 0.05))
+                if future.cancel():
+                    return "cancelled"
+                tokens = future.result().token_ids
+            case "task":
+                return asyncio.run(_leave(engine, prompt, options, generator))
+            case _:
+                stream = engine.stream(prompt, **options)
+                for _ in range(generator.randint(0, 5)):
+                    if next(stream, None) is None:
+                        break
+                if way == "close":
+                    stream.close()
+                return way  # or nobody refers to it any more
+        if tokens != self._expected[number]:
+            self.failures.append(f"{way} {number}: {self._expected[number]}, found {tokens}")
+        return way
 
 
 def test_an_engine_that_threads_use_and_leave_at_random(
     bundle: Bundle, figures: dict[str, Any]
 ) -> None:
     """Threads submit, stream, cancel, drop streams and set deadlines; then all slots are free."""
-    prompts = [
-        [(place * 7 + number) % 250 for place in range(1 + number * 11 % 80)]
-        for number in range(24)
-    ]
-    options: list[dict[str, Any]] = [
-        {
-            "max_new_tokens": 2 + n * 13 % 60,
-            "temperature": n % 3 / 2,
-            "seed": n,
-            "stop_token_ids": (),
-        }
-        for n in range(24)
-    ]
-    expected = [
-        bundle.generate(each, **chosen).token_ids
-        for each, chosen in zip(prompts, options, strict=True)
-    ]
-    engine = Engine(bundle, slots=3, queue=12, prefix_memory=1 << 20)
-    outcomes: Counter[str] = Counter()
-    failures: list[str] = []
+    engine = Engine(bundle, slots=3, queue=12, prefix_memory=MIB)
+    leaving = Leaving(bundle, engine)
     until = time.monotonic() + max(2.0, SECONDS / 16)
-
-    def use(generator: random.Random) -> str:
-        number = generator.randrange(24)
-        arguments: dict[str, Any] = {
-            **options[number],
-            "priority": generator.randint(-1, 1),
-            "client": generator.choice("abc"),
-        }
-        way = generator.choice(["wait", "wait", "read", "cancel", "close", "drop", "late", "task"])
-        tokens: tuple[int | None, ...]
-        if way == "wait":
-            tokens = engine.generate(prompts[number], **arguments).token_ids
-        elif way == "read":
-            stream = engine.stream(prompts[number], **arguments)
-            tokens = tuple(piece.token_id for piece in stream if piece.token_id is not None)
-        elif way == "cancel":
-            future = engine.submit(prompts[number], **arguments)
-            time.sleep(generator.uniform(0, 0.05))
-            if future.cancel():
-                return "cancelled"
-            tokens = future.result().token_ids
-        elif way == "late":
-            timeout = generator.uniform(0.0001, 0.1)
-            tokens = engine.generate(prompts[number], timeout=timeout, **arguments).token_ids
-        elif way == "task":
-            return asyncio.run(_leave(engine, prompts[number], arguments, generator))
-        else:
-            stream = engine.stream(prompts[number], **arguments)
-            for _ in range(generator.randint(0, 5)):
-                if next(stream, None) is None:
-                    break
-            if way == "close":
-                stream.close()
-            return way  # or nobody refers to it any more
-        if tokens != expected[number]:
-            failures.append(f"{way} {number}: expected {expected[number]}, found {tokens}")
-        return way
-
-    def work(seed: int) -> None:
-        generator = random.Random(seed)
-        while time.monotonic() < until:
-            try:
-                outcomes[use(generator)] += 1
-            except QueueFullError as error:
-                outcomes["queue full"] += 1
-                time.sleep(min(error.retry_after, 0.05))
-            except DeadlineError:
-                outcomes["deadline"] += 1
-            except BaseException as error:
-                failures.append(f"{type(error).__name__}: {error}")
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(20)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(IDLE_SECONDS + SECONDS)
-        assert not each.is_alive(), "a thread waits for ever"
-    assert not failures, failures[:10]
+    in_threads(20, lambda seed: leaving.work(seed, until))
+    outcomes = leaving.outcomes
+    assert not leaving.failures, leaving.failures[:10]
     assert engine.drain(IDLE_SECONDS), engine.metrics()
     found = engine.metrics()
     assert (found.running, found.waiting, found.kv_cache_usage) == (0, 0, 0.0), found
@@ -157,7 +149,7 @@ def test_an_engine_that_threads_use_and_leave_at_random(
     left = sum(outcomes[way] for way in ("cancelled", "close", "drop", "task"))
     assert 0 <= found.finished["refused"] - outcomes["queue full"] <= left
     assert found.finished["error"] == 0
-    assert found.prefix_bytes <= 1 << 20
+    assert found.prefix_bytes <= MIB
     engine.close()
     assert not [each for each in threading.enumerate() if each.name == "prejit engine"]
     figures["engine"] = dict(sorted(outcomes.items()))
@@ -201,7 +193,7 @@ def test_a_server_under_mixed_load(
     assert "Traceback" not in server.said, server.said
     assert "warning" not in server.said, server.said
     assert not tally.failures, f"{len(tally.failures)} failures\n" + "\n".join(tally.failures[:30])
-    statuses = Counter({status: 0 for status in (200, 400, 404, 405, 413, 429, 504)})
+    statuses = Counter({status: 0 for status in (200, 400, 404, 429, 504)})
     for (_, status), count in tally.statuses.items():
         statuses[status] += count
     assert tally.texts > SECONDS, tally.statuses
@@ -224,7 +216,7 @@ def test_a_server_under_mixed_load(
     }
     if SECONDS >= WHOLE_SECONDS:
         figures["load average after"] = [round(each, 1) for each in os.getloadavg()]
-        RESULTS.write_text(json.dumps(figures, indent=1) + "\n")
+        write_figures("serving", figures)
     _check_the_process(watcher.looks[0], rested, process)
 
 
@@ -268,18 +260,17 @@ def _rest(server: Process) -> Look:
 def _of_the_process(watcher: Watcher, rested: Look) -> dict[str, Any]:
     """Return how memory, files and threads changed after a quarter of the time, and what is left at rest."""
     looks = [each for each in watcher.looks if each.seconds > SECONDS / 4]
-    mib = 1 << 20
     return {
         "slopes per minute after a quarter of the time": {
-            "MB": round(slope_per_minute(looks, lambda each: each.resident_bytes / mib), 3),
+            "MB": round(slope_per_minute(looks, lambda each: each.resident_bytes / MIB), 3),
             "files": round(slope_per_minute(looks, lambda each: each.files), 3),
             "threads": round(slope_per_minute(looks, lambda each: each.threads), 3),
         },
         "resident MB at the beginning, after a quarter, at the end, at rest": [
-            round(each.resident_bytes / mib)
+            round(each.resident_bytes / MIB)
             for each in (watcher.looks[0], looks[0], looks[-1], rested)
         ],
-        "most resident MB": round(max(each.resident_bytes for each in watcher.looks) / mib),
+        "most resident MB": round(max(each.resident_bytes for each in watcher.looks) / MIB),
         "most files, at rest": [max(each.files for each in watcher.looks), rested.files],
         "most threads, at rest": [max(each.threads for each in watcher.looks), rested.threads],
     }

@@ -125,6 +125,7 @@ GARBAGE = [
     b"POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
     b"POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
     b"POST /size HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+    b"POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     b"\x00" * 4096,
     os.urandom(4096),
 ]
