@@ -327,9 +327,9 @@ def judged(
     bundle: Path,
     damage: Damage,
     done: Applied,
-    found: Sequence[Any],
-    expected: Sequence[Any],
-    rejection: tuple[str, str] | None,
+    found: Sequence[int],
+    expected: Sequence[int],
+    error: Exception | None,
 ) -> str | None:
     """Return what is wrong with a use of a damaged bundle; None: nothing is.
 
@@ -337,23 +337,26 @@ def judged(
         bundle: the bundle.
         damage: the damage.
         done: what it did.
-        found: the tokens, or the text.
+        found: the tokens.
         expected: those of the sound bundle.
-        rejection: the message of the rejection, and the file that it names, or "" if any may be
-            named; None: there was none.
+        error: what ended the reply; None: nothing did.
     """
+    from prejit.runtime.errors import RejectError, UntrustedError
+
     if found != expected[: len(found)]:
         return f"wrong reply: expected {expected!r}, found {found!r}"
     is_whole = len(found) == len(expected)
-    if rejection is None:
+    if error is None:
         return "no error" if done.allowed is None else None if is_whole else f"too short: {found!r}"
+    if not isinstance(error, RejectError):
+        return f"expected a RejectError, found {error!r}"
     if done.allowed == "same bytes":
-        return f"rejected without damage: {rejection[0]}"
+        return f"rejected without damage: {error}"
     if is_whole:
-        return f"a finished reply before the error {rejection[0]}"
-    if damage.is_lenient or not rejection[1]:
+        return f"a finished reply before the error {error}"
+    if damage.is_lenient or isinstance(error, UntrustedError):  # it names what is missing now
         return None
-    return _misleading(bundle, damage, done.differ, *rejection)
+    return _misleading(bundle, damage, done.differ, str(error), error.path)
 
 
 def _misleading(
@@ -410,30 +413,12 @@ def attempt(bundle: Path, campaign: str, number: int, expected: Sequence[int]) -
     with applied(damage, hide=mode == "receipts") as done:
         problem = _audited(bundle, damage, done.allowed)
         tokens, error = _use(bundle, mode)
-        problem = problem or _judged(bundle, damage, done, tokens, error, expected)
+        problem = problem or judged(bundle, damage, done, tokens, expected, error)
     if number % 8 == 0:
         gc.collect()  # each bundle has a client of XLA with threads
     result = "bad" if problem else "rejected" if error is not None else str(done.allowed)
     about = {"number": number, "kind": damage.kind, "role": damage.role, "mode": mode}
     return {**about, "result": result, "problem": problem}
-
-
-def _judged(
-    bundle: Path,
-    damage: Damage,
-    done: Applied,
-    tokens: list[int],
-    error: Exception | None,
-    expected: Sequence[int],
-) -> str | None:
-    from prejit.runtime.errors import RejectError, UntrustedError
-
-    if error is not None and not isinstance(error, RejectError):
-        return f"expected a RejectError, found {error!r}"
-    rejection = None
-    if error is not None:  # a policy names what is missing now
-        rejection = (str(error), "" if isinstance(error, UntrustedError) else error.path)
-    return judged(bundle, damage, done, tokens, expected, rejection)
 
 
 def _audited(bundle: Path, damage: Damage, allowed: str | None) -> str | None:

@@ -1,8 +1,8 @@
 """A bundle that is damaged at any place gives an error that names the place, and never a wrong token.
 
-`make damage` changes any file of a signed bundle with provenance and list of parts, 20,000 times by the
-checks and 200 times by the command line, and cuts 200 files while they are read. It writes the figures to
-damage.json beside this file; `make test` tries a few. Each failure prints a command that repeats it.
+`make damage` changes any file of a signed bundle with provenance and list of parts 20,000 times, and cuts
+200 files while they are read. It writes the figures to damage.json beside this file; `make test` tries a few.
+Each failure prints a command that repeats it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .campaign import ROOT, check, facts, setting, write_figures
 WHOLE_EXAMPLES = 20_000
 EXAMPLES = setting("DAMAGE_EXAMPLES", 20)
 pytestmark = pytest.mark.timeout(900 + EXAMPLES)
-CHILDREN = EXAMPLES // 100 or 2
-"""Random damages that are met by the command line; as many times a file is cut while it is read."""
+CUTS = EXAMPLES // 100 or 2
+"""How often a file is cut while it is read."""
 ONLY = os.environ.get("PREJIT_DAMAGE_ONLY")
 """The number of the one example to repeat."""
 AT_ONCE = 250
@@ -142,20 +142,16 @@ def try_in_workers(campaign: Campaign, part: str, wanted: list[int], directory: 
     campaign.check(part, tried)
 
 
-def start(command: str, bundle: Path, *options: str) -> subprocess.Popen[str]:
-    """Start a command of `python -m prejit.runtime`."""
+def generate(bundle: Path, tokens: int) -> subprocess.Popen[str]:
+    """Start `python -m prejit.runtime generate`."""
+    options = ("--prompt", damages.PROMPT, "--max-new-tokens", str(tokens), "--temperature", "0")
+    command = (sys.executable, "-m", "prejit.runtime", "generate", str(bundle), *options)
     return subprocess.Popen(
-        [sys.executable, "-m", "prejit.runtime", command, str(bundle), *options],
+        [*command, "--on-mismatch", "error"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def generate(bundle: Path, *, tokens: int = damages.NEW_TOKENS) -> subprocess.Popen[str]:
-    """Start `python -m prejit.runtime generate`."""
-    options = ("--prompt", damages.PROMPT, "--max-new-tokens", str(tokens), "--temperature", "0")
-    return start("generate", bundle, *options, "--on-mismatch", "error")
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -164,57 +160,20 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, errors
 
 
-def sound_text(campaign: Campaign, tokens: int = damages.NEW_TOKENS) -> str:
-    """Return what the sound bundle writes."""
-    damages.drop_receipts()
-    status, text, errors = ended(generate(campaign.bundle, tokens=tokens))
-    assert status == 0, errors
-    return text
-
-
-def with_receipts(campaign: Campaign, number: int) -> bool:
-    """Give every second example receipts from before its damage; return whether it has them."""
-    damages.drop_receipts()
-    if number % 2 == 1:
-        damages.give_receipts(campaign.bundle)
-    return number % 2 == 1
-
-
-def test_command_line(campaign: Campaign) -> None:
-    """Half of them have receipts from before the damage, and the times of the file set back."""
-    expected, tried = sound_text(campaign), 0
-    for number in numbers(CHILDREN):
-        has_receipts = with_receipts(campaign, number)
-        damage = damages.draw(campaign.bundle, random.Random(f"command {number}"))
-        with damages.applied(damage, hide=has_receipts) as done:
-            verified, _, said = ended(start("verify", campaign.bundle))
-            status, out, errors = ended(generate(campaign.bundle))
-        if verified != (0 if done.allowed == "same bytes" else 4) or "Traceback" in said:
-            campaign.fail("command_line", number, f"verify: exit {verified}\n{damage}\n{said}")
-        if status not in (0, 4) or "Traceback" in errors:
-            problem: str | None = f"exit status {status}, or a traceback"
-        else:
-            said = errors.removeprefix("error[reject]: ")
-            rejection = (said, said.partition(": ")[0]) if status else None
-            problem = damages.judged(campaign.bundle, damage, done, out, expected, rejection)
-        campaign.add("command line", str(done.allowed) if status == 0 else f"exit {status}")
-        if problem is not None:
-            shown = f"{damage.kind}, {damage.role}, {len(done.differ)} bytes"
-            campaign.fail("command_line", number, f"{problem}\n{shown}\n{out}\n{errors[-2000:]}")
-        tried += 1
-    campaign.check("command_line", tried)
-
-
 def test_cut(campaign: Campaign) -> None:
     """A file is cut at a random moment. After its verification only its map is read: that is a SIGBUS."""
     tokens, tried, started = 40, 0, time.monotonic()
-    expected = sound_text(campaign, tokens)
+    damages.drop_receipts()
+    status, expected, errors = ended(generate(campaign.bundle, tokens))
+    assert status == 0, errors
     seconds = time.monotonic() - started
-    for number in numbers(CHILDREN):
+    for number in numbers(CUTS):
         generator = random.Random(f"cut {number}")
-        has_receipts = with_receipts(campaign, number)
+        damages.drop_receipts()
+        if has_receipts := number % 2 == 1:  # from before its damage
+            damages.give_receipts(campaign.bundle)
         drawn = damages.draw(campaign.bundle, generator, ["cut"])
-        process = generate(campaign.bundle, tokens=tokens)
+        process = generate(campaign.bundle, tokens)
         delay = generator.uniform(0, seconds)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(delay)
