@@ -217,27 +217,6 @@ def draw(bundle: Path, generator: random.Random, kinds: Sequence[str] = ()) -> D
     return Damage(kind, (role,), file, writes, size)
 
 
-def draw_position(bundle: Path, number: int) -> tuple[Damage, str]:
-    """Return a flipped bit in one chunk, at its first, its last or any byte; and when it is found."""
-    [(file, step)] = chunked(bundle).items()
-    content = file.read_bytes()
-    number, which = divmod(number, 3)
-    number, when = divmod(number, 3)
-    start = number * step
-    end = min(start + step, len(content))
-    at = (start, end - 1, random.Random(number).randrange(start, end))[which]
-    [role] = (role for role, each in files(bundle).items() if each == file)
-    written = ((at, bytes([content[at] ^ 1])),)
-    damage = Damage(f"bit flipped in chunk {number}", (role,), file, written, len(content))
-    return damage, ("beside", "early", "late")[when]
-
-
-def positions(bundle: Path) -> int:
-    """Return the number of examples of `draw_position`."""
-    [(file, step)] = chunked(bundle).items()
-    return 9 * len(range(0, file.stat().st_size, step))
-
-
 @dataclass(frozen=True)
 class Applied:
     """The outcome of one damage.
@@ -390,7 +369,7 @@ def drop_receipts() -> None:
     shutil.rmtree(os.environ["PREJIT_RUNTIME_CACHE"], ignore_errors=True)
 
 
-def attempt(bundle: Path, campaign: str, number: int, expected: Sequence[int]) -> dict[str, Any]:
+def attempt(bundle: Path, number: int, expected: Sequence[int]) -> dict[str, Any]:
     """Try an example, and return number, kind, role, mode and result.
 
     The result is `rejected`, or `same bytes`, `not read` or `read leniently` if the tokens are right, or
@@ -398,15 +377,11 @@ def attempt(bundle: Path, campaign: str, number: int, expected: Sequence[int]) -
 
     Args:
         bundle: the bundle, which is sound before and afterwards.
-        campaign: `random`, or `positions` for each place of a chunk.
         number: of the example.
         expected: the tokens of the sound bundle.
     """
-    if campaign == "positions":
-        damage, mode = draw_position(bundle, number)
-    else:
-        damage = draw(bundle, random.Random(f"{campaign} {number}"))
-        mode = MODES[number % len(MODES)]
+    damage = draw(bundle, random.Random(f"random {number}"))
+    mode = MODES[number % len(MODES)]
     drop_receipts()
     if mode == "receipts":
         give_receipts(bundle)
@@ -474,9 +449,9 @@ def _is_over(verification: Any) -> bool:
     return verification.is_finished or verification._failure is not None
 
 
-def try_all(given: tuple[Path, str, Sequence[int]]) -> int:
-    """Try examples of a bundle and a campaign. Print each number first, then its outcome as JSON."""
-    bundle, campaign, numbers = given
+def try_all(given: tuple[Path, Sequence[int]]) -> int:
+    """Try examples of a bundle. Print each number first, then its outcome as JSON."""
+    bundle, numbers = given
     drop_receipts()
     expected, error = _use(bundle, "beside")
     assert error is None, error
@@ -484,5 +459,5 @@ def try_all(given: tuple[Path, str, Sequence[int]]) -> int:
     gc.freeze()  # later collections look at the objects of one example alone
     for number in numbers:
         print(number, flush=True)
-        print(json.dumps(attempt(bundle, campaign, number, expected)), flush=True)
+        print(json.dumps(attempt(bundle, number, expected)), flush=True)
     return 0

@@ -25,6 +25,8 @@ from itertools import cycle, product, repeat
 from socket import SO_LINGER, SOL_SOCKET
 from typing import Any
 
+import httpx
+
 HOST = "127.0.0.1"
 STREAMS = 4
 PROMPTS = 16
@@ -88,8 +90,7 @@ class Honest:
         failures: requests and scrapes that failed, and texts that differ from earlier ones.
     """
 
-    port: int
-    key: str
+    client: httpx.AsyncClient
     until: float
     gaps: list[float] = field(default_factory=list)
     firsts: list[float] = field(default_factory=list)
@@ -122,27 +123,20 @@ class Honest:
                 text = await self._text(body | {"prompt": prompt})
                 if self.texts.setdefault(prompt, text) != text:
                     raise ValueError(f"expected {self.texts[prompt]!r}, found {text!r}")
-            except (OSError, EOFError, ValueError) as error:
+            except (httpx.HTTPError, EOFError, ValueError) as error:
                 self.failures.append(f"{type(error).__name__}: {error}"[:300])
                 await asyncio.sleep(0.5)
 
     async def _text(self, body: dict[str, Any]) -> str:
         text, last = "", time.monotonic()
         times = self.firsts
-        async with connected(self.port) as (reader, writer):
-            writer.write(request("/v1/completions", body, self.key))
-            async with asyncio.timeout(PATIENCE_SECONDS):
-                status = await status_of(reader)
-            while True:
-                async with asyncio.timeout(PATIENCE_SECONDS):
-                    line = await reader.readline()
-                if status != "200":
-                    raise ValueError(f"{status}: {(await reader.read(2000))[-300:]!r}")
-                if line == b"data: [DONE]\n":
+        async with self.client.stream("POST", "/v1/completions", json=body) as answer:
+            if answer.status_code != 200:
+                raise ValueError(f"{answer.status_code}: {(await answer.aread())[-300:]!r}")
+            async for line in answer.aiter_lines():
+                if line == "data: [DONE]":
                     return text
-                if not line:
-                    raise EOFError(f"the stream ended after {text!r}")
-                if line.startswith(b"data: "):
+                if line.startswith("data: "):
                     chunk = json.loads(line[6:])
                     if "error" in chunk:
                         raise ValueError(chunk["error"])
@@ -150,24 +144,29 @@ class Honest:
                     times.append(now - last)
                     times, last = self.gaps, now
                     text += "".join(each["text"] for each in chunk["choices"])
+        raise EOFError(f"the stream ended after {text!r}")
 
     async def _scrape(self) -> None:
         while time.monotonic() < self.until:
             begun = time.monotonic()
             try:
-                async with (
-                    asyncio.timeout(PATIENCE_SECONDS),
-                    connected(self.port) as (reader, writer),
-                ):
-                    writer.write(request("/metrics", b"", self.key))
-                    status = await status_of(reader)
-                    content = await reader.read()
-                if status != "200" or b"vllm:num_requests_running" not in content:
-                    raise ValueError(f"{status}: {content[-300:]!r}")
-            except (OSError, ValueError) as error:
+                answer = await self.client.get("/metrics")
+                if answer.status_code != 200 or "vllm:num_requests_running" not in answer.text:
+                    raise ValueError(f"{answer.status_code}: {answer.text[-300:]!r}")
+            except (httpx.HTTPError, ValueError) as error:
                 self.failures.append(f"/metrics: {type(error).__name__}: {error}"[:300])
             self.scrapes.append(time.monotonic() - begun)
             await asyncio.sleep(SCRAPE_SECONDS)
+
+
+async def be_honest(port: int, key: str, until: float) -> dict[str, Any]:
+    """Run an honest client until a time; return what it has seen."""
+    async with httpx.AsyncClient(
+        base_url=f"http://{HOST}:{port}",
+        headers={"Authorization": f"Bearer {key}", "Connection": "close"},
+        timeout=PATIENCE_SECONDS,
+    ) as client:
+        return await Honest(client, until).run()
 
 
 def in_ms(seconds: Iterable[float]) -> dict[str, float]:
@@ -488,7 +487,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     until = time.monotonic() + float(seconds)
     if name == "honest":
-        found = asyncio.run(Honest(int(port), key, until).run())
+        found = asyncio.run(be_honest(int(port), key, until))
     else:
         os.nice(19)
         hostile = Hostile(int(port), key, until, int(more[0]))

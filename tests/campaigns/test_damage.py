@@ -59,7 +59,7 @@ class Campaign:
     def fail(self, part: str, number: object, problem: str) -> None:
         """Record a bad outcome."""
         again = f"PREJIT_DAMAGE_ONLY={number} .venv/bin/python -m pytest {Path(__file__).relative_to(ROOT)}"
-        said = f"{part} {number}: {problem}\nrepeat it: {again} -k test_{part}"
+        said = f"{part} {number}: {problem}\nrepeat it: {again} -k {part}"
         self.failures.setdefault(part, []).append(said)
 
     def check(self, part: str, tried: int) -> None:
@@ -94,7 +94,6 @@ def campaign(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Ite
             **facts("jax", "kernel"),
             "seconds": round(time.monotonic() - started),
             "bad_outcomes": sum(map(len, made.failures.values())),
-            "chunks": damages.positions(made.bundle) // 9,
             **{part: dict(sorted(counts.items())) for part, counts in made.counts.items()},
         }
         write_figures("damage", figures)
@@ -105,41 +104,32 @@ def numbers(count: int) -> Iterable[int]:
     return range(count) if ONLY is None else (int(ONLY),)
 
 
-def test_positions(campaign: Campaign, tmp_path: Path) -> None:
-    """A bit in each chunk: the first, the last and any byte; found early, late and meanwhile."""
-    count = damages.positions(campaign.bundle)
-    step = 1 if EXAMPLES >= WHOLE_EXAMPLES or ONLY is not None else 19  # of each kind of place
-    try_in_workers(campaign, "positions", [*numbers(count)][::step], tmp_path)
-
-
-def test_random(campaign: Campaign, tmp_path: Path) -> None:
-    try_in_workers(campaign, "random", [*numbers(EXAMPLES)], tmp_path)
-
-
-def try_in_workers(campaign: Campaign, part: str, wanted: list[int], directory: Path) -> None:
-    """Try examples in processes, one after the other."""
-    tried = 0
+def test_random_damage_gives_an_error_or_the_right_tokens(
+    campaign: Campaign, tmp_path: Path
+) -> None:
+    """Examples are tried in processes, one after the other."""
+    tried, wanted = 0, [*numbers(EXAMPLES)]
     while wanted:
         batch, wanted = wanted[:AT_ONCE], wanted[AT_ONCE:]
-        given = (campaign.bundle, part, batch)
-        done = processes.run(damages.try_all, given, directory, limit_seconds=20 * LIMIT_SECONDS)
+        given = (campaign.bundle, batch)
+        done = processes.run(damages.try_all, given, tmp_path, limit_seconds=20 * LIMIT_SECONDS)
         lines = done.stdout.splitlines()
         for line in lines[1::2]:
             outcome = json.loads(line)
-            campaign.add(part, outcome["result"])
-            for what in ("kind", "file", "mode") if part == "random" else ("mode",):
+            campaign.add("random", outcome["result"])
+            for what in ("kind", "file", "mode"):
                 value = outcome["role" if what == "file" else what]
-                campaign.add(f"{part}, by {what}", value, outcome["result"])
+                campaign.add(f"random, by {what}", value, outcome["result"])
             if outcome["problem"]:
-                campaign.fail(part, outcome["number"], f"{outcome}")
+                campaign.fail("random", outcome["number"], f"{outcome}")
         tried += len(lines) // 2
         if done.status != 0:
             last = lines[-1] if len(lines) % 2 else "none"
-            campaign.fail(part, last, f"exit {done.status}\n{done.stderr[-2000:]}")
+            campaign.fail("random", last, f"exit {done.status}\n{done.stderr[-2000:]}")
             if last == "none":
                 break
             wanted = [*batch[batch.index(int(last)) + 1 :], *wanted]
-    campaign.check(part, tried)
+    campaign.check("random", tried)
 
 
 def generate(bundle: Path, tokens: int) -> subprocess.Popen[str]:
@@ -160,7 +150,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, errors
 
 
-def test_cut(campaign: Campaign) -> None:
+def test_a_file_that_is_cut_while_it_is_read_gives_no_wrong_token(campaign: Campaign) -> None:
     """A file is cut at a random moment. After its verification only its map is read: that is a SIGBUS."""
     tokens, tried, started = 40, 0, time.monotonic()
     damages.drop_receipts()

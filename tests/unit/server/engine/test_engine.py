@@ -28,15 +28,13 @@ from prejit.runtime.errors import (
     RejectError,
     UsageError,
 )
-from prejit.runtime.generation import decode
 from prejit.runtime.generation.continuous_batch import Batch
-from prejit.runtime.generation.kv_cache import KVCache, cache_bytes
+from prejit.runtime.generation.kv_cache import cache_bytes
 from prejit.runtime.generation.options import Request
 from prejit.runtime.generation.prefixes import PrefixCache
 from prejit.server.engine.engine import Engine
 from prejit.server.engine.fair_queue import FairQueue, Limits
 from prejit.server.engine.memory import plan_caches
-from prejit.server.engine.stream import Pipe
 
 LONG = [number % VOCABULARY for number in range(3, 40)]
 FEW: dict[str, Any] = {"max_new_tokens": 4, "stop_token_ids": ()}
@@ -132,21 +130,15 @@ def test_tasks_read_streams_side_by_side(engine: Engine, alone: list[Any]) -> No
         assert all(piece.finish_reason is None for piece in pieces[:-1])
 
 
-def noted_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Note the sizes that batches get from here on."""
-    sizes: list[int] = []
-    resize = Batch.resize
-    monkeypatch.setattr(Batch, "resize", lambda self, n: sizes.append(n) or resize(self, n))
-    return sizes
-
-
 def test_requests_that_come_and_go_move_between_batches(
     bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request, then more than fit into two slots, then one again: 1, 4 and 1 rows."""
     monkeypatch.setattr("prejit.server.engine.generation_loop._SHRINK_SECONDS", 0.0)
     monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)
-    sizes = noted_sizes(monkeypatch)
+    sizes: list[int] = []
+    resize = Batch.resize
+    monkeypatch.setattr(Batch, "resize", lambda self, n: sizes.append(n) or resize(self, n))
     engine = made(slots=4)
     bundle.prepare()
     first = engine.stream([5], max_new_tokens=72, stop_token_ids=())
@@ -269,31 +261,6 @@ def test_a_prompt_in_a_short_cache_that_begins_like_one_in_a_long_cache(made: Ma
     few_of(engine, [*LONG[:17], 1])
 
 
-def test_a_burst_of_prompts_is_computed_before_a_step_that_decodes_few(
-    bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Eight prompts for four slots come to an idle engine: four of them at once."""
-    monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)
-    bundle.prepare()
-    rows: list[list[int]] = []
-    original, held = Batch.step, threading.Event()
-
-    def step(self: Batch, *arguments: Any) -> Any:
-        held.wait(60)
-        tokens = original(self, *arguments)
-        rows.append([token.usage.passes for token in tokens])
-        return tokens
-
-    monkeypatch.setattr(Batch, "step", step)
-    engine = made(slots=4, prefill_tokens=3)
-    futures = [engine.submit(prompt_of(3 + n), **FEW) for n in range(8)]
-    held.set()
-    for number, future in enumerate(futures):
-        same(future.result(60), bundle.generate(prompt_of(3 + number), **FEW))
-    first_decode = next(number for number, passes in enumerate(rows) if any(passes))
-    assert sum(map(len, rows[:first_decode])) == 4
-
-
 def test_the_texts_of_a_client_do_not_wait_for_the_burst_of_another(
     bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,20 +287,6 @@ def test_the_texts_of_a_client_do_not_wait_for_the_burst_of_another(
             wait(burst, 60)
     assert most["beside few"] == 3
     assert most["alone"] > 3
-
-
-def test_a_burst_right_after_another_one_finds_the_slots(
-    bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("prejit.server.engine.generation_loop._PAUSE_SECONDS", 60.0)
-    bundle.prepare()
-    engine = made(slots=4)
-    for _ in range(2):
-        wait([engine.submit(prompt_of(n), max_new_tokens=6) for n in range(8)], 60)
-    assert engine._loop._batch.slots == 4
-    sizes = noted_sizes(monkeypatch)
-    engine.generate([1], max_new_tokens=1)
-    assert sizes == []
 
 
 # ---------------------------------------------------------------------- who is served, and when
@@ -559,29 +512,6 @@ def test_a_step_that_fails_loses_no_token_of_the_steps_before(
     assert [next(stream).token_id for _ in range(3)] == [found[0].token_id for found in steps]
     with pytest.raises(RejectError, match="it was cut"):
         next(stream)
-
-
-def test_the_device_does_not_wait_until_tokens_are_handed_out(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)  # one token a step
-    events: list[str] = []
-
-    def note(target: Any, name: str, event: str) -> None:
-        original = getattr(target, name)
-
-        def noted(*arguments: Any) -> Any:
-            events.append(event)
-            return original(*arguments)
-
-        monkeypatch.setattr(target, name, noted)
-
-    note(KVCache, "run", "computing")
-    note(decode, "to_numpy", "waiting")
-    note(Pipe, "take", "handed out")
-    list(engine.stream([1], max_new_tokens=5, stop_token_ids=()))
-    # The last token is handed out at once: no other step may come.
-    assert events[-10:] == [*(["computing", "handed out", "waiting"] * 3), "handed out"]
 
 
 # ---------------------------------------------------------------------- memory

@@ -8,7 +8,7 @@ import pytest
 
 from prejit.runtime.errors import UsageError
 from prejit.server.grammar.grammars import Grammars
-from prejit.server.grammar.schema_paths import error_path, moved
+from prejit.server.grammar.schema_paths import error_path
 
 BAD: dict[str, Any] = {"type": "string", "pattern": "(?=a)b"}
 
@@ -55,11 +55,3 @@ def test_the_search_for_a_place_ends() -> None:
     tried.clear()
     assert error_path(wide, "other", error_of) == ""
     assert len(tried) == 500
-
-
-def test_references_follow_a_schema_to_its_new_place() -> None:
-    schema = {"$ref": "#", "items": [{"$ref": "#/$defs/a"}, {"$ref": "https://x.example/#/y"}]}
-    assert moved(schema, "/p") == {
-        "$ref": "#/p",
-        "items": [{"$ref": "#/p/$defs/a"}, {"$ref": "https://x.example/#/y"}],
-    }
