@@ -62,7 +62,7 @@ class Tally:
     """What all clients saw. Threads share it.
 
     Attributes:
-        statuses: how many answers had each status, by the kind of request.
+        statuses: how many answers had each status.
         abandoned: how many requests their client left before the end, by kind.
         failures: what should not have happened.
         samples: up to `most_samples` answered requests, any with the same chance.
@@ -71,7 +71,7 @@ class Tally:
     """
 
     most_samples: int
-    statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
+    statuses: Counter[int] = field(default_factory=Counter)
     abandoned: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
@@ -80,9 +80,9 @@ class Tally:
     _seen: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def answered(self, kind: str, status: int) -> None:
+    def answered(self, status: int) -> None:
         with self._lock:
-            self.statuses[kind, status] += 1
+            self.statuses[status] += 1
 
     def left(self, kind: str) -> None:
         with self._lock:
@@ -300,7 +300,7 @@ class Client(threading.Thread):
         return json.loads(answer.read())
 
     def _expect(self, status: int, expected: frozenset[int] | set[int]) -> None:
-        self._tally.answered(self._kind, status)
+        self._tally.answered(status)
         if status not in expected:
             number = f"{self._number}-{self._sent}"
             self._tally.fail(self._kind, f"{number}: expected {sorted(expected)}, found {status}")
