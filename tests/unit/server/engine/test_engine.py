@@ -130,15 +130,33 @@ def test_tasks_read_streams_side_by_side(engine: Engine, alone: list[Any]) -> No
         assert all(piece.finish_reason is None for piece in pieces[:-1])
 
 
+def noted_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Note the sizes that batches get from here on."""
+    sizes: list[int] = []
+    resize = Batch.resize
+    monkeypatch.setattr(Batch, "resize", lambda self, n: sizes.append(n) or resize(self, n))
+    return sizes
+
+
+def test_a_burst_right_after_another_one_finds_the_slots(
+    bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prejit.server.engine.generation_loop._PAUSE_SECONDS", 60.0)
+    bundle.prepare()
+    engine = made(slots=4)
+    wait([engine.submit(prompt_of(n), max_new_tokens=6) for n in range(8)], 60)
+    sizes = noted_sizes(monkeypatch)
+    engine.generate([1], max_new_tokens=1)
+    assert sizes == []
+
+
 def test_requests_that_come_and_go_move_between_batches(
     bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request, then more than fit into two slots, then one again: 1, 4 and 1 rows."""
     monkeypatch.setattr("prejit.server.engine.generation_loop._SHRINK_SECONDS", 0.0)
     monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)
-    sizes: list[int] = []
-    resize = Batch.resize
-    monkeypatch.setattr(Batch, "resize", lambda self, n: sizes.append(n) or resize(self, n))
+    sizes = noted_sizes(monkeypatch)
     engine = made(slots=4)
     bundle.prepare()
     first = engine.stream([5], max_new_tokens=72, stop_token_ids=())
@@ -652,6 +670,7 @@ def test_the_garbage_collector_ends_streams_while_the_queue_is_gone_through(
     one_slot: Engine, alone: list[Any]
 ) -> None:
     one_slot._loop._queue = CollectingQueue()
+    gc.freeze()  # collections are quick, because they look at what comes from here on
     with occupy(one_slot) as running:
         for _ in range(2):
             cycle: list[Any] = [one_slot.stream([2], max_new_tokens=1)]
@@ -660,6 +679,7 @@ def test_the_garbage_collector_ends_streams_while_the_queue_is_gone_through(
         waiting = one_slot.submit(prompt_of(0), **options_of(0), client="other")
         list(running)  # it would raise what ended it
     same(waiting.result(60), alone[0])
+    gc.unfreeze()
     assert one_slot.metrics().finished["cancelled"]  # the second may be collected too late
     assert not one_slot.metrics().finished["error"]
 

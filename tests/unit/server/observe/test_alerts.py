@@ -218,10 +218,11 @@ CASES = (
         "240m",
         {
             f"prejit_host_memory_bytes{{{SERVER}}}": "{}",
-            f"process_start_time_seconds{{{SERVER}}}": "{1}x300",
+            f"process_start_time_seconds{{{SERVER}}}": "{1}x60",
         },
-        *(("1000+2x300", 0, True), ("1000x300", 0, False)),
-        ("1000+2x300", 7200, False),  # a young process
+        *(("1000+10x60", 0, True), ("1000x60", 0, False)),
+        ("1000+10x60", 7200, False),  # a young process
+        interval="5m",
     ),
     *when(
         "PrejitHostMemoryHigh",

@@ -16,6 +16,8 @@ from tests.served import DIGEST, StandIn, served
 
 from prejit.runtime import fallback_reporting
 from prejit.runtime.programs.ready_programs import ProgramReport
+from prejit.server.engine.engine_metrics import REASONS
+from prejit.server.engine.request_recorder import ENCODE, GENERATE
 from prejit.server.http.app import operator_routes
 from prejit.server.served.served import Models
 
@@ -56,6 +58,11 @@ def value(of: Models, sample: str, **labels: str) -> float:
         if each.name == sample and labels.items() <= each.labels.items()
     ]
     return found
+
+
+def named(requests: tuple[str, str]) -> dict[str, str]:
+    """Return the labels of a kind of requests."""
+    return dict(zip(("kind", "program"), requests, strict=True))
 
 
 def test_every_name_of_vllm_has_its_type_and_labels():
@@ -108,10 +115,11 @@ def test_every_end_of_a_generation_is_counted_once_and_failures_do_not_make_late
     assert ended == {"stop": 1, "length": 2, "abort": 2, "error": 2}
 
     def ours(name: str, **labels: str) -> float:
-        return value(of, f"prejit_{name}", kind="generate", program="generate", **labels)
+        return value(of, f"prejit_{name}", **named(GENERATE), **labels)
 
-    for reason in ("refused", "nan", "deadline", "cancelled", "error"):
-        assert ours("requests_total", reason=reason) == 1
+    ends = {reason: ours("requests_total", reason=reason) for reason in REASONS}
+    once = ("stop", "length", "context", "nan", "refused", "deadline", "cancelled", "error")
+    assert ends == dict.fromkeys(REASONS, 0) | dict.fromkeys(once, 1)
     assert ours("device_busy_seconds_total") == pytest.approx(0.24)
     assert (ours("runs_total"), ours("rows_total"), ours("padded_rows_total")) == (8, 4, 28)
     assert (ours("useful_positions_total"), ours("computed_positions_total")) == (20, 28)
@@ -138,7 +146,7 @@ def test_encodings_are_requests_like_others():
     of = Models(served(engine=engine))
 
     def ours(name: str, **labels: str) -> float:
-        return value(of, f"prejit_{name}", kind="encode", program="encode", **labels)
+        return value(of, f"prejit_{name}", **named(ENCODE), **labels)
 
     assert (ours("requests_total", reason="done"), ours("requests_total", reason="nan")) == (2, 1)
     assert (ours("requests_running"), ours("requests_waiting")) == (1, 0)
