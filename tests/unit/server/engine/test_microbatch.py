@@ -242,9 +242,10 @@ def test_close_fails_what_waits_and_ends_the_thread(lane: Lane[Any], program: Pr
     closing.start()
     with pytest.raises(ClosedError, match="found one that is closed"):
         waiting.result(PATIENCE)
+    program.seconds = 0.1
     program.go.set()
     closing.join(PATIENCE)
-    assert running.result(0).tolist() == [0]
+    assert running.result(0).tolist() == [0]  # it waited for the end of the run
     with pytest.raises(ClosedError):
         submit(lane, [1])
     with pytest.raises(ClosedError), lane.alone(1):
