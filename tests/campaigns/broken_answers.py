@@ -74,62 +74,60 @@ def send(
     handler.close_connection = close
 
 
-def body(write: Callable[[Any, bytes, int, int], None]) -> Answer:
-    """Return an answer made of the right content, the first byte that is asked for, and the right status."""
+def body(write: Callable[[Any, bytes, int], None]) -> Answer:
+    """Return an answer made of the right content from the first byte that is asked for, and the status."""
 
     def answer(handler: Any, content: bytes | None, start: int) -> None:
         if content is None:
             handler.reply(404)
         else:
-            write(handler, content, start, 206 if handler.headers.get("range") else 200)
+            write(handler, content[start:], 206 if handler.headers.get("range") else 200)
 
     return answer
 
 
-def cut(rng: random.Random) -> Answer:
-    """A part of the answer, then the end of the connection."""
-    share = rng.random()
-
-    def write(handler: Any, content: bytes, start: int, status: int) -> None:
-        part = content[start:]
-        send(handler, part[: int(len(part) * share)], status, length=len(part))
-
-    return body(write)
+def first(part: bytes, share: float) -> bytes:
+    """Return the first bytes of a part, as many as a share of it has."""
+    return part[: int(len(part) * share)]
 
 
-def reset(rng: random.Random) -> Answer:
-    """A part of the answer, then a reset of the connection."""
-    share = rng.random()
+def partly(end: Callable[[Any], object]) -> Callable[[random.Random], Answer]:
+    """Return what draws a part of the answer; then `end` gets the handler."""
 
-    def write(handler: Any, content: bytes, start: int, status: int) -> None:
-        part = content[start:]
-        send(handler, part[: int(len(part) * share)], status, length=len(part))
-        handler.wfile.flush()
-        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    def draw(rng: random.Random) -> Answer:
+        share = rng.random()
 
-    return body(write)
+        def write(handler: Any, part: bytes, status: int) -> None:
+            send(handler, first(part, share), status, length=len(part))
+            end(handler)
+
+        return body(write)
+
+    return draw
 
 
-def stall(rng: random.Random) -> Answer:
-    """A part of the answer, then nothing."""
-    share = rng.random()
+def close(handler: Any) -> None:
+    """End the connection, as `send` does."""
 
-    def write(handler: Any, content: bytes, start: int, status: int) -> None:
-        part = content[start:]
-        send(handler, part[: int(len(part) * share)], status, length=len(part))
-        time.sleep(STALL_SECONDS)
 
-    return body(write)
+def reset(handler: Any) -> None:
+    """Let the connection end with a reset."""
+    handler.wfile.flush()
+    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def stall(handler: Any) -> None:
+    """Send nothing for a while."""
+    time.sleep(STALL_SECONDS)
 
 
 def too_short(rng: random.Random) -> Answer:
     """A Content-Length that is too small; the bytes behind it are sent, or not."""
     share, sends_all = rng.random(), rng.random() < 0.5
 
-    def write(handler: Any, content: bytes, start: int, status: int) -> None:
-        part = content[start:]
-        length = int(len(part) * share)
-        send(handler, part if sends_all else part[:length], status, length=length, close=sends_all)
+    def write(handler: Any, part: bytes, status: int) -> None:
+        said = first(part, share)
+        send(handler, part if sends_all else said, status, length=len(said), close=sends_all)
 
     return body(write)
 
@@ -138,8 +136,7 @@ def too_long(rng: random.Random) -> Answer:
     """A Content-Length that is too large; bytes that fill it are sent, or not."""
     more, sends_more = rng.randint(1, 100_000), rng.random() < 0.5
 
-    def write(handler: Any, content: bytes, start: int, status: int) -> None:
-        part = content[start:]
+    def write(handler: Any, part: bytes, status: int) -> None:
         filled = part + bytes(more) if sends_more else part
         send(handler, filled, status, length=len(part) + more)
 
@@ -150,9 +147,8 @@ def no_length(rng: random.Random) -> Answer:
     """No Content-Length: the end of the connection is that of the answer, which may be cut."""
     share = rng.choice((1.0, rng.random()))
 
-    def write(handler: Any, content: bytes, start: int, status: int) -> None:
-        part = content[start:]
-        send(handler, part[: int(len(part) * share)], status, length=None, connection="close")
+    def write(handler: Any, part: bytes, status: int) -> None:
+        send(handler, first(part, share), status, length=None, connection="close")
 
     return body(write)
 
@@ -161,9 +157,8 @@ def chunks(rng: random.Random) -> Answer:
     """A chunked body whose last chunk is cut, or has no valid length."""
     share, ending = rng.random(), rng.choice((b"", b"zz\r\n", b"-1\r\n"))
 
-    def write(handler: Any, content: bytes, start: int, status: int) -> None:
-        part = content[start:]
-        sent = part[: int(len(part) * share)]
+    def write(handler: Any, part: bytes, status: int) -> None:
+        sent = first(part, share)
         send(handler, b"", status, length=None, transfer_encoding="chunked")
         handler.wfile.write(b"%x\r\n" % max(1, len(sent)))
         handler.write(sent)
@@ -178,12 +173,14 @@ def range_ignored(rng: random.Random) -> Answer:
     headers = rng.choice(({}, {"content_range": "bytes 0-0/1"}, {"content_range": "x"}))
     share = rng.choice((1.0, rng.random()))
 
-    def write(handler: Any, content: bytes, start: int, _: int) -> None:
-        part = content[: int(len(content) * share)]
+    def answer(handler: Any, content: bytes | None, start: int) -> None:
+        if content is None:
+            handler.reply(404)
+            return
         given: dict[str, Any] = headers if status == 206 else {}
-        send(handler, part, status, length=len(content), **given)
+        send(handler, first(content, share), status, length=len(content), **given)
 
-    return body(write)
+    return answer
 
 
 def not_satisfiable(_: random.Random) -> Answer:
@@ -195,11 +192,11 @@ def wrong(rng: random.Random) -> Answer:
     """One wrong byte, in all of the answer or in a part of it."""
     place, share = rng.random(), rng.choice((1.0, 0.9, rng.random()))
 
-    def write(handler: Any, content: bytes, start: int, status: int) -> None:
-        part = bytearray(content[start:])
+    def write(handler: Any, part: bytes, status: int) -> None:
+        changed = bytearray(part)
         if part:
-            part[int(place * len(part))] ^= 1 << rng.randrange(8)
-        send(handler, bytes(part[: int(len(part) * share)]), status, length=len(part))
+            changed[int(place * len(part))] ^= 1 << rng.randrange(8)
+        send(handler, first(bytes(changed), share), status, length=len(part))
 
     return body(write)
 
@@ -208,21 +205,21 @@ def swapped(rng: random.Random) -> Answer:
     """The bytes of another blob."""
     choice = rng.random()
 
-    def write(handler: Any, content: bytes, start: int, status: int) -> None:
+    def answer(handler: Any, content: bytes | None, start: int) -> None:
         held = handler.registry
         others = [*held.blobs.values(), *held.manifests.values(), *held.files.values()]
         part = others[int(choice * len(others))][start:]
-        send(handler, part, status, length=len(part), close=False)
+        send(handler, part, 206 if start else 200, length=len(part), close=False)
 
-    return body(write)
+    return answer
 
 
 def zipped(_: random.Random) -> Answer:
     """Compressed bytes that nobody asked for."""
 
-    def write(handler: Any, content: bytes, start: int, status: int) -> None:
-        part = gzip.compress(content[start:])
-        send(handler, part, status, length=len(part), close=False, content_encoding="gzip")
+    def write(handler: Any, part: bytes, status: int) -> None:
+        small = gzip.compress(part)
+        send(handler, small, status, length=len(small), close=False, content_encoding="gzip")
 
     return body(write)
 
@@ -282,9 +279,9 @@ def absurd_redirect(rng: random.Random) -> tuple[int, dict[str, str]]:
 
 
 OF_CONTENT: dict[str, Callable[[random.Random], Any]] = {
-    "cut": cut,
-    "reset": reset,
-    "stalled": stall,
+    "cut": partly(close),
+    "reset": partly(reset),
+    "stalled": partly(stall),
     "Content-Length too small": too_short,
     "Content-Length too large": too_long,
     "no Content-Length": no_length,

@@ -43,6 +43,14 @@ def facts(*packages: str) -> dict[str, Any]:
     }
 
 
+def machine_facts() -> dict[str, Any]:
+    """Return what decides how fast a server is: the machine, and its load now."""
+    return {
+        "machine": f"{os.cpu_count()} CPUs, {platform.machine()}",
+        "load average before": [round(each, 1) for each in os.getloadavg()],
+    }
+
+
 def figures_file(campaign: str) -> Path:
     """Return the file of a campaign's last figures."""
     return Path(__file__).with_name(f"{campaign}.json")

@@ -1,4 +1,7 @@
-"""Clients of a server, well behaved and not, and a view of its process. Each client has a seed."""
+"""Clients of a server, some of which leave, and a view of its process. Each client has a seed.
+
+Clients that send what is no request, or too much of it, are those of `hostile_clients`.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,8 @@ SCHEMA = {
     "required": ["name", "ok"],
     "additionalProperties": False,
 }
+KEYS = ("first-key-0123456789", "second-key-0123456789", "third-key-0123456789")
+"""The keys of the clients: each is a client of its own for fair shares."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class Tally:
     """What all clients saw. Threads share it.
 
     Attributes:
-        statuses: how many answers had each status, by the kind of request.
+        statuses: how many answers had each status.
         abandoned: how many requests their client left before the end, by kind.
         failures: what should not have happened.
         samples: up to `most_samples` answered requests, any with the same chance.
@@ -66,7 +71,7 @@ class Tally:
     """
 
     most_samples: int
-    statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
+    statuses: Counter[int] = field(default_factory=Counter)
     abandoned: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
@@ -75,17 +80,16 @@ class Tally:
     _seen: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def answered(self, kind: str, status: int) -> None:
+    def answered(self, status: int) -> None:
         with self._lock:
-            self.statuses[kind, status] += 1
+            self.statuses[status] += 1
 
     def left(self, kind: str) -> None:
         with self._lock:
             self.abandoned[kind] += 1
 
     def fail(self, kind: str, problem: str) -> None:
-        with self._lock:
-            self.failures.append(f"{kind}: {problem}")
+        self.failures.append(f"{kind}: {problem}")
 
     def got(self, sample: Sample, new_tokens: int, generator: random.Random) -> None:
         with self._lock:
@@ -108,166 +112,123 @@ class Client(threading.Thread):
         self._tally = tally
         self._pause = pause
         self._number = number
-        self.random = random.Random(number)
+        self._random = random.Random(number)
         self._sent = 0
         self._kind = ""
 
     def run(self) -> None:
         """Send requests, of kinds that are drawn by their weights."""
-        kinds, weights = [*KINDS], [*KINDS.values()]
         while time.monotonic() < self._until:
-            [kind] = self.random.choices(kinds, weights)
+            [kind] = self._random.choices([*KINDS], [*KINDS.values()])
             self.send(kind)
-            time.sleep(self.random.uniform(0, self._pause))
+            time.sleep(self._random.uniform(0, self._pause))
 
     def send(self, kind: str) -> None:
         self._kind = kind
         self._sent += 1
         try:
-            if kind in TEXTS:
-                _, body = TEXTS[kind]
-                self._text(body(self))
-            elif kind in REFUSED:
-                _, path, status, content = REFUSED[kind]
-                given = content(self)
-                self._refused(
-                    path, given if isinstance(given, bytes) else json.dumps(given), status
-                )
-            else:
-                getattr(self, kind)()
+            getattr(self, kind)()
         except TimeoutError:
             self._tally.fail(kind, f"no answer for {ANSWER_SECONDS:g} seconds")
         except Exception as error:
             self._tally.fail(kind, f"{type(error).__name__}: {error}")
 
+    # ------------------------------------------------------------------ texts
+
+    def whole(self) -> None:
+        self._text(self._completion())
+
+    def streamed(self) -> None:
+        self._text(self._completion() | {"stream": True})
+
+    def chat(self) -> None:
+        self._text(self._conversation() | self._maybe_stream())
+
+    def several(self) -> None:
+        number = self._random.randint(2, 6)
+        self._text(self._completion(12) | {"n": number} | self._maybe_stream())
+
+    def stops(self) -> None:
+        stops = ["a", "tr", '":'][: self._random.randint(1, 3)]
+        self._text(self._completion() | {"stop": stops} | self._maybe_stream())
+
+    def long_prompt(self) -> None:
+        words = "".join(self._random.choices(WORDS, k=self._random.randint(30, 90)))
+        self._text(self._completion(16) | {"prompt": SHARED + words})
+
+    def to_the_end_of_the_context(self) -> None:
+        self._text(self._completion() | {"max_tokens": 4000, "ignore_eos": True})
+
+    def too_slow(self) -> None:
+        """The time of a request may not be enough for it, behind all others."""
+        self._text(self._completion(450) | {"n": 10, "priority": 5, "ignore_eos": True})
+
     def follows_a_schema(self) -> None:
         schema = {"name": "answer", "schema": SCHEMA, "strict": True}
         form = {"type": "json_schema", "json_schema": schema}
-        body = self.conversation() | {"max_tokens": 60, "response_format": form}
+        body = self._conversation() | {"max_tokens": 60, "response_format": form}
         answer = self._text(body, is_sample=False)
         if answer is not None and answer.reasons == ("stop",):
             found = json.loads(answer.texts[0])
             assert found.keys() == {"name", "ok"}, found
             assert isinstance(found["ok"], bool), found
 
-    # ------------------------------------------------------------------ clients that go, or send too much
-
-    def too_large(self) -> None:
-        content = bytes(17 * MIB)
-        with self._connected() as connection:
-            chunks = (content[at : at + MIB] for at in range(0, len(content), MIB))
-            is_chunked = self.random.random() < 0.5
-            # The server answers before it has read all, and then closes.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                connection.request(
-                    "POST",
-                    COMPLETIONS,
-                    chunks if is_chunked else content,
-                    self._headers(),
-                    encode_chunked=is_chunked,
-                )
-            try:
-                self._expect(connection.getresponse().status, {413})
-            except (ConnectionResetError, BrokenPipeError, http.client.BadStatusLine):
-                self._tally.left(
-                    self._kind
-                )  # the answer was lost with the bytes that were not read
+    # ------------------------------------------------------------------ clients that go
 
     def cancels(self) -> None:
-        with self._asked(self.completion(450) | {"stream": True}) as answer:
+        with self._asked(self._completion(450) | {"stream": True}) as answer:
             self._expect(answer.status, SERVED)
-            for _ in range(self.random.randint(0, 40)):
+            for _ in range(self._random.randint(0, 40)):
                 if not answer.readline():
                     break
             self._tally.left(self._kind)
 
     def closes(self) -> None:
         """Goes while it waits for the whole answer, in order or with a reset."""
-        body = self.completion(450) | {"n": self.random.randint(1, 3)}
+        body = self._completion(450) | {"n": self._random.randint(1, 3)}
         with self._connected() as connection:
             connection.request("POST", COMPLETIONS, json.dumps(body), self._headers())
-            time.sleep(self.random.uniform(0, 0.2))
-            if self.random.random() < 0.5:
+            time.sleep(self._random.uniform(0, 0.2))
+            if self._random.random() < 0.5:
                 lingering = struct.pack("ii", 1, 0)
                 connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, lingering)
             self._tally.left(self._kind)
 
-    def half_a_body(self) -> None:
-        with self._connected() as connection:
-            connection.putrequest("POST", COMPLETIONS)
-            connection.putheader("Content-Length", "10000")
-            connection.endheaders(b'{"model": "decoder", "prompt": "')
-            time.sleep(self.random.uniform(0, 0.1))
-            self._tally.left(self._kind)
+    # ------------------------------------------------------------------ refusals and other paths
 
-    def no_http(self) -> None:
-        junk = [
-            self.random.randbytes(300),
-            b"GET\r\n\r\n",
-            b"POST / HTTP/9.9\r\n\r\n",
-            b"\x16\x03\x01",
-        ]
-        address = "127.0.0.1", self._port
-        with socket.create_connection(address, timeout=ANSWER_SECONDS) as plain:
-            plain.sendall(self.random.choice(junk))
-            plain.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(ConnectionResetError):
-                while plain.recv(4096):
-                    pass
-            self._tally.left(self._kind)
+    def wrong(self) -> None:
+        change = self._random.choice(({"temperature": -3}, {"stop": {"a": 1}}, {"seed": 2**70}))
+        self._refused(COMPLETIONS, self._completion() | change, 400)
 
-    def reads_slowly(self) -> None:
-        """Reads a large stream slowly, some of it or all."""
-        body = self.completion(200) | {"logprobs": 20, "n": 2, "stream": True, "ignore_eos": True}
-        with self._asked(body, receive_bytes=4096) as answer:
-            self._expect(answer.status, SERVED)
-            end = time.monotonic() + self.random.uniform(0.5, 4)
-            read = b""
-            while time.monotonic() < end:
-                if not (piece := answer.read1(2048)):
-                    return
-                read = read[-2048:] + piece
-                time.sleep(0.02)
-            if self.random.random() < 0.5:
-                read += answer.read()
-                if answer.status == 200 and not read.endswith(b"data: [DONE]\n\n"):
-                    assert b'"error"' in read, f"a stream that ends with {read[-200:]!r}"
-            else:
-                self._tally.left(self._kind)
+    def too_long(self) -> None:
+        prompt = "name " * self._random.randint(600, 3000)
+        self._refused(COMPLETIONS, self._completion() | {"prompt": prompt}, 400)
 
-    # ------------------------------------------------------------------ other paths
+    def full_queue(self) -> None:
+        self._refused(COMPLETIONS, self._completion(30) | {"n": 100} | self._maybe_stream(), 400)
 
-    def unknown_method(self) -> None:
-        self._refused(COMPLETIONS, b"", 405, method="GET")
+    def unknown_path(self) -> None:
+        self._refused("/v1/none", {}, 404)
 
     def looks(self) -> None:
         paths = ("/metrics", "/health/ready", "/health/live", "/v1/models", "/openapi.json", "/")
-        self._refused(self.random.choice(paths), b"", 200, method="GET")
+        with self._connected() as connection:
+            connection.request("GET", self._random.choice(paths), headers=self._headers())
+            answer = connection.getresponse()
+            answer.read()
+            self._expect(answer.status, {200})
 
     def tokenizes(self) -> None:
-        text = "".join(self.random.choices(WORDS, k=20))
+        text = "".join(self._random.choices(WORDS, k=20))
         with self._connected() as connection:
-            connection.request(
-                "POST",
-                "/tokenize",
-                json.dumps({"model": "decoder", "prompt": text}),
-                self._headers(),
-            )
-            answer = connection.getresponse()
-            tokens = json.loads(answer.read())["tokens"]
-            self._expect(answer.status, {200})
+            tokens = self._exchange(connection, "/tokenize", {"prompt": text})["tokens"]
             # The same connection again: most clients keep theirs.
-            body = json.dumps({"model": "decoder", "tokens": tokens})
-            connection.request("POST", "/detokenize", body, self._headers("-again"))
-            answer = connection.getresponse()
-            found = json.loads(answer.read())["prompt"]
-            self._expect(answer.status, {200})
-            assert found == text, f"expected {text!r}, found {found!r}"
+            found = self._exchange(connection, "/detokenize", {"tokens": tokens}, "-again")
+            assert found["prompt"] == text, f"expected {text!r}, found {found['prompt']!r}"
 
     def responds(self) -> None:
         body = {"model": "decoder", "input": self._prompt(), "max_output_tokens": 12}
-        is_streamed = self.random.random() < 0.5
-        with self._asked(body | {"stream": is_streamed}, path="/v1/responses") as answer:
+        with self._asked(body | self._maybe_stream(), path="/v1/responses") as answer:
             content = answer.read()
             self._expect(answer.status, SERVED)
             if answer.status == 200:
@@ -275,44 +236,38 @@ class Client(threading.Thread):
 
     # ------------------------------------------------------------------ requests
 
-    def maybe_stream(self) -> dict[str, Any]:
-        return {"stream": self.random.random() < 0.5}
-
-    def long_prompt(self) -> str:
-        """Some hundred tokens, often with a beginning that others have too."""
-        words = "".join(self.random.choices(WORDS, k=self.random.randint(30, 90)))
-        return (SHARED if self.random.random() < 0.6 else "") + words
+    def _maybe_stream(self) -> dict[str, Any]:
+        return {"stream": self._random.random() < 0.5}
 
     def _prompt(self) -> str:
-        words = "".join(self.random.choices(WORDS, k=self.random.randint(1, 12)))
-        return (SHARED if self.random.random() < 0.3 else "") + words
+        words = "".join(self._random.choices(WORDS, k=self._random.randint(1, 12)))
+        return (SHARED if self._random.random() < 0.3 else "") + words
 
     def _sampling(self, most_tokens: int) -> dict[str, Any]:
         options: dict[str, Any] = {
             "model": "decoder",
-            "max_tokens": self.random.randint(1, most_tokens),
-            "seed": self.random.getrandbits(32),
-            "temperature": self.random.choice([0, 0, 0.7, 1, 1.5]),
-            "priority": self.random.choice([0, 0, 0, 1, 2]),
-            "user": f"user {self.random.randrange(4)}",
+            "max_tokens": self._random.randint(1, most_tokens),
+            "seed": self._random.getrandbits(32),
+            "temperature": self._random.choice([0, 0, 0.7, 1, 1.5]),
+            "priority": self._random.choice([0, 0, 0, 1, 2]),
+            "user": f"user {self._random.randrange(4)}",
         }
-        if self.random.random() < 0.2:
+        if self._random.random() < 0.2:
             options["top_p"] = 0.9
-        if self.random.random() < 0.2:
+        if self._random.random() < 0.2:
             options["frequency_penalty"] = 0.5
         return options
 
-    def completion(self, most_tokens: int = 40) -> dict[str, Any]:
+    def _completion(self, most_tokens: int = 40) -> dict[str, Any]:
         return {**self._sampling(most_tokens), "prompt": self._prompt()}
 
-    def conversation(self) -> dict[str, Any]:
+    def _conversation(self) -> dict[str, Any]:
         return {**self._sampling(40), "messages": [{"role": "user", "content": self._prompt()}]}
 
     def _headers(self, more: str = "") -> dict[str, str]:
-        number = f"{self._number}-{self._sent}{more}"
         return {
             "Content-Type": "application/json",
-            "X-Request-Id": number,
+            "X-Request-Id": f"{self._number}-{self._sent}{more}",
             "Authorization": f"Bearer {KEYS[self._number % len(KEYS)]}",
         }
 
@@ -324,34 +279,37 @@ class Client(threading.Thread):
 
     @contextlib.contextmanager
     def _asked(
-        self, body: Mapping[str, Any], *, path: str = COMPLETIONS, receive_bytes: int = 0
+        self, body: Mapping[str, Any], *, path: str = COMPLETIONS
     ) -> Iterator[http.client.HTTPResponse]:
         with self._connected() as connection:
-            if receive_bytes:
-                plain = socket.socket()
-                plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-                plain.settimeout(ANSWER_SECONDS)
-                plain.connect(("127.0.0.1", self._port))
-                connection.sock = plain
             connection.request("POST", path, json.dumps(body), self._headers())
             with connection.getresponse() as answer:
                 yield answer
 
+    def _exchange(
+        self,
+        connection: http.client.HTTPConnection,
+        path: str,
+        body: dict[str, Any],
+        more: str = "",
+    ) -> Any:
+        content = json.dumps(body | {"model": "decoder"})
+        connection.request("POST", path, content, self._headers(more))
+        answer = connection.getresponse()
+        self._expect(answer.status, {200})
+        return json.loads(answer.read())
+
     def _expect(self, status: int, expected: frozenset[int] | set[int]) -> None:
-        self._tally.answered(self._kind, status)
+        self._tally.answered(status)
         if status not in expected:
             number = f"{self._number}-{self._sent}"
             self._tally.fail(self._kind, f"{number}: expected {sorted(expected)}, found {status}")
 
-    def _refused(self, path: str, body: bytes | str, status: int, *, method: str = "POST") -> None:
-        with self._connected() as connection:
-            connection.request(method, path, body, self._headers())
-            answer = connection.getresponse()
+    def _refused(self, path: str, body: Mapping[str, Any], status: int) -> None:
+        with self._asked(body, path=path) as answer:
             content = answer.read()
             self._expect(answer.status, {status})
-            if answer.status >= 400:
-                message = json.loads(content)["error"]["message"]
-                assert message, "an error without a message"
+        assert json.loads(content)["error"]["message"], "an error without a message"
 
     def _text(self, body: dict[str, Any], *, is_sample: bool = True) -> Sample | None:
         """Ask for texts; return them, or None if the server refused or ended the request."""
@@ -368,95 +326,28 @@ class Client(threading.Thread):
         if chunks is None:
             return None  # its time was over in the middle of the stream
         texts, reasons, new_tokens = _texts(chunks, body.get("n", 1))
-        number = f"{self._number}-{self._sent}"
-        sample = Sample(number, body, texts, reasons)
+        sample = Sample(f"{self._number}-{self._sent}", body, texts, reasons)
         if is_sample:
-            self._tally.got(sample, new_tokens, self.random)
+            self._tally.got(sample, new_tokens, self._random)
         return sample
 
 
-KEYS = ("first-key-0123456789", "second-key-0123456789", "third-key-0123456789")
-"""The keys of the clients: each is a client of its own for fair shares."""
-
-STREAM: dict[str, Any] = {"stream": True}
-TEXTS: dict[str, tuple[float, Callable[[Client], dict[str, Any]]]] = {
-    "whole": (20, lambda c: c.completion()),
-    "streamed": (20, lambda c: c.completion() | STREAM),
-    "chat": (10, lambda c: c.conversation()),
-    "chat_streamed": (10, lambda c: c.conversation() | STREAM),
-    "several": (5, lambda c: c.completion(12) | {"n": c.random.randint(2, 6)} | c.maybe_stream()),
-    "stops": (
-        8,
-        lambda c: (
-            c.completion()
-            | {"stop": ["a", "tr", '":'][: c.random.randint(1, 3)]}
-            | c.maybe_stream()
-        ),
-    ),
-    "long_prompt": (6, lambda c: c.completion(16) | {"prompt": c.long_prompt()}),
-    "to_the_end_of_the_context": (
-        1,
-        lambda c: c.completion() | {"max_tokens": 4000, "ignore_eos": True},
-    ),
-    # The time of a request may not be enough for it, behind all others.
-    "too_slow": (0.5, lambda c: c.completion(450) | {"n": 10, "priority": 5, "ignore_eos": True}),
-}
-"""Requests for texts by their kind: how often a client sends one, relative to the others, and its body."""
-
-WRONG_FIELDS: list[dict[str, Any]] = [
-    *({"prompt": wrong} for wrong in (7, [], [1, "a"], [1_000_000], [-1])),
-    *({"max_tokens": wrong} for wrong in ("many", -1)),
-    *({"temperature": -3}, {"top_p": 7}, {"n": 0}, {"stop": {"a": 1}}, {"seed": 2**70}),
-    *({"stream": "yes"}, {"logit_bias": {"a": 1}}, {"priority": 1 << 40}, {"model": 5}),
-    {"suffix": "x"},
-]
-IMAGE = {"type": "image_url", "image_url": {"url": "a"}}
-WRONG_MESSAGES: list[Any] = [
-    *(None, 3, [], [3], [{"content": "a"}], "a", {"a": []}),
-    [{"role": "user", "content": [IMAGE]}],
-]
-NO_JSON = [b"[" * 100_000, b'{"prompt":' * 5000, b"", b"{", b"9" * 9000]
-
-REFUSED: dict[str, tuple[float, str, int, Callable[[Client], dict[str, Any] | bytes]]] = {
-    "too_long": (
-        2,
-        COMPLETIONS,
-        400,
-        lambda c: c.completion() | {"prompt": "name " * c.random.randint(600, 3000)},
-    ),
-    "large_text": (
-        0.03,
-        COMPLETIONS,
-        400,
-        lambda c: c.completion() | {"prompt": "abc " * (10 * MIB // 4)},
-    ),
-    "large_junk": (0.03, CHAT, 400, lambda c: c.random.randbytes(10 * MIB)),
-    "no_utf8": (2, COMPLETIONS, 400, lambda c: b'{"model":"decoder","prompt":"a\xff\xfe\xc3"}'),
-    "wrong_types": (5, COMPLETIONS, 400, lambda c: c.completion() | c.random.choice(WRONG_FIELDS)),
-    "wrong_messages": (
-        3,
-        CHAT,
-        400,
-        lambda c: c.conversation() | {"messages": c.random.choice(WRONG_MESSAGES)},
-    ),
-    "nested": (2, COMPLETIONS, 400, lambda c: c.random.choice(NO_JSON)),
-    "unknown_model": (2, COMPLETIONS, 404, lambda c: c.completion() | {"model": "none"}),
-    "unknown_path": (1, "/v1/none", 404, lambda c: b"{}"),
-    "no_encoder": (1, "/v1/embeddings", 400, lambda c: {"model": "decoder", "input": "abc"}),
-    "full_queue": (1, COMPLETIONS, 400, lambda c: c.completion(30) | {"n": 100} | c.maybe_stream()),
-}
-"""Requests that are refused by their kind: how often, the path, the status, and the body."""
-
 KINDS: dict[str, float] = {
-    **{kind: weight for kind, (weight, *_) in (TEXTS | REFUSED).items()},
+    Client.whole.__name__: 20,
+    Client.streamed.__name__: 20,
+    Client.chat.__name__: 20,
+    Client.several.__name__: 5,
+    Client.stops.__name__: 8,
+    Client.long_prompt.__name__: 6,
+    Client.to_the_end_of_the_context.__name__: 1,
+    Client.too_slow.__name__: 0.5,
     Client.follows_a_schema.__name__: 3,
-    Client.too_large.__name__: 0.1,
-    Client.unknown_method.__name__: 1,
     Client.cancels.__name__: 6,
     Client.closes.__name__: 4,
-    Client.half_a_body.__name__: 3,
-    Client.no_http.__name__: 2,
-    Client.reads_slowly.__name__: 1,
+    Client.wrong.__name__: 5,
+    Client.too_long.__name__: 2,
+    Client.full_queue.__name__: 1,
+    Client.unknown_path.__name__: 1,
     Client.looks.__name__: 4,
     Client.tokenizes.__name__: 4,
     Client.responds.__name__: 4,

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from tests.quick_compiling import compile_children_quickly
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from ..parity import cases, encoder_cases, t5_cases
 from . import junk, processes
@@ -239,52 +240,25 @@ def _tokenizers() -> list[dict[str, Any]]:
     """Return tokenizer.json of the four kinds of models; their token ids are below 29."""
     words = ["[UNK]", "<s>", "</s>", *"abcdefghijklmnopqrst", " ", "th", "he"]
     vocabulary = {word: place for place, word in enumerate(words)}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    sequence = {"Sequence": {"id": "A", "type_id": 0}}
-    begin = {"SpecialToken": {"id": "<s>", "type_id": 0}}
-    common: dict[str, Any] = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": 1, "content": "<s>", "special": True, **flags}],
-        "normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]},
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"Regex": r"\s+|\w+|[^\s\w]+"},
-            "behavior": "Isolated",
-            "invert": False,
-        },
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [begin, sequence],
-            "pair": [sequence, sequence],
-            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
-        },
-        "decoder": {"type": "Fuse"},
-    }
-    models: list[dict[str, Any]] = [
-        {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"},
-        {
-            "type": "BPE",
-            "vocab": vocabulary,
-            "merges": [["t", "h"], ["h", "e"]],
-            "unk_token": "[UNK]",
-            "byte_fallback": False,
-        },
-        {
-            "type": "WordPiece",
-            "vocab": vocabulary,
-            "unk_token": "[UNK]",
-            "continuing_subword_prefix": "##",
-            "max_input_chars_per_word": 100,
-        },
-        {
-            "type": "Unigram",
-            "vocab": [[word, -float(place)] for place, word in enumerate(words)],
-            "unk_id": 0,
-        },
-    ]
-    return [{**common, "model": model} for model in models]
+    unknown = {"unk_token": "[UNK]"}
+    found = []
+    for model in (
+        models.WordLevel(vocabulary, **unknown),
+        models.BPE(vocabulary, [("t", "h"), ("h", "e")], **unknown),
+        models.WordPiece(vocabulary, **unknown),
+        models.Unigram([(word, -float(place)) for place, word in enumerate(words)], 0),
+    ):
+        tokenizer = Tokenizer(model)
+        tokenizer.add_special_tokens(["<s>"])
+        tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+        pattern = Regex(r"\s+|\w+|[^\s\w]+")
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
+        tokenizer.decoder = decoders.Fuse()
+        found.append(json.loads(tokenizer.to_str()))
+    return found
 
 
 _BESIDE: dict[str, dict[str, Any]] = {

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +22,11 @@ import pytest
 from tests.integration.test_serve import Process
 from tests.lettered import write_lettered
 
+from .campaign import ROOT, facts, machine_facts, setting, write_figures
 from .hostile_clients import wide_schema
 from .serving import MIB, Look, Watcher, metric
 
-RESULTS = Path(__file__).with_name("hostile_clients.json")
-SECONDS = float(os.environ.get("PREJIT_HOSTILE_SECONDS", "5"))
+SECONDS = setting("HOSTILE_SECONDS", 5)
 KINDS = os.environ.get("PREJIT_HOSTILE_KINDS", "").split()
 WHOLE_SECONDS = 300
 """From this length on, the figures are checked and written."""
@@ -62,16 +59,7 @@ def test_an_honest_client_beside_hostile_ones(bundle_dir: Path, tmp_path: Path) 
     keys = tmp_path / "keys"
     keys.write_text("".join(f"{name}: {key}\n" for name, key in KEYS.items()))
     server = Process(f"decoder={bundle_dir}", "--keys", keys, "--queue", "64", "--timeout", "60")
-    figures: dict[str, Any] = {
-        "date": str(date.today()),
-        "python": platform.python_version(),
-        "jax": version("jax"),
-        "uvicorn": version("uvicorn"),
-        "kernel": platform.release(),
-        "machine": f"{os.cpu_count()} CPUs, {platform.machine()}",
-        "load average": [round(each, 1) for each in os.getloadavg()],
-        "seconds": SECONDS,
-    }
+    figures = {**facts("jax", "uvicorn", "kernel"), **machine_facts(), "seconds": SECONDS}
     try:
         server.wait_until_ready()
         told(client("honest", server, "honest", 1))  # the first requests load programs
@@ -94,21 +82,12 @@ def test_an_honest_client_beside_hostile_ones(bundle_dir: Path, tmp_path: Path) 
         rested(server)
         again = told(client("honest", server, "honest", 1))  # the same cache of slots as before
         after = rested(server)
-        seen = (before, *watcher.looks, after)
+        looks = (before, *watcher.looks, after)
         figures |= {
-            "resident MB before, most, after": [
-                round(each / MIB)
-                for each in (
-                    before.resident_bytes,
-                    max(each.resident_bytes for each in seen),
-                    after.resident_bytes,
-                )
-            ],
-            "files before, most, after": [
-                before.files,
-                max(each.files for each in seen),
-                after.files,
-            ],
+            "resident MB before, most, after": spread(
+                [each.resident_bytes / MIB for each in looks]
+            ),
+            "files before, most, after": spread([each.files for each in looks]),
         }
         state = httpx.get(f"{server.url}/health/ready", timeout=60).status_code
         assert server.end() == 0, server.said
@@ -116,7 +95,7 @@ def test_an_honest_client_beside_hostile_ones(bundle_dir: Path, tmp_path: Path) 
         server.kill()
         print(json.dumps(figures, indent=1))  # a check that fails must not lose what was measured
     if IS_WHOLE and not KINDS:
-        RESULTS.write_text(json.dumps(figures, indent=1) + "\n")
+        write_figures("hostile_clients", figures)
     assert "Traceback" not in server.said, server.said
     assert [alone["failed"], beside["failed"], again["failed"]] == [0, 0, 0], beside["failures"]
     assert state == 200
@@ -124,6 +103,11 @@ def test_an_honest_client_beside_hostile_ones(bundle_dir: Path, tmp_path: Path) 
     assert after.files <= before.files + MOST_FILES
     if IS_WHOLE:
         check_figures(figures, before, after)
+
+
+def spread(values: list[float]) -> list[int]:
+    """Return the first value, the most and the last."""
+    return [round(each) for each in (values[0], max(values), values[-1])]
 
 
 def check_figures(figures: dict[str, Any], before: Look, after: Look) -> None:
@@ -136,9 +120,8 @@ def check_figures(figures: dict[str, Any], before: Look, after: Look) -> None:
 def client(kind: str, server: Process, name: str, *options: object) -> subprocess.Popen[str]:
     """Start clients."""
     words = ["-m", "tests.campaigns.hostile_clients", kind, server.port, KEYS[name], *options]
-    root = Path(__file__).parents[2]
     return subprocess.Popen(
-        [sys.executable, *map(str, words)], cwd=root, stdout=subprocess.PIPE, text=True
+        [sys.executable, *map(str, words)], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
 
 

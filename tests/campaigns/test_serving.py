@@ -10,32 +10,28 @@ import asyncio
 import contextlib
 import json
 import os
-import platform
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from concurrent.futures import CancelledError
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from tests.integration.test_serve import Process
+from tests.threads import in_threads
 
 from prejit.runtime import Bundle, load
 from prejit.runtime.errors import DeadlineError, QueueFullError
 from prejit.server.engine.engine import Engine
 
 from . import serving
-from .serving import Client, Look, Sample, Tally, Watcher, metric, slope_per_minute
+from .campaign import facts, machine_facts, setting, write_figures
+from .serving import MIB, Client, Look, Sample, Tally, Watcher, metric, slope_per_minute
 
-RESULTS = Path(__file__).with_name("serving.json")
-SECONDS = float(os.environ.get("PREJIT_SOAK_SECONDS", "4"))
+SECONDS = setting("SOAK_SECONDS", 4)
 pytestmark = pytest.mark.timeout(900 + 4 * SECONDS)
 WHOLE_SECONDS = 180
 """From this length on, the slopes are checked and the figures are written."""
@@ -55,100 +51,94 @@ def bundle(lettered_dir: Path) -> Bundle:
 
 @pytest.fixture(scope="module")
 def figures() -> dict[str, Any]:
-    return {
-        "date": str(date.today()),
-        "python": platform.python_version(),
-        "jax": version("jax"),
-        "uvicorn": version("uvicorn"),
-        "kernel": platform.release(),
-        "machine": f"{os.cpu_count()} CPUs, {platform.machine()}",
-        "load average before": [round(each, 1) for each in os.getloadavg()],
-    }
+    return facts("jax", "uvicorn", "kernel") | machine_facts()
+
+
+class Leaving:
+    """Uses an engine in every way in which a caller may wait for a text, or leave it."""
+
+    def __init__(self, bundle: Bundle, engine: Engine) -> None:
+        self._engine = engine
+        self.outcomes: Counter[str] = Counter()
+        self.failures: list[str] = []
+        self._prompts = [
+            [(place * 7 + number) % 250 for place in range(1 + number * 11 % 80)]
+            for number in range(24)
+        ]
+        self._options: list[dict[str, Any]] = [
+            {"max_new_tokens": 2 + n * 13 % 60, "temperature": n % 3 / 2, "seed": n}
+            for n in range(24)
+        ]
+        self._expected = [
+            bundle.generate(prompt, **options, stop_token_ids=()).token_ids
+            for prompt, options in zip(self._prompts, self._options, strict=True)
+        ]
+
+    def work(self, seed: int, until: float) -> None:
+        """Use it until a time."""
+        generator = random.Random(seed)
+        while time.monotonic() < until:
+            try:
+                self.outcomes[self._use(generator)] += 1
+            except QueueFullError as error:
+                self.outcomes["queue full"] += 1
+                time.sleep(min(error.retry_after, 0.05))
+            except DeadlineError:
+                self.outcomes["deadline"] += 1
+            except BaseException as error:
+                self.failures.append(f"{type(error).__name__}: {error}")
+
+    def _use(self, generator: random.Random) -> str:
+        number, engine = generator.randrange(24), self._engine
+        prompt = self._prompts[number]
+        options: dict[str, Any] = {
+            **self._options[number],
+            "stop_token_ids": (),
+            "priority": generator.randint(-1, 1),
+            "client": generator.choice("abc"),
+        }
+        way = generator.choice(["wait", "wait", "read", "cancel", "close", "drop", "late", "task"])
+        tokens: tuple[int | None, ...]
+        match way:
+            case "wait":
+                tokens = engine.generate(prompt, **options).token_ids
+            case "late":
+                timeout = generator.uniform(0.0001, 0.1)
+                tokens = engine.generate(prompt, timeout=timeout, **options).token_ids
+            case "read":
+                pieces = engine.stream(prompt, **options)
+                tokens = tuple(piece.token_id for piece in pieces if piece.token_id is not None)
+            case "cancel":
+                future = engine.submit(prompt, **options)
+                time.sleep(generator.uniform(0, 0.05))
+                if future.cancel():
+                    return "cancelled"
+                tokens = future.result().token_ids
+            case "task":
+                return asyncio.run(_leave(engine, prompt, options, generator))
+            case _:
+                stream = engine.stream(prompt, **options)
+                for _ in range(generator.randint(0, 5)):
+                    if next(stream, None) is None:
+                        break
+                if way == "close":
+                    stream.close()
+                return way  # or nobody refers to it any more
+        if tokens != self._expected[number]:
+            self.failures.append(f"{way} {number}: {self._expected[number]}, found {tokens}")
+        return way
 
 
 def test_an_engine_that_threads_use_and_leave_at_random(
     bundle: Bundle, figures: dict[str, Any]
 ) -> None:
     """Threads submit, stream, cancel, drop streams and set deadlines; then all slots are free."""
-    prompts = [
-        [(place * 7 + number) % 250 for place in range(1 + number * 11 % 80)]
-        for number in range(24)
-    ]
-    options: list[dict[str, Any]] = [
-        {
-            "max_new_tokens": 2 + n * 13 % 60,
-            "temperature": n % 3 / 2,
-            "seed": n,
-            "stop_token_ids": (),
-        }
-        for n in range(24)
-    ]
-    expected = [
-        bundle.generate(each, **chosen).token_ids
-        for each, chosen in zip(prompts, options, strict=True)
-    ]
-    engine = Engine(bundle, slots=3, queue=12, prefix_memory=1 << 20)
-    outcomes: Counter[str] = Counter()
-    failures: list[str] = []
+    engine = Engine(bundle, slots=3, queue=12, prefix_memory=MIB)
+    leaving = Leaving(bundle, engine)
     until = time.monotonic() + max(2.0, SECONDS / 16)
-
-    def use(generator: random.Random) -> str:
-        number = generator.randrange(24)
-        arguments: dict[str, Any] = {
-            **options[number],
-            "priority": generator.randint(-1, 1),
-            "client": generator.choice("abc"),
-        }
-        way = generator.choice(["wait", "wait", "read", "cancel", "close", "drop", "late", "task"])
-        tokens: tuple[int | None, ...]
-        if way == "wait":
-            tokens = engine.generate(prompts[number], **arguments).token_ids
-        elif way == "read":
-            stream = engine.stream(prompts[number], **arguments)
-            tokens = tuple(piece.token_id for piece in stream if piece.token_id is not None)
-        elif way == "cancel":
-            future = engine.submit(prompts[number], **arguments)
-            time.sleep(generator.uniform(0, 0.05))
-            if future.cancel():
-                return "cancelled"
-            tokens = future.result().token_ids
-        elif way == "late":
-            timeout = generator.uniform(0.0001, 0.1)
-            tokens = engine.generate(prompts[number], timeout=timeout, **arguments).token_ids
-        elif way == "task":
-            return asyncio.run(_leave(engine, prompts[number], arguments, generator))
-        else:
-            stream = engine.stream(prompts[number], **arguments)
-            for _ in range(generator.randint(0, 5)):
-                if next(stream, None) is None:
-                    break
-            if way == "close":
-                stream.close()
-            return way  # or nobody refers to it any more
-        if tokens != expected[number]:
-            failures.append(f"{way} {number}: expected {expected[number]}, found {tokens}")
-        return way
-
-    def work(seed: int) -> None:
-        generator = random.Random(seed)
-        while time.monotonic() < until:
-            try:
-                outcomes[use(generator)] += 1
-            except QueueFullError as error:
-                outcomes["queue full"] += 1
-                time.sleep(min(error.retry_after, 0.05))
-            except DeadlineError:
-                outcomes["deadline"] += 1
-            except BaseException as error:
-                failures.append(f"{type(error).__name__}: {error}")
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(20)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(IDLE_SECONDS + SECONDS)
-        assert not each.is_alive(), "a thread waits for ever"
-    assert not failures, failures[:10]
+    in_threads(20, lambda seed: leaving.work(seed, until))
+    outcomes = leaving.outcomes
+    assert not leaving.failures, leaving.failures[:10]
     assert engine.drain(IDLE_SECONDS), engine.metrics()
     found = engine.metrics()
     assert (found.running, found.waiting, found.kv_cache_usage) == (0, 0, 0.0), found
@@ -157,7 +147,7 @@ def test_an_engine_that_threads_use_and_leave_at_random(
     left = sum(outcomes[way] for way in ("cancelled", "close", "drop", "task"))
     assert 0 <= found.finished["refused"] - outcomes["queue full"] <= left
     assert found.finished["error"] == 0
-    assert found.prefix_bytes <= 1 << 20
+    assert found.prefix_bytes <= MIB
     engine.close()
     assert not [each for each in threading.enumerate() if each.name == "prejit engine"]
     figures["engine"] = dict(sorted(outcomes.items()))
@@ -192,7 +182,6 @@ def test_a_server_under_mixed_load(
         tally, watcher = _load(server)
         rested = _rest(server)
         process = _of_the_process(watcher, rested)
-        _check_exact_figures(server)
         text = _metrics(server)
         assert server.end() == 0, server.said
     finally:
@@ -201,30 +190,26 @@ def test_a_server_under_mixed_load(
     assert "Traceback" not in server.said, server.said
     assert "warning" not in server.said, server.said
     assert not tally.failures, f"{len(tally.failures)} failures\n" + "\n".join(tally.failures[:30])
-    statuses = Counter({status: 0 for status in (200, 400, 404, 405, 413, 429, 504)})
-    for (_, status), count in tally.statuses.items():
-        statuses[status] += count
     assert tally.texts > SECONDS, tally.statuses
     entries = _entries(log)
     _check_the_log(entries, text, tally)
     for sample in tally.samples:
         _check_tokens(bundle, sample, entries[sample.id])
-    replayed = _replay(log)
     figures["server"] = {
         "seconds": SECONDS,
         "clients": CLIENTS,
-        "answers by status": {str(status): count for status, count in sorted(statuses.items())},
-        "answers by kind": _by_kind(tally),
+        "answers by status": {
+            str(status): count for status, count in sorted(tally.statuses.items())
+        },
         "left by their client": dict(sorted(tally.abandoned.items())),
         "texts": tally.texts,
         "new tokens": round(metric(text, "vllm:generation_tokens_total")),
         "texts generated again without a server, equal": len(tally.samples),
-        "replayed": replayed,
         **process,
     }
     if SECONDS >= WHOLE_SECONDS:
         figures["load average after"] = [round(each, 1) for each in os.getloadavg()]
-        RESULTS.write_text(json.dumps(figures, indent=1) + "\n")
+        write_figures("serving", figures)
     _check_the_process(watcher.looks[0], rested, process)
 
 
@@ -268,18 +253,17 @@ def _rest(server: Process) -> Look:
 def _of_the_process(watcher: Watcher, rested: Look) -> dict[str, Any]:
     """Return how memory, files and threads changed after a quarter of the time, and what is left at rest."""
     looks = [each for each in watcher.looks if each.seconds > SECONDS / 4]
-    mib = 1 << 20
     return {
         "slopes per minute after a quarter of the time": {
-            "MB": round(slope_per_minute(looks, lambda each: each.resident_bytes / mib), 3),
+            "MB": round(slope_per_minute(looks, lambda each: each.resident_bytes / MIB), 3),
             "files": round(slope_per_minute(looks, lambda each: each.files), 3),
             "threads": round(slope_per_minute(looks, lambda each: each.threads), 3),
         },
         "resident MB at the beginning, after a quarter, at the end, at rest": [
-            round(each.resident_bytes / mib)
+            round(each.resident_bytes / MIB)
             for each in (watcher.looks[0], looks[0], looks[-1], rested)
         ],
-        "most resident MB": round(max(each.resident_bytes for each in watcher.looks) / mib),
+        "most resident MB": round(max(each.resident_bytes for each in watcher.looks) / MIB),
         "most files, at rest": [max(each.files for each in watcher.looks), rested.files],
         "most threads, at rest": [max(each.threads for each in watcher.looks), rested.threads],
     }
@@ -294,38 +278,6 @@ def _check_the_process(first: Look, rested: Look, found: dict[str, Any]) -> None
         assert slopes["MB"] < MAX_GROWTH_MB_PER_MINUTE, found
         assert abs(slopes["files"]) < 5, found
         assert abs(slopes["threads"]) < 5, found
-
-
-def _check_exact_figures(server: Process) -> None:
-    """Check that metrics count what clients count, one request after the other, while nobody leaves."""
-    before = _metrics(server)
-    usage: Counter[str] = Counter()
-    requests = 20
-    headers = {"Authorization": f"Bearer {serving.KEYS[0]}"}
-    for number in range(requests):
-        body = {"model": "decoder", "prompt": "abc " * (1 + number), "max_tokens": 1 + 3 * number}
-        url = f"{server.url}/v1/completions"
-        answer = httpx.post(url, json={**body, "seed": number}, headers=headers, timeout=60)
-        assert answer.status_code == 200, answer.text
-        found = answer.json()["usage"]
-        usage["prompt"] += found["prompt_tokens"]
-        usage["new"] += found["completion_tokens"]
-        usage["cached"] += found["prompt_tokens_details"]["cached_tokens"]
-    after = _metrics(server)
-
-    def more(name: str) -> float:
-        return metric(after, name) - metric(before, name)
-
-    assert more("vllm:prompt_tokens_total") == usage["prompt"]
-    assert more("vllm:generation_tokens_total") == usage["new"]
-    assert more("vllm:prefix_cache_hits_total") == usage["cached"]
-    for name in (
-        "prejit_requests_total",
-        "vllm:request_success_total",
-        "vllm:e2e_request_latency_seconds_count",
-        "vllm:time_to_first_token_seconds_count",
-    ):
-        assert more(name) == requests
 
 
 def _entries(log: Path) -> dict[str, dict[str, Any]]:
@@ -372,26 +324,3 @@ def _check_tokens(bundle: Bundle, sample: Sample, entry: dict[str, Any]) -> None
         assert reason == sample.reasons[place], f"{sample}: expected {reason}"
         [logged] = [call["token_ids"] for call in entry["calls"] if call["seed"] == seed]
         assert tuple(logged) == found.token_ids, sample
-
-
-def _by_kind(tally: Tally) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
-    for (kind, status), count in sorted(tally.statuses.items()):
-        found.setdefault(kind, {})[str(status)] = count
-    return found
-
-
-def _replay(log: Path) -> dict[str, int]:
-    """Replay a log, and return how many requests gave the same, or had nothing to compare."""
-    done = subprocess.run(
-        [sys.executable, "-m", "prejit.runtime", "replay", str(log), "--json"],
-        capture_output=True,
-        text=True,
-        timeout=120 + 4 * SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout[-4000:]}{done.stderr[-4000:]}"
-    report = json.loads(done.stdout)
-    assert report["differences"] == []
-    assert report["notes"] == []
-    return {name: report[name] for name in ("equal", "rounded", "skipped")}

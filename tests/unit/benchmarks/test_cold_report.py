@@ -23,9 +23,8 @@ def rows() -> list[Row]:
 
 def figures(**seconds: list[float]) -> dict[str, list[dict[str, Any]]]:
     names = {"first": FIRST, "receipt": RECEIPT, "llama": LLAMA, "bundle": BUNDLE, "jax": JAX_WARM}
-    facts = {"made_cold": "evicted", "cached_share": 0.02, "limit_bytes": 300_000_000}
     return {
-        names[name]: [{"first_seconds": each, **facts} for each in values]
+        names[name]: [{"first_seconds": each} for each in values]
         for name, values in seconds.items()
     }
 
@@ -61,27 +60,3 @@ def test_the_goals_are_missed_where_prejit_is_slower() -> None:
         (1.1 / 1.2, True),
         (1.1, True),
     ]
-
-
-def test_a_start_that_thrashes_under_a_memory_limit_misses_its_goal() -> None:
-    found = {"disk cold": figures(first=[1.0]), "memory limit, disk cold": figures(first=[3.0])}
-    [target] = cold_report.targets("GPT-2", rows(), found)
-    assert (target.found, target.met) == (3.0, False)
-    assert "memory limit" in target.what
-
-
-def test_a_row_that_did_not_run_leaves_its_cell_empty() -> None:
-    found = {"page cache warm": figures(first=[1.0]), "disk cold": figures(llama=[2.0])}
-    table = cold_report.seconds("title", rows(), found, [])
-    assert table.head == ("exec → 1st token, s", "page cache warm", "disk cold")
-    assert table.rows[0] == (f"**{FIRST}**", "1.00 [1.00..1.00]", "")
-    assert table.rows[2] == (LLAMA, "", "2.00 [2.00..2.00]")
-
-
-def test_the_notes_say_how_files_were_made_cold_and_what_was_left() -> None:
-    found = {"disk cold": figures(first=[1.0]), "memory limit, disk cold": figures(first=[1.0])}
-    said = "\n".join(cold_report.notes(found, {"int8": (120_000_000, 300_000_000)}))
-    assert "evicted" in said
-    assert "At most 2.0 %" in said
-    assert "120 MB of the bundle, 300 MB" in said
-    assert f"{FIRST} 300" in said

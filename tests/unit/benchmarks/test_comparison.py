@@ -6,11 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from benchmarks.harness import comparison, fresh_processes, report, workload
+from benchmarks.harness import comparison, fresh_processes, report
 from benchmarks.harness.comparison import DECODE, FIRST, Goal
-from benchmarks.harness.fresh_processes import Row, Spread
+from benchmarks.harness.fresh_processes import Row
 
 MINE, PEER, SLOW = "prejit float32", "llama.cpp f32", "JAX, persistent cache"
 PYTHON = (sys.executable, "-S", "-c")
@@ -68,6 +66,8 @@ def test_a_goal_is_met_on_the_right_side_of_its_limit() -> None:
     start, decode = comparison.targets("decode, ", goals, rows(MINE, PEER), TWO)
     assert (start.found, start.met) == (2.0, False)
     assert (decode.found, decode.met) == (1.2, True)
+    _, ratios = comparison.tables("t", rows(MINE, PEER), TWO, [FIRST, DECODE], {})
+    assert ratios.rows == [(MINE, f"2.00 x {PEER}", f"**1.20** x {PEER}")]
     of_another = [Goal(FIRST, "float32", 1.2, ("CTranslate2",))]
     assert comparison.targets("", of_another, rows(MINE, PEER), TWO) == [], "it did not run"
 
@@ -90,20 +90,6 @@ def test_a_row_whose_embeddings_are_another_models_is_named() -> None:
     assert comparison.different_embeddings(found, rows(SLOW, MINE, PEER)) == [PEER]
 
 
-def test_the_share_of_the_floor_is_of_the_bandwidth_probed_beside_each_process() -> None:
-    step = workload.decode_bytes()
-    assert step == pytest.approx(494.6e6, rel=1e-3)
-    found = samples(
-        decode_tokens_per_second=[50.0, 100.0], probe_bytes_per_second=[100.0 * step, 200.0 * step]
-    )
-    assert comparison.floor_share(found, step) == Spread(0.5, 0.5, 0.5)
-
-
-def test_ratios_are_bold_only_where_prejit_is_as_good() -> None:
-    _, ratios = comparison.tables("t", rows(MINE, PEER), TWO, [FIRST, DECODE], {})
-    assert ratios.rows == [(MINE, f"2.00 x {PEER}", f"**1.20** x {PEER}")]
-
-
 def test_rows_take_turns_after_a_probe_and_one_that_fails_is_left_out_with_its_reason(
     tmp_path: Path,
 ) -> None:
@@ -118,29 +104,3 @@ def test_rows_take_turns_after_a_probe_and_one_that_fails_is_left_out_with_its_r
     assert [sample["probe_bytes_per_second"] for sample in found["good"]] == [7, 7]
     assert count.read_text() == "xx", "not in the round that is thrown away"
     assert found.keys() == {"good"}
-
-
-def test_the_first_prompt_of_a_batch_is_that_of_batch_1() -> None:
-    assert workload.prompts(32, 4)[0] == workload.prompts(32, 1)[0]
-    assert len({tuple(prompt) for prompt in workload.prompts(32, 8)}) == 8
-
-
-def test_figures_are_taken_at_the_event_that_stops_a_process() -> None:
-    code = "import time; print('FIRST {\"seen\": 1}', flush=True); time.sleep(60)"
-    row = Row("row", (*PYTHON, code))
-    sample = fresh_processes.run_once(row, until="FIRST", at_stop=lambda: {"disk_read_bytes": 7})
-    assert (sample["seen"], sample["disk_read_bytes"]) == (1, 7)
-
-
-def test_the_number_of_processes_is_a_range_where_rows_differ() -> None:
-    assert report.runs([{"a": [{}, {}], "b": [{}, {}]}]) == "2"
-    assert report.runs([{"a": [{}]}, {"b": [{}] * 15, "c": [{}] * 5}]) == "1 to 15"
-    assert report.runs([]) == ""
-
-
-def test_many_programs_are_compared_with_few_at_the_first_token() -> None:
-    figures = {"loaded_seconds": [0.1], "first_seconds": [0.2], "rss_bytes": [1e6]}
-    slower = {**figures, "first_seconds": [0.4]}
-    found = {"tiny-4": samples(**figures), "tiny-400": samples(**slower)}
-    _, [target] = report.flat(found, {})
-    assert (target.found, target.met) == (2.0, False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
-from benchmarks.harness.page_cache import Range, evict, ranges_of, resident_ranges
+from benchmarks.harness.page_cache import Range, evict, ranges_of
 
 PAGE = mmap.PAGESIZE
 
@@ -17,12 +17,6 @@ def test_runs_of_present_pages_become_ranges_and_the_last_ends_with_the_file() -
         Range(path, 0, 2 * PAGE),
         Range(path, 3 * PAGE, 10),
     ]
-
-
-def test_a_file_that_was_just_written_is_wholly_present(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(5 * PAGE + 1))
-    assert resident_ranges(path) == [Range(path, 0, 5 * PAGE + 1)]
 
 
 def test_eviction_never_changes_what_a_file_holds(tmp_path: Path) -> None:

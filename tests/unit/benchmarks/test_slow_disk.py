@@ -9,14 +9,13 @@ import pytest
 
 from benchmarks.harness import limited_disk
 from benchmarks.harness.fresh_processes import Row
-from benchmarks.harness.limited_disk import Counters, parse_counters
+from benchmarks.harness.limited_disk import Counters
 from benchmarks.studies import slow_disk as study
 
 FIRST, READING = (
     "prejit float32, first load",
     "reading bundle, interpreter and libraries, float32",
 )
-STAT = " 2018474   316821 379130404   485082   841   39  1868336   7653   0   170476   492824   0   0\n"
 
 
 def samples(*figures: tuple[float, float, float]) -> list[dict[str, Any]]:
@@ -28,10 +27,6 @@ def samples(*figures: tuple[float, float, float]) -> list[dict[str, Any]]:
 
 def rows() -> list[Row]:
     return [Row(name, ("-",), {}, "float32") for name in (FIRST, READING, "llama.cpp f32")]
-
-
-def test_busy_time_is_io_ticks_and_sectors_have_512_bytes() -> None:
-    assert parse_counters(STAT) == Counters(170.476, 379130404 * 512)
 
 
 def test_the_work_of_a_disk_counts_from_the_start_of_the_process(
@@ -67,9 +62,3 @@ def test_a_start_is_compared_with_reading_only_where_both_ran() -> None:
     found[study.SLOW.name][READING] = samples((2.0, 2.0, 1.0))
     [target] = study.targets("GPT-2", found)
     assert (target.found, target.met) == (1.5, False)
-
-
-def test_the_study_measures_first_loads_peers_and_the_limit() -> None:
-    names = [FIRST, "prejit float32, with receipt", "reading the bundle, float32", READING]
-    made = [Row(name, ("-",)) for name in (*names, "llama.cpp f32")]
-    assert [row.name for row in study.chosen(made)] == [FIRST, READING, "llama.cpp f32"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
+from tests.waiting import wait_for
 
 from prejit.server.engine.fair_queue import Limits
 from prejit.server.gate.server_settings import Settings
@@ -26,6 +26,7 @@ class CallingEngine:
 
     def __init__(self, bundle: Any) -> None:
         self.bundle = bundle
+        self.clients: list[tuple[str, Limits]] = []
         self.drained = False
         self._pool = ThreadPoolExecutor(1)
 
@@ -33,6 +34,7 @@ class CallingEngine:
         self, client: str, limits: Limits, name: str, /, *args: Any, **kwargs: Any
     ) -> Future[Any]:
         found: Future[Any] = Future()
+        self.clients.append((client, limits))
 
         def run() -> None:
             try:
@@ -95,10 +97,7 @@ def running(models: Models, settings: Settings, app: Any = None) -> Iterator[Run
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:
-            until = time.monotonic() + 60
-            while not server.started:
-                assert time.monotonic() < until
-                time.sleep(0.01)
+            wait_for(lambda: server.started)
             yield Running(listening.getsockname()[1], server)
         finally:
             server.should_exit = True
@@ -113,11 +112,3 @@ def answer(connection: socket.socket) -> bytes:
         while part := connection.recv(1 << 16):
             parts.append(part)
     return b"".join(parts)
-
-
-def wait_for(holds: Any, seconds: float = 60) -> None:
-    """Waits until a condition holds."""
-    until = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < until, "it never held"
-        time.sleep(0.01)

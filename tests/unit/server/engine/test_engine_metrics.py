@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import math
-import threading
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.served import stats
+from tests.served import StandIn
+from tests.threads import in_threads
 
 from prejit.runtime.base.process_facts import host_memory_bytes, host_memory_limit_bytes
-from prejit.runtime.programs.ready_programs import ProgramReport
-from prejit.server.engine.engine_metrics import REASONS, EngineMetrics, RequestMetrics
+from prejit.server.engine.engine_metrics import RequestMetrics
 from prejit.server.engine.histograms import Histogram
-from prejit.server.engine.request_recorder import GENERATE, ONE_RUN, Cost, Recorder, RequestRecorder
-
-
-def snapshot(recorder: Recorder, **changed: Any) -> EngineMetrics:
-    values: dict[str, Any] = {
-        "kv_cache_usage": 0.25,
-        "cache_bytes": 1000,
-        "cache_budget_bytes": 4000,
-        "prefix_bytes": 10,
-        "prefix_budget_bytes": 100,
-        "programs": (),
-        "fallbacks": {},
-        "device_memory_bytes": None,
-    }
-    return recorder.snapshot(**{**values, **changed})
+from prejit.server.engine.request_recorder import ONE_RUN, Cost, RequestRecorder
 
 
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 9.0]), max_size=30))
@@ -65,73 +49,6 @@ def test_quantiles_are_linear_inside_a_bucket_and_have_an_answer_outside_of_all(
     assert (found.count, nothing.count) == (4, 0), "a snapshot does not change"
 
 
-def test_a_request_is_counted_once_on_its_whole_way():
-    recorder = Recorder(slots=8, queue_size=256)
-    recorder.generations.submitted()
-    recorder.generations.submitted()
-    assert (snapshot(recorder).waiting, snapshot(recorder).running) == (2, 0)
-    recorder.generations.admitted(0.1)
-    assert (snapshot(recorder).waiting, snapshot(recorder).running) == (1, 1)
-    recorder.step(rows=0, slots=0, seconds=0.02)
-    recorder.read_prompt(tokens=5, cached=2)
-    recorder.first_token(0.12)
-    recorder.step(rows=1, slots=8, seconds=0.04)
-    recorder.tokens(2, 0.04)
-    recorder.finished("length", 0.16, stats(reused_tokens=2, padding=0.5))
-    recorder.generations.abandoned("cancelled")
-    found = snapshot(recorder)
-    assert (found.waiting, found.running) == (0, 0)
-    assert (found.prompt_tokens, found.cached_prompt_tokens, found.generation_tokens) == (5, 2, 3)
-    (generations,) = found.requests
-    assert (generations.useful_positions, generations.computed_positions) == (5, 10)
-    assert (generations.runs, generations.rows, generations.padded_rows) == (2, 1, 7)
-    assert generations.busy_seconds == pytest.approx(0.06)
-    assert (generations.succeeded, generations.failed) == (1, 0)
-    assert {reason: count for reason, count in found.finished.items() if count} == {
-        "length": 1,
-        "cancelled": 1,
-    }
-    assert found.first_token_seconds.sum == pytest.approx(0.12)
-    assert found.inter_token_seconds.count == 2
-    assert found.inter_token_seconds.sum == pytest.approx(0.04)
-    for histogram, total in (
-        (found.whole_seconds, 0.16),
-        (found.queue_seconds, 0.1),
-        (generations.run_seconds, 0.06),
-        (found.prefill_seconds, 0.02),
-        (found.decode_seconds, 0.04),
-        (found.prompt_length, 5),
-        (found.new_tokens, 3),
-    ):
-        assert histogram.count == 1
-        assert histogram.sum == pytest.approx(total)
-
-
-def test_requests_that_fail_do_not_make_latencies_look_better():
-    recorder = Recorder(slots=1, queue_size=1)
-    for reason in ("cancelled", "deadline", "error"):
-        recorder.generations.submitted()
-        recorder.generations.admitted(0.0)
-        recorder.finished(reason, 0.001)
-    recorder.generations.refused()
-    found = snapshot(recorder)
-    assert found.whole_seconds.count == found.new_tokens.count == 0
-    assert found.running == 0
-    assert list(found.finished) == list(REASONS)
-    assert sum(found.finished.values()) == 4
-    assert found.finished["refused"] == 1
-
-
-@pytest.mark.parametrize(("source", "waited"), [("compiled", 1), ("kept", 0), ("loaded", 0)])
-def test_only_requests_that_waited_for_a_compiler_count_as_such(source, waited):
-    recorder = Recorder(1, 1)
-    recorder.generations.submitted()
-    recorder.generations.admitted(0.0)
-    obtained = (ProgramReport("a", source, 1.0), ProgramReport("b", source, 1.0))
-    recorder.finished("stop", 2.0, stats(obtained=obtained))
-    assert snapshot(recorder).requests[0].waited_for_compile == waited
-
-
 def at_once() -> RequestMetrics:
     recorder = RequestRecorder("call", "f", 16)
     recorder.began()
@@ -164,48 +81,18 @@ def test_a_call_in_its_callers_thread_counts_as_any_other():
     assert (one.succeeded, one.failed, one.waited_for_compile) == (1, 2, 1)
 
 
-def test_programs_are_counted_by_how_they_became_ready():
-    reports = [
-        ProgramReport("a", "loaded", 0.5),
-        ProgramReport("b", "compiled", 2.0),
-        ProgramReport("c", "compiled", 3.0),
-        ProgramReport("d", "unused", 0.0),
-    ]
-    found = snapshot(Recorder(1, 1), programs=iter(reports))
-    assert found.programs == {"loaded": 1, "compiled": 2, "unused": 1}
-    assert found.compile_seconds == 5.0  # what loading took is not compiling
-
-
-def test_the_state_of_the_parts_is_passed_on():
-    recorder = Recorder(4, 16, (GENERATE, ("call", "f")))
-    found = snapshot(recorder, fallbacks={"cpu": 1}, device_memory_bytes=7)
-    assert (found.slots, found.requests[0].queue_size) == (4, 16)
-    assert (found.kv_cache_usage, found.cache_bytes, found.cache_budget_bytes) == (0.25, 1000, 4000)
-    assert (found.prefix_bytes, found.prefix_budget_bytes) == (10, 100)
-    assert found.fallbacks == {"cpu": 1}
-    assert found.device_memory_bytes == 7
-    assert [(each.kind, each.program) for each in found.requests] == [GENERATE, ("call", "f")]
-    assert found.host_memory_bytes > 1_000_000
-
-
 def test_counts_of_several_threads_are_not_lost():
-    recorder = Recorder(1, 1)
+    engine = StandIn()
 
-    def work() -> None:
-        for _ in range(2000):
-            recorder.generations.submitted()
-            recorder.generations.admitted(0.01)
-            recorder.first_token(0.02)
-            recorder.finished("stop", 0.03, stats())
+    def count(_: int) -> None:
+        for _ in range(1000):
+            engine.request()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    found = snapshot(recorder)
+    in_threads(4, count)
+    found = engine.metrics()
     assert (found.running, found.waiting) == (0, 0)
-    assert found.finished["stop"] == found.whole_seconds.count == found.generation_tokens == 8000
+    assert found.finished["stop"] == found.whole_seconds.count == 4000
+    assert found.generation_tokens == 3 * 4000
 
 
 def test_host_memory_grows_with_what_is_held():

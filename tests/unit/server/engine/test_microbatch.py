@@ -102,16 +102,6 @@ def test_a_call_of_more_rows_than_the_bucket_takes_turns(lane: Lane[Any], progra
     assert program.runs == [[1], [8], [2, 6], [6]]
 
 
-def test_jobs_that_run_alone_never_share(lane: Lane[Any], program: Program) -> None:
-    program.hold(lane)
-    jobs = [SharedJob(np.array([number]), 1, 0, object(), np.concatenate) for number in range(3)]
-    for each in jobs:
-        lane.submit(each)
-    program.go.set()
-    assert [int(each.future.result(PATIENCE)[0]) for each in jobs] == [0, 2, 4]
-    assert program.runs == [[1]] * 4
-
-
 def test_the_rest_of_a_call_that_failed_does_not_run(lane: Lane[Any], program: Program) -> None:
     with pytest.raises(ValueError, match="no row"):
         submit(lane, [-1] * 30).result(PATIENCE)
@@ -145,18 +135,26 @@ def test_a_timeout_that_is_no_time(timeout: Any) -> None:
         deadline_after(timeout)
 
 
-def test_a_full_queue_says_how_long_to_wait(program: Program) -> None:
-    lane = lane_of(program, queue=2)
+def test_who_floods_a_full_queue_gets_the_refusals_and_learns_how_long_to_wait(
+    program: Program,
+) -> None:
+    lane = lane_of(program, queue=4)
     program.hold(lane)
-    waiting = [submit(lane, [1]), submit(lane, [2])]
-    with pytest.raises(QueueFullError, match="at most 2 waiting calls") as caught:
-        submit(lane, [3])
+    flood = [submit(lane, [1], client="flood") for _ in range(4)]
+    with pytest.raises(QueueFullError, match="at most 4 waiting calls") as caught:
+        submit(lane, [1], client="flood")
     assert 0 < caught.value.retry_after < 60
     assert str(caught.value.hint).endswith("--queue of a server")
-    assert waiting[0].cancel()  # makes room
-    third = submit(lane, [3])
+    other = submit(lane, [7], client="other")
+    with pytest.raises(QueueFullError, match="at most 4 waiting calls"):
+        flood[-1].result(PATIENCE)
+    assert (metrics(lane).finished["refused"], metrics(lane).waiting) == (2, 4)
+    assert flood[0].cancel()  # makes room
+    late = submit(lane, [3], client="flood")
     program.go.set()
-    assert third.result(PATIENCE).tolist() == [6]
+    assert other.result(PATIENCE).tolist() == [14]
+    results = [each.result(PATIENCE).tolist() for each in (*flood[1:-1], late)]
+    assert results == [[2], [2], [6]]
     lane.close()
 
 
@@ -237,27 +235,6 @@ def test_a_program_is_idle_again_after_an_error_of_a_caller(lane: Lane[Any]) -> 
     assert (metrics(lane).succeeded, metrics(lane).finished["error"]) == (1, 1)
 
 
-@pytest.mark.parametrize("costs_by_row", [False, True])
-def test_callers_wait_for_each_other_only_where_that_saves_time(costs_by_row: bool) -> None:
-    def run(shares: Sequence[Share[Any]]) -> Ran:
-        time.sleep(0.004 * (1.5 * sum(share.rows for share in shares) if costs_by_row else 1))
-        return Ran([share.job.payload for share in shares])
-
-    lane = lane_of(run, queue=64)
-    # The least of many durations count: on a busy machine some of them are longer.
-    for _ in range(30):
-        with lane.alone(1):
-            time.sleep(0.004)
-    for _ in range(20):
-        for future in [submit(lane, [number]) for number in range(MOST)]:
-            future.result(PATIENCE)
-    time.sleep(0.1)  # the last run is over, and so is the patience after it
-    with lane.alone(1) as first, lane.alone(1) as second:
-        assert first is not None
-        assert (second is not None) is costs_by_row
-    lane.close()
-
-
 def test_close_fails_what_waits_and_ends_the_thread(lane: Lane[Any], program: Program) -> None:
     running = program.hold(lane)
     waiting = submit(lane, [1])
@@ -265,9 +242,10 @@ def test_close_fails_what_waits_and_ends_the_thread(lane: Lane[Any], program: Pr
     closing.start()
     with pytest.raises(ClosedError, match="found one that is closed"):
         waiting.result(PATIENCE)
+    program.seconds = 0.1
     program.go.set()
     closing.join(PATIENCE)
-    assert running.result(0).tolist() == [0]
+    assert running.result(0).tolist() == [0]  # it waited for the end of the run
     with pytest.raises(ClosedError):
         submit(lane, [1])
     with pytest.raises(ClosedError), lane.alone(1):
@@ -372,23 +350,6 @@ def test_every_end_of_a_call_is_counted_once(program: Program) -> None:
     ends = {reason: count for reason, count in found.finished.items() if count}
     assert ends == {"done": ends["done"], "cancelled": 2, "deadline": 2, "error": 1, "refused": 2}
     assert found.whole_seconds.count == found.run_seconds.count == ends["done"]
-    lane.close()
-
-
-def test_a_client_that_floods_gets_the_refusals_and_another_gets_none(program: Program) -> None:
-    lane = lane_of(program, queue=4)
-    program.hold(lane)
-    flood = [submit(lane, [1], client="flood") for _ in range(4)]
-    with pytest.raises(QueueFullError, match="at most 4 waiting calls"):
-        submit(lane, [1], client="flood")
-    other = submit(lane, [7], client="other")
-    with pytest.raises(QueueFullError, match="at most 4 waiting calls"):
-        flood[-1].result(PATIENCE)
-    assert metrics(lane).finished["refused"] == 2
-    assert metrics(lane).waiting == 4
-    program.go.set()
-    assert other.result(PATIENCE).tolist() == [14]
-    assert [future.result(PATIENCE).tolist() for future in flood[:-1]] == [[2]] * 3
     lane.close()
 
 

@@ -15,8 +15,9 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.testclient import TestClient
 
-from prejit.runtime.errors import DeadlineError, QueueFullError, RejectError, UsageError
+from prejit.runtime.errors import RejectError, UsageError
 from prejit.server.gate import gate
 from prejit.server.gate.api_keys import Keys
 from prejit.server.gate.gate import Gate
@@ -27,8 +28,6 @@ from prejit.server.telemetry.requestlog import RequestLog
 
 ERRORS = {
     "usage": UsageError("x: expected 1, found 2"),
-    "full": QueueFullError("full", retry_after=7),
-    "late": DeadlineError("late"),
     "reject": RejectError("/srv/bundle", "damaged"),
     "bug": RuntimeError("a bug"),
 }
@@ -85,15 +84,9 @@ def ask(
     **more: Any,
 ) -> httpx.Response:
     """One request to the application above."""
-
-    async def go() -> httpx.Response:
-        transport = httpx.ASGITransport(
-            app(ready() if models is None else models, settings or Settings())
-        )
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.request(method, path, **more)
-
-    return asyncio.run(go())
+    asked = app(ready() if models is None else models, settings or Settings())
+    client = TestClient(asked, base_url="http://test", raise_server_exceptions=False)
+    return client.request(method, path, **more)
 
 
 def test_a_request_keeps_its_id_and_others_get_one() -> None:
@@ -162,12 +155,8 @@ def test_a_foreign_host_or_page_gets_nowhere() -> None:
 
 
 def test_a_body_beyond_the_limit_is_413_however_it_is_sent() -> None:
-    async def parts() -> AsyncIterator[bytes]:
-        for _ in range(11):
-            yield b"x" * 100
-
-    contents: list[Any] = [parts(), b"x" * 1100]
-    for content in contents:
+    parts: Any = (b"x" * 100 for _ in range(11))
+    for content in (parts, b"x" * 1100):
         found = ask("POST", "/v1/echo", Settings(body_bytes=1000), content=content)
         assert found.status_code == 413
         assert found.json()["error"]["code"] == "body_too_large"
@@ -177,7 +166,7 @@ def test_a_body_beyond_the_limit_is_413_however_it_is_sent() -> None:
 def test_an_error_of_a_handler_has_its_status_and_only_ours_are_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for how, status in {"usage": 400, "full": 429, "late": 504, "reject": 500, "bug": 500}.items():
+    for how, status in {"usage": 400, "reject": 500, "bug": 500}.items():
         found = ask("GET", f"/v1/fail/{how}", headers={"X-Request-Id": "the-id"})
         assert found.status_code == status
         assert found.headers["x-request-id"] == "the-id"

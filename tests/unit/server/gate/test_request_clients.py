@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
-import threading
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
-from tests.unit.server.running import Running, running, wait_for
+from tests.unit.server.running import Running, running
 
 from prejit.runtime import load
 from prejit.server.engine.engine import Engine
@@ -25,7 +22,6 @@ from prejit.server.gate.server_settings import Settings
 from prejit.server.served.served import Models, Served
 
 KEYS = """\
-flood: sk-flood-0
 other: sk-other-0
 few: sk-few-000 waiting=1 running=1
 urgent: sk-urgent- priority=-5..5
@@ -35,9 +31,8 @@ metered: sk-metered tokens_per_minute=60
 
 
 @pytest.fixture(scope="module")
-def served(make_decoder: Callable[..., Path]) -> Iterator[Served]:
-    path = make_decoder("gpt2", batch=(1, 2), prompt=(3, 10), context=(24, 72), quick=True)
-    bundle = load(path, on_mismatch="error")
+def served(wide_dir: Path) -> Iterator[Served]:
+    bundle = load(wide_dir, on_mismatch="error")
     engine = Engine(bundle, slots=2, queue=4)
     yield Served("m", bundle, engine, 1_700_000_000)
     engine.close()
@@ -51,86 +46,49 @@ def server(served: Served, tmp_path: Path) -> Iterator[Running]:
         yield found
 
 
-def ask(server: Running, key: str, **fields: Any) -> tuple[int, Any, Any]:
-    """Status, headers and body of a completion."""
+def ask(server: Running, key: str, **fields: Any) -> httpx.Response:
+    """Ask for a completion."""
     body = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 2, "temperature": 0, **fields}
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json", "Authorization": f"Bearer sk-{key:-<7}"},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, response.headers, json.load(response)
-    except urllib.error.HTTPError as error:
-        return error.code, error.headers, json.load(error)
+    headers = {"Authorization": f"Bearer sk-{key:-<7}"}
+    return httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
 
 
-def test_a_key_that_floods_gets_the_refusals_and_another_gets_none(
-    server: Running, served: Served
-) -> None:
-    stops, refused = threading.Event(), 0
-
-    def flood() -> None:
-        nonlocal refused
-        while not stops.is_set():
-            status, _, _ = ask(server, "flood-0", max_tokens=40, ignore_eos=True)
-            refused += status == 429
-
-    threads = [threading.Thread(target=flood) for _ in range(10)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(10):
-            wait_for(lambda: served.engine.metrics().waiting == 4)
-            assert ask(server, "other-0")[0] == 200
-    finally:
-        stops.set()
-        for thread in threads:
-            thread.join(60)
-    assert refused
-
-
-def test_a_key_has_no_priority_outside_of_its_range(server: Running) -> None:
+def test_a_key_has_no_priority_outside_of_its_range(server: Running, served: Served) -> None:
     for key, given, status in (
         *(("other-0", -1, 400), ("other-0", -2_000_000_000, 400), ("other-0", 5, 200)),
         *(("urgent-", -5, 200), ("urgent-", 6, 400), ("late-00", 0, 400), ("late-00", None, 200)),
     ):
         fields = {} if given is None else {"priority": given}
-        found, _, body = ask(server, key, **fields)
-        assert found == status
+        found = ask(server, key, **fields)
+        assert found.status_code == status
         if status == 400:
-            assert body["error"]["param"] == "priority"
-            assert f"found {given}" in body["error"]["message"]
-
-
-def test_without_keys_nobody_goes_before_the_others(served: Served) -> None:
-    with running(Models(served), Settings()) as server:
-        assert ask(server, "", priority=-1)[0] == 400
-        assert ask(server, "", priority=1)[0] == 200
+            assert found.json()["error"]["param"] == "priority"
+            assert f"found {given}" in found.json()["error"]["message"]
+    with running(Models(served), Settings()) as server:  # nobody goes before the others
+        assert [ask(server, "", priority=given).status_code for given in (-1, 1)] == [400, 200]
 
 
 def test_a_key_waits_when_its_tokens_are_used(server: Running) -> None:
     fields = {"max_tokens": 60, "ignore_eos": True}
-    assert ask(server, "metered", **fields)[0] == 200  # nobody knew how long it would be
-    status, headers, body = ask(server, "metered", **fields)
-    assert status == 429
-    assert 1 <= int(headers["Retry-After"]) <= 5  # 63 tokens of 60, one each second
-    assert "60 tokens a minute" in body["error"]["message"]
-    assert ask(server, "other-0")[0] == 200
+    # Nobody knew how long it would be.
+    assert ask(server, "metered", **fields).status_code == 200
+    refused = ask(server, "metered", **fields)
+    assert refused.status_code == 429
+    assert 1 <= int(refused.headers["Retry-After"]) <= 5  # 63 tokens of 60, one each second
+    assert "60 tokens a minute" in refused.json()["error"]["message"]
+    assert ask(server, "other-0").status_code == 200
 
 
 def test_a_key_has_no_more_waiting_requests_than_it_may(server: Running) -> None:
-    status, _, body = ask(server, "few-000", n=4)
-    assert status == 400  # 429 would say that it may be tried again
-    assert "requests of this key may wait" in body["error"]["message"]
+    refused = ask(server, "few-000", n=4)
+    assert refused.status_code == 400  # 429 would say that it may be tried again
+    assert "requests of this key may wait" in refused.json()["error"]["message"]
 
 
 def test_a_prompt_of_another_key_is_not_found(server: Running) -> None:
     def cached(key: str) -> int:
-        _, _, body = ask(server, key, prompt=list(range(5, 45)))
-        found: int = body["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return found
+        usage = ask(server, key, prompt=list(range(5, 45))).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     assert cached("other-0") == 0
     assert cached("other-0") == 39

@@ -63,13 +63,9 @@ def test_a_grammar_takes_its_texts_and_no_others(
     ("schema", "message"),
     [
         (False, "expected a JSON schema that a value satisfies, found False"),
-        ([1], r"found \[1\]"),
         ({"const": float("nan")}, "expected values of JSON"),
-        ({"const": {1, 2}}, "expected values of JSON"),
         ({"const": "\ud800"}, "hex escape"),
         ({**HOSTILE, "uniqueItems": True}, "uniqueItems"),
-        ({"properties": 3}, "properties must be an object"),
-        ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength"),
         (nested(200), "recursion limit"),
         (nested(100_000), "expected values of JSON"),
     ],
@@ -79,25 +75,12 @@ def test_what_is_no_schema_is_refused(grammars: Grammars, schema: Any, message: 
         grammars.json_schema(schema)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "message"),
-    [("(?<=b)a", "look-around"), ("[", "unclosed"), (r"(a)\1", "backreferences")],
-)
-def test_what_is_no_regular_expression_is_refused(
-    grammars: Grammars, pattern: str, message: str
-) -> None:
-    with pytest.raises(UsageError, match=message) as error:
-        grammars.regex(pattern)
+def test_what_is_no_regular_expression_or_lark_grammar_is_refused(grammars: Grammars) -> None:
+    with pytest.raises(UsageError, match="look-around") as error:
+        grammars.regex("(?<=b)a")
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("grammar", "message"),
-    [("start: foo", "unknown name"), ('begin: "a"', "start"), ("start: /(/", "regex")],
-)
-def test_what_is_no_lark_grammar_is_refused(grammars: Grammars, grammar: str, message: str) -> None:
-    with pytest.raises(UsageError, match=rf"^grammar: expected a Lark grammar: .*{message}"):
-        grammars.lark(grammar)
+    with pytest.raises(UsageError, match=r"^grammar: expected a Lark grammar: .*unknown name"):
+        grammars.lark("start: foo")
 
 
 def test_a_hostile_expression_ends_with_an_error(bundle: Bundle, grammars: Grammars) -> None:

@@ -11,11 +11,9 @@ import os
 import select
 import socket
 import sys
-import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
 
 import httpx
 import pytest
@@ -112,6 +110,15 @@ def exchange(server: Running, *sent: bytes) -> bytes:
         return answer(connection)
 
 
+def receive_until(connection: socket.socket, end: bytes) -> None:
+    """Read an answer, which may come in parts, until its end."""
+    got = b""
+    while not got.endswith(end):
+        part = connection.recv(1000)
+        assert part, got
+        got += part
+
+
 def check(server: Running) -> None:
     assert httpx.get(f"{server.url}/hello", timeout=60).text == "hello"
 
@@ -127,6 +134,7 @@ GARBAGE = [
     b"POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
     b"POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
     b"POST /size HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+    b"POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     b"\x00" * 4096,
     os.urandom(4096),
 ]
@@ -170,29 +178,26 @@ def test_a_head_without_end_is_refused(server: Running) -> None:
 CHUNKED = b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-@pytest.mark.parametrize(
-    ("begin", "part"),
-    [
-        pytest.param(
-            b"GET /hello" + CHUNKED + b"0\r\n", b"X: %s\r\n" % (b"a" * 999), id="trailers"
-        ),
-        pytest.param(b"POST /size" + CHUNKED + b"0\r\nX: ", b"a" * 999, id="a long trailer"),
-        pytest.param(b"POST /size" + CHUNKED + b"5;", b"a" * 999, id="an extension"),
-        pytest.param(
-            b"GET /hello" + CHUNKED, b"1;%s\r\nx\r\n" % (b"a" * 999), id="many extensions"
-        ),
-        pytest.param(
-            b"GET /hello" + CHUNKED, b"400\r\n%s\r\n" % (b"a" * 1024), id="an unread body"
-        ),
-        pytest.param(b"POST /size" + CHUNKED, b"1\r\na\r\n" * 99, id="small chunks"),
-        pytest.param(b"GET /hello HTTP/1.1\r\n", b"X:\r\n" * 199, id="headers"),
-        # In one segment: after a part of them the server would stop reading, and wait for the client to read.
-        pytest.param(GET.replace(b"/hello", b"/stream") + GET * 100, GET, id="requests ahead"),
-    ],
-)
+LONG = b"a" * 999
+ENDLESS = {
+    "trailers": (b"GET /hello" + CHUNKED + b"0\r\n", b"X: %s\r\n" % LONG),
+    "a long trailer": (b"POST /size" + CHUNKED + b"0\r\nX: ", LONG),
+    "an extension": (b"POST /size" + CHUNKED + b"5;", LONG),
+    "many extensions": (b"GET /hello" + CHUNKED, b"1;%s\r\nx\r\n" % LONG),
+    "an unread body": (b"GET /hello" + CHUNKED, b"400\r\n%s\r\n" % (b"a" * 1024)),
+    "small chunks": (b"POST /size" + CHUNKED, b"1\r\na\r\n" * 99),
+    "headers": (b"GET /hello HTTP/1.1\r\n", b"X:\r\n" * 199),
+    # In one segment: after a part of them the server would stop reading, and wait for the client to read.
+    "requests ahead": (GET.replace(b"/hello", b"/stream") + GET * 100, GET),
+}
+"""The beginning of what a client sends, and what it then sends again and again."""
+
+
+@pytest.mark.parametrize("what", ENDLESS)
 def test_nothing_that_a_client_sends_is_without_end(
-    begin: bytes, part: bytes, monkeypatch: pytest.MonkeyPatch, server: Running
+    what: str, monkeypatch: pytest.MonkeyPatch, server: Running
 ) -> None:
+    begin, part = ENDLESS[what]
     monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", 1 << 20, raising=False)
     # More than what all buffers of a connection hold.
     sent = itertools.chain([begin], itertools.repeat(part, (64 << 20) // len(part)))
@@ -238,9 +243,9 @@ def test_a_trailer_is_no_header(server: Running) -> None:
     with server.connect() as connection:
         connection.sendall(b"POST /slow_headers" + CHUNKED + b"1\r\na\r\n0\r\n")
         connection.sendall(b"Authorization: Bearer late\r\n\r\n")
-        assert connection.recv(1000).endswith(b"authorization: none")
+        receive_until(connection, b"authorization: none")
         connection.sendall(b"POST /size" + CHUNKED + b"1\r\na\r\n" * 4095 + b"0\r\n\r\n")
-        assert connection.recv(1000).endswith(b"4095")  # small chunks are a body as any
+        receive_until(connection, b"4095")  # small chunks are a body as any
 
 
 @pytest.mark.parametrize(
@@ -340,15 +345,13 @@ def test_a_body_that_stops_coming_is_408(monkeypatch: pytest.MonkeyPatch, server
     assert got.startswith(b"HTTP/1.1 408")
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-def test_10_mb_are_413_for_a_client_that_sends_them_all(chunked: bool, server: Running) -> None:
-    parts: Any = (b"x" * 65_536 for _ in range(160)) if chunked else b"x" * (160 * 65_536)
+def test_10_mb_are_413_for_a_client_that_sends_them_all(server: Running) -> None:
+    parts = (b"x" * 65_536 for _ in range(160))
     # A client that still sends may find the connection closed: it must not wait for ever.
     with contextlib.suppress(httpx.WriteError, httpx.ReadError):
         assert httpx.post(f"{server.url}/size", content=parts, timeout=60).status_code == 413
-    assert httpx.post(f"{server.url}/size", content=b"x" * (1 << 20), timeout=60).text == str(
-        1 << 20
-    )
+    most = b"x" * (1 << 20)
+    assert httpx.post(f"{server.url}/size", content=most, timeout=60).text == str(len(most))
 
 
 def test_a_slow_reader_holds_no_memory_and_nobody_up(server: Running) -> None:
@@ -376,39 +379,3 @@ def test_a_reader_that_never_reads_is_cut_after_the_time_of_a_request(
         wait_for(lambda: Streams.begun == 1)
         wait_for(lambda: not server.server.server_state.connections)
         assert server.requests() == 0
-
-
-def test_500_connections_are_all_served(server: Running) -> None:
-    held: list[socket.socket] = []
-    try:
-        for _ in range(500):
-            held.append(server.connect())
-        for each in held:
-            each.sendall(GET)
-        for each in held:
-            assert each.recv(1000).startswith(b"HTTP/1.1 200")
-    finally:
-        for each in held:
-            each.close()
-    wait_for(lambda: not server.server.server_state.connections)
-
-
-def test_threads_of_bad_clients_leave_no_task_behind(server: Running) -> None:
-    def bad(seed: int) -> None:
-        for turn in range(20):
-            with server.connect(0.1) as connection, contextlib.suppress(OSError):
-                connection.sendall(
-                    (GET, GET[:9], b"\xff" * 99, GET.replace(b"/hello", b"/stream"))[
-                        (seed + turn) % 4
-                    ]
-                )
-                if turn % 3:
-                    connection.recv(100)
-
-    threads = [threading.Thread(target=bad, args=(seed,)) for seed in range(8)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    wait_for(lambda: not server.server.server_state.connections)
-    wait_for(lambda: Streams.begun == Streams.closed)

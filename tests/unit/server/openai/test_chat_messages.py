@@ -31,7 +31,7 @@ def test_arguments_of_earlier_calls_become_objects() -> None:
     assert found["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", "[" * 100_000, '"a"'])
+@pytest.mark.parametrize("arguments", ["{", "[1]", "[" * 100_000])
 def test_arguments_that_are_no_object_are_refused(arguments: str) -> None:
     call = {"function": {"name": "f", "arguments": arguments}}
     with pytest.raises(ApiError, match="arguments of the call of 'f'") as raised:

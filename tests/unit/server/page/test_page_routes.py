@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from starlette.applications import Starlette
+from starlette.testclient import TestClient
 
 from prejit.runtime import load
 from prejit.server.engine.engine import Engine
@@ -31,12 +31,7 @@ def get(models: Models) -> Any:
     """Returns the response of a path."""
 
     def send(path: str, models: Models = models) -> httpx.Response:
-        async def request() -> httpx.Response:
-            transport = httpx.ASGITransport(Starlette(routes=routes(models)))
-            async with httpx.AsyncClient(transport=transport, base_url="http://page") as client:
-                return await client.get(path)
-
-        return asyncio.run(request())
+        return TestClient(Starlette(routes=routes(models))).get(path)
 
     return send
 
@@ -85,10 +80,7 @@ def test_the_page_gets_what_it_shows(get: Any, models: Models) -> None:
     assert figures["state"] == "ready"
     assert figures["models"]["chatty"]["first_token_p50"] is None  # NaN is no JSON
     assert figures["models"]["chatty"]["slots"] == 2
-
-
-def test_a_server_without_bundles_has_a_page(get: Any) -> None:
-    loading = Models()
+    loading = Models()  # a server without bundles has a page, too
     assert get("/", loading).status_code == 200
     assert get("/page/models", loading).json() == {"state": "loading", "models": []}
     assert get("/page/figures", loading).json() == {"state": "loading", "models": {}}

@@ -10,6 +10,14 @@ import sys
 
 import pytest
 
+
+def printed(code: str, environment: dict[str, str] | None = None) -> str:
+    """Return what some code prints in a process of its own."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
 ARENAS = """
 import ctypes, re, sys, threading
 from prejit.server.served.malloc import use_few_arenas
@@ -41,14 +49,7 @@ libc.fflush(out)
 def test_threads_share_few_arenas(chosen: dict[str, str], expected: int) -> None:
     """Half of the heap of a busy server was free, in arenas of threads that needed no memory just then."""
     environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
-    said = subprocess.run(
-        [sys.executable, "-c", ARENAS],
-        env=environment | chosen,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert said.stdout.count("<heap nr=") == expected
+    assert printed(ARENAS, environment | chosen).count("<heap nr=") == expected
 
 
 FREED = """
@@ -82,22 +83,18 @@ print(before - resident())
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc's malloc")
 def test_free_memory_goes_back_to_the_system() -> None:
-    said = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
-    assert int(said.stdout) > 50_000_000
+    assert int(printed(FREED)) > 50_000_000
+
+
+SMALL_PAGES = """
+from prejit.server.served.malloc import use_small_pages
+
+use_small_pages()
+print(open("/proc/self/status").read())
+"""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's prctl")
 def test_huge_pages_are_off() -> None:
     """The kernel joined pages of the heap that were mostly free: they were resident again."""
-    said = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from prejit.server.served.malloc import use_small_pages; use_small_pages()\n"
-            "print(open('/proc/self/status').read())",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert re.search(r"^THP_enabled:\s+0$", said.stdout, re.MULTILINE)
+    assert re.search(r"^THP_enabled:\s+0$", printed(SMALL_PAGES), re.MULTILINE)

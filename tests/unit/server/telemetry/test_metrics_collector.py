@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 import shutil
 import subprocess
 from importlib.metadata import version
@@ -17,15 +15,13 @@ from starlette.testclient import TestClient
 from tests.served import DIGEST, StandIn, served
 
 from prejit.runtime import fallback_reporting
+from prejit.runtime.programs.ready_programs import ProgramReport
+from prejit.server.engine.engine_metrics import REASONS
+from prejit.server.engine.request_recorder import ENCODE, GENERATE
 from prejit.server.http.app import operator_routes
 from prejit.server.served.served import Models
 
 PROMTOOL = shutil.which("promtool")
-NO_WORDS = {
-    *("counter", "gauge", "histogram", "summary"),
-    *("ms", "us", "ns", "milliseconds", "microseconds", "minutes", "hours", "kb", "mb", "percent"),
-}
-"""Words that the rules of Prometheus forbid in names."""
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 VLLM = {
@@ -39,31 +35,6 @@ VLLM = {
         "request_decode_time_seconds request_prompt_tokens request_generation_tokens",
     }.items()
     for name in names.split()
-}
-LATENCY = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0),
-    *(240.0, 480.0, 960.0, 1920.0, 7680.0),
-)
-VLLM_BOUNDS = {
-    "vllm:time_to_first_token_seconds": (
-        *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
-        *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-    ),
-    "vllm:inter_token_latency_seconds": (
-        *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
-        *(10.0, 20.0, 40.0, 80.0),
-    ),
-    **dict.fromkeys(
-        (
-            "vllm:e2e_request_latency_seconds",
-            *(f"vllm:request_{part}_time_seconds" for part in ("queue", "prefill", "decode")),
-        ),
-        LATENCY,
-    ),
-    **dict.fromkeys(
-        (f"vllm:request_{part}_tokens" for part in ("prompt", "generation")),
-        (1, 2, 5, 10, 1000, 2000, 5000),
-    ),
 }
 
 
@@ -89,114 +60,117 @@ def value(of: Models, sample: str, **labels: str) -> float:
     return found
 
 
-def test_every_name_of_vllm_has_its_type_labels_and_bounds():
+def named(requests: tuple[str, str]) -> dict[str, str]:
+    """Return the labels of a kind of requests."""
+    return dict(zip(("kind", "program"), requests, strict=True))
+
+
+def test_every_name_of_vllm_has_its_type_and_labels():
     found = families(Models(served("a")))
     assert {name: found[name].type for name in VLLM} == VLLM
     for name in VLLM:
         for sample in found[name].samples:
             assert sample.labels["model_name"] == "a"
             assert sample.labels["engine"] == "0"
-    for name, expected in VLLM_BOUNDS.items():
-        samples = found[name].samples
-        bounds = [float(each.labels["le"]) for each in samples if each.name.endswith("_bucket")]
-        assert set(expected) <= set(bounds)
-        assert bounds == sorted(bounds)
-        assert bounds[-1] == math.inf
 
 
 def test_histograms_are_cumulative_and_count_every_request():
     engine = StandIn()
-    engine.request(first_token_seconds=0.12)
-    engine.request(first_token_seconds=3.0)
+    for seconds in (0.12, 3.0):
+        engine.request(first_token_seconds=seconds)
     of = Models(served(engine=engine))
     name = "vllm:time_to_first_token_seconds"
-    assert value(of, f"{name}_bucket", le="0.1") == 0
-    assert value(of, f"{name}_bucket", le="0.25") == 1
-    assert value(of, f"{name}_bucket", le="2.5") == 1
-    assert value(of, f"{name}_bucket", le="5.0") == 2
+    buckets = {
+        bound: value(of, f"{name}_bucket", le=bound) for bound in ("0.1", "0.25", "2.5", "5.0")
+    }
+    assert buckets == {"0.1": 0, "0.25": 1, "2.5": 1, "5.0": 2}
     assert value(of, f"{name}_bucket", le="+Inf") == value(of, f"{name}_count") == 2
     assert value(of, f"{name}_sum") == pytest.approx(3.12)
 
 
-def test_counts_of_requests_and_tokens_are_those_of_the_engine():
+def test_every_end_of_a_generation_is_counted_once_and_failures_do_not_make_latencies_look_better():
     engine = StandIn()
+    generations = engine.recorder.generations
     for reason in ("stop", "length", "context", "nan"):
         engine.request(reason)
-    engine.recorder.generations.refused()
-    engine.recorder.generations.submitted()
-    engine.recorder.generations.abandoned("deadline")
-    engine.recorder.generations.submitted()
+    generations.refused()
+    generations.submitted()
+    generations.abandoned("deadline")
+    for reason in ("cancelled", "error"):
+        generations.submitted()
+        generations.admitted(0.0)
+        engine.recorder.finished(reason, 0.001)
+    generations.submitted()
     of = Models(served(engine=engine))
     assert value(of, "vllm:num_requests_waiting") == 1
     assert value(of, "vllm:num_requests_running") == 0
-    assert (
-        value(of, "vllm:prompt_tokens_total") == value(of, "vllm:prefix_cache_queries_total") == 20
-    )
+    prompts = value(of, "vllm:prompt_tokens_total")
+    assert prompts == value(of, "vllm:prefix_cache_queries_total") == 20
     assert value(of, "vllm:prefix_cache_hits_total") == 8
     assert value(of, "vllm:generation_tokens_total") == 12
     ended = {
         reason: value(of, "vllm:request_success_total", finished_reason=reason)
         for reason in ("stop", "length", "abort", "error")
     }
-    assert ended == {"stop": 1, "length": 2, "abort": 1, "error": 1}
+    assert ended == {"stop": 1, "length": 2, "abort": 2, "error": 2}
 
     def ours(name: str, **labels: str) -> float:
-        return value(of, f"prejit_{name}", kind="generate", program="generate", **labels)
+        return value(of, f"prejit_{name}", **named(GENERATE), **labels)
 
-    assert ours("requests_total", reason="refused") == ours("requests_total", reason="nan") == 1
+    ends = {reason: ours("requests_total", reason=reason) for reason in REASONS}
+    once = ("stop", "length", "context", "nan", "refused", "deadline", "cancelled", "error")
+    assert ends == dict.fromkeys(REASONS, 0) | dict.fromkeys(once, 1)
     assert ours("device_busy_seconds_total") == pytest.approx(0.24)
     assert (ours("runs_total"), ours("rows_total"), ours("padded_rows_total")) == (8, 4, 28)
-    assert ours("useful_positions_total") == 20
-    assert ours("computed_positions_total") == 28
+    assert (ours("useful_positions_total"), ours("computed_positions_total")) == (20, 28)
     assert ours("request_seconds_count") == ours("request_run_seconds_count") == 4
+    for name, total in (
+        ("vllm:e2e_request_latency_seconds", 4 * 0.16),
+        ("vllm:request_prefill_time_seconds", 4 * 0.02),
+        ("vllm:request_decode_time_seconds", 4 * 0.04),
+        ("vllm:request_prompt_tokens", 4 * 5),
+        ("vllm:request_generation_tokens", 4 * 3),
+    ):
+        assert value(of, f"{name}_count") == 4
+        assert value(of, f"{name}_sum") == pytest.approx(total)
+    assert value(of, "vllm:inter_token_latency_seconds_count") == 8
+    assert value(of, "vllm:inter_token_latency_seconds_sum") == pytest.approx(4 * 0.04)
 
 
 def test_encodings_are_requests_like_others():
     engine = StandIn()
     for reason in ("done", "done", "nan"):
         engine.encoding(reason)
-    engine.encodings.refused()
     engine.encodings.submitted()
     engine.encodings.admitted(0.5)
     of = Models(served(engine=engine))
 
     def ours(name: str, **labels: str) -> float:
-        return value(of, f"prejit_{name}", kind="encode", program="encode", **labels)
+        return value(of, f"prejit_{name}", **named(ENCODE), **labels)
 
-    assert ours("requests_total", reason="done") == 2
-    assert ours("requests_total", reason="nan") == ours("requests_total", reason="refused") == 1
+    assert (ours("requests_total", reason="done"), ours("requests_total", reason="nan")) == (2, 1)
     assert (ours("requests_running"), ours("requests_waiting")) == (1, 0)
-    assert (ours("runs_total"), ours("rows_total"), ours("padded_rows_total")) == (3, 6, 6)
     assert (ours("useful_positions_total"), ours("computed_positions_total")) == (30, 192)
     assert ours("request_queue_seconds_count") == 4
     assert ours("request_run_seconds_sum") == pytest.approx(0.03)
     assert ours("request_seconds_sum") == pytest.approx(0.06)
-    assert ours("device_busy_seconds_total") == pytest.approx(0.03)
     # vLLM's series have them, too: gateways balance by them.
     assert value(of, "vllm:num_requests_running") == 1
     assert value(of, "vllm:request_success_total", finished_reason="stop") == 2
-    assert value(of, "vllm:e2e_request_latency_seconds_count") == 3
     assert value(of, "vllm:prompt_tokens_total") == 30
     assert value(of, "vllm:prefix_cache_queries_total") == 0
 
 
-def test_our_names_obey_the_rules_of_prometheus():
-    """The rules of `promtool check metrics`, and of its page on naming; the names of vLLM are as they are."""
-    found = families(Models(served())).values()
-    ours = [family for family in found if not family.name.startswith("vllm:")]
-    assert len(ours) > 30
-    for family in ours:
-        assert re.fullmatch(r"(prejit|process)(_[a-z]+)+", family.name), family.name
-        assert family.documentation, family.name
-        *others, last = family.name.split("_")
-        assert not {*others, last} & NO_WORDS, f"{family.name}: neither types nor other units"
-        assert not {*others} & {"seconds", "bytes", "total"}, f"{family.name}: the unit comes last"
-        assert last not in {"total", "count", "sum", "bucket"}, f"{family.name}: belongs to a type"
-        endings = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
-        for sample in family.samples:
-            assert sample.name.removeprefix(family.name) in endings.get(family.type, ("",))
-            assert not {"job", "instance"} & sample.labels.keys(), "Prometheus has these itself"
-            assert all(re.fullmatch(r"[a-z][a-z_]*", label) for label in sample.labels)
+def test_only_what_was_compiled_counts_as_compiling_and_as_a_wait_for_it():
+    engine = StandIn()
+    for source in ("compiled", "kept", "loaded"):
+        reports = (ProgramReport("a", source, 1.0), ProgramReport("b", source, 2.0))
+        engine.request(obtained=reports)
+        engine.state["programs"] += reports
+    of = Models(served(engine=engine))
+    assert value(of, "prejit_requests_waited_for_compile_total", kind="generate") == 1
+    assert value(of, "prejit_compile_seconds_total") == 3.0
+    assert value(of, "prejit_programs", source="loaded") == 3
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="needs promtool (Debian: apt-get install prometheus)")
@@ -209,15 +183,6 @@ def test_promtool_complains_of_no_name_but_those_of_vllm():
     found = (done.stdout + done.stderr).splitlines()
     assert len(found) >= len(VLLM)
     assert [line for line in found if not line.startswith("vllm:")] == []
-
-
-def test_two_bundles_do_not_share_a_series():
-    first, second = StandIn(), StandIn(slots=4)
-    first.request()
-    of = Models(served("a", first), served("b", second))
-    assert value(of, "vllm:generation_tokens_total", model_name="a") == 3
-    assert value(of, "vllm:generation_tokens_total", model_name="b") == 0
-    assert value(of, "prejit_slots", model_name="b") == 4
 
 
 def test_what_runs_and_what_it_has_can_be_read():
@@ -260,16 +225,6 @@ def test_the_parts_of_a_start_come_after_the_first_answer_and_without_idle_time(
     assert calls == [1]  # it looks at the disk
 
 
-def test_absent_memory_is_left_out_rather_than_zero():
-    engine = StandIn()
-    engine.state["cache_budget_bytes"] = None
-    text = scrape(Models(served(engine=engine)))
-    assert "\nprejit_device_memory_bytes" not in text
-    assert "\nprejit_kv_cache_budget_bytes" not in text
-    engine.state["device_memory_bytes"] = 5
-    assert value(Models(served(engine=engine)), "prejit_device_memory_bytes") == 5
-
-
 def test_fallbacks_are_of_the_process_and_counted_once(monkeypatch):
     monkeypatch.setattr(fallback_reporting, "_counts", {"jaxlib": 2})
     of = Models(served("a"), served("b", matched=False))
@@ -278,10 +233,31 @@ def test_fallbacks_are_of_the_process_and_counted_once(monkeypatch):
     assert value(of, "prejit_target_matched", model_name="b") == 0
 
 
-def test_openmetrics_is_given_to_who_asks_and_holds_the_same():
+def test_absent_memory_is_left_out_rather_than_zero():
     engine = StandIn()
-    engine.request()
+    engine.state["cache_budget_bytes"] = None
+    text = scrape(Models(served(engine=engine)))
+    assert "\nprejit_device_memory_bytes" not in text
+    assert "\nprejit_kv_cache_budget_bytes" not in text
+    engine.state |= {"device_memory_bytes": 5, "cache_budget_bytes": 4000}
     of = Models(served(engine=engine))
+    for name, size in (
+        ("prejit_device_memory_bytes", 5),
+        ("prejit_kv_cache_bytes", 1000),
+        ("prejit_kv_cache_budget_bytes", 4000),
+        ("prejit_prefix_cache_bytes", 10),
+        ("prejit_prefix_cache_budget_bytes", 100),
+        ("vllm:kv_cache_usage_perc", 0.25),
+        ("prejit_queue_size", 256),
+    ):
+        samples = families(of)[name].samples
+        assert {sample.value for sample in samples} == {size}, name
+
+
+def test_openmetrics_is_given_to_who_asks_and_two_bundles_do_not_share_a_series():
+    strange, first = 'a"b\\c\nd', StandIn()
+    first.request()
+    of = Models(served("a", first), served(strange, StandIn(slots=4)))
     text = scrape(of, OPENMETRICS)
     assert text.endswith("# EOF\n")
     new = {family.name: family for family in parse_openmetrics(text)}  # raises if it is malformed
@@ -289,15 +265,6 @@ def test_openmetrics_is_given_to_who_asks_and_holds_the_same():
         sample.name for family in families(of).values() for sample in family.samples
     }
     assert {name: new[name].type for name in VLLM} == VLLM
-    counts = {
-        sample.name: sample.value
-        for family in new.values()
-        for sample in family.samples
-        if family.name.startswith("vllm:") and family.type == "counter" and len(sample.labels) == 2
-    }
-    assert counts["vllm:generation_tokens_total"] == 3
-
-
-def test_names_of_models_cannot_break_the_page():
-    name = 'a"b\\c\nd'
-    assert value(Models(served(name)), "prejit_slots", model_name=name) == 8
+    assert value(of, "vllm:generation_tokens_total", model_name="a") == 3
+    assert value(of, "vllm:generation_tokens_total", model_name=strange) == 0
+    assert value(of, "prejit_slots", model_name=strange) == 4
