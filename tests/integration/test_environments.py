@@ -26,7 +26,7 @@ from prejit.compiler.targets.listing import EXACT_JAX
 from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import toolchain_of
-from prejit.runtime.errors import BuildError, NetworkError, PrejitError, StoreError
+from prejit.runtime.errors import BuildError, NetworkError, PrejitError
 
 JAX = "0.10.99"
 PINNED = tuple(
@@ -207,27 +207,6 @@ def test_what_cannot_be_installed_is_reported_and_leaves_nothing(
     assert "\n    | ERROR: " in str(caught.value), "pip's own words"
     assert hints in str(caught.value.hint)
     assert not (offline / spec.key).exists()
-
-
-def test_a_full_disk_is_reported_and_leaves_nothing(offline: Path) -> None:
-    code = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c"),
-            f"{code}try:{MAKE.replace(chr(10), chr(10) + '    ')}\n"
-            "except Exception as error:\n    print(type(error).__name__, error.describe())",
-            JAX,
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.startswith(
-        f"{StoreError.__name__} error[store]: target cuda-x: cannot make its environment, "
-        f"the disk that holds {offline / wanted().key} is full\n"
-    ), done
-    assert "hint: free some space (`prejit gc` does)" in done.stdout
-    assert not (offline / wanted().key).exists()
 
 
 def test_a_worker_compiles_in_an_environment_with_another_jax(

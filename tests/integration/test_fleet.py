@@ -11,7 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.extent import ALL
 from tests.parity.cases import Case
@@ -21,7 +20,6 @@ from prejit.compiler.targets.installing import make_environment
 from prejit.compiler.targets.interpreters import find_interpreter
 from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.target_table import target
-from prejit.runtime import load
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.layout import Layout
@@ -254,16 +252,6 @@ def halves(path: Path, sizes: str, tables: str) -> Path:
         f'args = {{ x = "float32[{{n}}]" }}\nbuckets = {{ n = {sizes} }}\n{tables}'
     )
     return path
-
-
-def test_a_fingerprint_of_this_machine_is_a_target(run: Any, tmp_path: Path) -> None:
-    (tmp_path / "web-3.json").write_text(run("fingerprint").stdout)
-    tables = '[[target]]\nname = "web"\nfingerprint = "web-3.json"\n'
-    run("build", halves(tmp_path / "web.toml", "[4]", tables), "-o", tmp_path)
-    loaded = load(tmp_path / "web", on_mismatch="error")
-    assert loaded.call("half", x=np.full(4, 3, np.float32)).tolist() == [1.5] * 4
-    assert loaded.target == f"web-jax{version('jax')}"
-    assert {each.source for each in loaded.report()} == {"loaded"}
 
 
 @pytest.mark.parametrize(

@@ -164,23 +164,3 @@ def test_damaged_programs_of_a_model_are_lowered_again_by_the_same_build(
     )
     for _, _, digest in damaged:
         assert project.store.read_blob(digest) is not None
-
-
-def test_a_build_that_changes_nothing_reads_no_program(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    programs = {
-        digest for each in project.plan.programs if each.lowered for digest in each.lowered.blobs
-    }
-    read = set[str]()
-    before = DirectoryStore.read_blob
-
-    def noting(store: DirectoryStore, digest: str) -> bytes | None:
-        read.add(digest)
-        return before(store, digest)
-
-    monkeypatch.setattr(DirectoryStore, "read_blob", noting)
-    built, told = project.build()
-    assert (built.digest, built.compiled, built.written) == (project.digest, 0, False)
-    assert not read & programs
-    assert not [each for each in told if "lowered again" in each]

@@ -20,7 +20,6 @@ from prejit.runtime.bundle import Bundle
 from prejit.server.engine.engine import Engine
 from prejit.server.gate.server_settings import Settings
 from prejit.server.grammar.grammars import Grammars
-from prejit.server.openai import token_masks
 from prejit.server.served.served import Models, Served
 
 from .test_openai_api import ADD, ONCE, USER
@@ -306,17 +305,6 @@ def test_a_text_of_a_grammar_ends_without_an_allowed_stop_token(post: Post, bund
     body = {**TEXT, "max_tokens": 9, "structured_outputs": {"regex": "[0-9]{3}"}}
     found = post("/v1/completions", {**body, "allowed_token_ids": ids}).json()["choices"][0]
     assert (len(found["text"].strip()), found["finish_reason"]) == (3, "stop")
-
-
-def test_limits_of_many_prompts_are_read_once(post: Post, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    spell = token_masks._spellings
-    monkeypatch.setattr(
-        token_masks, "_spellings", lambda *given: read.append(given[1]) or spell(*given)
-    )
-    body = {**TEXT, "bad_words": ["xyz"], "prompt": ["a", "b", "c"], "n": 2, "max_tokens": 2}
-    assert post("/v1/completions", body).status_code == 200
-    assert read == ["xyz"]
 
 
 def _spelled(bundle: Bundle, word: str) -> list[int]:

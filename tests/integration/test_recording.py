@@ -174,17 +174,6 @@ def test_the_first_compile_is_an_error_where_none_is_allowed_even_if_it_is_swall
     assert "miss: jit_" in done.stderr
 
 
-def test_a_miss_names_the_settings_that_differ(bundle: Path, prejit_at: Prejit) -> None:
-    fast = "--xla_cpu_enable_fast_math=true"
-    flags = f"{fast} --xla_force_host_platform_device_count=2"
-    found = report_of(prejit_at, bundle, sys.executable, "serve.py", XLA_FLAGS=flags)
-    assert found["hits"] == 0
-    for miss in found["misses"]:
-        causes = [[d["name"], d["recorded"], d["found"]] for d in miss["differs"]]
-        assert ["device count", "1", "2"] in causes
-        assert "XLA flags" in [name for name, _, given in causes if fast in given]
-
-
 def test_recording_again_changes_no_byte_and_another_run_is_added(
     bundle: Path, prejit_at: Prejit, tmp_path: Path
 ) -> None:
