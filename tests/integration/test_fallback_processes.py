@@ -194,26 +194,6 @@ def test_what_failed_in_the_background_is_told_to_who_wants_it_and_heals(
     assert sources(bundle)["prefill/b1-t16-c64"] == "compiled"
 
 
-def test_what_an_earlier_start_compiled_is_taken_at_once(
-    served: tuple[Bundle, Compiler], stories_dir: Path, stories: Stories
-) -> None:
-    ids = texts(stories)
-    fallen_back(stories_dir, "wait").generate(ids[:16], max_new_tokens=5)
-    bundle, compiler = served
-    assert list(bundle.generate(ids[:16], max_new_tokens=5).token_ids) == ids[16:21]
-    assert sources(bundle) == {"prefill/b1-t16-c64": "kept", "decode/b1-c64": "kept"}
-    assert compiler.compiled == []
-
-
-def test_a_bundle_that_matches_compiles_nothing_either_way(
-    stories_dir: Path, stories: Stories
-) -> None:
-    ids = texts(stories)
-    bundle = load(stories_dir, while_compiling="smaller")
-    assert list(bundle.generate(ids[:16], max_new_tokens=5).token_ids) == ids[16:21]
-    assert sources(bundle) == {"prefill/b1-t16-c64": "loaded", "decode/b1-c64": "loaded"}
-
-
 LEAVE_AT_ONCE = """
 import json, sys, warnings
 from prejit.runtime import Fingerprint, load
