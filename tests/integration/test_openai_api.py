@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,7 +21,6 @@ from schemathesis import checks as schemathesis_checks
 from tests.extent import examples
 from tests.unit.server.running import Running, running, wait_for
 
-from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
 from prejit.server.engine.engine import Engine
 from prejit.server.gate.server_settings import Settings
@@ -32,6 +30,8 @@ from prejit.server.openai.embeddings import EmbeddingRequest, RerankRequest, Sco
 from prejit.server.openai.models_and_tokens import DetokenizeRequest, TokenizeRequest
 from prejit.server.openai.responses_schema import ResponseRequest
 from prejit.server.served.served import Models, Served
+
+from .conftest import Post
 
 ONCE = "Once upon a time"
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -49,7 +49,6 @@ ADD: dict[str, Any] = {
     },
 }
 HUGE = b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}"
-Post = Callable[[str, Any], httpx.Response]
 USER: list[Any] = [{"role": "user", "content": ONCE}]
 
 
@@ -88,25 +87,14 @@ class ScriptedEngine:
 
 
 @pytest.fixture(scope="module")
-def stories_bundle(stories_dir: Path) -> Bundle:
-    return load(stories_dir)
-
-
-@pytest.fixture(scope="module")
-def encoder_bundle(encoder_dir: Path) -> Bundle:
-    """A tiny encoder with a tokenizer of letters."""
-    return load(encoder_dir)
-
-
-@pytest.fixture(scope="module")
-def engine(stories_bundle: Bundle) -> Engine:
+def engine(models: Models) -> Any:
     """The engine of the decoder."""
-    return Engine(stories_bundle, slots=4, queue=64)
+    return models.get("stories").engine
 
 
 @pytest.fixture(scope="module")
-def server(engine: Engine, stories_bundle: Bundle, encoder_bundle: Bundle) -> Iterator[Running]:
-    """A server of both, and of models that write given texts."""
+def server(models: Models, engine: Engine, stories_bundle: Bundle) -> Iterator[Running]:
+    """A server that has models which write given texts, too."""
     texts = {
         "hermes": f"I add. {HERMES}\n{HERMES}",
         "llama": '{"name": "add", "parameters": {"a": 1, "b": 2}}',
@@ -114,38 +102,11 @@ def server(engine: Engine, stories_bundle: Bundle, encoder_bundle: Bundle) -> It
         "wrong": 'I add. <tool_call>\n{"name": "add", "arguments": {"a": 7, "b": "x"}}\n</tool_call>',
         "prose": "I do not need a tool, 1 < 2.",
     }
-    scripted: Any = {
-        name: ScriptedEngine(stories_bundle, engine, text) for name, text in texts.items()
-    }
-    models = Models(
-        Served("stories", stories_bundle, engine, 1_700_000_000),
-        Served("tiny", encoder_bundle, Engine(encoder_bundle), 1_700_000_001),
-        *(Served(name, stories_bundle, each, 1) for name, each in scripted.items()),
-    )
-    try:
-        with running(models, Settings(max_tokens=250)) as found:
-            yield found
-    finally:
-        models.close()
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def post(server: Running) -> Iterator[Post]:
-    """Sends a body: `post("/v1/completions", {...})`, or bytes as they are."""
-    with httpx.Client(base_url=server.url, timeout=60) as http:
-
-        def send(path: str, body: Any) -> httpx.Response:
-            content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            headers = {"Content-Type": "application/json"}
-            return http.post(path, content=content, headers=headers)
-
-        yield send
+    for name, text in texts.items():
+        scripted: Any = ScriptedEngine(stories_bundle, engine, text)
+        models.add(Served(name, stories_bundle, scripted, 1))
+    with running(models, Settings(max_tokens=250)) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

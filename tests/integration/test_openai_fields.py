@@ -2,64 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import httpx
 import numpy as np
-import openai
 import pytest
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
-from tests.unit.server.running import Running, running
+from tests.unit.server.running import running
 
-from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
-from prejit.server.engine.engine import Engine
 from prejit.server.gate.server_settings import Settings
 from prejit.server.grammar.grammars import Grammars
-from prejit.server.served.served import Models, Served
+from prejit.server.served.served import Models
 
+from .conftest import Post
 from .test_openai_api import ADD, ONCE, USER
 from .test_openai_api import SMALLEST as FEWEST_FIELDS
-
-Post = Callable[[str, dict[str, Any]], httpx.Response]
 
 TEXT: dict[str, Any] = {"model": "stories", "prompt": ONCE, "max_tokens": 4, "temperature": 0}
 
 
-@pytest.fixture(scope="module")
-def bundle(stories_dir: Path) -> Bundle:
-    return load(stories_dir)
-
-
-@pytest.fixture(scope="module")
-def models(bundle: Bundle, encoder_dir: Path) -> Iterator[Models]:
-    encoder = load(encoder_dir)
-    engine = Engine(bundle, slots=4, queue=64)
-    made = Models(Served("stories", bundle, engine, 1), Served("tiny", encoder, Engine(encoder), 1))
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def server(models: Models) -> Iterator[Running]:
-    with running(models, Settings(max_tokens=250)) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def post(server: Running) -> Iterator[Post]:
-    with httpx.Client(base_url=server.url, timeout=60) as http:
-        yield lambda path, body: http.post(path, json=body)
+@pytest.fixture
+def bundle(stories_bundle: Bundle) -> Bundle:
+    return stories_bundle
 
 
 SMALLEST = {

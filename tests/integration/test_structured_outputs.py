@@ -84,12 +84,6 @@ def server(bundle: Bundle) -> Iterator[Running]:
         models.close()
 
 
-@pytest.fixture
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
 def is_car(text: str) -> None:
     jsonschema.validate(json.loads(text), CAR)
 
