@@ -1,4 +1,4 @@
-"""What int8 and bfloat16 cost a trained model with the weights that a build packs: 1 % of perplexity."""
+"""What int8 and bfloat16 cost trained models with the weights that a build packs: 1 % of perplexity."""
 
 from __future__ import annotations
 
@@ -12,6 +12,36 @@ from tests.extent import cases
 from tests.parity.encoder_cases import Case
 
 from .conftest import ROOT, Run, write_manifest
+
+STORY = """\
+One day, a boy named Tom went to the park with his mom. Tom had a big red ball. He liked to kick the
+ball and run after it. "Look, Mom!" he said. "I can kick it very far!" His mom smiled and clapped
+her hands.
+
+Tom kicked the ball again. It went up, up, up, and it got stuck in a tall tree. Tom was sad. He did
+not know what to do. He wanted to cry. "My ball is in the tree," he said. "I can not get it."
+
+Then a little bird came. The bird saw that Tom was sad. "Why are you sad?" asked the bird. "My ball
+is stuck in the tree," said Tom. "I can help you," said the bird. The bird flew up to the top of the
+tree and pushed the ball. The ball fell down, and Tom was very happy. "Thank you, little bird!" he
+said.
+
+The next day, Tom came back to the park. He had some bread in his hand. He gave the bread to the
+bird. "This is for you," he said. "You are my friend." The bird ate the bread and sang a pretty
+song. From that day on, Tom and the bird played together every day. They learned that it is good to
+help each other.
+
+Lily and her brother Max lived in a small house near the forest. One morning, Lily found a shiny box
+under her bed. She wanted to open it, but the box was locked. "Max, can you help me open the box?"
+she asked. Max looked at the box. He tried to pull it and push it, but it did not open. "We need a
+key," he said.
+
+They looked for the key in the kitchen. They looked for the key in the garden. At last, Lily saw
+something shiny near a flower. It was the key! She was so excited. She ran to the box and put the
+key in it. The box opened, and inside there was a soft blue scarf and a note. The note said, "I love
+you. Grandma." Lily hugged the scarf. She was warm and happy. Max was happy too. They went to visit
+Grandma and gave her a big hug.
+"""
 
 
 def held_out_python(characters: int = 12_000) -> str:
@@ -56,6 +86,14 @@ def test_python_is_no_more_than_one_percent_less_likely(
 ) -> None:
     source = ROOT / "manifests" / "demo-model"
     assert rise(run, tmp_path, source, held_out_python(), dtype, cache_dtype) <= 0.01
+
+
+@pytest.mark.thorough  # another model in the same way
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_a_story_is_no_more_than_one_percent_less_likely(
+    run: Run, stories: tuple[Path, dict[str, list[int]]], tmp_path: Path, dtype: str
+) -> None:
+    assert rise(run, tmp_path, stories[0], STORY, dtype, "float32") <= 0.01
 
 
 def test_an_encoder_in_int8_gives_other_embeddings(run: Run, tmp_path: Path) -> None:
