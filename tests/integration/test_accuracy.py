@@ -8,6 +8,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from tests.encoders import bert_config
 from tests.extent import cases
 from tests.parity.encoder_cases import Case
 
@@ -97,17 +98,8 @@ def test_a_story_is_no_more_than_one_percent_less_likely(
 
 
 def test_an_encoder_in_int8_gives_other_embeddings(run: Run, tmp_path: Path) -> None:
-    config = {
-        "model_type": "bert",
-        "vocab_size": 50,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
-        "max_position_embeddings": 40,
-        "type_vocab_size": 2,
-    }
-    Case("bert", config, seed=0).write(tmp_path / "bert")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    Case("bert", bert_config(**sizes, num_hidden_layers=2), seed=0).write(tmp_path / "bert")
     manifest = tmp_path / "bert.toml"
     manifest.write_text(
         '[bundle]\nname = "bert"\n[model]\nsource = "bert"\ndtype = "int8"\n'

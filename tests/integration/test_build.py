@@ -1,4 +1,4 @@
-"""Builds that are repeated, killed, damaged or impossible."""
+"""Builds that are repeated, damaged, or run at once."""
 
 from __future__ import annotations
 

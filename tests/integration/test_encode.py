@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.encoders import bert_config
 from tests.parity.encoder_cases import Case
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import WordPiece
@@ -31,20 +32,7 @@ from prejit.server.engine.engine import Engine
 from .conftest import Run
 
 SHAPES = [*([1, length] for length in (16, 32, 512)), [2, 32], [8, 32], [8, 128], [64, 128]]
-CONFIG = {
-    "model_type": "bert",
-    "architectures": ["BertModel"],
-    "hidden_act": "gelu",
-    "hidden_size": 12,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "vocab_size": 40,
-    "max_position_embeddings": 600,
-    "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
-    "pad_token_id": 0,
-}
+CONFIG = bert_config(num_hidden_layers=2, vocab_size=40, max_position_embeddings=600)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 CLS, SEP = 2, 3
 

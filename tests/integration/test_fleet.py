@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.decoders import gpt2_config
 from tests.extent import ALL
 from tests.parity.cases import Case
 
@@ -46,18 +47,7 @@ PROMPT = (
     *("--prompt-ids", "100,200,300", "--max-new-tokens", "24"),
     *("--on-mismatch", "error", "--json"),
 )
-MODEL = {
-    "model_type": "gpt2",
-    "architectures": ["GPT2LMHeadModel"],
-    "vocab_size": 8192,
-    "n_positions": 128,
-    "n_embd": 128,
-    "n_head": 4,
-    "n_layer": 1,
-    "n_inner": None,
-    "activation_function": "gelu_new",
-    "tie_word_embeddings": False,
-}
+MODEL = gpt2_config(vocab_size=8192, n_positions=128, n_embd=128, n_head=4, n_layer=1)
 """One layer, because compilers for accelerators take a second for each, and many weights."""
 
 
@@ -93,7 +83,6 @@ def fleet(run: Any, environment: dict[str, str], tmp_path_factory: pytest.TempPa
     command = ("build", file, "-o", directory / "out", "--no-measure", "--json")
     [built] = json.loads(run(*command, **environment).stdout)
     assert built["compiled"] + built["cached"] == PROGRAMS
-    assert built["cached"] <= 3, "other tests may have compiled this model for cpu-host before"
     return directory / "out" / "fleet"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.decoders import gpt2_config
 from tests.parity.cases import Case
 
 from .conftest import Run, write_manifest
@@ -36,20 +37,8 @@ class Forms:
 
 
 def write_model(directory: Path, inner: int) -> Path:
-    config = {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": 48,
-        "n_positions": 64,
-        "n_embd": WIDTH,
-        "n_head": 4,
-        "n_layer": 1,
-        "n_inner": inner,
-        "activation_function": "gelu_new",
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+    sizes = {"n_positions": 64, "n_embd": WIDTH, "n_head": 4, "n_layer": 1, "n_inner": inner}
+    config = gpt2_config(**sizes, bos_token_id=None, eos_token_id=None)
     Case("measured", config, seed=1).write(directory)
     return directory
 
