@@ -76,3 +76,7 @@ def test_a_message_goes_through_the_template_and_a_stop_string_ends_the_answer(
     cut = json.loads(run(*chat, "--stop", stop).stdout)
     assert (cut["text"], cut["finish_reason"]) == (said["text"].partition(stop)[0], "stop")
     assert len(cut["token_ids"]) < len(said["token_ids"])
+    both = run("generate", stories_dir, "--chat", "a", "--prompt", "b", status=2)
+    assert (
+        "expected one of --prompt, --prompt-ids, --chat, found --prompt and --chat" in both.stderr
+    )
