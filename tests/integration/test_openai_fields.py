@@ -425,9 +425,12 @@ def test_echo_with_logprobs_has_those_of_the_prompt(new: int, client: Any, bundl
     body: Any = {"model": "stories", "temperature": 0, "logprobs": 1, "echo": True}
     found = client.completions.create(prompt=prompts, max_tokens=new, **body)
     plain = client.completions.create(prompt=prompts, max_tokens=6, **{**body, "echo": False})
+    generated = bundle.generate_batch(prompts, max_new_tokens=6, temperature=0, logprobs=1)
     for choice, ids, text in zip(found.choices, prompts, texts, strict=True):
         lists: Any = choice.logprobs
-        assert len(lists.tokens) == len(ids) + new == len(lists.text_offset)
+        assert len(lists.tokens) == len(ids) + new
+        ends = [len("".join(lists.tokens[:place])) for place in range(len(lists.tokens))]
+        assert [at - lists.text_offset[0] for at in lists.text_offset] == ends
         assert lists.token_logprobs[0] is None
         assert lists.top_logprobs[0] is None
         scores = pytest.approx(_by_prefill(bundle, ids), abs=1e-4)
@@ -437,6 +440,11 @@ def test_echo_with_logprobs_has_those_of_the_prompt(new: int, client: Any, bundl
             assert 1 <= len(top) <= 2
         assert choice.text.startswith(text)
         likely: Any = plain.choices[choice.index].logprobs
+        scores = pytest.approx(
+            [each.logprob for each in generated[choice.index].logprobs or ()], abs=1e-4
+        )
+        assert likely.token_logprobs == scores
+        assert "".join(likely.tokens) == plain.choices[choice.index].text
         scores = pytest.approx(likely.token_logprobs[:new], abs=1e-4)
         assert lists.token_logprobs[len(ids) :] == scores
         assert choice.finish_reason == "length"

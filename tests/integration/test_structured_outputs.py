@@ -262,26 +262,6 @@ def test_a_grammar_is_given_up_when_its_client_is_gone(server: Running) -> None:
     wait_for(lambda: server.requests() == 0)
 
 
-def test_a_schema_is_written_once_for_all_choices(
-    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from prejit.server.grammar import grammar_sources
-
-    written: list[object] = []
-    write = grammar_sources.schema_text
-
-    def count(schema: Any, lenient: bool) -> str:
-        written.append(schema)
-        return write(schema, lenient)
-
-    monkeypatch.setattr(grammar_sources, "schema_text", count)
-    found = client.completions.create(
-        model="model", prompt="ab", n=32, max_tokens=50, extra_body={"guided_json": CAR}
-    )
-    assert len(found.choices) == 32
-    assert len(written) == 1
-
-
 def test_many_prompts_are_tokenized_off_the_event_loop(
     server: Running, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
