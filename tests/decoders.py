@@ -30,8 +30,11 @@ _LLAMA = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
-_CONFIGS: dict[str, dict[str, Any]] = {
-    "gpt2": {
+
+
+def gpt2_config(**changes: Any) -> dict[str, Any]:
+    """Return the config.json of a small GPT-2, with changes."""
+    config = {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
         "vocab_size": VOCABULARY,
@@ -42,7 +45,12 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "n_inner": None,
         "activation_function": "gelu_new",
         "tie_word_embeddings": False,
-    },
+    }
+    return config | changes
+
+
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": gpt2_config(),
     "llama": {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],

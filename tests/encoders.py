@@ -12,6 +12,25 @@ from tokenizers.models import WordPiece
 from .parity.encoder_cases import Case
 
 
+def bert_config(**changes: Any) -> dict[str, Any]:
+    """Return the config.json of a tiny BERT, with changes."""
+    config = {
+        "model_type": "bert",
+        "architectures": ["BertModel"],
+        "hidden_act": "gelu",
+        "hidden_size": 12,
+        "intermediate_size": 20,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 3,
+        "vocab_size": 30,
+        "max_position_embeddings": 64,
+        "type_vocab_size": 2,
+        "layer_norm_eps": 1e-12,
+        "pad_token_id": 0,
+    }
+    return config | changes
+
+
 def write_encoder(directory: Path, *, pieces: bool = False, **modules: Any) -> None:
     """Write the checkpoint and its tokenizer.
 
@@ -22,21 +41,7 @@ def write_encoder(directory: Path, *, pieces: bool = False, **modules: Any) -> N
     """
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *ascii_lowercase]
     names += [f"##{letter}" for letter in ascii_lowercase * pieces]
-    config = {
-        "model_type": "bert",
-        "architectures": ["BertModel"],
-        "hidden_act": "gelu",
-        "hidden_size": 12,
-        "intermediate_size": 20,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 3,
-        "vocab_size": len(names),
-        "max_position_embeddings": 64,
-        "type_vocab_size": 2,
-        "layer_norm_eps": 1e-12,
-        "pad_token_id": 0,
-    }
-    Case("tiny", config, 7, **modules).write(directory)
+    Case("tiny", bert_config(vocab_size=len(names)), 7, **modules).write(directory)
     made = Tokenizer(WordPiece({name: at for at, name in enumerate(names)}, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))

@@ -13,8 +13,7 @@ import gc
 import json
 import random
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,28 +37,18 @@ def private_bytes() -> int:
 
 
 def measured(work: Iterator[int], total: int) -> dict[str, Any]:
-    """Do work and measure memory on the way.
-
-    Args:
-        work: yields how much of it is done; must not end before `total`.
-        total: amount of work to do.
+    """Do so much work, which yields how much is done.
 
     Returns:
-        `done`, `seconds`, `bytes` after each tenth, and `grown_bytes` from the first of them to the last.
+        `done`, `bytes` after each tenth, and `grown_bytes` from the first of them to the last.
     """
-    started, points = time.perf_counter(), list[int]()
-    done = 0
+    done, points = 0, list[int]()
     for done in work:
         if done >= total * (len(points) + 1) / POINTS:
             points.append(private_bytes())
         if done >= total:
             break
-    return {
-        "done": done,
-        "seconds": time.perf_counter() - started,
-        "bytes": points,
-        "grown_bytes": points[-1] - points[0],
-    }
+    return {"done": done, "bytes": points, "grown_bytes": points[-1] - points[0]}
 
 
 def tokens(bundle: Bundle, pick: random.Random) -> Iterator[int]:
@@ -114,14 +103,9 @@ def run(path: str, token_count: int, session_count: int) -> dict[str, Any]:
     """Measure tokens, then sessions, in this process."""
     bundle = load(path, on_mismatch="error")
     bundle.prepare()
-    works: tuple[tuple[str, Callable[..., Iterator[int]], int], ...] = (
-        ("tokens", tokens, token_count),
-        ("sessions", sessions, session_count),
-    )
     return {
-        name: measured(work(bundle, random.Random(0)), total)
-        for name, work, total in works
-        if total
+        "tokens": measured(tokens(bundle, random.Random(0)), token_count),
+        "sessions": measured(sessions(bundle, random.Random(0)), session_count),
     }
 
 

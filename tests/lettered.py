@@ -10,7 +10,7 @@ import pytest
 
 from prejit.runtime.text.vocabulary import byte_alphabet
 
-from .decoders import build
+from .decoders import build, gpt2_config
 from .once import Once
 from .parity.cases import Case
 from .warm import WarmPython
@@ -70,21 +70,8 @@ def write_lettered(directory: Path, *, template: bool = True, **sizes: int) -> P
     tokenizer = tokenizer_json()
     count = len(tokenizer["model"]["vocab"]) + len(SPECIAL)
     eos = count - len(SPECIAL) + SPECIAL.index("</s>")
-    config = {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": count + PADDED,
-        "n_positions": 512,
-        "n_embd": 24,
-        "n_head": 3,
-        "n_layer": 2,
-        "n_inner": None,
-        "activation_function": "gelu_new",
-        "tie_word_embeddings": False,
-        "eos_token_id": eos,
-        **sizes,
-    }
-    Case("gpt2", config, seed=1).write(directory)
+    given = {"vocab_size": count + PADDED, "n_positions": 512, "eos_token_id": eos}
+    Case("gpt2", gpt2_config(**{**given, **sizes}), seed=1).write(directory)
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     described: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
     if template:

@@ -20,11 +20,13 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from pathlib import Path
 
+import pytest
 from tests.ports import free_port
 
 _AZURITE_ACCOUNT = "devstoreaccount1"
@@ -158,6 +160,19 @@ def docker_registry(
     command = (program, "serve", str(settings))
     url = f"oci://{address}:{port}/team/store"
     return Server("docker-registry", url, files, directory / f"registry-{port}.log", command)
+
+
+@contextmanager
+def running_registry(directory: Path) -> Iterator[Server]:
+    """Run an OCI registry. Skip the test where it is not installed."""
+    server = docker_registry(directory)
+    if server is None:
+        pytest.skip("docker-registry is not installed (Debian has it)")
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
 
 
 def moto(directory: Path) -> Server | None:

@@ -7,18 +7,29 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.encoders import write_encoder
 from tests.once import Once
 from tests.warm import WarmPython
 
+from prejit.runtime import load
+from prejit.runtime.bundle import Bundle
+
+if TYPE_CHECKING:
+    import httpx
+    from tests.unit.server.running import Running
+
+    from prejit.server.served.served import Models
+
 ROOT = Path(__file__).parents[2]
 SHARED = Path(os.environ.get("PREJIT_SHARED", ROOT.parent / "shared"))
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
+Post = Callable[[str, Any], "httpx.Response"]
 
 
 @pytest.fixture(scope="session")
@@ -109,20 +120,20 @@ CHAT_TEMPLATE = """\
 
 
 @pytest.fixture(scope="session")
-def stories_dir(
-    run: Run, stories: tuple[Path, dict[str, list[int]]], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def stories_dir(run: Run, stories: tuple[Path, dict[str, list[int]]], once: Once) -> Path:
     """A bundle of stories260k with CHAT_TEMPLATE, for four texts at once."""
-    directory = tmp_path_factory.mktemp("stories")
-    source = directory / "model"
-    shutil.copytree(stories[0], source)
-    source.chmod(0o755)
-    (source / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    manifest = write_manifest(
-        directory / "m.toml", source, name="stories", batch=(4,), prompt=(32,), context=(320,)
-    )
-    run("build", manifest, "-o", directory, quick=True)
-    return directory / "stories"
+
+    def make(directory: Path) -> None:
+        source = directory / "model"
+        shutil.copytree(stories[0], source)
+        source.chmod(0o755)
+        (source / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+        manifest = write_manifest(
+            directory / "m.toml", source, name="stories", batch=(4,), prompt=(32,), context=(320,)
+        )
+        run("build", manifest, "-o", directory, quick=True)
+
+    return once("stories", make) / "stories"
 
 
 @pytest.fixture(scope="session")
@@ -146,3 +157,64 @@ def encoder_dir(run: Run, once: Once) -> Path:
         run("build", manifest, "-o", directory, quick=True)
 
     return once("letters-encoder", make) / "sentences"
+
+
+@pytest.fixture(scope="session")
+def stories_bundle(stories_dir: Path) -> Bundle:
+    """The loaded bundle of stories260k."""
+    return load(stories_dir)
+
+
+@pytest.fixture(scope="session")
+def encoder_bundle(encoder_dir: Path) -> Bundle:
+    """The loaded bundle of the tiny encoder."""
+    return load(encoder_dir)
+
+
+@pytest.fixture(scope="module")
+def models(stories_bundle: Bundle, encoder_bundle: Bundle) -> Iterator[Models]:
+    """A decoder and an encoder, served as `stories` and `tiny`."""
+    from prejit.server.engine.engine import Engine
+    from prejit.server.served.served import Models, Served
+
+    engine = Engine(stories_bundle, slots=4, queue=64)
+    made = Models(
+        Served("stories", stories_bundle, engine, 1_700_000_000),
+        Served("tiny", encoder_bundle, Engine(encoder_bundle), 1_700_000_001),
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def server(models: Models) -> Iterator[Running]:
+    """A server of these models. A module may have a server of its own of this name."""
+    from tests.unit.server.running import running
+
+    from prejit.server.gate.server_settings import Settings
+
+    with running(models, Settings(max_tokens=250)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[Any]:
+    """A client of the package openai, whose overloads want types of every literal."""
+    import openai
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def post(server: Running) -> Iterator[Post]:
+    """Sends a body: `post("/v1/completions", {...})`, or bytes as they are."""
+    import httpx
+
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+
+        def send(path: str, body: Any) -> httpx.Response:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            return http.post(path, content=content, headers={"Content-Type": "application/json"})
+
+        yield send

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,23 +78,6 @@ def test_a_slower_bundle_fails_and_an_equal_one_passes(
         assert line in printed.out
     assert "1 row worse" in page.read_text()
     assert [d["name"] for d in comparison["deltas"] if d["verdict"] == "worse"] == [quick]
-
-
-@pytest.mark.thorough
-def test_two_bundles_are_measured_in_turns(
-    decoder_dir: Path, make_decoder: Callable[..., Path], tmp_path: Path
-) -> None:
-    other = make_decoder("gpt2", batch=(1,), prompt=(3,), context=(24, 72))
-    compare = (decoder_dir, "--against", other, "--tolerance", "1000")
-    comparison = bench(*compare, out=tmp_path / "b.json")["comparison"]
-    assert comparison["other"] == str(other)
-    assert comparison["drift"] == 1
-    assert comparison["is_same_machine"]
-    deltas = {delta["name"]: delta for delta in comparison["deltas"]}
-    assert {"exec to first result", "decode/b1-c72", "further token, alone"} <= deltas.keys()
-    assert "decode/b3-c72" in comparison["only_after"]
-    for delta in deltas.values():
-        assert delta["ratio"]["low"] <= delta["ratio"]["middle"] <= delta["ratio"]["high"]
 
 
 def test_an_encoder_is_measured_by_shape_and_with_mixed_sentences(

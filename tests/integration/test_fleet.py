@@ -11,8 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from tests.decoders import gpt2_config
 from tests.extent import ALL
 from tests.parity.cases import Case
 
@@ -21,7 +21,6 @@ from prejit.compiler.targets.installing import make_environment
 from prejit.compiler.targets.interpreters import find_interpreter
 from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.target_table import target
-from prejit.runtime import load
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.layout import Layout
@@ -48,18 +47,7 @@ PROMPT = (
     *("--prompt-ids", "100,200,300", "--max-new-tokens", "24"),
     *("--on-mismatch", "error", "--json"),
 )
-MODEL = {
-    "model_type": "gpt2",
-    "architectures": ["GPT2LMHeadModel"],
-    "vocab_size": 8192,
-    "n_positions": 128,
-    "n_embd": 128,
-    "n_head": 4,
-    "n_layer": 1,
-    "n_inner": None,
-    "activation_function": "gelu_new",
-    "tie_word_embeddings": False,
-}
+MODEL = gpt2_config(vocab_size=8192, n_positions=128, n_embd=128, n_head=4, n_layer=1)
 """One layer, because compilers for accelerators take a second for each, and many weights."""
 
 
@@ -95,7 +83,6 @@ def fleet(run: Any, environment: dict[str, str], tmp_path_factory: pytest.TempPa
     command = ("build", file, "-o", directory / "out", "--no-measure", "--json")
     [built] = json.loads(run(*command, **environment).stdout)
     assert built["compiled"] + built["cached"] == PROGRAMS
-    assert built["cached"] <= 3, "other tests may have compiled this model for cpu-host before"
     return directory / "out" / "fleet"
 
 
@@ -254,16 +241,6 @@ def halves(path: Path, sizes: str, tables: str) -> Path:
         f'args = {{ x = "float32[{{n}}]" }}\nbuckets = {{ n = {sizes} }}\n{tables}'
     )
     return path
-
-
-def test_a_fingerprint_of_this_machine_is_a_target(run: Any, tmp_path: Path) -> None:
-    (tmp_path / "web-3.json").write_text(run("fingerprint").stdout)
-    tables = '[[target]]\nname = "web"\nfingerprint = "web-3.json"\n'
-    run("build", halves(tmp_path / "web.toml", "[4]", tables), "-o", tmp_path)
-    loaded = load(tmp_path / "web", on_mismatch="error")
-    assert loaded.call("half", x=np.full(4, 3, np.float32)).tolist() == [1.5] * 4
-    assert loaded.target == f"web-jax{version('jax')}"
-    assert {each.source for each in loaded.report()} == {"loaded"}
 
 
 @pytest.mark.parametrize(

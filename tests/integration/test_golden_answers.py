@@ -1,4 +1,4 @@
-"""Builds ask every program for its golden answer: equal builds say the same, and errors of a model show."""
+"""Builds ask every program for its golden answer: rounding does not change it, and errors of a model do."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.decoders import build, write_random
-from tests.extent import cases
-from tests.warm import WarmPython
+from tests.decoders import write_random
 
 import prejit.runtime
 
@@ -31,11 +29,10 @@ def built(model: Path, make_decoder: Callable[..., Path]) -> Path:
     return make_decoder(model, **BUCKETS)
 
 
-@pytest.mark.parametrize("threads", cases([5], others=[1]))
 def test_an_answer_depends_on_the_number_of_threads(
-    threads: int, built: Path, prejit: Callable[..., Any]
+    built: Path, prejit: Callable[..., Any]
 ) -> None:
-    env = {"NPROC": str(threads), "PREJIT_THREADS": str(threads)}
+    env = {"NPROC": "5", "PREJIT_THREADS": "5"}
     done = prejit("verify", built, "--run", "--json", env=env)
     assert all(each["share"] < 0.5 for each in json.loads(done.stdout)["answers"])
 
@@ -52,21 +49,7 @@ def test_the_portable_programs_give_another_answer(
     assert max(each.share for each in answers) < 0.5
 
 
-def test_two_builds_give_two_digests(
-    model: Path, built: Path, tmp_path: Path, warm: WarmPython, fresh_cache: Path
-) -> None:
-    # Another cache: every answer is asked for again.
-    again = build(warm, model, tmp_path, fresh_cache, **BUCKETS)
-    with prejit.runtime.load(built) as one, prejit.runtime.load(again) as other:
-        assert {p.name: p.golden for p in one.config.programs} == {
-            p.name: p.golden for p in other.config.programs
-        }
-        assert one.digest == other.digest
-
-
-@pytest.mark.parametrize(
-    "without", cases(["h.1.", "ln_f.bias"], ["h.1.mlp.c_proj", "h.1.attn.c_proj.bias"])
-)
+@pytest.mark.parametrize("without", ["h.1.attn.c_proj.bias", "ln_f.bias"])
 def test_a_model_without_some_of_its_parts_gives_the_golden_answer(
     without: str, model: Path, built: Path, tmp_path: Path, make_decoder: Callable[..., Path]
 ) -> None:

@@ -121,20 +121,3 @@ def test_what_a_random_model_writes_satisfies_a_random_schema(
         assert result.finish_reason == "stop", seed
         assert mask.accepts(result.token_ids), seed
         jsonschema.Draft202012Validator(schema).validate(json.loads(result.text))
-
-
-def test_rows_of_a_batch_have_grammars_of_their_own(bundle: Bundle, grammars: Grammars) -> None:
-    batch = bundle.batch(3)
-    schemas = [SCHEMAS["object"], SCHEMAS["pattern"], SCHEMAS["list"]]
-    requests = [
-        bundle.request("ab", token_mask=grammars.json_schema(schema), temperature=3.0)
-        for schema in schemas
-    ]
-    slots = batch.insert(*requests)
-    written: dict[int, list[int]] = {slot: [] for slot in slots}
-    while tokens := batch.step():
-        for token in tokens:
-            if token.token_id is not None:  # a stop token is none
-                written[token.slot].append(token.token_id)
-    for slot, schema in zip(slots, schemas, strict=True):
-        jsonschema.validate(json.loads(bundle.tokenizer.decode(written[slot])), schema)

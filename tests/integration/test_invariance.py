@@ -36,8 +36,8 @@ from prejit.runtime.generation.rows import Token
 from prejit.runtime.generation.sampling import Logprob, bias_row, history_row, place_sampling
 from prejit.runtime.generation.shared_prefix import Prefix
 
-from .conftest import SHARED, Run
-from .test_state_space import example_bundle
+from .conftest import Run
+from .test_state_space import state_space_bundle
 
 NEW_TOKENS = 24
 LENGTHS = (1, 2, 3, 4, 7, 10, 11, 13, 21, 23, 24, 25, 40, 56, 70, 71, 72)
@@ -191,7 +191,7 @@ def gpt2(decoder_dir: Path) -> Subject:
     params=[
         "mistral",  # with a sliding window
         "state_space",  # of which nothing can be taken back
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gemma2", "stories260k")),
+        pytest.param("gemma2", marks=pytest.mark.thorough),
     ],
 )
 def other(
@@ -200,17 +200,8 @@ def other(
     # Each program more is a compilation more: the GPT-2 has those of several batches and prompts.
     sizes: dict[str, Any] = {"batch": (2,), "prompt": (10,), "context": (24, 72)}
     if request.param == "state_space":
-        return with_texts(load(example_bundle(run, once, request.param), on_mismatch="error"))
-    if request.param != "stories260k":
-        return with_texts(load(make_decoder(request.param, **sizes), on_mismatch="error"))
-    source = SHARED / "data" / "stories260k"
-    if not source.is_dir():
-        pytest.skip(f"no checkpoint at {source}; set PREJIT_SHARED to the directory that has it")
-    expected = json.loads((source / "expected.json").read_text())
-    story = [*expected["prompt_ids"], *expected["ids"]]
-    texts = [story[:72], [*story[:21], *story[40:91]], (story[5:15] * 8)[:72]]
-    path = make_decoder(source, **{**sizes, "batch": (4,)})
-    return Subject(load(path, on_mismatch="error"), texts)
+        return with_texts(load(state_space_bundle(run, once), on_mismatch="error"))
+    return with_texts(load(make_decoder(request.param, **sizes), on_mismatch="error"))
 
 
 def with_texts(bundle: Bundle) -> Subject:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import threading
 import warnings
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,12 +20,10 @@ from flax import struct
 from jax import monitoring
 from tests.threads import in_threads
 
-from prejit.compiler import Manifest, ManifestError, Mesh, Program, build, program
+from prejit.compiler import Manifest, Mesh, Program, build, program
 from prejit.runtime import (
     Fingerprint,
     MismatchError,
-    RejectError,
-    StoreError,
     UsageError,
     fallback_counts,
     jit,
@@ -119,44 +115,6 @@ def share(x):
 columns = jax.vmap(share, in_axes=1)
 
 
-def mappings(x: Any) -> Any:
-    return [OrderedDict(a=x, b=x * 2), OrderedDict(b=x, a=x * 2), OrderedDict(), {"b": x, "a": -x}]
-
-
-def missing(x: Any) -> Any:
-    return {"d": defaultdict(int, b=x, a=x * 2), "e": defaultdict(list)}
-
-
-def power(x: Any, n: Any, y: Any, k: Any = 1) -> Any:
-    return jnp.asarray(x * n + y * k), jnp.asarray(n)
-
-
-def crossed(y: Any, n: Any, x: Any, k: Any = 1) -> Any:
-    """Its arrays are not in the order of their names, in which its program takes them."""
-    return power(y, n, x, k)
-
-
-def total(x: Any, *others: Any) -> Any:
-    return x + sum(others)
-
-
-def keeps_both(a: Any, x: Any) -> Any:
-    return a + x
-
-
-def keeps_all(a: Any, x: Any) -> Any:
-    return a - x
-
-
-STATIC: dict[str, Any] = {"static_argnums": 1, "static_argnames": "k"}
-JITTED = [jax.jit(each, **STATIC) for each in (power, crossed)]
-KEPT: dict[Any, dict[str, Any]] = {
-    keeps_both: {"donate_argnums": 0, "donate_argnames": "x"},
-    keeps_all: {"donate_argnums": -1},
-}
-A, B, PAIR = np.ones(2, "f"), np.full(2, 2, "f"), (np.ones(8, "f"), np.ones(8, "f"))
-
-
 def first_state() -> State:
     return State({"w": jnp.ones((4, 2))}, jax.random.key(3))
 
@@ -190,10 +148,6 @@ def bundle_path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> 
             buckets={"n": (1, 2)},
         ),
         Program("weighted", fn=linear, args={"x": "float32[3,4]"}, params=np.ones((4, 2), "f")),
-        *(Program(each.__name__, fn=each, args=[A]) for each in (mappings, missing)),
-        *(program(each, A, 2, B, k=3) for each in JITTED),
-        program(total, A, 2, B),
-        *(program(jax.jit(each, **options), *PAIR) for each, options in KEPT.items()),
     ]
     output = tmp_path_factory.mktemp("jit")
     return build(programs, output, name="jit", cache=build_cache, quiet=True).path
@@ -330,21 +284,6 @@ def test_a_wrapper_may_treat_names_otherwise_than_places(bundle_path: Path, name
     assert program(columns, x=x).args == {"x": x}
 
 
-def test_mappings_that_the_function_makes_keep_their_classes(bundle_path: Path) -> None:
-    bundle = load(bundle_path)
-    arguments = jnp.ones(2), jnp.ones(3), jnp.ones(3)
-    same(jit(parts, bundle=bundle, on_miss="error")(*arguments), jax.jit(parts)(*arguments))
-    for function in (mappings, missing):
-        jitted = jit(function, bundle=bundle, on_miss="error")
-        for x in (A, jnp.asarray(A)) * 2:
-            same(jitted(x), jax.jit(function)(x))
-    assert jitted.stats().traced == ("missing",)  # its defaults are the program's own
-    for x in (A, jnp.asarray(A)) * 2:
-        found = bundle.call("mappings", x)
-        assert jax.tree.structure(found) == jax.tree.structure(jax.jit(mappings)(x))
-        assert bundle.call_async("missing", x).result()["d"].keys() == {"a", "b"}
-
-
 def test_state_with_random_keys_comes_back_as_the_applications_classes(
     bundle_path: Path, events: list[str]
 ) -> None:
@@ -454,39 +393,6 @@ def test_donated_arguments_are_deleted(bundle_path: Path) -> None:
         keeping(total, x)
 
 
-@pytest.mark.filterwarnings("ignore::prejit.runtime.FallbackWarning")
-def test_places_and_names_of_options_are_those_of_jax(bundle_path: Path) -> None:
-    """jax takes by its place what a call has by place, and by its name what it has by name."""
-    calls: list[Callable[..., Any]] = [
-        lambda f: f(A, 2, B, k=3),
-        lambda f: f(A, n=2, **{"y" if f.__name__ == "power" else "x": B}, k=3),
-        lambda f: f(A, n=5, **{"y" if f.__name__ == "power" else "x": B}, k=3),
-        lambda f: f(A, 5, B, k=3),
-    ]
-    for each in JITTED:
-        mine = jit(each.__wrapped__, bundle=bundle_path, **STATIC)
-        for call in calls * 2:
-            same(call(mine), call(each))
-        assert mine.stats().loaded == (("power/n=2-k=3",) if each is JITTED[0] else ())
-    makers = (partial(jit, bundle=bundle_path), jax.jit)
-    mine, expected = (f(total, static_argnums=1) for f in makers)
-    for number in (2, 2, 5):
-        same(mine(A, number, B), expected(A, number, B))
-    with pytest.raises(ManifestError, match=r"static 'args\[0\]': expected an argument that has a"):
-        program(expected, A, 2, B)
-
-
-@pytest.mark.parametrize("function", KEPT)
-def test_what_jax_keeps_is_not_deleted(bundle_path: Path, function: Any) -> None:
-    jitted, deleted = jax.jit(function, **KEPT[function]), []
-    mine = jit(function, bundle=bundle_path, on_miss="error", **KEPT[function])
-    for each in (mine, mine, jitted):
-        given = jnp.ones(8), jnp.ones(8)
-        each(*given)
-        deleted.append([part.is_deleted() for part in given])
-    assert deleted == [deleted[-1]] * 3
-
-
 def test_transformations_use_the_function_itself(bundle_path: Path) -> None:
     scored, x = jit(score, bundle=bundle_path, on_miss="error"), jnp.arange(8.0)
     rows = jnp.ones((2, 8))
@@ -576,20 +482,6 @@ def test_a_machine_that_does_not_match_compiles_everything(bundle_path: Path) ->
     assert "cpu_features" in scored.stats().compiled[0]
     with pytest.raises(MismatchError, match="cpu_features"):
         jit(score, bundle=bundle, on_miss="error")(jnp.ones(8))
-
-
-def test_a_damaged_bundle_never_runs(bundle_path: Path, tmp_path: Path) -> None:
-    damaged = tmp_path / "damaged"
-    shutil.copytree(bundle_path, damaged)
-    blob = max((damaged / "blobs" / "sha256").iterdir(), key=lambda path: path.stat().st_size)
-    content = bytearray(blob.read_bytes())
-    content[len(content) // 2] ^= 1
-    blob.chmod(0o644)
-    blob.write_bytes(content)
-    with pytest.raises(RejectError):
-        jit(score, bundle=damaged)(jnp.ones(8))
-    with pytest.raises(StoreError):
-        jit(score, bundle=tmp_path / "nothing")(jnp.ones(8))
 
 
 def test_mistakes_of_the_caller(bundle_path: Path) -> None:

@@ -72,22 +72,6 @@ def test_metrics_are_the_sums_of_what_callers_got(decoder_dir: Path) -> None:
         assert value("vllm:time_to_first_token_seconds_sum") == pytest.approx(
             sum(one.first_token_seconds for one in stats), rel=0.5, abs=0.05
         )
-        whole = value("vllm:e2e_request_latency_seconds_sum")
-        assert 0 < value("vllm:request_decode_time_seconds_sum") <= whole
-        assert 0 < value("vllm:request_prefill_time_seconds_sum") <= whole
-        useful = value("prejit_useful_positions_total")
-        assert 0 < useful <= value("prejit_computed_positions_total")
-        assert value("prejit_rows_total") > 0
-        assert 0 < value("prejit_device_busy_seconds_total") <= whole
-        assert 0 < value("prejit_kv_cache_bytes") <= value("prejit_kv_cache_budget_bytes")
-        # A bundle for this machine: nothing was compiled, and nobody waited for it.
-        assert value("prejit_programs", source="loaded") > 0
-        assert value("prejit_programs", source="compiled") == 0
-        assert value("prejit_compile_seconds_total") == 0
-        assert value("prejit_requests_waited_for_compile_total") == 0
-        assert value("prejit_requests_total", reason="nan") == 0
-        assert value("prejit_target_matched") == 1
-        assert value("prejit_start_seconds", part="loading") > 0
         assert 'target="cpu-host"' in page.decode()
         assert bundle.digest in page.decode()
     finally:

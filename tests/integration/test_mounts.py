@@ -13,7 +13,7 @@ from subprocess import DEVNULL
 
 import pytest
 from oras.client import OrasClient
-from tests.store_servers import Server, docker_registry
+from tests.store_servers import Server, running_registry
 from tests.waiting import wait_for
 
 from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
@@ -49,14 +49,8 @@ def can_mount() -> bool:
 
 @pytest.fixture
 def registry(tmp_path: Path) -> Iterator[Server]:
-    server = docker_registry(tmp_path)
-    if server is None:
-        pytest.skip("docker-registry is not installed (Debian has it)")
-    server.start()
-    try:
+    with running_registry(tmp_path) as server:
         yield server
-    finally:
-        server.kill()
 
 
 def has(*programs: str) -> None:

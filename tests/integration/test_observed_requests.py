@@ -133,28 +133,17 @@ def test_requests_to_an_encoder_are_observed(encoder: Watched) -> None:
     program = {"kind": "encode", "program": "encode"}
     assert encoder.value("prejit_requests_total", **program, reason="done") == 4
     assert encoder.value("prejit_requests_total") == 4  # the wrong ones never reached the engine
-    for part in ("queue_seconds", "run_seconds", "seconds"):
-        assert encoder.value(f"prejit_request_{part}_count", **program) == 4
-    assert encoder.value("prejit_request_seconds_sum") > 0
     assert encoder.value("prejit_rows_total", **program) == 2 + 2 + 2 + 3
     assert encoder.value("prejit_runs_total", **program) == 4
     assert encoder.value("prejit_padded_rows_total", **program) == 4 * 4 - 9
     useful = encoder.value("prejit_useful_positions_total", **program)
     assert 2 * tokens < useful < encoder.value("prejit_computed_positions_total", **program)
     wait_for(lambda: encoder.value("prejit_device_busy_seconds_total", **program) > 0)
-    assert encoder.value("vllm:request_success_total", finished_reason="stop") == 4
-    assert encoder.value("vllm:e2e_request_latency_seconds_count") == 4
     assert encoder.value("vllm:prompt_tokens_total") == useful
-    assert encoder.value("vllm:request_prompt_tokens_sum") == useful
-    assert encoder.value("vllm:request_prompt_tokens_count") == 2 + 2 + 2 + 3
-    assert encoder.value("prejit_start_seconds", part="loading") > 0
     figures = encoder.figures()
     assert (figures["finished"], figures["failed"], figures["running"]) == (4, 0, 0)
-    assert figures["whole_p50"] > 0
-    assert (figures["slots"], figures["cache_bytes"], figures["first_token_p50"]) == (None,) * 3
     (calls,) = figures["calls"]
     assert (calls["program"], calls["finished"], calls["rows_per_run"]) == ("encode", 4, 9 / 4)
-    assert 0 < calls["padding"] < 1
     check_queries(encoder)
 
 
@@ -170,11 +159,9 @@ def test_requests_to_a_function_are_observed(functions: Watched) -> None:
     program = {"kind": "call", "program": "doubled"}
     assert functions.value("prejit_requests_total", **program, reason="done") == 2
     assert functions.value("prejit_requests_total") == 2
-    assert functions.value("prejit_request_seconds_count", **program) == 2
     assert functions.value("prejit_rows_total", **program) == 3 + 6
     assert functions.value("prejit_runs_total", **program) == 1 + 2
     assert functions.value("prejit_padded_rows_total", **program) == 3 * 4 - 9
-    assert functions.value("vllm:request_success_total", finished_reason="stop") == 2
     (calls,) = functions.figures()["calls"]
     assert (calls["program"], calls["finished"], calls["rows_per_run"]) == ("doubled", 2, 3)
     assert calls["padding"] == pytest.approx(3 / 12)

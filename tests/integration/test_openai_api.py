@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,7 +21,6 @@ from schemathesis import checks as schemathesis_checks
 from tests.extent import examples
 from tests.unit.server.running import Running, running, wait_for
 
-from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
 from prejit.server.engine.engine import Engine
 from prejit.server.gate.server_settings import Settings
@@ -32,6 +30,8 @@ from prejit.server.openai.embeddings import EmbeddingRequest, RerankRequest, Sco
 from prejit.server.openai.models_and_tokens import DetokenizeRequest, TokenizeRequest
 from prejit.server.openai.responses_schema import ResponseRequest
 from prejit.server.served.served import Models, Served
+
+from .conftest import Post
 
 ONCE = "Once upon a time"
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -49,7 +49,6 @@ ADD: dict[str, Any] = {
     },
 }
 HUGE = b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}"
-Post = Callable[[str, Any], httpx.Response]
 USER: list[Any] = [{"role": "user", "content": ONCE}]
 
 
@@ -88,25 +87,14 @@ class ScriptedEngine:
 
 
 @pytest.fixture(scope="module")
-def stories_bundle(stories_dir: Path) -> Bundle:
-    return load(stories_dir)
-
-
-@pytest.fixture(scope="module")
-def encoder_bundle(encoder_dir: Path) -> Bundle:
-    """A tiny encoder with a tokenizer of letters."""
-    return load(encoder_dir)
-
-
-@pytest.fixture(scope="module")
-def engine(stories_bundle: Bundle) -> Engine:
+def engine(models: Models) -> Any:
     """The engine of the decoder."""
-    return Engine(stories_bundle, slots=4, queue=64)
+    return models.get("stories").engine
 
 
 @pytest.fixture(scope="module")
-def server(engine: Engine, stories_bundle: Bundle, encoder_bundle: Bundle) -> Iterator[Running]:
-    """A server of both, and of models that write given texts."""
+def server(models: Models, engine: Engine, stories_bundle: Bundle) -> Iterator[Running]:
+    """A server that has models which write given texts, too."""
     texts = {
         "hermes": f"I add. {HERMES}\n{HERMES}",
         "llama": '{"name": "add", "parameters": {"a": 1, "b": 2}}',
@@ -114,38 +102,11 @@ def server(engine: Engine, stories_bundle: Bundle, encoder_bundle: Bundle) -> It
         "wrong": 'I add. <tool_call>\n{"name": "add", "arguments": {"a": 7, "b": "x"}}\n</tool_call>',
         "prose": "I do not need a tool, 1 < 2.",
     }
-    scripted: Any = {
-        name: ScriptedEngine(stories_bundle, engine, text) for name, text in texts.items()
-    }
-    models = Models(
-        Served("stories", stories_bundle, engine, 1_700_000_000),
-        Served("tiny", encoder_bundle, Engine(encoder_bundle), 1_700_000_001),
-        *(Served(name, stories_bundle, each, 1) for name, each in scripted.items()),
-    )
-    try:
-        with running(models, Settings(max_tokens=250)) as found:
-            yield found
-    finally:
-        models.close()
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def post(server: Running) -> Iterator[Post]:
-    """Sends a body: `post("/v1/completions", {...})`, or bytes as they are."""
-    with httpx.Client(base_url=server.url, timeout=60) as http:
-
-        def send(path: str, body: Any) -> httpx.Response:
-            content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            headers = {"Content-Type": "application/json"}
-            return http.post(path, content=content, headers=headers)
-
-        yield send
+    for name, text in texts.items():
+        scripted: Any = ScriptedEngine(stories_bundle, engine, text)
+        models.add(Served(name, stories_bundle, scripted, 1))
+    with running(models, Settings(max_tokens=250)) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -230,24 +191,13 @@ def test_cached_tokens_are_counted_for_the_same_salt(complete: Any) -> None:
         assert usage.prompt_tokens_details.cached_tokens == 0
 
 
-def test_logprobs_of_completions_are_those_of_the_bundle(
-    complete: Any, stories_bundle: Bundle
-) -> None:
-    expected: Any = stories_bundle.generate(ONCE, max_new_tokens=6, temperature=0, logprobs=3)
-    whole = complete(max_tokens=6, logprobs=3).choices[0]
-    tokens, offsets = whole.logprobs.tokens, whole.logprobs.text_offset
-    assert "".join(tokens) == whole.text
-    assert offsets == [sum(map(len, tokens[:place])) for place in range(6)]
-    assert whole.logprobs.token_logprobs == pytest.approx(
-        [p.logprob for p in expected.logprobs], abs=1e-4
-    )
-    assert all(len(top) == 3 for top in whole.logprobs.top_logprobs)
-    streamed: list[str] = []
-    for chunk in complete(max_tokens=6, logprobs=3, stream=True):
-        if (found := chunk.choices[0].logprobs) is not None and found.tokens:
-            assert found.text_offset == [len("".join(streamed))]
-            streamed += found.tokens
-    assert streamed == tokens
+def same_logprobs(found: Any, expected: Any) -> None:
+    """Compare the tokens of two requests; what each has cached decides the last bits of its logits."""
+    assert [each.token for each in found] == [each.token for each in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        likely = [each.logprob for each in other.top_logprobs]
+        assert [each.logprob for each in one.top_logprobs] == pytest.approx(likely, abs=1e-4)
 
 
 def test_a_chat_goes_through_the_template(client: Any, stories_bundle: Bundle) -> None:
@@ -271,7 +221,7 @@ def test_a_chat_goes_through_the_template(client: Any, stories_bundle: Bundle) -
     assert "".join(part.delta.content or "" for part in parts) == expected.text
     assert [part.delta.role for part in parts] == ["assistant", *[None] * (len(parts) - 1)]
     assert parts[-1].finish_reason == "length"
-    assert [t for part in parts if part.logprobs for t in part.logprobs.content] == tokens
+    same_logprobs([t for part in parts if part.logprobs for t in part.logprobs.content], tokens)
     details = {"prompt_tokens_details": last.usage.prompt_tokens_details}
     assert last.usage == found.usage.model_copy(update=details)
 
@@ -310,7 +260,7 @@ def chat(client: Any, model: str, *, stream: bool, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "stream"), [("hermes", False), ("hermes", True), ("llama", False), ("mistral", True)]
+    ("name", "stream"), [("hermes", True), ("llama", False), ("mistral", True)]
 )
 def test_calls_of_tools_are_taken_out_of_the_text(client: Any, name: str, stream: bool) -> None:
     count = 2 if name == "hermes" else 1
@@ -321,19 +271,8 @@ def test_calls_of_tools_are_taken_out_of_the_text(client: Any, name: str, stream
     assert [json.loads(call.function.arguments) for call in calls] == [{"a": 1, "b": 2}] * count
     assert {call.function.name for call in calls} == {"add"}
     assert len({call.id for call in calls}) == count
-
-
-def test_text_beside_tools_is_text(client: Any) -> None:
-    options: Any = {"messages": USER, "tools": [ADD], "max_tokens": 250}
-    whole = client.chat.completions.create(model="prose", **options).choices[0]
-    assert whole.finish_reason == "stop"
-    assert whole.message.tool_calls is None
-    chunks = list(client.chat.completions.create(model="prose", stream=True, **options))
-    pieces = [c.choices[0].delta.content for c in chunks if c.choices[0].delta.content]
-    assert "".join(pieces) == whole.message.content
-    assert len(pieces) > 3  # it comes as it is generated
-    hidden = client.chat.completions.create(model="llama", tool_choice="none", **options)
-    assert hidden.choices[0].message.tool_calls is None
+    hidden = chat(client, name, stream=stream, tools=[ADD], tool_choice="none", max_tokens=250)
+    assert hidden.message.tool_calls is None
 
 
 def no_white_space(bundle: Bundle) -> dict[str, float]:
@@ -422,10 +361,11 @@ def test_responses_are_whole_and_streamed(client: Any, stories_bundle: Bundle) -
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(deltas) == expected.text
     [[again]] = (message.content for message in events[-1].response.output)
-    assert (again.text, again.logprobs) == (part.text, part.logprobs)
+    assert again.text == part.text
+    same_logprobs(again.logprobs, part.logprobs)
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama", "prose"])
+@pytest.mark.parametrize("name", ["hermes", "prose"])
 def test_the_client_accumulates_streamed_responses(client: Any, name: str) -> None:
     tool: Any = {"type": "function", "strict": True, **ADD["function"]}
     options: Any = {"model": name, "input": ONCE, "tools": [tool], "max_output_tokens": 250}
@@ -438,15 +378,8 @@ def test_the_client_accumulates_streamed_responses(client: Any, name: str) -> No
     assert streamed.status == whole.status == "completed"
     assert [item.type for item in streamed.output] == [item.type for item in whole.output]
     calls = [item for item in whole.output if item.type == "function_call"]
-    assert [call.name for call in calls] == ["add"] * {"hermes": 2, "llama": 1, "prose": 0}[name]
+    assert [call.name for call in calls] == ["add"] * {"hermes": 2, "prose": 0}[name]
     assert all(json.loads(call.arguments) == {"a": 1, "b": 2} for call in calls)
-    # What came is input of the next turn.
-    answers: Any = [
-        {"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in calls
-    ]
-    turn: Any = [{"role": "user", "content": ONCE}, *whole.output, *answers]
-    if len(calls) < 2:
-        assert client.responses.create(model="stories", input=turn, max_output_tokens=2).output
 
 
 def test_embeddings_are_those_of_the_bundle(client: Any, encoder_bundle: Bundle) -> None:
@@ -477,13 +410,9 @@ def test_tokenize_and_back(post: Post, stories_bundle: Bundle) -> None:
     assert "".join(bare["token_strs"]).strip() == ONCE
     found_chat = post("/tokenize", {"model": "stories", "messages": USER}).json()
     assert found_chat["tokens"] == stories_bundle.apply_chat_template(USER)
-    long = "word " * 4000  # these are tokenized off the event loop
-    assert post("/tokenize", {"model": "stories", "prompt": long}).json()["tokens"] == (
-        tokenizer.encode(long)
-    )
-    messages = [{"role": "user", "content": "word"}] * 400
-    found_chat = post("/tokenize", {"model": "stories", "messages": messages}).json()
-    assert found_chat["tokens"] == tokenizer.encode("word" * 400)
+    long = "word " * 4000  # it is tokenized off the event loop
+    found_long = post("/tokenize", {"model": "stories", "prompt": long}).json()
+    assert found_long["tokens"] == tokenizer.encode(long)
     back = post("/detokenize", {"model": "stories", "tokens": found["tokens"]}).json()
     assert back == {"prompt": ONCE}
 
@@ -576,18 +505,6 @@ def test_a_busy_server_sends_heads_of_streams_and_refuses_more_than_its_queue_ta
             with pytest.raises(openai.RateLimitError) as raised:
                 client.completions.create(model="busy", prompt=ONCE, n=64, stream=stream)
             assert int(raised.value.response.headers["retry-after"]) >= 1
-
-
-def test_more_texts_than_the_queue_takes_are_400(stories_bundle: Bundle) -> None:
-    models = Models(Served("busy", stories_bundle, Engine(stories_bundle, slots=1, queue=5), 1))
-    with running(models, Settings()) as server:
-        url = f"{server.url}/v1/completions"
-        for stream in (False, True):
-            asked = {"prompt": [ONCE, ONCE], "max_tokens": 1, "stream": stream}
-            found = httpx.post(url, json={**asked, "n": 3}, timeout=60)
-            assert (found.status_code, found.json()["error"]["param"]) == (400, "n")
-            assert httpx.post(url, json={**asked, "n": 2}, timeout=60).status_code == 200
-    models.close()
 
 
 def test_a_request_that_takes_too_long_is_a_504_or_an_event(stories_bundle: Bundle) -> None:

@@ -2,65 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import httpx
 import numpy as np
-import openai
 import pytest
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
-from tests.unit.server.running import Running, running
+from tests.unit.server.running import running
 
-from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
-from prejit.server.engine.engine import Engine
 from prejit.server.gate.server_settings import Settings
 from prejit.server.grammar.grammars import Grammars
-from prejit.server.openai import token_masks
-from prejit.server.served.served import Models, Served
+from prejit.server.served.served import Models
 
+from .conftest import Post
 from .test_openai_api import ADD, ONCE, USER
 from .test_openai_api import SMALLEST as FEWEST_FIELDS
-
-Post = Callable[[str, dict[str, Any]], httpx.Response]
 
 TEXT: dict[str, Any] = {"model": "stories", "prompt": ONCE, "max_tokens": 4, "temperature": 0}
 
 
-@pytest.fixture(scope="module")
-def bundle(stories_dir: Path) -> Bundle:
-    return load(stories_dir)
-
-
-@pytest.fixture(scope="module")
-def models(bundle: Bundle, encoder_dir: Path) -> Iterator[Models]:
-    encoder = load(encoder_dir)
-    engine = Engine(bundle, slots=4, queue=64)
-    made = Models(Served("stories", bundle, engine, 1), Served("tiny", encoder, Engine(encoder), 1))
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def server(models: Models) -> Iterator[Running]:
-    with running(models, Settings(max_tokens=250)) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def post(server: Running) -> Iterator[Post]:
-    with httpx.Client(base_url=server.url, timeout=60) as http:
-        yield lambda path, body: http.post(path, json=body)
+@pytest.fixture
+def bundle(stories_bundle: Bundle) -> Bundle:
+    return stories_bundle
 
 
 SMALLEST = {
@@ -308,17 +274,6 @@ def test_a_text_of_a_grammar_ends_without_an_allowed_stop_token(post: Post, bund
     assert (len(found["text"].strip()), found["finish_reason"]) == (3, "stop")
 
 
-def test_limits_of_many_prompts_are_read_once(post: Post, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    spell = token_masks._spellings
-    monkeypatch.setattr(
-        token_masks, "_spellings", lambda *given: read.append(given[1]) or spell(*given)
-    )
-    body = {**TEXT, "bad_words": ["xyz"], "prompt": ["a", "b", "c"], "n": 2, "max_tokens": 2}
-    assert post("/v1/completions", body).status_code == 200
-    assert read == ["xyz"]
-
-
 def _spelled(bundle: Bundle, word: str) -> list[int]:
     return bundle.tokenizer.encode(word, add_special_tokens=False)
 
@@ -470,9 +425,12 @@ def test_echo_with_logprobs_has_those_of_the_prompt(new: int, client: Any, bundl
     body: Any = {"model": "stories", "temperature": 0, "logprobs": 1, "echo": True}
     found = client.completions.create(prompt=prompts, max_tokens=new, **body)
     plain = client.completions.create(prompt=prompts, max_tokens=6, **{**body, "echo": False})
+    generated = bundle.generate_batch(prompts, max_new_tokens=6, temperature=0, logprobs=1)
     for choice, ids, text in zip(found.choices, prompts, texts, strict=True):
         lists: Any = choice.logprobs
-        assert len(lists.tokens) == len(ids) + new == len(lists.text_offset)
+        assert len(lists.tokens) == len(ids) + new
+        ends = [len("".join(lists.tokens[:place])) for place in range(len(lists.tokens))]
+        assert [at - lists.text_offset[0] for at in lists.text_offset] == ends
         assert lists.token_logprobs[0] is None
         assert lists.top_logprobs[0] is None
         scores = pytest.approx(_by_prefill(bundle, ids), abs=1e-4)
@@ -482,6 +440,11 @@ def test_echo_with_logprobs_has_those_of_the_prompt(new: int, client: Any, bundl
             assert 1 <= len(top) <= 2
         assert choice.text.startswith(text)
         likely: Any = plain.choices[choice.index].logprobs
+        scores = pytest.approx(
+            [each.logprob for each in generated[choice.index].logprobs or ()], abs=1e-4
+        )
+        assert likely.token_logprobs == scores
+        assert "".join(likely.tokens) == plain.choices[choice.index].text
         scores = pytest.approx(likely.token_logprobs[:new], abs=1e-4)
         assert lists.token_logprobs[len(ids) :] == scores
         assert choice.finish_reason == "length"

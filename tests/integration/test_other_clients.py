@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from oras.layout.layout import Layout, NewLayoutFromRegistry
 from oras.provider import Registry
-from tests.store_servers import docker_registry
+from tests.store_servers import running_registry
 
 from prejit.runtime.format.audit import audit
 from prejit.runtime.generation.options import check_generation
@@ -25,12 +25,8 @@ TARGET = "cpu-x86-64-v3"
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[str]:
     """A repository of a registry, without `oci://`."""
-    server = docker_registry(tmp_path)
-    if server is None:
-        pytest.skip("docker-registry is not installed (Debian has it)")
-    server.start()
-    yield server.url.removeprefix("oci://")
-    server.kill()
+    with running_registry(tmp_path) as server:
+        yield server.url.removeprefix("oci://")
 
 
 def run(*words: object) -> None:

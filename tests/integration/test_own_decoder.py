@@ -16,9 +16,6 @@ from flax import traverse_util
 from safetensors.numpy import save_file
 from tests import own_decoders
 from tests.extent import ALL
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import prejit.compiler
 from prejit.compiler import Generate, Manifest, Model
@@ -201,37 +198,6 @@ def test_an_encoder_decoder_reads_a_source(tmp_path: Path, options: dict[str, An
         assert list(found.token_ids) == expected
 
 
-def write_tokenizer(directory: Path) -> None:
-    """A tokenizer of a word for each token of the decoder, of which the last ends a text."""
-    words = {f"w{number}": number for number in range(own_decoders.VOCAB - 2)}
-    words |= {"<unk>": len(words), "</s>": len(words) + 1}
-    model = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    model.pre_tokenizer = WhitespaceSplit()
-    model.add_special_tokens(["</s>"])
-    directory.mkdir()
-    model.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-
-
-def test_a_source_without_config_json_gives_the_tokenizer(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
-    write_tokenizer(tmp_path / "tokenizer")
-    (tmp_path / "text.txt").write_text("w1 w2 w3 w4 w5 w6 w7 w8 w9 " * 3)
-    manifest = own(
-        own_decoders.PlainDecoder(),
-        source=str(tmp_path / "tokenizer"),
-        dtype="bfloat16",
-        evaluation=str(tmp_path / "text.txt"),
-    )
-    built = prejit.compiler.build(manifest, tmp_path / "out", **options)
-    assert built.accuracy is not None
-    assert built.accuracy.text == "text.txt"
-    bundle = load(built.path)
-    assert bundle.decoder.decoder.eos_token_ids == (own_decoders.VOCAB - 1,)
-    assert bundle.generate("w5 w17 w3", max_new_tokens=3).text
-
-
 class Transposed(own_decoders.PlainDecoder):
     def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
         return jnp.zeros((positions, rows))
@@ -241,11 +207,6 @@ class Half(own_decoders.PlainDecoder):
     def __call__(self, *arguments: Any, every: bool = False) -> Any:
         logits, cache = own_decoders.run(self, *arguments, every=every)
         return logits.astype(jnp.bfloat16), cache
-
-
-class Forgetful(own_decoders.PlainDecoder):
-    def __call__(self, *arguments: Any, every: bool = False) -> Any:
-        return own_decoders.run(self, *arguments, every=every)[0]
 
 
 class Hidden(own_decoders.PlainDecoder):
@@ -268,7 +229,6 @@ MISTAKES: list[tuple[Any, int, str]] = [
     (own_decoders.PlainDecoder, 128, "context: expected at most 96, the max_positions of Plain"),
     (Transposed, 16, "expected the first axis, and no other, to be rows"),
     (Half, 16, "Half: logits: expected float32[1, 97] for 1 rows of one token, found bfloat16["),
-    (Forgetful, 16, "Forgetful: logits: expected float32[1, 97] for 1 rows of one token, found N"),
     (Hidden, 16, "large arrays to be parameters, found float32[4000, 97] inside its code"),
     (Raising, 16, "manifest 'own': cannot call Raising: ValueError: not today"),
 ]

@@ -258,19 +258,6 @@ def test_a_manifest_that_cannot_be_written_is_refused_before_the_program_runs(
     assert not ran.exists()
 
 
-def test_a_script_whose_name_cannot_be_imported_is_named_and_no_empty_manifest_is_written(
-    run: Run, tmp_path: Path
-) -> None:
-    script, manifest = tmp_path / "my script-2.py", tmp_path / "r 2.toml"
-    script.write_text("import jax\n\n@jax.jit\ndef f(x):\n    return x * 2\n\nf(1.0)\n")
-    command = ("record", "-o", tmp_path / "b", "--manifest", manifest, "--", sys.executable, script)
-    said = run(*command).stderr
-    assert f"did not write {manifest}: it would have no program" in said
-    assert "jit_f at my script-2.py:7: it is in 'my script-2.py'" in said
-    assert "rename the file" in said
-    assert not manifest.exists()
-
-
 CHANGED = """
 import os
 import jax

@@ -5,57 +5,37 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 from tests.warm import WarmProcess, WarmPython
 
 BUCKETS = list(range(1, 6))
-MANIFEST = f"""
+NAMES = ("tiny", "other")
+MANIFEST = """
 [bundle]
-name = "tiny"
+name = "{name}"
 [[program]]
 name = "p"
-function = "tiny_model:f"
+function = "shard_functions:{name}"
 args = {{ x = "float32[{{n}}]" }}
-buckets = {{ n = {BUCKETS} }}
+buckets = {{ n = {buckets} }}
 [[target]]
 name = "cpu-x86-64-v2"
 """
 
 
 @pytest.fixture(scope="module")
-def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def manifests(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     directory = tmp_path_factory.mktemp("project")
-    (directory / "tiny_model.py").write_text(
-        "def f(x): return x * 2 + 1\ndef g(x): return x * 3 - 1\n"
+    (directory / "shard_functions.py").write_text(
+        "def tiny(x): return x * 2 + 1\ndef other(x): return x * 3 - 1\n"
     )
-    (directory / "tiny.toml").write_text(MANIFEST)
-    return directory / "tiny.toml"
-
-
-Start = Callable[..., WarmProcess]
-
-
-@pytest.fixture
-def start(warm: WarmPython, manifest: Path, tmp_path: Path) -> Start:
-    """`start(shard, store)`: a build on a machine of its own."""
-
-    def begin(
-        shard: str | None,
-        store: str | Path,
-        machine: str | None = None,
-        manifests: Sequence[Path] = (manifest,),
-    ) -> WarmProcess:
-        home = tmp_path / (machine or f"machine {shard or 0}".replace("/", " of "))
-        options = ["--cache", home / "cache", "-o", home / "out", "--store", store, "--json"]
-        options += [] if shard is None else ["--shard", shard]
-        return warm.start("build", *manifests, *options, quick=True)
-
-    return begin
+    paths = [directory / f"{name}.toml" for name in NAMES]
+    for path in paths:
+        path.write_text(MANIFEST.format(name=path.stem, buckets=BUCKETS))
+    return paths
 
 
 def finished(*processes: WarmProcess) -> tuple[list[dict[str, Any]], Counter[str]]:
@@ -70,21 +50,21 @@ def finished(*processes: WarmProcess) -> tuple[list[dict[str, Any]], Counter[str
 
 
 def test_shards_of_several_manifests_compile_each_program_once(
-    start: Start, manifest: Path, tmp_path: Path
+    warm: WarmPython, manifests: list[Path], tmp_path: Path
 ) -> None:
     """All begin at once, and each bundle is packed by one shard, whatever the others pack."""
-    other, text = manifest.with_name("other.toml"), MANIFEST
-    for change in (('"tiny"', '"other"'), ('"p"', '"q"'), ("tiny_model:f", "tiny_model:g")):
-        text = text.replace(*change)
-    other.write_text(text)
-    both = [manifest, other]
-    shards = [start(f"{number}/3", tmp_path / "store", manifests=both) for number in (1, 2, 3)]
-    built, programs = finished(*shards)
-    assert programs == Counter(f"{name}/n{n}" for n in BUCKETS for name in ("tiny/p", "other/q"))
-    assert sum(each["compiled"] for each in built) == 2 * len(BUCKETS)
+
+    def start(machine: str, *options: str) -> WarmProcess:
+        home = tmp_path / machine
+        places = ("--cache", home / "cache", "-o", home / "out", "--store", tmp_path / "store")
+        return warm.start("build", *manifests, *places, "--json", *options, quick=True)
+
+    built, programs = finished(*(start(f"m{n}", "--shard", f"{n}/3") for n in (1, 2, 3)))
+    assert programs == Counter(f"{name}/p/n{n}" for n in BUCKETS for name in NAMES)
+    assert sum(each["compiled"] for each in built) == len(NAMES) * len(BUCKETS)
     assert all(each["compiled"] + each["cached"] == len(BUCKETS) for each in built)
     digests = {}
-    for name in ("tiny", "other"):
+    for name in NAMES:
         ours = [each for each in built if Path(each["path"]).name == name]
         assert len({each["packed_by"] for each in ours}) == 1
         for each in ours:
@@ -93,28 +73,20 @@ def test_shards_of_several_manifests_compile_each_program_once(
         assert [each["packed_here"] for each in ours].count(True) == 1
         [digests[name]] = {each["digest"] for each in ours}
     # A build of the same without shards finds it all, and makes the same bundles.
-    plain, programs = finished(start(None, tmp_path / "store", manifests=both))
+    plain, programs = finished(start("alone"))
     assert not programs
     assert {Path(each["path"]).name: each["digest"] for each in plain} == digests
 
 
-def test_shards_that_never_start_are_not_missed(start: Start, tmp_path: Path) -> None:
-    built, programs = finished(start("2/4", tmp_path / "store"))
-    assert programs == Counter({f"p/n{n}": 1 for n in BUCKETS})
-    assert built[0]["packed_by"] == 2
-
-
 def test_a_shard_without_a_store_that_it_may_write_is_refused(
-    warm: WarmPython, manifest: Path, tmp_path: Path
+    warm: WarmPython, manifests: list[Path], tmp_path: Path
 ) -> None:
-    def refused(*options: str | Path) -> CompletedProcess[str]:
-        options = ("--cache", tmp_path / "cache", "-o", tmp_path / "out", *options)
-        done = warm.prejit("build", manifest, "--shard", "1/2", *options)
-        assert done.returncode == 2
-        return done
-
-    assert "expected a shared store that this build may write, found none" in refused().stderr
     reads = tmp_path / "reads.toml"
     reads.write_text(f'[[store]]\nurl = "{(tmp_path / "store").as_uri()}"\n')
-    assert "found one that it only reads" in refused("--store", reads).stderr
+    command = ("build", manifests[0], "--shard", "1/2", "--cache", tmp_path / "cache")
+    for options, found in (((), "found none"), (("--store", reads), "one that it only reads")):
+        done = warm.prejit(*command, "-o", tmp_path / "out", *options)
+        assert done.returncode == 2
+        assert "expected a shared store that this build may write, " in done.stderr
+        assert found in done.stderr
     assert not (tmp_path / "out").exists()

@@ -60,3 +60,23 @@ def test_streamed_pieces_join_to_the_text_and_are_whole_characters(
     assert "".join(piece.text for piece in pieces) == stories[1]["text"]
     assert [piece.token_id for piece in pieces] == stories[1]["ids"]
     assert [p.finish_reason for p in pieces if p.finish_reason] == ["length"]
+
+
+def test_a_message_goes_through_the_template_and_a_stop_string_ends_the_answer(
+    run: Run, stories_dir: Path
+) -> None:
+    options = ("--max-new-tokens", "40", "--json", "--on-mismatch", "error")
+    chat = ("generate", stories_dir, "--chat", "Once upon a time", *options)
+    said = json.loads(run(*chat).stdout)
+    bundle = load(stories_dir, on_mismatch="error")
+    same = bundle.generate("Once upon a time", max_new_tokens=40)
+    # The template spells the BOS that the tokenizer adds to a prompt: it must not come twice.
+    assert (said["token_ids"], said["text"]) == ([*same.token_ids], same.text)
+    stop = said["text"][20:26]
+    cut = json.loads(run(*chat, "--stop", stop).stdout)
+    assert (cut["text"], cut["finish_reason"]) == (said["text"].partition(stop)[0], "stop")
+    assert len(cut["token_ids"]) < len(said["token_ids"])
+    both = run("generate", stories_dir, "--chat", "a", "--prompt", "b", status=2)
+    assert (
+        "expected one of --prompt, --prompt-ids, --chat, found --prompt and --chat" in both.stderr
+    )

@@ -84,12 +84,6 @@ def server(bundle: Bundle) -> Iterator[Running]:
         models.close()
 
 
-@pytest.fixture
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
 def is_car(text: str) -> None:
     jsonschema.validate(json.loads(text), CAR)
 
@@ -266,26 +260,6 @@ def test_a_grammar_is_given_up_when_its_client_is_gone(server: Running) -> None:
     # Each of the 20 would take 2 seconds of a CPU.
     assert time.monotonic() - started < 20
     wait_for(lambda: server.requests() == 0)
-
-
-def test_a_schema_is_written_once_for_all_choices(
-    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from prejit.server.grammar import grammar_sources
-
-    written: list[object] = []
-    write = grammar_sources.schema_text
-
-    def count(schema: Any, lenient: bool) -> str:
-        written.append(schema)
-        return write(schema, lenient)
-
-    monkeypatch.setattr(grammar_sources, "schema_text", count)
-    found = client.completions.create(
-        model="model", prompt="ab", n=32, max_tokens=50, extra_body={"guided_json": CAR}
-    )
-    assert len(found.choices) == 32
-    assert len(written) == 1
 
 
 def test_many_prompts_are_tokenized_off_the_event_loop(

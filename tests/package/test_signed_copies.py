@@ -19,7 +19,7 @@ from oras.layout.layout import Layout, NewLayoutFromRegistry
 from oras.provider import Registry
 from tests.layouts import blob
 from tests.signers import key_table, signer, write_policy
-from tests.store_servers import docker_registry
+from tests.store_servers import running_registry
 
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import UntrustedError, load
@@ -48,12 +48,8 @@ def signed(bundle_dir: Path) -> Path:
 @pytest.fixture
 def registry(tmp_path: Path) -> Iterator[str]:
     """The address of a real registry, without the API of OCI 1.1 for referrers."""
-    server = docker_registry(tmp_path)
-    if server is None:
-        pytest.skip("docker-registry is not installed (Debian has it)")
-    server.start()
-    yield server.url.removeprefix("oci://").replace("/team/store", "/models/demo")
-    server.kill()
+    with running_registry(tmp_path) as server:
+        yield server.url.removeprefix("oci://").replace("/team/store", "/models/demo")
 
 
 def skopeo(source: str, to: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from prejit.compiler.models import config_file, model_registry
 from prejit.compiler.models.layers.product_forms import Forms, using
 from prejit.compiler.models.parameters import with_parameters
 
-from .cases import PROMPT, REFERENCE, STEPS, Case, cases
+from .cases import PROMPT, REFERENCE, STEPS, Case, Config, cases
 from .record import TIE, nearest_tokens, torch_logits
 
 TOLERANCE = 1e-4
@@ -99,9 +99,9 @@ def assert_equal(ours: Logits, torch: Logits) -> None:
     assert np.abs(ours - torch).max() <= TOLERANCE
 
 
-def named(chosen: Iterable[Case], *, one_of: int = 1) -> Any:
-    """Parametrize with cases. `make test` runs one of so many of a family."""
-    given = sampled(chosen, lambda case: number(case) % one_of == 0)
+def named(chosen: Iterable[Case], *, sample: Collection[Case] | None = None) -> Any:
+    """Parametrize with cases. `make test` runs those of the sample, or all."""
+    given = sampled(chosen, lambda case: sample is None or case in sample)
     return pytest.mark.parametrize("case", given, ids=lambda case: case.name)
 
 
@@ -110,19 +110,53 @@ def number(case: Case) -> int:
     return int(case.name.split("-")[1])
 
 
+def branches(settings: Config, *where: str) -> Iterator[tuple[Any, ...]]:
+    """Return what in a configuration decides which code runs: flags, kinds, and which numbers are there."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from branches(value, *where, key)
+        elif isinstance(value, bool | str) or value is None:
+            yield (*where, key, value)
+        else:
+            yield (*where, key)
+
+
+def branches_of(case: Case) -> set[tuple[Any, ...]]:
+    """Return the branches of a case; those of activations and rotations are the same for all families."""
+    family = case.config["model_type"]
+    return {
+        each
+        if "rope" in each[0] or "activation" in each[0] or each[0] == "hidden_act"
+        else (family, *each)
+        for each in branches(case.config)
+    }
+
+
+def reaching_every_branch(chosen: Iterable[Case]) -> list[Case]:
+    """Return few cases that reach every branch together."""
+    reached = [(case, branches_of(case)) for case in chosen]
+    left, few = set().union(*(each for _, each in reached)), list[Case]()
+    while left:
+        case, most = max(reached, key=lambda each: len(each[1] & left))
+        few.append(case)
+        left -= most
+    return few
+
+
 CASES = tuple(case for case in cases() if case.switch is None)
+FEW = reaching_every_branch(CASES)
 FIRST = tuple(case for case in CASES if number(case) < 3)
 """Enough for the portable form: what a configuration changes is the same code in both forms."""
 
 
-@named(CASES, one_of=2)
+@named(CASES, sample=FEW)
 def test_logits_and_greedy_tokens_equal_those_that_torch_gave(
     case: Case, reference: dict[str, Logits], tmp_path: Path, with_kernels: Forms
 ) -> None:
     check(case, reference, tmp_path, with_kernels)
 
 
-@named(FIRST, one_of=3)
+@named(FIRST, sample=FIRST[::3])
 def test_the_portable_form_gives_the_same(
     case: Case, reference: dict[str, Logits], tmp_path: Path
 ) -> None:
@@ -183,8 +217,9 @@ def stories() -> Path:
     return directory
 
 
-def test_a_trained_llama_writes_its_published_text(stories: Path, forms: Forms | None) -> None:
+def test_a_trained_llama_writes_its_published_text(stories: Path) -> None:
+    """By the portable form: test_stories.py has a build, which has kernels."""
     expected = json.loads((stories / "expected.json").read_text())
     prompt, published = expected["prompt_ids"], expected["ids"]
     assert len(published) == 200
-    assert Model(stories, 256, forms).write(prompt, len(published)) == published
+    assert Model(stories, 256).write(prompt, len(published)) == published
