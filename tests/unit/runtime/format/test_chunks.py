@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 from tests.extent import examples
-from tests.layouts import index_of
+from tests.layouts import index_file, index_of
 
 from prejit.compiler.pipeline.pack.chunks import VerityHash
 from prejit.runtime.base.files import digest_of, measure
@@ -415,4 +415,48 @@ def test_the_kernel_measures_the_digest_that_the_build_computed(
     bundle = load(path)
     bundle.call("score", x=X)
     assert bundle.start_report().verity_bytes == len(content)
+    audit(path, lambda *_: None)
+
+
+def own_blobs(recipe: Any, path: Path, targets: set[str]) -> list[Path]:
+    """Config and executables of targets. Their manifests, which every load reads, are left out."""
+    _, others = recipe.only(*({t.config.target for t in recipe.targets} - targets)).assemble()
+    manifests = {at["digest"] for at in index_of(path)["manifests"]}
+    found = [
+        file
+        for file in (path / "blobs" / "sha256").iterdir()
+        if f"sha256:{file.name}" not in {*others, *manifests} and file != index_file(path)
+    ]
+    assert len(found) == 2
+    return found
+
+
+@pytest.mark.parametrize("features", [None, ("of-no-cpu",)])
+def test_a_load_reads_no_file_of_a_target_that_it_does_not_serve(
+    features: tuple[str, ...] | None, recipe: Any, tmp_path: Path
+) -> None:
+    """Whether it could be served or not. Damage there is found by `prejit verify`."""
+    served, other = recipe.targets
+    if features is not None:
+        needs = dataclasses.replace(other.config.requirement, cpu_features=features)
+        config = dataclasses.replace(other.config, requirement=needs)
+        recipe = dataclasses.replace(
+            recipe, targets=(served, dataclasses.replace(other, config=config))
+        )
+    path = recipe.write(tmp_path / "both")
+    target = load(path).target
+    for file in own_blobs(recipe, path, {t.config.target for t in recipe.targets} - {target}):
+        flip(file, file.stat().st_size - 2)
+        assert load(path).call("tick") == 7
+        with pytest.raises(RejectError) as caught:
+            audit(path, lambda *_: None)
+        assert caught.value.path == str(file)
+        content = file.read_bytes()
+        if features is not None:
+            file.unlink()
+            assert load(path).call("tick") == 7
+            with pytest.raises(RejectError, match="No such file"):
+                audit(path, lambda *_: None)
+            file.write_bytes(content)
+        flip(file, file.stat().st_size - 2)
     audit(path, lambda *_: None)

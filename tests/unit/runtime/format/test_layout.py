@@ -509,3 +509,26 @@ def test_an_empty_layer_is_read_and_blobs_are_not_written_again(
     before = {file.name: file.stat().st_ino for file in (path / "blobs" / "sha256").iterdir()}
     write_layout(path, *recipe.assemble())
     assert before == {file.name: file.stat().st_ino for file in (path / "blobs/sha256").iterdir()}
+
+
+def open_below(directory: Path) -> list[str]:
+    """The files of a directory that this process has open, deleted ones included."""
+    found = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return [name for name in found if name.startswith(str(directory))]
+
+
+def test_every_blob_is_closed_again(bundle_dir: Path) -> None:
+    _, digest, size = blob_of(bundle_dir)
+    read_blob(bundle_dir, digest, size)
+    rejected(bundle_dir, digest, size + 1)
+    (bundle_dir / "blobs" / "sha256" / digest.removeprefix("sha256:")).unlink()
+    rejected(bundle_dir, digest, size)
+    shutil.rmtree(bundle_dir / "blobs")
+    with pytest.raises(RejectError):
+        Layout(bundle_dir)
+    assert not open_below(bundle_dir)
+    with open(__file__, "rb"):
+        assert open_below(Path(__file__).parent)  # the list sees files that are open

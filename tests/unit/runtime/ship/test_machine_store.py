@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -139,3 +140,15 @@ def test_the_disk_needs_room_for_what_has_not_arrived(store: MachineStore) -> No
         assert blobs.lacking_bytes(at) == 3 << 18
     blobs.write(at, lambda start: iter([bytes(at.size - start)]))
     assert blobs.lacking_bytes(at) == 0
+
+
+def test_a_store_that_is_mounted_read_only_is_read(
+    filled: MachineStore, registry: FakeRegistry
+) -> None:
+    mount = f"mount --bind {filled.path} {filled.path} && mount -o remount,bind,ro {filled.path}"
+    space = [shutil.which("unshare") or "", "-m", "sh", "-c"]
+    if not space[0] or subprocess.run([*space, mount], capture_output=True).returncode:
+        pytest.skip("this user may not mount")
+    said = pulls(filled, registry, 0, *space, f'{mount} && exec "$@"', "sh")
+    assert all("Read-only file system" in each for each in said[:3]), said
+    assert said[3] == "1"

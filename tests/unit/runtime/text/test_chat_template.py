@@ -25,6 +25,7 @@ from prejit.runtime.format.names import (
 )
 from prejit.runtime.text.chat_template import ChatTemplates
 from prejit.runtime.text.sandbox import MAX_CHARACTERS, check_template
+from prejit.runtime.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[4] / "manifests" / "demo-model" / "tokenizer.json"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
@@ -455,3 +456,17 @@ def test_a_bundle_without_template_or_tokenizer_says_so(recipe: Any, tmp_path: P
     assert bare.render_chat_template(messages).startswith("<|user|>")
     with pytest.raises(UsageError, match="no tokenizer"):
         bare.apply_chat_template(messages)
+
+
+@settings(deadline=None)
+@given(
+    conversations().filter(lambda messages: all(isinstance(m["content"], str) for m in messages))
+)
+def test_the_tokens_are_those_of_transformers(messages: list[dict[str, Any]]) -> None:
+    tokenizer = Tokenizer(DEMO.read_bytes(), str(DEMO))
+    text = known("phi 3").render(messages, add_generation_prompt=False, variables=IN_VOCABULARY)
+    expected = token_reference().apply_chat_template(
+        messages, chat_template=PHI_3, return_dict=False
+    )
+    assert expected[-1] == 0, "the end of the text is one token"
+    assert tokenizer.encode(text, add_special_tokens=False) == expected

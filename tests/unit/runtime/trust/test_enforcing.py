@@ -409,3 +409,14 @@ def test_verify_asks_every_policy_that_applies(
     assert f"{other} does not let target" in ran(*verify, status=5).err
     other.unlink()
     assert "error[policy]" in ran(*verify, status=5).err
+
+
+def test_other_targets_signatures_count_not(bundle_dir: Path, tmp_path: Path, policy: Path) -> None:
+    sign(bundle_dir, signer("a"))
+    copy = one_target(bundle_dir, tmp_path / "copy", 0, signed=False)
+    other = index_of(bundle_dir)["manifests"][1]["digest"]
+    [found] = signatures(bundle_dir, other)
+    content = blob(bundle_dir, found.layers[0].digest).read_bytes()
+    subject = subject_of(copy)
+    attach(copy, subject, SIGNATURE_MEDIA_TYPE, EMPTY, [Part(SIGNATURE_MEDIA_TYPE, content)], {})
+    assert case_of(copy, policy) == "other-subject"
