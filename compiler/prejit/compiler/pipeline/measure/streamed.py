@@ -38,22 +38,20 @@ def evaluate(closed: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else known[atom]
 
-    last = {atom: place for place, each in enumerate(jaxpr.eqns) for atom in _variables(each)}
-    last |= dict.fromkeys(_not_literal(jaxpr.outvars), len(jaxpr.eqns))
+    last = {
+        atom: place for place, each in enumerate(jaxpr.eqns) for atom in _variables(each.invars)
+    }
+    last |= dict.fromkeys(_variables(jaxpr.outvars), len(jaxpr.eqns))
     for place, equation in enumerate(jaxpr.eqns):
         results = _apply(equation, [read(atom) for atom in equation.invars])
         known.update(zip(equation.outvars, results, strict=True))
-        for atom in (*_variables(equation), *equation.outvars):
+        for atom in (*_variables(equation.invars), *equation.outvars):
             if last.get(atom, place) == place:
                 known.pop(atom, None)
     return [_whole(read(atom)) for atom in jaxpr.outvars]
 
 
-def _variables(equation: Any) -> list[Any]:
-    return _not_literal(equation.invars)
-
-
-def _not_literal(atoms: Sequence[Any]) -> list[Any]:
+def _variables(atoms: Sequence[Any]) -> list[Any]:
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
