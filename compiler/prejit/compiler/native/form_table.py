@@ -11,7 +11,6 @@ reads three tables. The first that has a product decides:
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -26,6 +25,7 @@ from prejit.compiler.base.suggestions import did_you_mean, shown
 from prejit.compiler.native.kernel_library import SOURCES, KernelLibrary
 from prejit.compiler.native.products import Product
 from prejit.compiler.targets.toolchain import Toolchain
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.written_files import locking, write_file
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -140,10 +140,8 @@ def _sources_digest(sources: Path) -> str:
             found[name] = (sources / name).read_bytes()
             left += re.findall(r'^#include "([^"/]+)"', found[name].decode("utf-8"), re.MULTILINE)
             left.append(f"{Path(name).stem}.cc")
-    hasher = hashlib.sha256()
-    for name, content in sorted(found.items()):
-        hasher.update(f"{name}\0{len(content)}\0".encode() + content)
-    return f"sha256:{hasher.hexdigest()}"
+    parts = (f"{name}\0{len(found[name])}\0".encode() + found[name] for name in sorted(found))
+    return digest_of(b"".join(parts))
 
 
 def read_table(path: Path) -> FormTable:

@@ -8,10 +8,10 @@ run in one process. One compiler makes the same bytes from the same sources, whe
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import tempfile
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -334,7 +334,7 @@ def _key(toolchain: Toolchain, level: str, compiler: Compiler, sources: Path, he
             ("flags", " ".join((*_COMPILE_FLAGS, *compiler.flags))),
             ("link flags", " ".join((*_LINK_FLAGS, *compiler.link_flags))),
             ("environment", deciding_environment(os.environ)),
-            ("FFI headers", _digest_of_files(headers, "xla/ffi/api/*.h")),
+            ("FFI headers", _digest_of_files(headers.glob("xla/ffi/api/*.h"))),
             *(
                 (f"source {file.name}", digest_of(_read(file)))
                 for file in sorted((*sources.glob("*.cc"), *sources.glob("*.h")))
@@ -343,11 +343,9 @@ def _key(toolchain: Toolchain, level: str, compiler: Compiler, sources: Path, he
     )
 
 
-def _digest_of_files(directory: Path, pattern: str) -> str:
-    hasher = hashlib.sha256()
-    for file in sorted(directory.glob(pattern)):
-        hasher.update(file.name.encode() + b"\0" + digest_of(_read(file)).encode() + b"\0")
-    return f"sha256:{hasher.hexdigest()}"
+def _digest_of_files(files: Iterable[Path]) -> str:
+    lines = (f"{file.name}\0{digest_of(_read(file))}\0" for file in sorted(files))
+    return digest_of("".join(lines).encode())
 
 
 def _read(path: Path) -> bytes:
