@@ -1,10 +1,10 @@
-"""How errors show a value, and suggest the name that was probably meant."""
+"""How errors show values, and suggest the name that was probably meant."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,12 @@ def shown(value: Any) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: `1 program`, `2 programs`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def few(items: Sequence[str], most: int = 3) -> str:
+    """Return the first items and the number of further ones: `a, b, c and 2 more`."""
+    more = len(items) - most
+    return ", ".join(items[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def no_such_path(kind: str, path: str, directory: Path) -> str:

@@ -305,7 +305,7 @@ def fleet(path: str, directory: str, page: str | None, on_mismatch: str, as_json
 
 def _fleet_text(report: FleetReport) -> str:
     """Return the report of a fleet as text for a terminal."""
-    from prejit.compiler.fleet.fleet_machines import few
+    from prejit.compiler.base.suggestions import few
 
     parts = [
         table(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import zstandard
 
+from prejit.compiler.base.suggestions import few
 from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.native.products import Product, called
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
 
 _ZSTD_LEVEL = 10
 """Compression level of portable programs."""
-_SHOWN = 3
-"""Maximum number of arguments that a note names."""
 
 
 def lower(space: Workspace, program: PlannedProgram) -> Lowered:
@@ -114,9 +113,9 @@ def lowered_again(name: str) -> str:
 
 def _narrowed(section: str, arguments: Sequence[str]) -> str:
     """Return what people read of arguments that jax takes for narrower ones."""
-    more = f", and {len(arguments) - _SHOWN} more" if len(arguments) > _SHOWN else ""
-    shown = ", ".join(arguments[:_SHOWN])
-    return f"{section} is built with {shown}{more}: jax_enable_x64 is off, and calls convert alike"
+    return (
+        f"{section} is built with {few(arguments)}: jax_enable_x64 is off, and calls convert alike"
+    )
 
 
 def _is_whole(lowered: Lowered, store: Store) -> bool:
