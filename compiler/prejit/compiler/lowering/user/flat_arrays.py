@@ -161,7 +161,7 @@ def arrays_of(example: Example, what: str, donated: tuple[Any, ...] = ()) -> Arr
         BuildError: a bundle could not hold a dtype, a key of a dict, a size, as many dimensions, or a name.
     """
     tree = _tree(example.value, what, iter(example.shapes))
-    shapes = [_data_of(shape) for shape in example.shapes]
+    shapes = map(data_shape, example.shapes)
     arrays = []
     for path, shape in zip(trees.paths(tree), shapes, strict=True):
         if str(shape.dtype) not in DTYPES:
@@ -207,8 +207,8 @@ def is_key(shape: Any) -> bool:
     return jnp.issubdtype(shape.dtype, jax.dtypes.prng_key)
 
 
-def _data_of(shape: Any) -> Any:
-    """Return the shape of the data of random keys, or the shape as it is."""
+def data_shape(shape: Any) -> Any:
+    """Return the shape that a program takes for an argument: that of the data of random keys."""
     return jax.eval_shape(jax.random.key_data, shape) if is_key(shape) else shape
 
 
@@ -246,14 +246,16 @@ def _tree(value: Any, what: str, shapes: Iterator[Any]) -> trees.Tree:
         if dataclasses.is_dataclass(value):
             return trees.Node("record", fields, children, name, _constants(value, fields))
         return trees.Node("record", fields, children, name, aux=auxiliary(value))
-    places = [
-        key.key if isinstance(key, FlattenedIndexKey) else place for place, key in enumerate(keys)
-    ]
-    places = [
-        key.idx if isinstance(key, SequenceKey) else place
-        for place, key in zip(places, keys, strict=True)
-    ]
-    return trees.Node("node", tuple(map(int, places)), children, name, aux=auxiliary(value))
+    places = tuple(_place(key, at) for at, key in enumerate(keys))
+    return trees.Node("node", places, children, name, aux=auxiliary(value))
+
+
+def _place(key: Any, at: int) -> int:
+    """Return the place of a child: the one that its key has, or the one where it stands."""
+    match key:
+        case FlattenedIndexKey(key=place) | SequenceKey(idx=place):
+            return int(place)
+    return at
 
 
 def _dict_key(key: Any, what: str) -> trees.Key:

@@ -23,7 +23,14 @@ from prejit.compiler.lowering.export import (
     sharding_on,
 )
 from prejit.compiler.lowering.user.chance import refusing_chance
-from prejit.compiler.lowering.user.flat_arrays import Arrays, Example, arrays_of, is_key, key_name
+from prejit.compiler.lowering.user.flat_arrays import (
+    Arrays,
+    Example,
+    arrays_of,
+    data_shape,
+    is_key,
+    key_name,
+)
 from prejit.compiler.lowering.user.found_function import UserFunction
 from prejit.compiler.lowering.user.repeating import repeated
 from prejit.compiler.lowering.user.shardings import Shardings, split_results
@@ -106,7 +113,7 @@ def lower_function(
             returned.append(arrays_of(Example(result, [*map(_shape_of, found)]), f"{what}: result"))
         return list(map(_as_data, found))
 
-    values = (user.weights, *_data_shapes(leaves))
+    values = (user.weights, *map(data_shape, leaves))
     wanted = tuple(name for name in PLATFORMS if name in platforms)
     table = example.value if isinstance(example.value, dict) else {}
     by_place = user.wrapped[: len(table)]
@@ -135,7 +142,7 @@ def lower_function(
     shardings.check_all_used()
 
     def data_at(bucket: Mapping[str, Any]) -> list[Any]:
-        return _data_shapes(user.example(bucket, f"{section}: args").shapes)
+        return [*map(data_shape, user.example(bucket, f"{section}: args").shapes)]
 
     def shapes_at(bucket: Mapping[str, int]) -> tuple[Shapes, Shapes]:
         data = data_at(bucket)
@@ -277,11 +284,6 @@ def _with_static(
 def _on(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which jax knows the axes of a mesh."""
     return contextlib.nullcontext() if mesh is None else use_abstract_mesh(abstract_mesh(mesh))
-
-
-def _data_shapes(leaves: Sequence[Any]) -> list[Any]:
-    """Return the shapes of arguments as the program takes them: random keys as their data."""
-    return [jax.eval_shape(_as_data, leaf) if is_key(leaf) else leaf for leaf in leaves]
 
 
 def _with_variables(arrays: Sequence[Array], variables: Variables) -> tuple[Array, ...]:
