@@ -28,7 +28,7 @@ from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.base.written_files import lock_file, remove_and_unlock
 from prejit.runtime.errors import BuildError, StoreError
-from prejit.runtime.format.blobs import read_whole
+from prejit.runtime.format.blobs import Layer, read_whole
 from prejit.runtime.format.bundle_schema import Config, RecordedProgram, Segment
 from prejit.runtime.format.checks.layers import unpack
 from prejit.runtime.format.layout import Layout
@@ -103,12 +103,11 @@ def _read_targets(layout: Layout, root: Root) -> tuple[RecordedTarget, ...]:
     for target in match(root, Fingerprint.current()):
         contents = read_contents(layout, target)
         recorded = recorded_of(layout, contents)
-        at = contents.manifest.layer(RECORDED_MEDIA_TYPE)
-        pack, where = layout.map_blob(at.digest, at.size), layout.blob_path(at.digest)
+        pack = Layer.in_layout(layout, contents.manifest.layer(RECORDED_MEDIA_TYPE))
         programs = {}
         for each in recorded:
-            frame = pack[each.entry.offset : each.entry.offset + each.entry.size]
-            unpack(frame, each.entry, where)
+            frame = pack.content[each.entry.offset : each.entry.offset + each.entry.size]
+            unpack(frame, each.entry, pack.path)
             programs[each.file] = RecordedFile(
                 replace(each, entry=replace(each.entry, offset=0)), frame
             )

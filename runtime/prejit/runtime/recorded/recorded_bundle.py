@@ -22,9 +22,8 @@ from prejit.runtime.base.files import Identity, digest_file
 from prejit.runtime.base.process_facts import policy_paths
 from prejit.runtime.base.written_files import locking
 from prejit.runtime.errors import StoreError, UntrustedError, UntrustedWarning, UsageError
-from prejit.runtime.format.blobs import read_whole
+from prejit.runtime.format.blobs import Layer, read_whole
 from prejit.runtime.format.bundle_schema import RecordedProgram
-from prejit.runtime.format.checks.layers import unpack
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import BUNDLE_NAME, RECORDED_MEDIA_TYPE
 from prejit.runtime.format.opening import Contents, OpenTarget, match, read_contents
@@ -148,12 +147,9 @@ def read_files(layout: Layout, contents: Contents, into: Path) -> None:
         RejectError: a file is damaged.
         StoreError: it cannot be written.
     """
-    at = contents.manifest.layer(RECORDED_MEDIA_TYPE)
-    pack, where = layout.map_blob(at.digest, at.size), layout.blob_path(at.digest)
+    pack = Layer.in_layout(layout, contents.manifest.layer(RECORDED_MEDIA_TYPE))
     for program in recorded_of(layout, contents):
-        segment = program.entry
-        # The slice is a copy, to which no other process can write.
-        content = unpack(pack[segment.offset : segment.offset + segment.size], segment, where)
+        content = pack.unpack(program.entry)
         try:
             (into / program.file).write_bytes(content)
             (into / program.file).chmod(0o444)

@@ -8,7 +8,6 @@ every build host. The store keeps the answers by what decides them: a build that
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import signal
 import sys
@@ -28,6 +27,7 @@ from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.process_facts import THREADS, free_memory_bytes
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.format.arrays import RECIPE, Golden
+from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
 from prejit.runtime.format.checks.layers import check_weights
 from prejit.runtime.format.names import (
@@ -163,9 +163,8 @@ def _dtypes(weights: PackedLayer | None) -> dict[str, str]:
     if weights is None or not weights.size:
         return {}
     assert isinstance(weights.content, Path)
-    with open(weights.content, "rb") as file:
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    tensors = check_weights(memoryview(content), str(weights.content))
+    layer = Layer.in_file(weights.content)
+    tensors = check_weights(memoryview(layer.content), layer.path)
     return {name: tensor.dtype for name, tensor in tensors.items()}
 
 

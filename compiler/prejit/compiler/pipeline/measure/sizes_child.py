@@ -11,7 +11,6 @@ very sizes.
 from __future__ import annotations
 
 import json
-import mmap
 import signal
 import sys
 import time
@@ -114,9 +113,7 @@ def main() -> None:
     device = Device("cpu")
     weights: Mapping[str, Values] = {}
     if request.weights is not None:
-        with open(request.weights, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        weights = open_weights(Layer(mapped, request.weights)).values
+        weights = open_weights(Layer.in_file(request.weights)).values
 
     def read(digest: str) -> bytes:
         return Path(request.files[digest]).read_bytes()
