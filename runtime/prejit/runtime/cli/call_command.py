@@ -146,7 +146,7 @@ def _read_static(texts: Sequence[str], bundle: Bundle, program: str) -> dict[str
     known = {
         name
         for entry in bundle.config.programs
-        if entry.name.partition("/")[0] == program
+        if entry.function == program
         for name in entry.static or ()
     }
     if unknown := given.keys() - known:
@@ -164,7 +164,7 @@ def _arguments_of(bundle: Bundle, name: str) -> list[Array]:
     return [
         check_array(text, config.mesh, f"{config.bundle}: program table: {program.name}")
         for program in config.programs
-        if program.name.partition("/")[0] == name
+        if program.function == name
         for text in program.arguments
     ]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from prejit.runtime.base.wording import table
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.bundle_schema import Config, ProgramEntry
+from prejit.runtime.format.bundle_schema import Config, ProgramEntry, functions_of
 from prejit.runtime.format.checks.call_programs import check_arrays, check_static, check_tree
 
 _WIDTH = 90
@@ -23,11 +23,8 @@ def calls_table(config: Config) -> str:
     Raises:
         RejectError: the program table is damaged.
     """
-    sections: dict[str, list[ProgramEntry]] = {}
-    for program in config.programs:
-        if program.kind == "call":
-            sections.setdefault(program.name.partition("/")[0], []).append(program)
-    rows = [row for name, programs in sections.items() for row in _rows(name, programs, config)]
+    functions = functions_of(config.programs)
+    rows = [row for name, buckets in functions.items() for row in _rows(name, buckets, config)]
     return table(("call", "", "value"), rows) if rows else ""
 
 
