@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, final
@@ -177,7 +177,7 @@ class Engine(OneProcess):
         """
         answer = Answer()
         ticket = self._ticket(prompt, options, answer)
-        answer.on_cancel = _canceller(self._loop, ticket)
+        answer.on_cancel = partial(self._loop.cancel, ticket)
         self._loop.submit(ticket)
         return answer
 
@@ -198,7 +198,7 @@ class Engine(OneProcess):
         """
         pipe = Pipe()
         ticket = self._ticket(prompt, options, pipe)
-        pipe.on_cancel = _canceller(self._loop, ticket)
+        pipe.on_cancel = partial(self._loop.cancel, ticket)
         self._loop.submit(ticket)
         return Stream(pipe)
 
@@ -417,8 +417,3 @@ class Engine(OneProcess):
 
 def _optional(name: str, value: int | None, least: int) -> int | None:
     return None if value is None else arguments.integer(name, value, least)
-
-
-def _canceller(loop: Loop, ticket: Ticket) -> Callable[[], None]:
-    """Return what ends a ticket, without a reference to the engine."""
-    return lambda: loop.cancel(ticket)
