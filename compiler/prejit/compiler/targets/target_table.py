@@ -205,9 +205,7 @@ def _of_machine(machine: Fingerprint) -> Target:
             cpu_features=machine.cpu_features,
             jax=machine.jaxlib,
         )
-    known = [t for t in catalogue().values() if t.platform == machine.platform]
-    alike = [t for t in known if t.device_kind == machine.device_kind]
-    alike += [t for t in known if t.compute_capability == machine.compute_capability]
+    alike = catalogue_targets_like(machine)
     if machine.platform == "tpu":
         alike = [t for t in alike if t.topology == machine.topology] or alike
     base = alike[0] if alike else Target("", machine.platform)
@@ -220,6 +218,13 @@ def _of_machine(machine: Fingerprint) -> Target:
         topology=machine.topology or base.topology,
         jax=machine.jaxlib,
     )
+
+
+def catalogue_targets_like(machine: Fingerprint) -> list[Target]:
+    """Return the targets of the catalogue of a machine's device, then those of its compute capability."""
+    known = [t for t in catalogue().values() if t.platform == machine.platform]
+    alike = [t for t in known if t.device_kind == machine.device_kind]
+    return alike + [t for t in known if t.compute_capability == machine.compute_capability]
 
 
 def _level(machine: Fingerprint) -> str:
