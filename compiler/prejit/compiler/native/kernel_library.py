@@ -30,8 +30,8 @@ from prejit.compiler.store.own_code import KERNELS, code_digest
 from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets.target_classes import Target, catalogue
 from prejit.compiler.targets.toolchain import Toolchain
-from prejit.runtime.base.files import digest_of
-from prejit.runtime.errors import BuildError, StoreError
+from prejit.runtime.base.files import digest_of, store_errors
+from prejit.runtime.errors import BuildError
 from prejit.runtime.format.bundle_schema import Kernels
 from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.format.names import KERNEL_PREFIX
@@ -349,10 +349,8 @@ def _digest_of_files(files: Iterable[Path]) -> str:
 
 
 def _read(path: Path) -> bytes:
-    try:
+    with store_errors(path, "read"):
         return path.read_bytes()
-    except OSError as error:
-        raise StoreError(f"{path}: cannot read: {error.strerror}") from error
 
 
 def _find(cache: Store, key: Key) -> KernelLibrary | None:
