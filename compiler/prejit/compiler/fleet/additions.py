@@ -12,7 +12,7 @@ from functools import reduce
 from typing import Any
 
 from prejit.compiler.fleet.fleet_machines import Group, Machine, closest, group_machines, is_release
-from prejit.compiler.targets.target_classes import CUDA, PLUGINS, Gpu, Target, catalogue, chips
+from prejit.compiler.targets.target_classes import CUDA, PLUGINS, GpuTable, Target, catalogue, chips
 from prejit.compiler.targets.target_table import catalogue_targets_like
 from prejit.runtime.machine.compare import compare
 from prejit.runtime.machine.fingerprint import (
@@ -405,7 +405,7 @@ def _toml(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, Gpu):
+    if isinstance(value, GpuTable):
         pairs = (f"{key} = {size}" for key, size in asdict(value).items())
         return f"{{ {', '.join(pairs)} }}"
     return str(value)

@@ -18,7 +18,7 @@ from prejit.compiler.fleet.fleet_machines import (
     merge,
 )
 from prejit.compiler.pages import render
-from prejit.compiler.targets.target_classes import Gpu
+from prejit.compiler.targets.target_classes import GpuTable
 from prejit.runtime.machine.fingerprint import Requirement
 from prejit.runtime.verdict import Axis, Verdict
 
@@ -73,7 +73,7 @@ class FleetReport:
             "add": [
                 {
                     "table": {
-                        k: asdict(v) if isinstance(v, Gpu) else v for k, v in a.table.items()
+                        k: asdict(v) if isinstance(v, GpuTable) else v for k, v in a.table.items()
                     },
                     "toml": a.toml(),
                     "needs": a.needs(),
