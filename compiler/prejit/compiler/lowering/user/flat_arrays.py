@@ -18,7 +18,7 @@ from jax.tree_util import (
 )
 
 from prejit.compiler.manifest.shape_string import KEY, MAX_SIZE, parse_shape
-from prejit.runtime.device.jax_arrays import is_weak, weakened
+from prejit.runtime.device.jax_arrays import data_shape, is_key, is_weak, key_name, weakened
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import DTYPES, Array
@@ -200,23 +200,6 @@ def arrays_of(example: Example, what: str, donated: tuple[Any, ...] = ()) -> Arr
             "leading underscores",
         ) from error
     return Arrays(tree, tuple(arrays))
-
-
-def is_key(shape: Any) -> bool:
-    """Return whether an array, or the shape of one, is of random keys (jax.random.key)."""
-    return jnp.issubdtype(shape.dtype, jax.dtypes.prng_key)
-
-
-def data_shape(shape: Any) -> Any:
-    """Return the shape that a program takes for an argument: that of the data of random keys."""
-    return jax.eval_shape(jax.random.key_data, shape) if is_key(shape) else shape
-
-
-def key_name(shape: Any) -> str:
-    """Return the name of the implementation of random keys: `threefry2x32`."""
-    names: list[str] = []
-    jax.eval_shape(lambda key: names.append(str(jax.random.key_impl(key))), shape)
-    return names[0]
 
 
 def _tree(value: Any, what: str, shapes: Iterator[Any]) -> trees.Tree:

@@ -27,9 +27,6 @@ from prejit.compiler.lowering.user.flat_arrays import (
     Arrays,
     Example,
     arrays_of,
-    data_shape,
-    is_key,
-    key_name,
 )
 from prejit.compiler.lowering.user.found_function import UserFunction
 from prejit.compiler.lowering.user.repeating import repeated
@@ -54,6 +51,7 @@ from prejit.compiler.lowering.user.varying_sizes import (
 from prejit.compiler.manifest.manifest import REPEAT, UNCHECKED
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.runtime.device import jax_settings
+from prejit.runtime.device.jax_arrays import data_shape, is_key, key_name
 from prejit.runtime.device.portable import refine_shapes
 from prejit.runtime.errors import BuildError, ManifestError, PrejitError
 from prejit.runtime.format import trees
