@@ -18,6 +18,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.extend.mlir import ir as mlir_ir
 from jax.extend.mlir.dialects import stablehlo as mlir_stablehlo
 
+from prejit.compiler.base.python_source import PACKAGES
+
 CALLBACKS = {
     "debug_print": "jax.debug.print",
     "debug_callback": "jax.debug.callback",
@@ -29,7 +31,6 @@ CALLBACKS = {
 PALLAS = "pallas_call"
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "prejit")
-_INSTALLED = ("site-packages", "dist-packages")
 
 
 def find_calls(traced: ClosedJaxpr, *primitives: str) -> list[tuple[str, str]]:
@@ -95,7 +96,7 @@ def _places() -> Iterator[str]:
         for place in getattr(sys.modules.get(name), "__path__", ()):
             yield str(place)
     standard = os.path.dirname(os.__file__)
-    yield from (str(entry) for entry in Path(standard).iterdir() if entry.name not in _INSTALLED)
+    yield from (str(entry) for entry in Path(standard).iterdir() if entry.name not in PACKAGES)
 
 
 ir: Any = mlir_ir  # the bindings of MLIR have no types
