@@ -13,7 +13,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table whose columns are as wide as their widest cell. Line breaks in cells are escaped."""
     rows = [[printable(cell).replace("\n", "\\n") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [head, ["-" * width for width in widths], *rows]
+    return aligned([head, ["-" * width for width in widths], *rows])
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells, whose columns are as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
