@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TextIO, cast, final
 
-from prejit.compiler.base.suggestions import few
+from prejit.runtime.base.wording import few
 
 HEARTBEAT_SECONDS = 10.0
 """Longest time without a line while something runs."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from prejit.runtime.base.wording import nearest
+from prejit.runtime.base.wording import nearest, shortened
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -25,18 +25,12 @@ def shown(value: Any) -> str:
     text = text.encode(
         errors="backslashreplace"
     ).decode()  # half a surrogate pair cannot be printed
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shortened(text, 60)
 
 
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: `1 program`, `2 programs`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def few(items: Sequence[str], most: int = 3) -> str:
-    """Return the first items and the number of further ones: `a, b, c and 2 more`."""
-    more = len(items) - most
-    return ", ".join(items[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def no_such_path(kind: str, path: str, directory: Path) -> str:

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from prejit.compiler.base.json_file import read_json
-from prejit.compiler.base.suggestions import few, shown
+from prejit.compiler.base.suggestions import shown
 from prejit.compiler.checkpoint.tensor_files import Tensor, tensors
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
+from prejit.runtime.base.wording import few
 from prejit.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prejit.compiler.base.suggestions import few
 from prejit.compiler.fleet.additions import Addition, Build, cover_machines
 from prejit.compiler.fleet.fleet_machines import (
     Group,
@@ -19,6 +18,7 @@ from prejit.compiler.fleet.fleet_machines import (
 )
 from prejit.compiler.pages import render
 from prejit.compiler.targets.target_classes import GpuTable
+from prejit.runtime.base.wording import few
 from prejit.runtime.machine.fingerprint import Requirement
 from prejit.runtime.verdict import Axis, Verdict
 

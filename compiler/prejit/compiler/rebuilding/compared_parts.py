@@ -21,9 +21,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from prejit.compiler.base.suggestions import few
 from prejit.compiler.rebuilding.build_record import Recorded
 from prejit.runtime.base.files import Content
+from prejit.runtime.base.wording import few, shortened
 from prejit.runtime.device.portable import stablehlo_module
 from prejit.runtime.format.blobs import Layer, read_whole
 from prejit.runtime.format.bundle_schema import (
@@ -450,7 +450,7 @@ def _short(value: object, most: int = _SHORT) -> str:
     text = str(value) or "''"
     if text.startswith("sha256:"):
         return text[:19]
-    return text if len(text) <= most else f"{text[:most]}..."
+    return shortened(text, most)
 
 
 def _by_title(layers: Iterable[Descriptor]) -> dict[str, Descriptor]:

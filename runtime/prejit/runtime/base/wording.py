@@ -1,4 +1,4 @@
-"""Text for people: tables for a terminal, and the name that was probably meant."""
+"""Text for people: tables for a terminal, shortened lists, and the name that was probably meant."""
 
 from __future__ import annotations
 
@@ -33,6 +33,17 @@ def size(count: int) -> str:
             break
         value /= 1000
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def few(items: Sequence[str], most: int = 3) -> str:
+    """Return the first items and the number of further ones: `a, b, c and 2 more`."""
+    more = len(items) - most
+    return ", ".join(items[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text of at most so many characters; dots say that there were more."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:

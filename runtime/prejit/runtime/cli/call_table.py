@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from prejit.runtime.base.wording import table
+from prejit.runtime.base.wording import shortened, table
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry, functions_of
@@ -39,17 +39,17 @@ def _rows(
     assert isinstance(tree, trees.Node)
     arrays, title = iter(arguments), name
     for key, child in zip(tree.keys, tree.children, strict=True):
-        yield title, str(key), _short(_described(child, arrays))
+        yield title, str(key), shortened(_described(child, arrays), _WIDTH)
         title = ""
     static: dict[str, list[str]] = {}
     for program in programs:
         for key, value in check_static(program, where).items():
             static.setdefault(key, []).append(json.dumps(value))
     for key, values in static.items():
-        yield title, key, _short(" or ".join(dict.fromkeys(values)))
+        yield title, key, shortened(" or ".join(dict.fromkeys(values)), _WIDTH)
         title = ""
     gives = check_tree(first.results_tree, results, where)
-    yield title, "->", _short(_described(gives, iter(results)))
+    yield title, "->", shortened(_described(gives, iter(results)), _WIDTH)
 
 
 def _described(tree: trees.Tree, arrays: Iterator[Array]) -> str:
@@ -77,7 +77,3 @@ def _described(tree: trees.Tree, arrays: Iterator[Array]) -> str:
             return f"{name}({', '.join(f'{key}={part}' for key, part in pairs)})"
         case _:
             return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 4]} ..."

@@ -29,8 +29,8 @@ from typing import Any, final
 
 import numpy as np
 
-from prejit.compiler.base.suggestions import few
 from prejit.compiler.lowering.user.trace_inputs import is_installed
+from prejit.runtime.base.wording import few
 from prejit.runtime.errors import BuildError
 
 _CLOCKS = (

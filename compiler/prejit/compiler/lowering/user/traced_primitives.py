@@ -19,6 +19,7 @@ from jax.extend.mlir import ir as mlir_ir
 from jax.extend.mlir.dialects import stablehlo as mlir_stablehlo
 
 from prejit.compiler.base.python_source import PACKAGES
+from prejit.runtime.base.wording import shortened
 
 CALLBACKS = {
     "debug_print": "jax.debug.print",
@@ -117,7 +118,7 @@ def differing_line(first: bytes, second: bytes) -> str:
     """Return the first line of StableHLO in which two portable programs differ, from both."""
     for one, other in zip_longest(_lines(first), _lines(second), fillvalue="nothing"):
         if one != other:
-            return f"{_short(one)}, then {_short(other)}"
+            return f"{shortened(one, 200)}, then {shortened(other, 200)}"
     return "their form"
 
 
@@ -160,7 +161,3 @@ def _lines(portable: bytes) -> list[str]:
     with jax.interpreters.mlir.make_ir_context():
         module = stablehlo.deserialize_portable_artifact(ir.Context.current, portable)
         return [line.strip() for line in str(module).splitlines()]
-
-
-def _short(line: str) -> str:
-    return line if len(line) <= 200 else f"{line[:200]}..."

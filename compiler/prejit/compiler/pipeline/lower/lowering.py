@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import zstandard
 
-from prejit.compiler.base.suggestions import few
 from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.native.products import Product, called
@@ -34,6 +33,7 @@ from prejit.compiler.pipeline.program_keys import content_of, native_key, own_lo
 from prejit.compiler.pipeline.workspace import UserCode, Workspace
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.store_interface import Store
+from prejit.runtime.base.wording import few
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.bundle_schema import Segment
 
