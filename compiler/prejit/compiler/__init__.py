@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from prejit.compiler.manifest.reading import read_manifest
     from prejit.compiler.pipeline.build_interface import Built
     from prejit.compiler.pipeline.reuse import PlannedExecutable
-    from prejit.compiler.targets.target_table import GpuTable, TargetTable
+    from prejit.compiler.targets.target_classes import GpuTable
+    from prejit.compiler.targets.target_table import TargetTable
     from prejit.runtime.errors import BuildError, CheckpointError, ManifestError, NetworkError
     from prejit.runtime.format.arrays import Mesh
 
@@ -42,7 +43,8 @@ _HOMES = {
     "prejit.compiler.manifest.reading": ("read_manifest",),
     "prejit.compiler.pipeline.reuse": ("PlannedExecutable",),
     "prejit.compiler.pipeline.build_interface": ("Built",),
-    "prejit.compiler.targets.target_table": ("GpuTable", "TargetTable"),
+    "prejit.compiler.targets.target_classes": ("GpuTable",),
+    "prejit.compiler.targets.target_table": ("TargetTable",),
     "prejit.runtime.errors": ("BuildError", "CheckpointError", "ManifestError", "NetworkError"),
     "prejit.runtime.format.arrays": ("Mesh",),
 }

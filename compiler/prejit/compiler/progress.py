@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TextIO, cast, final
 
+from prejit.runtime.base.wording import few
+
 HEARTBEAT_SECONDS = 10.0
 """Longest time without a line while something runs."""
 
@@ -272,10 +274,9 @@ class Plain(Progress):
                     continue
                 wait = self._heartbeat_seconds
                 if running := self._running():
-                    labels = ", ".join(f"{label} ({past:.0f} s)" for label, past in running[:4])
-                    more = f" and {len(running) - 4} more" if len(running) > 4 else ""
+                    labels = few([f"{label} ({past:.0f} s)" for label, past in running], 4)
                     count = f"; {self._count()}" if self._total else ""
-                    self._tell(f"still {labels}{more}{count}")
+                    self._tell(f"still {labels}{count}")
 
 
 @final

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import resource
 import sys
@@ -21,6 +20,7 @@ from prejit.runtime.base.process_facts import TRUST_VARIABLE, free_memory_bytes
 from prejit.runtime.base.typed_json import from_any_json
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import AnswerError, PrejitError, RejectError
+from prejit.runtime.format.bundle_schema import smallest_call
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.trust.first_load import become_child, begun_manifests
@@ -90,9 +90,7 @@ def _run_one(bundle: Bundle) -> None:
     elif bundle.config.encoder is not None:
         bundle.encode([[0]])
     else:
-        programs = [program for program in bundle.config.programs if program.kind == "call"]
-        smallest = min(programs, key=lambda program: math.prod(program.bucket.values()))
-        bundle.runner_with_zeros(smallest)()
+        bundle.runner_with_zeros(smallest_call(bundle.config.programs))()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from prejit.compiler.base.suggestions import shown
+from prejit.runtime.base.typed_json import depth
 from prejit.runtime.errors import CheckpointError
 
 MAX_BYTES = 16 << 20
@@ -33,7 +34,8 @@ def read_json(file: Path, hint: str | None = None) -> Any:
             raise ValueError(f"expected at most {MAX_BYTES} bytes, found more")
         # Not json.loads(content), which guesses among UTF-8, UTF-16 and UTF-32.
         value = json.loads(content.decode(), parse_constant=_no_constant)
-        _check_depth(value)
+        if depth(value) > MAX_DEPTH:
+            raise ValueError(f"nested too deeply: expected at most {MAX_DEPTH} levels, found more")
     except FileNotFoundError as error:
         raise CheckpointError(f"{file}: expected a file, found none", hint=hint) from error
     except (OSError, ValueError, RecursionError) as error:
@@ -73,17 +75,3 @@ def read_list(file: Path, hint: str | None = None) -> list[Any]:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"expected JSON, which has no {name}")
-
-
-def _check_depth(value: Any) -> None:
-    """Raise ValueError if lists and objects are nested deeper than MAX_DEPTH."""
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
-    if level:
-        raise ValueError(f"nested too deeply: expected at most {MAX_DEPTH} levels, found more")

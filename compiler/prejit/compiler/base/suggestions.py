@@ -1,4 +1,4 @@
-"""How errors show a value, and suggest the name that was probably meant."""
+"""How errors show values, and suggest the name that was probably meant."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from prejit.runtime.base.wording import nearest
+from prejit.runtime.base.wording import nearest, shortened
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -25,7 +25,7 @@ def shown(value: Any) -> str:
     text = text.encode(
         errors="backslashreplace"
     ).decode()  # half a surrogate pair cannot be printed
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shortened(text, 60)
 
 
 def counted(number: int, noun: str) -> str:

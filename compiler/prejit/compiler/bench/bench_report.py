@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.typed_json import from_plain
-from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.errors import UsageError
 from prejit.runtime.programs.ready_programs import ProgramReport
 
 REPORT_VERSION = 1
@@ -155,13 +156,10 @@ def read(path: str) -> BenchReport:
         StoreError: the file cannot be read.
         UsageError: it is not such a report.
     """
-    try:
+    with store_errors(
+        path, "read a baseline", hint=f"save one with `prejit bench BUNDLE -o {path}`"
+    ):
         content = Path(path).read_bytes()
-    except OSError as error:
-        raise StoreError(
-            f"{path}: cannot read a baseline: {error.strerror}",
-            hint=f"save one with `prejit bench BUNDLE -o {path}`",
-        ) from error
     try:
         plain = json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -9,7 +9,6 @@ probe.
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -44,6 +43,7 @@ from prejit.compiler.bench.probes import (
 from prejit.runtime.base.child_process import run_child
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import ProcessError
+from prejit.runtime.format.bundle_schema import smallest_call
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 
@@ -105,8 +105,7 @@ def _use_once(bundle: Bundle) -> tuple[str, dict[str, Any]]:
         sentence = random_prompt(length, bundle.encoder.encoder.vocab_size, 0)
         what = f"a sentence of {length} tokens"
         return what, {"program": None, "prompt": sentence, "new_tokens": 0}
-    programs = [program for program in bundle.config.programs if program.kind == "call"]
-    smallest = min(programs, key=lambda program: math.prod(program.bucket.values()))
+    smallest = smallest_call(bundle.config.programs)
     what = f"{smallest.name} on zeros"
     return what, {"program": smallest.name, "prompt": [], "new_tokens": 0}
 

@@ -15,7 +15,7 @@ from prejit.compiler.checking.subject import TOLERANCE, Finding, Subject, differ
 from prejit.compiler.checkpoint.tensor_files import read_parameters
 from prejit.compiler.lowering.user.modules import UserModules
 from prejit.compiler.lowering.user.own_decoder import CHECK_MODEL, find_model
-from prejit.compiler.manifest.manifest import Model
+from prejit.compiler.manifest.manifest import Model, names_object
 from prejit.compiler.models.parameters import Parametrized
 from prejit.runtime.errors import ManifestError, UsageError
 
@@ -173,13 +173,8 @@ def check_user_model(
     parameters = None if params is None else read_parameters(params)
     modules = UserModules(Path.cwd())
     try:
-        found = find_model(
-            Model(module=_name("MODEL", model), impure=True),
-            "check-model",
-            parameters,
-            modules,
-            _nested,
-        )
+        named = Model(module=_name("MODEL", model), impure=True)
+        found = find_model(named, "check-model", parameters, modules)
         reference = None
         if against is not None:
             reference = modules.find(
@@ -214,8 +209,7 @@ def _name(what: str, name: str) -> str:
     Raises:
         UsageError: it has another form.
     """
-    module, _, attribute = name.partition(":")
-    if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
+    if not names_object(name):
         raise UsageError(
             f"check-model: {what}: expected package.module:attribute, found {name!r}",
             hint="model:decoder is the object `decoder` of model.py in this directory",
@@ -232,9 +226,3 @@ def _without_manifest(text: str) -> str:
     ):
         text = text.replace(name, here)
     return text
-
-
-def _nested(weights: Mapping[str, Any]) -> Any:
-    from flax import traverse_util
-
-    return traverse_util.unflatten_dict(dict(weights), sep=".")

@@ -25,6 +25,7 @@ from prejit.compiler.base.json_file import read_json
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.checkpoint.tensor_files import Tensor, tensors
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
+from prejit.runtime.base.wording import few
 from prejit.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -280,7 +281,7 @@ def _shards(index: Path) -> list[Path]:
     shards = [index.parent / name for name in sorted(set(files.values()))]
     if missing := [shard.name for shard in shards if not shard.is_file()]:
         raise CheckpointError(
-            f"{index}: expected {len(shards)} files beside it, missing {_listed(missing)}",
+            f"{index}: expected {len(shards)} files beside it, missing {few(missing, _SHOWN)}",
             hint="fetch the missing shards into the same directory",
         )
     return shards
@@ -356,9 +357,9 @@ def _tie(found: dict[str, _Source], copy: str, naming: Naming) -> list[str]:
 def _misfits(found: Mapping[str, _Source], parameters: Mapping[str, Parameter]) -> Iterable[str]:
     """Yield what is missing, unexpected, or of another shape than the module's parameters."""
     if missing := sorted(parameters.keys() - found.keys()):
-        yield f"missing {_listed(missing)}"
+        yield f"missing {few(missing, _SHOWN)}"
     if unexpected := sorted(found[name].published for name in found.keys() - parameters.keys()):
-        yield f"unexpected {_listed(unexpected)}"
+        yield f"unexpected {few(unexpected, _SHOWN)}"
     wrong = [
         f"{found[name].published} in {found[name].tensor.path.name} "
         f"(expected {list(parameter.shape)}, found {list(found[name].shape)})"
@@ -366,7 +367,7 @@ def _misfits(found: Mapping[str, _Source], parameters: Mapping[str, Parameter]) 
         if name in found and found[name].shape != parameter.shape
     ]
     if wrong:
-        yield f"of the wrong shape {_listed(wrong)}"
+        yield f"of the wrong shape {few(wrong, _SHOWN)}"
 
 
 def _hint(published: Iterable[Tensor], *, complete: bool) -> str:
@@ -383,10 +384,4 @@ def _hint(published: Iterable[Tensor], *, complete: bool) -> str:
 def _other_formats(directory: Path) -> tuple[str, str | None]:
     """Return the names of files with weights that are not read, and the hint for one of them."""
     names = sorted(path.name for path in directory.glob("*") if path.suffix in _OTHER_FORMATS)
-    return _listed(names) or "none", _OTHER_FORMATS[Path(names[0]).suffix] if names else None
-
-
-def _listed(items: list[str]) -> str:
-    """Return the first items, and the number of the others."""
-    more = len(items) - _SHOWN
-    return ", ".join(items[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return few(names, _SHOWN) or "none", _OTHER_FORMATS[Path(names[0]).suffix] if names else None

@@ -309,6 +309,7 @@ def _print_plan(executables: Sequence[PlannedExecutable]) -> None:
     """Print one row for each program, one column for each target; reasons below, once each."""
     from prejit.compiler.pipeline.reuse import reasons
     from prejit.compiler.store.directory_store import LOCAL
+    from prejit.runtime.base.wording import aligned
 
     targets = list(dict.fromkeys(each.target.name for each in executables))
     states: dict[str, dict[str, str]] = {}
@@ -320,11 +321,7 @@ def _print_plan(executables: Sequence[PlannedExecutable]) -> None:
     rows = [["program", *targets]] + [
         [name, *(cells[target] for target in targets)] for name, cells in states.items()
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        click.echo(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
+    click.echo(aligned(rows))
     if found := reasons(executables):
         click.echo("\nwhy:")
     for reason, count in found.items():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from prejit.runtime.base.wording import size, table
+from prejit.runtime.base.wording import shortened, size, table
 from prejit.runtime.cli.bundle_references import with_all_targets
 from prejit.runtime.cli.command_options import (
     BUNDLE,
@@ -172,7 +172,7 @@ def _print_difference(found: BundleDifference) -> None:
         click.echo(f"{target}: built with {', '.join(changes)}")
     for target, axes in found.requirements.items():
         for name, (was, now) in axes.items():
-            click.echo(f"{target}: needs {name} {_short(now)}, needed {_short(was)}")
+            click.echo(f"{target}: needs {name} {shortened(now, 60)}, needed {shortened(was, 60)}")
     for target, layers in found.layers.items():
         for name, sizes in layers.items():
             layer = name.removeprefix("application/vnd.prejit.")
@@ -195,7 +195,7 @@ def _lines(each: ProgramDifference) -> list[str]:
     """Return what differs in a program, a line for each kind."""
     lines = []
     for name, (was, now) in [*each.fields.items()][:_SHOWN]:
-        lines.append(f"{name}: {_short(was)} -> {_short(now)}")
+        lines.append(f"{name}: {shortened(was, 60)} -> {shortened(now, 60)}")
     if each.has_new_program:
         lines.append(
             f"StableHLO: {_most_changed(each.operations)}"
@@ -236,10 +236,6 @@ def _most_changed(counts: dict[str, tuple[int, int]]) -> str:
 def _sizes(sides: tuple[int, int]) -> str:
     was, now = sides
     return f"{size(was)}, as before" if was == now else f"{size(was)} -> {size(now)}"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _print_speed(speed: Speed) -> None:
@@ -305,7 +301,7 @@ def fleet(path: str, directory: str, page: str | None, on_mismatch: str, as_json
 
 def _fleet_text(report: FleetReport) -> str:
     """Return the report of a fleet as text for a terminal."""
-    from prejit.compiler.fleet.fleet_machines import few
+    from prejit.runtime.base.wording import few
 
     parts = [
         table(

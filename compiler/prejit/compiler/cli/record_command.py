@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from prejit.compiler.cli.build_commands import FILE, PATH
-from prejit.runtime.cli.command_options import JSON, VERBOSE
+from prejit.runtime.cli.command_options import COMMAND, JSON, VERBOSE
 from prejit.runtime.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -24,14 +24,7 @@ if TYPE_CHECKING:
     "End a server with Ctrl-C or SIGTERM; the bundle is written then. `prejit run` gives it to the program. "
     "The exit status is that of COMMAND."
 )
-@click.argument(
-    "command",
-    nargs=-1,
-    required=True,
-    type=click.UNPROCESSED,
-    metavar="-- COMMAND...",
-    help="The program's command and its arguments.",
-)
+@COMMAND
 @click.option(
     "-o",
     "--output",

@@ -73,7 +73,7 @@ def rollout(
 
 def _plan_text(plan: RolloutPlan) -> str:
     """Return a plan as text for a terminal."""
-    from prejit.compiler.fleet.fleet_machines import few
+    from prejit.runtime.base.wording import few
 
     rows = [
         (

@@ -39,6 +39,7 @@ from prejit.compiler.compile.executor import (
     give_error,
     give_result,
     need_of,
+    pass_on,
 )
 from prejit.compiler.compile.pool import WorkerPool, default_workers
 from prejit.compiler.compile.schedule import Cancel, GiveUp, Loss, Need, Schedule, Start
@@ -416,7 +417,7 @@ class ClusterExecutor:
             )
         except _OtherCpuError:
             self._progress.add(-1)  # the pool counts it again
-            _follow(self._here.submit(job), future)
+            self._here.submit(job).add_done_callback(partial(pass_on, future))
         except Exception as error:
             give_error(self._progress, job, future, error)
         else:
@@ -437,20 +438,6 @@ class ClusterExecutor:
 
 def _needs_own_cpu(job: CompileJob) -> bool:
     return job.target.platform == "cpu" and not job.toolchain.is_exact
-
-
-def _follow(first: Future[Compiled], then: Future[Compiled]) -> None:
-    """Give a future the outcome of another."""
-
-    def pass_on(done: Future[Compiled]) -> None:
-        if done.cancelled():
-            then.set_exception(CancelledError())
-        elif (error := done.exception()) is not None:
-            then.set_exception(error)
-        else:
-            then.set_result(done.result())
-
-    first.add_done_callback(pass_on)
 
 
 def _own_addresses() -> frozenset[str]:

@@ -9,9 +9,8 @@ from typing import Any
 
 from prejit.compiler.compile.worker.code_summary import CodeSummary, summarize
 from prejit.runtime.device.portable import Operations, operations
-from prejit.runtime.format.blobs import read_whole
+from prejit.runtime.format.blobs import Layer, read_whole
 from prejit.runtime.format.bundle_schema import ProgramEntry, Segment
-from prejit.runtime.format.checks.layers import unpack
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, PORTABLE_MEDIA_TYPE
 from prejit.runtime.format.opening import Contents, match, read_contents
@@ -129,9 +128,7 @@ def read_bundle(path: str | os.PathLike[str]) -> ReadBundle:
     def frame(target: ReadTarget, media_type: str, segment: Segment) -> bytes:
         with Layout(path) as layout:
             at = target.contents.manifest.layer(media_type)
-            pack = layout.map_blob(at.digest, at.size)
-            piece = pack[segment.offset : segment.offset + segment.size]
-            return unpack(piece, segment, layout.blob_path(at.digest))
+            return Layer.in_layout(layout, at).unpack(segment)
 
     return ReadBundle(os.fspath(path), digest, _by_name(targets), frame)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, suppress
 from typing import Any, Protocol
 
@@ -88,6 +88,16 @@ def give_error(
         progress.failed(job.program, job.target.name, str(error).partition(OUTPUT_MARK)[0])
     finally:
         future.set_exception(kind(f"{job.program} for {job.target.name}: {error}", hint=hint))
+
+
+def pass_on(future: Future[Compiled], ended: Future[Compiled]) -> None:
+    """Give a future the outcome of another one that has ended."""
+    if ended.cancelled():
+        future.set_exception(CancelledError())
+    elif (error := ended.exception()) is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(ended.result())
 
 
 def find_compiled(store: Store, key: Key) -> Compiled | None:

@@ -12,10 +12,8 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import final
 
 from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
@@ -35,6 +33,10 @@ from prejit.compiler.compile.worker_process import (
 )
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.store.store_interface import Store
+from prejit.runtime.base.process_facts import free_memory_bytes
+
+_available_bytes = partial(free_memory_bytes, with_files=True)
+"""Memory that holds files goes to the worker that needs it."""
 
 _SWITCH_SECONDS = 1.0
 """Time to start a worker of another jax or platform: its jobs are taken if they last that much longer."""
@@ -276,21 +278,3 @@ class WorkerPool:
             with self._changed:
                 self._workers.discard(worker)
             worker.release()
-
-
-def _available_bytes() -> int:
-    """Return the memory that this process may still take, given the machine and its control group."""
-    limits = [1 << 40]  # where nothing is known, cores are the limit
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                limits.append(int(line.split()[1]) * 1024)
-    with suppress(OSError, ValueError, KeyError):  # "max", where there is no limit, is a ValueError
-        group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip()
-        directory = Path("/sys/fs/cgroup", group.lstrip("/"))
-        limit = int((directory / "memory.max").read_text())
-        used = int((directory / "memory.current").read_text())
-        # Memory that holds files goes to whoever needs it.
-        stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-        limits.append(limit - used + int(stat["active_file"]) + int(stat["inactive_file"]))
-    return max(0, min(limits))

@@ -170,14 +170,14 @@ class Schedule:
         self.drop(found.job)
         return True
 
-    def lost(self, attempt: int, loss: Loss, node: str = "") -> None:
+    def lost(self, attempt: int, loss: Loss) -> None:
         """Note that an attempt ended without an answer: its job starts again, or is given up."""
         found = self._attempts.get(attempt)
         if found is None:
             return
         self._end(attempt)
         job = self._jobs[found.job]
-        job.losses.append((loss, node or found.node))
+        job.losses.append((loss, found.node))
         if loss is Loss.MEMORY:
             job.need = replace(job.need, bytes=2 * job.need.bytes)
         nodes = sum(kind is Loss.NODE for kind, _ in job.losses)

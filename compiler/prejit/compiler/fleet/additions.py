@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from typing import Any
 
-from prejit.compiler.fleet.fleet_machines import Group, Machine, group_machines, is_release
-from prejit.compiler.targets.target_classes import CUDA, PLUGINS, Gpu, Target, catalogue, chips
-from prejit.runtime.machine.compare import compare, preference
+from prejit.compiler.fleet.fleet_machines import Group, Machine, closest, group_machines, is_release
+from prejit.compiler.targets.target_classes import CUDA, PLUGINS, GpuTable, Target, catalogue, chips
+from prejit.compiler.targets.target_table import catalogue_targets_like
+from prejit.runtime.machine.compare import compare
 from prejit.runtime.machine.fingerprint import (
     PLATFORMS,
     Fingerprint,
@@ -90,10 +93,7 @@ def fewest_sets(masks: Sequence[int]) -> tuple[list[int], bool]:
 
 def union_of(masks: Iterable[int]) -> int:
     """Return the union of sets, each a bit mask."""
-    union = 0
-    for mask in masks:
-        union |= mask
-    return union
+    return reduce(operator.or_, masks, 0)
 
 
 def _greedy(masks: Sequence[int], kept: Sequence[int], left: int) -> list[int]:
@@ -238,9 +238,7 @@ def _like(machine: Machine) -> tuple[Target, str | None]:
     )
     if found.platform == "cpu":
         return target, None
-    known = [t for t in catalogue().values() if t.platform == found.platform]
-    alike = [t for t in known if t.device_kind == found.device_kind]
-    alike += [t for t in known if t.compute_capability == found.compute_capability]
+    alike = catalogue_targets_like(found)
     if found.platform == "tpu" and found.device_kind not in {t.device_kind for t in alike}:
         return target, 'add: generation = "...", as libtpu calls it'
     if not alike:
@@ -260,9 +258,7 @@ def obstacle(candidates: Sequence[Candidate], machine: Fingerprint) -> Verdict:
         if machine.platform not in PLATFORMS:
             axis = Axis("platform", "equal", " or ".join(PLATFORMS), machine.platform, False)
         return Verdict("any target", (axis,))
-    ranked = sorted(candidates, key=lambda c: preference(c.requirement, machine))
-    verdicts = [compare(c.target.name, c.requirement, machine) for c in ranked]
-    return min(verdicts, key=lambda verdict: verdict.distance)
+    return closest([(each.target.name, each.requirement) for each in candidates], machine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,7 +405,7 @@ def _toml(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, Gpu):
+    if isinstance(value, GpuTable):
         pairs = (f"{key} = {size}" for key, size in asdict(value).items())
         return f"{{ {', '.join(pairs)} }}"
     return str(value)

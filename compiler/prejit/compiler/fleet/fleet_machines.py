@@ -11,8 +11,9 @@ from textwrap import shorten
 from typing import Any
 
 from prejit.runtime.errors import PrejitError, StoreError, UsageError
-from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.verdict import Axis
+from prejit.runtime.machine.compare import compare, preference
+from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
+from prejit.runtime.verdict import Axis, Verdict
 
 _INFORMATION = ("cpu_model", "cpu_count", "memory_bytes")
 
@@ -121,6 +122,16 @@ def merge(machines: Iterable[Machine]) -> list[tuple[Machine, ...]]:
     return [tuple(merged) for merged in found.values()]
 
 
+def closest(targets: Iterable[tuple[str, Requirement]], machine: Fingerprint) -> Verdict:
+    """Return the verdict of the target that `load` would choose on a machine, or of the closest one.
+
+    Each target has its name and what it needs; there is one at least.
+    """
+    ranked = sorted(targets, key=lambda target: preference(target[1], machine))
+    verdicts = [compare(name, needs, machine) for name, needs in ranked]
+    return min(verdicts, key=lambda verdict: verdict.distance)
+
+
 def is_release(version: str) -> bool:
     """Whether a version is a release, which is what a manifest accepts for `jax`."""
     return re.fullmatch(r"\d+(\.\d+){1,3}", version) is not None
@@ -157,9 +168,3 @@ def group_machines(found: dict[tuple[str, tuple[Axis, ...]], list[str]]) -> tupl
 
 WIDTH = 60
 """Maximum characters of each value in a reason."""
-
-
-def few(names: Sequence[str], most: int = 3) -> str:
-    """Return the first names and the number of further ones."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

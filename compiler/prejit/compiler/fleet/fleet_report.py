@@ -12,14 +12,14 @@ from prejit.compiler.fleet.fleet_machines import (
     Group,
     Machine,
     Unreadable,
-    few,
+    closest,
     group_machines,
     merge,
 )
 from prejit.compiler.pages import render
-from prejit.compiler.targets.target_classes import Gpu
-from prejit.runtime.machine.compare import compare, preference
-from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
+from prejit.compiler.targets.target_classes import GpuTable
+from prejit.runtime.base.wording import few
+from prejit.runtime.machine.fingerprint import Requirement
 from prejit.runtime.verdict import Axis, Verdict
 
 
@@ -73,7 +73,7 @@ class FleetReport:
             "add": [
                 {
                     "table": {
-                        k: asdict(v) if isinstance(v, Gpu) else v for k, v in a.table.items()
+                        k: asdict(v) if isinstance(v, GpuTable) else v for k, v in a.table.items()
                     },
                     "toml": a.toml(),
                     "needs": a.needs(),
@@ -99,7 +99,7 @@ def explain_fleet(
     serves = {name: 0 for name, _ in targets}
     helpless = []
     for merged in classes:
-        verdict = _served(targets, merged[0].fingerprint)
+        verdict = closest(targets, merged[0].fingerprint)
         verdicts.update((machine.name, verdict) for machine in merged)
         groups[verdict.target, verdict.mismatches].extend(machine.name for machine in merged)
         if verdict.matches:
@@ -116,13 +116,6 @@ def explain_fleet(
         beyond_help=beyond_help,
         unreadable=tuple(unreadable),
     )
-
-
-def _served(targets: Sequence[tuple[str, Requirement]], machine: Fingerprint) -> Verdict:
-    """Return the verdict of the target that `load` would choose on a machine, or of the closest one."""
-    ranked = sorted(targets, key=lambda target: preference(target[1], machine))
-    verdicts = [compare(name, needs, machine) for name, needs in ranked]
-    return min(verdicts, key=lambda verdict: verdict.distance)
 
 
 def fleet_page(bundle: str, digest: str, fleet: str, report: FleetReport) -> str:

@@ -76,10 +76,10 @@ def value_problems(data: dict[str, Any], directory: Path) -> Problems:
     yield from _generate_problems(_table(data.get("generate")))
     yield from _encode_problems(_table(data.get("encode")))
     programs = data.get("program")
-    for index, program in enumerate(programs if isinstance(programs, list) else ()):
+    for index, program in enumerate(_items(programs)):
         for where, problem in _program_problems(_table(program), directory):
             yield ("program", index, *where), problem
-    yield from _repeated("program", programs)
+    yield from _repeated_names(programs)
     yield from _library_problems(data, directory)
     yield from _mesh_problems(data)
     yield from _number_problems(data)
@@ -89,20 +89,17 @@ def _number_problems(data: dict[str, Any]) -> Problems:
     """Find the section with which the manifest passes MAX_PROGRAMS, counted from the first."""
     generate, encode = _table(data.get("generate")), _table(data.get("encode"))
     # Each batch and context has prefill, decode, verify and two copies: see specs.py.
-    contexts = _length(generate.get("batch")) * _length(generate.get("context"))
+    batches, contexts, prompts, sources = (
+        len(_items(generate.get(name))) for name in ("batch", "context", "prompt", "source")
+    )
     counts: list[tuple[KeyPath, int]] = [
-        (
-            ("generate",),
-            contexts * (_length(generate.get("prompt")) + 4 + _length(generate.get("source"))),
-        ),
-        (("encode", "shapes"), 3 * _length(encode.get("shapes"))),
+        (("generate",), batches * contexts * (prompts + 4 + sources)),
+        (("encode", "shapes"), 3 * len(_items(encode.get("shapes")))),
     ]
-    programs = data.get("program")
-    for index, program in enumerate(programs if isinstance(programs, list) else ()):
-        sizes = [*_table(_table(program).get("buckets")).values()]
-        sizes += _table(_table(program).get("static")).values()
-        sizes += [_table(program).get("repeat") or [1]]
-        counts.append((("program", index), math.prod(map(_length, sizes))))
+    for index, program in enumerate(map(_table, _items(data.get("program")))):
+        sizes = [*_table(program.get("buckets")).values(), *_table(program.get("static")).values()]
+        sizes += [program.get("repeat") or [1]]
+        counts.append((("program", index), math.prod(len(_items(each)) for each in sizes)))
     total = 0
     for where, count in counts:
         total += count
@@ -117,10 +114,6 @@ def _number_problems(data: dict[str, Any]) -> Problems:
 def _wrong(wanted: str, found: Any, guess: str = "") -> str:
     """Return the problem with a value."""
     return f"expected {wanted}; found {shown(found)}{guess}"
-
-
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, list) else 0
 
 
 def _encode_problems(encode: dict[str, Any]) -> Problems:
@@ -234,7 +227,7 @@ def _params_problems(params: str, directory: Path) -> Problems:
 
 def _reads_problems(reads: Any, directory: Path) -> Iterator[tuple[int, str]]:
     """Find paths that do not exist; a glob pattern may match nothing yet."""
-    for index, name in enumerate(reads if isinstance(reads, list) else ()):
+    for index, name in enumerate(_items(reads)):
         if not isinstance(name, str) or (re.search(r"[*?\[]", name) and "\0" not in name):
             continue
         path = directory / name
@@ -317,7 +310,7 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
             isinstance(named, str) and named != UNCHECKED
         ):  # of Python; pydantic reports it in a file
             yield (key,), _wrong(expected(f"program[].{key}"), named)
-        for index, variable in enumerate(named if isinstance(named, list) else ()):
+        for index, variable in enumerate(_items(named)):
             if variable not in (*buckets, UNCHECKED):
                 yield (key, index), undefined(str(variable), buckets)
     mask = program.get("mask")
@@ -334,13 +327,11 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
 
 
 def _library_problems(data: dict[str, Any], directory: Path) -> Problems:
-    libraries, targets = data.get("library"), data.get("target")
-    found = [_table(each).get("name") for each in (targets if isinstance(targets, list) else ())]
+    found = [_table(each).get("name") for each in _items(data.get("target"))]
     names = {name for name in found if isinstance(name, str)}
     # A target that was made in Python has its version of jax in its name.
     names |= {re.sub(r"-jax[\d.]+$", "", name) for name in names}
-    for index, each in enumerate(libraries if isinstance(libraries, list) else ()):
-        library = _table(each)
+    for index, library in enumerate(map(_table, _items(data.get("library")))):
         path, handlers, wanted = (library.get(key) for key in ("path", "handlers", "targets"))
         where = ("library", index)
         if isinstance(path, str) and not os.path.isfile(directory / path):
@@ -354,7 +345,7 @@ def _library_problems(data: dict[str, Any], directory: Path) -> Problems:
                         (*where, "handlers", name),
                         f"expected letters, digits and . _ - $; found {shown(text)}",
                     )
-        for place, name in enumerate(wanted if isinstance(wanted, list) else ()):
+        for place, name in enumerate(_items(wanted)):
             if isinstance(name, str) and name not in names:
                 guess = did_you_mean(name, sorted(names))
                 yield (
@@ -389,7 +380,7 @@ def key_problems(key: str, given: Any, args: Any) -> Problems:
 
 
 def _repeated_items(key: str, given: Any) -> Problems:
-    items = given if isinstance(given, list) else []
+    items = _items(given)
     for index, item in enumerate(items):
         if item in items[:index] and isinstance(item, str | int):
             yield (key, index), f"expected each once; found {shown(item)} again"
@@ -439,28 +430,27 @@ def _size_problems(sizes: Any) -> Problems:
         return
     if not sizes:
         yield (), f"expected {SIZES}; found []"
-    first: dict[int, int] = {}
+    seen = set[int]()
     for index, size in enumerate(sizes):
         if type(size) is not int:
             continue
         if not 0 < size <= MAX_SIZE:
             yield (index,), _wrong(SIZE, size)
-        if size in first:
+        if size in seen:
             yield (index,), f"expected each size once; found {shown(size)} again"
-        first.setdefault(size, index)
+        seen.add(size)
 
 
-def _repeated(section: str, entries: Any) -> Problems:
+def _repeated_names(programs: Any) -> Problems:
     first: dict[str, int] = {}
-    for index, entry in enumerate(entries if isinstance(entries, list) else ()):
-        name = _table(entry).get("name")
-        if not isinstance(name, str):
-            continue
-        if name in first:
-            other = f"{section}[{first[name]}].name"
-            problem = f"expected each name once; found {shown(name)}, which is {other} too"
-            yield (section, index, "name"), problem
-        first.setdefault(name, index)
+    for index, program in enumerate(_items(programs)):
+        name = _table(program).get("name")
+        if isinstance(name, str) and (other := first.setdefault(name, index)) != index:
+            known = f"which is program[{other}].name too"
+            yield (
+                ("program", index, "name"),
+                f"expected each name once; found {shown(name)}, {known}",
+            )
 
 
 def _leaves(tree: Any, where: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
@@ -474,6 +464,10 @@ def _leaves(tree: Any, where: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
 
 def _table(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def is_int_list(value: Any) -> TypeGuard[list[int]]:

@@ -33,7 +33,8 @@ from prejit.compiler.manifest.manifest import (
 )
 from prejit.compiler.manifest.manifest_checks import OWN_NAMES, Problems, is_int_list
 from prejit.compiler.manifest.shape_string import MAX_SIZE
-from prejit.compiler.targets.target_table import GpuTable, TargetTable
+from prejit.compiler.targets.target_classes import GpuTable
+from prejit.compiler.targets.target_table import TargetTable
 from prejit.compiler.targets.target_table import names as target_names
 from prejit.runtime.base.wording import nearest
 from prejit.runtime.format.arrays import MESH_AXES

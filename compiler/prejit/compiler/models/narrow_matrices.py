@@ -17,14 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES
+from prejit.compiler.models.jaxpr_evaluation import INLINED, bind, called, evaluate
 from prejit.compiler.models.layers import kernel_calls, linear, product_forms
 from prejit.compiler.native.products import KERNEL, Product
-
-INLINED = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2")
-"""Primitives that call a jaxpr with their own operands."""
 
 
 @jax.tree_util.register_dataclass
@@ -100,32 +97,16 @@ def call_narrow(
     wide = jax.eval_shape(lambda: {name: each.widened() for name, each in matrices.items()})
     traced, result = jax.make_jaxpr(function, return_shape=True)(wide, *arguments)
     ordered = [matrices[name] for name in sorted(matrices)]
-    found = _evaluate(traced, [*ordered, *jax.tree.leaves(arguments)])
+    found = evaluate(traced, [*ordered, *jax.tree.leaves(arguments)], _apply)
     return jax.tree.unflatten(jax.tree.structure(result), map(_wide, found))
 
 
-def _evaluate(closed: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
-    """Return the results of a jaxpr. Arguments and results may be narrow matrices."""
-    jaxpr = closed.jaxpr
-    known: dict[Any, Any] = dict(
-        zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments), strict=True)
-    )
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else known[atom]
-
-    for equation in jaxpr.eqns:
-        given = [read(atom) for atom in equation.invars]
-        known.update(zip(equation.outvars, _apply(equation, given), strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
 def _apply(equation: Any, given: list[Any]) -> Sequence[Any]:
-    """Return the results of one operation."""
+    """Return the results of one operation. Operands and results may be narrow matrices."""
     name, narrow = equation.primitive.name, [isinstance(each, NarrowMatrix) for each in given]
     if any(narrow):
         if name in INLINED:
-            return _evaluate(called(equation), given)
+            return evaluate(called(equation), given, _apply)
         if name == "scan":
             return _scan(equation, given)
         if name == "transpose":
@@ -135,16 +116,7 @@ def _apply(equation: Any, given: list[Any]) -> Sequence[Any]:
             product = _product(equation, given, narrow.index(True))
             if product is not None:
                 return [product]
-    parameters = equation.primitive.get_bind_params(equation.params)
-    with equation.ctx.manager:
-        results = equation.primitive.bind(*map(_wide, given), **parameters)
-    return results if equation.primitive.multiple_results else [results]
-
-
-def called(equation: Any) -> ClosedJaxpr:
-    """Return the jaxpr that an operation of INLINED, or a loop, calls."""
-    held = next(each for each in equation.params.values() if isinstance(each, ClosedJaxpr | Jaxpr))
-    return held if isinstance(held, ClosedJaxpr) else ClosedJaxpr(held, ())
+    return bind(equation, list(map(_wide, given)))
 
 
 def _product(equation: Any, given: list[Any], place: int) -> jax.Array | None:
@@ -229,7 +201,7 @@ def _scan(equation: Any, given: list[Any]) -> Sequence[Any]:
 
     def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
         inside = [each.of_slices if isinstance(each, NarrowMatrix) else each for each in slices]
-        found = [_wide(each) for each in _evaluate(body, [*constants, *carry, *inside])]
+        found = [_wide(each) for each in evaluate(body, [*constants, *carry, *inside], _apply)]
         return found[: len(carry)], found[len(carry) :]
 
     last, stacked = lax.scan(

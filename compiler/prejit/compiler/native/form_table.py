@@ -11,7 +11,6 @@ reads three tables. The first that has a product decides:
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -26,8 +25,9 @@ from prejit.compiler.base.suggestions import did_you_mean, shown
 from prejit.compiler.native.kernel_library import SOURCES, KernelLibrary
 from prejit.compiler.native.products import Product
 from prejit.compiler.targets.toolchain import Toolchain
+from prejit.runtime.base.files import digest_of, store_errors
 from prejit.runtime.base.written_files import locking, write_file
-from prejit.runtime.errors import RejectError, StoreError
+from prejit.runtime.errors import RejectError
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 VERSION = 1
@@ -140,10 +140,8 @@ def _sources_digest(sources: Path) -> str:
             found[name] = (sources / name).read_bytes()
             left += re.findall(r'^#include "([^"/]+)"', found[name].decode("utf-8"), re.MULTILINE)
             left.append(f"{Path(name).stem}.cc")
-    hasher = hashlib.sha256()
-    for name, content in sorted(found.items()):
-        hasher.update(f"{name}\0{len(content)}\0".encode() + content)
-    return f"sha256:{hasher.hexdigest()}"
+    parts = (f"{name}\0{len(found[name])}\0".encode() + found[name] for name in sorted(found))
+    return digest_of(b"".join(parts))
 
 
 def read_table(path: Path) -> FormTable:
@@ -153,13 +151,12 @@ def read_table(path: Path) -> FormTable:
         StoreError: the file cannot be read.
         RejectError: the file is no form table.
     """
-    try:
+    with store_errors(
+        path,
+        "read the table of forms",
+        hint="give --forms the forms.json of a build cache, or leave it out",
+    ):
         content = path.read_bytes()
-    except OSError as error:
-        raise StoreError(
-            f"{path}: cannot read the table of forms: {error.strerror}",
-            hint="give --forms the forms.json of a build cache, or leave it out",
-        ) from error
     try:
         return FormTable(tuple(_entries(json.loads(content))))
     except (ValueError, RecursionError) as error:
@@ -283,15 +280,14 @@ def _without_old(table: FormTable) -> FormTable:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold the lock of a table's file, so that no other build changes it meanwhile."""
-    try:
+    with store_errors(
+        path,
+        "write",
+        hint="give --cache DIR, or set PREJIT_CACHE to a directory that you can write",
+    ):
         lock = os.open(
             path.with_name(f".{path.name}.lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666
         )
-    except OSError as error:
-        raise StoreError(
-            f"{path}: cannot write: {error.strerror}",
-            hint="give --cache DIR, or set PREJIT_CACHE to a directory that you can write",
-        ) from error
     with locking(lock):
         yield
 

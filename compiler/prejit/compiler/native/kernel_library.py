@@ -8,10 +8,10 @@ run in one process. One compiler makes the same bytes from the same sources, whe
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import tempfile
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -30,8 +30,8 @@ from prejit.compiler.store.own_code import KERNELS, code_digest
 from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets.target_classes import Target, catalogue
 from prejit.compiler.targets.toolchain import Toolchain
-from prejit.runtime.base.files import digest_of
-from prejit.runtime.errors import BuildError, StoreError
+from prejit.runtime.base.files import digest_of, store_errors
+from prejit.runtime.errors import BuildError
 from prejit.runtime.format.bundle_schema import Kernels
 from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.format.names import KERNEL_PREFIX
@@ -334,7 +334,7 @@ def _key(toolchain: Toolchain, level: str, compiler: Compiler, sources: Path, he
             ("flags", " ".join((*_COMPILE_FLAGS, *compiler.flags))),
             ("link flags", " ".join((*_LINK_FLAGS, *compiler.link_flags))),
             ("environment", deciding_environment(os.environ)),
-            ("FFI headers", _digest_of_files(headers, "xla/ffi/api/*.h")),
+            ("FFI headers", _digest_of_files(headers.glob("xla/ffi/api/*.h"))),
             *(
                 (f"source {file.name}", digest_of(_read(file)))
                 for file in sorted((*sources.glob("*.cc"), *sources.glob("*.h")))
@@ -343,18 +343,14 @@ def _key(toolchain: Toolchain, level: str, compiler: Compiler, sources: Path, he
     )
 
 
-def _digest_of_files(directory: Path, pattern: str) -> str:
-    hasher = hashlib.sha256()
-    for file in sorted(directory.glob(pattern)):
-        hasher.update(file.name.encode() + b"\0" + digest_of(_read(file)).encode() + b"\0")
-    return f"sha256:{hasher.hexdigest()}"
+def _digest_of_files(files: Iterable[Path]) -> str:
+    lines = (f"{file.name}\0{digest_of(_read(file))}\0" for file in sorted(files))
+    return digest_of("".join(lines).encode())
 
 
 def _read(path: Path) -> bytes:
-    try:
+    with store_errors(path, "read"):
         return path.read_bytes()
-    except OSError as error:
-        raise StoreError(f"{path}: cannot read: {error.strerror}") from error
 
 
 def _find(cache: Store, key: Key) -> KernelLibrary | None:

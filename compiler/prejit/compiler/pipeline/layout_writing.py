@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prejit.runtime.base.files import digest_file, digest_of, is_digest
+from prejit.runtime.base.files import digest_file, digest_of, is_digest, store_errors
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError
@@ -62,10 +62,8 @@ def write_layout(
         StoreError: the disk is full, or writing is not permitted. The bundle that was there still opens.
     """
     directory = path / "blobs" / "sha256"
-    try:
+    with store_errors(directory, "make this directory"):
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreError(f"{directory}: cannot make this directory: {error.strerror}") from error
     read = from_json(Index, index, str(path / "index.json"))
     with locked(path):
         referring = _kept_referrers(path, {digest_of(index), *(at.digest for at in read.manifests)})

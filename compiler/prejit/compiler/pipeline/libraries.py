@@ -11,8 +11,8 @@ from prejit.compiler.manifest.manifest import Library, Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets.target_classes import Target
-from prejit.runtime.base.files import digest_of
-from prejit.runtime.errors import BuildError, ManifestError, StoreError
+from prejit.runtime.base.files import digest_of, store_errors
+from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import UserLibrary, handler_names
 from prejit.runtime.format.checks.elf import read_shared_library
@@ -169,11 +169,9 @@ _MAX_SHOWN = 8
 
 
 def _content(path: Path, where: str) -> bytes:
-    try:
+    with store_errors(f"{where}.path: {path}", "read"):
         with path.open("rb") as file:
             content = file.read(limits.MAX_LIBRARY_BYTES + 1)
-    except OSError as error:
-        raise StoreError(f"{where}.path: {path}: cannot read: {error.strerror}") from error
     if len(content) > limits.MAX_LIBRARY_BYTES:
         raise ManifestError(
             f"{where}.path: {path}: expected at most {limits.MAX_LIBRARY_BYTES} bytes, found more",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
 from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
-from prejit.compiler.compile.executor import Executor, collect, find_compiled
+from prejit.compiler.compile.executor import Executor, collect, find_compiled, pass_on
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.kernel_library import KernelLibrary
 from prejit.compiler.pipeline.plan import Lowered, Plan, PlannedProgram
@@ -135,7 +135,7 @@ class Jobs:
             future.set_exception(error)  # nobody waits for ever
             raise
         new = not found.done()
-        found.add_done_callback(partial(_copy, future))
+        found.add_done_callback(partial(pass_on, future))
         return future, new
 
     def wait(self) -> None:
@@ -167,17 +167,7 @@ class Jobs:
             return
         if error is None and not awaited.cancelled():
             self._progress.cached()
-        _copy(future, awaited)
-
-
-def _copy(future: Future[Compiled], found: Future[Compiled]) -> None:
-    """Give a future the outcome of another one."""
-    if found.cancelled():
-        future.set_exception(CancelledError())
-    elif (error := found.exception()) is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(found.result())
+        pass_on(future, awaited)
 
 
 def submit(

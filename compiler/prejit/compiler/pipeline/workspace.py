@@ -172,7 +172,8 @@ def _parameters(
             raise CheckpointError(f"{where}: {error}", hint=hint) from error
     import jax
 
-    from prejit.compiler.lowering.user.flat_arrays import NO_RANDOM_STATE, is_key
+    from prejit.compiler.lowering.user.flat_arrays import NO_RANDOM_STATE
+    from prejit.runtime.device.jax_arrays import is_key
 
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     names = _names_in_nnx(params) or [".".join(map(_step, path)) or "params" for path, _ in leaves]

@@ -23,8 +23,9 @@ from typing import Any, Literal
 
 from prejit.compiler.rebuilding.build_record import Recorded
 from prejit.runtime.base.files import Content
+from prejit.runtime.base.wording import few, shortened
 from prejit.runtime.device.portable import stablehlo_module
-from prejit.runtime.format.blobs import read_whole
+from prejit.runtime.format.blobs import Layer, read_whole
 from prejit.runtime.format.bundle_schema import (
     Config,
     Descriptor,
@@ -33,7 +34,6 @@ from prejit.runtime.format.bundle_schema import (
     Segment,
 )
 from prejit.runtime.format.checks.elf import read_sections
-from prejit.runtime.format.checks.layers import unpack
 from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
@@ -137,10 +137,7 @@ def in_weights(old: Content, new: Content) -> PartDifference:
     ]
     if not differing:
         return PartDifference("the same tensors in another order or place", harmless=True)
-    more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
-    return PartDifference(
-        f"{len(differing)} of {len(names)} tensors: {', '.join(differing[:_SHOWN])}{more}"
-    )
+    return PartDifference(f"{len(differing)} of {len(names)} tensors: {few(differing, _SHOWN)}")
 
 
 def _split(executable: bytes) -> tuple[list[bytes], bytes]:
@@ -453,7 +450,7 @@ def _short(value: object, most: int = _SHORT) -> str:
     text = str(value) or "''"
     if text.startswith("sha256:"):
         return text[:19]
-    return text if len(text) <= most else f"{text[:most]}..."
+    return shortened(text, most)
 
 
 def _by_title(layers: Iterable[Descriptor]) -> dict[str, Descriptor]:
@@ -470,9 +467,7 @@ def _frame(recorded: Recorded, target: str, media_type: str, segment: Segment) -
     at = recorded.targets[target].manifest.layer(media_type)
 
     def read(layout: Layout, root: Root) -> bytes:
-        pack = layout.map_blob(at.digest, at.size)
-        frame = bytes(pack[segment.offset : segment.offset + segment.size])
-        return unpack(frame, segment, layout.blob_path(at.digest))
+        return Layer.in_layout(layout, at).unpack(segment)
 
     return read_whole(recorded.path, read)
 
@@ -481,8 +476,8 @@ def _mapped(recorded: Recorded, at: Descriptor) -> Content:
     """Return a layer, whole and checked."""
 
     def read(layout: Layout, root: Root) -> Content:
-        content = layout.map_blob(at.digest, at.size)
-        check_digest(memoryview(content), at.digest, layout.blob_path(at.digest))
-        return content
+        layer = Layer.in_layout(layout, at)
+        check_digest(memoryview(layer.content), at.digest, layer.path)
+        return layer.content
 
     return read_whole(recorded.path, read)

@@ -27,8 +27,8 @@ from prejit.compiler.rebuilding.build_record import Recorded, read_recorded
 from prejit.compiler.rebuilding.compared_parts import ComparedPart, compare
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets.target_classes import Target
-from prejit.runtime.base.files import digest_of
-from prejit.runtime.errors import BuildError, StoreError
+from prejit.runtime.base.files import digest_of, store_errors
+from prejit.runtime.errors import BuildError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.generation.options import check_generation
 
@@ -117,10 +117,8 @@ def _read_manifest(recorded: Recorded, path: Path) -> Manifest:
             f"{recorded.path}: expected its manifest at {path}, found no file",
             hint="give it: --manifest FILE, in a checkout of the sources that the bundle was built from",
         )
-    try:
+    with store_errors(path, "read"):
         found = digest_of(path.read_bytes())
-    except OSError as error:
-        raise StoreError(f"{path}: cannot read: {error.strerror}") from error
     problems = []
     if found != recorded.manifest_digest:
         problems.append(_problem(path, recorded.manifest_digest, found))

@@ -24,11 +24,11 @@ from prejit.compiler.pipeline.pack.bundle_files import (
 )
 from prejit.compiler.pipeline.pack.provenance import recording_provenance
 from prejit.compiler.pipeline.program_keys import versions
-from prejit.runtime.base.files import digest_of
+from prejit.runtime.base.files import digest_of, store_errors
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.base.written_files import lock_file, remove_and_unlock
-from prejit.runtime.errors import BuildError, StoreError
-from prejit.runtime.format.blobs import read_whole
+from prejit.runtime.errors import BuildError
+from prejit.runtime.format.blobs import Layer, read_whole
 from prejit.runtime.format.bundle_schema import Config, RecordedProgram, Segment
 from prejit.runtime.format.checks.layers import unpack
 from prejit.runtime.format.layout import Layout
@@ -103,12 +103,11 @@ def _read_targets(layout: Layout, root: Root) -> tuple[RecordedTarget, ...]:
     for target in match(root, Fingerprint.current()):
         contents = read_contents(layout, target)
         recorded = recorded_of(layout, contents)
-        at = contents.manifest.layer(RECORDED_MEDIA_TYPE)
-        pack, where = layout.map_blob(at.digest, at.size), layout.blob_path(at.digest)
+        pack = Layer.in_layout(layout, contents.manifest.layer(RECORDED_MEDIA_TYPE))
         programs = {}
         for each in recorded:
-            frame = pack[each.entry.offset : each.entry.offset + each.entry.size]
-            unpack(frame, each.entry, where)
+            frame = pack.content[each.entry.offset : each.entry.offset + each.entry.size]
+            unpack(frame, each.entry, pack.path)
             programs[each.file] = RecordedFile(
                 replace(each, entry=replace(each.entry, offset=0)), frame
             )
@@ -355,12 +354,10 @@ def _write(
 ) -> Recording:
     """Merge targets into the bundle at `output` and write it."""
     name = bundle_name(output.name)
-    try:
+    with store_errors(output.parent, "write a bundle"):
         output.parent.mkdir(parents=True, exist_ok=True)
         lock = output.parent / f".{output.name}.record.lock"
         held = lock_file(lock)
-    except OSError as error:
-        raise StoreError(f"{output.parent}: cannot write a bundle: {error.strerror}") from error
     try:
         # Another recording may have written since this one began.
         before = read_targets(output)

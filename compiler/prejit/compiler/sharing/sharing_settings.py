@@ -23,7 +23,8 @@ from typing import Any
 from prejit.compiler.sharing.remote import Remote
 from prejit.compiler.sharing.shared_result import Tier
 from prejit.compiler.signing.private_key import PrivateKey, read_private_key
-from prejit.runtime.errors import PrejitError, StoreError, UsageError
+from prejit.runtime.base.files import store_errors
+from prejit.runtime.errors import PrejitError, UsageError
 from prejit.runtime.trust.public_keys import MAX_KEY_BYTES, PublicKey, read_key
 
 STORE = "PREJIT_STORE"
@@ -105,9 +106,8 @@ def _remote(url: str) -> Remote:
 
 def _read_file(path: Path) -> SharedStores:
     try:
-        found = tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise StoreError(f"{path}: cannot read it: {error.strerror}") from error
+        with store_errors(path, "read it"):
+            found = tomllib.loads(path.read_text("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path}: expected TOML: {error}") from error
     _only(found, {"namespace": str, "store": list}, str(path))
@@ -165,8 +165,6 @@ def _texts(table: dict[str, Any], name: str, where: str) -> list[str]:
 
 
 def _key(path: Path) -> PublicKey:
-    try:
+    with store_errors(path, "read a key"):
         with path.open("rb") as file:
             return read_key(file.read(MAX_KEY_BYTES + 1), str(path))
-    except OSError as error:
-        raise StoreError(f"{path}: cannot read a key: {error.strerror}") from error

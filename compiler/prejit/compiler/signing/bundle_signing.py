@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach, remove_abandoned
-from prejit.runtime.base.files import digest_of, is_digest
+from prejit.runtime.base.files import digest_of, is_digest, store_errors
 from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.audit import audit
@@ -60,7 +60,7 @@ def files_of(path: Path) -> dict[str, str]:
         RejectError: it has a file that does not belong there.
     """
     found = {}
-    try:
+    with store_errors(path, "read"):
         for file in sorted(path.rglob("*")):
             name = file.relative_to(path).as_posix()
             if file.is_dir() and not file.is_symlink():
@@ -77,8 +77,6 @@ def files_of(path: Path) -> dict[str, str]:
                     hint="remove it: the signature is of every file in the directory",
                 )
             found[name] = digest
-    except OSError as error:
-        raise StoreError(f"{path}: cannot read: {error.strerror}") from error
     return found
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from prejit.compiler.signing.private_key import PrivateKey
+from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.wording import nearest_file
 from prejit.runtime.base.written_files import locking, write_file
 from prejit.runtime.errors import StoreError, UsageError
@@ -328,10 +329,8 @@ def _change(
         is_new = may_begin and not file.exists()
         return None if is_new else _bytes(file, MAX_CHANNEL_BYTES)
 
-    try:
+    with store_errors(file, "open its directory"):
         directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise StoreError(f"{file}: cannot open its directory: {error.strerror}") from error
     with locking(directory):
         found = content()
         after = change(ChannelFile() if found is None else read_channel(found, str(file)))

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from prejit.runtime.base.files import digest_of
+
 SEALED = "sealed:"
 """The values of ingredients that one store alone understands begin with this."""
 _ABSENT = "absent"
@@ -44,7 +46,7 @@ class Key:
         content = json.dumps(
             [self.kind, self.ingredients], separators=(",", ":"), ensure_ascii=True
         ).encode("ascii")
-        return f"sha256:{hashlib.sha256(content).hexdigest()}"
+        return digest_of(content)
 
     @cached_property
     def is_sealed(self) -> bool:

@@ -13,12 +13,13 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
-from prejit.runtime.base.files import digest_of, is_digest
+from prejit.runtime.base.files import digest_of, is_digest, store_errors
 from prejit.runtime.base.written_files import locking, sync_directory
 from prejit.runtime.errors import StoreError
 
@@ -271,13 +272,7 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a StoreError that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(
-            f"{path}: cannot read the build cache: {error.strerror or error}",
-            hint="check its permissions and the disk",
-        ) from error
+reading = partial(
+    store_errors, what="read the build cache", hint="check its permissions and the disk"
+)
+"""Turns an OSError of a block into a StoreError that says what to do."""

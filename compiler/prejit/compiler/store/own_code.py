@@ -24,7 +24,7 @@ from typing import final
 
 import prejit.runtime
 from prejit.compiler.store.source_file import Definition, Import, definitions
-from prejit.runtime.base.files import Identity, is_digest
+from prejit.runtime.base.files import Identity, digest_of, is_digest
 from prejit.runtime.device.quick_start import collector_off
 from prejit.runtime.machine.kept_files import SETTLED_SECONDS, cache_root, read_own, write_own
 
@@ -155,7 +155,7 @@ def _read_digest(*roots: str) -> str:
             # Imported code enters by its content, not by its path.
             links = [f"{local}={_content(*at)}" for local, at in _links(module, each)]
             parts.add("\n".join((each.digest, *sorted(links))))
-    return f"sha256:{hashlib.sha256(chr(0).join(sorted(parts)).encode()).hexdigest()}"
+    return digest_of("\0".join(sorted(parts)).encode())
 
 
 def directories() -> tuple[str, ...]:

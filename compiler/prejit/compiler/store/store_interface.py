@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.cached_files import BlobWriter
 
+_Named = TypeVar("_Named")
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
 
@@ -102,3 +103,9 @@ class Store(Protocol):
 
     def blob_path(self, digest: str) -> Path | None:
         """Return the local file of a blob, unchecked; None: there is none."""
+
+
+def kept_values(store: Store, keys: Mapping[_Named, Key], field: str) -> dict[_Named, Any]:
+    """Return one field of the result of each key, without the keys whose result the store does not have."""
+    found = {name: store.get(key) for name, key in keys.items()}
+    return {name: result[field] for name, result in found.items() if result is not None}

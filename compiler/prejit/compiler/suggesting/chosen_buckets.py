@@ -22,7 +22,8 @@ import numpy as np
 from prejit.compiler.manifest.manifest import Encode, Generate
 from prejit.compiler.manifest.specs import ENCODER_KINDS, ProgramSpec, decoder_specs
 from prejit.compiler.suggesting.request_log import LoggedEncoding, LoggedGeneration, LoggedRequests
-from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.base.files import store_errors
+from prejit.runtime.errors import UsageError
 
 MAX_CANDIDATES = 256
 """The multiple that candidates are rounded to doubles until there are at most this many."""
@@ -420,10 +421,9 @@ def read_seconds(path: Path) -> CompileSeconds:
         UsageError: it is no report, or has no programs.
     """
     try:
-        report = json.loads(path.read_bytes())
+        with store_errors(path, "read"):
+            report = json.loads(path.read_bytes())
         rows = [(one["kind"], float(one["compile_seconds"])) for one in report["programs"]]
-    except OSError as error:
-        raise StoreError(f"{path}: cannot read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{path}: expected the report of a build, found something else",

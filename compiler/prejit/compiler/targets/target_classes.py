@@ -11,7 +11,7 @@ import tomllib
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, ClassVar
 
 from prejit.runtime.machine.fingerprint import PLATFORMS, Requirement
 
@@ -31,15 +31,17 @@ into its square root. All threads of a machine share the parts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
-    """The properties of a GPU that XLA needs in addition to its compute capability.
+class GpuTable:
+    """`gpu` of a `[[target]]`, or of the catalogue: what XLA needs beside the compute capability.
 
     Attributes:
         core_count: number of streaming multiprocessors.
-        bandwidth_bytes: memory bandwidth in bytes per second.
-        l2_bytes: size of the second-level cache.
-        clock_mhz: boost clock.
+        bandwidth_bytes: memory bandwidth in bytes a second.
+        l2_bytes: size of the L2 cache in bytes.
+        clock_mhz: highest clock rate in MHz.
     """
+
+    __pydantic_config__: ClassVar = {"strict": True, "extra": "forbid"}
 
     core_count: int
     bandwidth_bytes: int
@@ -95,7 +97,7 @@ class Target:
     compute_capability: str | None = None
     memory_bytes: int | None = None
     driver: str | None = None
-    gpu: Gpu | None = None
+    gpu: GpuTable | None = None
     generation: str | None = None
     topology: str | None = None
     device_count: int = 1
@@ -176,7 +178,7 @@ def _target(entry: dict[str, Any]) -> Target:
     """Return the target that a table of the catalogue describes."""
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
     if "gpu" in values:
-        values["gpu"] = Gpu(**values["gpu"])
+        values["gpu"] = GpuTable(**values["gpu"])
     if "topology" in values:
         values["device_count"] = chips(values["topology"])
     return Target(**values)

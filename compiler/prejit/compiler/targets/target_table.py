@@ -15,7 +15,7 @@ from prejit.compiler.targets.cpu_count import MAX_CPUS
 from prejit.compiler.targets.target_classes import (
     CPUS,
     HOST,
-    Gpu,
+    GpuTable,
     Target,
     capabilities,
     catalogue,
@@ -25,25 +25,6 @@ from prejit.runtime.base.wording import nearest
 from prejit.runtime.errors import PrejitError, UsageError
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.machine.fingerprint import PLATFORMS, Fingerprint
-
-
-@dataclass(frozen=True, slots=True)
-class GpuTable:
-    """`gpu` of a `[[target]]`: a GPU that the catalogue does not know.
-
-    Attributes:
-        core_count: number of streaming multiprocessors.
-        bandwidth_bytes: memory bandwidth in bytes a second.
-        l2_bytes: size of the L2 cache in bytes.
-        clock_mhz: highest clock rate in MHz.
-    """
-
-    __pydantic_config__: ClassVar = {"strict": True, "extra": "forbid"}
-
-    core_count: int
-    bandwidth_bytes: int
-    l2_bytes: int
-    clock_mhz: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +76,16 @@ class TargetTable:
 
 
 _OVERRIDES = (
-    *("architecture", "cpu", "cpus", "device_kind", "compute_capability", "memory_bytes", "driver"),
+    *(
+        "architecture",
+        "cpu",
+        "cpus",
+        "device_kind",
+        "compute_capability",
+        "memory_bytes",
+        "driver",
+        "gpu",
+    ),
     *("generation", "topology", "jax"),
 )
 
@@ -142,8 +132,6 @@ def resolve(table: TargetTable, directory: Path, mesh: Mesh | None) -> Target:
     given: dict[str, Any] = {
         key: getattr(table, key) for key in _OVERRIDES if getattr(table, key) is not None
     }
-    if table.gpu is not None:
-        given["gpu"] = Gpu(*(getattr(table.gpu, key) for key in Gpu.__slots__))
     if table.cpu_features is not None:
         given["cpu_features"] = tuple(sorted(table.cpu_features))
     if table.tuning is not None:
@@ -205,9 +193,7 @@ def _of_machine(machine: Fingerprint) -> Target:
             cpu_features=machine.cpu_features,
             jax=machine.jaxlib,
         )
-    known = [t for t in catalogue().values() if t.platform == machine.platform]
-    alike = [t for t in known if t.device_kind == machine.device_kind]
-    alike += [t for t in known if t.compute_capability == machine.compute_capability]
+    alike = catalogue_targets_like(machine)
     if machine.platform == "tpu":
         alike = [t for t in alike if t.topology == machine.topology] or alike
     base = alike[0] if alike else Target("", machine.platform)
@@ -220,6 +206,13 @@ def _of_machine(machine: Fingerprint) -> Target:
         topology=machine.topology or base.topology,
         jax=machine.jaxlib,
     )
+
+
+def catalogue_targets_like(machine: Fingerprint) -> list[Target]:
+    """Return the targets of the catalogue of a machine's device, then those of its compute capability."""
+    known = [t for t in catalogue().values() if t.platform == machine.platform]
+    alike = [t for t in known if t.device_kind == machine.device_kind]
+    return alike + [t for t in known if t.compute_capability == machine.compute_capability]
 
 
 def _level(machine: Fingerprint) -> str:

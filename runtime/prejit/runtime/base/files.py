@@ -8,6 +8,8 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
@@ -41,6 +43,16 @@ class Identity:
         )
 
 
+@contextmanager
+def store_errors(where: object, what: str, *, hint: str | None = None) -> Iterator[None]:
+    """Turn an OSError of the block into a StoreError: `WHERE: cannot WHAT: the reason`."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise StoreError(f"{where}: cannot {what}: {reason}", hint=hint) from error
+
+
 def read_all(descriptor: int, size: int, path: str) -> bytes:
     """Return `size` bytes of an open file.
 
@@ -50,10 +62,8 @@ def read_all(descriptor: int, size: int, path: str) -> bytes:
     """
     content = bytearray()
     while len(content) < size:
-        try:
+        with store_errors(path, "read"):
             piece = os.read(descriptor, size - len(content))
-        except OSError as error:
-            raise StoreError(f"{path}: cannot read: {error.strerror}") from error
         if not piece:
             raise RejectError(path, f"expected {size} bytes, found {len(content)}")
         content += piece

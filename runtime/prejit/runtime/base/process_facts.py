@@ -201,27 +201,30 @@ def policy_paths(trust: str | os.PathLike[str] | None = None) -> tuple[str, ...]
     return tuple(dict.fromkeys(paths))
 
 
-def free_memory_bytes(root: str = "/") -> int:
+def free_memory_bytes(root: str = "/", *, with_files: bool = False) -> int:
     """Return how much memory this process can still take, by the kernel and by its control groups' limits.
 
     `root` is the directory that holds `proc` and `sys`. Pages of files that nobody has used for long count as
-    free, because the kernel drops them before it fails (proc_meminfo(5), cgroups(7)).
+    free, because the kernel drops them before it fails (proc_meminfo(5), cgroups(7)); `with_files`: so do
+    those that were used lately.
     """
     left = [sys.maxsize]  # a kernel that does not say
     for line in text_of(os.path.join(root, "proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
             left.append(int(line.split()[1]) << 10)
     for directory, is_second in control_groups(root, "memory"):
-        names = (
-            ("memory.max", "memory.current", "inactive_file")
+        names, total = (
+            (("memory.max", "memory.current"), "")
             if is_second
-            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            else (("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_")
         )
-        limit, used = (text_of(os.path.join(directory, name)).strip() for name in names[:2])
-        words = text_of(os.path.join(directory, "memory.stat")).split()
-        unused = words[words.index(names[2]) + 1] if names[2] in words else "0"
-        if limit.isdecimal() and used.isdecimal() and unused.isdecimal():  # else there is no limit
-            left.append(max(0, int(limit) - int(used) + int(unused)))
+        limit, used = (text_of(os.path.join(directory, name)).strip() for name in names)
+        if limit.isdecimal() and used.isdecimal():  # else there is no limit
+            words = text_of(os.path.join(directory, "memory.stat")).split()
+            pages = dict(zip(words[::2], words[1::2], strict=False))
+            kinds = ("inactive_file", "active_file")[: 1 + with_files]
+            files = sum(int(pages.get(f"{total}{kind}", 0)) for kind in kinds)
+            left.append(max(0, int(limit) - int(used) + files))
     return min(left)
 
 

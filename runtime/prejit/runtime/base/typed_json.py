@@ -52,6 +52,20 @@ def from_json(cls: type[T], content: bytes, path: str) -> T:
     return value
 
 
+def depth(value: object) -> int:
+    """Return how many lists and objects of JSON are inside each other; 0: the value is neither."""
+    count, level = 0, [value] if isinstance(value, dict | list) else []
+    while level:
+        count += 1
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+    return count
+
+
 def check_amount(
     content: bytes, keys: tuple[bytes, ...], containers: tuple[bytes, ...], path: str
 ) -> None:

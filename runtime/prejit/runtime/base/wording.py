@@ -1,4 +1,4 @@
-"""Text for people: tables for a terminal, and the name that was probably meant."""
+"""Text for people: tables for a terminal, shortened lists, and the name that was probably meant."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table whose columns are as wide as their widest cell. Line breaks in cells are escaped."""
     rows = [[printable(cell).replace("\n", "\\n") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [head, ["-" * width for width in widths], *rows]
+    return aligned([head, ["-" * width for width in widths], *rows])
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells, whose columns are as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
@@ -28,6 +33,17 @@ def size(count: int) -> str:
             break
         value /= 1000
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def few(items: Sequence[str], most: int = 3) -> str:
+    """Return the first items and the number of further ones: `a, b, c and 2 more`."""
+    more = len(items) - most
+    return ", ".join(items[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text of at most so many characters; dots say that there were more."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:

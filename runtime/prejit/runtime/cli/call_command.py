@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.process_facts import importing
 from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.cli.bundle_loading import load_bundle
@@ -66,15 +67,13 @@ def call(
     chosen, results = bundle.call_by_path(program, given, _read_static(static, bundle, program))
     directory = Path(output)
     written = {}
-    try:
+    with store_errors(directory, "write results"):
         directory.mkdir(parents=True, exist_ok=True)
         for place, value in results.items():
             # Names come from the bundle. `dotted` escapes them, so none leads out of the directory.
             name = pytree.dotted(place) or "result"
             np.save(directory / f"{name}.npy", _as_numpy_writes(value))
             written[name] = {"dtype": str(value.dtype), "shape": list(value.shape)}
-    except OSError as error:
-        raise StoreError(f"{directory}: cannot write results: {error}") from error
     if as_json:
         print_json(
             {
@@ -146,7 +145,7 @@ def _read_static(texts: Sequence[str], bundle: Bundle, program: str) -> dict[str
     known = {
         name
         for entry in bundle.config.programs
-        if entry.name.partition("/")[0] == program
+        if entry.function == program
         for name in entry.static or ()
     }
     if unknown := given.keys() - known:
@@ -164,7 +163,7 @@ def _arguments_of(bundle: Bundle, name: str) -> list[Array]:
     return [
         check_array(text, config.mesh, f"{config.bundle}: program table: {program.name}")
         for program in config.programs
-        if program.name.partition("/")[0] == name
+        if program.function == name
         for text in program.arguments
     ]
 

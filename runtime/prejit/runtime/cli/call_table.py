@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from prejit.runtime.base.wording import table
+from prejit.runtime.base.wording import shortened, table
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.bundle_schema import Config, ProgramEntry
+from prejit.runtime.format.bundle_schema import Config, ProgramEntry, functions_of
 from prejit.runtime.format.checks.call_programs import check_arrays, check_static, check_tree
 
 _WIDTH = 90
@@ -23,11 +23,8 @@ def calls_table(config: Config) -> str:
     Raises:
         RejectError: the program table is damaged.
     """
-    sections: dict[str, list[ProgramEntry]] = {}
-    for program in config.programs:
-        if program.kind == "call":
-            sections.setdefault(program.name.partition("/")[0], []).append(program)
-    rows = [row for name, programs in sections.items() for row in _rows(name, programs, config)]
+    functions = functions_of(config.programs)
+    rows = [row for name, buckets in functions.items() for row in _rows(name, buckets, config)]
     return table(("call", "", "value"), rows) if rows else ""
 
 
@@ -42,17 +39,17 @@ def _rows(
     assert isinstance(tree, trees.Node)
     arrays, title = iter(arguments), name
     for key, child in zip(tree.keys, tree.children, strict=True):
-        yield title, str(key), _short(_described(child, arrays))
+        yield title, str(key), shortened(_described(child, arrays), _WIDTH)
         title = ""
     static: dict[str, list[str]] = {}
     for program in programs:
         for key, value in check_static(program, where).items():
             static.setdefault(key, []).append(json.dumps(value))
     for key, values in static.items():
-        yield title, key, _short(" or ".join(dict.fromkeys(values)))
+        yield title, key, shortened(" or ".join(dict.fromkeys(values)), _WIDTH)
         title = ""
     gives = check_tree(first.results_tree, results, where)
-    yield title, "->", _short(_described(gives, iter(results)))
+    yield title, "->", shortened(_described(gives, iter(results)), _WIDTH)
 
 
 def _described(tree: trees.Tree, arrays: Iterator[Array]) -> str:
@@ -80,7 +77,3 @@ def _described(tree: trees.Tree, arrays: Iterator[Array]) -> str:
             return f"{name}({', '.join(f'{key}={part}' for key, part in pairs)})"
         case _:
             return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 4]} ..."

@@ -62,6 +62,14 @@ LOCAL_BUNDLE = click.argument("path", **_BUNDLE, callback=of_this_machine)
 """A bundle whose files the command reads: one elsewhere is fetched, with the target of this machine."""
 WHOLE_BUNDLE = click.argument("path", **_BUNDLE, callback=with_all_targets)
 """The same, with all its targets."""
+COMMAND = click.argument(
+    "command",
+    nargs=-1,
+    required=True,
+    type=click.UNPROCESSED,
+    metavar="-- COMMAND...",
+    help="The program's command and its arguments.",
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 STATS = click.option("--stats", is_flag=True, help="Print statistics on stderr.")
 FINGERPRINT = click.option(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from prejit.runtime.base.typed_json import to_json
-from prejit.runtime.base.wording import size, table
+from prejit.runtime.base.wording import few, size, table
 from prejit.runtime.cli.accuracy_tables import accuracy_table, forms_table
 from prejit.runtime.cli.bundle_references import bundle_files
 from prejit.runtime.cli.call_table import calls_table
@@ -130,8 +130,7 @@ def _recorded_table(recorded: Sequence[RecordedProgram]) -> str:
 def _shortened(arguments: Sequence[str] | None) -> str:
     if arguments is None:
         return "not known"
-    more = f", and {len(arguments) - 4} more" if len(arguments) > 4 else ""
-    return ", ".join(arguments[:4]) + more
+    return few(arguments, 4)
 
 
 def _defaults(layout: LayoutFiles, content: Contents) -> Defaults | None:

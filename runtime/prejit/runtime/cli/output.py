@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from prejit.runtime.errors import PrejitWarning, StoreError, printable
+from prejit.runtime.base.files import store_errors
+from prejit.runtime.errors import PrejitWarning, printable
 
 if TYPE_CHECKING:
     from prejit.runtime.start_report import StartReport
@@ -59,10 +60,8 @@ def write_text(path: str, text: str) -> None:
     Raises:
         StoreError: the file cannot be written.
     """
-    try:
+    with store_errors(path, "write"):
         Path(path).write_bytes(text.encode("utf-8", "backslashreplace"))
-    except OSError as error:
-        raise StoreError(f"{path}: cannot write: {error.strerror}") from error
 
 
 @contextlib.contextmanager

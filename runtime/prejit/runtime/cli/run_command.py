@@ -11,7 +11,14 @@ from pathlib import Path
 
 import click
 
-from prejit.runtime.cli.command_options import LOCAL_BUNDLE, TRUST, VERBOSE, on_mismatch, output
+from prejit.runtime.cli.command_options import (
+    COMMAND,
+    LOCAL_BUNDLE,
+    TRUST,
+    VERBOSE,
+    on_mismatch,
+    output,
+)
 from prejit.runtime.cli.output import print_text, warnings_on_stderr, write_text
 from prejit.runtime.errors import MismatchError
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -36,14 +43,7 @@ MISMATCH = MismatchError.exit_code
     "The exit status is that of COMMAND."
 )
 @LOCAL_BUNDLE
-@click.argument(
-    "command",
-    nargs=-1,
-    required=True,
-    type=click.UNPROCESSED,
-    metavar="-- COMMAND...",
-    help="The program's command and its arguments.",
-)
+@COMMAND
 @TRUST
 @VERBOSE
 @click.option(

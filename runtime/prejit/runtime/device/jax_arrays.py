@@ -123,6 +123,30 @@ def misplaced(array: Any, device: Any) -> str:
     return ""
 
 
+def is_key(shape: Any) -> bool:
+    """Return whether an array, or the shape of one, is of random keys (jax.random.key)."""
+    import jax
+    import jax.numpy as jnp
+
+    return bool(jnp.issubdtype(shape.dtype, jax.dtypes.prng_key))
+
+
+def data_shape(shape: Any) -> Any:
+    """Return the shape that a program takes for an argument: that of the data of random keys."""
+    import jax
+
+    return jax.eval_shape(jax.random.key_data, shape) if is_key(shape) else shape
+
+
+def key_name(shape: Any) -> str:
+    """Return the name of the implementation of random keys: `threefry2x32`."""
+    import jax
+
+    names: list[str] = []
+    jax.eval_shape(lambda key: names.append(str(jax.random.key_impl(key))), shape)
+    return names[0]
+
+
 def to_jax(
     array: DeviceArray | np.ndarray[Any, Any], device: Any = None, *, committed: bool = False
 ) -> Any:

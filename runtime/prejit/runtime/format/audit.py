@@ -16,10 +16,10 @@ from prejit.runtime.base.typed_json import from_json, shown
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.blob_hashing import check_blob
-from prejit.runtime.format.blobs import Blobs, read_whole
+from prejit.runtime.format.blobs import Blobs, Layer, read_whole
 from prejit.runtime.format.bundle_schema import Chunks, Descriptor, ImageManifest, Index, Segment
 from prejit.runtime.format.checks.call_programs import check_programs
-from prejit.runtime.format.checks.layers import check_chat, check_kernels, check_weights, unpack
+from prejit.runtime.format.checks.layers import check_chat, check_kernels, check_weights
 from prejit.runtime.format.checks.oci import check_layout_file
 from prejit.runtime.format.checks.program_table import check_weight_sets, segments_of
 from prejit.runtime.format.checks.seldom_parts import check_library
@@ -102,11 +102,11 @@ def _check_frames(layout: Layout, content: Contents, unpacked: set[tuple[str, Se
         segments = packs.get(at.mediaType)
         if not segments:
             continue
-        pack, path = layout.map_blob(at.digest, at.size), layout.blob_path(at.digest)
+        layer = Layer.in_layout(layout, at)
         for segment in segments:
-            if (path, segment) not in unpacked:
-                unpack(pack[segment.offset : segment.offset + segment.size], segment, path)
-                unpacked.add((path, segment))
+            if (layer.path, segment) not in unpacked:
+                layer.unpack(segment)
+                unpacked.add((layer.path, segment))
 
 
 def _check_libraries(layout: Layout, content: Contents) -> None:
@@ -125,9 +125,9 @@ def _check_weights(layout: Layout, content: Contents) -> None:
     shapes: dict[str, tuple[int, ...]] = {}
     path = layout.blob_path(manifest.config.digest)
     if manifest.has_layer(WEIGHTS_MEDIA_TYPE):
-        at = manifest.layer(WEIGHTS_MEDIA_TYPE)
-        path = layout.blob_path(at.digest)
-        tensors = check_weights(memoryview(layout.map_blob(at.digest, at.size)), path)
+        layer = Layer.in_layout(layout, manifest.layer(WEIGHTS_MEDIA_TYPE))
+        path = layer.path
+        tensors = check_weights(memoryview(layer.content), path)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
     check_weight_sets(config, shapes, path)
 
@@ -136,8 +136,8 @@ def _check_texts(layout: Layout, content: Contents, check_generation: CheckGener
     """Check the chat templates and the generation config of a target."""
     manifest, config = content.manifest, content.config
     if manifest.has_layer(CHAT_MEDIA_TYPE):
-        at = manifest.layer(CHAT_MEDIA_TYPE)
-        check_chat(bytes(layout.map_blob(at.digest, at.size)), layout.blob_path(at.digest))
+        layer = Layer.in_layout(layout, manifest.layer(CHAT_MEDIA_TYPE))
+        check_chat(bytes(layer.content), layer.path)
     if config.decoder is not None and manifest.has_layer(GENERATION_MEDIA_TYPE):
         at = manifest.layer(GENERATION_MEDIA_TYPE)
         check_generation(layout.read_blob(at), layout.blob_path(at.digest))

@@ -6,18 +6,18 @@ raised to whoever waits for anything afterwards, so that no request ends as if t
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, final
 
-from prejit.runtime.base.files import digest_file, timed_digest_file
+from prejit.runtime.base.files import digest_file, store_errors, timed_digest_file
 from prejit.runtime.base.process_facts import span
 from prejit.runtime.base.threads_and_forks import start_thread
-from prejit.runtime.errors import RejectError, StoreError
+from prejit.runtime.errors import RejectError
 from prejit.runtime.format.bundle_schema import Chunks, Descriptor
 from prejit.runtime.format.layout import Layout, OpenFile
 from prejit.runtime.format.verified import Verification
@@ -275,16 +275,11 @@ def check_whole(file: OpenFile, digest: str, chunks: Chunks | None) -> float:
     return seconds
 
 
-@contextlib.contextmanager
-def _readable(path: str) -> Iterator[None]:
-    """Raise StoreError where a disk fails."""
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(
-            f"{path}: cannot read: {error.strerror}",
-            hint="the disk or the network failed, and the bundle may be sound: see the system's log",
-        ) from error
+_readable = partial(
+    store_errors,
+    what="read",
+    hint="the disk or the network failed, and the bundle may be sound: see the system's log",
+)
 
 
 def check_blob(layout: Layout, at: Descriptor) -> None:

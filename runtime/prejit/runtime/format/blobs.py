@@ -252,6 +252,23 @@ class Layer:
     digest: str = ""
     verification: Verification = VERIFIED
 
+    @classmethod
+    def in_layout(cls, layout: Layout, at: Descriptor) -> Layer:
+        """Return a layer that is verified elsewhere, or frame by frame.
+
+        Raises:
+            RejectError: the file is not there, or has another size.
+            StoreError: it cannot be read.
+        """
+        return cls(layout.map_blob(at.digest, at.size), layout.blob_path(at.digest), at.digest)
+
+    @classmethod
+    def in_file(cls, path: str | os.PathLike[str]) -> Layer:
+        """Return a layer that is a file of its own, verified elsewhere. It must not be empty."""
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return cls(map_file(file.fileno(), size, os.fspath(path)), os.fspath(path))
+
     def wait(self, start: int = 0, end: int | None = None) -> Content:
         """Return the content after a part of it was verified; `end` None: the end of the layer.
 

@@ -16,6 +16,8 @@ spelling, so a bundle has exactly one. Other tools write `index.json`, too.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from prejit.runtime.base.files import digest_of
@@ -184,6 +186,26 @@ class ProgramEntry:
     calls: tuple[str, ...] | None = None
     golden: Golden | None = None
     settings: dict[str, str] | None = None
+
+    @property
+    def function(self) -> str:
+        """The name without the bucket: what a caller names."""
+        return self.name.partition("/")[0]
+
+
+def functions_of(programs: Iterable[ProgramEntry]) -> dict[str, list[ProgramEntry]]:
+    """Return the user's programs by the name of their function, each with its buckets."""
+    found: dict[str, list[ProgramEntry]] = {}
+    for program in programs:
+        if program.kind == "call":
+            found.setdefault(program.function, []).append(program)
+    return found
+
+
+def smallest_call(programs: Iterable[ProgramEntry]) -> ProgramEntry:
+    """Return the user's program with the smallest bucket. There must be one."""
+    calls = (program for program in programs if program.kind == "call")
+    return min(calls, key=lambda program: math.prod(program.bucket.values()))
 
 
 @dataclass(frozen=True, slots=True)

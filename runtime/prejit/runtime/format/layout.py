@@ -20,6 +20,7 @@ from prejit.runtime.base.files import (
     is_digest,
     map_file,
     read_all,
+    store_errors,
 )
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.bundle_schema import Descriptor
@@ -234,15 +235,13 @@ class Layout:
         """
         own = (("blobs/", self._blobs, "sha256"), ("blobs/sha256/", self._sha256, ""))
         inner = () if self.has_shared_blobs or self.is_flat else own
-        try:
+        with store_errors(self.path, "read"):
             for prefix, descriptor, directory in (("", self._root, "blobs"), *inner):
                 for name in os.listdir(descriptor):
                     if self.is_flat and is_digest(f"sha256:{name}"):
                         yield f"blobs/sha256/{name}"
                     elif name != directory:
                         yield f"{prefix}{name}"
-        except OSError as error:
-            raise StoreError(f"{self.path}: cannot read: {error.strerror}") from error
 
     def file_path(self, name: str) -> str:
         """Return the path of a file at the top of the layout, for messages."""
@@ -319,7 +318,7 @@ def locked(path: Path) -> Iterator[None]:
     """Keep writers away from a bundle. Where the disk fails, raise StoreError."""
     from prejit.runtime.base.written_files import locking  # no load needs it
 
-    try:
+    with store_errors(path, "write a bundle"):
         while True:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             with locking(descriptor):
@@ -327,5 +326,3 @@ def locked(path: Path) -> Iterator[None]:
                 if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                     yield
                     return
-    except OSError as error:
-        raise StoreError(f"{path}: cannot write a bundle: {error}") from error

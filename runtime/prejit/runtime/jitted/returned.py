@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from prejit.runtime.device.jax_arrays import data_shape, is_key, key_name
 from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
@@ -111,18 +112,13 @@ def from_trace(traced: Any, tree: trees.Tree, arrays: Sequence[Array]) -> Return
     Raises:
         MissError: the program returns something else, because the function has changed since the build.
     """
-    import jax
-    import jax.numpy as jnp
-
     expected = [
         (leaf.key, dtype_of(array.dtype), array.weak, array.shape)
         for leaf, array in zip(trees.leaves(tree), arrays, strict=True)
     ]
     found = []
     for leaf in traced.jaxpr.out_avals:
-        key = ""
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            key, leaf = _key_name(leaf), jax.eval_shape(jax.random.key_data, leaf)
+        key, leaf = key_name(leaf) if is_key(leaf) else "", data_shape(leaf)
         found.append((key, leaf.dtype, leaf.weak_type, leaf.shape))
     if found != expected:
         sides = [
@@ -136,11 +132,3 @@ def from_trace(traced: Any, tree: trees.Tree, arrays: Sequence[Array]) -> Return
             "changed since the build",
         )
     return Returned(traced.out_tree, tuple(key for key, *_ in found))
-
-
-def _key_name(shape: Any) -> str:
-    import jax
-
-    names: list[str] = []
-    jax.eval_shape(lambda key: names.append(str(jax.random.key_impl(key))), shape)
-    return names[0]

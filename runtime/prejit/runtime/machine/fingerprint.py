@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.typed_json import from_any_json, shown
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 
@@ -210,13 +211,12 @@ class Fingerprint:
             StoreError: the file cannot be read.
             RejectError: it is not a fingerprint.
         """
-        try:
+        with store_errors(
+            os.fspath(path),
+            "read a fingerprint",
+            hint="write one with `prejit fingerprint > FILE` on the machine to describe",
+        ):
             content = Path(path).read_bytes()
-        except OSError as error:
-            raise StoreError(
-                f"{os.fspath(path)}: cannot read a fingerprint: {error.strerror}",
-                hint="write one with `prejit fingerprint > FILE` on the machine to describe",
-            ) from error
         try:
             # People edit this file, unlike those of a bundle, and tools such as jq write other spellings of
             # JSON.

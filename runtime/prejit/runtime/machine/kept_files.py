@@ -20,7 +20,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import NamedTuple, final
 
-from prejit.runtime.base.files import Identity, digest_file, digest_of, is_digest
+from prejit.runtime.base.files import Identity, digest_file, digest_of, is_digest, store_errors
 from prejit.runtime.base.process_facts import is_plain_start
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import RejectError, StoreError
@@ -177,7 +177,7 @@ class Receipts:
 
     def digest_of(self, path: Path) -> str:
         """Return the digest of a file, from its receipt or by hashing it. Raise StoreError if that fails."""
-        try:
+        with store_errors(path, "read"):
             with open(path, "rb") as file:
                 identity = Identity.of(os.fstat(file.fileno()))
                 for digest in self._held:
@@ -185,8 +185,6 @@ class Receipts:
                         return digest
                 hashed_at = time.time()
                 digest = digest_file(file.fileno())
-        except OSError as error:
-            raise StoreError(f"{path}: cannot read: {error.strerror}") from error
         self.add(digest, identity, hashed_at=hashed_at)
         return digest
 

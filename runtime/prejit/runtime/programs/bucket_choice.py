@@ -11,7 +11,7 @@ from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.device.jax_arrays import OnDevice, is_jax_array
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
-from prejit.runtime.format.bundle_schema import ProgramEntry
+from prejit.runtime.format.bundle_schema import ProgramEntry, functions_of
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.fitted_arguments import EVERYTHING, fit, narrows, padded, static_misfit
 from prejit.runtime.programs.known_calls import ChosenBucket, Held
@@ -33,10 +33,7 @@ class BucketChoice:
         """
         self._programs = programs
         self._compiles = compiles
-        self._buckets: dict[str, list[ProgramEntry]] = {}
-        for program in programs.table.values():
-            if program.kind == "call":
-                self._buckets.setdefault(program.name.partition("/")[0], []).append(program)
+        self._buckets = functions_of(programs.table.values())
         self._static = {
             name: frozenset(key for program in buckets for key in program.static or ())
             for name, buckets in self._buckets.items()

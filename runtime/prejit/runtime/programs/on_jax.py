@@ -10,7 +10,7 @@ from prejit.runtime.base.threads_and_forks import once
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.device import Device, Executable
 from prejit.runtime.format.arrays import Mesh
-from prejit.runtime.format.bundle_schema import ProgramEntry
+from prejit.runtime.format.bundle_schema import ProgramEntry, functions_of
 from prejit.runtime.programs.ready_programs import Programs
 
 
@@ -36,7 +36,7 @@ class JaxPrograms:
         runs on one device.
         """
         self.programs = programs
-        self._table = [program for program in table if program.kind == "call"]
+        self._buckets = functions_of(table)
         self.platform = platform
         self._mesh = mesh
         self._loaded: dict[str, Executable] = {}
@@ -49,11 +49,11 @@ class JaxPrograms:
 
     def buckets(self, name: str) -> list[ProgramEntry]:
         """Return the buckets of a program; none: there is no such program."""
-        return [p for p in self._table if p.name.partition("/")[0] == name]
+        return self._buckets.get(name, [])
 
     def names(self) -> list[str]:
         """Return the names of the programs, sorted."""
-        return sorted({program.name.partition("/")[0] for program in self._table})
+        return sorted(self._buckets)
 
     def executable(self, name: str) -> Executable:
         """Return the executable of a bucket, loaded when it is first used.

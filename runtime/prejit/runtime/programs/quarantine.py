@@ -99,7 +99,7 @@ def wrong_answers(programs: Asked) -> Iterator[str]:
     loaded.sort(key=lambda program: math.prod(program.bucket.values()))
     smallest: dict[tuple[str, str, str | None], ProgramEntry] = {}
     for program in filter(is_known, loaded):
-        kind = program.name.partition("/")[0], program.kind, program.weights
+        kind = program.function, program.kind, program.weights
         smallest.setdefault(kind, program)
     for program in smallest.values():
         deviation = compare(programs, program, programs[program.name])

@@ -312,9 +312,8 @@ class Calls:
 
         The sizes of variables in `pad` may be smaller or larger than those of the bucket.
         """
-        name = program.name.partition("/")[0]
-        self.check_settings(name)
-        static, flatten = self._given(name, args, kwargs)
+        self.check_settings(program.function)
+        static, flatten = self._given(program.function, args, kwargs)
         given = self.choice.leaves(program, flatten)
         if isinstance(given, str) or static_misfit(self.programs.static(program.name), static):
             return None

@@ -18,13 +18,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from prejit.runtime.base.files import Identity, digest_file
+from prejit.runtime.base.files import Identity, digest_file, store_errors
 from prejit.runtime.base.process_facts import policy_paths
 from prejit.runtime.base.written_files import locking
 from prejit.runtime.errors import StoreError, UntrustedError, UntrustedWarning, UsageError
-from prejit.runtime.format.blobs import read_whole
+from prejit.runtime.format.blobs import Layer, read_whole
 from prejit.runtime.format.bundle_schema import RecordedProgram
-from prejit.runtime.format.checks.layers import unpack
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import BUNDLE_NAME, RECORDED_MEDIA_TYPE
 from prejit.runtime.format.opening import Contents, OpenTarget, match, read_contents
@@ -148,20 +147,16 @@ def read_files(layout: Layout, contents: Contents, into: Path) -> None:
         RejectError: a file is damaged.
         StoreError: it cannot be written.
     """
-    at = contents.manifest.layer(RECORDED_MEDIA_TYPE)
-    pack, where = layout.map_blob(at.digest, at.size), layout.blob_path(at.digest)
+    pack = Layer.in_layout(layout, contents.manifest.layer(RECORDED_MEDIA_TYPE))
     for program in recorded_of(layout, contents):
-        segment = program.entry
-        # The slice is a copy, to which no other process can write.
-        content = unpack(pack[segment.offset : segment.offset + segment.size], segment, where)
-        try:
+        content = pack.unpack(program.entry)
+        with store_errors(
+            into / program.file,
+            "write",
+            hint="free some space there, or set PREJIT_RUNTIME_CACHE to another directory",
+        ):
             (into / program.file).write_bytes(content)
             (into / program.file).chmod(0o444)
-        except OSError as error:
-            raise StoreError(
-                f"{into / program.file}: cannot write: {error.strerror}",
-                hint="free some space there, or set PREJIT_RUNTIME_CACHE to another directory",
-            ) from error
 
 
 def unpacked(layout: Layout, target: OpenTarget, contents: Contents) -> Path:
@@ -189,13 +184,12 @@ def unpacked(layout: Layout, target: OpenTarget, contents: Contents) -> Path:
         temporary = make_directory(root / f"{unique}{_TEMPORARY_SUFFIX}")
         damaged = root / f"{unique}.damaged{_TEMPORARY_SUFFIX}"
         try:
-            read_files(layout, contents, temporary)
-            temporary.chmod(0o555)
-            with contextlib.suppress(FileNotFoundError):
-                directory.rename(damaged)
-            temporary.rename(directory)
-        except OSError as error:
-            raise StoreError(f"{directory}: cannot write: {error.strerror}") from error
+            with store_errors(directory, "write"):
+                read_files(layout, contents, temporary)
+                temporary.chmod(0o555)
+                with contextlib.suppress(FileNotFoundError):
+                    directory.rename(damaged)
+                temporary.rename(directory)
         finally:
             _remove(temporary)
             _remove(damaged)
@@ -214,10 +208,8 @@ def _locked(root: Path, *, shared: bool) -> Iterator[None]:
     Raises:
         StoreError: it cannot be opened.
     """
-    try:
+    with store_errors(root, "open"):
         descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise StoreError(f"{root}: cannot open: {error.strerror}") from error
     with locking(descriptor, shared=shared):
         yield
 

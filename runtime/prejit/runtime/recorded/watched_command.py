@@ -12,7 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.base.files import store_errors
+from prejit.runtime.errors import UsageError
 from prejit.runtime.recorded.hook import ENVIRONMENT
 from prejit.runtime.recorded.hook.watch import CACHE_DIRECTORY, Orders
 
@@ -165,11 +166,10 @@ def make_directory(path: Path) -> Path:
     Raises:
         StoreError: it cannot be made.
     """
-    try:
+    with store_errors(
+        path,
+        "make this directory",
+        hint="set PREJIT_RUNTIME_CACHE to a directory that can be written",
+    ):
         path.mkdir(parents=True, mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise StoreError(
-            f"{path}: cannot make this directory: {error.strerror}",
-            hint="set PREJIT_RUNTIME_CACHE to a directory that can be written",
-        ) from error
     return path

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from prejit.runtime.base.files import is_digest
-from prejit.runtime.base.typed_json import MAX_INTEGER, each_key_once, shown
+from prejit.runtime.base.typed_json import MAX_INTEGER, depth, each_key_once, shown
 from prejit.runtime.format.names import SIGNATURE_MEDIA_TYPE, STATEMENT_MEDIA_TYPE
 from prejit.runtime.trust.reasons import RefusedError
 
@@ -49,7 +49,7 @@ def read_object(content: bytes, max_bytes: int, case: str, what: str) -> dict[st
         raise RefusedError(case, f"{what}: expected JSON: {error!s:.80}") from error
     if type(found) is not dict:
         raise RefusedError(case, f"{what}: expected a JSON object, found {shown(found)}")
-    if _depth(found) > MAX_DEPTH:
+    if depth(found) > MAX_DEPTH:
         raise RefusedError(case, f"{what}: expected at most {MAX_DEPTH} levels, found more")
     return found
 
@@ -74,19 +74,6 @@ def _check_text(found: dict[str, Any], name: str, expected: str, case: str, what
 
 def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number of JSON")
-
-
-def _depth(found: Any) -> int:
-    depth, level = 0, [found]
-    while level:
-        depth += 1
-        level = [
-            inner
-            for each in level
-            for inner in (each.values() if isinstance(each, dict) else each)
-            if isinstance(inner, dict | list)
-        ]
-    return depth
 
 
 MAX_ENVELOPE_BYTES = 1 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, final
@@ -176,9 +176,7 @@ class Engine(OneProcess):
             ClosedError: the engine is draining or closed.
         """
         answer = Answer()
-        ticket = self._ticket(prompt, options, answer)
-        answer.on_cancel = _canceller(self._loop, ticket)
-        self._loop.submit(ticket)
+        self._submit(prompt, options, answer)
         return answer
 
     def generate(self, prompt: Prompt | None = None, **options: Unpack[RequestOptions]) -> Result:
@@ -197,15 +195,13 @@ class Engine(OneProcess):
         what happens later.
         """
         pipe = Pipe()
-        ticket = self._ticket(prompt, options, pipe)
-        pipe.on_cancel = _canceller(self._loop, ticket)
-        self._loop.submit(ticket)
+        self._submit(prompt, options, pipe)
         return Stream(pipe)
 
-    def _ticket(
+    def _submit(
         self, prompt: Prompt | None, options: RequestOptions, receiver: Answer | Pipe
-    ) -> Ticket:
-        """Return a request that was checked, so that nothing is wrong with it when it gets a slot."""
+    ) -> None:
+        """Check a request, so that nothing is wrong with it when it gets a slot, and let it wait for one."""
         given = {**options}
         priority = arguments.integer("priority", given.pop("priority", 0), -(2**31), 2**31)
         client = arguments.instance("client", given.pop("client", ""), str)
@@ -231,7 +227,9 @@ class Engine(OneProcess):
             )
         now = time.perf_counter()
         deadline = None if timeout is None else now + timeout
-        return Ticket(generation, receiver, client, priority, limits, deadline, now, guard=guard)
+        ticket = Ticket(generation, receiver, client, priority, limits, deadline, now, guard=guard)
+        receiver.on_cancel = partial(self._loop.cancel, ticket)
+        self._loop.submit(ticket)
 
     # ------------------------------------------------------------------ shared runs
 
@@ -417,8 +415,3 @@ class Engine(OneProcess):
 
 def _optional(name: str, value: int | None, least: int) -> int | None:
     return None if value is None else arguments.integer(name, value, least)
-
-
-def _canceller(loop: Loop, ticket: Ticket) -> Callable[[], None]:
-    """Return what ends a ticket, without a reference to the engine."""
-    return lambda: loop.cancel(ticket)

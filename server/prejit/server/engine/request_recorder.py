@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from prejit.runtime.base.process_facts import host_memory_bytes
+from prejit.runtime.format.bundle_schema import functions_of
 from prejit.server.engine.engine_metrics import REASONS, EngineMetrics, Kind, RequestMetrics
 from prejit.server.engine.histograms import (
     COUNT_BOUNDS,
@@ -33,11 +34,10 @@ ENCODE: tuple[Kind, str] = ("encode", "encode")
 
 def kinds_of(config: Config) -> tuple[tuple[Kind, str], ...]:
     """Return the kinds of requests that a bundle takes, each with its program."""
-    calls = [each.name.partition("/")[0] for each in config.programs if each.kind == "call"]
     return (
         *((GENERATE,) if config.decoder is not None else ()),
         *((ENCODE,) if config.encoder is not None else ()),
-        *(("call", name) for name in dict.fromkeys(calls)),
+        *(("call", name) for name in functions_of(config.programs)),
     )
 
 

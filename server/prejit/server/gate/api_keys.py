@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.wording import nearest
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.server.engine.fair_queue import NO_LIMITS, Limits
@@ -166,15 +167,14 @@ class Keys:
 
 def _content(path: Path) -> tuple[bytes, tuple[int, ...] | None]:
     """Return the content of a file of keys and its stamp; None: it may change without another one."""
-    try:
+    with store_errors(
+        path,
+        "read the keys",
+        hint="give --keys a file with a key in each line, such as the output of: openssl rand -hex 24",
+    ):
         with open(path, "rb") as file:
             stamp = _stamp(path)
             content = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise StoreError(
-            f"{path}: cannot read the keys: {error.strerror}",
-            hint="give --keys a file with a key in each line, such as the output of: openssl rand -hex 24",
-        ) from error
     if len(content) > _MAX_BYTES:
         raise UsageError(
             f"{path}: expected a file of keys of at most {_MAX_BYTES} bytes, found more"

@@ -60,6 +60,11 @@ class ApiError(Exception):
         self.headers = headers or {}
 
 
+def field_error(field: str, problem: str, *, code: str | None = None) -> ApiError:
+    """Return the error of a field of the body that does not have a value that it may have."""
+    return ApiError(400, f"{field}: {problem}", param=field, code=code)
+
+
 _KINDS: dict[type[PrejitError], tuple[int, str, str]] = {
     ContextError: (400, "invalid_request_error", "context_length_exceeded"),
     ModelNotFoundError: (404, "invalid_request_error", "model_not_found"),
@@ -96,9 +101,9 @@ def as_api_error(error: Exception) -> ApiError:
             param = found["path"].removeprefix("$").removeprefix(".") or None
             message = message[: found.start()]
         if lacking := _LACKING.fullmatch(message):
-            param = ".".join(filter(None, (param, lacking["name"])))
-            message = f"{param}: expected a value, found none"
-            return ApiError(400, message, param=param, code="missing_required_parameter")
+            field = ".".join(filter(None, (param, lacking["name"])))
+            problem = "expected a value, found none"
+            return field_error(field, problem, code="missing_required_parameter")
         return ApiError(400, f"{param or 'body'}: {message}", param=param, code="invalid_type")
     if isinstance(error, msgspec.DecodeError | UnicodeDecodeError):
         return ApiError(400, f"body: expected JSON in UTF-8, found {error}", code="invalid_json")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.http_errors import ApiError, field_error
 
 if TYPE_CHECKING:
     from prejit.server.gate.api_keys import ApiKey
@@ -27,10 +27,9 @@ def priority(key: ApiKey, given: int | None) -> int:
         return max(least, min(0, most))
     if least <= given <= most:
         return given
-    raise ApiError(
-        400,
-        f"priority: expected {least} to {most}, which this client may have, found {given}",
-        param="priority",
+    raise field_error(
+        "priority",
+        f"expected {least} to {most}, which this client may have, found {given}",
         code="priority_not_allowed",
     )
 

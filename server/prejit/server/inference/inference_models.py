@@ -20,7 +20,7 @@ from prejit.runtime.device.jax_arrays import weakened
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.bundle_schema import Config, ProgramEntry
+from prejit.runtime.format.bundle_schema import ProgramEntry, functions_of
 from prejit.runtime.format.checks.call_programs import check_arrays, check_static, check_tree
 from prejit.runtime.format.constants import Constant
 from prejit.runtime.programs import pytree
@@ -132,7 +132,7 @@ class InferenceModels:
         self._by_name: dict[str, InferenceModel] = {}
         alone: dict[str, list[InferenceModel]] = {}
         for served in models:
-            for name, entries in functions_of(served.bundle.config).items():
+            for name, entries in functions_of(served.bundle.config.programs).items():
                 model = InferenceModel(served, name, entries)
                 alone.setdefault(name, []).append(model)
                 self._by_name[f"{served.name}.{name}"] = model
@@ -153,15 +153,6 @@ class InferenceModels:
                 + did_you_mean(name, self._by_name)
             )
         return found
-
-
-def functions_of(config: Config) -> dict[str, list[ProgramEntry]]:
-    """Return the user's programs of a bundle by name, each with its buckets."""
-    buckets: dict[str, list[ProgramEntry]] = {}
-    for entry in config.programs:
-        if entry.kind == "call":
-            buckets.setdefault(entry.name.partition("/")[0], []).append(entry)
-    return buckets
 
 
 def static_values(buckets: Sequence[ProgramEntry]) -> dict[str, list[Constant]]:

@@ -13,8 +13,8 @@ import msgspec
 from msgspec import inspect
 from starlette.requests import Request
 
-from prejit.runtime.base.wording import nearest
-from prejit.server.gate.http_errors import ApiError
+from prejit.runtime.base.wording import did_you_mean
+from prejit.server.gate.http_errors import ApiError, field_error
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.prompts import off_loop
 from prejit.server.served.served import Models, Served
@@ -81,11 +81,8 @@ async def read(request: Request, decoder: msgspec.json.Decoder[T], settings: Set
         text = str(error)
         if text.startswith(_NULL) and _AT in text:
             name = text.rpartition(_AT)[2].removesuffix("`")
-            raise ApiError(
-                400,
-                f"{name}: this server does not support it; leave it out",
-                param=name,
-                code="unsupported_parameter",
+            raise field_error(
+                name, "this server does not support it; leave it out", code="unsupported_parameter"
             ) from error
         raise
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -134,10 +131,9 @@ def check_only(body: RequestFields, only: Mapping[str, Any]) -> None:
         found = getattr(body, name)
         if found is not None and found != value:
             shown = msgspec.json.encode(found).decode()
-            raise ApiError(
-                400,
-                f"{name}: this server does not support {shown:.80}; leave it out",
-                param=name,
+            raise field_error(
+                name,
+                f"this server does not support {shown:.80}; leave it out",
                 code="unsupported_parameter",
             )
 
@@ -154,7 +150,7 @@ def served_model(models: Models, name: str | None) -> Served:
     if len(models) == 1:
         return next(iter(models))
     names = ", ".join(repr(each.name) for each in models)
-    raise ApiError(400, f"model: expected one of {names}, found none", param="model")
+    raise field_error("model", f"expected one of {names}, found none")
 
 
 def identity(served: Served, prefix: str) -> dict[str, Any]:
@@ -211,14 +207,9 @@ def decode(content: bytes, decoder: msgspec.json.Decoder[T], *, ignore_unknown: 
                 del stray.holder[stray.name]
             return decoder.decode(msgspec.json.encode(value))
         for stray in strays:
-            near = nearest(stray.name, stray.known)
-            message = f"{stray.path}: expected fields that this endpoint knows, found another one"
-            raise ApiError(
-                400,
-                f"{message} (did you mean {near!r}?)" if near else message,
-                param=stray.path,
-                code="unknown_parameter",
-            ) from error
+            problem = "expected fields that this endpoint knows, found another one"
+            meant = did_you_mean(stray.name, stray.known)
+            raise field_error(stray.path, problem + meant, code="unknown_parameter") from error
         raise
 
 

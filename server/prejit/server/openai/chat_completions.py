@@ -13,7 +13,7 @@ from starlette.responses import Response
 from prejit.runtime.generation.finished_text import Result, Stats
 from prejit.runtime.generation.generate import Piece
 from prejit.runtime.generation.sampling import Logprob
-from prejit.server.gate.http_errors import ApiError, json_response
+from prejit.server.gate.http_errors import field_error, json_response
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai import engine_calls, prompts
 from prejit.server.openai.bodies import (
@@ -242,15 +242,11 @@ def _tools(body: ChatRequest) -> Tools:
 def _check(body: ChatRequest) -> None:
     check_only(body, {"store": False, "verbosity": "medium"})
     if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError(400, "top_logprobs: expected logprobs beside it", param="top_logprobs")
+        raise field_error("top_logprobs", "expected logprobs beside it")
     check_fields(body)
     both = body.max_tokens is not None and body.max_completion_tokens is not None
     if both and body.max_tokens != body.max_completion_tokens:
-        raise ApiError(
-            400,
-            "max_tokens: expected it without max_completion_tokens, found both",
-            param="max_tokens",
-        )
+        raise field_error("max_tokens", "expected it without max_completion_tokens, found both")
 
 
 def _prompt(body: ChatRequest, served: Served, tools: Tools) -> list[int]:

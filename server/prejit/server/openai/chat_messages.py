@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.http_errors import field_error
 from prejit.server.openai.bodies import RequestFields
 
 ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")]
@@ -199,11 +199,10 @@ def plain_call(call_id: str, name: str, arguments: str, where: str) -> dict[str,
     try:
         parsed = msgspec.json.decode(arguments, type=dict[str, Any]) if arguments.strip() else {}
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ApiError(
-            400,
-            f"{where}: expected the arguments of the call of {name!r:.80} as a JSON object in text, found "
+        raise field_error(
+            where,
+            f"expected the arguments of the call of {name!r:.80} as a JSON object in text, found "
             f"{arguments!r:.80}",
-            param=where,
         ) from error
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": parsed}}
 

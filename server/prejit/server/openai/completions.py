@@ -13,7 +13,7 @@ from starlette.responses import Response
 from prejit.runtime.generation.finished_text import Result, Stats
 from prejit.runtime.generation.generate import Piece
 from prejit.runtime.generation.sampling import Logprob
-from prejit.server.gate.http_errors import ApiError, json_response
+from prejit.server.gate.http_errors import field_error, json_response
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai import engine_calls, prompts
 from prejit.server.openai.bodies import ResponseFields, encode, identity, read
@@ -101,11 +101,7 @@ async def complete(models: Models, settings: Settings, request: Request) -> Resp
     constraint = body.constraint()
     given = prompts.as_inputs("prompt", body.prompt)
     if len(given) > _MAX_PROMPTS:
-        raise ApiError(
-            400,
-            f"prompt: expected at most {_MAX_PROMPTS} prompts, found {len(given)}",
-            param="prompt",
-        )
+        raise field_error("prompt", f"expected at most {_MAX_PROMPTS} prompts, found {len(given)}")
     served = asked.served
     token_ids = await _read_prompts(body, served, given)
     mask = await token_masks(asked, constraint)
@@ -122,20 +118,18 @@ async def complete(models: Models, settings: Settings, request: Request) -> Resp
 
 def _check(body: CompletionRequest) -> None:
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise ApiError(
-            400,
-            f"best_of: expected the value of n ({body.n or 1}) or none, found {body.best_of}: this server "
+        raise field_error(
+            "best_of",
+            f"expected the value of n ({body.n or 1}) or none, found {body.best_of}: this server "
             "returns all continuations that it generates",
-            param="best_of",
             code="unsupported_parameter",
         )
     if body.max_tokens == 0 and (
         body.stream or not (body.echo or body.prompt_logprobs is not None)
     ):
-        raise ApiError(
-            400,
-            "max_tokens: expected 1 or more, or 0 beside echo or prompt_logprobs and without stream, found 0",
-            param="max_tokens",
+        raise field_error(
+            "max_tokens",
+            "expected 1 or more, or 0 beside echo or prompt_logprobs and without stream, found 0",
         )
     check_fields(body)
 

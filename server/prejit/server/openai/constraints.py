@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.http_errors import ApiError, field_error
 from prejit.server.grammar.grammar_sources import GrammarSource, schema_source
 from prejit.server.openai.chat_messages import Function
 from prejit.server.openai.tool_calls import ForcedReader, Reader, TextReader, ToolReader
@@ -65,10 +65,8 @@ def forced_calls(tools: Sequence[Function], *, only_one: bool) -> Constraint:
             for name, schema in parameters.pop(keyword, {}).items():
                 # References are from the root of the whole schema.
                 if definitions.setdefault(keyword, {}).setdefault(name, schema) != schema:
-                    raise ApiError(
-                        400,
-                        f"tools: expected one definition of {name!r}, found two different ones",
-                        param="tools",
+                    raise field_error(
+                        "tools", f"expected one definition of {name!r}, found two different ones"
                     )
         calls.append(
             {
@@ -146,13 +144,11 @@ def chosen_tools(
         functions = [each for each in functions if each.name in allowed]
         names = [each.name for each in functions]
     if len(set(names)) < len(names):
-        raise ApiError(400, "tools: expected each name once, found one twice", param="tools")
+        raise field_error("tools", "expected each name once, found one twice")
     if name is not None and name not in names:
         raise _no_such_tool(names, name)
     if choice == "required" and not names:
-        raise ApiError(
-            400, "tool_choice: expected tools beside it, found none", param="tool_choice"
-        )
+        raise field_error("tool_choice", "expected tools beside it, found none")
     if choice == "none":
         return Tools()
     forced = name is not None or choice == "required"
@@ -161,6 +157,4 @@ def chosen_tools(
 
 def _no_such_tool(known: Sequence[str], name: str) -> ApiError:
     names = ", ".join(map(repr, known)) or "no tools"
-    return ApiError(
-        400, f"tool_choice: expected one of {names}, found {name!r:.128}", param="tool_choice"
-    )
+    return field_error("tool_choice", f"expected one of {names}, found {name!r:.128}")

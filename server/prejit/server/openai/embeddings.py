@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from prejit.runtime.errors import NumbersError
 from prejit.server.gate.api_keys import ApiKey
-from prejit.server.gate.http_errors import ApiError, json_response
+from prejit.server.gate.http_errors import field_error, json_response
 from prejit.server.gate.request_clients import check_tokens, unless_gone
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.bodies import (
@@ -177,10 +177,9 @@ async def embed(models: Models, settings: Settings, request: Request) -> Respons
     served = served_model(models, body.model)
     encoder = served.bundle.config.encoder
     if encoder is not None and body.dimensions not in (None, encoder.width):
-        raise ApiError(
-            400,
-            f"dimensions: expected {encoder.width}, the width of this model, found {body.dimensions}",
-            param="dimensions",
+        raise field_error(
+            "dimensions",
+            f"expected {encoder.width}, the width of this model, found {body.dimensions}",
             code="unsupported_parameter",
         )
     inputs = _inputs(body)
@@ -215,10 +214,8 @@ async def _encoded(
     """
     if served.bundle.config.encoder is None:
         kind = "functions" if served.bundle.config.decoder is None else "a decoder"
-        raise ApiError(
-            400,
-            f"model: expected an encoder, found {served.name!r}, which holds {kind}",
-            param="model",
+        raise field_error(
+            "model", f"expected an encoder, found {served.name!r}, which holds {kind}"
         )
     check_only(body, {"truncate_prompt_tokens": -1})
     key: ApiKey = request.state.key
@@ -249,14 +246,10 @@ async def _encoded(
 def _inputs(body: EmbeddingRequest) -> list[str | list[int]]:
     inputs = as_inputs("input", body.input)
     if len(inputs) > MAX_INPUTS:
-        raise ApiError(
-            400, f"input: expected at most {MAX_INPUTS}, found {len(inputs)}", param="input"
-        )
+        raise field_error("input", f"expected at most {MAX_INPUTS}, found {len(inputs)}")
     for place, each in enumerate(inputs):
         if not each:
-            raise ApiError(
-                400, f"input: expected no empty text, found one at place {place}", param="input"
-            )
+            raise field_error("input", f"expected no empty text, found one at place {place}")
     return inputs
 
 
@@ -274,10 +267,8 @@ async def score(models: Models, settings: Settings, request: Request) -> Respons
         [texts] if isinstance(texts, str) else texts for texts in (body.text_1, body.text_2)
     )
     if len(one) not in (1, len(other)):
-        raise ApiError(
-            400,
-            f"text_1: expected one text, or {len(other)} as text_2 has, found {len(one)}",
-            param="text_1",
+        raise field_error(
+            "text_1", f"expected one text, or {len(other)} as text_2 has, found {len(one)}"
         )
     scores, usage = await _cosines(request, settings, served, body, one, other)
     return json_response(

@@ -15,7 +15,7 @@ from prejit.runtime.errors import NumbersError
 from prejit.runtime.generation.finished_text import Result, Stats
 from prejit.runtime.generation.generate import Piece
 from prejit.runtime.generation.sampling import Logprob
-from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.http_errors import field_error
 from prejit.server.gate.request_clients import check_tokens, priority, unless_gone
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.bodies import served_model
@@ -168,10 +168,8 @@ def text_call(
     check_tokens(key)
     most = asked.options["max_new_tokens"]
     if most is not None and (body.min_tokens or 0) > most:
-        raise ApiError(
-            400,
-            f"min_tokens: expected at most {most}, the most new tokens, found {body.min_tokens}",
-            param="min_tokens",
+        raise field_error(
+            "min_tokens", f"expected at most {most}, the most new tokens, found {body.min_tokens}"
         )
     return TextCall(
         engine=asked.served.engine,
@@ -239,11 +237,10 @@ def _check_count(calls: Sequence[TextCall]) -> None:
     ]
     most, limit = min(sizes, default=(0, ""))
     if count > most:
-        raise ApiError(
-            400,
-            f"n: expected at most {most} continuations of all prompts together, which is {limit}, found "
+        raise field_error(
+            "n",
+            f"expected at most {most} continuations of all prompts together, which is {limit}, found "
             f"{count}; send several requests",
-            param="n",
         )
 
 

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from prejit.runtime.base.arguments import pairs
 from prejit.runtime.generation.options import MAX_LOGPROBS
-from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.http_errors import field_error
 from prejit.server.gate.server_settings import Settings
 from prejit.server.grammar.grammar_sources import (
     GrammarSource,
@@ -98,17 +98,14 @@ class Structured(Unused, frozen=True, kw_only=True):
                     found.append(make(before + name, value))
         if len(found) > 1:
             fields = [each.field for each in found]
-            raise ApiError(
-                400,
-                f"{fields[1]}: expected one field that says what an answer must be, found "
+            raise field_error(
+                fields[1],
+                f"expected one field that says what an answer must be, found "
                 f"{' and '.join(fields)}",
-                param=fields[1],
             )
         if self.structured_outputs is not None and not found:
-            raise ApiError(
-                400,
-                f"structured_outputs: expected one of {', '.join(_MAKE)}, found none",
-                param="structured_outputs",
+            raise field_error(
+                "structured_outputs", f"expected one of {', '.join(_MAKE)}, found none"
             )
         return found[0] if found else None
 
@@ -118,9 +115,7 @@ def _json(field: str, value: Schema) -> Constraint:
         try:
             value = msgspec.json.decode(value, type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError) as error:
-            raise ApiError(
-                400, f"{field}: expected a JSON Schema, found {value!r:.80}", param=field
-            ) from error
+            raise field_error(field, f"expected a JSON Schema, found {value!r:.80}") from error
     return Constraint(value, field, strict=True)
 
 
@@ -315,12 +310,10 @@ def check_fields(body: Sampled) -> None:
     check_only(body, _ONLY)
     if body.stream_options is not None:
         if not body.stream:
-            raise ApiError(
-                400, "stream_options: expected them with stream only", param="stream_options"
-            )
+            raise field_error("stream_options", "expected them with stream only")
         check_only(body.stream_options, {"continuous_usage_stats": False})
     if body.stream and body.prompt_logprobs is not None:
-        raise ApiError(400, "prompt_logprobs: expected none in a stream", param="prompt_logprobs")
+        raise field_error("prompt_logprobs", "expected none in a stream")
 
 
 def new_tokens(
@@ -346,10 +339,9 @@ def new_tokens(
     limit = settings.max_tokens
     if given is not None:
         if limit is not None and given > limit:
-            raise ApiError(
-                400,
-                f"{name}: expected at most {limit} new tokens, the limit of this server, found {given}",
-                param=name,
+            raise field_error(
+                name,
+                f"expected at most {limit} new tokens, the limit of this server, found {given}",
             )
         return given
     bundle: int | None = served.bundle.defaults.options().get("max_new_tokens")

@@ -9,7 +9,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from prejit.server.gate.http_errors import ApiError, json_response
+from prejit.server.gate.http_errors import field_error, json_response
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai import prompts
 from prejit.server.openai.bodies import (
@@ -89,7 +89,7 @@ async def tokenize(models: Models, settings: Settings, request: Request) -> Resp
     body = await read(request, _TOKENIZE, settings)
     if (body.prompt is None) == (body.messages is None):
         found = "neither" if body.prompt is None else "both"
-        raise ApiError(400, f"prompt: expected it or messages, found {found}", param="prompt")
+        raise field_error("prompt", f"expected it or messages, found {found}")
     served = served_model(models, body.model)
     tokenizer = served.bundle.tokenizer
     if (prompt := body.prompt) is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from prejit.runtime.errors import ContextError
-from prejit.server.gate.http_errors import ApiError
+from prejit.server.gate.http_errors import field_error
 from prejit.server.served.served import Served
 from prejit.server.served.work_threads import TEXTS, in_thread
 
@@ -45,11 +45,7 @@ def as_inputs(name: str, value: Inputs) -> list[str | list[int]]:
     kinds = {*map(type, value)}
     if not value or (int in kinds and len(kinds) > 1):
         found = f"token ids beside {name}s" if value else "an empty list"
-        raise ApiError(
-            400,
-            f"{name}: expected a text, token ids, or a list of either, found {found}",
-            param=name,
-        )
+        raise field_error(name, f"expected a text, token ids, or a list of either, found {found}")
     return cast("list[str | list[int]]", [value] if kinds == {int} else value)
 
 
@@ -68,10 +64,8 @@ def need_text_model(served: Served) -> None:
         found = "which reads a source"
     else:
         return
-    raise ApiError(
-        400,
-        f"model: expected one that continues a prompt, found {served.name!r}, {found}",
-        param="model",
+    raise field_error(
+        "model", f"expected one that continues a prompt, found {served.name!r}, {found}"
     )
 
 
@@ -143,7 +137,7 @@ def of_messages(
     variables = {**given, **(variables or {})}
     if reserved := _RESERVED & variables.keys():
         name = f"chat_template_kwargs.{min(reserved)}"
-        raise ApiError(400, f"{name}: expected it as a field of the request", param=name)
+        raise field_error(name, "expected it as a field of the request")
     return served.bundle.apply_chat_template(
         messages,
         tools=tools,

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from prejit.runtime.errors import PrejitError
 from prejit.runtime.generation.finished_text import Result, Stats
 from prejit.runtime.generation.sampling import Logprob
-from prejit.server.gate.http_errors import ApiError, as_api_error, json_response
+from prejit.server.gate.http_errors import as_api_error, field_error, json_response
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai import engine_calls, prompts
 from prejit.server.openai.bodies import check_only, encode, read
@@ -60,10 +60,8 @@ async def respond(models: Models, settings: Settings, request: Request) -> Respo
     check_only(body, {"store": False, "background": False, "prompt_logprobs": None})
     check_fields(body)
     if body.top_logprobs is not None and not body.include:
-        raise ApiError(
-            400,
-            "top_logprobs: expected include with 'message.output_text.logprobs' beside it",
-            param="top_logprobs",
+        raise field_error(
+            "top_logprobs", "expected include with 'message.output_text.logprobs' beside it"
         )
     top = (body.top_logprobs or 0) if body.include else None
     asked = engine_calls.asked(
@@ -152,11 +150,7 @@ def messages_of(body: ResponseRequest) -> list[dict[str, Any]]:
 def _needed(item: InputItem, name: str, where: str) -> Any:
     value = getattr(item, name)
     if value is None:
-        raise ApiError(
-            400,
-            f"{where}.{name}: expected it in a {item.type}, found none",
-            param=f"{where}.{name}",
-        )
+        raise field_error(f"{where}.{name}", f"expected it in a {item.type}, found none")
     return value
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from prejit.runtime.base import arguments
 from prejit.runtime.errors import UsageError
-from prejit.server.gate.http_errors import ApiError, as_api_error
+from prejit.server.gate.http_errors import as_api_error, field_error
 from prejit.server.gate.request_clients import unless_gone
 from prejit.server.grammar.grammar_sources import GrammarSource, SchemaPart
 from prejit.server.grammar.tool_call_grammar import ToolForm, tools_source
@@ -51,11 +51,10 @@ async def token_masks(
     mask = None
     if tools.functions and not tools.forced:
         if isinstance(constraint, TextConstraint):
-            raise ApiError(
-                400,
-                f"{constraint.field}: expected JSON or any text beside tools that the model may call, found "
+            raise field_error(
+                constraint.field,
+                "expected JSON or any text beside tools that the model may call, found "
                 "another grammar",
-                param=constraint.field,
                 code="unsupported_parameter",
             )
         if constraint is not None or any(each.strict for each in tools.functions):

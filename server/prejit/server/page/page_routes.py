@@ -11,7 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from prejit.server.inference.inference_models import functions_of, static_values
+from prejit.runtime.format.bundle_schema import functions_of
+from prejit.server.inference.inference_models import static_values
 from prejit.server.openai.models_and_tokens import longest
 from prejit.server.served.work_threads import OPERATORS, in_thread
 
@@ -81,7 +82,7 @@ def _json(value: object) -> Response:
 def _model(one: Served) -> dict[str, Any]:
     """Return what the page shows of a served bundle, and what it can do with it."""
     bundle = one.bundle
-    functions = functions_of(bundle.config)
+    functions = functions_of(bundle.config.programs)
     has_decoder = bundle.config.decoder is not None and bundle.config.decoder.source is None
     return {
         "name": one.name,

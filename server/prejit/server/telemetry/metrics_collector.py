@@ -266,6 +266,61 @@ _REQUESTS: tuple[_Metric[RequestMetrics], ...] = (
 )
 
 
+_HTTP_REQUESTS = _Counter[int](
+    "prejit_http_requests",
+    "Requests of clients by route and status, without those for probes and the page.",
+    lambda count: count,
+)
+_HTTP_SECONDS = _Histogram[HistogramValue](
+    "prejit_http_request_seconds",
+    "Time from a request of a client to the end of its answer.",
+    lambda value: value,
+)
+_SERVER: tuple[_Metric[Models], ...] = (
+    _Gauge(
+        "prejit_host_memory_bytes",
+        "Resident memory of this process.",
+        lambda _: host_memory_bytes(),
+    ),
+    _Gauge(
+        "prejit_host_memory_limit_bytes",
+        "Memory that this process may use: its container's limit, or the machine's memory.",
+        lambda _: host_memory_limit_bytes(),
+    ),
+    _Gauge(
+        "prejit_server_state",
+        "1 for the state of the server.",
+        lambda models: {state: state == models.state for state in get_args(State)},
+        "state",
+    ),
+    _Counter(
+        "prejit_fallbacks",
+        "Fallbacks to compiling here, by the axis that did not match.",
+        lambda _: fallback_counts(),
+        "axis",
+    ),
+)
+"""What the bundles of a server share."""
+
+_MATCHED = _Gauge["Served"](
+    "prejit_target_matched",
+    "1 if this machine matches the target of the bundle, 0 if programs are compiled here.",
+    lambda one: one.bundle.matched,
+)
+_SWAPS = _Counter[int](
+    "prejit_swaps",
+    "Swaps of a model's bundle by outcome: after a failed one, the bundle before goes on.",
+    lambda count: count,
+)
+_START_PARTS = ("process", "imports", "reading", "verifying", "loading", "first_run")
+_START = _Gauge["StartReport"](
+    "prejit_start_seconds",
+    "Time from the start of the process to the first result, by part, without idle time.",
+    lambda start: {part: getattr(start, f"{part}_seconds") for part in _START_PARTS},
+    "part",
+)
+
+
 @final
 class EngineCollector(Collector):
     """Turns the metrics of all served bundles into families of Prometheus, anew for each scrape."""
@@ -289,96 +344,26 @@ class EngineCollector(Collector):
         yield from _families(_VLLM, ("model_name", "engine"), vllm)
         yield from _families(_BUNDLES, ("model_name",), ours)
         yield from _families(_REQUESTS, ("model_name", "kind", "program"), requests)
-        yield from self._http()
-        yield from self._process()
-        yield from self._bundles(served)
-        yield self._start(served, dict(each))
-
-    def _http(self) -> Iterator[Metric]:
-        """Yield how the requests of clients were answered."""
         answers, seconds = self._models.http.snapshot()
-        counts = CounterMetricFamily(
-            "prejit_http_requests",
-            "Requests of clients by route and status, without those for probes and the page.",
-            labels=("route", "status"),
-        )
-        for (route, status), count in answers.items():
-            counts.add_metric((route, str(status)), count)
-        yield counts
+        counts = [((route, str(status)), count) for (route, status), count in answers.items()]
+        yield from _families([_HTTP_REQUESTS], ("route", "status"), counts)
         times = [((route,), each) for route, each in seconds.items()]
-        measured = _Histogram[HistogramValue](
-            "prejit_http_request_seconds",
-            "Time from a request of a client to the end of its answer.",
-            lambda value: value,
-        )
-        yield from _families([measured], ("route",), times)
+        yield from _families([_HTTP_SECONDS], ("route",), times)
+        yield from _families(_SERVER, (), [((), self._models)])
+        yield from _families([_MATCHED], ("model_name",), [((one.name,), one) for one in served])
+        swaps = [*self._models.swaps.items()]
+        yield from _families([_SWAPS], ("model_name", "outcome"), swaps)
+        yield _builds(served)
+        yield from _families([_START], ("model_name",), self._started(served, dict(each)))
 
-    def _process(self) -> Iterator[Metric]:
-        """Yield what the bundles of a server share."""
-        yield GaugeMetricFamily(
-            "prejit_host_memory_bytes", "Resident memory of this process.", host_memory_bytes()
-        )
-        yield GaugeMetricFamily(
-            "prejit_host_memory_limit_bytes",
-            "Memory that this process may use: its container's limit, or the machine's memory.",
-            host_memory_limit_bytes(),
-        )
-        states = GaugeMetricFamily(
-            "prejit_server_state", "1 for the state of the server.", labels=("state",)
-        )
-        for state in get_args(State):
-            states.add_metric((state,), state == self._models.state)
-        yield states
-        fallbacks = CounterMetricFamily(
-            "prejit_fallbacks",
-            "Fallbacks to compiling here, by the axis that did not match.",
-            labels=("axis",),
-        )
-        for axis, count in fallback_counts().items():
-            fallbacks.add_metric((axis,), count)
-        yield fallbacks
-
-    def _bundles(self, served: Sequence[Served]) -> Iterator[Metric]:
-        """Yield which bundles these are, and how they were loaded."""
-        build = InfoMetricFamily(
-            "prejit_build",
-            "What runs: model_name, bundle, digest, target, and versions of prejit, jax, jaxlib and cuda.",
-        )
-        matched = GaugeMetricFamily(
-            "prejit_target_matched",
-            "1 if this machine matches the target of the bundle, 0 if programs are compiled here.",
-            labels=("model_name",),
-        )
-        for one in served:
-            build.add_metric((), _build(one))
-            matched.add_metric((one.name,), one.bundle.matched)
-        swaps = CounterMetricFamily(
-            "prejit_swaps",
-            "Swaps of a model's bundle by outcome: after a failed one, the bundle before goes on.",
-            labels=("model_name", "outcome"),
-        )
-        for labels, count in [*self._models.swaps.items()]:
-            swaps.add_metric(labels, count)
-        yield build
-        yield matched
-        yield swaps
-
-    def _start(self, served: Sequence[Served], metrics: Mapping[str, EngineMetrics]) -> Metric:
+    def _started(
+        self, served: Sequence[Served], metrics: Mapping[str, EngineMetrics]
+    ) -> list[tuple[tuple[str], StartReport]]:
         """Return where the time of the start went, from the first request of a bundle on."""
-        family = GaugeMetricFamily(
-            "prejit_start_seconds",
-            "Time from the start of the process to the first result, by part, without idle time.",
-            labels=("model_name", "part"),
-        )
         for one in served:
-            if one.name not in self._starts:
-                if not _has_answered(metrics[one.name]):
-                    continue
+            if one.name not in self._starts and _has_answered(metrics[one.name]):
                 self._starts[one.name] = one.bundle.start_report()
-            start = self._starts[one.name]
-            for part in ("process", "imports", "reading", "verifying", "loading", "first_run"):
-                family.add_metric((one.name, part), getattr(start, f"{part}_seconds"))
-        return family
+        return [((one.name,), self._starts[one.name]) for one in served if one.name in self._starts]
 
 
 def _families(
@@ -408,6 +393,17 @@ def _families(
             elif value is not None:
                 family.add_metric(before, value)
         yield family
+
+
+def _builds(served: Sequence[Served]) -> Metric:
+    """Return which bundles these are."""
+    family = InfoMetricFamily(
+        "prejit_build",
+        "What runs: model_name, bundle, digest, target, and versions of prejit, jax, jaxlib and cuda.",
+    )
+    for one in served:
+        family.add_metric((), _build(one))
+    return family
 
 
 def _build(served: Served) -> dict[str, str]:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import msgspec
 import numpy as np
 
+from prejit.runtime.base.files import store_errors
 from prejit.runtime.errors import StoreError
 from prejit.runtime.generation.generate import Piece
 from prejit.runtime.ship.reference import is_reference
@@ -228,14 +229,13 @@ def _open(path: str) -> int:
     Raises:
         StoreError: it cannot be opened, or others could read it.
     """
-    try:
+    with store_errors(
+        path,
+        "write the log",
+        hint="give --log a file that this user may write, or one that is not there",
+    ):
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         file = os.dup(1) if path == "-" else os.open(path, flags, 0o600)
-    except OSError as error:
-        raise StoreError(
-            f"{path}: cannot write the log: {error.strerror}",
-            hint="give --log a file that this user may write, or one that is not there",
-        ) from error
     found = os.fstat(file)
     if path != "-" and stat.S_ISREG(found.st_mode) and found.st_mode & 0o077:
         try:

@@ -18,7 +18,7 @@ from jax.tree_util import (
 )
 
 from prejit.compiler.manifest.shape_string import KEY, MAX_SIZE, parse_shape
-from prejit.runtime.device.jax_arrays import is_weak, weakened
+from prejit.runtime.device.jax_arrays import data_shape, is_key, is_weak, key_name, weakened
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import DTYPES, Array
@@ -161,7 +161,7 @@ def arrays_of(example: Example, what: str, donated: tuple[Any, ...] = ()) -> Arr
         BuildError: a bundle could not hold a dtype, a key of a dict, a size, as many dimensions, or a name.
     """
     tree = _tree(example.value, what, iter(example.shapes))
-    shapes = [_data_of(shape) for shape in example.shapes]
+    shapes = map(data_shape, example.shapes)
     arrays = []
     for path, shape in zip(trees.paths(tree), shapes, strict=True):
         if str(shape.dtype) not in DTYPES:
@@ -202,23 +202,6 @@ def arrays_of(example: Example, what: str, donated: tuple[Any, ...] = ()) -> Arr
     return Arrays(tree, tuple(arrays))
 
 
-def is_key(shape: Any) -> bool:
-    """Return whether an array, or the shape of one, is of random keys (jax.random.key)."""
-    return jnp.issubdtype(shape.dtype, jax.dtypes.prng_key)
-
-
-def _data_of(shape: Any) -> Any:
-    """Return the shape of the data of random keys, or the shape as it is."""
-    return jax.eval_shape(jax.random.key_data, shape) if is_key(shape) else shape
-
-
-def key_name(shape: Any) -> str:
-    """Return the name of the implementation of random keys: `threefry2x32`."""
-    names: list[str] = []
-    jax.eval_shape(lambda key: names.append(str(jax.random.key_impl(key))), shape)
-    return names[0]
-
-
 def _tree(value: Any, what: str, shapes: Iterator[Any]) -> trees.Tree:
     """Return how a pytree is nested, whose leaves have these shapes."""
     if value is None:
@@ -246,14 +229,16 @@ def _tree(value: Any, what: str, shapes: Iterator[Any]) -> trees.Tree:
         if dataclasses.is_dataclass(value):
             return trees.Node("record", fields, children, name, _constants(value, fields))
         return trees.Node("record", fields, children, name, aux=auxiliary(value))
-    places = [
-        key.key if isinstance(key, FlattenedIndexKey) else place for place, key in enumerate(keys)
-    ]
-    places = [
-        key.idx if isinstance(key, SequenceKey) else place
-        for place, key in zip(places, keys, strict=True)
-    ]
-    return trees.Node("node", tuple(map(int, places)), children, name, aux=auxiliary(value))
+    places = tuple(_place(key, at) for at, key in enumerate(keys))
+    return trees.Node("node", places, children, name, aux=auxiliary(value))
+
+
+def _place(key: Any, at: int) -> int:
+    """Return the place of a child: the one that its key has, or the one where it stands."""
+    match key:
+        case FlattenedIndexKey(key=place) | SequenceKey(idx=place):
+            return int(place)
+    return at
 
 
 def _dict_key(key: Any, what: str) -> trees.Key:

@@ -22,7 +22,11 @@ from prejit.compiler.lowering.export import (
     export_program,
     sharding_on,
 )
-from prejit.compiler.lowering.user.flat_arrays import Arrays, Example, arrays_of, is_key, key_name
+from prejit.compiler.lowering.user.flat_arrays import (
+    Arrays,
+    Example,
+    arrays_of,
+)
 from prejit.compiler.lowering.user.found_function import UserFunction
 from prejit.compiler.lowering.user.nondeterminism import refusing_nondeterminism
 from prejit.compiler.lowering.user.repeating import repeated
@@ -47,6 +51,7 @@ from prejit.compiler.lowering.user.varying_sizes import (
 from prejit.compiler.manifest.manifest import REPEAT, UNCHECKED
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.runtime.device import jax_settings
+from prejit.runtime.device.jax_arrays import data_shape, is_key, key_name
 from prejit.runtime.device.portable import refine_shapes
 from prejit.runtime.errors import BuildError, ManifestError, PrejitError
 from prejit.runtime.format import trees
@@ -106,7 +111,7 @@ def lower_function(
             returned.append(arrays_of(Example(result, [*map(_shape_of, found)]), f"{what}: result"))
         return list(map(_as_data, found))
 
-    values = (user.weights, *_data_shapes(leaves))
+    values = (user.weights, *map(data_shape, leaves))
     wanted = tuple(name for name in PLATFORMS if name in platforms)
     table = example.value if isinstance(example.value, dict) else {}
     by_place = user.wrapped[: len(table)]
@@ -135,7 +140,7 @@ def lower_function(
     shardings.check_all_used()
 
     def data_at(bucket: Mapping[str, Any]) -> list[Any]:
-        return _data_shapes(user.example(bucket, f"{section}: args").shapes)
+        return [*map(data_shape, user.example(bucket, f"{section}: args").shapes)]
 
     def shapes_at(bucket: Mapping[str, int]) -> tuple[Shapes, Shapes]:
         data = data_at(bucket)
@@ -277,11 +282,6 @@ def _with_static(
 def _on(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which jax knows the axes of a mesh."""
     return contextlib.nullcontext() if mesh is None else use_abstract_mesh(abstract_mesh(mesh))
-
-
-def _data_shapes(leaves: Sequence[Any]) -> list[Any]:
-    """Return the shapes of arguments as the program takes them: random keys as their data."""
-    return [jax.eval_shape(_as_data, leaf) if is_key(leaf) else leaf for leaf in leaves]
 
 
 def _with_variables(arrays: Sequence[Array], variables: Variables) -> tuple[Array, ...]:

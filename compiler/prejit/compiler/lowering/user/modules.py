@@ -29,6 +29,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, final
 
+from prejit.compiler.base.python_source import is_in_package
 from prejit.compiler.lowering.user.nondeterminism import refusing_nondeterminism
 from prejit.compiler.lowering.user.observer import Observer
 from prejit.compiler.lowering.user.observing import observing
@@ -38,7 +39,6 @@ from prejit.runtime.base.wording import nearest
 from prejit.runtime.errors import BuildError, ManifestError, PrejitError
 
 _STDOUT, _STDERR = 1, 2
-_INSTALLED = {"site-packages", "dist-packages"}
 _TRACING_HINT = "call it under jax.jit with these shapes to see where it fails"
 _TRAINING_HINT = (
     "the module changes its own state, as Dropout and BatchNorm do in training: call .eval() on it, or take "
@@ -263,7 +263,7 @@ class UserModules:
         if package == "prejit" or package in sys.stdlib_module_names:
             return False
         added = map(os.path.abspath, {*sys.path} - {*self._path_before})
-        return not _INSTALLED & {*Path(file).parts} and any(
+        return not is_in_package(file) and any(
             file.startswith(root + os.sep) for root in (*self._roots, *added)
         )
 

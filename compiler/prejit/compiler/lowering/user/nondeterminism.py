@@ -30,6 +30,7 @@ from typing import Any, final
 import numpy as np
 
 from prejit.compiler.lowering.user.trace_inputs import is_installed
+from prejit.runtime.base.wording import few
 from prejit.runtime.errors import BuildError
 
 _CLOCKS = (
@@ -53,8 +54,6 @@ _GENERATORS = {module.__file__: module.__name__ for module in (random, secrets, 
 """Modules whose calls are those of their callers, by file."""
 _SEEDED_LATER = re.compile(r"RandomState\(\s*[^)\s]")
 """A line that makes an older generator of NumPy with a seed. NumPy first draws one that it does not use."""
-_SHOWN = 3
-"""Maximum number of calls that an error names."""
 
 
 @contextmanager
@@ -91,10 +90,8 @@ def refusing_nondeterminism(what: str) -> Iterator[None]:
     if watch.has_drawn():
         found.append("the global generator of np.random")
     if found:
-        more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise BuildError(
-            f"{what}: expected a function that gives the same program each time, found "
-            f"{', '.join(found[:_SHOWN])}{more}",
+            f"{what}: expected a function that gives the same program each time, found {few(found)}",
             hint="its value would be a constant of the program: take it as an argument, use jax.random with "
             "a key, or give a generator a seed, as np.random.default_rng(0); if the program does not depend "
             "on it, set `impure = true`",

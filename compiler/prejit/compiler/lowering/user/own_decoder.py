@@ -21,6 +21,7 @@ from prejit.compiler.lowering.user.found_function import nested_by_dots
 from prejit.compiler.models import precision
 from prejit.compiler.models.own_decoder_narrowing import Stored, narrowed
 from prejit.compiler.models.parameters import Parametrized, flat_parameters, parametrized
+from prejit.runtime.base.wording import shortened
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.format.arrays import DTYPES
 
@@ -165,7 +166,7 @@ def _shapes(tree: Any) -> str:
         return f"{leaf.dtype}{[*leaf.shape]}" if hasattr(leaf, "shape") else type(leaf).__name__
 
     text = str(jax.tree.map(spelled, tree)).replace("'", "")
-    return text if len(text) <= 400 else f"{text[:400]}..."
+    return shortened(text, 400)
 
 
 def _instance(found: Any, modules: UserModules, where: str, label: str) -> Any:

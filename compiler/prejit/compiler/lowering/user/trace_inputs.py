@@ -21,6 +21,7 @@ from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, Pat
 from pathlib import Path
 from typing import Any, Literal, final, get_args
 
+from prejit.compiler.base.python_source import is_in_package
 from prejit.compiler.store.own_code import code_digest, directories
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import ManifestError
@@ -58,7 +59,6 @@ _LARGE_BYTES = 1 << 20
 """Files from this size on are hashed once, and again only when they change."""
 _OF_MACHINE = re.compile(r"\.\./|[^/]+\.dist-info/|__editable__|[^/]+\.pth,")
 """Lines of RECORD that are not of the wheel's files."""
-_PACKAGES = {"site-packages", "dist-packages"}
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -93,13 +93,13 @@ def is_input(ingredient: str) -> bool:
 @cache
 def is_installed(file: str) -> bool:
     """Return whether a source file belongs to Python, to an installed package or to prejit."""
-    return bool(_PACKAGES & {*Path(file).parts}) or file.startswith(("<", *_library_places()))
+    return is_in_package(file) or file.startswith(("<", *_library_places()))
 
 
 @cache
 def is_standard(file: str) -> bool:
     """Return whether a source file belongs to Python's standard library."""
-    return not _PACKAGES & {*Path(file).parts} and file.startswith(("<", *_python_places()))
+    return not is_in_package(file) and file.startswith(("<", *_python_places()))
 
 
 def is_ours(file: str) -> bool:

@@ -18,6 +18,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.extend.mlir import ir as mlir_ir
 from jax.extend.mlir.dialects import stablehlo as mlir_stablehlo
 
+from prejit.compiler.base.python_source import PACKAGES
+from prejit.runtime.base.wording import shortened
+
 CALLBACKS = {
     "debug_print": "jax.debug.print",
     "debug_callback": "jax.debug.callback",
@@ -29,7 +32,6 @@ CALLBACKS = {
 PALLAS = "pallas_call"
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "prejit")
-_INSTALLED = ("site-packages", "dist-packages")
 
 
 def find_calls(traced: ClosedJaxpr, *primitives: str) -> list[tuple[str, str]]:
@@ -95,7 +97,7 @@ def _places() -> Iterator[str]:
         for place in getattr(sys.modules.get(name), "__path__", ()):
             yield str(place)
     standard = os.path.dirname(os.__file__)
-    yield from (str(entry) for entry in Path(standard).iterdir() if entry.name not in _INSTALLED)
+    yield from (str(entry) for entry in Path(standard).iterdir() if entry.name not in PACKAGES)
 
 
 ir: Any = mlir_ir  # the bindings of MLIR have no types
@@ -116,7 +118,7 @@ def differing_line(first: bytes, second: bytes) -> str:
     """Return the first line of StableHLO in which two portable programs differ, from both."""
     for one, other in zip_longest(_lines(first), _lines(second), fillvalue="nothing"):
         if one != other:
-            return f"{_short(one)}, then {_short(other)}"
+            return f"{shortened(one, 200)}, then {shortened(other, 200)}"
     return "their form"
 
 
@@ -159,7 +161,3 @@ def _lines(portable: bytes) -> list[str]:
     with jax.interpreters.mlir.make_ir_context():
         module = stablehlo.deserialize_portable_artifact(ir.Context.current, portable)
         return [line.strip() for line in str(module).splitlines()]
-
-
-def _short(line: str) -> str:
-    return line if len(line) <= 200 else f"{line[:200]}..."

@@ -33,6 +33,7 @@ from prejit.compiler.pipeline.program_keys import content_of, native_key, own_lo
 from prejit.compiler.pipeline.workspace import UserCode, Workspace
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.store_interface import Store
+from prejit.runtime.base.wording import few
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.bundle_schema import Segment
 
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
 
 _ZSTD_LEVEL = 10
 """Compression level of portable programs."""
-_SHOWN = 3
-"""Maximum number of arguments that a note names."""
 
 
 def lower(space: Workspace, program: PlannedProgram) -> Lowered:
@@ -114,9 +113,9 @@ def lowered_again(name: str) -> str:
 
 def _narrowed(section: str, arguments: Sequence[str]) -> str:
     """Return what people read of arguments that jax takes for narrower ones."""
-    more = f", and {len(arguments) - _SHOWN} more" if len(arguments) > _SHOWN else ""
-    shown = ", ".join(arguments[:_SHOWN])
-    return f"{section} is built with {shown}{more}: jax_enable_x64 is off, and calls convert alike"
+    return (
+        f"{section} is built with {few(arguments)}: jax_enable_x64 is off, and calls convert alike"
+    )
 
 
 def _is_whole(lowered: Lowered, store: Store) -> bool:

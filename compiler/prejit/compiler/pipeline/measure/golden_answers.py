@@ -8,7 +8,6 @@ every build host. The store keeps the answers by what decides them: a build that
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import signal
 import sys
@@ -22,12 +21,13 @@ from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTarget
 from prejit.compiler.pipeline.program_keys import golden_key, measuring_key
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.build_cache_key import Key
-from prejit.compiler.store.store_interface import Store
+from prejit.compiler.store.store_interface import Store, kept_values
 from prejit.runtime.base.child_process import last_line, run_child
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.process_facts import THREADS, free_memory_bytes
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.format.arrays import RECIPE, Golden
+from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
 from prejit.runtime.format.checks.layers import check_weights
 from prejit.runtime.format.names import (
@@ -120,11 +120,11 @@ def with_golden_answers(
         for program in answering.target.config.programs:
             tolerance = _tolerance(target.config, program, dtypes)
             keys[program.name, tolerance] = _key(answering, program, tolerance, weights)
-    known = _known(store, keys)
+    known: dict[tuple[str, int], str] = kept_values(store, keys, "results")
     if missing := [each for each in keys if each not in known]:
         lock = measuring_key("golden", *((f"{n} {t}", keys[n, t].digest) for n, t in missing))
         with progress.phase("asking programs for golden answers"), store.making(lock):
-            known = _known(store, keys)
+            known = kept_values(store, keys, "results")
             missing = [each for each in missing if each not in known]
             asked = _ask(answering, weights, missing, progress, timeout_seconds)
             for each, results in asked.items():
@@ -163,9 +163,8 @@ def _dtypes(weights: PackedLayer | None) -> dict[str, str]:
     if weights is None or not weights.size:
         return {}
     assert isinstance(weights.content, Path)
-    with open(weights.content, "rb") as file:
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    tensors = check_weights(memoryview(content), str(weights.content))
+    layer = Layer.in_file(weights.content)
+    tensors = check_weights(memoryview(layer.content), layer.path)
     return {name: tensor.dtype for name, tensor in tensors.items()}
 
 
@@ -199,11 +198,6 @@ def _key(
         tolerance=tolerance,
         seed=SEED,
     )
-
-
-def _known(store: Store, keys: Mapping[tuple[str, int], Key]) -> dict[tuple[str, int], str]:
-    found = {each: store.get(key) for each, key in keys.items()}
-    return {each: str(stored["results"]) for each, stored in found.items() if stored is not None}
 
 
 def _ask(

@@ -103,9 +103,7 @@ def _open(request: GoldenRequest, config: Config, layers: list[Content]) -> Prog
         called = handler_names(*config.libraries or ())
     weights = None
     if request.weights is not None:
-        with open(request.weights, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        weights = open_weights(Layer(mapped, request.weights))
+        weights = open_weights(Layer.in_file(request.weights))
     return Programs(
         config,
         Device(request.platform, config.mesh),

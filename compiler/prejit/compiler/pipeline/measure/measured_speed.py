@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -41,8 +41,7 @@ from prejit.compiler.pipeline.pack.compatibility import requirement_of
 from prejit.compiler.pipeline.program_keys import cost_key, measuring_key
 from prejit.compiler.pipeline.submitted_jobs import CompiledTarget
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.build_cache_key import Key
-from prejit.compiler.store.store_interface import Store
+from prejit.compiler.store.store_interface import Store, kept_values
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.compare import compare
@@ -202,7 +201,7 @@ def _measured(
     toolchain, library, store = target.tools.toolchain, target.library, service.store
     executables = [each for each in target.executables if each.spec.kind in ENCODER_KINDS]
     keys = {each.spec.name: cost_key(each.job.key) for each in executables}
-    known = _known(store, keys)
+    known: dict[str, int] = kept_values(store, keys, "microseconds")
     if len(known) == len(executables):
         return known
     needs = requirement_of(manifest, toolchain, target.results, library)
@@ -210,7 +209,9 @@ def _measured(
     if toolchain.target.platform != "cpu" or not fits:
         return {}
     with measuring_alone(store, service.progress):
-        known = _known(store, keys)  # another build may have measured them meanwhile
+        known = kept_values(
+            store, keys, "microseconds"
+        )  # another build may have measured them meanwhile
         missing = [each for each in executables if each.spec.name not in known]
         if not missing:
             return known
@@ -230,9 +231,3 @@ def _measured(
             store.put(keys[each.spec.name], {"microseconds": microseconds})
             known[each.spec.name] = microseconds
     return known
-
-
-def _known(store: Store, keys: Mapping[str, Key]) -> dict[str, int]:
-    """Return earlier measurements, by program."""
-    found = {name: store.get(key) for name, key in keys.items()}
-    return {name: int(cost["microseconds"]) for name, cost in found.items() if cost is not None}

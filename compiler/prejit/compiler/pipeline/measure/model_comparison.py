@@ -6,7 +6,6 @@ The packed model has the weights of the bundle itself. Neither model is in memor
 from __future__ import annotations
 
 import math
-import mmap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -160,9 +159,7 @@ def mapped(weights: Path) -> dict[str, Arrays]:
     Raises:
         RejectError: the file is no weights layer.
     """
-    with weights.open("rb") as file:
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return {**open_weights(Layer(content, str(weights))).values}
+    return {**open_weights(Layer.in_file(weights)).values}
 
 
 def of_decoder(

@@ -22,7 +22,7 @@ from prejit.compiler.pipeline.program_keys import Contents, measuring_key, sizes
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.build_cache_key import Key
-from prejit.compiler.store.store_interface import Store
+from prejit.compiler.store.store_interface import Store, kept_values
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.process_facts import free_memory_bytes
 from prejit.runtime.base.typed_json import to_json
@@ -76,12 +76,13 @@ def check_sizes(
             keys[name] = sizes_key(label, digest_of(to_json(compared[name])), parameters)
         elif reason := _untried(plan, program, made):
             _note(name, reason, progress)
-    known = _known(store, keys)
+    # Why programs were not compared; empty for those that were.
+    known: dict[str, str] = kept_values(store, keys, "unchecked")
     differences: dict[str, list[SizeDifference]] = {}
     if missing := {name: key.digest for name, key in keys.items() if name not in known}:
         lock = measuring_key("sizes", *missing.items())
         with progress.phase("comparing programs at other sizes"), store.making(lock):
-            known = _known(store, keys)
+            known = kept_values(store, keys, "unchecked")
             asked = [each for name, each in compared.items() if name not in known]
             layer = weights() if any(each.weights for each in asked) else None
             reasons, differences = _ask(asked, layer, store, timeout_seconds)
@@ -94,12 +95,6 @@ def check_sizes(
             _note(name, reason, progress)
     if differences:
         raise _error(plan, differences)
-
-
-def _known(store: Store, keys: Mapping[str, Key]) -> dict[str, str]:
-    """Return why programs were not compared, empty for those that were, by the name of the program."""
-    found = {name: store.get(key) for name, key in keys.items()}
-    return {name: str(stored["unchecked"]) for name, stored in found.items() if stored is not None}
 
 
 def _untried(plan: Plan, program: PlannedProgram, lowered: Lowered) -> str:

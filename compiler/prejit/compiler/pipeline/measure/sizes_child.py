@@ -11,13 +11,12 @@ very sizes.
 from __future__ import annotations
 
 import json
-import mmap
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +113,7 @@ def main() -> None:
     device = Device("cpu")
     weights: Mapping[str, Values] = {}
     if request.weights is not None:
-        with open(request.weights, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        weights = open_weights(Layer(mapped, request.weights)).values
+        weights = open_weights(Layer.in_file(request.weights)).values
 
     def read(digest: str) -> bytes:
         return Path(request.files[digest]).read_bytes()
@@ -165,7 +162,7 @@ def _compare(
             assert program.symbolic is not None
             shapes = [array.shape for array in (*weights, *_resized(arguments, trial.sizes))]
             portable, _ = specialize(read(program.symbolic), program.platforms, "cpu", shapes)
-            serve = _plain(device.compile(portable, ("cpu",)), run)
+            serve = partial(run, device.compile(portable, ("cpu",)))
         for values in _inputs(arguments, trial.sizes, program.mask):
             if is_enough(trial):
                 break
@@ -208,12 +205,6 @@ def _padding(
     return serve
 
 
-def _plain(
-    executable: Executable, run: Callable[[Executable, Sequence[Any]], list[Values]]
-) -> Callable[[Sequence[Values]], list[Values]]:
-    return lambda values: run(executable, values)
-
-
 def _resized(arrays: Sequence[Array], sizes: Mapping[str, int]) -> list[Array]:
     """Return arguments at other sizes."""
     return [
@@ -249,7 +240,7 @@ def _inputs(
 def _of_sign(value: Values, sign: int, far: bool, below: int) -> Values:
     """Return a value with numbers of one sign, all far from zero if wanted; sign 0: of both signs."""
     dtype = value.dtype
-    if dtype.kind in "iu" or dtype.name.startswith(("int", "uint")):
+    if _is_exact(dtype):
         most = max(0, min(2, below - 1))
         return np.clip(value.astype(np.int64), min(1, most) if sign else 0, most).astype(dtype)
     if not sign or dtype.kind == "c" or dtype == dtype_of("float8_e8m0fnu"):
@@ -262,7 +253,7 @@ def _of_sign(value: Values, sign: int, far: bool, below: int) -> Values:
 
 def _nudged(value: Values) -> Values:
     """Return a value with its numbers changed a little; whole numbers stay."""
-    if value.dtype.kind in "biu" or value.dtype.name.startswith(("int", "uint")):
+    if _is_exact(value.dtype):
         return value
     return (value * (1 + _NUDGE)).astype(value.dtype)
 

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 
-from prejit.compiler.models.narrow_matrices import INLINED, called
+from prejit.compiler.models import jaxpr_evaluation
+from prejit.compiler.models.jaxpr_evaluation import INLINED, bind, called
 from prejit.compiler.models.precision import Rows, blocks
 
 
@@ -30,31 +31,7 @@ class Weight:
 
 def evaluate(closed: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
     """Return the results of a jaxpr, whose arguments are arrays and weights."""
-    jaxpr = closed.jaxpr
-    known: dict[Any, Any] = dict(
-        zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments), strict=True)
-    )
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else known[atom]
-
-    last = {atom: place for place, each in enumerate(jaxpr.eqns) for atom in _variables(each)}
-    last |= dict.fromkeys(_not_literal(jaxpr.outvars), len(jaxpr.eqns))
-    for place, equation in enumerate(jaxpr.eqns):
-        results = _apply(equation, [read(atom) for atom in equation.invars])
-        known.update(zip(equation.outvars, results, strict=True))
-        for atom in (*_variables(equation), *equation.outvars):
-            if last.get(atom, place) == place:
-                known.pop(atom, None)
-    return [_whole(read(atom)) for atom in jaxpr.outvars]
-
-
-def _variables(equation: Any) -> list[Any]:
-    return _not_literal(equation.invars)
-
-
-def _not_literal(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
+    return list(map(_whole, jaxpr_evaluation.evaluate(closed, arguments, _apply)))
 
 
 def _apply(equation: Any, given: list[Any]) -> Sequence[Any]:
@@ -69,10 +46,7 @@ def _apply(equation: Any, given: list[Any]) -> Sequence[Any]:
             return [product]
         if name == "gather" and (rows := _gathered(equation, *given)) is not None:
             return [rows]
-    parameters = equation.primitive.get_bind_params(equation.params)
-    with equation.ctx.manager:
-        results = equation.primitive.bind(*map(_whole, given), **parameters)
-    return results if equation.primitive.multiple_results else [results]
+    return bind(equation, list(map(_whole, given)))
 
 
 def _product(equation: Any, x: Any, matrix: Any) -> jax.Array | None:

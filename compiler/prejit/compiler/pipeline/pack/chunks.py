@@ -21,7 +21,7 @@ from blake3 import blake3
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
 from prejit.compiler.pipeline.program_keys import chunks_key
 from prejit.compiler.store.store_interface import Store
-from prejit.runtime.errors import StoreError
+from prejit.runtime.base.files import digest_of, store_errors
 from prejit.runtime.format.bundle_schema import Chunks
 from prejit.runtime.format.checks.program_table import CHUNK_ALGORITHM
 from prejit.runtime.format.names import LIBRARY_MEDIA_TYPE
@@ -61,7 +61,7 @@ class VerityHash:
         while len(level) > hashlib.sha256().digest_size:
             level = _hashes(level)
         descriptor = _DESCRIPTOR.pack(1, 1, BLOCK_BYTES.bit_length() - 1, 0, 0, self._size, level)
-        return f"sha256:{hashlib.sha256(descriptor).hexdigest()}"
+        return digest_of(descriptor)
 
 
 def _hashes(content: bytes) -> bytes:
@@ -111,9 +111,7 @@ def _pieces(content: bytes | Path) -> Iterator[bytes]:
         for start in range(0, len(content), CHUNK_BYTES):
             yield content[start : start + CHUNK_BYTES]
         return
-    try:
+    with store_errors(content, "read"):
         with content.open("rb") as file:
             while piece := file.read(CHUNK_BYTES):
                 yield piece
-    except OSError as error:
-        raise StoreError(f"{content}: cannot read: {error.strerror}") from error

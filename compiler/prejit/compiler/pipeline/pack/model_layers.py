@@ -25,8 +25,9 @@ from prejit.compiler.pipeline.pack.chunks import chunks_of
 from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.pipeline.program_keys import Contents, content_of, tokenizer_key, weights_key
 from prejit.compiler.pipeline.workspace import UserCode, Workspace, values_of
+from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.typed_json import to_json
-from prejit.runtime.errors import BuildError, CheckpointError, StoreError
+from prejit.runtime.errors import BuildError, CheckpointError
 from prejit.runtime.format import limits
 from prejit.runtime.format.names import (
     CHAT_MEDIA_TYPE,
@@ -70,10 +71,8 @@ def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[Pac
             yield bundle_files.layer(CHAT_MEDIA_TYPE, to_json(chat), "chat.json")
     if manifest.bundle.license is not None:
         path = manifest.resolve(manifest.bundle.license)
-        try:
+        with store_errors(path, "read the licence"):
             content = path.read_bytes()
-        except OSError as error:
-            raise StoreError(f"{path}: cannot read the licence: {error.strerror}") from error
         yield bundle_files.layer(LICENSE_MEDIA_TYPE, content, "LICENSE")
 
 

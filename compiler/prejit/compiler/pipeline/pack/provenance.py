@@ -124,7 +124,8 @@ def _parameters(plan: Plan) -> dict[str, Any]:
     if path is None:  # made in Python
         return found
     content = _content(path)
-    described: dict[str, Any] = {"name": path.name, "digest": {"sha256": _hex(content)}}
+    digits = digest_of(content).removeprefix("sha256:")
+    described: dict[str, Any] = {"name": path.name, "digest": {"sha256": digits}}
     if len(content) <= _MAX_MANIFEST_BYTES:
         described["content"] = base64.b64encode(content).decode("ascii")
     return {**found, "manifest": described}
@@ -197,7 +198,3 @@ def _content(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:  # it was read before, and is gone since
         return b""
-
-
-def _hex(content: bytes) -> str:
-    return digest_of(content).removeprefix("sha256:")

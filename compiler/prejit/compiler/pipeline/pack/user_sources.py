@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prejit.compiler.base import python_source
+from prejit.compiler.base.python_source import is_in_package
 from prejit.compiler.manifest.manifest import Manifest, Model, Program
 from prejit.compiler.pipeline.model import file_digest
 from prejit.runtime.base.files import digest_of
@@ -28,7 +29,6 @@ Base = Literal["manifest", "model"]
 
 _MOST = 2_000
 """Maximum number of sources, because signed statements have a maximum size."""
-_INSTALLED = {"site-packages", "dist-packages"}
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -121,7 +121,7 @@ def _modules(manifest: Manifest, directory: Path) -> set[str]:
     path += [
         each
         for each in map(os.path.abspath, sys.path)
-        if not _INSTALLED & {*Path(each).parts}
+        if not is_in_package(each)
         and not each.startswith(tuple(python))
         and not os.path.isfile(os.path.join(each, "prejit", "compiler", "api.py"))
     ]

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import final
 
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.bundle_schema import Config, Decoder, ProgramEntry
+from prejit.runtime.format.bundle_schema import Config, Decoder, ProgramEntry, functions_of
 from prejit.runtime.format.limits import MAX_CACHE_ARRAYS, MAX_DEPTH
 
 BUCKETS = {
@@ -187,9 +187,8 @@ def usage_of(programs: Collection[ProgramEntry]) -> str:
         found.append("generate with `prejit generate` or `Bundle.generate`")
     if not kinds.isdisjoint(ENCODER_KINDS):
         found.append("encode sentences with `prejit encode` or `Bundle.encode`")
-    names = {each.name.partition("/")[0] for each in programs if each.kind == "call"}
-    if names:
-        known = ", ".join(sorted(names))
+    if functions := functions_of(programs):
+        known = ", ".join(sorted(functions))
         found.append(f"call one of its programs with `prejit call` or `Bundle.call`: {known}")
     return "; ".join(found)
 
