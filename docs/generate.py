@@ -25,7 +25,7 @@ import click
 from prejit.compiler.manifest.manifest_tables import documented, manifest_schema
 from prejit.runtime import errors
 from prejit.runtime.cli.commands import HOUSES, commands
-from prejit.runtime.format import arrays, bundle_schema, rules
+from prejit.runtime.format import arrays, bundle_schema, check_order
 from prejit.server.served.served import Models
 from prejit.server.telemetry.metrics_collector import EngineCollector
 
@@ -111,9 +111,9 @@ def reference_pages() -> dict[Path, str]:
 def with_lists_of_rules(page: str) -> str:
     """Return a page with the lists that `<!-- rules: NAME -->` asks for, from the table of rules."""
     lists = {
-        "loading": [each for each in rules.LOADING if each.number.isdigit()],
-        "policy": [each for each in rules.LOADING if not each.number.isdigit()],
-        "attached": rules.ATTACHED,
+        "loading": [each for each in check_order.LOADING if each.number.isdigit()],
+        "policy": [each for each in check_order.LOADING if not each.number.isdigit()],
+        "attached": check_order.ATTACHED,
     }
 
     def listed(found: re.Match[str]) -> str:

@@ -21,7 +21,7 @@ CHOSEN = {
     "unit/compiler/lowering/test_own_models.py": "decoders of flax and equinox, of older versions",
     "unit/compiler/lowering/test_user_code.py": "jax's errors, and what its tracing reads",
     "unit/compiler/pipeline/test_build_run.py": "a whole build, and its loading",
-    "unit/compiler/pipeline/lower/test_tracing.py": "what Python and jax say of code that a trace ran",
+    "unit/compiler/pipeline/lower/test_trace_keeping.py": "what Python and jax say of code that a trace ran",
     "unit/runtime/base": "errors and files of the standard library",
     "unit/runtime/device": "private parts of jaxlib: executables, arrays, dispatch, settings",
     "unit/runtime/jitted": "jax's own dispatch, which calls go around",

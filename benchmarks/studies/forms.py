@@ -29,7 +29,7 @@ from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.lower.program_lowering import products_of
 from prejit.compiler.pipeline.measure.measured_speed import measure_products, runs_here
 from prejit.compiler.pipeline.plan import plan_build
-from prejit.compiler.pipeline.program_keys import versions
+from prejit.compiler.pipeline.result_keys import versions
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Progress, Quiet, open_progress
 from prejit.compiler.store.directory_store import DirectoryStore

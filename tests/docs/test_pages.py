@@ -222,8 +222,8 @@ def test_a_package_names_modules_that_it_has() -> None:
     wrong = []
     for package in (path for path in TRACKED if path.name == "__init__.py"):
         text = (ROOT / package).read_text()
-        listed = re.findall(r"^    (\w+(?:, \w+)*)  +\S", text, re.MULTILINE)
-        named = [name for row in listed for name in row.split(", ")]
+        listed = re.findall(r"^    ([\w.]+(?:, [\w.]+)*)  +\S", text, re.MULTILINE)
+        named = [name.removesuffix(".py") for row in listed for name in row.split(", ")]
         named += re.findall(r"(?:[Bb]egin with|, then) `(\w+)", text)
         here = {each.stem for each in (ROOT / package).parent.iterdir()}
         wrong += [f"{package}: {name}" for name in named if name not in here]

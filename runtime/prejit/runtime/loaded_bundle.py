@@ -18,7 +18,7 @@ from prejit.runtime.format.names import (
     PORTABLE_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
 )
-from prejit.runtime.format.verified import Verification
+from prejit.runtime.format.verification import Verification
 from prejit.runtime.machine.kept_files import first_programs, remember_first_programs
 from prejit.runtime.programs.mapped_weights import open_weights
 from prejit.runtime.programs.ready_programs import Programs

@@ -31,7 +31,7 @@ from prejit.runtime.errors import CheckpointError
 if TYPE_CHECKING:
     from prejit.compiler.models.layers.layer_config import Naming
     from prejit.compiler.models.parameters import Parameter
-    from prejit.compiler.models.precision import Rows
+    from prejit.compiler.models.quantizing import Rows
 
 _SINGLE = ("model.safetensors", "flax_model.safetensors", "flax_model.msgpack")
 _INDEX = "model.safetensors.index.json"

@@ -2,5 +2,5 @@
 
 A fleet is a directory of fingerprints, as `prejit fingerprint` writes them. `fleet_machines` reads it, and
 `channel_rollout` moves the tag that it loads: no other module here does IO. `fleet_report` matches machines
-with targets; `additions` chooses the fewest targets to add. Begin with `fleet_report.explain_fleet`.
+with targets; `missing_targets` chooses the fewest targets to add. Begin with `fleet_report.explain_fleet`.
 """

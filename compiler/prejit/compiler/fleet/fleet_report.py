@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prejit.compiler.fleet.additions import Addition, Build, cover_machines
 from prejit.compiler.fleet.fleet_machines import (
     Group,
     Machine,
@@ -16,6 +15,7 @@ from prejit.compiler.fleet.fleet_machines import (
     group_machines,
     merge,
 )
+from prejit.compiler.fleet.missing_targets import Addition, Build, cover_machines
 from prejit.compiler.pages import render
 from prejit.compiler.targets.target_classes import GpuTable
 from prejit.runtime.base.wording import few

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from prejit.compiler.base.suggestions import did_you_mean, no_such_path, shown
-from prejit.compiler.manifest.expected import (
+from prejit.compiler.manifest.manifest import REPEAT, UNCHECKED, names_object
+from prejit.compiler.manifest.shape_string import MAX_SIZE, SIZE, split_shape, undefined
+from prejit.compiler.manifest.valid_values import (
     CACHE_DTYPES,
     DTYPES,
     MAX_DRAFT,
@@ -26,8 +28,6 @@ from prejit.compiler.manifest.expected import (
     KeyPath,
     expected,
 )
-from prejit.compiler.manifest.manifest import REPEAT, UNCHECKED, names_object
-from prejit.compiler.manifest.shape_string import MAX_SIZE, SIZE, split_shape, undefined
 from prejit.runtime.format.arrays import MESH_AXES
 from prejit.runtime.format.checks.seldom_parts import HANDLER_NAME
 

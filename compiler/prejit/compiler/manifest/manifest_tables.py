@@ -14,14 +14,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 from prejit.compiler.base.suggestions import shown
-from prejit.compiler.manifest.expected import (
-    CACHE_DTYPES,
-    DTYPES,
-    MAX_DRAFT,
-    KeyPath,
-    expected,
-    unknown_key,
-)
 from prejit.compiler.manifest.manifest import (
     STRICT,
     BundleTable,
@@ -33,6 +25,14 @@ from prejit.compiler.manifest.manifest import (
 )
 from prejit.compiler.manifest.manifest_checks import OWN_NAMES, Problems, is_int_list
 from prejit.compiler.manifest.shape_string import MAX_SIZE
+from prejit.compiler.manifest.valid_values import (
+    CACHE_DTYPES,
+    DTYPES,
+    MAX_DRAFT,
+    KeyPath,
+    expected,
+    unknown_key,
+)
 from prejit.compiler.targets.target_classes import GpuTable
 from prejit.compiler.targets.target_table import TargetTable
 from prejit.compiler.targets.target_table import names as target_names

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, final
 
 from prejit.compiler.base.suggestions import shown
-from prejit.compiler.manifest.expected import KeyPath
 from prejit.compiler.manifest.manifest import Manifest, Model, Program
 from prejit.compiler.manifest.manifest_checks import missing, value_problems
 from prejit.compiler.manifest.manifest_tables import (
@@ -21,6 +20,7 @@ from prejit.compiler.manifest.manifest_tables import (
     respelt,
     unknown_sections,
 )
+from prejit.compiler.manifest.valid_values import KeyPath
 from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.target_table import TableError, TargetTable, resolve
 from prejit.runtime.base.wording import nearest_path

@@ -11,7 +11,7 @@ from typing import Any
 from flax import nnx
 
 from prejit.compiler.base.suggestions import shown
-from prejit.compiler.models import precision
+from prejit.compiler.models import quantizing
 from prejit.compiler.models.families.family_table import DECODERS, ENCODERS, Family
 from prejit.compiler.models.families.sentence import EncoderConfig, EncoderSource, SentenceEncoder
 from prejit.compiler.models.layers import product_forms
@@ -57,7 +57,7 @@ def make_decoder(
     family = _decoder_family(config)
     with product_forms.storing(out_in=out_in):
         module: nnx.Module = nnx.eval_shape(lambda: family.build(config, context))
-    precision.store(module, dtype)
+    quantizing.store(module, dtype)
     return module
 
 
@@ -118,7 +118,7 @@ def make_encoder(
         module: SentenceEncoder = nnx.eval_shape(
             lambda: SentenceEncoder(source, family.naming.prefix, family.build(source.config, None))
         )
-    precision.store(module, dtype)
+    quantizing.store(module, dtype)
     return module
 
 

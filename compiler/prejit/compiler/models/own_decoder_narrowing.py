@@ -20,11 +20,11 @@ import numpy as np
 from jax import lax
 
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES, StoredDtype
-from prejit.compiler.models import precision
+from prejit.compiler.models import quantizing
 from prejit.compiler.models.narrow_matrices import NarrowMatrix, call_narrow, recording
 from prejit.compiler.models.parameters import Parametrized
-from prejit.compiler.models.precision import Values
 from prejit.compiler.models.protocol import Cache, EncoderDecoderModel
+from prejit.compiler.models.quantizing import Values
 
 _MIN_INPUTS = 64
 """Minimum values that share an output, and a scale. A stack of norms or biases has the form of a matrix and
@@ -109,7 +109,7 @@ def _in_orders(
         scales[name] = scale = _free(f"{name}_scale", weights)
         kept = tuple(size for axis, size in enumerate(shape) if axis not in axes)
         weights[scale] = jax.ShapeDtypeStruct(kept, jnp.float32)
-        reads[name], reads[scale] = precision.quantizing(read, axes, stored)
+        reads[name], reads[scale] = quantizing.quantizing(read, axes, stored)
 
     def bind(values: Mapping[str, Any]) -> Any:
         matrices = {

@@ -26,7 +26,7 @@ from prejit.compiler.native.compilers import (
 )
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.store.build_cache_key import Key
-from prejit.compiler.store.own_code import KERNELS, code_digest
+from prejit.compiler.store.prejit_code import KERNELS, code_digest
 from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets.target_classes import Target, catalogue
 from prejit.compiler.targets.toolchain import Toolchain

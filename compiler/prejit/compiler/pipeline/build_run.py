@@ -37,7 +37,7 @@ from prejit.compiler.pipeline.lower.crew import open_crew
 from prejit.compiler.pipeline.lower.model_checks import check
 from prejit.compiler.pipeline.lower.program_lowering import is_lowered_again, lower, products_of
 from prejit.compiler.pipeline.lower.program_submission import Submitting
-from prejit.compiler.pipeline.lower.tracing import remember
+from prejit.compiler.pipeline.lower.trace_keeping import remember
 from prejit.compiler.pipeline.measure.accuracy import measure_accuracy
 from prejit.compiler.pipeline.measure.golden_answers import with_golden_answers
 from prejit.compiler.pipeline.measure.measured_speed import measure_costs
@@ -55,7 +55,7 @@ from prejit.compiler.pipeline.pack.model_layers import (
 )
 from prejit.compiler.pipeline.pack.provenance import build_provenance
 from prejit.compiler.pipeline.plan import Lowered, find_toolchain, plan_build
-from prejit.compiler.pipeline.program_keys import versions
+from prejit.compiler.pipeline.result_keys import versions
 from prejit.compiler.pipeline.reuse import TargetTools
 from prejit.compiler.pipeline.shards import Packing, Turn
 from prejit.compiler.pipeline.submitted_jobs import (

@@ -37,8 +37,8 @@ from prejit.compiler.native.kernel_library import KernelLibrary
 from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.libraries import ReadLibrary, handlers_of, read_libraries
 from prejit.compiler.pipeline.model import ModelFiles, find_model, stores_out_in, uses_kernels
-from prejit.compiler.pipeline.program_keys import lower_key, own_lower_key, versions
-from prejit.compiler.pipeline.traces import (
+from prejit.compiler.pipeline.result_keys import lower_key, own_lower_key, versions
+from prejit.compiler.pipeline.stored_traces import (
     MODEL,
     Known,
     decoder_section,

@@ -29,7 +29,7 @@ from prejit.compiler.pipeline.plan import (
     find_toolchain,
     kernels_of,
 )
-from prejit.compiler.pipeline.program_keys import compile_key, native_key
+from prejit.compiler.pipeline.result_keys import compile_key, native_key
 from prejit.compiler.store.build_cache_key import Key, nearest, why
 from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets.target_classes import Target

@@ -18,7 +18,7 @@ from prejit.compiler.checkpoint.tensor_files import read_parameters
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.pipeline.model import ModelSource, read_model, stores_out_in
 from prejit.compiler.pipeline.plan import Plan
-from prejit.compiler.pipeline.program_keys import Contents, content_of
+from prejit.compiler.pipeline.result_keys import Contents, content_of
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.store_interface import Store
 from prejit.runtime.device.jax_arrays import is_weak, weakened

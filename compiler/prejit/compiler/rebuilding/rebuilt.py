@@ -21,7 +21,7 @@ from prejit.compiler.native.kernel_library import NoKernels, level_of
 from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.build_run import build
 from prejit.compiler.pipeline.pack.user_sources import Base, digest_now
-from prejit.compiler.pipeline.program_keys import versions
+from prejit.compiler.pipeline.result_keys import versions
 from prejit.compiler.progress import Progress
 from prejit.compiler.rebuilding.build_record import Recorded, read_recorded
 from prejit.compiler.rebuilding.compared_parts import ComparedPart, compare

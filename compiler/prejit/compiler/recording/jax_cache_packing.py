@@ -23,7 +23,7 @@ from prejit.compiler.pipeline.pack.bundle_files import (
     layer,
 )
 from prejit.compiler.pipeline.pack.provenance import recording_provenance
-from prejit.compiler.pipeline.program_keys import versions
+from prejit.compiler.pipeline.result_keys import versions
 from prejit.runtime.base.files import digest_of, store_errors
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.base.written_files import lock_file, remove_and_unlock

@@ -22,7 +22,7 @@ from prejit.runtime.format.bundle_schema import Config, ProgramEntry
 from prejit.runtime.format.checks.layers import check_signature
 from prejit.runtime.format.checks.program_interfaces import usage_of
 from prejit.runtime.format.checks.program_table import check_array
-from prejit.runtime.format.verified import VERIFIED, Verification
+from prejit.runtime.format.verification import VERIFIED, Verification
 
 if TYPE_CHECKING:
     from prejit.runtime.format.constants import Constant

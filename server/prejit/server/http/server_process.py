@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, cast
 from prejit.runtime.errors import StoreError
 from prejit.server.gate.server_settings import BACKLOG, Settings
 from prejit.server.served.answer_checks import AnswerChecks
-from prejit.server.served.malloc import use_few_arenas, use_small_pages
+from prejit.server.served.heap import use_few_arenas, use_small_pages
 from prejit.server.served.say import say
 from prejit.server.served.served import Models
 from prejit.server.served.served_loading import (

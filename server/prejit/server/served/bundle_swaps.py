@@ -13,7 +13,7 @@ from typing import final
 
 from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.errors import AnswerError, PrejitError, printable
-from prejit.server.served.malloc import trim
+from prejit.server.served.heap import trim
 from prejit.server.served.say import say
 from prejit.server.served.served import Models, Served
 from prejit.server.served.served_loading import BundleSource

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from prejit.compiler.models import config_file, model_registry, precision
+from prejit.compiler.models import config_file, model_registry, quantizing
 from prejit.compiler.models.parameters import flat_parameters, with_parameters
 
 Arrays = np.ndarray[Any, Any]
@@ -129,7 +129,7 @@ class Model:
     """A small model with weights in a stored dtype."""
 
     def __init__(self, family: str, module: Any, exact: dict[str, Arrays]) -> None:
-        changed = precision.readers(module, exact.__getitem__)
+        changed = quantizing.readers(module, exact.__getitem__)
         self.family, self.module, self.exact = family, module, exact
         self.graph, self.state = nnx.split(module)
         names = flat_parameters(self.state)

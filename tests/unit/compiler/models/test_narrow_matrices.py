@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES
-from prejit.compiler.models import precision
+from prejit.compiler.models import quantizing
 from prejit.compiler.models.narrow_matrices import NarrowMatrix, call_narrow
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 3, 64), np.float32))
@@ -26,7 +26,7 @@ def matrix(*shape: int, dtype: str, shared: tuple[int, ...]) -> NarrowMatrix:
     order = tuple(range(len(shape)))
     if dtype == "bfloat16":
         return NarrowMatrix(jnp.asarray(values, jnp.bfloat16), None, (), order)
-    integers, scale = precision.quantized(values, shared, STORED_DTYPES[dtype])
+    integers, scale = quantizing.quantized(values, shared, STORED_DTYPES[dtype])
     return NarrowMatrix(jnp.asarray(integers), jnp.asarray(scale), shared, order)
 
 

@@ -23,7 +23,7 @@ from prejit.compiler.compile import compile_jobs
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.native.kernel_library import KernelLibrary, build_kernels
-from prejit.compiler.pipeline import program_keys
+from prejit.compiler.pipeline import result_keys
 from prejit.compiler.pipeline.build_run import build
 from prejit.compiler.pipeline.lower.program_lowering import lower, source_of
 from prejit.compiler.pipeline.model import ModelSource, read_model
@@ -36,7 +36,7 @@ from prejit.compiler.pipeline.plan import (
     kernels_of,
     plan_build,
 )
-from prejit.compiler.pipeline.program_keys import compile_key, versions
+from prejit.compiler.pipeline.result_keys import compile_key, versions
 from prejit.compiler.pipeline.reuse import COMPILE, planned_executables
 from prejit.compiler.pipeline.workspace import UserCode, Workspace
 from prejit.compiler.progress import Quiet
@@ -326,8 +326,8 @@ def test_code_configuration_and_config_json_are_in_the_key_of_a_lowering(
     (described / "RECORD").write_text("flax/nnx/module.py,sha256=abc,10\n")
     with monkeypatch.context() as patch:  # it was installed again under its version
         patch.syspath_prepend(str(tmp_path / "path"))
-        patch.setattr(program_keys, "_installed", program_keys.version_of)
+        patch.setattr(result_keys, "_installed", result_keys.version_of)
         assert changed(key()) == ["flax"]
     with monkeypatch.context() as patch:
-        patch.setattr(program_keys, "code_digest", lambda *modules: f"sha256:of changed {modules}")
+        patch.setattr(result_keys, "code_digest", lambda *modules: f"sha256:of changed {modules}")
         assert changed(key()) == ["our code"]

@@ -1,7 +1,7 @@
 """Each step of a build runs no code of prejit that its digest lacks: a change of it makes results again.
 
 As a program, `python -m` this module MANIFEST OUTPUT, it builds and writes ran.json: for each step of
-`prejit.compiler.store.own_code` the modules whose code ran, with their top-level functions and classes.
+`prejit.compiler.store.prejit_code` the modules whose code ran, with their top-level functions and classes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from prejit.compiler.pipeline.pack import bundle_files, model_layers
 from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.pipeline.workspace import UserCode, Workspace
 from prejit.compiler.progress import Quiet
-from prejit.compiler.store import own_code
+from prejit.compiler.store import prejit_code
 from prejit.compiler.store.directory_store import DirectoryStore
 
 ROOT = Path(__file__).parents[4]
@@ -83,7 +83,7 @@ RUN = {
     "encoder": {"LOWERING", "PACKING", "WEIGHTS", "ACCURACY", "COMPILING", "GOLDEN"},
     "own": {"PACKING", "OWN_WEIGHTS", "OWN_ACCURACY", "COMPILING", "GOLDEN"},
 }
-"""The steps of `prejit.compiler.store.own_code` that each manifest needs."""
+"""The steps of `prejit.compiler.store.prejit_code` that each manifest needs."""
 
 
 ran: dict[str, dict[str, set[str]]] = {}
@@ -178,7 +178,7 @@ def main(manifest_file: Path, output: Path) -> None:
 
 def code_of(step: str) -> dict[str, set[str]]:
     """The names of the code that is in the digest of a step, by module."""
-    found = own_code.reached(*getattr(own_code, step))
+    found = prejit_code.reached(*getattr(prejit_code, step))
     return {module: {n for each in of for n in each.names} for module, of in found.items()}
 
 
@@ -223,7 +223,7 @@ def test_no_step_runs_code_that_its_digest_lacks(kind: str, tmp_path: Path) -> N
             and not any(name in each.get(module, ()) for each in digested)
         }
         assert not outside, (
-            f"{step} runs what is not in its digest (prejit.compiler.store.own_code)"
+            f"{step} runs what is not in its digest (prejit.compiler.store.prejit_code)"
         )
 
 

@@ -13,7 +13,8 @@ from tests.unit.server.running import wait_for
 from prejit.runtime.errors import AnswerError, ClosedError, RejectError
 from prejit.server.served import bundle_swaps
 from prejit.server.served.bundle_swaps import BundleSwaps
-from prejit.server.served.served import ModelNotFoundError, Models, RunningRequests, Served
+from prejit.server.served.running_requests import RunningRequests
+from prejit.server.served.served import ModelNotFoundError, Models, Served
 from prejit.server.served.served_loading import BundleSource
 
 

@@ -18,7 +18,7 @@ from flax import linen, nnx
 from prejit.compiler.lowering.user.flat_arrays import Bind, arrays_in, check_fit, differing_names
 from prejit.compiler.lowering.user.flax_modules import own_values, variables_of
 from prejit.compiler.lowering.user.found_function import nested_by_dots
-from prejit.compiler.models import precision
+from prejit.compiler.models import quantizing
 from prejit.compiler.models.own_decoder_narrowing import Stored, narrowed
 from prejit.compiler.models.parameters import Parametrized, flat_parameters, parametrized
 from prejit.runtime.base.wording import shortened
@@ -308,8 +308,8 @@ def _stored(exact: Stored, held: _Held, dtype: str, *, out_in: bool) -> Stored:
     model, values, matrices = exact.model, exact.values, set(held.matrices)
     if held.is_nnx:
         module = held.bind(model.weights)  # a copy without values, whose dtypes are set in place
-        precision.store(module, dtype)
-        readers = precision.readers(module, lambda name: exact.values[name]())
+        quantizing.store(module, dtype)
+        readers = quantizing.readers(module, lambda name: exact.values[name]())
         model = parametrized(module)
         values = {name: readers.get(name) or exact.values[name] for name in model.weights}
         matrices -= readers.keys()

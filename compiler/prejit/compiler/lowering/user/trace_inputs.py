@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, final, get_args
 
 from prejit.compiler.base.python_source import is_in_package
-from prejit.compiler.store.own_code import code_digest, directories
+from prejit.compiler.store.prejit_code import code_digest, directories
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.machine.kept_files import Receipts

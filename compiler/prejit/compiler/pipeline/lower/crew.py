@@ -30,7 +30,7 @@ from prejit.compiler.pipeline.lower.lowerer_process import (
     manifest_digest,
 )
 from prejit.compiler.pipeline.plan import Plan, PlannedProgram, find_lowered
-from prejit.compiler.pipeline.program_keys import own_lower_key
+from prejit.compiler.pipeline.result_keys import own_lower_key
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.store_interface import Store
 

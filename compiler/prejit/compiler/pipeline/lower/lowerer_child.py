@@ -36,7 +36,7 @@ from prejit.compiler.pipeline.lower.program_lowering import (
     own_facts,
     source_of,
 )
-from prejit.compiler.pipeline.lower.tracing import remember
+from prejit.compiler.pipeline.lower.trace_keeping import remember
 from prejit.compiler.pipeline.model import open_weights
 from prejit.compiler.pipeline.plan import (
     Lowered,
@@ -49,7 +49,7 @@ from prejit.compiler.pipeline.plan import (
     kernels_of,
     plan_build,
 )
-from prejit.compiler.pipeline.program_keys import own_lower_key
+from prejit.compiler.pipeline.result_keys import own_lower_key
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.build_cache_key import Key

@@ -12,7 +12,7 @@ from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.pipeline.lower.program_lowering import own_shape
 from prejit.compiler.pipeline.model import ModelSource, file_digests, longest_source, open_weights
 from prejit.compiler.pipeline.plan import Plan
-from prejit.compiler.pipeline.program_keys import weights_key
+from prejit.compiler.pipeline.result_keys import weights_key
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.store_interface import Store

@@ -29,7 +29,7 @@ from prejit.compiler.pipeline.plan import (
     find_lowered,
     find_native,
 )
-from prejit.compiler.pipeline.program_keys import content_of, native_key, own_lower_key
+from prejit.compiler.pipeline.result_keys import content_of, native_key, own_lower_key
 from prejit.compiler.pipeline.workspace import UserCode, Workspace
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.store_interface import Store

@@ -16,7 +16,7 @@ from prejit.compiler.pipeline.model import (
 )
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
 from prejit.compiler.pipeline.pack.model_layers import Published, special_ids
-from prejit.compiler.pipeline.program_keys import (
+from prejit.compiler.pipeline.result_keys import (
     accuracy_key,
     measuring_key,
     own_accuracy_key,
@@ -122,7 +122,7 @@ def _measure_published(
     Both are evaluated as the float32 model: one with the weights of the checkpoint, the other with those of
     the bundle, widened to float32 as its portable programs do it.
     """
-    from prejit.compiler.models import model_registry, precision
+    from prejit.compiler.models import model_registry, quantizing
     from prejit.compiler.models.parameters import parametrized
     from prejit.compiler.pipeline.measure import model_comparison
 
@@ -130,7 +130,7 @@ def _measure_published(
     assert space.plan.manifest.model is not None
     model, dtype = space.model(), space.plan.manifest.model.dtype
     values = {name: published.rows(name) for name in published.names}
-    packed = precision.widened(model.module, model_comparison.mapped(weights.content))
+    packed = quantizing.widened(model.module, model_comparison.mapped(weights.content))
     out_in, tokenizer = model.files.out_in, model.files.transformer / "tokenizer.json"
     vocab_size = model.shape.vocab_size
     if model.files.layout is None:

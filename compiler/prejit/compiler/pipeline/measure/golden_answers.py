@@ -18,7 +18,7 @@ from typing import Any
 
 from prejit.compiler.pipeline.measure.golden_child import GoldenRequest
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTarget
-from prejit.compiler.pipeline.program_keys import golden_key, measuring_key
+from prejit.compiler.pipeline.result_keys import golden_key, measuring_key
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.store_interface import Store, kept_values

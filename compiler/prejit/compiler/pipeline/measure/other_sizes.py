@@ -18,7 +18,7 @@ from prejit.compiler.pipeline.measure.golden_answers import NARROW, ask
 from prejit.compiler.pipeline.measure.sizes_child import Compared, SizeDifference, SizesRequest
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
 from prejit.compiler.pipeline.plan import Lowered, Plan, PlannedProgram
-from prejit.compiler.pipeline.program_keys import Contents, measuring_key, sizes_key
+from prejit.compiler.pipeline.result_keys import Contents, measuring_key, sizes_key
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.build_cache_key import Key

@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr
 
 from prejit.compiler.models import jaxpr_evaluation
 from prejit.compiler.models.jaxpr_evaluation import INLINED, bind, called
-from prejit.compiler.models.precision import Rows, blocks
+from prejit.compiler.models.quantizing import Rows, blocks
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import final
 from blake3 import blake3
 
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
-from prejit.compiler.pipeline.program_keys import chunks_key
+from prejit.compiler.pipeline.result_keys import chunks_key
 from prejit.compiler.store.store_interface import Store
 from prejit.runtime.base.files import digest_of, store_errors
 from prejit.runtime.format.bundle_schema import Chunks

@@ -17,7 +17,7 @@ from prejit.compiler.pipeline.pack.chunks import chunks_of
 from prejit.compiler.pipeline.pack.compatibility import readable_until, requirement_of
 from prejit.compiler.pipeline.pack.model_layers import special_ids
 from prejit.compiler.pipeline.plan import Lowered, Plan, TargetKernels
-from prejit.compiler.pipeline.program_keys import versions
+from prejit.compiler.pipeline.result_keys import versions
 from prejit.compiler.pipeline.submitted_jobs import CompiledTarget, Submitted
 from prejit.compiler.store.store_interface import Store
 from prejit.runtime.format.bundle_schema import (

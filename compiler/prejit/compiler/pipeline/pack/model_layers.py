@@ -23,7 +23,7 @@ from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTensor
 from prejit.compiler.pipeline.pack.chunks import chunks_of
 from prejit.compiler.pipeline.plan import Plan
-from prejit.compiler.pipeline.program_keys import Contents, content_of, tokenizer_key, weights_key
+from prejit.compiler.pipeline.result_keys import Contents, content_of, tokenizer_key, weights_key
 from prejit.compiler.pipeline.workspace import UserCode, Workspace, values_of
 from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.typed_json import to_json
@@ -265,10 +265,10 @@ def _tensors(model: ModelSource, checkpoint: Checkpoint) -> list[PackedTensor]:
     """Return the model's parameters as they are packed: rounded or quantized when they are written."""
     from flax import nnx
 
-    from prejit.compiler.models import precision
+    from prejit.compiler.models import quantizing
     from prejit.compiler.models.parameters import flat_parameters
 
-    stored = precision.readers(model.module, checkpoint.rows)
+    stored = quantizing.readers(model.module, checkpoint.rows)
     return [
         PackedTensor(
             name, str(leaf.dtype), leaf.shape, stored.get(name) or partial(checkpoint.read, name)

@@ -16,10 +16,10 @@ from prejit.compiler.native.kernel_library import kernel_conditions
 from prejit.compiler.pipeline.pack.attaching import package_url
 from prejit.compiler.pipeline.pack.user_sources import SourceContent, manifest_sources
 from prejit.compiler.pipeline.plan import Plan
-from prejit.compiler.pipeline.program_keys import versions
+from prejit.compiler.pipeline.result_keys import versions
 from prejit.compiler.pipeline.submitted_jobs import CompiledTarget
 from prejit.compiler.store.lowering_settings import jax_configuration
-from prejit.compiler.store.own_code import LOWERING, WEIGHTS, code_digest
+from prejit.compiler.store.prejit_code import LOWERING, WEIGHTS, code_digest
 from prejit.compiler.store.store_interface import Store
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.bundle_schema import Config, Index

@@ -24,7 +24,7 @@ from prejit.compiler.pipeline.lower import crew
 from prejit.compiler.pipeline.lower.crew import Crew, open_crew
 from prejit.compiler.pipeline.lower.model_checks import check
 from prejit.compiler.pipeline.lower.program_lowering import lower, lower_own
-from prejit.compiler.pipeline.lower.tracing import remember
+from prejit.compiler.pipeline.lower.trace_keeping import remember
 from prejit.compiler.pipeline.model import open_weights
 from prejit.compiler.pipeline.plan import Plan, PlannedProgram, plan_build
 from prejit.compiler.pipeline.workspace import Workspace

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.pipeline.lower.crew import process_count, split
 from prejit.compiler.pipeline.plan import PlannedProgram
-from prejit.compiler.pipeline.traces import Known
+from prejit.compiler.pipeline.stored_traces import Known
 from prejit.compiler.store.build_cache_key import Key
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler.store import own_code
-from prejit.compiler.store.own_code import KnownDigests, code_digest
+from prejit.compiler.store import prejit_code
+from prejit.compiler.store.prejit_code import KnownDigests, code_digest
 from prejit.compiler.store.source_file import definitions
 from prejit.runtime.base.files import digest_of
 
@@ -27,19 +27,19 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     at, unwanted = tmp_path_factory.mktemp("sources"), shutil.ignore_patterns("*.so", "*.pyc")
     return {
         name: Path(shutil.copytree(root, at / name, ignore=unwanted))
-        for name, root in own_code._ROOTS.items()
+        for name, root in prejit_code._ROOTS.items()
     }
 
 
 @pytest.fixture
 def edit(copied: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
     """Changes the source of a module, in a copy of ours, until the end of the test."""
-    monkeypatch.setattr(own_code, "_ROOTS", copied)
-    monkeypatch.setattr(own_code, "definitions", READ)
+    monkeypatch.setattr(prejit_code, "_ROOTS", copied)
+    monkeypatch.setattr(prejit_code, "definitions", READ)
     originals: dict[Path, str] = {}
 
     def change(module: str, how: Callable[[str], str]) -> None:
-        file = own_code._file(module)
+        file = prejit_code._file(module)
         before = file.read_text()
         originals.setdefault(file, before)
         after = how(before)
@@ -56,15 +56,15 @@ def edit(copied: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[E
 
 def forget() -> None:
     for cached in (
-        *(own_code.code_digest, own_code.reached, own_code._known),
-        *(own_code._content, own_code._links, own_code._module, own_code._is_module),
+        *(prejit_code.code_digest, prejit_code.reached, prejit_code._known),
+        *(prejit_code._content, prejit_code._links, prejit_code._module, prejit_code._is_module),
     ):
         cached.cache_clear()
 
 
 STEPS = {
     name: roots
-    for name, roots in vars(own_code).items()
+    for name, roots in vars(prejit_code).items()
     if name.isupper() and not name.startswith("_") and isinstance(roots, tuple)
 }
 """The roots of each step's code."""
@@ -74,7 +74,7 @@ CHANGES = [
     ("compiler.models.families.decoders:TextDecoder", MODELS),
     ("compiler.models.sharding:shardings", {"LOWERING"}),
     (
-        "compiler.models.precision:quantized",
+        "compiler.models.quantizing:quantized",
         {"WEIGHTS", "OWN_WEIGHTS", "OWN_ACCURACY", "USER_DECODERS"},
     ),
     ("compiler.lowering.sampling_programs:sample", LOWERED),
@@ -110,7 +110,7 @@ def test_a_change_of_our_code_makes_again_what_it_decides_and_nothing_else(edit:
 
 def defined(module: str) -> set[str]:
     """The names that a module defines twice: of which an edit added the second."""
-    named = own_code._module(module).named
+    named = prejit_code._module(module).named
     return {f"{module}:{name}" for name, found in named.items() if len(found) == 2}
 
 
@@ -135,14 +135,14 @@ SOURCES = {
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
-    monkeypatch.setattr(own_code, "_ROOTS", {"prejit.compiler": tmp_path})
+    monkeypatch.setattr(prejit_code, "_ROOTS", {"prejit.compiler": tmp_path})
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "__init__.py").touch()
     for name, source in SOURCES.items():
-        own_code._file(name).write_text(textwrap.dedent(source))
+        prejit_code._file(name).write_text(textwrap.dedent(source))
 
     def change(module: str, how: Callable[[str], str]) -> None:
-        file = own_code._file(module)
+        file = prejit_code._file(module)
         before = file.read_text()
         assert how(before) != before, "the edit changes nothing"
         file.write_text(how(before))
@@ -199,7 +199,7 @@ def test_what_an_import_runs_is_in_all_digests(package: Edit) -> None:
 
 def test_a_root_package_has_a_digest_and_is_in_no_other(package: Edit) -> None:
     """A user's module may import it."""
-    root = own_code._file("prejit.compiler")
+    root = prejit_code._file("prejit.compiler")
     root.write_text("A = 1\n")
     forget()
     before = code_digest("prejit.compiler"), code_digest(MAIN)
@@ -251,7 +251,7 @@ DIGEST = digest_of(b"code")
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Sources that were written just now count as settled, and the cache is empty."""
-    monkeypatch.setattr(own_code, "SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr(prejit_code, "SETTLED_SECONDS", -1.0)
     monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path / "cache"))
 
 
@@ -301,7 +301,7 @@ def test_sources_that_changed_just_now_or_a_file_that_others_may_write_are_not_b
 ) -> None:
     """A second change could leave the same times."""
     with monkeypatch.context() as patch:
-        patch.setattr(own_code, "SETTLED_SECONDS", 60.0)
+        patch.setattr(prejit_code, "SETTLED_SECONDS", 60.0)
         KnownDigests(sources).keep("step", DIGEST)
     assert KnownDigests(sources).get("step") is None
     KnownDigests(sources).keep("step", DIGEST)
@@ -333,7 +333,7 @@ def test_a_damaged_file_counts_as_missing(
 
 def test_a_module_that_moves_changes_no_digest(package: Edit) -> None:
     before = code_digest(MAIN)
-    own_code._file(HELPER).rename(own_code._file("prejit.compiler.helping"))
+    prejit_code._file(HELPER).rename(prejit_code._file("prejit.compiler.helping"))
     package(MAIN, replaced("prejit.compiler.base.helper", "prejit.compiler.helping"))
-    assert HELPER not in own_code.reached(MAIN)
+    assert HELPER not in prejit_code.reached(MAIN)
     assert code_digest(MAIN) == before

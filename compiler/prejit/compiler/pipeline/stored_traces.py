@@ -28,10 +28,10 @@ from prejit.compiler.lowering.user.trace_inputs import UNSET, Input, Present, fi
 from prejit.compiler.manifest.manifest import Manifest, Model, Program
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.pipeline.model import cache_dtype, longest_context, longest_source
-from prejit.compiler.pipeline.program_keys import Ingredients, installed, versions
+from prejit.compiler.pipeline.result_keys import Ingredients, installed, versions
 from prejit.compiler.store.build_cache_key import Key, nearest, why
 from prejit.compiler.store.lowering_settings import jax_configuration
-from prejit.compiler.store.own_code import USER_DECODERS, USER_FUNCTIONS, code_digest
+from prejit.compiler.store.prejit_code import USER_DECODERS, USER_FUNCTIONS, code_digest
 from prejit.compiler.store.store_interface import Store
 from prejit.runtime.machine.fingerprint import read_xla_flags
 

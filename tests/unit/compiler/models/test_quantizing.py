@@ -18,7 +18,7 @@ from tests.extent import examples
 
 from prejit.compiler.lowering.decoder import lower_decoder
 from prejit.compiler.manifest.specs import ProgramSpec
-from prejit.compiler.models import model_registry, precision
+from prejit.compiler.models import model_registry, quantizing
 from prejit.compiler.models.layers.linear import LARGE_MATRIX, REDUCED_ROWS, Embedding, Linear, dot
 from prejit.compiler.models.layers.product_forms import Forms, using
 from prejit.compiler.models.parameters import (
@@ -52,7 +52,7 @@ def small_model(dtype: str) -> tuple[Any, dict[str, Arrays], dict[str, Arrays]]:
         for name, leaf in parameters_of(model_registry.make_decoder(config)).items()
     }
     module = model_registry.make_decoder(config, dtype=dtype)
-    changed = precision.readers(module, exact.__getitem__)
+    changed = quantizing.readers(module, exact.__getitem__)
     names = flat_parameters(nnx.state(module))
     return (
         config,
@@ -103,7 +103,7 @@ def test_int8_is_off_by_more_than_half_a_step(values: Arrays, contracted: int, z
     if zeros:
         values[0] = 0
         values[:, 0] = 0
-    integers, scale = precision.quantized(values, contracted)
+    integers, scale = quantizing.quantized(values, contracted)
     assert integers.dtype == np.int8
     assert scale.dtype == np.float32
     assert scale.shape == (values.shape[1 - contracted],)
@@ -115,23 +115,23 @@ def test_int8_is_off_by_more_than_half_a_step(values: Arrays, contracted: int, z
 
 def test_an_output_of_another_size_spoils_its_neighbours() -> None:
     values = np.array([[1.0, -0.5], [1e-6, 5e-7]], np.float32)
-    integers, scale = precision.quantized(values, 1)
+    integers, scale = quantizing.quantized(values, 1)
     assert np.allclose(integers * scale[:, None], values, rtol=0.01, atol=0)
 
 
 def test_bfloat16_is_rounded_to_even_and_holds_no_infinity() -> None:
     module = nnx.eval_shape(lambda: Linear(2, 2, bias=False))
-    precision.store(module, "bfloat16")
+    quantizing.store(module, "bfloat16")
     # Halves between two neighbours go to the even one; the third is above a half.
     values = np.array([[1 + 2**-8, 1 + 3 * 2**-8], [1 + 2**-8 + 2**-20, -1]], np.float32)
-    read = precision.readers(module, lambda name: values)["weight"]
+    read = quantizing.readers(module, lambda name: values)["weight"]
     assert read().dtype == ml_dtypes.bfloat16
     expected = [[1, 1 + 2**-6], [1 + 2**-7, -1]]
     assert read().astype(np.float32).tolist() == expected
     module = nnx.eval_shape(lambda: Linear(2, 2, bias=False))
-    precision.store(module, "bfloat16")
+    quantizing.store(module, "bfloat16")
     values = np.array([[1, np.finfo(np.float32).max], [0, 1]], np.float32)
-    read = precision.readers(module, lambda name: values)["weight"]
+    read = quantizing.readers(module, lambda name: values)["weight"]
     with pytest.raises(CheckpointError, match="weight: expected values that bfloat16 can hold"):
         read()
 
@@ -158,8 +158,8 @@ def test_each_form_gives_the_same_values(dtype: str, rows: int, sizes: tuple[int
     module = Linear(*sizes, bias=True)
     values = random.standard_normal(module.weight.shape, np.float32)
     abstract = nnx.eval_shape(lambda: Linear(*sizes, bias=True))
-    precision.store(abstract, dtype)
-    read = precision.readers(abstract, lambda name: values)
+    quantizing.store(abstract, dtype)
+    read = quantizing.readers(abstract, lambda name: values)
     weights = {"weight": values, "bias": random.standard_normal(sizes[1], np.float32)}
     weights |= {name: values() for name, values in read.items()}
     graph, state = nnx.split(abstract)
@@ -189,9 +189,9 @@ def test_rows_of_a_table_or_its_logits_lose_their_factor(dtype: str) -> None:
     values = np.random.default_rng(0).standard_normal((11, 6), np.float32)
     values *= np.arange(11, dtype=np.float32)[:, None]  # a row of zeros, and others that differ
     abstract = nnx.eval_shape(lambda: Embedding(11, 6))
-    precision.store(abstract, dtype)
+    quantizing.store(abstract, dtype)
     weights = {"weight": values} | {
-        name: read() for name, read in precision.readers(abstract, lambda name: values).items()
+        name: read() for name, read in quantizing.readers(abstract, lambda name: values).items()
     }
     graph, state = nnx.split(abstract)
     table = nnx.merge(graph, with_parameters(state, jax.tree.map(jnp.asarray, weights)))
@@ -226,7 +226,7 @@ def test_a_form_beside_a_kernel_does_not_round_x_as_the_kernel_does(dtype: str, 
     table = nnx.eval_shape(lambda: Embedding(40, 24))
     for form in set(product.forms) - {KERNEL}:
         for module, compute in ((layer, layer_of), (table, logits_of)):
-            precision.store(module, dtype)
+            quantizing.store(module, dtype)
             graph, state = nnx.split(module)
             call = partial(compute, graph, state)
             with using(Forms({product: form})):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.store.build_cache_key import Key
-from prejit.compiler.store.own_code import COMPILING, code_digest
+from prejit.compiler.store.prejit_code import COMPILING, code_digest
 from prejit.compiler.targets.build_host import host_cpu, host_features
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.machine.fingerprint import effective_environment

@@ -20,7 +20,7 @@ def printed(code: str, environment: dict[str, str] | None = None) -> str:
 
 ARENAS = """
 import ctypes, re, sys, threading
-from prejit.server.served.malloc import use_few_arenas
+from prejit.server.served.heap import use_few_arenas
 
 use_few_arenas()
 libc = ctypes.CDLL(None)
@@ -54,7 +54,7 @@ def test_threads_share_few_arenas(chosen: dict[str, str], expected: int) -> None
 
 FREED = """
 import ctypes, gc
-from prejit.server.served.malloc import trim
+from prejit.server.served.heap import trim
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -87,7 +87,7 @@ def test_free_memory_goes_back_to_the_system() -> None:
 
 
 SMALL_PAGES = """
-from prejit.server.served.malloc import use_small_pages
+from prejit.server.served.heap import use_small_pages
 
 use_small_pages()
 print(open("/proc/self/status").read())

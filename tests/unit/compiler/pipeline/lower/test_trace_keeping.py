@@ -30,7 +30,7 @@ from prejit.compiler.lowering.user.observer import Observer
 from prejit.compiler.lowering.user.observing import observing
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline.lower.program_lowering import lower
-from prejit.compiler.pipeline.lower.tracing import remember
+from prejit.compiler.pipeline.lower.trace_keeping import remember
 from prejit.compiler.pipeline.plan import Lowered, plan_build
 from prejit.compiler.pipeline.reuse import planned_executables
 from prejit.compiler.pipeline.workspace import Workspace, find_code

@@ -19,7 +19,7 @@ from tests.signers import key_table, signer, write_policy
 from prejit.runtime import load
 from prejit.runtime.format import checks
 from prejit.runtime.format.audit import audit
-from prejit.runtime.format.rules import ATTACHED, LOADING, NumberedRule
+from prejit.runtime.format.check_order import ATTACHED, LOADING, NumberedRule
 from prejit.runtime.generation.options import check_generation
 
 RULES = (*LOADING, *ATTACHED)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from prejit.compiler.lowering.user.trace_inputs import Input
 from prejit.compiler.pipeline.lower.program_lowering import lower_function, lower_own_decoder
 from prejit.compiler.pipeline.plan import Lowered, OwnFacts, Plan, PlannedProgram
-from prejit.compiler.pipeline.program_keys import Contents
-from prejit.compiler.pipeline.traces import Known, declared_reads, remember_trace, remembered
+from prejit.compiler.pipeline.result_keys import Contents
+from prejit.compiler.pipeline.stored_traces import Known, declared_reads, remember_trace, remembered
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.store.store_interface import Store
 from prejit.runtime.base.files import digest_of

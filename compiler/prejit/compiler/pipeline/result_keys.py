@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from prejit.compiler.compile.compile_jobs import Source
-from prejit.compiler.compile.compile_key import executable_key
+from prejit.compiler.compile.executable_keys import executable_key
 from prejit.compiler.lowering.user.trace_inputs import version_of
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
@@ -39,7 +39,7 @@ from prejit.compiler.pipeline.model import (
 )
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.lowering_settings import jax_configuration
-from prejit.compiler.store.own_code import (
+from prejit.compiler.store.prejit_code import (
     ACCURACY,
     GOLDEN,
     LOWERING,

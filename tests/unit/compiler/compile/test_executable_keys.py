@@ -14,9 +14,9 @@ import pytest
 from jax import export
 from tests.unit.compiler.toolchains import HOST, L4, V3, for_gpu, new, old
 
-from prejit.compiler.compile import compile_key
+from prejit.compiler.compile import executable_keys
 from prejit.compiler.compile.compile_jobs import Source
-from prejit.compiler.compile.compile_key import executable_key
+from prejit.compiler.compile.executable_keys import executable_key
 from prejit.compiler.targets import cpu_count, toolchain
 from prejit.compiler.targets.build_host import host_cpu
 from prejit.compiler.targets.target_classes import catalogue
@@ -73,7 +73,7 @@ def test_cpus_of_one_kind_have_one_key(monkeypatch: pytest.MonkeyPatch, tmp_path
         other = re.sub(r"(model name\s*:).*", rf"\1 {name}", lines)
         described.write_text(re.sub(r"(cpu family\s*:).*", rf"\1 {family}", other))
         with monkeypatch.context() as patch:
-            patch.setattr(compile_key, "host_cpu", lambda at=described: host_cpu(at))
+            patch.setattr(executable_keys, "host_cpu", lambda at=described: host_cpu(at))
             found.append(ingredients(new(HOST), {}))
             assert "EPYC" not in str(found[-1])
     assert found[0] == found[1] != found[2]
@@ -137,7 +137,9 @@ def test_what_describes_a_gpu_and_our_code_are_in_the_key(monkeypatch: pytest.Mo
     monkeypatch.setattr(toolchain, "gpu_config", lambda on: f"{gpu_config(on)}\nmended: 1")
     assert ingredients(for_gpu(), {}) != before
     before = ingredients(new(V3), {})
-    monkeypatch.setattr(compile_key, "code_digest", lambda *modules: f"sha256:of mended {modules}")
+    monkeypatch.setattr(
+        executable_keys, "code_digest", lambda *modules: f"sha256:of mended {modules}"
+    )
     after = ingredients(new(V3), {})
     assert after != before
     assert "prejit.compiler.compile.worker.worker_compile" in dict(after)["our code"]
