@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.process_facts import importing
 from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.cli.bundle_loading import load_bundle
@@ -67,13 +66,15 @@ def call(
     chosen, results = bundle.call_by_path(program, given, _read_static(static, bundle, program))
     directory = Path(output)
     written = {}
-    with store_errors(directory, "write results"):
+    try:
         directory.mkdir(parents=True, exist_ok=True)
         for place, value in results.items():
             # Names come from the bundle. `dotted` escapes them, so none leads out of the directory.
             name = pytree.dotted(place) or "result"
             np.save(directory / f"{name}.npy", _as_numpy_writes(value))
             written[name] = {"dtype": str(value.dtype), "shape": list(value.shape)}
+    except OSError as error:  # its text names the file
+        raise StoreError(f"{directory}: cannot write results: {error}") from error
     if as_json:
         print_json(
             {

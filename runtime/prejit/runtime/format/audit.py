@@ -19,7 +19,7 @@ from prejit.runtime.format.blob_hashing import check_blob
 from prejit.runtime.format.blobs import Blobs, Layer, read_whole
 from prejit.runtime.format.bundle_schema import Chunks, Descriptor, ImageManifest, Index, Segment
 from prejit.runtime.format.checks.call_programs import check_programs
-from prejit.runtime.format.checks.layers import check_chat, check_kernels, check_weights
+from prejit.runtime.format.checks.layers import check_chat, check_kernels, check_weights, unpack
 from prejit.runtime.format.checks.oci import check_layout_file
 from prejit.runtime.format.checks.program_table import check_weight_sets, segments_of
 from prejit.runtime.format.checks.seldom_parts import check_library
@@ -105,7 +105,8 @@ def _check_frames(layout: Layout, content: Contents, unpacked: set[tuple[str, Se
         layer = Layer.in_layout(layout, at)
         for segment in segments:
             if (layer.path, segment) not in unpacked:
-                layer.unpack(segment)
+                frame = layer.content[segment.offset : segment.offset + segment.size]
+                unpack(frame, segment, layer.path)
                 unpacked.add((layer.path, segment))
 
 

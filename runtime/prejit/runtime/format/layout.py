@@ -318,7 +318,7 @@ def locked(path: Path) -> Iterator[None]:
     """Keep writers away from a bundle. Where the disk fails, raise StoreError."""
     from prejit.runtime.base.written_files import locking  # no load needs it
 
-    with store_errors(path, "write a bundle"):
+    try:
         while True:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             with locking(descriptor):
@@ -326,3 +326,5 @@ def locked(path: Path) -> Iterator[None]:
                 if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                     yield
                     return
+    except OSError as error:  # its text names the file
+        raise StoreError(f"{path}: cannot write a bundle: {error}") from error
