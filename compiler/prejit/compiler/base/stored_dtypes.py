@@ -3,7 +3,7 @@
 These follow the table:
 
     manifest       accepts these names for `model.dtype`
-    models         stores matrices in them, and computes the stored values (precision.py)
+    models         stores matrices in them, and computes the stored values (quantizing.py)
     native         lists the forms of a product with such a matrix, and its size
     lowering, compile   give a product that is measured its scales
 

@@ -2,7 +2,7 @@
 
 The model's code does not change: it is traced with float32 matrices, as it was written for.
 narrow_matrices.py puts the stored values in their place. The layers of prejit (`layers.linear`) know stored
-dtypes themselves: see precision.py.
+dtypes themselves: see quantizing.py.
 """
 
 from __future__ import annotations

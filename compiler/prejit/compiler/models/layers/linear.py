@@ -29,7 +29,7 @@ class Linear(nnx.Module):
     """y = x W^T + b. W is one array, (out, in) or (in, out) as `is_stored_in_out` decides.
 
     It may be stored in bfloat16, or in int8 with `weight_scale`, a float32 scale for each output: see
-    precision.py.
+    quantizing.py.
     """
 
     def __init__(
