@@ -1,7 +1,7 @@
 """The rule: whether a policy lets a bundle run, from what is attached to it. No reading of files.
 
-For each target that may run, rules P1 to P6 of `format.check_order`, in this order. A reason is enforced or only
-reported, by the level of the rule.
+For each target that may run, rules P1 to P6 of `format.check_order`, in this order. A reason is enforced or
+only reported, by the level of the rule.
 """
 
 from __future__ import annotations
