@@ -233,8 +233,8 @@ def check_chunk(
     """
     from blake3 import blake3  # starts with a receipt do not need it
 
-    if file.wait is not None:
-        file.wait(end)
+    if file.arriving is not None:
+        file.arriving.wait(end)
     size = end - start
     if len(getattr(_buffers, "chunk", b"")) < size:
         _buffers.chunk = bytearray(size)
@@ -249,6 +249,8 @@ def check_chunk(
         raise RejectError(file.path, f"{where}: expected {size} bytes, found {count}")
     found = blake3(view).hexdigest()
     if found != expected:
+        if file.arriving is not None:
+            file.arriving.refuse()
         raise RejectError(file.path, f"{where}: expected blake3 {expected}, found {found}")
     if hasher is not None:
         hasher.update(view)
@@ -261,8 +263,8 @@ def check_whole(file: OpenFile, digest: str, chunks: Chunks | None) -> float:
     Result and errors as `check_chunk`.
     """
     if chunks is None:
-        if file.wait is not None:
-            file.wait(file.identity.size)
+        if file.arriving is not None:
+            file.arriving.wait(file.identity.size)
         with _readable(file.path):
             found, seconds = timed_digest_file(file.descriptor)
     else:
