@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import platform
 import threading
 import time
 from collections.abc import Iterator
@@ -167,6 +168,20 @@ def test_a_blob_that_does_not_arrive_ends_the_weights_too(
     registry.fault = lambda method, path: None
     with load(f"oci://{registry.host}/sums:v1") as bundle:
         np.testing.assert_allclose(bundle.call("late", X), expected(2), rtol=1e-5)
+
+
+def test_weights_that_arrive_are_mapped_before_a_program_reads_them(
+    registry: FakeRegistry, store: MachineStore, sent: Sent
+) -> None:
+    if tuple(map(int, platform.release().split(".")[:2])) < (5, 14):
+        pytest.skip("this kernel maps pages when they are read")
+    sent.held.set()
+    with load(f"oci://{registry.host}/sums:v1") as bundle:
+        bundle.finish()
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+        [first] = [n for n, line in enumerate(lines) if line.endswith(sent.digest[7:])]
+        mapped = next(int(line.split()[1]) for line in lines[first:] if line.startswith("Rss:"))
+    assert mapped << 10 >= 2 * ROWS * 4 * 4
 
 
 @pytest.mark.parametrize(("fault", "error"), [("wrong", RejectError), (503, StoreError)])
