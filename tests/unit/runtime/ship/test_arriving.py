@@ -29,7 +29,6 @@ from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.opening import match, read_manifest
 from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.programs import golden_check
 from prejit.runtime.ship import arriving_bundle, blob_directory
 from prejit.runtime.ship.blob_directory import ArrivingBlob, BlobDirectory
 from prejit.runtime.ship.machine_store import MachineStore
@@ -111,26 +110,6 @@ def test_it_is_loaded_before_its_weights_are_here_and_answers_after_that(
         assert stored.start_report().hashed_bytes == 0
     assert registry.count("GET", sent.digest) == 1
     assert not list((store.path / ".partial").iterdir())
-
-
-def test_the_arguments_of_a_golden_answer_are_ready_before_the_weights(
-    registry: FakeRegistry, store: MachineStore, sent: Sent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ready, inputs = threading.Event(), golden_check.golden_inputs
-
-    def noted(*given: Any) -> Any:
-        found = inputs(*given)
-        ready.set()
-        return found
-
-    monkeypatch.setattr(golden_check, "golden_inputs", noted)
-    with load(f"oci://{registry.host}/sums:v1") as bundle:
-        asking = threading.Thread(target=bundle.call, args=("late", X))
-        asking.start()
-        assert ready.wait(60)
-        assert not sent.held.is_set()
-        sent.held.set()
-        asking.join()
 
 
 def test_a_beginning_of_the_weights_comes_beside_all_else_and_no_more(
