@@ -1,7 +1,7 @@
 """An empty server's first token over a limited link: a load by reference beside what others do.
 
     sudo python -m benchmarks.ship.first_token                GPT-2's shape, 1 and 10 Gbit/s with 20 ms
-    sudo python -m benchmarks.ship.first_token --models llama-1b-int8 --rounds 3
+    sudo python -m benchmarks.ship.first_token --models llama-1b-float32 llama-1b-int8 --rounds 3
     sudo python -m benchmarks.ship.first_token --rounds 1 --gigabits 1       a trial, which is not saved
 
 A registry (Debian's docker-registry), a web server (nginx) and a hub that redirects to it are at one end of
@@ -244,6 +244,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--gigabits", type=float, nargs="+", default=[1.0, 10.0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS)[:2])
+    parser.add_argument(
+        "--longest", type=float, default=20.0, help="leave out what takes more seconds to download"
+    )
     chosen = parser.parse_args()
     if reason := missing():
         sys.exit(reason)
@@ -278,6 +281,9 @@ def main() -> None:
             ):
                 for each in models:
                     what = f"{each.model.title}, {link_name}"
+                    if each.megabytes * 8 / 1000 / gigabits > chosen.longest:
+                        progress(f"left out: {what}")
+                        continue
                     progress(what)
                     found = rows_of(link, at, each, scratch)
                     run = partial(_run, scratch=scratch)
@@ -292,7 +298,7 @@ def main() -> None:
     note = f"{sizes}. For `curl` the time is that of the download. CPU time is that of the client."
     publish(
         facts,
-        "first-token",
+        f"first-token-{'-'.join(dict.fromkeys(each.model.source for each in models))}",
         "An empty server's first token over a limited link",
         [Table("First token", ("model and link", "way", "first token s", "CPU s"), rows, note)],
         targets,

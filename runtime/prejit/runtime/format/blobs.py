@@ -64,8 +64,8 @@ class Blobs:
             descriptor, identity = self._open.enter_context(layout.open_blob(digest, size))
             path = layout.blob_path(digest)
             content = map_file(descriptor, size, path)
-            wait = layout.arrives(digest)
-            self._files[digest] = OpenFile(path, descriptor, identity, content, wait)
+            arriving = layout.arrives(digest)
+            self._files[digest] = OpenFile(path, descriptor, identity, content, arriving)
         self.hashed_bytes = self.receipt_bytes = self.verity_bytes = 0
         self.reads: list[Span] = []
         self.verification: Verification = VERIFIED

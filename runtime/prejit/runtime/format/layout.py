@@ -9,7 +9,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self, final
 
@@ -35,6 +35,16 @@ STORED = "bundles"
 """The directory of a machine's store that holds its bundles, each without blobs of its own."""
 
 
+class ArrivingFile(Protocol):
+    """A file that is read while it arrives."""
+
+    def wait(self, end: int) -> None:
+        """Wait until the bytes before a place are there."""
+
+    def refuse(self) -> None:
+        """Say that bytes that arrived are wrong: nothing of the file is kept for a later attempt."""
+
+
 class OpenFile(NamedTuple):
     """An open file.
 
@@ -42,14 +52,14 @@ class OpenFile(NamedTuple):
         path: its path, for errors.
         descriptor, identity: its descriptor, and what it was when it was opened.
         content: its map.
-        wait: waits until the bytes before a place have arrived; None: all are there.
+        arriving: waits for its bytes; None: all are there.
     """
 
     path: str
     descriptor: int
     identity: Identity
     content: Content
-    wait: Callable[[int], object] | None = None
+    arriving: ArrivingFile | None = None
 
 
 class LayoutFiles(Protocol):
@@ -95,8 +105,8 @@ class TargetFiles(LayoutFiles, Protocol):
             RejectError: the blob is missing, is no regular file, or has another size.
         """
 
-    def arrives(self, digest: str) -> Callable[[int], object] | None:
-        """Return what waits until the bytes of a blob before a place are there; None: all are."""
+    def arrives(self, digest: str) -> ArrivingFile | None:
+        """Return what waits for the bytes of a blob; None: all are there."""
 
 
 @final

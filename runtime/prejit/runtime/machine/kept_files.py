@@ -54,8 +54,8 @@ def read_own(path: Path, max_bytes: int) -> bytes | None:
     return None
 
 
-def write_own(path: Path, content: bytes) -> None:
-    """Write a cache file that only this user can read or write.
+def write_own(path: Path, content: bytes, *, is_synced: bool = True) -> None:
+    """Write a cache file that only this user can read or write. `is_synced` as of `write_file`.
 
     A directory that cannot be written is no error: it costs only the time that the file would save.
     """
@@ -63,7 +63,7 @@ def write_own(path: Path, content: bytes) -> None:
 
     with contextlib.suppress(OSError, StoreError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_file(path, content, mode=0o600)
+        write_file(path, content, mode=0o600, is_synced=is_synced)
 
 
 _MAX_START_BYTES = 1 << 16
@@ -87,7 +87,8 @@ def first_programs(digest: str) -> tuple[str, ...]:
 
 def remember_first_programs(digest: str, names: Sequence[str]) -> None:
     """Keep the names of the programs that a start used first, for the next start."""
-    write_own(_first_programs_file(digest), json.dumps(list(names)).encode())
+    content = json.dumps(list(names)).encode()
+    write_own(_first_programs_file(digest), content, is_synced=False)
 
 
 def _first_programs_file(digest: str) -> Path:
@@ -136,8 +137,11 @@ _HINT = "remove the file: prejit checks the executable again"
 
 
 def write_answer(path: Path, answer: KeptAnswer) -> bool:
-    """Write a kept answer whole. Return whether it is there now."""
-    write_own(path, json.dumps(answer._asdict()).encode())
+    """Write a kept answer whole. Return whether it is there now.
+
+    The first result waits for it. So a right answer may be lost by a power cut, and is asked again.
+    """
+    write_own(path, json.dumps(answer._asdict()).encode(), is_synced=not answer.right)
     with contextlib.suppress(RejectError):
         return read_answer(path) == answer
     return False
@@ -212,4 +216,5 @@ class Receipts:
         """
         if self._added:
             others = self._read() if self._is_shared else {}  # what others have added meanwhile
-            write_own(self._path, json.dumps({**others, **self._valid}).encode())
+            content = json.dumps({**others, **self._valid}).encode()
+            write_own(self._path, content, is_synced=False)  # the first result waits for it

@@ -93,14 +93,17 @@ def golden_values(
     """
     model, device = programs.config.decoder or programs.config.encoder, programs.device
     arguments = programs.arguments(program.name)
-    given = list(programs.weights(program.weights))
+    given = []
     values = golden_inputs(program, arguments, 0 if model is None else model.vocab_size, seed)
     for array, value in zip(arguments, values, strict=True):
         if nudge and array.dtype.startswith(("float", "bfloat", "complex")):
             value = (value * (1 + nudge)).astype(value.dtype)
         place = device.copy if array.donated else device.put
         given.append(place(value, array.sharding))
-    return [to_numpy(result) for result in executable.run(given)]
+    weights = programs.weights(
+        program.weights
+    )  # which may be on the way: all else is ready by then
+    return [to_numpy(result) for result in executable.run([*weights, *given])]
 
 
 def samples_of(

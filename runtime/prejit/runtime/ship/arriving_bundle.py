@@ -1,6 +1,7 @@
 """A bundle that is loaded while its weights arrive.
 
-    policy -> all but the weights -> `load` reads, checks and begins -> the weights, each chunk checked
+    policy -> all else, and a beginning of the weights -> `load` reads, checks and begins
+           -> the rest of the weights, each chunk checked
 
 What reads it waits for bytes as it waits for their verification. Once all is there, the bundle is one of the
 store's, as if it had been pulled.
@@ -13,7 +14,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import final
 
@@ -28,6 +29,10 @@ from prejit.runtime.ship.shipping import Counting
 
 _log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 2.0
+_AHEAD_BYTES = 16 << 20
+"""How much of the weights arrives beside all else. To hash more of them would slow down the start."""
+_LOOK_SECONDS = 0.05
+"""How often a thread that waits looks whether there is still something to wait for."""
 
 
 @final
@@ -47,8 +52,9 @@ class ArrivingBundle:
 
         Args:
             files: where the bundle comes from.
-            shipment: the bundle; all blobs that do not arrive are in the store.
-            arriving: the blobs that arrive, in the order of need.
+            shipment: the bundle.
+            arriving: the blobs that arrive, in the order of need. More than a beginning of them is fetched
+                after `go_on`.
             store: where they go.
             counting: counts their bytes.
             held: keeps the store from being collected; closed when all is there.
@@ -57,12 +63,18 @@ class ArrivingBundle:
         self.blobs_root, self.has_shared_blobs = store.path, True
         self._files, self._shipment, self._store = files, shipment, store
         self._arrivals = {at.digest: ArrivingBlob() for at in arriving}
+        self._others_are_here = threading.Event()
         # The thread has no reference to this object: nobody waits for what nobody has.
         self._drop = weakref.finalize(self, setattr, counting, "is_over", True)
-        fetch = partial(_fetch, files, shipment, arriving, self._arrivals, store, counting, held)
-        self._thread = start_thread(fetch, "prejit-arrival")
+        what = files, shipment, arriving, self._arrivals, store, counting
+        self._fetch = partial(_fetch, *what, held, self._others_are_here)
+        self._thread = start_thread(self._fetch, "prejit-arrival")
+
+    def go_on(self) -> None:
+        """Fetch the rest: all blobs that do not arrive are in the store."""
+        self._others_are_here.set()
         if self._thread is None:
-            fetch()
+            self._fetch()
 
     def close(self) -> None:
         """Fetch no more. What has arrived stays, and the next load goes on behind it."""
@@ -109,10 +121,9 @@ class ArrivingBundle:
         finally:
             os.close(descriptor)
 
-    def arrives(self, digest: str) -> Callable[[int], object] | None:
+    def arrives(self, digest: str) -> ArrivingBlob | None:
         """See `TargetFiles.arrives`."""
-        arrival = self._arrivals.get(digest)
-        return None if arrival is None else arrival.wait
+        return self._arrivals.get(digest)
 
 
 def _fetch(
@@ -123,15 +134,25 @@ def _fetch(
     store: MachineStore,
     counting: Counting,
     held: contextlib.ExitStack,
+    others_are_here: threading.Event,
 ) -> None:
     """Fetch what arrives, then write the bundle into the store. See `ArrivingBundle`."""
 
+    def wait_for_others() -> bool:
+        while not others_are_here.wait(_LOOK_SECONDS):
+            if counting.is_over:
+                return False
+        return True
+
     def pieces(at: Descriptor, start: int) -> Iterator[bytes | memoryview]:
+        ahead = 0
         for piece in counting.pieces(files, at, start):
             yield piece
-            if (
-                not threading.main_thread().is_alive()
-            ):  # at exit the interpreter waits for this thread
+            ahead += len(piece)
+            if ahead >= _AHEAD_BYTES:
+                wait_for_others()
+            # At exit the interpreter waits for this thread.
+            if not threading.main_thread().is_alive():
                 raise StoreError("the process ends", hint="try again: what arrived is kept")
 
     with held:
@@ -143,6 +164,8 @@ def _fetch(
                 for each in arrivals.values():
                     each.fail(error)
                 return
+        if not wait_for_others():
+            return
         try:
             store.publish(shipment)
         except PrejitError as error:  # what is loaded is right, and goes on

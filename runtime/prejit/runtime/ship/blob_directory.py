@@ -20,16 +20,20 @@ from pathlib import Path
 
 from prejit.runtime.base.files import Identity
 from prejit.runtime.base.written_files import lock_file, remove_and_unlock, sync_directory
-from prejit.runtime.errors import RejectError, StoreError
+from prejit.runtime.errors import PrejitError, RejectError, StoreError
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.ship.repository import PIECE_BYTES, Pieces, checked
 
 
 class ArrivingBlob:
-    """A file that is read while it is written: how much of it is there. Thread-safe."""
+    """A file that is read while it is written: how much of it is there. Thread-safe.
+
+    `is_refused`: whether a reader has found wrong bytes.
+    """
 
     def __init__(self) -> None:
         """Nothing is there yet."""
+        self.is_refused = False
         self._changed = threading.Condition()
         self._descriptor = self._end = -1  # no file yet
         self._failure: Exception | None = None
@@ -50,6 +54,10 @@ class ArrivingBlob:
                 self._changed.wait()
             if self._end < end and self._failure is not None:
                 raise self._failure.with_traceback(None)
+
+    def refuse(self) -> None:
+        """See `ArrivingFile.refuse`. Whoever writes the file ends, and removes it."""
+        self.is_refused = True
 
     def opened(self, descriptor: int) -> None:
         """Say which file it is, by a descriptor that is this object's from now on. It has its full size."""
@@ -191,9 +199,13 @@ class BlobDirectory:
                         view = view[file.write(view) :]
                     if arrival is not None:
                         arrival.reached(file.tell())
-            except RejectError:
-                partial.unlink()
-                if not filled or arrival is not None:
+                        if arrival.is_refused:
+                            raise RejectError(str(partial), "expected other bytes")
+            except PrejitError as error:
+                is_wrong = isinstance(error, RejectError)
+                if is_wrong or (arrival is not None and arrival.is_refused):
+                    partial.unlink()
+                if not is_wrong or not filled or arrival is not None:
                     raise
                 # The wrong bytes may be those of an earlier attempt.
                 self._write(at, pieces, partial, None)

@@ -123,16 +123,20 @@ def arrive(
         weights = [at for at in missing if at.mediaType == WEIGHTS_MEDIA_TYPE]
         if found.loads_first:  # another process loads it from the store before this one may
             weights = []
-        counting = Counting(missing, report)
-        move_blobs(found.files, [at for at in missing if at not in weights], store, counting)
-        path = store.directory(found.shipment.digest)
+        counting, arriving = Counting(missing, report), None
         if weights:
-            arriving = ArrivingBundle(
-                found.files, found.shipment, weights, store, counting, held.pop_all()
-            )
-            return path, found.shipment.digest, arriving
-        store.publish(found.shipment)
-    return path, found.shipment.digest, None
+            what = found.files, found.shipment, weights, store, counting
+            arriving = ArrivingBundle(*what, held.pop_all())
+        try:
+            move_blobs(found.files, [at for at in missing if at not in weights], store, counting)
+        except BaseException:
+            counting.is_over = True  # for the weights, too
+            raise
+        if arriving is None:
+            store.publish(found.shipment)
+        else:
+            arriving.go_on()
+    return store.directory(found.shipment.digest), found.shipment.digest, arriving
 
 
 class _Found(NamedTuple):

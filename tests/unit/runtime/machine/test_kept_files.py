@@ -263,3 +263,21 @@ def test_a_file_that_changes_while_it_is_hashed_gets_no_receipt(
     monkeypatch.undo()
     with pytest.raises(RejectError, match=blob.name):
         load(bundle_dir)
+
+
+def test_a_first_result_waits_for_no_disk_unless_an_answer_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path))
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    right = receipts.KeptAnswer(True, "demo", "cpu", "f", "sha256:0", "")
+    path = receipts.answer_file(program="f")
+    assert receipts.write_answer(path, right)
+    kept = Receipts(tmp_path)
+    kept.add_written("sha256:0", Identity.of(os.stat(path)))
+    kept.save()
+    receipts.remember_first_programs("sha256:0", ["f"])
+    assert not synced
+    assert receipts.write_answer(path, right._replace(right=False, difference="2 for 1"))
+    assert synced

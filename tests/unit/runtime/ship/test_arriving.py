@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import platform
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fake_registry import FakeRegistry, fake_registry
+from tests.waiting import wait_for
 
 from prejit.compiler import Program
 from prejit.runtime import load
@@ -25,7 +29,7 @@ from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.opening import match, read_manifest
 from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.ship import blob_directory
+from prejit.runtime.ship import arriving_bundle, blob_directory
 from prejit.runtime.ship.blob_directory import ArrivingBlob, BlobDirectory
 from prejit.runtime.ship.machine_store import MachineStore
 
@@ -107,6 +111,57 @@ def test_it_is_loaded_before_its_weights_are_here_and_answers_after_that(
     assert not list((store.path / ".partial").iterdir())
 
 
+def test_a_beginning_of_the_weights_comes_beside_all_else_and_no_more(
+    registry: FakeRegistry, store: MachineStore, sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arriving_bundle, "_AHEAD_BYTES", 1 << 20)
+    asked, arrived = threading.Event(), []
+
+    def fault(method: str, path: str) -> object:
+        if sent.digest in path:
+            asked.set()
+        elif "/blobs/" in path:
+            assert asked.wait(60)
+            wait_for(lambda: list((store.path / ".partial").glob(sent.digest[7:])))
+            time.sleep(0.1)
+            [partial] = (store.path / ".partial").glob(sent.digest[7:])
+            arrived.append(partial.stat().st_blocks * 512)
+        return None
+
+    registry.fault = fault
+    with load(f"oci://{registry.host}/sums:v1") as bundle:
+        np.testing.assert_allclose(bundle.call("late", X), expected(2), rtol=1e-5)
+    assert max(arrived) <= 8 << 20  # and what is hashed later, and held back
+
+
+def test_a_blob_that_does_not_arrive_ends_the_weights_too(
+    registry: FakeRegistry, store: MachineStore, sent: Sent
+) -> None:
+    sent.held.set()
+    registry.fault = lambda m, path: 403 if "/blobs/" in path and sent.digest not in path else None
+    with pytest.raises(StoreError):
+        load(f"oci://{registry.host}/sums:v1")
+    wait_for(lambda: not [e for e in threading.enumerate() if e.name == "prejit-arrival"])
+    assert not store.bundles()
+    registry.fault = lambda method, path: None
+    with load(f"oci://{registry.host}/sums:v1") as bundle:
+        np.testing.assert_allclose(bundle.call("late", X), expected(2), rtol=1e-5)
+
+
+def test_weights_that_arrive_are_mapped_before_a_program_reads_them(
+    registry: FakeRegistry, store: MachineStore, sent: Sent
+) -> None:
+    if tuple(map(int, platform.release().split(".")[:2])) < (5, 14):
+        pytest.skip("this kernel maps pages when they are read")
+    sent.held.set()
+    with load(f"oci://{registry.host}/sums:v1") as bundle:
+        bundle.finish()
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+        [first] = [n for n, line in enumerate(lines) if line.endswith(sent.digest[7:])]
+        mapped = next(int(line.split()[1]) for line in lines[first:] if line.startswith("Rss:"))
+    assert mapped << 10 >= 2 * ROWS * 4 * 4
+
+
 @pytest.mark.parametrize(("fault", "error"), [("wrong", RejectError), (503, StoreError)])
 def test_weights_that_do_not_arrive_are_an_error_of_whoever_waits(
     registry: FakeRegistry, store: MachineStore, sent: Sent, fault: object, error: type[Exception]
@@ -116,6 +171,33 @@ def test_weights_that_do_not_arrive_are_an_error_of_whoever_waits(
         bundle.call("late", X)
     assert not store.bundles()
     sent.fault = None
+    with load(f"oci://{registry.host}/sums:v1") as bundle:
+        np.testing.assert_allclose(bundle.call("late", X), expected(2), rtol=1e-5)
+
+
+def test_wrong_bytes_of_a_beginning_are_not_kept(
+    registry: FakeRegistry, store: MachineStore, sent: Sent
+) -> None:
+    loaded = threading.Event()
+
+    def wrong(handler: Any, content: bytes, start: int) -> None:
+        handler.send_response(200)
+        handler.send_header("content-length", str(len(content)))
+        handler.end_headers()
+        handler.wfile.write(content[: 10 << 20])  # `load` reads what the weights are
+        loaded.wait(60)
+        handler.wfile.write(bytes(8 << 20))
+        sent.held.wait(30)
+        handler.close_connection = True
+
+    sent.fault = wrong
+    with load(f"oci://{registry.host}/sums:v1") as bundle:
+        loaded.set()
+        with pytest.raises(RejectError):
+            bundle.call("early", X)
+    sent.held.set()
+    sent.fault = None
+    wait_for(lambda: not [e for e in threading.enumerate() if e.name == "prejit-arrival"])
     with load(f"oci://{registry.host}/sums:v1") as bundle:
         np.testing.assert_allclose(bundle.call("late", X), expected(2), rtol=1e-5)
 
