@@ -24,6 +24,10 @@ from prejit.runtime.errors import PrejitError, RejectError, StoreError
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.ship.repository import PIECE_BYTES, Pieces, checked
 
+_WRITE_BYTES = 256 << 10
+"""Larger writes make larger folios, of memory that a virtual machine may have given back to its host: 0.3 to
+0.9 s for 500 MB instead of 0.1 (Linux 6.18, ext4)."""
+
 
 class ArrivingBlob:
     """A file that is read while it is written: how much of it is there. Thread-safe.
@@ -196,7 +200,7 @@ class BlobDirectory:
                 for each in checked(at, pieces(filled), str(partial), hasher):
                     view = memoryview(each)
                     while view:
-                        view = view[file.write(view) :]
+                        view = view[file.write(view[:_WRITE_BYTES]) :]
                     if arrival is not None:
                         arrival.reached(file.tell())
                         if arrival.is_refused:

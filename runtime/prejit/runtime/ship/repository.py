@@ -23,7 +23,7 @@ from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import Root, encode_root, index_of_copy
 
 PIECE_BYTES = 1 << 20
-_HASHED_LATER = 4
+_HASHED_LATER = 8
 """How many pieces may be written before they are hashed."""
 _MAX_ATTACHED_BYTES = 256 << 20
 MOST_TRANSFERS = 8
