@@ -10,7 +10,6 @@ import os
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
@@ -47,7 +46,7 @@ class Identity:
         )
 
 
-@contextmanager
+@contextlib.contextmanager
 def store_errors(where: object, what: str, *, hint: str | None = None) -> Iterator[None]:
     """Turn an OSError of the block into a StoreError: `WHERE: cannot WHAT: the reason`."""
     try:
@@ -93,10 +92,7 @@ def map_file(descriptor: int, size: int, path: str) -> Content:
 
 
 def map_pages(content: Content, start: int, size: int) -> None:
-    """Enter a part of a map into this process's page tables, if the kernel can do it at once (Linux 5.14).
-
-    `start`: a multiple of the page size.
-    """
+    """Enter a part of a map, which begins with a page, into the page tables at once (Linux 5.14)."""
     if not isinstance(content, bytes):
         with contextlib.suppress(OSError):
             content.madvise(_MADV_POPULATE_READ, start, size)

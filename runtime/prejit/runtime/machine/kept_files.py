@@ -137,10 +137,8 @@ _HINT = "remove the file: prejit checks the executable again"
 
 
 def write_answer(path: Path, answer: KeptAnswer) -> bool:
-    """Write a kept answer whole. Return whether it is there now.
-
-    The first result waits for it. So a right answer may be lost by a power cut, and is asked again.
-    """
+    """Write a kept answer whole. Return whether it is there now."""
+    # The first result waits for it: a right answer may be lost by a power cut, and is asked again.
     write_own(path, json.dumps(answer._asdict()).encode(), is_synced=not answer.right)
     with contextlib.suppress(RejectError):
         return read_answer(path) == answer
