@@ -1,4 +1,4 @@
-"""Clients of a server, some of which leave, and a view of its process. Each client has a seed.
+"""Clients of a server, and a view of its process. Some clients leave early; each has a seed.
 
 Clients that send what is no request, or too much of it, are those of `hostile_clients`.
 """

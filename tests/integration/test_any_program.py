@@ -247,7 +247,7 @@ PARAMS = {
     "kernel": RANDOM.standard_normal((8, 16), np.float32),
     "bias": RANDOM.standard_normal(16, np.float32),
 }
-"""Of the layer of flax.linen."""
+"""The parameters of the layer of flax.linen."""
 
 
 STEPS = """

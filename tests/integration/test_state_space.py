@@ -1,4 +1,4 @@
-"""A decoder with a state, of which nothing can be taken back: what sessions and prefixes may keep of it.
+"""Sessions and prefixes keep only whole states of a decoder whose state cannot go back.
 
 The model is that of an example. test_invariance.py has it in every way to generate, beside a plain loop over
 its code.
@@ -74,7 +74,7 @@ def bundle(run: Run, once: Once) -> Bundle:
 
 
 def written(bundle: Bundle, prompt: Sequence[int], count: int) -> list[int]:
-    """What follows a prompt where nothing is kept."""
+    """Return the tokens after a prompt, from a bundle that keeps nothing."""
     return list(bundle.generate(prompt, max_new_tokens=count).token_ids)
 
 

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Place(NamedTuple):
-    """Where a chunk is: a file, and the bytes there from `start` to before `end`."""
+    """The place of a chunk: a file, and its bytes from `start` up to `end`, without `end`."""
 
     path: str
     start: int

@@ -19,6 +19,7 @@ from prejit.server.gate import http_errors
 from prejit.server.gate.http_errors import ApiError, json_response
 from prejit.server.gate.origins import Origins
 from prejit.server.gate.server_settings import Settings
+from prejit.server.openai.bodies import served_model
 from prejit.server.served.bundle_swaps import BundleSwaps
 from prejit.server.served.served import ModelNotFoundError, Models
 
@@ -50,7 +51,7 @@ def make_admin(
 
     Args:
         models: the served bundles.
-        swaps: swaps them.
+        swaps: what POST /swap asks to load and exchange a bundle.
         settings: `drain_seconds` is how long POST /drain waits.
         origins: who may send requests to it; None: whoever reaches it, as a Unix socket.
     """
@@ -72,7 +73,7 @@ def make_admin(
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise http_errors.as_api_error(error) from None
         try:
-            before = models.one(wanted.model)
+            before = served_model(models, wanted.model or None)
             path = wanted.bundle or before.path
             # In a thread: to load, verify and try a bundle takes seconds.
             after = await asyncio.to_thread(swaps.swap, before.name, path)

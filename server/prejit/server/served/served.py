@@ -105,7 +105,7 @@ class Models:
         wrong: by name of a model, what it returns in place of a golden answer.
         running: counts the requests that run now.
         swaps: how many swaps of a model, by its name, were `done` and `failed`.
-        changes: how often bundles were added, replaced or removed.
+        changes: how often bundles were added or replaced.
     """
 
     def __init__(self, *served: Served) -> None:
@@ -189,14 +189,6 @@ class Models:
                 + did_you_mean(name, self._by_name)
             )
         return found
-
-    def one(self, name: str = "") -> Served:
-        """Return the bundle of a name; empty: the only one.
-
-        Raises:
-            ModelNotFoundError: there is none, or a name is needed.
-        """
-        return next(iter(self)) if not name and len(self) == 1 else self.get(name)
 
     @property
     def is_ready(self) -> bool:

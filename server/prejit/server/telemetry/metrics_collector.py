@@ -300,7 +300,7 @@ _SERVER: tuple[_Metric[Models], ...] = (
         "axis",
     ),
 )
-"""What the bundles of a server share."""
+"""Metrics of the process, which all bundles of a server share."""
 
 _MATCHED = _Gauge["Served"](
     "prejit_target_matched",

@@ -1,4 +1,4 @@
-"""What a start does to be quick, and that a host program does not notice it."""
+"""A start is quick, and a host program does not notice how."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ thread.start()
 
 
 AS_EVER = [("numpy", True, None), ("jaxlib._jax", True, None)]
-"""What is seen of a start that sets nothing: the collector is on, and OpenBLAS has no time limit."""
+"""The settings after a start that changes none: the collector is on, and OpenBLAS has no time limit."""
 
 
 @pytest.mark.parametrize(
