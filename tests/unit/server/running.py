@@ -16,7 +16,7 @@ from tests.waiting import wait_for
 from prejit.server.engine.fair_queue import Limits
 from prejit.server.gate.server_settings import Settings
 from prejit.server.http.app import make_app
-from prejit.server.http.connections import WaitingConnection
+from prejit.server.http.connections import WaitingConnections
 from prejit.server.http.uvicorn_server import configure
 from prejit.server.served.served import Models, Served
 
@@ -91,7 +91,7 @@ class Running:
 def running(models: Models, settings: Settings, app: Any = None) -> Iterator[Running]:
     """A server on a free port; `app` takes the place of the one for the models."""
     config = configure(make_app(models, settings) if app is None else app)
-    assert config.http is WaitingConnection
+    assert isinstance(config.http, WaitingConnections)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listening:
         thread = threading.Thread(target=server.run, args=([listening],))

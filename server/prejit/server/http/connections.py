@@ -16,6 +16,9 @@ HEAD_SECONDS = 75
 """A connection without the whole head of a request for so long is closed; idle ones too. So is one whose
 request is answered while its body or trailers still come, or whose client does not read its last answer."""
 
+MAX_WAITING = 1024
+"""How many connections may wait at once without having sent the head of a request."""
+
 MAX_HEAD_BYTES = 1 << 16
 """Maximum size of a request without its body: URL, headers, chunk extensions and trailers together."""
 
@@ -46,55 +49,105 @@ _OF_UPGRADE = frozenset((b"upgrade", b"http2-settings"))
 
 
 @final
-class WaitingConnection(asyncio.Protocol):
-    """A connection until it has sent the first head. uvicorn makes it, and its arguments are uvicorn's.
+class WaitingConnections:
+    """Makes uvicorn's connections, and keeps those that have not sent a head: the oldest first.
 
-    It keeps the bytes that came and no more: a parser and what else `Connection` needs take 4 KB of Python
-    objects, and 10,000 clients that send nothing would leave the allocator's arenas in pieces.
+    A client that means to ask sends a head at once. So when too many wait, the oldest is closed, as nginx
+    does with idle connections.
     """
 
-    __slots__ = ("_arguments", "_connections", "_loop", "_received", "_timer", "_transport")
+    def __init__(self) -> None:
+        self._deadlines: dict[_WaitingConnection, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
-    def __init__(
+    def __call__(
         self,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        self._arguments = (config, server_state, app_state, _loop)
-        self._connections: set[Any] = server_state.connections
-        self._loop = _loop or asyncio.get_running_loop()
+    ) -> asyncio.Protocol:
+        """Return the protocol of a new connection. The arguments are uvicorn's."""
+        return _WaitingConnection(self, (config, server_state, app_state, _loop))
+
+    def add(self, connection: _WaitingConnection) -> None:
+        """Let a connection wait."""
+        if len(self._deadlines) >= MAX_WAITING:
+            self._close_oldest()
+        loop = asyncio.get_running_loop()
+        self._deadlines[connection] = loop.time() + HEAD_SECONDS
+        if self._timer is None:
+            self._timer = loop.call_later(HEAD_SECONDS, self._close_late)
+
+    def remove(self, connection: _WaitingConnection) -> None:
+        """Forget a connection that has sent a head or is lost."""
+        self._deadlines.pop(connection, None)
+
+    def _close_oldest(self) -> None:
+        oldest = next(iter(self._deadlines))
+        del self._deadlines[oldest]
+        oldest.abort()
+
+    def _close_late(self) -> None:
+        """Close what has waited too long, and look again when the next one has. One timer does for all."""
+        loop = asyncio.get_running_loop()
+        self._timer = None
+        while self._deadlines:
+            first = next(iter(self._deadlines.values()))
+            if first > loop.time():
+                self._timer = loop.call_at(first, self._close_late)
+                return
+            self._close_oldest()
+
+
+@final
+class _WaitingConnection(asyncio.Protocol):
+    """A connection until it has sent the first head.
+
+    It keeps the bytes that came and no more: a parser and what else `Connection` needs take 4 KB of Python
+    objects, and 10,000 clients that send nothing would leave the allocator's arenas in pieces.
+    """
+
+    __slots__ = ("_arguments", "_received", "_transport", "_waiting")
+
+    def __init__(self, waiting: WaitingConnections, arguments: tuple[Any, ...]) -> None:
+        self._waiting = waiting
+        self._arguments = arguments  # of `Connection`
         self._received = b""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a connection."""
         self._transport = transport
-        self._timer = self._loop.call_later(HEAD_SECONDS, transport.abort)
-        self._connections.add(self)
+        self._all().add(self)
+        self._waiting.add(self)
 
     def data_received(self, data: bytes) -> None:
         """Take bytes from the client. uvicorn gets the connection with its first head, or if it has none."""
         self._received += data
         if _may_be_unfinished_head(self._received):
             return
-        self._end()
+        self.connection_lost(None)
         connection = Connection(*self._arguments)
         self._transport.set_protocol(connection)
         connection.connection_made(self._transport)
         connection.data_received(self._received)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End a connection that has sent no head."""
-        self._end()
+        """Wait no longer."""
+        self._waiting.remove(self)
+        self._all().discard(self)
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._transport.abort()
 
     def shutdown(self) -> None:
         """Close the connection: the server ends."""
         self._transport.close()
 
-    def _end(self) -> None:
-        self._timer.cancel()
-        self._connections.discard(self)
+    def _all(self) -> set[Any]:
+        _, state, *_ = self._arguments
+        return state.connections  # type: ignore[no-any-return]
 
 
 def _may_be_unfinished_head(received: bytes) -> bool:

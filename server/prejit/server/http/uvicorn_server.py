@@ -18,7 +18,7 @@ import uvicorn
 from prejit.server.gate.server_settings import BACKLOG, Settings
 from prejit.server.http.admin import drain
 from prejit.server.http.app import make_app
-from prejit.server.http.connections import HEAD_SECONDS, WaitingConnection
+from prejit.server.http.connections import HEAD_SECONDS, WaitingConnections
 from prejit.server.served.heap import trim
 from prejit.server.served.say import say
 from prejit.server.served.served import Models
@@ -77,7 +77,7 @@ def configure(app: Any) -> uvicorn.Config:
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # garbage of clients is no news
     return uvicorn.Config(
         app,
-        http=WaitingConnection,
+        http=WaitingConnections(),  # type: ignore[arg-type]  # uvicorn only calls it
         # Beside a model that decodes, asyncio's own loop takes a quarter more CPU time for a token.
         loop="uvloop",
         ws="none",
@@ -137,7 +137,7 @@ class _Server(uvicorn.Server):
         is_unix = admin.family == socket.AF_UNIX
         create: Any = loop.create_unix_server if is_unix else loop.create_server
         config = configure(app)
-        make = partial(WaitingConnection, config, self.server_state, {})
+        make = partial(WaitingConnections(), config, self.server_state, {})
         server: asyncio.Server = await create(make, sock=admin, backlog=BACKLOG)
         return server
 

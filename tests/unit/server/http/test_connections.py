@@ -327,6 +327,21 @@ def test_a_client_that_has_sent_no_head_costs_little(server: Running) -> None:
         assert answer(connection).endswith(b"\r\n\r\n5")
 
 
+def test_of_too_many_that_have_sent_no_head_the_oldest_is_closed(
+    monkeypatch: pytest.MonkeyPatch, server: Running
+) -> None:
+    monkeypatch.setattr(connections, "MAX_WAITING", 5)
+    with contextlib.ExitStack() as opened:
+        first = opened.enter_context(server.connect())
+        for number in range(20):
+            connection = opened.enter_context(server.connect())
+            connection.sendall(b"GET" if number % 2 else b"")
+        assert answer(first) == b""
+        wait_for(lambda: len(server.server.server_state.connections) == 5)
+        connection.sendall(b" /hello HTTP/1.1\r\nConnection: close\r\n\r\n")
+        assert answer(connection).startswith(b"HTTP/1.1 200")
+
+
 def test_a_client_that_sends_nothing_is_closed(
     monkeypatch: pytest.MonkeyPatch, server: Running
 ) -> None:
