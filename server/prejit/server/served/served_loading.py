@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import threading
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from prejit.runtime.base.process_facts import importing, seconds_since_exec
 from prejit.runtime.cli.bundle_references import reporting
 from prejit.runtime.cli.output import progress
-from prejit.runtime.errors import printable
+from prejit.runtime.errors import PrejitError, printable
 from prejit.runtime.loader import load
 from prejit.runtime.ship.reference import is_reference
 from prejit.server.engine.memory import free_bytes
@@ -111,6 +112,17 @@ def finish(served: Served) -> None:
         served.bundle.finish()
 
 
+def _read_chat_templates(models: Models) -> None:
+    """Read the chat templates, so that the first chat does not import Jinja.
+
+    That takes 40 ms, and modules between the objects of requests hold the memory of these for ever.
+    """
+    for served in models:
+        if served.bundle.has_chat_template:
+            with contextlib.suppress(PrejitError):  # the requests that need it say so
+                _ = served.bundle.text.chat
+
+
 @final
 class Loading(threading.Thread):
     """Loads the bundles and makes the server ready.
@@ -174,6 +186,7 @@ class Loading(threading.Thread):
                 names = ", ".join(served.name for served in self._models)
                 text = f"{self._url}  {names}  ready in {seconds_since_exec():.2f} s"
                 say(printable(text))
+            _read_chat_templates(self._models)
         except BaseException as error:
             with self._lock:
                 self.error = error
