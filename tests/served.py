@@ -14,6 +14,7 @@ from prejit.runtime.verdict import Axis, Verdict
 from prejit.server.engine.engine_metrics import EngineMetrics
 from prejit.server.engine.fair_queue import Limits
 from prejit.server.engine.request_recorder import ENCODE, GENERATE, Cost, Recorder
+from prejit.server.engine.sleeper import Sleeper
 from prejit.server.served.served import Served
 
 DIGEST = "sha256:" + "5e" * 32
@@ -63,6 +64,7 @@ class StandIn:
         self.result: Any = None
         self.recorder = Recorder(slots, queue, (GENERATE, ENCODE))
         self.encodings = self.recorder.requests(*ENCODE)
+        self.sleeper = Sleeper("stand-in", 0, None, self.recorder.live)
         self.state: dict[str, Any] = {
             "kv_cache_usage": 0.25,
             "cache_bytes": 1000,
@@ -72,6 +74,7 @@ class StandIn:
             "programs": (ProgramReport("decode_8x128", "loaded", 0.5),),
             "fallbacks": {},
             "device_memory_bytes": None,
+            "sleep": self.sleeper.metrics(),
         }
 
     def metrics(self) -> EngineMetrics:

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from prejit.runtime.bundle_chats import BundleChats
     from prejit.runtime.bundle_encodes import BundleEncodes
     from prejit.runtime.bundle_reports import BundleReports
+    from prejit.runtime.bundle_sleeps import BundleSleeps
 
-    class _Able(BundleBatches, BundleCalls, BundleChats, BundleEncodes, BundleReports): ...
+    class _Able(
+        BundleBatches, BundleCalls, BundleChats, BundleEncodes, BundleReports, BundleSleeps
+    ): ...
 
 else:
     _Able = LoadedBundle
@@ -58,13 +61,10 @@ _BESIDE = {
     ),
     "BundleDecodes": ("decoder", "defaults", "generator", "stream"),
     "BundleReports": (
-        "check_answers",
-        "device_memory_bytes",
-        "report",
-        "start_report",
-        "wrong_answers",
+        *("check_answers", "device_memory_bytes", "report", "start_report", "wrong_answers"),
     ),
     "BundleEncodes": ("encode", "encode_batch", "encoder"),
+    "BundleSleeps": ("sleep", "wake"),
 }
 """The methods and properties of `Bundle` that only some bundles have, by the class that has them."""
 

@@ -14,6 +14,7 @@ import uvicorn
 from tests.waiting import wait_for
 
 from prejit.server.engine.fair_queue import Limits
+from prejit.server.engine.sleeper import Sleeper
 from prejit.server.gate.server_settings import Settings
 from prejit.server.http.app import make_app
 from prejit.server.http.connections import WaitingConnections
@@ -28,6 +29,7 @@ class CallingEngine:
         self.bundle = bundle
         self.clients: list[tuple[str, Limits]] = []
         self.drained = False
+        self.sleeper = Sleeper("calling", 0, None, lambda: 0)
         self._pool = ThreadPoolExecutor(1)
 
     def submit_client_call(

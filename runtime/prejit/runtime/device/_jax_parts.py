@@ -12,7 +12,7 @@ import io
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +27,11 @@ from prejit.runtime.device._jaxlib import (
     result_handler,
 )
 from prejit.runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from prejit.runtime.device.device import Device
+
+_LIBRARY = ctypes.CDLL(None)
 
 
 def import_jax() -> None:
@@ -369,13 +374,36 @@ def _view(array: JaxlibArray) -> np.ndarray[Any, Any]:
     return view
 
 
-def free_dropped() -> None:
-    """Free the arrays, mapped files and clients of jaxlib to which nobody refers any more."""
+def free_dropped(devices: list[Device]) -> None:
+    """Free what nobody refers to any more: arrays, mapped files, and the clients of these devices.
+
+    The list is emptied. A client and its devices refer to each other, so only Python's garbage collector
+    frees them, and a client has a dozen threads. To look at all objects of the process may take 0.1 s, in
+    which no other thread runs Python. So these few become young again, and it looks at young ones only.
+    """
+    parts: list[Any] = []
+    while devices:
+        client = devices.pop().first.client
+        parts += [client, *client.devices()]
+        parts += [memory for device in client.devices() for memory in device.addressable_memories()]
+    del client
     collect_garbage()
-    gc.collect()  # a client and its devices refer to each other; it has a dozen threads
+    while parts:
+        part = ctypes.py_object(parts.pop())
+        ctypes.pythonapi.PyObject_GC_UnTrack(part)
+        ctypes.pythonapi.PyObject_GC_Track(part)
+        del part
+    gc.collect(0)
     collect_garbage()
-    # glibc keeps what threads have freed, up to hundreds of MB; other C libraries have no such function.
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+    give_back()
+
+
+def give_back() -> None:
+    """Give free memory back to the system (malloc_trim(3)).
+
+    glibc keeps what threads have freed, up to hundreds of MB. Other C libraries have no such function.
+    """
+    if (trim := getattr(_LIBRARY, "malloc_trim", None)) is not None:
         trim(0)
 
 

@@ -137,6 +137,11 @@ class EncoderPrograms:
                 if bucket not in self._warm:
                     self._warm_up(bucket, self.encoder.layers[:1])
 
+    def release(self) -> None:
+        """Forget which buckets are loaded, after their programs were dropped. Calls load what they need."""
+        self.close()
+        self._warm.clear()
+
     def close(self) -> None:
         """Stop to load buckets, and wait for the thread that does it."""
         with self._changed:

@@ -42,8 +42,8 @@ class ProgramReport:
     Attributes:
         program: its name.
         source: `loaded` (the bundle's executable), `compiled` (here, now), `kept` (compiled here at an
-            earlier start), `compiling` (or waiting for that) or `unused` (not used so far).
-        seconds: how long it took to become ready; 0 until it is.
+            earlier start), `compiling` (or waiting for that) or `unused` (so far).
+        seconds: how long it took to become ready for the first time; 0 until it is.
     """
 
     program: str
@@ -84,10 +84,9 @@ class Programs:
     ) -> None:
         """Bind the programs to a device.
 
-        Where the machine does not match, `executables` is None, and programs are compiled from `portable`,
-        their StableHLO. `serve_smaller`: whether a request may use other programs that are ready while its
-        own compile. `calls` has for each name by which programs call a handler of the user that by which XLA
-        knows it; `no_calls` is why this process has none of these handlers; empty: it has all of them.
+        On a machine that does not match, `executables` is None, and `portable`, StableHLO, is compiled.
+        `serve_smaller`: requests may use other programs while theirs compile. `calls`: XLA's name of each
+        handler of the user, by its name in programs; `no_calls`: why this process has no handlers.
         """
         self.bundle = config.bundle
         self.table = {program.name: program for program in config.programs}
@@ -138,12 +137,17 @@ class Programs:
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+        self.release()
         with self._lock:
-            self._ready.clear()
-            self._weights_on_device.clear()
             self._weights = self._executables = None
             self._portable = replace(self._portable, content=b"")
             vars(self).pop("compiler", None)
+
+    def release(self) -> None:
+        """Drop executables and weights on the device; the next use of one makes it ready again."""
+        with self._lock:
+            self._ready.clear()
+            self._weights_on_device.clear()
 
     def refuse(self, reason: ClosedError) -> object:
         """Give no program any more, without taking a lock; return what was ready."""
@@ -198,8 +202,9 @@ class Programs:
         finally:
             self._underway.discard(name)
         self.compiled += source == "compiled"
-        self._reports[name] = ProgramReport(name, source, time.perf_counter() - started)
-        _log.info("%s: %s: %s in %.3f s", self.bundle, name, source, self._reports[name].seconds)
+        seconds = time.perf_counter() - started
+        self._reports.setdefault(name, ProgramReport(name, source, seconds))
+        _log.info("%s: %s: %s in %.3f s", self.bundle, name, source, seconds)
         self._ready[name] = executable
         if self._closed is not None:  # `close` may have dropped the others before
             self._ready.pop(name, None)
@@ -281,8 +286,7 @@ class Programs:
             RejectError: the program with symbolic sizes is damaged.
             BuildError: it does not work for these sizes.
         """
-        # Few need it.
-        from prejit.runtime.programs.local_compiler import count_open_size, specialized
+        from prejit.runtime.programs.local_compiler import count_open_size, specialized  # rare
 
         assert program.symbolic is not None
         symbolic = self._portable.unpack(program.symbolic)
@@ -338,8 +342,7 @@ class Programs:
     def ready(self, name: str) -> bool:
         """Return whether a request should take this program rather than another that could serve it.
 
-        It is always yes, unless requests may use other programs while theirs compile (`serve_smaller`): then
-        it is whether this one needs no compiling.
+        With `serve_smaller` it should if this one needs no compiling, otherwise always.
         """
         if not self._serve_smaller or name in self._ready:
             return True
@@ -348,8 +351,8 @@ class Programs:
     def expect(self, names: Sequence[str], remember: Callable[[tuple[str, ...]], object]) -> None:
         """Begin to make the program ready that the first request will probably run first.
 
-        `names` are the programs that an earlier process prepared for its first request; unknown ones are
-        ignored. `remember` is called in a thread with those that the first request prepares, if they differ.
+        `names`: what an earlier process prepared for its first request, where this bundle has them;
+        `remember`: is called in a thread with what the first request prepares, if it differs.
         """
         # Only the first one: more would compete with the imports that the first token needs.
         self._enqueue([(False, 0, name) for name in names[:1] if name in self.table])
@@ -386,9 +389,8 @@ class Programs:
                     self._underway.add(name)
                     self._queue.append(entry)
             self._queue.sort()
-            if self._working or not self._queue:
-                return
-            if (thread := start_thread(self._work, "prejit-prepare")) is not None:
+            begins = self._queue and not self._working
+            if begins and (thread := start_thread(self._work, "prejit-prepare")) is not None:
                 self._thread, self._working = thread, True
 
     def _work(self) -> None:

@@ -77,8 +77,8 @@ def _origin(text: str) -> str:
     "--admin",
     type=_address,
     metavar="PATH|HOST:PORT",
-    help="Also listen at a Unix socket or another address for POST /drain, /undrain and /swap, which ask for "
-    "no key (default: nowhere).",
+    help="Also listen at a Unix socket or another address for POST /drain, /undrain, /swap, /add, /remove, "
+    "/sleep and /wake, which ask for no key (default: nowhere).",
 )
 @click.option(
     "--cors",
@@ -100,6 +100,13 @@ def _origin(text: str) -> str:
     **SIZE,
     help="Memory, such as 512M or 2G, for earlier texts of each bundle, so that prompts that begin like them "
     "compute only the rest; 0 keeps none (default: as much as the cache of the slots).",
+)
+@click.option(
+    "--memory",
+    **SIZE,
+    help="Memory, such as 4G, that caches and programs of all bundles take together; weights do not count. "
+    "Bundles sleep until a request wakes them. The least recently used one sleeps again when another needs "
+    "memory (default: what is free, and none sleeps).",
 )
 @click.option("--clients", **COUNT, default=1024, help="Requests at once; more get status 503.")
 @click.option(
@@ -150,8 +157,8 @@ def _origin(text: str) -> str:
     "follow_seconds",
     type=Number(1, 1e9),
     metavar="SECONDS",
-    help="Look so often what tags and directories lead to, and let another bundle take the place of the one "
-    "that is served, without a dropped request (default: never).",
+    help="Look so often, and after SIGHUP, what tags and directories lead to, and let another bundle take "
+    "the place of the one that is served, without a dropped request (default: never).",
 )
 @click.option(
     "--share-prefixes",
@@ -175,6 +182,7 @@ def serve(
     slots: int | None,
     queue: int | None,
     prefix_memory: int | None,
+    memory: int | None,
     share_prefixes: bool,
     keys: str | None,
     log: str | None,
@@ -209,7 +217,7 @@ def serve(
             from prejit.server.telemetry.requestlog import RequestLog
 
         limits = Settings(keys=None if keys is None else Keys(keys), **settings)
-        engines = EngineOptions(slots, queue, prefix_memory, must_match, share_prefixes)
+        engines = EngineOptions(slots, queue, prefix_memory, must_match, share_prefixes, memory)
         requests = None if log is None else RequestLog(log)
         serve(sources, engines, limits, (host, port), requests, admin)
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -21,8 +22,15 @@ from prejit.server.engine.engine_metrics import EngineMetrics
 from prejit.server.engine.fair_queue import NO_LIMITS, Limits
 from prejit.server.engine.finalizers import when_dropped
 from prejit.server.engine.generation_loop import Loop
-from prejit.server.engine.memory import CachePlan, free_bytes, plan_caches
+from prejit.server.engine.memory import (
+    CachePlan,
+    NoRoomError,
+    free_bytes,
+    plan_caches,
+    programs_bytes,
+)
 from prejit.server.engine.request_recorder import ENCODE, Recorder, kinds_of
+from prejit.server.engine.sleeper import Room, Sleeper
 from prejit.server.engine.stream import Answer, GuardedMask, Pipe, Stream, Ticket
 
 if TYPE_CHECKING:
@@ -82,6 +90,7 @@ class Engine(OneProcess):
         prefix_memory: int | None = None,
         prefill_tokens: int | None = None,
         share_prefixes: bool = False,
+        room: Room | None = None,
     ) -> None:
         """Plan the memory, and start nothing.
 
@@ -99,6 +108,7 @@ class Engine(OneProcess):
                 texts run, it is up to four times as many. None: 64 on a CPU, else 512.
             share_prefixes: let a prompt begin with what those of other clients have computed. A client that
                 guesses a prompt can then see that it was sent.
+            room: what shares memory with other engines. This one begins asleep then; its requests wake it.
 
         Raises:
             UsageError: a value is out of range, no batch bucket is large enough, or the memory is too small.
@@ -116,6 +126,7 @@ class Engine(OneProcess):
         self._prefill_tokens = _optional("prefill_tokens", prefill_tokens, 1)
         self._shares_prefixes = arguments.flag("share_prefixes", share_prefixes)
         self._recorder = Recorder(self._slots, self._queue, kinds_of(bundle.config))
+        self._finalizers: list[weakref.finalize[..., object]] = []
         if self._has_decoder:
             device = bundle.decoder.device
             if device.in_cluster and device.mesh is not None:
@@ -124,6 +135,9 @@ class Engine(OneProcess):
                     "must all make the same calls, and each engine decides for itself",
                     hint="use `generate_batch` in all processes, or a mesh in one process",
                 )
+        need = programs_bytes(bundle) + (self.plan.peak_bytes if self._has_decoder else 0)
+        self.sleeper = Sleeper(bundle.name, need, room, self._recorder.live)
+        if self._has_decoder:
             self._loop  # noqa: B018 (an engine that cannot have its memory is an error now)
         bundle.close_first(self)
 
@@ -152,8 +166,8 @@ class Engine(OneProcess):
             tokens = CPU_PREFILL_TOKENS if on_cpu else ACCELERATOR_PREFILL_TOKENS
         name, plan = self._bundle.name, self.plan
         _log.info("%s: at most %d generations at once: %s", name, self._slots, plan)
-        loop = Loop(decoder, self.plan, self._queue, tokens, self._recorder)
-        when_dropped(self, loop.close)
+        loop = Loop(decoder, self.plan, self._queue, tokens, self._recorder, self.sleeper)
+        self._finalizers.append(when_dropped(self, loop.close))
         return loop
 
     def submit(self, prompt: Prompt | None = None, **options: Unpack[RequestOptions]) -> Answer:
@@ -319,8 +333,9 @@ class Engine(OneProcess):
             self._bundle.finish,
             queue=self._queue,
             recorder=self._recorder.requests(*ENCODE),
+            sleeper=self.sleeper,
         )
-        when_dropped(self, encoding.close)
+        self._finalizers.append(when_dropped(self, encoding.close))
         return encoding
 
     @once
@@ -333,8 +348,9 @@ class Engine(OneProcess):
             self._bundle.dispatched,
             queue=self._queue,
             recorder=partial(self._recorder.requests, "call"),
+            sleeper=self.sleeper,
         )
-        when_dropped(self, calling.close)
+        self._finalizers.append(when_dropped(self, calling.close))
         return calling
 
     def _check_open(self) -> None:
@@ -367,7 +383,50 @@ class Engine(OneProcess):
             programs=self._bundle.report(),
             fallbacks=fallback_counts(),
             device_memory_bytes=self._bundle.device_memory_bytes(),
+            sleep=self.sleeper.metrics(),
         )
+
+    @property
+    def growth_bytes(self) -> int:
+        """How much more its caches may take than they do now."""
+        if not self._has_decoder:
+            return 0
+        state = self._loop.state
+        return max(0, self.plan.peak_bytes - state.cache_bytes - state.prefix_bytes)
+
+    def sleep(self, *, between: bool = False) -> bool:
+        """Give back the memory of caches, buffers and executables; return whether the engine sleeps.
+
+        Weights stay mapped files. It does nothing while requests run or wait. The next request wakes it.
+
+        Args:
+            between: requests may wait. If some run, no others begin until those have ended, for a moment.
+        """
+        return self.sleeper.sleep(self._free, between=between)
+
+    def _free(self) -> None:
+        if (loop := vars(self).get("_loop")) is not None:
+            loop.free()
+        self._bundle.sleep()
+
+    def wake(self) -> None:
+        """Take memory again, and make the programs ready that were used before. Requests do that, too.
+
+        Raises:
+            NoRoomError: other engines leave too little memory.
+            ClosedError: the engine is closed.
+        """
+        self._check_open()
+        if not self.sleeper.try_begin():
+            raise NoRoomError(
+                f"{self._bundle.name}: expected {self.sleeper.need_bytes:,} bytes for its caches and programs, "
+                "found less beside what runs now",
+                hint="try it again later, or give more memory",
+            )
+        try:
+            self._bundle.wake()
+        finally:
+            self.sleeper.end()
 
     def drain(self, seconds: float | None = None) -> bool:
         """Take no more requests, and wait until those that wait and run are finished.
@@ -401,10 +460,14 @@ class Engine(OneProcess):
     def close(self) -> None:
         """End all requests with ClosedError, and free the caches. Closing twice is fine."""
         self._is_ending = self._is_closed = True
+        self.sleeper.close()
         for shared in self._shared():
             shared.close()
         if (loop := vars(self).get("_loop")) is not None:
             loop.close()
+        self.sleeper.sleep(lambda: None, between=True)
+        for finalizer in self._finalizers:
+            finalizer.detach()
 
     def disown(self, reason: ClosedError) -> object:
         """Refuse all calls, in a forked process. See `disown_in_forks`."""

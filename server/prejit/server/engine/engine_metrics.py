@@ -9,6 +9,7 @@ from functools import reduce
 from typing import Literal
 
 from prejit.server.engine.histograms import REQUEST_BOUNDS, Histogram, HistogramValue
+from prejit.server.engine.sleeper import SleepMetrics
 
 Kind = Literal["generate", "encode", "call"]
 """Kinds of requests: a generation, an encoding, or a call of one of the user's functions."""
@@ -100,6 +101,7 @@ class EngineMetrics:
         fallbacks: how many times each axis caused a fallback in this process.
         host_memory_bytes: resident memory of this process.
         device_memory_bytes: peak memory in use on the accelerator; None on a CPU.
+        sleep: whether the engine sleeps, and how often it did.
     """
 
     requests: tuple[RequestMetrics, ...]
@@ -123,6 +125,7 @@ class EngineMetrics:
     fallbacks: Mapping[str, int]
     host_memory_bytes: int
     device_memory_bytes: int | None
+    sleep: SleepMetrics
 
     @property
     def running(self) -> int:

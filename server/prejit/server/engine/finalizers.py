@@ -20,10 +20,10 @@ _starting = threading.Lock()
 _thread: threading.Thread | None = None
 
 
-def when_dropped(owner: object, call: Callable[[], object]) -> None:
+def when_dropped(owner: object, call: Callable[[], object]) -> weakref.finalize[..., object]:
     """Call something, in a thread of its own, after nobody refers to an object any more.
 
-    At exit it is not called for objects that are still there.
+    At exit it is not called for objects that are still there, nor after `detach` of what is returned.
 
     Args:
         owner: the object.
@@ -37,7 +37,9 @@ def when_dropped(owner: object, call: Callable[[], object]) -> None:
             # What it drops frees arrays of XLA. The interpreter stops daemons wherever they are, and there
             # that aborts the process.
             atexit.register(_end, _thread)
-    weakref.finalize(owner, _calls.put, call).atexit = False
+    finalizer = weakref.finalize(owner, _calls.put, call)
+    finalizer.atexit = False
+    return finalizer
 
 
 def _work() -> None:

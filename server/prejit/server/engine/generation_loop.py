@@ -23,6 +23,7 @@ from prejit.server.engine.fair_queue import (
 )
 from prejit.server.engine.memory import CachePlan
 from prejit.server.engine.request_recorder import Recorder
+from prejit.server.engine.sleeper import POLL_SECONDS, Sleeper
 from prejit.server.engine.stream import Ticket, Waker, wake
 
 _ENTERING = 2
@@ -59,9 +60,11 @@ class Loop:
         queue_size: int,
         prefill_tokens: int,
         recorder: Recorder,
+        sleeper: Sleeper,
     ) -> None:
         """Start nothing yet."""
         self._decoder = decoder
+        self._sleeper = sleeper
         self._plan = plan
         self._queue_size = queue_size
         self._prefill_tokens = prefill_tokens
@@ -174,6 +177,12 @@ class Loop:
             self._thread.join()
             atexit.unregister(self.close)
 
+    def free(self) -> None:
+        """Free the caches and the prefixes, of a loop that the sleeper keeps from running."""
+        self._batch.close()
+        self._prefixes.clear()
+        self.state = CacheState()
+
     def _is_idle(self) -> bool:
         return not self._queue and not self._running
 
@@ -181,6 +190,7 @@ class Loop:
 
     def _run(self) -> None:
         kept = True  # whether the prefixes have what the slots hold
+        has_begun = False  # whether the sleeper knows that this runs
         while True:
             with self._changed:
                 if self._is_idle():
@@ -190,6 +200,10 @@ class Loop:
                 if self._stops:
                     break
                 kept = self._is_idle()
+            has_begun = has_begun or self._sleeper.try_begin(wakes=not kept)
+            if not has_begun:
+                self._wait_for_memory()
+                continue
             try:
                 if kept:
                     self._batch.keep()
@@ -201,8 +215,13 @@ class Loop:
                 self._batch.close()
                 for slot in list(self._running):
                     self._fail(slot, error)
-        self._batch.close()
-        self._prefixes.clear()
+            self._sleeper.has_run()
+            if not self._running:
+                self._sleeper.end()
+                has_begun = False
+        self.free()
+        if has_begun:
+            self._sleeper.end()
         closed = ClosedError("this engine was closed before the request was finished")
         for slot in list(self._running):
             self._fail(slot, closed)
@@ -213,7 +232,13 @@ class Loop:
                 self._queue.remove(ticket)
         for ticket in left:
             self._abandon(ticket, closed, "error")
-        self.state = CacheState()
+
+    def _wait_for_memory(self) -> None:
+        """Let requests wait until other engines leave enough memory, for a moment."""
+        self._end_late()
+        with self._changed:
+            if not self._is_idle():
+                self._changed.wait_for(lambda: self._stops, POLL_SECONDS)
 
     def _round(self) -> None:
         self._end_late()
@@ -259,7 +284,9 @@ class Loop:
                 self._fail(slot, error, "deadline")
 
     def _admit(self) -> None:
-        """Give free slots to the requests that are next."""
+        """Give free slots to the requests that are next, unless another engine waits for the memory."""
+        if self._sleeper.yields:
+            return
         with self._changed:
             waiting = sum(self._queue.can_run.values())
         if not waiting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from prejit.runtime.base.process_facts import free_memory_bytes
 from prejit.runtime.device.device import Device
@@ -10,6 +11,12 @@ from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import beside_bytes, cache_bytes
 
+if TYPE_CHECKING:
+    from prejit.runtime.bundle import Bundle
+
+_CODE_TIMES = 25
+"""A loaded executable takes about so many times the size of its file: 22 on a CPU, on average of the demo's and
+of GPT-2's. XLA keeps what it made the code from."""
 _SHARE = 0.8
 """The share of the free memory that caches may take, if the caller names no number of bytes."""
 _MIB = 1 << 20
@@ -49,7 +56,8 @@ def plan_caches(
             a quarter of what is left.
 
     Raises:
-        UsageError: the bundle has no batch for this many slots, or not even its shortest context fits.
+        UsageError: the bundle has no batch for this many slots.
+        NoRoomError: not even its shortest context fits.
     """
     batch = decoder.batch_for(slots)
     kept = prefix_bytes or 0
@@ -68,7 +76,7 @@ def plan_caches(
                 peak += kept
             return CachePlan(batch, context, peak, budget_bytes, kept, together)
     need = _peak(decoder, batch, decoder.contexts[0], decoder.batches[0]) + kept
-    raise UsageError(
+    raise NoRoomError(
         f"memory: expected at least {need:,} bytes for {batch} slots of {decoder.contexts[0]} tokens"
         f"{f' and {kept:,} bytes of prefixes' if kept else ''}, found {budget_bytes:,}",
         hint="give more memory, or ask for fewer slots",
@@ -91,7 +99,27 @@ def _peak(decoder: DecoderPrograms, batch: int, context: int, together: int) -> 
     return own + max(before, default=0) + aside + beside_bytes(decoder, batch)
 
 
-def free_bytes(device: Device) -> int:
-    """Return how much memory caches may take on a device, by what is free there now."""
-    free = device.free_memory_bytes()
+class NoRoomError(UsageError):
+    """A bundle does not fit into the memory that is left."""
+
+    code: ClassVar[str] = "no-room"
+
+
+def programs_bytes(bundle: Bundle) -> int:
+    """Return about how much all executables of a bundle take, and the largest run of one.
+
+    On a CPU weights are mapped files, which count as free memory. An accelerator holds a copy of them.
+    """
+    programs = bundle.config.programs
+    code = sum(program.executable.raw_size for program in programs) * _CODE_TIMES
+    memories = [program.memory for program in programs]
+    runs = [each.temp_bytes + each.output_bytes - each.alias_bytes for each in memories]
+    if bundle.config.requirement.platform != "cpu":
+        runs = [run + each.argument_bytes for run, each in zip(runs, memories, strict=True)]
+    return code + max(runs, default=0)
+
+
+def free_bytes(device: Device | None) -> int:
+    """Return how much memory caches may take on a device, by what is free there now; None: on the host."""
+    free = None if device is None else device.free_memory_bytes()
     return int((free_memory_bytes() if free is None else free) * _SHARE) // _MIB * _MIB

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -27,7 +28,8 @@ from prejit.runtime.programs.user_programs import Calls, Fitted
 from prejit.server.engine.fair_queue import NO_LIMITS, Limits
 from prejit.server.engine.microbatch import Lane
 from prejit.server.engine.request_recorder import Cost, RequestRecorder
-from prejit.server.engine.shared_jobs import Ran, Share, SharedJob, deadline_after
+from prejit.server.engine.shared_jobs import Ran, Share, SharedJob, are_over, deadline_after
+from prejit.server.engine.sleeper import Sleeper
 
 BATCH = "batch"
 """The variable in `pad` that declares a batch axis."""
@@ -102,8 +104,10 @@ class Calling:
         *,
         queue: int,
         recorder: Callable[[str], RequestRecorder],
+        sleeper: Sleeper,
     ) -> None:
         """Make no lane yet."""
+        self._sleeper = sleeper
         self._calls = calls
         self._dispatched = dispatched
         self._queue = queue
@@ -163,7 +167,8 @@ class Calling:
                 if ran is not None:
                     if padded_rows:
                         ran.cost = Cost(padded_rows)
-                    return self._dispatched.call(name, args, kwargs)
+                    with self._sleeper:
+                        return self._dispatched.call(name, args, kwargs)
         return lane.result(self._job(name, args, kwargs, timeout, copy=False))
 
     def drain(self, deadline: float | None) -> bool:
@@ -307,6 +312,13 @@ class Calling:
     # ------------------------------------------------------------------ a run
 
     def _run(self, shares: Sequence[Share[_Call]]) -> Ran:
+        self._sleeper.begin(partial(are_over, shares))
+        try:
+            return self._run_awake(shares)
+        finally:
+            self._sleeper.end()
+
+    def _run_awake(self, shares: Sequence[Share[_Call]]) -> Ran:
         """Run the rows of several calls in one bucket, or a call that runs alone."""
         call = shares[0].job.payload
         if isinstance(call, ChosenBucket):

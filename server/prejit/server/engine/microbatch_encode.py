@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
@@ -16,7 +17,8 @@ from prejit.runtime.encoding.sentences import OnTooLong, Tokenized, embed, token
 from prejit.server.engine.fair_queue import NO_LIMITS, Limits
 from prejit.server.engine.microbatch import Lane
 from prejit.server.engine.request_recorder import Cost, RequestRecorder
-from prejit.server.engine.shared_jobs import Ran, Share, SharedJob, deadline_after
+from prejit.server.engine.shared_jobs import Ran, Share, SharedJob, are_over, deadline_after
+from prejit.server.engine.sleeper import Sleeper
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.options import Prompt
@@ -53,6 +55,7 @@ class Encoding:
         *,
         queue: int,
         recorder: RequestRecorder,
+        sleeper: Sleeper,
     ) -> None:
         """Make an empty queue.
 
@@ -62,8 +65,10 @@ class Encoding:
             finish: waits until all files of the target are verified, before a caller gets a result.
             queue: the most calls that may wait.
             recorder: counts the calls.
+            sleeper: keeps programs while one runs.
         """
         self._encoder = encoder
+        self._sleeper = sleeper
         self._text = text
         self._finish = finish
         self._most = max(bucket.batch for bucket in encoder.buckets)
@@ -141,7 +146,8 @@ class Encoding:
 
     def _encoded(self, tokenized: Tokenized) -> Encoded:
         """Encode the sentences of one call now."""
-        encoded = embed(self._encoder, tokenized)
+        with self._sleeper:
+            encoded = embed(self._encoder, tokenized)
         self._finish()
         return encoded
 
@@ -172,7 +178,11 @@ class Encoding:
     def _run(self, shares: Sequence[Share[_Sentences]]) -> Ran:
         """Encode the sentences of several calls together."""
         ids = [each for share in shares for each in share.job.payload.ids[share.start : share.end]]
-        embeddings, stats = self._encoder.encode(ids)
+        self._sleeper.begin(partial(are_over, shares))
+        try:
+            embeddings, stats = self._encoder.encode(ids)
+        finally:
+            self._sleeper.end()
         self._finish()
         returned, first = [], 0
         for share in shares:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from prejit.runtime.format.bundle_schema import Config
     from prejit.runtime.generation.finished_text import Stats
     from prejit.runtime.programs.ready_programs import ProgramReport
+    from prejit.server.engine.sleeper import SleepMetrics
 
 GENERATE: tuple[Kind, str] = ("generate", "generate")
 """Kind and program of generations."""
@@ -201,6 +202,11 @@ class RequestRecorder:
             self._useful += useful
             self._computed += computed
 
+    @property
+    def live(self) -> int:
+        """The number of requests that wait or run."""
+        return self._waiting + self._running
+
     def sentence_lengths(self) -> HistogramValue:
         """Return the distribution of the tokens of the sentences that were encoded."""
         with self.lock:
@@ -270,6 +276,11 @@ class Recorder:
                 found = RequestRecorder(kind, program, self._queue_size)
                 self._each[kind, program] = found
             return found
+
+    def live(self) -> int:
+        """Return how many requests of all kinds wait or run."""
+        with self._lock:
+            return sum(each.live for each in self._each.values())
 
     # ------------------------------------------------------------------ the way of a generation
 
@@ -341,6 +352,7 @@ class Recorder:
         programs: Iterable[ProgramReport],
         fallbacks: Mapping[str, int],
         device_memory_bytes: int | None,
+        sleep: SleepMetrics,
     ) -> EngineMetrics:
         """Return what was counted, with the state of the engine's parts, which the caller reads."""
         reports = tuple(programs)
@@ -373,4 +385,5 @@ class Recorder:
                 fallbacks=MappingProxyType(dict(fallbacks)),
                 host_memory_bytes=host_memory_bytes(),
                 device_memory_bytes=device_memory_bytes,
+                sleep=sleep,
             )

@@ -97,6 +97,12 @@ class Ran(NamedTuple):
     cost: Cost = ONE_RUN
 
 
+def are_over(shares: Sequence[Share[Any]]) -> bool:
+    """Return whether no caller of these shares waits any more."""
+    now = time.monotonic()
+    return all([share.job.is_over(now) for share in shares])
+
+
 def deadline_after(timeout: float | None) -> float | None:
     """Return the time.monotonic at which a timeout in seconds ends; None: never.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -15,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from prejit.runtime.errors import ClosedError, PrejitError
+from prejit.server.engine.memory import NoRoomError
 from prejit.server.gate import http_errors
 from prejit.server.gate.http_errors import ApiError, json_response
 from prejit.server.gate.origins import Origins
@@ -27,21 +29,46 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 _log = logging.getLogger(__name__)
+_STATUS = {ModelNotFoundError: 404, ClosedError: 503, NoRoomError: 507}
+"""The status of errors; of others it is 409."""
 _POLL_SECONDS = 0.05
 """How often a drain looks whether anything runs."""
 
 
-class SwapRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of POST /swap.
+class ModelRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /remove, /sleep and /wake.
 
     Attributes:
         model: the name of a served model; empty: the only one.
+    """
+
+    model: str = ""
+
+
+class SwapRequest(ModelRequest, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /swap.
+
+    Attributes:
         bundle: a directory or a reference; empty: the one that the model was served from, which may lead to
             another bundle now.
     """
 
-    model: str = ""
     bundle: str = ""
+
+
+class AddRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /add.
+
+    Attributes:
+        bundle: a directory or a reference.
+        model: the name that clients will give; empty: the bundle's own.
+    """
+
+    bundle: str
+    model: str = ""
+
+
+_Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
 def make_admin(
@@ -51,7 +78,7 @@ def make_admin(
 
     Args:
         models: the served bundles.
-        swaps: what POST /swap asks to load and exchange a bundle.
+        swaps: loads, exchanges and removes bundles.
         settings: `drain_seconds` is how long POST /drain waits.
         origins: who may send requests to it; None: whoever reaches it, as a Unix socket.
     """
@@ -67,32 +94,47 @@ def make_admin(
             )
         return json_response({"state": models.state})
 
-    async def post_swap(request: Request) -> Response:
-        try:
-            wanted = msgspec.json.decode(await request.body() or b"{}", type=SwapRequest)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise http_errors.as_api_error(error) from None
-        try:
-            before = served_model(models, wanted.model or None)
-            path = wanted.bundle or before.path
-            # In a thread: to load, verify and try a bundle takes seconds.
-            after = await asyncio.to_thread(swaps.swap, before.name, path)
-        except PrejitError as error:
-            text = f"{error}\nhint: {error.hint}" if error.hint else str(error)
-            status = {ModelNotFoundError: 404, ClosedError: 503}.get(type(error), 409)
-            raise ApiError(status, text, code=error.code) from error
-        described = {
+    def swap(wanted: SwapRequest) -> dict[str, Any]:
+        before = served_model(models, wanted.model or None)
+        after = swaps.swap(before.name, wanted.bundle or before.path)
+        return {
             "model": before.name,
             "before": before.bundle.digest,
             "now": after.bundle.digest,
         }
-        return json_response(described)
+
+    def add(wanted: AddRequest) -> dict[str, Any]:
+        added = swaps.add(wanted.model, wanted.bundle)
+        return {"model": added.name, "now": added.bundle.digest}
+
+    def remove(wanted: ModelRequest) -> dict[str, Any]:
+        removed = swaps.remove(served_model(models, wanted.model or None).name)
+        return {"model": removed.name, "before": removed.bundle.digest}
+
+    def sleep(wanted: ModelRequest) -> dict[str, Any]:
+        served = served_model(models, wanted.model or None)
+        if not served.engine.sleep():
+            raise ApiError(
+                409,
+                f"{served.name}: expected a model without requests, found some that run or wait",
+                code="busy",
+            )
+        return {"model": served.name, "is_sleeping": True}
+
+    def wake(wanted: ModelRequest) -> dict[str, Any]:
+        served = served_model(models, wanted.model or None)
+        served.engine.wake()
+        return {"model": served.name, "is_sleeping": False}
 
     app = Starlette(
         routes=[
             Route("/drain", post_drain, methods=["POST"]),
             Route("/undrain", post_undrain, methods=["POST"]),
-            Route("/swap", post_swap, methods=["POST"]),
+            Route("/swap", _handler(SwapRequest, swap), methods=["POST"]),
+            Route("/add", _handler(AddRequest, add), methods=["POST"]),
+            Route("/remove", _handler(ModelRequest, remove), methods=["POST"]),
+            Route("/sleep", _handler(ModelRequest, sleep), methods=["POST"]),
+            Route("/wake", _handler(ModelRequest, wake), methods=["POST"]),
         ],
         exception_handlers={HTTPException: http_errors.handle, ApiError: http_errors.handle},
     )
@@ -108,6 +150,26 @@ def make_admin(
             await app(scope, receive, send)
 
     return guarded
+
+
+def _handler(
+    kind: type[_Body], change: Callable[[_Body], dict[str, Any]]
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return a handler that reads a body, and answers with what a change of the models returns."""
+
+    async def handle(request: Request) -> Response:
+        try:
+            wanted = msgspec.json.decode(await request.body() or b"{}", type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise http_errors.as_api_error(error) from None
+        try:
+            # In a thread: to load, verify and try a bundle takes seconds.
+            return json_response(await asyncio.to_thread(change, wanted))
+        except PrejitError as error:
+            text = f"{error}\nhint: {error.hint}" if error.hint else str(error)
+            raise ApiError(_STATUS.get(type(error), 409), text, code=error.code) from error
+
+    return handle
 
 
 async def drain(models: Models, seconds: float, *, ends: bool = False) -> bool:

@@ -51,6 +51,8 @@ def operator_routes(models: Models) -> list[Route]:
 
     async def ready(request: Request) -> Response:
         described: dict[str, Any] = {"state": models.state, "models": [one.name for one in models]}
+        if sleeping := [one.name for one in models if one.is_sleeping]:
+            described["sleeping"] = sleeping  # a request wakes one
         if models.wrong:
             described["wrong_answers"] = dict(models.wrong)
         if models.is_ready:

@@ -113,9 +113,11 @@ def serve(
         guards = None if not isinstance(admin, tuple) else Origins(admin[0])
         admin_app = make_admin(models, settings, swaps, guards)
 
-        def reopen() -> None:
+        def look_again() -> None:
             if log is not None:
                 log.reopen()
+            if following is not None:
+                following.look()
 
         try:
             run(
@@ -124,7 +126,8 @@ def serve(
                 listening,
                 loading,
                 admin=None if of_admin is None else (of_admin, admin_app),
-                reopen=reopen,
+                reopen=(lambda: None) if log is None else log.reopen,
+                look_again=look_again,
                 telemetry=telemetry,
             )
         finally:

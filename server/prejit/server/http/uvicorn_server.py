@@ -43,6 +43,7 @@ def run(
     *,
     admin: tuple[socket.socket, ASGIApp] | None,
     reopen: Callable[[], object],
+    look_again: Callable[[], object],
     telemetry: Telemetry | None = None,
 ) -> None:
     """Answer requests until a signal comes or loading fails.
@@ -54,14 +55,15 @@ def run(
         loading: what loads the bundles.
         admin: a socket that listens for those who run the server, and what answers them; None: there is
             none.
-        reopen: opens the files again that another program may have moved, after SIGHUP and SIGUSR1.
+        reopen: opens the files again that another program may have moved, after SIGUSR1.
+        look_again: does that, and looks what followed paths lead to now, after SIGHUP.
         telemetry: what traces requests; None: nothing does.
     """
     app: Any = make_app(models, settings)
     if telemetry is not None:
         app = telemetry.app(app)
     config = configure(app)
-    server = _Server(config, models, settings, loading.answers, admin, reopen)
+    server = _Server(config, models, settings, loading.answers, admin, reopen, look_again)
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -103,10 +105,11 @@ class _Server(uvicorn.Server):
         when_answering: Callable[[], None],
         admin: tuple[socket.socket, ASGIApp] | None = None,
         reopen: Callable[[], object] = lambda: None,
+        look_again: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(config)
         self._admin = admin
-        self._reopen = reopen
+        self._reopen, self._look_again = reopen, look_again
         self._has_terminal = os.isatty(0)
         self._when_answering = when_answering
         self._models = models
@@ -116,7 +119,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Take the signals that end a server, and those after which it opens its files again."""
+        """Take the signals that end a server, and those after which it looks at files again."""
         loop = asyncio.get_running_loop()
         for one in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(one, self._on_signal, one)
@@ -165,7 +168,7 @@ class _Server(uvicorn.Server):
         ):  # somebody has closed it, and cannot press Ctrl-C
             self._on_signal(signal.SIGHUP)
         else:
-            self._reopen()
+            self._look_again()
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._ending is not None:

@@ -44,7 +44,8 @@ class AnswerChecks:
             started = time.monotonic()
             if models.state == "ready":
                 for served in models:
-                    self._check(served)
+                    if served.name in models.wrong or not served.is_sleeping:
+                        self._check(served)
             seconds = time.monotonic() - started
             if self._ends.wait(max(_PAUSE_SECONDS, _PAUSE_TIMES * seconds)):
                 return
@@ -62,6 +63,8 @@ class AnswerChecks:
             found, shown = f"{type(error).__name__}: {error}", "it cannot run"
         if all(served is not one for one in self._models):
             return  # another bundle has taken its place
+        if served.is_sleeping:
+            served.bundle.sleep()  # the check may have loaded programs again
         if shown and served.name not in wrong:
             say(printable(f"{served.name}: not ready, because a golden answer is wrong: {found}"))
         elif not shown and served.name in wrong:

@@ -44,20 +44,30 @@ class BundleFollowing:
         self._must_match = must_match
         self._failures: dict[str, str] = {}
         self._ends = threading.Event()
+        self._looks = threading.Event()
         # A thread of its own, because those that it starts have its priority, and kernels' threads must not.
         self._fetching = ThreadPoolExecutor(1, "prejit-fetch", initializer=_be_nice)
         self._thread = start_thread(self._run, "prejit-follow")
 
+    def look(self) -> None:
+        """Look now, without waiting for the end of the interval."""
+        self._looks.set()
+
     def close(self) -> bool:
         """End the thread and what it fetches; return whether it has ended. The network may keep it longer."""
         self._ends.set()
+        self._looks.set()
         if self._thread is not None:
             self._thread.join(_CLOSE_SECONDS)
         return self._thread is None or not self._thread.is_alive()
 
     def _run(self) -> None:
         pause = self._every
-        while not self._ends.wait(pause):
+        while True:
+            self._looks.wait(pause)
+            self._looks.clear()
+            if self._ends.is_set():
+                return
             is_well = all([self._follow(served) for served in self._models])
             pause = self._every if is_well else max(pause, min(2 * pause, _LONGEST_PAUSE_SECONDS))
 

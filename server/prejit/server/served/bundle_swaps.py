@@ -1,8 +1,7 @@
-"""Let a server go on with another bundle, which is loaded and tried beside the one that serves until then."""
+"""Swap, add and remove bundles of a running server. A new one is loaded and tried beside those that serve."""
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 import time
@@ -12,8 +11,8 @@ from functools import partial
 from typing import final
 
 from prejit.runtime.base.threads_and_forks import start_thread
-from prejit.runtime.errors import AnswerError, PrejitError, printable
-from prejit.server.served.heap import trim
+from prejit.runtime.errors import AnswerError, PrejitError, UsageError, printable
+from prejit.server.served.heap import free_young
 from prejit.server.served.say import say
 from prejit.server.served.served import Models, Served
 from prejit.server.served.served_loading import BundleSource
@@ -23,26 +22,26 @@ _log = logging.getLogger(__name__)
 
 @final
 class BundleSwaps:
-    """Swaps one bundle after another. Safe to use from many threads."""
+    """Swaps, adds and removes one bundle after another. Safe to use from many threads."""
 
     def __init__(
         self,
         models: Models,
         make: Callable[[BundleSource], Served],
         longest_request_seconds: float,
-        when_swapped: Callable[[], object] | None = None,
+        when_changed: Callable[[], object] | None = None,
     ) -> None:
-        """Swap bundles of these models.
+        """Change these models.
 
         Args:
             models: what is served.
             make: loads a bundle and makes its engine.
-            longest_request_seconds: how long the requests to a bundle may go on after its swap.
-            when_swapped: called after each swap, with the new bundle in its place.
+            longest_request_seconds: how long the requests to a bundle may go on after its swap or removal.
+            when_changed: called after each change of what is served.
         """
         self._models, self._make = models, make
         self._longest_request_seconds = longest_request_seconds
-        self._when_swapped = when_swapped
+        self._when_changed = when_changed
         self._one_at_a_time = threading.Lock()
 
     def swap(self, name: str, path: str, followed: str = "") -> Served:
@@ -61,6 +60,7 @@ class BundleSwaps:
 
         Raises:
             ModelNotFoundError: there is no such model.
+            NoRoomError: it does not fit beside the models that are awake.
             ClosedError: the server drains.
             AnswerError: a golden answer of the new bundle is wrong.
             PrejitError: it cannot be loaded, as `load` and `Engine` say.
@@ -73,26 +73,75 @@ class BundleSwaps:
                 if after.bundle.digest == before.bundle.digest:
                     _close(after)
                     return before
-                try:
-                    self._models.replace(after)
-                except PrejitError:
-                    _close(after)
-                    raise
+                self._put(after)
             except BaseException:
                 self._models.swaps[name, "failed"] += 1
                 raise
             self._models.swaps[name, "done"] += 1
-            if self._when_swapped is not None:
-                self._when_swapped()
-            shown = f"{name}: swapped {before.bundle.digest} for {after.bundle.digest} of {path}"
-            say(printable(f"{shown} in {time.monotonic() - began:.2f} s"))
+            self._changed(
+                f"{name}: swapped {before.bundle.digest} for {after.bundle.digest} of {path}", began
+            )
             start_thread(partial(self._free, before), "prejit-free")
             return after
+
+    def add(self, name: str, path: str) -> Served:
+        """Serve one more model, after the same checks as in `swap`; without a name, under the bundle's own.
+
+        Raises:
+            UsageError: there is a model of that name.
+            NoRoomError, ClosedError, AnswerError, PrejitError: as `swap`.
+        """
+        with self._one_at_a_time:
+            self._check_new(name)
+            began = time.monotonic()
+            after = self._try(BundleSource(path, name or None))
+            try:
+                self._check_new(after.name)
+            except UsageError:
+                _close(after)
+                raise
+            self._put(after)
+            self._changed(f"{after.name}: added {after.bundle.digest} of {path}", began)
+            return after
+
+    def remove(self, name: str) -> Served:
+        """Serve a model no longer, and free it in a thread after the last request to it; return it.
+
+        Raises:
+            ModelNotFoundError: there is no such model.
+            ClosedError: the server drains.
+        """
+        with self._one_at_a_time:
+            before, began = self._models.get(name), time.monotonic()
+            self._models.put(name, None)
+            self._changed(f"{name}: removed {before.bundle.digest}", began)
+            start_thread(partial(self._free, before), "prejit-free")
+            return before
+
+    def _check_new(self, name: str) -> None:
+        if any(one.name == name for one in self._models):
+            raise UsageError(
+                f"model: expected a name that no model has, found {name!r}",
+                hint="swap its bundle, or give another name",
+            )
+
+    def _put(self, after: Served) -> None:
+        try:
+            self._models.put(after.name, after)
+        except PrejitError:
+            _close(after)
+            raise
+
+    def _changed(self, done: str, began: float) -> None:
+        if self._when_changed is not None:
+            self._when_changed()
+        say(printable(f"{done} in {time.monotonic() - began:.2f} s"))
 
     def _try(self, source: BundleSource) -> Served:
         """Return a bundle that is verified, whose programs are ready, and whose answers are right."""
         served = self._make(source)
         try:
+            served.engine.wake()  # if there is room for it
             served.bundle.finish()
             served.bundle.prepare()
             if wrong := next(served.bundle.wrong_answers(), ""):
@@ -110,9 +159,7 @@ class BundleSwaps:
                 f"{name}: requests to {digest} were ended after {self._longest_request_seconds:g} s"
             )
         del before
-        gc.unfreeze()  # the objects of the first bundles do not count as garbage before
-        trim()
-        gc.freeze()
+        free_young()
         _log.info("%s: freed %s", name, digest)
 
 

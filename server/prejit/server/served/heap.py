@@ -44,6 +44,19 @@ def trim() -> None:
     arena: a server kept 80 MB of 10,000 connections.
     """
     gc.collect()
+    _give_back()
+
+
+def free_young() -> None:
+    """Free garbage that is young, as that of a closed bundle is, and give its memory back to the system.
+
+    No other thread runs Python while all objects are looked at: 0.1 s, in which tokens wait.
+    """
+    gc.collect(1)
+    _give_back()
+
+
+def _give_back() -> None:
     malloc_trim = getattr(_LIBRARY, "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

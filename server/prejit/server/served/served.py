@@ -89,6 +89,11 @@ class Served:
     compiling: Compiling = field(default_factory=Compiling)
     path: str = ""
 
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether it has given its memory back. The next request wakes it."""
+        return self.engine.sleeper.is_sleeping
+
     def close(self) -> None:
         """Close the engine. What still runs fails with ClosedError."""
         self.compiling.close()
@@ -105,7 +110,7 @@ class Models:
         wrong: by name of a model, what it returns in place of a golden answer.
         running: counts the requests that run now.
         swaps: how many swaps of a model, by its name, were `done` and `failed`.
-        changes: how often bundles were added or replaced.
+        changes: how often bundles were added, replaced or removed.
     """
 
     def __init__(self, *served: Served) -> None:
@@ -145,23 +150,24 @@ class Models:
             self._by_name[one.name] = one
             self.changes += 1
 
-    def replace(self, after: Served) -> Served:
-        """Let the next requests for a name go to another bundle; return the one before.
+    def put(self, name: str, after: Served | None) -> Served | None:
+        """Let the next requests for a name go to a bundle, or to none; return the one before.
 
         Requests that have begun keep the one before. `drain` and `close` reach it until it is freed.
 
         Raises:
-            ModelNotFoundError: there is no model of that name.
-            ClosedError: the server drains.
+            ClosedError: the server does not take requests.
         """
-        before = self.get(after.name)
         with self._lock:
-            if self._is_draining:
-                raise ClosedError(f"{after.name}: the server is draining")
-            self._by_name[after.name] = after
-            self._replaced.append(before)
+            if self.state != "ready":
+                raise ClosedError(f"{name}: the server is {self.state}")
+            before = self._by_name.pop(name, None) if after is None else self._by_name.get(name)
+            if after is not None:
+                self._by_name[name] = after
+            if before is not None:
+                self._replaced.append(before)
             self.changes += 1
-        self.wrong.pop(after.name, None)
+        self.wrong.pop(name, None)
         return before
 
     def free(self, before: Served, seconds: float) -> bool:
@@ -192,8 +198,8 @@ class Models:
 
     @property
     def is_ready(self) -> bool:
-        """True if the server takes requests and no golden answer was wrong at the last check."""
-        return self.state == "ready" and not self.wrong
+        """True if the server takes requests to models, and no golden answer was wrong at the last check."""
+        return self.state == "ready" and not self.wrong and len(self) > 0
 
     def __iter__(self) -> Iterator[Served]:
         return iter(tuple(self._by_name.values()))

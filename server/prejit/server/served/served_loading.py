@@ -17,7 +17,7 @@ from prejit.runtime.cli.output import progress
 from prejit.runtime.errors import PrejitError, printable
 from prejit.runtime.loader import load
 from prejit.runtime.ship.reference import is_reference
-from prejit.server.engine.memory import free_bytes
+from prejit.server.served.model_memory import ModelMemory
 from prejit.server.served.say import say
 from prejit.server.served.served import Models, Served, State
 
@@ -55,6 +55,7 @@ class EngineOptions:
         prefix_memory: how many bytes earlier prompts may take.
         must_match: whether a machine that matches no target is an error instead of a compile.
         share_prefixes: whether prompts begin with what those of other keys have computed.
+        memory: how many bytes the caches and programs of all engines may take together; None: what is free.
     """
 
     slots: int | None = None
@@ -62,6 +63,7 @@ class EngineOptions:
     prefix_memory: int | None = None
     must_match: bool = False
     share_prefixes: bool = False
+    memory: int | None = None
 
 
 @final
@@ -69,37 +71,40 @@ class MakeServed:
     """Loads a bundle and makes its engine, as the options of the server say."""
 
     def __init__(self, engines: EngineOptions, count: int, wrap: Wrap) -> None:
-        """Take the options of all engines, the number of bundles, and what wraps engines."""
-        self._engines, self._count, self._wrap = engines, count, wrap
+        """Take the options of all engines, the number of bundles at the start, and what wraps engines."""
+        self._engines, self._wrap = engines, wrap
+        self._memory = ModelMemory(engines.memory, count)
 
     def __call__(self, source: BundleSource) -> Served:
         """Load a bundle, whose weights may be on the way then, and make its engine.
 
         Raises:
             MismatchError, RejectError, StoreError, UntrustedError: as `load`.
-            UsageError: its caches do not fit into the memory that is free now.
+            NoRoomError: its caches or programs do not fit into the memory that is left.
         """
         on_mismatch: Literal["jit", "error"] = "error" if self._engines.must_match else "jit"
         with progress() as show:
             bundle = load(source.path, on_mismatch=on_mismatch, on_transfer=reporting(show))
+        name = source.name or bundle.name
         options: dict[str, Any] = {
             "slots": self._engines.slots,
             "queue": self._engines.queue,
             "prefix_memory": self._engines.prefix_memory,
             "share_prefixes": self._engines.share_prefixes,
         }
-        if self._count > 1 and bundle.config.decoder is not None:
-            # The caches of the others are planned too, and not allocated yet.
-            options["memory"] = free_bytes(bundle.decoder.device) // self._count
         with importing():
             from prejit.server.engine.engine import Engine  # the HTTP stack is imported beside it
 
-        name = source.name or bundle.name
         try:
+            memory = self._memory.for_caches(name, bundle)
+            options |= {"memory": memory, "room": self._memory.room}
             engine = Engine(bundle, **{k: v for k, v in options.items() if v is not None})
+            if engine.sleeper.is_sleeping:
+                bundle.sleep()  # an encoder loads its programs at once
         except BaseException:
             bundle.close()
             raise
+        self._memory.add(engine)
         how = "its executables" if bundle.matched else "programs that are compiled here"
         _log.info("%s: %s, target %s, runs %s", name, bundle.digest, bundle.target, how)
         engine = self._wrap(name, engine)
@@ -175,6 +180,8 @@ class Loading(threading.Thread):
                 before = "compiling"
                 for served in self._models:
                     served.bundle.prepare()
+                    if served.engine.sleeper.is_sleeping:
+                        served.bundle.sleep()
             if self._when_loaded is not None:
                 self._when_loaded()
             self._is_answering.wait()

@@ -102,6 +102,16 @@ _VLLM: tuple[_Metric[EngineMetrics], ...] = (
         "The same, by the name that dashboards and gateways of 2025 query.",
         lambda m: m.kv_cache_usage,
     ),
+    _Gauge(
+        "vllm:engine_sleep_state",
+        "1 for the state of the engine; asleep it keeps the weights only, in mapped files.",
+        lambda m: {
+            "awake": not m.sleep.is_sleeping,
+            "weights_offloaded": m.sleep.is_sleeping,
+            "discard_all": 0,
+        },
+        "sleep_state",
+    ),
     _Counter(
         "vllm:prompt_tokens",
         "Tokens of all prompts and sentences that were read, cached ones included.",
@@ -190,6 +200,13 @@ _BUNDLES: tuple[_Metric[EngineMetrics], ...] = (
         "prejit_device_memory_bytes",
         "Peak memory in use on the bundle's accelerator; absent on a CPU.",
         lambda m: m.device_memory_bytes,
+    ),
+    _Counter("prejit_sleeps", "Times that the bundle went to sleep.", lambda m: m.sleep.sleeps),
+    _Counter("prejit_wakes", "Times that the bundle woke up.", lambda m: m.sleep.wakes),
+    _Histogram(
+        "prejit_wake_seconds",
+        "Time from the request that found the bundle asleep until its first run had ended.",
+        lambda m: m.sleep.wake_seconds,
     ),
     _Counter(
         "prejit_compile_seconds",

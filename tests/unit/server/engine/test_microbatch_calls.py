@@ -17,6 +17,7 @@ from prejit.compiler import Program, build
 from prejit.runtime import Bundle, ClosedError, UsageError, load
 from prejit.server.engine.microbatch_calls import Calling
 from prejit.server.engine.request_recorder import Recorder
+from prejit.server.engine.sleeper import Sleeper
 
 PATIENCE = 30.0
 BUCKETS = {"batch": (1, 4, 8)}
@@ -80,6 +81,7 @@ def calling(bundle: Bundle) -> Iterator[Calling]:
         bundle.dispatched,
         queue=64,
         recorder=lambda name: recorder.requests("call", name),
+        sleeper=Sleeper("calls", 0, None, recorder.live),
     )
     yield calling
     calling.close()

@@ -1,0 +1,93 @@
+"""The memory that the models of a server share: the one that was used least recently sleeps first."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, final
+
+from prejit.server.engine.memory import NoRoomError, free_bytes, programs_bytes
+
+if TYPE_CHECKING:
+    from prejit.runtime.bundle import Bundle
+    from prejit.server.engine.engine import Engine
+    from prejit.server.engine.sleeper import Room, Sleeper
+
+_PATIENCE_SECONDS = 1.0
+"""How long a request waits for models to be idle. Then the least recently used ones begin no more requests
+until it has their memory. So two busy models take turns of at least this long."""
+
+
+@final
+class ModelMemory:
+    """Divides memory between engines. Safe to use from many threads.
+
+    With a limit, the engines that are awake take no more than that, and others sleep. Without one, all of
+    them are awake, and a new one gets what the system has left.
+    """
+
+    def __init__(self, limit_bytes: int | None, at_start: int) -> None:
+        """Begin without engines; `at_start`: how many are made before requests come."""
+        self._limit_bytes = limit_bytes
+        self._to_come = at_start
+        self._lock = threading.Lock()
+        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+    @property
+    def room(self) -> Room | None:
+        """What wakes engines; None: they never sleep for each other."""
+        return None if self._limit_bytes is None else self
+
+    def for_caches(self, name: str, bundle: Bundle) -> int:
+        """Return how much the caches of one more engine may take.
+
+        Raises:
+            NoRoomError: its programs alone need more.
+        """
+        device = None if bundle.config.decoder is None else bundle.decoder.device
+        awake = [one for one in self._engines if not one.sleeper.is_sleeping]
+        if self._limit_bytes is not None:
+            taken = sum(one.sleeper.need_bytes for one in awake)
+            left = min(self._limit_bytes, free_bytes(device) + taken)
+        else:
+            left = free_bytes(device) - sum(one.growth_bytes for one in awake)
+            if (
+                self._to_come
+            ):  # programs are loaded when they are used, caches allocated by requests
+                return left // self._to_come
+        if (need := programs_bytes(bundle)) >= left:
+            raise NoRoomError(
+                f"{name}: expected {need:,} bytes for its programs, found {left:,} left",
+                hint="give more memory, or remove another model first",
+            )
+        return left - need
+
+    def add(self, engine: Engine) -> None:
+        """Count an engine, for as long as it is there."""
+        with self._lock:
+            self._engines.add(engine)
+            self._to_come = max(0, self._to_come - 1)
+
+    def claim(self, sleeper: Sleeper, waited_seconds: float) -> bool:
+        """Wake an engine if there is room, for which others may go to sleep; return whether it is awake."""
+        assert self._limit_bytes is not None
+        is_patient = waited_seconds < _PATIENCE_SECONDS
+        with self._lock:
+            awake = [
+                one
+                for one in self._engines
+                if one.sleeper is not sleeper and not one.sleeper.is_sleeping
+            ]
+            needs = sum(one.sleeper.need_bytes for one in awake) + sleeper.need_bytes
+            over = needs - self._limit_bytes
+            may_sleep = [one for one in awake if one.sleeper.is_idle or not is_patient]
+            if over > sum(one.sleeper.need_bytes for one in may_sleep):
+                return False
+            has_room = True
+            for one in sorted(may_sleep, key=lambda one: one.sleeper.last_used):
+                if over > 0:
+                    has_room = one.sleep(between=not is_patient) and has_room
+                    over -= one.sleeper.need_bytes
+            if has_room:
+                sleeper.rise()
+            return has_room
