@@ -410,7 +410,7 @@ class Engine(OneProcess):
         self._bundle.sleep()
 
     def wake(self) -> None:
-        """Take memory again, and make the programs ready that were used before. Requests do that, too.
+        """Take memory again, and make the programs ready that were used before. Requests do it, too.
 
         Raises:
             NoRoomError: other engines leave too little memory.
@@ -419,7 +419,7 @@ class Engine(OneProcess):
         self._check_open()
         if not self.sleeper.try_begin():
             raise NoRoomError(
-                f"{self._bundle.name}: expected {self.sleeper.need_bytes:,} bytes for its caches and programs, "
+                f"{self._bundle.name}: expected {self.sleeper.need_bytes:,} bytes for caches and programs, "
                 "found less beside what runs now",
                 hint="try it again later, or give more memory",
             )

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
 
 _CODE_TIMES = 25
-"""A loaded executable takes about so many times the size of its file: 22 on a CPU, on average of the demo's and
-of GPT-2's. XLA keeps what it made the code from."""
+"""A loaded executable takes about so many times the size of its file: 22 on average, for the demo and GPT-2
+on a CPU. XLA keeps what it made the code from."""
 _SHARE = 0.8
 """The share of the free memory that caches may take, if the caller names no number of bytes."""
 _MIB = 1 << 20

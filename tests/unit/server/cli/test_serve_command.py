@@ -61,6 +61,7 @@ def test_every_option_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> Non
     options = {
         **{"--host": "0.0.0.0", "--port": "8080", "--admin": "[::1]:9000", "--cors": "https://A.b"},
         **{"--slots": "3", "--queue": "4", "--prefix-memory": "2M", "--clients": "5"},
+        **{"--memory": "3G"},
         **{"--timeout": "0.5", "--drain-seconds": "6", "--max-body": "7K", "--max-tokens": "8"},
         **{"--check-seconds": "9", "--on-mismatch": "error"},
     }
@@ -78,7 +79,7 @@ def test_every_option_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> Non
         cors=("https://a.b",),
     )
     sources = [BundleSource("x", "a"), BundleSource("y")]
-    engines = EngineOptions(3, 4, 2 << 20, must_match=True, share_prefixes=True)
+    engines = EngineOptions(3, 4, 2 << 20, must_match=True, share_prefixes=True, memory=3 << 30)
     assert given == [(sources, engines, settings, ("0.0.0.0", 8080), None, ("::1", 9000))]
     assert __main__.main(["serve", "y"]) == 0
     assert given[1] == (

@@ -55,7 +55,7 @@ class NotedSwaps:
         self.done.append((path, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
         reference = parse_reference(path)
         digest = reference.digest if reference.is_remote else read_root(Layout(path)).digest
-        self._models.replace(replace(served(name, digest=digest), path=followed))
+        self._models.put(name, replace(served(name, digest=digest), path=followed))
 
 
 @dataclass
@@ -85,8 +85,8 @@ class Following:
         """Let the tag lead to a bundle; return its digest."""
         return ship(parse_reference(str(bundle)), self.at).digest
 
-    def follow(self) -> closing[BundleFollowing]:  # type: ignore[type-var]
-        return closing(BundleFollowing(self.models, self.swaps, EVERY, must_match=False))  # type: ignore[arg-type]
+    def follow(self, every: float = EVERY) -> closing[BundleFollowing]:  # type: ignore[type-var]
+        return closing(BundleFollowing(self.models, self.swaps, every, must_match=False))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_directory_that_becomes_another_bundle_is_served(
     link = tmp_path / "current"
     link.symlink_to(bundle_dir)
     digest = following.digest
-    following.models.replace(replace(served("m", digest=digest), path=str(link)))
+    following.models.put("m", replace(served("m", digest=digest), path=str(link)))
     with following.follow():
         link.unlink()
         wait_for(lambda: following.said)  # an operator replaces it in two steps
@@ -147,6 +147,13 @@ def test_a_directory_that_becomes_another_bundle_is_served(
         link.symlink_to(following.newer)
         wait_for(lambda: following.digest != digest)
     assert [path for path, _ in following.swaps.done] == [str(link)]
+
+
+def test_who_asks_it_to_look_need_not_wait_for_the_interval(following: Following) -> None:
+    newer = following.release(following.newer)
+    with following.follow(every=3600) as found:
+        found.look()
+        wait_for(lambda: following.digest == newer)
 
 
 def test_a_registry_that_fails_is_asked_ever_less_and_told_once(following: Following) -> None:

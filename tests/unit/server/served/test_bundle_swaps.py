@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from tests.unit.server.running import wait_for
 
-from prejit.runtime.errors import AnswerError, ClosedError, RejectError
+from prejit.runtime.errors import AnswerError, ClosedError, RejectError, UsageError
+from prejit.server.engine.memory import NoRoomError
 from prejit.server.served import bundle_swaps
 from prejit.server.served.bundle_swaps import BundleSwaps
 from prejit.server.served.running_requests import RunningRequests
@@ -38,8 +39,11 @@ class StandInBundle:
 
 
 def served(digest: str, name: str = "m", path: str = "v1", **options: Any) -> Served:
-    engine = SimpleNamespace(close=lambda: None, drain=lambda seconds: False)
-    return Served(name, StandInBundle(digest, **options), engine, 0, path=path)  # type: ignore[arg-type]
+    bundle = StandInBundle(digest, **options)
+    engine = SimpleNamespace(
+        close=lambda: None, drain=lambda seconds: False, wake=lambda: bundle.done.append("wake")
+    )
+    return Served(name, bundle, engine, 0, path=path)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -55,7 +59,7 @@ def swapping(models: Models, found: Served | Exception) -> BundleSwaps:
     def make(source: BundleSource) -> Served:
         if isinstance(found, Exception):
             raise found
-        assert (source.path, source.name) == ("v2", "m")
+        assert source.path == "v2"
         return found
 
     return BundleSwaps(models, make, 60)
@@ -70,7 +74,7 @@ def test_what_was_replaced_is_closed_after_the_last_request_that_may_use_it(
     assert swapping(models, after).swap("m", "v2").path == "v2"
     later = models.running.begin()  # of a request to the new bundle, which keeps nothing
     assert models.get("m").bundle is after.bundle
-    assert after.bundle.done == ["finish", "prepare"]  # type: ignore[attr-defined]
+    assert after.bundle.done == ["wake", "finish", "prepare"]  # type: ignore[attr-defined]
     assert not models.drain()  # the engine of the bundle before has not ended
     models.undrain = lambda: True  # type: ignore[method-assign]
     assert before.bundle.done == []  # type: ignore[attr-defined]
@@ -119,6 +123,56 @@ def test_a_server_that_drains_or_has_no_such_model_swaps_nothing(said: list[str]
     with pytest.raises(ClosedError, match="draining"):
         swapping(models, after).swap("m", "v2")
     assert after.bundle.done[-1] == "close"  # type: ignore[attr-defined]
+
+
+def test_a_model_that_is_added_is_tried_first_and_one_that_is_removed_is_freed_last(
+    said: list[str],
+) -> None:
+    before, after = served("sha256:1"), served("sha256:2", name="other")
+    models = Models(before)
+    swaps = swapping(models, after)
+    with pytest.raises(UsageError, match="a name that no model has, found 'm'"):
+        swaps.add("m", "v2")
+    assert after.bundle.done == []  # type: ignore[attr-defined]
+    assert swaps.add("", "v2") is models.get("other")
+    assert after.bundle.done == ["wake", "finish", "prepare"]  # type: ignore[attr-defined]
+    epoch = models.running.begin()
+    assert swaps.remove("m") is before
+    with pytest.raises(ModelNotFoundError, match=r"\('other'\), found 'm'"):
+        models.get("m")
+    assert before.bundle.done == []  # type: ignore[attr-defined]
+    models.running.end(epoch)
+    wait_for(lambda: before.bundle.done == ["close"])  # type: ignore[attr-defined]
+    swaps.remove("other")
+    assert not models.is_ready  # without a model
+    texts = [text.rpartition(" in ")[0] for text in said]
+    assert texts == [
+        "other: added sha256:2 of v2",
+        "m: removed sha256:1",
+        "other: removed sha256:2",
+    ]
+    assert models.changes == 4
+
+
+def test_a_model_that_has_no_room_or_has_the_name_of_another_leaves_nothing_behind(
+    said: list[str],
+) -> None:
+    models = Models(served("sha256:1"))
+    same = served("sha256:2")  # whose own name is that of the model
+    with pytest.raises(UsageError, match="found 'm'"):
+        swapping(models, same).add("", "v2")
+    assert same.bundle.done[-1] == "close"  # type: ignore[attr-defined]
+    large = served("sha256:2", name="large")
+
+    def no_room() -> None:
+        raise NoRoomError("large: expected 5 bytes, found 4")
+
+    large.engine.wake = no_room  # type: ignore[method-assign]
+    with pytest.raises(NoRoomError):
+        swapping(models, large).add("large", "v2")
+    assert large.bundle.done == ["close"]  # type: ignore[attr-defined]
+    assert [one.name for one in models] == ["m"]
+    assert said == []
 
 
 def test_an_epoch_ends_with_the_requests_that_began_before_it() -> None:

@@ -1,0 +1,222 @@
+"""An engine that sleeps gives its memory back, loses no request, and wakes up to the same tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.decoders import VOCABULARY
+from tests.waiting import wait_for
+
+from prejit.runtime import Bundle, load
+from prejit.runtime.errors import ClosedError, DeadlineError
+from prejit.server.engine.engine import Engine
+from prejit.server.engine.memory import NoRoomError
+from prejit.server.engine.sleeper import Sleeper
+
+FEW: dict[str, Any] = {"max_new_tokens": 4, "stop_token_ids": ()}
+
+
+@pytest.fixture(scope="module")
+def bundle(wide_dir: Path) -> Iterator[Bundle]:
+    with load(wide_dir, on_mismatch="error") as found:
+        yield found
+
+
+class Door:
+    """Memory that a test gives and takes."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self.waited: list[float] = []
+
+    def claim(self, sleeper: Sleeper, waited_seconds: float) -> bool:
+        self.waited.append(waited_seconds)
+        if self.is_open:
+            sleeper.rise()
+        return self.is_open
+
+
+@pytest.fixture
+def door() -> Door:
+    return Door()
+
+
+@pytest.fixture
+def engine(bundle: Bundle, door: Door) -> Iterator[Engine]:
+    with contextlib.closing(Engine(bundle, slots=4, room=door)) as found:
+        yield found
+
+
+def test_it_gives_its_memory_back_and_wakes_with_the_next_request(
+    engine: Engine, bundle: Bundle
+) -> None:
+    assert engine.sleeper.is_sleeping
+    prompt = list(range(3, 40))
+    expected = engine.generate(prompt, **FEW)
+    assert not engine.sleeper.is_sleeping
+    wait_for(lambda: engine.metrics().prefix_bytes)  # what the slot held is kept
+    assert engine.sleep()
+    metrics = engine.metrics()
+    assert (metrics.cache_bytes, metrics.prefix_bytes) == (0, 0)
+    assert bundle._programs._ready == {}
+    again = engine.generate(prompt, **FEW)
+    assert (again.token_ids, again.stats.reused_tokens) == (expected.token_ids, 0)
+    found = engine.metrics().sleep
+    assert (found.is_sleeping, found.sleeps, found.wakes) == (False, 1, 2)
+    assert found.wake_seconds.count == 2
+    assert 0 < found.wake_seconds.sum < 60
+    assert engine.metrics().programs["loaded"] >= 2  # as they were obtained first
+
+
+class Held:
+    """A token mask that lets a request run until the test ends it."""
+
+    def __init__(self) -> None:
+        self.began, self.ends = threading.Event(), threading.Event()
+
+    def __call__(self, tokens: Any) -> Any:
+        self.began.set()
+        assert self.ends.wait(60)
+        return np.ones(VOCABULARY, bool)
+
+
+def test_it_never_sleeps_while_a_request_runs_or_waits(engine: Engine) -> None:
+    held = Held()
+    running = engine.submit([1, 2], token_mask=held, **FEW)
+    assert held.began.wait(60)
+    assert not engine.sleep()
+    assert not engine.sleep(between=True)
+    held.ends.set()
+    assert len(running.result(60).token_ids) == 4
+    wait_for(engine.sleep)
+
+
+def test_a_request_waits_for_memory_until_it_is_there_or_its_time_is_over(
+    engine: Engine, door: Door
+) -> None:
+    door.is_open = False
+    with pytest.raises(DeadlineError):
+        engine.generate([1, 2], timeout=0.05, **FEW)
+    cancelled, waiting = (engine.submit([1, 2], **FEW) for _ in range(2))
+    assert cancelled.cancel()
+    with pytest.raises(NoRoomError, match=r"expected [\d,]+ bytes for caches and programs"):
+        engine.wake()
+    assert not engine.drain(0.05)
+    assert engine.sleeper.is_sleeping
+    assert not waiting.done()
+    door.is_open = True
+    assert len(waiting.result(60).token_ids) == 4
+    assert engine.drain(60)  # it went on while the engine drained
+    assert max(door.waited) >= 0.05
+
+
+def test_who_closes_it_while_it_waits_for_memory_waits_for_nothing(
+    engine: Engine, door: Door
+) -> None:
+    door.is_open = False
+    waiting = engine.submit([1, 2], **FEW)
+    wait_for(lambda: door.waited)
+    engine.close()
+    with pytest.raises(ClosedError):
+        waiting.result(60)
+    assert engine.sleeper.is_sleeping
+
+
+def test_a_busy_engine_begins_nothing_while_another_one_asks_for_its_memory(
+    engine: Engine,
+) -> None:
+    held, ends = Held(), threading.Event()
+    running = engine.submit([1, 2], token_mask=held, **FEW)
+    assert held.began.wait(60)
+
+    def ask() -> None:
+        while not ends.is_set() and not engine.sleep(between=True):
+            time.sleep(0.01)
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        wait_for(lambda: engine.sleeper.yields)
+        later = [engine.submit([3, number], **FEW) for number in range(3)]
+        held.ends.set()
+        assert len(running.result(60).token_ids) == 4  # who runs is not disturbed
+        asking.result(60)
+        ends.set()
+    assert all(len(each.result(60).token_ids) == 4 for each in later)
+    found = engine.metrics().sleep
+    assert (found.sleeps, found.wakes) == (1, 2)
+
+
+def test_functions_wake_it_too(settled_dir: Path) -> None:
+    door = Door()
+    x = np.ones((2, 16), np.float32)
+    with load(settled_dir, on_mismatch="error") as found, closing(found, door) as engine:
+        result = engine.call("score", x=x)
+        for _ in range(3):
+            engine.call("score", x=x)  # jaxlib dispatches these, and holds the executable
+        assert engine.sleep()
+        door.is_open = False
+        waiting = engine.submit_call("score", x=x)
+        time.sleep(0.05)
+        assert not waiting.done()
+        door.is_open = True
+        assert np.array_equal(np.asarray(waiting.result(60)), np.asarray(result))
+        assert engine.sleep()
+        assert np.array_equal(np.asarray(engine.call("score", x=x)), np.asarray(result))
+
+
+def closing(bundle: Bundle, door: Door) -> contextlib.closing[Engine]:
+    return contextlib.closing(Engine(bundle, room=door))
+
+
+def test_a_wake_makes_ready_what_was_used(engine: Engine, bundle: Bundle) -> None:
+    engine.generate([1, 2], **FEW)
+    used = set(bundle._programs._ready)
+    wait_for(engine.sleep)
+    engine.wake()
+    assert used <= set(bundle._programs._ready)
+    assert engine.metrics().sleep.wake_seconds.count == 2
+
+
+def test_requests_that_come_while_it_falls_asleep_are_answered(
+    engine: Engine, bundle: Bundle
+) -> None:
+    expected = bundle.generate([1, 2], **FEW).token_ids
+    ends = threading.Event()
+
+    def disturb() -> int:
+        forever = itertools.takewhile(lambda _: not ends.is_set(), itertools.count())
+        return sum(engine.sleep() for _ in forever)
+
+    with ThreadPoolExecutor(5) as pool:
+        sleeping = pool.submit(disturb)
+        found = pool.map(lambda _: engine.generate([1, 2], **FEW).token_ids, range(40))
+        assert all(each == expected for each in found)
+        ends.set()
+        assert sleeping.result(60)
+
+
+def test_a_closed_bundle_leaves_no_client_to_the_collector(wide_dir: Path) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        found = load(wide_dir, on_mismatch="error")
+        engine = Engine(found, slots=1)
+        engine.generate([1, 2], **FEW)
+        client = type(found._device.first.client)
+        before = sum(isinstance(each, client) for each in gc.get_objects())
+        found.close()
+        del found, engine
+        gc.collect(1)
+        assert sum(isinstance(each, client) for each in gc.get_objects()) == before - 1
+    finally:
+        gc.enable()

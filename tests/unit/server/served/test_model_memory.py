@@ -1,0 +1,152 @@
+"""Models that share memory: the least recently used one sleeps first, and none that runs requests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prejit.runtime.errors import ClosedError
+from prejit.server.engine import memory
+from prejit.server.engine.memory import NoRoomError
+from prejit.server.engine.sleeper import Sleeper
+from prejit.server.served import model_memory
+from prejit.server.served.model_memory import ModelMemory
+
+
+class StandInEngine:
+    """An engine of some size, whose requests a test counts."""
+
+    def __init__(self, shared: ModelMemory, need: int, growth: int = 0) -> None:
+        self.live = 0
+        self.freed = 0
+        self.growth_bytes = growth
+        self.sleeper = Sleeper("m", need, shared.room, lambda: self.live)
+        shared.add(self)  # type: ignore[arg-type]
+
+    def sleep(self, *, between: bool = False) -> bool:
+        return self.sleeper.sleep(self._free, between=between)
+
+    def _free(self) -> None:
+        self.freed += 1
+
+    def use(self) -> bool:
+        if found := self.sleeper.try_begin():
+            self.sleeper.end()
+        return found
+
+
+def awake(*engines: StandInEngine) -> list[bool]:
+    return [not each.sleeper.is_sleeping for each in engines]
+
+
+def test_the_least_recently_used_one_sleeps_first_and_no_more_than_needed() -> None:
+    shared = ModelMemory(10, 0)
+    a, b, c = (StandInEngine(shared, 4) for _ in range(3))
+    assert awake(a, b, c) == [False, False, False]
+    assert a.use()
+    assert b.use()
+    assert a.use()
+    assert awake(a, b, c) == [True, True, False]
+    assert c.use()
+    assert awake(a, b, c) == [True, False, True]
+    assert b.use()
+    assert awake(a, b, c) == [False, True, True]
+    assert (a.freed, b.freed, c.freed) == (1, 1, 0)
+
+
+def test_one_that_runs_requests_or_has_some_that_wait_stays_awake() -> None:
+    shared = ModelMemory(10, 0)
+    a, b = (StandInEngine(shared, 6) for _ in range(2))
+    a.sleeper.begin()
+    assert not b.use()
+    a.sleeper.end()
+    a.live = 1
+    assert not b.use()
+    assert awake(a, b) == [True, False]
+    a.live = 0
+    assert b.use()
+    assert awake(a, b) == [False, True]
+
+
+def test_nobody_sleeps_for_one_that_would_have_no_room_even_then() -> None:
+    shared = ModelMemory(10, 0)
+    a, b, c = (StandInEngine(shared, need) for need in (6, 4, 8))
+    a.sleeper.begin()
+    assert b.use()
+    assert not c.use()
+    assert awake(a, b, c) == [True, True, False]
+
+
+def test_busy_models_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_memory, "_PATIENCE_SECONDS", 0.05)
+    shared = ModelMemory(10, 0)
+    a, b = (StandInEngine(shared, 6) for _ in range(2))
+    a.live = b.live = 1  # requests wait for both, all the time
+    turns: list[StandInEngine] = []
+    ends = threading.Event()
+
+    def run(engine: StandInEngine) -> None:
+        while not ends.is_set():
+            try:
+                engine.sleeper.begin(ends.is_set)
+            except ClosedError:
+                return
+            if not turns or turns[-1] is not engine:
+                turns.append(engine)
+            assert awake(a, b).count(True) == 1
+            time.sleep(0.002)
+            engine.sleeper.end()
+
+    threads = [threading.Thread(target=run, args=(each,)) for each in (a, b)]
+    for each in threads:
+        each.start()
+    until = time.monotonic() + 60
+    while len(turns) < 6 and time.monotonic() < until:
+        time.sleep(0.01)
+    ends.set()
+    for each in threads:
+        each.join(60)
+    assert len(turns) >= 6
+    assert a.sleeper.metrics().wakes >= 3
+
+
+def bundle(code: int) -> Any:
+    memories = SimpleNamespace(temp_bytes=7, output_bytes=5, alias_bytes=2, argument_bytes=1 << 40)
+    executable = SimpleNamespace(raw_size=code)
+    config = SimpleNamespace(
+        decoder=None,
+        programs=[SimpleNamespace(memory=memories, executable=executable)],
+        requirement=SimpleNamespace(platform="cpu"),
+    )
+    return SimpleNamespace(config=config)
+
+
+def test_what_is_left_for_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_memory, "free_bytes", lambda device: 10_000)
+    shared = ModelMemory(None, 2)
+    assert shared.for_caches("a", bundle(1000)) == 5000  # at the start, one more comes
+    StandInEngine(shared, 4000, growth=3000)
+    assert shared.for_caches("b", bundle(1000)) == 7000
+    StandInEngine(shared, 1000, growth=1000)
+    need = 100 * memory._CODE_TIMES + 10
+    assert shared.for_caches("c", bundle(100)) == 10_000 - 4000 - need
+    with pytest.raises(
+        NoRoomError, match=r"c: expected 25,010 bytes for its programs, found 6,000"
+    ):
+        shared.for_caches("c", bundle(1000))
+
+
+def test_with_a_limit_the_others_can_sleep_for_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_memory, "free_bytes", lambda device: 4000)
+    shared = ModelMemory(9000, 1)
+    need = 100 * memory._CODE_TIMES + 10
+    assert shared.for_caches("a", bundle(100)) == 4000 - need  # the system has less than the limit
+    one = StandInEngine(shared, 8000)
+    assert one.use()
+    assert shared.for_caches("b", bundle(100)) == 9000 - need
+    with pytest.raises(NoRoomError, match="found 9,000 left"):
+        shared.for_caches("b", bundle(1000))
