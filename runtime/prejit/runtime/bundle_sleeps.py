@@ -32,5 +32,5 @@ class BundleSleeps(LoadedBundle):
             ClosedError: the bundle is closed.
             ExecutableError: XLA cannot load one on this machine any more.
         """
-        for name in self._programs.obtained():
-            self._programs[name]
+        if names := self._programs.obtained():
+            self.prepare(*names)

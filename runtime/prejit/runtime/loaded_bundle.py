@@ -274,11 +274,11 @@ class LoadedBundle(OneProcess):
         self._open.verification.finish()
         self._programs.answer()
 
-    def prepare(self) -> None:
-        """Make every program ready now. Otherwise each becomes ready when it is first used.
+    def prepare(self, *names: str) -> None:
+        """Make these programs ready now, or all. Otherwise each becomes ready when it is first used.
 
         Raises:
             RejectError: a program is damaged.
         """
-        for name in self._programs.table:
+        for name in names or self._programs.table:
             self._programs[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import final
@@ -69,7 +69,8 @@ class BundleSwaps:
             before = self._models.get(name)
             began = time.monotonic()
             try:
-                after = replace(self._try(BundleSource(path, name)), path=followed or path)
+                used = {each.program for each in before.bundle.report() if each.seconds}
+                after = replace(self._try(BundleSource(path, name), used), path=followed or path)
                 if after.bundle.digest == before.bundle.digest:
                     _close(after)
                     return before
@@ -137,13 +138,19 @@ class BundleSwaps:
             self._when_changed()
         say(printable(f"{done} in {time.monotonic() - began:.2f} s"))
 
-    def _try(self, source: BundleSource) -> Served:
-        """Return a bundle that is verified, whose programs are ready, and whose answers are right."""
+    def _try(self, source: BundleSource, used: Collection[str] = ()) -> Served:
+        """Return a bundle that is verified, and whose answers are right.
+
+        The programs that the one before has `used` are ready: others would cost memory that it did not take.
+        Where programs are compiled, all are ready.
+        """
         served = self._make(source)
         try:
             served.engine.wake()  # if there is room for it
             served.bundle.finish()
-            served.bundle.prepare()
+            programs = (each.program for each in served.bundle.report())
+            if wanted := [one for one in programs if one in used or not served.bundle.matched]:
+                served.bundle.prepare(*wanted)
             if wrong := next(served.bundle.wrong_answers(), ""):
                 raise AnswerError(f"{served.name}: a golden answer is wrong: {wrong}")
         except BaseException:

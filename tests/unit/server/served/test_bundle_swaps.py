@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.unit.server.running import wait_for
 
 from prejit.runtime.errors import AnswerError, ClosedError, RejectError, UsageError
+from prejit.runtime.programs.ready_programs import ProgramReport
 from prejit.server.engine.memory import NoRoomError
 from prejit.server.served import bundle_swaps
 from prejit.server.served.bundle_swaps import BundleSwaps
@@ -22,14 +23,25 @@ from prejit.server.served.served_loading import BundleSource
 class StandInBundle:
     """A bundle that notes what is done with it."""
 
-    def __init__(self, digest: str, wrong: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        digest: str,
+        wrong: tuple[str, ...] = (),
+        programs: Mapping[str, float] = MappingProxyType({"decode": 0.0, "prefill": 0.0}),
+        *,
+        matched: bool = True,
+    ) -> None:
         self.digest, self._wrong, self.done = digest, wrong, list[str]()
+        self._programs, self.matched = programs, matched
+
+    def report(self) -> list[ProgramReport]:
+        return [ProgramReport(name, "", seconds) for name, seconds in self._programs.items()]
 
     def finish(self) -> None:
         self.done.append("finish")
 
-    def prepare(self) -> None:
-        self.done.append("prepare")
+    def prepare(self, *names: str) -> None:
+        self.done += names
 
     def wrong_answers(self) -> Iterator[str]:
         return iter(self._wrong)
@@ -68,13 +80,14 @@ def swapping(models: Models, found: Served | Exception) -> BundleSwaps:
 def test_what_was_replaced_is_closed_after_the_last_request_that_may_use_it(
     said: list[str],
 ) -> None:
-    before, after = served("sha256:1"), served("sha256:2")
+    before = served("sha256:1", programs={"decode": 0.2, "copy": 0.1, "prefill": 0.0})
+    after = served("sha256:2")
     models = Models(before)
     epoch = models.running.begin()
     assert swapping(models, after).swap("m", "v2").path == "v2"
     later = models.running.begin()  # of a request to the new bundle, which keeps nothing
     assert models.get("m").bundle is after.bundle
-    assert after.bundle.done == ["wake", "finish", "prepare"]  # type: ignore[attr-defined]
+    assert after.bundle.done == ["wake", "finish", "decode"]  # type: ignore[attr-defined]
     assert not models.drain()  # the engine of the bundle before has not ended
     models.undrain = lambda: True  # type: ignore[method-assign]
     assert before.bundle.done == []  # type: ignore[attr-defined]
@@ -128,14 +141,15 @@ def test_a_server_that_drains_or_has_no_such_model_swaps_nothing(said: list[str]
 def test_a_model_that_is_added_is_tried_first_and_one_that_is_removed_is_freed_last(
     said: list[str],
 ) -> None:
-    before, after = served("sha256:1"), served("sha256:2", name="other")
+    before, after = served("sha256:1"), served("sha256:2", name="other", matched=False)
     models = Models(before)
     swaps = swapping(models, after)
     with pytest.raises(UsageError, match="a name that no model has, found 'm'"):
         swaps.add("m", "v2")
     assert after.bundle.done == []  # type: ignore[attr-defined]
     assert swaps.add("", "v2") is models.get("other")
-    assert after.bundle.done == ["wake", "finish", "prepare"]  # type: ignore[attr-defined]
+    compiled = ["decode", "prefill"]
+    assert after.bundle.done == ["wake", "finish", *compiled]  # type: ignore[attr-defined]
     epoch = models.running.begin()
     assert swaps.remove("m") is before
     with pytest.raises(ModelNotFoundError, match=r"\('other'\), found 'm'"):
