@@ -96,11 +96,10 @@ class Programs:
         self._portable = portable
         self._weights = weights
         self.verification = verification
-        # In a cluster every process must run the same programs, whichever of them are ready.
+        # The processes of a cluster run the same programs together, whichever are ready, and no others.
         self._serve_smaller = serve_smaller and executables is None and not device.in_cluster
-        self._calls, self._no_calls = calls or {}, no_calls
-        # The processes of a cluster run every program together, and none of them one more.
         self.canary = None if device.in_cluster else canary
+        self._calls, self._no_calls = calls or {}, no_calls
         self._weights_on_device: dict[str, list[DeviceArray]] = {}
         self.waits: list[Span] = []
         self.asked: tuple[float, int] | None = None
@@ -146,7 +145,8 @@ class Programs:
     def release(self) -> None:
         """Drop executables and weights on the device; the next use of one makes it ready again."""
         with self._lock:
-            self._ready.clear()
+            while self._ready:
+                self._ready.popitem()  # one by one, as no other thread runs Python while XLA frees it
             self._weights_on_device.clear()
 
     def refuse(self, reason: ClosedError) -> object:
@@ -340,10 +340,7 @@ class Programs:
         return self._executables is not None
 
     def ready(self, name: str) -> bool:
-        """Return whether a request should take this program rather than another that could serve it.
-
-        With `serve_smaller` it should if this one needs no compiling, otherwise always.
-        """
+        """Return whether a request should take this program; with `serve_smaller` if it is compiled."""
         if not self._serve_smaller or name in self._ready:
             return True
         return self.compiler.is_kept(self.table[name])

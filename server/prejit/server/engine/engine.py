@@ -418,6 +418,7 @@ class Engine(OneProcess):
         """
         self._check_open()
         if not self.sleeper.try_begin():
+            self.sleeper.give_up()
             raise NoRoomError(
                 f"{self._bundle.name}: expected {self.sleeper.need_bytes:,} bytes for caches and programs, "
                 "found less beside what runs now",

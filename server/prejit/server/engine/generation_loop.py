@@ -237,7 +237,9 @@ class Loop:
         """Let requests wait until other engines leave enough memory, for a moment."""
         self._end_late()
         with self._changed:
-            if not self._is_idle():
+            if self._is_idle():
+                self._sleeper.give_up()
+            else:
                 self._changed.wait_for(lambda: self._stops, POLL_SECONDS)
 
     def _round(self) -> None:

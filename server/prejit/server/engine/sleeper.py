@@ -87,11 +87,13 @@ class Sleeper:
         """
         while not self.try_begin():
             if self._is_closed or is_over():
+                self.give_up()
                 raise ClosedError("this engine was closed before it had memory to wake up")
             time.sleep(POLL_SECONDS)
 
     def __enter__(self) -> None:
-        self.begin()
+        if not self.try_begin():
+            self.begin()
 
     def __exit__(self, *_: object) -> None:
         self.end()
@@ -103,9 +105,10 @@ class Sleeper:
         """
         with self._lock:
             if not self.is_sleeping:
-                is_free = not self.yields
-                self._running += is_free
-                return is_free
+                if self._yields_until and self.yields:
+                    return False
+                self._running += 1
+                return True
             if not wakes or self._is_closed:
                 return False
             if self._waiting_since is None:
@@ -115,6 +118,12 @@ class Sleeper:
             return self._room.claim(self, waited)
         self.rise()
         return True
+
+    def give_up(self) -> None:
+        """Note that nobody waits for memory any more."""
+        with self._lock:
+            if self.is_sleeping:
+                self._waiting_since = None
 
     def rise(self) -> None:
         """Wake up, and count what wakes it as running."""
@@ -131,7 +140,8 @@ class Sleeper:
         with self._lock:
             self._running -= 1
             self.last_used = time.monotonic()
-        self.has_run()
+        if self._waiting_since is not None:
+            self.has_run()
 
     def has_run(self) -> None:
         """Note that the engine is awake and has run: if it slept, its wake ends now."""

@@ -120,6 +120,19 @@ def test_a_request_waits_for_memory_until_it_is_there_or_its_time_is_over(
     assert max(door.waited) >= 0.05
 
 
+def test_a_wait_that_was_given_up_does_not_count_for_the_next_one(
+    engine: Engine, door: Door
+) -> None:
+    door.is_open = False
+    with pytest.raises(DeadlineError):
+        engine.generate([1, 2], timeout=0.3, **FEW)
+    with pytest.raises(NoRoomError):
+        engine.wake()
+    door.is_open, door.waited = True, []
+    assert len(engine.generate([1, 2], **FEW).token_ids) == 4
+    assert max(door.waited) < 0.3
+
+
 def test_who_closes_it_while_it_waits_for_memory_waits_for_nothing(
     engine: Engine, door: Door
 ) -> None:
