@@ -62,6 +62,7 @@ _BESIDE = {
         "device_memory_bytes",
         "report",
         "start_report",
+        "timed_runner",
         "wrong_answers",
     ),
     "BundleEncodes": ("encode", "encode_batch", "encoder"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -45,6 +45,12 @@ class BundleReports(LoadedBundle):
         from prejit.runtime.programs.quarantine import wrong_answers
 
         return wrong_answers(self._programs)
+
+    def timed_runner(self, program: str) -> Callable[[], float]:
+        """Return a function that runs a program with the arguments of its golden answer and times it."""
+        from prejit.runtime.programs.repeated_runs import timed_runner
+
+        return timed_runner(self._programs, program)
 
     def report(self) -> tuple[ProgramReport, ...]:
         """Return how each program was obtained: loaded, compiled here, kept, compiling, or unused so far."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -212,7 +213,10 @@ def run(arguments: Sequence[str]) -> int:
             hint="correct this environment variable, or unset it",
         ) from error
     except ModuleNotFoundError as error:  # at the import, or later in a command
-        house = HOUSES.get(HOMES.get(arguments[0], ""))
+        home = re.match(
+            r"prejit\.(\w+)", error.name or ""
+        )  # `inspect` can use another house's parts
+        house = HOUSES.get(home[1] if home else HOMES.get(arguments[0], ""))
         if house is None or (error.name or "").partition(".")[0] not in house.packages:
             raise
         raise UsageError(
