@@ -66,7 +66,7 @@ def show_roofline(path: str, target: str | None, *, as_json: bool) -> None:
         if loaded.target != found.contents.config.target:
             raise UsageError(
                 f"{path}: expected the target that this machine loads, {loaded.target}, found {target}",
-                hint="leave --target out, or give --costs in place of --roofline, which runs nothing",
+                hint="leave --for-target out, or give --costs in place of --roofline, which runs nothing",
             )
         programs = found.contents.config.programs
         if (platform := found.requirement.platform) != "cpu":

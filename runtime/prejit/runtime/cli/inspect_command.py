@@ -50,7 +50,7 @@ def _texts(command: Callable[..., int]) -> Callable[..., int]:
 
 @click.command(
     epilog="Examples:\n\n\b\n  prejit inspect artifacts/demo\n  prejit inspect artifacts/demo --json\n"
-    "  prejit inspect artifacts/demo --hlo decode/b1-c128 --target cpu-x86-64-v3\n"
+    "  prejit inspect artifacts/demo --hlo decode/b1-c128 --for-target cpu-x86-64-v3\n"
     "  prejit inspect artifacts/demo --roofline"
 )
 @BUNDLE
@@ -66,7 +66,8 @@ def _texts(command: Callable[..., int]) -> Callable[..., int]:
     help="Run each program too, and say how near it comes to what this machine can do at most.",
 )
 @click.option(
-    "--target",
+    "--for-target",
+    "target",
     metavar="NAME",
     help="The target for these options. Default: the one that this machine loads, or else the first.",
 )
@@ -97,7 +98,7 @@ def inspect(
         return 0
     if target is not None:
         raise UsageError(
-            "--target: expected --stablehlo, --hlo, --asm, --costs or --roofline beside it, found none",
+            "--for-target: expected --stablehlo, --hlo, --asm, --costs or --roofline beside it, found none",
             hint="without these `prejit inspect` shows all targets",
         )
 

@@ -42,11 +42,11 @@ def test_texts_are_those_of_the_program_and_the_target(
     stablehlo = printed(capsys, CALL, "--stablehlo", "score/b2")
     assert "stablehlo.tanh" in stablehlo
     assert "tensor<2x16xf32>" in stablehlo
-    hlo = printed(capsys, CALL, "--hlo", "score/b2", "--target", "cpu-x86-64-v2")
+    hlo = printed(capsys, CALL, "--hlo", "score/b2", "--for-target", "cpu-x86-64-v2")
     assert hlo.startswith("HloModule")
     assert "fused_computation" in hlo  # as XLA made it, and not the portable program
     code = {
-        level: printed(capsys, CALL, "--asm", "score/b2", "--target", f"cpu-x86-64-{level}")
+        level: printed(capsys, CALL, "--asm", "score/b2", "--for-target", f"cpu-x86-64-{level}")
         for level in ("v2", "v3")
     }
     assert ("vmovaps" in code["v2"], "vmovaps" in code["v3"]) == (False, True)
@@ -59,9 +59,9 @@ def test_texts_are_those_of_the_program_and_the_target(
     ("arguments", "message"),
     [
         (["--hlo", "scor/b2"], "did you mean 'score/b2'"),
-        (["--asm", "nest", "--target", "cpu-x86-64-v9"], "did you mean 'cpu-x86-64-v"),
+        (["--asm", "nest", "--for-target", "cpu-x86-64-v9"], "did you mean 'cpu-x86-64-v"),
         (["--asm", "nest", "--costs"], "expected one of --stablehlo, --hlo, --asm"),
-        (["--target", "cpu-x86-64-v2"], "--target: expected --stablehlo"),
+        (["--for-target", "cpu-x86-64-v2"], "--for-target: expected --stablehlo"),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], message: str) -> None:
