@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from prejit.compiler.api import build, plan, program
     from prejit.compiler.manifest.manifest import (
         BundleTable,
+        Check,
         Encode,
         Generate,
         Library,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "prejit.compiler.api": ("build", "plan", "program"),
     "prejit.compiler.manifest.manifest": (
-        *("BundleTable", "Encode", "Generate", "Library", "Manifest", "Model", "Program"),
+        *("BundleTable", "Check", "Encode", "Generate", "Library", "Manifest", "Model", "Program"),
     ),
     "prejit.compiler.manifest.reading": ("read_manifest",),
     "prejit.compiler.pipeline.reuse": ("PlannedExecutable",),
@@ -53,6 +54,7 @@ __all__ = [
     "BuildError",
     "Built",
     "BundleTable",
+    "Check",
     "CheckpointError",
     "Encode",
     "Generate",
