@@ -12,6 +12,7 @@ from prejit.runtime.programs.ready_programs import ProgramReport
 
 if TYPE_CHECKING:
     from prejit.runtime.programs.quarantine import CheckedAnswer
+    from prejit.runtime.programs.watched_runs import Wrap
     from prejit.runtime.start_report import StartReport
 
 
@@ -51,6 +52,18 @@ class BundleReports(LoadedBundle):
         from prejit.runtime.programs.repeated_runs import timed_runner
 
         return timed_runner(self._programs, program)
+
+    def watch_runs(self, wrap: Wrap | None) -> None:
+        """Let programs run through what `wrap` returns for their name and their own run; None: as before."""
+        from prejit.runtime.programs.watched_runs import watch
+
+        watch(self._programs, wrap)
+
+    def kernel_names(self, program: str) -> dict[str, tuple[str, str]]:
+        """Return for each instruction of a program what it calls, as `device.xla_profile.kernel_names`."""
+        from prejit.runtime.device.xla_profile import kernel_names
+
+        return kernel_names(self._programs[program].loaded)
 
     def report(self) -> tuple[ProgramReport, ...]:
         """Return how each program was obtained: loaded, compiled here, kept, compiling, or unused so far."""

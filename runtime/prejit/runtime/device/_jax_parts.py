@@ -331,6 +331,32 @@ def _counting_client() -> Any:
     return new_cpu_client(1)
 
 
+def profiler_session() -> Any:
+    """Return a running session of XLA's profiler. Its `stop` returns an XSpace, serialized.
+
+    It records what XLA's threads run, kernel by kernel, and none of Python's calls.
+
+    Raises:
+        RuntimeError: the process has such a session already, of whoever.
+    """
+    import_jaxlib()
+    from jaxlib import _profiler
+
+    options = _profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    options.host_tracer_level = 2
+    options.raise_error_on_start_failure = True
+    return _profiler.ProfilerSession(options)
+
+
+def read_xspace(serialized: bytes) -> Any:
+    """Return the planes of an XSpace (tsl/profiler/protobuf/xplane.proto)."""
+    import_jaxlib()
+    from jaxlib import _profile_data
+
+    return _profile_data.ProfileData.from_serialized_xspace(serialized)
+
+
 def deserialize_topology(serialized: bytes) -> Any:
     """Return the topology that `topology_of` serialized (jaxlib 0.11 and later)."""
     return import_jaxlib()[1].DeviceTopology.deserialize(serialized)

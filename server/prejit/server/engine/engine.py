@@ -22,7 +22,7 @@ from prejit.server.engine.fair_queue import NO_LIMITS, Limits
 from prejit.server.engine.finalizers import when_dropped
 from prejit.server.engine.generation_loop import Loop
 from prejit.server.engine.memory import CachePlan, free_bytes, plan_caches
-from prejit.server.engine.request_recorder import ENCODE, Recorder, kinds_of
+from prejit.server.engine.request_recorder import ENCODE, Observe, Recorder, kinds_of
 from prejit.server.engine.stream import Answer, GuardedMask, Pipe, Stream, Ticket
 
 if TYPE_CHECKING:
@@ -368,6 +368,10 @@ class Engine(OneProcess):
             fallbacks=fallback_counts(),
             device_memory_bytes=self._bundle.device_memory_bytes(),
         )
+
+    def observe(self, observe: Observe | None) -> None:
+        """Show each step of the batch and each request that ends from now on; None: to nobody any more."""
+        self._recorder.observe(observe)
 
     def drain(self, seconds: float | None = None) -> bool:
         """Take no more requests, and wait until those that wait and run are finished.

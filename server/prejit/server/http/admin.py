@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from starlette.applications import Starlette
@@ -22,6 +22,7 @@ from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.bodies import served_model
 from prejit.server.served.bundle_swaps import BundleSwaps
 from prejit.server.served.served import ModelNotFoundError, Models
+from prejit.server.telemetry.engine_profile import MAX_SECONDS, record
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -42,6 +43,12 @@ class SwapRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     model: str = ""
     bundle: str = ""
+
+
+class ProfileRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /profile: how long to record."""
+
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] = 2.0
 
 
 def make_admin(
@@ -88,11 +95,25 @@ def make_admin(
         }
         return json_response(described)
 
+    async def post_profile(request: Request) -> Response:
+        try:
+            wanted = msgspec.json.decode(await request.body() or b"{}", type=ProfileRequest)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise http_errors.as_api_error(error) from None
+        each = [(served.name, served.bundle, served.engine) for served in models]
+        try:
+            # In a thread: it sleeps, and then packs what XLA recorded.
+            found = await asyncio.to_thread(record, each, lambda: time.sleep(wanted.seconds))
+        except PrejitError as error:
+            raise ApiError(409, str(error), code=error.code) from error
+        return Response(found, media_type="application/zip")
+
     app = Starlette(
         routes=[
             Route("/drain", post_drain, methods=["POST"]),
             Route("/undrain", post_undrain, methods=["POST"]),
             Route("/swap", post_swap, methods=["POST"]),
+            Route("/profile", post_profile, methods=["POST"]),
         ],
         exception_handlers={HTTPException: http_errors.handle, ApiError: http_errors.handle},
     )
