@@ -59,6 +59,16 @@ class BundleReports(LoadedBundle):
 
         watch(self._programs, wrap)
 
+    def check_finite(self) -> None:
+        """Look for NaN and infinity in what programs return from now on; it waits for each run.
+
+        The first program that returns one raises NumbersError, which names it, the result and the index.
+        Calls of programs of the user that jaxlib dispatches by itself do not come by.
+        """
+        from prejit.runtime.programs.finite_check import check_finite
+
+        check_finite(self._programs)
+
     def kernel_names(self, program: str) -> dict[str, tuple[str, str]]:
         """Return for each instruction of a program what it calls, as `device.xla_profile.kernel_names`."""
         from prejit.runtime.device.xla_profile import kernel_names
