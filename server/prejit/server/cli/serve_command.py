@@ -77,8 +77,8 @@ def _origin(text: str) -> str:
     "--admin",
     type=_address,
     metavar="PATH|HOST:PORT",
-    help="Also listen at a Unix socket or another address for POST /drain, /undrain and /swap, which ask for "
-    "no key (default: nowhere).",
+    help="Also listen at a Unix socket or another address for POST /drain, /undrain, /swap and "
+    "/profile, which ask for no key (default: nowhere).",
 )
 @click.option(
     "--cors",
