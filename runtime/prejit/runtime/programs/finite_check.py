@@ -54,7 +54,7 @@ def refuse_odd(where: str, path: Path, result: DeviceArray | np.ndarray[Any, Any
     if value.dtype.kind in "biu" or value.dtype.name.startswith(("int", "uint")):
         return
     wide = value if value.dtype.kind in "fc" else value.astype(np.float32)  # as bfloat16
-    odd = np.isnan(wide) if path[:1] in ((name,) for name in _LOGARITHMS) else ~np.isfinite(wide)
+    odd = np.isnan(wide) if path and path[0] in _LOGARITHMS else ~np.isfinite(wide)
     if not odd.any():
         return
     index = tuple(int(place) for place in np.unravel_index(int(odd.argmax()), odd.shape))

@@ -29,24 +29,28 @@ MAX_SECONDS = 60.0
 """The longest recording. XLA keeps its events in memory: some 10 MB for a thousand tokens."""
 
 
+Step = tuple[str, str, int, int, int]
+"""Name of the model, kind of the step, its start and end in nanoseconds, its rows."""
+Request = tuple[str, str, int, list[tuple[str, float]], int]
+"""Name of the model, kind, end in nanoseconds, the parts before it with the seconds of each, new tokens."""
+
+
 class Spans(msgspec.Struct, frozen=True):
     """What the engines did, in times since 1970.
 
     Attributes:
         started_ns, ended_ns: when the recording began and ended.
         tokens: new tokens of all generations meanwhile.
-        steps: steps of a batch: name of the model, kind, start and end in nanoseconds, rows.
-        requests: requests that ended: name of the model, kind, end in nanoseconds, the parts before it with
-            the seconds of each, and new tokens.
-        runs: calls of programs: name of the program, and when, in nanoseconds.
+        steps, requests: the steps of batches, and the requests that ended.
+        runs: calls of programs: `MODEL: PROGRAM`, and when, in nanoseconds.
         kernels: by program and instruction: the native code that it calls, and jax's name of it.
     """
 
     started_ns: int
     ended_ns: int
     tokens: int
-    steps: list[tuple[str, str, int, int, int]]
-    requests: list[tuple[str, str, int, list[tuple[str, float]], int]]
+    steps: list[Step]
+    requests: list[Request]
     runs: list[tuple[str, int]]
     kernels: dict[str, dict[str, tuple[str, str]]]
 
@@ -65,58 +69,78 @@ def record(engines: Iterable[tuple[str, Bundle, Engine]], wait: Callable[[], obj
     with importing():
         from prejit.runtime.device.xla_profile import XlaSession
 
-    steps: list[tuple[str, str, int, int, int]] = []
-    requests: list[tuple[str, str, int, list[tuple[str, float]], int]] = []
-    runs: list[tuple[str, int]] = []
-    kernels: dict[str, dict[str, tuple[str, str]]] = {}
-    each = list(engines)
-
-    def observer(model: str) -> Callable[[Observed], None]:
-        def observe(seen: Observed) -> None:
-            now = time.time_ns()
-            if seen.what == "step":
-                [(part, seconds)] = seen.parts
-                steps.append((model, part, now - round(seconds * 1e9), now, seen.rows))
-            else:
-                requests.append((model, seen.what, now, list(seen.parts), seen.rows))
-
-        return observe
-
-    def noting(name: str, run: Any) -> Any:
-        def noted(arguments: Any) -> Any:
-            runs.append((name, time.time_ns()))
-            return run(arguments)
-
-        return noted
-
-    before = _tokens(each)
+    each = [_Watched(model, bundle, engine) for model, bundle, engine in engines]
     session = XlaSession()
     started = time.time_ns()
     try:
-        for model, bundle, engine in each:
-            bundle.watch_runs(noting)
-            engine.observe(observer(model))
+        for one in each:
+            one.begin()
         wait()
     finally:
-        ended, tokens = time.time_ns(), _tokens(each) - before
+        ended = time.time_ns()
         try:
             xspace = session.stop()
         finally:
-            for _, bundle, engine in each:
-                engine.observe(None)
-                with suppress(ClosedError):
-                    bundle.watch_runs(None)
-    ran = {name for name, _ in runs}
-    for _, bundle, _ in each:
-        with suppress(ClosedError):  # another bundle has taken its place meanwhile
-            for name in ran & {report.program for report in bundle.report()}:
-                kernels[name] = bundle.kernel_names(name)
-    spans = Spans(started, ended, tokens, steps, requests, runs, kernels)
+            for one in each:
+                one.end()
+    spans = Spans(
+        started,
+        ended,
+        sum(one.tokens for one in each),
+        [step for one in each for step in one.steps],
+        [request for one in each for request in one.requests],
+        [run for one in each for run in one.runs],
+        {name: found for one in each for name, found in one.kernels().items()},
+    )
     return _zipped({XPLANE: xspace, SPANS: msgspec.json.encode(spans)})
 
 
-def _tokens(engines: Iterable[tuple[str, Bundle, Engine]]) -> int:
-    return sum(engine.metrics().generation_tokens for _, _, engine in engines)
+class _Watched:
+    """What an engine does while it is recorded. The attributes are those of `Spans`."""
+
+    def __init__(self, model: str, bundle: Bundle, engine: Engine) -> None:
+        self._model, self._bundle, self._engine = model, bundle, engine
+        self._before = engine.metrics().generation_tokens
+        self.tokens = 0
+        self.steps: list[Step] = []
+        self.requests: list[Request] = []
+        self.runs: list[tuple[str, int]] = []
+
+    def begin(self) -> None:
+        self._bundle.watch_runs(self._noting)
+        self._engine.observe(self._observe)
+
+    def end(self) -> None:
+        self._engine.observe(None)
+        with suppress(ClosedError):  # another bundle has taken its place meanwhile
+            self._bundle.watch_runs(None)
+            self.tokens = self._engine.metrics().generation_tokens - self._before
+
+    def kernels(self) -> dict[str, dict[str, tuple[str, str]]]:
+        """Return what the instructions of each program that ran call."""
+        found = {}
+        with suppress(ClosedError):
+            for program in {run for run, _ in self.runs}:
+                name = program.removeprefix(f"{self._model}: ")
+                found[program] = self._bundle.kernel_names(name)
+        return found
+
+    def _observe(self, seen: Observed) -> None:
+        now = time.time_ns()
+        if seen.what == "step":
+            [(part, seconds)] = seen.parts
+            self.steps.append((self._model, part, now - round(seconds * 1e9), now, seen.rows))
+        else:
+            self.requests.append((self._model, seen.what, now, list(seen.parts), seen.rows))
+
+    def _noting(self, name: str, run: Any) -> Any:
+        runs, label = self.runs, f"{self._model}: {name}"
+
+        def noted(arguments: Any) -> Any:
+            runs.append((label, time.time_ns()))
+            return run(arguments)
+
+        return noted
 
 
 def _zipped(files: dict[str, bytes]) -> bytes:

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
+
 from prejit.runtime.device.xla_profile import XlaEvent, xla_events
 from prejit.server.telemetry.engine_profile import Spans
 
@@ -80,6 +82,7 @@ class TimeLine:
 def read_time_line(xspace: bytes, spans: Spans) -> TimeLine:
     """Return the time line of a recording."""
     events = sorted(xla_events(xspace), key=lambda event: event.start)
+    spans = _without_model(spans)
     names = _program_names(events, spans)
     seconds = (spans.ended_ns - spans.started_ns) / 1e9
     programs = list(_programs(events, names))
@@ -96,6 +99,17 @@ def read_time_line(xspace: bytes, spans: Spans) -> TimeLine:
             sum(each.end - each.start for each in computing) / 1e9,
         ),
     )
+
+
+def _without_model(spans: Spans) -> Spans:
+    """Return spans whose programs have no name of a model, if all are of one."""
+    models = {name.partition(": ")[0] for name in spans.kernels}
+    if len(models) != 1:
+        return spans
+    start = f"{models.pop()}: "
+    runs = [(name.removeprefix(start), at) for name, at in spans.runs]
+    kernels = {name.removeprefix(start): found for name, found in spans.kernels.items()}
+    return msgspec.structs.replace(spans, runs=runs, kernels=kernels)
 
 
 def _program_names(events: Sequence[XlaEvent], spans: Spans) -> dict[int, str]:

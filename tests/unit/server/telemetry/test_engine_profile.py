@@ -104,6 +104,40 @@ def test_nothing_is_left_when_a_recording_ends(bundle: Bundle, engine: Engine) -
     XlaSession().stop()  # and the next one may begin
 
 
+def test_programs_of_two_models_are_told_apart(
+    bundle: Bundle, engine: Engine, decoder_dir: Path
+) -> None:
+    with load(decoder_dir) as other:
+        second = Engine(other)
+        ask(second)  # golden answers of first loads are no calls
+        both = [("first", bundle, engine), ("second", other, second)]
+        recording = record(both, lambda: (ask(engine), ask(second)))
+        second.close()
+    found = read_time_line(*read_recording(recording))
+    names = {total.program.partition(": ")[0] for total in found.programs}
+    assert names == {"first", "second"}
+    assert found.tokens == 2 * NEW
+    assert {part.name for part in found.parts if part.group == "requests"} > {
+        "first: generate",
+        "second: generate",
+    }
+
+
+def test_a_bundle_that_is_closed_meanwhile_spoils_nothing(decoder_dir: Path) -> None:
+    closing = load(decoder_dir)
+    engine = Engine(closing)
+    ask(engine)
+
+    def close() -> None:
+        ask(engine)
+        closing.close()
+
+    xspace, spans = read_recording(record([("tiny", closing, engine)], close))
+    assert spans.runs
+    assert read_time_line(xspace, spans).kernels  # under the names of XLA's modules
+    XlaSession().stop()
+
+
 def test_runs_that_no_call_fits_have_the_name_of_their_module() -> None:
     def event(kernel: str, run: int, start: float) -> XlaEvent:
         return XlaEvent("lane", kernel, "jit_f", run, start, start + 1)
