@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from prejit.compiler.api import build, plan, program
     from prejit.compiler.manifest.manifest import (
         BundleTable,
-        Check,
         Encode,
         Generate,
         Library,
         Manifest,
         Model,
         Program,
+        ProgramCheck,
     )
     from prejit.compiler.manifest.reading import read_manifest
     from prejit.compiler.pipeline.build_interface import Built
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "prejit.compiler.api": ("build", "plan", "program"),
     "prejit.compiler.manifest.manifest": (
-        *("BundleTable", "Check", "Encode", "Generate", "Library", "Manifest", "Model", "Program"),
+        *("BundleTable", "Encode", "Generate", "Library", "Manifest", "Model", "Program"),
+        "ProgramCheck",
     ),
     "prejit.compiler.manifest.reading": ("read_manifest",),
     "prejit.compiler.pipeline.reuse": ("PlannedExecutable",),
@@ -54,7 +55,6 @@ __all__ = [
     "BuildError",
     "Built",
     "BundleTable",
-    "Check",
     "CheckpointError",
     "Encode",
     "Generate",
@@ -67,6 +67,7 @@ __all__ = [
     "NetworkError",
     "PlannedExecutable",
     "Program",
+    "ProgramCheck",
     "TargetTable",
     "build",
     "plan",

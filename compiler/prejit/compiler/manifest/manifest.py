@@ -9,7 +9,7 @@
     [[program]]   Program            name, function, args, buckets, params, static, donate,
                                      pad, mask, open_sizes, repeat,
                                      carry, shardings, reads, impure
-    [program.check]    Check          function or files, tolerance: reference results
+                                     check: a ProgramCheck, reference results
     [[library]]   Library            path, handlers, targets: native code that programs call
     [[target]]    Target             name, jax, ...: see target_table.TargetTable
 
@@ -148,7 +148,7 @@ def names_object(text: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class ProgramCheck:
     """`[program.check]`: results that a program must return. The build fails where they differ.
 
     Attributes:
@@ -225,7 +225,7 @@ class Program:
     shardings: Mapping[str, Sequence[str]] = field(default_factory=dict)
     reads: Sequence[str] = ()
     impure: bool = False
-    check: Check | None = None
+    check: ProgramCheck | None = None
 
     @property
     def is_file(self) -> bool:

@@ -18,12 +18,12 @@ from prejit.compiler.base.suggestions import shown
 from prejit.compiler.manifest.manifest import (
     STRICT,
     BundleTable,
-    Check,
     Encode,
     Generate,
     Library,
     Model,
     Program,
+    ProgramCheck,
 )
 from prejit.compiler.manifest.manifest_checks import OWN_NAMES, Problems, is_int_list
 from prejit.compiler.manifest.shape_string import MAX_SIZE
@@ -94,7 +94,7 @@ class ProgramTable:
     shardings: dict[str, tuple[str, ...]] = field(default_factory=dict)
     reads: tuple[str, ...] = ()
     impure: bool = False
-    check: Check | None = None
+    check: ProgramCheck | None = None
 
 
 SECTIONS: dict[str, tuple[type[Any], bool]] = {
@@ -110,7 +110,7 @@ SECTIONS: dict[str, tuple[type[Any], bool]] = {
 """The class of each section, and whether the section is an array of tables."""
 
 
-_NESTED: dict[str | int, type[Any]] = {"gpu": GpuTable, "check": Check}
+_NESTED: dict[str | int, type[Any]] = {"gpu": GpuTable, "check": ProgramCheck}
 """The classes of tables inside of sections."""
 TOO_DEEP = "nested too deeply"
 

@@ -29,7 +29,7 @@ _MAX_WAITING = 64
 """Calls that still wait for their runs; older ones had no kernel."""
 
 
-class Part(NamedTuple):
+class TimeLinePart(NamedTuple):
     """A part of the time line, in nanoseconds since 1970."""
 
     group: str
@@ -74,7 +74,7 @@ class TimeLine:
 
     seconds: float
     tokens: int
-    parts: tuple[Part, ...]
+    parts: tuple[TimeLinePart, ...]
     programs: tuple[Total, ...]
     kernels: tuple[Total, ...]
 
@@ -136,30 +136,32 @@ def _program_names(events: Sequence[XlaEvent], spans: Spans) -> dict[int, str]:
     return named
 
 
-def _programs(events: Iterable[XlaEvent], names: Mapping[int, str]) -> Iterator[Part]:
+def _programs(events: Iterable[XlaEvent], names: Mapping[int, str]) -> Iterator[TimeLinePart]:
     """Yield the runs of programs: from the first kernel of each to the end of the last one."""
     spans: dict[int, tuple[XlaEvent, float]] = {}
     for event in events:
         begun, end = spans.get(event.run, (event, event.end))
         spans[event.run] = begun, max(end, event.end)
     for begun, end in spans.values():
-        yield Part("programs", "programs", names[begun.run], begun.start, end)
+        yield TimeLinePart("programs", "programs", names[begun.run], begun.start, end)
 
 
 def _kernel(
     event: XlaEvent,
     names: Mapping[int, str],
     kernels: Mapping[str, Mapping[str, tuple[str, str]]],
-) -> Part:
+) -> TimeLinePart:
     program = names[event.run]
     called, place = kernels.get(program, {}).get(event.kernel, ("", ""))
     native = _LIBRARY.match(called)
     name = native[1] if native else called or event.kernel
     about = {"program": program, "op": event.kernel, "place": place}
-    return Part("kernels", event.lane, name, event.start, event.end, about)
+    return TimeLinePart("kernels", event.lane, name, event.start, event.end, about)
 
 
-def _totals(parts: Iterable[tuple[tuple[str, str, str], Part]], whole: float) -> tuple[Total, ...]:
+def _totals(
+    parts: Iterable[tuple[tuple[str, str, str], TimeLinePart]], whole: float
+) -> tuple[Total, ...]:
     runs: Counter[tuple[str, str, str]] = Counter()
     spent: defaultdict[tuple[str, str, str], float] = defaultdict(float)
     for key, part in parts:
@@ -171,12 +173,12 @@ def _totals(parts: Iterable[tuple[tuple[str, str, str], Part]], whole: float) ->
     )
 
 
-def _steps(spans: Spans) -> Iterator[Part]:
+def _steps(spans: Spans) -> Iterator[TimeLinePart]:
     for model, part, start, end, rows in spans.steps:
-        yield Part("steps", model, part, start, end, {"rows": rows})
+        yield TimeLinePart("steps", model, part, start, end, {"rows": rows})
 
 
-def _requests(spans: Spans) -> Iterator[Part]:
+def _requests(spans: Spans) -> Iterator[TimeLinePart]:
     """Yield the parts of requests, in as few lanes as hold those that ran at once."""
     begun = []
     for model, what, end, parts, tokens in spans.requests:
@@ -187,11 +189,11 @@ def _requests(spans: Spans) -> Iterator[Part]:
         place = next((n for n, ended in enumerate(free) if ended <= start), len(free))
         free[place : place + 1] = [end]
         lane = f"request {place + 1}"
-        yield Part("requests", lane, name, start, end, {"tokens": tokens})
+        yield TimeLinePart("requests", lane, name, start, end, {"tokens": tokens})
         at = start
         for part, seconds in parts:
             if seconds > 0:
-                yield Part("requests", lane, part, at, at + seconds * 1e9)
+                yield TimeLinePart("requests", lane, part, at, at + seconds * 1e9)
             at += max(0.0, seconds) * 1e9
 
 

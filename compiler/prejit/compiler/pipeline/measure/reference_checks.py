@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prejit.compiler.manifest.manifest import Check, Manifest, Program
+from prejit.compiler.manifest.manifest import Manifest, Program, ProgramCheck
 from prejit.compiler.pipeline.measure.golden_answers import (
     SEED,
     Answering,
@@ -30,9 +30,9 @@ from prejit.compiler.pipeline.measure.golden_answers import (
 from prejit.compiler.pipeline.measure.reference_child import (
     ARGUMENTS,
     RESULTS,
-    Comparison,
-    Reference,
+    ReferenceComparison,
     ReferenceRequest,
+    ReferenceResults,
 )
 from prejit.compiler.pipeline.pack.bundle_files import PackedTarget
 from prejit.compiler.pipeline.workspace import Workspace, read_params
@@ -100,8 +100,8 @@ def _with_answers(target: PackedTarget, answers: Mapping[str, tuple[int, str]]) 
 
 
 def _from_files(
-    manifest: Manifest, checks: Mapping[str, Check], entries: Sequence[ProgramEntry]
-) -> Iterator[Reference]:
+    manifest: Manifest, checks: Mapping[str, ProgramCheck], entries: Sequence[ProgramEntry]
+) -> Iterator[ReferenceResults]:
     """Yield the references of files, each with the program whose arguments have the shapes of the file."""
     for section, check in checks.items():
         for name in check.files:
@@ -124,7 +124,7 @@ def _from_files(
                     hint="write numpy.savez(FILE, **{'args.x': x, 'results.result': y})",
                 )
             for bucket in fitting:  # several, where static arguments differ
-                yield Reference(bucket, str(path), check.tolerance, None)
+                yield ReferenceResults(bucket, str(path), check.tolerance, None)
 
 
 def _shapes(entry: ProgramEntry) -> dict[str, tuple[int, ...]]:
@@ -138,10 +138,10 @@ def _spelled(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 def _from_functions(
     manifest: Manifest,
-    checks: Mapping[str, Check],
+    checks: Mapping[str, ProgramCheck],
     entries: Sequence[ProgramEntry],
     directory: Path,
-) -> Iterator[Reference]:
+) -> Iterator[ReferenceResults]:
     """Yield the references of functions, whose arguments and results are written to a directory."""
     from prejit.compiler.lowering.user.modules import UserModules
 
@@ -172,7 +172,7 @@ def _from_functions(
             exponent = math.floor(-math.log2(check.tolerance))
             exponent = min(max(exponent, TOLERANCES[0]), TOLERANCES[-1])
             golden = None if entry.golden is None else exponent
-            yield Reference(entry.name, str(file), check.tolerance, golden)
+            yield ReferenceResults(entry.name, str(file), check.tolerance, golden)
 
 
 def _params(manifest: Manifest, program: Program) -> tuple[Any, ...]:
@@ -224,20 +224,20 @@ def _returned(
 
 
 def _compare(
-    answering: Answering, references: Sequence[Reference], timeout_seconds: float
-) -> list[Comparison]:
+    answering: Answering, references: Sequence[ReferenceResults], timeout_seconds: float
+) -> list[ReferenceComparison]:
     """Return what each program returned beside its reference, as a process of its own found."""
     programs, given = golden_request(answering, ())
     request = ReferenceRequest(programs, tuple(references))
     content = b"".join([json.dumps(asdict(request)).encode(), b"\n", *given])
     answers, ended = ask(_CHILD, content, timeout_seconds, threads=answering.threads)
-    found = [from_plain(Comparison, answer) for answer in answers]
+    found = [from_plain(ReferenceComparison, answer) for answer in answers]
     left = references[len(found) :]
-    return [*found, *(Comparison(each.program, each.file, error=ended) for each in left)]
+    return [*found, *(ReferenceComparison(each.program, each.file, error=ended) for each in left)]
 
 
 def _error(
-    manifest: Manifest, checks: Mapping[str, Check], wrong: Sequence[Comparison]
+    manifest: Manifest, checks: Mapping[str, ProgramCheck], wrong: Sequence[ReferenceComparison]
 ) -> BuildError:
     lines = []
     for each in wrong:

@@ -1,7 +1,7 @@
 """The process that compares programs with reference results: `python -m` this module.
 
 The first line of stdin is a `ReferenceRequest` as JSON; the bytes of layers follow, as for `golden_child`.
-Each line of stdout is a `Comparison` as JSON, for each reference in its order.
+Each line of stdout is a `ReferenceComparison` as JSON, for each reference in its order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ARGUMENTS, RESULTS = "args.", "results."
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceResults:
     """Arguments and results that a program must reproduce.
 
     Attributes:
@@ -53,7 +53,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ReferenceComparison:
     """What a program returned beside reference results.
 
     Attributes:
@@ -81,7 +81,7 @@ class ReferenceRequest:
     """The request to this process: the programs, as for golden answers, and what they must reproduce."""
 
     programs: GoldenRequest
-    references: tuple[Reference, ...]
+    references: tuple[ReferenceResults, ...]
 
 
 def main() -> None:
@@ -89,7 +89,7 @@ def main() -> None:
     request = from_plain(ReferenceRequest, json.loads(sys.stdin.buffer.readline()))
     programs = open_programs(request.programs, sys.stdin.buffer)
     for reference in request.references:
-        about = Comparison(reference.program, reference.file)
+        about = ReferenceComparison(reference.program, reference.file)
         try:
             found = _compare(programs, reference, about)
         except PrejitError as error:
@@ -99,7 +99,9 @@ def main() -> None:
         print(json.dumps(asdict(found)), flush=True)
 
 
-def _compare(programs: Programs, reference: Reference, about: Comparison) -> Comparison:
+def _compare(
+    programs: Programs, reference: ReferenceResults, about: ReferenceComparison
+) -> ReferenceComparison:
     program, device = programs.table[reference.program], programs.device
     with np.load(reference.file, allow_pickle=False) as file:
         given = _arrays(file, ARGUMENTS, programs.arguments(program.name))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import prejit.runtime
-from prejit.compiler import BuildError, Check, ManifestError, Program, build, read_manifest
+from prejit.compiler import BuildError, ManifestError, Program, ProgramCheck, build, read_manifest
 from prejit.compiler.pipeline.measure.reference_checks import SOURCE
 from prejit.runtime.cli.commands import run
 
@@ -33,7 +33,7 @@ W = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
 
 @pytest.fixture
 def make(build_cache: Path, tmp_path: Path) -> Any:
-    def make(check: Check, **more: Any) -> Path:
+    def make(check: ProgramCheck, **more: Any) -> Path:
         options: dict[str, Any] = {"params": {"w": W}, "args": ARGS, "buckets": BUCKETS, **more}
         program = Program("score", fn=score, check=check, **options)
         return build([program], tmp_path, name="checked", cache=build_cache, quiet=True).path
@@ -44,7 +44,7 @@ def make(build_cache: Path, tmp_path: Path) -> Any:
 def test_a_function_of_numpy_becomes_the_golden_answer(
     make: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = make(Check(function=reference, tolerance=1e-4), static={"scale": [1, 3]})
+    path = make(ProgramCheck(function=reference, tolerance=1e-4), static={"scale": [1, 3]})
     with prejit.runtime.load(path) as bundle:
         golden = {each.name: each.golden for each in bundle.config.programs}
     assert len(golden) == 4
@@ -62,7 +62,7 @@ def test_a_wrong_element_fails_the_build_and_is_named(make: Any) -> None:
         return found
 
     with pytest.raises(BuildError) as error:
-        make(Check(function=wrong))
+        make(ProgramCheck(function=wrong))
     first, second = str(error.value).splitlines()
     assert "program score/batch1: check: expected what" in first
     assert "at y[0, 2], its largest difference, 0.25 (tolerance 0.001)" in first
@@ -76,7 +76,7 @@ def test_whole_numbers_must_be_equal(make: Any) -> None:
         return {**reference(params, x), "rows": 1 + x.shape[0]}
 
     with pytest.raises(BuildError, match=r"found 1 at rows, its largest difference, 1 "):
-        make(Check(function=wrong))
+        make(ProgramCheck(function=wrong))
 
 
 def test_a_tolerance_allows_what_is_below_it(make: Any) -> None:
@@ -84,18 +84,18 @@ def test_a_tolerance_allows_what_is_below_it(make: Any) -> None:
         found = reference(params, x)
         return {**found, "y": found["y"] * 1.01}
 
-    make(Check(function=near, tolerance=0.02))
+    make(ProgramCheck(function=near, tolerance=0.02))
     with pytest.raises(BuildError, match="its largest difference"):
-        make(Check(function=near, tolerance=0.001))
+        make(ProgramCheck(function=near, tolerance=0.001))
 
 
 def test_a_function_that_returns_something_else_is_named(make: Any) -> None:
     with pytest.raises(BuildError, match="expected the results of the program: rows is missing"):
-        make(Check(function=lambda params, x: {"y": x}))
+        make(ProgramCheck(function=lambda params, x: {"y": x}))
     with pytest.raises(BuildError, match=r"y: expected float32\[1, 3\], as the program returns"):
-        make(Check(function=lambda params, x: {"y": x, "rows": 1}))
+        make(ProgramCheck(function=lambda params, x: {"y": x, "rows": 1}))
     with pytest.raises(BuildError, match="ZeroDivisionError"):
-        make(Check(function=lambda params, x: 1 / 0))
+        make(ProgramCheck(function=lambda params, x: 1 / 0))
 
 
 def save(path: Path, rows: int, **changed: Any) -> str:
@@ -107,12 +107,12 @@ def save(path: Path, rows: int, **changed: Any) -> str:
 
 def test_files_have_arguments_of_their_own(make: Any, tmp_path: Path) -> None:
     files = tuple(save(tmp_path / f"{rows}.npz", rows) for rows in (1, 4))
-    path = make(Check(files=files))
+    path = make(ProgramCheck(files=files))
     with prejit.runtime.load(path) as bundle:
         assert {each.golden.source for each in bundle.config.programs} == {bundle.target}
     wrong = save(tmp_path / "wrong.npz", 4, y=np.zeros((4, 3), np.float32))
     with pytest.raises(BuildError, match=r"score/batch4: check: expected what .*wrong\.npz has, 0"):
-        make(Check(files=(*files, wrong)))
+        make(ProgramCheck(files=(*files, wrong)))
 
 
 def test_a_file_of_no_bucket_is_refused(make: Any, tmp_path: Path) -> None:
@@ -120,11 +120,11 @@ def test_a_file_of_no_bucket_is_refused(make: Any, tmp_path: Path) -> None:
     with pytest.raises(
         ManifestError, match=r"score/batch4: args\.x \[4, 8\]\), found args\.x \[3, 8\]"
     ):
-        make(Check(files=(odd,)))
+        make(ProgramCheck(files=(odd,)))
     text = tmp_path / "text.npz"
     text.write_text("no arrays")
     with pytest.raises(ManifestError, match="cannot read arrays"):
-        make(Check(files=(str(text),)))
+        make(ProgramCheck(files=(str(text),)))
 
 
 TOML = """
