@@ -1,9 +1,10 @@
-"""Measure what a recording of `prejit profile` costs while it runs, and that it costs nothing afterwards.
+"""Measure what a recording of `prejit profile` costs while it runs.
 
-    python -m benchmarks.studies.profiling [--rounds 10]
+    python -m benchmarks.studies.profiling [--rounds 20]
 
-One and four callers ask an engine of GPT-2 124M (float32) for 64 tokens each: without a recording, and with
-one, in turns that change their order, in one process after a round that does not count.
+A stream of GPT-2 124M (float32) gives tokens without a recording and with one, in turns that change their
+order, in one process after two rounds that do not count. The time between tokens counts, and CPU time, which
+other work on the machine disturbs less.
 """
 
 from __future__ import annotations
@@ -12,87 +13,88 @@ import itertools
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 from benchmarks.harness.fresh_processes import progress
 from benchmarks.harness.report import Table
 from benchmarks.harness.results import begin, option_parser, publish, use_two_cores
 from benchmarks.harness.workload import Sizes
 from benchmarks.harness.workspace import Bench, bench_directory
-from benchmarks.studies.many_callers import PROMPT, TOKENS, prompt_of
+from benchmarks.studies.many_callers import PROMPT, prompt_of
 from prejit.runtime import load
 from prejit.server import Engine
 from prejit.server.telemetry.engine_profile import read_recording, record
 from prejit.server.telemetry.profile_time_line import read_time_line
 
 GPT2: Sizes = {"batch": (1, 4), "prompt": (32,), "context": (128,)}
-CALLERS = (1, 4)
+TOKENS = 32
+
+Samples = dict[str, list[float]]
+"""Milliseconds by way (`without`, `with`) and what they are (`token`, `cpu`)."""
 
 
-def measure(path: str, rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return tokens a second with and without a recording by the number of callers, and its size."""
+def measure(path: str, rounds: int) -> tuple[Samples, dict[str, float]]:
+    """Return the time between tokens, and the CPU time of a token, of each way; and a recording's size."""
     bundle = load(path, on_mismatch="error")
     bundle.prepare()
     engine = Engine(bundle, prefix_memory=0)
     numbers = itertools.count()
-    found: dict[str, list[float]] = {}
+    found: Samples = {}
 
-    def ask(callers: int) -> float:
-        started = time.perf_counter()
-        prompts = [prompt_of(next(numbers), PROMPT, 50257) for _ in range(callers)]
-        waiting = [
-            engine.submit(each, max_new_tokens=TOKENS, stop_token_ids=()) for each in prompts
-        ]
-        for each in waiting:
-            each.result()
-        return callers * TOKENS / (time.perf_counter() - started)
+    def stream(way: str) -> None:
+        asked: dict[str, Any] = {"max_new_tokens": TOKENS, "stop_token_ids": ()}
+        started, times = time.process_time(), []
+        for _ in engine.stream(prompt_of(next(numbers), PROMPT, 50257), **asked):
+            times.append(time.perf_counter())
+        cpu = (time.process_time() - started) / TOKENS
+        found.setdefault(f"{way} cpu", []).append(1e3 * cpu)
+        gaps = [1e3 * (after - before) for before, after in itertools.pairwise(times)]
+        found.setdefault(f"{way} token", []).extend(gaps)
 
-    def recorded(callers: int) -> float:
-        rates: list[float] = []
-        recording.append(record([("gpt2", bundle, engine)], lambda: rates.append(ask(callers))))
-        return rates[0]
+    recordings: list[bytes] = []
 
-    recording: list[bytes] = []
-    ways: dict[str, Callable[[int], float]] = {"without": ask, "with": recorded}
-    for number in range(rounds + 1):
-        for callers in CALLERS:
-            for way in sorted(ways, reverse=bool(number % 2)):
-                progress(f"round {number} of {rounds}: {callers} callers, {way} a recording")
-                rate = ways[way](callers)
-                if number:
-                    found.setdefault(f"{way} {callers}", []).append(rate)
+    def recorded(way: str) -> None:
+        each = [("gpt2", bundle, engine)]
+        recordings.append(record(each, lambda: stream(way)))
+
+    ways: dict[str, Callable[[str], None]] = {"without": stream, "with": recorded}
+    for number in range(rounds + 2):
+        progress(f"round {number} of {rounds + 1}")
+        if number == 2:
+            found.clear()
+        for way in sorted(ways, reverse=bool(number % 2)):
+            ways[way](way)
     engine.close()
     started = time.perf_counter()
-    kernels = sum(
-        part.group == "kernels" for part in read_time_line(*read_recording(recording[-1])).parts
-    )
-    size = {"bytes": len(recording[-1]), "kernels": kernels}
-    return found, size | {"read_seconds": time.perf_counter() - started}
+    parts = read_time_line(*read_recording(recordings[-1])).parts
+    kernels = sum(part.group == "kernels" for part in parts)
+    seconds = time.perf_counter() - started
+    return found, {"bytes": len(recordings[-1]), "kernels": kernels, "read_seconds": seconds}
 
 
 def main() -> None:
     """Build, measure and write."""
     parser = option_parser()
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=20)
     given = parser.parse_args()
     use_two_cores()
     bench = Bench(bench_directory(), given.rounds, quick=False)
     facts = begin(given.rounds)
-    rates, size = measure(bench.built("profile-gpt2", "gpt2", "float32", GPT2), given.rounds)
-    facts |= {"tokens_per_second": rates, "recording": size}
+    samples, size = measure(bench.built("profile-gpt2", "gpt2", "float32", GPT2), given.rounds)
+    facts |= {"milliseconds": samples, "recording": size}
     rows = []
-    for callers in CALLERS:
-        without, recorded = rates[f"without {callers}"], rates[f"with {callers}"]
-        ratios = [b / a for a, b in zip(without, recorded, strict=True)]
-        cost = f"{1 - median(ratios):.1%}"
-        rows.append((str(callers), f"{median(without):.1f}", f"{median(recorded):.1f}", cost))
+    for key, what in (("token", "time between tokens"), ("cpu", "CPU time of a token")):
+        without, recorded = (median(samples[f"{way} {key}"]) for way in ("without", "with"))
+        cost = f"{recorded / without - 1:.1%}"
+        rows.append((what, f"{without:.2f}", f"{recorded:.2f}", cost))
     about = (
-        f"GPT-2 124M float32, prompts of {PROMPT}, {TOKENS} new tokens each, medians of {given.rounds} "
-        f"rounds; the cost is the median of the rounds' own ratios. A recording of {CALLERS[-1]} callers "
-        f"has {size['kernels']:,} kernels in {size['bytes'] / 1e6:.1f} MB, which take the client "
-        f"{size['read_seconds']:.1f} s to read."
+        f"Medians in milliseconds. GPT-2 124M float32, one stream, prompts of {PROMPT}, {TOKENS} new tokens. "
+        f"A recording of them has {size['kernels']:,} kernels in {size['bytes'] / 1e6:.2f} MB, which take "
+        f"the client {size['read_seconds']:.2f} s to read."
     )
-    heads = ("callers", "tokens/s without", "tokens/s with", "cost")
-    publish(facts, "profile", "Profiling", [Table("The cost of a recording", heads, rows, about)])
+    heads = ("", "without", "with", "cost")
+    tables = [Table("The cost of a recording", heads, rows, about)]
+    publish(facts, "profile", "Profiling", tables)
 
 
 if __name__ == "__main__":
