@@ -1,4 +1,4 @@
-"""What XLA's own profiler saw: which kernel of which program ran when, on which thread or stream.
+"""Record with XLA's own profiler which kernel of which program ran when, on which thread or stream.
 
 It records XLA:CPU's thunks, which are its kernels, and on an accelerator the kernels of each stream. jax's
 Python is not needed.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple, final
@@ -58,7 +57,6 @@ class XlaSession:
         except Exception as error:  # of the profiler, where jax.profiler has a session
             _session_lock.release()
             raise _busy(str(error)) from error
-        self._started = time.time_ns()
 
     def stop(self) -> bytes:
         """End the session; return its XSpace, serialized."""
@@ -87,8 +85,6 @@ def xla_events(xspace: bytes) -> Iterator[XlaEvent]:
             for line in plane.lines:
                 lane = f"{plane.name} {line.name}".strip("/")
                 for event in line.events:
-                    if event.name.startswith("end: "):
-                        continue
                     stats: dict[str, Any] = dict(event.stats)
                     if "hlo_op" not in stats:
                         continue
