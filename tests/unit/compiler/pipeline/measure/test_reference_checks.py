@@ -13,6 +13,7 @@ import pytest
 import prejit.runtime
 from prejit.compiler import BuildError, ManifestError, Program, ProgramCheck, build, read_manifest
 from prejit.compiler.pipeline.measure.reference_checks import SOURCE
+from prejit.compiler.pipeline.pack.user_sources import manifest_sources
 from prejit.runtime.cli.commands import run
 
 ARGS = {"x": "float32[{batch}, 8]"}
@@ -164,6 +165,8 @@ def test_a_manifest_names_a_function_of_its_own_module(tmp_path: Path, build_cac
     (tmp_path / "expected.py").write_text("def double(x):\n    return x + x\n")
     (tmp_path / "b.toml").write_text(TOML % 'function = "expected:double"')
     manifest = read_manifest(tmp_path / "b.toml")
+    sources = {source.name for source in manifest_sources(manifest)}
+    assert sources == {"model.py", "expected.py"}
     path = build(manifest, tmp_path, cache=build_cache, quiet=True).path
     (tmp_path / "expected.py").write_text("def double(x):\n    return x - x\n")
     with pytest.raises(
