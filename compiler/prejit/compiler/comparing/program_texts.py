@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from prejit.compiler.comparing.difference import ReadBundle, ReadTarget
 from prejit.compiler.compile.worker.protobuf import protobuf_fields
@@ -77,8 +78,9 @@ def optimized_hlo(bundle: ReadBundle, target: ReadTarget, program: ProgramEntry)
     Raises:
         UsageError: it is not an executable of XLA:CPU.
     """
-    (with_config,) = _parts(bundle, target, program, 1)
-    return portable.hlo_text(_fields(with_config, 1)[0])
+    with _reading(bundle, program):
+        (with_config,) = _parts(bundle, target, program, 1)
+        return portable.hlo_text(_fields(with_config, 1)[0])
 
 
 def assembly(bundle: ReadBundle, target: ReadTarget, program: ProgramEntry) -> str:
@@ -93,8 +95,22 @@ def assembly(bundle: ReadBundle, target: ReadTarget, program: ProgramEntry) -> s
             f"{target.requirement.architecture}",
             hint="--hlo and --stablehlo show the programs of every architecture",
         )
-    objects = [_fields(each, 1)[0] for each in _parts(bundle, target, program, 8)]
-    return "\n".join(line for each in objects for line in _disassembled(each))
+    with _reading(bundle, program):
+        objects = [_fields(each, 1)[0] for each in _parts(bundle, target, program, 8)]
+        return "\n".join(line for each in objects for line in _disassembled(each))
+
+
+@contextmanager
+def _reading(bundle: ReadBundle, program: ProgramEntry) -> Iterator[None]:
+    """Turn the errors of bytes that have another form than an executable's into one that names it."""
+    try:
+        yield
+    except (ValueError, IndexError, struct.error) as error:
+        raise UsageError(
+            f"{bundle.path}: {program.name}: expected an executable of XLA:CPU as jaxlib 0.10 to 0.12 "
+            f"serialize it, found another form: {error}",
+            hint="--stablehlo shows the programs of every version",
+        ) from error
 
 
 def _parts(

@@ -78,6 +78,13 @@ def test_a_server_without_the_build_side_hears_what_to_install(
     assert error.value.hint == "pip install 'prejit[compiler]'"
 
 
+@pytest.mark.parametrize("form", ["--hlo", "--asm"])
+def test_an_executable_of_another_form_is_named(form: str) -> None:
+    kernels = str(Path(CALL).parent / "kernels")  # whose executables are stand-ins
+    with pytest.raises(UsageError, match="scale: expected an executable of XLA:CPU as jaxlib"):
+        run(["inspect", kernels, form, "scale"])
+
+
 def test_recorded_programs_have_no_texts() -> None:
     recorded = Path(CALL).parent / "recorded"
     with pytest.raises(PrejitError, match="found recorded ones"):
