@@ -36,8 +36,8 @@ class XlaEvent(NamedTuple):
     kernel: str
     module: str
     run: int
-    start: float
-    end: float
+    start: int
+    end: int
 
 
 @final
@@ -88,14 +88,15 @@ def xla_events(xspace: bytes) -> Iterator[XlaEvent]:
                     stats: dict[str, Any] = dict(event.stats)
                     if "hlo_op" not in stats:
                         continue
-                    start = started + event.start_ns
+                    # A float of nanoseconds since 1970 has steps of 256 ns.
+                    start = started + round(event.start_ns)
                     yield XlaEvent(
                         lane,
                         str(stats["hlo_op"]),
                         str(stats.get("hlo_module", "")),
                         int(stats.get("run_id", 0)),
                         start,
-                        start + event.duration_ns,
+                        start + round(event.duration_ns),
                     )
 
 

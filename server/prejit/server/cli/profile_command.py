@@ -195,7 +195,9 @@ def _of_bundle(path: str, seconds: float, show: Callable[[str], None], **loading
 
 
 def _work(bundle: Bundle, engine: Engine) -> Callable[[], object]:
-    """Return what a bundle does again and again: as many requests as its engine runs together."""
+    """Return what a bundle does again and again: as many requests as run together, or all calls."""
+    from prejit.runtime.device.transfer import aligned_zeros, dtype_of
+
     if bundle.config.decoder is not None:
         context, vocabulary = bundle.decoder.contexts[-1], bundle.decoder.decoder.vocab_size
         length = min(_PROMPT_TOKENS, max(1, context // 4))
@@ -213,8 +215,19 @@ def _work(bundle: Bundle, engine: Engine) -> Callable[[], object]:
     if bundle.config.encoder is not None:
         sentence = [1] * min(32, bundle.encoder.max_tokens)
         return lambda: engine.submit_encode([sentence] * 4).result()
-    runners = [bundle.runner_with_zeros(each) for each in bundle.config.programs]
-    return lambda: [run() for run in runners]
+    programs = bundle.user_programs.programs
+    calls = [
+        (
+            each.function,
+            {
+                a.path: aligned_zeros(a.shape, dtype_of(a.dtype))
+                for a in programs.arguments(each.name)
+            },
+            programs.static(each.name),
+        )
+        for each in bundle.config.programs
+    ]
+    return lambda: [bundle.call_by_path(*call) for call in calls]
 
 
 def _write_xprof(directory: Path, xspace: bytes) -> None:

@@ -35,8 +35,8 @@ class TimeLinePart(NamedTuple):
     group: str
     lane: str
     name: str
-    start: float
-    end: float
+    start: int
+    end: int
     about: Mapping[str, Any] = {}
 
 
@@ -138,7 +138,7 @@ def _program_names(events: Sequence[XlaEvent], spans: Spans) -> dict[int, str]:
 
 def _programs(events: Iterable[XlaEvent], names: Mapping[int, str]) -> Iterator[TimeLinePart]:
     """Yield the runs of programs: from the first kernel of each to the end of the last one."""
-    spans: dict[int, tuple[XlaEvent, float]] = {}
+    spans: dict[int, tuple[XlaEvent, int]] = {}
     for event in events:
         begun, end = spans.get(event.run, (event, event.end))
         spans[event.run] = begun, max(end, event.end)
@@ -182,9 +182,9 @@ def _requests(spans: Spans) -> Iterator[TimeLinePart]:
     """Yield the parts of requests, in as few lanes as hold those that ran at once."""
     begun = []
     for model, what, end, parts, tokens in spans.requests:
-        start = end - sum(seconds for _, seconds in parts) * 1e9
+        start = end - round(sum(seconds for _, seconds in parts) * 1e9)
         begun.append((start, end, f"{model}: {what}", parts, tokens))
-    free: list[float] = []  # when the last request of each lane ends
+    free: list[int] = []  # when the last request of each lane ends
     for start, end, name, parts, tokens in sorted(begun, key=lambda each: each[0]):
         place = next((n for n, ended in enumerate(free) if ended <= start), len(free))
         free[place : place + 1] = [end]
@@ -192,9 +192,10 @@ def _requests(spans: Spans) -> Iterator[TimeLinePart]:
         yield TimeLinePart("requests", lane, name, start, end, {"tokens": tokens})
         at = start
         for part, seconds in parts:
-            if seconds > 0:
-                yield TimeLinePart("requests", lane, part, at, at + seconds * 1e9)
-            at += max(0.0, seconds) * 1e9
+            until = at + max(0, round(seconds * 1e9))
+            if until > at:
+                yield TimeLinePart("requests", lane, part, at, until)
+            at = until
 
 
 def trace_events(found: TimeLine) -> dict[str, Any]:
@@ -210,7 +211,7 @@ def trace_events(found: TimeLine) -> dict[str, Any]:
         )
     for (group, lane), number in lanes.items():
         events.append(_named("thread_name", _GROUPS.index(group) + 1, number, lane))
-    first = min((part.start for part in found.parts), default=0.0)
+    first = min((part.start for part in found.parts), default=0)
     events += [
         {
             "ph": "X",

@@ -65,6 +65,8 @@ def test_programs_and_their_kernels_have_our_names(recorded: TimeLine, bundle: B
 
 def test_requests_and_steps_lie_inside_of_the_recording(recorded: TimeLine) -> None:
     assert recorded.tokens == NEW
+    # Floats of so many nanoseconds have steps of 256.
+    assert all(type(part.start) is type(part.end) is int for part in recorded.parts)
     groups: dict[str, list[Any]] = {}
     for part in recorded.parts:
         groups.setdefault(part.group, []).append(part)
@@ -139,7 +141,7 @@ def test_a_bundle_that_is_closed_meanwhile_spoils_nothing(decoder_dir: Path) -> 
 
 
 def test_runs_that_no_call_fits_have_the_name_of_their_module() -> None:
-    def event(kernel: str, run: int, start: float) -> XlaEvent:
+    def event(kernel: str, run: int, start: int) -> XlaEvent:
         return XlaEvent("lane", kernel, "jit_f", run, start, start + 1)
 
     kernels = {"a": {"add": ("prejit_norm.0123456789abcdef", "f/norm")}, "b": {"dot": ("", "")}}
@@ -162,6 +164,14 @@ def test_the_command_writes_a_trace_and_xprofs_files(
     assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     [plane] = xprof.glob("plugins/profile/*/*.xplane.pb")
     assert plane.stat().st_size > 1000
+
+
+def test_functions_are_called_on_zeros(
+    bundle_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["profile", str(bundle_dir), "--seconds", "0.02", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"score/b2"} <= {total["program"] for total in found["programs"]}
 
 
 def test_a_server_is_asked_at_its_admin_address(bundle: Bundle, engine: Engine) -> None:
