@@ -24,6 +24,7 @@ import pytest
 from tests.fake_registry import fake_registry
 from tests.ports import free_port
 
+from prejit.runtime.cli.commands import run
 from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.shipping import ship
 
@@ -142,7 +143,11 @@ def replay(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_server_from_its_start_to_the_replay_of_its_log(
-    serve: Serve, bundle_dir: Path, make_recipe: Any, tmp_path: Path
+    serve: Serve,
+    bundle_dir: Path,
+    make_recipe: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path, log = tmp_path / "admin", tmp_path / "log.jsonl"
     with socket.socket(socket.AF_UNIX) as left_behind:  # as by a server that was killed
@@ -169,6 +174,8 @@ def test_a_server_from_its_start_to_the_replay_of_its_log(
     assert infer(server, headers=foreign).status_code == 403
     with over(path) as admin, httpx.Client(timeout=60) as client:
         check_drain(server, admin, client)
+    assert run(["profile", f"unix:{path}", "--seconds", "0.1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] >= 0.1
     assert server.end() == 0
     assert not path.exists()
     assert "Traceback" not in server.said
@@ -201,8 +208,9 @@ def check_drain(server: Process, admin: httpx.Client, client: httpx.Client) -> N
     assert wrong.status_code == 405
     assert wrong.json()["error"]["message"] == "/drain: expected POST, found GET"
     assert admin.get("/metrics").status_code == 404
-    wrong = client.post(f"{server.url}/drain")  # it is not the users'
-    assert wrong.status_code == 404
+    for path in ("/profile", "/drain"):
+        wrong = client.post(f"{server.url}{path}")  # it is not the users'
+        assert wrong.status_code == 404
     assert wrong.json()["error"]["message"].startswith("POST /drain: expected a path of this")
 
 

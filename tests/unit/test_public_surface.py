@@ -20,7 +20,7 @@ UntrustedWarning Usage UsageError fallback_counts jit load
 """
 COMPILER = """
 BuildError Built BundleTable CheckpointError Encode Generate GpuTable Library Manifest ManifestError Mesh
-Model NetworkError PlannedExecutable Program TargetTable build plan program read_manifest
+Model NetworkError PlannedExecutable Program ProgramCheck TargetTable build plan program read_manifest
 """
 DOORS = {
     "prejit.runtime": RUNTIME.split(),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Manifest,
         Model,
         Program,
+        ProgramCheck,
     )
     from prejit.compiler.manifest.reading import read_manifest
     from prejit.compiler.pipeline.build_interface import Built
@@ -39,6 +40,7 @@ _HOMES = {
     "prejit.compiler.api": ("build", "plan", "program"),
     "prejit.compiler.manifest.manifest": (
         *("BundleTable", "Encode", "Generate", "Library", "Manifest", "Model", "Program"),
+        "ProgramCheck",
     ),
     "prejit.compiler.manifest.reading": ("read_manifest",),
     "prejit.compiler.pipeline.reuse": ("PlannedExecutable",),
@@ -65,6 +67,7 @@ __all__ = [
     "NetworkError",
     "PlannedExecutable",
     "Program",
+    "ProgramCheck",
     "TargetTable",
     "build",
     "plan",

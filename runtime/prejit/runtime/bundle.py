@@ -61,7 +61,8 @@ _BESIDE = {
     ),
     "BundleDecodes": ("decoder", "defaults", "generator", "stream"),
     "BundleReports": (
-        *("check_answers", "device_memory_bytes", "report", "start_report", "wrong_answers"),
+        *("check_answers", "check_finite", "device_memory_bytes", "kernel_names", "report"),
+        *("start_report", "timed_runner", "watch_runs", "wrong_answers"),
     ),
     "BundleEncodes": ("encode", "encode_batch", "encoder"),
     "BundleSleeps": ("sleep", "wake"),

@@ -110,28 +110,9 @@ class BundleCalls(LoadedBundle):
 
     def runner_with_zeros(self, program: ProgramEntry) -> Callable[[], object]:
         """Return a function that runs a program of kind `call` on zeros and waits for it; for measuring."""
-        from prejit.runtime.device.transfer import aligned_zeros, dtype_of, to_numpy
+        from prejit.runtime.programs.repeated_runs import runner_with_zeros
 
-        calls, device = self.user_programs, self._device
-        arrays = self._programs.arguments(program.name)
-        kept = {
-            array.path: device.put(
-                aligned_zeros(array.shape, dtype_of(array.dtype)), array.sharding
-            )
-            for array in arrays
-            if not array.donated
-        }
-
-        def run() -> object:
-            inputs = [
-                device.zeros(array.shape, dtype_of(array.dtype), array.sharding)
-                if array.donated
-                else kept[array.path]
-                for array in arrays
-            ]
-            return to_numpy(calls.run(program, inputs)[0])
-
-        return run
+        return runner_with_zeros(self._programs, program.name)
 
     @once
     def dispatched(self) -> DispatchedCalls:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from prejit.runtime.programs.ready_programs import ProgramReport
 
 if TYPE_CHECKING:
     from prejit.runtime.programs.quarantine import CheckedAnswer
+    from prejit.runtime.programs.watched_runs import Wrap
     from prejit.runtime.start_report import StartReport
 
 
@@ -45,6 +46,34 @@ class BundleReports(LoadedBundle):
         from prejit.runtime.programs.quarantine import wrong_answers
 
         return wrong_answers(self._programs)
+
+    def timed_runner(self, program: str) -> Callable[[], float]:
+        """Return a function that runs a program with the arguments of its golden answer and times it."""
+        from prejit.runtime.programs.repeated_runs import timed_runner
+
+        return timed_runner(self._programs, program)
+
+    def watch_runs(self, wrap: Wrap | None) -> None:
+        """Let programs run through what `wrap` returns for their name and their own run; None: as before."""
+        from prejit.runtime.programs.watched_runs import watch
+
+        watch(self._programs, wrap)
+
+    def check_finite(self) -> None:
+        """Look for NaN and infinity in what programs return from now on; it waits for each run.
+
+        The first program that returns one raises NumbersError, which names it, the result and the index.
+        Calls of programs of the user that jaxlib dispatches by itself do not come by.
+        """
+        from prejit.runtime.programs.finite_check import check_finite
+
+        check_finite(self._programs)
+
+    def kernel_names(self, program: str) -> dict[str, tuple[str, str]]:
+        """Return for each instruction of a program what it calls, as `device.xla_profile.kernel_names`."""
+        from prejit.runtime.device.xla_profile import kernel_names
+
+        return kernel_names(self._programs[program].loaded)
 
     def report(self) -> tuple[ProgramReport, ...]:
         """Return how each program was obtained: loaded, compiled here, kept, compiling, or unused so far."""

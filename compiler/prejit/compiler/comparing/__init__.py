@@ -1,6 +1,7 @@
-"""`prejit diff`: what differs between two bundles, and how fast both run.
+"""`prejit diff`, and what `prejit inspect` shows of programs: what differs, how fast it is, what it costs.
 
 `difference` reads and compares, `speed` measures in processes that take turns (`timing_child` is their
-program). It reads machine code with the worker's disassembler, in this process: nothing is compiled here.
-Imports `compile` and `targets`. Begin with `difference`.
+program); `program_texts` and `roofline` look into one bundle. They read machine code with the worker's
+disassembler, in this process: nothing is compiled here. Imports `bench`, `compile` and `targets`. Begin with
+`difference`.
 """

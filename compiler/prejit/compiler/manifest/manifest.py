@@ -9,6 +9,7 @@
     [[program]]   Program            name, function, args, buckets, params, static, donate,
                                      pad, mask, open_sizes, repeat,
                                      carry, shardings, reads, impure
+                                     check: a ProgramCheck, reference results
     [[library]]   Library            path, handlers, targets: native code that programs call
     [[target]]    Target             name, jax, ...: see target_table.TargetTable
 
@@ -146,6 +147,28 @@ def names_object(text: str) -> bool:
     return all(name.isidentifier() and not keyword.iskeyword(name) for name in names)
 
 
+@dataclass(frozen=True, slots=True)
+class ProgramCheck:
+    """`[program.check]`: results that a program must return. The build fails where they differ.
+
+    Attributes:
+        function: `package.module:attribute`, or in Python the object itself: a function that takes what the
+            function of the program takes, params included, as NumPy arrays, and returns what it returns. It
+            is compared at each bucket, here and by `prejit verify --run`.
+        files: .npz files, relative to the manifest, with arguments and results of the program as `args.NAME`
+            and `results.NAME`, named as by `prejit call`; the shapes must be those of a bucket. The build
+            alone compares with them.
+        tolerance: results may differ by this share of their size, and of the mean size of all elements of
+            the result. Whole numbers must be equal.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    function: Any = None
+    files: tuple[str, ...] = ()
+    tolerance: float = 1e-3
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
     """A function of the user: a `[[program]]` section, or a Python object.
@@ -184,6 +207,7 @@ class Program:
             manifest: paths, glob patterns, directories. It is traced again when one of them changes.
         impure: whether the function may read the clock or draw random numbers without a seed while it is
             traced, because the program does not depend on them. Otherwise that is an error.
+        check: results that the build compares with; None: those of its own executable alone are known.
     """
 
     name: str
@@ -201,6 +225,7 @@ class Program:
     shardings: Mapping[str, Sequence[str]] = field(default_factory=dict)
     reads: Sequence[str] = ()
     impure: bool = False
+    check: ProgramCheck | None = None
 
     @property
     def is_file(self) -> bool:

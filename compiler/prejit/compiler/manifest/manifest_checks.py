@@ -318,12 +318,33 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
         yield ("mask",), "expected pad beside it, which says what is padded"
     if isinstance(args, dict) and isinstance(mask, str) and mask not in args:
         yield ("mask",), f"expected an argument, one of {', '.join(args)}; found {shown(mask)}"
+    for inside, problem in _check_problems(program, directory):
+        yield ("check", *inside), problem
     for place, axes in _table(program.get("shardings")).items():
         if not isinstance(axes, list) or not all(isinstance(axis, str) for axis in axes):
             continue  # pydantic reports it
         named = [axis for axis in axes if axis]
         if not set(named) <= set(MESH_AXES) or len(set(named)) < len(named) or not named:
             yield ("shardings", place), _wrong(SHARDING, axes)
+
+
+def _check_problems(program: dict[str, Any], directory: Path) -> Problems:
+    """Find what is wrong with reference results."""
+    check = program.get("check")
+    if not isinstance(check, dict):
+        return
+    function, files, tolerance = (check.get(key) for key in ("function", "files", "tolerance"))
+    if function is None and not files:
+        yield (), "expected function or files in it, which have the results; found neither"
+    if function is not None and not (isinstance(function, str) and names_object(function)):
+        yield ("function",), _wrong(expected("program[].check.function"), function)
+    if program.get("repeat"):
+        yield (), "expected none beside repeat: check a program of the function without it"
+    for index, name in enumerate(_items(files)):
+        if isinstance(name, str) and not os.path.isfile(directory / name):
+            yield ("files", index), no_such_path(".npz file", name, directory)
+    if isinstance(tolerance, int | float) and not 0 < tolerance < 1:
+        yield ("tolerance",), _wrong(expected("program[].check.tolerance"), tolerance)
 
 
 def _library_problems(data: dict[str, Any], directory: Path) -> Problems:

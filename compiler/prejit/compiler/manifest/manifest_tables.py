@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, fields
@@ -22,6 +23,7 @@ from prejit.compiler.manifest.manifest import (
     Library,
     Model,
     Program,
+    ProgramCheck,
 )
 from prejit.compiler.manifest.manifest_checks import OWN_NAMES, Problems, is_int_list
 from prejit.compiler.manifest.shape_string import MAX_SIZE
@@ -92,6 +94,7 @@ class ProgramTable:
     shardings: dict[str, tuple[str, ...]] = field(default_factory=dict)
     reads: tuple[str, ...] = ()
     impure: bool = False
+    check: ProgramCheck | None = None
 
 
 SECTIONS: dict[str, tuple[type[Any], bool]] = {
@@ -107,6 +110,8 @@ SECTIONS: dict[str, tuple[type[Any], bool]] = {
 """The class of each section, and whether the section is an array of tables."""
 
 
+_NESTED: dict[str | int, type[Any]] = {"gpu": GpuTable, "check": ProgramCheck}
+"""The classes of tables inside of sections."""
 TOO_DEEP = "nested too deeply"
 
 Respelt = list[tuple[KeyPath, KeyPath]]
@@ -181,7 +186,7 @@ def _parse_section(
             elif detail["type"] == "missing":
                 problem = f"missing; expected {expected(where)}"
             elif detail["type"] == "unexpected_keyword_argument":
-                nested = GpuTable if "gpu" in where[:-1] else kind
+                nested = next((_NESTED[key] for key in where[:-1] if key in _NESTED), kind)
                 allowed = [item.name for item in fields(nested)]
                 problem = unknown_key(str(where[-1]), allowed)
             else:
@@ -194,14 +199,16 @@ def _parse_section(
 
 
 def _as_json(value: Any) -> Any:
-    """Return TOML as JSON. What JSON lacks becomes 1.5, which no key accepts."""
+    """Return TOML as JSON. What JSON lacks becomes a table that no key accepts."""
     if isinstance(value, dict):
         return {str(key): _as_json(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_as_json(item) for item in value]
     if isinstance(value, str | bool) or (isinstance(value, int) and abs(value) < 2**63):
         return value
-    return 1.5
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    return {"": 1.5}
 
 
 def _sorted_sizes(value: Any, section: str) -> Any:
@@ -282,6 +289,13 @@ _NARROWED: dict[str, dict[str, dict[str, Any]]] = {
         },
         "args": {"anyOf": [{"type": "string", "pattern": "^[^:]+:[^:]+$"}, *_TREE["anyOf"][1:]]},
         "repeat": {"items": _SIZE, "uniqueItems": True},
+        "check": {
+            "properties": {
+                "function": {"type": "string", "pattern": "^[^:]+:[^:]+$"},
+                "files": {"items": {"type": "string"}},
+                "tolerance": {"exclusiveMinimum": 0, "exclusiveMaximum": 1},
+            }
+        },
         "shardings": {
             "additionalProperties": {
                 "type": "array",
@@ -351,7 +365,10 @@ def _section(name: str, kind: type[Any]) -> dict[str, Any]:
     schema["description"] = summary
     schema["additionalProperties"] = False
     for key, value in schema["properties"].items():
-        value |= _NARROWED.get(name, {}).get(key, {})
+        narrowed = dict(_NARROWED.get(name, {}).get(key, {}))
+        for inner, more in narrowed.pop("properties", {}).items():
+            value["properties"][inner] |= more
+        value |= narrowed
         value["description"] = attributes[key]
     return schema
 

@@ -243,6 +243,10 @@ def _as_data(manifest: Manifest) -> dict[str, Any]:
         if not isinstance(function, str):
             function = _CALLABLE if callable(function) else repr(function)
         params = program.params if isinstance(program.params, str) else None
+        if program.check is not None:
+            table["check"] = _plain(_fields(program.check))
+            if callable(program.check.function):
+                table["check"]["function"] = _CALLABLE
         programs.append({**table, "function": function, "params": params})
     mesh = manifest.mesh
     plain: dict[str, Any] = _plain(

@@ -42,6 +42,7 @@ from prejit.compiler.pipeline.measure.accuracy import measure_accuracy
 from prejit.compiler.pipeline.measure.golden_answers import with_golden_answers
 from prejit.compiler.pipeline.measure.measured_speed import measure_costs
 from prejit.compiler.pipeline.measure.other_sizes import check_sizes
+from prejit.compiler.pipeline.measure.reference_checks import with_checked_answers
 from prejit.compiler.pipeline.pack.attaching import attach_descriptions
 from prejit.compiler.pipeline.pack.bundle_files import LostFramesError, PackedLayer
 from prejit.compiler.pipeline.pack.bundle_writing import check_place, write
@@ -301,6 +302,7 @@ def _pack(begun: Begun, targets: tuple[CompiledTarget, ...], service: Services) 
         targets = _with_lost_frames(begun, targets, lost)
         packed = pack(targets)
     packed = with_golden_answers(packed, store, progress, seconds)
+    packed = with_checked_answers(space, packed, seconds)
     bundle = pack_bundle(manifest.bundle.name, packed)
     path, written = write(bundle, service.output, progress)
     digest = digest_of(bundle.index)

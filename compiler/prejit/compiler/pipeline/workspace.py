@@ -128,7 +128,7 @@ def _find_functions(manifest: Manifest, modules: UserModules) -> Functions:
     found = {}
     for program in manifest.programs:
         where = f"{manifest.where}: program {program.name!r}: params"
-        parameters, nested = _parameters(manifest, program.params, where)
+        parameters, nested = read_params(manifest, program.params, where)
         file = manifest.resolve(str(program.fn)) if program.is_file else None
         with modules.in_use():
             found[program.name] = find_function(
@@ -144,14 +144,14 @@ def _find_own_model(manifest: Manifest, modules: UserModules, *, out_in: bool) -
 
     assert manifest.model is not None
     where = f"{manifest.where}: model.params"
-    parameters, nested = _parameters(manifest, manifest.model.params, where)
+    parameters, nested = read_params(manifest, manifest.model.params, where)
     with modules.in_use():
         return find_model(
             manifest.model, manifest.where, parameters, modules, nested, out_in=out_in
         )
 
 
-def _parameters(
+def read_params(
     manifest: Manifest, params: Any, where: str
 ) -> tuple[dict[str, Any] | None, Callable[[Mapping[str, Any]], Any] | None]:
     """Return parameters by flat name, and what makes a pytree of them again; None for nested dicts.

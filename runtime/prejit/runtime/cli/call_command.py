@@ -13,7 +13,7 @@ import click
 from prejit.runtime.base.process_facts import importing
 from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.cli.bundle_loading import load_bundle
-from prejit.runtime.cli.command_options import BUNDLE, JSON, STATS, loads, output
+from prejit.runtime.cli.command_options import BUNDLE, CHECK_FINITE, JSON, STATS, loads, output
 from prejit.runtime.cli.output import print_json, print_start, print_text
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.format.arrays import Array
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     help="A static argument; VALUE is JSON, or else text.",
 )
 @output("DIR", "Directory for the results, one .npy file each.", required=True)
+@CHECK_FINITE
 @STATS
 @loads
 @JSON
@@ -50,6 +51,7 @@ def call(
     arg: tuple[str, ...],
     static: tuple[str, ...],
     output: str,
+    check_finite: bool,
     stats: bool,
     as_json: bool,
     **loading: Any,
@@ -64,6 +66,11 @@ def call(
     bundle = load_bundle(path, **loading)
     given = _by_path(files, _arguments_of(bundle, program), program)
     chosen, results = bundle.call_by_path(program, given, _read_static(static, bundle, program))
+    if check_finite:  # of what the caller gave: padding may give infinities
+        from prejit.runtime.programs.finite_check import refuse_odd
+
+        for place, value in results.items():
+            refuse_odd(f"{bundle.name}: {chosen.program.name}", place, value)
     directory = Path(output)
     written = {}
     try:

@@ -71,6 +71,11 @@ COMMAND = click.argument(
     help="The program's command and its arguments.",
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
+CHECK_FINITE = click.option(
+    "--check-finite",
+    is_flag=True,
+    help="Look at what every program returns, and name the first one with a NaN or an infinity.",
+)
 STATS = click.option("--stats", is_flag=True, help="Print statistics on stderr.")
 FINGERPRINT = click.option(
     "--fingerprint", **FILE, help="Use the fingerprint in FILE instead of this machine's own."

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -61,6 +62,7 @@ HOUSES = {
         "Commands that serve bundles",
         {
             "serve": "Serve bundles over HTTP: OpenAI's API, the Open Inference Protocol, metrics, a page.",
+            "profile": "Record where the time of a bundle or a server goes: steps, programs, kernels.",
             "replay": "Run the requests of a log of `prejit serve` again and compare.",
             "observe": "Write dashboards of Grafana, alert rules of Prometheus and runbooks for servers.",
         },
@@ -212,7 +214,10 @@ def run(arguments: Sequence[str]) -> int:
             hint="correct this environment variable, or unset it",
         ) from error
     except ModuleNotFoundError as error:  # at the import, or later in a command
-        house = HOUSES.get(HOMES.get(arguments[0], ""))
+        home = re.match(
+            r"prejit\.(\w+)", error.name or ""
+        )  # `inspect` can use another house's parts
+        house = HOUSES.get(home[1] if home else HOMES.get(arguments[0], ""))
         if house is None or (error.name or "").partition(".")[0] not in house.packages:
             raise
         raise UsageError(

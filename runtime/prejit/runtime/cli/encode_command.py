@@ -10,7 +10,7 @@ import click
 
 from prejit.runtime.base.process_facts import seconds_since_exec
 from prejit.runtime.cli.bundle_loading import load_bundle
-from prejit.runtime.cli.command_options import BUNDLE, JSON, STATS, loads
+from prejit.runtime.cli.command_options import BUNDLE, CHECK_FINITE, JSON, STATS, loads
 from prejit.runtime.cli.output import print_json, print_start, print_text, warnings_on_stderr
 
 
@@ -26,6 +26,7 @@ from prejit.runtime.cli.output import print_json, print_start, print_text, warni
     default="truncate",
     help="For a sentence that is longer than the model takes.",
 )
+@CHECK_FINITE
 @STATS
 @loads
 @JSON
@@ -33,12 +34,15 @@ def encode(
     path: str,
     text: tuple[str, ...],
     on_too_long: Literal["truncate", "error"],
+    check_finite: bool,
     stats: bool,
     as_json: bool,
     **loading: Any,
 ) -> int:
     """Print the embeddings of sentences: one line of numbers each, or JSON with statistics."""
     bundle = load_bundle(path, **loading)
+    if check_finite:
+        bundle.check_finite()
     with warnings_on_stderr():
         encoded = bundle.encode_batch(text, on_too_long=on_too_long)
     rows = encoded.embeddings.tolist()

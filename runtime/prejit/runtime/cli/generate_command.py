@@ -12,7 +12,7 @@ import click
 from prejit.runtime.base.process_facts import seconds_since_exec
 from prejit.runtime.base.wording import table
 from prejit.runtime.cli.bundle_loading import load_bundle
-from prejit.runtime.cli.command_options import BUNDLE, JSON, STATS, check_one, loads
+from prejit.runtime.cli.command_options import BUNDLE, CHECK_FINITE, JSON, STATS, check_one, loads
 from prejit.runtime.cli.output import print_json, print_start, print_text
 from prejit.runtime.errors import NumbersError, UsageError, printable
 from prejit.runtime.generation.options import OPTIONS, Option
@@ -76,6 +76,7 @@ def _token_ids(text: str) -> list[int]:
     "--chat", metavar="TEXT", help="A user's message; the bundle's chat template makes the prompt."
 )
 @_generation_options
+@CHECK_FINITE
 @STATS
 @loads
 @JSON
@@ -84,6 +85,7 @@ def generate(
     prompt: str | None,
     prompt_ids: list[int] | None,
     chat: str | None,
+    check_finite: bool,
     stats: bool,
     as_json: bool,
     on_mismatch: Literal["jit", "error"],
@@ -94,6 +96,8 @@ def generate(
     prompts = {"--prompt": prompt, "--prompt-ids": prompt_ids, "--chat": chat}
     check_one(prompts, required=options["source"] is None)
     bundle = load_bundle(path, on_mismatch, fingerprint)
+    if check_finite:
+        bundle.check_finite()
     given: str | list[int] | None = prompt if prompt_ids is None else prompt_ids
     if chat is not None:
         given = bundle.apply_chat_template([{"role": "user", "content": chat}])

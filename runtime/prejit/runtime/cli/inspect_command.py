@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,12 @@ import click
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.base.wording import few, size, table
 from prejit.runtime.cli.accuracy_tables import accuracy_table, forms_table
-from prejit.runtime.cli.bundle_references import bundle_files
+from prejit.runtime.cli.bundle_references import bundle_files, local_bundle
 from prejit.runtime.cli.call_table import calls_table
-from prejit.runtime.cli.command_options import BUNDLE, JSON
+from prejit.runtime.cli.command_options import BUNDLE, JSON, check_one
 from prejit.runtime.cli.golden_commands import quarantined
 from prejit.runtime.cli.output import print_json, print_text
+from prejit.runtime.errors import UsageError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.bundle_schema import Config, RecordedProgram
 from prejit.runtime.format.layout import LayoutFiles
@@ -31,13 +33,74 @@ if TYPE_CHECKING:
     from prejit.runtime.generation.options import Defaults
 
 
+_TEXTS = {
+    "stablehlo": "StableHLO: the portable program",
+    "hlo": "HLO, as XLA optimized it for the target",
+    "asm": "machine code, function by function",
+}
+_PROGRAM_VIEWS = "prejit.compiler.cli.program_views"
+
+
+def _texts(command: Callable[..., int]) -> Callable[..., int]:
+    for name, text in reversed(_TEXTS.items()):
+        shown = f"Print a program as {text} (needs prejit[compiler])."
+        command = click.option(f"--{name}", metavar="PROGRAM", help=shown)(command)
+    return command
+
+
 @click.command(
-    epilog="Examples:\n\n\b\n  prejit inspect artifacts/demo\n  prejit inspect artifacts/demo --json"
+    epilog="Examples:\n\n\b\n  prejit inspect artifacts/demo\n  prejit inspect artifacts/demo --json\n"
+    "  prejit inspect artifacts/demo --hlo decode/b1-c128 --for-target cpu-x86-64-v3\n"
+    "  prejit inspect artifacts/demo --roofline"
 )
 @BUNDLE
+@_texts
+@click.option(
+    "--costs",
+    is_flag=True,
+    help="Print what a run of each program computes and moves (needs prejit[compiler]).",
+)
+@click.option(
+    "--roofline",
+    is_flag=True,
+    help="Run each program too, and say how near it comes to what this machine can do at most.",
+)
+@click.option(
+    "--for-target",
+    "target",
+    metavar="NAME",
+    help="The target for these options. Default: the one that this machine loads, or else the first.",
+)
 @JSON
-def inspect(path: str, as_json: bool) -> int:
-    """Show what a bundle holds: targets, programs, sizes, versions."""
+def inspect(
+    path: str,
+    stablehlo: str | None,
+    hlo: str | None,
+    asm: str | None,
+    costs: bool,
+    roofline: bool,
+    target: str | None,
+    as_json: bool,
+) -> int:
+    """Show what a bundle holds: targets, programs, sizes, versions; or look into its programs."""
+    texts = {"stablehlo": stablehlo, "hlo": hlo, "asm": asm}
+    flags = {"costs": costs or None, "roofline": roofline or None}
+    check_one({f"--{name}": value for name, value in {**texts, **flags}.items()})
+    form = next((name for name, value in texts.items() if value is not None), None)
+    if form is not None or costs or roofline:
+        views = importlib.import_module(_PROGRAM_VIEWS)  # of the build side, which may be missing
+        path = local_bundle(path, every=True)
+        if form is not None:
+            views.show_text(path, form, texts[form], target, as_json=as_json)
+        else:
+            show = views.show_costs if costs else views.show_roofline
+            show(path, target, as_json=as_json)
+        return 0
+    if target is not None:
+        raise UsageError(
+            "--for-target: expected --stablehlo, --hlo, --asm, --costs or --roofline beside it, found none",
+            hint="without these `prejit inspect` shows all targets",
+        )
 
     def read(
         layout: LayoutFiles, root: Root
@@ -68,8 +131,8 @@ def inspect(path: str, as_json: bool) -> int:
     print_text(table(["layer", "size"], [(name, size(count)) for name, count in sizes]))
     if calls := calls_table(contents[0].config):
         print_text(f"\n{calls}")
-    for target, content in zip(targets, contents, strict=True):
-        _print_target(target, content)
+    for each, content in zip(targets, contents, strict=True):
+        _print_target(each, content)
     return 0
 
 

@@ -24,6 +24,7 @@ from prejit.runtime.device._jaxlib import (
     import_jaxlib,
     importing,
     is_on_cpu,
+    new_cpu_client,
     result_handler,
 )
 from prejit.runtime.errors import UsageError
@@ -271,6 +272,7 @@ def compile_options(devices: Sequence[Any]) -> Any:
 @functools.cache
 def import_mlir() -> Any:
     """Return jaxlib's module `ir` of the MLIR bindings."""
+    import_jaxlib()  # first: it sets the level of XLA's log
     with importing:
         # jax imports `_mlir_libs` first too, and a host program may import jax in another thread.
         import jaxlib.mlir._mlir_libs  # noqa: F401
@@ -308,6 +310,56 @@ def refined(module: Any, version: str) -> bytes:
         enable_shardy=True,
     )
     return bytes(core.serialize_portable_artifact(static, version, True))
+
+
+def parse_hlo(serialized: bytes) -> Any:
+    """Return XLA's module of a serialized HloModuleProto."""
+    import_jaxlib()
+    from jaxlib import _hlo
+
+    return _hlo.HloModule.from_serialized_hlo_module_proto(serialized)
+
+
+def hlo_cost(module: Any) -> dict[str, float]:
+    """Return what XLA's cost analysis counts in an MLIR module: `flops`, `bytes accessed` and others."""
+    core = import_jaxlib()[1]
+    bytecode = io.BytesIO()
+    module.operation.write_bytecode(bytecode)
+    computation = core.mlir.mlir_module_to_xla_computation(bytecode.getvalue())
+    module_cost: Callable[..., dict[str, float]] = core.hlo_module_cost_analysis
+    return module_cost(_counting_client(), computation.get_hlo_module())
+
+
+@functools.cache
+def _counting_client() -> Any:
+    """Return a client for cost analysis, which knows the sizes of shapes on a CPU."""
+    return new_cpu_client(1)
+
+
+def profiler_session() -> Any:
+    """Return a running session of XLA's profiler. Its `stop` returns an XSpace, serialized.
+
+    It records what XLA's threads run, kernel by kernel, and none of Python's calls.
+
+    Raises:
+        RuntimeError: the process has such a session already, of whoever.
+    """
+    import_jaxlib()
+    from jaxlib import _profiler
+
+    options = _profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    options.host_tracer_level = 2
+    options.raise_error_on_start_failure = True
+    return _profiler.ProfilerSession(options)
+
+
+def read_xspace(serialized: bytes) -> Any:
+    """Return the planes of an XSpace (tsl/profiler/protobuf/xplane.proto)."""
+    import_jaxlib()
+    from jaxlib import _profile_data
+
+    return _profile_data.ProfileData.from_serialized_xspace(serialized)
 
 
 def deserialize_topology(serialized: bytes) -> Any:

@@ -108,6 +108,33 @@ def operations(portable: bytes, platforms: Sequence[str], platform: str) -> Oper
     return Operations(digest_of(text.encode()), dict(sorted(found.items())))
 
 
+def as_text(portable: bytes, platforms: Sequence[str], platform: str) -> str:
+    """Return a program as MLIR's text. Arguments and errors as `stablehlo_module`."""
+    text: str = stablehlo_module(portable, platforms, platform).operation.get_asm(
+        enable_debug_info=False, large_elements_limit=_SHOWN_ELEMENTS
+    )
+    return text
+
+
+def hlo_text(serialized: bytes) -> str:
+    """Return a serialized HloModuleProto as HLO text."""
+    text: str = _jax_parts.parse_hlo(serialized).to_string()
+    return text
+
+
+def count_flops(portable: bytes, platforms: Sequence[str], platform: str) -> float:
+    """Return the floating-point operations of a program, by XLA's count before it optimizes anything.
+
+    A loop counts as one turn. Arguments and errors as `stablehlo_module`.
+    """
+    module = stablehlo_module(portable, platforms, platform)
+    return _jax_parts.hlo_cost(module).get("flops", 0.0)
+
+
+_SHOWN_ELEMENTS = 16
+"""Constants with more elements than this are cut in texts of programs."""
+
+
 def bind_calls(portable: bytes, names: Mapping[str, str]) -> bytes:
     """Return a program that calls handlers by other names: those that XLA knows them by.
 

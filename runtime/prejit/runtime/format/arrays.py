@@ -179,8 +179,8 @@ class Golden:
     Attributes:
         recipe: version of the recipe of the arguments; readers ignore recipes that they do not have.
         seed: the seed.
-        source: the target whose executable gave the answer, or `portable`: the portable program did, because
-            the build host runs none of the targets.
+        source: the target whose executable gave the answer; `portable`, if the build host runs none of the
+            targets; `reference`, if a function of the manifest's [program.check] gave it.
         tolerance: results may differ from it by their scale / 2 ** tolerance; whole numbers may not.
         results: samples of the results, as text.
     """

@@ -78,7 +78,7 @@ def _origin(text: str) -> str:
     type=_address,
     metavar="PATH|HOST:PORT",
     help="Also listen at a Unix socket or another address for POST /drain, /undrain, /swap, /add, /remove, "
-    "/sleep and /wake, which ask for no key (default: nowhere).",
+    "/sleep, /wake and /profile, which ask for no key (default: nowhere).",
 )
 @click.option(
     "--cors",

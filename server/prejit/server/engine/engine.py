@@ -29,7 +29,7 @@ from prejit.server.engine.memory import (
     plan_caches,
     programs_bytes,
 )
-from prejit.server.engine.request_recorder import ENCODE, Recorder, kinds_of
+from prejit.server.engine.request_recorder import ENCODE, Observe, Recorder, kinds_of
 from prejit.server.engine.sleeper import Room, Sleeper
 from prejit.server.engine.stream import Answer, GuardedMask, Pipe, Stream, Ticket
 
@@ -385,6 +385,10 @@ class Engine(OneProcess):
             device_memory_bytes=self._bundle.device_memory_bytes(),
             sleep=self.sleeper.metrics(),
         )
+
+    def observe(self, observe: Observe | None) -> None:
+        """Show each step of the batch and each request that ends from now on; None: to nobody any more."""
+        self._recorder.observe(observe)
 
     @property
     def growth_bytes(self) -> int:

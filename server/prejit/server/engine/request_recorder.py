@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, final
@@ -60,6 +60,23 @@ class Cost(NamedTuple):
     sentence_tokens: tuple[int, ...] = ()
 
 
+class Observed(NamedTuple):
+    """A step of a batch, or a request, that has ended just now.
+
+    Attributes:
+        what: `step`, or the kind and the program of a request: `generate`, `call score`.
+        parts: the parts of it, the first one first, with the seconds that each took.
+        rows: requests of the step; new tokens of a generation.
+    """
+
+    what: str
+    parts: tuple[tuple[str, float], ...]
+    rows: int = 1
+
+
+Observe = Callable[[Observed], object]
+"""Takes what ends while somebody looks. It is called with locks held, and must be quick."""
+
 ONE_RUN = Cost()
 """The cost of most runs: they pad nothing."""
 
@@ -79,7 +96,10 @@ class RequestRecorder:
 
     Attributes:
         lock: protects the counts. A part that has a lock of its own may use this one.
+        observe: takes each request that has a result; None: nobody looks.
     """
+
+    observe: Observe | None = None
 
     def __init__(self, kind: Kind, program: str, queue_size: int) -> None:
         """Begin with nothing counted. For the arguments see `RequestMetrics`."""
@@ -141,6 +161,8 @@ class RequestRecorder:
         self._running -= 1
         self._finished[reason] += 1
         self._at_once.observe(seconds)
+        if self.observe is not None:
+            self.observe(Observed(" ".join(self._named), (("run", seconds),), rows))
         self._compiled += waited_for_compile
         self._rows += rows
         self._busy += busy_seconds
@@ -173,6 +195,9 @@ class RequestRecorder:
         with self.lock:
             self._running -= 1
             self._finished[reason] += 1
+            if self.observe is not None and run_seconds is not None:
+                parts = (("queue", seconds - run_seconds), ("run", run_seconds))
+                self.observe(Observed(" ".join(self._named), parts))
             if run_seconds is not None:
                 self._compiled += waited_for_compile
                 self._run.observe(run_seconds)
@@ -247,6 +272,8 @@ class Recorder:
         generations: counts the generations.
     """
 
+    _observe: Observe | None = None
+
     def __init__(
         self, slots: int, queue_size: int, programs: Iterable[tuple[Kind, str]] = (GENERATE,)
     ) -> None:
@@ -274,6 +301,7 @@ class Recorder:
             found = self._each.get((kind, program))
             if found is None:
                 found = RequestRecorder(kind, program, self._queue_size)
+                found.observe = None if kind == "generate" else self._observe
                 self._each[kind, program] = found
             return found
 
@@ -281,6 +309,13 @@ class Recorder:
         """Return how many requests of all kinds wait or run."""
         with self._lock:
             return sum(each.live for each in self._each.values())
+
+    def observe(self, observe: Observe | None) -> None:
+        """Show each step and each request that ends from now on; None: to nobody any more."""
+        with self._lock:
+            self._observe = observe
+            for one in self._each.values():
+                one.observe = None if one is self.generations else observe
 
     # ------------------------------------------------------------------ the way of a generation
 
@@ -313,6 +348,12 @@ class Recorder:
         if stats is None:
             self.generations.finished(reason, seconds)
             return
+        if self._observe is not None:
+            run = stats.prefill_seconds + stats.decode_seconds
+            parts = (("prefill", stats.prefill_seconds), ("decode", stats.decode_seconds))
+            self._observe(
+                Observed("generate", (("queue", seconds - run), *parts), stats.new_tokens)
+            )
         # The last new token is never fed back, so nothing is computed for it.
         useful = stats.prompt_tokens - stats.reused_tokens + max(0, stats.new_tokens - 1)
         computed = round(useful / (1 - stats.padding)) if stats.padding < 1 else 0
@@ -338,6 +379,9 @@ class Recorder:
             seconds: how long it took.
         """
         self.generations.ran(rows, Cost(max(0, slots - rows)), seconds)
+        if self._observe is not None:
+            part = "decode" if slots else "prefill"
+            self._observe(Observed("step", ((part, seconds),), rows))
 
     # ------------------------------------------------------------------ all of it
 

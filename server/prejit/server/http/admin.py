@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -24,6 +24,7 @@ from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.bodies import served_model
 from prejit.server.served.bundle_swaps import BundleSwaps
 from prejit.server.served.served import ModelNotFoundError, Models
+from prejit.server.telemetry.engine_profile import MAX_SECONDS, record
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -54,6 +55,12 @@ class SwapRequest(ModelRequest, frozen=True, forbid_unknown_fields=True):
     """
 
     bundle: str = ""
+
+
+class ProfileRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /profile: how long to record."""
+
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] = 2.0
 
 
 class AddRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -126,6 +133,11 @@ def make_admin(
         served.engine.wake()
         return {"model": served.name, "is_sleeping": False}
 
+    def profile(wanted: ProfileRequest) -> Response:
+        each = [(served.name, served.bundle, served.engine) for served in models]
+        found = record(each, lambda: time.sleep(wanted.seconds))
+        return Response(found, media_type="application/zip")
+
     app = Starlette(
         routes=[
             Route("/drain", post_drain, methods=["POST"]),
@@ -135,6 +147,7 @@ def make_admin(
             Route("/remove", _handler(ModelRequest, remove), methods=["POST"]),
             Route("/sleep", _handler(ModelRequest, sleep), methods=["POST"]),
             Route("/wake", _handler(ModelRequest, wake), methods=["POST"]),
+            Route("/profile", _handler(ProfileRequest, profile), methods=["POST"]),
         ],
         exception_handlers={HTTPException: http_errors.handle, ApiError: http_errors.handle},
     )
@@ -153,9 +166,9 @@ def make_admin(
 
 
 def _handler(
-    kind: type[_Body], change: Callable[[_Body], dict[str, Any]]
+    kind: type[_Body], work: Callable[[_Body], dict[str, Any] | Response]
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Return a handler that reads a body, and answers with what a change of the models returns."""
+    """Return a handler that reads a body, and answers with what some work returns, which takes seconds."""
 
     async def handle(request: Request) -> Response:
         try:
@@ -163,8 +176,8 @@ def _handler(
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise http_errors.as_api_error(error) from None
         try:
-            # In a thread: to load, verify and try a bundle takes seconds.
-            return json_response(await asyncio.to_thread(change, wanted))
+            found = await asyncio.to_thread(work, wanted)
+            return found if isinstance(found, Response) else json_response(found)
         except PrejitError as error:
             text = f"{error}\nhint: {error.hint}" if error.hint else str(error)
             raise ApiError(_STATUS.get(type(error), 409), text, code=error.code) from error

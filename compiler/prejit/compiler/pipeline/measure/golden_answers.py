@@ -55,7 +55,7 @@ _CHILD = "prejit.compiler.pipeline.measure.golden_child"
 
 
 @dataclass(frozen=True)
-class _Answering:
+class Answering:
     """The target that answers, whether its executables run here, and the platform that they run on."""
 
     target: PackedTarget
@@ -66,6 +66,12 @@ class _Answering:
     def source(self) -> str:
         """The name of the target whose executables answer, or `portable`."""
         return self.target.config.target if self.matched else _PORTABLE
+
+    @property
+    def threads(self) -> int:
+        """The number of threads that answer: one, or those of a mesh, whose devices wait for each other."""
+        mesh = self.target.config.mesh
+        return 1 if mesh is None else mesh.size
 
 
 def ask(
@@ -112,7 +118,7 @@ def with_golden_answers(
     A program that fails here, or is too large for this machine, has none. The progress says so. The time
     limit is for all programs together.
     """
-    answering = _answering(targets)
+    answering = answering_target(targets)
     weights = _layer(answering.target, WEIGHTS_MEDIA_TYPE)
     dtypes = _dtypes(weights)
     keys: dict[tuple[str, int], Key] = {}
@@ -126,7 +132,7 @@ def with_golden_answers(
         with progress.phase("asking programs for golden answers"), store.making(lock):
             known = kept_values(store, keys, "results")
             missing = [each for each in missing if each not in known]
-            asked = _ask(answering, weights, missing, progress, timeout_seconds)
+            asked = _ask(answering, missing, progress, timeout_seconds)
             for each, results in asked.items():
                 store.put(keys[each], {"results": results})
             known |= asked
@@ -144,7 +150,7 @@ def with_golden_answers(
     return tuple(map(answered, targets))
 
 
-def _answering(targets: Sequence[PackedTarget]) -> _Answering:
+def answering_target(targets: Sequence[PackedTarget]) -> Answering:
     """Return the target that answers: the one that this machine would load, or else the first."""
     machine = Fingerprint.current()
     fitting = [
@@ -154,8 +160,8 @@ def _answering(targets: Sequence[PackedTarget]) -> _Answering:
     ]
     if fitting:
         _, _, target = min(fitting, key=lambda each: each[:2])
-        return _Answering(target, True, machine.platform)
-    return _Answering(targets[0], False, "cpu")
+        return Answering(target, True, machine.platform)
+    return Answering(targets[0], False, "cpu")
 
 
 def _dtypes(weights: PackedLayer | None) -> dict[str, str]:
@@ -182,7 +188,7 @@ def _tolerance(config: Config, program: ProgramEntry, dtypes: Mapping[str, str])
 
 
 def _key(
-    answering: _Answering, program: ProgramEntry, tolerance: int, weights: PackedLayer | None
+    answering: Answering, program: ProgramEntry, tolerance: int, weights: PackedLayer | None
 ) -> Key:
     config = answering.target.config
     model = config.decoder or config.encoder
@@ -201,8 +207,7 @@ def _key(
 
 
 def _ask(
-    answering: _Answering,
-    weights: PackedLayer | None,
+    answering: Answering,
     wanted: Sequence[tuple[str, int]],
     progress: Progress,
     timeout_seconds: float,
@@ -217,7 +222,18 @@ def _ask(
             progress.note(f"{name} gets no golden answer: {reason}")
     if not asked:
         return {}
+    request, given = golden_request(answering, asked)
+    content = b"".join([json.dumps(asdict(request)).encode(), b"\n", *given])
+    answers, ended = ask(_CHILD, content, timeout_seconds, threads=answering.threads)
+    return _read(answers, asked, ended, progress)
+
+
+def golden_request(
+    answering: Answering, wanted: Sequence[str]
+) -> tuple[GoldenRequest, list[bytes]]:
+    """Return the request for programs of the target that answers, and the layers that follow it."""
     layers = _layers(answering.target)
+    weights = _layer(answering.target, WEIGHTS_MEDIA_TYPE)
     path = None if weights is None else weights.content
     assert path is None or isinstance(path, Path)
     request = GoldenRequest(
@@ -225,16 +241,11 @@ def _ask(
         answering.platform,
         answering.matched,
         SEED,
-        tuple(asked),
+        tuple(wanted),
         None if path is None else str(path),
         tuple(each if isinstance(each, str) else len(each) for each in layers),
     )
-    given = (each for each in layers if isinstance(each, bytes))
-    content = b"".join([json.dumps(asdict(request)).encode(), b"\n", *given])
-    mesh = answering.target.config.mesh
-    threads = 1 if mesh is None else mesh.size  # devices of a mesh wait for each other
-    answers, ended = ask(_CHILD, content, timeout_seconds, threads=threads)
-    return _read(answers, asked, ended, progress)
+    return request, [each for each in layers if isinstance(each, bytes)]
 
 
 def _read(

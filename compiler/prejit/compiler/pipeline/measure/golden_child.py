@@ -13,7 +13,7 @@ import mmap
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 from prejit.runtime.base.files import Content
 from prejit.runtime.base.typed_json import from_json, from_plain
@@ -63,11 +63,7 @@ class GoldenRequest:
 def main() -> None:
     """Answer the request on stdin."""
     request = from_plain(GoldenRequest, json.loads(sys.stdin.buffer.readline()))
-    layers = [
-        sys.stdin.buffer.read(each) if isinstance(each, int) else _mapped(each)
-        for each in request.layers
-    ]
-    for answer in _answers(request, layers):
+    for answer in _answers(request, open_programs(request, sys.stdin.buffer)):
         print(json.dumps(answer), flush=True)
 
 
@@ -76,9 +72,7 @@ def _mapped(path: str) -> Content:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _answers(request: GoldenRequest, layers: list[Content]) -> Iterator[dict[str, Any]]:
-    config = from_json(Config, request.config.encode(), "config")
-    programs = _open(request, config, layers)
+def _answers(request: GoldenRequest, programs: Programs) -> Iterator[dict[str, Any]]:
     for wanted in request.wanted:
         name, _, tolerance = wanted.rpartition(" ")
         answer: dict[str, Any] = {"program": name, "tolerance": int(tolerance)}
@@ -91,8 +85,12 @@ def _answers(request: GoldenRequest, layers: list[Content]) -> Iterator[dict[str
         yield answer
 
 
-def _open(request: GoldenRequest, config: Config, layers: list[Content]) -> Programs:
-    executables, portable, native, *libraries = layers
+def open_programs(request: GoldenRequest, following: BinaryIO) -> Programs:
+    """Return the programs of a request; `following` has the layers that are in no file."""
+    config = from_json(Config, request.config.encode(), "config")
+    executables, portable, native, *libraries = [
+        following.read(each) if isinstance(each, int) else _mapped(each) for each in request.layers
+    ]
     called = {}
     if native:
         kernels.register(kernels.load(bytes(native)))

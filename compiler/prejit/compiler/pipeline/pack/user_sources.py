@@ -95,6 +95,7 @@ def _named(manifest: Manifest) -> Iterator[str]:
             yield str(program.fn)
         if isinstance(program.params, str):
             yield program.params
+        yield from () if program.check is None else program.check.files
     models = [] if manifest.model is None else [manifest.model]
     sections: list[Program | Model] = [*manifest.programs, *models]
     for section in sections:
@@ -114,6 +115,7 @@ def _modules(manifest: Manifest, directory: Path) -> set[str]:
     """Return the source files of the user's modules."""
     objects: list[Any] = [each.fn for each in manifest.programs if not each.is_file]
     objects += [each.args for each in manifest.programs]
+    objects += [each.check.function for each in manifest.programs if each.check is not None]
     objects += [None if manifest.model is None else manifest.model.module]
     named = [each.partition(":")[0] for each in objects if isinstance(each, str)]
     python = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}

@@ -1,0 +1,108 @@
+"""The cost of each program, and how near its speed comes to the limits of this machine: a roofline.
+
+Williams, Waterman and Patterson, "Roofline: an insightful visual performance model" (CACM 2009): a program
+takes at least the longer of the time to move its bytes and the time to do its arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from prejit.compiler.bench.machine_limits import MachineLimits
+from prejit.compiler.comparing.difference import ReadBundle, ReadTarget
+from prejit.runtime.bundle import Bundle
+from prejit.runtime.device import portable
+from prejit.runtime.format.bundle_schema import ProgramEntry
+from prejit.runtime.format.names import PORTABLE_MEDIA_TYPE
+
+_LEAST_RUNS, _PROGRAM_SECONDS = 3, 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramCost:
+    """The cost of one run of a program.
+
+    Attributes:
+        program: its name.
+        flops: floating-point operations of its portable program, by XLA's count: native kernels and fusions
+            hide none of them. A loop counts as one turn.
+        moved_bytes: bytes of its arguments, weights included, and of its results. A cache that it changes in
+            place counts once. It moves at least these, unless it reads some rows of a table alone.
+        temp_bytes: peak of the memory beside them.
+    """
+
+    program: str
+    flops: float
+    moved_bytes: int
+    temp_bytes: int
+
+    @property
+    def flops_per_byte(self) -> float:
+        """The arithmetic intensity."""
+        return self.flops / max(1, self.moved_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineRow:
+    """A program beside the limits of a machine.
+
+    Attributes:
+        cost: of one run.
+        seconds: least time of a run.
+        bound: `memory` or `arithmetic`: which limit is the nearer one.
+        share: the least time that the limits allow, as a share of `seconds`. More than 1: the caches held
+            what it read, or it multiplies numbers narrower than float32.
+    """
+
+    cost: ProgramCost
+    seconds: float
+    bound: str
+    share: float
+
+    @classmethod
+    def of(cls, cost: ProgramCost, seconds: float, limits: MachineLimits) -> RooflineRow:
+        """Compare a run with the limits."""
+        moving = cost.moved_bytes / limits.read_bytes_per_second
+        computing = cost.flops / limits.flops_per_second
+        bound = "memory" if moving >= computing else "arithmetic"
+        return cls(cost, seconds, bound, max(moving, computing) / seconds)
+
+
+def costs(bundle: ReadBundle, target: ReadTarget) -> list[ProgramCost]:
+    """Return the cost of each program of a target."""
+    platform = target.requirement.platform
+    known: dict[str, float] = {}
+
+    def flops(entry: ProgramEntry) -> float:
+        digest = entry.portable.raw_digest
+        if digest not in known:
+            content = bundle.frame(target, PORTABLE_MEDIA_TYPE, entry.portable)
+            known[digest] = portable.count_flops(content, entry.platforms or (), platform)
+        return known[digest]
+
+    return [
+        ProgramCost(
+            entry.name,
+            flops(entry),
+            entry.memory.argument_bytes + entry.memory.output_bytes - entry.memory.alias_bytes,
+            entry.memory.temp_bytes,
+        )
+        for entry in target.contents.config.programs
+    ]
+
+
+def run_times(
+    bundle: Bundle, programs: Sequence[str], say: Callable[[str], None]
+) -> dict[str, float]:
+    """Run programs on the arguments of their golden answers; return the least seconds of a run, by name."""
+    least = {}
+    for place, name in enumerate(programs, 1):
+        say(f"running program {place} of {len(programs)}: {name}")
+        run = bundle.timed_runner(name)
+        run()  # the first run builds what XLA makes lazily
+        times = [run() for _ in range(_LEAST_RUNS)]
+        while sum(times) < _PROGRAM_SECONDS:
+            times.append(run())
+        least[name] = min(times)
+    return least

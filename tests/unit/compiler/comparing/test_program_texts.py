@@ -1,0 +1,122 @@
+"""Whether `prejit inspect` shows the programs of a bundle as they are, and what they cost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from prejit.compiler import Program, build
+from prejit.compiler.bench import machine_limits
+from prejit.compiler.bench.machine_limits import MachineLimits
+from prejit.compiler.comparing.difference import read_bundle
+from prejit.compiler.comparing.program_texts import find_target
+from prejit.compiler.comparing.roofline import ProgramCost, RooflineRow, costs
+from prejit.runtime.cli.commands import run
+from prejit.runtime.errors import PrejitError, UsageError
+
+CALL = str(Path(__file__).parents[3] / "format" / "v1" / "call")
+"""A bundle for x86-64-v2 and v3, whose programs a machine of any kind can read."""
+SIDE = 64
+
+
+@pytest.fixture(scope="module")
+def product(build_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A bundle for this machine with one product of matrices."""
+    program = Program("product", fn=lambda x: jnp.tanh(x @ x), args=[f"float32[{SIDE}, {SIDE}]"])
+    directory = tmp_path_factory.mktemp("product")
+    return str(build([program], directory, name="product", cache=build_cache, quiet=True).path)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run(["inspect", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_texts_are_those_of_the_program_and_the_target(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stablehlo = printed(capsys, CALL, "--stablehlo", "score/b2")
+    assert "stablehlo.tanh" in stablehlo
+    assert "tensor<2x16xf32>" in stablehlo
+    hlo = printed(capsys, CALL, "--hlo", "score/b2", "--for-target", "cpu-x86-64-v2")
+    assert hlo.startswith("HloModule")
+    assert "fused_computation" in hlo  # as XLA made it, and not the portable program
+    code = {
+        level: printed(capsys, CALL, "--asm", "score/b2", "--for-target", f"cpu-x86-64-{level}")
+        for level in ("v2", "v3")
+    }
+    assert ("vmovaps" in code["v2"], "vmovaps" in code["v3"]) == (False, True)
+    assert "ret" in code["v2"]
+    found = json.loads(printed(capsys, CALL, "--asm", "nest", "--json"))
+    assert set(found) == {"program", "target", "asm"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hlo", "scor/b2"], "did you mean 'score/b2'"),
+        (["--asm", "nest", "--for-target", "cpu-x86-64-v9"], "did you mean 'cpu-x86-64-v"),
+        (["--asm", "nest", "--costs"], "expected one of --stablehlo, --hlo, --asm"),
+        (["--for-target", "cpu-x86-64-v2"], "--for-target: expected --stablehlo"),
+    ],
+)
+def test_mistakes_are_named(arguments: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        run(["inspect", CALL, *arguments])
+
+
+def test_a_server_without_the_build_side_hears_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "prejit.compiler.cli.program_views", None)
+    with pytest.raises(UsageError) as error:
+        run(["inspect", CALL, "--hlo", "nest"])
+    assert error.value.hint == "pip install 'prejit[compiler]'"
+
+
+@pytest.mark.parametrize("form", ["--hlo", "--asm"])
+def test_an_executable_of_another_form_is_named(form: str) -> None:
+    kernels = str(Path(CALL).parent / "kernels")  # whose executables are stand-ins
+    with pytest.raises(UsageError, match="scale: expected an executable of XLA:CPU as jaxlib"):
+        run(["inspect", kernels, form, "scale"])
+
+
+def test_recorded_programs_have_no_texts() -> None:
+    recorded = Path(CALL).parent / "recorded"
+    with pytest.raises(PrejitError, match="found recorded ones"):
+        find_target(read_bundle(recorded), None)
+
+
+def test_costs_count_what_the_function_says(product: str) -> None:
+    bundle = read_bundle(product)
+    [cost] = costs(bundle, find_target(bundle, None))
+    assert cost.flops == pytest.approx(2 * SIDE**3 + SIDE**2, rel=0.02)
+    assert cost.moved_bytes == 2 * 4 * SIDE**2
+
+
+def test_the_nearer_limit_bounds_a_program() -> None:
+    limits = MachineLimits(read_bytes_per_second=100.0, flops_per_second=1000.0)
+    moves = RooflineRow.of(ProgramCost("moves", 1000.0, 200, 0), 4.0, limits)
+    assert (moves.bound, moves.share) == ("memory", 0.5)
+    computes = RooflineRow.of(ProgramCost("computes", 6000.0, 200, 0), 8.0, limits)
+    assert (computes.bound, computes.share) == ("arithmetic", 0.75)
+    better = limits.best_of(MachineLimits(50.0, 2000.0))
+    assert better == MachineLimits(100.0, 2000.0)
+
+
+def test_the_roofline_runs_every_program(
+    product: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_limits, "_SECONDS", 0.0)
+    monkeypatch.setattr(machine_limits, "_BYTES", 1 << 20)
+    found = json.loads(printed(capsys, product, "--roofline", "--json"))
+    [row] = found["programs"]
+    assert row["seconds"] > 0
+    assert row["bound"] in ("memory", "arithmetic")
+    table = printed(capsys, product, "--roofline")
+    assert "of the limit" in table
+    assert "product" in table

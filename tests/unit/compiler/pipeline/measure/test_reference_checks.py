@@ -1,0 +1,176 @@
+"""Whether a build compares programs with their references, and `verify --run` does so after it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import prejit.runtime
+from prejit.compiler import BuildError, ManifestError, Program, ProgramCheck, build, read_manifest
+from prejit.compiler.pipeline.measure.reference_checks import SOURCE
+from prejit.compiler.pipeline.pack.user_sources import manifest_sources
+from prejit.runtime.cli.commands import run
+
+ARGS = {"x": "float32[{batch}, 8]"}
+BUCKETS = {"batch": [1, 4]}
+
+
+def score(params: Any, x: Any, *, scale: int = 1) -> Any:
+    return {"y": jnp.tanh(x @ params["w"]) * scale, "rows": jnp.int32(x.shape[0])}
+
+
+def reference(params: Any, x: np.ndarray, *, scale: int = 1) -> dict[str, Any]:
+    assert type(x) is np.ndarray
+    return {"y": np.tanh(x @ params["w"]) * scale, "rows": x.shape[0]}
+
+
+W = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
+
+
+@pytest.fixture
+def make(build_cache: Path, tmp_path: Path) -> Any:
+    def make(check: ProgramCheck, **more: Any) -> Path:
+        options: dict[str, Any] = {"params": {"w": W}, "args": ARGS, "buckets": BUCKETS, **more}
+        program = Program("score", fn=score, check=check, **options)
+        return build([program], tmp_path, name="checked", cache=build_cache, quiet=True).path
+
+    return make
+
+
+def test_a_function_of_numpy_becomes_the_golden_answer(
+    make: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make(ProgramCheck(function=reference, tolerance=1e-4), static={"scale": [1, 3]})
+    with prejit.runtime.load(path) as bundle:
+        golden = {each.name: each.golden for each in bundle.config.programs}
+    assert len(golden) == 4
+    assert {(each.source, each.tolerance) for each in golden.values()} == {(SOURCE, 13)}
+    assert run(["verify", str(path), "--run", "--json"]) == 0
+    answers = json.loads(capsys.readouterr().out)["answers"]
+    assert {each["source"] for each in answers} == {SOURCE}
+    assert all(each["share"] < 1 for each in answers)
+
+
+def test_a_wrong_element_fails_the_build_and_is_named(make: Any) -> None:
+    def wrong(params: Any, x: np.ndarray) -> dict[str, Any]:
+        found = reference(params, x)
+        found["y"][-1, 2] += 0.25
+        return found
+
+    with pytest.raises(BuildError) as error:
+        make(ProgramCheck(function=wrong))
+    first, second = str(error.value).splitlines()
+    assert "program score/batch1: check: expected what" in first
+    assert "at y[0, 2], its largest difference, 0.25 (tolerance 0.001)" in first
+    assert "program score/batch4" in second
+    assert "at y[3, 2]" in second
+    assert "[program.check]" in str(error.value.hint)
+
+
+def test_whole_numbers_must_be_equal(make: Any) -> None:
+    def wrong(params: Any, x: np.ndarray) -> dict[str, Any]:
+        return {**reference(params, x), "rows": 1 + x.shape[0]}
+
+    with pytest.raises(BuildError, match=r"found 1 at rows, its largest difference, 1 "):
+        make(ProgramCheck(function=wrong))
+
+
+def test_a_tolerance_allows_what_is_below_it(make: Any) -> None:
+    def near(params: Any, x: np.ndarray) -> dict[str, Any]:
+        found = reference(params, x)
+        return {**found, "y": found["y"] * 1.01}
+
+    make(ProgramCheck(function=near, tolerance=0.02))
+    with pytest.raises(BuildError, match="its largest difference"):
+        make(ProgramCheck(function=near, tolerance=0.001))
+
+
+def test_a_function_that_returns_something_else_is_named(make: Any) -> None:
+    with pytest.raises(BuildError, match="expected the results of the program: rows is missing"):
+        make(ProgramCheck(function=lambda params, x: {"y": x}))
+    with pytest.raises(BuildError, match=r"y: expected float32\[1, 3\], as the program returns"):
+        make(ProgramCheck(function=lambda params, x: {"y": x, "rows": 1}))
+    with pytest.raises(BuildError, match="ZeroDivisionError"):
+        make(ProgramCheck(function=lambda params, x: 1 / 0))
+
+
+def save(path: Path, rows: int, **changed: Any) -> str:
+    x = np.arange(rows * 8, dtype=np.float32).reshape(rows, 8) / 64
+    results = reference({"w": W}, x) | changed
+    np.savez(path, **{"args.x": x}, **{f"results.{name}": each for name, each in results.items()})
+    return str(path)
+
+
+def test_files_have_arguments_of_their_own(make: Any, tmp_path: Path) -> None:
+    files = tuple(save(tmp_path / f"{rows}.npz", rows) for rows in (1, 4))
+    path = make(ProgramCheck(files=files))
+    with prejit.runtime.load(path) as bundle:
+        assert {each.golden.source for each in bundle.config.programs} == {bundle.target}
+    wrong = save(tmp_path / "wrong.npz", 4, y=np.zeros((4, 3), np.float32))
+    with pytest.raises(BuildError, match=r"score/batch4: check: expected what .*wrong\.npz has, 0"):
+        make(ProgramCheck(files=(*files, wrong)))
+
+
+def test_a_file_of_no_bucket_is_refused(make: Any, tmp_path: Path) -> None:
+    odd = save(tmp_path / "odd.npz", 3)
+    with pytest.raises(
+        ManifestError, match=r"score/batch4: args\.x \[4, 8\]\), found args\.x \[3, 8\]"
+    ):
+        make(ProgramCheck(files=(odd,)))
+    text = tmp_path / "text.npz"
+    text.write_text("no arrays")
+    with pytest.raises(ManifestError, match="cannot read arrays"):
+        make(ProgramCheck(files=(str(text),)))
+
+
+TOML = """
+[bundle]
+name = "b"
+[[program]]
+name = "score"
+function = "model:score"
+args = { x = "float32[8]" }
+[program.check]
+%s
+[[target]]
+name = "cpu-host"
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("tolerance = 0.1", "program[0].check: expected function or files in it"),
+        ('function = "model"', "program[0].check.function: expected a function as package.module"),
+        ('files = ["no.npz"]', "program[0].check.files[0]: "),
+        ('function = "m:f"\ntolerance = 1.5', "expected a number between 0 and 1; found 1.5"),
+        ('function = "m:f"\ntolerance = nan', "expected a number between 0 and 1; found NaN"),
+        ('function = "m:f"\nrtol = 1', "program[0].check.rtol: unknown key"),
+    ],
+)
+def test_mistakes_of_a_manifest_are_named(text: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "b.toml").write_text(TOML % text)
+    with pytest.raises(ManifestError) as error:
+        read_manifest(tmp_path / "b.toml")
+    assert problem in str(error.value)
+
+
+def test_a_manifest_names_a_function_of_its_own_module(tmp_path: Path, build_cache: Path) -> None:
+    (tmp_path / "model.py").write_text("def score(x):\n    return x * 2\n")
+    (tmp_path / "expected.py").write_text("def double(x):\n    return x + x\n")
+    (tmp_path / "b.toml").write_text(TOML % 'function = "expected:double"')
+    manifest = read_manifest(tmp_path / "b.toml")
+    sources = {source.name for source in manifest_sources(manifest)}
+    assert sources == {"model.py", "expected.py"}
+    path = build(manifest, tmp_path, cache=build_cache, quiet=True).path
+    (tmp_path / "expected.py").write_text("def double(x):\n    return x - x\n")
+    with pytest.raises(
+        BuildError, match=r"b\.toml: program score: check: expected what expected:double has"
+    ):
+        build(manifest, tmp_path, cache=build_cache, quiet=True)
+    assert path.exists()

@@ -1,0 +1,75 @@
+"""Whether the first program that returns NaN or infinity is named, and no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from prejit.runtime import load
+from prejit.runtime.cli.commands import run
+from prejit.runtime.device.transfer import to_numpy
+from prejit.runtime.errors import NumbersError
+from prejit.runtime.programs.finite_check import refuse_odd
+
+ASK = {"max_new_tokens": 4, "stop_token_ids": ()}
+
+
+def test_a_model_that_computes_numbers_is_left_alone(decoder_dir: Path) -> None:
+    with load(decoder_dir) as plain, load(decoder_dir) as checked:
+        checked.check_finite()
+        expected = plain.generate([1, 2, 3], logprobs=2, **ASK)
+        assert checked.generate([1, 2, 3], logprobs=2, **ASK).token_ids == expected.token_ids
+
+
+def test_the_first_program_with_a_nan_is_named_with_its_run(decoder_dir: Path) -> None:
+    with load(decoder_dir) as bundle:
+        bundle.check_finite()
+        bundle.generate([1, 2, 3], **ASK)
+        programs = bundle.decoder.programs
+        decode = next(each for each in bundle.config.programs if each.kind == "decode")
+        weights = programs.weights(decode.weights)
+        values = [to_numpy(each) for each in weights]
+        place = next(n for n, each in enumerate(values) if each.ndim == 1)
+        weights[place] = programs.device.copy(np.full_like(values[place], np.nan))
+        with pytest.raises(NumbersError) as error:
+            bundle.generate([1, 2, 3], **ASK)
+    assert "decoder: prefill/b1-t3-c24, run " in str(error.value)
+    assert "expected numbers, found nan at " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.array([[0, 1], [np.inf, np.nan]]), r"found inf at y\[1, 0\], the first of 2 in it"),
+        (np.float32(np.nan), "found nan at y, the first of 1"),
+        (np.array([1, np.nan], ml_dtypes.bfloat16), r"found nan at y\[1\]"),
+        (np.array([1, complex(0, np.inf)]), r"at y\[1\]"),
+    ],
+)
+def test_the_index_is_that_of_the_first_one(value: np.ndarray, message: str) -> None:
+    with pytest.raises(NumbersError, match=message):
+        refuse_odd("bundle: program", ("y",), np.asarray(value))
+
+
+def test_what_has_no_nan_passes() -> None:
+    for value in (np.arange(3), np.array([True]), np.zeros((0, 2)), np.ones(3, ml_dtypes.bfloat16)):
+        refuse_odd("bundle: program", ("y",), value)
+    impossible = np.array([0.0, -np.inf])
+    refuse_odd("bundle: program", ("logprobs",), impossible)
+    with pytest.raises(NumbersError):
+        refuse_odd("bundle: program", ("logprobs",), np.array([np.nan]))
+
+
+def test_the_command_checks_a_call(bundle_dir: Path, tmp_path: Path) -> None:
+    x = np.zeros((2, 16), np.float32)
+    np.save(tmp_path / "x.npy", x)
+    arguments = ["call", str(bundle_dir), "score", "--arg", f"x={tmp_path / 'x.npy'}"]
+    arguments += ["-o", str(tmp_path / "out"), "--check-finite"]
+    assert run(arguments) == 0
+    x[1, 3] = np.nan
+    np.save(tmp_path / "x.npy", x)
+    with pytest.raises(NumbersError, match=r"example: score/b2: expected numbers, found nan at "):
+        run(arguments)
