@@ -44,6 +44,6 @@ class _Watched(dict[str, Executable]):
         self.plain[name] = executable
         super().__setitem__(name, replace(executable, run=self._wrap(name, executable.run)))
 
-    def clear(self) -> None:
-        self.plain.clear()
-        super().clear()
+    def popitem(self) -> tuple[str, Executable]:
+        name, _ = super().popitem()
+        return name, self.plain.pop(name)
