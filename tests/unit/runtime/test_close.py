@@ -37,6 +37,8 @@ CALLS: dict[str, Callable[[Bundle], Any]] = {
     "prefix": lambda bundle: bundle.prefix(PROMPT),
     "batch": lambda bundle: bundle.batch(1),
     "close_first": lambda bundle: Engine(bundle),
+    "sleep": lambda bundle: bundle.sleep(),
+    "wake": lambda bundle: bundle.wake(),
     "request": lambda bundle: bundle.request(PROMPT),
     "decoder": lambda bundle: bundle.decoder,
     "tokenizer": lambda bundle: bundle.tokenizer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -63,8 +64,9 @@ class AnswerChecks:
             found, shown = f"{type(error).__name__}: {error}", "it cannot run"
         if all(served is not one for one in self._models):
             return  # another bundle has taken its place
-        if served.is_sleeping:
-            served.bundle.sleep()  # the check may have loaded programs again
+        if served.is_sleeping:  # the check may have loaded programs again
+            with contextlib.suppress(ClosedError):
+                served.bundle.sleep()
         if shown and served.name not in wrong:
             say(printable(f"{served.name}: not ready, because a golden answer is wrong: {found}"))
         elif not shown and served.name in wrong:

@@ -126,3 +126,17 @@ def test_requests_that_fail_do_not_make_checks_without_end(
             server.models.suspected.set()
             time.sleep(0.005)
     assert len(checks) == 1
+
+
+def test_a_model_that_sleeps_is_not_woken_to_be_checked(server: Server) -> None:
+    assert server.completion() == 200
+    (served,) = server.models
+    wait_for(served.engine.sleep)
+    with closing(AnswerChecks(server.models, 0.01)):
+        time.sleep(0.2)
+        server.models.suspected.set()
+        time.sleep(0.2)
+        assert served.bundle._programs._ready == {}
+        assert server.get("/health/ready").json()["sleeping"] == ["m"]
+        assert server.completion() == 200
+        assert served.bundle._programs._ready
