@@ -58,7 +58,7 @@ class ModelMemory:
         if (need := programs_bytes(bundle)) >= left:
             raise NoRoomError(
                 f"{name}: expected {need:,} bytes for its programs, found {left:,} left",
-                hint="give more memory, or remove another model first",
+                hint="give more memory, or serve fewer models",
             )
         return left - need
 
