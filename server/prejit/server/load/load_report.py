@@ -144,7 +144,7 @@ HEADS = (
 )
 
 
-LEGEND = "Times are p50, p95 and p99, from when a request was due. The lag is how late the generator was, p99."
+LEGEND = "Times are p50, p95, p99, from when a request was due. The lag is how late the generator was, p99."
 
 
 def rows(report: LoadReport) -> list[list[str]]:
