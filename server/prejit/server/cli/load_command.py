@@ -13,6 +13,7 @@ import click
 from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.wording import few
 from prejit.runtime.cli.command_options import (
+    COUNT,
     FILE,
     JSON,
     PATH,
@@ -122,6 +123,7 @@ def _rates(
     metavar="SHARE",
     help="The share of prompts with it.",
 )
+@click.option("--rows", **COUNT, default=1, help="Open sizes of the inputs of a function.")
 @click.option(
     "--burstiness",
     type=Number(0.01, 1000),
@@ -151,9 +153,9 @@ def load(target: str, page: str | None, as_json: bool, key_file: str | None, **o
         from prejit.server.load.workload import Lengths
 
         limits = Limits(**limit_ms, whole_ms=options.pop("p95_ms"))
-        lengths = {name: Lengths(*options.pop(f"{name}_tokens")) for name in ("prompt", "new")}
+        prompt, new = (Lengths(*options.pop(f"{name}_tokens")) for name in ("prompt", "new"))
         asked = LoadOptions(
-            limits=limits, is_streamed=not options.pop("whole"), **lengths, **options
+            limits=limits, prompt=prompt, new=new, is_streamed=not options.pop("whole"), **options
         )
         headers = None if key_file is None else {"Authorization": f"Bearer {_key(key_file)}"}
         is_url = target.startswith(("http://", "https://"))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httptools
 
@@ -86,7 +86,7 @@ class HttpClient:
         """
         found = Exchange(due, time.monotonic())
         lines = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
-        head = f"{method} {self._base}{request.path} HTTP/1.1\r\n{self._head}{lines}"
+        head = f"{method} {self._base}{quote(request.path)} HTTP/1.1\r\n{self._head}{lines}"
         content = f"{head}Content-Length: {len(request.body)}\r\n\r\n".encode("latin-1")
         content += request.body
         was_idle = bool(self._idle)

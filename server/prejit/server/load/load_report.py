@@ -102,7 +102,8 @@ def measures(
     failures: dict[str, int] = {}
     for each in every:
         if each.failed:
-            failures[each.failed] = failures.get(each.failed, 0) + 1
+            kind = each.failed.partition(": ")[0]  # the rest may have an id
+            failures[kind] = failures.get(kind, 0) + 1
     # From the first request of a window to its last answer.
     lasted = sum(
         max([seconds, *(each.due + each.whole for each in window if not each.failed)])
@@ -271,9 +272,8 @@ def _chart(
     lines: dict[str, list[float | None]],
     marks: tuple[tuple[float, str], ...],
 ) -> Chart:
-    most = max(
-        (value for line in lines.values() for value in line if value is not None), default=1.0
-    )
+    values = [value for line in lines.values() for value in line if value is not None]
+    most = max(values, default=0.0) or 1.0
     curves = []
     for name, line in lines.items():
         points = " ".join(

@@ -32,7 +32,7 @@ class LoadOptions:
         seed: of all that is drawn.
         log: path of a server's log whose requests are sent; None: they are drawn.
         model: the model of drawn requests; None: the only one of the server.
-        api, burstiness, prompt, new, prefix_tokens, prefix_share, is_streamed: as of DrawnLoad.
+        api, burstiness, prompt, new, prefix_tokens, prefix_share, is_streamed, rows: as of DrawnLoad.
     """
 
     rates: Sequence[float | None]
@@ -48,6 +48,7 @@ class LoadOptions:
     prefix_tokens: int
     prefix_share: float
     is_streamed: bool
+    rows: int
 
 
 def run_load(
@@ -68,7 +69,7 @@ def run_load(
         name: the server in the report; None: its URL.
 
     Raises:
-        NetworkError: it does not answer.
+        NetworkError: it does not answer, or refuses such a request.
         StoreError: the log cannot be read.
         UsageError: it has no such model, or the log no requests.
     """
@@ -77,6 +78,9 @@ def run_load(
     # One loop for all windows, because connections stay open between them.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         load = runner.run(_workload(client, options))
+        runner.run(
+            ask(client, load)
+        )  # a mistake is an error now, and the server has loaded what it needs
 
         def measure(rate: float, number: int) -> Sequence[Answer]:
             def say(line: str) -> None:
@@ -92,13 +96,7 @@ def run_load(
             for rate in options.rates:
                 search.look(_rate_of(load) if rate is None else rate)
         else:
-            runner.run(ask(client, load))  # the first one may connect and load
-            alone = runner.run(ask(client, load))
-            if alone.failed:
-                raise UsageError(
-                    f"{url}: expected an answer to a request of this load, found {alone.failed}"
-                )
-            knee = search.knee(0.5 / alone.whole)
+            knee = search.knee(0.5 / runner.run(ask(client, load)).whole)
             if options.limits.is_any:
                 within = search.within_limits(knee.rate or knee.above)
             for share in _SHARES_OF_KNEE:
@@ -130,6 +128,7 @@ async def _workload(client: HttpClient, options: LoadOptions) -> Workload:
         options.prefix_tokens,
         options.prefix_share,
         options.is_streamed,
+        rows=options.rows,
     )
     return await (with_inputs if options.api == "infer" else fitted)(client, load)
 

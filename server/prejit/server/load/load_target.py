@@ -13,18 +13,19 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from prejit.runtime.base.child_process import end_with_parent, ending, last_line
 from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.errors import NetworkError, ProcessError, UsageError
 from prejit.server.load.http_client import HttpClient
 from prejit.server.load.load_window import Answer, measure
-from prejit.server.load.workload import DrawnLoad, Lengths, LoadRequest
+from prejit.server.load.workload import DrawnLoad, Lengths, LoadRequest, Workload
 
 _READY = re.compile(r"^(http://\S+)  .*  ready in ", re.MULTILINE)
 _END_SECONDS = 10.0
 _PROBE_TOKENS = 64
-"""Tokens of the prompt by which words are counted."""
+"""Words of the prompt by which tokens are counted, at most."""
 
 
 @contextmanager
@@ -130,27 +131,34 @@ async def fitted(client: HttpClient, load: DrawnLoad) -> DrawnLoad:
     Raises:
         NetworkError: the server refuses the request.
     """
-    exact = Lengths(_PROBE_TOKENS, _PROBE_TOKENS)
-    probe = replace(load, prompt=exact, new=Lengths(1, 1), prefix_tokens=0, is_streamed=False)
+    count = min(load.prompt.most, _PROBE_TOKENS)
+    probe = replace(
+        load, prompt=Lengths(count, count), new=Lengths(1, 1), prefix_tokens=0, is_streamed=False
+    )
     if load.api != "embeddings":
         load = replace(load, more={"ignore_eos": True})
-        found = await ask(client, replace(probe, more=load.more))
-        if found.failed:
+        if (await _exchange(client, replace(probe, more=load.more))).failed:
             load = replace(load, more={})
-    found = await ask(client, probe)
+    tokens = (await ask(client, probe)).prompt_tokens or count
+    return replace(load, words_per_token=count / tokens)
+
+
+async def ask(client: HttpClient, load: Workload) -> Answer:
+    """Send the first request of a load, and return its measures.
+
+    Raises:
+        NetworkError: it is refused, or the answer is not one of such a request.
+    """
+    found = await _exchange(client, load)
     if found.failed:
         raise NetworkError(
-            f"{client.url}: expected an answer to {load.api}, found {found.failed}",
-            hint="choose another --api or --model",
+            f"{client.url}: expected an answer to a request of this load, found {found.failed}",
+            hint="change what is sent: --api, --model, --prompt-tokens, --new-tokens, --rows",
         )
-    tokens = found.prompt_tokens or _PROBE_TOKENS
-    return replace(load, words_per_token=_PROBE_TOKENS / tokens)
+    return found
 
 
-async def ask(client: HttpClient, load: Any) -> Answer:
-    """Send one request of a load, and return its measures."""
-    import numpy as np
-
+async def _exchange(client: HttpClient, load: Workload) -> Answer:
     [request] = load.requests(1, np.random.default_rng(0))
     start = time.monotonic()
     return measure(await client.exchange(request, start), request.is_streamed, start)

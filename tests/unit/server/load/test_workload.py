@@ -79,10 +79,10 @@ def test_each_api_has_its_body() -> None:
         {"name": "mask", "datatype": "BOOL", "shape": [2]},
         {"name": "ids", "datatype": "INT64", "shape": [2]},
     ]
-    [request] = drawn("infer", inputs=inputs).requests(1, np.random.default_rng(0))
+    [request] = drawn("infer", inputs=inputs, rows=4).requests(1, np.random.default_rng(0))
     assert request.path == "/v2/models/demo/infer"
     x, mask, ids = json.loads(request.body)["inputs"]
-    assert (x["shape"], len(x["data"])) == ([1, 3], 3)
+    assert (x["shape"], len(x["data"])) == ([4, 3], 12)
     assert {type(each) for each in mask["data"]} == {bool}
     assert {type(each) for each in ids["data"]} == {int}
 
@@ -133,6 +133,9 @@ def test_a_log_gives_its_requests_in_its_own_pattern(tmp_path: Path) -> None:
 def test_a_log_without_requests_is_said(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     with pytest.raises(StoreError, match="cannot read the log"):
+        LoggedLoad(str(log))
+    log.write_text(json.dumps({"event": "request"}) + "\n")
+    with pytest.raises(UsageError, match="found another one: KeyError"):
         LoggedLoad(str(log))
     log.write_text(json.dumps(line(1.0, "{}")) + "\n")
     with pytest.raises(UsageError, match="at least 2 answered requests"):
