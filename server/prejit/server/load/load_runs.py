@@ -86,7 +86,7 @@ def run_load(
             def say(line: str) -> None:
                 show(f"{rate:.3g} requests a second: {line}" if line else "")
 
-            window = send_window(client, load, rate, options.seconds, options.seed + number, say)
+            window = send_window(client, load, rate, options.seconds, options.seed, number, say)
             return runner.run(window)
 
         search = LoadSearch(measure, options.limits)

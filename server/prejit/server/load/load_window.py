@@ -59,9 +59,13 @@ async def send_window(
     rate: float,
     seconds: float,
     seed: int,
+    number: int,
     show: Callable[[str], None],
 ) -> list[Answer]:
     """Send requests at a rate for some seconds, and wait for their answers.
+
+    Every second window is the one before it backwards: requests that one of the two has too early for its
+    mean rate, the other has too late. Together they say more than two that are drawn (antithetic variates).
 
     Args:
         client: of the server.
@@ -69,17 +73,18 @@ async def send_window(
         rate: requests a second.
         seconds: how long they are sent.
         seed: of all that is drawn.
+        number: which window at this rate it is, from 0.
         show: takes a line of progress each second.
 
     Returns:
         The measures of each request, in the order in which they were due.
     """
     count = max(2, round(rate * seconds))
-    generator = np.random.default_rng(seed)
+    pair, order = number // 2, -1 if number % 2 else 1
     # Drawn apart, so that the same requests come in the same order at every rate.
-    times = arrival_times(load.gaps(count, generator), rate)
-    requests = load.requests(count, np.random.default_rng([seed, 1]))
-    return await send(client, requests, times, show)
+    gaps = load.gaps(count, np.random.default_rng([seed, pair, 0]))
+    requests = load.requests(count, np.random.default_rng([seed, pair, 1]))
+    return await send(client, requests[::order], arrival_times(gaps[::order], rate), show)
 
 
 async def send(

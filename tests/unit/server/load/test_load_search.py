@@ -31,10 +31,12 @@ Measure = Callable[[float, int], Sequence[Answer]]
 def queue(spread: float, seconds: float = SECONDS) -> Measure:
     """A queue with Poisson arrivals, whose service times are lognormal with this spread."""
 
-    def measure(rate: float, seed: int) -> list[Answer]:
+    def measure(rate: float, number: int) -> list[Answer]:
         count = max(2, round(rate * seconds))
-        times = arrival_times(np.random.default_rng(seed).gamma(1.0, size=count), rate)
-        factors = np.random.default_rng([seed, 1]).lognormal(-(spread**2) / 2, spread, count)
+        pair, order = number // 2, -1 if number % 2 else 1
+        gaps = np.random.default_rng([pair, 0]).gamma(1.0, size=count)
+        drawn = np.random.default_rng([pair, 1]).lognormal(-(spread**2) / 2, spread, count)
+        times, factors = arrival_times(gaps[::order], rate), drawn[::order]
         free = [0.0] * WORKERS
         answers = []
         for due, service in zip(times.tolist(), (SERVICE * factors).tolist(), strict=True):

@@ -89,7 +89,7 @@ def window(url: str, rate: float, seconds: float) -> list[Answer]:
     async def run() -> list[Answer]:
         client = HttpClient(url)
         try:
-            return await send_window(client, LOAD, rate, seconds, 0, lambda line: None)
+            return await send_window(client, LOAD, rate, seconds, 0, 0, lambda line: None)
         finally:
             client.close()
 
@@ -133,7 +133,7 @@ def test_a_broken_server_is_a_reason(content: bytes) -> None:
         server = await asyncio.start_server(handle, "127.0.0.1", 0)
         client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         async with server:
-            return await send_window(client, LOAD, 20, 0.2, 0, lambda line: None)
+            return await send_window(client, LOAD, 20, 0.2, 0, 0, lambda line: None)
 
     for each in asyncio.run(run()):
         assert each.failed
