@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -26,6 +25,10 @@ from prejit.runtime.cli.command_options import (
 from prejit.runtime.cli.output import print_json, print_text, progress, write_text
 from prejit.runtime.errors import RegressionError, UsageError
 
+if TYPE_CHECKING:
+    from prejit.server.load.load_runs import LoadOptions
+
+_LIMITS = ("first_token_ms", "between_tokens_ms", "p95_ms")
 _MS: Attributes = {"type": Number(0, 1e9, min_open=True), "metavar": "MS"}
 
 
@@ -141,22 +144,36 @@ def _rates(
 @TRUST
 @VERBOSE
 @JSON
-def load(target: str, page: str | None, as_json: bool, key_file: str | None, **options: Any) -> int:
+def load(
+    target: str,
+    page: str | None,
+    as_json: bool,
+    key_file: str | None,
+    log: str | None,
+    whole: bool,
+    **options: Any,
+) -> int:
     """Send open-loop load to a server: its saturation curve, its knee, its highest rate within limits."""
-    limit_ms = {name: options.pop(name) for name in ("first_token_ms", "between_tokens_ms")}
-    _check(options, limit_ms)
     with progress() as show:
-        from prejit.server.load.load_report import as_page, as_text
+        from prejit.server.load.load_report import as_page, as_text, short
         from prejit.server.load.load_runs import LoadOptions, run_load
         from prejit.server.load.load_search import GOOD_SHARE, Limits
         from prejit.server.load.load_target import served_bundle
-        from prejit.server.load.workload import Lengths
+        from prejit.server.load.workload import Lengths, LoggedLoad
 
-        limits = Limits(**limit_ms, whole_ms=options.pop("p95_ms"))
+        limits = Limits(*(options.pop(name) for name in _LIMITS))
         prompt, new = (Lengths(*options.pop(f"{name}_tokens")) for name in ("prompt", "new"))
+        logged = None if log is None else LoggedLoad(log)
+        is_text = options["api"] in ("completions", "chat") and not whole
         asked = LoadOptions(
-            limits=limits, prompt=prompt, new=new, is_streamed=not options.pop("whole"), **options
+            limits=limits,
+            prompt=prompt,
+            new=new,
+            log=logged,
+            is_streamed=is_text if logged is None else logged.is_streamed,
+            **options,
         )
+        _check(asked)
         headers = None if key_file is None else {"Authorization": f"Bearer {_key(key_file)}"}
         is_url = target.startswith(("http://", "https://"))
         with nullcontext(target) if is_url else served_bundle(target, show) as url:
@@ -167,37 +184,35 @@ def load(target: str, page: str | None, as_json: bool, key_file: str | None, **o
         print_json(report.to_json())
     else:
         print_text(as_text(report))
+    rates = report.rates if asked.rates else ()
     missed = [
-        each.rate
-        for each in report.rates
+        short(each.rate)
+        for each in rates
         if each.good_share is not None and each.good_share < GOOD_SHARE
     ]
-    if asked.rates and missed:
+    if missed:
         raise RegressionError(
             f"expected {GOOD_SHARE:.0%} of the requests within {limits.described()}, found fewer at "
-            f"{few([f'{rate:.3g}' for rate in missed])} requests a second",
+            f"{few(missed)} requests a second",
             hint="the table has the times; without --rate, prejit searches the highest rate",
         )
     return 0
 
 
-def _check(options: Mapping[str, Any], limit_ms: Mapping[str, float | None]) -> None:
+def _check(asked: LoadOptions) -> None:
     """Check options that depend on others.
 
     Raises:
         UsageError: two do not fit.
     """
-    if options["log"] is not None:
-        return
-    if None in options["rates"]:
+    if asked.log is None and None in asked.rates:
         raise UsageError("--rate log: expected a log, found none", hint="add --log requests.jsonl")
-    if options["whole"] or options["api"] in ("embeddings", "infer"):
-        for name, value in limit_ms.items():
-            if value is not None:
-                raise UsageError(
-                    f"--{name.replace('_', '-')}: expected streamed answers, found whole ones",
-                    hint="use --p95-ms",
-                )
+    for option in _LIMITS[:2]:
+        if not asked.is_streamed and getattr(asked.limits, option) is not None:
+            raise UsageError(
+                f"--{option.replace('_', '-')}: expected streamed answers, found whole ones",
+                hint="use --p95-ms",
+            )
 
 
 def _key(path: str) -> str:

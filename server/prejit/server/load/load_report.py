@@ -152,10 +152,10 @@ def rows(report: LoadReport) -> list[list[str]]:
     """Return the rows of the table. A cell of times has p50, p95 and p99, that of the lag p99."""
     return [
         [
-            f"{each.rate:.3g}",
-            f"{each.answered_rate:.3g}",
+            short(each.rate),
+            short(each.answered_rate),
             f"{each.failed}",
-            f"{each.tokens_rate:.0f}",
+            short(each.tokens_rate),
             *map(_times, (each.ttft_ms, each.tpot_ms, each.itl_ms, each.e2e_ms)),
             "-" if each.good_share is None else f"{each.good_share:.1%}",
             f"{each.lag_p99_ms:.1f}",
@@ -165,12 +165,12 @@ def rows(report: LoadReport) -> list[list[str]]:
 
 
 def _times(found: dict[str, float] | None) -> str:
-    if found is None:
-        return "-"
-    return " ".join(
-        f"{found[name]:.3g}" if found[name] < 100 else f"{found[name]:.0f}"
-        for name in ("p50", "p95", "p99")
-    )
+    return "-" if found is None else " ".join(short(found[name]) for name in ("p50", "p95", "p99"))
+
+
+def short(value: float) -> str:
+    """Return a number with three digits, or more if it is 1,000 or larger."""
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def as_text(report: LoadReport) -> str:
@@ -199,7 +199,7 @@ def conclusions(report: LoadReport) -> list[str]:
             failures[reason] = failures.get(reason, 0) + count
     found += [f"failed: {count} times: {reason}" for reason, count in failures.items()]
     if late := [each for each in report.rates if each.lag_p99_ms > MOST_LAG_SECONDS * 1e3]:
-        rates = few([f"{each.rate:.3g}" for each in late])
+        rates = few([short(each.rate) for each in late])
         found.append(
             f"generator: more than {MOST_LAG_SECONDS * 1e3:.0f} ms late itself at {rates} requests a "
             "second: these rates look slower than they are; run it on another machine, or a quiet one"
@@ -210,8 +210,10 @@ def conclusions(report: LoadReport) -> list[str]:
 def _sentence(name: str, what: str, found: Found) -> str:
     certain = "" if found.is_certain else " (uncertain: measure longer with --seconds)"
     if not found.rate:
-        return f"{name}: none: not even at {found.above:.3g} requests a second{certain}"
-    return f"{name}: {what} {found.rate:.3g} requests a second, not {found.above:.3g}{certain}"
+        return f"{name}: none: not even at {short(found.above)} requests a second{certain}"
+    return (
+        f"{name}: {what} {short(found.rate)} requests a second, not {short(found.above)}{certain}"
+    )
 
 
 _WIDTH, _HEIGHT = 720, 260
@@ -232,14 +234,14 @@ class Chart:
 
     Attributes:
         title: what it shows, with its unit.
-        most, most_rate: the values at the ends of the axes.
+        most, most_rate: the values at the ends of the axes, as text.
         curves: its lines.
         marks: x of the knee and of the highest rate within the limits, each with its name.
     """
 
     title: str
-    most: float
-    most_rate: float
+    most: str
+    most_rate: str
     curves: tuple[Curve, ...]
     marks: tuple[tuple[float, str], ...]
 
@@ -282,7 +284,7 @@ def _chart(
             if value is not None
         )
         curves.append(Curve(name if len(lines) > 1 else "", name, points))
-    return Chart(title, most, rates[-1], tuple(curves), marks)
+    return Chart(title, short(most), short(rates[-1]), tuple(curves), marks)
 
 
 def as_page(report: LoadReport) -> str:

@@ -10,7 +10,7 @@ import uvloop
 
 from prejit.runtime.errors import UsageError
 from prejit.server.load.http_client import HttpClient
-from prejit.server.load.load_report import LoadReport, measures
+from prejit.server.load.load_report import LoadReport, measures, short
 from prejit.server.load.load_search import Found, Limits, LoadSearch
 from prejit.server.load.load_target import ask, choose_model, fitted, with_inputs
 from prejit.server.load.load_window import Answer, send_window
@@ -30,7 +30,7 @@ class LoadOptions:
         seconds: length of a window.
         limits: what requests must keep.
         seed: of all that is drawn.
-        log: path of a server's log whose requests are sent; None: they are drawn.
+        log: requests that are sent as they are; None: they are drawn.
         model: the model of drawn requests; None: the only one of the server.
         api, burstiness, prompt, new, prefix_tokens, prefix_share, is_streamed, rows: as of DrawnLoad.
     """
@@ -39,7 +39,7 @@ class LoadOptions:
     seconds: float
     limits: Limits
     seed: int
-    log: str | None
+    log: LoggedLoad | None
     api: str
     model: str | None
     burstiness: float
@@ -70,8 +70,7 @@ def run_load(
 
     Raises:
         NetworkError: it does not answer, or refuses such a request.
-        StoreError: the log cannot be read.
-        UsageError: it has no such model, or the log no requests.
+        UsageError: it has no such model.
     """
     client = HttpClient(url, headers)
     allow_many_connections()
@@ -84,7 +83,7 @@ def run_load(
 
         def measure(rate: float, number: int) -> Sequence[Answer]:
             def say(line: str) -> None:
-                show(f"{rate:.3g} requests a second: {line}" if line else "")
+                show(f"{short(rate)} requests a second: {line}" if line else "")
 
             window = send_window(client, load, rate, options.seconds, options.seed, number, say)
             return runner.run(window)
@@ -94,7 +93,7 @@ def run_load(
         within: Found | None = None
         if options.rates:
             for rate in options.rates:
-                search.look(_rate_of(load) if rate is None else rate)
+                search.look(_rate_of(options.log) if rate is None else rate)
         else:
             knee = search.knee(0.5 / runner.run(ask(client, load)).whole)
             if options.limits.is_any:
@@ -111,7 +110,7 @@ def run_load(
 
 async def _workload(client: HttpClient, options: LoadOptions) -> Workload:
     if options.log is not None:
-        return LoggedLoad(options.log)
+        return options.log
     given = options.model
     if options.api == "infer":
         if given is None:
@@ -133,9 +132,9 @@ async def _workload(client: HttpClient, options: LoadOptions) -> Workload:
     return await (with_inputs if options.api == "infer" else fitted)(client, load)
 
 
-def _rate_of(load: Workload) -> float:
-    assert isinstance(load, LoggedLoad)  # the command line has checked it
-    return load.rate
+def _rate_of(log: LoggedLoad | None) -> float:
+    assert log is not None  # the command line has checked it
+    return log.rate
 
 
 async def _close(client: HttpClient) -> None:
@@ -145,7 +144,7 @@ async def _close(client: HttpClient) -> None:
 def described(options: LoadOptions) -> str:
     """Return what is sent, in words."""
     if options.log is not None:
-        return f"requests and times of {options.log}"
+        return f"requests and times of {options.log.path}"
     arrivals = "Poisson" if options.burstiness == 1 else f"burstiness {options.burstiness:g}"
     if options.api == "infer":
         return f"calls of {options.model}, {arrivals} arrivals, seed {options.seed}"

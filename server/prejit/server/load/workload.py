@@ -197,7 +197,9 @@ class LoggedLoad:
     """The requests of a server's log, which arrive as they did then, or in the same pattern at another rate.
 
     Attributes:
-        rate: requests a second in the log.
+        path: the log.
+        rate: requests a second in it.
+        is_streamed: True if all its requests ask for streams.
     """
 
     def __init__(self, path: str) -> None:
@@ -225,6 +227,8 @@ class LoggedLoad:
                 hint="give a file that `prejit serve --log` wrote",
             )
         self._requests = [request for _, request in found]
+        self.path = path
+        self.is_streamed = all(request.is_streamed for request in self._requests)
         between = np.diff([time for time, _ in found])
         self.rate = float(1 / between.mean())
         # The first one comes after a gap too, when the log begins again.

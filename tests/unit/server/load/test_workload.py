@@ -115,6 +115,7 @@ def test_a_log_gives_its_requests_in_its_own_pattern(tmp_path: Path) -> None:
     log.write_text("".join(json.dumps(each) + "\n" for each in lines) + '{"event":"requ')
     load = LoggedLoad(str(log))
     assert load.rate == pytest.approx(2 / 3)
+    assert not load.is_streamed
     generator = np.random.default_rng(0)
     found = load.requests(4, generator)
     assert [each.body for each in found] == [
