@@ -76,7 +76,7 @@ def _rates(
     type=Number(0.1, 1e6),
     default=10.0,
     metavar="SECONDS",
-    help="How long a window of load lasts; a search takes up to 4 windows for a rate.",
+    help="How long a window of load lasts; a search takes up to 4 a rate, each with 30 requests or more.",
 )
 @click.option(
     "--first-token-ms",
@@ -132,7 +132,7 @@ def _rates(
     type=Number(0.01, 1000),
     default=1.0,
     metavar="N",
-    help="As of vLLM: 1 is a Poisson process, less comes in bursts, more is regular.",
+    help="As in vLLM: 1 is a Poisson process, less comes in bursts, more is regular.",
 )
 @click.option("--log", **FILE, help="Send the requests of a log of `prejit serve`, at its times.")
 @click.option("--whole", is_flag=True, help="Ask for whole texts instead of streams.")

@@ -92,9 +92,7 @@ class LoadReport:
         return asdict(self)
 
 
-def measures(
-    rate: float, seconds: float, windows: Sequence[Sequence[Answer]], limits: Limits
-) -> RateMeasures:
+def measures(rate: float, windows: Sequence[Sequence[Answer]], limits: Limits) -> RateMeasures:
     """Return the measures of a rate from what its windows saw."""
     every = [each for window in windows for each in window]
     kept = [each for each in every if not each.failed]
@@ -106,13 +104,13 @@ def measures(
             failures[kind] = failures.get(kind, 0) + 1
     # From the first request of a window to its last answer.
     lasted = sum(
-        max([seconds, *(each.due + each.whole for each in window if not each.failed)])
+        max([window[-1].due, *(each.due + each.whole for each in window if not each.failed)])
         for window in windows
     )
     grown = growth(windows).value
     return RateMeasures(
         rate=rate,
-        seconds=seconds * len(windows),
+        seconds=sum(window[-1].due for window in windows),
         requests=len(every),
         failed=len(every) - len(kept),
         failures=failures,

@@ -19,6 +19,8 @@ from prejit.server.served.open_files import allow_many_connections
 
 _SHARES_OF_KNEE = (0.25, 0.5, 0.75, 0.9)
 """Rates of the curve that a search may leave out."""
+_LEAST_REQUESTS = 30
+"""Requests of a window of a search, at least: fewer would not show that latency grows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class LoadOptions:
 
     Attributes:
         rates: requests a second; None among them: as many as the log has. Empty: search.
-        seconds: length of a window.
+        seconds: length of a window; those of a search may be longer.
         limits: what requests must keep.
         seed: of all that is drawn.
         log: requests that are sent as they are; None: they are drawn.
@@ -85,7 +87,10 @@ def run_load(
             def say(line: str) -> None:
                 show(f"{short(rate)} requests a second: {line}" if line else "")
 
-            window = send_window(client, load, rate, options.seconds, options.seed, number, say)
+            seconds = options.seconds
+            if not options.rates:  # a search of a slow server needs more time
+                seconds = max(seconds, _LEAST_REQUESTS / rate)
+            window = send_window(client, load, rate, seconds, options.seed, number, say)
             return runner.run(window)
 
         search = LoadSearch(measure, options.limits)
@@ -102,8 +107,7 @@ def run_load(
                 search.look(share * (knee.rate or knee.above))
         runner.run(_close(client))
     rates = tuple(
-        measures(rate, options.seconds, windows, options.limits)
-        for rate, windows in sorted(search.windows.items())
+        measures(rate, windows, options.limits) for rate, windows in sorted(search.windows.items())
     )
     return LoadReport(name or url, described(options), options.limits, rates, knee, within)
 

@@ -26,7 +26,7 @@ def failed(at: float, reason: str = "status 429") -> Answer:
 
 def test_percentiles_are_of_all_windows_together() -> None:
     fast, slow = ([answer(at / 10, first) for at in range(1, 11)] for first in (0.05, 0.15))
-    found = measures(10, 1.0, [fast, fast, fast, slow], LIMITS)
+    found = measures(10, [fast, fast, fast, slow], LIMITS)
     assert found.ttft_ms == {"p50": 50, "p95": 150, "p99": 150, "max": 150}
     assert found.itl_ms == {"p50": 100, "p95": 100, "p99": 100, "max": 100}
     assert (found.requests, found.failed, found.good_share) == (40, 0, 0.75)
@@ -37,12 +37,12 @@ def test_percentiles_are_of_all_windows_together() -> None:
 
 
 def test_a_failure_is_no_sample_and_not_good() -> None:
-    found = measures(10, 1.0, [[answer(0.1), failed(0.2), failed(0.3), failed(0.4, "x")]], LIMITS)
+    found = measures(10, [[answer(0.1), failed(0.2), failed(0.3), failed(0.4, "x")]], LIMITS)
     assert (found.failed, found.failures) == (3, {"status 429": 2, "x": 1})
     assert found.good_share == 0.25
     assert found.e2e_ms is not None
     assert found.e2e_ms["max"] == pytest.approx(250)
-    nothing = measures(10, 1.0, [[failed(0.1)]], LIMITS)
+    nothing = measures(10, [[failed(0.1)]], LIMITS)
     assert (nothing.e2e_ms, nothing.answered_rate, nothing.new_tokens) == (None, 0.0, 0.0)
 
 
@@ -51,7 +51,7 @@ def report(server: str = "demo") -> LoadReport:
         5.0: [answer(float(at), lag=0.02) for at in np.arange(1, 21) / 5],
         20.0: [answer(at, 0.4) for at in np.arange(1, 21) / 20] + [failed(1.0, EVIL)],
     }
-    rates = tuple(measures(rate, 4, [found], LIMITS) for rate, found in windows.items())
+    rates = tuple(measures(rate, [found], LIMITS) for rate, found in windows.items())
     return LoadReport(
         server, "completions", LIMITS, rates, Found(10, 10.2, True), Found(0, 5, False)
     )
