@@ -65,7 +65,7 @@ async def send_window(
     """Send requests at a rate for some seconds, and wait for their answers.
 
     Every second window is the one before it backwards: requests that one of the two has too early for its
-    mean rate, the other has too late. Two such windows say more than two that are drawn apart (antithetic variates).
+    mean rate, the other has too late. A pair says more than two that are drawn apart (antithetic variates).
 
     Args:
         client: of the server.
