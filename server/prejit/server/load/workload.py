@@ -164,7 +164,8 @@ class DrawnLoad:
         return _json_request(PATHS[self.api], body | {**self.more})
 
     def _text(self, tokens: int, generator: np.random.Generator) -> str:
-        words = generator.choice(_WORDS, round(tokens * self.words_per_token))
+        count = max(1, round(tokens * self.words_per_token)) if tokens else 0
+        words = generator.choice(_WORDS, count)
         return "".join(f"{word} " for word in words)
 
 

@@ -69,6 +69,8 @@ def test_each_api_has_its_body() -> None:
     assert [each["role"] for each in chat["messages"]] == ["system", "user"]
     assert chat["stream"] is True
     assert chat["stream_options"] == {"include_usage": True}
+    [short] = bodies(drawn("chat", prompt=Lengths(1, 1), words_per_token=0.1), 1)
+    assert short["messages"][0]["content"].strip()
     [whole] = bodies(drawn(is_streamed=False, more={"ignore_eos": True}), 1)
     assert "stream" not in whole
     assert whole["ignore_eos"] is True
