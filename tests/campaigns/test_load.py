@@ -1,7 +1,7 @@
 """`prejit load` beside an exhaustive search, and beside a closed loop where a server stalls.
 
 `make load-check` measures for 15 minutes, on a quiet machine, checks the figures and writes them to load.json
-beside this file; `make test` does it with windows that prove nothing, and checks that all requests are
+beside this file; `make test` has no real server and windows that prove nothing, and checks that all requests are
 answered. PREJIT_LOAD_SECONDS is the length of a window.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -115,17 +114,17 @@ def test_the_knee_of_a_queue_whose_capacity_is_known() -> None:
         assert figures["knee"] == pytest.approx(figures["exhaustive"], rel=MOST_APART)
 
 
-def test_the_knee_of_a_real_server(lettered_dir: Path) -> None:
-    bundle = ROOT / "artifacts" / "demo" if IS_WHOLE else lettered_dir
-    grid = np.arange(0.88, 1.1201, 0.02) if IS_WHOLE else np.array([0.8])
+@pytest.mark.skipif(not IS_WHOLE, reason="tests/integration/test_load.py has real servers")
+def test_the_knee_of_a_real_server() -> None:
+    bundle = ROOT / "artifacts" / "demo"
+    grid = np.arange(0.88, 1.1201, 0.02)
     server = Process(bundle).wait_until_ready()
     try:
         figures = {"bundle": bundle.name, **searched(server.url, grid, new=Lengths(16, 16))}
     finally:
         server.kill()
     write("demo", figures)
-    if IS_WHOLE:
-        assert figures["knee"] == pytest.approx(figures["exhaustive"], rel=MOST_APART)
+    assert figures["knee"] == pytest.approx(figures["exhaustive"], rel=MOST_APART)
 
 
 async def closed_loop(
