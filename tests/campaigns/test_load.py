@@ -1,7 +1,7 @@
 """`prejit load` beside an exhaustive search, and beside a closed loop where a server stalls.
 
 `make load-check` measures for 15 minutes, on a quiet machine, checks the figures and writes them to load.json
-beside this file; `make test` has no real server and windows that prove nothing, and checks that all requests are
+beside this file; `make test` has no real server, and windows that prove nothing but that all requests are
 answered. PREJIT_LOAD_SECONDS is the length of a window.
 """
 
