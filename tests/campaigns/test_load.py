@@ -20,8 +20,8 @@ from tests.queued_server import queued_server
 from prejit.server.load.http_client import HttpClient
 from prejit.server.load.load_report import LoadReport
 from prejit.server.load.load_runs import LoadOptions, run_load
-from prejit.server.load.load_search import Limits
-from prejit.server.load.load_window import Answer, measure, send_window
+from prejit.server.load.load_search import LoadLimits
+from prejit.server.load.load_window import LoadAnswer, measure, send_window
 from prejit.server.load.workload import DrawnLoad, Lengths, arrival_times
 
 from .campaign import ROOT, facts, figures_file, machine_facts, setting
@@ -44,7 +44,7 @@ def options(rates: tuple[float, ...] = (), **changed: Any) -> LoadOptions:
     values: dict[str, Any] = {
         "rates": rates,
         "seconds": SECONDS,
-        "limits": Limits(),
+        "limits": LoadLimits(),
         "seed": 0,
         "log": None,
         "api": "completions",
@@ -129,7 +129,7 @@ def test_the_knee_of_a_real_server() -> None:
 
 async def closed_loop(
     client: HttpClient, load: DrawnLoad, rate: float, seconds: float
-) -> list[Answer]:
+) -> list[LoadAnswer]:
     """Send requests as `vllm bench serve --request-rate RATE --max-concurrency 4` does.
 
     A request that is due waits until one of four is done, and its latency counts from then.
@@ -140,7 +140,7 @@ async def closed_loop(
     room = asyncio.Semaphore(CLOSED)
     start = time.monotonic()
 
-    async def one(at: float, request: Any) -> Answer:
+    async def one(at: float, request: Any) -> LoadAnswer:
         await asyncio.sleep(start + at - time.monotonic())
         async with room:
             found = await client.exchange(request, time.monotonic())
@@ -155,7 +155,7 @@ def test_a_closed_loop_hides_what_a_stalled_server_costs() -> None:
     load = DrawnLoad("completions", "queue", 1.0, Lengths(16, 16), Lengths(4, 4))
     figures: dict[str, Any] = {"pause, seconds": STALL_SECONDS, "requests a second": STALL_RATE}
 
-    async def both(url: str, is_open: bool) -> list[Answer]:
+    async def both(url: str, is_open: bool) -> list[LoadAnswer]:
         client = HttpClient(url)
         try:
             if is_open:

@@ -157,11 +157,11 @@ def load(
     with progress() as show:
         from prejit.server.load.load_report import as_page, as_text, short
         from prejit.server.load.load_runs import LoadOptions, run_load
-        from prejit.server.load.load_search import GOOD_SHARE, Limits
+        from prejit.server.load.load_search import GOOD_SHARE, LoadLimits
         from prejit.server.load.load_target import served_bundle
         from prejit.server.load.workload import Lengths, LoggedLoad
 
-        limits = Limits(*(options.pop(name) for name in _LIMITS))
+        limits = LoadLimits(*(options.pop(name) for name in _LIMITS))
         prompt, new = (Lengths(*options.pop(f"{name}_tokens")) for name in ("prompt", "new"))
         logged = None if log is None else LoggedLoad(log)
         is_text = options["api"] in ("completions", "chat") and not whole

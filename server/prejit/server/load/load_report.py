@@ -19,12 +19,12 @@ from prejit.runtime.base.wording import few, table
 from prejit.server.load.load_search import (
     GOOD_SHARE,
     MOST_LAG_SECONDS,
-    Found,
-    Limits,
+    FoundRate,
+    LoadLimits,
     generator_lag,
     growth,
 )
-from prejit.server.load.load_window import Answer
+from prejit.server.load.load_window import LoadAnswer
 
 _SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
 
@@ -82,17 +82,19 @@ class LoadReport:
 
     server: str
     load: str
-    limits: Limits
+    limits: LoadLimits
     rates: tuple[RateMeasures, ...]
-    knee: Found | None = None
-    within_limits: Found | None = None
+    knee: FoundRate | None = None
+    within_limits: FoundRate | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON has it."""
         return asdict(self)
 
 
-def measures(rate: float, windows: Sequence[Sequence[Answer]], limits: Limits) -> RateMeasures:
+def measures(
+    rate: float, windows: Sequence[Sequence[LoadAnswer]], limits: LoadLimits
+) -> RateMeasures:
     """Return the measures of a rate from what its windows saw."""
     every = [each for window in windows for each in window]
     kept = [each for each in every if not each.failed]
@@ -205,7 +207,7 @@ def conclusions(report: LoadReport) -> list[str]:
     return found
 
 
-def _sentence(name: str, what: str, found: Found) -> str:
+def _sentence(name: str, what: str, found: FoundRate) -> str:
     certain = "" if found.is_certain else " (uncertain: measure longer with --seconds)"
     if not found.rate:
         return f"{name}: none: not even at {short(found.above)} requests a second{certain}"

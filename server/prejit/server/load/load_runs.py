@@ -11,9 +11,9 @@ import uvloop
 from prejit.runtime.errors import UsageError
 from prejit.server.load.http_client import HttpClient
 from prejit.server.load.load_report import LoadReport, measures, short
-from prejit.server.load.load_search import Found, Limits, LoadSearch
+from prejit.server.load.load_search import FoundRate, LoadLimits, LoadSearch
 from prejit.server.load.load_target import ask, choose_model, fitted, with_inputs
-from prejit.server.load.load_window import Answer, send_window
+from prejit.server.load.load_window import LoadAnswer, send_window
 from prejit.server.load.workload import DrawnLoad, Lengths, LoggedLoad, Workload
 from prejit.server.served.open_files import allow_many_connections
 
@@ -39,7 +39,7 @@ class LoadOptions:
 
     rates: Sequence[float | None]
     seconds: float
-    limits: Limits
+    limits: LoadLimits
     seed: int
     log: LoggedLoad | None
     api: str
@@ -83,7 +83,7 @@ def run_load(
             ask(client, load)
         )  # a mistake is an error now, and the server has loaded what it needs
 
-        def measure(rate: float, number: int) -> Sequence[Answer]:
+        def measure(rate: float, number: int) -> Sequence[LoadAnswer]:
             def say(line: str) -> None:
                 show(f"{short(rate)} requests a second: {line}" if line else "")
 
@@ -94,8 +94,8 @@ def run_load(
             return runner.run(window)
 
         search = LoadSearch(measure, options.limits)
-        knee: Found | None = None
-        within: Found | None = None
+        knee: FoundRate | None = None
+        within: FoundRate | None = None
         if options.rates:
             for rate in options.rates:
                 search.look(_rate_of(options.log) if rate is None else rate)

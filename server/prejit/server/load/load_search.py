@@ -16,7 +16,7 @@ from typing import final
 
 import numpy as np
 
-from prejit.server.load.load_window import Answer
+from prejit.server.load.load_window import LoadAnswer
 
 GOOD_SHARE = 0.95
 """The share of requests that must be within the limits: a limit is one for the 95th percentile."""
@@ -40,7 +40,7 @@ _MOST_HALVINGS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class LoadLimits:
     """What a request must keep, in milliseconds; None: anything goes.
 
     Attributes:
@@ -61,7 +61,7 @@ class Limits:
             for each in (self.first_token_ms, self.between_tokens_ms, self.whole_ms)
         )
 
-    def allow(self, answer: Answer) -> bool:
+    def allow(self, answer: LoadAnswer) -> bool:
         """Return whether a request is within the limits. One that failed is not."""
         pairs = (
             (answer.first, self.first_token_ms),
@@ -99,11 +99,11 @@ class Interval:
         return False if self.low > bound else None
 
 
-_Estimate = Callable[[Sequence[Sequence[Answer]]], Interval]
+_Estimate = Callable[[Sequence[Sequence[LoadAnswer]]], Interval]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundRate:
     """The result of a search.
 
     Attributes:
@@ -117,7 +117,7 @@ class Found:
     is_certain: bool
 
 
-def growth(windows: Sequence[Sequence[Answer]]) -> Interval:
+def growth(windows: Sequence[Sequence[LoadAnswer]]) -> Interval:
     """Return by how many seconds latency grows in a second of load.
 
     The latency is that of the first token, or of the whole where nothing is streamed.
@@ -142,7 +142,7 @@ def growth(windows: Sequence[Sequence[Answer]]) -> Interval:
     return Interval(value, value - error, value + error)
 
 
-def bad_share(windows: Sequence[Sequence[Answer]], limits: Limits) -> Interval:
+def bad_share(windows: Sequence[Sequence[LoadAnswer]], limits: LoadLimits) -> Interval:
     """Return the share of requests that are not within the limits.
 
     The interval is Wilson's, for as many independent requests as vary as much as the blocks do.
@@ -160,7 +160,7 @@ def bad_share(windows: Sequence[Sequence[Answer]], limits: Limits) -> Interval:
     return Interval(share, middle - half, middle + half)
 
 
-def generator_lag(windows: Sequence[Sequence[Answer]]) -> float:
+def generator_lag(windows: Sequence[Sequence[LoadAnswer]]) -> float:
     """Return the 99th percentile of the generator's own lag in seconds."""
     return float(np.quantile([each.lag for window in windows for each in window], 0.99))
 
@@ -173,7 +173,9 @@ class LoadSearch:
         windows: what was measured, by the rate.
     """
 
-    def __init__(self, measure: Callable[[float, int], Sequence[Answer]], limits: Limits) -> None:
+    def __init__(
+        self, measure: Callable[[float, int], Sequence[LoadAnswer]], limits: LoadLimits
+    ) -> None:
         """Measure nothing yet.
 
         Args:
@@ -182,21 +184,21 @@ class LoadSearch:
         """
         self._measure = measure
         self._limits = limits
-        self.windows: dict[float, list[Sequence[Answer]]] = {}
+        self.windows: dict[float, list[Sequence[LoadAnswer]]] = {}
 
-    def look(self, rate: float) -> list[Sequence[Answer]]:
+    def look(self, rate: float) -> list[Sequence[LoadAnswer]]:
         """Return what was measured at a rate, at least one window."""
         return self.windows.get(rate) or self._more(rate)
 
-    def knee(self, start: float) -> Found:
+    def knee(self, start: float) -> FoundRate:
         """Return the highest rate with which the server keeps up; begin the search at a rate."""
         return self._highest(growth, _MOST_GROWTH, start)
 
-    def within_limits(self, start: float) -> Found:
+    def within_limits(self, start: float) -> FoundRate:
         """Return the highest rate at which enough requests are within the limits."""
         return self._highest(lambda found: bad_share(found, self._limits), 1 - GOOD_SHARE, start)
 
-    def _highest(self, estimate: _Estimate, bound: float, start: float) -> Found:
+    def _highest(self, estimate: _Estimate, bound: float, start: float) -> FoundRate:
         certain: dict[float, bool] = {}
 
         def holds(rate: float) -> bool:
@@ -221,15 +223,15 @@ class LoadSearch:
         halvings = 0
         while not low:
             if halvings == _MOST_HALVINGS:
-                return Found(0.0, high, certain[high])
+                return FoundRate(0.0, high, certain[high])
             halvings += 1
             low, high = (high / 2, high) if holds(high / 2) else (low, high / 2)
         while high / low > _RESOLUTION:
             middle = math.sqrt(low * high)
             low, high = (middle, high) if holds(middle) else (low, middle)
-        return Found(low, high, certain[low] and certain[high])
+        return FoundRate(low, high, certain[low] and certain[high])
 
-    def _more(self, rate: float) -> list[Sequence[Answer]]:
+    def _more(self, rate: float) -> list[Sequence[LoadAnswer]]:
         found = self.windows.setdefault(rate, [])
         found.append(self._measure(rate, len(found)))
         return found

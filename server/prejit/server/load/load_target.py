@@ -19,7 +19,7 @@ from prejit.runtime.base.child_process import end_with_parent, ending, last_line
 from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.errors import NetworkError, ProcessError, UsageError
 from prejit.server.load.http_client import HttpClient
-from prejit.server.load.load_window import Answer, measure
+from prejit.server.load.load_window import LoadAnswer, measure
 from prejit.server.load.workload import DrawnLoad, Lengths, LoadRequest, Workload
 
 _READY = re.compile(r"^(http://\S+)  .*  ready in ", re.MULTILINE)
@@ -143,7 +143,7 @@ async def fitted(client: HttpClient, load: DrawnLoad) -> DrawnLoad:
     return replace(load, words_per_token=count / tokens)
 
 
-async def ask(client: HttpClient, load: Workload) -> Answer:
+async def ask(client: HttpClient, load: Workload) -> LoadAnswer:
     """Send the first request of a load, and return its measures.
 
     Raises:
@@ -158,7 +158,7 @@ async def ask(client: HttpClient, load: Workload) -> Answer:
     return found
 
 
-async def _exchange(client: HttpClient, load: Workload) -> Answer:
+async def _exchange(client: HttpClient, load: Workload) -> LoadAnswer:
     [request] = load.requests(1, np.random.default_rng(0))
     start = time.monotonic()
     return measure(await client.exchange(request, start), request.is_streamed, start)

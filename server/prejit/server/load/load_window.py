@@ -28,7 +28,7 @@ _SHOW_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LoadAnswer:
     """The measures of one request, in seconds, all from the time when it was due.
 
     Attributes:
@@ -61,7 +61,7 @@ async def send_window(
     seed: int,
     number: int,
     show: Callable[[str], None],
-) -> list[Answer]:
+) -> list[LoadAnswer]:
     """Send requests at a rate for some seconds, and wait for their answers.
 
     Every second window is the one before it backwards: requests that one of the two has too early for its
@@ -92,7 +92,7 @@ async def send(
     requests: Sequence[LoadRequest],
     times: Floats,
     show: Callable[[str], None],
-) -> list[Answer]:
+) -> list[LoadAnswer]:
     """Send each request at its time, and return their measures."""
     tasks: list[asyncio.Task[Exchange]] = []
     gc.collect()
@@ -121,7 +121,7 @@ async def send(
     answers = []
     for task, request, at in zip(tasks, requests, times.tolist(), strict=True):
         if task.cancelled():
-            answers.append(Answer(at, 0.0, math.inf, math.inf, failed="no answer in time"))
+            answers.append(LoadAnswer(at, 0.0, math.inf, math.inf, failed="no answer in time"))
         else:
             answers.append(measure(task.result(), request.is_streamed, start))
     return answers
@@ -159,7 +159,7 @@ class _Event(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Event).decode
 
 
-def measure(exchange: Exchange, is_streamed: bool, start: float) -> Answer:
+def measure(exchange: Exchange, is_streamed: bool, start: float) -> LoadAnswer:
     """Return the measures of a request.
 
     Args:
@@ -182,7 +182,7 @@ def measure(exchange: Exchange, is_streamed: bool, start: float) -> Answer:
     except (msgspec.DecodeError, ValueError) as error:
         failed = f"expected an answer of OpenAI's API or of /v2, found another: {error}"
     if failed:
-        return Answer(at, lag, math.inf, math.inf, failed=failed)
+        return LoadAnswer(at, lag, math.inf, math.inf, failed=failed)
     first = per_token = math.nan
     gaps: tuple[float, ...] = ()
     new_tokens = len(tokens) if usage is None else usage.completion_tokens
@@ -191,7 +191,7 @@ def measure(exchange: Exchange, is_streamed: bool, start: float) -> Answer:
         gaps = tuple(later - earlier for earlier, later in pairwise(tokens))
         if new_tokens > 1:
             per_token = (tokens[-1] - tokens[0]) / (new_tokens - 1)
-    return Answer(
+    return LoadAnswer(
         at,
         lag,
         first,

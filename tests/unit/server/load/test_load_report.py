@@ -10,18 +10,18 @@ import pytest
 from tests.html_pages import EVIL, alone
 
 from prejit.server.load.load_report import LoadReport, as_page, as_text, measures
-from prejit.server.load.load_search import Found, Limits
-from prejit.server.load.load_window import Answer
+from prejit.server.load.load_search import FoundRate, LoadLimits
+from prejit.server.load.load_window import LoadAnswer
 
-LIMITS = Limits(first_token_ms=100)
-
-
-def answer(at: float, first: float = 0.05, lag: float = 0.0) -> Answer:
-    return Answer(at, lag, first, first + 0.2, (0.1, 0.1), 0.1, 8, 3)
+LIMITS = LoadLimits(first_token_ms=100)
 
 
-def failed(at: float, reason: str = "status 429") -> Answer:
-    return Answer(at, 0.0, math.inf, math.inf, failed=reason)
+def answer(at: float, first: float = 0.05, lag: float = 0.0) -> LoadAnswer:
+    return LoadAnswer(at, lag, first, first + 0.2, (0.1, 0.1), 0.1, 8, 3)
+
+
+def failed(at: float, reason: str = "status 429") -> LoadAnswer:
+    return LoadAnswer(at, 0.0, math.inf, math.inf, failed=reason)
 
 
 def test_percentiles_are_of_all_windows_together() -> None:
@@ -53,7 +53,7 @@ def report(server: str = "demo") -> LoadReport:
     }
     rates = tuple(measures(rate, [found], LIMITS) for rate, found in windows.items())
     return LoadReport(
-        server, "completions", LIMITS, rates, Found(10, 10.2, True), Found(0, 5, False)
+        server, "completions", LIMITS, rates, FoundRate(10, 10.2, True), FoundRate(0, 5, False)
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.queued_server import queued_server
 
 from prejit.server.load.http_client import Exchange, HttpClient
-from prejit.server.load.load_window import Answer, measure, send_window
+from prejit.server.load.load_window import LoadAnswer, measure, send_window
 from prejit.server.load.workload import DrawnLoad, Lengths
 
 LOAD = DrawnLoad("completions", "queue", 1.0, Lengths(8, 8), Lengths(2, 2))
@@ -85,8 +85,8 @@ def test_a_failure_has_a_reason_and_no_latency(
     assert answer.whole == math.inf
 
 
-def window(url: str, rate: float, seconds: float) -> list[Answer]:
-    async def run() -> list[Answer]:
+def window(url: str, rate: float, seconds: float) -> list[LoadAnswer]:
+    async def run() -> list[LoadAnswer]:
         client = HttpClient(url)
         try:
             return await send_window(client, LOAD, rate, seconds, 0, 0, lambda line: None)
@@ -124,7 +124,7 @@ def test_a_server_that_is_not_there_is_a_reason() -> None:
     ],
 )
 def test_a_broken_server_is_a_reason(content: bytes) -> None:
-    async def run() -> list[Answer]:
+    async def run() -> list[LoadAnswer]:
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readline()
             writer.write(content)
