@@ -9,7 +9,7 @@
 Names are imported when they are first used (PEP 562). It imports prejit.runtime, and not prejit.compiler.
 The rooms, from the outside in:
 
-    cli                     serve, replay, observe
+    cli                     serve, replay, load, observe
     http                    the process, its connections, the application
     page                    the page at /
     openai, inference       the two protocols
@@ -18,6 +18,7 @@ The rooms, from the outside in:
     served                  the bundles of a server, by name, and how they are loaded
     engine                  one batch for all callers; shared runs
     grammar                 token masks of schemas, expressions and tools
+    load                    open-loop load, the saturation curve, its knee
     observe                 dashboards, alerts and runbooks
 """
 

@@ -64,6 +64,7 @@ HOUSES = {
             "serve": "Serve bundles over HTTP: OpenAI's API, the Open Inference Protocol, metrics, a page.",
             "profile": "Record where the time of a bundle or a server goes: steps, programs, kernels.",
             "replay": "Run the requests of a log of `prejit serve` again and compare.",
+            "load": "Measure how much load a server bears: its curve, knee and highest rate within limits.",
             "observe": "Write dashboards of Grafana, alert rules of Prometheus and runbooks for servers.",
         },
         "server",

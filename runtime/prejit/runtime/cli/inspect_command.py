@@ -15,7 +15,8 @@ from prejit.runtime.base.wording import few, size, table
 from prejit.runtime.cli.accuracy_tables import accuracy_table, forms_table
 from prejit.runtime.cli.bundle_references import bundle_files, local_bundle
 from prejit.runtime.cli.call_table import calls_table
-from prejit.runtime.cli.command_options import BUNDLE, JSON, check_one
+from prejit.runtime.cli.capacity_table import capacity, capacity_table
+from prejit.runtime.cli.command_options import BUNDLE, JSON, SIZE, check_one
 from prejit.runtime.cli.golden_commands import quarantined
 from prejit.runtime.cli.output import print_json, print_text
 from prejit.runtime.errors import UsageError
@@ -51,7 +52,8 @@ def _texts(command: Callable[..., int]) -> Callable[..., int]:
 @click.command(
     epilog="Examples:\n\n\b\n  prejit inspect artifacts/demo\n  prejit inspect artifacts/demo --json\n"
     "  prejit inspect artifacts/demo --hlo decode/b1-c128 --for-target cpu-x86-64-v3\n"
-    "  prejit inspect artifacts/demo --roofline"
+    "  prejit inspect artifacts/demo --roofline\n"
+    "  prejit inspect artifacts/demo --capacity --memory 4GiB"
 )
 @BUNDLE
 @_texts
@@ -71,6 +73,13 @@ def _texts(command: Callable[..., int]) -> Callable[..., int]:
     metavar="NAME",
     help="The target for these options. Default: the one that this machine loads, or else the first.",
 )
+@click.option(
+    "--capacity",
+    "shows_capacity",
+    is_flag=True,
+    help="Print the memory of a server with a decoder, by context and slots.",
+)
+@click.option("--memory", **SIZE, help="With --capacity: say which slots fit into so much memory.")
 @JSON
 def inspect(
     path: str,
@@ -80,11 +89,14 @@ def inspect(
     costs: bool,
     roofline: bool,
     target: str | None,
+    shows_capacity: bool,
+    memory: int | None,
     as_json: bool,
 ) -> int:
     """Show what a bundle holds: targets, programs, sizes, versions; or look into its programs."""
     texts = {"stablehlo": stablehlo, "hlo": hlo, "asm": asm}
-    flags = {"costs": costs or None, "roofline": roofline or None}
+    given = {"costs": costs, "roofline": roofline, "capacity": shows_capacity}
+    flags = {name: value or None for name, value in given.items()}
     check_one({f"--{name}": value for name, value in {**texts, **flags}.items()})
     form = next((name for name, value in texts.items() if value is not None), None)
     if form is not None or costs or roofline:
@@ -101,6 +113,8 @@ def inspect(
             "--for-target: expected --stablehlo, --hlo, --asm, --costs or --roofline beside it, found none",
             hint="without these `prejit inspect` shows all targets",
         )
+    if memory is not None and not shows_capacity:
+        raise UsageError("--memory: expected --capacity, found none", hint="add --capacity")
 
     def read(
         layout: LayoutFiles, root: Root
@@ -114,6 +128,9 @@ def inspect(
             digest, targets, contents, defaults = read(files, read_root(files))
     else:
         digest, targets, contents, defaults = read_whole(path, read)
+    if shows_capacity:
+        _print_capacity(targets, contents, memory, as_json=as_json)
+        return 0
     if as_json:
         described = [
             {
@@ -134,6 +151,23 @@ def inspect(
     for each, content in zip(targets, contents, strict=True):
         _print_target(each, content)
     return 0
+
+
+def _print_capacity(
+    targets: Sequence[OpenTarget],
+    contents: Sequence[Contents],
+    memory: int | None,
+    *,
+    as_json: bool,
+) -> None:
+    found = [
+        capacity(target.name, content, memory)
+        for target, content in zip(targets, contents, strict=True)
+    ]
+    if as_json:
+        print_json([asdict(each) for each in found])
+    else:
+        print_text("\n\n".join(capacity_table(each, memory) for each in found))
 
 
 def _print_bundle(digest: str, config: Config, defaults: Defaults | None) -> None:

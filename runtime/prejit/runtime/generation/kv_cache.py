@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import numpy as np
 
 from prejit.runtime.device.transfer import DeviceArray, dtype_of
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.bundle_schema import ProgramEntry
+from prejit.runtime.format.bundle_schema import Decoder, ProgramEntry
 from prejit.runtime.format.checks.program_interfaces import sized
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.programs.ready_programs import Programs
@@ -45,7 +45,7 @@ class KVCache:
         self._decoder = decoder
         self.batch = batch
         self.context = context
-        self.size_bytes = cache_bytes(decoder, batch, context)
+        self.size_bytes = cache_bytes(decoder.cache, batch, context)
         self.arrays: list[DeviceArray] = (
             Allocation(decoder, batch, context).arrays() if arrays is None else arrays
         )
@@ -104,7 +104,7 @@ class Allocation:
         sizes = {"batch": batch, "context": context}
         self._left = deque(sized(array, sizes) for array in decoder.cache)
         self._arrays: list[DeviceArray] = []
-        if cache_bytes(decoder, batch, context) + beside_bytes(decoder, batch) > _LARGE_BYTES:
+        if sum(map(_bytes, self._left)) + beside_bytes(decoder.decoder, batch) > _LARGE_BYTES:
             # Loading compares the program with the table. The table alone could ask for any amount of memory.
             decoder.programs[decoder.decode_for(batch, context).name]
         self._sharding = decoder.cache_sharding(batch, context)
@@ -126,20 +126,20 @@ class Allocation:
         return self._arrays
 
 
-def cache_bytes(decoder: DecoderPrograms, batch: int, context: int) -> int:
+def cache_bytes(cache: Sequence[Array], batch: int, context: int) -> int:
     """Return how much a cache of a bucket takes on the device."""
     sizes = {"batch": batch, "context": context}
-    return sum(_bytes(sized(array, sizes)) for array in decoder.cache)
+    return sum(_bytes(sized(array, sizes)) for array in cache)
 
 
 def piece_count(decoder: DecoderPrograms, batch: int, context: int) -> int:
     """Return in about how many pieces a cache is allocated; 0 if it is small."""
-    return cache_bytes(decoder, batch, context) // _PIECE_BYTES
+    return cache_bytes(decoder.cache, batch, context) // _PIECE_BYTES
 
 
-def beside_bytes(decoder: DecoderPrograms, batch: int) -> int:
+def beside_bytes(decoder: Decoder, batch: int) -> int:
     """Return how much comes with a cache: bias and history, each [B, V] of 4 bytes."""
-    return 2 * 4 * batch * decoder.decoder.vocab_size
+    return 2 * 4 * batch * decoder.vocab_size
 
 
 def _bytes(array: Array) -> int:

@@ -110,11 +110,11 @@ class PrefixCache:
         if not self._saves(token_ids, namespace):
             return
         if self._is_compact:
-            if (size := cache_bytes(decoder, 1, len(token_ids))) <= self._most_bytes:
+            if (size := cache_bytes(decoder.cache, 1, len(token_ids))) <= self._most_bytes:
                 self._drop(self._most_bytes - size)  # before there is another one
                 self._add(CompactPrefix(decoder, token_ids, cache, row), namespace)
             return
-        if cache_bytes(decoder, *smallest) > self._most_bytes or not decoder.can_copy(
+        if cache_bytes(decoder.cache, *smallest) > self._most_bytes or not decoder.can_copy(
             (cache.batch, cache.context), smallest
         ):
             return
@@ -186,7 +186,7 @@ class CompactPrefix:
     ) -> None:
         """Copy the beginning of a row, of a cache on a CPU without a mesh."""
         self.token_ids = tuple(token_ids)
-        self.size_bytes = cache_bytes(decoder, 1, len(token_ids))
+        self.size_bytes = cache_bytes(decoder.cache, 1, len(token_ids))
         self._decoder = decoder
         # One piece of memory: hundreds of small ones would stay in the heap when they are freed.
         self._memory = np.empty(self.size_bytes, np.uint8)

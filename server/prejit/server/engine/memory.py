@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 from prejit.runtime.base.process_facts import free_memory_bytes
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import UsageError
+from prejit.runtime.generation.cache_plan import peak_bytes
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
-from prejit.runtime.generation.kv_cache import beside_bytes, cache_bytes
+from prejit.runtime.generation.kv_cache import cache_bytes
 
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
@@ -63,7 +64,7 @@ def plan_caches(
     kept = prefix_bytes or 0
     for context in reversed(decoder.contexts):
         peaks = {
-            rows: _peak(decoder, batch, context, rows) + kept
+            rows: peak_bytes(decoder, batch, context, rows) + kept
             for rows in decoder.batches
             if rows == decoder.batches[0]
             or (rows < batch and decoder.can_copy((rows, context), (batch, context)))
@@ -72,31 +73,15 @@ def plan_caches(
             together = fitting[-1]
             peak = peaks[together]
             if prefix_bytes is None:
-                kept = min(cache_bytes(decoder, batch, context), (budget_bytes - peak) // 4)
+                kept = min(cache_bytes(decoder.cache, batch, context), (budget_bytes - peak) // 4)
                 peak += kept
             return CachePlan(batch, context, peak, budget_bytes, kept, together)
-    need = _peak(decoder, batch, decoder.contexts[0], decoder.batches[0]) + kept
+    need = peak_bytes(decoder, batch, decoder.contexts[0], decoder.batches[0]) + kept
     raise NoRoomError(
         f"memory: expected at least {need:,} bytes for {batch} slots of {decoder.contexts[0]} tokens"
         f"{f' and {kept:,} bytes of prefixes' if kept else ''}, found {budget_bytes:,}",
         hint="give more memory, or ask for fewer slots",
     )
-
-
-def _peak(decoder: DecoderPrograms, batch: int, context: int, together: int) -> int:
-    """Return the most that the caches take at a time, of any bucket up to this one."""
-    own = cache_bytes(decoder, batch, context)
-    # A cache and the one that it is copied into are there at the same time. Beside both are the prompts that
-    # are computed, one more prompt that is not finished, and the prefix that is copied for one of them.
-    before = [
-        cache_bytes(decoder, b, c)
-        for b in decoder.batches
-        for c in decoder.contexts
-        if (b < batch and c == context) or (b == batch and c < context)
-    ]
-    alone = cache_bytes(decoder, decoder.batches[0], context)
-    aside = cache_bytes(decoder, together, context) + 2 * alone
-    return own + max(before, default=0) + aside + beside_bytes(decoder, batch)
 
 
 class NoRoomError(UsageError):

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, final
 
 import msgspec
 
 from prejit.runtime.base.wording import did_you_mean
-from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.errors import UsageError
 from prejit.runtime.loader import load
 from prejit.server.engine.engine import Engine
 from prejit.server.gate.api_keys import ApiKey
 from prejit.server.gate.server_settings import Settings
 from prejit.server.http.app import make_app
 from prejit.server.served.served import Models, Served
-from prejit.server.telemetry.requestlog import Entry, RecordedCall, current, record
+from prejit.server.telemetry.requestlog import (
+    Entry,
+    RecordedCall,
+    body_of,
+    current,
+    log_lines,
+    record,
+)
 from prejit.server.telemetry.watched_engine import WatchedEngine
 
 if TYPE_CHECKING:
@@ -84,7 +90,7 @@ def replay(
         MismatchError, RejectError: as `load`.
     """
     report = Report()
-    starts = [line for line in _lines(log, report) if line.get("event") == "start"]
+    starts = [line for line in log_lines(log, report.notes) if line.get("event") == "start"]
     if not starts:
         raise UsageError(
             f"{log}: expected a line that says which bundles were served, found none",
@@ -131,23 +137,6 @@ def _paths(
             )
         paths[name] = path
     return paths
-
-
-def _lines(log: str, report: Report | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a log. One that is no JSON, as a crash leaves it, is noted and left out."""
-    try:
-        with open(log, "rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    found = msgspec.json.decode(line)
-                except msgspec.DecodeError:
-                    found = None
-                if isinstance(found, dict):
-                    yield found
-                elif report is not None:
-                    report.notes.append(f"{log}: line {number} is no JSON object")
-    except OSError as error:
-        raise StoreError(f"{log}: cannot read the log: {error.strerror}") from error
 
 
 @final
@@ -210,7 +199,7 @@ async def _run(
         progress(f"{done} requests, {len(report.differences)} differ")
 
     async with asyncio.TaskGroup() as tasks:
-        for number, line in enumerate(_lines(log)):
+        for number, line in enumerate(log_lines(log)):
             if line.get("event") != "request":
                 continue
             if line["status"] != 200 or not line["calls"]:
@@ -226,7 +215,6 @@ def _known(call: Mapping[str, Any]) -> dict[str, Any]:
 
 async def _request(app: ASGIApp, number: str, line: Mapping[str, Any]) -> None:
     """Send a logged request to the application, and drop the response: engines are what is compared."""
-    body = line["body"].encode() if "body" in line else base64.b64decode(line["body_base64"])
     headers = {**line["headers"], "x-request-id": number}
     scope = {
         "type": "http",
@@ -242,7 +230,7 @@ async def _request(app: ASGIApp, number: str, line: Mapping[str, Any]) -> None:
         "server": None,
         "client": None,
     }
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
+    messages = [{"type": "http.request", "body": body_of(line), "more_body": False}]
 
     async def receive() -> Message:
         if messages:

@@ -7,7 +7,6 @@ import errno
 import faulthandler
 import gc
 import os
-import resource
 import signal
 import socket
 import stat
@@ -22,6 +21,7 @@ from prejit.runtime.errors import StoreError
 from prejit.server.gate.server_settings import BACKLOG, Settings
 from prejit.server.served.answer_checks import AnswerChecks
 from prejit.server.served.heap import use_few_arenas, use_small_pages
+from prejit.server.served.open_files import allow_many_connections
 from prejit.server.served.say import say
 from prejit.server.served.served import Models
 from prejit.server.served.served_loading import (
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from prejit.server.telemetry.requestlog import RequestLog
     from prejit.server.telemetry.spans import Telemetry
 
-_MAX_FILES = 65_536
 _SWITCH_SECONDS = 5e-4
 """How long one thread may run Python while another one waits to. A step of an engine gives Python up and
 takes it again several times, and may wait so long each time: with Python's 5 ms, tokens waited."""
@@ -80,7 +79,7 @@ def serve(
     sys.setswitchinterval(_SWITCH_SECONDS)
     use_few_arenas()
     use_small_pages()
-    _allow_many_connections()
+    allow_many_connections()
     with _bind(address) as listening, _admin_socket(admin) as of_admin:
         models = Models()
         url = _shown(listening, address)
@@ -245,12 +244,3 @@ def _shown(listening: socket.socket, address: Address) -> str:
         return address
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
     return f"http://{host}:{listening.getsockname()[1]}"
-
-
-def _allow_many_connections() -> None:
-    """Raise the soft limit of open files: every connection is one, and the default is often 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

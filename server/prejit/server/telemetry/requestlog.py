@@ -21,7 +21,7 @@ import math
 import os
 import stat
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -221,6 +221,32 @@ class RequestLog:
             if not self._is_failing:
                 say(f"warning: {self._path}: cannot write: {error.strerror}")
             self._is_failing = True
+
+
+def log_lines(path: str, notes: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a log. One that is no JSON, as a crash leaves it, is noted and left out.
+
+    Raises:
+        StoreError: the log cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    found = msgspec.json.decode(line)
+                except msgspec.DecodeError:
+                    found = None
+                if isinstance(found, dict):
+                    yield found
+                elif notes is not None:
+                    notes.append(f"{path}: line {number} is no JSON object")
+    except OSError as error:
+        raise StoreError(f"{path}: cannot read the log: {error.strerror}") from error
+
+
+def body_of(line: Mapping[str, Any]) -> bytes:
+    """Return the body of the request of a line."""
+    return line["body"].encode() if "body" in line else base64.b64decode(line["body_base64"])
 
 
 def _open(path: str) -> int:

@@ -121,7 +121,7 @@ def test_a_prefix_takes_the_memory_of_its_tokens_and_comes_back_as_it_was(
     expected = [to_numpy(array)[1:2, :, :places].copy() for array in source.arrays]
     tokens = [number % VOCABULARY for number in range(20 if places == 20 else 40)]
     kept = CompactPrefix(bundle.decoder, tokens, source, 1)
-    assert kept.size_bytes == cache_bytes(bundle.decoder, 1, len(tokens))
+    assert kept.size_bytes == cache_bytes(bundle.decoder.cache, 1, len(tokens))
     del source
     back = kept.at(context)
     assert (back.batch, back.context) == (1, context)
@@ -132,7 +132,7 @@ def test_a_prefix_takes_the_memory_of_its_tokens_and_comes_back_as_it_was(
 
 def test_prefixes_never_take_more_than_they_may(bundle: Bundle) -> None:
     source = filled(bundle, 1, 24)
-    size = cache_bytes(bundle.decoder, 1, 20)
+    size = cache_bytes(bundle.decoder.cache, 1, 20)
     kept = PrefixCache(bundle.decoder, 2 * size)
     texts = [prefix(bundle, number).token_ids for number in range(3)]
     for text in texts:
@@ -140,7 +140,7 @@ def test_prefixes_never_take_more_than_they_may(bundle: Bundle) -> None:
     assert kept.size_bytes == 2 * size
     assert [found_tokens(kept, [*text, 1]) for text in texts] == [None, *texts[1:]]
     kept.keep_row(CachedText([9] * 24, MINE), source, 0)  # takes the place of both
-    assert kept.size_bytes == cache_bytes(bundle.decoder, 1, 24)
+    assert kept.size_bytes == cache_bytes(bundle.decoder.cache, 1, 24)
     small = PrefixCache(bundle.decoder, size - 1)
     small.keep_row(CachedText(texts[0], MINE), source, 0)
     assert small.size_bytes == 0

@@ -588,7 +588,7 @@ def test_memory_is_bounded_before_the_first_request(bundle: Bundle) -> None:
 
 
 def test_prefixes_take_no_more_than_the_slots_unless_asked_for(bundle: Bundle) -> None:
-    slots = cache_bytes(bundle.decoder, 4, 72)
+    slots = cache_bytes(bundle.decoder.cache, 4, 72)
     plenty = plan_caches(bundle.decoder, 4, 1 << 40, None)
     assert plenty.prefix_bytes == slots
     others = plenty.peak_bytes - slots

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from prejit.runtime.errors import StoreError, UsageError
-from prejit.server.http.log_replay import Report, _compare, _known, _lines, _paths
+from prejit.runtime.errors import UsageError
+from prejit.server.http.log_replay import Report, _compare, _known, _paths
 from prejit.server.telemetry.requestlog import Entry, RecordedCall, describe_array
 
 ARRAY = np.linspace(0, 1, 12, dtype=np.float32)
@@ -82,19 +81,6 @@ def test_a_request_that_fails_now_or_calls_otherwise_differs() -> None:
     assert compared([tokens(1)], [tokens(1)], status=500).differences
     assert compared([tokens(1)], [tokens(1), tokens(1)]).differences
     assert compared([RecordedCall("generate", "demo")], [tokens(1)]).skipped == 1
-
-
-def test_a_line_that_a_crash_cut_is_noted_and_the_others_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_bytes(b'{"event":"start"}\n[]\n{"event":"request"}\n{"event":"requ')
-    report = Report()
-    assert [line["event"] for line in _lines(str(path), report)] == ["start", "request"]
-    assert [note.partition("line ")[2] for note in report.notes] == [
-        "2 is no JSON object",
-        "4 is no JSON object",
-    ]
-    with pytest.raises(StoreError, match="cannot read the log"):
-        list(_lines(str(tmp_path / "missing")))
 
 
 def test_a_bundle_takes_the_place_of_the_one_with_its_name() -> None:

@@ -15,7 +15,14 @@ from tests.served import StandIn, StandInStream, stats
 
 from prejit.runtime.errors import StoreError
 from prejit.server.engine.fair_queue import NO_LIMITS
-from prejit.server.telemetry.requestlog import Entry, RequestLog, current, describe_array, record
+from prejit.server.telemetry.requestlog import (
+    Entry,
+    RequestLog,
+    current,
+    describe_array,
+    log_lines,
+    record,
+)
 from prejit.server.telemetry.watched_engine import WatchedEngine
 
 
@@ -186,3 +193,16 @@ def test_lines_of_two_servers_stay_whole(tmp_path: Path) -> None:
         log.close()
     bodies = [json.loads(line)["body"] for line in path.read_text().splitlines()]
     assert [len(body) for body in bodies] == [10_000] * 40
+
+
+def test_a_line_that_a_crash_cut_is_noted_and_the_others_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b'{"event":"start"}\n[]\n{"event":"request"}\n{"event":"requ')
+    notes: list[str] = []
+    assert [line["event"] for line in log_lines(str(path), notes)] == ["start", "request"]
+    assert [note.partition("line ")[2] for note in notes] == [
+        "2 is no JSON object",
+        "4 is no JSON object",
+    ]
+    with pytest.raises(StoreError, match="cannot read the log"):
+        list(log_lines(str(tmp_path / "missing")))

@@ -1,0 +1,75 @@
+"""The memory that the caches of a decoder take at a time, from the sizes of its buckets alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.bundle_schema import Config, Decoder
+from prejit.runtime.format.checks.program_interfaces import cache_arrays
+from prejit.runtime.generation.kv_cache import beside_bytes, cache_bytes
+
+
+class CacheBuckets(Protocol):
+    """The sizes of a decoder's caches. `DecoderPrograms` and `TableBuckets` have them."""
+
+    @property
+    def decoder(self) -> Decoder:
+        """The bundle's description of the model."""
+
+    @property
+    def batches(self) -> Sequence[int]:
+        """The batches of the buckets, ascending."""
+
+    @property
+    def contexts(self) -> Sequence[int]:
+        """The contexts of the buckets, ascending."""
+
+    @property
+    def cache(self) -> Sequence[Array]:
+        """The arrays of a cache, at one row and one position."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableBuckets:
+    """The sizes of a decoder's caches, as a program table has them; see CacheBuckets."""
+
+    decoder: Decoder
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    cache: tuple[Array, ...]
+
+    @classmethod
+    def of(cls, config: Config, decoder: Decoder) -> TableBuckets:
+        """Return those of a checked table and its decoder."""
+        buckets = [program.bucket for program in config.programs if program.kind == "decode"]
+        batches, contexts = ({bucket[name] for bucket in buckets} for name in ("batch", "context"))
+        return cls(decoder, tuple(sorted(batches)), tuple(sorted(contexts)), cache_arrays(decoder))
+
+
+def peak_bytes(buckets: CacheBuckets, batch: int, context: int, together: int) -> int:
+    """Return the most that the caches of an engine take at a time, without those of earlier prompts.
+
+    Args:
+        buckets: the sizes that there are.
+        batch: the largest batch that the engine uses.
+        context: the longest context that it uses.
+        together: the largest batch in which prompts are computed together before they are copied.
+    """
+
+    def of(rows: int, length: int) -> int:
+        return cache_bytes(buckets.cache, rows, length)
+
+    # A cache and the one that it is copied into are there at the same time. Beside both are the prompts that
+    # are computed, one more prompt that is not finished, and the prefix that is copied for one of them.
+    before = [
+        of(b, c)
+        for b in buckets.batches
+        for c in buckets.contexts
+        if (b < batch and c == context) or (b == batch and c < context)
+    ]
+    aside = of(together, context) + 2 * of(buckets.batches[0], context)
+    beside = beside_bytes(buckets.decoder, batch)
+    return of(batch, context) + max(before, default=0) + aside + beside

@@ -1,0 +1,193 @@
+"""An HTTP/1.1 client for open loops: it opens as many connections as requests are under way, and never waits.
+
+Times are those of `time.monotonic`, taken when the bytes arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+from urllib.parse import quote, urlsplit
+
+import httptools
+
+from prejit.runtime.errors import UsageError
+from prejit.server.load.workload import LoadRequest
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A request, and what came back.
+
+    Attributes:
+        due: when it was to be sent.
+        begun: when the client began to send it.
+        status: of the response; 0: there was none.
+        parts: the body in parts, each with the time when it came.
+        ended: when the response was complete.
+        failed: why it is not complete; empty: it is.
+    """
+
+    due: float
+    begun: float = 0.0
+    status: int = 0
+    parts: list[tuple[float, bytes]] = field(default_factory=list)
+    ended: float = 0.0
+    failed: str = ""
+
+    @property
+    def body(self) -> bytes:
+        """The body of the response."""
+        return b"".join(part for _, part in self.parts)
+
+
+@final
+class HttpClient:
+    """Connections to one server. All calls are made in one event loop.
+
+    Attributes:
+        url: where the server is.
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            url: where the server is; a path in it stands before those of requests.
+            headers: headers of each request.
+
+        Raises:
+            UsageError: it is no URL of a server.
+        """
+        parts = urlsplit(url)
+        try:
+            self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError as error:
+            raise UsageError(f"{url}: expected a port from 0 to 65535: {error}") from error
+        if not parts.hostname or parts.query or parts.fragment:
+            raise UsageError(f"expected a URL such as http://127.0.0.1:8000, found {url!r:.80}")
+        self.url = url.rstrip("/")
+        self._host = parts.hostname
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._base = parts.path.rstrip("/")
+        lines = {"Host": parts.netloc.rpartition("@")[2], **(headers or {})}
+        self._head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        self._idle: list[_Connection] = []
+
+    async def exchange(self, request: LoadRequest, due: float, method: str = "POST") -> Exchange:
+        """Send a request now and return what came back; a failure is part of it.
+
+        A connection that the server closed while it was idle is replaced once.
+        """
+        found = Exchange(due, time.monotonic())
+        lines = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+        head = f"{method} {self._base}{quote(request.path)} HTTP/1.1\r\n{self._head}{lines}"
+        content = f"{head}Content-Length: {len(request.body)}\r\n\r\n".encode("latin-1")
+        content += request.body
+        was_idle = bool(self._idle)
+        try:
+            connection = self._idle.pop() if was_idle else await self._connect()
+            await connection.exchange(content, found)
+            if was_idle and found.failed and not found.parts and not found.status:
+                found.failed = ""
+                connection = await self._connect()
+                await connection.exchange(content, found)
+        except OSError as error:
+            found.failed = f"cannot connect: {os.strerror(error.errno) if error.errno else error}"
+        else:
+            if connection.is_open:
+                self._idle.append(connection)
+        return found
+
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            _Connection, self._host, self._port, ssl=self._tls
+        )
+        return connection
+
+    def close(self) -> None:
+        """Close the connections that no request uses."""
+        for each in self._idle:
+            each.close()
+        self._idle.clear()
+
+
+@final
+class _Connection(asyncio.Protocol):
+    """A connection with one request at a time."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self._found: Exchange | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the transport."""
+        self._transport: Any = transport
+
+    async def exchange(self, content: bytes, found: Exchange) -> None:
+        """Send a request and add what comes back."""
+        self._found = found
+        self._parser = httptools.HttpResponseParser(self)
+        self._done = asyncio.get_running_loop().create_future()
+        try:
+            if self.is_open:
+                self._transport.write(content)
+                await self._done
+            else:
+                self._end("the server closed the connection")
+        except asyncio.CancelledError:
+            self.close()  # what still comes belongs to no request
+            raise
+
+    def data_received(self, data: bytes) -> None:
+        """Take a part of a response."""
+        self._now = time.monotonic()
+        if self._found is None:
+            self.close()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self.close()
+            self._end(f"expected a response of HTTP/1.1, found another: {error}")
+
+    def on_headers_complete(self) -> None:
+        """Take the status."""
+        assert self._found is not None
+        self._found.status = self._parser.get_status_code()
+
+    def on_body(self, part: bytes) -> None:
+        """Take a part of the body."""
+        assert self._found is not None
+        self._found.parts.append((self._now, part))
+
+    def on_message_complete(self) -> None:
+        """End the exchange."""
+        assert self._found is not None
+        self._found.ended = self._now
+        if not self._parser.should_keep_alive():
+            self.close()
+        self._end("")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Fail the exchange that is under way."""
+        self.is_open = False
+        self._end("the server closed the connection")
+
+    def close(self) -> None:
+        """Close the connection at once."""
+        self.is_open = False
+        self._transport.abort()
+
+    def _end(self, failed: str) -> None:
+        if self._found is not None:
+            self._found.failed = failed
+            self._found = None
+            if not self._done.done():
+                self._done.set_result(None)

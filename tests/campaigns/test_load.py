@@ -1,0 +1,191 @@
+"""`prejit load` beside an exhaustive search, and beside a closed loop where a server stalls.
+
+`make load-check` measures for 15 minutes, on a quiet machine, checks the figures and writes them to load.json
+beside this file; `make test` has no real server, and windows that prove nothing but that all requests are
+answered. PREJIT_LOAD_SECONDS is the length of a window.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.integration.test_serve import Process
+from tests.queued_server import queued_server
+
+from prejit.server.load.http_client import HttpClient
+from prejit.server.load.load_report import LoadReport
+from prejit.server.load.load_runs import LoadOptions, run_load
+from prejit.server.load.load_search import LoadLimits
+from prejit.server.load.load_window import LoadAnswer, measure, send_window
+from prejit.server.load.workload import DrawnLoad, Lengths, arrival_times
+
+from .campaign import ROOT, facts, figures_file, machine_facts, setting
+
+SECONDS = setting("LOAD_SECONDS", 0) or 0.3
+IS_WHOLE = SECONDS >= 5
+WORKERS, SERVICE_MS = 4, 40.0
+CAPACITY = WORKERS / SERVICE_MS * 1e3
+"""Requests a second of the queue."""
+QUEUE = ("--workers", WORKERS, "--service-ms", SERVICE_MS)
+MOST_APART = 0.05
+STALL_SECONDS = 1.0
+STALL_RATE = 50.0
+CLOSED = 4
+"""Requests at once of the closed loop."""
+pytestmark = pytest.mark.timeout(1800)
+
+
+def options(rates: tuple[float, ...] = (), **changed: Any) -> LoadOptions:
+    values: dict[str, Any] = {
+        "rates": rates,
+        "seconds": SECONDS,
+        "limits": LoadLimits(),
+        "seed": 0,
+        "log": None,
+        "api": "completions",
+        "model": None,
+        "burstiness": 1.0,
+        "prompt": Lengths(16, 16),
+        "new": Lengths(4, 4),
+        "prefix_tokens": 0,
+        "prefix_share": 1.0,
+        "is_streamed": True,
+        "rows": 1,
+    }
+    return LoadOptions(**{**values, **changed})
+
+
+def run(url: str, asked: LoadOptions) -> LoadReport:
+    report = run_load(url, asked, lambda line: None)
+    assert not any(each.failures for each in report.rates), report
+    return report
+
+
+def write(part: str, figures: dict[str, Any]) -> None:
+    """Print a part of the figures; keep it if the campaign is a whole one."""
+    print(json.dumps(figures, indent=1))
+    if IS_WHOLE:
+        path = figures_file("load")
+        kept = json.loads(path.read_text()) if path.exists() else {}
+        kept |= {
+            **facts("numpy", "kernel"),
+            part: {**machine_facts(), "seconds of a window": SECONDS, **figures},
+        }
+        path.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def searched(url: str, grid: np.ndarray[Any, Any], **changed: Any) -> dict[str, Any]:
+    """Return the knee of a search, and that of every rate of a grid in turn."""
+    began = time.monotonic()
+    found = run(url, options(**changed)).knee
+    seconds = time.monotonic() - began
+    assert found is not None
+    began = time.monotonic()
+    rates = tuple(round(float(each * found.rate), 3) for each in grid)
+    # Another seed, so that the two do not agree because both saw the same requests.
+    every = run(url, options(rates, seed=1000, **{"seconds": 2 * SECONDS, **changed})).rates
+    kept = np.array([each.growth is not None and each.growth <= 0.02 for each in every])
+    # The rate that has the fewest others on the wrong side.
+    agree = [kept[: at + 1].sum() + (~kept[at + 1 :]).sum() for at in range(len(every))]
+    return {
+        "knee": round(found.rate, 2),
+        "not any more": round(found.above, 2),
+        "is certain": found.is_certain,
+        "seconds of the search": round(seconds),
+        "exhaustive": every[int(np.argmax(agree))].rate,
+        "rates of it": len(rates),
+        "seconds of it": round(time.monotonic() - began),
+        "growth by rate": {str(each.rate): round(each.growth or 0, 4) for each in every},
+    }
+
+
+def test_the_knee_of_a_queue_whose_capacity_is_known() -> None:
+    grid = np.arange(0.92, 1.0801, 0.02) if IS_WHOLE else np.array([0.8, 1.2])
+    with queued_server(*QUEUE) as url:
+        figures = {"capacity": CAPACITY, **searched(url, grid)}
+    write("queue", figures)
+    if IS_WHOLE:
+        assert figures["knee"] == pytest.approx(CAPACITY, rel=MOST_APART)
+        assert figures["knee"] == pytest.approx(figures["exhaustive"], rel=MOST_APART)
+
+
+@pytest.mark.skipif(not IS_WHOLE, reason="tests/integration/test_load.py has real servers")
+def test_the_knee_of_a_real_server() -> None:
+    bundle = ROOT / "artifacts" / "demo"
+    grid = np.arange(0.88, 1.1201, 0.02)
+    server = Process(bundle).wait_until_ready()
+    try:
+        figures = {"bundle": bundle.name, **searched(server.url, grid, new=Lengths(16, 16))}
+    finally:
+        server.kill()
+    write("demo", figures)
+    assert figures["knee"] == pytest.approx(figures["exhaustive"], rel=MOST_APART)
+
+
+async def closed_loop(
+    client: HttpClient, load: DrawnLoad, rate: float, seconds: float
+) -> list[LoadAnswer]:
+    """Send requests as `vllm bench serve --request-rate RATE --max-concurrency 4` does.
+
+    A request that is due waits until one of four is done, and its latency counts from then.
+    """
+    count = round(rate * seconds)
+    times = arrival_times(load.gaps(count, np.random.default_rng(0)), rate)
+    requests = load.requests(count, np.random.default_rng([0, 1]))
+    room = asyncio.Semaphore(CLOSED)
+    start = time.monotonic()
+
+    async def one(at: float, request: Any) -> LoadAnswer:
+        await asyncio.sleep(start + at - time.monotonic())
+        async with room:
+            found = await client.exchange(request, time.monotonic())
+        return measure(found, request.is_streamed, start)
+
+    sent = [one(at, request) for at, request in zip(times.tolist(), requests, strict=True)]
+    return await asyncio.gather(*sent)
+
+
+def test_a_closed_loop_hides_what_a_stalled_server_costs() -> None:
+    seconds = 2 * SECONDS if IS_WHOLE else 2.0
+    load = DrawnLoad("completions", "queue", 1.0, Lengths(16, 16), Lengths(4, 4))
+    figures: dict[str, Any] = {"pause, seconds": STALL_SECONDS, "requests a second": STALL_RATE}
+
+    async def both(url: str, is_open: bool) -> list[LoadAnswer]:
+        client = HttpClient(url)
+        try:
+            if is_open:
+                return await send_window(client, load, STALL_RATE, seconds, 0, 0, lambda line: None)
+            return await closed_loop(client, load, STALL_RATE, seconds)
+        finally:
+            client.close()
+
+    for pause in (0.0, STALL_SECONDS):
+        for name, is_open in (("open loop", True), (f"closed loop of {CLOSED}", False)):
+            with queued_server(*QUEUE, "--pause", seconds / 3, pause) as url:
+                found = asyncio.run(both(url, is_open))
+            assert not any(each.failed for each in found)
+            first = np.array([each.first for each in found]) * 1e3
+            shown = {
+                f"TTFT ms p{at}": round(float(np.quantile(first, at / 100)), 1)
+                for at in (50, 95, 99)
+            }
+            shown["later than 200 ms"] = int((first > 200).sum())
+            figures[f"{name}, {'paused' if pause else 'steady'}"] = {
+                "requests": len(found),
+                **shown,
+            }
+    write("stall", figures)
+    if IS_WHOLE:
+        is_open, closed = (
+            figures[name] for name in ("open loop, paused", f"closed loop of {CLOSED}, paused")
+        )
+        # 50 requests were due in the pause, and the queue behind it takes as long to empty.
+        assert is_open["TTFT ms p99"] > 700
+        assert is_open["later than 200 ms"] > 60
+        assert closed["TTFT ms p99"] < 100
+        assert closed["later than 200 ms"] <= CLOSED

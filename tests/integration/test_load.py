@@ -1,0 +1,100 @@
+"""`prejit load` against real servers: each API, a log, a bundle that it serves, limits that are missed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.integration.test_serve import Process
+
+WINDOW = ("--rate", "20", "--seconds", "1", "--json")
+
+
+def load(*arguments: str | Path, status: int = 0) -> Any:
+    """Run the command; return its JSON, or what it printed to stderr where it fails."""
+    command = [sys.executable, "-m", "prejit.runtime", "load", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stderr if status else json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def server(
+    lettered_dir: Path, encoder_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Process, Path]]:
+    """A server of a decoder and an encoder, and its log."""
+    log = tmp_path_factory.mktemp("load") / "log.jsonl"
+    named = (f"letters={lettered_dir}", f"vectors={encoder_dir}")
+    process = Process(*named, "--log", log).wait_until_ready()
+    yield process, log
+    process.kill()
+
+
+@pytest.mark.parametrize(
+    ("api", "model", "has_tokens"),
+    [
+        ("completions", "letters", True),
+        ("chat", "letters", True),
+        ("embeddings", "vectors", False),
+    ],
+)
+def test_each_api_is_measured(
+    server: tuple[Process, Path], api: str, model: str, has_tokens: bool
+) -> None:
+    lengths = ("--prompt-tokens", "2..4", "--new-tokens", "6", "--prefix-tokens", "3")
+    found = load(server[0].url, *WINDOW, "--api", api, "--model", model, *lengths)
+    [rate] = found["rates"]
+    assert (rate["requests"], rate["failed"], rate["failures"]) == (20, 0, {})
+    assert rate["e2e_ms"]["p50"] <= rate["e2e_ms"]["p99"] <= rate["e2e_ms"]["max"]
+    assert (rate["ttft_ms"] is not None) is has_tokens
+    if has_tokens:
+        assert rate["new_tokens"] == 6  # ignore_eos
+        assert rate["ttft_ms"]["p50"] <= rate["e2e_ms"]["p50"]
+        assert 5 <= rate["prompt_tokens"] <= 40
+
+
+def test_a_log_is_sent_again_at_its_times(server: tuple[Process, Path]) -> None:
+    process, log = server
+    with httpx.Client(timeout=60) as client:
+        for prompt in ("ab", "abc abc"):
+            body = {"model": "letters", "prompt": prompt, "max_tokens": 3, "ignore_eos": True}
+            assert client.post(f"{process.url}/v1/completions", json=body).status_code == 200
+    lines = [json.loads(each) for each in log.read_text().splitlines()]
+    last = [each for each in lines if each.get("event") == "request"][-2:]
+    part = log.with_name("part.jsonl")
+    times = (100.0, 100.5)
+    moved = [{**each, "time": at, "seconds": 0} for each, at in zip(last, times, strict=True)]
+    part.write_text("".join(json.dumps(each) + "\n" for each in moved))
+    found = load(process.url, "--log", part, "--rate", "log", "--seconds", "2", "--json")
+    [rate] = found["rates"]
+    assert (rate["rate"], rate["requests"], rate["failed"]) == (2.0, 4, 0)
+    assert rate["new_tokens"] == 3
+
+
+def test_a_bundle_is_served_as_long_as_it_is_measured(bundle_dir: Path, tmp_path: Path) -> None:
+    page = tmp_path / "load.html"
+    found = load(
+        bundle_dir, *WINDOW, "--api", "infer", "--model", "score", "--rows", "2", "--page", page
+    )
+    [rate] = found["rates"]
+    assert (rate["requests"], rate["failed"], rate["failures"]) == (20, 0, {})
+    assert found["server"] == str(bundle_dir)
+    assert (found["knee"], rate["ttft_ms"]) == (None, None)
+    assert rate["e2e_ms"]["p50"] > 0
+    assert str(bundle_dir) in page.read_text()
+
+
+def test_what_cannot_be_measured_is_said(server: tuple[Process, Path], tmp_path: Path) -> None:
+    url = server[0].url
+    missed = load(url, *WINDOW, "--model", "letters", "--p95-ms", "0.001", status=9)
+    assert "expected 95% of the requests within E2E <= 0.001 ms" in missed
+    assert "did you mean 'letters'?" in load(url, *WINDOW, "--model", "lettesr", status=2)
+    assert "cannot connect" in load("http://127.0.0.1:1", *WINDOW, status=7)
+    assert "no-such-bundle" in load(tmp_path / "no-such-bundle", *WINDOW, status=6)

@@ -1,0 +1,63 @@
+"""A table that promises a slot which the server then refuses would be worse than none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prejit.runtime import __main__, load
+from prejit.runtime.generation.cache_plan import TableBuckets, peak_bytes
+from prejit.server.engine.memory import plan_caches
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int = 0) -> str:
+    assert __main__.main([str(each) for each in ("inspect", *arguments)]) == status
+    found = capsys.readouterr()
+    return found.err if status else found.out
+
+
+def test_the_table_needs_what_an_engine_plans(decoder_dir: Path) -> None:
+    bundle = load(decoder_dir, on_mismatch="error")
+    decoder = bundle.decoder
+    table = TableBuckets.of(bundle.config, decoder.decoder)
+    assert (table.batches, table.contexts) == ((1, 3), (24, 72))
+    for batch in table.batches:
+        for context in table.contexts:
+            peak = peak_bytes(table, batch, context, table.batches[0])
+            plan = plan_caches(decoder, batch, peak, 0)
+            assert (plan.batch, plan.peak_bytes, plan.together) == (batch, peak, 1)
+            assert plan.context >= context
+
+
+def test_a_budget_is_compared_with_each_bucket(
+    decoder_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [found] = json.loads(said(capsys, decoder_dir, "--capacity", "--json"))
+    sizes: dict[tuple[int, int], Any] = {
+        (each["slots"], each["context"]): each["total_bytes"] for each in found["buckets"]
+    }
+    assert len(sizes) == 4
+    assert sizes[1, 24] < sizes[3, 24] < sizes[3, 72]
+    assert found["weights_bytes"] > 0
+    assert sizes[1, 24] > sum(
+        found[f"{of}_bytes"] for of in ("weights", "executables", "temporary")
+    )
+    budget = str(sizes[3, 24])
+    text = said(capsys, decoder_dir, "--capacity", "--memory", budget)
+    assert "3 of 24 tokens" in text
+    assert "(too much)" in text
+    [found] = json.loads(said(capsys, decoder_dir, "--capacity", "--memory", budget, "--json"))
+    fitting = {(each["slots"], each["context"]) for each in found["buckets"] if each["fits"]}
+    assert fitting == {key for key, value in sizes.items() if value <= sizes[3, 24]}
+    assert "hold no slot: the smallest bucket needs" in said(
+        capsys, decoder_dir, "--capacity", "--memory", "1000"
+    )
+
+
+def test_what_has_no_slots_is_said(bundle_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = said(capsys, bundle_dir, "--capacity", status=2)
+    assert "--capacity: expected a bundle with a decoder, found none in example" in found
+    assert "add --capacity" in said(capsys, bundle_dir, "--memory", "1G", status=2)

@@ -1,0 +1,56 @@
+"""Options that do not fit are said before any request is sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prejit.runtime import __main__
+
+NOWHERE = "http://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "status"),
+    [
+        (("--rate", "log"), "--rate log: expected a log, found none", 2),
+        (("--rate", "0"), "'--rate'", 2),
+        (("--rate", "many"), "'--rate'", 2),
+        (("--whole", "--first-token-ms", "9"), "--first-token-ms: expected streamed answers", 2),
+        (
+            ("--api", "infer", "--between-tokens-ms", "9"),
+            "--between-tokens-ms: expected streamed",
+            2,
+        ),
+        (
+            ("--prompt-tokens", "9..3"),
+            "expected N or LEAST..MOST, such as 16..256, found '9..3'",
+            2,
+        ),
+        (("--new-tokens", "few"), "expected N or LEAST..MOST, such as 16..256, found 'few'", 2),
+        (("--api", "infer"), "--api infer: expected the name of a function in --model", 2),
+        (("--log", "none.jsonl"), "none.jsonl: cannot read the log", 6),
+        (("--key-file", "none"), "none: cannot read the key", 6),
+        ((), "cannot connect: Connection refused", 7),
+    ],
+)
+def test_a_mistake_is_said(
+    options: tuple[str, ...], said: str, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert __main__.main(["load", NOWHERE, *options]) == status
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["http://", "http://host:99999", "http://host?x=1"])
+def test_a_url_of_no_server_is_said(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["load", url]) == 2
+    assert "expected a " in capsys.readouterr().err
+
+
+def test_a_key_is_one_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "key").write_text("two words\n")
+    assert __main__.main(["load", NOWHERE, "--key-file", str(tmp_path / "key")]) == 2
+    found = capsys.readouterr().err
+    assert "key: expected a key alone, found 2 words" in found
+    assert "two words" not in found

@@ -1,0 +1,128 @@
+"""The search against computed queues: their capacity is known, and an exhaustive search costs little."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from prejit.server.load.load_search import (
+    GOOD_SHARE,
+    Interval,
+    LoadLimits,
+    LoadSearch,
+    bad_share,
+    growth,
+)
+from prejit.server.load.load_window import LoadAnswer
+from prejit.server.load.workload import arrival_times
+
+SECONDS = 10.0
+SERVICE = 0.02
+WORKERS = 2
+CAPACITY = WORKERS / SERVICE
+
+Measure = Callable[[float, int], Sequence[LoadAnswer]]
+
+
+def queue(spread: float, seconds: float = SECONDS) -> Measure:
+    """A queue with Poisson arrivals, whose service times are lognormal with this spread."""
+
+    def measure(rate: float, number: int) -> list[LoadAnswer]:
+        count = max(2, round(rate * seconds))
+        pair, order = number // 2, -1 if number % 2 else 1
+        gaps = np.random.default_rng([pair, 0]).gamma(1.0, size=count)
+        drawn = np.random.default_rng([pair, 1]).lognormal(-(spread**2) / 2, spread, count)
+        times, factors = arrival_times(gaps[::order], rate), drawn[::order]
+        free = [0.0] * WORKERS
+        answers = []
+        for due, service in zip(times.tolist(), (SERVICE * factors).tolist(), strict=True):
+            end = max(due, heapq.heappop(free)) + service
+            heapq.heappush(free, end)
+            answers.append(LoadAnswer(due, 0.0, math.nan, end - due))
+        return answers
+
+    return measure
+
+
+@pytest.mark.parametrize(("spread", "start"), [(0.0, 1.0), (0.0, 400.0), (0.5, 10.0)])
+def test_the_knee_is_where_the_queue_cannot_keep_up(spread: float, start: float) -> None:
+    search = LoadSearch(queue(spread), LoadLimits())
+    found = search.knee(start)
+    assert found.rate == pytest.approx(CAPACITY, rel=0.05)
+    assert found.rate < found.above <= 1.03 * found.rate
+    assert sum(map(len, search.windows.values())) < 50
+
+
+def test_the_highest_rate_within_limits_is_that_of_an_exhaustive_search() -> None:
+    limits = LoadLimits(whole_ms=80)
+    long = queue(0.5, 60)
+    grid = [rate for rate in np.arange(0.7, 1.05, 0.02) * CAPACITY]
+    exhaustive = max(
+        rate for rate in grid if bad_share([long(rate, 99)], limits).value <= 1 - GOOD_SHARE
+    )
+    search = LoadSearch(queue(0.5, 20), limits)
+    knee = search.knee(10)
+    found = search.within_limits(knee.rate)
+    assert found.rate < knee.rate
+    assert found.rate == pytest.approx(exhaustive, rel=0.05)
+
+
+def test_limits_that_no_rate_keeps_are_said() -> None:
+    search = LoadSearch(queue(0.0, 1), LoadLimits(whole_ms=1))
+    found = search.within_limits(50)
+    assert found.rate == 0
+    assert found.above < 1
+
+
+def test_a_search_is_repeatable() -> None:
+    found = [LoadSearch(queue(0.5, 5), LoadLimits()).knee(10) for _ in range(2)]
+    assert found[0] == found[1]
+
+
+def test_few_requests_prove_little() -> None:
+    few = [LoadAnswer(float(at), 0.0, 0.1, 0.2) for at in range(20)]
+    limits = LoadLimits(whole_ms=1000)
+    assert bad_share([few], limits).is_at_most(0.05) is None
+    assert bad_share([few] * 4, limits).is_at_most(0.05) is True
+    late = [LoadAnswer(float(at), 0.0, 0.1, 2.0) for at in range(20)]
+    assert bad_share([late], limits).is_at_most(0.05) is False
+
+
+def test_requests_that_are_late_together_count_as_fewer() -> None:
+    """One pause makes a tenth of the requests late: they are one event, not a tenth of the evidence."""
+    limits = LoadLimits(whole_ms=1000)
+
+    def window(is_late: Callable[[int], bool]) -> list[LoadAnswer]:
+        return [LoadAnswer(at / 10, 0.0, 0.1, 2.0 if is_late(at) else 0.1) for at in range(200)]
+
+    spread_out = bad_share([window(lambda at: at % 10 == 0)], limits)
+    together = bad_share([window(lambda at: 100 <= at < 120)], limits)
+    assert spread_out.value == together.value == pytest.approx(0.1)
+    assert together.high - together.low > 1.5 * (spread_out.high - spread_out.low)
+
+
+def test_a_server_that_refuses_requests_does_not_keep_up() -> None:
+    refused = [
+        LoadAnswer(at / 10, 0.0, 0.1, 0.1, failed="status 429" if at % 20 == 0 else "")
+        for at in range(200)
+    ]
+    assert growth([refused]) == Interval(math.inf, math.inf, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("answer", "allowed"),
+    [
+        (LoadAnswer(0, 0, 0.1, 0.5, per_token=0.01), True),
+        (LoadAnswer(0, 0, 0.3, 0.5, per_token=0.01), False),
+        (LoadAnswer(0, 0, 0.1, 0.5, per_token=0.06), False),
+        (LoadAnswer(0, 0, 0.1, 1.5, per_token=0.01), False),
+        (LoadAnswer(0, 0, math.nan, 0.5), True),
+        (LoadAnswer(0, 0, math.inf, math.inf, failed="status 500"), False),
+    ],
+)
+def test_a_request_must_keep_every_limit(answer: LoadAnswer, allowed: bool) -> None:
+    assert LoadLimits(200, 50, 1000).allow(answer) is allowed
