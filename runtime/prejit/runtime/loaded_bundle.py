@@ -177,11 +177,11 @@ class LoadedBundle(OneProcess):
         parts.programs.close(reason)
         if dispatched is not None:
             dispatched.close()
-        devices = [parts.device]
+        held = [parts.device.first.client]
         del parts, cached, encoder, dispatched
         from prejit.runtime.device._jax_parts import free_dropped
 
-        free_dropped(devices)
+        free_dropped(held)
 
     def _disown(self) -> object:
         """Refuse all calls, in a forked process. See `disown_in_forks`."""

@@ -12,7 +12,7 @@ import io
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -28,9 +28,6 @@ from prejit.runtime.device._jaxlib import (
     result_handler,
 )
 from prejit.runtime.errors import UsageError
-
-if TYPE_CHECKING:
-    from prejit.runtime.device.device import Device
 
 _LIBRARY = ctypes.CDLL(None)
 
@@ -426,18 +423,16 @@ def _view(array: JaxlibArray) -> np.ndarray[Any, Any]:
     return view
 
 
-def free_dropped(devices: list[Device]) -> None:
-    """Free what nobody refers to any more: arrays, mapped files, and the clients of these devices.
+def free_dropped(held: list[Any]) -> None:
+    """Free what nobody refers to any more: arrays, mapped files, and a client.
 
-    The list is emptied. A client and its devices refer to each other, so only Python's garbage collector
+    `held` is emptied: it held the last reference to the client. A client and its devices refer to each other, so only Python's garbage collector
     frees them, and a client has a dozen threads. To look at all objects of the process may take 0.1 s, in
     which no other thread runs Python. So these few become young again, and it looks at young ones only.
     """
-    parts: list[Any] = []
-    while devices:
-        client = devices.pop().first.client
-        parts += [client, *client.devices()]
-        parts += [memory for device in client.devices() for memory in device.addressable_memories()]
+    client = held.pop()
+    parts = [client, *client.devices()]
+    parts += [memory for one in client.local_devices() for memory in one.addressable_memories()]
     del client
     collect_garbage()
     while parts:
