@@ -426,9 +426,10 @@ def _view(array: JaxlibArray) -> np.ndarray[Any, Any]:
 def free_dropped(held: list[Any]) -> None:
     """Free what nobody refers to any more: arrays, mapped files, and a client.
 
-    `held` is emptied; it has the client. A client and its devices refer to each other, so only Python's garbage
-    collector frees them, and a client has a dozen threads. To look at all objects of the process may take
-    0.1 s, in which no other thread runs Python. So these few become young again, and it looks at young ones.
+    `held` is emptied; it has the client. A client and its devices refer to each other, so only Python's
+    garbage collector frees them, and a client has a dozen threads. To look at all objects of the process may
+    take 0.1 s, in which no other thread runs Python. So these few become young again, and it looks at young
+    ones alone.
     """
     client = held.pop()
     parts = [client, *client.devices()]
