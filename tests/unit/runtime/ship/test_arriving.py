@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import platform
 import threading
@@ -252,6 +253,31 @@ def test_what_arrived_is_not_fetched_again_whether_it_was_read_meanwhile_or_not(
     assert directory.blob(AT.digest).read_bytes() == CONTENT
     assert arrival is not None
     arrival.wait(SIZE)
+
+
+@pytest.mark.parametrize("content", [bytes(SIZE), CONTENT[:-1]])
+def test_what_is_hashed_behind_its_readers_gets_its_name_only_if_it_is_right(
+    tmp_path: Path, content: bytes
+) -> None:
+    directory, arrival = BlobDirectory(tmp_path), ArrivingBlob()
+    with pytest.raises(RejectError):
+        directory.write(AT, lambda start: iter([content[start:]]), arrival)
+    assert not directory.has(AT)
+    assert not list(directory.partial.iterdir())
+
+
+def test_a_disk_that_gets_full_is_an_error_in_words_for_readers_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: object, piece: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(blob_directory, "_write_piece", full)
+    directory, arrival = BlobDirectory(tmp_path), ArrivingBlob()
+    with pytest.raises(StoreError, match="No space left"):
+        directory.write(AT, lambda start: iter([CONTENT[start:]]), arrival)
+    with pytest.raises(StoreError, match="No space left"):
+        arrival.wait(SIZE)
 
 
 def test_a_file_without_holes_that_is_not_what_was_written_is_fetched_again(tmp_path: Path) -> None:
