@@ -159,7 +159,7 @@ class BlobDirectory:
         """Lock a blob, and yield the file to which only this process writes it."""
         path = self.partial / f"{name}.lock"
         try:
-            self.partial.mkdir(exist_ok=True, mode=0o700)
+            self.partial.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor = lock_file(path)
         except FileNotFoundError:
             # A process that has written all of its bundle has dropped the directory.

@@ -255,8 +255,16 @@ class ObjectRepository:
         except (BaseError, OSError) as error:
             if isinstance(error, FileNotFoundError) and not is_write:
                 raise
-            text = " ".join(str(error).split())
-            raise StoreError(f"{self.name}/{path}: {text:.300}", hint=_hint(text)) from error
+            raise StoreError(
+                f"{self.name}/{path}: {_words(str(error)):.300}", hint=_hint(str(error))
+            ) from error
+
+
+def _words(text: str) -> str:
+    """Return what obstore says, with the innermost cause of its debug text and without the rest of that."""
+    said, _, debug = text.partition("\nDebug source:")
+    causes = re.findall(r'(?:message|error): "(.*?)"', debug)
+    return " ".join(f"{said} ({causes[-1]})".split() if causes else said.split())
 
 
 def _blob_path(digest: str) -> str:
