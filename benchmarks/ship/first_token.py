@@ -1,8 +1,7 @@
 """An empty server's first token over a limited link: a load by reference beside what others do.
 
     sudo python -m benchmarks.ship.first_token                GPT-2's shape, 1 and 10 Gbit/s with 20 ms
-    sudo python -m benchmarks.ship.first_token --models llama-1b-int8 --rounds 3
-    sudo python -m benchmarks.ship.first_token --models llama-1b-float32 --gigabits 10    in 24 GB of memory
+    sudo python -m benchmarks.ship.first_token --models llama-1b-float32 llama-1b-int8 --rounds 3
     sudo python -m benchmarks.ship.first_token --rounds 1 --gigabits 1       a trial, which is not saved
 
 A registry (Debian's docker-registry), a web server (nginx) and a hub that redirects to it are at one end of
