@@ -16,11 +16,12 @@ import os
 import stat
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from prejit.runtime.base.files import Identity
+from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.base.written_files import lock_file, remove_and_unlock, sync_directory
 from prejit.runtime.errors import PrejitError, RejectError, StoreError
 from prejit.runtime.format.bundle_schema import Descriptor
@@ -44,7 +45,7 @@ class ArrivingBlob:
         self.is_refused = False
         self._changed = threading.Condition()
         self._descriptor = self._end = -1  # no file yet
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
 
     def open(self) -> int:
         """Wait until the file has its size, and return a descriptor for it, which the caller closes."""
@@ -238,24 +239,30 @@ class BlobDirectory:
         Raises:
             RejectError: all of them do not have the blob's digest, or a reader has refused some.
         """
-        where = str(self.partial / at.digest.removeprefix("sha256:"))
-        with ThreadPoolExecutor(1, "prejit-hash", initializer=_give_way) as thread:
-            hashing = thread.submit(_hash_behind, file.fileno(), at, file.tell(), hasher, arrival)
-            try:
-                for piece in pieces:
-                    _write_piece(file, piece)
-                    arrival.reached(file.tell())
-                    if arrival.is_refused:
-                        raise RejectError(where, "expected other bytes")
-                if file.tell() != at.size:
-                    raise RejectError(where, f"expected {at.size} bytes, found {file.tell()}")
-            except BaseException as error:  # the other thread waits for the rest
-                arrival.fail(self._failed(error) if isinstance(error, OSError) else error)
-                raise
-            hashing.result()
-        found = f"sha256:{hasher.hexdigest()}"
-        if found != at.digest:
-            raise RejectError(where, f"expected the bytes of {at.digest}, found {found}")
+        where, digests = str(self.partial / at.digest.removeprefix("sha256:")), list[str]()
+        hash_all = partial(
+            _hash_behind, file.fileno(), at, file.tell(), hasher, arrival, digests.append
+        )
+        # An executor's thread would keep the interpreter from its exit.
+        thread = start_thread(partial(_aside, hash_all), "prejit-hash")
+        try:
+            for piece in pieces:
+                _write_piece(file, piece)
+                arrival.reached(file.tell())
+                if arrival.is_refused:
+                    raise RejectError(where, "expected other bytes")
+            if file.tell() != at.size:
+                raise RejectError(where, f"expected {at.size} bytes, found {file.tell()}")
+        except BaseException as error:  # the other thread waits for the rest
+            arrival.fail(self._failed(error) if isinstance(error, OSError) else error)
+            raise
+        finally:
+            if thread is not None:
+                thread.join()
+        if not digests:  # no thread could start, or it failed
+            hash_all()
+        if digests != [at.digest]:
+            raise RejectError(where, f"expected the bytes of {at.digest}, found {digests[0]}")
 
     def _failed(self, error: OSError) -> StoreError:
         hint = "write where this user may; $PREJIT_BUNDLES names the store of bundles"
@@ -281,19 +288,27 @@ def _write_piece(file: io.FileIO, piece: bytes | memoryview) -> None:
 
 
 def _hash_behind(
-    descriptor: int, at: Descriptor, start: int, hasher: hashlib._Hash, arrival: ArrivingBlob
+    descriptor: int,
+    at: Descriptor,
+    start: int,
+    before: hashlib._Hash,
+    arrival: ArrivingBlob,
+    found: Callable[[str], object],
 ) -> None:
-    """Hash a file from a place on, as it arrives."""
-    buffer = memoryview(bytearray(_HASH_BYTES))
+    """Hash a file from a place on, as it arrives. `before` has seen what is before that."""
+    hasher, buffer = before.copy(), memoryview(bytearray(_HASH_BYTES))
     for place in range(start, at.size, _HASH_BYTES):
         arrival.wait(min(place + _HASH_BYTES, at.size))
         hasher.update(buffer[: os.preadv(descriptor, [buffer], place)])
+    found(f"sha256:{hasher.hexdigest()}")
 
 
-def _give_way() -> None:
-    """Let this thread have a tenth of a CPU that another wants, and all of an idle one."""
+def _aside(hash_all: Callable[[], object]) -> None:
+    """Hash with a tenth of a CPU that others want, and all of an idle one. Whoever waits finds the errors."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+    with contextlib.suppress(OSError, PrejitError):
+        hash_all()
 
 
 def _filled(descriptor: int, size: int) -> int:

@@ -6,6 +6,8 @@ import contextlib
 import errno
 import hashlib
 import platform
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -214,6 +216,45 @@ def test_a_bundle_that_is_closed_fetches_no_more_and_the_next_load_goes_on(
     assert partial.stat().st_blocks < partial.stat().st_size / 512
     with load(f"oci://{registry.host}/sums:v1") as bundle:
         np.testing.assert_allclose(bundle.call("late", X), expected(2), rtol=1e-5)
+
+
+def test_closing_does_not_wait_for_a_network_that_is_silent(
+    registry: FakeRegistry, store: MachineStore, sent: Sent
+) -> None:
+    bundle = load(f"oci://{registry.host}/sums:v1")
+    closing = threading.Thread(target=bundle.close)
+    closing.start()
+    closing.join(20)  # the registry sends the rest after 30 s
+    assert not closing.is_alive()
+
+
+SHORT = """
+import sys
+import numpy
+from prejit.runtime import load
+bundle = load(sys.argv[1])
+print("loaded", flush=True)
+if sys.argv[2] == "answers":
+    bundle.call("late", numpy.arange(4, dtype=numpy.float32))
+"""
+
+
+@pytest.mark.parametrize("does", ["answers", "ends"])
+def test_a_process_that_ends_leaves_the_bundle_if_it_is_here_and_no_traceback(
+    registry: FakeRegistry, store: MachineStore, sent: Sent, does: str
+) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", SHORT, f"oci://{registry.host}/sums:v1", does]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loaded\n"
+        time.sleep(0.5 * (does == "ends"))
+        sent.held.set()
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 0
+    assert "Traceback" not in said
+    assert len(store.bundles()) == 1 or does == "ends"
 
 
 STEP = 4 * 4096
