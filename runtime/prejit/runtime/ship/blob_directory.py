@@ -64,9 +64,10 @@ class ArrivingBlob:
             if self._end < end and self._failure is not None:
                 raise self._failure.with_traceback(None)
 
-    def refuse(self) -> None:
+    def refuse(self, reason: RejectError) -> None:
         """See `ArrivingFile.refuse`. Whoever writes the file ends, and removes it."""
         self.is_refused = True
+        self.fail(reason)
 
     def opened(self, descriptor: int) -> None:
         """Say which file it is, by a descriptor that is this object's from now on. It has its full size."""

@@ -181,7 +181,7 @@ def test_weights_that_do_not_arrive_are_an_error_of_whoever_waits(
 def test_wrong_bytes_of_a_beginning_are_not_kept(
     registry: FakeRegistry, store: MachineStore, sent: Sent
 ) -> None:
-    loaded = threading.Event()
+    loaded, ends = threading.Event(), list[bool]()
 
     def wrong(handler: Any, content: bytes, start: int) -> None:
         handler.send_response(200)
@@ -190,7 +190,7 @@ def test_wrong_bytes_of_a_beginning_are_not_kept(
         handler.wfile.write(content[: 10 << 20])  # `load` reads what the weights are
         loaded.wait(60)
         handler.wfile.write(bytes(8 << 20))
-        sent.held.wait(30)
+        ends.append(sent.held.wait(30))
         handler.close_connection = True
 
     sent.fault = wrong
@@ -200,6 +200,8 @@ def test_wrong_bytes_of_a_beginning_are_not_kept(
             bundle.call("early", X)
     sent.held.set()
     sent.fault = None
+    wait_for(lambda: ends)
+    assert ends[0], "the error waited for what never comes"
     wait_for(lambda: not [e for e in threading.enumerate() if e.name == "prejit-arrival"])
     with load(f"oci://{registry.host}/sums:v1") as bundle:
         np.testing.assert_allclose(bundle.call("late", X), expected(2), rtol=1e-5)
