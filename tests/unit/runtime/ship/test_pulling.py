@@ -18,8 +18,10 @@ from tests.signers import key_table, signer, write_policy
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import load, loader
 from prejit.runtime.__main__ import main
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import RejectError, StoreError, UntrustedError
 from prejit.runtime.format.audit import audit
+from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship import blob_directory, object_repository, repository
@@ -232,9 +234,9 @@ def test_only_what_has_the_name_of_a_digest_is_pinned(store: MachineStore) -> No
 
 
 def test_a_store_that_is_removed_meanwhile_is_an_error_in_words(
-    registry: FakeRegistry, store: MachineStore, monkeypatch: pytest.MonkeyPatch
+    store: MachineStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = blob_directory.lock_file
+    real, content = blob_directory.lock_file, b"weights"
 
     def lock(path: Path) -> int:
         monkeypatch.setattr(blob_directory, "lock_file", real)
@@ -243,7 +245,9 @@ def test_a_store_that_is_removed_meanwhile_is_an_error_in_words(
 
     monkeypatch.setattr(blob_directory, "lock_file", lock)
     with pytest.raises(StoreError, match="cannot write: No such file"):
-        pull(parse_reference(f"oci://{registry.host}/call:v1"), store, WANTED)
+        store.write(
+            Descriptor("x", digest_of(content), len(content)), lambda start: iter([content])
+        )
 
 
 def test_a_pull_writes_to_no_url(
