@@ -3,8 +3,8 @@
 nginx and docker-registry are packages of Debian (nginx-light, docker-registry). moto, which answers as S3, is
 used from the directory $MOTO: `pip install --target DIRECTORY 'moto[s3,server]'` (290 MB). Azurite, which
 answers as Azure, is used from $AZURITE: `npm install --prefix DIRECTORY azurite` (190 MB), and s3rver,
-another S3, from $S3RVER in the same way. No emulator of Google's storage in PyPI, npm or Debian has its XML
-API, which obstore speaks.
+another S3, from $S3RVER in the same way. No emulator of Google's storage in PyPI, npm or Debian takes files
+by its XML API, which obstore speaks. It has the requests of S3, so moto answers as Google, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from email.utils import formatdate
 from pathlib import Path
 
@@ -202,6 +202,21 @@ def moto(directory: Path) -> Server | None:
         },
         paths,
     )
+
+
+def google_settings(endpoint: str) -> dict[str, str]:
+    """Return the environment variables of a client of Google's XML API at another place."""
+    return {"GOOGLE_BASE_URL": endpoint, "GOOGLE_BEARER_TOKEN": "x"}
+
+
+def moto_as_google(directory: Path) -> Server | None:
+    """Return Google's storage in memory, as far as it has the requests of S3; None: moto is not there."""
+    server = moto(directory)
+    if server is None:
+        return None
+    settings = google_settings(server.env["AWS_ENDPOINT"])
+    name = "Google's XML API (moto; loses its files when killed)"
+    return replace(server, name=name, url="gs://bucket/store", env=settings)
 
 
 def azurite(directory: Path) -> Server | None:

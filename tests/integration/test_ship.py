@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.fake_registry import FakeRegistry, fake_registry
-from tests.store_servers import azurite, docker_registry, moto, nginx, s3rver
+from tests.store_servers import azurite, docker_registry, moto, moto_as_google, nginx, s3rver
 
 from prejit.runtime.format.audit import audit
 from prejit.runtime.generation.options import check_generation
@@ -22,6 +22,7 @@ SERVERS = {
     "docker-registry": docker_registry,
     "nginx": nginx,
     "moto": moto,
+    "moto as Google": moto_as_google,
     "s3rver": s3rver,
     "azurite": azurite,
 }

@@ -22,7 +22,12 @@ from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.opening import OpenTarget, match
 from prejit.runtime.format.root import Root, read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.ship.reference import REGISTRY, Reference, parse_reference
+from prejit.runtime.ship.reference import (
+    MOST_TAG_LETTERS,
+    REGISTRY,
+    Reference,
+    parse_reference,
+)
 from prejit.runtime.ship.repository import BundleFiles, Repository, Shipment, shipment_of
 from prejit.runtime.ship.shipping import (
     Counting,
@@ -187,6 +192,11 @@ def _channel_of(text: str) -> Reference:
         raise UsageError(
             f"{text}: expected a tag of a registry or a bucket, which servers follow",
             hint="such as oci://HOST/REPOSITORY:prod",
+        )
+    if len(channel.tag) > MOST_TAG_LETTERS - len(PREVIOUS):
+        raise UsageError(
+            f"{text}: expected a tag of at most {MOST_TAG_LETTERS - len(PREVIOUS)} letters, found "
+            f"{len(channel.tag)}: the bundle before gets it with {PREVIOUS} behind it"
         )
     return channel
 

@@ -144,6 +144,11 @@ def pull(
     with progress() as show:
         if output is not None:
             into = parse_reference(output)
+            if into.is_remote:
+                raise UsageError(
+                    f"{output}: expected a directory or a .tar, found a URL",
+                    hint=f"copy it: prejit copy {reference} {output}",
+                )
             moved = pull_into(source, into, wanted, policy_paths(), reporting(show))
         else:
             found = fetch(source, machine_store(), wanted, policy_paths(), reporting(show))

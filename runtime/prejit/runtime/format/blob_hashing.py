@@ -249,9 +249,10 @@ def check_chunk(
         raise RejectError(file.path, f"{where}: expected {size} bytes, found {count}")
     found = blake3(view).hexdigest()
     if found != expected:
+        error = RejectError(file.path, f"{where}: expected blake3 {expected}, found {found}")
         if file.arriving is not None:
-            file.arriving.refuse()
-        raise RejectError(file.path, f"{where}: expected blake3 {expected}, found {found}")
+            file.arriving.refuse(error)
+        raise error
     if (
         file.arriving is not None
     ):  # while we wait for the network; one by one they take 0.5 s for 500 MB

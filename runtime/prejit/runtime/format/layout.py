@@ -41,8 +41,8 @@ class ArrivingFile(Protocol):
     def wait(self, end: int) -> None:
         """Wait until the bytes before a place are there."""
 
-    def refuse(self) -> None:
-        """Say that bytes that arrived are wrong: nothing of the file is kept for a later attempt."""
+    def refuse(self, reason: RejectError) -> None:
+        """Say that bytes that arrived are wrong: nothing is kept, and whoever waits gets the reason."""
 
 
 class OpenFile(NamedTuple):

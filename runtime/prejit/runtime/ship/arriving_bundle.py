@@ -79,6 +79,10 @@ class ArrivingBundle:
     def close(self) -> None:
         """Fetch no more. What has arrived stays, and the next load goes on behind it."""
         self._drop()
+        for each in self._arrivals.values():  # whoever verifies waits for them
+            each.fail(
+                StoreError("the bundle is closed", hint="load it again: what arrived is kept")
+            )
         if self._thread is not None:  # a network that is silent may keep it longer
             self._thread.join(_CLOSE_SECONDS)
 

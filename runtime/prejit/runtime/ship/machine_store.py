@@ -194,7 +194,7 @@ class MachineStore:
 
     def pin(self, digest: str, *, is_pinned: bool) -> None:
         """Let `collect` leave a bundle alone, or not any more. Raise StoreError where there is none."""
-        if not self.directory(digest).is_dir():
+        if not is_digest(digest) or not self.directory(digest).is_dir():
             raise StoreError(
                 f"{self.path}: expected a bundle {digest}, found none",
                 hint="`prejit store` lists the bundles of this machine",

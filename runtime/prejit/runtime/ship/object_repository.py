@@ -93,7 +93,7 @@ class ObjectRepository:
         if index_file is None and (tag or not digest):
             raise StoreError(
                 f"{where}: not found: no {path} there",
-                hint=f"`prejit ls {self.name}` says which tags there are",
+                hint=self._where_else(),
             )
         files = RemoteFiles(where, index_file or b"", self._fetch)
         if not digest or (index_file is not None and read_root(files).digest == digest):
@@ -108,12 +108,16 @@ class ObjectRepository:
 
         content = self._read(_blob_path(digest), limits.MAX_INDEX_BYTES)
         if content is None:
-            raise StoreError(
-                f"{where}: not found", hint=f"`prejit ls {self.name}` says what is there"
-            )
+            raise StoreError(f"{where}: not found", hint=self._where_else())
         check_digest(content, digest, where)
         index = check_index(content, where)
         return RemoteFiles(where, encode_root(index, content, ()), self._fetch)
+
+    def _where_else(self) -> str:
+        """Return where to look for what is not there."""
+        if self._is_http:  # it lists nothing
+            return "check the path, and the tag or the revision"
+        return f"`prejit ls {self.name}` says which tags there are"
 
     def _read(self, path: str, most: int) -> bytes | None:
         content = bytearray()
@@ -252,11 +256,23 @@ class ObjectRepository:
 
         try:
             yield
-        except (BaseError, OSError) as error:
+        except BaseException as error:
+            # Rust code panics where a variable such as GOOGLE_BASE_URL has no URL.
+            is_panic = type(error).__name__ == "PanicException"
+            if not isinstance(error, BaseError | OSError) and not is_panic:
+                raise
             if isinstance(error, FileNotFoundError) and not is_write:
                 raise
-            text = " ".join(str(error).split())
-            raise StoreError(f"{self.name}/{path}: {text:.300}", hint=_hint(text)) from error
+            raise StoreError(
+                f"{self.name}/{path}: {_words(str(error)):.300}", hint=_hint(str(error))
+            ) from error
+
+
+def _words(text: str) -> str:
+    """Return what obstore says, with the innermost cause of its debug text and without the rest of that."""
+    said, _, debug = text.partition("\nDebug source:")
+    causes = re.findall(r'(?:message|error): "(.*?)"', debug)
+    return " ".join(f"{said} ({causes[-1]})".split() if causes else said.split())
 
 
 def _blob_path(digest: str) -> str:
@@ -389,6 +405,11 @@ def open_objects(
         return from_url(place, **options)
     except (exceptions.BaseError, ValueError, OSError) as error:
         reason = str(error).partition("\n")[0]
+        if parts.scheme in ("s3", "gs", "az"):
+            raise UsageError(
+                f"{place}: expected settings that reach its cloud, found {reason:.300}",
+                hint="check its variables: AWS_..., GOOGLE_... or AZURE_...",
+            ) from error
         raise UsageError(
             f"{place}: expected the URL of a bucket or a server, found {reason:.300}",
             hint="give http://, https://, s3://, gs://, az://, oci:// or the path of a directory",

@@ -23,7 +23,8 @@ HUB = "hf"
 WHEEL = "wheel:"
 _OBJECTS = ("s3", "gs", "az", "https", "http")
 SCHEMES = (REGISTRY, HUB, *_OBJECTS)
-_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+MOST_TAG_LETTERS = 128
+_TAG = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MOST_TAG_LETTERS - 1}}}")
 """A tag, as the OCI distribution specification has it."""
 _REPOSITORY = re.compile(r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*(/[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*)*")
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
@@ -115,8 +116,8 @@ def parse_reference(text: str) -> Reference:
     last, colon, tag = last.partition(":")
     if colon and not _TAG.fullmatch(tag):
         raise UsageError(
-            f"{text:.200}: expected a tag of up to 128 letters, digits, `.`, `_` and `-` after the "
-            f"last colon, found {tag!r:.80}"
+            f"{text:.200}: expected a tag of up to {MOST_TAG_LETTERS} letters, digits, `.`, `_` and `-` "
+            f"after the last colon, found {tag!r:.80}"
         )
     found = Reference(scheme, f"{before}{slash}{last}".rstrip("/"), tag, digest)
     try:

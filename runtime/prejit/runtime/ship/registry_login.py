@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from requests import Response, Session
 
 _MAX_ANSWER_BYTES = 1 << 20
+_HELPER_SECONDS = 60.0
+"""How long a credential helper may take. Some ask a person."""
 _IDENTITY = "<token>"
 """The user name with which credential helpers mark a secret that is an identity token."""
 
@@ -85,15 +87,30 @@ def _ask_helper(helper: str, host: str, path: str) -> Login | None:
     """Return the login that a credential helper of docker keeps; None: it has none for this host."""
     command = [f"docker-credential-{helper}", "get"]
     try:
-        done = subprocess.run(command, input=host.encode(), capture_output=True)
+        done = subprocess.run(
+            command, input=host.encode(), capture_output=True, timeout=_HELPER_SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        raise StoreError(
+            f"{path}: its helper {command[0]} did not answer in {_HELPER_SECONDS:g} s",
+            hint=f"try it: echo {host} | {' '.join(command)}",
+        ) from error
     except OSError as error:
         raise StoreError(
             f"{path}: expected its helper {command[0]}, found none that runs: {error.strerror}",
             hint="put it on the PATH, or log in with another tool",
         ) from error
+    if done.returncode:
+        said = (done.stdout.strip() or done.stderr.strip()).decode(errors="replace")
+        if "not found" in said:  # helpers say so of a host that they do not know
+            return None
+        raise StoreError(
+            f"{path}: its helper {command[0]} gives no login: {said:.300}",
+            hint="log in again with the tool that it belongs to",
+        )
     found = parse_object(done.stdout)
     user, secret = str(found.get("Username", "")), str(found.get("Secret", ""))
-    if done.returncode or not secret:
+    if not secret:
         return None
     return Login(user, secret, secret if user == _IDENTITY else "", f"{command[0]} of {path}")
 

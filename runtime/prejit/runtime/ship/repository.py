@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -233,7 +233,11 @@ def checked(
     # Pieces are hashed while others are received and written: neither waits for the other's every piece.
     with ThreadPoolExecutor(1, "prejit-hash") as thread:
         for piece in pieces:
-            hashing.append(thread.submit(hasher.update, piece))
+            try:
+                hashing.append(thread.submit(hasher.update, piece))
+            except RuntimeError:  # the interpreter ends, and its executors take no work
+                wait(hashing)
+                hasher.update(piece)
             if len(hashing) > _HASHED_LATER:
                 hashing.popleft().result()
             size += len(piece)

@@ -147,6 +147,12 @@ def test_only_a_tag_elsewhere_is_a_channel(place: str) -> None:
             Rollout(channel, f"{place}:all", ())
 
 
+def test_the_tag_of_the_bundle_before_must_fit_too(place: str) -> None:
+    Rollout(f"{place}:{'x' * 119}", f"{place}:all", ())
+    with pytest.raises(UsageError, match="at most 119 letters, found 120"):
+        Rollout(f"{place}:{'x' * 120}", f"{place}:all", ())
+
+
 def run(*words: object) -> int:
     return __main__.main(["rollout", *map(str, words)])
 

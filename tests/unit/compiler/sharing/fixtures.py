@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import formatdate
 from typing import BinaryIO, Literal
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, unquote
 
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -124,6 +124,8 @@ def http_store(
 def s3_store(conditions: Literal["kept", "ignored", "refused"] = "kept") -> Iterator[str]:
     """Serve a bucket of the S3 API, without signatures. Yields the endpoint; the bucket is `bucket`.
 
+    Google's XML API has the same requests.
+
     Args:
         conditions: what a PUT with `If-None-Match: *` does where the object exists. S3 itself keeps the
             condition; older servers of its API ignore it or refuse every request that has one.
@@ -133,6 +135,11 @@ def s3_store(conditions: Literal["kept", "ignored", "refused"] = "kept") -> Iter
     lock = threading.Lock()
 
     class Handler(QuietHandler):
+        def parse_request(self) -> bool:
+            is_sound = super().parse_request()
+            self.path = unquote(self.path)  # a client of Google's encodes slashes
+            return is_sound
+
         def do_GET(self) -> None:
             path, _, query = self.path.partition("?")
             if "list-type=2" in query:

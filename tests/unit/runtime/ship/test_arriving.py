@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import platform
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -178,7 +181,7 @@ def test_weights_that_do_not_arrive_are_an_error_of_whoever_waits(
 def test_wrong_bytes_of_a_beginning_are_not_kept(
     registry: FakeRegistry, store: MachineStore, sent: Sent
 ) -> None:
-    loaded = threading.Event()
+    loaded, ends = threading.Event(), list[bool]()
 
     def wrong(handler: Any, content: bytes, start: int) -> None:
         handler.send_response(200)
@@ -187,7 +190,7 @@ def test_wrong_bytes_of_a_beginning_are_not_kept(
         handler.wfile.write(content[: 10 << 20])  # `load` reads what the weights are
         loaded.wait(60)
         handler.wfile.write(bytes(8 << 20))
-        sent.held.wait(30)
+        ends.append(sent.held.wait(30))
         handler.close_connection = True
 
     sent.fault = wrong
@@ -197,6 +200,8 @@ def test_wrong_bytes_of_a_beginning_are_not_kept(
             bundle.call("early", X)
     sent.held.set()
     sent.fault = None
+    wait_for(lambda: ends)
+    assert ends[0], "the error waited for what never comes"
     wait_for(lambda: not [e for e in threading.enumerate() if e.name == "prejit-arrival"])
     with load(f"oci://{registry.host}/sums:v1") as bundle:
         np.testing.assert_allclose(bundle.call("late", X), expected(2), rtol=1e-5)
@@ -213,6 +218,45 @@ def test_a_bundle_that_is_closed_fetches_no_more_and_the_next_load_goes_on(
     assert partial.stat().st_blocks < partial.stat().st_size / 512
     with load(f"oci://{registry.host}/sums:v1") as bundle:
         np.testing.assert_allclose(bundle.call("late", X), expected(2), rtol=1e-5)
+
+
+def test_closing_does_not_wait_for_a_network_that_is_silent(
+    registry: FakeRegistry, store: MachineStore, sent: Sent
+) -> None:
+    bundle = load(f"oci://{registry.host}/sums:v1")
+    closing = threading.Thread(target=bundle.close)
+    closing.start()
+    closing.join(20)  # the registry sends the rest after 30 s
+    assert not closing.is_alive()
+
+
+SHORT = """
+import sys
+import numpy
+from prejit.runtime import load
+bundle = load(sys.argv[1])
+print("loaded", flush=True)
+if sys.argv[2] == "answers":
+    bundle.call("late", numpy.arange(4, dtype=numpy.float32))
+"""
+
+
+@pytest.mark.parametrize("does", ["answers", "ends"])
+def test_a_process_that_ends_leaves_the_bundle_if_it_is_here_and_no_traceback(
+    registry: FakeRegistry, store: MachineStore, sent: Sent, does: str
+) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", SHORT, f"oci://{registry.host}/sums:v1", does]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loaded\n"
+        time.sleep(0.5 * (does == "ends"))
+        sent.held.set()
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 0
+    assert "Traceback" not in said
+    assert len(store.bundles()) == 1 or does == "ends"
 
 
 STEP = 4 * 4096
@@ -252,6 +296,31 @@ def test_what_arrived_is_not_fetched_again_whether_it_was_read_meanwhile_or_not(
     assert directory.blob(AT.digest).read_bytes() == CONTENT
     assert arrival is not None
     arrival.wait(SIZE)
+
+
+@pytest.mark.parametrize("content", [bytes(SIZE), CONTENT[:-1]])
+def test_what_is_hashed_behind_its_readers_gets_its_name_only_if_it_is_right(
+    tmp_path: Path, content: bytes
+) -> None:
+    directory, arrival = BlobDirectory(tmp_path), ArrivingBlob()
+    with pytest.raises(RejectError):
+        directory.write(AT, lambda start: iter([content[start:]]), arrival)
+    assert not directory.has(AT)
+    assert not list(directory.partial.iterdir())
+
+
+def test_a_disk_that_gets_full_is_an_error_in_words_for_readers_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: object, piece: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(blob_directory, "_write_piece", full)
+    directory, arrival = BlobDirectory(tmp_path), ArrivingBlob()
+    with pytest.raises(StoreError, match="No space left"):
+        directory.write(AT, lambda start: iter([CONTENT[start:]]), arrival)
+    with pytest.raises(StoreError, match="No space left"):
+        arrival.wait(SIZE)
 
 
 def test_a_file_without_holes_that_is_not_what_was_written_is_fetched_again(tmp_path: Path) -> None:

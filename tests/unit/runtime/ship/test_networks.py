@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import ssl
 import urllib.error
 import urllib.request
@@ -15,6 +16,7 @@ from tests.fake_registry import fake_registry
 from tests.http_serving import QuietHandler, serving
 
 from prejit.runtime.errors import StoreError
+from prejit.runtime.ship import registry_login
 from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.registry import Registry
 from prejit.runtime.ship.registry_login import find_login
@@ -146,6 +148,32 @@ def test_a_file_of_logins_that_is_damaged_is_named(
         find_login("host", "demo")
     assert str(tmp_path) in str(raised.value)
     assert raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo credentials not found in native keychain; exit 1", ""),
+        ("echo '{}'", ""),
+        ("echo no credential providers >&2; exit 1", "gives no login: no credential providers"),
+        ("exec sleep 60", r"did not answer in 0\.3 s"),
+    ],
+)
+def test_a_helper_that_knows_no_login_and_one_that_fails(
+    script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_login, "_HELPER_SECONDS", 0.3 if "sleep" in script else 60.0)
+    helper = tmp_path / "docker-credential-tests"
+    helper.write_text(f"#!/bin/sh\n{script}\n")
+    helper.chmod(0o755)
+    (tmp_path / "config.json").write_text('{"credsStore": "tests"}')
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    if said:
+        with pytest.raises(StoreError, match=said):
+            find_login("host", "demo")
+    else:
+        assert find_login("host", "demo") is None
 
 
 def test_answers_that_nobody_reads_leave_the_connection_to_the_next_request(

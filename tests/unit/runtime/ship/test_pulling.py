@@ -17,11 +17,14 @@ from tests.signers import key_table, signer, write_policy
 
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import load, loader
+from prejit.runtime.__main__ import main
+from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import RejectError, StoreError, UntrustedError
 from prejit.runtime.format.audit import audit
+from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.ship import object_repository, repository
+from prejit.runtime.ship import blob_directory, object_repository, repository
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.pulling import OFFLINE, Pulled, Wanted, pull, pull_into
 from prejit.runtime.ship.reference import parse_reference
@@ -221,6 +224,39 @@ def test_a_link_in_the_store_leads_nowhere(
     with pytest.raises(StoreError, match="expected a directory"):
         store.collect(0, 0)
     assert (home / "alice").is_dir()
+
+
+def test_only_what_has_the_name_of_a_digest_is_pinned(store: MachineStore) -> None:
+    (store.path / "bundles").mkdir(parents=True)
+    (store.path / "notes").mkdir()
+    with pytest.raises(StoreError, match="expected a bundle"):
+        store.pin("../notes", is_pinned=True)
+
+
+def test_a_store_that_is_removed_meanwhile_is_an_error_in_words(
+    store: MachineStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, content = blob_directory.lock_file, b"weights"
+
+    def lock(path: Path) -> int:
+        monkeypatch.setattr(blob_directory, "lock_file", real)
+        shutil.rmtree(store.path)
+        return real(path)
+
+    monkeypatch.setattr(blob_directory, "lock_file", lock)
+    with pytest.raises(StoreError, match="cannot write: No such file"):
+        store.write(
+            Descriptor("x", digest_of(content), len(content)), lambda start: iter([content])
+        )
+
+
+def test_a_pull_writes_to_no_url(
+    registry: FakeRegistry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = f"oci://{registry.host}/call:v1"
+    assert main(("pull", at, "-o", f"oci://{registry.host}/other:v1")) == 2
+    assert f"prejit copy {at}" in capsys.readouterr().err
+    assert not registry.seen
 
 
 def test_gc_removes_only_what_has_the_name_of_a_digest(store: MachineStore) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from tests.fake_registry import fake_registry
 from tests.http_serving import QuietHandler, serving
+from tests.ports import free_port
+from tests.store_servers import google_settings
 from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, http_store, s3_store
 
 from prejit.runtime.base.files import digest_of
@@ -19,7 +21,7 @@ from prejit.runtime.format.audit import audit
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.ship import registry, repository
-from prejit.runtime.ship.object_repository import ObjectRepository
+from prejit.runtime.ship.object_repository import ObjectRepository, open_objects
 from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.registry_client import certificate_hint
 from prejit.runtime.ship.repository import Shipment
@@ -111,6 +113,36 @@ def test_a_list_of_tags_that_does_not_end_or_is_none(
     with serving(Pages) as host, pytest.raises((StoreError, RejectError), match=said):
         open_repository(parse_reference(f"oci://{host}/demo")).tags()
     assert len(asked) <= 3
+
+
+def test_a_server_that_does_not_answer_says_why_and_nothing_of_the_clients_insides() -> None:
+    objects = ObjectRepository(parse_reference(f"http://127.0.0.1:{free_port()}/demo"))
+    objects._objects = open_objects(objects._url, answer_seconds=1.0, retries=False)
+    with pytest.raises(StoreError, match=r"\(Connection refused\)\n"):
+        objects.open("", "")
+
+
+@pytest.mark.parametrize(
+    ("place", "settings", "said"),
+    [
+        ("gs://b/x", {"GOOGLE_APPLICATION_CREDENTIALS": "/none"}, "settings that reach its cloud"),
+        ("az://b/x", {}, "settings that reach its cloud"),
+        ("gs://b/x", google_settings("no URL"), "request must be valid"),
+    ],
+)
+def test_wrong_settings_of_a_cloud(
+    place: str, settings: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises((StoreError, UsageError), match=said):
+        open_repository(parse_reference(place)).open("v1", "")
+
+
+def test_what_a_web_server_lacks_is_not_looked_for_in_a_list_that_it_has_not(web: str) -> None:
+    with pytest.raises(StoreError, match="not found") as raised:
+        open_repository(parse_reference(f"{web}/demo")).open("v1", "")
+    assert "prejit ls" not in str(raised.value.hint)
 
 
 def test_a_bucket_with_too_many_tags(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.fake_registry import FakeRegistry, fake_registry
+from tests.store_servers import google_settings
 from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, s3_store
 
 from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
@@ -81,13 +82,15 @@ def test_between_repositories_of_a_registry_blobs_are_mounted(fleet: Path, tmp_p
     assert content(tmp_path / "back") == content(fleet)
 
 
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
 def test_a_bucket_keeps_versions_under_tags_and_blobs_once(
-    fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scheme: str, fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with s3_store() as endpoint:
-        for name, value in (S3_SETTINGS | {"AWS_ENDPOINT": endpoint}).items():
+        of_s3 = S3_SETTINGS | {"AWS_ENDPOINT": endpoint}
+        for name, value in (of_s3 if scheme == "s3" else google_settings(endpoint)).items():
             monkeypatch.setenv(name, value)
-        at = "s3://bucket/models/fleet"
+        at = f"{scheme}://bucket/models/fleet"
         moved(fleet, f"{at}:v1")
         assert moved(fleet, f"{at}:v2").moved_bytes < 20_000
         moved(fleet, at)
