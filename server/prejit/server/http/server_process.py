@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 _SWITCH_SECONDS = 5e-4
 """How long one thread may run Python while another one waits to. A step of an engine gives Python up and
 takes it again several times, and may wait so long each time: with Python's 5 ms, tokens waited."""
+_FIRST_LISTEN_FD = 3
+"""The first file that systemd passes (SD_LISTEN_FDS_START)."""
 
 Address = tuple[str, int] | str
 """A host and port (0: any that is free), or the path of a Unix socket."""
@@ -61,12 +63,13 @@ def serve(
         sources: the bundles.
         engines: the options of their engines.
         settings: the limits.
-        address: the host and port to listen at; port 0: any that is free.
+        address: the host and port to listen at; port 0: any that is free. A socket from systemd counts
+            instead of it.
         log: where requests are recorded.
         admin: where those listen who run the server; None: nowhere.
 
     Raises:
-        StoreError: the address cannot be bound, or a bundle cannot be read.
+        StoreError: the address cannot be bound, systemd passed no usable socket, or a bundle cannot be read.
         MismatchError, RejectError, UsageError: as `load`.
     """
     for each in (signal.SIGTERM, signal.SIGINT):
@@ -80,7 +83,10 @@ def serve(
     use_few_arenas()
     use_small_pages()
     allow_many_connections()
-    with _bind(address) as listening, _admin_socket(admin) as of_admin:
+    inherited = _inherited()
+    if inherited is not None:
+        address = inherited.getsockname()[:2]
+    with inherited or _bind(address) as listening, _admin_socket(admin) as of_admin:
         models = Models()
         url = _shown(listening, address)
         telemetry = start_telemetry()
@@ -162,6 +168,30 @@ def _wrapper(log: RequestLog | None, telemetry: Telemetry | None) -> Wrap:
     if not watchers:
         return lambda name, engine: engine
     return lambda name, engine: cast("Engine", WatchedEngine(name, engine, *watchers))
+
+
+def _inherited() -> socket.socket | None:
+    """Return the socket that systemd opened for this process, if it did (sd_listen_fds(3)).
+
+    Raises:
+        StoreError: there is more than one, or it takes no connections over TCP.
+    """
+    count, process = os.environ.pop("LISTEN_FDS", ""), os.environ.pop("LISTEN_PID", "")
+    if not count or process != str(os.getpid()):  # it may be meant for the process that started this one
+        return None
+    hint = "give the .socket unit one ListenStream=, with a port"
+    if count != "1":
+        raise StoreError(f"LISTEN_FDS: expected 1 socket from systemd, found {count:.20}", hint=hint)
+    try:
+        found = socket.socket(fileno=_FIRST_LISTEN_FD)
+    except OSError as error:
+        raise StoreError(f"LISTEN_FDS: file 3 is no socket: {error.strerror}", hint=hint) from error
+    accepts = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    if found.family not in (socket.AF_INET, socket.AF_INET6) or not accepts:
+        raise StoreError("LISTEN_FDS: systemd's socket does not listen at a TCP port", hint=hint)
+    found.set_inheritable(False)
+    found.setblocking(False)
+    return found
 
 
 def _bind(address: Address, option: str = "--port") -> socket.socket:

@@ -1,0 +1,104 @@
+"""An API server of Kubernetes in this process, with as much as Helm needs to install a chart.
+
+It keeps what clients create and checks nothing: tests compare that with the published schemas.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from tests.http_serving import QuietHandler, serving
+
+RESOURCES = {
+    "v1": {"services": "Service", "secrets": "Secret"},
+    "apps/v1": {"deployments": "Deployment", "daemonsets": "DaemonSet"},
+    "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
+    "keda.sh/v1alpha1": {"scaledobjects": "ScaledObject"},
+}
+KUBECONFIG = """\
+apiVersion: v1
+kind: Config
+clusters: [{name: fake, cluster: {server: "http://%s"}}]
+users: [{name: fake, user: {}}]
+contexts: [{name: fake, context: {cluster: fake, user: fake}}]
+current-context: fake
+"""
+
+
+@dataclass
+class FakeKubernetes:
+    """What clients created.
+
+    Attributes:
+        kubeconfig: YAML that leads clients here.
+        objects: what they created as JSON, by its path. Helm keeps its releases as protobuf.
+    """
+
+    kubeconfig: str = ""
+    objects: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def _discovery() -> dict[str, dict[str, Any]]:
+    """Return the documents that describe the API, by their paths."""
+    groups = []
+    found: dict[str, dict[str, Any]] = {
+        "/version": {"major": "1", "minor": "36", "gitVersion": "v1.36.0"},
+        "/api": {"kind": "APIVersions", "versions": ["v1"]},
+    }
+    for version, kinds in RESOURCES.items():
+        group, _, number = version.rpartition("/")
+        if group:
+            one = {"groupVersion": version, "version": number}
+            groups.append({"name": group, "versions": [one], "preferredVersion": one})
+        verbs = ["create", "delete", "get", "list", "patch", "update"]
+        described = [
+            {"name": plural, "singularName": "", "kind": kind, "namespaced": True, "verbs": verbs}
+            for plural, kind in kinds.items()
+        ]
+        found[f"/{'apis' if group else 'api'}/{version}"] = {
+            **{"kind": "APIResourceList", "apiVersion": "v1"},
+            **{"groupVersion": version, "resources": described},
+        }
+    found["/apis"] = {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
+    return found
+
+
+@contextmanager
+def fake_kubernetes() -> Iterator[FakeKubernetes]:
+    """Run one at a free port."""
+    api = FakeKubernetes()
+    known = _discovery()
+
+    class Handler(QuietHandler):
+        def do_GET(self) -> None:
+            path = urlsplit(self.path).path
+            found = known.get(path) or api.objects.get(path)
+            if found is None and path.endswith("/secrets"):  # no release is there yet
+                found = {"kind": "SecretList", "apiVersion": "v1", "items": []}
+            if found is None:
+                missing = {"kind": "Status", "apiVersion": "v1", "status": "Failure"}
+                self.answer(404, missing | {"reason": "NotFound", "code": 404})
+            else:
+                self.answer(200, found)
+
+        def do_POST(self) -> None:
+            content, kind = self.content(), self.headers["content-type"]
+            if kind == "application/json":
+                created = json.loads(content)
+                api.objects[f"{urlsplit(self.path).path}/{created['metadata']['name']}"] = created
+            self.reply(201, content, content_type=kind)
+
+        def do_PUT(self) -> None:  # Helm writes again what it keeps of a release
+            self.reply(200, self.content(), content_type=self.headers["content-type"])
+
+        def answer(self, status: int, content: dict[str, Any]) -> None:
+            self.reply(status, json.dumps(content).encode(), content_type="application/json")
+
+    with serving(Handler) as place:
+        api.kubeconfig = KUBECONFIG % place
+        yield api
