@@ -288,6 +288,9 @@ def test_kserve_starts_the_runtime_with_the_name_of_the_service(
     runtime = yaml.safe_load((place / "serving-runtime.yaml").read_text())
     service = yaml.safe_load((place / "inference-service.yaml").read_text())
     (container,) = runtime["spec"]["containers"]
+    if TOOLS.exists():
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "demo"}}
+        check([pod | {"spec": {"containers": [container]}}])
     model = service["spec"]["predictor"]["model"]
     assert model["runtime"] == runtime["metadata"]["name"]
     formats = [each["name"] for each in runtime["spec"]["supportedModelFormats"]]
