@@ -1,8 +1,8 @@
-"""An HTTP handler in plain JAX, as small as a good user writes it: the demo model, greedy, one request at a time.
+"""An HTTP handler in plain JAX, the demo model, greedy, one request at a time.
 
     python -m benchmarks.peers.jax_handler CHECKPOINT PORT
 
-It is jax_baseline.py with the demo model's sizes. JAX_COMPILATION_CACHE_DIR decides whether the cache is warm.
+It is jax_baseline.py with the demo model's sizes. JAX_COMPILATION_CACHE_DIR is its compilation cache.
 """
 
 from __future__ import annotations

@@ -148,7 +148,14 @@ def plain_jax(cache: Path) -> Start:
     """Return how the JAX handler starts."""
 
     def start(port: int) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-        options = ("--network", "host", "--entrypoint", "python", "--workdir", "/source")
+        options: tuple[str, ...] = (
+            "--network",
+            "host",
+            "--entrypoint",
+            "python",
+            "--workdir",
+            "/source",
+        )
         options += ("--volume", f"{ROOT}/benchmarks:/source/benchmarks:ro")
         options += ("--volume", f"{CHECKPOINT}:/checkpoint:ro", "--volume", f"{cache}:/jax-cache")
         for name, value in (
@@ -252,7 +259,7 @@ def main() -> None:
             (row, cell(found, "first_answer_seconds"), cell(found, "peak_bytes", 0, 1e6))
             for row, found in samples.items()
         ],
-        f"prejit takes {ours / theirs:.2f} of the time of JAX. Both give the same 16 tokens. Memory is that of "
+        f"prejit takes {ours / theirs:.2f} of the time of JAX. Both give the same tokens. Memory is that of "
         "the control group, with pages of files.",
     )
     size = int(run("podman", "image", "inspect", "--format", "{{.Size}}", IMAGE, quiet=True))
