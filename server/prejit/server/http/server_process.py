@@ -177,11 +177,14 @@ def _inherited() -> socket.socket | None:
         StoreError: there is more than one, or it takes no connections over TCP.
     """
     count, process = os.environ.pop("LISTEN_FDS", ""), os.environ.pop("LISTEN_PID", "")
-    if not count or process != str(os.getpid()):  # it may be meant for the process that started this one
+    # It may be meant for the process that started this one.
+    if not count or process != str(os.getpid()):
         return None
     hint = "give the .socket unit one ListenStream=, with a port"
     if count != "1":
-        raise StoreError(f"LISTEN_FDS: expected 1 socket from systemd, found {count:.20}", hint=hint)
+        raise StoreError(
+            f"LISTEN_FDS: expected 1 socket from systemd, found {count:.20}", hint=hint
+        )
     try:
         found = socket.socket(fileno=_FIRST_LISTEN_FD)
     except OSError as error:
