@@ -138,8 +138,26 @@ def over(socket_path: Path) -> httpx.Client:
 
 
 def replay(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "prejit.runtime", "replay", *map(str, arguments), "--json"]
+    return prejit("replay", *arguments, "--json")
+
+
+def prejit(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "prejit.runtime", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def check_gate(old: Path, new: Path, log: Path, directory: Path) -> None:
+    """Check that the gate stops a bundle that answers the requests of a log otherwise, in every form."""
+    page, comment = directory / "gate.html", directory / "gate.md"
+    options = ("--requests", log, "--page", page, "--markdown", comment)
+    stopped = prejit("gate", old, new, *options, "--json")
+    assert stopped.returncode == 9, stopped.stderr
+    verdict = json.loads(stopped.stdout)
+    assert [each["name"] for each in verdict["checks"] if each["outcome"] == "failed"] == ["tokens"]
+    assert (verdict["requests"], len(verdict["differences"])) == (3, 3)
+    assert "expected other values" in page.read_text()
+    assert comment.read_text().startswith("### The gate stopped the release\n")
+    assert prejit("gate", f"x={old}", new, "--requests", log).returncode == 2
 
 
 def test_a_server_from_its_start_to_the_replay_of_its_log(
@@ -190,6 +208,46 @@ def test_a_server_from_its_start_to_the_replay_of_its_log(
     report = json.loads(changed.stdout)
     assert len(report["differences"]) == 3
     assert "the log is of sha256:" in report["notes"][0]
+    check_gate(bundle_dir, other, log, tmp_path)
+
+
+def test_a_canary_that_answers_otherwise_is_dropped_and_its_model_stays(
+    serve: Serve, bundle_dir: Path, make_recipe: Any, tmp_path: Path
+) -> None:
+    other = make_recipe(score_scale=2.0).write(tmp_path / "other")
+    path = tmp_path / "admin"
+    server = serve(bundle_dir, "--admin", path, "--canary", other, "--share", "100%")
+    server.wait_until_ready()
+    with over(path) as admin:
+
+        def state() -> dict[str, Any]:
+            found = admin.get("/canary").json()["canaries"]
+            return found[0] if found else {"stage": ""}
+
+        until = time.monotonic() + 60
+        while state()["stage"] not in ("sharing", "rolled back"):
+            assert time.monotonic() < until, (state(), server.said)
+        expected = infer(server).json()["outputs"]
+        while state()["stage"] == "sharing":
+            assert infer(server).json()["outputs"] == expected
+            assert time.monotonic() < until, state()
+        ended = state()
+        assert (ended["stage"], ended["model"]) == ("rolled back", "example")
+        assert "expected other values" in ended["why"]
+        assert infer(server).json()["outputs"] == expected
+        wrong = [
+            ({"bundle": str(other), "model": "x"}, 404, "expected one of the served models"),
+            ({}, 400, "expected the release to try, found none"),
+            ({"bundle": str(other), "share": "150%"}, 409, "share: expected"),
+            ({"action": "abort"}, 409, "expected one of 'example' that runs, found none"),
+            ({"action": "stop"}, 400, "action"),
+        ]
+        for body, status, text in wrong:
+            answer = admin.post("/canary", json=body)
+            assert (answer.status_code, text in answer.text) == (status, True), answer.text
+    assert f"example: canary {other} rolled back: tokens: " in server.said
+    assert server.end() == 0
+    assert "Traceback" not in server.said
 
 
 def check_drain(server: Process, admin: httpx.Client, client: httpx.Client) -> None:

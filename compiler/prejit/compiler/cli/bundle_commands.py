@@ -272,12 +272,12 @@ def _print_speed(speed: Speed) -> None:
 @JSON
 def fleet(path: str, directory: str, page: str | None, on_mismatch: str, as_json: bool) -> int:
     """Print which target each machine of a fleet loads, and the fewest targets to add for the rest."""
-    from prejit.compiler.fleet.fleet_machines import read_fleet, unread
     from prejit.compiler.fleet.fleet_report import explain_fleet, fleet_page
     from prejit.runtime.cli.bundle_references import bundle_files
     from prejit.runtime.format.checks.oci import target_of
     from prejit.runtime.format.names import BUNDLE_NAME
     from prejit.runtime.format.root import read_root
+    from prejit.runtime.machine.fleet_machines import read_fleet, unread
 
     with bundle_files(path) as files:
         root = read_root(files)

@@ -48,8 +48,8 @@ def rollout(
     Its repository gets what it lacks first. CHANNEL-previous leads to the bundle before.
     """
     from prejit.compiler.fleet.channel_rollout import Rollout
-    from prejit.compiler.fleet.fleet_machines import Fleet, read_fleet, unread
     from prejit.runtime.cli.bundle_references import reporting
+    from prejit.runtime.machine.fleet_machines import Fleet, read_fleet, unread
 
     check_one({"NEW": new, "--back": back or None}, required=True)
     fleet = Fleet(()) if directory is None else read_fleet(directory)

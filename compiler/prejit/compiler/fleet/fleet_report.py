@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prejit.compiler.fleet.fleet_machines import (
+from prejit.compiler.fleet.missing_targets import Addition, Build, cover_machines
+from prejit.compiler.pages import render
+from prejit.compiler.targets.target_classes import GpuTable
+from prejit.runtime.base.wording import few
+from prejit.runtime.machine.fingerprint import Requirement
+from prejit.runtime.machine.fleet_machines import (
     Group,
     Machine,
     Unreadable,
@@ -15,11 +20,6 @@ from prejit.compiler.fleet.fleet_machines import (
     group_machines,
     merge,
 )
-from prejit.compiler.fleet.missing_targets import Addition, Build, cover_machines
-from prejit.compiler.pages import render
-from prejit.compiler.targets.target_classes import GpuTable
-from prejit.runtime.base.wording import few
-from prejit.runtime.machine.fingerprint import Requirement
 from prejit.runtime.verdict import Axis, Verdict
 
 

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from typing import Any
 
-from prejit.compiler.fleet.fleet_machines import Group, Machine, closest, group_machines, is_release
 from prejit.compiler.targets.target_classes import CUDA, PLUGINS, GpuTable, Target, catalogue, chips
 from prejit.compiler.targets.target_table import catalogue_targets_like
 from prejit.runtime.machine.compare import compare
@@ -20,6 +19,13 @@ from prejit.runtime.machine.fingerprint import (
     Fingerprint,
     Requirement,
     effective_xla_flags,
+)
+from prejit.runtime.machine.fleet_machines import (
+    Group,
+    Machine,
+    closest,
+    group_machines,
+    is_release,
 )
 from prejit.runtime.verdict import Axis, Verdict
 

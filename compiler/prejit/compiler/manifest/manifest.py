@@ -31,6 +31,7 @@ from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.target_table import TableError, TargetTable, resolve
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.format.arrays import Mesh
+from prejit.runtime.format.release_limits import ReleaseLimits
 
 REPEAT = "repeat"
 """The static argument that says how many steps a call runs."""
@@ -290,6 +291,7 @@ class Manifest:
         model: a decoder, with `generate`, or an encoder, with `encode`.
         generate: the buckets of a decoder.
         encode: the buckets of an encoder.
+        slo: the limits that a release has to keep; None: none but the defaults.
         mesh: the devices that run a program together, of a decoder or of the user; None: one device.
         programs: functions of the user.
         libraries: native code that the functions call.
@@ -301,6 +303,7 @@ class Manifest:
     model: Model | None
     generate: Generate | None
     encode: Encode | None
+    slo: ReleaseLimits | None
     mesh: Mesh | None
     programs: tuple[Program, ...]
     libraries: tuple[Library, ...]
@@ -317,6 +320,7 @@ class Manifest:
         model: Model | None = None,
         generate: Generate | None = None,
         encode: Encode | None = None,
+        slo: ReleaseLimits | None = None,
         mesh: Mesh | None = None,
         path: Path | None = None,
     ) -> None:
@@ -333,6 +337,7 @@ class Manifest:
             "model": model,
             "generate": generate,
             "encode": encode,
+            "slo": slo,
             "mesh": mesh if mesh is not None and mesh.size > 1 else None,
             "programs": _listed(programs, Program),
             "libraries": _listed(libraries, Library),

@@ -30,6 +30,7 @@ from prejit.compiler.manifest.valid_values import (
 )
 from prejit.runtime.format.arrays import MESH_AXES
 from prejit.runtime.format.checks.seldom_parts import HANDLER_NAME
+from prejit.runtime.format.release_limits import DEFAULT_SHARES, fraction_of
 
 Problems = Iterator[tuple[KeyPath, str]]
 """Pairs of a key and what is wrong with it, in the order of the file where that is easy."""
@@ -82,7 +83,20 @@ def value_problems(data: dict[str, Any], directory: Path) -> Problems:
     yield from _repeated_names(programs)
     yield from _library_problems(data, directory)
     yield from _mesh_problems(data)
+    yield from _slo_problems(_table(data.get("slo")))
     yield from _number_problems(data)
+
+
+def _slo_problems(slo: dict[str, Any]) -> Problems:
+    """Find limits that are no share, or no positive number."""
+    for name, value in slo.items():
+        if name in DEFAULT_SHARES and isinstance(value, str):
+            try:
+                fraction_of(value)
+            except ValueError:
+                yield ("slo", name), _wrong(expected(f"slo.{name}"), value)
+        elif type(value) is int and value < 1:
+            yield ("slo", name), _wrong(expected(f"slo.{name}"), value)
 
 
 def _number_problems(data: dict[str, Any]) -> Problems:

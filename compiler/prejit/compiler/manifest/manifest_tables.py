@@ -40,6 +40,7 @@ from prejit.compiler.targets.target_table import TargetTable
 from prejit.compiler.targets.target_table import names as target_names
 from prejit.runtime.base.wording import nearest
 from prejit.runtime.format.arrays import MESH_AXES
+from prejit.runtime.format.release_limits import DEFAULT_SHARES, SHARE_PATTERN, ReleaseLimits
 from prejit.runtime.machine.fingerprint import PLATFORMS
 
 
@@ -102,6 +103,7 @@ SECTIONS: dict[str, tuple[type[Any], bool]] = {
     "model": (Model, False),
     "generate": (Generate, False),
     "encode": (Encode, False),
+    "slo": (ReleaseLimits, False),
     "mesh": (MeshTable, False),
     "program": (ProgramTable, True),
     "library": (Library, True),
@@ -281,6 +283,10 @@ _NARROWED: dict[str, dict[str, dict[str, Any]]] = {
         }
     },
     "mesh": {name: {"minimum": 1} for name in ("data", "tensor")},
+    "slo": {
+        each.name: {"pattern": SHARE_PATTERN} if each.name in DEFAULT_SHARES else {"minimum": 1}
+        for each in fields(ReleaseLimits)
+    },
     "program": {
         "name": {"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$", "not": {"enum": list(OWN_NAMES)}},
         "function": {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES
 from prejit.compiler.base.suggestions import did_you_mean
 from prejit.compiler.manifest.shape_string import EXAMPLE, SIZE
 from prejit.compiler.targets.cpu_count import MAX_CPUS
+from prejit.runtime.format.release_limits import DEFAULT_SHARES, ReleaseLimits
 
 KeyPath = tuple[str | int, ...]
 """The keys and places that lead to a value of a manifest."""
@@ -103,6 +105,13 @@ _EXPECTED = {
     "target[].cpus": f"an integer of 1 to {MAX_CPUS}",
     "target[].gpu": "a table with core_count, bandwidth_bytes, l2_bytes and clock_mhz",
     **{f"target[].gpu.{key}": "an integer" for key in _GPU},
+    "slo": "a [slo] table with limits",
+    **{
+        f"slo.{each.name}": 'a share such as "5%"'
+        if each.name in DEFAULT_SHARES
+        else "an integer of 1 or more"
+        for each in fields(ReleaseLimits)
+    },
     "mesh": "a [mesh] table with data and tensor",
     **{f"mesh.{key}": "an integer of 1 or more" for key in ("data", "tensor")},
     **{f"generate.{name}": SIZES for name in ("batch", "prompt", "context", "source")},

@@ -303,7 +303,7 @@ def _pack(begun: Begun, targets: tuple[CompiledTarget, ...], service: Services) 
         packed = pack(targets)
     packed = with_golden_answers(packed, store, progress, seconds)
     packed = with_checked_answers(space, packed, seconds)
-    bundle = pack_bundle(manifest.bundle.name, packed)
+    bundle = pack_bundle(manifest.bundle.name, packed, manifest.slo)
     path, written = write(bundle, service.output, progress)
     digest = digest_of(bundle.index)
     files = () if begun.published is None else begun.published.files

@@ -65,6 +65,7 @@ HOUSES = {
             "profile": "Record where the time of a bundle or a server goes: steps, programs, kernels.",
             "replay": "Run the requests of a log of `prejit serve` again and compare.",
             "load": "Measure how much load a server bears: its curve, knee and highest rate within limits.",
+            "gate": "Judge whether a bundle may take the place of another one: tokens, times, memory, fleet.",
             "observe": "Write dashboards of Grafana, alert rules of Prometheus and runbooks for servers.",
         },
         "server",

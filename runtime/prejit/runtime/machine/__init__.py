@@ -1,4 +1,4 @@
 """Machines: this one (`fingerprint`), what an executable needs, how both compare, and files that it keeps.
 
-Imports `base`, `errors` and `verdict`. Begin with `compare`.
+`fleet_machines` reads the machines of a fleet. Imports `base`, `errors` and `verdict`. Begin with `compare`.
 """

@@ -13,6 +13,7 @@ from prejit.runtime.base.process_facts import importing
 from prejit.runtime.cli.command_options import (
     COUNT,
     FILE,
+    PATH,
     SECONDS,
     SIZE,
     TRUST,
@@ -77,8 +78,8 @@ def _origin(text: str) -> str:
     "--admin",
     type=_address,
     metavar="PATH|HOST:PORT",
-    help="Also listen at a Unix socket or another address for POST /drain, /undrain, /swap, /add, /remove, "
-    "/sleep, /wake and /profile, which ask for no key (default: nowhere).",
+    help="Also listen at a Unix socket or another address for POST /drain, /undrain, /swap, /canary, /add, "
+    "/remove, /sleep, /wake and /profile, which ask for no key (default: nowhere).",
 )
 @click.option(
     "--cors",
@@ -161,6 +162,19 @@ def _origin(text: str) -> str:
     "the place of the one that is served, without a dropped request (default: never).",
 )
 @click.option(
+    "--canary",
+    type=PATH,
+    metavar="NEW",
+    help="Try this release beside the only bundle: it answers --share of the requests, and takes its place "
+    "or is dropped by the limits of [slo].",
+)
+@click.option(
+    "--share",
+    default="5%",
+    metavar="PERCENT",
+    help="The share of requests that --canary answers, by key or else by request id.",
+)
+@click.option(
     "--share-prefixes",
     is_flag=True,
     help="Let prompts begin with what those of other keys have computed: who guesses a prompt then sees that "
@@ -184,6 +198,8 @@ def serve(
     prefix_memory: int | None,
     memory: int | None,
     share_prefixes: bool,
+    canary: str | None,
+    share: str,
     keys: str | None,
     log: str | None,
     on_mismatch: str,
@@ -210,16 +226,24 @@ def serve(
                 "expected a directory or a tag, such as oci://HOST/REPOSITORY:prod, found digests only",
                 param_hint="'--follow'",
             )
+        tried: tuple[str, float] | None = None
         sources = [BundleSource(path, name) for name, path in named]
         if keys is not None:
             from prejit.server.gate.api_keys import Keys
         if log is not None:
             from prejit.server.telemetry.requestlog import RequestLog
 
+        if canary is not None:
+            from prejit.server.releases.canary_runs import share_of
+
+            if len(sources) > 1:
+                found = f"found {len(sources)}; start canaries of several with POST /canary"
+                raise click.BadParameter(f"expected one bundle, {found}", param_hint="'--canary'")
+            tried = canary, share_of(share)
         limits = Settings(keys=None if keys is None else Keys(keys), **settings)
         engines = EngineOptions(slots, queue, prefix_memory, must_match, share_prefixes, memory)
         requests = None if log is None else RequestLog(log)
-        serve(sources, engines, limits, (host, port), requests, admin)
+        serve(sources, engines, limits, (host, port), requests, admin, tried)
     return 0
 
 

@@ -13,7 +13,7 @@ from prejit.runtime.errors import ClosedError
 from prejit.server.gate.http_errors import RETRY_SECONDS, ApiError, as_api_error, response
 from prejit.server.gate.server_settings import Settings
 from prejit.server.served.say import say
-from prejit.server.served.served import Models
+from prejit.server.served.served import Models, asking
 from prejit.server.telemetry.requestlog import KEPT_HEADERS, Entry
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ class Gate:
         epoch = self._models.running.begin()
         try:
             self._check(scope, request)
+            if self._models.canaries:
+                asking.set(request.who)
             async with asyncio.timeout(self._settings.timeout_seconds + GRACE_SECONDS):
                 await self._app(scope, request.receive, request.send)
         except Exception as error:
@@ -154,7 +156,7 @@ class _Request:
             "suspected": models.suspected,
         }
         scope["state"] = self._state
-        self._log = settings.log
+        self._log = (settings.tap() if settings.tap is not None else None) or settings.log
         self._entry: Entry | None = None
         if self._log is not None:
             kept = {
@@ -164,6 +166,11 @@ class _Request:
             }
             self._entry = Entry(self.id, scope["method"], scope["path"], kept, time.time())
             self._log.begin(self._entry)
+
+    @property
+    def who(self) -> str:
+        """The name of its key, or else its id."""
+        return self._state["client"] or self.id
 
     def header(self, name: bytes) -> bytes:
         """Return the value of a header; empty: it is not there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ class Settings:
         ignore_unknown_fields: whether fields that no request has are left out; if not, they are an error.
         anybody: what is allowed without keys.
         log: where requests are recorded for `prejit replay`; None: nowhere.
+        tap: returns what takes the records in place of the log while a canary runs; None: nothing does.
         cors: origins of web pages that may read answers; `*`: all.
         origins: the hosts and pages that may send requests; None: all.
     """
@@ -49,5 +51,6 @@ class Settings:
     ignore_unknown_fields: bool = False
     anybody: ApiKey = ANYBODY
     log: Log | None = None
+    tap: Callable[[], Log | None] | None = None
     cors: tuple[str, ...] = ()
     origins: Origins | None = None

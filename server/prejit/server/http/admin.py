@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -22,6 +23,7 @@ from prejit.server.gate.http_errors import ApiError, json_response
 from prejit.server.gate.origins import Origins
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.bodies import served_model
+from prejit.server.releases.canary_runs import Canaries, share_of
 from prejit.server.served.bundle_swaps import BundleSwaps
 from prejit.server.served.served import ModelNotFoundError, Models
 from prejit.server.telemetry.engine_profile import MAX_SECONDS, record
@@ -75,17 +77,38 @@ class AddRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str = ""
 
 
+class CanaryRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /canary.
+
+    Attributes:
+        model: the name of a served model; empty: the only one.
+        action: `start` a canary; `promote` its release now; `abort` it.
+        bundle: of `start`: the release, a directory or a reference.
+        share: of `start`: the share of requests that it answers.
+    """
+
+    model: str = ""
+    action: Literal["start", "promote", "abort"] = "start"
+    bundle: str = ""
+    share: str = "5%"
+
+
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
 def make_admin(
-    models: Models, settings: Settings, swaps: BundleSwaps, origins: Origins | None
+    models: Models,
+    settings: Settings,
+    swaps: BundleSwaps,
+    canaries: Canaries,
+    origins: Origins | None,
 ) -> ASGIApp:
     """Return the ASGI application of the admin address.
 
     Args:
         models: the served bundles.
         swaps: loads, exchanges and removes bundles.
+        canaries: tries releases.
         settings: `drain_seconds` is how long POST /drain waits.
         origins: who may send requests to it; None: whoever reaches it, as a Unix socket.
     """
@@ -138,6 +161,18 @@ def make_admin(
         found = record(each, lambda: time.sleep(wanted.seconds))
         return Response(found, media_type="application/zip")
 
+    async def get_canary(request: Request) -> Response:
+        return json_response({"canaries": [asdict(each) for each in canaries.states()]})
+
+    def canary(wanted: CanaryRequest) -> Response:
+        name = served_model(models, wanted.model or None).name
+        if wanted.action != "start":
+            return json_response(asdict(canaries.finish(name, wanted.action)))
+        if not wanted.bundle:
+            raise http_errors.field_error("bundle", "expected the release to try, found none")
+        begun = canaries.start(name, wanted.bundle, share_of(wanted.share))
+        return json_response(asdict(begun), 202)
+
     app = Starlette(
         routes=[
             Route("/drain", post_drain, methods=["POST"]),
@@ -147,6 +182,8 @@ def make_admin(
             Route("/remove", _handler(ModelRequest, remove), methods=["POST"]),
             Route("/sleep", _handler(ModelRequest, sleep), methods=["POST"]),
             Route("/wake", _handler(ModelRequest, wake), methods=["POST"]),
+            Route("/canary", get_canary, methods=["GET"]),
+            Route("/canary", _handler(CanaryRequest, canary), methods=["POST"]),
             Route("/profile", _handler(ProfileRequest, profile), methods=["POST"]),
         ],
         exception_handlers={HTTPException: http_errors.handle, ApiError: http_errors.handle},

@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast, final
-
-import msgspec
+from typing import Any, cast
 
 from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.errors import UsageError
 from prejit.runtime.loader import load
 from prejit.server.engine.engine import Engine
-from prejit.server.gate.api_keys import ApiKey
-from prejit.server.gate.server_settings import Settings
 from prejit.server.http.app import make_app
+from prejit.server.releases.answer_differences import BundleAnswer, difference_of
+from prejit.server.releases.request_player import UNLIMITED, RequestPlayer, calls_of, can_play
 from prejit.server.served.served import Models, Served
-from prejit.server.telemetry.requestlog import (
-    Entry,
-    RecordedCall,
-    body_of,
-    current,
-    log_lines,
-    record,
-)
+from prejit.server.telemetry.requestlog import Entry, log_lines, record
 from prejit.server.telemetry.watched_engine import WatchedEngine
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message
-
 
 _AT_ONCE = 8
 """Requests that run at the same time: as many as an engine has slots by default."""
-_ROUNDING = 1e-3
-"""How much norms may differ, relatively, where the order of sums depends on the bucket."""
-_UNLIMITED = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +84,7 @@ def replay(
     models = Models()
     for name, path in paths.items():
         bundle = load(path)
-        engine = cast("Engine", WatchedEngine(name, Engine(bundle, queue=_UNLIMITED), record))
+        engine = cast("Engine", WatchedEngine(name, Engine(bundle, queue=UNLIMITED), record))
         models.add(Served(name, bundle, engine, int(time.time())))
         served = [
             each["digest"] for start in starts for each in start["models"] if each["name"] == name
@@ -139,32 +122,6 @@ def _paths(
     return paths
 
 
-@final
-class _Captured:
-    """Takes the records of requests that run again."""
-
-    def __init__(self) -> None:
-        self._seeds: dict[str, list[int | None]] = {}
-        self._entries: dict[str, Entry] = {}
-
-    def expect(self, number: str, seeds: list[int | None]) -> None:
-        """Give the calls of a request these seeds."""
-        self._seeds[number] = seeds
-
-    def begin(self, entry: Entry) -> None:
-        """Take what engines give this task from now on as results of this request."""
-        entry.seeds = self._seeds.pop(entry.id)
-        current.set(entry)
-
-    def end(self, entry: Entry) -> None:
-        """Take the record of a finished request."""
-        self._entries[entry.id] = entry
-
-    def take(self, number: str) -> Entry:
-        """Return the record of a finished request."""
-        return self._entries.pop(number)
-
-
 async def _run(
     log: str,
     models: Models,
@@ -172,139 +129,40 @@ async def _run(
     report: Report,
     progress: Callable[[str], None],
 ) -> None:
-    captured = _Captured()
-    settings = Settings(
-        body_bytes=_UNLIMITED,
-        max_tokens=max_tokens,
-        timeout_seconds=float(_UNLIMITED),
-        clients=_UNLIMITED,
-        anybody=ApiKey(priorities=(-_UNLIMITED, _UNLIMITED)),  # what was recorded was allowed
-        log=captured,
-    )
-    app = make_app(models, settings)
+    player = RequestPlayer(make_app, models, max_tokens)
     room = asyncio.Semaphore(_AT_ONCE)
     done = 0
 
-    async def one(number: int, line: dict[str, Any]) -> None:
+    async def one(line: dict[str, Any]) -> None:
         nonlocal done
-        calls = [msgspec.convert(_known(each), RecordedCall) for each in line["calls"]]
-        captured.expect(str(number), [call.seed for call in calls])
         try:
-            await _request(app, str(number), line)
+            played = await player.play(line)
         finally:
             room.release()
-        entry = captured.take(str(number))
-        _compare(line, calls, entry, report)
+        _compare(line, played.entry, report)
         done += 1
         progress(f"{done} requests, {len(report.differences)} differ")
 
     async with asyncio.TaskGroup() as tasks:
-        for number, line in enumerate(log_lines(log)):
-            if line.get("event") != "request":
-                continue
-            if line["status"] != 200 or not line["calls"]:
-                report.skipped += 1
-                continue
-            await room.acquire()  # reads the log no faster than requests run
-            tasks.create_task(one(number, line))
-
-
-def _known(call: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in call.items() if name in RecordedCall.__slots__}
-
-
-async def _request(app: ASGIApp, number: str, line: Mapping[str, Any]) -> None:
-    """Send a logged request to the application, and drop the response: engines are what is compared."""
-    headers = {**line["headers"], "x-request-id": number}
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": line["method"],
-        "path": line["path"],
-        "raw_path": line["path"].encode(),
-        "root_path": "",
-        "query_string": b"",
-        "scheme": "http",
-        "headers": [(name.encode(), value.encode("latin-1")) for name, value in headers.items()],
-        "server": None,
-        "client": None,
-    }
-    messages = [{"type": "http.request", "body": body_of(line), "more_body": False}]
-
-    async def receive() -> Message:
-        if messages:
-            return messages.pop()
-        await asyncio.Event().wait()  # the client stays until the end
-        raise AssertionError
-
-    async def send(message: Message) -> None:
-        pass
-
-    await app(scope, receive, send)
-
-
-def _compare(
-    line: Mapping[str, Any], expected: Sequence[RecordedCall], entry: Entry, report: Report
-) -> None:
-    """Add a request to the report."""
-    reasons: list[str] = []
-    rounded = compared = False
-    if entry.status != 200:
-        reasons.append(f"expected status 200, found {entry.status}")
-    elif len(entry.calls) != len(expected):
-        reasons.append(f"expected {len(expected)} calls of engines, found {len(entry.calls)}")
-    else:
-        for was, now in zip(expected, entry.calls, strict=True):
-            if was.token_ids is None and was.arrays is None:
-                continue  # it was cancelled before it gave anything
-            compared = True
-            if was.arrays is not None:
-                reason, by_rounding = _array_difference(was.arrays, now.arrays or {})
-                rounded = rounded or by_rounding
+        for line in log_lines(log):
+            if can_play(line):
+                await room.acquire()  # reads the log no faster than requests run
+                tasks.create_task(one(line))
             else:
-                reason = _token_difference(was, now)
-            if reason:
-                reasons.append(reason)
-    if reasons:
-        report.differences.append(ReplayDifference(line["id"], line["path"], "; ".join(reasons)))
-    elif rounded:
+                report.skipped += line.get("event") == "request"
+
+
+def _compare(line: Mapping[str, Any], found: Entry, report: Report) -> None:
+    """Add a request to the report."""
+    old = BundleAnswer(200, tuple(calls_of(line)))
+    new = BundleAnswer(found.status, tuple(found.calls))
+    difference = difference_of(old, new)
+    if difference.reasons:
+        reason = "; ".join(difference.reasons)
+        report.differences.append(ReplayDifference(line["id"], line["path"], reason))
+    elif difference.rounded:
         report.rounded += 1
-    elif compared:
+    elif difference.compared or any(call.token_ids is not None for call in old.calls):
         report.equal += 1
     else:
         report.skipped += 1
-
-
-def _token_difference(was: RecordedCall, now: RecordedCall) -> str:
-    """Return how the tokens differ; empty: they do not. A request that was cut short has the first ones."""
-    old, new = was.token_ids or [], now.token_ids or []
-    if not was.finish_reason:
-        new = new[: len(old)]
-    if old == new and was.finish_reason in ("", now.finish_reason):
-        return ""
-    if old == new:
-        return f"expected finish_reason {was.finish_reason!r}, found {now.finish_reason!r}"
-    place = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), None)
-    if place is None:
-        return f"expected {len(old)} tokens, found {len(new)}"
-    return f"token {place}: expected {old[place]}, found {new[place]}"
-
-
-def _array_difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return how arrays differ, and whether they differ by rounding at least."""
-    if was.keys() != now.keys():
-        return f"expected the arrays {', '.join(was)}, found {', '.join(now) or 'none'}", False
-    rounded = False
-    for name, old in was.items():
-        new = now[name]
-        if (old["dtype"], old["shape"]) != (new["dtype"], new["shape"]):
-            described = (f"{each['dtype']}{each['shape']}" for each in (old, new))
-            return "{}: expected {}, found {}".format(name, *described), False
-        if old["digest"] == new["digest"]:
-            continue
-        norms = old.get("norm", math.nan), new.get("norm", math.nan)
-        if not math.isclose(*norms, rel_tol=_ROUNDING):
-            return f"{name}: expected other values: norm {norms[0]}, found {norms[1]}", False
-        rounded = True
-    return "", rounded

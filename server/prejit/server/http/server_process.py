@@ -17,6 +17,7 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, cast
 
+from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.errors import StoreError
 from prejit.server.gate.server_settings import BACKLOG, Settings
 from prejit.server.served.answer_checks import AnswerChecks
@@ -32,7 +33,7 @@ from prejit.server.served.served_loading import (
     Wrap,
 )
 from prejit.server.telemetry.otel_setup import start as start_telemetry
-from prejit.server.telemetry.watched_engine import WatchedEngine, Watcher
+from prejit.server.telemetry.watched_engine import EngineCall, Watch, WatchedEngine, Watcher
 
 if TYPE_CHECKING:
     from prejit.server.engine.engine import Engine
@@ -56,6 +57,7 @@ def serve(
     address: tuple[str, int],
     log: RequestLog | None = None,
     admin: Address | None = None,
+    canary: tuple[str, float] | None = None,
 ) -> None:
     """Serve bundles until a signal ends the process, or a bundle cannot be loaded.
 
@@ -67,6 +69,7 @@ def serve(
             instead of it.
         log: where requests are recorded.
         admin: where those listen who run the server; None: nowhere.
+        canary: a release of the only bundle, and the share of requests that it answers; None: there is none.
 
     Raises:
         StoreError: the address cannot be bound, systemd passed no usable socket, or a bundle cannot be read.
@@ -90,7 +93,7 @@ def serve(
         models = Models()
         url = _shown(listening, address)
         telemetry = start_telemetry()
-        make = MakeServed(engines, len(sources), _wrapper(log, telemetry))
+        make = MakeServed(engines, len(sources), _wrapper(telemetry))
         started = None
         if log is not None:
             started = partial(log.start, models, max_tokens=settings.max_tokens)
@@ -100,10 +103,15 @@ def serve(
         # The stack is imported while the bundles are loaded: neither waits for the other.
         from prejit.server.gate.origins import Origins, is_loopback
         from prejit.server.http.admin import make_admin
+        from prejit.server.http.app import make_app
         from prejit.server.http.uvicorn_server import run
+        from prejit.server.releases.canary_runs import Canaries
         from prejit.server.served.bundle_swaps import BundleSwaps
 
         swaps = BundleSwaps(models, make, settings.timeout_seconds, started)
+        canaries = Canaries(models, swaps, make_app, log)
+        if canary is not None:
+            start_thread(partial(canaries.start_when_ready, *canary), "prejit-canary")
         following = None
         if settings.follow_seconds is not None:
             from prejit.server.served.bundle_following import BundleFollowing
@@ -116,7 +124,7 @@ def serve(
             hint = "allow it with --cors, or ask for keys with --keys"
             origins = Origins(address[0], settings.cors, hint)
         guards = None if not isinstance(admin, tuple) else Origins(admin[0])
-        admin_app = make_admin(models, settings, swaps, guards)
+        admin_app = make_admin(models, settings, swaps, canaries, guards)
 
         def look_again() -> None:
             if log is not None:
@@ -127,7 +135,7 @@ def serve(
         try:
             run(
                 models,
-                replace(settings, log=log, origins=origins),
+                replace(settings, log=log, origins=origins, tap=canaries.tap),
                 listening,
                 loading,
                 admin=None if of_admin is None else (of_admin, admin_app),
@@ -137,7 +145,7 @@ def serve(
             )
         finally:
             checks.close()
-            has_ended = following is None or following.close()
+            has_ended = canaries.close() and (following is None or following.close())
     if loading.error is not None:
         raise loading.error
     models.close()
@@ -156,17 +164,19 @@ def _end_early(number: int, frame: FrameType | None) -> None:
     os._exit(0)
 
 
-def _wrapper(log: RequestLog | None, telemetry: Telemetry | None) -> Wrap:
-    """Return what wraps engines, so that the log and telemetry see what they give."""
-    watchers: list[Watcher] = []
-    if log is not None:
-        from prejit.server.telemetry.requestlog import record
+def _wrapper(telemetry: Telemetry | None) -> Wrap:
+    """Return what wraps engines, so that a log, a canary and telemetry see what they give."""
 
-        watchers.append(record)  # the first one: it may change the seed
+    def watch(call: EngineCall) -> Watch | None:
+        from prejit.server.telemetry.requestlog import (
+            record,
+        )  # with the stack: not before a request
+
+        return record(call)
+
+    watchers: list[Watcher] = [watch]  # the first one: it may change the seed
     if telemetry is not None:
         watchers.append(telemetry.watch)
-    if not watchers:
-        return lambda name, engine: engine
     return lambda name, engine: cast("Engine", WatchedEngine(name, engine, *watchers))
 
 

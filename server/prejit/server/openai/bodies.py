@@ -148,7 +148,7 @@ def served_model(models: Models, name: str | None) -> Served:
     if name is not None:
         return models.get(name)
     if len(models) == 1:
-        return next(iter(models))
+        return models.get(next(iter(models)).name)
     names = ", ".join(repr(each.name) for each in models)
     raise field_error("model", f"expected one of {names}, found none")
 

@@ -69,8 +69,8 @@ class BundleSwaps:
             before = self._models.get(name)
             began = time.monotonic()
             try:
-                used = {each.program for each in before.bundle.report() if each.seconds}
-                after = replace(self._try(BundleSource(path, name), used), path=followed or path)
+                source = BundleSource(path, name)
+                after = replace(self._try(source, _used(before)), path=followed or path)
                 if after.bundle.digest == before.bundle.digest:
                     _close(after)
                     return before
@@ -78,12 +78,39 @@ class BundleSwaps:
             except BaseException:
                 self._models.swaps[name, "failed"] += 1
                 raise
-            self._models.swaps[name, "done"] += 1
-            self._changed(
-                f"{name}: swapped {before.bundle.digest} for {after.bundle.digest} of {path}", began
-            )
-            start_thread(partial(self._free, before), "prejit-free")
+            self._swapped(before, after, began)
             return after
+
+    def load(self, name: str, path: str) -> Served:
+        """Return a bundle that was loaded and tried as in `swap`, and that no request goes to.
+
+        Raises:
+            ModelNotFoundError, NoRoomError, AnswerError, PrejitError: as `swap`.
+        """
+        with self._one_at_a_time:
+            used = _used(self._models.get(name))
+            return self._try(BundleSource(path, name), used)
+
+    def take(self, after: Served) -> None:
+        """Let the next requests to a model go to a bundle of `load`, as `swap` does.
+
+        Raises:
+            ClosedError: the server drains.
+        """
+        with self._one_at_a_time:
+            began, before = time.monotonic(), self._models.put(after.name, after)
+            assert before is not None
+            self._swapped(before, after, began)
+
+    def drop(self, before: Served) -> None:
+        """Free a retired bundle in a thread, after the last request that may use it."""
+        start_thread(partial(self._free, before), "prejit-free")
+
+    def _swapped(self, before: Served, after: Served, began: float) -> None:
+        name, digests = after.name, (before.bundle.digest, after.bundle.digest)
+        self._models.swaps[name, "done"] += 1
+        self._changed(f"{name}: swapped {digests[0]} for {digests[1]} of {after.path}", began)
+        self.drop(before)
 
     def add(self, name: str, path: str) -> Served:
         """Serve one more model, after the same checks as in `swap`; without a name, under the bundle's own.
@@ -116,7 +143,7 @@ class BundleSwaps:
             before, began = self._models.get(name), time.monotonic()
             self._models.put(name, None)
             self._changed(f"{name}: removed {before.bundle.digest}", began)
-            start_thread(partial(self._free, before), "prejit-free")
+            self.drop(before)
             return before
 
     def _check_new(self, name: str) -> None:
@@ -168,6 +195,11 @@ class BundleSwaps:
         del before
         free_young()
         _log.info("%s: freed %s", name, digest)
+
+
+def _used(served: Served) -> set[str]:
+    """Return the programs of a bundle that requests have used."""
+    return {each.program for each in served.bundle.report() if each.seconds}
 
 
 def _close(served: Served) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, final
 
@@ -100,6 +102,30 @@ class Served:
         self.engine.close()
 
 
+asking: ContextVar[str] = ContextVar("asking", default="")
+"""Who sends the request whose handler runs, while a canary runs: the name of its key, or else its id."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryShare:
+    """A release that answers a share of the requests to a model.
+
+    Attributes:
+        served: the release.
+        share: the share, 0 to 1.
+        counts: how many requests it answered, and how many failed with status 500.
+    """
+
+    served: Served
+    share: float
+    counts: Counter[Literal["answered", "failed"]] = field(default_factory=Counter)
+
+    def takes(self, who: str) -> bool:
+        """Return whether the requests of somebody go to the release: always, or never."""
+        digest = hashlib.sha256(f"{self.served.bundle.digest} {who}".encode()).digest()
+        return bool(who) and int.from_bytes(digest[:8]) < self.share * 2**64
+
+
 @final
 class Models:
     """The served bundles by name. It is empty until they are loaded: requests come before that.
@@ -110,6 +136,8 @@ class Models:
         wrong: by name of a model, what it returns in place of a golden answer.
         running: counts the requests that run now.
         swaps: how many swaps of a model, by its name, were `done` and `failed`.
+        canaries: by name of a model, a release that answers a share of its requests.
+        canary_ends: how many canaries of a model, by its name, were `promoted` and `rolled_back`.
         changes: how often bundles were added, replaced or removed.
     """
 
@@ -122,6 +150,8 @@ class Models:
         self.wrong: dict[str, str] = {}
         self.running = RunningRequests()
         self.swaps: Counter[tuple[str, Literal["done", "failed"]]] = Counter()
+        self.canaries: dict[str, CanaryShare] = {}
+        self.canary_ends: Counter[tuple[str, Literal["promoted", "rolled_back"]]] = Counter()
         self.changes = 0
         self._lock = threading.Lock()
         self._by_name: dict[str, Served] = {}
@@ -165,10 +195,14 @@ class Models:
             if after is not None:
                 self._by_name[name] = after
             if before is not None:
-                self._replaced.append(before)
+                self.retire(before)
             self.changes += 1
         self.wrong.pop(name, None)
         return before
+
+    def retire(self, served: Served) -> None:
+        """Keep a bundle for `drain` and `close` that the next requests do not use; `free` closes it."""
+        self._replaced.append(served)
 
     def free(self, before: Served, seconds: float) -> bool:
         """Close a replaced bundle when the requests that may use it have ended, or after so many seconds.
@@ -194,7 +228,8 @@ class Models:
                 f"model: expected one of the served models ({known}), found {name!r:.200}"
                 + did_you_mean(name, self._by_name)
             )
-        return found
+        canary = self.canaries.get(name)
+        return canary.served if canary is not None and canary.takes(asking.get()) else found
 
     @property
     def is_ready(self) -> bool:
@@ -222,18 +257,22 @@ class Models:
         with self._lock:
             self._is_draining = True
             self._is_ending = self._is_ending or ends
-        return all([one.engine.drain(0.0) for one in (*self, *self._replaced)])
+        return all([one.engine.drain(0.0) for one in self._all()])
 
     def undrain(self) -> bool:
         """Take requests again, unless the server ends; return whether it does not."""
         if self._is_ending:
             return False
-        for one in self:
+        for one in (*self, *(each.served for each in [*self.canaries.values()])):
             one.engine.undrain()
         self._is_draining = False
         return True
 
     def close(self) -> None:
         """Close every engine. What still runs fails with ClosedError."""
-        for one in (*self, *self._replaced):
+        for one in self._all():
             one.close()
+
+    def _all(self) -> list[Served]:
+        """Return every bundle that a request may use, those included that are being freed."""
+        return [*self, *self._replaced, *(each.served for each in [*self.canaries.values()])]

@@ -31,7 +31,7 @@ from prejit.runtime.base.process_facts import host_memory_bytes, host_memory_lim
 from prejit.runtime.fallback_reporting import fallback_counts
 from prejit.server.engine.engine_metrics import EngineMetrics, RequestMetrics
 from prejit.server.engine.histograms import HistogramValue
-from prejit.server.served.served import State
+from prejit.server.served.served import CanaryShare, State
 
 if TYPE_CHECKING:
     from prejit.runtime.start_report import StartReport
@@ -329,6 +329,24 @@ _SWAPS = _Counter[int](
     "Swaps of a model's bundle by outcome: after a failed one, the bundle before goes on.",
     lambda count: count,
 )
+_CANARY: tuple[_Metric[CanaryShare], ...] = (
+    _Gauge(
+        "prejit_canary_share",
+        "Share of requests that go to a release which is tried, 0 to 1; absent without one.",
+        lambda canary: canary.share,
+    ),
+    _Counter(
+        "prejit_canary_requests",
+        "Requests that a release answered which is tried, and those that failed there with status 500.",
+        lambda canary: {each: canary.counts[each] for each in ("answered", "failed")},
+        "outcome",
+    ),
+)
+_CANARY_ENDS = _Counter[int](
+    "prejit_canaries",
+    "Releases that were tried, by outcome: promoted or rolled_back.",
+    lambda count: count,
+)
 _START_PARTS = ("process", "imports", "reading", "verifying", "loading", "first_run")
 _START = _Gauge["StartReport"](
     "prejit_start_seconds",
@@ -370,6 +388,10 @@ class EngineCollector(Collector):
         yield from _families([_MATCHED], ("model_name",), [((one.name,), one) for one in served])
         swaps = [*self._models.swaps.items()]
         yield from _families([_SWAPS], ("model_name", "outcome"), swaps)
+        canaries = [((name,), one) for name, one in [*self._models.canaries.items()]]
+        yield from _families(_CANARY, ("model_name",), canaries)
+        ends = [*self._models.canary_ends.items()]
+        yield from _families([_CANARY_ENDS], ("model_name", "outcome"), ends)
         yield _builds(served)
         yield from _families([_START], ("model_name",), self._started(served, dict(each)))
 

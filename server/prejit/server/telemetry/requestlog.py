@@ -102,6 +102,7 @@ class Entry:
         calls: its calls of engines, in order.
         is_open: whether its path is one of probes, of scrapers or of the page, which needs no key.
         seeds: seeds that replace those of the handler, in the order of calls; None: they stay.
+        options: options of generations that replace those of the handler.
     """
 
     id: str
@@ -116,6 +117,7 @@ class Entry:
     calls: list[RecordedCall] = field(default_factory=list)
     is_open: bool = False
     seeds: Sequence[int | None] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 current: ContextVar[Entry | None] = ContextVar("current", default=None)
@@ -187,24 +189,7 @@ class RequestLog:
         """Write the line of a request. A probe, a scrape or a poll of the page has one only if it failed."""
         if entry.is_open and 200 <= entry.status < 400 and not entry.failed:
             return
-        now = time.time()
-        line = {
-            "event": "request",
-            "time": now,
-            "id": entry.id,
-            "client": entry.client,
-            "method": entry.method,
-            "path": entry.path,
-            "status": entry.status,
-            "seconds": round(now - entry.started, 6),
-            "failed": entry.failed,
-            "headers": entry.headers,
-        }
-        try:
-            line["body"] = entry.body.decode()
-        except UnicodeDecodeError:
-            line["body_base64"] = base64.b64encode(entry.body).decode()
-        self._write({**line, "calls": [call.described() for call in entry.calls]})
+        self._write(line_of(entry))
 
     def close(self) -> None:
         """Close the file."""
@@ -249,6 +234,28 @@ def body_of(line: Mapping[str, Any]) -> bytes:
     return line["body"].encode() if "body" in line else base64.b64decode(line["body_base64"])
 
 
+def line_of(entry: Entry) -> dict[str, Any]:
+    """Return the line of a request that ends now."""
+    now = time.time()
+    line: dict[str, Any] = {
+        "event": "request",
+        "time": now,
+        "id": entry.id,
+        "client": entry.client,
+        "method": entry.method,
+        "path": entry.path,
+        "status": entry.status,
+        "seconds": round(now - entry.started, 6),
+        "failed": entry.failed,
+        "headers": entry.headers,
+    }
+    try:
+        line["body"] = entry.body.decode()
+    except UnicodeDecodeError:
+        line["body_base64"] = base64.b64encode(entry.body).decode()
+    return line | {"calls": [call.described() for call in entry.calls]}
+
+
 def _open(path: str) -> int:
     """Return a descriptor that appends to a file; `-` is stdout.
 
@@ -281,6 +288,8 @@ def record(call: EngineCall) -> Watch | None:
     if (entry := current.get()) is None:
         return None
     seeds, place = entry.seeds or (), len(entry.calls)
+    if call.kind == "generate":
+        call.options.update(entry.options)
     if call.kind == "generate" and place < len(seeds) and (seed := seeds[place]) is not None:
         call.options["seed"] = seed  # of the log that is replayed
     one = RecordedCall(call.kind, call.model, call.program or None, call.options.get("seed"))

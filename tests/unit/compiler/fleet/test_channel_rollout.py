@@ -12,13 +12,13 @@ from tests.fake_registry import FakeRegistry, fake_registry
 from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, s3_store
 
 from prejit.compiler.fleet.channel_rollout import Rollout
-from prejit.compiler.fleet.fleet_machines import Machine
 from prejit.runtime import __main__
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import StoreError, UntrustedError, UsageError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.fleet_machines import Machine
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.pulling import Wanted, pull
 from prejit.runtime.ship.reference import parse_reference

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from tests.extent import examples
 from tests.html_pages import EVIL, Elements, alone
 
-from prejit.compiler.fleet.fleet_machines import Machine, read_fleet
 from prejit.compiler.fleet.fleet_report import FleetReport, explain_fleet, fleet_page
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.targets.target_classes import Target, catalogue
@@ -32,6 +31,7 @@ from prejit.runtime.format.opening import match
 from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.compare import compare
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement, effective_xla_flags
+from prejit.runtime.machine.fleet_machines import Machine, read_fleet
 
 LEVELS = {name: catalogue()[f"cpu-x86-64-{name}"].cpu_features or () for name in ("v2", "v3", "v4")}
 HOST = Fingerprint("cpu", "x86_64", LEVELS["v3"], "0.12.0.1", "Some CPU", 4, 1 << 34)

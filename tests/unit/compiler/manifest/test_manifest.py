@@ -26,6 +26,7 @@ from prejit.compiler.targets.target_table import names as target_names
 from prejit.compiler.targets.target_table import target
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.format.arrays import DTYPES
+from prejit.runtime.format.release_limits import ReleaseLimits
 
 GOOD = """\
 [bundle]
@@ -504,6 +505,7 @@ def test_a_key_with_any_value_is_read_or_refused(directory: Path, section: str) 
             "encode": {"shapes": [[1, 4]]},
             "library": [{"path": "LICENSE", "handlers": {"a": "b"}}],
             "mesh": {},
+            "slo": {},
         }
         table = whole[section][0] if isinstance(whole[section], list) else whole[section]
         for turn, odd in enumerate(ODD, place):
@@ -511,6 +513,24 @@ def test_a_key_with_any_value_is_read_or_refused(directory: Path, section: str) 
             for value in forms if ALL else forms[turn % 3 : turn % 3 + 1]:
                 table[key.name] = value
                 read_or_refuse(directory, toml(whole))
+
+
+def test_limits_of_a_release_are_read_and_each_wrong_one_is_named(directory: Path) -> None:
+    path = directory / "slo.toml"
+    path.write_text(GOOD + '[slo]\np95_ms = 300\nmax_slower = "7.5%"\n')
+    assert read_manifest(path).slo == ReleaseLimits(p95_ms=300, max_slower="7.5%")
+    wrong = '[slo]\np95_ms = 0\nmax_slower = "7.5"\nmax_larger = 5\nfirst_tokn_ms = 9\n'
+    path.write_text(GOOD + wrong)
+    with pytest.raises(ManifestError) as caught:
+        read_manifest(path)
+    lines = [line.partition(": ")[2] for line in str(caught.value).splitlines()]
+    lines = [line.partition("; allowed")[0] for line in lines]
+    assert lines == [
+        "slo.p95_ms: expected an integer of 1 or more; found 0",
+        'slo.max_slower: expected a share such as "5%"; found "7.5"',
+        'slo.max_larger: expected a share such as "5%"; found 5',
+        'slo.first_tokn_ms: unknown key (did you mean "first_token_ms"?)',
+    ]
 
 
 @given(

@@ -80,7 +80,7 @@ def test_every_option_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     sources = [BundleSource("x", "a"), BundleSource("y")]
     engines = EngineOptions(3, 4, 2 << 20, must_match=True, share_prefixes=True, memory=3 << 30)
-    assert given == [(sources, engines, settings, ("0.0.0.0", 8080), None, ("::1", 9000))]
+    assert given == [(sources, engines, settings, ("0.0.0.0", 8080), None, ("::1", 9000), None)]
     assert __main__.main(["serve", "y"]) == 0
     assert given[1] == (
         [BundleSource("y")],
@@ -89,7 +89,19 @@ def test_every_option_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> Non
         ("127.0.0.1", 8000),
         None,
         None,
+        None,
     )
+    assert __main__.main(["serve", "y", "--canary", "z", "--share", "2.5%"]) == 0
+    assert given[2][-1] == ("z", 0.025)
+
+
+def test_a_canary_is_beside_one_bundle_and_its_share_is_a_part(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert __main__.main(["serve", "a=x", "b=y", "--canary", "z"]) == 2
+    assert "expected one bundle, found 2; start canaries of several with" in capsys.readouterr().err
+    assert __main__.main(["serve", "x", "--canary", "z", "--share", "5"]) == 2
+    assert 'share: expected a share such as "5%"' in capsys.readouterr().err
 
 
 def test_only_a_bundle_that_may_change_is_followed(

@@ -320,6 +320,54 @@ def test_alerts_reach_people_with_words_that_they_understand(tmp_path):
     run_promtool(tmp_path, "1m", [as_test(fires) | {"alert_rule_test": alerts}])
 
 
+@needs_promtool
+def test_two_releases_at_a_time_are_told_apart_by_their_digests(tmp_path):
+    """Servers of the old release are well; one of the new one fails, compiles and is slow."""
+    series = {}
+    for instance, digest, failed, slow in (
+        ("a", "old", 0, 0),
+        ("b", "old", 0, 0),
+        ("c", "new", 25, 100),
+    ):
+        labels = f'job="prejit",instance="{instance}",model_name="demo"'
+        series[f'prejit_build_info{{{labels},digest="{digest}"}}'] = "1x20"
+        for reason, step in (("error", failed), ("length", 100 - failed)):
+            name = f'prejit_requests_total{{{labels},{GENERATE},reason="{reason}"}}'
+            series[name] = f"0+{step}x20"
+        series[f"prejit_requests_waited_for_compile_total{{{labels},{GENERATE}}}"] = (
+            f"0+{failed}x20"
+        )
+        for bound, step in (("1", 100 - slow), ("10", 100), ("+Inf", 100)):
+            name = f'vllm:time_to_first_token_seconds_bucket{{{labels},engine="0",le="{bound}"}}'
+            series[name] = f"0+{step}x20"
+    expected = {
+        "release:prejit_requests_failed:ratio": (0, 0.25),
+        "release:prejit_requests_compiled:ratio": (0, 0.25),
+        "release:prejit_first_token_seconds:p95": (0.95, 9.55),
+    }
+    tests = [
+        {
+            "interval": "1m",
+            "input_series": [{"series": name, "values": v} for name, v in series.items()],
+            "promql_expr_test": [
+                {
+                    "expr": f'round({name}{{model_name="demo", digest="{digest}"}}, 0.01)',
+                    "eval_time": "10m",
+                    "exp_samples": [
+                        {
+                            "labels": f'{{job="prejit", model_name="demo", digest="{digest}"}}',
+                            "value": v,
+                        }
+                    ],
+                }
+                for name, values in expected.items()
+                for digest, v in zip(("old", "new"), values, strict=True)
+            ],
+        }
+    ]
+    run_promtool(tmp_path, "1m", tests)
+
+
 ABSENT = {
     # A server has these only on an accelerator, or after a fallback.
     "prejit_device_memory_bytes",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.monitoring import ALERTS, DASHBOARDS, FILES, RULES_FILE, panels, queries
+from tests.monitoring import ALERTS, DASHBOARDS, FILES, RULES, RULES_FILE, panels, queries
 
 from prejit.runtime.__main__ import main
 from prejit.runtime.cli.commands import commands
@@ -22,7 +22,7 @@ def test_the_command_writes_every_file(tmp_path, capsys):
     printed = capsys.readouterr().out.splitlines()
     there = sorted(str(path) for path in (tmp_path / "watch").rglob("*") if path.is_file())
     assert sorted(printed) == there
-    assert len(there) == len(FILES) == 3 + len(DASHBOARDS) + len(ALERTS)
+    assert len(there) == len(FILES) == 5 + len(DASHBOARDS) + len(ALERTS)
 
 
 @pytest.mark.parametrize(
@@ -105,3 +105,16 @@ def test_panels_say_what_to_look_for_and_show_the_chosen_job(dashboard):
             assert "$job" in query, panel["title"]
     used = set(re.findall(r"\$\{?([a-z]\w*)\}?", json.dumps(DASHBOARDS[dashboard])))
     assert used <= {one["name"] for one in DASHBOARDS[dashboard]["templating"]["list"]}
+
+
+def test_controllers_of_roll_outs_ask_for_series_that_the_rules_record():
+    records = {rule["record"] for rule in RULES if rule.get("record", "").startswith("release:")}
+    asked = []
+    for path in ("rollouts/argo-analysis.yaml", "rollouts/flagger-metrics.yaml"):
+        for document in yaml.safe_load_all(FILES[path]):
+            metrics = document["spec"].get("metrics")
+            found = [document["spec"]["query"]] if metrics is None else []
+            found += [each["provider"]["prometheus"]["query"] for each in metrics or ()]
+            assert all('digest="{{' in query for query in found)
+            asked.append({query.partition("{")[0] for query in found})
+    assert asked[0] == set.union(*asked[1:]) == records

@@ -48,6 +48,7 @@ from prejit.runtime.format.names import (
     WEIGHTS_MEDIA_TYPE,
     oci_platform,
 )
+from prejit.runtime.format.release_limits import ReleaseLimits, limits_annotation
 from prejit.runtime.format.root import encode_index
 from prejit.runtime.format.safetensors_dtypes import SAFETENSORS_DTYPES
 
@@ -231,13 +232,19 @@ DESCRIPTIONS = (PARTS_MEDIA_TYPE, STATEMENT_MEDIA_TYPE)
 
 
 def assemble(
-    name: str, targets: Iterable[PackedTarget], attached: Iterable[str] = ()
+    name: str,
+    targets: Iterable[PackedTarget],
+    attached: Iterable[str] = (),
+    slo: ReleaseLimits | None = None,
 ) -> tuple[bytes, dict[str, bytes | Path]]:
     """Return the index of a bundle and its blobs by digest. Equal targets give equal bytes.
 
-    `attached` are the artifact types that will be attached to the bundle, which `prejit verify` then expects.
+    `attached` are the artifact types that will be attached to the bundle, which `prejit verify` then expects;
+    `slo` are the limits of a release that the bundle carries.
     """
-    noted = {ATTACHED_TYPES: ",".join(sorted(attached))} if attached else {}
+    noted = limits_annotation(slo)
+    if attached:
+        noted[ATTACHED_TYPES] = ",".join(sorted(attached))
     blobs: dict[str, bytes | Path] = {}
     descriptors = []
     for target in targets:

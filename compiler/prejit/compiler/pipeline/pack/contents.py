@@ -31,6 +31,7 @@ from prejit.runtime.format.bundle_schema import (
     Segment,
 )
 from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, FORMAT_VERSION, PORTABLE_MEDIA_TYPE
+from prejit.runtime.format.release_limits import ReleaseLimits
 
 MODEL_WEIGHTS = "model"
 """The name of a decoder's weight set. Those of an encoder begin with it and a colon."""
@@ -99,13 +100,15 @@ def pack_targets(
     return tuple(map(packed, targets))
 
 
-def pack_bundle(name: str, targets: Iterable[PackedTarget]) -> PackedBundle:
-    """Return the files of a bundle, checked as `load` will check them.
+def pack_bundle(
+    name: str, targets: Iterable[PackedTarget], slo: ReleaseLimits | None
+) -> PackedBundle:
+    """Return the files of a bundle, checked as `load` will check them. `slo`: the limits that it carries.
 
     Raises:
         BuildError: no reader would take the bundle.
     """
-    index, blobs = bundle_files.assemble(name, targets, bundle_files.DESCRIPTIONS)
+    index, blobs = bundle_files.assemble(name, targets, bundle_files.DESCRIPTIONS, slo)
     bundle_files.check_readable(index, blobs)
     return PackedBundle(name, index, blobs)
 

@@ -1,0 +1,5 @@
+"""Whether a release may take the place of the bundle that serves: `prejit gate` before, a canary in a server.
+
+`release_contents` compares what two bundles say of themselves, `measured_checks` what they answer and how
+fast; `significance` has the statistics. Begin with `gate_run`.
+"""

@@ -1,0 +1,233 @@
+"""The checks of a release that was run beside the one before: answers, times, and the limits for both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import numpy as np
+
+from prejit.runtime.format.release_limits import ReleaseLimits
+from prejit.server.releases.answer_differences import (
+    AnswerDifference,
+    BundleAnswer,
+    difference_of,
+)
+from prejit.server.releases.release_contents import ReleaseCheck, judged
+from prejit.server.releases.significance import Pair, RatioInterval, is_slower, paired_ratio
+
+FIRST, NEXT, WHOLE = "first token", "next token", "whole request"
+CPU = "CPU time"
+"""What is timed of a request. CPU time shows on a machine with other work what other times hide there."""
+_FEW_REASONS = 3
+_ROUND_SECONDS = 1.0
+"""How long one bundle may take for all requests that are timed, unless there is only one."""
+
+Line = Mapping[str, Any]
+"""A request as a line of a log has it."""
+
+
+def times_of(answer: BundleAnswer) -> dict[str, float]:
+    """Return the times of an answer in seconds, as far as it has them."""
+    found = {WHOLE: answer.seconds}
+    if answer.cpu_seconds:
+        found[CPU] = answer.cpu_seconds
+    texts = [call.stats for call in answer.calls if call.kind == "generate"]
+    firsts = [each["first_token_seconds"] for each in texts if each.get("first_token_seconds")]
+    if firsts:
+        found[FIRST] = max(firsts)
+        count = max(each.get("new_tokens", 0) for each in texts)
+        if count > 1 and answer.seconds > found[FIRST]:
+            found[NEXT] = (answer.seconds - found[FIRST]) / (count - 1)
+    return found
+
+
+def quick_enough(played: Sequence[tuple[float, Line]]) -> list[Line]:
+    """Return the requests to play again and again: all, or without the slowest, so that a round is short.
+
+    Args:
+        played: each with the seconds that it took.
+    """
+    found: list[Line] = []
+    total = 0.0
+    for seconds, line in sorted(played, key=lambda each: each[0]):
+        total += seconds
+        if not found or total < _ROUND_SECONDS:
+            found.append(line)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDifference:
+    """A request whose answers differ.
+
+    Attributes:
+        id: of the request in the log; `own 3` for a request of the gate's own.
+        path: its path.
+        reason: what was expected and what was found.
+        changed: the number of results that differ.
+    """
+
+    id: str
+    path: str
+    reason: str
+    changed: int
+
+
+@final
+@dataclass(slots=True)
+class ComparedAnswers:
+    """Counts of the answers that were compared.
+
+    Attributes:
+        requests: how many requests both answered, or only the old bundle.
+        compared, changed: results, as in `AnswerDifference`.
+        rounded: requests whose arrays differ by rounding alone.
+        failures: requests that only the old bundle answered.
+        differences: the requests that differ.
+    """
+
+    requests: int = 0
+    compared: int = 0
+    changed: int = 0
+    rounded: int = 0
+    failures: int = 0
+    differences: list[RequestDifference] = field(default_factory=list)
+
+    def add(self, name: str, path: str, old: BundleAnswer, new: BundleAnswer) -> AnswerDifference:
+        """Compare the answers to a request, and count them."""
+        found = difference_of(old, new)
+        self.requests += 1
+        self.compared += found.compared
+        self.changed += found.changed
+        self.rounded += found.rounded
+        self.failures += found.is_failure
+        if found.reasons:
+            text = "; ".join(found.reasons)
+            self.differences.append(RequestDifference(name, path, text, found.changed))
+        return found
+
+    @property
+    def share(self) -> float:
+        """The share of results that differ."""
+        return self.changed / self.compared if self.compared else float(bool(self.differences))
+
+    def checks(self, limits: ReleaseLimits) -> Iterator[ReleaseCheck]:
+        """Yield whether requests fail, and whether more results differ than the limit allows."""
+        if not self.requests:
+            why = "no request was played; for functions, give those of a log"
+            yield ReleaseCheck("answers", "noted", why=why)
+            return
+        failed = [each for each in self.differences if each.reason.startswith("expected status")]
+        shown = f"{self.requests} requests", f"{self.requests - self.failures} answered"
+        why = "; ".join(f"{each.id}: {each.reason}" for each in failed[:_FEW_REASONS])
+        yield judged("answers", bool(failed), shown, why)
+        most = limits.share("max_changed_tokens")
+        is_bad = self.share > most
+        why = f"expected at most {most * 100:g} % to differ; " if is_bad else ""
+        why += "; ".join(f"{each.id}: {each.reason}" for each in self.differences[:_FEW_REASONS])
+        found = (
+            f"{self.changed} differ ({self.share * 100:.2f} %) in {len(self.differences)} requests"
+        )
+        yield judged("tokens", is_bad, (f"{self.compared} results", found), why)
+
+
+@final
+class PairedTimes:
+    """Times of both bundles for the same requests, in groups: see `significance`."""
+
+    def __init__(self) -> None:
+        """Begin without times."""
+        self._groups: list[dict[str, list[Pair]]] = []
+
+    def begin_group(self) -> None:
+        """Begin a group: of two new processes."""
+        self._groups.append({})
+
+    def add(self, old: Mapping[str, float], new: Mapping[str, float]) -> None:
+        """Add the times of a request to the last group."""
+        for name in old.keys() & new.keys():
+            self._groups[-1].setdefault(name, []).append((old[name], new[name]))
+
+    def ratio(self, name: str) -> RatioInterval | None:
+        """Return the ratio of new to old times; None: there are none."""
+        return paired_ratio([group.get(name, []) for group in self._groups])
+
+    def side(self, name: str, place: int) -> list[float]:
+        """Return the times of the old (0) or the new (1) bundle."""
+        return [pair[place] for group in self._groups for pair in group.get(name, ())]
+
+    def names(self) -> list[str]:
+        """Return what was timed, in a fixed order."""
+        found = {name for group in self._groups for name in group}
+        return [name for name in (FIRST, NEXT, WHOLE, CPU) if name in found]
+
+
+def time_checks(
+    times: PairedTimes, noise: PairedTimes | None, limits: ReleaseLimits
+) -> Iterator[ReleaseCheck]:
+    """Yield whether requests are slower than before, and whether they keep the limits in milliseconds.
+
+    Args:
+        times: of the old and the new bundle.
+        noise: of two processes of the old bundle; None: they were not measured.
+        limits: the limits.
+    """
+    share = limits.share("max_slower")
+    for name in times.names():
+        ratio, still = times.ratio(name), None if noise is None else noise.ratio(name)
+        old, new = (float(np.median(times.side(name, place))) for place in (0, 1))
+        yield slower_check(name, old, new, ratio, still, share)
+    yield from absolute_checks({name: times.side(name, 1) for name in times.names()}, limits)
+
+
+def slower_check(
+    name: str,
+    old: float,
+    new: float,
+    ratio: RatioInterval | None,
+    noise: RatioInterval | None,
+    share: float,
+) -> ReleaseCheck:
+    """Check that the new side does not take longer than a share allows. Medians are in seconds."""
+    is_bad = is_slower(ratio, noise, share)
+    texts = []
+    if is_bad:
+        texts.append(f"expected at most {share * 100:g} % more")
+    elif ratio is not None and ratio.high > 1 + share:
+        texts.append(f"times vary too much to rule out {share * 100:g} % more")
+    texts += [] if ratio is None else [ratio.described()]
+    texts += [] if noise is None else [f"the old one beside itself: {noise.described()}"]
+    return judged(name, is_bad, (in_ms(old), in_ms(new)), "; ".join(texts))
+
+
+def absolute_checks(
+    seconds: Mapping[str, Sequence[float]], limits: ReleaseLimits
+) -> Iterator[ReleaseCheck]:
+    """Yield whether the times of the new bundle keep the limits that do not depend on the old one."""
+    first, rest, whole = (seconds.get(name, ()) for name in (FIRST, NEXT, WHOLE))
+    if limits.first_token_ms is not None and first:
+        found = float(np.median(first))
+        yield limit_check("first token", found * 1e3, limits.first_token_ms, "ms")
+    if limits.p95_ms is not None and whole:
+        found = float(np.quantile(whole, 0.95))
+        yield limit_check("95 % of whole requests", found * 1e3, limits.p95_ms, "ms")
+    if limits.tokens_per_second is not None and rest:
+        found = 1 / float(np.median(rest))
+        is_bad = found < limits.tokens_per_second
+        why = f"expected at least {limits.tokens_per_second} tokens a second" if is_bad else ""
+        shown = (str(limits.tokens_per_second), f"{found:.1f}")
+        yield judged("tokens a second: limit", is_bad, shown, why)
+
+
+def limit_check(name: str, found: float, most: int, unit: str) -> ReleaseCheck:
+    """Check a number against a limit of its own."""
+    is_bad = found > most
+    why = f"expected at most {most} {unit}" if is_bad else ""
+    return judged(f"{name}: limit", is_bad, (f"{most} {unit}", f"{found:.1f}"), why)
+
+
+def in_ms(seconds: float) -> str:
+    """Return a time as text: `12.3 ms`."""
+    return f"{seconds * 1e3:.4g} ms"

@@ -1,0 +1,265 @@
+"""Bad releases that pass and good ones that are stopped, by `prejit gate` and by a canary of a server alike.
+
+`make releases` builds and judges all releases of releases.py, and writes the figures to releases.json beside
+this file; `make test` judges some, of a smaller model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.integration.test_serve import Process
+from tests.signers import key_table, signer, write_policy
+from tests.warm import WarmPython
+
+from prejit.compiler.signing.bundle_signing import sign
+from prejit.compiler.targets.target_classes import catalogue
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.fleet_machines import Machine
+from prejit.server.releases.gate_run import GateOptions, GateVerdict, run_gate
+
+from .campaign import check, facts, figures_file, machine_facts, setting, write_figures
+from .releases import BAD, BASE, DEEP_BASE, GOOD, Release, base_of, build_release
+
+IS_WHOLE = bool(setting("RELEASES", 0))
+SECONDS = 30.0 if IS_WHOLE else 0.0
+_SAMPLE = ("another chat template", "other sampling", "a changed byte", "options in another order")
+"""Releases that `make test` judges: they have the programs of the base."""
+_PROMPTS = [f"{number} name abc 12 " for number in range(6)]
+_CLIENTS = 2
+pytestmark = pytest.mark.timeout(14_000 if IS_WHOLE else 900)
+
+Build = Callable[[Release], Path]
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory, build_cache: Path, warm: WarmPython) -> Build:
+    """Builds a release, once."""
+    built: dict[str, Path] = {}
+
+    def build(release: Release) -> Path:
+        if release.name not in built:
+            at = tmp_path_factory.mktemp("release")
+            built[release.name] = build_release(warm, at, build_cache, release)
+        return built[release.name]
+
+    return build
+
+
+def chosen() -> list[Release]:
+    """Return all releases, or some of them."""
+    return [each for each in (*BAD, *GOOD) if IS_WHOLE or each.name in _SAMPLE]
+
+
+def fleet() -> list[Machine]:
+    """Return the fingerprints of a fleet: this machine, and one with the CPU of 2009."""
+    here = Fingerprint.current()
+    old = replace(here, cpu_features=catalogue()["cpu-x86-64-v2"].cpu_features or ())
+    return [Machine("new", "new.json", here), Machine("old", "old.json", old)]
+
+
+def signed(build: Build, release: Release, at: Path) -> tuple[Path, Path, Path]:
+    """Return copies of the base, which is signed, and of a release, and a policy that wants signatures."""
+    old = Path(shutil.copytree(build(BASE), at / "old"))
+    new = Path(shutil.copytree(build(release), at / "new"))
+    for bundle in (old, new) if release.signed else (old,):
+        sign(bundle, signer("release"))
+    rule = '[[rules]]\nnames = ["*"]\nkeys = ["release"]\n'
+    return old, new, write_policy(at / "trust.toml", key_table("release"), rule)
+
+
+def judged(build: Build, release: Release, at: Path) -> GateVerdict:
+    """Return the verdict of the gate on a release beside the base."""
+    with pytest.MonkeyPatch.context() as patch:
+        if release.signed is None:
+            old, new = build(base_of(release)), build(release)
+        else:
+            old, new, policy = signed(build, release, at)
+            patch.setenv("PREJIT_TRUST", str(policy))
+        options = GateOptions(machines=fleet(), seconds=SECONDS, groups=3 if IS_WHOLE else 1)
+        return run_gate(str(old), str(new), options, lambda _: None)
+
+
+def outcome_of(release: Release, failed: Sequence[str]) -> str:
+    """Return what is wrong with the checks that failed for a release; empty: nothing."""
+    if bool(failed) != bool(release.checks):
+        return f"{release.name}: expected {release.checks or 'nothing'} to stop it, found {failed}"
+    if release.checks and not {*failed} & {*release.checks}:
+        return f"{release.name}: expected one of {release.checks} to stop it, found {failed}"
+    return ""
+
+
+def test_the_gate_stops_bad_releases_and_lets_good_ones_pass(build: Build, tmp_path: Path) -> None:
+    before, began = machine_facts(), time.monotonic()
+    rows, wrong = [], []
+    for number, release in enumerate(chosen()):
+        at = tmp_path / str(number)
+        at.mkdir()
+        verdict = judged(build, release, at)
+        failed = [each.name for each in verdict.failed]
+        row = {"release": release.name, "failed": failed, "seconds": round(verdict.seconds, 1)}
+        row |= {
+            each.name: each.why for each in verdict.checks if each.name in ("CPU time", "start")
+        }
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+        if problem := outcome_of(release, failed):
+            wrong.append(f"{problem}: {verdict.failed}")
+    if IS_WHOLE:
+        figures = {
+            **facts("jax", "kernel"),
+            **before,
+            "bad": len(BAD),
+            "good": len(GOOD),
+            "gate: bad that passed, or good that were stopped": len(wrong),
+            "gate: minutes": round((time.monotonic() - began) / 60, 1),
+            "gate": rows,
+        }
+        write_figures("releases", figures)
+    check(wrong)
+
+
+class Live:
+    """A server that serves the base, and clients that never stop asking.
+
+    Attributes:
+        requests: how many requests clients sent.
+        changed: texts that are not those that the same bundle gave to the same prompt before.
+        failures: requests that failed.
+    """
+
+    def __init__(self, base: Path, at: Path, **environment: str) -> None:
+        self._base = base
+        socket_path = at / "admin"
+        self.server = Process(f"m={base}", "--admin", socket_path, **environment)
+        self.server.wait_until_ready()
+        transport = httpx.HTTPTransport(uds=str(socket_path))
+        self._admin = httpx.Client(transport=transport, base_url="http://admin", timeout=300)
+        self._ends = threading.Event()
+        self._right: dict[str, str] = {}
+        self.changed: list[str] = []
+        self.failures: list[str] = []
+        self.requests = 0
+        self._threads = [threading.Thread(target=self._ask_on) for _ in range(_CLIENTS)]
+        for each in self._threads:
+            each.start()
+
+    def _ask_on(self) -> None:
+        with httpx.Client(timeout=120) as client:
+            for prompt in itertools.cycle(_PROMPTS):
+                if self._ends.is_set():
+                    return
+                try:
+                    self._ask(client, prompt)
+                except Exception as error:
+                    self.failures.append(f"{type(error).__name__}: {error}"[:300])
+
+    def _ask(self, client: httpx.Client, prompt: str) -> None:
+        body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+        answer = client.post(f"{self.server.url}/v1/completions", json=body)
+        self.requests += 1
+        if answer.status_code != 200:
+            self.failures.append(answer.text)
+            return
+        found = answer.json()
+        at, text = f"{found['system_fingerprint']} {prompt}", found["choices"][0]["text"]
+        if self._right.setdefault(at, text) != text:
+            self.changed.append(f"{at}: expected {self._right[at]!r}, found {text!r}")
+
+    def try_release(self, bundle: Path) -> dict[str, Any]:
+        """Return how a canary of a release ends. The base serves again after it."""
+        began = time.monotonic()
+        answer = self._admin.post("/canary", json={"bundle": str(bundle), "share": "50%"})
+        assert answer.status_code == 202, answer.text
+        while True:
+            [state] = self._admin.get("/canary").json()["canaries"]
+            if state["stage"] in ("promoted", "rolled back"):
+                break
+            assert time.monotonic() < began + 600, state
+            time.sleep(0.05)
+        if state["stage"] == "promoted":
+            answer = self._admin.post("/swap", json={"bundle": str(self._base)})
+            assert answer.status_code == 200, answer.text
+        return {**state, "seconds": round(time.monotonic() - began, 1)}
+
+    def ends(self) -> dict[str, int]:
+        """Return how many canaries ended in each way, by the metrics of the server."""
+        text = httpx.get(f"{self.server.url}/metrics", timeout=60).text
+        found = re.findall(r'^prejit_canaries_total{.*outcome="(\w+)"} (\d+)', text, re.MULTILINE)
+        return {"promoted": 0, "rolled_back": 0} | {name: int(count) for name, count in found}
+
+    def close(self) -> None:
+        self._ends.set()
+        for each in self._threads:
+            each.join()
+        self._admin.close()
+        try:
+            assert self.server.end() == 0, self.server.said
+        finally:
+            self.server.kill()
+
+
+def tried(live: Live, bundle: Path, release: Release, wrong: list[str]) -> dict[str, Any]:
+    """Try a release live, and note what is wrong with the outcome."""
+    state = live.try_release(bundle)
+    row = {"release": release.name, "stage": state["stage"]}
+    row |= {name: state[name] for name in ("sampled", "answered", "seconds", "why")}
+    print(json.dumps(row), flush=True)
+    if state["stage"] != ("rolled back" if release.checks else "promoted"):
+        wrong.append(f"{release.name}: {state['stage']}: {state['why']}")
+    return row
+
+
+def test_a_canary_stops_bad_releases_and_promotes_good_ones(build: Build, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    wrong: list[str] = []
+    lives: list[Live] = []
+    for base in (BASE, DEEP_BASE):
+        tries = [each for each in chosen() if each.signed is None and base_of(each) is base]
+        if tries:
+            bundles = [build(each) for each in (base, *tries)]
+            at = tmp_path / base.name
+            at.mkdir()
+            lives.append(Live(bundles[0], at))
+            try:
+                for release, bundle in zip(tries, bundles[1:], strict=True):
+                    rows.append(tried(lives[-1], bundle, release, wrong))
+                ends = lives[-1].ends()
+            finally:
+                lives[-1].close()
+            count = len([each for each in tries if each.checks])
+            assert wrong or ends == {"promoted": len(tries) - count, "rolled_back": count}
+    for release in (each for each in (*BAD, *GOOD) if IS_WHOLE and each.signed is not None):
+        at = tmp_path / release.name.replace(" ", "-")
+        at.mkdir()
+        old, new, policy = signed(build, release, at)
+        lives.append(Live(old, at, PREJIT_TRUST=str(policy)))
+        try:
+            rows.append(tried(lives[-1], new, release, wrong))
+        finally:
+            lives[-1].close()
+    failures = [each for live in lives for each in live.failures]
+    changed = [each for live in lives for each in live.changed]
+    if IS_WHOLE:
+        written = json.loads(figures_file("releases").read_text())
+        written |= {
+            "canary: bad that were promoted, or good that were rolled back": len(wrong),
+            "canary: requests of clients": sum(live.requests for live in lives),
+            "canary: failed requests": len(failures),
+            "canary: changed texts of a bundle": len(changed),
+            "canary": rows,
+        }
+        write_figures("releases", written)
+    check([*wrong, *failures, *changed])
+    assert not any("Traceback" in live.server.said for live in lives)

@@ -1,0 +1,84 @@
+"""A release that loosens its own gate, or limits that nobody reads, would stop nothing."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prejit.runtime.errors import RejectError
+from prejit.runtime.format.bundle_schema import Descriptor, ImageManifest
+from prejit.runtime.format.release_limits import (
+    DEFAULT_SHARES,
+    SLO,
+    ReleaseLimits,
+    described_limits,
+    fraction_of,
+    limits_annotation,
+    limits_of,
+    stricter,
+)
+
+NAMES = [each.name for each in fields(ReleaseLimits)]
+
+
+def manifest(annotations: dict[str, str]) -> ImageManifest:
+    return ImageManifest(2, "", "", Descriptor("", "", 0), (), annotations)
+
+
+def limits() -> st.SearchStrategy[ReleaseLimits]:
+    shares = st.none() | st.integers(0, 2000).map(lambda each: f"{each / 10:g}%")
+    numbers = st.none() | st.integers(1, 2**40)
+    values = {name: shares if name in DEFAULT_SHARES else numbers for name in NAMES}
+    return st.builds(ReleaseLimits, **values)
+
+
+@given(limits())
+def test_a_bundle_carries_limits_as_they_are(given_limits: ReleaseLimits) -> None:
+    assert limits_of(manifest(limits_annotation(given_limits)), "m") == given_limits
+
+
+def test_a_bundle_without_limits_has_no_annotation() -> None:
+    assert limits_annotation(None) == limits_annotation(ReleaseLimits()) == {}
+    assert described_limits(ReleaseLimits(start_ms=5)) == DEFAULT_SHARES | {"start_ms": 5}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"p95_ms":"5"}', '{"max_slower":"5"}', '{"new":1}', '{ "p95_ms":5}', "ä"]
+)
+def test_limits_that_no_build_writes_are_refused(text: str) -> None:
+    with pytest.raises(RejectError, match="m: "):
+        limits_of(manifest({SLO: text}), "m")
+
+
+@pytest.mark.parametrize("text", ["5", "5 %", "-5%", "five%", "1e3%", "5%\n", "%", "1" * 9 + "%"])
+def test_a_share_has_one_form(text: str) -> None:
+    with pytest.raises(ValueError, match="such as"):
+        fraction_of(text)
+    assert fraction_of("2.5%") == pytest.approx(0.025)
+
+
+@given(limits(), limits())
+def test_the_stricter_limit_of_each_name_holds(old: ReleaseLimits, new: ReleaseLimits) -> None:
+    found, loosened = stricter(old, new)
+    for name in NAMES:
+        values: list[Any] = [getattr(each, name) for each in (old, new, found)]
+        if name in DEFAULT_SHARES:
+            was, now, holds = (each.share(name) for each in (old, new, found))
+            assert holds == min(was, now)
+            assert (name in loosened) == (now > was)
+        else:
+            given_values = [each for each in values[:2] if each is not None]
+            choose = max if name == "tokens_per_second" else min
+            assert values[2] == (choose(given_values) if given_values else None)
+    assert stricter(old, old) == (old, ())
+
+
+def test_a_release_cannot_loosen_its_own_gate() -> None:
+    old = ReleaseLimits(p95_ms=100, tokens_per_second=50)
+    found, loosened = stricter(old, ReleaseLimits(p95_ms=900, max_changed_tokens="100%"))
+    assert found == old
+    assert loosened == ("p95_ms", "tokens_per_second", "max_changed_tokens")

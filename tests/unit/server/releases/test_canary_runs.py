@@ -1,0 +1,226 @@
+"""A canary that takes a bad release, or shows it to everybody, is worse than none."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.unit.server.running import wait_for
+
+from prejit.runtime.errors import AnswerError, ClosedError, UsageError
+from prejit.runtime.format.release_limits import ReleaseLimits
+from prejit.server.releases import canary_runs
+from prejit.server.releases.canary_runs import Canaries, CanaryState, share_of
+from prejit.server.releases.release_contents import ReleaseCheck
+from prejit.server.releases.request_player import PlayedRequest
+from prejit.server.served.served import CanaryShare, Models, Served, asking
+from prejit.server.telemetry.requestlog import Entry, RecordedCall
+
+TOKENS = [1, 2, 3]
+
+
+def served(digest: str, tokens: list[int] | None = None) -> Served:
+    """A bundle that gives these tokens, or fails where there are none."""
+    bundle: Any = SimpleNamespace(digest=digest, tokens=TOKENS if tokens is None else tokens)
+    engine: Any = SimpleNamespace(
+        close=lambda: None, drain=lambda seconds: True, undrain=lambda: None
+    )
+    return Served("m", bundle, engine, 0, path=digest)
+
+
+class StandInPlayer:
+    """Plays requests to such bundles."""
+
+    def __init__(self, app_of: Any, models: Models) -> None:
+        [self._served] = models
+
+    async def play(self, line: Any, options: Any) -> PlayedRequest:
+        assert options["priority"] == 2**31 - 1
+        tokens = self._served.bundle.tokens  # type: ignore[attr-defined]
+        return PlayedRequest(entry(tokens), 0.001, 0.0, b"")
+
+
+def entry(tokens: list[int] = TOKENS, number: str = "1") -> Entry:
+    found = Entry(number, "POST", "/v1/completions", {}, 0.0, status=200 if tokens else 500)
+    found.calls.append(RecordedCall("generate", "m", token_ids=tokens, finish_reason="length"))
+    return found
+
+
+class StandInSwaps:
+    """Loads one bundle, or fails."""
+
+    def __init__(self, models: Models, found: Served | Exception) -> None:
+        self._models, self._found, self.dropped = models, found, list[str]()
+
+    def load(self, name: str, path: str) -> Served:
+        if isinstance(self._found, Exception):
+            raise self._found
+        return self._found
+
+    def take(self, after: Served) -> None:
+        before = self._models.put(after.name, after)
+        assert before is not None
+        self.drop(before)
+
+    def drop(self, before: Served) -> None:
+        self.dropped.append(before.bundle.digest)
+
+
+class Begun:
+    """A canary that has begun, on a model that gives TOKENS."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, new: Served | Exception, *checks: ReleaseCheck
+    ) -> None:
+        self.said: list[str] = []
+        monkeypatch.setattr(canary_runs, "say", self.said.append)
+        monkeypatch.setattr(canary_runs, "RequestPlayer", StandInPlayer)
+        read = lambda path, digest="": SimpleNamespace(digest=path)  # noqa: E731
+        monkeypatch.setattr(canary_runs, "read_release", read)
+        compare = lambda old, new: (list(checks), ReleaseLimits())  # noqa: E731
+        monkeypatch.setattr(canary_runs, "compare_contents", compare)
+        monkeypatch.setattr(canary_runs, "own_requests", lambda served, seed: [self.line()])
+        self.old = served("old")
+        self.models = Models(self.old)
+        self.swaps = StandInSwaps(self.models, new)
+        self.canaries = Canaries(self.models, self.swaps, lambda *_: None, None)  # type: ignore[arg-type]
+        self.canaries.start("m", "new", 0.5)
+
+    def line(self) -> dict[str, Any]:
+        return {"id": "own", "path": "/v1/completions", "calls": []}
+
+    def wait_for_stage(self, *stages: str) -> CanaryState:
+        wait_for(lambda: self.canaries.states()[0].stage in stages)
+        return self.canaries.states()[0]
+
+    def requests(self, count: int) -> None:
+        """Let clients send requests until both bundles have answered so many."""
+        log = self.canaries
+        for number in range(10 * count):
+            [state] = self.canaries.states()
+            if state.is_over or state.sampled >= count:
+                return
+            asking.set(str(number))
+            log.end(entry(number=str(number)))
+            time.sleep(0.002)
+
+    def finish(self) -> CanaryState:
+        return self.wait_for_stage("promoted", "rolled back")
+
+
+def test_a_release_that_gives_the_same_is_promoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    new = served("new")
+    begun = Begun(monkeypatch, new)
+    begun.wait_for_stage("sharing")
+    assert begun.canaries.tap() is begun.canaries
+    begun.requests(500)
+    state = begun.finish()
+    assert state.stage == "promoted", state
+    assert state.sampled >= 50
+    assert 0 < state.answered < 500
+    assert begun.models.get("m") is new
+    assert begun.canaries.tap() is None
+    assert (begun.swaps.dropped, dict(begun.models.canary_ends)) == (
+        ["old"],
+        {("m", "promoted"): 1},
+    )
+    assert "canary new promoted: " in begun.said[0]
+
+
+@pytest.mark.parametrize(
+    ("new", "checks", "why"),
+    [
+        (served("new", [1, 2, 9]), (), "tokens: expected at most 0 %"),
+        (served("new", []), (), "answers: own 1: expected status 200, found 500"),
+        (AnswerError("a golden answer is wrong"), (), "wrong-answer: a golden answer is wrong"),
+        (RuntimeError("no memory"), (), "RuntimeError: no memory"),
+        (served("new"), (ReleaseCheck("targets", "failed", why="lost"),), "targets: lost"),
+    ],
+)
+def test_a_bad_release_is_dropped_before_a_client_sees_it(
+    monkeypatch: pytest.MonkeyPatch,
+    new: Served | Exception,
+    checks: tuple[ReleaseCheck, ...],
+    why: str,
+) -> None:
+    begun = Begun(monkeypatch, new, *checks)
+    state = begun.finish()
+    assert (state.stage, state.answered) == ("rolled back", 0)
+    assert why in state.why
+    assert begun.models.get("m") is begun.old
+    assert begun.models.canaries == {}
+    assert dict(begun.models.canary_ends) == {("m", "rolled_back"): 1}
+
+
+def test_what_only_requests_of_clients_show_is_found_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    new = served("new")
+    begun = Begun(monkeypatch, new)
+    begun.wait_for_stage("sharing")
+    vars(new.bundle)["tokens"] = [1, 2, 9]
+    begun.requests(5)
+    state = begun.finish()
+    assert state.stage == "rolled back"
+    assert "tokens" in state.why
+    assert begun.swaps.dropped == ["new"]
+
+
+def test_a_request_that_fails_at_the_release_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = Begun(monkeypatch, served("new"))
+    begun.wait_for_stage("sharing")
+    share = begun.models.canaries["m"]
+    asking.set(next(str(each) for each in range(99) if share.takes(str(each))))
+    begun.canaries.end(entry([]))
+    state = begun.finish()
+    assert (state.stage, state.answered, state.failed) == ("rolled back", 1, 1)
+    assert state.why == "answers: 1 of 1 requests failed with status 500"
+
+
+def test_an_operator_decides_and_only_one_canary_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = Begun(monkeypatch, served("new"))
+    begun.wait_for_stage("sharing")
+    with pytest.raises(UsageError, match="expected no other canary of 'm', found one of new"):
+        begun.canaries.start("m", "other", 0.5)
+    assert begun.canaries.finish("m", "abort").why == "ended by POST /canary"
+    with pytest.raises(UsageError, match="that runs, found none"):
+        begun.canaries.finish("m", "promote")
+    begun.canaries.start("m", "new", 0.5)
+    begun.wait_for_stage("sharing")
+    assert begun.canaries.finish("m", "promote").stage == "promoted"
+    begun.models.drain(ends=True)
+    with pytest.raises(ClosedError, match="draining"):
+        begun.canaries.start("m", "new", 0.5)
+
+
+def test_a_server_that_ends_ends_its_canary(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = Begun(monkeypatch, served("new"))
+    begun.wait_for_stage("sharing")
+    assert begun.canaries.close()
+    assert begun.canaries.states()[0].is_over
+    assert begun.said == []
+
+
+def test_the_same_clients_get_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = served("old"), served("new")
+    models = Models(old)
+    canary = models.canaries["m"] = CanaryShare(new, 0.05)
+    taken = {str(each) for each in range(4000) if canary.takes(str(each))}
+    assert 150 < len(taken) < 250
+    assert taken < {str(each) for each in range(4000) if CanaryShare(new, 0.2).takes(str(each))}
+    assert taken != {
+        str(each) for each in range(4000) if CanaryShare(served("x"), 0.05).takes(str(each))
+    }
+    for who, expected in ((next(iter(taken)), new), ("", old)):
+        asking.set(who)
+        assert models.get("m") is expected
+    assert not CanaryShare(new, 1.0).takes("")  # nobody asks: a swap, or another thread
+    assert CanaryShare(new, 1.0).takes("a")
+    assert not CanaryShare(new, 0.0).takes("a")
+
+
+def test_a_share_is_a_part_of_all_requests() -> None:
+    assert share_of("5%") == pytest.approx(0.05)
+    for text in ("5", "101%", "-1%", "half"):
+        with pytest.raises(UsageError, match="share: expected"):
+            share_of(text)

@@ -1,0 +1,112 @@
+"""Limits in milliseconds that nobody compares with, and differences that nobody counts, stop nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from prejit.runtime.format.release_limits import ReleaseLimits
+from prejit.server.releases.answer_differences import BundleAnswer, difference_of
+from prejit.server.releases.measured_checks import (
+    CPU,
+    FIRST,
+    NEXT,
+    WHOLE,
+    ComparedAnswers,
+    PairedTimes,
+    quick_enough,
+    time_checks,
+    times_of,
+)
+from prejit.server.telemetry.requestlog import RecordedCall
+
+
+def text(*ids: int, prompt: int = 4, said: str = "", status: int = 200) -> BundleAnswer:
+    stats = {"prompt_tokens": prompt, "first_token_seconds": 0.5, "new_tokens": len(ids)}
+    call = RecordedCall("generate", "m", token_ids=[*ids], finish_reason="length", stats=stats)
+    return BundleAnswer(status, (call,), said, 1.5, 0.25)
+
+
+def test_times_of_an_answer_are_split_at_the_first_token() -> None:
+    assert times_of(text(1, 2, 3)) == {FIRST: 0.5, NEXT: 0.5, WHOLE: 1.5, CPU: 0.25}
+    assert times_of(text(1)) == {FIRST: 0.5, WHOLE: 1.5, CPU: 0.25}
+    assert times_of(BundleAnswer(200, (RecordedCall("encode", "m"),), seconds=2)) == {WHOLE: 2}
+
+
+@pytest.mark.parametrize(
+    ("new", "changed", "reason"),
+    [
+        (text(1, 2, 3, 4), 0, ""),
+        (text(1, 2, 9, 4), 2, "token 2: expected 3, found 9"),
+        (text(1, 2, 3), 1, "expected 4 tokens, found 3"),
+        (text(1, 2, 3, 4, said="other"), 4, "as text"),
+        (text(1, 2, 3, 4, prompt=5), 4, "expected a prompt of 4 tokens, found 5"),
+        (text(status=500), 4, "expected status 200, found 500"),
+    ],
+)
+def test_all_tokens_after_the_first_that_differs_count(
+    new: BundleAnswer, changed: int, reason: str
+) -> None:
+    found = difference_of(text(1, 2, 3, 4), new)
+    assert (found.compared, found.changed) == (4, changed)
+    assert reason in "; ".join(found.reasons)
+    assert bool(found.reasons) == bool(reason)
+
+
+def test_a_share_of_tokens_may_differ_and_no_request_may_fail() -> None:
+    answers = ComparedAnswers()
+    answers.add("a", "/p", text(*range(99)), text(*range(98), 0))
+    assert answers.share == pytest.approx(1 / 99)
+
+    def failed(**limits: str) -> list[str]:
+        checks = answers.checks(ReleaseLimits(**limits))
+        return [each.name for each in checks if each.outcome == "failed"]
+
+    assert failed() == ["tokens"]
+    assert failed(max_changed_tokens="2%") == []
+    answers.add("b", "/p", text(1), text(status=500))
+    assert failed(max_changed_tokens="100%") == ["answers"]
+    assert [each.id for each in answers.differences] == ["a", "b"]
+
+
+def test_slow_requests_are_not_timed_beside_quick_ones() -> None:
+    lines: list[dict[str, str]] = [{"id": str(number)} for number in range(4)]
+    played = [*zip((30.0, 0.5, 0.1, 0.5), lines, strict=True)]
+    assert quick_enough(played) == [lines[2], lines[1]]
+    assert quick_enough(played[:1]) == lines[:1]  # something must be
+    assert quick_enough([]) == []
+
+
+def test_a_verdict_without_a_request_says_so() -> None:
+    [check] = ComparedAnswers().checks(ReleaseLimits())
+    assert (check.outcome, "no request was played" in check.why) == ("noted", True)
+
+
+def test_limits_of_their_own_hold_for_the_new_bundle() -> None:
+    times = PairedTimes()
+    for _ in range(3):
+        times.begin_group()
+        for _ in range(5):
+            times.add({FIRST: 0.1, NEXT: 0.01, WHOLE: 1}, {FIRST: 0.1, NEXT: 0.01, WHOLE: 1})
+
+    def failed(**limits: int) -> list[str]:
+        checks = time_checks(times, None, ReleaseLimits(**limits))
+        return [each.name for each in checks if each.outcome == "failed"]
+
+    assert failed(first_token_ms=101, p95_ms=1001, tokens_per_second=99) == []
+    assert failed(first_token_ms=99, p95_ms=999, tokens_per_second=101) == [
+        *("first token: limit", "95 % of whole requests: limit", "tokens a second: limit")
+    ]
+
+
+def test_a_slower_bundle_fails_and_a_busy_machine_is_said() -> None:
+    times, busy = PairedTimes(), PairedTimes()
+    for _ in range(3):
+        times.begin_group()
+        busy.begin_group()
+        for turn in range(20):
+            times.add({WHOLE: 1.0}, {WHOLE: 1.1})
+            busy.add({WHOLE: 1.0}, {WHOLE: 2.0 if turn % 2 else 0.5})
+    [slower], [unknown] = ([*time_checks(each, None, ReleaseLimits())] for each in (times, busy))
+    assert (slower.outcome, unknown.outcome) == ("failed", "passed")
+    assert "expected at most 5 % more; +10.0 %" in slower.why
+    assert "vary too much to rule out 5 % more" in unknown.why

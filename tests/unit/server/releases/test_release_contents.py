@@ -1,0 +1,174 @@
+"""A release that serves fewer machines, or takes less than before, is seen before it runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from prejit.runtime.format.bundle_schema import (
+    Accuracy,
+    Config,
+    Decoder,
+    Descriptor,
+    ImageManifest,
+    Memory,
+    ProgramEntry,
+    Segment,
+)
+from prejit.runtime.format.names import CHAT_MEDIA_TYPE, WEIGHTS_MEDIA_TYPE
+from prejit.runtime.format.release_limits import ReleaseLimits
+from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
+from prejit.runtime.machine.fleet_machines import Machine
+from prejit.server.releases.release_contents import ReleaseContents, compare_contents
+
+SEGMENT = Segment(0, 1, "sha256:1", 1, "sha256:2")
+V2, V3 = ("sse3", "ssse3"), ("avx2", "sse3", "ssse3")
+
+
+def needs(*features: str, **more: Any) -> Requirement:
+    return Requirement("cpu", "x86_64", features, "0.10.2", **more)
+
+
+def program(
+    kind: str, name: str = "", arguments: tuple[str, ...] = (), **bucket: int
+) -> ProgramEntry:
+    memory = Memory(1000, 0, 0, 0)
+    fields = (name or f"{kind}/{bucket}", kind, bucket, "", arguments, (), SEGMENT, SEGMENT, memory)
+    return ProgramEntry(*fields)
+
+
+def decodes(*buckets: tuple[int, int]) -> tuple[ProgramEntry, ...]:
+    return tuple(program("decode", batch=batch, context=context) for batch, context in buckets)
+
+
+DECODER = Decoder("gpt2", 50, "float32", 512, (7,), ())
+CONFIG = Config(1, "m", "v2", needs(*V2), {}, decodes((1, 64), (4, 512)), {}, decoder=DECODER)
+LAYERS = (Descriptor(WEIGHTS_MEDIA_TYPE, "sha256:3", 10_000), Descriptor(CHAT_MEDIA_TYPE, "", 9))
+MANIFEST = ImageManifest(2, "", "", Descriptor("", "", 0), LAYERS, {})
+TARGETS = {"v2": needs(*V2), "v3": needs(*V3)}
+OLD = ReleaseContents(
+    *("old", "sha256:a", TARGETS, "v2", "", CONFIG, MANIFEST, {"temperature": 0.7}),
+    limits=ReleaseLimits(),
+)
+
+
+def failed(new: ReleaseContents, old: ReleaseContents = OLD, *machines: Machine) -> dict[str, str]:
+    """The checks that stop a release, each with its reason."""
+    checks, _ = compare_contents(old, new, machines)
+    return {each.name: each.why for each in checks if each.outcome == "failed"}
+
+
+def with_config(**changes: Any) -> ReleaseContents:
+    return replace(OLD, config=replace(CONFIG, **changes))
+
+
+def test_the_same_release_passes() -> None:
+    assert failed(OLD) == {}
+
+
+@pytest.mark.parametrize(
+    "requirements",
+    [
+        {"v3": needs(*V3), "v2": needs(*V2), "v4": needs(*V3, "avx512f")},
+        {"all": needs("sse3")},  # serves machines that have less, too
+        {"v2": needs(*V2, glibc="2.17")},
+    ],
+)
+def test_targets_that_serve_the_same_machines_pass(requirements: dict[str, Requirement]) -> None:
+    assert failed(replace(OLD, requirements=requirements)) == {}
+
+
+@pytest.mark.parametrize(
+    ("requirements", "reason"),
+    [
+        ({"v3": needs(*V3)}, "v2 and no more would compile; v3 is closest: cpu_features"),
+        ({"v2": replace(needs(*V2), jaxlib="0.11.0")}, "needs 0.11.0, found 0.10.2"),
+        ({"v2": needs(*V2, xla_flags=("--xla_x=1",))}, "xla_flags"),
+    ],
+)
+def test_machines_that_lose_their_target_stop_it(
+    requirements: dict[str, Requirement], reason: str
+) -> None:
+    assert reason in failed(replace(OLD, requirements=requirements))["targets"]
+
+
+def test_a_machine_of_the_fleet_that_would_compile_is_named() -> None:
+    def machine(name: str, *features: str) -> Machine:
+        found = Fingerprint("cpu", "x86_64", features, "0.10.2", "", 1, 1)
+        return Machine(name, f"{name}.json", found)
+
+    fleet = (machine("rack-1", *V3), machine("rack-2", *V2), machine("arm"))
+    new = replace(OLD, requirements={"v3": needs(*V3)})
+    assert failed(new, OLD, *fleet)["fleet"] == "would compile: rack-2"
+    assert "fleet" not in failed(OLD, new, *fleet)  # who compiled before loses nothing
+
+
+def test_this_machine_must_not_begin_to_compile() -> None:
+    compiles = replace(OLD, why_not="cpu_features: needs amx, found none")
+    assert failed(compiles)["runs here"] == "cpu_features: needs amx, found none"
+    assert "runs here" not in failed(compiles, compiles)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"programs": decodes((1, 64), (4, 256))}, "longest context 512 -> 256"),
+        ({"programs": decodes((1, 512))}, "largest batch 4 -> 1"),
+        ({"decoder": replace(DECODER, eos_token_ids=(8,))}, "eos_token_ids (7,) -> (8,)"),
+        ({"decoder": None, "programs": ()}, "longest context 512 -> none"),
+    ],
+)
+def test_what_callers_can_no_longer_ask_for_stops_it(changes: dict[str, Any], reason: str) -> None:
+    assert reason in failed(with_config(**changes))["programs"]
+
+
+def test_a_function_with_other_arguments_stops_it_and_a_new_one_does_not() -> None:
+    one = program("call", "score/b1", ("x: float32[1]",), batch=1)
+    other = program("call", "score/b1", ("x: float32[2]",), batch=1)
+    both = program("call", "score/b2", ("x: float32[2]",), batch=2)
+    old = with_config(programs=(*CONFIG.programs, one))
+    assert "score/b1" in failed(with_config(programs=(*CONFIG.programs, other)), old)["programs"]
+    assert failed(with_config(programs=(*CONFIG.programs, one, both)), old) == {}
+
+
+def test_sizes_have_a_share_and_an_end() -> None:
+    def larger(size: int, **limits: Any) -> ReleaseContents:
+        layers = (replace(LAYERS[0], size=size), LAYERS[1])
+        return replace(
+            OLD, manifest=replace(MANIFEST, layers=layers), limits=ReleaseLimits(**limits)
+        )
+
+    assert failed(larger(10_900)) == {}
+    assert failed(larger(11_200))["bytes to fetch"] == "expected at most 10 % more, found 12.0 %"
+    assert "at most 500 B" in failed(larger(600, bundle_bytes=500))["bytes to fetch"]
+    hungry = tuple(replace(each, memory=Memory(1200, 0, 0, 0)) for each in CONFIG.programs)
+    assert "20.0 %" in failed(with_config(programs=hungry))["memory of programs"]
+
+
+def test_defaults_of_requests_may_not_change() -> None:
+    assert failed(replace(OLD, defaults={"temperature": 0.7})) == {}
+    assert "sampling" in failed(replace(OLD, defaults={"temperature": 0.2}))
+    assert "sampling" in failed(replace(OLD, defaults={}))
+    bare = replace(MANIFEST, layers=LAYERS[:1])
+    assert "chat template" in failed(replace(OLD, manifest=bare))
+
+
+def test_perplexity_is_compared_with_the_same_text_or_else_with_float32() -> None:
+    def measured(stored: int, float32: int = 9_000_000, text: str = "a") -> ReleaseContents:
+        return with_config(accuracy=Accuracy("int8", text, 9, float32, stored))
+
+    assert failed(measured(9_080_000)) == {}
+    assert "1.1 %" in failed(measured(9_100_000))["perplexity"]
+    assert failed(measured(9_500_000), measured(9_500_000)) == {}
+    assert "perplexity" in failed(measured(9_500_000, text="b"), measured(9_500_000))
+
+
+def test_a_release_is_judged_by_the_limits_of_the_one_before() -> None:
+    old = replace(OLD, limits=ReleaseLimits(p95_ms=10))
+    new = replace(OLD, limits=ReleaseLimits(p95_ms=90, start_ms=5))
+    checks, limits = compare_contents(old, new)
+    assert limits == ReleaseLimits(p95_ms=10, start_ms=5)
+    [noted] = [each for each in checks if each.outcome == "noted"]
+    assert (noted.name, noted.old, noted.new) == ("slo: p95_ms", "10", "90")

@@ -1,0 +1,80 @@
+"""A gate that calls noise a regression stops every release, and one that cannot see 10 % stops none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from prejit.server.releases.significance import (
+    Pair,
+    is_settled,
+    is_slower,
+    paired_ratio,
+    unpaired_ratio,
+)
+
+LIMIT = 0.05
+
+
+def groups(
+    random: np.random.Generator, slower: float, noise: float, count: int = 4
+) -> list[list[Pair]]:
+    """Times on a machine with other work: it slows some runs threefold, and each process has its speed."""
+    found = []
+    for _ in range(count):
+        speeds = np.exp(random.normal(0, 0.01, 2))
+        pairs = []
+        for _ in range(200):
+            both = 0.01 * speeds * np.exp(random.normal(0, noise, 2)) * [1, slower]
+            both *= np.where(random.random(2) < 0.1, 3, 1)
+            pairs.append((float(both[0]), float(both[1])))
+        found.append(pairs)
+    return found
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.15])
+def test_a_tenth_is_found_and_noise_is_not(noise: float) -> None:
+    random = np.random.default_rng(7)
+    wrong = [0, 0]
+    for _ in range(6):
+        beside_itself = paired_ratio(groups(random, 1.0, noise))
+        for place, slower in enumerate((1.0, 1.1)):
+            ratio = paired_ratio(groups(random, slower, noise))
+            wrong[place] += is_slower(ratio, beside_itself, LIMIT) != (slower > 1)
+    assert wrong[0] == 0
+    assert wrong[1] <= (0 if noise < 0.1 else 2)
+
+
+def test_the_same_pairs_give_the_same_interval_around_its_estimate() -> None:
+    pairs = groups(np.random.default_rng(1), 1.2, 0.1)
+    ratio = paired_ratio(pairs)
+    assert ratio is not None
+    assert ratio == paired_ratio(pairs)
+    assert ratio.low <= ratio.middle <= ratio.high
+    assert ratio.middle == pytest.approx(1.2, rel=0.05)
+    assert ratio.pairs == 800
+
+
+def test_what_old_processes_show_among_themselves_proves_nothing() -> None:
+    slower = paired_ratio(groups(np.random.default_rng(2), 1.08, 0.02))
+    unsteady = paired_ratio([[(1.0, 1.12)] * 9, [(1.0, 1.1)] * 9])
+    assert is_slower(slower, None, LIMIT)
+    assert not is_slower(slower, unsteady, LIMIT)
+    assert not is_slower(None, unsteady, LIMIT)
+
+
+def test_too_few_pairs_settle_nothing() -> None:
+    assert not is_settled(None, LIMIT)
+    assert not is_settled(paired_ratio([[(1.0, 1.3)], [(1.0, 0.9)]]), LIMIT)
+    assert is_settled(paired_ratio([[(1.0, 1.0)] * 20] * 3), LIMIT)
+    assert paired_ratio([[], []]) is None
+
+
+def test_sides_that_ran_other_requests_are_compared_by_their_medians() -> None:
+    random = np.random.default_rng(3)
+    old, new = ([*map(float, random.lognormal(0, 0.2, 400) * times)] for times in (1.0, 1.3))
+    ratio = unpaired_ratio(old, new)
+    assert ratio is not None
+    assert ratio.low > 1.1
+    assert ratio.middle == pytest.approx(1.3, rel=0.1)
+    assert unpaired_ratio(old, []) is None
