@@ -38,7 +38,7 @@ TESTS ?= tests
 # What the oldest interpreter runs.
 CHOSEN := -p tests.other_interpreter
 
-.PHONY: help demo artifacts dist test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity test-ray demo-model hostile damage fuzz chaos broken-transfers evaluation soak swaps releases load-check hostile-clients differential docs clean
+.PHONY: help demo artifacts dist test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity test-ray demo-model hostile damage fuzz chaos broken-transfers evaluation soak swaps drills releases load-check hostile-clients differential docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -153,6 +153,10 @@ load-check: $(READY) ## the knee of `prejit load` beside an exhaustive search, a
 
 releases: $(READY) ## twenty bad releases and twenty good ones through gate and canary (40 minutes); writes its figures
 	PREJIT_RELEASES=1 $(BIN)/python -m pytest $(CAMPAIGN) -n0 -s tests/campaigns/test_releases.py
+
+drills: $(READY) ## failures of production, done on purpose under a real Prometheus (15 minutes); writes its figures
+	PREJIT_TEST_ALL=1 PREJIT_DRILLS=1 $(BIN)/python -m pytest $(CAMPAIGN) -n0 tests/campaigns/test_drills.py
+	$(BIN)/python -m tests.campaigns.drill_records # the table of docs/how-to/drills.md
 
 hostile-clients: $(READY) ## an honest client beside hostile ones and 10,000 connections (13 minutes); writes its figures
 	PREJIT_HOSTILE_SECONDS=600 $(BIN)/python -m pytest $(CAMPAIGN) -n0 tests/campaigns/test_hostile_clients.py

@@ -96,6 +96,11 @@ class Server:
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGSTOP)
 
+    def go_on(self) -> None:
+        """Let a server answer again that hangs."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGCONT)
+
     def empty(self) -> None:
         """Delete all files; a server is started again."""
         self.kill()

@@ -5,7 +5,7 @@
  * calls in one shared file, so that the n-th call is that of the whole command.
  *
  *   FAULTS_ROOT    the directory
- *   FAULTS_STATE   the file of the counter, 8 bytes
+ *   FAULTS_STATE   the file of `struct state`, 64 bytes
  *   FAULTS_LOG     where the name of each call is appended; may be absent
  *   FAULTS_AT      the number of the call that fails, from 1; 0: none
  *   FAULTS_ERRNO   what it fails with; 0: SIGKILL to the whole process group instead
@@ -37,6 +37,7 @@
 struct state {
     atomic_long calls;
     char failing[16]; /* the name of the call that failed first */
+    atomic_long clock_jumped; /* seconds that a test adds to FAULTS_CLOCK while processes run */
 };
 
 static struct state *shared;
@@ -214,17 +215,19 @@ DIR *opendir(const char *path) {
     return real(path);
 }
 
+static long ahead(void) { return clock_ahead + (shared ? atomic_load(&shared->clock_jumped) : 0); }
+
 int clock_gettime(clockid_t clock, struct timespec *now) {
     REAL(int, "clock_gettime", clockid_t, struct timespec *);
     int failed = real(clock, now);
-    if (!failed && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) now->tv_sec += clock_ahead;
+    if (!failed && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) now->tv_sec += ahead();
     return failed;
 }
 
 int gettimeofday(struct timeval *restrict now, void *restrict zone) {
     REAL(int, "gettimeofday", struct timeval *restrict, void *restrict);
     int failed = real(now, zone);
-    if (!failed) now->tv_sec += clock_ahead;
+    if (!failed) now->tv_sec += ahead();
     return failed;
 }
 

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.campaigns.drill_records import PAGE, with_table
 
 from .snippets import ROOT
 
@@ -102,6 +103,12 @@ def _anchors(page: Path) -> list[str]:
 def test_the_reference_pages_are_those_of_the_code(generate: ModuleType) -> None:
     for file, text in generate.reference_pages().items():
         assert file.read_text() == text, f"{file.name}: python docs/generate.py writes it"
+
+
+def test_the_table_of_drills_has_the_last_figures() -> None:
+    assert PAGE.read_text() == with_table(PAGE.read_text()), (
+        "python -m tests.campaigns.drill_records"
+    )
 
 
 def test_a_name_of_the_code_exists() -> None:

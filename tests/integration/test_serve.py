@@ -36,9 +36,13 @@ class Process:
     """A server as a process of its own."""
 
     def __init__(
-        self, *arguments: str | Path, stdin: int = subprocess.DEVNULL, **environment: str
+        self,
+        *arguments: str | Path,
+        stdin: int = subprocess.DEVNULL,
+        port: int | None = None,
+        **environment: str,
     ) -> None:
-        self.port = free_port()
+        self.port = port or free_port()
         command = [sys.executable, "-m", "prejit.runtime", "serve", "--port", str(self.port)]
         self.process = subprocess.Popen(
             [*command, *map(str, arguments)],

@@ -264,13 +264,13 @@ def host_memory_bytes() -> int:
 
 
 def host_memory_limit_bytes(root: str = "/") -> int:
-    """Return how much memory this process may use: the limit of its container, or the machine's memory.
+    """Return how much memory this process may use, by its control groups or the machine.
 
-    `root` holds `sys`. A container sees its own limit there.
+    `root` is the directory that holds `proc` and `sys`.
     """
     limit: int = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups 2 and 1
-        text = text_of(os.path.join(root, "sys/fs/cgroup", path)).strip()
-        if text.isdecimal():  # and not `max`
+    for directory, is_second in control_groups(root, "memory"):
+        file = "memory.max" if is_second else "memory.limit_in_bytes"
+        if (text := text_of(os.path.join(directory, file)).strip()).isdecimal():  # and not `max`
             limit = min(limit, int(text))
     return limit

@@ -164,7 +164,7 @@ class _Request:
                 for name in KEPT_HEADERS
                 if name in self.headers
             }
-            self._entry = Entry(self.id, scope["method"], scope["path"], kept, time.time())
+            self._entry = Entry(self.id, scope["method"], scope["path"], kept, time.monotonic())
             self._log.begin(self._entry)
 
     @property

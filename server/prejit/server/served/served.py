@@ -64,6 +64,9 @@ def _route(scope: Scope) -> str:
 State = Literal["loading", "compiling", "ready", "draining"]
 """What a server does: it loads, compiles what no target of a bundle holds, answers, or ends."""
 
+Outcome = Literal["done", "failed"]
+"""How a swap of a bundle ended."""
+
 
 class ModelNotFoundError(UsageError):
     """A request names a model that the server does not serve."""
@@ -139,6 +142,7 @@ class Models:
         canaries: by name of a model, a release that answers a share of its requests.
         canary_ends: how many canaries of a model, by its name, were `promoted` and `rolled_back`.
         changes: how often bundles were added, replaced or removed.
+        log_lines_lost: how many lines of the log of requests could not be written.
     """
 
     def __init__(self, *served: Served) -> None:
@@ -149,10 +153,10 @@ class Models:
         self.suspected = threading.Event()
         self.wrong: dict[str, str] = {}
         self.running = RunningRequests()
-        self.swaps: Counter[tuple[str, Literal["done", "failed"]]] = Counter()
+        self.swaps: Counter[tuple[str, Outcome]] = Counter()
         self.canaries: dict[str, CanaryShare] = {}
         self.canary_ends: Counter[tuple[str, Literal["promoted", "rolled_back"]]] = Counter()
-        self.changes = 0
+        self.changes = self.log_lines_lost = 0
         self._lock = threading.Lock()
         self._by_name: dict[str, Served] = {}
         self._replaced: list[Served] = []

@@ -31,7 +31,7 @@ from prejit.runtime.base.process_facts import host_memory_bytes, host_memory_lim
 from prejit.runtime.fallback_reporting import fallback_counts
 from prejit.server.engine.engine_metrics import EngineMetrics, RequestMetrics
 from prejit.server.engine.histograms import HistogramValue
-from prejit.server.served.served import CanaryShare, State
+from prejit.server.served.served import CanaryShare, Outcome, State
 
 if TYPE_CHECKING:
     from prejit.runtime.start_report import StartReport
@@ -316,6 +316,11 @@ _SERVER: tuple[_Metric[Models], ...] = (
         lambda _: fallback_counts(),
         "axis",
     ),
+    _Counter(
+        "prejit_log_lines_lost",
+        "Lines of the log of requests that could not be written.",
+        lambda models: models.log_lines_lost,
+    ),
 )
 """Metrics of the process, which all bundles of a server share."""
 
@@ -323,6 +328,11 @@ _MATCHED = _Gauge["Served"](
     "prejit_target_matched",
     "1 if this machine matches the target of the bundle, 0 if programs are compiled here.",
     lambda one: one.bundle.matched,
+)
+_WRONG = _Gauge[bool](
+    "prejit_wrong_answers",
+    "1 while a golden answer of the bundle is wrong, so that the server is not ready.",
+    lambda is_wrong: is_wrong,
 )
 _SWAPS = _Counter[int](
     "prejit_swaps",
@@ -386,7 +396,14 @@ class EngineCollector(Collector):
         yield from _families([_HTTP_SECONDS], ("route",), times)
         yield from _families(_SERVER, (), [((), self._models)])
         yield from _families([_MATCHED], ("model_name",), [((one.name,), one) for one in served])
-        swaps = [*self._models.swaps.items()]
+        wrong = [((one.name,), one.name in self._models.wrong) for one in served]
+        yield from _families([_WRONG], ("model_name",), wrong)
+        # Each outcome has a value from the beginning: alerts see no growth in a series that is new.
+        swaps = [
+            ((one.name, outcome), self._models.swaps[one.name, outcome])
+            for one in served
+            for outcome in get_args(Outcome)
+        ]
         yield from _families([_SWAPS], ("model_name", "outcome"), swaps)
         canaries = [((name,), one) for name, one in [*self._models.canaries.items()]]
         yield from _families(_CANARY, ("model_name",), canaries)

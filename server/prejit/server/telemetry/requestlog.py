@@ -94,7 +94,7 @@ class Entry:
     Attributes:
         id, method, path: of the request.
         headers: those in KEPT_HEADERS.
-        started: when it came, in seconds since 1970.
+        started: when it came, by `time.monotonic`: the clock of days may jump meanwhile.
         status: of its response; 0: none was sent.
         client: the name of its key.
         failed: the code of an error after the response had begun.
@@ -148,14 +148,17 @@ class RequestLog:
         self._file = _open(self._path)
         self._begin: dict[str, Any] | None = None  # the line that a replay needs first
         self._is_failing = False
+        self._before = b""
+        self._models: Models | None = None
 
     def start(self, models: Models, *, max_tokens: int | None) -> None:
         """Write which bundles are served from now on, for a replay.
 
         Args:
-            models: the bundles.
+            models: the bundles. They count the lines that cannot be written.
             max_tokens: the limit of new tokens.
         """
+        self._models = models
         described = [
             {
                 "name": one.name,
@@ -197,15 +200,19 @@ class RequestLog:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         """Append a line. A full disk must not stop requests: the first of several failures is reported."""
-        left = memoryview(msgspec.json.encode(line) + b"\n")
+        whole = left = memoryview(self._before + msgspec.json.encode(line) + b"\n")
         try:
             while left:
                 left = left[os.write(self._file, left) :]
-            self._is_failing = False
+            self._is_failing, self._before = False, b""
         except OSError as error:
+            if len(left) < len(whole):
+                self._before = b"\n"  # so that the next line is none with what is there of this one
             if not self._is_failing:
                 say(f"warning: {self._path}: cannot write: {error.strerror}")
             self._is_failing = True
+            if self._models is not None:
+                self._models.log_lines_lost += 1
 
 
 def log_lines(path: str, notes: list[str] | None = None) -> Iterator[dict[str, Any]]:
@@ -236,16 +243,15 @@ def body_of(line: Mapping[str, Any]) -> bytes:
 
 def line_of(entry: Entry) -> dict[str, Any]:
     """Return the line of a request that ends now."""
-    now = time.time()
     line: dict[str, Any] = {
         "event": "request",
-        "time": now,
+        "time": time.time(),
         "id": entry.id,
         "client": entry.client,
         "method": entry.method,
         "path": entry.path,
         "status": entry.status,
-        "seconds": round(now - entry.started, 6),
+        "seconds": round(time.monotonic() - entry.started, 6),
         "failed": entry.failed,
         "headers": entry.headers,
     }

@@ -95,6 +95,23 @@ def test_a_setting_that_is_no_number_of_threads_is_taken(
     assert len(str(at.value)) < 200
 
 
+def test_the_limit_of_memory_is_the_least_of_the_own_group_and_of_those_around_it(
+    tmp_path: Path,
+) -> None:
+    machine = process_facts.host_memory_limit_bytes(str(tmp_path / "nothing"))
+    first = {**v1("/", {}), "proc/self/cgroup": "12:memory:/unit\n"}
+    cases = [
+        (v2("/pod/box", {}), {"pod/memory.max": "1000000", "pod/box/memory.max": "max"}, 1_000_000),
+        (v2("/pod/box", {}), {"pod/box/memory.max": "max"}, machine),
+        (first, {"memory/unit/memory.limit_in_bytes": "1000000"}, 1_000_000),  # a unit of systemd
+        (first, {"memory/memory.limit_in_bytes": "9223372036854771712"}, machine),  # no limit
+    ]
+    for number, (files, limits, expected) in enumerate(cases):
+        root = tmp_path / str(number)
+        threads(root, files | {f"sys/fs/cgroup/{name}": text for name, text in limits.items()})
+        assert process_facts.host_memory_limit_bytes(str(root)) == expected
+
+
 def test_free_memory_is_the_least_of_all_control_groups_with_pages_that_can_go(
     tmp_path: Path,
 ) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.served import StandIn
 from tests.threads import in_threads
 
-from prejit.runtime.base.process_facts import host_memory_bytes, host_memory_limit_bytes
+from prejit.runtime.base.process_facts import host_memory_bytes
 from prejit.server.engine.engine_metrics import RequestMetrics
 from prejit.server.engine.histograms import Histogram
 from prejit.server.engine.request_recorder import ONE_RUN, Cost, RequestRecorder
@@ -100,16 +100,3 @@ def test_host_memory_grows_with_what_is_held():
     held = bytearray(b"x") * 64_000_000
     assert host_memory_bytes() - before > 32_000_000
     del held
-
-
-@pytest.mark.parametrize("path", ["memory.max", "memory/memory.limit_in_bytes"])
-def test_a_container_may_use_less_than_the_machine_has(tmp_path, path):
-    machine = host_memory_limit_bytes(str(tmp_path))  # no control group
-    file = tmp_path / "sys" / "fs" / "cgroup" / path
-    file.parent.mkdir(parents=True)
-    file.write_text("123456789\n")
-    assert host_memory_limit_bytes(str(tmp_path)) == 123456789
-    file.write_text("max\n")
-    assert host_memory_limit_bytes(str(tmp_path)) == machine > 123456789
-    file.write_text("9223372036854771712\n")  # how version 1 writes that there is no limit
-    assert host_memory_limit_bytes(str(tmp_path)) == machine

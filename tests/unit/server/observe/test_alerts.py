@@ -193,6 +193,24 @@ CASES = (
     *when("PrejitNaN", "8m", NAN, ("0x5 1x10", True), ("0x15", False)),
     *when("PrejitNaN", "40m", NAN, ("0 1x50", False)),  # long ago
     *when(
+        "PrejitWrongAnswers",
+        "3m",
+        {f"prejit_wrong_answers{{{MODEL}}}": "{}"},
+        *(("0 0 1x5", True), ("1 0x5", False)),
+    ),
+    *when(
+        "PrejitSwapFailed",
+        "8m",
+        {f'prejit_swaps_total{{{MODEL},outcome="STATE"}}': "{1}"},
+        *(("failed", "0x5 1x10", True), ("failed", "1x15", False), ("done", "0x5 1x10", False)),
+    ),
+    *when(
+        "PrejitLogLinesLost",
+        "8m",
+        {f"prejit_log_lines_lost_total{{{SERVER}}}": "{}"},
+        *(("0x5 3x10", True), ("3x15", False)),
+    ),
+    *when(
         "PrejitPrefixCacheMisses",
         "1560m",
         {

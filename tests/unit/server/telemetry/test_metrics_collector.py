@@ -233,6 +233,17 @@ def test_fallbacks_are_of_the_process_and_counted_once(monkeypatch):
     assert value(of, "prejit_target_matched", model_name="b") == 0
 
 
+def test_swaps_and_lost_lines_are_counted_from_zero_and_a_wrong_answer_is_seen():
+    of = Models(served("a"), served("b"))
+    assert value(of, "prejit_swaps_total", model_name="a", outcome="failed") == 0
+    assert value(of, "prejit_log_lines_lost_total") == 0
+    of.swaps["a", "failed"] += 1
+    of.wrong["b"] = "f"
+    assert value(of, "prejit_swaps_total", model_name="a", outcome="failed") == 1
+    assert value(of, "prejit_wrong_answers", model_name="a") == 0
+    assert value(of, "prejit_wrong_answers", model_name="b") == 1
+
+
 def test_absent_memory_is_left_out_rather_than_zero():
     engine = StandIn()
     engine.state["cache_budget_bytes"] = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.served import StandIn, StandInStream, stats
 
 from prejit.runtime.errors import StoreError
 from prejit.server.engine.fair_queue import NO_LIMITS
+from prejit.server.served.served import Models
 from prejit.server.telemetry.requestlog import (
     Entry,
     RequestLog,
@@ -129,11 +131,36 @@ def test_rounding_changes_the_digest_and_hardly_the_norm() -> None:
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_is_reported_once_and_stops_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    log = RequestLog("/dev/full")
+    log, models = RequestLog("/dev/full"), Models()
+    log.start(models, max_tokens=None)
     for _ in range(3):
         log.end(entry())
     log.close()
     assert capsys.readouterr().err.count("cannot write") == 1
+    assert models.log_lines_lost == 4
+
+
+def test_a_line_that_was_cut_takes_no_other_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, room, write = tmp_path / "log", [0], os.write
+
+    def short_write(file: int, content: memoryview) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "no room")
+        written = write(file, content[: room[0]])
+        room[0] -= written
+        return written
+
+    log = RequestLog(str(path))
+    monkeypatch.setattr(os, "write", short_write)
+    for size in (30, 0, 10_000):
+        room[0] = size
+        log.end(entry())
+    log.close()
+    cut, whole = path.read_bytes().splitlines()
+    assert len(cut) == 30
+    assert json.loads(whole)["id"] == "id"
 
 
 def test_a_log_that_was_moved_is_opened_again_and_can_be_replayed_alone(

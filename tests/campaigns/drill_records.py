@@ -1,0 +1,80 @@
+"""What a drill is and what it found: a table of docs/how-to/drills.md shows the records of drills.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .campaign import ROOT, facts, figures_file, write_figures
+
+PAGE = ROOT / "docs" / "how-to" / "drills.md"
+_BEGIN, _END = "<!-- drills.json: begin -->\n\n", "\n<!-- drills.json: end -->"
+
+
+@dataclass(frozen=True)
+class Drill:
+    """One failure of production, and what was seen.
+
+    Attributes:
+        failure: what was broken.
+        clients: what honest clients saw.
+        metric: the series that moved, and from where to where; empty: none.
+        alert: what fired; empty: nothing should, and nothing did.
+        seconds: how long the drill waited for the alert, with rules that are FASTER; 0 without an alert.
+        recovery: what ended it, by the runbook, as Markdown; empty: nothing was needed.
+    """
+
+    failure: str
+    clients: str
+    metric: str
+    alert: str
+    seconds: float
+    recovery: str
+
+
+def keep(name: str, drill: Drill) -> None:
+    """Write the record of a drill into drills.json, beside those of the others."""
+    file = figures_file("drills")
+    kept: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    found = {**facts("jax", "jaxlib", "kernel"), **asdict(drill)}
+    write_figures("drills", dict(sorted({**kept, name: found}.items())))
+
+
+def table(records: dict[str, Any]) -> str:
+    """Return the records as a table of Markdown, with a line of their dates and versions."""
+    columns = ("failure", "clients", "metric", "alert", "what ended it")
+    rows = [
+        (
+            one["failure"],
+            one["clients"],
+            f"`{one['metric']}`" if one["metric"] else "none moves",
+            f"`{one['alert']}` after {one['seconds']:.0f} s" if one["alert"] else "none, rightly",
+            one["recovery"] or "nothing was needed",
+        )
+        for one in records.values()
+    ]
+    lines = (columns, ("---",) * len(columns), *rows)
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    made = sorted(
+        {tuple(one[key] for key in ("date", "jax", "python")) for one in records.values()}
+    )
+    shown = "; ".join(f"{date}, jax {jax}, Python {python}" for date, jax, python in made)
+    return f"{text}\n{shown}.\n"
+
+
+def with_table(text: str) -> str:
+    """Return docs/how-to/drills.md with the table of the last figures."""
+    before, _, rest = text.partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    shown = table(json.loads(figures_file("drills").read_text()))
+    return f"{before}{_BEGIN}{shown}{_END}{after}"
+
+
+def main() -> None:
+    """Write the table into the page."""
+    PAGE.write_text(with_table(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()
