@@ -10,6 +10,7 @@ Names are imported when they are first used (PEP 562). It imports prejit.runtime
 The rooms, from the outside in:
 
     cli                     serve, replay, load, observe
+    adapters                bundles inside Ray Serve, BentoML, MLServer, Triton
     http                    the process, its connections, the application
     page                    the page at /
     openai, inference       the two protocols

@@ -30,6 +30,10 @@ from prejit.server.served.served import ModelNotFoundError, Models, Served
 
 WHOLE = "result"
 """The name of a tensor that is all that a program returns, or takes."""
+_PROTOCOL_PARAMETERS = frozenset(
+    ("binary_data_output", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
+)
+"""Parameters of a request that belong to the protocol; the others are static arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +104,22 @@ class InferenceModel:
         """The tensors that the program gives. Errors as `inputs`."""
         return _tensors([each for form in self._forms for each in form.results])
 
-    def arguments(self, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(
+        self, given: Mapping[str, Any], parameters: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword arguments that hold these arrays.
 
         Args:
             given: arrays by the names of tensors.
+            parameters: those of the request, static arguments among them.
 
         Raises:
-            UsageError: a tensor is missing, or there is one that the program does not take.
+            UsageError: a tensor is missing, or there is one, or a parameter, that the program does not take.
         """
         for form in self._forms:
             if _names(form.arguments) - form.optional <= given.keys() <= _names(form.arguments):
-                return _nested(form, given)
+                args, kwargs = _nested(form, given)
+                return args, kwargs | self._static(parameters)
         names = _names(self._forms[0].arguments)
         missing = sorted(names - self._forms[0].optional - given.keys())
         unknown = sorted(given.keys() - names)
@@ -121,6 +129,16 @@ class InferenceModel:
         )
         expected = ", ".join(map(repr, sorted(names))) or "none"
         raise UsageError(f"inputs: expected {expected} for {self.program!r}, found {found}")
+
+    def _static(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        given = {k: v for k, v in parameters.items() if k not in _PROTOCOL_PARAMETERS}
+        if unknown := given.keys() - self.static.keys():
+            known = ", ".join(sorted(self.static)) or "none"
+            raise UsageError(
+                f"parameters: expected static arguments of {self.program!r} ({known}), "
+                f"found {min(unknown)!r:.80}{did_you_mean(min(unknown), self.static)}"
+            )
+        return given
 
 
 @final

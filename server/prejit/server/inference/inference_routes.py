@@ -40,10 +40,6 @@ VERSION = "1"
 
 _JSON_LENGTH = "Inference-Header-Content-Length"
 """The header that says how long the JSON is, if bytes follow it."""
-_PROTOCOL_PARAMETERS = frozenset(
-    ("binary_data_output", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
-)
-"""Parameters of a request that belong to the protocol; the others are static arguments."""
 
 
 OPERATIONS = (
@@ -135,8 +131,7 @@ class _Protocol:
         body = await request.body()
         length = request.headers.get(_JSON_LENGTH)
         asked, given = await off_loop(len(body), lambda: _read(body, length, model))
-        args, kwargs = model.arguments(given)
-        kwargs |= _static(asked, model)
+        args, kwargs = model.arguments(given, asked.parameters)
         key: ApiKey = request.state.key
         future = model.served.engine.submit_client_call(
             key.name, key.limits, model.program, *args, **kwargs
@@ -236,22 +231,6 @@ def _foreign(parameters: dict[str, Any]) -> str | None:
         ),
         None,
     )
-
-
-def _static(asked: InferRequest, model: InferenceModel) -> dict[str, Any]:
-    """Return the static arguments among the parameters of a request.
-
-    Raises:
-        UsageError: there is a parameter that the program does not have.
-    """
-    given = {k: v for k, v in asked.parameters.items() if k not in _PROTOCOL_PARAMETERS}
-    if unknown := given.keys() - model.static.keys():
-        known = ", ".join(sorted(model.static)) or "none"
-        raise UsageError(
-            f"parameters: expected static arguments of {model.program!r} ({known}), "
-            f"found {min(unknown)!r:.80}{did_you_mean(min(unknown), model.static)}"
-        )
-    return given
 
 
 def _answer(asked: InferRequest, name: str, arrays: dict[str, np.ndarray[Any, Any]]) -> Response:

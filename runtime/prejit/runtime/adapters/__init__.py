@@ -1,0 +1,1 @@
+"""A loaded bundle by the interfaces of others: libraries for embeddings and chats, serverless platforms."""
