@@ -1,0 +1,96 @@
+"""`SentenceEncoder` beside what sentence-transformers' `SentenceTransformer` returns for the same calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prejit.runtime import UsageError, load
+from prejit.runtime.adapters.sentence_encoder import SentenceEncoder
+
+TEXTS = ["a b c", "d", "a b", "c c c c", "e f g"]
+
+
+@pytest.fixture(scope="module")
+def model(encoder_dir: Path) -> SentenceEncoder:
+    return SentenceEncoder(
+        encoder_dir, prompts={"query": "q ", "passage": "p "}, on_mismatch="error"
+    )
+
+
+def test_encode_returns_what_the_bundle_does_in_the_forms_of_sentence_transformers(
+    model: SentenceEncoder, encoder_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = load(encoder_dir).encode(TEXTS)
+    found = model.encode(TEXTS)
+    np.testing.assert_array_equal(found, expected)
+    assert model.encode(TEXTS[0]).shape == (model.get_sentence_embedding_dimension(),)
+    assert model.encode([]).shape == (0, expected.shape[1])
+    listed = model.encode(TEXTS, convert_to_numpy=False)
+    assert isinstance(listed, list)
+    np.testing.assert_array_equal(np.stack(listed), expected)
+    assert not capsys.readouterr().err
+    by_two = model.encode(TEXTS, batch_size=2, show_progress_bar=True)
+    np.testing.assert_allclose(by_two, expected, atol=1e-6)
+    assert capsys.readouterr().err.split() == ["2/5", "4/5", "5/5"]
+
+
+def test_vectors_are_cut_before_they_get_length_one(model: SentenceEncoder) -> None:
+    whole = model.encode(TEXTS)
+    cut = model.encode(TEXTS, truncate_dim=3, normalize_embeddings=True)
+    expected = whole[:, :3] / np.linalg.norm(whole[:, :3], axis=1, keepdims=True)
+    np.testing.assert_allclose(cut, expected, atol=1e-6)
+
+
+def test_prompts_stand_before_sentences(model: SentenceEncoder) -> None:
+    wanted = model.encode("q a b")
+    for found in (
+        model.encode("a b", prompt_name="query"),
+        model.encode("a b", prompt="q "),
+        model.encode_query("a b"),
+    ):
+        np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(model.encode_document("a b"), model.encode("p a b"))
+    np.testing.assert_array_equal(model.encode_document("a b", prompt=""), model.encode("a b"))
+    with pytest.raises(
+        UsageError, match=r"prompt_name: expected 'query' or 'passage', found 'qery'"
+    ):
+        model.encode("a", prompt_name="qery")
+
+
+@pytest.mark.parametrize(
+    ("name", "formula"),
+    [
+        ("cosine", lambda a, b: a @ b / np.linalg.norm(a) / np.linalg.norm(b)),
+        ("dot", lambda a, b: a @ b),
+        ("euclidean", lambda a, b: -np.sqrt(((a - b) ** 2).sum())),
+        ("manhattan", lambda a, b: -np.abs(a - b).sum()),
+    ],
+)
+def test_similarity_is_that_of_each_pair(model: SentenceEncoder, name: Any, formula: Any) -> None:
+    other = SentenceEncoder(model.bundle, similarity_fn_name=name)
+    some = np.random.default_rng(1).standard_normal((3, 5), np.float32)
+    more = np.random.default_rng(2).standard_normal((2, 5), np.float32)
+    expected = [[formula(a, b) for b in more] for a in some]
+    np.testing.assert_allclose(other.similarity(some, more), expected, rtol=1e-5)
+    pairs = other.similarity_pairwise(some[:2], more)
+    np.testing.assert_allclose(pairs, [expected[0][0], expected[1][1]], rtol=1e-5)
+    assert other.similarity(some[0], more).shape == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"convert_to_tensor": True}, "convert_to_tensor: expected False"),
+        ({"precision": "int8"}, "precision: expected 'float32', found 'int8'"),
+        ({"output_value": "token_embeddings"}, "output_value: expected 'sentence_embedding'"),
+    ],
+)
+def test_what_a_bundle_cannot_do_is_an_error(
+    model: SentenceEncoder, options: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(UsageError, match=why):
+        model.encode("a", **options)

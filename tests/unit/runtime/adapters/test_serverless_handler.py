@@ -1,0 +1,150 @@
+"""A snapshot of a process that another machine restores: the bundle stays, is loaded again, or is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prejit.runtime import FallbackWarning, Fingerprint, MismatchError
+from prejit.runtime.adapters.serverless_handler import ServerlessHandler
+
+HERE = Fingerprint.current()
+X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
+EVENT = {"x": X.tolist()}
+
+Restored = Callable[[Fingerprint], None]
+
+
+def answer(bundle: Any, event: Any) -> Any:
+    return bundle.call("score", x=np.array(event["x"], np.float32)).tolist()
+
+
+@pytest.fixture
+def restored(monkeypatch: pytest.MonkeyPatch) -> Restored:
+    """Makes this process run on a machine with another fingerprint, as after the restore of a snapshot."""
+
+    def on(machine: Fingerprint) -> None:
+        monkeypatch.setattr(Fingerprint, "current", classmethod(lambda cls: machine))
+
+    return on
+
+
+def test_on_an_equal_machine_the_bundle_stays_and_random_numbers_are_new(bundle_dir: Path) -> None:
+    handler = ServerlessHandler(bundle_dir, answer)
+    expected = handler(EVENT)
+    handler.before_snapshot()
+    assert {each.source for each in handler.bundle.report()} == {"loaded"}
+    before, drawn = handler.bundle, []
+    for _ in range(2):  # two processes from one snapshot
+        random.seed(5)
+        np.random.seed(5)
+        handler.after_restore()
+        drawn.append((random.random(), np.random.random()))
+    assert handler.bundle is before
+    assert handler(EVENT) == expected
+    assert drawn[0][0] != drawn[1][0]
+    assert drawn[0][1] != drawn[1][1]
+
+
+def test_a_machine_that_fits_another_target_loads_that_one(
+    bundle_dir: Path, restored: Restored
+) -> None:
+    handler = ServerlessHandler(bundle_dir, answer, on_mismatch="error")
+    expected = handler(EVENT)
+    if handler.bundle.target != "cpu-host":
+        pytest.skip("this machine has nothing beyond x86-64-v3")
+    handler.before_snapshot()
+    needs = handler.bundle.config.requirement.cpu_features
+    lost = next(name for name in reversed(needs) if name.startswith(("avx512", "amx")))
+    restored(dataclasses.replace(HERE, cpu_features=tuple({*HERE.cpu_features} - {lost})))
+    handler.after_restore()
+    assert (handler.bundle.target, handler.bundle.matched) == ("cpu-x86-64-v3", True)
+    np.testing.assert_allclose(handler(EVENT), expected, rtol=1e-5)
+
+
+def test_a_machine_that_fits_no_target_is_refused_or_falls_back_with_a_word(
+    bundle_dir: Path, restored: Restored
+) -> None:
+    strict = ServerlessHandler(bundle_dir, answer, on_mismatch="error")
+    handler = ServerlessHandler(bundle_dir, answer)
+    expected = handler(EVENT)
+    for each in (strict, handler):
+        each.before_snapshot()
+    restored(dataclasses.replace(HERE, cpu_features=("sse2",)))
+    with pytest.raises(MismatchError, match="cpu_features"):
+        strict.after_restore()
+    with pytest.warns(FallbackWarning, match="cpu_features"):
+        handler.after_restore()
+    np.testing.assert_allclose(handler(EVENT), expected, rtol=1e-5)
+    assert not handler.bundle.matched
+    handler.before_snapshot()  # its programs are compiled now
+    before = handler.bundle
+    handler.after_restore()
+    assert handler.bundle is before
+    restored(HERE)
+    handler.after_restore()
+    assert handler.bundle.matched
+
+
+def test_files_that_changed_are_mapped_again(recipe: Any, tmp_path: Path) -> None:
+    path = recipe.write(tmp_path / "example")
+    handler = ServerlessHandler(path, answer)
+    handler.before_snapshot()
+    before = handler.bundle
+    os.rename(path, tmp_path / "old")
+    recipe.write(path)  # as when the restored machine mounts its own copy
+    handler.after_restore()
+    assert handler.bundle is not before
+    assert handler(EVENT) == answer(handler.bundle, EVENT)
+
+
+_ZYGOTE = """
+import os, sys
+from dataclasses import replace
+import numpy as np
+from prejit.runtime import Fingerprint, MismatchError
+from prejit.runtime.adapters.serverless_handler import ServerlessHandler
+import snapshot_restore_py as hooks
+
+def answer(bundle, event):
+    return bundle.call("score", x=np.full((2, 16), event, np.float32)).tolist()
+
+handler = ServerlessHandler(sys.argv[1], answer, on_mismatch="error")
+expected = handler(0.5)
+def run(registry):
+    for call, args, kwargs in registry:
+        call(*args, **kwargs)
+run(reversed(hooks.get_before_snapshot()))
+
+here = Fingerprint.current()
+
+def restored(**changed):
+    if (child := os.fork()) == 0:
+        Fingerprint.current = classmethod(lambda cls: replace(here, **changed))
+        try:
+            run(hooks.get_after_restore())
+            assert handler(0.5) == expected
+        except MismatchError as error:
+            assert "jaxlib" in str(error), error
+            os._exit(3)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+found = [restored(), restored(jaxlib="0.0.1"), restored()]
+assert found == [0, 3, 0], found
+assert handler(0.5) == expected
+"""
+
+
+def test_forks_of_a_loaded_process_are_restored_by_the_hooks_of_lambda(
+    bundle_dir: Path, run_python: Any
+) -> None:
+    pytest.importorskip("snapshot_restore_py", reason="snapshot-restore-py is not installed")
+    run_python(_ZYGOTE, bundle_dir)
