@@ -29,7 +29,7 @@ class Node:
 
     def kill(self) -> tuple[int, ...]:
         """End it at once, as when a machine loses its power; return the processes that it had."""
-        found = (*_descendants(self._process.pid), self._process.pid)
+        found = (*descendants(self._process.pid), self._process.pid)
         for each in found:
             with suppress(ProcessLookupError):
                 os.kill(each, signal.SIGKILL)
@@ -42,7 +42,7 @@ class Node:
 
     def _commands(self) -> list[str]:
         found = []
-        for each in _descendants(self._process.pid):
+        for each in descendants(self._process.pid):
             with suppress(OSError):
                 found.append(Path(f"/proc/{each}/cmdline").read_text().replace("\0", " "))
         return found
@@ -112,7 +112,7 @@ def ray_cluster(directory: Path, port: int, client_port: int) -> Iterator[Cluste
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _descendants(parent: int) -> list[int]:
+def descendants(parent: int) -> list[int]:
     """Return all processes that a process and its children started and that live."""
     children: dict[int, list[int]] = {}
     for each in Path("/proc").glob("[0-9]*"):

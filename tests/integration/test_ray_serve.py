@@ -1,0 +1,197 @@
+"""A bundle in Ray Serve on this machine: a replica is killed, and no request is lost that had not begun.
+
+Ray has processes of its own; the figures of `make test-platforms` are in tests/campaigns/ray_serve.json.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.campaigns.campaign import facts, machine_facts, write_figures
+from tests.ports import free_port
+from tests.ray_cluster import descendants
+from tests.waiting import wait_for
+
+pytestmark = [
+    pytest.mark.thorough,  # Ray takes 40 s of CPU time, and its parts give up on a busy machine
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None or importlib.util.find_spec("bentoml") is None,
+        reason="the packages of platforms are not installed: `make test-platforms` does it",
+    ),
+]
+AT_ONCE = 4
+"""Requests that a replica takes at once; others wait in the proxy."""
+CLIENTS = 16
+TOKENS = 32
+
+_SERVING = """
+import sys, time
+import ray
+from ray import serve
+from prejit.server.adapters.ray_serve_app import make_ray_app
+
+path, port, temporary, at_once = sys.argv[1:]
+ray.init(address="local", num_cpus=3, include_dashboard=False, object_store_memory=80_000_000,
+         _temp_dir=temporary)
+serve.start(http_options={"port": int(port)})
+replicas = {"num_replicas": 2, "max_ongoing_requests": int(at_once), "ray_actor_options": {"num_cpus": 0.5}}
+serve.run(make_ray_app(path, **replicas))
+before = 0
+while True:
+    states = serve.status().applications["default"].deployments["PrejitBundle"].replica_states
+    if (running := states.get("RUNNING", 0)) != before:
+        print("running", running, flush=True)
+        before = running
+    time.sleep(0.02)
+"""
+
+
+class Replicas:
+    """An application of two replicas in Ray Serve.
+
+    Attributes:
+        running: how many replicas answer, by Ray's own status, each time that this changes.
+    """
+
+    def __init__(self, path: Path, temporary: str) -> None:
+        self.port = free_port()
+        self.running: list[int] = []
+        arguments = [str(path), str(self.port), temporary, str(AT_ONCE)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _SERVING, *arguments],
+            env={
+                **os.environ,
+                "RAY_AUTH_MODE": "disabled",
+                "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "300",  # a busy machine
+                "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "300",
+                "RAY_agent_register_timeout_ms": "300000",
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("running "):
+                self.running.append(int(line.split()[1]))
+
+    def wait_for(self, *running: int) -> None:
+        """Wait until the last numbers of replicas that answer are these."""
+        wait_for(
+            lambda: tuple(self.running[-len(running) :]) == running or self._process.poll(),
+            300,
+            f"expected {running} replicas, found {self.running}",
+        )
+        assert self._process.poll() is None, "Ray ended"
+
+    def pids(self) -> set[int]:
+        """The processes of the replicas."""
+        found = set()
+        for each in descendants(self._process.pid):
+            with suppress(OSError):
+                if "ray::ServeReplica" in Path(f"/proc/{each}/cmdline").read_text():
+                    found.add(each)
+        return found
+
+    def complete(self, prompt: str) -> httpx.Response:
+        body = {"model": "decoder", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
+        url = f"http://127.0.0.1:{self.port}/v1/completions"
+        return httpx.post(url, json=body, timeout=300)
+
+    def close(self) -> None:
+        found = [*descendants(self._process.pid), self._process.pid]
+        for each in found:
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+        self._process.wait()
+        self._reader.join()
+
+
+@contextmanager
+def replicas(path: Path) -> Iterator[Replicas]:
+    started = Replicas(path, f"/tmp/rs{os.getpid()}")  # short: the path of a socket is
+    try:
+        started.wait_for(2)
+        yield started
+    finally:
+        started.close()
+
+
+class Clients:
+    """Threads that send one request after the other until they are stopped."""
+
+    def __init__(self, service: Replicas) -> None:
+        self._service = service
+        self._ends = threading.Event()
+        self.texts: list[str] = []
+        self.failures: list[str] = []
+        self._threads = [threading.Thread(target=self._send) for _ in range(CLIENTS)]
+        for each in self._threads:
+            each.start()
+
+    def _send(self) -> None:
+        while not self._ends.is_set():
+            try:
+                found = self._service.complete("ab")
+                found.raise_for_status()
+                self.texts.append(found.json()["choices"][0]["text"])
+            except httpx.HTTPError as error:
+                self.failures.append(repr(error))
+
+    def stop(self) -> None:
+        self._ends.set()
+        for each in self._threads:
+            each.join()
+
+
+def test_a_killed_replica_loses_only_what_it_had_begun(lettered_dir: Path) -> None:
+    before = machine_facts()
+    started = time.monotonic()
+    with replicas(lettered_dir) as service:
+        running = time.monotonic() - started
+        both = service.pids()
+        assert len(both) == 2
+        expected = service.complete("ab").json()["choices"][0]["text"]
+        clients = Clients(service)
+        wait_for(lambda: len(clients.texts) >= 2 * CLIENTS, 300)
+        os.kill(min(both), signal.SIGKILL)
+        at = time.monotonic()
+        service.wait_for(1, 2)
+        ready = time.monotonic() - at
+        count = len(clients.texts)
+        wait_for(lambda: len(clients.texts) >= count + 2 * CLIENTS, 300)
+        assert len(service.pids() - both) == 1
+        clients.stop()
+    assert set(clients.texts) == {expected}
+    assert len(clients.failures) <= AT_ONCE, clients.failures
+    if os.environ.get("PREJIT_PLATFORM_FIGURES"):
+        write_figures(
+            "ray_serve",
+            {
+                **facts("ray", "jax"),
+                **before,
+                "clients": CLIENTS,
+                "requests that a replica takes at once": AT_ONCE,
+                "seconds from exec of Ray to two replicas": round(running, 2),
+                "requests answered": len(clients.texts),
+                "requests that failed, of those that the killed replica had begun": len(
+                    clients.failures
+                ),
+                "seconds from the kill to two replicas": round(ready, 2),
+            },
+        )
