@@ -38,7 +38,7 @@ TESTS ?= tests
 # What the oldest interpreter runs.
 CHOSEN := -p tests.other_interpreter
 
-.PHONY: help demo artifacts dist test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity test-ray demo-model hostile damage fuzz chaos broken-transfers evaluation soak swaps drills releases load-check hostile-clients differential docs clean
+.PHONY: help demo artifacts dist test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity test-ray test-platforms demo-model hostile damage fuzz chaos broken-transfers evaluation soak swaps drills releases load-check hostile-clients differential docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -117,6 +117,24 @@ parity: $(READY) ## models against transformers' torch models (installs torch)
 test-ray: $(READY) ## the tests on a Ray cluster of this machine (installs Ray, 260 MB)
 	$(BIN)/python -m pip install --quiet 'ray[client]>=2.40'
 	PREJIT_TEST_ALL=1 $(BIN)/python -m pytest -n0 tests/integration/test_cluster.py
+
+# MLServer wants versions that the others do not take, and it and Triton of PyPI have nothing for Python 3.13. Triton
+# asks for NumPy 1 and works with the one that jax needs.
+PLATFORMS = $(PREJIT_TEST_ENVIRONMENTS)/platforms
+MLSERVER = $(PREJIT_TEST_ENVIRONMENTS)/mlserver
+ON_PLATFORMS := PREJIT_TEST_ALL=1 PREJIT_PLATFORM_FIGURES=1 PREJIT_PLATFORM_CALLS=30
+IN_SERVERS := tests/integration/test_platform_servers.py
+
+test-platforms: $(READY) ## Ray Serve, Triton, BentoML, MLServer, LangChain, LlamaIndex (installs them, 3 GB; 15 minutes); writes figures
+	test -d $(PLATFORMS) || $(BIN)/uv venv --quiet --python "$(call find_python,3.12 3.11)" $(PLATFORMS)
+	test -d $(MLSERVER) || $(BIN)/uv venv --quiet --python "$(call find_python,3.12 3.11)" $(MLSERVER)
+	echo 'numpy>=2' > $(PLATFORMS)/overrides.txt
+	$(BIN)/uv pip install --quiet --python $(PLATFORMS) --override $(PLATFORMS)/overrides.txt nvidia-pytriton \
+		--editable './runtime[ray-serve,bentoml,langchain,llama-index]' --editable ./server --editable ./compiler --group test
+	$(BIN)/uv pip install --quiet --python $(MLSERVER) --editable './runtime[mlserver]' --editable ./server --editable ./compiler --group test
+	$(ON_PLATFORMS) $(PLATFORMS)/bin/python -m pytest -n0 $(IN_SERVERS) tests/integration/test_ray_serve.py \
+		tests/integration/test_langchain_and_llama_index.py
+	$(ON_PLATFORMS) $(MLSERVER)/bin/python -m pytest -n0 $(IN_SERVERS)
 
 hostile: $(READY) ## 500 random configurations, tokenizers, manifests and calls, and 600 of requests; writes its figures
 	PREJIT_TEST_ALL=1 PREJIT_HOSTILE_EXAMPLES=125 $(BIN)/python -m pytest $(CAMPAIGN) tests/campaigns/test_hostile.py tests/integration/test_invariance.py

@@ -28,13 +28,15 @@ class PlatformServer:
     Attributes:
         package: the package that has it.
         command: writes its files for bundles, by the name of their only program, into a directory, and
-            returns the command for a port.
+            returns the command for a port of HTTP and one of gRPC.
         environ: its environment variables.
+        protocol: the module of tritonclient that sends it tensors as bytes.
     """
 
     package: str
-    command: Callable[[Mapping[str, Path], Path, int], list[str]]
+    command: Callable[[Mapping[str, Path], Path, int, int], list[str]]
     environ: Callable[[Path], dict[str, str]] = field(default=lambda directory: {})
+    protocol: str = "http"
 
     @property
     def is_here(self) -> bool:
@@ -43,8 +45,8 @@ class PlatformServer:
     @contextmanager
     def running(self, bundles: Mapping[str, Path], directory: Path) -> Iterator[str]:
         """Run it until the block ends; yields `host:port`, where all models are ready."""
-        port = free_port()
-        command = self.command(bundles, directory, port)
+        port, grpc_port = free_port(), free_port()
+        command = self.command(bundles, directory, port, grpc_port)
         environ = {**os.environ, **self.environ(directory)}
         log = directory / "log"
         with open(log, "wb") as output:
@@ -65,7 +67,7 @@ class PlatformServer:
                     f"not ready: {log.read_text(errors='replace')[-3000:]}",
                 )
             assert process.poll() is None, log.read_text(errors="replace")[-3000:]
-            yield f"127.0.0.1:{port}"
+            yield f"127.0.0.1:{grpc_port if self.protocol == 'grpc' else port}"
         finally:
             os.killpg(process.pid, signal.SIGTERM)
             try:
@@ -89,7 +91,9 @@ def _triton() -> Path:
     return Path(spec.origin).parent / "tritonserver"
 
 
-def _triton_command(bundles: Mapping[str, Path], directory: Path, port: int) -> list[str]:
+def _triton_command(
+    bundles: Mapping[str, Path], directory: Path, port: int, grpc_port: int
+) -> list[str]:
     """Use the files of nvidia-pytriton: it has Triton, and a stub for each version of Python."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     shutil.copytree(_triton() / "backends" / "python", directory / "backends" / "python")
@@ -131,7 +135,9 @@ def _triton_environ(directory: Path) -> dict[str, str]:
     }
 
 
-def _bento_command(bundles: Mapping[str, Path], directory: Path, port: int) -> list[str]:
+def _bento_command(
+    bundles: Mapping[str, Path], directory: Path, port: int, grpc_port: int
+) -> list[str]:
     [bundle] = bundles.values()
     (directory / "service.py").write_text(
         "from prejit.server.adapters.bentoml_service import make_bento_service\n\n"
@@ -145,7 +151,9 @@ def _bento_environ(directory: Path) -> dict[str, str]:
     return {"BENTOML_HOME": str(directory / "home"), "BENTOML_DO_NOT_TRACK": "1"}
 
 
-def _mlserver_command(bundles: Mapping[str, Path], directory: Path, port: int) -> list[str]:
+def _mlserver_command(
+    bundles: Mapping[str, Path], directory: Path, port: int, grpc_port: int
+) -> list[str]:
     for name, bundle in bundles.items():
         (directory / "models" / name).mkdir(parents=True)
         described = {
@@ -154,7 +162,7 @@ def _mlserver_command(bundles: Mapping[str, Path], directory: Path, port: int) -
             "parameters": {"uri": str(bundle)},
         }
         (directory / "models" / name / "model-settings.json").write_text(json.dumps(described))
-    ports = {"http_port": port, "grpc_port": free_port(), "metrics_port": free_port()}
+    ports = {"http_port": port, "grpc_port": grpc_port, "metrics_port": free_port()}
     settings = {"host": "127.0.0.1", "debug": False, **ports}
     (directory / "models" / "settings.json").write_text(json.dumps(settings))
     return [str(Path(sys.executable).with_name("mlserver")), "start", str(directory / "models")]
@@ -163,5 +171,5 @@ def _mlserver_command(bundles: Mapping[str, Path], directory: Path, port: int) -
 PLATFORM_SERVERS = {
     "Triton": PlatformServer("pytriton", _triton_command, _triton_environ),
     "BentoML": PlatformServer("bentoml", _bento_command, _bento_environ),
-    "MLServer": PlatformServer("mlserver", _mlserver_command),
+    "MLServer": PlatformServer("mlserver", _mlserver_command, protocol="grpc"),
 }

@@ -4,8 +4,8 @@
     python -m benchmarks.studies.serverless --trial     prints the table and writes nothing
 
 Fresh processes take turns, from exec to the first answer, on one CPU and in a control group of 512 MB. The
-page cache is warm. The function ranks 64 rows by 24 products of 1024 x 1024: 100 MB of weights. jax.jit has a warm
-persistent cache. A first load has no receipts and no kept golden answers, as in a new sandbox.
+page cache is warm. The function ranks 64 rows by 24 products of 1024 x 1024: 100 MB of weights. jax.jit has
+a warm persistent cache. A first load has no receipts and no kept golden answers, as in a new sandbox.
 """
 
 from __future__ import annotations

@@ -42,11 +42,22 @@ from ray import serve
 from prejit.server.adapters.ray_serve_app import make_ray_app
 
 path, port, temporary, at_once = sys.argv[1:]
-ray.init(address="local", num_cpus=3, include_dashboard=False, object_store_memory=80_000_000,
-         _temp_dir=temporary)
-serve.start(http_options={"port": int(port)})
 replicas = {"num_replicas": 2, "max_ongoing_requests": int(at_once), "ray_actor_options": {"num_cpus": 0.5}}
-serve.run(make_ray_app(path, **replicas))
+app = make_ray_app(path, **replicas)
+small = {"num_cpus": 3, "include_dashboard": False, "object_store_memory": 80_000_000}
+for begin in (
+    lambda: ray.init(address="local", _temp_dir=temporary, **small),
+    lambda: serve.start(http_options={"port": int(port)}),
+    lambda: serve.run(app),
+):
+    for _ in range(5):  # Ray waits for 30 or 60 s, which is not enough on a busy machine
+        try:
+            begin()
+            break
+        except Exception as error:
+            print(error, file=sys.stderr)
+            if "startup" in str(error):
+                ray.shutdown()
 before = 0
 while True:
     states = serve.status().applications["default"].deployments["PrejitBundle"].replica_states
@@ -94,7 +105,7 @@ class Replicas:
         """Wait until the last numbers of replicas that answer are these."""
         wait_for(
             lambda: tuple(self.running[-len(running) :]) == running or self._process.poll(),
-            300,
+            800,
             f"expected {running} replicas, found {self.running}",
         )
         assert self._process.poll() is None, "Ray ended"
