@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 from mlserver import MLModel
 from mlserver.codecs import NumpyCodec
 from mlserver.errors import InferenceError
-from mlserver.types import InferenceRequest, InferenceResponse, MetadataTensor
+from mlserver.types import InferenceRequest, InferenceResponse, MetadataTensor, ResponseOutput
 from mlserver.utils import get_model_uri
 
 from prejit.runtime.errors import PrejitError
@@ -48,7 +49,7 @@ class PrejitModel(MLModel):
             value = await asyncio.wrap_future(self._program.submit(given, parameters))
         except PrejitError as error:
             raise InferenceError(str(error)) from error
-        outputs = [NumpyCodec.encode_output(name, each) for name, each in results(value).items()]
+        outputs = [_encoded(name, each) for name, each in results(value).items()]
         return InferenceResponse(model_name=self.name, id=payload.id, outputs=outputs)
 
     async def unload(self) -> bool:
@@ -59,3 +60,9 @@ class PrejitModel(MLModel):
 
 def _described(tensor: TensorMetadata) -> MetadataTensor:
     return MetadataTensor(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+
+
+def _encoded(name: str, array: np.ndarray[Any, Any]) -> ResponseOutput:
+    found = NumpyCodec.encode_output(name, array)
+    found.shape = list(array.shape)  # it makes [N, 1] of [N]
+    return found
