@@ -18,7 +18,7 @@ from prejit.runtime.format.arrays import Array
 
 
 def lower_encoder(
-    model: sentence.SentenceEncoder, spec: ProgramSpec, forms: Forms | None = None
+    model: sentence.PooledEncoder, spec: ProgramSpec, forms: Forms | None = None
 ) -> LoweredProgram:
     """Lower one of an encoder's three programs at one bucket.
 

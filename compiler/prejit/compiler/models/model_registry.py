@@ -13,7 +13,7 @@ from flax import nnx
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.models import quantizing
 from prejit.compiler.models.families.family_table import DECODERS, ENCODERS, Family
-from prejit.compiler.models.families.sentence import EncoderConfig, EncoderSource, SentenceEncoder
+from prejit.compiler.models.families.sentence import EncoderConfig, EncoderSource, PooledEncoder
 from prejit.compiler.models.layers import product_forms
 from prejit.compiler.models.layers.layer_config import DecoderConfig, Naming, unsupported
 from prejit.runtime.errors import CheckpointError
@@ -103,7 +103,7 @@ def describe_encoder(source: EncoderSource) -> EncoderConfig:
 
 def make_encoder(
     source: EncoderSource, dtype: str = "float32", *, out_in: bool = False
-) -> SentenceEncoder:
+) -> PooledEncoder:
     """Return an encoder as an abstract module: its parameters are shapes without values.
 
     `source` is from `config_file.load_encoder`, `dtype` a name in STORED_DTYPES, and `out_in` as in
@@ -115,8 +115,8 @@ def make_encoder(
     describe_encoder(source)
     family = ENCODERS[source.config.model_type]
     with product_forms.storing(out_in=out_in):
-        module: SentenceEncoder = nnx.eval_shape(
-            lambda: SentenceEncoder(source, family.naming.prefix, family.build(source.config, None))
+        module: PooledEncoder = nnx.eval_shape(
+            lambda: PooledEncoder(source, family.naming.prefix, family.build(source.config, None))
         )
     quantizing.store(module, dtype)
     return module

@@ -76,7 +76,7 @@ class Transformer(Protocol):
         ...
 
 
-class SentenceEncoder(nnx.Module):
+class PooledEncoder(nnx.Module):
     """A transformer, and the modules that make an embedding from its hidden states."""
 
     def __init__(self, source: EncoderSource, prefix: str, transformer: nnx.Module) -> None:
