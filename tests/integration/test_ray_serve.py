@@ -88,6 +88,8 @@ class Replicas:
                 "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "300",  # a busy machine
                 "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "300",
                 "RAY_agent_register_timeout_ms": "300000",
+                "RAY_prestart_worker_first_driver": "0",
+                "RAY_enable_worker_prestart": "0",
             },
             stdout=subprocess.PIPE,
             text=True,

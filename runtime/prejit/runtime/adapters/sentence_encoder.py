@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, final, overload
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import numpy as np
 
@@ -69,12 +69,6 @@ class SentenceEncoder:
         self._prompt(default_prompt_name)
         _one_of("similarity_fn_name", similarity_fn_name, _SIMILARITIES)
 
-    @overload
-    def encode(self, sentences: str | Sequence[str], **options: Any) -> Vectors: ...
-    @overload
-    def encode(
-        self, sentences: Sequence[str], *, convert_to_numpy: Literal[False], **options: Any
-    ) -> list[Vectors]: ...
     def encode(
         self,
         sentences: str | Sequence[str],
