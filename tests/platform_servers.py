@@ -11,7 +11,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,13 +43,8 @@ class PlatformServer:
         return importlib.util.find_spec(self.package) is not None
 
     @contextmanager
-    def running(
-        self, bundles: Mapping[str, Path], directory: Path
-    ) -> Iterator[tuple[str, Callable[[], float]]]:
-        """Run it until the block ends.
-
-        Yields `host:port`, where all models are ready, and what returns the CPU seconds of its processes.
-        """
+    def running(self, bundles: Mapping[str, Path], directory: Path) -> Iterator[str]:
+        """Run it until the block ends; yields `host:port`, where all models are ready."""
         port, grpc_port = free_port(), free_port()
         command = self.command(bundles, directory, port, grpc_port)
         environ = {**os.environ, **self.environ(directory)}
@@ -72,8 +67,7 @@ class PlatformServer:
                     f"not ready: {log.read_text(errors='replace')[-3000:]}",
                 )
             assert process.poll() is None, log.read_text(errors="replace")[-3000:]
-            address = f"127.0.0.1:{grpc_port if self.protocol == 'grpc' else port}"
-            yield address, lambda: _cpu_seconds(process.pid)
+            yield f"127.0.0.1:{grpc_port if self.protocol == 'grpc' else port}"
         finally:
             os.killpg(process.pid, signal.SIGTERM)
             try:
@@ -81,17 +75,6 @@ class PlatformServer:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-
-
-def _cpu_seconds(group: int) -> float:
-    """Return the CPU seconds of the processes of a group that live."""
-    found = 0
-    for each in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            fields = (each / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[2]) == group:
-                found += int(fields[11]) + int(fields[12])
-    return found / os.sysconf("SC_CLK_TCK")
 
 
 def _is_ok(url: str) -> bool:
