@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,26 @@ def test_a_canary_that_answers_otherwise_is_dropped_and_its_model_stays(
     assert f"example: canary {other} rolled back: tokens: " in server.said
     assert server.end() == 0
     assert "Traceback" not in server.said
+
+
+def test_a_swap_that_stalls_holds_up_neither_others_nor_the_end(
+    serve: Serve, bundle_dir: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "admin"
+    server = serve(bundle_dir, "--admin", path, "--drain-seconds", "1")
+    server.wait_until_ready()
+    with socket.create_server(("127.0.0.1", 0)) as silent, over(path) as admin:
+        reference = f"oci://127.0.0.1:{silent.getsockname()[1]}/x:y"
+        with ThreadPoolExecutor(8) as pool:
+            swaps = [pool.submit(admin.post, "/swap", json={"bundle": reference}) for _ in range(8)]
+            silent.accept()[0].detach()  # it stays open
+            assert admin.post("/undrain").status_code == 200
+            assert admin.post("/sleep").status_code == 200
+            began = time.monotonic()
+            assert server.end() == 0
+            assert time.monotonic() - began < 25  # it waits 30 s for a registry
+            for each in swaps:
+                assert isinstance(each.exception(60), httpx.HTTPError) or each.result().is_error
 
 
 def check_drain(server: Process, admin: httpx.Client, client: httpx.Client) -> None:

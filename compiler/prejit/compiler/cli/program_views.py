@@ -50,6 +50,7 @@ def show_costs(path: str, target: str | None, *, as_json: bool) -> None:
         return
     heads = ["program", "MFLOP", "moves", "FLOP/byte", "temporary memory"]
     print_text(table(heads, [_cost_row(cost) for cost in each]))
+    print_text("one run each; a loop counts as one turn")
 
 
 def show_roofline(path: str, target: str | None, *, as_json: bool) -> None:
@@ -113,5 +114,6 @@ def _roofline_text(limits: MachineLimits, rows: Sequence[RooflineRow]) -> str:
         f"so programs of fewer than {flops / reads:.1f} FLOP/byte are bound by memory\n"
         f"{table(heads, lines)}\n"
         "more than 100%: caches held what a program read, it read a part of an argument, or it multiplied "
-        "numbers narrower than float32"
+        "numbers narrower than float32\n"
+        "MFLOP has one turn of a loop and `took` all of them: the share of a program with a loop is too low"
     )

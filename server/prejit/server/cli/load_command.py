@@ -178,12 +178,12 @@ def load(
         is_url = target.startswith(("http://", "https://"))
         with nullcontext(target) if is_url else served_bundle(target, show) as url:
             report = run_load(url, asked, show, headers=headers, name=target)
-    if page is not None:
-        write_text(page, as_page(report))
     if as_json:
         print_json(report.to_json())
     else:
         print_text(as_text(report))
+    if page is not None:
+        write_text(page, as_page(report))
     rates = report.rates if asked.rates else ()
     missed = [
         short(each.rate)

@@ -22,7 +22,7 @@ from prejit.runtime.base.wording import shortened, table
 from prejit.runtime.cli.bundle_references import local_bundle
 from prejit.runtime.cli.command_options import DIR, JSON, PATH, Number, loads, output
 from prejit.runtime.cli.output import print_json, print_text, progress
-from prejit.runtime.errors import NetworkError
+from prejit.runtime.errors import NetworkError, UsageError
 
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
@@ -89,6 +89,11 @@ def profile(
                 hint="give the admin address of a server of this version of prejit",
             ) from error
         found = read_time_line(xspace, spans)
+    if as_json:
+        totals = {name: [asdict(each) for each in getattr(found, name)] for name in _TABLES}
+        print_json({"seconds": found.seconds, "tokens": found.tokens, **totals})
+    else:
+        print_text(_text(found))
     if output is not None:
         text = json.dumps(trace_events(found)).encode()
         with store_errors(output, "write"):
@@ -96,11 +101,6 @@ def profile(
     if xprof is not None:
         with store_errors(xprof, "write"):
             _write_xprof(Path(xprof), xspace)
-    if as_json:
-        totals = {name: [asdict(each) for each in getattr(found, name)] for name in _TABLES}
-        print_json({"seconds": found.seconds, "tokens": found.tokens, **totals})
-    else:
-        print_text(_text(found))
     return 0
 
 
@@ -112,11 +112,15 @@ def _of_server(url: str, seconds: float) -> bytes:
 
     Raises:
         NetworkError: it does not answer, or refuses.
+        UsageError: it is no URL.
     """
     import http.client
     from urllib.parse import urlsplit
 
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise UsageError(f"{url}: expected a URL: {error}") from error
     limit = seconds + 120
     connection: http.client.HTTPConnection
     if parts.scheme == "unix":
@@ -141,7 +145,9 @@ def _of_server(url: str, seconds: float) -> bytes:
     if response.status != 200:
         raise NetworkError(
             f"{url}: expected a recording, found status {response.status}: {_message(content)}",
-            hint="/profile is at the admin address (`prejit serve --admin`), never at the public one",
+            hint="/profile is at the admin address (`prejit serve --admin`), never at the public one"
+            if response.status in (404, 405)
+            else None,
         )
     return content
 

@@ -471,6 +471,8 @@ class Engine(OneProcess):
         if (loop := vars(self).get("_loop")) is not None:
             loop.close()
         self.sleeper.sleep(lambda: None, between=True)
+        if loop is not None:
+            loop.drop()
         for finalizer in self._finalizers:
             finalizer.detach()
 

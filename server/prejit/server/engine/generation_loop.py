@@ -183,6 +183,11 @@ class Loop:
         self._prefixes.clear()
         self.state = CacheState()
 
+    def drop(self) -> None:
+        """Refer to the bundle no more, after `close`: what it has dropped keeps the client of XLA."""
+        for name in ("_batch", "_prefixes", "_decoder"):
+            vars(self).pop(name, None)
+
     def _is_idle(self) -> bool:
         return not self._queue and not self._running
 

@@ -122,7 +122,7 @@ class Sleeper:
     def give_up(self) -> None:
         """Note that nobody waits for memory any more."""
         with self._lock:
-            if self.is_sleeping:
+            if self.is_sleeping and not self._live():  # else others wait on
                 self._waiting_since = None
 
     def rise(self) -> None:

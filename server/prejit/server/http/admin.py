@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -26,6 +27,7 @@ from prejit.server.openai.bodies import served_model
 from prejit.server.releases.canary_runs import Canaries, share_of
 from prejit.server.served.bundle_swaps import BundleSwaps
 from prejit.server.served.served import ModelNotFoundError, Models
+from prejit.server.served.work_threads import ADMIN, in_own_thread
 from prejit.server.telemetry.engine_profile import MAX_SECONDS, record
 
 if TYPE_CHECKING:
@@ -213,7 +215,7 @@ def _handler(
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise http_errors.as_api_error(error) from None
         try:
-            found = await asyncio.to_thread(work, wanted)
+            found = await in_own_thread(ADMIN, partial(work, wanted))
             return found if isinstance(found, Response) else json_response(found)
         except PrejitError as error:
             text = f"{error}\nhint: {error.hint}" if error.hint else str(error)

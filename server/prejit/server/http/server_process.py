@@ -11,6 +11,7 @@ import signal
 import socket
 import stat
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,6 +33,7 @@ from prejit.server.served.served_loading import (
     MakeServed,
     Wrap,
 )
+from prejit.server.served.work_threads import ADMIN
 from prejit.server.telemetry.otel_setup import start as start_telemetry
 from prejit.server.telemetry.watched_engine import EngineCall, Watch, WatchedEngine, Watcher
 
@@ -153,7 +155,9 @@ def serve(
         telemetry.close()
     if log is not None:
         log.close()
-    if loading.is_alive() or not has_ended:  # a load cannot be stopped, nor a network that stalls
+    is_working = any(one.name == ADMIN for one in threading.enumerate())
+    # A load cannot be stopped, nor a network that stalls.
+    if loading.is_alive() or not has_ended or is_working:
         sys.stderr.flush()
         os._exit(0)
 

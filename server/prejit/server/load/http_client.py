@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import ssl
 import time
 from collections.abc import Mapping
@@ -64,11 +65,13 @@ class HttpClient:
         Raises:
             UsageError: it is no URL of a server.
         """
-        parts = urlsplit(url)
         try:
+            parts = urlsplit(url)
             self._port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError as error:
-            raise UsageError(f"{url}: expected a port from 0 to 65535: {error}") from error
+            raise UsageError(
+                f"{url}: expected a URL such as http://127.0.0.1:8000: {error}"
+            ) from error
         if not parts.hostname or parts.query or parts.fragment:
             raise UsageError(f"expected a URL such as http://127.0.0.1:8000, found {url!r:.80}")
         self.url = url.rstrip("/")
@@ -98,7 +101,10 @@ class HttpClient:
                 connection = await self._connect()
                 await connection.exchange(content, found)
         except OSError as error:
-            found.failed = f"cannot connect: {os.strerror(error.errno) if error.errno else error}"
+            # The numbers of these two are not the system's.
+            is_own = isinstance(error, ssl.SSLError | socket.gaierror)
+            text = os.strerror(error.errno) if error.errno and not is_own else str(error)
+            found.failed = f"cannot connect: {text or type(error).__name__}"
         else:
             if connection.is_open:
                 self._idle.append(connection)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -18,12 +19,14 @@ import numpy as np
 from prejit.runtime.base.child_process import end_with_parent, ending, last_line
 from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.errors import NetworkError, ProcessError, UsageError
-from prejit.server.load.http_client import HttpClient
+from prejit.server.load.http_client import Exchange, HttpClient
 from prejit.server.load.load_window import LoadAnswer, measure
 from prejit.server.load.workload import DrawnLoad, Lengths, LoadRequest, Workload
 
 _READY = re.compile(r"^(http://\S+)  .*  ready in ", re.MULTILINE)
 _END_SECONDS = 10.0
+_PATIENCE_SECONDS = 300.0
+"""How long the first requests may take: a server may load or compile for them."""
 _PROBE_TOKENS = 64
 """Words of the prompt by which tokens are counted, at most."""
 
@@ -52,7 +55,7 @@ def served_bundle(path: str, show: Callable[[str], None]) -> Iterator[str]:
             while (found := _READY.search(_all_of(errors))) is None:
                 if (status := process.poll()) is not None:
                     raise ProcessError(
-                        f"prejit serve {path} {ending(status)}: {last_line(_all_of(errors))}",
+                        f"prejit serve {path} {ending(status)}: {_why(_all_of(errors))}",
                         status,
                         hint="start it by hand to see why",
                     )
@@ -68,6 +71,12 @@ def served_bundle(path: str, show: Callable[[str], None]) -> Iterator[str]:
                 process.wait()
 
 
+def _why(text: str) -> str:
+    """Return the error in what `prejit serve` wrote, without its hint; else the last line."""
+    found = re.findall(r"^error\[[\w-]+\]: (.+)", text, re.MULTILINE)
+    return found[-1] if found else last_line(text)
+
+
 def _all_of(errors: Any) -> str:
     errors.seek(0)
     return str(errors.read())
@@ -79,7 +88,7 @@ async def _get(client: HttpClient, path: str) -> Any:
     Raises:
         NetworkError: there is none.
     """
-    found = await client.exchange(LoadRequest(path, b"", {}, False), time.monotonic(), "GET")
+    found = await _in_time(client, LoadRequest(path, b"", {}, False), "GET")
     if found.failed or found.status != 200:
         raise NetworkError(
             f"{client.url}{path}: expected status 200, found {found.failed or found.status}",
@@ -101,7 +110,12 @@ async def choose_model(client: HttpClient, model: str | None) -> str:
         UsageError: it has no model of this name, or several and none is given.
     """
     listed = await _get(client, "/v1/models")
-    names = [str(each["id"]) for each in listed["data"]]
+    try:
+        names = [str(each["id"]) for each in listed["data"]]
+    except (KeyError, TypeError) as error:
+        raise NetworkError(
+            f"{client.url}/v1/models: expected a list of models, found {listed!r:.80}"
+        ) from error
     if model is None and len(names) == 1:
         return names[0]
     if model is None or model not in names:
@@ -160,5 +174,15 @@ async def ask(client: HttpClient, load: Workload) -> LoadAnswer:
 
 async def _exchange(client: HttpClient, load: Workload) -> LoadAnswer:
     [request] = load.requests(1, np.random.default_rng(0))
+    found = await _in_time(client, request, "POST")
+    return measure(found, request.is_streamed, found.due)
+
+
+async def _in_time(client: HttpClient, request: LoadRequest, method: str) -> Exchange:
+    """Return what came back, or a failure if nothing came back in time."""
     start = time.monotonic()
-    return measure(await client.exchange(request, start), request.is_streamed, start)
+    try:
+        async with asyncio.timeout(_PATIENCE_SECONDS):
+            return await client.exchange(request, start, method)
+    except TimeoutError:
+        return Exchange(start, failed=f"no answer within {_PATIENCE_SECONDS:g} s")

@@ -62,7 +62,7 @@ class AnswerChecks:
             found, shown = str(error), f"error[{error.code}]"
         except Exception as error:  # of XLA, or no memory
             found, shown = f"{type(error).__name__}: {error}", "it cannot run"
-        if all(served is not one for one in self._models):
+        if not self._is_served(served):
             return  # another bundle has taken its place
         if served.is_sleeping:  # the check may have loaded programs again
             with contextlib.suppress(ClosedError):
@@ -73,5 +73,10 @@ class AnswerChecks:
             say(printable(f"{served.name}: ready again: its golden answers are right"))
         if shown:
             wrong[served.name] = shown
+            if not self._is_served(served):  # removed just now: nothing would take it back
+                wrong.pop(served.name, None)
         else:
             wrong.pop(served.name, None)
+
+    def _is_served(self, served: Served) -> bool:
+        return any(served.engine is one.engine for one in self._models)

@@ -76,7 +76,7 @@ class BundleFollowing:
         try:
             path, digest = self._found(served)
             if digest != served.bundle.digest:
-                self._swaps.swap(served.name, path, followed=served.path)
+                self._swaps.swap(served.name, path, followed=served.path, only=served)
         except Exception as error:  # whatever a registry sends, the server goes on
             text = f"{served.name}: cannot follow {served.path}: {error}"
             if self._failures.get(served.name) != text and not self._ends.is_set():

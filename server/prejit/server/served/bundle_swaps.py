@@ -44,7 +44,7 @@ class BundleSwaps:
         self._when_changed = when_changed
         self._one_at_a_time = threading.Lock()
 
-    def swap(self, name: str, path: str, followed: str = "") -> Served:
+    def swap(self, name: str, path: str, followed: str = "", only: Served | None = None) -> Served:
         """Let the next requests to a model go to the bundle that a path leads to now.
 
         It is loaded beside the one that serves, which goes on if anything fails here. Requests that run keep
@@ -54,6 +54,7 @@ class BundleSwaps:
             name: the model.
             path: a directory or a reference.
             followed: a path that led to it, which is looked at again; empty: `path` is.
+            only: what must serve the model; if something else does by now, nothing is done.
 
         Returns:
             What serves the next request. That is what served before if the path leads to the same bundle.
@@ -67,13 +68,15 @@ class BundleSwaps:
         """
         with self._one_at_a_time:
             before = self._models.get(name)
+            if only is not None and before is not only:
+                return before
             began = time.monotonic()
             try:
                 source = BundleSource(path, name)
                 after = replace(self._try(source, _used(before)), path=followed or path)
                 if after.bundle.digest == before.bundle.digest:
                     _close(after)
-                    return before
+                    return self._models.led_to(before, after.path)
                 self._put(after)
             except BaseException:
                 self._models.swaps[name, "failed"] += 1
@@ -104,7 +107,7 @@ class BundleSwaps:
 
     def drop(self, before: Served) -> None:
         """Free a retired bundle in a thread, after the last request that may use it."""
-        start_thread(partial(self._free, before), "prejit-free")
+        start_thread(partial(self._free, [before]), "prejit-free")
 
     def _swapped(self, before: Served, after: Served, began: float) -> None:
         name, digests = after.name, (before.bundle.digest, after.bundle.digest)
@@ -180,13 +183,19 @@ class BundleSwaps:
                 served.bundle.prepare(*wanted)
             if wrong := next(served.bundle.wrong_answers(), ""):
                 raise AnswerError(f"{served.name}: a golden answer is wrong: {wrong}")
+            if served.is_sleeping:  # another model took the room meanwhile
+                served.bundle.sleep()
         except BaseException:
             _close(served)
             raise
         return served
 
-    def _free(self, before: Served) -> None:
-        """Free a bundle when no request uses it any more, and give its memory back to the system."""
+    def _free(self, held: list[Served]) -> None:
+        """Free a bundle when no request uses it any more, and give its memory back to the system.
+
+        `held` is emptied: what the thread was given would keep the client of XLA until it ends.
+        """
+        before = held.pop()
         name, digest = before.name, before.bundle.digest
         if not self._models.free(before, self._longest_request_seconds):
             say(

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 from starlette.routing import Match
@@ -207,6 +207,14 @@ class Models:
     def retire(self, served: Served) -> None:
         """Keep a bundle for `drain` and `close` that the next requests do not use; `free` closes it."""
         self._replaced.append(served)
+
+    def led_to(self, before: Served, path: str) -> Served:
+        """Note that another path leads to a bundle that is served; return it."""
+        with self._lock:
+            after = replace(before, path=path)
+            if self._by_name.get(before.name) is before:
+                self._by_name[before.name] = after
+            return after
 
     def free(self, before: Served, seconds: float) -> bool:
         """Close a replaced bundle when the requests that may use it have ended, or after so many seconds.

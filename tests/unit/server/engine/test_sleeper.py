@@ -133,6 +133,20 @@ def test_a_wait_that_was_given_up_does_not_count_for_the_next_one(
     assert max(door.waited) < 0.3
 
 
+def test_a_refused_wake_does_not_begin_the_wait_of_a_request_anew(
+    engine: Engine, door: Door
+) -> None:
+    door.is_open = False
+    waiting = engine.submit([1, 2], **FEW)
+    for _ in range(10):
+        time.sleep(0.05)
+        with pytest.raises(NoRoomError):
+            engine.wake()
+    door.is_open, door.waited = True, []
+    assert len(waiting.result(60).token_ids) == 4
+    assert max(door.waited) >= 0.5
+
+
 def test_who_closes_it_while_it_waits_for_memory_waits_for_nothing(
     engine: Engine, door: Door
 ) -> None:

@@ -28,7 +28,7 @@ from prejit.runtime.ship.reference import Reference, parse_reference
 from prejit.runtime.ship.shipping import TransferProgress, ship
 from prejit.server.served import bundle_following
 from prejit.server.served.bundle_following import BundleFollowing
-from prejit.server.served.served import Models
+from prejit.server.served.served import Models, Served
 
 EVERY = 0.02
 
@@ -51,7 +51,8 @@ class NotedSwaps:
     def __init__(self, models: Models) -> None:
         self._models, self.done = models, list[tuple[str, int]]()
 
-    def swap(self, name: str, path: str, followed: str = "") -> None:
+    def swap(self, name: str, path: str, followed: str, only: Served) -> None:
+        assert self._models.get(name) is only
         self.done.append((path, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
         reference = parse_reference(path)
         digest = reference.digest if reference.is_remote else read_root(Layout(path)).digest

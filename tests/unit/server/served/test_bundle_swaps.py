@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -46,6 +47,9 @@ class StandInBundle:
     def wrong_answers(self) -> Iterator[str]:
         return iter(self._wrong)
 
+    def sleep(self) -> None:
+        self.done.append("sleep")
+
     def close(self) -> None:
         self.done.append("close")
 
@@ -53,7 +57,10 @@ class StandInBundle:
 def served(digest: str, name: str = "m", path: str = "v1", **options: Any) -> Served:
     bundle = StandInBundle(digest, **options)
     engine = SimpleNamespace(
-        close=lambda: None, drain=lambda seconds: False, wake=lambda: bundle.done.append("wake")
+        close=lambda: None,
+        drain=lambda seconds: False,
+        wake=lambda: bundle.done.append("wake"),
+        sleeper=SimpleNamespace(is_sleeping=False),
     )
     return Served(name, bundle, engine, 0, path=path)  # type: ignore[arg-type]
 
@@ -122,10 +129,25 @@ def test_a_bundle_that_cannot_serve_leaves_the_one_before(
 def test_the_same_bundle_is_not_swapped(said: list[str]) -> None:
     before, again = served("sha256:1"), served("sha256:1")
     models = Models(before)
-    assert swapping(models, again).swap("m", "v2") is before
-    assert models.get("m") is before
+    assert swapping(models, again).swap("m", "v2").bundle is before.bundle
+    assert models.get("m") == replace(before, path="v2")  # which is followed from now on
     assert again.bundle.done[-1] == "close"  # type: ignore[attr-defined]
     assert (said, dict(models.swaps)) == ([], {})
+
+
+def test_what_an_operator_has_swapped_meanwhile_stays(said: list[str]) -> None:
+    before, by_operator = served("sha256:1"), served("sha256:2", path="v3")
+    models = Models(by_operator)
+    assert swapping(models, served("sha256:4")).swap("m", "v2", only=before) is by_operator
+    assert models.get("m") is by_operator
+    assert (said, dict(models.swaps)) == ([], {})
+
+
+def test_a_model_that_sleeps_after_its_trial_keeps_no_programs(said: list[str]) -> None:
+    after = served("sha256:2")
+    after.engine.sleeper.is_sleeping = True  # type: ignore[misc]
+    swapping(Models(served("sha256:1")), after).swap("m", "v2")
+    assert after.bundle.done[-1] == "sleep"  # type: ignore[attr-defined]
 
 
 def test_a_server_that_drains_or_has_no_such_model_swaps_nothing(said: list[str]) -> None:

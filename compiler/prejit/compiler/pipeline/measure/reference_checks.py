@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -110,7 +112,14 @@ def _from_files(
             try:
                 with np.load(path, allow_pickle=False) as file:
                     shapes = {key: file[key].shape for key in file.files}
-            except (OSError, ValueError, EOFError) as error:
+            except (
+                OSError,
+                ValueError,
+                EOFError,
+                TypeError,
+                zipfile.BadZipFile,
+                zlib.error,
+            ) as error:
                 hint = "write it with numpy.savez"
                 raise ManifestError(f"{where}: cannot read arrays: {error}", hint=hint) from error
             buckets = [each for each in entries if each.function == section]
@@ -252,7 +261,7 @@ def _error(
         place = f"{each.result}[{', '.join(map(str, each.index))}]" if each.index else each.result
         lines.append(
             f"{about}: expected what {reference} has, {each.expected}, found {each.found} at {place}, its "
-            f"largest difference, {each.difference:.3g} (tolerance {check.tolerance:g})"
+            f"largest difference, {each.difference} (tolerance {check.tolerance:g})"
         )
     return BuildError(
         "\n".join(lines),

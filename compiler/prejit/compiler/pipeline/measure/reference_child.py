@@ -17,7 +17,7 @@ import numpy as np
 from prejit.compiler.pipeline.measure.golden_child import GoldenRequest, open_programs
 from prejit.runtime.base.typed_json import from_plain
 from prejit.runtime.device.transfer import dtype_of, to_numpy
-from prejit.runtime.errors import PrejitError
+from prejit.runtime.errors import BuildError, PrejitError
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.programs.golden_check import (
@@ -71,7 +71,7 @@ class ReferenceComparison:
     index: tuple[int, ...] = ()
     expected: str = ""
     found: str = ""
-    difference: float = 0.0
+    difference: str = ""
     golden: str | None = None
     error: str = ""
 
@@ -126,7 +126,7 @@ def _compare(
                 index=tuple(map(int, index)),
                 expected=f"{wanted[index]:.6g}",
                 found=f"{found[index]:.6g}",
-                difference=float(differences[index]),
+                difference=f"{differences[index]:.3g}",
             )
     if reference.golden is None or about.result:
         return about
@@ -137,7 +137,18 @@ def _arrays(file: Mapping[str, Any], prefix: str, arrays: Sequence[Array]) -> li
     """Return arrays of a file in the dtypes of a program; those of ml_dtypes are raw bytes in the file."""
     found = []
     for array in arrays:
-        value, dtype = file[prefix + (dotted(array.path) or "result")], dtype_of(array.dtype)
+        name = prefix + (dotted(array.path) or "result")
+        if name not in file:
+            raise BuildError(f"expected an array {name!r}, found none; there are {', '.join(file)}")
+        value, dtype = file[name], dtype_of(array.dtype)
+        if value.shape != array.shape:
+            raise BuildError(
+                f"{name}: expected the shape {list(array.shape)}, found {list(value.shape)}"
+            )
+        is_whole = dtype.kind in "biu" or dtype.name.startswith(("int", "uint"))
+        lost = "fc" if is_whole else "" if dtype.kind == "c" else "c"
+        if value.dtype.kind in lost:
+            raise BuildError(f"{name}: expected {array.dtype}, found {value.dtype}")
         found.append(value.view(dtype) if value.dtype.kind == "V" else value.astype(dtype))
     return found
 
