@@ -171,7 +171,8 @@ def _from_functions(
                 call_input(array, SEED, number, entry.mask or "")
                 for number, array in enumerate(arrays)
             ]
-            results = _returned(modules, function, params, entry, arrays, values, where)
+            theirs = [np.copy(each) for each in values]  # a function may write into its arguments
+            results = _returned(modules, function, params, entry, arrays, theirs, where)
             file = directory / f"{section}-{place}.npz"
             named = {
                 ARGUMENTS + pytree.dotted(a.path): v for a, v in zip(arrays, values, strict=True)

@@ -116,6 +116,31 @@ def test_files_have_arguments_of_their_own(make: Any, tmp_path: Path) -> None:
         make(ProgramCheck(files=(*files, wrong)))
 
 
+@pytest.mark.parametrize(
+    ("y", "problem"),
+    [
+        (np.zeros((1, 3), np.float32), r"results\.y: expected the shape \[4, 3\], found \[1, 3\]"),
+        (np.zeros((4, 3), np.complex64), r"results\.y: expected float32, found complex64"),
+        (np.full((4, 3), np.nan, np.float32), r"has, nan, found "),
+    ],
+)
+def test_a_reference_that_numpy_would_make_fit_is_refused(
+    y: Any, problem: str, make: Any, tmp_path: Path
+) -> None:
+    files = (save(tmp_path / "1.npz", 1), save(tmp_path / "4.npz", 4, y=y))
+    with pytest.raises(BuildError, match=problem):
+        make(ProgramCheck(files=files))
+
+
+def test_a_function_may_write_into_its_arguments(make: Any) -> None:
+    def writes(params: Any, x: np.ndarray) -> dict[str, Any]:
+        found = reference(params, x)
+        x[:] = 0
+        return found
+
+    make(ProgramCheck(function=writes))
+
+
 def test_a_file_of_no_bucket_is_refused(make: Any, tmp_path: Path) -> None:
     odd = save(tmp_path / "odd.npz", 3)
     with pytest.raises(
