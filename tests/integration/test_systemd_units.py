@@ -144,7 +144,8 @@ def test_a_request_starts_the_hardened_server_and_a_restart_refuses_none(booted:
         statuses.append(httpx.post(url, json=INFER, timeout=60).status_code)
         return statuses[-1]
 
-    wait_for(lambda: f":{booted.port:04X} " in Path("/proc/net/tcp").read_text())
+    listens = f":{booted.port:04X} 00000000:0000 0A "
+    wait_for(lambda: listens in Path("/proc/net/tcp").read_text())
     wait_for(lambda: ask() == 200)
     before = booted.control("show", "-P", "MainPID", "prejit@demo.service")
     is_over = threading.Event()

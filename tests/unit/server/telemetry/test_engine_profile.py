@@ -176,7 +176,7 @@ def test_functions_are_called_on_zeros(
 
 def test_a_server_is_asked_at_its_admin_address(bundle: Bundle, engine: Engine) -> None:
     models = Models(Served("tiny", bundle, engine, 0))
-    app = make_admin(models, Settings(), None, None)  # type: ignore[arg-type]
+    app = make_admin(models, Settings(), None, None, None)  # type: ignore[arg-type]
     client = TestClient(app)
     answer = client.post("/profile", json={"seconds": 0.05})
     assert answer.status_code == 200
