@@ -114,7 +114,8 @@ def check_figures(figures: dict[str, Any], before: Look, after: Look) -> None:
     assert figures["p99 between tokens, times of alone"] <= MOST_SLOWER
     assert figures["honest client beside the hostile ones"]["ms of a scrape"]["most"] < SCRAPE_MS
     assert after.resident_bytes <= MOST_MEMORY * before.resident_bytes
-    assert figures["hostile clients"]["connections"]["most at once"] >= CONNECTIONS
+    # The server closes the oldest of those that have sent no head, so they are never all there at once.
+    assert figures["hostile clients"]["connections"]["opened"] >= CONNECTIONS
 
 
 def client(kind: str, server: Process, name: str, *options: object) -> subprocess.Popen[str]:
