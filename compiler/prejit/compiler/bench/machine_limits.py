@@ -20,7 +20,7 @@ _SECONDS, _LEAST_PASSES = 0.5, 5
 
 @dataclass(frozen=True, slots=True)
 class MachineLimits:
-    """What all CPUs of this process do together.
+    """The most that the CPUs of this process can do together.
 
     Attributes:
         read_bytes_per_second: reading an array that no cache holds.

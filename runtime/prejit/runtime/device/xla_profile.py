@@ -1,4 +1,4 @@
-"""Record with XLA's own profiler which kernel of which program ran when, on which thread or stream.
+"""Record when each kernel of each program ran, and on which thread or stream, with XLA's own profiler.
 
 It records XLA:CPU's thunks, which are its kernels, and on an accelerator the kernels of each stream. jax's
 Python is not needed.

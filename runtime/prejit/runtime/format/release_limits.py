@@ -130,7 +130,7 @@ def stricter(old: ReleaseLimits, new: ReleaseLimits) -> tuple[ReleaseLimits, tup
 
 
 def _comparable(limits: ReleaseLimits, name: str) -> float | None:
-    """Return a limit as a number, of which a smaller one is stricter; None: there is none."""
+    """Return a limit as a number: the smaller it is, the stricter. None: there is no limit."""
     if name in DEFAULT_SHARES:
         return limits.share(name)
     value: int | None = getattr(limits, name)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prejit.server.inference.inference_schema import TensorMetadata
 
 OnMismatch = Literal["jit", "error"]
-"""What to do on a machine that matches no target, as of `load`."""
+"""What happens on a machine that matches no target: the argument of `load`."""
 
 
 def load_models(

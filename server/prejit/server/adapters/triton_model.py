@@ -70,7 +70,7 @@ def _open(config: Mapping[str, Any]) -> HostedProgram:
     """Load the bundle that the parameters of a configuration name.
 
     Raises:
-        UsageError: they name none, or a tensor is bfloat16, of which the backend makes no arrays.
+        UsageError: they name none, or a tensor is bfloat16: the backend cannot make such arrays.
         MismatchError, RejectError, StoreError, UntrustedError: as `load`.
     """
     parameters = {k: each["string_value"] for k, each in config.get("parameters", {}).items()}

@@ -172,9 +172,8 @@ def _wrapper(telemetry: Telemetry | None) -> Wrap:
     """Return what wraps engines, so that a log, a canary and telemetry see what they give."""
 
     def watch(call: EngineCall) -> Watch | None:
-        from prejit.server.telemetry.requestlog import (
-            record,
-        )  # with the stack: not before a request
+        # It imports the HTTP stack: not before the first request.
+        from prejit.server.telemetry.requestlog import record
 
         return record(call)
 

@@ -25,7 +25,7 @@ _LEAST_REQUESTS = 30
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What is measured.
+    """Options of one measurement.
 
     Attributes:
         rates: requests a second; None among them: as many as the log has. Empty: search.

@@ -41,7 +41,7 @@ _MOST_HALVINGS = 8
 
 @dataclass(frozen=True, slots=True)
 class LoadLimits:
-    """What a request must keep, in milliseconds; None: anything goes.
+    """The limits of a request, in milliseconds; None: no limit.
 
     Attributes:
         first_token_ms: until its first token.

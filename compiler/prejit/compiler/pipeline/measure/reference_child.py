@@ -54,7 +54,7 @@ class ReferenceResults:
 
 @dataclass(frozen=True)
 class ReferenceComparison:
-    """What a program returned beside reference results.
+    """A program's results compared with those of its reference.
 
     Attributes:
         result: the result that differs most; empty: none does by more than the tolerance.
