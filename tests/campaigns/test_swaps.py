@@ -1,7 +1,8 @@
-"""Swaps of a served bundle under load: no request fails, and no token comes from the wrong bundle.
+"""Swaps and canaries of a served bundle under load: no request fails, and no token is of the wrong bundle.
 
-`make swaps` does 100 swaps under 200 requests at once from four keys, checks the figures and writes them to
-swaps.json beside this file; `make test` does some under 16. PREJIT_SWAPS is the number.
+`make swaps` does 100 swaps and 10 canaries under 200 requests at once from four keys, checks the figures and
+writes them to swaps.json and canaries.json beside this file; `make test` does some under 16. PREJIT_SWAPS is
+the number of swaps.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from tests.integration.test_serve import Process
 from tests.lettered import write_lettered
 
-from .campaign import facts, setting, write_figures
+from .campaign import check, facts, setting, write_figures
 from .honest_clients import KEYS, expected, start
 from .hostile_clients import in_ms
 from .serving import MIB, metric
@@ -26,10 +29,12 @@ from .serving import MIB, metric
 SWAPS = setting("SWAPS", 3)
 IS_WHOLE = SWAPS >= 20
 AT_ONCE = 200 if IS_WHOLE else 16
+CANARIES = 10 if IS_WHOLE else 1
 PAUSE_SECONDS = 1.0
 MOST_SLOWER = 2.0
 """How many times longer the 99th percentile between tokens may be than without swaps."""
 MOST_MEMORY = 1.05
+MOST_ROLLBACK_SECONDS = 5.0
 pytestmark = pytest.mark.timeout(900 + 10 * SWAPS)
 
 
@@ -50,78 +55,112 @@ def resident_bytes(server: Process) -> float:
 def versions(
     make_decoder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> list[Path]:
-    """Two bundles of one name, whose texts differ."""
+    """Two bundles of one name whose texts differ, and one with the texts of the first."""
     found = []
-    for layers in (2, 1):
+    for layers, context in ((2, 64), (1, 64), (2, 128)):
         at = tmp_path_factory.mktemp("version")
-        made = make_decoder(
-            write_lettered(at / "model", n_layer=layers), batch=(1, 8), prompt=(16,), context=(64,)
-        )
+        model = write_lettered(at / "model", n_layer=layers)
+        made = make_decoder(model, batch=(1, 8), prompt=(16,), context=(context,))
         found.append(shutil.copytree(made, at / "bundle", symlinks=True))
     return found
 
 
-def test_no_request_fails_and_no_token_changes_while_bundles_are_swapped(
-    versions: list[Path], tmp_path: Path
-) -> None:
-    answers = [expected(each) for each in versions]
-    assert answers[0].isdisjoint(answers[1])
+@dataclass(frozen=True)
+class Running:
+    """A server of the first bundle with four keys, and a client of its admin address."""
+
+    server: Process
+    admin: httpx.Client
+
+    def post(self, path: str, expected: int = 200, **body: str) -> dict[str, Any]:
+        """Return what the admin address answers."""
+        answer = self.admin.post(path, json=body)
+        assert answer.status_code == expected, answer.text
+        return dict(answer.json())
+
+    def canary(self) -> dict[str, Any]:
+        """Return how far the last canary is."""
+        return dict(self.admin.get("/canary").json()["canaries"][0])
+
+    def wait_for(self, *stages: str) -> dict[str, Any]:
+        """Return how far the canary is when it has come to one of these stages."""
+        until = time.monotonic() + 120
+        while (state := self.canary())["stage"] not in stages:
+            assert time.monotonic() < until, state
+            time.sleep(0.02)
+        return state
+
+
+@pytest.fixture
+def running(versions: list[Path], tmp_path: Path) -> Iterator[Running]:
+    """A server of the first version."""
     keys, socket_path = tmp_path / "keys", tmp_path / "admin"
     keys.write_text("".join(f"k{at}: {key}\n" for at, key in enumerate(KEYS)))
-    server = Process(
-        f"m={versions[0]}",
-        "--keys",
-        keys,
-        "--admin",
-        socket_path,
-        "--queue",
-        "256",
-        "--timeout",
-        "60",
-    )
+    options = ("--keys", keys, "--admin", socket_path, "--queue", "256", "--timeout", "60")
+    server = Process(f"m={versions[0]}", *options)
     transport = httpx.HTTPTransport(uds=str(socket_path))
-    admin = httpx.Client(transport=transport, base_url="http://admin", timeout=60)
     try:
-        server.wait_until_ready()
-        alone = start(server, AT_ONCE)
-        time.sleep(max(PAUSE_SECONDS, SWAPS / 5))
-        alone.end()
-        before = resident_bytes(server)
-        beside = start(server, AT_ONCE)
-        seconds = []
-        for swap in range(1, SWAPS + 1):
-            time.sleep(PAUSE_SECONDS)
-            began = time.monotonic()
-            answer = admin.post("/swap", json={"bundle": str(versions[swap % 2])})
-            assert answer.status_code == 200, answer.text
-            seconds.append(time.monotonic() - began)
-        time.sleep(PAUSE_SECONDS)
-        beside.end()
-        last = start(server, 8).end()
-        after = resident_bytes(server)
+        with httpx.Client(transport=transport, base_url="http://admin", timeout=60) as admin:
+            server.wait_until_ready()
+            yield Running(server, admin)
         assert server.end() == 0, server.said
+        assert "Traceback" not in server.said, server.said
     finally:
         server.kill()
-        admin.close()
-    figures = {
+
+
+def measured(**figures: object) -> dict[str, Any]:
+    """Return figures with what they depend on, after printing them."""
+    load = [round(each, 1) for each in os.getloadavg()]
+    found = {
         **facts("jax", "kernel"),
         "machine": f"{os.cpu_count()} CPUs",
-        "load average": [round(each, 1) for each in os.getloadavg()],
-        "swaps": SWAPS,
+        "load average": load,
         "requests at once": AT_ONCE,
-        "requests": beside.requests,
-        "failed": len(alone.failures + beside.failures + last.failures),
-        "texts of a wrong bundle": len((alone.texts | beside.texts) - (answers[0] | answers[1])),
-        "ms of a swap": in_ms(seconds),
-        "ms between tokens, without swaps": in_ms(alone.gaps),
-        "ms between tokens, with swaps": in_ms(beside.gaps),
-        "resident MB before, after": [round(before / MIB), round(after / MIB)],
+        **figures,
     }
-    print(json.dumps(figures, indent=1))
+    print(json.dumps(found, indent=1))
+    return found
+
+
+def test_no_request_fails_and_no_token_changes_while_bundles_are_swapped(
+    versions: list[Path], running: Running
+) -> None:
+    answers = [expected(each) for each in versions[:2]]
+    assert answers[0].isdisjoint(answers[1])
+    server = running.server
+    alone = start(server, AT_ONCE)
+    time.sleep(max(PAUSE_SECONDS, SWAPS / 5))
+    alone.end()
+    before = resident_bytes(server)
+    beside = start(server, AT_ONCE)
+    seconds = []
+    for swap in range(1, SWAPS + 1):
+        time.sleep(PAUSE_SECONDS)
+        began = time.monotonic()
+        running.post("/swap", bundle=str(versions[swap % 2]))
+        seconds.append(time.monotonic() - began)
+    time.sleep(PAUSE_SECONDS)
+    beside.end()
+    last = start(server, 8).end()
+    after = resident_bytes(server)
+    failures = alone.failures + beside.failures + last.failures
+    wrong = (alone.texts | beside.texts) - (answers[0] | answers[1])
+    figures = measured(
+        swaps=SWAPS,
+        requests=beside.requests,
+        failed=len(failures),
+        **{
+            "texts of a wrong bundle": len(wrong),
+            "ms of a swap": in_ms(seconds),
+            "ms between tokens, without swaps": in_ms(alone.gaps),
+            "ms between tokens, with swaps": in_ms(beside.gaps),
+            "resident MB before, after": [round(before / MIB), round(after / MIB)],
+        },
+    )
     if IS_WHOLE:
         write_figures("swaps", figures)
-    assert (figures["failed"], figures["texts of a wrong bundle"]) == (0, 0), beside.failures[:10]
-    assert "Traceback" not in server.said, server.said
+    check([*failures, *map(str, wrong)])
     assert {each[2] for each in alone.texts} == {each[2] for each in answers[0]}
     assert {each[2] for each in beside.texts} == {each[2] for each in answers[0] | answers[1]}
     assert {each[2] for each in last.texts} == {each[2] for each in answers[SWAPS % 2]}
@@ -129,3 +168,61 @@ def test_no_request_fails_and_no_token_changes_while_bundles_are_swapped(
     if IS_WHOLE:
         assert in_ms(beside.gaps)["p99"] <= MOST_SLOWER * in_ms(alone.gaps)["p99"]
         assert after <= MOST_MEMORY * before
+
+
+def test_a_canary_leaves_the_others_alone_and_is_gone_within_seconds(
+    versions: list[Path], running: Running
+) -> None:
+    """A release of other texts is dropped, one of the same texts shares, is taken back, and then taken."""
+    old, other, same = (expected(each) for each in versions)
+    server = running.server
+    alone = start(server, AT_ONCE)
+    time.sleep(PAUSE_SECONDS)
+    alone.end()
+    beside = start(server, AT_ONCE)
+    began = time.monotonic()
+    running.post("/canary", 202, bundle=str(versions[1]), share="50%")
+    dropped = running.wait_for("promoted", "rolled back")
+    dropped_after = time.monotonic() - began
+    taken_back = []
+    for _ in range(CANARIES):
+        running.post("/canary", 202, bundle=str(versions[2]), share="99%")
+        running.wait_for("sharing")
+        time.sleep(PAUSE_SECONDS)
+        began = time.monotonic()
+        state = running.post("/canary", action="abort")
+        taken_back.append(time.monotonic() - began)
+        assert state["stage"] == "rolled back", state
+    time.sleep(PAUSE_SECONDS)
+    beside.end()
+    again = start(server, 8).end()
+    running.post("/canary", 202, bundle=str(versions[2]), share="99%")
+    running.wait_for("sharing")
+    sharing = start(server, AT_ONCE)
+    running.post("/canary", action="promote")
+    sharing.end()
+    last = start(server, 8).end()
+    failures = [each for one in (alone, beside, again, sharing, last) for each in one.failures]
+    seen = alone.texts | beside.texts | again.texts | sharing.texts | last.texts
+    figures = measured(
+        requests=beside.requests + sharing.requests,
+        failed=len(failures),
+        **{
+            "texts of a wrong bundle": len(seen - old - same),
+            "seconds until a release of other texts was gone": round(dropped_after, 2),
+            "seconds of a rollback": [round(each, 2) for each in taken_back],
+            "ms between tokens, without a canary": in_ms(alone.gaps),
+            "ms between tokens, with canaries": in_ms(beside.gaps),
+        },
+    )
+    if IS_WHOLE:
+        write_figures("canaries", figures)
+    check([*failures, *map(str, seen - old - same)])
+    assert dropped["stage"] == "rolled back", dropped
+    assert "tokens" in dropped["why"] or "programs" in dropped["why"], dropped
+    assert not seen & other
+    assert beside.texts & same, "no key had its share"
+    assert again.texts <= old
+    assert last.texts <= same
+    if IS_WHOLE:
+        assert max(taken_back) < MOST_ROLLBACK_SECONDS

@@ -52,6 +52,8 @@ Stage = Literal["loading", "trying", "sharing", "promoted", "rolled back"]
 
 LEAST_REQUESTS = 50
 """The fewest requests of clients that both bundles must have answered before a release is promoted."""
+_MOST_REQUESTS = 20 * LEAST_REQUESTS
+"""As many are enough, although times vary too much to rule out that the release is slower."""
 _MOST_SAMPLED = 8
 """Requests that wait for being played again. While so many wait, others are not sampled."""
 _LONGEST_SECONDS = 3600.0
@@ -337,9 +339,7 @@ class _Run:
             if sampled and sampled % _GROUP == 0:
                 self._stop_if_failed(self._time_checks())
                 self._times.begin_group()
-                if sampled >= LEAST_REQUESTS and (
-                    self._is_settled() or sampled >= 2 * LEAST_REQUESTS
-                ):
+                if sampled >= _MOST_REQUESTS or (sampled >= LEAST_REQUESTS and self._is_settled()):
                     return
 
     # ------------------------------------------------------------------ parts of it
@@ -419,7 +419,10 @@ class _Run:
     def _why(self) -> str:
         if self._wanted == "promote":
             return "promoted by POST /canary"
-        return f"{self.now().sampled} requests of clients gave the same, and no limit is passed"
+        unsure = (
+            "" if self._is_settled() else "; times vary too much to be sure that it is not slower"
+        )
+        return f"{self.now().sampled} requests of clients gave the same, and no limit is passed{unsure}"
 
     def _end(self, stage: Stage, why: str) -> None:
         self.state = replace(self.state, stage=stage, why=why)

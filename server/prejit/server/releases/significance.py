@@ -98,8 +98,13 @@ def is_slower(ratio: RatioInterval | None, noise: RatioInterval | None, limit: f
 
 
 def is_settled(ratio: RatioInterval | None, limit: float) -> bool:
-    """Return whether more pairs would hardly change the answer: the interval is narrow beside the limit."""
-    return ratio is not None and ratio.half_width < max(limit, 0.01) / 2
+    """Return whether more pairs would hardly change the answer.
+
+    The interval lies below the limit, or it is narrow beside it.
+    """
+    if ratio is None:
+        return False
+    return ratio.high <= 1 + limit or ratio.half_width < max(limit, 0.01) / 2
 
 
 def _resampled_medians(
