@@ -61,9 +61,7 @@ def options(rates: tuple[float, ...] = (), **changed: Any) -> LoadOptions:
 
 
 def run(url: str, asked: LoadOptions) -> LoadReport:
-    report = run_load(url, asked, lambda line: None)
-    assert not any(each.failures for each in report.rates), report
-    return report
+    return run_load(url, asked, lambda line: None)
 
 
 def write(part: str, figures: dict[str, Any]) -> None:
@@ -89,6 +87,7 @@ def searched(url: str, grid: np.ndarray[Any, Any], **changed: Any) -> dict[str, 
     rates = tuple(round(float(each * found.rate), 3) for each in grid)
     # Another seed, so that the two do not agree because both saw the same requests.
     every = run(url, options(rates, seed=1000, **{"seconds": 2 * SECONDS, **changed})).rates
+    assert not every[0].failures, every[0]  # others may be more than the queue of the server holds
     kept = np.array([each.growth is not None and each.growth <= 0.02 for each in every])
     # The rate that has the fewest others on the wrong side.
     agree = [kept[: at + 1].sum() + (~kept[at + 1 :]).sum() for at in range(len(every))]

@@ -2,9 +2,10 @@
 
 Two questions have yes or no at each rate: does the server keep up, and are enough requests within the limits?
 A search doubles the rate until the answer is no, then halves the ratio of the bracket. A rate is measured in
-windows until the confidence interval of what decides is on one side of its bound, or there are four. The
-windows of all rates have the same seeds: the requests of two rates differ in their times alone, so that noise
-of the load does not change the answer.
+windows until the confidence interval of what decides is on one side of its bound, or there are four. In the
+bracket there are at least two: the requests of one may come closer together at its end by chance. The windows
+of all rates have the same seeds: the requests of two rates differ in their times alone, so that noise of the
+load does not change the answer.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _MOST_GROWTH = 0.02
 _MOST_FAILED = 0.01
 _RESOLUTION = 1.025
 """The ratio of the two rates between which a search ends."""
-_MOST_WINDOWS = 4
+_LEAST_WINDOWS, _MOST_WINDOWS = 2, 4
 _BLOCKS = 10
 """Parts of a window whose means are compared: neighbours in a queue are not independent."""
 _SPREAD = 6.0
@@ -201,8 +202,10 @@ class LoadSearch:
     def _highest(self, estimate: _Estimate, bound: float, start: float) -> FoundRate:
         certain: dict[float, bool] = {}
 
-        def holds(rate: float) -> bool:
+        def holds(rate: float, least: int = 1) -> bool:
             found = self.look(rate)
+            while len(found) < least:
+                found = self._more(rate)
             while (answer := estimate(found).is_at_most(bound)) is None and len(
                 found
             ) < _MOST_WINDOWS:
@@ -228,7 +231,8 @@ class LoadSearch:
             low, high = (high / 2, high) if holds(high / 2) else (low, high / 2)
         while high / low > _RESOLUTION:
             middle = math.sqrt(low * high)
-            low, high = (middle, high) if holds(middle) else (low, middle)
+            holds_there = holds(middle, _LEAST_WINDOWS)
+            low, high = (middle, high) if holds_there else (low, middle)
         return FoundRate(low, high, certain[low] and certain[high])
 
     def _more(self, rate: float) -> list[Sequence[LoadAnswer]]:

@@ -3,8 +3,10 @@
     compare what both say -> load and try it -> both answer seeded requests -> it answers a share -> decide
 
 A share of the requests goes to the release, always the same clients. All other requests go where they went
-before. A sample of all requests is played to both bundles once more, after its answers were sent, at the
-lowest priority: what differs there decides, and no client sees it.
+before. A sample of all requests is played to both bundles once more, after its answers were sent: what
+differs there decides, and no client sees it. Each bundle has an engine of one slot for that. In the engines
+of clients a request would wait for others and be computed beside them, in each with another number of them,
+and that would hide which bundle is slower.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, final
+from typing import Literal, cast, final
 
 from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.errors import ClosedError, PrejitError, UsageError, printable
 from prejit.runtime.format.release_limits import ReleaseLimits, fraction_of
+from prejit.server.engine.engine import Engine
+from prejit.server.engine.sleeper import Sleeper
 from prejit.server.releases.answer_differences import BundleAnswer
 from prejit.server.releases.measured_checks import (
     ComparedAnswers,
@@ -43,7 +47,8 @@ from prejit.server.releases.significance import is_settled
 from prejit.server.served.bundle_swaps import BundleSwaps
 from prejit.server.served.say import say
 from prejit.server.served.served import CanaryShare, Models, Served, asking
-from prejit.server.telemetry.requestlog import Entry, Log, current, line_of
+from prejit.server.telemetry.requestlog import Entry, Log, current, line_of, record
+from prejit.server.telemetry.watched_engine import WatchedEngine
 
 _log = logging.getLogger(__name__)
 
@@ -58,8 +63,6 @@ _MOST_SAMPLED = 8
 """Requests that wait for being played again. While so many wait, others are not sampled."""
 _LONGEST_SECONDS = 3600.0
 """A release that saw too few requests within this time is dropped."""
-_LOWEST = 2**31 - 1
-"""The lowest priority of a request: clients come first."""
 _GROUP = 10
 """Pairs of times of one group: see `significance`."""
 _TRIAL_ROUNDS = 3
@@ -194,6 +197,24 @@ class _StoppedError(Exception):
     """The release is not taken; the text says why."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Player:
+    """Plays requests to a bundle while its programs are kept, which it gives back when it goes to sleep."""
+
+    player: RequestPlayer
+    keeps_awake: Sleeper
+
+
+@contextlib.contextmanager
+def _one_slot(served: Served) -> Iterator[Served]:
+    """Serve a bundle by one more engine, of one slot, which no client uses."""
+    engine = Engine(served.bundle, slots=1, prefix_memory=0)
+    try:
+        yield replace(served, engine=cast("Engine", WatchedEngine(served.name, engine, record)))
+    finally:
+        engine.close()
+
+
 @final
 class _Run:
     """One canary: what its thread does."""
@@ -254,9 +275,13 @@ class _Run:
             old = self._models.get(name)
             self._compare_contents(old)
             new = self._swaps.load(name, self.state.bundle)
-            players = [self._player(each) for each in (old, new)]
-            self._try(loop, old, players)
-            self._share(loop, new, players)
+            with _one_slot(old) as old_alone, _one_slot(new) as new_alone:
+                players = [
+                    _Player(RequestPlayer(self._app_of, Models(alone)), served.engine.sleeper)
+                    for alone, served in ((old_alone, old), (new_alone, new))
+                ]
+                self._try(loop, old, players)
+                self._share(loop, new, players)
             self._swaps.take(new)
             self._end_share()
             self._end("promoted", self._why())
@@ -281,11 +306,8 @@ class _Run:
         self._static = tuple(checks)
         self._stop_if_failed(checks)
 
-    def _player(self, served: Served) -> RequestPlayer:
-        return RequestPlayer(self._app_of, Models(served))
-
     def _try(
-        self, loop: asyncio.AbstractEventLoop, old: Served, players: Sequence[RequestPlayer]
+        self, loop: asyncio.AbstractEventLoop, old: Served, players: Sequence[_Player]
     ) -> None:
         """Play seeded requests to both, before a client sees the release."""
         self._go_on("trying")
@@ -308,14 +330,14 @@ class _Run:
         self._stop_if_failed(self._time_checks())
 
     def _share(
-        self, loop: asyncio.AbstractEventLoop, new: Served, players: Sequence[RequestPlayer]
+        self, loop: asyncio.AbstractEventLoop, new: Served, players: Sequence[_Player]
     ) -> None:
         """Let the release answer its share, and play what clients sent to both, until there is a verdict."""
         self._go_on("sharing")
         canary = CanaryShare(new, self.state.share)
         self._models.canaries[self.state.model] = canary
         until = time.monotonic() + _LONGEST_SECONDS
-        self._times.begin_group()
+        self._begin_groups()
         sampled = 0
         while True:
             if self._wanted == "promote":
@@ -332,13 +354,16 @@ class _Run:
                 line = self._sampled.get(timeout=_POLL_SECONDS)
             except queue.Empty:
                 continue
-            answers = self._compare(loop, players, line, str(line["id"]))
-            self._times.add(times_of(answers[0]), times_of(answers[1]))
+            before, after = self._compare(loop, players, line, str(line["id"]))
+            again = self._play(loop, players[0], line)
+            pair = (before, again) if sampled % 2 else (again, before)
+            self._times.add(times_of(before), times_of(after))
+            self._noise.add(times_of(pair[0]), times_of(pair[1]))
             self._stop_if_failed([*self._answers.checks(self._limits)])
             sampled = self._answers.requests - self._own
             if sampled and sampled % _GROUP == 0:
                 self._stop_if_failed(self._time_checks())
-                self._times.begin_group()
+                self._begin_groups()
                 if sampled >= _MOST_REQUESTS or (sampled >= LEAST_REQUESTS and self._is_settled()):
                     return
 
@@ -347,7 +372,7 @@ class _Run:
     def _compare(
         self,
         loop: asyncio.AbstractEventLoop,
-        players: Sequence[RequestPlayer],
+        players: Sequence[_Player],
         line: Line,
         name: str,
     ) -> list[BundleAnswer]:
@@ -359,22 +384,25 @@ class _Run:
     def _both(
         self,
         loop: asyncio.AbstractEventLoop,
-        players: Sequence[RequestPlayer],
+        players: Sequence[_Player],
         line: Line,
         turn: int,
     ) -> list[BundleAnswer]:
-        """Play a request to both, in turns, then pause as long: clients come first.
-
-        Nothing that was computed before serves it.
-        """
-        found: dict[int, BundleAnswer] = {}
-        began = time.monotonic()
-        for at in (0, 1) if turn % 2 else (1, 0):
-            salt = f"canary {time.monotonic_ns()}"
-            options = {"priority": _LOWEST, "cache_salt": salt}
-            found[at] = _answer(loop.run_until_complete(players[at].play(line, options)))
-        time.sleep(time.monotonic() - began)
+        """Play a request to both, in turns."""
+        order = (0, 1) if turn % 2 else (1, 0)
+        found = {at: self._play(loop, players[at], line) for at in order}
         return [found[0], found[1]]
+
+    def _play(self, loop: asyncio.AbstractEventLoop, player: _Player, line: Line) -> BundleAnswer:
+        """Play a request, then pause as long: clients come first."""
+        with player.keeps_awake:
+            found = _answer(loop.run_until_complete(player.player.play(line)))
+        time.sleep(found.seconds)
+        return found
+
+    def _begin_groups(self) -> None:
+        self._times.begin_group()
+        self._noise.begin_group()
 
     def _time_checks(self) -> list[ReleaseCheck]:
         return [*time_checks(self._times, self._noise, self._limits)]

@@ -58,16 +58,16 @@ class _CapturedEntries:
     """Takes the records of requests that run again."""
 
     def __init__(self) -> None:
-        self._given: dict[str, tuple[list[int | None], Mapping[str, Any]]] = {}
+        self._given: dict[str, list[int | None]] = {}
         self._entries: dict[str, Entry] = {}
 
-    def expect(self, number: str, seeds: list[int | None], options: Mapping[str, Any]) -> None:
-        """Give the calls of a request these seeds and options."""
-        self._given[number] = seeds, options
+    def expect(self, number: str, seeds: list[int | None]) -> None:
+        """Give the calls of a request these seeds."""
+        self._given[number] = seeds
 
     def begin(self, entry: Entry) -> None:
         """Take what engines give this task from now on as results of this request."""
-        entry.seeds, entry.options = self._given.pop(entry.id)
+        entry.seeds = self._given.pop(entry.id)
         current.set(entry)
 
     def end(self, entry: Entry) -> None:
@@ -103,18 +103,11 @@ class RequestPlayer:
         self._app = app_of(models, settings)
         self._count = 0
 
-    async def play(
-        self, line: Mapping[str, Any], options: Mapping[str, Any] | None = None
-    ) -> PlayedRequest:
-        """Run the request of a line of a log again, with the seeds that it had.
-
-        Args:
-            line: the line.
-            options: options of engines in place of those of the request, such as `priority`.
-        """
+    async def play(self, line: Mapping[str, Any]) -> PlayedRequest:
+        """Run the request of a line of a log again, with the seeds that it had."""
         self._count += 1
         number = str(self._count)
-        self._captured.expect(number, [call.seed for call in calls_of(line)], options or {})
+        self._captured.expect(number, [call.seed for call in calls_of(line)])
         began, used = time.perf_counter(), time.process_time()
         answer = await _answer(self._app, number, line)
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - used

@@ -102,7 +102,6 @@ class Entry:
         calls: its calls of engines, in order.
         is_open: whether its path is one of probes, of scrapers or of the page, which needs no key.
         seeds: seeds that replace those of the handler, in the order of calls; None: they stay.
-        options: options of generations that replace those of the handler.
     """
 
     id: str
@@ -117,7 +116,6 @@ class Entry:
     calls: list[RecordedCall] = field(default_factory=list)
     is_open: bool = False
     seeds: Sequence[int | None] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 current: ContextVar[Entry | None] = ContextVar("current", default=None)
@@ -294,8 +292,6 @@ def record(call: EngineCall) -> Watch | None:
     if (entry := current.get()) is None:
         return None
     seeds, place = entry.seeds or (), len(entry.calls)
-    if call.kind == "generate":
-        call.options.update(entry.options)
     if call.kind == "generate" and place < len(seeds) and (seed := seeds[place]) is not None:
         call.options["seed"] = seed  # of the log that is replayed
     one = RecordedCall(call.kind, call.model, call.program or None, call.options.get("seed"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,10 @@ def served(digest: str, tokens: list[int] | None = None) -> Served:
     """A bundle that gives these tokens, or fails where there are none."""
     bundle: Any = SimpleNamespace(digest=digest, tokens=TOKENS if tokens is None else tokens)
     engine: Any = SimpleNamespace(
-        close=lambda: None, drain=lambda seconds: True, undrain=lambda: None
+        close=lambda: None,
+        drain=lambda seconds: True,
+        undrain=lambda: None,
+        sleeper=contextlib.nullcontext(),
     )
     return Served("m", bundle, engine, 0, path=digest)
 
@@ -36,8 +40,7 @@ class StandInPlayer:
     def __init__(self, app_of: Any, models: Models) -> None:
         [self._served] = models
 
-    async def play(self, line: Any, options: Any) -> PlayedRequest:
-        assert options["priority"] == 2**31 - 1
+    async def play(self, line: Any) -> PlayedRequest:
         tokens = self._served.bundle.tokens  # type: ignore[attr-defined]
         return PlayedRequest(entry(tokens), 0.001, 0.0, b"")
 
@@ -77,6 +80,7 @@ class Begun:
         self.said: list[str] = []
         monkeypatch.setattr(canary_runs, "say", self.said.append)
         monkeypatch.setattr(canary_runs, "RequestPlayer", StandInPlayer)
+        monkeypatch.setattr(canary_runs, "_one_slot", contextlib.nullcontext)
         read = lambda path, digest="": SimpleNamespace(digest=path)  # noqa: E731
         monkeypatch.setattr(canary_runs, "read_release", read)
         compare = lambda old, new: (list(checks), ReleaseLimits())  # noqa: E731
