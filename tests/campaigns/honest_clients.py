@@ -27,7 +27,7 @@ class Clients(threading.Thread):
     """
 
     def __init__(self, server: Process, count: int) -> None:
-        super().__init__()
+        super().__init__(daemon=True)  # a test that fails does not wait for it
         self._server, self._count, self._ends = server, count, threading.Event()
         self.gaps: list[float] = []
         self.texts: set[tuple[str, str, str]] = set()
@@ -35,7 +35,10 @@ class Clients(threading.Thread):
         self.failures: list[str] = []
 
     def run(self) -> None:
-        threads = [threading.Thread(target=self._send, args=(at,)) for at in range(self._count)]
+        threads = [
+            threading.Thread(target=self._send, args=(at,), daemon=True)
+            for at in range(self._count)
+        ]
         for each in threads:
             each.start()
         for each in threads:

@@ -267,4 +267,5 @@ def test_a_canary_stops_bad_releases_and_promotes_good_ones(build: Build, tmp_pa
         }
         write_figures("releases", written)
     check([*wrong, *failures, *changed])
-    assert not any("Traceback" in live.server.said for live in lives)
+    for said in (live.server.said for live in lives):
+        assert said.count("Traceback") == said.count("NumbersError: "), said

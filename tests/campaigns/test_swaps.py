@@ -57,10 +57,10 @@ def versions(
 ) -> list[Path]:
     """Two bundles of one name whose texts differ, and one with the texts of the first."""
     found = []
-    for layers, context in ((2, 64), (1, 64), (2, 128)):
+    for layers, prompts in ((2, (16,)), (1, (16,)), (2, (8, 16))):
         at = tmp_path_factory.mktemp("version")
         model = write_lettered(at / "model", n_layer=layers)
-        made = make_decoder(model, batch=(1, 8), prompt=(16,), context=(context,))
+        made = make_decoder(model, batch=(1, 8), prompt=prompts, context=(64,))
         found.append(shutil.copytree(made, at / "bundle", symlinks=True))
     return found
 
