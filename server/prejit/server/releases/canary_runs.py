@@ -338,7 +338,7 @@ class _Run:
         self._models.canaries[self.state.model] = canary
         until = time.monotonic() + _LONGEST_SECONDS
         self._begin_groups()
-        sampled = 0
+        sampled, look = 0, LEAST_REQUESTS
         while True:
             if self._wanted == "promote":
                 return
@@ -362,9 +362,11 @@ class _Run:
             self._stop_if_failed([*self._answers.checks(self._limits)])
             sampled = self._answers.requests - self._own
             if sampled and sampled % _GROUP == 0:
-                self._stop_if_failed(self._time_checks())
                 self._begin_groups()
-                if sampled >= _MOST_REQUESTS or (sampled >= LEAST_REQUESTS and self._is_settled()):
+            if sampled >= min(look, _MOST_REQUESTS):
+                look *= 2  # each look is one more chance to be wrong
+                self._stop_if_failed(self._time_checks())
+                if sampled >= _MOST_REQUESTS or self._is_settled():
                     return
 
     # ------------------------------------------------------------------ parts of it
