@@ -2,10 +2,9 @@
 
 Two questions have yes or no at each rate: does the server keep up, and are enough requests within the limits?
 A search doubles the rate until the answer is no, then halves the ratio of the bracket. A rate is measured in
-windows until the confidence interval of what decides is on one side of its bound, or there are four. In the
-bracket there are at least two: the requests of one may come closer together at its end by chance. The windows
-of all rates have the same seeds: the requests of two rates differ in their times alone, so that noise of the
-load does not change the answer.
+windows until the confidence interval of what decides is on one side of its bound, or there are four. The
+windows of all rates have the same seeds: the requests of two rates differ in their times alone, so that noise
+of the load does not change the answer.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _MOST_GROWTH = 0.02
 _MOST_FAILED = 0.01
 _RESOLUTION = 1.025
 """The ratio of the two rates between which a search ends."""
-_LEAST_WINDOWS, _MOST_WINDOWS = 2, 4
+_MOST_WINDOWS = 4
 _BLOCKS = 10
 """Parts of a window whose means are compared: neighbours in a queue are not independent."""
-_SPREAD = 6.0
+_SPREAD = 16.0
 """Twice the standard deviation of the growth near saturation, relative to the spread of the blocks around the
-line: that of computed queues with 100 to 3,000 requests. A regression's own error would be far too small."""
+fit: that of computed queues of four servers. A regression's own error would be far too small."""
 _Z = 1.96
 _WARM = 0.2
 """The part of a window that is left out where growth is measured: the queue fills to its usual length."""
@@ -121,7 +120,9 @@ class FoundRate:
 def growth(windows: Sequence[Sequence[LoadAnswer]]) -> Interval:
     """Return by how many seconds latency grows in a second of load.
 
-    The latency is that of the first token, or of the whole where nothing is streamed.
+    The latency is that of the first token, or of the whole where nothing is streamed. Near saturation it also
+    grows because more requests than usual were due until then, by chance. How many is known, so the fit takes
+    that away, as a control variate.
     """
     slopes, spreads = [], []
     for window in windows:
@@ -133,11 +134,18 @@ def growth(windows: Sequence[Sequence[LoadAnswer]]) -> Interval:
         blocks = np.array_split(np.flatnonzero(due >= _WARM * due[-1]), _BLOCKS)
         if not len(blocks[-1]):
             return Interval(0.0, -math.inf, math.inf)  # too few requests
-        x = np.array([due[block].mean() for block in blocks])
-        y = np.array([late[block].mean() for block in blocks])
-        slope, level = np.polyfit(x, y, 1)
+        early = (
+            np.arange(len(due)) / len(due) * due[-1] - due
+        )  # seconds of load that came too early
+        x, y, ahead = (
+            np.array([of[block].mean() for block in blocks]) for of in (due, late, early)
+        )
+        fitted = np.stack([x, np.ones(_BLOCKS), ahead], axis=1)
+        slope, level, share = np.linalg.lstsq(fitted, y)[0]
+        if share < 0:  # far from saturation
+            slope, level, share = *np.polyfit(x, y, 1), 0.0
         slopes.append(slope)
-        spreads.append(np.std(y - level - slope * x) / (x[-1] - x[0]))
+        spreads.append(np.std(y - fitted @ [slope, level, share]) / (x[-1] - x[0]))
     value = float(np.mean(slopes))
     error = _SPREAD * float(np.mean(spreads)) / math.sqrt(len(windows))
     return Interval(value, value - error, value + error)
@@ -202,10 +210,8 @@ class LoadSearch:
     def _highest(self, estimate: _Estimate, bound: float, start: float) -> FoundRate:
         certain: dict[float, bool] = {}
 
-        def holds(rate: float, least: int = 1) -> bool:
+        def holds(rate: float) -> bool:
             found = self.look(rate)
-            while len(found) < least:
-                found = self._more(rate)
             while (answer := estimate(found).is_at_most(bound)) is None and len(
                 found
             ) < _MOST_WINDOWS:
@@ -231,8 +237,7 @@ class LoadSearch:
             low, high = (high / 2, high) if holds(high / 2) else (low, high / 2)
         while high / low > _RESOLUTION:
             middle = math.sqrt(low * high)
-            holds_there = holds(middle, _LEAST_WINDOWS)
-            low, high = (middle, high) if holds_there else (low, middle)
+            low, high = (middle, high) if holds(middle) else (low, middle)
         return FoundRate(low, high, certain[low] and certain[high])
 
     def _more(self, rate: float) -> list[Sequence[LoadAnswer]]:
