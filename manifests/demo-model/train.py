@@ -51,7 +51,7 @@ SHORT_SHARE = 0.8
 PEAK_LEARNING_RATE = 2e-3
 WARMUP_STEPS = 200
 WEIGHT_DECAY = 0.1
-PROMPTS = ("def main(", "class Reader:")
+PROMPTS = ("def main(",)
 SAMPLE_TOKENS = 160
 
 LIBRARY = Path(sysconfig.get_path("stdlib"))
