@@ -388,11 +388,10 @@ tags: [gpt2, python, tiny]
 
 # prejit's demo model
 
-A GPT-2 of {parameters:,} parameters that continues Python source code. It is here so that prejit
-can be built, run and tested on a real trained model without a download. It is for demonstrations:
-it has learnt how Python looks, knows little of what Python means, and may repeat its text.
-`train.py`, beside this card, trained it and wrote every other file here, this one included; all
-the numbers below were measured by that run.
+A GPT-2 of {parameters:,} parameters that continues Python source code. With it prejit
+can be built, run and tested without a download. It has learnt how Python looks, knows little of
+what Python means, and may repeat its text. `train.py` trained it and wrote every other file here,
+this one included, with the numbers of that run.
 
 ## Model
 
@@ -426,8 +425,8 @@ The loss on every tenth training window at the end is {train_loss:.3f} nats a to
 ## Validation
 
 All on the same held-out tokens, in windows of {positions}. The n-grams are counted on the training
-tokens: the unigram with add-one smoothing, the bigram interpolated with it (Witten-Bell). The
-learning rate was picked with a few short runs that were scored on part of the same held-out files.
+tokens: the unigram with add-one smoothing, the bigram interpolated with it (Witten-Bell). Short
+runs, scored on part of the same files, chose the learning rate.
 
 | | nats per token | bits per byte | perplexity |
 | --- | --- | --- | --- |
