@@ -12,8 +12,8 @@ from prejit.runtime.format.checks.program_interfaces import cache_arrays
 from prejit.runtime.generation.kv_cache import beside_bytes, cache_bytes
 
 CODE_TIMES = 25
-"""How many times its size a loaded executable takes on a CPU, where XLA keeps what it made the code from: 22
-on average for the demo and for GPT-2. A plan takes more, because it says what programs need at most."""
+"""How many times its size a loaded executable takes on a CPU, where XLA keeps what it made the code from: 21
+to 22 on average for the demo and for GPT-2. A plan takes more, because it says what programs need at most."""
 
 
 class CacheBuckets(Protocol):
