@@ -174,7 +174,7 @@ releases: $(READY) ## twenty bad releases and twenty good ones through gate and 
 
 drills: $(READY) ## failures of production, done on purpose under a real Prometheus (15 minutes); writes its figures
 	PREJIT_TEST_ALL=1 PREJIT_DRILLS=1 $(BIN)/python -m pytest $(CAMPAIGN) -n0 tests/campaigns/test_drills.py
-	$(BIN)/python -m tests.campaigns.drill_records # the table of docs/how-to/drills.md
+	$(BIN)/python -m tests.campaigns.drill_records # the table of benchmarks/results
 
 hostile-clients: $(READY) ## an honest client beside hostile ones and 10,000 connections (13 minutes); writes its figures
 	PREJIT_HOSTILE_SECONDS=600 $(BIN)/python -m pytest $(CAMPAIGN) -n0 tests/campaigns/test_hostile_clients.py

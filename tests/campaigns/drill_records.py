@@ -1,4 +1,4 @@
-"""What a drill is and what it found: a table of docs/how-to/drills.md shows the records of drills.json."""
+"""What a drill is and what it found: a page of benchmarks/results shows the records of drills.json."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from .campaign import ROOT, facts, figures_file, write_figures
 
-PAGE = ROOT / "docs" / "how-to" / "drills.md"
+PAGE = ROOT / "benchmarks" / "results" / "drills.md"
 _BEGIN, _END = "<!-- drills.json: begin -->\n\n", "\n<!-- drills.json: end -->"
 
 
@@ -64,7 +64,7 @@ def table(records: dict[str, Any]) -> str:
 
 
 def with_table(text: str) -> str:
-    """Return docs/how-to/drills.md with the table of the last figures."""
+    """Return the page with the table of the last figures."""
     before, _, rest = text.partition(_BEGIN)
     _, _, after = rest.partition(_END)
     shown = table(json.loads(figures_file("drills").read_text()))

@@ -14,6 +14,7 @@ from .conftest import Shell
 from .snippets import ROOT, commands_of, snippets_of
 
 PAGE = ROOT / "docs" / "coming-from.md"
+ENCODER = ROOT / "docs" / "how-to" / "encode.md"
 COMMANDS = [
     command
     for snippet in snippets_of(PAGE)
@@ -30,7 +31,7 @@ def test_a_server_takes_the_place_of_another_tool(
 ) -> None:
     (page_directory / "keys.txt").write_text(f"{KEY}\n")
     if "encoder" in command:
-        [manifest] = [each.code for each in snippets_of(PAGE) if each.title == "encoder.toml"]
+        [manifest] = [each.code for each in snippets_of(ENCODER) if each.title == "encoder.toml"]
         (page_directory / "encoder.toml").write_text(manifest)
         done = shell("prejit build encoder.toml --no-measure", page_directory)
         assert done.returncode == 0, done.stderr

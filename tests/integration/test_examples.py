@@ -109,4 +109,3 @@ def test_examples_are_listed_and_each_is_described_on_one_screen() -> None:
         assert len(page.splitlines()) <= 60, example.name
         for file in re.findall(r"`(\w+\.(?:py|toml))`", page):
             assert (example / file).is_file(), f"{example.name}: {file}"
-        assert "| **prejit** |" in page, example.name

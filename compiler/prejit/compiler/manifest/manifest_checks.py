@@ -118,10 +118,7 @@ def _number_problems(data: dict[str, Any]) -> Problems:
     for where, count in counts:
         total += count
         if total > MAX_PROGRAMS:
-            problem = (
-                f"expected at most {MAX_PROGRAMS:,} programs in a manifest; found {shown(total)}"
-            )
-            yield where, problem
+            yield where, _wrong(f"at most {MAX_PROGRAMS:,} programs in a manifest", total)
             return
 
 
@@ -320,9 +317,8 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
     buckets = _table(program.get("buckets"))
     for key in ("pad", "open_sizes"):
         named = program.get(key)
-        if (
-            isinstance(named, str) and named != UNCHECKED
-        ):  # of Python; pydantic reports it in a file
+        # pydantic reports a text in a file, not in Python.
+        if isinstance(named, str) and named != UNCHECKED:
             yield (key,), _wrong(expected(f"program[].{key}"), named)
         for index, variable in enumerate(_items(named)):
             if variable not in (*buckets, UNCHECKED):
@@ -376,17 +372,11 @@ def _library_problems(data: dict[str, Any], directory: Path) -> Problems:
         for name, symbol in _table(handlers).items():
             for text in (name, symbol):
                 if isinstance(text, str) and not HANDLER_NAME.fullmatch(text):
-                    yield (
-                        (*where, "handlers", name),
-                        f"expected letters, digits and . _ - $; found {shown(text)}",
-                    )
+                    yield (*where, "handlers", name), _wrong("letters, digits and . _ - $", text)
         for place, name in enumerate(_items(wanted)):
             if isinstance(name, str) and name not in names:
-                guess = did_you_mean(name, sorted(names))
-                yield (
-                    (*where, "targets", place),
-                    _wrong(expected("library[].targets[]"), name, guess),
-                )
+                named, guess = expected("library[].targets[]"), did_you_mean(name, sorted(names))
+                yield (*where, "targets", place), _wrong(named, name, guess)
 
 
 def _static_problems(static: Any, args: Any) -> Problems:
@@ -395,10 +385,8 @@ def _static_problems(static: Any, args: Any) -> Problems:
             yield ("static", name), f"expected the name of an argument; found {shown(name)}"
         if isinstance(args, dict) and name in args:
             yield ("static", name), f"expected a name that args has not; found {shown(name)}"
-        if isinstance(values, list) and len({*map(repr, values)}) < len(values):
+        if isinstance(values, list) and (not values or len({*map(repr, values)}) < len(values)):
             yield ("static", name), _wrong(STATIC, values)
-        if values == []:
-            yield ("static", name), f"expected {STATIC}; found []"
 
 
 def key_problems(key: str, given: Any, args: Any) -> Problems:
@@ -481,11 +469,10 @@ def _repeated_names(programs: Any) -> Problems:
     for index, program in enumerate(_items(programs)):
         name = _table(program).get("name")
         if isinstance(name, str) and (other := first.setdefault(name, index)) != index:
-            known = f"which is program[{other}].name too"
-            yield (
-                ("program", index, "name"),
-                f"expected each name once; found {shown(name)}, {known}",
+            problem = (
+                f"expected each name once; found {shown(name)}, which is program[{other}].name too"
             )
+            yield ("program", index, "name"), problem
 
 
 def _leaves(tree: Any, where: KeyPath) -> Iterator[tuple[KeyPath, Any]]:

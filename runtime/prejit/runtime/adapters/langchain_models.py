@@ -23,7 +23,7 @@ from langchain_core.messages import (
     convert_to_openai_messages,
 )
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, GenerationChunk
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from prejit.runtime.bundle import Bundle
 
@@ -44,8 +44,8 @@ class LangChainEmbeddings(Embeddings):
         return self.bundle.encode([text])[0].tolist()
 
 
-class LangChainLLM(LLM):
-    """The decoder of a bundle, for plain texts.
+class _OfDecoder(BaseModel):
+    """What both models of a decoder have.
 
     Attributes:
         bundle: the bundle.
@@ -58,6 +58,10 @@ class LangChainLLM(LLM):
     @property
     def _llm_type(self) -> str:
         return "prejit"
+
+
+class LangChainLLM(_OfDecoder, LLM):
+    """The decoder of a bundle, for plain texts."""
 
     def _call(
         self,
@@ -81,20 +85,8 @@ class LangChainLLM(LLM):
             yield GenerationChunk(text=piece.text)
 
 
-class LangChainChatModel(BaseChatModel):
-    """The decoder of a bundle, for conversations by its chat template.
-
-    Attributes:
-        bundle: the bundle.
-        options: of each call that does not give its own.
-    """
-
-    bundle: Any
-    options: dict[str, Any] = Field(default_factory=dict)
-
-    @property
-    def _llm_type(self) -> str:
-        return "prejit-chat"
+class LangChainChatModel(_OfDecoder, BaseChatModel):
+    """The decoder of a bundle, for conversations by its chat template."""
 
     def _prompt(self, messages: list[BaseMessage]) -> list[int]:
         found = convert_to_openai_messages(messages)

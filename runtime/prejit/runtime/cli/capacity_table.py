@@ -9,10 +9,6 @@ from prejit.runtime.errors import UsageError
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.opening import Contents
 
-_CODE_TIMES = 20
-"""How many times its size a loaded executable takes on a CPU, where XLA keeps what it made the code from: 20
-programs of the demo with 3.3 MB took 60."""
-
 
 @dataclass(frozen=True, slots=True)
 class SlotMemory:
@@ -64,7 +60,7 @@ def capacity(target: str, content: Contents, budget_bytes: int | None) -> Capaci
         UsageError: the bundle has no decoder.
     """
     # The import loads NumPy, which `inspect` of other bundles does not need.
-    from prejit.runtime.generation.cache_plan import TableBuckets, peak_bytes
+    from prejit.runtime.generation.cache_plan import TableBuckets, executables_bytes, peak_bytes
 
     config = content.config
     if config.decoder is None:
@@ -75,9 +71,7 @@ def capacity(target: str, content: Contents, budget_bytes: int | None) -> Capaci
     buckets = TableBuckets.of(config, config.decoder)
     has_weights = content.manifest.has_layer(WEIGHTS_MEDIA_TYPE)
     weights = content.manifest.layer(WEIGHTS_MEDIA_TYPE).size if has_weights else 0
-    executables = sum(each.executable.raw_size for each in config.programs)
-    if config.requirement.platform == "cpu":
-        executables *= _CODE_TIMES
+    executables = executables_bytes(config)
     temporary = max(each.memory.temp_bytes for each in config.programs)
     found = []
     for context in buckets.contexts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
@@ -22,7 +23,7 @@ from prejit.runtime.base.wording import shortened, table
 from prejit.runtime.cli.bundle_references import local_bundle
 from prejit.runtime.cli.command_options import DIR, JSON, PATH, Number, loads, output
 from prejit.runtime.cli.output import print_json, print_text, progress
-from prejit.runtime.errors import NetworkError, UsageError
+from prejit.runtime.errors import NetworkError
 
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
@@ -114,42 +115,33 @@ def _of_server(url: str, seconds: float) -> bytes:
         NetworkError: it does not answer, or refuses.
         UsageError: it is no URL.
     """
-    import http.client
-    from urllib.parse import urlsplit
+    from prejit.server.load.http_client import Exchange, HttpClient
+    from prejit.server.load.workload import LoadRequest
 
-    try:
-        parts = urlsplit(url)
-    except ValueError as error:
-        raise UsageError(f"{url}: expected a URL: {error}") from error
-    limit = seconds + 120
-    connection: http.client.HTTPConnection
-    if parts.scheme == "unix":
-        connection = _unix_connection(parts.path, limit)
-    else:
-        kind = (
-            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        )
-        connection = kind(parts.netloc, timeout=limit)
-    try:
-        body = json.dumps({"seconds": seconds})
-        connection.request("POST", "/profile", body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        content = response.read()
-    except (OSError, http.client.HTTPException) as error:
+    body = json.dumps({"seconds": seconds}).encode()
+    request = LoadRequest("/profile", body, {"Content-Type": "application/json"}, False)
+
+    async def asked() -> Exchange:
+        client = HttpClient(url)
+        try:
+            return await client.exchange_within(request, seconds + 120)
+        finally:
+            client.close()
+
+    found = asyncio.run(asked())
+    if found.failed:
         raise NetworkError(
-            f"{url}: cannot ask the server: {error}",
+            f"{url}: cannot ask the server: {found.failed}",
             hint="give the address that `prejit serve --admin` printed at its start",
-        ) from error
-    finally:
-        connection.close()
-    if response.status != 200:
+        )
+    if found.status != 200:
         raise NetworkError(
-            f"{url}: expected a recording, found status {response.status}: {_message(content)}",
+            f"{url}: expected a recording, found status {found.status}: {_message(found.body)}",
             hint="/profile is at the admin address (`prejit serve --admin`), never at the public one"
-            if response.status in (404, 405)
+            if found.status in (404, 405)
             else None,
         )
-    return content
+    return found.body
 
 
 def _message(content: bytes) -> str:
@@ -157,19 +149,6 @@ def _message(content: bytes) -> str:
         return str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return repr(content[:200])
-
-
-def _unix_connection(path: str, seconds: float) -> Any:
-    """Return a connection of HTTP over a Unix socket."""
-    import http.client
-
-    class Connection(http.client.HTTPConnection):
-        def connect(self) -> None:
-            self.sock = socket.socket(socket.AF_UNIX)
-            self.sock.settimeout(seconds)
-            self.sock.connect(path)
-
-    return Connection("localhost", timeout=seconds)
 
 
 def _of_bundle(path: str, seconds: float, show: Callable[[str], None], **loading: Any) -> bytes:

@@ -21,7 +21,7 @@ from prejit.server.engine.fair_queue import (
     positions_between,
     positions_of_call,
 )
-from prejit.server.engine.memory import CachePlan
+from prejit.server.engine.memory import CachePlan, batches_between
 from prejit.server.engine.request_recorder import Recorder
 from prejit.server.engine.sleeper import POLL_SECONDS, Sleeper
 from prejit.server.engine.stream import Ticket, Waker, wake
@@ -70,7 +70,7 @@ class Loop:
         self._prefill_tokens = prefill_tokens
         self._recorder = recorder
         self._prefixes = PrefixCache(decoder, plan.prefix_bytes)
-        self._sizes = _batches(decoder, plan)
+        self._sizes = batches_between(decoder, plan)
         self._batch = Batch(
             decoder,
             self._sizes[0],
@@ -483,16 +483,6 @@ class Loop:
     def _forget(self, ticket: Ticket) -> None:
         with self._changed:
             self._queue.end(ticket.client)
-
-
-def _batches(decoder: DecoderPrograms, plan: CachePlan) -> list[int]:
-    """Return the batches that an engine moves between, ascending; the last one is the plan's."""
-    sizes = [plan.batch]
-    for batch in reversed([size for size in decoder.batches if size < plan.batch]):
-        context = decoder.contexts[0]
-        if decoder.can_copy((batch, context), (sizes[0], context)):
-            sizes.insert(0, batch)
-    return sizes
 
 
 def _spend(ticket: Ticket, tokens: int) -> None:

@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, ClassVar
 from prejit.runtime.base.process_facts import free_memory_bytes
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import UsageError
-from prejit.runtime.generation.cache_plan import peak_bytes
+from prejit.runtime.generation.cache_plan import executables_bytes, peak_bytes
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import cache_bytes
 
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
 
-_CODE_TIMES = 25
-"""A loaded executable takes about so many times the size of its file: 22 on average, for the demo and GPT-2
-on a CPU. XLA keeps what it made the code from."""
 _SHARE = 0.8
 """The share of the free memory that caches may take, if the caller names no number of bytes."""
 _MIB = 1 << 20
@@ -84,6 +81,16 @@ def plan_caches(
     )
 
 
+def batches_between(decoder: DecoderPrograms, plan: CachePlan) -> list[int]:
+    """Return the batches that an engine moves between, ascending; the last one is the plan's."""
+    sizes = [plan.batch]
+    for batch in reversed([size for size in decoder.batches if size < plan.batch]):
+        context = decoder.contexts[0]
+        if decoder.can_copy((batch, context), (sizes[0], context)):
+            sizes.insert(0, batch)
+    return sizes
+
+
 class NoRoomError(UsageError):
     """A bundle does not fit into the memory that is left."""
 
@@ -95,13 +102,11 @@ def programs_bytes(bundle: Bundle) -> int:
 
     On a CPU weights are mapped files, which count as free memory. An accelerator holds a copy of them.
     """
-    programs = bundle.config.programs
-    code = sum(program.executable.raw_size for program in programs) * _CODE_TIMES
-    memories = [program.memory for program in programs]
+    memories = [program.memory for program in bundle.config.programs]
     runs = [each.temp_bytes + each.output_bytes - each.alias_bytes for each in memories]
     if bundle.config.requirement.platform != "cpu":
         runs = [run + each.argument_bytes for run, each in zip(runs, memories, strict=True)]
-    return code + max(runs, default=0)
+    return executables_bytes(bundle.config) + max(runs, default=0)
 
 
 def free_bytes(device: Device | None) -> int:

@@ -140,7 +140,8 @@ class _Server(uvicorn.Server):
         is_unix = admin.family == socket.AF_UNIX
         create: Any = loop.create_unix_server if is_unix else loop.create_server
         config = configure(app)
-        make = partial(WaitingConnections(), config, self.server_state, {})
+        connections: Any = config.http
+        make = partial(connections, config, self.server_state, {})
         server: asyncio.Server = await create(make, sock=admin, backlog=BACKLOG)
         return server
 

@@ -1,4 +1,4 @@
-"""An HTTP/1.1 client for open loops: it opens as many connections as requests are under way, and never waits.
+"""An HTTP/1.1 client: it opens as many connections as requests are under way, so an open loop never waits.
 
 Times are those of `time.monotonic`, taken when the bytes arrive.
 """
@@ -59,14 +59,16 @@ class HttpClient:
         """Connect to nothing yet.
 
         Args:
-            url: where the server is; a path in it stands before those of requests.
+            url: where the server is, `http://`, `https://` or `unix:PATH`; the path of a URL stands before
+                those of requests.
             headers: headers of each request.
 
         Raises:
             UsageError: it is no URL of a server.
         """
+        self._socket = url.removeprefix("unix:") if url.startswith("unix:") else None
         try:
-            parts = urlsplit(url)
+            parts = urlsplit(url if self._socket is None else "http://localhost")
             self._port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError as error:
             raise UsageError(
@@ -110,11 +112,25 @@ class HttpClient:
                 self._idle.append(connection)
         return found
 
+    async def exchange_within(
+        self, request: LoadRequest, seconds: float, method: str = "POST"
+    ) -> Exchange:
+        """Send a request now and return what came back, or a failure if nothing came back in time."""
+        start = time.monotonic()
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.exchange(request, start, method)
+        except TimeoutError:
+            return Exchange(start, failed=f"no answer within {seconds:g} s")
+
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(
-            _Connection, self._host, self._port, ssl=self._tls
-        )
+        if self._socket is not None:
+            _, connection = await loop.create_unix_connection(_Connection, self._socket)
+        else:
+            _, connection = await loop.create_connection(
+                _Connection, self._host, self._port, ssl=self._tls
+            )
         return connection
 
     def close(self) -> None:

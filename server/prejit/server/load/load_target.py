@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import numpy as np
 from prejit.runtime.base.child_process import end_with_parent, ending, last_line
 from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.errors import NetworkError, ProcessError, UsageError
-from prejit.server.load.http_client import Exchange, HttpClient
+from prejit.server.load.http_client import HttpClient
 from prejit.server.load.load_window import LoadAnswer, measure
 from prejit.server.load.workload import DrawnLoad, Lengths, LoadRequest, Workload
 
@@ -88,7 +87,8 @@ async def _get(client: HttpClient, path: str) -> Any:
     Raises:
         NetworkError: there is none.
     """
-    found = await _in_time(client, LoadRequest(path, b"", {}, False), "GET")
+    request = LoadRequest(path, b"", {}, False)
+    found = await client.exchange_within(request, _PATIENCE_SECONDS, "GET")
     if found.failed or found.status != 200:
         raise NetworkError(
             f"{client.url}{path}: expected status 200, found {found.failed or found.status}",
@@ -174,15 +174,5 @@ async def ask(client: HttpClient, load: Workload) -> LoadAnswer:
 
 async def _exchange(client: HttpClient, load: Workload) -> LoadAnswer:
     [request] = load.requests(1, np.random.default_rng(0))
-    found = await _in_time(client, request, "POST")
+    found = await client.exchange_within(request, _PATIENCE_SECONDS)
     return measure(found, request.is_streamed, found.due)
-
-
-async def _in_time(client: HttpClient, request: LoadRequest, method: str) -> Exchange:
-    """Return what came back, or a failure if nothing came back in time."""
-    start = time.monotonic()
-    try:
-        async with asyncio.timeout(_PATIENCE_SECONDS):
-            return await client.exchange(request, start, method)
-    except TimeoutError:
-        return Exchange(start, failed=f"no answer within {_PATIENCE_SECONDS:g} s")

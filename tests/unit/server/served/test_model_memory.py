@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prejit.runtime.errors import ClosedError
-from prejit.server.engine import memory
+from prejit.runtime.generation.cache_plan import CODE_TIMES
 from prejit.server.engine.memory import NoRoomError
 from prejit.server.engine.sleeper import Sleeper
 from prejit.server.served import model_memory
@@ -132,7 +132,7 @@ def test_what_is_left_for_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
     StandInEngine(shared, 4000, growth=3000)
     assert shared.for_caches("b", bundle(1000)) == 7000
     StandInEngine(shared, 1000, growth=1000)
-    need = 100 * memory._CODE_TIMES + 10
+    need = 100 * CODE_TIMES + 10
     assert shared.for_caches("c", bundle(100)) == 10_000 - 4000 - need
     with pytest.raises(
         NoRoomError, match=r"c: expected 25,010 bytes for its programs, found 6,000"
@@ -143,7 +143,7 @@ def test_what_is_left_for_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_with_a_limit_the_others_can_sleep_for_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_memory, "free_bytes", lambda device: 4000)
     shared = ModelMemory(9000, 1)
-    need = 100 * memory._CODE_TIMES + 10
+    need = 100 * CODE_TIMES + 10
     assert shared.for_caches("a", bundle(100)) == 4000 - need  # the system has less than the limit
     one = StandInEngine(shared, 8000)
     assert one.use()
