@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -22,6 +23,7 @@ from prejit.server.engine.memory import NoRoomError
 from prejit.server.gate import http_errors
 from prejit.server.gate.http_errors import ApiError, json_response
 from prejit.server.gate.origins import Origins
+from prejit.server.gate.request_clients import unless_gone
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.bodies import served_model
 from prejit.server.releases.canary_runs import Canaries, share_of
@@ -154,14 +156,22 @@ def make_admin(
         return {"model": served.name, "is_sleeping": True}
 
     def wake(wanted: ModelRequest) -> dict[str, Any]:
-        served = served_model(models, wanted.model or None)
-        served.engine.wake()
-        return {"model": served.name, "is_sleeping": False}
+        woken = swaps.wake(served_model(models, wanted.model or None).name)
+        return {"model": woken.name, "is_sleeping": False}
 
-    def profile(wanted: ProfileRequest) -> Response:
-        each = [(served.name, served.bundle, served.engine) for served in models]
-        found = record(each, lambda: time.sleep(wanted.seconds))
-        return Response(found, media_type="application/zip")
+    async def post_profile(request: Request) -> Response:
+        await request.body()  # behind it comes only that the client has gone
+        ends = threading.Event()
+
+        def profile(wanted: ProfileRequest) -> Response:
+            each = [(served.name, served.bundle, served.engine) for served in models]
+            found = record(each, lambda: ends.wait(wanted.seconds))
+            return Response(found, media_type="application/zip")
+
+        try:
+            return await unless_gone(request.receive, _handler(ProfileRequest, profile)(request))
+        finally:
+            ends.set()
 
     async def get_canary(request: Request) -> Response:
         return json_response({"canaries": [asdict(each) for each in canaries.states()]})
@@ -186,9 +196,11 @@ def make_admin(
             Route("/wake", _handler(ModelRequest, wake), methods=["POST"]),
             Route("/canary", get_canary, methods=["GET"]),
             Route("/canary", _handler(CanaryRequest, canary), methods=["POST"]),
-            Route("/profile", _handler(ProfileRequest, profile), methods=["POST"]),
+            Route("/profile", post_profile, methods=["POST"]),
         ],
-        exception_handlers={HTTPException: http_errors.handle, ApiError: http_errors.handle},
+        exception_handlers=dict.fromkeys(
+            (HTTPException, ApiError, ClientDisconnect), http_errors.handle
+        ),
     )
     if origins is None:
         return app
