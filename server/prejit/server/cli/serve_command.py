@@ -11,6 +11,7 @@ import click
 
 from prejit.runtime.base.process_facts import importing
 from prejit.runtime.cli.command_options import (
+    CHECK_FINITE,
     COUNT,
     FILE,
     PATH,
@@ -185,6 +186,7 @@ def _origin(text: str) -> str:
     **FILE,
     help="Append a JSON line for each request, with its body, for `prejit replay`; - is stdout.",
 )
+@CHECK_FINITE
 @on_mismatch(
     "Where this machine matches no target: compile before the server is ready, or fail with exit status 3."
 )
@@ -200,6 +202,7 @@ def serve(
     share_prefixes: bool,
     canary: str | None,
     share: str,
+    check_finite: bool,
     keys: str | None,
     log: str | None,
     on_mismatch: str,
@@ -241,7 +244,9 @@ def serve(
                 raise click.BadParameter(f"expected one bundle, {found}", param_hint="'--canary'")
             tried = canary, share_of(share)
         limits = Settings(keys=None if keys is None else Keys(keys), **settings)
-        engines = EngineOptions(slots, queue, prefix_memory, must_match, share_prefixes, memory)
+        engines = EngineOptions(
+            slots, queue, prefix_memory, must_match, share_prefixes, memory, check_finite
+        )
         requests = None if log is None else RequestLog(log)
         serve(sources, engines, limits, (host, port), requests, admin, tried)
     return 0

@@ -141,7 +141,8 @@ class Models:
         swaps: how many swaps of a model, by its name, were `done` and `failed`.
         canaries: by name of a model, a release that answers a share of its requests.
         canary_ends: how many canaries of a model, by its name, were `promoted` and `rolled_back`.
-        changes: how often bundles were added, replaced or removed.
+        odd_runs: by model and program, how many runs returned no numbers, where somebody looks.
+        changes: how often bundles were added, replaced or removed, also those that answer a share.
         log_lines_lost: how many lines of the log of requests could not be written.
     """
 
@@ -156,6 +157,7 @@ class Models:
         self.swaps: Counter[tuple[str, Outcome]] = Counter()
         self.canaries: dict[str, CanaryShare] = {}
         self.canary_ends: Counter[tuple[str, Literal["promoted", "rolled_back"]]] = Counter()
+        self.odd_runs: Counter[tuple[str, str]] = Counter()
         self.changes = self.log_lines_lost = 0
         self._lock = threading.Lock()
         self._by_name: dict[str, Served] = {}
