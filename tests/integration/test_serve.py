@@ -221,7 +221,7 @@ def test_a_canary_that_answers_otherwise_is_dropped_and_its_model_stays(
 ) -> None:
     other = make_recipe(score_scale=2.0).write(tmp_path / "other")
     path = tmp_path / "admin"
-    server = serve(bundle_dir, "--admin", path, "--canary", other, "--share", "100%")
+    server = serve(bundle_dir, "--admin", path, "--canary", other, "--share", "0%")
     server.wait_until_ready()
     with over(path) as admin:
 

@@ -210,6 +210,14 @@ class Models:
         """Keep a bundle for `drain` and `close` that the next requests do not use; `free` closes it."""
         self._replaced.append(served)
 
+    def share(self, name: str, canary: CanaryShare | None) -> None:
+        """Let a release answer its share of the requests to a model from now on; None: none does."""
+        with self._lock:
+            self.canaries.pop(name, None)
+            if canary is not None:
+                self.canaries[name] = canary
+            self.changes += 1
+
     def led_to(self, before: Served, path: str) -> Served:
         """Note that another path leads to a bundle that is served; return it."""
         with self._lock:
