@@ -268,6 +268,10 @@ def test_a_swap_that_stalls_holds_up_neither_others_nor_the_end(
             silent.accept()[0].detach()  # it stays open
             assert admin.post("/undrain").status_code == 200
             assert admin.post("/sleep").status_code == 200
+            other = {"model": "other", "bundle": str(bundle_dir)}
+            assert admin.post("/add", json=other).status_code == 200
+            assert admin.post("/swap", json=other).status_code == 200
+            assert admin.post("/wake", json={"model": "example"}).status_code == 200
             began = time.monotonic()
             assert server.end() == 0
             assert time.monotonic() - began < 25  # it waits 30 s for a registry

@@ -27,8 +27,6 @@ from prejit.runtime.device.quick_start import import_numpy, read_library_ahead
 from prejit.runtime.errors import UsageError
 from prejit.runtime.ship.reference import is_reference, parse_reference
 
-_NAMED = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*)=(?P<path>.+)", re.DOTALL)
-
 
 def _address(text: str) -> tuple[str, int] | str:
     """Return a host and port, or the path of a Unix socket."""
@@ -263,10 +261,13 @@ def named_paths(texts: Sequence[str]) -> list[tuple[str | None, str]]:
     Raises:
         UsageError: two have the same name.
     """
+    from prejit.server.served.served_loading import MODEL_NAME  # its imports take time
+
     found: list[tuple[str | None, str]] = []
     for text in texts:
-        match = None if os.path.exists(text) else _NAMED.fullmatch(text)
-        found.append((match["name"], match["path"]) if match else (None, text))
+        name, _, path = text.partition("=")
+        is_named = path and MODEL_NAME.fullmatch(name) and not os.path.exists(text)
+        found.append((name, path) if is_named else (None, text))
     names = [name for name, _ in found if name is not None]
     for name in names:
         if names.count(name) > 1:

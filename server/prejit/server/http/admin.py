@@ -29,6 +29,7 @@ from prejit.server.openai.bodies import served_model
 from prejit.server.releases.canary_runs import Canaries, share_of
 from prejit.server.served.bundle_swaps import BundleSwaps
 from prejit.server.served.served import ModelNotFoundError, Models
+from prejit.server.served.served_loading import MODEL_NAME
 from prejit.server.served.work_threads import ADMIN, in_own_thread
 from prejit.server.telemetry.engine_profile import MAX_SECONDS, record
 
@@ -74,7 +75,7 @@ class AddRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         bundle: a directory or a reference.
-        model: the name that clients will give; empty: the bundle's own.
+        model: the name that clients will give, as in `prejit serve NAME=PATH`; empty: the bundle's own.
     """
 
     bundle: str
@@ -138,6 +139,9 @@ def make_admin(
         }
 
     def add(wanted: AddRequest) -> dict[str, Any]:
+        if wanted.model and not MODEL_NAME.fullmatch(wanted.model):
+            problem = "expected a letter or a digit, then letters, digits, `_`, `.` or `-`"
+            raise http_errors.field_error("model", f"{problem}, found {wanted.model!r:.80}")
         added = swaps.add(wanted.model, wanted.bundle)
         return {"model": added.name, "now": added.bundle.digest}
 

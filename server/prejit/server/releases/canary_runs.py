@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, cast, final
 
 from prejit.runtime.base.threads_and_forks import start_thread
-from prejit.runtime.errors import ClosedError, PrejitError, UsageError, printable
+from prejit.runtime.errors import PrejitError, UsageError, printable
 from prejit.runtime.format.release_limits import ReleaseLimits, fraction_of
 from prejit.server.engine.engine import Engine
 from prejit.server.engine.sleeper import Sleeper
@@ -134,11 +134,10 @@ class Canaries:
         """Begin to try a release beside a model, in a thread.
 
         Raises:
-            ClosedError: the server is not ready.
+            ClosedError: the server loads or drains.
             UsageError: a canary of that model runs.
         """
-        if self._models.state != "ready":
-            raise ClosedError(f"{name}: the server is {self._models.state}")
+        self._models.check_ready(name)
         with self._lock:
             before = self._runs.get(name)
             if before is not None and not before.state.is_over:

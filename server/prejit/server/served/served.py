@@ -186,6 +186,19 @@ class Models:
             self._by_name[one.name] = one
             self.changes += 1
 
+    def check_ready(self, name: str) -> None:
+        """Check that the server takes requests, before something of a model changes.
+
+        Raises:
+            ClosedError: it loads or drains.
+        """
+        if (state := self.state) != "ready":
+            hint = "take requests again first: POST /undrain"
+            raise ClosedError(
+                f"{name}: the server is {state}",
+                hint=hint if state == "draining" else "wait until /health/ready is 200",
+            )
+
     def put(self, name: str, after: Served | None) -> Served | None:
         """Let the next requests for a name go to a bundle, or to none; return the one before.
 
@@ -195,8 +208,7 @@ class Models:
             ClosedError: the server does not take requests.
         """
         with self._lock:
-            if self.state != "ready":
-                raise ClosedError(f"{name}: the server is {self.state}")
+            self.check_ready(name)
             before = self._by_name.pop(name, None) if after is None else self._by_name.get(name)
             if after is not None:
                 self._by_name[name] = after

@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, final
 
-from prejit.runtime.base.process_facts import importing, seconds_since_exec
+from prejit.runtime.base.process_facts import importing, policy_paths, seconds_since_exec
 from prejit.runtime.cli.bundle_references import reporting
 from prejit.runtime.cli.output import progress
 from prejit.runtime.errors import PrejitError, printable
 from prejit.runtime.loader import load
-from prejit.runtime.ship.reference import is_reference
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.ship.reference import is_reference, parse_reference
 from prejit.server.served.model_memory import ModelMemory
 from prejit.server.served.say import say
 from prejit.server.served.served import Models, Served, State
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from prejit.server.engine.engine import Engine
 
 _log = logging.getLogger(__name__)
+MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+"""A name that an operator gives a model."""
 _GC_THRESHOLDS = (100_000, 50, 100)
 """With Python's own thresholds, decoding 3 MB of small lists takes six times as long, because all new objects
 are looked at some hundred times. No other thread runs meanwhile."""
