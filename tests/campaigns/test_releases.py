@@ -190,7 +190,7 @@ class Live:
             [state] = self._admin.get("/canary").json()["canaries"]
             if state["stage"] in ("promoted", "rolled back"):
                 break
-            assert time.monotonic() < began + 600, state
+            assert time.monotonic() < began + 3900, state
             time.sleep(0.05)
         if state["stage"] == "promoted":
             answer = self._admin.post("/swap", json={"bundle": str(self._base)})

@@ -49,7 +49,11 @@ def test_each_api_is_measured(
     server: tuple[Process, Path], api: str, model: str, has_tokens: bool
 ) -> None:
     lengths = ("--prompt-tokens", "2..4", "--new-tokens", "6", "--prefix-tokens", "3")
-    found = load(server[0].url, *WINDOW, "--api", api, "--model", model, *lengths)
+    url = server[0].url
+    found = load(
+        url.replace("//", "//me:secret@"), *WINDOW, "--api", api, "--model", model, *lengths
+    )
+    assert found["server"] == url
     [rate] = found["rates"]
     assert (rate["requests"], rate["failed"], rate["failures"]) == (20, 0, {})
     assert rate["e2e_ms"]["p50"] <= rate["e2e_ms"]["p99"] <= rate["e2e_ms"]["max"]

@@ -221,7 +221,7 @@ def test_a_canary_that_answers_otherwise_is_dropped_and_its_model_stays(
 ) -> None:
     other = make_recipe(score_scale=2.0).write(tmp_path / "other")
     path = tmp_path / "admin"
-    server = serve(bundle_dir, "--admin", path, "--canary", other, "--share", "100%")
+    server = serve(bundle_dir, "--admin", path, "--canary", other, "--share", "0%")
     server.wait_until_ready()
     with over(path) as admin:
 
@@ -268,6 +268,10 @@ def test_a_swap_that_stalls_holds_up_neither_others_nor_the_end(
             silent.accept()[0].detach()  # it stays open
             assert admin.post("/undrain").status_code == 200
             assert admin.post("/sleep").status_code == 200
+            other = {"model": "other", "bundle": str(bundle_dir)}
+            assert admin.post("/add", json=other).status_code == 200
+            assert admin.post("/swap", json=other).status_code == 200
+            assert admin.post("/wake", json={"model": "example"}).status_code == 200
             began = time.monotonic()
             assert server.end() == 0
             assert time.monotonic() - began < 25  # it waits 30 s for a registry

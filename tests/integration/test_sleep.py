@@ -148,6 +148,10 @@ def test_a_model_is_added_and_removed_while_others_run(
         assert server.change("/add", model="c", bundle=str(models["a"].path)).status_code == 409
         assert server.change("/add", bundle=str(models["a"].path / "none")).status_code == 409
         assert server.change("/add").status_code == 400
+        for name in ("a\nb", "a\0b", "a//b", "-a", " a"):
+            refused = server.change("/add", model=name, bundle=str(models["a"].path))
+            assert refused.status_code == 400
+            assert "model: expected a letter or a digit, then" in refused.json()["error"]["message"]
         assert server.change("/remove", model="c").status_code == 200
         assert server.ask("c", 1) == 404
         assert {*asking} == {200}

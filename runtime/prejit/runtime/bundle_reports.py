@@ -11,6 +11,7 @@ from prejit.runtime.loaded_bundle import LoadedBundle
 from prejit.runtime.programs.ready_programs import ProgramReport
 
 if TYPE_CHECKING:
+    from prejit.runtime.errors import NumbersError
     from prejit.runtime.programs.quarantine import CheckedAnswer
     from prejit.runtime.programs.watched_runs import Wrap
     from prejit.runtime.start_report import StartReport
@@ -53,21 +54,27 @@ class BundleReports(LoadedBundle):
 
         return timed_runner(self._programs, program)
 
-    def watch_runs(self, wrap: Wrap | None) -> None:
-        """Let programs run through what `wrap` returns for their name and their own run; None: as before."""
+    def watch_runs(self, wrap: Wrap | None) -> Wrap | None:
+        """Let programs run through what `wrap` returns for their name and their own run; None: as they are.
+
+        Return the `wrap` before.
+        """
         from prejit.runtime.programs.watched_runs import watch
 
-        watch(self._programs, wrap)
+        return watch(self._programs, wrap)
 
-    def check_finite(self) -> None:
+    def check_finite(self, report: Callable[[str, NumbersError], object] | None = None) -> None:
         """Look for NaN and infinity in what programs return from now on; it waits for each run.
 
         The first program that returns one raises NumbersError, which names it, the result and the index.
         Calls of programs of the user that jaxlib dispatches by itself do not come by.
+
+        Args:
+            report: takes the program and the error of each such run, which goes on; None: it raises.
         """
         from prejit.runtime.programs.finite_check import check_finite
 
-        check_finite(self._programs)
+        check_finite(self._programs, report)
 
     def kernel_names(self, program: str) -> dict[str, tuple[str, str]]:
         """Return for each instruction of a program what it calls, as `device.xla_profile.kernel_names`."""

@@ -110,8 +110,9 @@ def inspect(
         return 0
     if target is not None:
         raise UsageError(
-            "--for-target: expected --stablehlo, --hlo, --asm, --costs or --roofline beside it, found none",
-            hint="without these `prejit inspect` shows all targets",
+            "--for-target: expected --stablehlo, --hlo, --asm, --costs or --roofline beside it, found "
+            + ("--capacity" if shows_capacity else "none"),
+            hint="else `prejit inspect` shows all targets",
         )
     if memory is not None and not shows_capacity:
         raise UsageError("--memory: expected --capacity, found none", hint="add --capacity")

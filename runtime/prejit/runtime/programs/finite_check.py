@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,10 +21,12 @@ _LOGARITHMS = ("logprobs", "top_logprobs")
 """Results of decode programs that are minus infinity for tokens that cannot come."""
 
 
-def check_finite(programs: Programs) -> None:
+def check_finite(
+    programs: Programs, report: Callable[[str, NumbersError], object] | None = None
+) -> None:
     """Look at the results of every run of a program from now on. It waits for each run.
 
-    A run then raises NumbersError at the first NaN or infinity.
+    A run raises NumbersError at the first NaN or infinity, or gives it to `report` and goes on.
     """
     runs = 0
 
@@ -35,8 +37,14 @@ def check_finite(programs: Programs) -> None:
             nonlocal runs
             results = run(arguments)
             runs += 1
-            for path, result in zip(paths, results, strict=False):
-                refuse_odd(f"{programs.bundle}: {name}, run {runs} of all programs", path, result)
+            where = f"{programs.bundle}: {name}, run {runs} of all programs"
+            try:
+                for path, result in zip(paths, results, strict=False):
+                    refuse_odd(where, path, result)
+            except NumbersError as error:
+                if report is None:
+                    raise
+                report(name, error)
             return results
 
         return checked

@@ -19,14 +19,15 @@ Wrap = Callable[[str, "Run"], "Run"]
 """Returns what runs in place of a program, from the program's name and its own run."""
 
 
-def watch(programs: Programs, wrap: Wrap | None) -> None:
-    """Let programs run through what `wrap` returns; None: as they are again.
+def watch(programs: Programs, wrap: Wrap | None) -> Wrap | None:
+    """Let programs run through what `wrap` returns; None: as they are again. Return the one before.
 
     Calls that jaxlib dispatches by itself (`dispatched_calls`) do not come by.
     """
     ready = programs._ready
-    plain = ready.plain if isinstance(ready, _Watched) else ready
+    before, plain = (ready.wrap, ready.plain) if isinstance(ready, _Watched) else (None, ready)
     programs._ready = dict(plain) if wrap is None else _Watched(wrap, plain)
+    return before
 
 
 @final
@@ -35,14 +36,14 @@ class _Watched(dict[str, Executable]):
 
     def __init__(self, wrap: Wrap, plain: dict[str, Executable]) -> None:
         super().__init__()
-        self._wrap = wrap
+        self.wrap = wrap
         self.plain: dict[str, Executable] = {}
         for name, executable in list(plain.items()):
             self[name] = executable
 
     def __setitem__(self, name: str, executable: Executable) -> None:
         self.plain[name] = executable
-        super().__setitem__(name, replace(executable, run=self._wrap(name, executable.run)))
+        super().__setitem__(name, replace(executable, run=self.wrap(name, executable.run)))
 
     def popitem(self) -> tuple[str, Executable]:
         name, _ = super().popitem()

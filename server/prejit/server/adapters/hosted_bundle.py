@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, final
@@ -41,7 +42,7 @@ def load_models(
         MismatchError, RejectError, StoreError, UntrustedError, UsageError: as `load` and `Engine`.
     """
     engines = EngineOptions(slots=slots, must_match=on_mismatch == "error")
-    make = MakeServed(engines, 1, lambda _, engine: engine)
+    make = MakeServed(engines, 1, lambda _, engine: engine, Counter())
     served = make(BundleSource(path, name))
     finish(served)
     if not served.bundle.matched:

@@ -28,6 +28,8 @@ from prejit.runtime.errors import RegressionError, UsageError
 if TYPE_CHECKING:
     from prejit.server.load.load_runs import LoadOptions
 
+_MOST_REQUESTS = 1_000_000
+"""The most requests of a window: they are all made before it begins."""
 _LIMITS = ("first_token_ms", "between_tokens_ms", "p95_ms")
 _MS: Attributes = {"type": Number(0, 1e9, min_open=True), "metavar": "MS"}
 
@@ -155,6 +157,7 @@ def load(
 ) -> int:
     """Send open-loop load to a server: its saturation curve, its knee, its highest rate within limits."""
     with progress() as show:
+        from prejit.server.load.http_client import without_credentials
         from prejit.server.load.load_report import as_page, as_text, short
         from prejit.server.load.load_runs import LoadOptions, run_load
         from prejit.server.load.load_search import GOOD_SHARE, LoadLimits
@@ -177,7 +180,8 @@ def load(
         headers = None if key_file is None else {"Authorization": f"Bearer {_key(key_file)}"}
         is_url = target.startswith(("http://", "https://"))
         with nullcontext(target) if is_url else served_bundle(target, show) as url:
-            report = run_load(url, asked, show, headers=headers, name=target)
+            name = without_credentials(target)
+            report = run_load(url, asked, show, headers=headers, name=name)
     if as_json:
         print_json(report.to_json())
     else:
@@ -207,6 +211,13 @@ def _check(asked: LoadOptions) -> None:
     """
     if asked.log is None and None in asked.rates:
         raise UsageError("--rate log: expected a log, found none", hint="add --log requests.jsonl")
+    for rate in asked.rates:
+        if rate is not None and not 2 <= (count := rate * asked.seconds) <= _MOST_REQUESTS:
+            raise UsageError(
+                f"--rate {rate:g}: expected 2 to {_MOST_REQUESTS:,} requests in a window of "
+                f"{asked.seconds:g} s, found {count:,.3g}",
+                hint="give another rate, or another --seconds",
+            )
     for option in _LIMITS[:2]:
         if not asked.is_streamed and getattr(asked.limits, option) is not None:
             raise UsageError(

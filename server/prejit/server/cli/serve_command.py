@@ -11,6 +11,7 @@ import click
 
 from prejit.runtime.base.process_facts import importing
 from prejit.runtime.cli.command_options import (
+    CHECK_FINITE,
     COUNT,
     FILE,
     PATH,
@@ -25,8 +26,6 @@ from prejit.runtime.cli.output import warnings_on_stderr
 from prejit.runtime.device.quick_start import import_numpy, read_library_ahead
 from prejit.runtime.errors import UsageError
 from prejit.runtime.ship.reference import is_reference, parse_reference
-
-_NAMED = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*)=(?P<path>.+)", re.DOTALL)
 
 
 def _address(text: str) -> tuple[str, int] | str:
@@ -185,6 +184,7 @@ def _origin(text: str) -> str:
     **FILE,
     help="Append a JSON line for each request, with its body, for `prejit replay`; - is stdout.",
 )
+@CHECK_FINITE
 @on_mismatch(
     "Where this machine matches no target: compile before the server is ready, or fail with exit status 3."
 )
@@ -200,6 +200,7 @@ def serve(
     share_prefixes: bool,
     canary: str | None,
     share: str,
+    check_finite: bool,
     keys: str | None,
     log: str | None,
     on_mismatch: str,
@@ -241,7 +242,9 @@ def serve(
                 raise click.BadParameter(f"expected one bundle, {found}", param_hint="'--canary'")
             tried = canary, share_of(share)
         limits = Settings(keys=None if keys is None else Keys(keys), **settings)
-        engines = EngineOptions(slots, queue, prefix_memory, must_match, share_prefixes, memory)
+        engines = EngineOptions(
+            slots, queue, prefix_memory, must_match, share_prefixes, memory, check_finite
+        )
         requests = None if log is None else RequestLog(log)
         serve(sources, engines, limits, (host, port), requests, admin, tried)
     return 0
@@ -258,10 +261,13 @@ def named_paths(texts: Sequence[str]) -> list[tuple[str | None, str]]:
     Raises:
         UsageError: two have the same name.
     """
+    from prejit.server.served.served_loading import MODEL_NAME  # its imports take time
+
     found: list[tuple[str | None, str]] = []
     for text in texts:
-        match = None if os.path.exists(text) else _NAMED.fullmatch(text)
-        found.append((match["name"], match["path"]) if match else (None, text))
+        name, _, path = text.partition("=")
+        is_named = path and MODEL_NAME.fullmatch(name) and not os.path.exists(text)
+        found.append((name, path) if is_named else (None, text))
     names = [name for name, _ in found if name is not None]
     for name in names:
         if names.count(name) > 1:

@@ -113,3 +113,12 @@ def free_bytes(device: Device | None) -> int:
     """Return how much memory caches may take on a device, by what is free there now; None: on the host."""
     free = None if device is None else device.free_memory_bytes()
     return int((free_memory_bytes() if free is None else free) * _SHARE) // _MIB * _MIB
+
+
+def wake_bytes(device: Device | None) -> int:
+    """Return how much memory an engine may wake into on a device; None: on the host.
+
+    The kernel drops files for it, such as the weights that the engine has used before.
+    """
+    free = None if device is None else device.free_memory_bytes()
+    return free_memory_bytes(with_files=True) if free is None else free

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -22,11 +23,13 @@ from prejit.server.engine.memory import NoRoomError
 from prejit.server.gate import http_errors
 from prejit.server.gate.http_errors import ApiError, json_response
 from prejit.server.gate.origins import Origins
+from prejit.server.gate.request_clients import unless_gone
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.bodies import served_model
 from prejit.server.releases.canary_runs import Canaries, share_of
 from prejit.server.served.bundle_swaps import BundleSwaps
 from prejit.server.served.served import ModelNotFoundError, Models
+from prejit.server.served.served_loading import MODEL_NAME
 from prejit.server.served.work_threads import ADMIN, in_own_thread
 from prejit.server.telemetry.engine_profile import MAX_SECONDS, record
 
@@ -72,7 +75,7 @@ class AddRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         bundle: a directory or a reference.
-        model: the name that clients will give; empty: the bundle's own.
+        model: the name that clients will give, as in `prejit serve NAME=PATH`; empty: the bundle's own.
     """
 
     bundle: str
@@ -136,6 +139,9 @@ def make_admin(
         }
 
     def add(wanted: AddRequest) -> dict[str, Any]:
+        if wanted.model and not MODEL_NAME.fullmatch(wanted.model):
+            problem = "expected a letter or a digit, then letters, digits, `_`, `.` or `-`"
+            raise http_errors.field_error("model", f"{problem}, found {wanted.model!r:.80}")
         added = swaps.add(wanted.model, wanted.bundle)
         return {"model": added.name, "now": added.bundle.digest}
 
@@ -154,14 +160,22 @@ def make_admin(
         return {"model": served.name, "is_sleeping": True}
 
     def wake(wanted: ModelRequest) -> dict[str, Any]:
-        served = served_model(models, wanted.model or None)
-        served.engine.wake()
-        return {"model": served.name, "is_sleeping": False}
+        woken = swaps.wake(served_model(models, wanted.model or None).name)
+        return {"model": woken.name, "is_sleeping": False}
 
-    def profile(wanted: ProfileRequest) -> Response:
-        each = [(served.name, served.bundle, served.engine) for served in models]
-        found = record(each, lambda: time.sleep(wanted.seconds))
-        return Response(found, media_type="application/zip")
+    async def post_profile(request: Request) -> Response:
+        await request.body()  # behind it comes only that the client has gone
+        ends = threading.Event()
+
+        def profile(wanted: ProfileRequest) -> Response:
+            each = [(served.name, served.bundle, served.engine) for served in models]
+            found = record(each, lambda: ends.wait(wanted.seconds))
+            return Response(found, media_type="application/zip")
+
+        try:
+            return await unless_gone(request.receive, _handler(ProfileRequest, profile)(request))
+        finally:
+            ends.set()
 
     async def get_canary(request: Request) -> Response:
         return json_response({"canaries": [asdict(each) for each in canaries.states()]})
@@ -186,9 +200,11 @@ def make_admin(
             Route("/wake", _handler(ModelRequest, wake), methods=["POST"]),
             Route("/canary", get_canary, methods=["GET"]),
             Route("/canary", _handler(CanaryRequest, canary), methods=["POST"]),
-            Route("/profile", _handler(ProfileRequest, profile), methods=["POST"]),
+            Route("/profile", post_profile, methods=["POST"]),
         ],
-        exception_handlers={HTTPException: http_errors.handle, ApiError: http_errors.handle},
+        exception_handlers=dict.fromkeys(
+            (HTTPException, ApiError, ClientDisconnect), http_errors.handle
+        ),
     )
     if origins is None:
         return app

@@ -95,7 +95,7 @@ def serve(
         models = Models()
         url = _shown(listening, address)
         telemetry = start_telemetry()
-        make = MakeServed(engines, len(sources), _wrapper(telemetry))
+        make = MakeServed(engines, len(sources), _wrapper(telemetry), models.odd_runs)
         started = None
         if log is not None:
             started = partial(log.start, models, max_tokens=settings.max_tokens)

@@ -8,7 +8,7 @@ that has no place is `result`. Static arguments are parameters of a request.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -26,7 +26,7 @@ from prejit.runtime.format.constants import Constant
 from prejit.runtime.programs import pytree
 from prejit.server.inference.inference_schema import TensorMetadata
 from prejit.server.inference.tensors import datatype_of
-from prejit.server.served.served import ModelNotFoundError, Models, Served
+from prejit.server.served.served import ModelNotFoundError, Served
 
 WHOLE = "result"
 """The name of a tensor that is all that a program returns, or takes."""
@@ -145,8 +145,8 @@ class InferenceModel:
 class InferenceModels:
     """The models of a server by name."""
 
-    def __init__(self, models: Models) -> None:
-        """Find the programs of the served bundles."""
+    def __init__(self, models: Iterable[Served]) -> None:
+        """Find the programs of these bundles."""
         self._by_name: dict[str, InferenceModel] = {}
         alone: dict[str, list[InferenceModel]] = {}
         for served in models:

@@ -88,7 +88,10 @@ class _Protocol:
     def __init__(self, models: Models, settings: Settings) -> None:
         self._models = models
         self._settings = settings
-        self._known: tuple[int, InferenceModels] | None = None
+        self._changes = -1
+        self._served = InferenceModels(())
+        self._tried: dict[str, InferenceModels] = {}
+        """By name of a served model, the programs of a release that answers a share of its requests."""
 
     async def server(self, request: Request) -> Response:
         """Answer what this server is."""
@@ -149,14 +152,19 @@ class _Protocol:
         return await off_loop(size, lambda: _answer(asked, name, arrays))
 
     def _model(self, request: Request) -> InferenceModel:
-        """Return the model of a path.
+        """Return the model of a path; for a share of the requests, that of a canary.
 
         Raises:
             ModelNotFoundError, ApiError: there is no such model or version.
         """
-        if self._known is None or self._known[0] != self._models.changes:
-            self._known = self._models.changes, InferenceModels(self._models)
-        model = self._known[1].get(request.path_params["model"])
+        if (changes := self._models.changes) != self._changes:
+            tried = [*self._models.canaries.items()]
+            self._tried = {name: InferenceModels([each.served]) for name, each in tried}
+            self._served, self._changes = InferenceModels(self._models), changes
+        model = self._served.get(request.path_params["model"])
+        name = model.served.name
+        if name in self._tried and self._models.get(name).bundle is not model.served.bundle:
+            model = self._tried[name].get(f"{name}.{model.program}")
         if (found := request.path_params.get("version", VERSION)) != VERSION:
             raise ApiError(404, f"version: expected {VERSION}, found {found!r:.80}")
         return model

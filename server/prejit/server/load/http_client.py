@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import ssl
 import time
+from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import httptools
 
@@ -47,12 +49,17 @@ class Exchange:
         return b"".join(part for _, part in self.parts)
 
 
+def without_credentials(url: str) -> str:
+    """Return a URL without the user and the password that may stand before its host."""
+    return re.sub("//[^/?#]*@", "//", url)
+
+
 @final
 class HttpClient:
     """Connections to one server. All calls are made in one event loop.
 
     Attributes:
-        url: where the server is.
+        url: where the server is, without credentials.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
@@ -60,27 +67,31 @@ class HttpClient:
 
         Args:
             url: where the server is, `http://`, `https://` or `unix:PATH`; the path of a URL stands before
-                those of requests.
+                those of requests, and a user with a password is sent in its Authorization header.
             headers: headers of each request.
 
         Raises:
             UsageError: it is no URL of a server.
         """
+        self.url = without_credentials(url).rstrip("/")
         self._socket = url.removeprefix("unix:") if url.startswith("unix:") else None
         try:
             parts = urlsplit(url if self._socket is None else "http://localhost")
             self._port = parts.port or (443 if parts.scheme == "https" else 80)
-        except ValueError as error:
+            host = None if parts.query or parts.fragment else parts.hostname
+        except ValueError:
+            host = None
+        if not host:
+            shown = re.sub("//.*@", "//", url)  # a password may hold anything
             raise UsageError(
-                f"{url}: expected a URL such as http://127.0.0.1:8000: {error}"
-            ) from error
-        if not parts.hostname or parts.query or parts.fragment:
-            raise UsageError(f"expected a URL such as http://127.0.0.1:8000, found {url!r:.80}")
-        self.url = url.rstrip("/")
-        self._host = parts.hostname
+                f"expected a URL such as http://127.0.0.1:8000, found {shown!r:.80}"
+            ) from None
+        user, at, place = parts.netloc.rpartition("@")
+        basic = f"Basic {b64encode(unquote(user).encode()).decode()}"
+        self._host = host
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._base = parts.path.rstrip("/")
-        lines = {"Host": parts.netloc.rpartition("@")[2], **(headers or {})}
+        lines = {"Host": place, **({"Authorization": basic} if at else {}), **(headers or {})}
         self._head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self._idle: list[_Connection] = []
 

@@ -109,7 +109,7 @@ def run_load(
     rates = tuple(
         measures(rate, windows, options.limits) for rate, windows in sorted(search.windows.items())
     )
-    return LoadReport(name or url, described(options), options.limits, rates, knee, within)
+    return LoadReport(name or client.url, described(options), options.limits, rates, knee, within)
 
 
 async def _workload(client: HttpClient, options: LoadOptions) -> Workload:

@@ -18,7 +18,7 @@ import numpy as np
 from prejit.runtime.base.child_process import end_with_parent, ending, last_line
 from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.errors import NetworkError, ProcessError, UsageError
-from prejit.server.load.http_client import HttpClient
+from prejit.server.load.http_client import HttpClient, without_credentials
 from prejit.server.load.load_window import LoadAnswer, measure
 from prejit.server.load.workload import DrawnLoad, Lengths, LoadRequest, Workload
 
@@ -41,6 +41,7 @@ def served_bundle(path: str, show: Callable[[str], None]) -> Iterator[str]:
     Raises:
         ProcessError: it does not become ready.
     """
+    shown = without_credentials(path)
     command = [sys.executable, "-m", "prejit.runtime", "serve", path, "--port", "0"]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         process = subprocess.Popen(
@@ -54,11 +55,11 @@ def served_bundle(path: str, show: Callable[[str], None]) -> Iterator[str]:
             while (found := _READY.search(_all_of(errors))) is None:
                 if (status := process.poll()) is not None:
                     raise ProcessError(
-                        f"prejit serve {path} {ending(status)}: {_why(_all_of(errors))}",
+                        f"prejit serve {shown} {ending(status)}: {_why(_all_of(errors))}",
                         status,
                         hint="start it by hand to see why",
                     )
-                show(f"prejit serve {path} starts")
+                show(f"prejit serve {shown} starts")
                 time.sleep(0.05)
             yield found[1]
         finally:
@@ -90,8 +91,9 @@ async def _get(client: HttpClient, path: str) -> Any:
     request = LoadRequest(path, b"", {}, False)
     found = await client.exchange_within(request, _PATIENCE_SECONDS, "GET")
     if found.failed or found.status != 200:
+        why = found.failed or f"expected status 200, found {found.status}"
         raise NetworkError(
-            f"{client.url}{path}: expected status 200, found {found.failed or found.status}",
+            f"{client.url}{path}: {why}",
             hint="start the server, or correct the URL; --key-file has the key of a server that wants one",
         )
     try:
@@ -120,8 +122,10 @@ async def choose_model(client: HttpClient, model: str | None) -> str:
         return names[0]
     if model is None or model not in names:
         guess = "" if model is None else did_you_mean(model, names)
+        if not names:
+            raise UsageError(f"--model: expected a server with models, found none at {client.url}")
         raise UsageError(
-            f"--model: expected one of {', '.join(names) or 'none'}, found {model or 'none'}{guess}"
+            f"--model: expected one of {', '.join(names)}, found {model or 'none'}{guess}"
         )
     return model
 
@@ -166,7 +170,7 @@ async def ask(client: HttpClient, load: Workload) -> LoadAnswer:
     found = await _exchange(client, load)
     if found.failed:
         raise NetworkError(
-            f"{client.url}: expected an answer to a request of this load, found {found.failed}",
+            f"{client.url}: a request of this load failed: {found.failed}",
             hint="change what is sent: --api, --model, --prompt-tokens, --new-tokens, --rows",
         )
     return found

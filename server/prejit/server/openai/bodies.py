@@ -149,7 +149,7 @@ def served_model(models: Models, name: str | None) -> Served:
         return models.get(name)
     if len(models) == 1:
         return models.get(next(iter(models)).name)
-    names = ", ".join(repr(each.name) for each in models)
+    names = ", ".join(repr(each.name) for each in models) or "the served models (none yet)"
     raise field_error("model", f"expected one of {names}, found none")
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, cast, final
 
 from prejit.runtime.base.threads_and_forks import start_thread
-from prejit.runtime.errors import ClosedError, PrejitError, UsageError, printable
+from prejit.runtime.errors import PrejitError, UsageError, printable
 from prejit.runtime.format.release_limits import ReleaseLimits, fraction_of
 from prejit.server.engine.engine import Engine
 from prejit.server.engine.sleeper import Sleeper
@@ -62,7 +62,7 @@ _MOST_REQUESTS = 20 * LEAST_REQUESTS
 _MOST_SAMPLED = 8
 """Requests that wait for being played again. While so many wait, others are not sampled."""
 _LONGEST_SECONDS = 3600.0
-"""A release that saw too few requests within this time is dropped."""
+"""The longest time in which requests are sampled. A release that saw too few by then is dropped."""
 _GROUP = 10
 """Pairs of times of one group: see `significance`."""
 _TRIAL_ROUNDS = 3
@@ -134,11 +134,10 @@ class Canaries:
         """Begin to try a release beside a model, in a thread.
 
         Raises:
-            ClosedError: the server is not ready.
+            ClosedError: the server loads or drains.
             UsageError: a canary of that model runs.
         """
-        if self._models.state != "ready":
-            raise ClosedError(f"{name}: the server is {self._models.state}")
+        self._models.check_ready(name)
         with self._lock:
             before = self._runs.get(name)
             if before is not None and not before.state.is_over:
@@ -335,7 +334,7 @@ class _Run:
         """Let the release answer its share, and play what clients sent to both, until there is a verdict."""
         self._go_on("sharing")
         canary = CanaryShare(new, self.state.share)
-        self._models.canaries[self.state.model] = canary
+        self._models.share(self.state.model, canary)
         until = time.monotonic() + _LONGEST_SECONDS
         self._begin_groups()
         sampled, look = 0, LEAST_REQUESTS
@@ -347,6 +346,9 @@ class _Run:
                 why = f"{canary.counts['failed']} of {canary.counts['answered']} requests failed"
                 raise _StoppedError(f"answers: {why} with status 500")
             if time.monotonic() > until:
+                if sampled >= LEAST_REQUESTS:
+                    self._stop_if_failed(self._time_checks())
+                    return
                 raise _StoppedError(
                     f"expected {LEAST_REQUESTS} requests within {_LONGEST_SECONDS:g} s, found {sampled}"
                 )
@@ -437,7 +439,7 @@ class _Run:
     def _end_share(self) -> None:
         """Let no further request go to the release for its share."""
         self.state = self.now()
-        self._models.canaries.pop(self.state.model, None)
+        self._models.share(self.state.model, None)
 
     def _drop(self, new: Served | None) -> None:
         """Let no further request go to the release, and free it after the last one."""

@@ -6,7 +6,9 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 from prejit.runtime.base.process_facts import policy_paths
 from prejit.runtime.base.threads_and_forks import start_thread
@@ -17,6 +19,7 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship.machine_store import machine_store
 from prejit.runtime.ship.pulling import Pulled, Wanted, pull
 from prejit.runtime.ship.reference import Reference, is_reference, parse_reference
+from prejit.server.engine.memory import NoRoomError
 from prejit.server.served.bundle_swaps import BundleSwaps
 from prejit.server.served.say import say
 from prejit.server.served.served import Models, Served
@@ -24,6 +27,8 @@ from prejit.server.served.served import Models, Served
 _log = logging.getLogger(__name__)
 _LONGEST_PAUSE_SECONDS = 3600.0
 """Pauses double up to this one while a registry fails."""
+_NO_ROOM_SECONDS = 300.0
+"""How long a bundle without room is not loaded again, unless what is served changes or somebody asks."""
 _CLOSE_SECONDS = 2.0
 """How long a server that ends waits for a transfer to stop. What arrived is kept."""
 _NICE = 19
@@ -43,6 +48,7 @@ class BundleFollowing:
         self._models, self._swaps, self._every = models, swaps, every_seconds
         self._must_match = must_match
         self._failures: dict[str, str] = {}
+        self._no_room: dict[str, _NoRoom] = {}
         self._ends = threading.Event()
         self._looks = threading.Event()
         # A thread of its own, because those that it starts have its priority, and kernels' threads must not.
@@ -64,7 +70,8 @@ class BundleFollowing:
     def _run(self) -> None:
         pause = self._every
         while True:
-            self._looks.wait(pause)
+            if self._looks.wait(pause):
+                self._no_room.clear()
             self._looks.clear()
             if self._ends.is_set():
                 return
@@ -76,7 +83,7 @@ class BundleFollowing:
         try:
             path, digest = self._found(served)
             if digest != served.bundle.digest:
-                self._swaps.swap(served.name, path, followed=served.path, only=served)
+                self._swap(served, path, digest)
         except Exception as error:  # whatever a registry sends, the server goes on
             text = f"{served.name}: cannot follow {served.path}: {error}"
             if self._failures.get(served.name) != text and not self._ends.is_set():
@@ -85,6 +92,20 @@ class BundleFollowing:
             return False
         self._failures.pop(served.name, None)
         return True
+
+    def _swap(self, served: Served, path: str, digest: str) -> None:
+        """Swap, unless this bundle had no room a moment ago. That it has none is no failure of its place."""
+        name, changes, now = served.name, self._models.changes, time.monotonic()
+        before = self._no_room.get(name)
+        if before is not None and before[:2] == (digest, changes) and now < before.until:
+            return
+        try:
+            self._swaps.swap(name, path, followed=served.path, only=served)
+        except NoRoomError as error:
+            self._no_room[name] = _NoRoom(digest, changes, now + _NO_ROOM_SECONDS)
+            if before is None or before.digest != digest:
+                text = f"{name}: no room for {digest} of {served.path}: {error}; {error.hint}"
+                say(printable(text))
 
     def _found(self, served: Served) -> tuple[str, str]:
         """Return where the bundle is that a path leads to now, and its digest. One elsewhere is fetched."""
@@ -111,6 +132,20 @@ class BundleFollowing:
         """Stop a transfer of a server that ends."""
         if self._ends.is_set():
             raise ClosedError("the server ends")
+
+
+class _NoRoom(NamedTuple):
+    """A bundle that did not fit.
+
+    Attributes:
+        digest: of the bundle.
+        changes: `Models.changes` then.
+        until: it is not loaded again before this time, by time.monotonic.
+    """
+
+    digest: str
+    changes: int
+    until: float
 
 
 def _be_nice() -> None:

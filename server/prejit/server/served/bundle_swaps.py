@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from typing import final
+from typing import Protocol, final
 
 from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.errors import AnswerError, PrejitError, UsageError, printable
@@ -20,14 +21,32 @@ from prejit.server.served.served_loading import BundleSource
 _log = logging.getLogger(__name__)
 
 
+class Loads(Protocol):
+    """The part of `MakeServed` that changes need."""
+
+    def fetch(self, path: str) -> str:
+        """Fetch what this machine lacks of a bundle; return a path to it that needs no network."""
+
+    def __call__(self, source: BundleSource) -> Served:
+        """Load a bundle and make its engine."""
+
+    def check_wake(self, served: Served) -> None:
+        """Check that a model has room to wake."""
+
+
 @final
 class BundleSwaps:
-    """Swaps, adds and removes one bundle after another. Safe to use from many threads."""
+    """Swaps, adds, removes and wakes models. Safe to use from many threads.
+
+    Bundles are fetched beside each other: a registry that stalls holds up nothing else. Then one change
+    follows the other, because each counts on the memory that it has found. If two changes of one model
+    overlap, the one that was asked for last stays.
+    """
 
     def __init__(
         self,
         models: Models,
-        make: Callable[[BundleSource], Served],
+        make: Loads,
         longest_request_seconds: float,
         when_changed: Callable[[], object] | None = None,
     ) -> None:
@@ -35,7 +54,7 @@ class BundleSwaps:
 
         Args:
             models: what is served.
-            make: loads a bundle and makes its engine.
+            make: fetches a bundle, loads it and makes its engine.
             longest_request_seconds: how long the requests to a bundle may go on after its swap or removal.
             when_changed: called after each change of what is served.
         """
@@ -43,6 +62,9 @@ class BundleSwaps:
         self._longest_request_seconds = longest_request_seconds
         self._when_changed = when_changed
         self._one_at_a_time = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._latest: dict[str, int] = {}
+        """By name of a model, the number of its last change."""
 
     def swap(self, name: str, path: str, followed: str = "", only: Served | None = None) -> Served:
         """Let the next requests to a model go to the bundle that a path leads to now.
@@ -61,28 +83,39 @@ class BundleSwaps:
 
         Raises:
             ModelNotFoundError: there is no such model.
+            UsageError: the model was changed by what was asked for later, while this bundle was fetched.
             NoRoomError: it does not fit beside the models that are awake.
-            ClosedError: the server drains.
+            ClosedError: the server loads or drains.
             AnswerError: a golden answer of the new bundle is wrong.
             PrejitError: it cannot be loaded, as `load` and `Engine` say.
         """
-        with self._one_at_a_time:
-            before = self._models.get(name)
-            if only is not None and before is not only:
-                return before
-            began = time.monotonic()
-            try:
-                source = BundleSource(path, name)
-                after = replace(self._try(source, _used(before)), path=followed or path)
+        began, number = time.monotonic(), next(self._numbers)
+        self._models.check_ready(name)
+        self._models.get(name)
+        try:
+            here = self._make.fetch(path)
+            with self._one_at_a_time:
+                before = self._models.get(name)
+                if only is not None and before is not only:
+                    return before
+                if only is None and number < self._latest.get(name, 0):
+                    raise UsageError(
+                        f"{name}: expected no later change while {path} was fetched, found "
+                        f"{before.bundle.digest} of {before.path}, which was asked for later",
+                        hint="swap again if this bundle is to serve",
+                    )
+                after = self._try(BundleSource(here, name), followed or path, _used(before))
+                if only is None:
+                    self._latest[name] = number
                 if after.bundle.digest == before.bundle.digest:
                     _close(after)
                     return self._models.led_to(before, after.path)
                 self._put(after)
-            except BaseException:
-                self._models.swaps[name, "failed"] += 1
-                raise
-            self._swapped(before, after, began)
-            return after
+                self._swapped(before, after, began)
+                return after
+        except BaseException:
+            self._models.swaps[name, "failed"] += 1
+            raise
 
     def load(self, name: str, path: str) -> Served:
         """Return a bundle that was loaded and tried as in `swap`, and that no request goes to.
@@ -90,19 +123,21 @@ class BundleSwaps:
         Raises:
             ModelNotFoundError, NoRoomError, AnswerError, PrejitError: as `swap`.
         """
+        here = self._make.fetch(path)
         with self._one_at_a_time:
             used = _used(self._models.get(name))
-            return self._try(BundleSource(path, name), used)
+            return self._try(BundleSource(here, name), path, used)
 
     def take(self, after: Served) -> None:
         """Let the next requests to a model go to a bundle of `load`, as `swap` does.
 
         Raises:
+            ModelNotFoundError: the model was removed meanwhile.
             ClosedError: the server drains.
         """
         with self._one_at_a_time:
-            began, before = time.monotonic(), self._models.put(after.name, after)
-            assert before is not None
+            began, before = time.monotonic(), self._models.get(after.name)
+            self._models.put(after.name, after)
             self._swapped(before, after, began)
 
     def drop(self, before: Served) -> None:
@@ -122,16 +157,20 @@ class BundleSwaps:
             UsageError: there is a model of that name.
             NoRoomError, ClosedError, AnswerError, PrejitError: as `swap`.
         """
+        began, number = time.monotonic(), next(self._numbers)
+        self._check_new(name)
+        self._models.check_ready(name or path)
+        here = self._make.fetch(path)
         with self._one_at_a_time:
             self._check_new(name)
-            began = time.monotonic()
-            after = self._try(BundleSource(path, name or None))
+            after = self._try(BundleSource(here, name or None), path)
             try:
                 self._check_new(after.name)
             except UsageError:
                 _close(after)
                 raise
             self._put(after)
+            self._latest[after.name] = number
             self._changed(f"{after.name}: added {after.bundle.digest} of {path}", began)
             return after
 
@@ -145,9 +184,28 @@ class BundleSwaps:
         with self._one_at_a_time:
             before, began = self._models.get(name), time.monotonic()
             self._models.put(name, None)
+            self._latest[name] = next(self._numbers)
             self._changed(f"{name}: removed {before.bundle.digest}", began)
             self.drop(before)
             return before
+
+    def wake(self, name: str) -> Served:
+        """Let a model take its memory again before a request comes; return it.
+
+        Raises:
+            ModelNotFoundError: there is no such model.
+            NoRoomError: it does not fit beside the models that are awake.
+            ClosedError: the server loads or drains.
+        """
+        self._models.check_ready(name)
+        with self._one_at_a_time:
+            served = self._models.get(name)
+            self._wake(served)
+            return served
+
+    def _wake(self, served: Served) -> None:
+        self._make.check_wake(served)
+        served.engine.wake()
 
     def _check_new(self, name: str) -> None:
         if any(one.name == name for one in self._models):
@@ -168,15 +226,15 @@ class BundleSwaps:
             self._when_changed()
         say(printable(f"{done} in {time.monotonic() - began:.2f} s"))
 
-    def _try(self, source: BundleSource, used: Collection[str] = ()) -> Served:
-        """Return a bundle that is verified, and whose answers are right.
+    def _try(self, source: BundleSource, path: str, used: Collection[str] = ()) -> Served:
+        """Return a bundle that is verified, and whose answers are right; `path` is looked at again.
 
         The programs that the one before has `used` are ready: others would cost memory that it did not take.
         Where programs are compiled, all are ready.
         """
-        served = self._make(source)
+        served = replace(self._make(source), path=path)
         try:
-            served.engine.wake()  # if there is room for it
+            self._wake(served)
             served.bundle.finish()
             programs = (each.program for each in served.bundle.report())
             if wanted := [one for one in programs if one in used or not served.bundle.matched]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
-from prejit.server.engine.memory import NoRoomError, free_bytes, programs_bytes
+from prejit.server.engine.memory import NoRoomError, free_bytes, programs_bytes, wake_bytes
 
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
@@ -31,7 +32,7 @@ class ModelMemory:
         self._limit_bytes = limit_bytes
         self._to_come = at_start
         self._lock = threading.Lock()
-        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self._engines: weakref.WeakKeyDictionary[Engine, str] = weakref.WeakKeyDictionary()
 
     @property
     def room(self) -> Room | None:
@@ -45,7 +46,7 @@ class ModelMemory:
             NoRoomError: its programs alone need more.
         """
         device = None if bundle.config.decoder is None else bundle.decoder.device
-        awake = [one for one in self._engines if not one.sleeper.is_sleeping]
+        awake = self._awake()
         if self._limit_bytes is not None:
             taken = sum(one.sleeper.need_bytes for one in awake)
             left = min(self._limit_bytes, free_bytes(device) + taken)
@@ -56,16 +57,49 @@ class ModelMemory:
             ):  # programs are loaded when they are used, caches allocated by requests
                 return left // self._to_come
         if (need := programs_bytes(bundle)) >= left:
-            raise NoRoomError(
-                f"{name}: expected {need:,} bytes for its programs, found {left:,} left",
-                hint="give more memory, or serve fewer models",
-            )
+            # With a limit, all of them count as asleep already.
+            others = awake if self._limit_bytes is None else []
+            raise self._no_room(name, f"{need:,} bytes for its programs", left, others)
         return left - need
 
-    def add(self, engine: Engine) -> None:
-        """Count an engine, for as long as it is there."""
+    def check_wake(self, name: str, bundle: Bundle, sleeper: Sleeper) -> None:
+        """Check that an engine has room to wake, beside those that are awake and stay so.
+
+        Raises:
+            NoRoomError: it has not.
+        """
+        if not sleeper.is_sleeping:
+            return
+        others = self._awake()
+        if self._limit_bytes is None:
+            device = None if bundle.config.decoder is None else bundle.decoder.device
+            left = wake_bytes(device) - sum(one.growth_bytes for one in others)
+        else:
+            others = [one for one in others if not one.sleeper.is_idle]
+            left = self._limit_bytes - sum(one.sleeper.need_bytes for one in others)
+        if (need := sleeper.need_bytes) > left:
+            raise self._no_room(name, f"{need:,} bytes for its caches and programs", left, others)
+
+    def _awake(self) -> list[Engine]:
+        return [one for one in list(self._engines) if not one.sleeper.is_sleeping]
+
+    def _no_room(self, name: str, need: str, left: int, others: Sequence[Engine]) -> NoRoomError:
+        """Return the error about a model; `others` could sleep for it."""
+        could = ", ".join(
+            f"{self._engines[one]} ({one.sleeper.need_bytes:,} bytes"
+            f"{'' if one.sleeper.is_idle else ', once its requests have ended'})"
+            for one in others
+        )
+        hint = "give more memory, or serve fewer models"
+        return NoRoomError(
+            f"{name}: expected {need}, found {max(0, left):,} left",
+            hint=f"{hint}; these could sleep: {could}" if could else hint,
+        )
+
+    def add(self, name: str, engine: Engine) -> None:
+        """Count the engine of a model, for as long as it is there."""
         with self._lock:
-            self._engines.add(engine)
+            self._engines[engine] = name
             self._to_come = max(0, self._to_come - 1)
 
     def claim(self, sleeper: Sleeper, waited_seconds: float) -> bool:
@@ -73,11 +107,7 @@ class ModelMemory:
         assert self._limit_bytes is not None
         is_patient = waited_seconds < _PATIENCE_SECONDS
         with self._lock:
-            awake = [
-                one
-                for one in self._engines
-                if one.sleeper is not sleeper and not one.sleeper.is_sleeping
-            ]
+            awake = [one for one in self._awake() if one.sleeper is not sleeper]
             needs = sum(one.sleeper.need_bytes for one in awake) + sleeper.need_bytes
             over = needs - self._limit_bytes
             may_sleep = [one for one in awake if one.sleeper.is_idle or not is_patient]

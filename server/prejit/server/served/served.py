@@ -141,7 +141,8 @@ class Models:
         swaps: how many swaps of a model, by its name, were `done` and `failed`.
         canaries: by name of a model, a release that answers a share of its requests.
         canary_ends: how many canaries of a model, by its name, were `promoted` and `rolled_back`.
-        changes: how often bundles were added, replaced or removed.
+        odd_runs: by model and program, how many runs returned no numbers, where somebody looks.
+        changes: how often bundles were added, replaced or removed, also those that answer a share.
         log_lines_lost: how many lines of the log of requests could not be written.
     """
 
@@ -156,6 +157,7 @@ class Models:
         self.swaps: Counter[tuple[str, Outcome]] = Counter()
         self.canaries: dict[str, CanaryShare] = {}
         self.canary_ends: Counter[tuple[str, Literal["promoted", "rolled_back"]]] = Counter()
+        self.odd_runs: Counter[tuple[str, str]] = Counter()
         self.changes = self.log_lines_lost = 0
         self._lock = threading.Lock()
         self._by_name: dict[str, Served] = {}
@@ -184,6 +186,19 @@ class Models:
             self._by_name[one.name] = one
             self.changes += 1
 
+    def check_ready(self, name: str) -> None:
+        """Check that the server takes requests, before something of a model changes.
+
+        Raises:
+            ClosedError: it loads or drains.
+        """
+        if (state := self.state) != "ready":
+            hint = "take requests again first: POST /undrain"
+            raise ClosedError(
+                f"{name}: the server is {state}",
+                hint=hint if state == "draining" else "wait until /health/ready is 200",
+            )
+
     def put(self, name: str, after: Served | None) -> Served | None:
         """Let the next requests for a name go to a bundle, or to none; return the one before.
 
@@ -193,8 +208,7 @@ class Models:
             ClosedError: the server does not take requests.
         """
         with self._lock:
-            if self.state != "ready":
-                raise ClosedError(f"{name}: the server is {self.state}")
+            self.check_ready(name)
             before = self._by_name.pop(name, None) if after is None else self._by_name.get(name)
             if after is not None:
                 self._by_name[name] = after
@@ -207,6 +221,14 @@ class Models:
     def retire(self, served: Served) -> None:
         """Keep a bundle for `drain` and `close` that the next requests do not use; `free` closes it."""
         self._replaced.append(served)
+
+    def share(self, name: str, canary: CanaryShare | None) -> None:
+        """Let a release answer its share of the requests to a model from now on; None: none does."""
+        with self._lock:
+            self.canaries.pop(name, None)
+            if canary is not None:
+                self.canaries[name] = canary
+            self.changes += 1
 
     def led_to(self, before: Served, path: str) -> Served:
         """Note that another path leads to a bundle that is served; return it."""

@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, final
 
-from prejit.runtime.base.process_facts import importing, seconds_since_exec
+from prejit.runtime.base.process_facts import importing, policy_paths, seconds_since_exec
 from prejit.runtime.cli.bundle_references import reporting
 from prejit.runtime.cli.output import progress
 from prejit.runtime.errors import PrejitError, printable
 from prejit.runtime.loader import load
-from prejit.runtime.ship.reference import is_reference
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.ship.reference import is_reference, parse_reference
 from prejit.server.served.model_memory import ModelMemory
 from prejit.server.served.say import say
 from prejit.server.served.served import Models, Served, State
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
     from prejit.server.engine.engine import Engine
 
 _log = logging.getLogger(__name__)
+MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+"""A name that an operator gives a model."""
 _GC_THRESHOLDS = (100_000, 50, 100)
 """With Python's own thresholds, decoding 3 MB of small lists takes six times as long, because all new objects
 are looked at some hundred times. No other thread runs meanwhile."""
@@ -56,6 +61,7 @@ class EngineOptions:
         must_match: whether a machine that matches no target is an error instead of a compile.
         share_prefixes: whether prompts begin with what those of other keys have computed.
         memory: how many bytes the caches and programs of all engines may take together; None: what is free.
+        check_finite: whether to look for NaN and infinity in what programs return.
     """
 
     slots: int | None = None
@@ -64,16 +70,50 @@ class EngineOptions:
     must_match: bool = False
     share_prefixes: bool = False
     memory: int | None = None
+    check_finite: bool = False
 
 
 @final
 class MakeServed:
     """Loads a bundle and makes its engine, as the options of the server say."""
 
-    def __init__(self, engines: EngineOptions, count: int, wrap: Wrap) -> None:
-        """Take the options of all engines, the number of bundles at the start, and what wraps engines."""
-        self._engines, self._wrap = engines, wrap
+    def __init__(
+        self, engines: EngineOptions, count: int, wrap: Wrap, odd_runs: Counter[tuple[str, str]]
+    ) -> None:
+        """Take the options of all engines, and what they share.
+
+        Args:
+            engines: the options.
+            count: the number of bundles at the start.
+            wrap: wraps engines.
+            odd_runs: counts runs that returned no numbers, by model and program.
+        """
+        self._engines, self._wrap, self._odd_runs = engines, wrap, odd_runs
         self._memory = ModelMemory(engines.memory, count)
+
+    def fetch(self, path: str) -> str:
+        """Fetch what this machine lacks of a bundle, weights too; return a path to it that needs no network.
+
+        Raises:
+            MismatchError, RejectError, StoreError, UntrustedError: as `load`.
+        """
+        if not is_reference(path) or not (reference := parse_reference(path)).is_remote:
+            return path
+        from prejit.runtime.ship.machine_store import machine_store  # few servers need it
+        from prejit.runtime.ship.pulling import Wanted, pull
+
+        wanted = Wanted(Fingerprint.current(), must_match=self._engines.must_match)
+        with progress() as show:
+            found = pull(reference, machine_store(), wanted, policy_paths(), reporting(show))
+        return str(reference.at(found.digest))
+
+    def check_wake(self, served: Served) -> None:
+        """Check that a model has room to wake beside the others.
+
+        Raises:
+            NoRoomError: it has not; the error says which others could sleep.
+        """
+        self._memory.check_wake(served.name, served.bundle, served.engine.sleeper)
 
     def __call__(self, source: BundleSource) -> Served:
         """Load a bundle, whose weights may be on the way then, and make its engine.
@@ -104,7 +144,11 @@ class MakeServed:
         except BaseException:
             bundle.close()
             raise
-        self._memory.add(engine)
+        self._memory.add(name, engine)
+        if self._engines.check_finite:
+            from prejit.server.served.number_checks import check_numbers
+
+            check_numbers(name, bundle, self._odd_runs)
         how = "its executables" if bundle.matched else "programs that are compiled here"
         _log.info("%s: %s, target %s, runs %s", name, bundle.digest, bundle.target, how)
         engine = self._wrap(name, engine)

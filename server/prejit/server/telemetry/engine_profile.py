@@ -21,6 +21,7 @@ from prejit.server.engine.request_recorder import Observed
 
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
+    from prejit.runtime.programs.watched_runs import Wrap
     from prejit.server.engine.engine import Engine
 
 XPLANE, SPANS = "xplane.pb", "spans.json"
@@ -105,15 +106,16 @@ class _Watched:
         self.steps: list[Step] = []
         self.requests: list[Request] = []
         self.runs: list[tuple[str, int]] = []
+        self._watch_before: Wrap | None = None
 
     def begin(self) -> None:
-        self._bundle.watch_runs(self._noting)
+        self._watch_before = self._bundle.watch_runs(self._noting)
         self._engine.observe(self._observe)
 
     def end(self) -> None:
         self._engine.observe(None)
         with suppress(ClosedError):  # another bundle has taken its place meanwhile
-            self._bundle.watch_runs(None)
+            self._bundle.watch_runs(self._watch_before)
             self.tokens = self._engine.metrics().generation_tokens - self._before
 
     def kernels(self) -> dict[str, dict[str, tuple[str, str]]]:

@@ -355,6 +355,11 @@ _CANARY_ENDS = _Counter[int](
     "Releases that were tried, by outcome: promoted or rolled_back.",
     lambda count: count,
 )
+_ODD_RUNS = _Counter[int](
+    "prejit_odd_runs",
+    "Runs of a program that returned a NaN or an infinity, where --check-finite looks for them.",
+    lambda count: count,
+)
 _START_PARTS = ("process", "imports", "reading", "verifying", "loading", "first_run")
 _START = _Gauge["StartReport"](
     "prejit_start_seconds",
@@ -407,6 +412,8 @@ class EngineCollector(Collector):
         yield from _families(_CANARY, ("model_name",), canaries)
         ends = [*self._models.canary_ends.items()]
         yield from _families([_CANARY_ENDS], ("model_name", "outcome"), ends)
+        odd = [*self._models.odd_runs.items()]
+        yield from _families([_ODD_RUNS], ("model_name", "program"), odd)
         yield builds_metric(served)
         yield from _families([_START], ("model_name",), self._started(served, dict(each)))
 

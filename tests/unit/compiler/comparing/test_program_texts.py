@@ -61,7 +61,8 @@ def test_texts_are_those_of_the_program_and_the_target(
         (["--hlo", "scor/b2"], "did you mean 'score/b2'"),
         (["--asm", "nest", "--for-target", "cpu-x86-64-v9"], "did you mean 'cpu-x86-64-v"),
         (["--asm", "nest", "--costs"], "expected one of --stablehlo, --hlo, --asm"),
-        (["--for-target", "cpu-x86-64-v2"], "--for-target: expected --stablehlo"),
+        (["--for-target", "cpu-x86-64-v2"], "--for-target: expected --stablehlo.* found none"),
+        (["--capacity", "--for-target", "x"], "--for-target: expected .* found --capacity"),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], message: str) -> None:

@@ -17,6 +17,8 @@ NOWHERE = "http://127.0.0.1:1"
         (("--rate", "log"), "--rate log: expected a log, found none", 2),
         (("--rate", "0"), "'--rate'", 2),
         (("--rate", "many"), "'--rate'", 2),
+        (("--rate", "1e-9"), "--rate 1e-09: expected 2 to 1,000,000 requests in a window of", 2),
+        (("--rate", "1e6", "--seconds", "9"), "window of 9 s, found 9e+06", 2),
         (("--whole", "--first-token-ms", "9"), "--first-token-ms: expected streamed answers", 2),
         (
             ("--api", "infer", "--between-tokens-ms", "9"),
@@ -42,10 +44,23 @@ def test_a_mistake_is_said(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("url", ["http://", "http://host:99999", "http://host?x=1"])
-def test_a_url_of_no_server_is_said(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert __main__.main(["load", url]) == 2
-    assert "expected a " in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("url", "status"),
+    [
+        *(("http://user:se%40cret@", 2), ("http://user:secret@host:99999", 2)),
+        *(("http://user:se%/ret@host", 2), ("http://user:sec@ret@host?x=1", 2)),
+        ("http://user:secret@127.0.0.1:1", 7),
+    ],
+)
+def test_a_url_of_no_server_is_said_without_its_password(
+    url: str, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert __main__.main(["load", url]) == status
+    said = capsys.readouterr().err
+    assert ("expected a " in said) == (status == 2)
+    assert "http://" in said
+    for part in ("user", "se%", "secret", "ret@"):
+        assert part not in said
 
 
 def test_a_key_is_one_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,7 @@ def test_every_option_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> Non
         **{"--check-seconds": "9", "--on-mismatch": "error"},
     }
     words = [word for pair in options.items() for word in pair]
-    flags = ("--ignore-unknown-fields", "--share-prefixes")
+    flags = ("--ignore-unknown-fields", "--share-prefixes", "--check-finite")
     assert __main__.main(["serve", "a=x", "y", *words, *flags]) == 0
     settings = Settings(
         body_bytes=7 << 10,
@@ -79,7 +79,8 @@ def test_every_option_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> Non
         cors=("https://a.b",),
     )
     sources = [BundleSource("x", "a"), BundleSource("y")]
-    engines = EngineOptions(3, 4, 2 << 20, must_match=True, share_prefixes=True, memory=3 << 30)
+    flagged = {"must_match": True, "share_prefixes": True, "check_finite": True}
+    engines = EngineOptions(3, 4, 2 << 20, memory=3 << 30, **flagged)
     assert given == [(sources, engines, settings, ("0.0.0.0", 8080), None, ("::1", 9000), None)]
     assert __main__.main(["serve", "y"]) == 0
     assert given[1] == (

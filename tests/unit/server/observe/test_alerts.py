@@ -205,6 +205,12 @@ CASES = (
         *(("failed", "0x5 1x10", True), ("failed", "1x15", False), ("done", "0x5 1x10", False)),
     ),
     *when(
+        "PrejitModelsTakeTurns",
+        "40m",
+        {f"prejit_wakes_total{{{MODEL}}}": "0+{}x60"},
+        *((12, True), (3, False)),
+    ),
+    *when(
         "PrejitLogLinesLost",
         "8m",
         {f"prejit_log_lines_lost_total{{{SERVER}}}": "{}"},

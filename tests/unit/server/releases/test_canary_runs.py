@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
+from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
+import numpy as np
 import pytest
-from tests.unit.server.running import wait_for
+from tests.unit.server.running import running, wait_for
+from tests.unit.server.running import served as calling
 
+from prejit.runtime import load
 from prejit.runtime.errors import AnswerError, ClosedError, UsageError
 from prejit.runtime.format.release_limits import ReleaseLimits
+from prejit.server.gate.server_settings import Settings
 from prejit.server.releases import canary_runs
 from prejit.server.releases.canary_runs import Canaries, CanaryState, share_of
 from prejit.server.releases.release_contents import ReleaseCheck
@@ -22,9 +30,12 @@ from prejit.server.telemetry.requestlog import Entry, RecordedCall
 TOKENS = [1, 2, 3]
 
 
-def served(digest: str, tokens: list[int] | None = None) -> Served:
-    """A bundle that gives these tokens, or fails where there are none."""
+def served(
+    digest: str, tokens: list[int] | None = None, seconds: tuple[float, ...] = (0.001,)
+) -> Served:
+    """A bundle that gives these tokens, or fails where there are none, and takes these times in turn."""
     bundle: Any = SimpleNamespace(digest=digest, tokens=TOKENS if tokens is None else tokens)
+    bundle.seconds = itertools.cycle(seconds)
     engine: Any = SimpleNamespace(
         close=lambda: None,
         drain=lambda seconds: True,
@@ -41,8 +52,8 @@ class StandInPlayer:
         [self._served] = models
 
     async def play(self, line: Any) -> PlayedRequest:
-        tokens = self._served.bundle.tokens  # type: ignore[attr-defined]
-        return PlayedRequest(entry(tokens), 0.001, 0.0, b"")
+        bundle: Any = self._served.bundle
+        return PlayedRequest(entry(bundle.tokens), next(bundle.seconds), 0.0, b"")
 
 
 def entry(tokens: list[int] = TOKENS, number: str = "1") -> Entry:
@@ -133,6 +144,23 @@ def test_a_release_that_gives_the_same_is_promoted(monkeypatch: pytest.MonkeyPat
     assert "canary new promoted: " in begun.said[0]
 
 
+@pytest.mark.parametrize(("spread", "most"), [(2.0, True), (1.03, False)])
+def test_a_busy_machine_gets_its_verdict_from_more_requests(
+    monkeypatch: pytest.MonkeyPatch, spread: float, most: bool
+) -> None:
+    monkeypatch.setattr(canary_runs, "LEAST_REQUESTS", 20)
+    monkeypatch.setattr(canary_runs, "_MOST_REQUESTS", 160)
+    times = tuple(0.001 * spread**step for step in (-1, 1, 1, -1, 0, 1, -1))
+    begun = Begun(monkeypatch, served("new", seconds=times))
+    begun.wait_for_stage("sharing")
+    begun.requests(500)
+    state = begun.finish()
+    assert state.stage == "promoted", state
+    assert (state.sampled == 160) == most, state
+    assert state.why.startswith(f"{state.sampled} requests of clients gave the same")
+    assert ("times vary too much to be sure that it is not slower" in state.why) == most
+
+
 @pytest.mark.parametrize(
     ("new", "checks", "why"),
     [
@@ -221,6 +249,39 @@ def test_the_same_clients_get_the_share(monkeypatch: pytest.MonkeyPatch) -> None
     assert not CanaryShare(new, 1.0).takes("")  # nobody asks: a swap, or another thread
     assert CanaryShare(new, 1.0).takes("a")
     assert not CanaryShare(new, 0.0).takes("a")
+
+
+def test_functions_are_shared_too(bundle_dir: Path, make_recipe: Any, tmp_path: Path) -> None:
+    x = [[1.0] * 16] * 2
+    inputs = [{"name": "x", "datatype": "FP32", "shape": [2, 16], "data": x}]
+    with (
+        load(bundle_dir) as old,
+        load(make_recipe(score_scale=2.0).write(tmp_path / "new")) as new,
+        closing(Models(calling(old, "m"))) as models,
+        closing(calling(new, "m")) as release,
+        running(models, Settings()) as server,
+    ):
+        found = {
+            name: each.call("score", x=np.array(x, np.float32)).ravel().tolist()
+            for name, each in (("old", old), ("new", new))
+        }
+
+        def answered(who: str, model: str) -> str:
+            url = f"{server.url}/v2/models/{model}/infer"
+            answer = httpx.post(url, json={"inputs": inputs}, headers={"X-Request-Id": who})
+            data = answer.json()["outputs"][0]["data"]
+            return next(name for name, values in found.items() if data == pytest.approx(values))
+
+        everybody = [str(each) for each in range(12)]
+        assert {answered(who, "score") for who in everybody} == {"old"}
+        canary = CanaryShare(release, 0.5)
+        models.share("m", canary)
+        taken = {who for who in everybody if canary.takes(who)}
+        assert 0 < len(taken) < len(everybody)
+        for model in ("score", "m.score"):
+            assert {who for who in everybody if answered(who, model) == "new"} == taken
+        models.share("m", None)
+        assert {answered(who, "score") for who in everybody} == {"old"}
 
 
 def test_a_share_is_a_part_of_all_requests() -> None:

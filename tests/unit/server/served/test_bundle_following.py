@@ -26,6 +26,7 @@ from prejit.runtime.ship.machine_store import BUNDLES, MachineStore
 from prejit.runtime.ship.pulling import Wanted, pull
 from prejit.runtime.ship.reference import Reference, parse_reference
 from prejit.runtime.ship.shipping import TransferProgress, ship
+from prejit.server.engine.memory import NoRoomError
 from prejit.server.served import bundle_following
 from prejit.server.served.bundle_following import BundleFollowing
 from prejit.server.served.served import Models, Served
@@ -50,10 +51,13 @@ class NotedSwaps:
 
     def __init__(self, models: Models) -> None:
         self._models, self.done = models, list[tuple[str, int]]()
+        self.has_room = True
 
     def swap(self, name: str, path: str, followed: str, only: Served) -> None:
         assert self._models.get(name) is only
         self.done.append((path, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+        if not self.has_room:
+            raise NoRoomError("m: expected 5 bytes for its programs, found 4 left", hint="more")
         reference = parse_reference(path)
         digest = reference.digest if reference.is_remote else read_root(Layout(path)).digest
         self._models.put(name, replace(served(name, digest=digest), path=followed))
@@ -205,6 +209,30 @@ def test_a_disk_without_room_is_told_before_anything_is_fetched(
         assert "found 1000" in following.said[0]
         assert following.registry.count("GET", "/blobs/") == 0
         free[0] = 10**9
+        wait_for(lambda: following.digest == newer)
+
+
+def test_a_bundle_without_room_is_loaded_again_only_when_there_may_be_some(
+    following: Following,
+) -> None:
+    swaps, models = following.swaps, following.models
+    swaps.has_room = False
+    newer = following.release(following.newer)
+    with following.follow() as found:
+        for count, change in (
+            (1, lambda: None),
+            (2, found.look),
+            (3, lambda: models.put("x", None)),
+        ):
+            change()
+            wait_for(lambda count=count: len(swaps.done) == count)  # type: ignore[misc]
+            asked = following.registry.count("GET", "/manifests/")
+            wait_for(lambda asked=asked: following.registry.count("GET", "/manifests/") > asked + 5)  # type: ignore[misc]
+            assert len(swaps.done) == count
+        at = f"m: no room for {newer} of {following.at}: m: expected 5 bytes"
+        assert [text.startswith(at) for text in following.said] == [True, True]
+        swaps.has_room = True
+        found.look()
         wait_for(lambda: following.digest == newer)
 
 

@@ -72,16 +72,41 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+class StandInLoads:
+    """Loads one bundle, or fails.
+
+    Attributes:
+        fetched: the paths that were fetched.
+        stalls: for each path that does not come before its event.
+        room: raised where a model wakes.
+    """
+
+    def __init__(self, found: Served | Exception) -> None:
+        self._found = found
+        self.fetched: list[str] = []
+        self.stalls: dict[str, threading.Event] = {}
+        self.room: NoRoomError | None = None
+
+    def fetch(self, path: str) -> str:
+        self.fetched.append(path)
+        if path in self.stalls:
+            assert self.stalls[path].wait(60)
+        return path
+
+    def __call__(self, source: BundleSource) -> Served:
+        if isinstance(self._found, Exception):
+            raise self._found
+        assert source.path == "v2"
+        return self._found
+
+    def check_wake(self, served: Served) -> None:
+        if self.room is not None:
+            raise self.room
+
+
 def swapping(models: Models, found: Served | Exception) -> BundleSwaps:
     """Swaps to one bundle, or a load that fails."""
-
-    def make(source: BundleSource) -> Served:
-        if isinstance(found, Exception):
-            raise found
-        assert source.path == "v2"
-        return found
-
-    return BundleSwaps(models, make, 60)
+    return BundleSwaps(models, StandInLoads(found), 60)
 
 
 def test_what_was_replaced_is_closed_after_the_last_request_that_may_use_it(
@@ -151,13 +176,58 @@ def test_a_model_that_sleeps_after_its_trial_keeps_no_programs(said: list[str]) 
 
 
 def test_a_server_that_drains_or_has_no_such_model_swaps_nothing(said: list[str]) -> None:
-    models, after = Models(served("sha256:1")), served("sha256:2")
+    models, loads = Models(served("sha256:1")), StandInLoads(served("sha256:2"))
+    swaps = BundleSwaps(models, loads, 60)
     with pytest.raises(ModelNotFoundError, match="'other'"):
-        swapping(models, after).swap("other", "v2")
+        swaps.swap("other", "v2")
     models.drain(ends=True)
-    with pytest.raises(ClosedError, match="draining"):
-        swapping(models, after).swap("m", "v2")
-    assert after.bundle.done[-1] == "close"  # type: ignore[attr-defined]
+    changes = (
+        lambda: swaps.swap("m", "v2"),
+        lambda: swaps.add("n", "v2"),
+        lambda: swaps.wake("m"),
+        lambda: BundleSwaps(Models(), loads, 60).swap("m", "v2"),
+    )
+    for change, state in zip(changes, ("draining",) * 3 + ("loading",), strict=True):
+        with pytest.raises(ClosedError, match=f": the server is {state}") as caught:
+            change()
+        assert ("POST /undrain" in str(caught.value.hint)) == (state == "draining")
+    assert loads.fetched == []
+
+
+def test_a_fetch_that_stalls_holds_up_no_other_change_and_comes_too_late(said: list[str]) -> None:
+    before, after = served("sha256:1"), served("sha256:2")
+    models = Models(before, served("sha256:3", name="other"))
+    loads = StandInLoads(after)
+    loads.stalls = {"slow": threading.Event()}
+    swaps = BundleSwaps(models, loads, 60)
+    failed: list[Exception] = []
+
+    def stall() -> None:
+        try:
+            swaps.swap("m", "slow")
+        except UsageError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=stall)
+    thread.start()
+    wait_for(lambda: loads.fetched == ["slow"])
+    swaps.remove("other")
+    assert swaps.swap("m", "v2").bundle is after.bundle
+    loads.stalls["slow"].set()
+    thread.join(60)
+    assert "m: expected no later change while slow was fetched, found sha256:2" in str(failed[0])
+    assert models.get("m").bundle is after.bundle
+    assert models.swaps == {("m", "done"): 1, ("m", "failed"): 1}
+
+
+def test_a_release_is_not_taken_for_a_model_that_was_removed(said: list[str]) -> None:
+    models = Models(served("sha256:1"))
+    swaps = swapping(models, served("sha256:2"))
+    release = swaps.load("m", "v2")
+    swaps.remove("m")
+    with pytest.raises(ModelNotFoundError):
+        swaps.take(release)
+    assert len(models) == 0
 
 
 def test_a_model_that_is_added_is_tried_first_and_one_that_is_removed_is_freed_last(
@@ -199,14 +269,15 @@ def test_a_model_that_has_no_room_or_has_the_name_of_another_leaves_nothing_behi
         swapping(models, same).add("", "v2")
     assert same.bundle.done[-1] == "close"  # type: ignore[attr-defined]
     large = served("sha256:2", name="large")
-
-    def no_room() -> None:
-        raise NoRoomError("large: expected 5 bytes, found 4")
-
-    large.engine.wake = no_room  # type: ignore[method-assign]
+    loads = StandInLoads(large)
+    loads.room = NoRoomError("large: expected 5 bytes, found 4")
+    swaps = BundleSwaps(models, loads, 60)
     with pytest.raises(NoRoomError):
-        swapping(models, large).add("large", "v2")
+        swaps.add("large", "v2")
     assert large.bundle.done == ["close"]  # type: ignore[attr-defined]
+    with pytest.raises(NoRoomError):
+        swaps.wake("m")
+    assert models.get("m").bundle.done == []  # type: ignore[attr-defined]
     assert [one.name for one in models] == ["m"]
     assert said == []
 

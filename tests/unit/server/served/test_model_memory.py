@@ -25,7 +25,7 @@ class StandInEngine:
         self.freed = 0
         self.growth_bytes = growth
         self.sleeper = Sleeper("m", need, shared.room, lambda: self.live)
-        shared.add(self)  # type: ignore[arg-type]
+        shared.add(f"of-{need}", self)  # type: ignore[arg-type]
 
     def sleep(self, *, between: bool = False) -> bool:
         return self.sleeper.sleep(self._free, between=between)
@@ -136,8 +136,9 @@ def test_what_is_left_for_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shared.for_caches("c", bundle(100)) == 10_000 - 4000 - need
     with pytest.raises(
         NoRoomError, match=r"c: expected 25,010 bytes for its programs, found 6,000"
-    ):
+    ) as caught:
         shared.for_caches("c", bundle(1000))
+    assert "; these could sleep: of-" in str(caught.value.hint)
 
 
 def test_with_a_limit_the_others_can_sleep_for_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,3 +151,26 @@ def test_with_a_limit_the_others_can_sleep_for_one_more(monkeypatch: pytest.Monk
     assert shared.for_caches("b", bundle(100)) == 9000 - need
     with pytest.raises(NoRoomError, match="found 9,000 left"):
         shared.for_caches("b", bundle(1000))
+
+
+@pytest.mark.parametrize("limit", [None, 9000])
+def test_a_model_that_cannot_wake_names_the_others_that_could_sleep(
+    monkeypatch: pytest.MonkeyPatch, limit: int | None
+) -> None:
+    monkeypatch.setattr(model_memory, "wake_bytes", lambda device: 6000)
+    shared = ModelMemory(limit, 0)
+    one, other = StandInEngine(shared, 5000), StandInEngine(shared, 4500, growth=2000)
+    assert other.use()
+    one.sleep()
+    other.live = 1
+    left = "4,000" if limit is None else "4,500"
+    text = f"one: expected 5,000 bytes for its caches and programs, found {left} left"
+    with pytest.raises(NoRoomError, match=text) as caught:
+        shared.check_wake("one", bundle(1), one.sleeper)
+    expected = "these could sleep: of-4500 (4,500 bytes, once its requests have ended)"
+    assert str(caught.value.hint).endswith(expected)
+    other.live = 0
+    if limit is None:  # nobody sleeps by itself
+        assert other.sleep()
+    shared.check_wake("one", bundle(1), one.sleeper)
+    shared.check_wake("other", bundle(1), other.sleeper)  # awake, or there is room

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
+from tests.unit.server.running import running, wait_for
 
 from prejit.runtime import Bundle, UsageError, load
 from prejit.runtime.cli.commands import run
@@ -190,6 +192,23 @@ def test_a_server_is_asked_at_its_admin_address(bundle: Bundle, engine: Engine) 
         session.stop()
     assert busy.status_code == 409
     assert "not profiled" in busy.json()["error"]["message"]
+
+
+def test_a_recording_ends_with_the_connection_of_its_client(bundle: Bundle, engine: Engine) -> None:
+    models = Models(Served("tiny", bundle, engine, 0))
+    app = make_admin(models, Settings(), None, None, None)  # type: ignore[arg-type]
+    programs = bundle.decoder.programs
+    name = next(iter(programs.obtained()))
+    before = programs[name]
+    body = b'{"seconds": 60}'
+    head = b"POST /profile HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with running(models, Settings(), app) as server:
+        with server.connect() as client:
+            client.sendall(head + body)
+            wait_for(lambda: programs[name] is not before)
+        began = time.monotonic()
+        wait_for(lambda: programs[name] is before)
+        assert time.monotonic() - began < 30
 
 
 def test_a_place_that_is_no_admin_address_is_named(tmp_path: Path) -> None:

@@ -124,6 +124,11 @@ def _from_files(
                 raise ManifestError(f"{where}: cannot read arrays: {error}", hint=hint) from error
             buckets = [each for each in entries if each.function == section]
             wanted = {each.name: _shapes(each) for each in buckets}
+            results = {
+                RESULTS + (pytree.dotted(array.path) or "result")
+                for each in buckets
+                for array in map(Array.parse, each.results)
+            }
             given = {key: shape for key, shape in shapes.items() if not key.startswith(RESULTS)}
             fitting = [bucket for bucket, arguments in wanted.items() if arguments == given]
             if not fitting:
@@ -131,6 +136,13 @@ def _from_files(
                 raise ManifestError(
                     f"{where}: expected the arguments of a bucket ({known}), found {_spelled(given)}",
                     hint="write numpy.savez(FILE, **{'args.x': x, 'results.result': y})",
+                )
+            unknown = [key for key in shapes if key.startswith(RESULTS) and key not in results]
+            if unknown:
+                raise ManifestError(
+                    f"{where}: expected results of the program ({', '.join(sorted(results))}), "
+                    f"found {', '.join(unknown)}",
+                    hint="leave them out, or name them as the program does",
                 )
             for bucket in fitting:  # several, where static arguments differ
                 yield ReferenceResults(bucket, str(path), check.tolerance, None)

@@ -147,6 +147,11 @@ def test_a_file_of_no_bucket_is_refused(make: Any, tmp_path: Path) -> None:
         ManifestError, match=r"score/batch4: args\.x \[4, 8\]\), found args\.x \[3, 8\]"
     ):
         make(ProgramCheck(files=(odd,)))
+    more = save(tmp_path / "more.npz", 4, z=np.zeros(3))
+    with pytest.raises(
+        ManifestError, match=r"more\.npz: expected results .*results\.y\), found results\.z"
+    ):
+        make(ProgramCheck(files=(more,)))
     text = tmp_path / "text.npz"
     text.write_text("no arrays")
     with pytest.raises(ManifestError, match="cannot read arrays"):

@@ -1,0 +1,64 @@
+"""A server names the first program that returns NaN, counts the others, and goes on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prejit.runtime import load
+from prejit.runtime.device.transfer import to_numpy
+from prejit.server import Engine
+from prejit.server.served import number_checks
+from prejit.server.served.number_checks import check_numbers
+from prejit.server.served.served import Models
+from prejit.server.telemetry.engine_profile import record
+from prejit.server.telemetry.metrics_collector import EngineCollector
+
+
+def test_the_first_program_with_a_nan_is_said_and_every_run_counts(
+    decoder_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    models = Models()
+    odd_runs = models.odd_runs
+    monkeypatch.setattr(number_checks, "say", said.append)
+    with load(decoder_dir) as bundle:
+        engine = Engine(bundle)
+        check_numbers("m", bundle, odd_runs)
+
+        def ask() -> None:
+            engine.submit([1, 2, 3], max_new_tokens=4, stop_token_ids=()).exception(60)
+
+        record([("m", bundle, engine)], ask)  # which watches runs itself, until it ends
+        ask()
+        assert (said, dict(odd_runs)) == ([], {})
+        programs = bundle.decoder.programs
+        decode = next(each for each in bundle.config.programs if each.kind == "decode")
+        weights = programs.weights(decode.weights)
+        values = [to_numpy(each) for each in weights]
+        place = next(n for n, each in enumerate(values) if each.ndim == 1)
+        weights[place] = programs.device.copy(np.full_like(values[place], np.nan))
+        ask()
+        once = odd_runs.total()
+        ask()
+        engine.close()
+    assert odd_runs.total() > once > 0
+    metric = next(
+        each for each in EngineCollector(models).collect() if each.name == "prejit_odd_runs"
+    )
+    assert sum(sample.value for sample in metric.samples) == odd_runs.total()
+    assert {sample.labels["model_name"] for sample in metric.samples} == {"m"}
+    [text] = said
+    assert "m: the first program that returns no numbers: decoder: " in text
+    assert "expected numbers, found nan at " in text
+
+
+def test_functions_may_return_infinities(bundle_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd_runs: Counter[tuple[str, str]] = Counter()
+    with load(bundle_dir) as bundle:
+        check_numbers("m", bundle, odd_runs)
+        assert not np.isfinite(bundle.call("score", x=np.full((2, 16), np.inf, np.float32))).all()
+    assert not odd_runs
