@@ -43,12 +43,15 @@ def test_a_start_is_quick_and_leaves_nothing_behind(settled_dir: Path, run_pytho
         WATCHED
         + "found = []\n"
         + "gc.callbacks.append(lambda *_: found.append(1) if 'numpy' in sys.modules else None)\n"
+        + "from prejit.runtime.device import quick_start\nread = []\n"
+        + "quick_start.read_ahead = read.append\n"
         + "import prejit.runtime\nassert 'numpy' not in sys.modules\n"
         + CALL.format(path=str(settled_dir)).replace(
             "import numpy", "assert not found\nimport numpy"
         )
         + "assert seen == [('numpy', False, '4'), ('jaxlib._jax', False, None)], seen\n"
         + "assert 'prejit-open-jaxlib' in started, started\n"
+        + "assert len(read) == 1, read  # of jaxlib's library\n"
         + "try:\n    load('/no/such/bundle')\nexcept prejit.runtime.StoreError: pass\n"
         + "assert gc.isenabled() and 'OPENBLAS_THREAD_TIMEOUT' not in os.environ\n"
         + "heavy = {'prejit.runtime.encoding.encoder', 'secrets', 'asyncio'} & set(sys.modules)\n"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -268,11 +270,12 @@ def test_a_full_disk_is_told_to_readers_and_a_file_without_holes_is_fetched_agai
     assert directory.blob(AT.digest).read_bytes() == CONTENT
 
     def full(file: object, piece: object) -> None:
+        os.close(pool.submit(arrival.open).result(20))  # before any byte
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(blob_directory, "_write_piece", full)
     directory, arrival = BlobDirectory(tmp_path), ArrivingBlob()
-    with pytest.raises(StoreError, match="No space left"):
+    with ThreadPoolExecutor(1) as pool, pytest.raises(StoreError, match="No space left"):
         directory.write(AT, lambda start: iter([CONTENT[start:]]), arrival)
     with pytest.raises(StoreError, match="No space left"):
         arrival.wait(SIZE)
