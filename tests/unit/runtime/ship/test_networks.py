@@ -89,6 +89,7 @@ def test_a_place_behind_proxies(
             for name in ("http_proxy", "HTTP_PROXY"):
                 monkeypatch.setenv(name, f"http://{host}")
             moved(place, tmp_path / "back")
+    assert (tmp_path / "back" / "index.json").read_bytes() == (CALL / "index.json").read_bytes()
     assert any("inside.example" in each for each in seen)
 
 
