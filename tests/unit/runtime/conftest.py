@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from prejit.compiler import Program, build
+from prejit.runtime.__main__ import main
 from prejit.runtime.programs.bucket_choice import BucketChoice
 from prejit.runtime.programs.user_programs import Calls
 
@@ -18,7 +19,6 @@ Called = Callable[[str], list[str]]
 
 @pytest.fixture(scope="session")
 def build_programs(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> BuildPrograms:
-    """Builds a bundle of programs, and returns its directory."""
 
     def build_programs(programs: Program | Sequence[Program]) -> Path:
         output = tmp_path_factory.mktemp("built")
@@ -46,3 +46,20 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Called:
         return names
 
     return called
+
+
+@pytest.fixture
+def ran(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Runs a command in this process. Gives what it wrote: `ran("verify", path, status=4).err`."""
+
+    def ran(*argv: object, status: int = 0) -> Any:
+        assert main([*map(str, argv)]) == status
+        return capsys.readouterr()
+
+    return ran
+
+
+@pytest.fixture
+def said(ran: Callable[..., Any]) -> Callable[..., str]:
+    """Runs a command in this process and returns what it prints."""
+    return lambda *argv, **options: str(ran(*argv, **options).out)

@@ -1,32 +1,28 @@
-"""A start in parts: they add up, each moment has one part, and a slow stage shows in its own part."""
+"""A start in parts that add up, and hints: each cause gives one, where its part was slow and nowhere else."""
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
+import importlib.util
 import os
-import threading
-import time
-from collections.abc import Callable
+import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 
 import prejit.runtime
 from prejit.runtime import StartReport
-from prejit.runtime.base import files, process_facts
+from prejit.runtime import start_report as module
+from prejit.runtime.base import process_facts
 from prejit.runtime.base.process_facts import LoadTimes, Span
-from prejit.runtime.device.device import Device
-from prejit.runtime.format.blob_hashing import HashingVerification, Job
-from prejit.runtime.loader import load
-from prejit.runtime.programs import placing
-from prejit.runtime.start_report import split
+from prejit.runtime.programs.ready_programs import ProgramReport
+from prejit.runtime.start_report import hints, split
 
-X = np.ones((2, 16), np.float32)
 PARTS = ("process", "imports", "reading", "verifying", "loading", "first_run", "other")
 ME, OTHER = 1, 2
-SLOW = 0.7
 
 
 def parts(found: StartReport) -> dict[str, float]:
@@ -106,80 +102,141 @@ def test_a_fork_begins_later(forked: float, at_zero: None, monkeypatch: pytest.M
         assert parts_of(asked=None) == {}
 
 
-def test_reading_and_hashing_share_what_a_caller_waits() -> None:
-    def run(reading: float, hashing: float) -> float:
-        time.sleep(reading + hashing)
-        return reading
-
-    jobs = [Job("a", 0, 1, lambda: run(0.3, 0.0)), Job("a", 1, 2, lambda: run(0.0, 0.1))]
-    verification = HashingVerification(jobs)
-    assert verification.read_share == 0
-    verification.finish()
-    (wait,) = verification.waits
-    assert wait.thread == threading.get_ident()
-    assert wait.end - wait.start >= 0.4
-    assert 0.5 < verification.read_share <= 0.75
-    verification.finish()
-    verification.wait("a")
-    assert len(verification.waits) == 1, "what is verified keeps nobody waiting"
+QUICK = StartReport(0.01, 0.04, 0.01, 0.01, 0.01, 0.01, 0.0, 0.1, 0, 10_000_000, 0)
+LOCAL = "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
+BLOB = "/srv/my models/demo/blobs/sha256/1234"
 
 
-def slow_verifying(patch: pytest.MonkeyPatch) -> None:
-    first = [True]
-
-    class Slow:
-        def __init__(self, content: bytes = b"") -> None:
-            self.real = hashlib.sha256(content)
-            self.hexdigest = self.real.hexdigest
-
-        def update(self, content: Any) -> None:
-            if first:
-                first.clear()
-                time.sleep(SLOW)
-            self.real.update(content)
-
-    fake = type("hashlib", (), {"sha256": Slow})
-    patch.setattr(files, "hashlib", fake)
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """/proc of a process on a local disk that is quick and has nothing to wait for."""
+    proc = tmp_path / "kernel" / "proc" / "self"
+    proc.mkdir(parents=True)
+    (proc / "mountinfo").write_text(LOCAL)
+    (proc / "io").write_text("rchar: 100\nread_bytes: 0\nwrite_bytes: 5\n")
+    (proc / "schedstat").write_text("5000000000 1000 7\n")
+    return tmp_path / "kernel"
 
 
-def slow_method(owner: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:
-    def slow(patch: pytest.MonkeyPatch) -> None:
-        real, first = getattr(owner, name), [True]
+@pytest.fixture(autouse=True)
+def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module with bytecode and 4 CPUs: no reason to be slow. Gives the bytecode."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    monkeypatch.delenv("PREJIT_PLAIN_START", raising=False)
+    source = tmp_path / "packages" / "numpy.py"
+    bytecode = Path(importlib.util.cache_from_source(str(source)))
+    bytecode.parent.mkdir(parents=True)
+    source.write_text("")
+    bytecode.write_bytes(b"")
+    os.utime(bytecode, (1e9, 1e9))
+    fake = ModuleType("fake_numpy")
+    fake.__file__ = str(source)
+    monkeypatch.setitem(sys.modules, "fake_numpy", fake)
+    monkeypatch.setattr(module, "_MODULES", ("fake_numpy", "no_such_module", "builtins"))
+    return bytecode
 
-        def method(*args: Any) -> Any:
-            if first:
-                first.clear()
-                time.sleep(SLOW)
-            return real(*args)
 
-        patch.setattr(owner, name, method)
+def slow(part: str, seconds: float = 2.0, **changes: Any) -> StartReport:
+    name = f"{part}_seconds"
+    whole = QUICK.total_seconds - getattr(QUICK, name) + seconds
+    return dataclasses.replace(QUICK, **{name: seconds, "total_seconds": whole, **changes})
 
-    return slow
+
+def found(report: StartReport, root: Path, blob: str = BLOB, *programs: ProgramReport) -> str:
+    return "\n".join(hints(report, blob, programs, str(root)))
+
+
+def test_a_part_that_is_slow_without_a_cause_has_no_hint(root: Path) -> None:
+    for part in ("process", "imports", "reading", "verifying", "loading", "first_run", "other"):
+        for kernel in (root, root / "none"):  # also of a kernel that says nothing
+            assert not found(slow(part), kernel)
+
+
+@pytest.mark.parametrize(("kind", "what"), [("nfs4", "network"), ("fuse.gcsfuse", "FUSE")])
+def test_a_network_file_system(kind: str, what: str, quiet: Path, root: Path) -> None:
+    mountinfo = root / "proc/self/mountinfo"
+    mounts = LOCAL + f"40 22 0:50 / /srv/my\\040models rw shared:9 master:2 - {kind} host:/a rw\n"
+    mountinfo.write_text(mounts)
+    said = found(slow("reading"), root)
+    assert said.startswith("reading took 2.00 s: /srv/my models/demo is on /srv/my models (")
+    assert kind in said
+    assert what in said
+    assert not found(slow("loading"), root)
+    assert not found(slow("reading"), root, "/srv/my models2/blobs/sha256/1")
+    mountinfo.write_text(mounts + "41 40 8:2 / /srv/my\\040models rw - xfs /dev/sdb rw\n")
+    assert not found(slow("reading"), root), "a local one is mounted over it"
+    at = quiet.parents[1]
+    mountinfo.write_text(f"{LOCAL}40 22 0:50 / {at} rw - {kind} host:/a rw\n")
+    for part in ("process", "imports"):
+        assert f"fake_numpy came from {at} ({kind}" in found(slow(part), root)
+    assert not found(slow("first_run"), root)
+
+
+DISK = "rchar: 9\nread_bytes: {}\n"
+WAITED = "5000000000 1500000000 7\n"
 
 
 @pytest.mark.parametrize(
-    ("part", "make_slow"),
+    ("file", "content", "part", "said"),
     [
-        ("reading", slow_method(os, "preadv")),
-        ("verifying", slow_verifying),
-        ("loading", slow_method(Device, "load")),
-        ("first_run", slow_method(placing, "to_numpy")),
+        ("io", DISK.format(9_000_000), "first_run", "took 2.00 s: 9 MB have come from a"),
+        ("io", DISK.format(9_000_000), "reading", "/srv/my models/demo on a faster disk"),
+        ("io", DISK.format(150_000_000), "imports", "took 2.01 s: 150 MB have come from a"),
+        ("io", DISK.format(150_000_000), "other", ""),
+        ("io", DISK.format(1_000_000), "first_run", ""),
+        ("schedstat", WAITED, "imports", "the main thread has waited 1.50 s for a CPU"),
+        ("schedstat", WAITED, "other", ""),
     ],
 )
-def test_a_slow_stage_shows_in_its_part(
-    part: str, make_slow: Callable[[pytest.MonkeyPatch], None], settled_dir: Path
+def test_a_cold_disk_and_full_cpus(
+    file: str, content: str, part: str, said: str, root: Path
 ) -> None:
-    load(settled_dir).call("score", x=X)  # the imports, and a receipt
-    for receipt in Path(os.environ["PREJIT_RUNTIME_CACHE"]).rglob("*.json"):
-        receipt.unlink()
-    with pytest.MonkeyPatch.context() as patch:
-        make_slow(patch)
-        bundle = load(settled_dir)
-        bundle.call("score", x=X)
-    found = bundle.start_report()
-    assert found.process_seconds == 0
-    assert found.hashed_bytes > 0
-    assert found.receipt_bytes == 0
-    assert sum(parts(found).values()) == pytest.approx(found.total_seconds)
-    assert parts(found)[part] > 0.9 * SLOW, found
-    assert max(parts(found), key=parts(found).__getitem__) == part, found
+    (root / "proc/self" / file).write_text(content)
+    told = found(slow(part), root)
+    assert said in told if said else not told
+    assert file == "io" or not found(slow("imports", 20.0), root)
+
+
+def test_missing_bytecode(quiet: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet.write_bytes(b"")  # this start had to make it
+    for forbidden, said in (
+        (True, "PYTHONDONTWRITEBYTECODE or -B forbids to keep it"),
+        (False, "It is kept for the next start"),
+    ):
+        monkeypatch.setattr(sys, "dont_write_bytecode", forbidden)
+        told = found(slow("imports"), root)
+        assert "Python had no bytecode of fake_numpy" in told
+        assert f"python -m compileall -q {quiet.parents[1]}`" in told
+        assert said in told
+        quiet.unlink(missing_ok=True)
+
+
+def test_no_receipt(root: Path, runtime_cache: Path) -> None:
+    for part in ("verifying", "reading"):
+        said = found(slow(part, hashed_bytes=500_000_000), root)
+        assert "500 MB had no receipt, as in every first start. The next start" in said
+        assert str(runtime_cache) in said
+    runtime_cache.write_text("a file, so that no directory can be made there")
+    said = found(slow("verifying", hashed_bytes=500_000_000), root)
+    assert f"{runtime_cache} cannot be written, so no receipt is kept" in said
+
+
+def test_compiled_programs_one_cpu_plain_start(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = [ProgramReport("a", "compiled", 1.0), ProgramReport("b", "kept", 0.1)]
+    assert "1 of the programs was compiled" in found(slow("loading"), root, BLOB, *programs)
+    assert not found(slow("loading"), root, BLOB, programs[1])
+    assert not found(slow("imports"), root, BLOB, *programs)
+    monkeypatch.setenv("PREJIT_PLAIN_START", "1")
+    assert "PREJIT_PLAIN_START is set" in found(slow("imports"), root)
+    assert not found(slow("first_run"), root)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    assert "this process may use one CPU" in found(slow("first_run"), root)
+    assert not found(QUICK, root)
+
+
+def test_the_real_files_of_the_kernel_have_the_form_of_those_above() -> None:
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    kinds = {line.split(" ")[4]: line.partition(" - ")[2].split(" ")[0] for line in lines}
+    assert kinds["/proc"] == "proc"
+    assert re.search(r"^read_bytes: \d+$", Path("/proc/self/io").read_text(), re.M)
+    assert re.fullmatch(r"\d+ \d+ \d+\n", Path("/proc/self/schedstat").read_text())

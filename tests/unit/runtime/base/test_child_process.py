@@ -21,7 +21,7 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def test_a_kill_ends_what_the_process_started() -> None:
+def test_a_kill_ends_what_it_started_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     child = Child(python(_PARENT))
     assert child.answer() == 1  # of the second process
     assert child.alive
@@ -30,10 +30,7 @@ def test_a_kill_ends_what_the_process_started() -> None:
     assert child.answer() is None  # both have closed it
     assert child.exit_code() == -signal.SIGKILL
     child.release()
-
-
-def test_a_second_kill_meets_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the process has been waited for, its number may be that of another one."""
+    # When the process has been waited for, its number may be that of another one.
     child = Child(python(_PARENT))
     child.release()
     monkeypatch.setattr("os.killpg", lambda *_: pytest.fail("killed again"))
@@ -63,19 +60,16 @@ def test_a_process_left_behind_or_late_delays_no_result() -> None:
 
 
 def test_answers_are_whole_lines_within_a_time_limit() -> None:
+    large = "x" * (1 << 20)
     for written in ('print("{\\"a\\": 1}", end="")', 'print("no JSON")', "pass"):
-        code = f"import sys; sys.stdin.readline(); {written}; sys.exit(7)"
-        with Child(python(code)) as child:
-            assert child.ask({"large": "x" * (1 << 20)}) is None
-            assert child.exit_code(60) == 7
-            assert not child.alive
+        with Child(python(f"import sys; sys.stdin.readline(); {written}; sys.exit(7)")) as child:
+            assert child.ask({"large": large}) is None
+            assert (child.exit_code(60), child.alive) == (7, False)
             assert child.ask({}) is None  # it is gone
     with Child(python("import time; time.sleep(600)")) as child:
-        assert child.ask("x" * (1 << 20), 0.2) is None
-        assert child.late
-        assert child.exit_code() == -signal.SIGKILL
+        assert child.ask(large, 0.2) is None
+        assert (child.late, child.exit_code()) == (True, -signal.SIGKILL)
     code = "import sys\nfor line in sys.stdin: print(line, end='', file=sys.stderr); print(1)"
     with Child([sys.executable, "-u", "-c", code], errors="kept") as child:
         for number in (1, 2):
-            assert child.ask(number) == 1
-            assert child.errors() == f"{number}\n"
+            assert (child.ask(number), child.errors()) == (1, f"{number}\n")

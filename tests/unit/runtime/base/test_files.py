@@ -15,7 +15,6 @@ from prejit.runtime.base.written_files import write_file
 
 @pytest.fixture
 def loose_umask() -> Iterator[None]:
-    """As on machines where each user has a group of their own, and worse."""
     before = os.umask(0)
     yield
     os.umask(before)

@@ -95,9 +95,7 @@ def test_a_setting_that_is_no_number_of_threads_is_taken(
     assert len(str(at.value)) < 200
 
 
-def test_the_limit_of_memory_is_the_least_of_the_own_group_and_of_those_around_it(
-    tmp_path: Path,
-) -> None:
+def test_memory_limits_are_the_least_of_all_control_groups(tmp_path: Path) -> None:
     machine = process_facts.host_memory_limit_bytes(str(tmp_path / "nothing"))
     first = {**v1("/", {}), "proc/self/cgroup": "12:memory:/unit\n"}
     cases = [
@@ -110,20 +108,15 @@ def test_the_limit_of_memory_is_the_least_of_the_own_group_and_of_those_around_i
         root = tmp_path / str(number)
         threads(root, files | {f"sys/fs/cgroup/{name}": text for name, text in limits.items()})
         assert process_facts.host_memory_limit_bytes(str(root)) == expected
-
-
-def test_free_memory_is_the_least_of_all_control_groups_with_pages_that_can_go(
-    tmp_path: Path,
-) -> None:
     stat = "inactive_file 10\nactive_file 5\ntotal_inactive_file 20\ntotal_active_file 7\n"
     second = {"memory.max": "1000", "memory.current": "900", "memory.stat": stat}
     first = {"memory.limit_in_bytes": "800", "memory.usage_in_bytes": "600", "memory.stat": stat}
-    cases = [
+    free = [
         (v2("/pod/box", {}), "pod/", second, 110, 115),  # the limit of the group around it
         ({**v1("/", {}), "proc/self/cgroup": "12:memory:/\n"}, "memory/", first, 220, 227),
     ]
-    for number, (files, group, limits, idle, dropped) in enumerate(cases):
-        root = tmp_path / str(number)
+    for files, group, limits, idle, dropped in free:
+        root = tmp_path / str(idle)
         files |= {f"sys/fs/cgroup/{group}{name}": text for name, text in limits.items()}
         threads(root, files | {"proc/meminfo": "MemAvailable: 1000 kB\n"})
         assert process_facts.free_memory_bytes(str(root)) == idle

@@ -38,17 +38,14 @@ def run(program: str) -> str:
     return found.stdout.strip()
 
 
-def test_threads_are_waited_for_and_none_starts_too_late() -> None:
+def test_threads_are_waited_for_and_none_starts_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(EXITS_AT_ONCE) == "finished"
     assert run(STARTS_TOO_LATE) == "None"
     names: list[str] = []
     thread = start_thread(lambda: names.append(threading.current_thread().name), "named")
-    assert thread is not None
     thread.join()
     assert names == ["named"]
 
-
-def test_no_thread_starts_where_the_system_allows_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

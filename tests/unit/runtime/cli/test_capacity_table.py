@@ -6,17 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from prejit.runtime import __main__, load
+from prejit.runtime import load
 from prejit.runtime.generation.cache_plan import TableBuckets, peak_bytes
 from prejit.server.engine.memory import plan_caches
-
-
-def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int = 0) -> str:
-    assert __main__.main([str(each) for each in ("inspect", *arguments)]) == status
-    found = capsys.readouterr()
-    return found.err if status else found.out
 
 
 def test_the_table_needs_what_an_engine_plans(decoder_dir: Path) -> None:
@@ -32,32 +24,24 @@ def test_the_table_needs_what_an_engine_plans(decoder_dir: Path) -> None:
             assert plan.context >= context
 
 
-def test_a_budget_is_compared_with_each_bucket(
-    decoder_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    [found] = json.loads(said(capsys, decoder_dir, "--capacity", "--json"))
-    sizes: dict[tuple[int, int], Any] = {
-        (each["slots"], each["context"]): each["total_bytes"] for each in found["buckets"]
-    }
+def test_a_budget_is_compared_with_each_bucket(decoder_dir: Path, said: Any) -> None:
+    capacity = ("inspect", decoder_dir, "--capacity")
+    [found] = json.loads(said(*capacity, "--json"))
+    sizes = {(each["slots"], each["context"]): each["total_bytes"] for each in found["buckets"]}
     assert len(sizes) == 4
-    assert sizes[1, 24] < sizes[3, 24] < sizes[3, 72]
-    assert found["weights_bytes"] > 0
-    assert sizes[1, 24] > sum(
-        found[f"{of}_bytes"] for of in ("weights", "executables", "temporary")
-    )
+    parts = [found[f"{of}_bytes"] for of in ("weights", "executables", "temporary")]
+    assert 0 < parts[0] < sum(parts) < sizes[1, 24] < sizes[3, 24] < sizes[3, 72]
     budget = str(sizes[3, 24])
-    text = said(capsys, decoder_dir, "--capacity", "--memory", budget)
+    text = said(*capacity, "--memory", budget)
     assert "3 of 24 tokens" in text
     assert "(too much)" in text
-    [found] = json.loads(said(capsys, decoder_dir, "--capacity", "--memory", budget, "--json"))
+    [found] = json.loads(said(*capacity, "--memory", budget, "--json"))
     fitting = {(each["slots"], each["context"]) for each in found["buckets"] if each["fits"]}
     assert fitting == {key for key, value in sizes.items() if value <= sizes[3, 24]}
-    assert "hold no slot: the smallest bucket needs" in said(
-        capsys, decoder_dir, "--capacity", "--memory", "1000"
-    )
+    assert "hold no slot: the smallest bucket needs" in said(*capacity, "--memory", "1000")
 
 
-def test_what_has_no_slots_is_said(bundle_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = said(capsys, bundle_dir, "--capacity", status=2)
+def test_what_has_no_slots_is_said(bundle_dir: Path, ran: Any) -> None:
+    found = ran("inspect", bundle_dir, "--capacity", status=2).err
     assert "--capacity: expected a bundle with a decoder, found none in example" in found
-    assert "add --capacity" in said(capsys, bundle_dir, "--memory", "1G", status=2)
+    assert "add --capacity" in ran("inspect", bundle_dir, "--memory", "1G", status=2).err

@@ -48,20 +48,7 @@ def run(*argv: object) -> int:
 Said = Callable[..., str]
 
 
-@pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Said:
-    """Runs a command in this process and returns what it prints."""
-
-    def said(*argv: object, status: int = 0) -> str:
-        assert run(*argv) == status
-        return capsys.readouterr().out
-
-    return said
-
-
-def test_inspect_and_verify_say_what_a_bundle_holds(
-    settled_dir: Path, recipe: Any, said: Said
-) -> None:
+def test_inspect_and_verify_say_what_is_there(settled_dir: Path, recipe: Any, said: Said) -> None:
     shown = said("inspect", settled_dir)
     for part in (
         *("example", "cpu-host: fits this machine", "cpu-x86-64-v3", "score/b8", "nest", "jaxlib"),
@@ -89,40 +76,31 @@ def test_explain_shows_every_axis(settled_dir: Path, foreign: Path, said: Said) 
     shown = said("explain", settled_dir)
     assert "this machine loads cpu-host: nothing is compiled" in shown
     assert shown.count(" cpu_features ") == shown.count(" architecture ") == 2
+    assert json.loads(said("explain", settled_dir, "--json"))["target"] == "cpu-host"
     other = ("explain", settled_dir, "--fingerprint", foreign)
     shown = said(*other, status=3)
     assert f"the machine of {foreign} is none of the targets" in shown
     assert shown.count(" NO ") == 2
     plain = json.loads(said(*other, "--json", status=3))
-    assert plain["target"] is None
-    for verdict in plain["verdicts"]:
-        assert not verdict["matches"]
-        assert [axis["name"] for axis in verdict["axes"] if not axis["matches"]] == ["jaxlib"]
-    assert json.loads(said("explain", settled_dir, "--json"))["target"] == "cpu-host"
+    axes = [[axis["name"] for axis in v["axes"] if not axis["matches"]] for v in plain["verdicts"]]
+    assert (plain["target"], axes) == (None, [["jaxlib"]] * 2)
 
 
 @pytest.fixture
 def named(recipe: Any, tmp_path: Path) -> Callable[..., Path]:
-    """Writes a bundle in which the paths of arguments and results are others."""
 
     def write(**paths: dict[str, str]) -> Path:
-        def rename(texts: tuple[str, ...], names: dict[str, str]) -> tuple[str, ...]:
-            for old, new in names.items():
-                texts = tuple(text.replace(old, new) for text in texts)
-            return texts
+        def renamed(program: Any) -> Any:
+            changes: dict[str, tuple[str, ...]] = {}
+            for which, names in paths.items():
+                texts = getattr(program, which)
+                for old, new in names.items():
+                    texts = tuple(text.replace(old, new) for text in texts)
+                changes[which] = texts
+            return with_trees(dataclasses.replace(program, **changes))
 
         def change(config: Any) -> Any:
-            programs = (
-                with_trees(
-                    dataclasses.replace(
-                        program,
-                        arguments=rename(program.arguments, paths.get("arguments", {})),
-                        results=rename(program.results, paths.get("results", {})),
-                    )
-                )
-                for program in config.programs
-            )
-            return dataclasses.replace(config, programs=tuple(programs))
+            return dataclasses.replace(config, programs=tuple(map(renamed, config.programs)))
 
         return recipe.configured(change).write(tmp_path / "named")
 
@@ -185,28 +163,11 @@ def test_an_error_is_a_sentence_and_a_hint_with_the_nearest_path(
     assert "give the directory of a bundle" in capsys.readouterr().err
 
 
-def test_call_says_where_the_time_of_its_start_went(
-    settled_dir: Path,
-    x_file: Path,
-    tmp_path: Path,
-    prejit: Any,
-    capsys: pytest.CaptureFixture[str],
+def test_call_says_where_time_went(
+    settled_dir: Path, x_file: Path, tmp_path: Path, prejit: Any
 ) -> None:
     call = ("call", settled_dir, "score", "--arg", f"x={x_file}", "-o", tmp_path / "out")
     assert run(*call) == 0
-    done = prejit(*call, "--stats", env={"PYTHONDONTWRITEBYTECODE": ""})
-    assert done.stdout == capsys.readouterr().out
-    line, verified, *hints = done.stderr.splitlines()
-    total = re.fullmatch(
-        r"start (\d+) ms: process (\d+), imports (\d+), reading (\d+), verifying (\d+), loading (\d+), "
-        r"first run (\d+), other (\d+)",
-        line,
-    )
-    assert total is not None, line
-    whole, *parts = map(int, total.groups())
-    assert abs(whole - sum(parts)) <= len(parts), "each is rounded"
-    assert re.fullmatch(r"verified 0\.0 MB; receipts for \d+\.\d MB", verified)
-    assert all(hint.startswith("hint: ") for hint in hints)
     start = json.loads(prejit(*call, "--json").stdout)["start"]
     seconds = {name: value for name, value in start.items() if name.endswith("_seconds")}
     assert seconds.pop("total_seconds") == pytest.approx(sum(seconds.values()))
@@ -215,28 +176,10 @@ def test_call_says_where_the_time_of_its_start_went(
     assert seconds.pop("other_seconds") < max(0.2, sum(seconds.values()) / 3)
     assert min(seconds.values()) > 0
     assert start["receipt_bytes"] > start["hashed_bytes"] == 0
-    assert isinstance(start["hints"], list)
-
-
-def test_call_falls_back_with_a_warning_on_stderr(
-    settled_dir: Path,
-    x_file: Path,
-    tmp_path: Path,
-    foreign: Path,
-    prejit: Any,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    call = ("call", settled_dir, "score", "--arg", f"x={x_file}", "-o", tmp_path / "out", "--json")
-    # Python's filters of warnings say nothing about ours.
-    for how, filters in (("compiled", "error"), ("kept", "ignore")):
-        done = prejit(*call, "--fingerprint", foreign, env={"PYTHONWARNINGS": filters})
-        assert done.stderr.startswith("warning: ")
-        assert "jaxlib: needs" in done.stderr
-        assert json.loads(done.stdout)["programs"][0]["source"] == how
-    assert run(*call, "--fingerprint", foreign, "--on-mismatch", "error") == 3
-    out, error = capsys.readouterr()
-    assert out == ""
-    assert error.startswith("error[mismatch]: ")
+    line, verified, *_ = prejit(*call, "--stats").stderr.splitlines()
+    parts = "process, imports, reading, verifying, loading, first run, other"
+    assert re.sub(r" \d+", "", line) == f"start ms: {parts}"
+    assert re.fullmatch(r"verified 0\.0 MB; receipts for \d+\.\d MB", verified)
 
 
 def test_call_takes_nested_arguments_and_writes_nested_results(
@@ -245,7 +188,7 @@ def test_call_takes_nested_arguments_and_writes_nested_results(
     assert nest(settled_dir, tmp_path) == 0
     assert "sums.1.npy  int32[2, 2]" in capsys.readouterr().out
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
-        *("scalar.npy", "sums.0.npy", "sums.1.npy"),
+        *("scalar.npy", "sums.0.npy", "sums.1.npy")
     ]
     assert np.load(tmp_path / "out" / "sums.1.npy").tolist() == [[2, 2], [2, 2]]
 
@@ -295,25 +238,22 @@ def test_call_refuses_arguments_that_make_no_sense(
         *('["nul\\u0000"]', '[""]', '[".hidden"]', '["%2F"]'),
     ],
 )
-def test_results_stay_in_their_directory(
-    path: str, recipe: Any, tmp_path: Path, x_file: Path
-) -> None:
+def test_results_stay_in_their_place(path: str, recipe: Any, tmp_path: Path, x_file: Path) -> None:
     """Their names come out of the bundle, and whoever wrote it need not be a friend."""
-
     path = path.replace("{tmp}", str(tmp_path))
 
     def change(config: Any) -> Any:
         first = dataclasses.replace(config.programs[0], results=(f"{path} float32[2,4]",))
         return dataclasses.replace(config, programs=(first, *config.programs[1:]))
 
+    def files() -> set[Path]:
+        return {each for each in tmp_path.rglob("*") if "runtime-cache" not in each.parts}
+
     forged = recipe.configured(change).write(tmp_path / "forged")
-    before = {p for p in tmp_path.rglob("*") if "runtime-cache" not in p.parts}
-    status = run("call", forged, "score", "--arg", f"x={x_file}", "-o", tmp_path / "a" / "b")
-    assert status == 0
-    assert len(list((tmp_path / "a" / "b").iterdir())) == 1
-    out = tmp_path / "a"
-    after = {p for p in tmp_path.rglob("*") if "runtime-cache" not in p.parts}
-    assert all(p == out or out / "b" in (p, *p.parents) for p in after - before)
+    before, out = files(), tmp_path / "a" / "b"
+    assert run("call", forged, "score", "--arg", f"x={x_file}", "-o", out) == 0
+    [made] = out.iterdir()
+    assert files() - before == {out.parent, out, made}
 
 
 @pytest.mark.parametrize(
@@ -328,7 +268,7 @@ def test_results_stay_in_their_directory(
         ('["a/b"]', '["a%2Fb"]'),
     ],
 )
-def test_results_share_no_file(
+def test_results_share_none(
     first: str, second: str, named: Callable[..., Path], tmp_path: Path
 ) -> None:
     bundle = named(results={'["scalar"]': first, '["sums",0]': second, '["sums",1]': '["c"]'})
@@ -363,7 +303,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(settled_dir: Path) -> None:
     assert done.returncode == 141
 
 
-def test_a_full_disk_behind_stdout_is_told_and_a_closed_one_is_nobodys_failure(
+def test_a_full_disk_behind_stdout_is_told_and_a_closed_one_is_no_failure(
     settled_dir: Path,
 ) -> None:
     command = f"exec {sys.executable} -m prejit.runtime inspect {settled_dir}"

@@ -30,7 +30,6 @@ class Doubling:
         self.device = device.first
         self.loaded = device.compile(exported.mlir_module_serialized).loaded
         dispatch = _jit_dispatch.Dispatch.of(self.jitted)
-        assert dispatch is not None
         self.dispatch = dispatch
         self.function = dispatch.function(self.jitted, self.miss)
         self.misses = 0
@@ -69,7 +68,6 @@ def test_only_a_jitted_function_of_this_jax_has_a_dispatch(monkeypatch: pytest.M
     dispatch = _jit_dispatch.Dispatch.of(
         jax.jit(lambda x, mode, y: x, static_argnames="mode", donate_argnums=(0, 2))
     )
-    assert dispatch is not None
     assert dispatch.static == ((1,), ("mode",))
     assert dispatch.donated == ((0, 2), ("x", "y"))
     assert _jit_dispatch.Dispatch.of(lambda x: x) is None

@@ -72,20 +72,6 @@ def test_other_settings_than_those_of_the_trace_are_refused(bundle: Bundle, name
             assert way
 
 
-def test_a_function_that_is_called_again_sees_that_settings_changed(bundle: Bundle) -> None:
-    jitted, state = jit(noisy, bundle=bundle), bundle.bind("noisy", x=HOST)
-    for _ in range(3):
-        jitted(HOST), state()
-    with jax.threefry_partitionable(False):
-        with pytest.warns(match="jax_threefry_partitionable: expected True, found False"):
-            found = jitted(HOST)
-        expected = jax.jit(noisy)(HOST)
-        np.testing.assert_array_equal(found["noise"], expected["noise"])
-        with pytest.raises(UsageError, match="jax_threefry_partitionable"):
-            state()
-    assert not np.array_equal(jitted(HOST)["noise"], expected["noise"])
-
-
 def test_the_build_decides_which_settings_a_call_needs(build_programs: BuildPrograms) -> None:
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
         path = build_programs(Program("noisy", fn=noisy, args={"x": "float32[4]"}))

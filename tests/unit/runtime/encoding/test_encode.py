@@ -67,7 +67,6 @@ def test_no_set_of_runs_costs_less(buckets: list[Bucket], lengths: list[int]) ->
 
 
 def _ordered_plainly(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """The order by its definition."""
     unserved, order = list(buckets), list[Bucket]()
 
     def serves(bucket: Bucket, other: Bucket) -> bool:
@@ -96,7 +95,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(made.to_str().encode(), "tokenizer.json")
 
 
-def test_a_sentence_that_is_cut_off_keeps_what_sentences_end_with(tokenizer: Tokenizer) -> None:
+def test_a_sentence_that_is_too_long_is_cut_or_an_error(tokenizer: Tokenizer) -> None:
     sentences = [tokenizer.encode("a b " * 4), tokenizer.encode("b"), [3, 4, 3, 4, 3, 4]]
     with pytest.warns(TruncationWarning, match="2 of 3 sentences are longer than 5") as told:
         assert shorten(sentences, 5, lambda: tokenizer, "truncate", "it says") == 2
@@ -106,9 +105,6 @@ def test_a_sentence_that_is_cut_off_keeps_what_sentences_end_with(tokenizer: Tok
     with pytest.warns(TruncationWarning):  # a limit of the ending alone still leaves a sentence
         shorten(sentences, 1, lambda: tokenizer, "truncate", "it says")
     assert sentences == [[1], [1], [3]]
-
-
-def test_too_long_is_an_error_where_that_is_asked_for_and_changes_nothing() -> None:
     sentences = [[1], [1, 2, 3]]
     with pytest.raises(ContextError, match=r"at most 2 tokens.*number 1 with 3"):
         shorten(sentences, 2, lambda: None, "error", "it says")

@@ -66,21 +66,14 @@ def rejected(path: Path, file: Path | None = None) -> RejectError:
 
 
 def still_loads(path: Path) -> None:
-    """Nothing that refers to a bundle decides what it computes."""
     with load(path) as loaded:
         assert np.isfinite(loaded.call("score", x=X)).all()
 
 
 def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change `index.json` as a writer of prejit's form would."""
     root = json.loads((path / "index.json").read_bytes())
     change(root)
     (path / "index.json").write_text(json.dumps(root, separators=(",", ":")))
-
-
-def entry(root: dict[str, Any], kind: str) -> dict[str, Any]:
-    found: dict[str, Any] = next(at for at in root["manifests"] if at.get("artifactType") == kind)
-    return found
 
 
 def test_a_sound_bundle_is_refused_or_other_spaces_pass(bundle: Path) -> None:
@@ -106,44 +99,39 @@ def test_a_damaged_attached_file_passes(kind: str, part: str, bundle: Path, tmp_
     file = blob(bundle, at.digest)
     content = file.read_bytes()
     (tmp_path / "elsewhere").write_bytes(content)
-    file.unlink()
-    rejected(bundle, file)
-    file.symlink_to(tmp_path / "elsewhere")
-    rejected(bundle, file)
-    file.unlink()
-    for damaged in (content[:-1], content[:-1] + bytes([content[-1] ^ 1])):
-        file.write_bytes(damaged)
+    for damage in (
+        lambda: None,
+        lambda: file.symlink_to(tmp_path / "elsewhere"),
+        lambda: file.write_bytes(content[:-1]),
+        lambda: file.write_bytes(content[:-1] + bytes([content[-1] ^ 1])),
+    ):
+        file.unlink(missing_ok=True)
+        damage()
         rejected(bundle, file)
     still_loads(bundle)
 
 
 def test_a_file_that_nothing_leads_to_passes(bundle: Path) -> None:
-    blobs = bundle / "blobs" / "sha256"
     for name in ("notes.txt", "blobs/other", "blobs/sha256/short", f"blobs/sha256/{'0' * 64}"):
         file = bundle / name
-        file.mkdir()
-        assert "remove it" in str(rejected(bundle, file).hint)
-        file.rmdir()
-        file.symlink_to(bundle / "index.json")
-        assert "remove it" in str(rejected(bundle, file).hint)
-        file.unlink()
-    for file in (bundle / "notes.txt", blobs / "short", blob(bundle, digest_of(b"x"))):
-        file.write_bytes(b"x")
-        assert "remove it" in str(rejected(bundle, file).hint)
-        still_loads(bundle)
-        file.unlink()
+        for make, remove in (
+            (file.mkdir, file.rmdir),
+            (lambda: file.symlink_to(bundle / "index.json"), file.unlink),  # noqa: B023
+            (lambda: file.write_bytes(b"x"), file.unlink),  # noqa: B023
+        ):
+            make()
+            assert "remove it" in str(rejected(bundle, file).hint)
+            still_loads(bundle)
+            remove()
     audited(bundle)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (
-            lambda root: root["manifests"].append(root["manifests"][-1]),
-            "expected each entry once, ",
-        ),
+        (lambda root: root["manifests"].append(root["manifests"][-1]), "expected each entry once,"),
         (lambda root: root["manifests"].pop(), "entries', found '"),
-        (lambda root: root.update(annotations={"a": "b"}), "other values of ['annotations']"),
+        (lambda root: root.update(annotations={"a": "b"}), r"other values of \['annotations'\]"),
     ],
 )
 def test_an_index_json_of_another_form_is_called_what_it_is(
@@ -152,19 +140,14 @@ def test_an_index_json_of_another_form_is_called_what_it_is(
     with Layout(bundle) as layout:
         root, found = read_root(layout), attached(bundle)
         rewritten(bundle, change)
-        with pytest.raises(RejectError) as raised:
+        with pytest.raises(RejectError, match=said):
             check_index_file(layout, root, found)
-    assert said in str(raised.value)
 
 
-def detached(path: Path, *kinds: str) -> None:
-    """Take what is attached away, and leave no trace of it."""
-
-    def change(root: dict[str, Any]) -> None:
-        kept = [at for at in root["manifests"] if at.get("artifactType") not in kinds]
-        root["manifests"] = kept
-
-    rewritten(path, change)
+def detached(path: Path, kind: str) -> None:
+    root = json.loads((path / "index.json").read_bytes())
+    kept = [at for at in root["manifests"] if at.get("artifactType") != kind]
+    rewritten(path, lambda root: root.update(manifests=kept))
     remove_abandoned(path)
 
 
@@ -193,8 +176,7 @@ def test_a_lying_attachment_passes(kind: str, content: bytes, complaint: str, bu
 
 
 def test_what_refers_to_another_bundle_passes(bundle: Path) -> None:
-    subject = subject_of(bundle)
-    at = attach(bundle, subject, "text/x", EMPTY, [Part("text/plain", b"x")], {})
+    at = attach(bundle, subject_of(bundle), "text/x", EMPTY, [Part("text/plain", b"x")], {})
     for change, complaint in (
         ({"digest": digest_of(b"y")}, "as subject, found"),
         ({"size": 1}, "subject: expected"),
@@ -206,9 +188,11 @@ def test_what_refers_to_another_bundle_passes(bundle: Path) -> None:
         copy = shutil.copytree(bundle, bundle.with_name(complaint))
         blob(copy, at.digest).unlink()
         blob(copy, digest).write_bytes(content)
-        new = {"digest": digest, "size": len(content)}
-        new["annotations"] = {"org.opencontainers.image.ref.name": f"attached-{digest[7:19]}"}
-        rewritten(copy, lambda root, new=new: entry(root, "text/x").update(new))
+        name = {"org.opencontainers.image.ref.name": f"attached-{digest[7:19]}"}
+        root = json.loads((copy / "index.json").read_bytes())
+        [entry] = [each for each in root["manifests"] if each.get("artifactType") == "text/x"]
+        entry |= {"digest": digest, "size": len(content), "annotations": name}
+        (copy / "index.json").write_text(json.dumps(root, separators=(",", ":")))
         assert complaint in str(rejected(copy, blob(copy, digest)))
 
 
@@ -238,11 +222,3 @@ def test_a_signature_by_an_older_cosign_is_checked_as_all_else(bundle: Path, dam
         file.write_bytes(b'{"critical":[]}')
     rejected(bundle, file)
     still_loads(bundle)
-
-
-@pytest.mark.parametrize("value", ["9" * 5000, "[" * 50_000 + "]" * 50_000])
-def test_an_index_that_no_parser_reads_is_signed(bundle: Path, value: str) -> None:
-    text = (bundle / "index.json").read_text()
-    (bundle / "index.json").write_text(f'{text[:-1]},"x":{value}}}')
-    with pytest.raises(RejectError, match=r"index\.json"):
-        sign(bundle, signer("a"))

@@ -18,7 +18,6 @@ LARGE = SMALL_BYTES
 
 
 def jobs(*names: str, run: Callable[[str], None], size: int = LARGE) -> list[Job]:
-    """Three parts of each blob."""
     return [
         Job(name, part * size, (part + 1) * size, lambda at=f"{name}{part}": run(at) or 0.0)
         for name in names
@@ -26,7 +25,7 @@ def jobs(*names: str, run: Callable[[str], None], size: int = LARGE) -> list[Job
     ]
 
 
-def test_a_thread_runs_all_jobs_in_their_order_and_calls_finished_once() -> None:
+def test_one_thread_runs_all_jobs_and_wakes_who_waits() -> None:
     ran, finished = list[str](), threading.Event()
     verification = HashingVerification(
         jobs("a", "b", run=ran.append), threads=1, finished=finished.set
@@ -36,6 +35,18 @@ def test_a_thread_runs_all_jobs_in_their_order_and_calls_finished_once() -> None
     assert verification.is_finished
     verification.finish()
     verification.wait("nothing of that name")
+    begun, fail = threading.Event(), threading.Event()
+
+    def run(at: str) -> None:
+        begun.set()
+        fail.wait(10)
+        raise RejectError("/b", "damaged")
+
+    verification = HashingVerification([Job("a", 0, LARGE, lambda: run("a") or 0.0)], threads=1)
+    assert begun.wait(10)
+    threading.Timer(0.05, fail.set).start()
+    with pytest.raises(RejectError):
+        verification.wait("a")
 
 
 def test_whoever_waits_runs_what_it_needs_and_a_load_small_jobs() -> None:
@@ -89,21 +100,6 @@ def test_a_failure_is_raised_to_everyone_and_ends_the_work(threads: int, error: 
     assert len(ran) <= 2 + threads, "threads went on after the failure"
 
 
-def test_a_waiting_caller_is_woken_by_a_failure_in_a_thread() -> None:
-    begun, fail = threading.Event(), threading.Event()
-
-    def run(at: str) -> None:
-        begun.set()
-        fail.wait(10)
-        raise RejectError("/b", "damaged")
-
-    verification = HashingVerification([Job("a", 0, LARGE, lambda: run("a") or 0.0)], threads=1)
-    assert begun.wait(10)
-    threading.Timer(0.05, fail.set).start()
-    with pytest.raises(RejectError):
-        verification.wait("a")
-
-
 def test_many_threads_that_wait_get_verified_bytes_alone() -> None:
     generator = random.Random(0)
     for threads in (0, 1, 2) * 4:
@@ -125,14 +121,3 @@ def test_many_threads_that_wait_get_verified_bytes_alone() -> None:
         in_threads(6, wait)
         verification.finish()
         assert len(done) == 9
-
-
-def test_a_process_that_ends_does_not_wait_for_all_jobs(run_python: Any) -> None:
-    started = time.monotonic()
-    run_python(
-        "import time\n"
-        "from prejit.runtime.format.blob_hashing import HashingVerification, Job\n"
-        "slow = [Job('a', 0, 1 << 20, lambda: time.sleep(0.2) or 0.0) for _ in range(1000)]\n"
-        "HashingVerification(slow, threads=2)"
-    )
-    assert time.monotonic() - started < 30

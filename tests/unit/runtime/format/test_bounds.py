@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import struct
 import time
@@ -31,7 +30,7 @@ from prejit.runtime.format.checks.program_table import (
 )
 from prejit.runtime.format.checks.seldom_parts import _check_encoder
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.opening import Contents, match, read_contents
+from prejit.runtime.format.opening import match, read_contents
 from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 
@@ -140,9 +139,7 @@ LIBRARIES = {
         data=MANY + b"a" * (1 << 20),
     ),
     "tables again and again": elf(
-        *[(3, 64 + 65 * 64, 1 << 19, 0)] * 64,
-        (11, 64 + 65 * 64, 24, 0),
-        data=bytes(1 << 19),
+        *[(3, 64 + 65 * 64, 1 << 19, 0)] * 64, (11, 64 + 65 * 64, 24, 0), data=bytes(1 << 19)
     ),
     "headers behind the end": elf((11, 0, 1, 0), start=2**64 - 1),
     "versions that cross each other": elf(
@@ -150,9 +147,7 @@ LIBRARIES = {
         (0x6FFFFFFE, STRINGS, 1 << 17, 0),
         data=b"".join(struct.pack("<8xII", 1, 1) for _ in range(1 << 12)).ljust(1 << 17, b"\1"),
     ),
-    "a name behind the end": elf(
-        (3, 0, 8, 0), (6, STRINGS, 16, 0), data=struct.pack("<QQ", 1, 2**63)
-    ),
+    "a name behind all": elf((3, 0, 8, 0), (6, STRINGS, 16, 0), data=struct.pack("<QQ", 1, 2**63)),
 }
 
 
@@ -181,54 +176,43 @@ def test_a_version_is_read_in_no_time(text: str) -> None:
             from_json(Requirement, needs, PATH)
 
 
-def contents_of(name: str) -> list[Contents]:
-    with Layout(GOLDEN / name) as layout:
-        root = read_root(layout)
-        targets = match(root, Fingerprint.current())
-        return [read_contents(layout, target) for target in targets]
-
-
-@functools.cache
-def configs() -> list[Config]:
-    found = ("decoder", "mesh", "encoder", "kernels")
-    return [contents.config for name in found for contents in contents_of(name)]
-
-
-def check(config: Config, content: bytes) -> Config:
-    return check_config(content, config.target, config.requirement, PATH)
+def config_with(part: str) -> Config:
+    """The config of a golden bundle with a decoder or an encoder."""
+    with Layout(GOLDEN / part) as layout:
+        [target] = match(read_root(layout), Fingerprint.current())
+        return read_contents(layout, target).config
 
 
 def test_forged_grids_and_repeated_layers_are_refused_in_no_time() -> None:
     """10,000 batches and 10,000 contexts, a program each: of their grid nothing may be made."""
-    config = next(one for one in configs() if one.decoder is not None)
+    config = config_with("decoder")
     decode = next(program for program in config.programs if program.kind == "decode")
+
+    def resized(batch: int, context: int) -> Any:
+        texts = {
+            which: tuple(text.replace("[1,", f"[{batch},") for text in getattr(decode, which))
+            for which in ("arguments", "results")
+        }
+        bucket = {"batch": batch, "context": context}
+        return dataclasses.replace(decode, name=f"{batch}-{context}", bucket=bucket, **texts)
+
     sizes = [size for n in range(1, 10_001) for size in ((n, 1), (1, n + 1))]
-    programs = [
-        dataclasses.replace(
-            decode,
-            name=f"{batch}-{context}",
-            bucket={"batch": batch, "context": context},
-            arguments=tuple(text.replace("[1,", f"[{batch},") for text in decode.arguments),
-            results=tuple(text.replace("[1,", f"[{batch},") for text in decode.results),
-        )
-        for batch, context in sizes
-    ]
+    programs = tuple(resized(*size) for size in sizes)
+    forged = to_json(dataclasses.replace(config, programs=programs[:2000]))
     started = time.thread_time()
     with pytest.raises(ValueError, match="expected one"):
-        _check_decoder(dataclasses.replace(config, programs=tuple(programs)))
-    forged = dataclasses.replace(config, programs=tuple(programs[:2000]))
+        _check_decoder(dataclasses.replace(config, programs=programs))
     with pytest.raises(RejectError):
-        check(config, to_json(forged))
+        check_config(forged, config.target, config.requirement, PATH)
     assert time.thread_time() - started < SECONDS
-    config = next(one for one in configs() if one.encoder is not None)
-    encoder = dataclasses.replace(config.encoder, layers=config.encoder.layers[:1] * 200_000)  # type: ignore[type-var, union-attr]
-    tensors = tuple(f"t{place}" for place in range(2000))
-    sets = {**config.weight_sets, encoder.layers[0]: tensors}
-    forged = dataclasses.replace(config, encoder=encoder, weight_sets=sets, weight_shardings=None)
+    config = config_with("encoder")
+    encoder = dataclasses.replace(config.encoder, layers=config.encoder.layers[:1] * 200_000)
+    sets = {**config.weight_sets, encoder.layers[0]: tuple(f"t{place}" for place in range(2000))}
+    config = dataclasses.replace(config, encoder=encoder, weight_sets=sets, weight_shardings=None)
     shapes = {tensor: (1,) for names in sets.values() for tensor in names}
     started = time.thread_time()
-    _check_encoder(forged, encoder)
-    check_weight_sets(forged, shapes, PATH)
+    _check_encoder(config, encoder)
+    check_weight_sets(config, shapes, PATH)
     assert time.thread_time() - started < SECONDS
 
 

@@ -27,7 +27,6 @@ X = np.ones((2, 16), np.float32)
 
 
 def function_of(name: str) -> Any:
-    """The function that a rule names below prejit.runtime."""
     module, attributes = f"prejit.runtime.{name}", list[str]()
     while True:
         try:
@@ -82,7 +81,6 @@ def order_of(run: Callable[[], object], rules: Sequence[NumberedRule]) -> list[s
 
 @pytest.fixture
 def signed(bundle_dir: Path) -> Path:
-    """A bundle that a key signed."""
     pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
     from prejit.compiler.signing.bundle_signing import sign
 
@@ -90,9 +88,7 @@ def signed(bundle_dir: Path) -> Path:
     return bundle_dir
 
 
-def test_a_load_keeps_the_order(
-    signed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_keeps_order(signed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     rule = '[[rules]]\nnames = ["example"]\nkeys = ["a"]\n'
     policy = write_policy(tmp_path / "trust.toml", key_table("a"), rule)

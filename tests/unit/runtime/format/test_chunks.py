@@ -8,10 +8,8 @@ import fcntl
 import json
 import os
 import random
-import shutil
 import struct
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,11 +18,12 @@ import numpy as np
 import pytest
 from blake3 import blake3
 from tests.extent import examples
-from tests.layouts import index_file, index_of
+from tests.layouts import blob, index_of
 
 from prejit.compiler.pipeline.pack.chunks import VerityHash
 from prejit.runtime.base.files import digest_of, measure
 from prejit.runtime.cli.output import print_start
+from prejit.runtime.device.device import Device
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import blob_hashing, blobs
 from prejit.runtime.format.audit import audit
@@ -45,20 +44,14 @@ def chunked(content: bytes, size: int = CHUNK) -> Chunks:
 
 
 def weights_with_filler(good: bytes) -> bytes:
-    """The weights, followed by a tensor of 3 MB that no program uses."""
     size = int.from_bytes(good[:8], "little")
-    header = json.loads(good[8 : 8 + size])
-    data = good[8 + size :]
-    gap = -len(data) % 64
+    header, data = json.loads(good[8 : 8 + size]), good[8 + size :]
+    gap, filler = -len(data) % 64, random.Random(0).randbytes(3 << 20)
     start = len(data) + gap
-    if gap:
-        header[".gapz"] = {"dtype": "U8", "shape": [gap], "data_offsets": [len(data), start]}
-    filler = random.Random(0).randbytes(3 << 20)
-    header["filler"] = {
-        "dtype": "U8",
-        "shape": [len(filler)],
-        "data_offsets": [start, start + len(filler)],
-    }
+    places = {".gapz": (len(data), start), "filler": (start, start + len(filler))}
+    for name, (begin, end) in places.items():
+        if begin < end:
+            header[name] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)
     return len(text).to_bytes(8, "little") + text + data + bytes(gap) + filler
@@ -81,7 +74,6 @@ def chunks_recipe(recipe: Any, content: bytes) -> Any:
 
 
 def recipe_of_chunks(recipe: Any, content: bytes) -> Any:
-    """The recipe of most tests with 3 MB of weights, in chunks of 64 KB."""
     chunks = {WEIGHTS_MEDIA_TYPE: chunked(content)}
     return recipe.with_content(WEIGHTS_MEDIA_TYPE, content).configured(
         lambda config: dataclasses.replace(config, chunks=chunks)
@@ -106,7 +98,6 @@ def flip(file: Path, place: int, bit: int = 1) -> None:
 def test_a_bundle_with_chunks_gives_the_results_of_one_without_and_is_read_once(
     path: Path, content: bytes, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both for the digest of a layer and for those of its chunks."""
     expected = load(recipe.write(tmp_path / "plain")).call("score", x=X)
     np.testing.assert_array_equal(load(path).call("score", x=X), expected)
     preadv, counts = os.preadv, list[int]()
@@ -138,22 +129,12 @@ def test_damage_in_every_chunk_is_found_with_file_and_place(path: Path, content:
     load(path).call("score", x=X)
 
 
-def test_late_damage_ends_the_request(
-    path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_damage_is_found(path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last chunk is not verified before everything else is done, and still no result comes."""
-    begin = blobs.Blobs.begin
-
-    def begin_without_threads(opened: Any, *args: Any) -> None:
-        monkeypatch.setattr(
-            blob_hashing,
-            "HashingVerification",
-            lambda jobs, **o: waits(jobs, **{**o, "threads": 0}),
-        )
-        begin(opened, *args)
-
-    waits = blob_hashing.HashingVerification
-    monkeypatch.setattr(blobs.Blobs, "begin", begin_without_threads)
+    real = blob_hashing.HashingVerification
+    monkeypatch.setattr(
+        blob_hashing, "HashingVerification", lambda jobs, **o: real(jobs, **{**o, "threads": 0})
+    )
     flip(weights_of(path), len(content) - 1)
     loaded = load(path)
     with pytest.raises(RejectError, match=f"bytes {len(content) // CHUNK * CHUNK} to"):
@@ -163,49 +144,49 @@ def test_late_damage_ends_the_request(
 
 
 def test_no_weights_reach_a_device_unverified(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from prejit.runtime.device.device import Device
-
-    put, given = Device.put, list[bytes]()
+    put, shapes = Device.put, list[Any]()
 
     def noted(device: Any, array: Any, *args: Any) -> Any:
-        given.append(array.tobytes())
+        shapes.append(array.shape)
         return put(device, array, *args)
 
-    loaded = load(path)
-    kernel = next(v for v in loaded._programs._weights.values.values() if v.shape == (16, 4))
-    good = kernel.tobytes()
-    flip(weights_of(path), 600)  # in the first chunk, where the weights of `score` are
     monkeypatch.setattr(Device, "put", noted)
+    load(path).call("score", x=X)
+    assert (16, 4) in shapes, "the kernel of `score`"
+    shapes.clear()
+    flip(weights_of(path), 600)  # in the first chunk, where the weights of `score` are
     with pytest.raises(RejectError):
         load(path).call("score", x=X)
-    assert not [each for each in given if len(each) == len(good)]
+    assert (16, 4) not in shapes
+
+
+CUT = """
+import os, sys
+import numpy as np
+from prejit.runtime import RejectError, load
+from prejit.runtime.format import blobs
+begin = blobs.Blobs.begin
+for path, file, left in zip(*[iter(sys.argv[1:])] * 3):
+    def cut(opened, *args):
+        os.truncate(file, int(left))
+        begin(opened, *args)
+    blobs.Blobs.begin = cut
+    try:
+        load(path).call('score', x=np.ones((2, 16), np.float32))
+    except RejectError as error:
+        print('rejected', error.path)
+"""
 
 
 def test_a_file_that_is_cut_after_it_was_opened_is_an_error_and_no_sigbus(
     chunks_recipe: Any, tmp_path: Path, run_python: Any
 ) -> None:
-    code = (
-        "import os, sys\n"
-        "import numpy as np\n"
-        "from prejit.runtime import RejectError, load\n"
-        "from prejit.runtime.format import blobs\n"
-        "begin = blobs.Blobs.begin\n"
-        "for path, file, left in zip(*[iter(sys.argv[1:])] * 3):\n"
-        "    def cut(opened, *args):\n"
-        "        os.truncate(file, int(left))\n"
-        "        begin(opened, *args)\n"
-        "    blobs.Blobs.begin = cut\n"
-        "    try:\n"
-        "        load(path).call('score', x=np.ones((2, 16), np.float32))\n"
-        "    except RejectError as error:\n"
-        "        print('rejected', error.path)"
-    )
     arguments = list[Any]()
     for left in (0, 1, CHUNK, CHUNK + 1, 3 << 20):
         path = chunks_recipe.write(tmp_path / str(left))
         arguments += [path, weights_of(path), left]
     expected = "".join(f"rejected {file}\n" for file in arguments[1::3])
-    assert run_python(code, *arguments).stdout == expected
+    assert run_python(CUT, *arguments).stdout == expected
 
 
 def with_chunks(recipe: Any, change: Callable[[Chunks], Chunks]) -> Any:
@@ -220,7 +201,6 @@ def with_chunks(recipe: Any, change: Callable[[Chunks], Chunks]) -> Any:
 def test_7_chunks_that_do_not_cover_their_layer_are_rejected(
     read: Callable[[Path], object], chunks_recipe: Any, tmp_path: Path
 ) -> None:
-    """Of each other kind: tests/format/test_golden.py."""
     forged = with_chunks(
         chunks_recipe, lambda c: dataclasses.replace(c, digests=c.digests[:-1])
     ).write(tmp_path / "forged")
@@ -274,13 +254,11 @@ OTHER = f"sha256:{'0' * 64}"
 
 @pytest.fixture(scope="module")
 def verity(content: bytes) -> str:
-    """The digest of the weights that a kernel with fs-verity has."""
     return chunked(content).verity
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
-    """Sets what the kernel answers: most machines have no fs-verity."""
 
     def answer(digest: str | None) -> None:
         monkeypatch.setattr(blobs, "measure", lambda _: digest)
@@ -311,12 +289,9 @@ def test_a_file_that_the_kernel_verifies_is_not_hashed(
 
 
 def served_files(path: Path, target: str) -> list[Path]:
-    """The layers and the config of a target."""
-    files = path / "blobs" / "sha256"
     for at in index_of(path)["manifests"]:
-        manifest = json.loads((files / at["digest"].removeprefix("sha256:")).read_bytes())
-        named = [manifest["config"], *manifest["layers"]]
-        found = [files / each["digest"].removeprefix("sha256:") for each in named]
+        manifest = json.loads(blob(path, at["digest"]).read_bytes())
+        found = [blob(path, each["digest"]) for each in (manifest["config"], *manifest["layers"])]
         if json.loads(found[0].read_bytes())["target"] == target:
             return found
     raise AssertionError(f"no target {target}")
@@ -334,16 +309,8 @@ def test_8_a_file_with_another_digest_is_rejected(
     assert f"expected the fs-verity digest {verity}, found {OTHER}" in str(caught.value)
 
 
-def test_verify_hashes_all_the_same(path: Path, content: bytes, verity: str, measured: Any) -> None:
-    measured(verity)
-    assert audit(path, lambda *_: None).hashed_bytes > len(content)
-    flip(weights_of(path), len(content) - 1)
-    with pytest.raises(RejectError, match="expected blake3"):
-        audit(path, lambda *_: None)
-
-
-def test_a_receipt_hides_no_digest(
-    path: Path, measured: Any, monkeypatch: pytest.MonkeyPatch
+def test_verify_hashes_all_the_same_and_a_receipt_hides_no_digest(
+    path: Path, measured: Any, monkeypatch: pytest.MonkeyPatch, content: bytes, verity: str
 ) -> None:
     monkeypatch.setattr("prejit.runtime.machine.kept_files.SETTLED_SECONDS", -1.0)
     load(path).call("score", x=X)
@@ -351,6 +318,11 @@ def test_a_receipt_hides_no_digest(
     measured(OTHER)
     with pytest.raises(RejectError, match="fs-verity"):
         load(path)
+    measured(verity)
+    assert audit(path, lambda *_: None).hashed_bytes > len(content)
+    flip(weights_of(path), len(content) - 1)
+    with pytest.raises(RejectError, match="expected blake3"):
+        audit(path, lambda *_: None)
 
 
 def test_any_error_of_the_kernel_means_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,85 +350,25 @@ def test_only_digests_by_sha256_are_compared(
     assert measure(0) == expected
 
 
-def run(*command: object) -> None:
-    """Run a command that needs root, or skip the test with its reason."""
-    if shutil.which(str(command[0])) is None:
-        pytest.skip(f"the command {command[0]} is not installed")
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"{' '.join(map(str, command[:2]))}: {done.stderr.strip()}")
-
-
-@pytest.fixture
-def mounted(tmp_path: Path) -> Iterator[Path]:
-    """Where an ext4 file system with fs-verity is mounted, which lies in a file."""
-    image, at = tmp_path / "image", tmp_path / "mounted"
-    at.mkdir()
-    with image.open("wb") as file:
-        file.truncate(64 << 20)
-    run("mkfs.ext4", "-q", "-b", "4096", "-O", "verity", image)  # as large as a page
-    run("mount", "-o", "loop", image, at)
-    try:
-        yield at
-    finally:
-        subprocess.run(["umount", "--lazy", at], capture_output=True, check=False)
-
-
-def test_the_kernel_measures_the_digest_that_the_build_computed(
-    chunks_recipe: Any, content: bytes, verity: str, mounted: Path
-) -> None:
-    """It needs root and a kernel with fs-verity."""
-    path = chunks_recipe.write(mounted / "bundle")
-    with weights_of(path).open("rb") as file:
-        assert measure(file.fileno()) is None
-    run("fsverity", "enable", weights_of(path))
-    with weights_of(path).open("rb") as file:
-        assert measure(file.fileno()) == verity
-    bundle = load(path)
-    bundle.call("score", x=X)
-    assert bundle.start_report().verity_bytes == len(content)
-    audit(path, lambda *_: None)
-
-
-def own_blobs(recipe: Any, path: Path, targets: set[str]) -> list[Path]:
-    """Config and executables of targets. Their manifests, which every load reads, are left out."""
-    _, others = recipe.only(*({t.config.target for t in recipe.targets} - targets)).assemble()
-    manifests = {at["digest"] for at in index_of(path)["manifests"]}
-    found = [
-        file
-        for file in (path / "blobs" / "sha256").iterdir()
-        if f"sha256:{file.name}" not in {*others, *manifests} and file != index_file(path)
-    ]
-    assert len(found) == 2
-    return found
-
-
-@pytest.mark.parametrize("features", [None, ("of-no-cpu",)])
-def test_a_load_reads_no_file_of_a_target_that_it_does_not_serve(
-    features: tuple[str, ...] | None, recipe: Any, tmp_path: Path
-) -> None:
-    """Whether it could be served or not. Damage there is found by `prejit verify`."""
-    served, other = recipe.targets
-    if features is not None:
-        needs = dataclasses.replace(other.config.requirement, cpu_features=features)
-        config = dataclasses.replace(other.config, requirement=needs)
-        recipe = dataclasses.replace(
-            recipe, targets=(served, dataclasses.replace(other, config=config))
-        )
-    path = recipe.write(tmp_path / "both")
+@pytest.mark.parametrize("matches", [True, False])
+def test_a_load_reads_no_file_of_another_target(recipe: Any, tmp_path: Path, matches: bool) -> None:
+    """Damage there is found by `prejit verify`. What could be served is opened, and not read."""
+    first, second = recipe.targets
+    if not matches:
+        needs = dataclasses.replace(second.config.requirement, cpu_features=("of-no-cpu",))
+        config = dataclasses.replace(second.config, requirement=needs)
+        second = dataclasses.replace(second, config=config)
+    path = dataclasses.replace(recipe, targets=(first, second)).write(tmp_path / "both")
     target = load(path).target
-    for file in own_blobs(recipe, path, {t.config.target for t in recipe.targets} - {target}):
-        flip(file, file.stat().st_size - 2)
-        assert load(path).call("tick") == 7
-        with pytest.raises(RejectError) as caught:
-            audit(path, lambda *_: None)
-        assert caught.value.path == str(file)
+    [other] = {each.config.target for each in recipe.targets} - {target}
+    for file in {*served_files(path, other)} - {*served_files(path, target)}:
         content = file.read_bytes()
-        if features is not None:
-            file.unlink()
-            assert load(path).call("tick") == 7
-            with pytest.raises(RejectError, match="No such file"):
-                audit(path, lambda *_: None)
-            file.write_bytes(content)
         flip(file, file.stat().st_size - 2)
+        for complaint in (file.name, "No such file")[: 1 if matches else 2]:
+            assert load(path).call("tick") == 7
+            with pytest.raises(RejectError, match=complaint) as caught:
+                audit(path, lambda *_: None)
+            assert caught.value.path == str(file)
+            file.unlink(missing_ok=True)
+        file.write_bytes(content)
     audit(path, lambda *_: None)

@@ -26,9 +26,7 @@ def test_verify_and_load_reject_the_same_hostile_bundles() -> None:
     assert outcomes["accepted"] > 5
 
 
-def test_a_missing_check_or_another_error_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_missing_check_or_another_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the sample would show nothing."""
     with Fuzzer() as fuzzer:
         for number in range(20):  # it measures each sound bundle first

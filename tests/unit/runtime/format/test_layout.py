@@ -7,10 +7,10 @@ import errno
 import fcntl
 import itertools
 import os
+import re
 import resource
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,31 +34,13 @@ from prejit.runtime.format.root import Root, read_root
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
 
-LOAD_AS_NOBODY = """
-import os, sys
-from prejit.runtime import load, StoreError
-
-load(sys.argv[1])  # imports everything: nobody may not even read the interpreter
-os.setgroups([])
-os.setgid(65534)
-os.setuid(65534)
-for path in sys.argv[2:]:
-    try:
-        load(path)
-        print("loaded")
-    except StoreError as error:
-        print(error)
-"""
-
 
 def blob_of(directory: Path) -> tuple[Path, str, int]:
-    """The largest blob of a bundle: its path, digest and size."""
     path = max((directory / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
     return path, f"sha256:{path.name}", path.stat().st_size
 
 
 def ways(layout: Layout, digest: str, size: int) -> list[Callable[[], Any]]:
-    """The three ways in which a blob is read."""
 
     def opened() -> str:
         with layout.open_blob(digest, size) as (descriptor, _):
@@ -76,7 +58,6 @@ def read_blob(directory: Path, digest: str, size: int) -> None:
 
 
 def rejected(directory: Path, digest: str, size: int) -> list[RejectError]:
-    """The errors of reading a blob in each way."""
     errors = []
     with Layout(directory) as layout:
         for way in ways(layout, digest, size):
@@ -117,13 +98,9 @@ def test_what_is_not_the_expected_regular_file_is_rejected_at_once(
     path, digest, size = blob_of(bundle_dir)
     read_blob(bundle_dir, digest, size)
     replace(path, tmp_path / "aside")
-    started = time.monotonic()
-    for error in rejected(bundle_dir, digest, size):
-        assert error.path == str(path)
-        assert error.code == "reject"
-    with pytest.raises(RejectError, match=path.name):
+    assert {error.path for error in rejected(bundle_dir, digest, size)} == {str(path)}
+    with pytest.raises(RejectError, match=path.name):  # and no wait for the other end of a FIFO
         load(bundle_dir)
-    assert time.monotonic() - started < 60, "waited for the other end of a FIFO"
 
 
 @pytest.mark.parametrize("replaced", ["a link", "nothing"])
@@ -143,9 +120,7 @@ def test_linked_directories_are_rejected(name: str, bundle_dir: Path, tmp_path: 
         Layout(bundle_dir)
 
 
-def test_a_bundle_may_be_behind_a_link_and_move_while_open(
-    bundle_dir: Path, tmp_path: Path
-) -> None:
+def test_a_bundle_may_lie_behind_a_link_and_move(bundle_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "current").symlink_to(bundle_dir)
     assert load(tmp_path / "current").call("tick") == 7
     _, digest, size = blob_of(bundle_dir)
@@ -176,9 +151,7 @@ def test_a_directory_that_is_replaced_and_deleted_while_it_opens_is_no_damage(
     assert (tmp_path / "old").exists()
 
 
-def test_a_writer_that_waited_locks_the_directory_that_is_there(
-    recipe: Any, tmp_path: Path
-) -> None:
+def test_a_writer_that_waited_locks_what_is_there_now(recipe: Any, tmp_path: Path) -> None:
     path = recipe.write(tmp_path / "example")
     shutil.copytree(path, tmp_path / "new")
     index, blobs = recipe.assemble()
@@ -200,7 +173,7 @@ def test_a_writer_that_waited_locks_the_directory_that_is_there(
     assert (path / "index.json").exists()
 
 
-def test_a_missing_bundle_is_no_damaged_bundle_and_an_oversized_one_is(
+def test_a_missing_bundle_is_no_damage_an_oversized_one_is(
     tmp_path: Path, bundle_dir: Path
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -216,26 +189,24 @@ def test_a_missing_bundle_is_no_damaged_bundle_and_an_oversized_one_is(
         load(bundle_dir)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody who may not read")
+@pytest.mark.parametrize("name", ["bundle", "blobs", "sha256", "index.json", "oci-layout", "blob"])
 def test_a_forbidden_file_is_a_store_error_not_a_damaged_bundle(
-    bundle_dir: Path, settled_dir: Path, tmp_path: Path, run_python: Any
+    name: str, bundle_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for above in bundle_dir.parents:
-        if above.name.startswith(("pytest-", "popen-", "test_")):
-            above.chmod(0o755)
-    names = (".", "blobs", "blobs/sha256", "index.json", "oci-layout")
-    copies = []
-    for name in (*names, str(blob_of(bundle_dir)[0].relative_to(bundle_dir))):
-        copies.append(shutil.copytree(bundle_dir, tmp_path / f"copy{len(copies)}"))
-        (copies[-1] / name).chmod(0)
-    told = run_python(LOAD_AS_NOBODY, settled_dir, bundle_dir, *copies).stdout.splitlines()
-    assert told[0] == "loaded"
-    for path, said in zip(copies, told[1:], strict=True):
-        assert "Permission denied" in said
-        assert str(path) in said
+    names = {"bundle": str(bundle_dir), "blob": blob_of(bundle_dir)[0].name}
+    forbidden, opened = names.get(name, name), os.open
+
+    def refusing(path: Any, *args: Any, **options: Any) -> int:
+        if str(path) == forbidden:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", refusing)
+    with pytest.raises(StoreError, match=f"{re.escape(str(bundle_dir))}.*Permission denied"):
+        load(bundle_dir)
 
 
-def test_a_map_outlives_the_file_and_writing_through_it_never_reaches_one(bundle_dir: Path) -> None:
+def test_a_map_outlives_its_file_which_is_not_cut_before(bundle_dir: Path, tmp_path: Path) -> None:
     path, digest, size = blob_of(bundle_dir)
     with Layout(bundle_dir) as layout:
         content = layout.map_blob(digest, size)
@@ -244,9 +215,6 @@ def test_a_map_outlives_the_file_and_writing_through_it_never_reaches_one(bundle
     assert digest_of(path.read_bytes()) == digest
     path.unlink()
     assert digest_of(content[:]) == digest
-
-
-def test_a_file_cut_between_opening_and_mapping_is_damage(tmp_path: Path) -> None:
     file = tmp_path / "blob"
     file.write_bytes(b"x" * 100)
     descriptor = os.open(file, os.O_RDONLY)
@@ -290,57 +258,27 @@ def test_writing_where_nothing_can_be_written_is_a_store_error(recipe: Any, tmp_
 def test_replacing_drops_what_is_not_needed(recipe: Any, make_recipe: Any, tmp_path: Path) -> None:
     path = recipe.write(tmp_path / "example")
     blobs = path / "blobs" / "sha256"
-    old = {file.name for file in blobs.iterdir()}
-    # As a writer that was killed leaves them.
-    for leftover in (
-        blobs / ".0123.77.abcdef01.tmp",
-        path / ".index.json.77.abcdef01.tmp",
-        path / ".oci-layout.77.abcdef01.tmp",
-    ):
-        leftover.write_bytes(b"half")
+    for killed in (blobs / ".0123", path / ".index.json", path / ".oci-layout"):
+        killed.with_name(f"{killed.name}.77.abcdef01.tmp").write_bytes(b"half")
     (path / "README").write_text("somebody else's file stays")
     index, expected = make_recipe(score_scale=2.0).only("cpu-host").assemble()
     write_layout(path, index, expected)
-    assert {f"sha256:{file.name}" for file in blobs.iterdir()} == {
-        digest_of(index),
-        *expected,
-    }
-    assert old - {file.name for file in blobs.iterdir()}
-    assert sorted(entry.name for entry in path.iterdir()) == [
-        *("README", "blobs", "index.json", "oci-layout"),
-    ]
+    found = {f"sha256:{file.name}" for file in blobs.iterdir()}
+    assert found == {digest_of(index), *expected}
+    assert {each.name for each in path.iterdir()} == {"README", "blobs", "index.json", "oci-layout"}
     assert load(path).digest == digest_of(index)
-
-
-@pytest.mark.parametrize("name", ["a link", "a FIFO", "shorter", "nothing", "of the right size"])
-def test_writing_again_mends_blobs(
-    name: str, recipe: Any, bundle_dir: Path, tmp_path: Path
-) -> None:
-    before = digest_of_bundle(bundle_dir)
-    blob, _, size = blob_of(bundle_dir)
-    replace = REPLACEMENTS.get(name, lambda path, _: path.write_bytes(bytes(size)))
-    replace(blob, tmp_path / "aside")
-    with pytest.raises(RejectError):
-        digest_of_bundle(bundle_dir)
-    write_layout(bundle_dir, *recipe.assemble())
-    assert digest_of_bundle(bundle_dir) == before
 
 
 @pytest.fixture(scope="module")
 def old_and_new(
     recipe: Any, make_recipe: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
-    """Two bundles with some blobs in common."""
     root = tmp_path_factory.mktemp("kill")
     return recipe.write(root / "old"), make_recipe(score_scale=2.0).write(root / "new")
 
 
 def digest_of_bundle(path: Path) -> str | None:
-    """Return the digest of a bundle, or None where there is none yet: a writer adds its index last.
-
-    Raises:
-        RejectError: there is an index, and what it names is missing or wrong.
-    """
+    """Return the digest of a whole bundle; None: there is none yet, as a writer adds its index last."""
     if not (path / "index.json").exists():
         return None
     with Layout(path) as layout:
@@ -353,10 +291,7 @@ def digest_of_bundle(path: Path) -> str | None:
 
 @pytest.mark.parametrize("replacing", [True, False])
 def test_a_writer_killed_at_each_of_its_steps_never_leaves_a_broken_bundle(
-    replacing: bool,
-    old_and_new: tuple[Path, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    replacing: bool, old_and_new: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stops at every system call that shows on disk. `make chaos` kills at random."""
     old, new = old_and_new
@@ -452,10 +387,7 @@ def test_a_load_while_the_bundle_is_replaced(
         if next(steps, None) is not None:  # the load was over before
             break
     assert len(seen) > 6
-    assert [digest for digest, _ in itertools.groupby(seen)] == [
-        load(new).digest,
-        load(old).digest,
-    ]
+    assert [digest for digest, _ in itertools.groupby(seen)] == [load(new).digest, load(old).digest]
 
 
 def test_a_missing_file_is_no_damage_while_the_bundle_is_being_replaced(bundle_dir: Path) -> None:
@@ -473,10 +405,7 @@ def test_a_missing_file_is_no_damage_while_the_bundle_is_being_replaced(bundle_d
 
 
 def test_a_disk_that_fails_while_hashing_is_named(
-    recipe: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle_dir = recipe.only("cpu-host").write(tmp_path / "bundle")
     blob = blob_of(bundle_dir)[0]
@@ -496,9 +425,7 @@ def test_a_disk_that_fails_while_hashing_is_named(
         load(bundle_dir)
 
 
-def test_an_empty_layer_is_read_and_blobs_are_not_written_again(
-    recipe: Any, tmp_path: Path
-) -> None:
+def test_an_empty_layer_is_read_and_no_blob_written_again(recipe: Any, tmp_path: Path) -> None:
     """As a model's empty LICENSE makes one: what `verify` takes, `load` takes."""
     path = recipe.with_content(LICENSE_MEDIA_TYPE, b"").write(tmp_path / "bundle")
     assert __main__.main(["verify", str(path)]) == 0
@@ -512,7 +439,6 @@ def test_an_empty_layer_is_read_and_blobs_are_not_written_again(
 
 
 def open_below(directory: Path) -> list[str]:
-    """The files of a directory that this process has open, deleted ones included."""
     found = []
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
@@ -530,5 +456,3 @@ def test_every_blob_is_closed_again(bundle_dir: Path) -> None:
     with pytest.raises(RejectError):
         Layout(bundle_dir)
     assert not open_below(bundle_dir)
-    with open(__file__, "rb"):
-        assert open_below(Path(__file__).parent)  # the list sees files that are open

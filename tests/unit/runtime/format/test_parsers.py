@@ -12,8 +12,7 @@ pytest.importorskip("cryptography", reason="cryptography comes with the extra tr
 pytest.importorskip("sigstore", reason="sigstore comes with the extra keyless")
 pytest.importorskip("starlette", reason="starlette comes with the extra server")
 
-from tests.campaigns import parser_fuzz
-from tests.campaigns.parser_fuzz import FoundError, check
+from tests.campaigns.parser_fuzz import check
 from tests.campaigns.parsers import PARSERS, changed
 from tests.extent import examples
 
@@ -48,21 +47,3 @@ def test_an_input_of_others_is_refused_in_our_own_words(
                 f"example {number}; python -m tests.campaigns.parser_fuzz {name!r} {tmp_path}/input"
             )
             raise
-
-
-def test_what_no_caller_expects_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parser_fuzz, "MOST_SECONDS", 0.02)
-
-    def raising(content: bytes) -> object:
-        return {}[content]
-
-    def controlling(_: bytes) -> object:
-        from prejit.runtime.errors import RejectError
-
-        raise RejectError("file", "x" * 5000 + "y" * 5000, hint="")
-
-    with pytest.raises(KeyError):
-        check(raising, b"")
-    check(controlling, b"")  # its message is cut
-    with pytest.raises(FoundError):
-        check(lambda _: sum(range(10**7)) and None, b"")

@@ -75,10 +75,3 @@ def test_the_stricter_limit_of_each_name_holds(old: ReleaseLimits, new: ReleaseL
             choose = max if name == "tokens_per_second" else min
             assert values[2] == (choose(given_values) if given_values else None)
     assert stricter(old, old) == (old, ())
-
-
-def test_a_release_cannot_loosen_its_own_gate() -> None:
-    old = ReleaseLimits(p95_ms=100, tokens_per_second=50)
-    found, loosened = stricter(old, ReleaseLimits(p95_ms=900, max_changed_tokens="100%"))
-    assert found == old
-    assert loosened == ("p95_ms", "tokens_per_second", "max_changed_tokens")

@@ -5,6 +5,7 @@ What is forged here has right digests everywhere, as whoever builds bundles coul
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -12,8 +13,9 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -21,9 +23,10 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.campaigns.junk import edited, mutated
 from tests.extent import examples
 from tests.format import second_reader
-from tests.layouts import index_file, index_of, write_files
+from tests.layouts import blob, index_file, index_of, write_files
 
 from prejit.runtime import __main__
 from prejit.runtime.base.files import digest_of
@@ -36,7 +39,6 @@ from prejit.runtime.format.arrays import Array, Mesh
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.bundle_schema import Config, Descriptor, Index, Portable, Segment
 from prejit.runtime.format.checks import oci
-from prejit.runtime.format.checks import program_table as config_checks
 from prejit.runtime.format.checks.call_programs import check_arrays
 from prejit.runtime.format.checks.layers import (
     MAX_WEIGHTS_HEADER_BYTES,
@@ -47,7 +49,7 @@ from prejit.runtime.format.checks.layers import (
     unpack,
 )
 from prejit.runtime.format.checks.oci import NEWER_FORMAT_HINT, check_descriptor
-from prejit.runtime.format.checks.program_interfaces import BUCKETS, Signatures, sized
+from prejit.runtime.format.checks.program_interfaces import Signatures, sized
 from prejit.runtime.format.checks.program_table import check_array, check_config, check_weight_sets
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
@@ -57,7 +59,6 @@ from prejit.runtime.format.names import (
     EXECUTABLES_MEDIA_TYPE,
     FORMAT_VERSION,
     KERNEL_LEVELS,
-    LICENSE_MEDIA_TYPE,
     PORTABLE_MEDIA_TYPE,
     REF_NAME,
     REQUIREMENT,
@@ -65,7 +66,6 @@ from prejit.runtime.format.names import (
 )
 from prejit.runtime.format.opening import match, read_contents
 from prejit.runtime.format.root import encode_index, read_root
-from prejit.runtime.format.safetensors_dtypes import SAFETENSORS_DTYPES
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -81,16 +81,11 @@ def reject(path: Path, complaint: str) -> RejectError:
     return caught.value
 
 
-def write(path: Path, assembled: tuple[bytes, dict[str, Any]]) -> Path:
-    return write_files(path, *assembled)
-
-
 def with_index(recipe: Any, path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """A bundle whose index says something else, all digests set right."""
     index, blobs = recipe.assemble()
     plain = json.loads(index)
     change(plain)
-    return write(path, (to_json(plain), blobs))
+    return write_files(path, to_json(plain), blobs)
 
 
 def with_manifest(
@@ -108,13 +103,10 @@ def with_manifest(
     targets = from_json(Index, index, PATH).manifests
     changed = dataclasses.replace(targets[0], digest=descriptor["digest"], size=descriptor["size"])
     encoded = encode_index("example", (changed,))
-    return write(path, (encoded, blobs)), descriptor["digest"].removeprefix("sha256:")
+    return write_files(path, encoded, blobs), descriptor["digest"].removeprefix("sha256:")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"{}", b'{"imageLayoutVersion":"1.0.1"}', b"1" * 4096],
-)
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"imageLayoutVersion":"1.0.1"}', b"1" * 4096])
 def test_1_another_layout_version_is_rejected(content: bytes, bundle_dir: Path) -> None:
     (bundle_dir / "oci-layout").write_bytes(content)
     assert reject(bundle_dir, "expected").path == str(bundle_dir / "oci-layout")
@@ -137,18 +129,18 @@ def test_2_another_format_says_which_side_is_older(written: str, newer: bool, re
         assert (caught.value.hint == NEWER_FORMAT_HINT) == newer
 
 
-def annotated(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
-    """Change an annotation of the index; None: it is missing."""
-    return lambda index: _annotated(index, name, value)
+def annotated(name: str, value: Any, *, of_target: bool = False) -> Callable[[Any], object]:
+    """Change an annotation of the index or of its first target; None: it is missing."""
+
+    def change(index: Any) -> None:
+        annotations = (index["manifests"][0] if of_target else index)["annotations"]
+        annotations.pop(name)
+        annotations |= {} if value is None else {name: value}
+
+    return change
 
 
-def of_target(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
-    return lambda index: _annotated(index["manifests"][0], name, value)
-
-
-def _annotated(plain: dict[str, Any], name: str, value: Any) -> None:
-    plain["annotations"].pop(name)
-    plain["annotations"] |= {} if value is None else {name: value}
+of_target = functools.partial(annotated, of_target=True)
 
 
 def updated(**changes: Any) -> Callable[[dict[str, Any]], object]:
@@ -191,23 +183,18 @@ def at_first(**changes: Any) -> Callable[[dict[str, Any]], object]:
         (at_first(size=1), "expected 1 bytes, found"),
     ],
 )
-def test_2_to_4_a_wrong_index_is_rejected(
-    change: Any, complaint: str, recipe: Any, tmp_path: Path
-) -> None:
+def test_2_to_4_a_wrong_index(change: Any, complaint: str, recipe: Any, tmp_path: Path) -> None:
     path = with_index(recipe, tmp_path / "b", change)
     error = reject(path, complaint)
     assert complaint.endswith("bytes, found") or error.path == str(index_file(path))
 
 
-def test_2_the_bundle_of_an_index_is_that_of_its_configs(recipe: Any, tmp_path: Path) -> None:
+def test_3_index_and_configs_say_the_same(recipe: Any, tmp_path: Path) -> None:
     """Else a policy for one name would let another bundle run."""
     path = with_index(recipe, tmp_path / "b", annotated(BUNDLE_NAME, "trusted"))
     reject(path, "expected bundle 'trusted', as the index, found 'example'")
 
-
-def test_3_two_targets_of_one_name_cannot_lend_their_fit(recipe: Any, tmp_path: Path) -> None:
-    """The first fits this machine; by its name the loader would run the second."""
-
+    # The first fits this machine; by its name the loader would run the second.
     def renamed(config: Any) -> Any:
         features = ("no-such-feature", *config.requirement.cpu_features)
         needs = dataclasses.replace(config.requirement, cpu_features=features)
@@ -216,6 +203,18 @@ def test_3_two_targets_of_one_name_cannot_lend_their_fit(recipe: Any, tmp_path: 
     foreign = recipe.only("cpu-x86-64-v3").configured(renamed)
     targets = (*recipe.only("cpu-host").targets, *foreign.targets)
     reject(dataclasses.replace(recipe, targets=targets).write(tmp_path / "b"), "each target once")
+    # Or a registry that shows the index would choose a machine on which the code dies.
+    index, blobs = recipe.only("cpu-host").assemble()
+    [target] = from_json(Index, index, PATH).manifests
+    annotations = dict(target.annotations or {})
+    needs = json.loads(annotations[REQUIREMENT])
+    for changed in (
+        {REQUIREMENT: to_json({**needs, "cpu_features": []}).decode()},
+        {REF_NAME: "cpu-x86-64-v2"},
+    ):
+        lying = dataclasses.replace(target, annotations={**annotations, **changed})
+        encoded = encode_index("example", (lying,))
+        reject(write_files(tmp_path / "b", encoded, blobs), "with the requirement of the index")
 
 
 def test_a_cap_holds_at_its_edge_and_messages_are_short() -> None:
@@ -230,33 +229,16 @@ def test_a_cap_holds_at_its_edge_and_messages_are_short() -> None:
     assert str(error).endswith("xxx...")
 
 
-def test_5_a_digest_is_checked_before_the_bytes_are_parsed(
-    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_5_a_digest_is_checked_before_the_bytes_are_parsed(recipe: Any, tmp_path: Path) -> None:
+    """Or the error would be one of their JSON."""
     path = recipe.only("cpu-host").write(tmp_path / "b")
-    manifest = index_of(path)["manifests"][0]["digest"]
-    blobs = path / "blobs" / "sha256"
-    name = manifest.removeprefix("sha256:")
-    config = json.loads((blobs / name).read_bytes())["config"]["digest"].removeprefix("sha256:")
-    parsed = []
-    real = from_json
-    for module in (oci, config_checks):
-        monkeypatch.setattr(
-            module,
-            "from_json",
-            lambda cls, content, path: parsed.append(cls.__name__) or real(cls, content, path),
-        )
-    for damaged, before in ((name, ["Index", "Requirement"]), (config, [*parsed])):
-        parsed.clear()
-        content = (blobs / damaged).read_bytes()
-        (blobs / damaged).write_bytes(b"[" + content[1:])
-        error = reject(path, f"expected sha256:{damaged}, found sha256:")
-        assert error.path == str(blobs / damaged)
-        assert "Config" not in parsed
-        if damaged == name:
-            assert "Manifest" not in parsed
-            assert parsed[:2] == before
-        (blobs / damaged).write_bytes(content)
+    manifest = blob(path, index_of(path)["manifests"][0]["digest"])
+    config = blob(path, json.loads(manifest.read_bytes())["config"]["digest"])
+    for file in (manifest, config):
+        content = file.read_bytes()
+        file.write_bytes(b"[" + content[1:])
+        assert reject(path, f"expected sha256:{file.name}, found sha256:").path == str(file)
+        file.write_bytes(content)
 
 
 def layer_of(manifest: dict[str, Any], media_type: str) -> dict[str, Any]:
@@ -279,20 +261,9 @@ LARGE_CHAT = {"mediaType": CHAT_MEDIA_TYPE, "size": limits.MAX_CHAT_BYTES + 1}
         (lambda m: m["layers"][0].update(LARGE_CHAT), "at most 4194304 bytes, found 4194305"),
     ],
 )
-def test_6_a_wrong_manifest_is_rejected(
-    change: Any, complaint: str, recipe: Any, tmp_path: Path
-) -> None:
+def test_6_a_wrong_manifest(change: Any, complaint: str, recipe: Any, tmp_path: Path) -> None:
     path, name = with_manifest(recipe, tmp_path / "b", change)
     assert reject(path, complaint).path == str(path / "blobs" / "sha256" / name)
-
-
-def test_6_what_a_bundle_may_do_without_it_may_do_without(recipe: Any, tmp_path: Path) -> None:
-    path, _ = with_manifest(
-        recipe,
-        tmp_path / "b",
-        lambda m: m["layers"].remove(layer_of(m, LICENSE_MEDIA_TYPE)),
-    )
-    assert load(path).call("tick") == 7
 
 
 GOLDEN = Path(__file__).parents[3] / "format" / "v1"
@@ -301,7 +272,6 @@ Change = Callable[[Any], Any]
 
 @functools.cache
 def golden_config(name: str, wanted: str | None = None) -> Any:
-    """Of a target of a golden bundle; None: of its only one, or of the first that fits."""
     with Layout(GOLDEN / name) as layout:
         root = read_root(layout)
         target, *_ = (t for t in match(root, Fingerprint.current()) if wanted in (None, t.name))
@@ -313,7 +283,7 @@ second_target = functools.cache(lambda name: second_reader.read(GOLDEN / name)[0
 
 def check(changed: Any, like: Any = None) -> Any:
     """Check a config, or its JSON, as that of the target and the requirement of another one."""
-    like = like or changed
+    like = changed if isinstance(changed, Config) else like
     return check_config(to_json(changed), like.target, like.requirement, PATH)
 
 
@@ -327,8 +297,19 @@ def replaced(**changes: Any) -> Change:
     return lambda config: dataclasses.replace(config, **changes)
 
 
+def on_devices(mesh: Mesh | None, platform: str, count: int | None) -> Change:
+    def change(config: Any) -> Any:
+        needs = dataclasses.replace(config.requirement, platform=platform, device_count=count)
+        return dataclasses.replace(config, requirement=needs, mesh=mesh)
+
+    return change
+
+
+def readable(until: str | None) -> Change:
+    return replaced(portable=Portable("0.12.0.1", "1.17.0", until))
+
+
 def changed(config: Any, name: str, /, **changes: Any) -> Any:
-    """With another program of that name."""
     assert name in {program.name for program in config.programs}
     programs = (
         dataclasses.replace(program, **changes) if program.name == name else program
@@ -342,7 +323,6 @@ def program(name: str, /, **changes: Any) -> Change:
 
 
 def without(*names: str) -> Change:
-    """Without programs of these names or kinds."""
 
     def change(config: Any) -> Any:
         kept = tuple(p for p in config.programs if not {p.name, p.kind} & {*names})
@@ -357,7 +337,6 @@ def program_of(config: Any, name: str) -> Any:
 
 
 def lacking(name: str, argument: str) -> Change:
-    """A program that lacks one argument."""
 
     def change(config: Any) -> Any:
         arguments = program_of(config, name).arguments
@@ -373,12 +352,10 @@ def with_programs(config: Any, *programs: Any) -> Any:
 
 
 def doubled(name: str) -> Change:
-    """With a second program for the same bucket."""
     return lambda c: with_programs(c, dataclasses.replace(program_of(c, name), name="another"))
 
 
 def resized(config: Any, name: str, /, **sizes: int) -> Any:
-    """A program for another bucket, with the signature of that bucket."""
     program = program_of(config, name)
     program = dataclasses.replace(
         program,
@@ -419,6 +396,14 @@ WRONG: dict[str, list[tuple[Change, str]]] = {
         (replaced(mesh={"data": 0, "tensor": 2}), "sizes of 1 or more"),
         (replaced(mesh=Mesh(1, 4097)), "at most 4096 devices, found 4097"),
         (replaced(weight_shardings={"a": "tensor"}), "a mesh for weight_shardings, found none"),
+        (on_devices(Mesh(1, 2), "cpu", 1), "device_count 2, the size of the mesh; found 1"),
+        # It would match a machine with one device, and not run there.
+        (on_devices(Mesh(1, 2), "tpu", None), "device_count 2, the size of the mesh; found None"),
+        # The loader compares it with today.
+        *(
+            (readable(until), "readable_until: expected YYYY-MM-DD, found")
+            for until in ("", "2027-02-29", "2027-W08-7", "2027-02-28T00:00")
+        ),
     ],
     "decoder": [
         (program(DECODE, kind="sing"), f"{DECODE}: kind: expected .*'sing'"),
@@ -426,10 +411,7 @@ WRONG: dict[str, list[tuple[Change, str]]] = {
         (replaced(decoder=None), "expected 'decoder' in the config"),
         (program(DECODE, kind="layer"), "expected 'encoder' in the config"),
         (program(DECODE, bucket={}), f"{DECODE}: bucket: .* found nothing"),
-        (
-            program(DECODE, bucket={"batch": 0, "context": 32}),
-            "batch: expected 1 to 65536, found 0",
-        ),
+        (program(DECODE, bucket={"batch": 0, "context": 32}), "batch: expected 1 to 65536, found"),
         (
             program(DECODE, bucket={"batch": 2, "context": 1 << 31}),
             f"{DECODE}: context: expected 1 to 2147483647, found 2147483648",
@@ -497,12 +479,9 @@ def retold(config: Any, name: str, which: str, old: str, new: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "complaint"),
-    [(name, *row) for name, rows in WRONG.items() for row in rows],
+    ("name", "change", "complaint"), [(name, *row) for name, rows in WRONG.items() for row in rows]
 )
-def test_7_a_table_that_trips_its_reader_is_rejected(
-    name: str, change: Change, complaint: str
-) -> None:
+def test_7_a_table_that_trips_its_reader(name: str, change: Change, complaint: str) -> None:
     rejected(golden_config(name), change, complaint)
 
 
@@ -514,53 +493,14 @@ def test_7_a_table_that_trips_its_reader_is_rejected(
         ("decoder", without(*(f"prefill/b{b}-t4-c{c}" for b in (1, 2) for c in (16, 32)))),
         ("reader", without(READ, "encode/b1-n4-c16")),
         ("encoder", program(POOL, weights=None)),  # as those do that have no dense layer
+        ("call", on_devices(Mesh(1, 2), "cpu", None)),
+        ("call", on_devices(None, "cuda", 1)),
+        *(("call", readable(until)) for until in (None, "2028-02-29")),
     ],
 )
 def test_7_what_a_model_may_do_without_it_may_do_without(name: str, change: Change) -> None:
     fewer = change(golden_config(name))
     assert check(fewer) == fewer
-
-
-@pytest.mark.parametrize(
-    ("platform", "mesh", "device_count", "expected"),
-    [
-        ("cpu", None, None, None),
-        ("cpu", Mesh(1, 2), None, None),
-        ("cuda", None, 1, None),
-        ("cpu", Mesh(1, 2), 1, 2),
-        # It would match a machine with one device, and not run there.
-        ("tpu", Mesh(1, 2), None, 2),
-    ],
-)
-def test_7_a_requirement_counts_the_devices_of_the_mesh(
-    platform: str, mesh: Mesh | None, device_count: int | None, expected: int | None
-) -> None:
-    config = golden_config("call")
-    needs = dataclasses.replace(config.requirement, platform=platform, device_count=device_count)
-    config = dataclasses.replace(config, requirement=needs, mesh=mesh)
-    if expected is None:
-        assert check(config) == config
-    else:
-        said = f"device_count {expected}, the size of the mesh; found {device_count}"
-        rejected(config, replaced(), said)
-
-
-@pytest.mark.parametrize(
-    ("until", "is_date"),
-    [
-        *((None, True), ("2028-02-29", True), ("", False), ("2027-02-29", False)),
-        *(("2027-W08-7", False), ("2027-02-28T00:00", False)),
-    ],
-)
-def test_7_a_window_that_ends_on_no_date_is_rejected(until: str | None, is_date: bool) -> None:
-    """Or the loader, which compares it with today, would end in a ValueError."""
-    config = dataclasses.replace(
-        golden_config("call"), portable=Portable("0.12.0.1", "1.17.0", until)
-    )
-    if is_date:
-        assert check(config) == config
-    else:
-        rejected(config, replaced(), "readable_until: expected YYYY-MM-DD, found")
 
 
 @pytest.mark.parametrize(
@@ -588,15 +528,6 @@ def test_7_an_array_that_its_mesh_does_not_split_evenly_or_that_is_none_is_rejec
         assert caught.value.path == PATH
 
 
-def test_7_an_argument_that_is_no_argument_is_rejected_before_the_program_runs(
-    recipe: Any, tmp_path: Path
-) -> None:
-    path = recipe.configured(program(SCORE, arguments=('["x"] float32[01,16]',))).write(tmp_path)
-    loaded = load(path)
-    with pytest.raises(RejectError, match=rf"{SCORE}: expected .*'\[path\] dtype\[shape\]'"):
-        loaded.call("score", x=np.zeros((2, 16), np.float32))
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -619,34 +550,30 @@ KEYS, VALUES = (f'["cache",0,{place}] float32[1,2,1,4] ~batch,,context,' for pla
 SOURCE = '["source"] int32[1,1] ~batch,source'
 
 
-@pytest.mark.parametrize(
-    ("values", "complaint"),
-    [
-        (KEYS, "each path once, found .* again"),
-        ('["weights",0,1] float32[1,2,1,4] ~batch,,context,', r"'\[\"cache\", ...\] .*weights"),
-        ('["cache",0,1] float32[1,1,1,4] ~batch,batch,context,', "~batch, ...', found"),
-        ('["cache",0,1] float32[1,2,16,4] ~batch,,context,', "~batch, ...', found"),
-        ('["cache",0,1] float32[1,2,1,0] ~batch,,context,', "~batch, ...', found"),
-        ('["cache",0,1] float32[1,2,1,4] donated ~batch,,context,', "~batch, ...', found"),
-        ('["cache",0,1] float32[1,2,1,4] @data,tensor,, ~batch,,context,', "~batch, ...', found"),
-        (f'["cache"{",0" * 256}] float32[1,2,1,4] ~batch,,context,', "~batch, ...', found"),
-        ('["cache",0,1] float99[1,2,1,4] ~batch,,context,', r"cache: expected '\[path\] dtype"),
-        (f'["cache",0,1] float32[1{",1" * 64}] ~batch{"," * 64}', r"cache: expected '\[path\]"),
-        (
-            '["cache",0,1] float32[1,2147483647,1,2147483647] ~batch,,context,',
-            r"c16: arguments\[16\]: expected '\[\"cache\",0,1\] float32\[1,2147483647,16,2147483647",
-        ),
-        ('["cache",0,1] float32[1,2,1,4] ~batch,,,', r"c16: arguments\[16\]: expected .*2,1,4"),
-    ],
-)
-def test_7_a_forged_array_of_a_cache_is_rejected(values: str, complaint: str) -> None:
-    """The engine would allocate, split and donate what the list says."""
-    rejected_by_two("decoder", complaint, cache=[KEYS, values])
+FORGED = [
+    (KEYS, "each path once, found .* again"),
+    ('["weights",0,1] float32[1,2,1,4] ~batch,,context,', r"'\[\"cache\", ...\] .*weights"),
+    ('["cache",0,1] float32[1,1,1,4] ~batch,batch,context,', "~batch, ...', found"),
+    ('["cache",0,1] float32[1,2,16,4] ~batch,,context,', "~batch, ...', found"),
+    ('["cache",0,1] float32[1,2,1,0] ~batch,,context,', "~batch, ...', found"),
+    ('["cache",0,1] float32[1,2,1,4] donated ~batch,,context,', "~batch, ...', found"),
+    ('["cache",0,1] float32[1,2,1,4] @data,tensor,, ~batch,,context,', "~batch, ...', found"),
+    (f'["cache"{",0" * 256}] float32[1,2,1,4] ~batch,,context,', "~batch, ...', found"),
+    ('["cache",0,1] float99[1,2,1,4] ~batch,,context,', r"cache: expected '\[path\] dtype"),
+    (f'["cache",0,1] float32[1{",1" * 64}] ~batch{"," * 64}', r"cache: expected '\[path\]"),
+    (
+        '["cache",0,1] float32[1,2147483647,1,2147483647] ~batch,,context,',
+        r"c16: arguments\[16\]: expected '\[\"cache\",0,1\] float32\[1,2147483647,16,2147483647",
+    ),
+    ('["cache",0,1] float32[1,2,1,4] ~batch,,,', r"c16: arguments\[16\]: expected .*2,1,4"),
+]
+"""Second arrays of a cache. The engine would allocate, split and donate what the list says."""
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "complaint"),
     [
+        *(("decoder", {"cache": [KEYS, values]}, complaint) for values, complaint in FORGED),
         ("decoder", {"cache": []}, "decoder: cache: expected 1 to 16384 arrays, found 0"),
         ("decoder", {"cache": [KEYS]}, r"c16: arguments\[16\]: expected nothing, found"),
         (
@@ -663,11 +590,7 @@ def test_7_a_forged_array_of_a_cache_is_rejected(values: str, complaint: str) ->
     ],
 )
 def test_7_a_decoder_lists_its_arrays(name: str, changes: dict[str, Any], complaint: str) -> None:
-    rejected_by_two(name, complaint, **changes)
-
-
-def rejected_by_two(name: str, complaint: str, **changes: Any) -> None:
-    """A decoder that two readers refuse, whose programs are right."""
+    """Two readers refuse it, whose programs are right."""
     pytest.importorskip("safetensors")
     rejected(golden_config(name), model("decoder", **changes), complaint)
     plain = model("decoder", **changes)(golden_config(name))
@@ -675,17 +598,9 @@ def rejected_by_two(name: str, complaint: str, **changes: Any) -> None:
         second_reader.check_programs(plain, second_target(name).programs)
 
 
-def test_7_an_endless_cache_is_rejected_before_it_is_read(
+def test_7_an_endless_cache_is_not_read_and_ends_and_levels_are_those_of_models(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A config holds 250,000 of them, which would take 13 seconds."""
-    endless = [f'["cache",{n}] float32[1] ~batch' for n in range(limits.MAX_CACHE_ARRAYS + 1)]
-    config = golden_config("decoder")
-    monkeypatch.setattr(Array, "parse", lambda text: pytest.fail("expected no array to be read"))
-    rejected(config, model("decoder", cache=endless), "cache: expected 1 to 16384 arrays, found 16")
-
-
-def test_7_ends_and_levels_are_those_of_models_and_machines() -> None:
     """A model's files may name such tokens, and no program gives one. -1 is no token either."""
     config = golden_config("decoder")
     found = check(model("decoder", eos_token_ids=[-1, 10**9])(config), config)
@@ -695,112 +610,56 @@ def test_7_ends_and_levels_are_those_of_models_and_machines() -> None:
     for level, features in KERNEL_LEVELS.items():
         assert tuple(sorted(features)) in ((), catalogue()[f"cpu-{level}"].cpu_features)
     assert f"cpu-{max(KERNEL_LEVELS)}" == max(n for n in catalogue() if "x86" in n)
+    # A config holds 250,000 of them, which would take 13 seconds.
+    endless = [f'["cache",{n}] float32[1] ~batch' for n in range(limits.MAX_CACHE_ARRAYS + 1)]
+    config = golden_config("decoder")
+    monkeypatch.setattr(Array, "parse", lambda text: pytest.fail("expected no array to be read"))
+    rejected(config, model("decoder", cache=endless), "cache: expected 1 to 16384 arrays, found 16")
 
 
 def test_7_a_grid_of_sources_takes_no_more_memory_than_its_programs() -> None:
     """Contexts times sources would be 640,000 buckets, of 100 MB."""
     config = golden_config("reader")
-    count = 800
+    sizes = range(1, 801)
     programs = [
-        *(resized(config, "decode/b1-c8", context=size) for size in range(1, count + 1)),
-        *(resized(config, "prefill/b1-t4-c8", prompt=1, context=c) for c in range(1, count + 1)),
-        *(resized(config, READ, context=1, source=n) for n in range(1, count + 1)),
+        *(resized(config, "decode/b1-c8", context=size) for size in sizes),
+        *(resized(config, "prefill/b1-t4-c8", prompt=1, context=size) for size in sizes),
+        *(resized(config, READ, context=1, source=size) for size in sizes),
     ]
-    content = to_json(dataclasses.replace(config, programs=tuple(programs)))
+    forged = dataclasses.replace(config, programs=tuple(programs))
+    with in_little_memory(40 << 20):
+        rejected(forged, replaced(), "context 2 and source 1: expected one")
+
+
+@contextlib.contextmanager
+def in_little_memory(limit: int) -> Iterator[None]:
     tracemalloc = pytest.importorskip("tracemalloc")
     tracemalloc.start()
-    with pytest.raises(RejectError, match="context 2 and source 1: expected one"):
-        check_config(content, config.target, config.requirement, PATH)
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert most < 40 << 20
-
-
-CHANGES = st.sampled_from(
-    [
-        *(("batch", ""), ("context", ""), (",context", ",batch"), ("[1,", "[2,"), (",1,", ",16,")),
-        *((",4]", ",0]"), (",4]", ",2147483647]"), (" ~", " donated ~"), ("float32", "bfloat16")),
-        *(("cache", "source"), ("source", "cache"), (",0]", "]"), ("~", "@")),
-    ]
-)
-
-
-def forged_decoder(draw: Callable[[Any], Any], decoder: Any) -> Any:
-    """A decoder whose cache or source says something else."""
-    kind = draw(st.sampled_from(["text", "lose", "double", "source", "start"]))
-    cache = list(decoder.cache)
-    place = draw(st.integers(0, len(cache) - 1))
-    if kind == "source":
-        source = (decoder.source or SOURCE).replace(*draw(CHANGES))
-        return dataclasses.replace(decoder, source=draw(st.none() | st.just(source)))
-    if kind == "start":
-        ids = st.none() | st.lists(st.integers(-1, 40), max_size=3).map(tuple)
-        return dataclasses.replace(decoder, start_token_ids=draw(ids))
-    if kind == "text":
-        cache[place] = cache[place].replace(*draw(CHANGES))
-    else:
-        cache[place : place + 1] = [cache[place]] * (2 if kind == "double" else 0)
-    return dataclasses.replace(decoder, cache=tuple(cache))
-
-
-def forged(draw: Callable[[Any], Any], name: str) -> Any:
-    """A program table with some of its programs lost, doubled, or saying something else."""
-    config = golden_config(name)
-    if config.decoder is not None and draw(st.booleans()):
-        config = dataclasses.replace(config, decoder=forged_decoder(draw, config.decoder))
-    programs = list(config.programs)
-    for _ in range(draw(st.integers(1, 3))):
-        place = draw(st.integers(0, len(programs) - 1))
-        program = programs[place]
-        kind = draw(st.sampled_from(["lose", "kind", "bucket", "texts", "weights", "double"]))
-        if kind == "lose" and len(programs) > 1:
-            del programs[place]
-        elif kind == "double":
-            programs.append(dataclasses.replace(program, name=f"{program.name}-again"))
-        elif kind == "weights":
-            sets = st.none() | st.sampled_from(sorted(config.weight_sets))
-            programs[place] = dataclasses.replace(program, weights=draw(sets))
-        elif kind == "kind":
-            kinds = st.sampled_from([*BUCKETS, "call", "", "sing"])
-            programs[place] = dataclasses.replace(program, kind=draw(kinds))
-        elif kind == "bucket":
-            sizes = st.integers(-1, 40) | st.integers()
-            keys = st.sampled_from(
-                ["batch", "context", "prompt", "draft", "length", "source_batch", "source"]
-            )
-            bucket = {**program.bucket, **draw(st.dictionaries(keys, sizes, max_size=2))}
-            lost = draw(st.sets(st.sampled_from(sorted(bucket)), max_size=1))
-            kept = {size: value for size, value in bucket.items() if size not in lost}
-            programs[place] = dataclasses.replace(program, bucket=kept)
-        else:
-            which = draw(st.sampled_from(["arguments", "results"]))
-            texts = list(getattr(program, which))
-            if texts:
-                at = draw(st.integers(0, len(texts) - 1))
-                texts[at : at + 1] = draw(st.lists(st.sampled_from(texts) | st.text(), max_size=2))
-            programs[place] = dataclasses.replace(program, **{which: tuple(texts)})
-    return dataclasses.replace(config, programs=tuple(programs))
-
-
-def starts(decoder: Any) -> tuple[int, ...]:
-    return decoder.start_token_ids or ()
-
-
-@settings(max_examples=examples(40, 150), deadline=None)
-@given(data=st.data())
-@pytest.mark.parametrize("name", ["decoder", "reader", "encoder"])
-def test_7_whatever_a_table_says_the_engine_finds_what_it_wants(
-    name: str, data: st.DataObject
-) -> None:
-    """Either it is rejected, or every program that the engine indexes is there, with its arguments."""
-    config = forged(data.draw, name)
     try:
-        check(config)
+        yield
+        assert tracemalloc.get_traced_memory()[1] < limit
+    finally:
+        tracemalloc.stop()
+
+
+@settings(max_examples=examples(100, 400), deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+@pytest.mark.parametrize("name", ["decoder", "reader", "encoder"])
+def test_7_whatever_a_table_says_the_engine_finds_all(name: str, seed: int) -> None:
+    """Either it is rejected, or every program that the engine indexes is there, with its arguments."""
+    golden, random = golden_config(name), Random(seed)
+    plain = json.loads(to_json(golden))
+    parts = ["programs", "encoder" if name == "encoder" else "decoder"]
+    for part in random.sample(parts, random.choice([1, 2])):
+        plain[part] = edited(plain[part], random)
+    content = json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
+    try:
+        config = check_config(content, golden.target, golden.requirement, PATH)
     except RejectError:
         return
     device = Device("cpu")
     programs = Programs(config, device, None, Layer(b"", PATH), None)
-    if name == "encoder":
+    if config.encoder is not None:
         encoder = EncoderPrograms(config.encoder, programs, device)
         assert all(programs.arguments(n) for bucket in encoder.buckets for n in bucket.programs)
         return
@@ -811,7 +670,6 @@ def test_7_whatever_a_table_says_the_engine_finds_what_it_wants(
         found = [decoder.decode_for(batch, context), *decoder.prefills(batch, context)]
         if decoder.draft_tokens:
             verifying = decoder.verify_for(batch, context)
-            assert verifying is not None
             assert verifying.bucket["draft"] == decoder.draft_tokens
             found.append(verifying)
         found.append(decoder.copy_for(smallest, context, batch, context))
@@ -831,14 +689,12 @@ def test_7_whatever_a_table_says_the_engine_finds_what_it_wants(
         assert [dataclasses.replace(a, donated=False, sharding=()) for a in taken][
             -len(cached) :
         ] == cached
-    assert all(0 <= token < config.decoder.vocab_size for token in starts(config.decoder))
+    starts = config.decoder.start_token_ids or ()
+    assert all(0 <= token < config.decoder.vocab_size for token in starts)
 
 
 @pytest.mark.parametrize(
-    "paths",
-    [
-        *(["[0,1]", "[0]"], ['["a","b","c"]', '["x"]', '["a"]'], [f"[{'0,' * 999}0]"]),
-    ],
+    "paths", [*(["[0,1]", "[0]"], ['["a","b","c"]', '["x"]', '["a"]'], [f"[{'0,' * 999}0]"])]
 )
 def test_7_paths_that_are_no_tree_are_rejected(paths: list[str], recipe: Any) -> None:
     """They would end in an AttributeError when the results are put together, or in too deep a recursion."""
@@ -861,9 +717,7 @@ def test_7_kernels_need_every_feature_of_their_level() -> None:
     check(with_features(features))
     check(with_features({*features, "gfni"}))
     for missing in features:
-        with pytest.raises(
-            RejectError, match=rf"(?m)all extensions of {level} .*none of {missing}$"
-        ):
+        with pytest.raises(RejectError, match=rf"(?m)extensions of {level} .*none of {missing}$"):
             check(with_features(set(features) - {missing}))
     for unknown in ("x86-64-v9", "", f"{level} "):
         kernels = dataclasses.replace(config.kernels, level=unknown)
@@ -883,7 +737,7 @@ def forged_golden(path: Path, name: str, change: Callable[[Any], Any]) -> Path:
             for kept in contents.manifest.layers
         )
     config = change(contents.config)
-    return write(path, assemble(config.bundle, [PackedTarget(config, layers)]))
+    return write_files(path, *assemble(config.bundle, [PackedTarget(config, layers)]))
 
 
 def huge_vocabulary(config: Any) -> Any:
@@ -900,28 +754,8 @@ def test_9_a_table_asks_for_no_memory_that_its_programs_do_not_take(
 ) -> None:
     """A table that agrees with itself is compared with the program before anything is allocated."""
     loaded = load(forged_golden(tmp_path / "b", "decoder", huge_vocabulary))
-    tracemalloc = pytest.importorskip("tracemalloc")
-    tracemalloc.start()
-    with pytest.raises(RejectError, match=r"float32.*2147483647"):
+    with in_little_memory(64 << 20), pytest.raises(RejectError, match=r"float32.*2147483647"):
         loaded.generate([1, 2, 3], max_new_tokens=2)
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert most < 64 << 20
-
-
-def test_7_a_config_cannot_ask_for_less_than_the_index_says(recipe: Any, tmp_path: Path) -> None:
-    """Or a registry that shows the index would choose a machine on which the code dies."""
-    index, blobs = recipe.only("cpu-host").assemble()
-    targets = from_json(Index, index, PATH).manifests
-    annotations = dict(targets[0].annotations or {})
-    needs = json.loads(annotations[REQUIREMENT])
-    for changed in (
-        {REQUIREMENT: to_json({**needs, "cpu_features": []}).decode()},
-        {REF_NAME: "cpu-x86-64-v2"},
-    ):
-        lying = dataclasses.replace(targets[0], annotations={**annotations, **changed})
-        encoded = encode_index("example", (lying,))
-        reject(write(tmp_path / "b", (encoded, blobs)), "with the requirement of the index")
 
 
 RAW = bytes(range(256)) * 64
@@ -943,15 +777,10 @@ def test_9_a_bomb_is_rejected_before_it_takes_memory() -> None:
         assert unpack(frame_of(raw), segment_of(frame_of(raw), raw), PATH) == raw
     bomb = frame_of(bytes(64 << 20))
     assert len(bomb) < 10_000
-    tracemalloc = pytest.importorskip("tracemalloc")
-    tracemalloc.start()
-    with pytest.raises(RejectError, match="content size"):
+    with in_little_memory(1 << 20), pytest.raises(RejectError, match="content size"):
         unpack(bomb, segment_of(bomb, bytes(1024)), PATH)
-    honest_size = dataclasses.replace(segment_of(bomb, b""), raw_size=64 << 20)
-    assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    tracemalloc.stop()
     with pytest.raises(RejectError, match="expected sha256:"):
-        unpack(bomb, honest_size, PATH)
+        unpack(bomb, segment_of(bomb, b"", raw_size=64 << 20), PATH)
 
 
 def lying(raw: bytes, said: int) -> bytes:
@@ -1011,13 +840,8 @@ def test_9_frames_are_checked_again_when_a_program_is_wanted(bundle_dir: Path, r
     )
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"offset": -10}, {"size": 1 << 60}, {"raw_size": 1 << 29}],
-)
-def test_9_a_wrong_segment_is_rejected(
-    changes: dict[str, int], recipe: Any, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("changes", [{"offset": -10}, {"size": 1 << 60}, {"raw_size": 1 << 29}])
+def test_9_a_wrong_segment_is_refused(changes: dict[str, int], recipe: Any, tmp_path: Path) -> None:
     def change(config: Any) -> Any:
         segment = dataclasses.replace(program_of(config, SCORE).executable, **changes)
         return changed(config, SCORE, executable=segment)
@@ -1042,7 +866,7 @@ LIES: dict[str, tuple[Change, str]] = {
     "another dtype": (program(SCORE, arguments=('["x"] int32[2,16]',)), "int32"),
     "one too few": (program(SCORE, arguments=()), "expected 2"),
     "a larger result": (program(SCORE, results=("[] float32[2,4000]",)), "2,4000"),
-    "a result too many": (
+    "a result more": (
         program(SCORE, results=("[0] float32[2,4]", "[1] float32[2,4]")),
         "expected 2",
     ),
@@ -1082,54 +906,43 @@ def test_9_a_program_takes_what_the_table_keeps_and_splits() -> None:
     check_with(set())
     check_with({1})
     for donated in ({0}, {0, 1}, {2}):
-        with pytest.raises(
-            RejectError,
-            match="expected an argument that is kept, as in the program table, "
-            "found one that the program donates",
-        ):
+        with pytest.raises(RejectError, match=r"that is kept, as .*, found one that the program d"):
             check_with(donated)
     split = Array.parse('["x"] float32[4,6] @data,tensor')
 
     def check_share(*shape: int) -> None:  # of a mesh, on each device
         found = [("float32", shape)]
-        check_signature(
-            found, found, set(), takes=[split], gives=[split], mesh=Mesh(2, 3), path=PATH
-        )
+        check_signature(found, found, set(), takes=[split], gives=[split], mesh=Mesh(2, 3), path="")
 
     check_share(2, 2)
-    with pytest.raises(
-        RejectError, match=r"expected float32\[2,2\] as in the program table, found"
-    ):
+    with pytest.raises(RejectError, match=r"expected float32\[2,2\] as in the program table,"):
         check_share(4, 6)
 
 
-def safetensors(header: bytes | dict[str, Any], data: bytes = bytes(256)) -> memoryview:
+def safetensors(header: bytes | dict[str, Any]) -> memoryview:
     encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
     encoded += b" " * (-(8 + len(encoded)) % 64)
-    return memoryview(struct.pack("<Q", len(encoded)) + encoded + data)
+    return memoryview(struct.pack("<Q", len(encoded)) + encoded + bytes(256))
 
 
 def entry(start: int, end: int, shape: Any = None, dtype: Any = "U8") -> dict[str, Any]:
-    return {
-        "dtype": dtype,
-        "shape": [end - start] if shape is None else shape,
-        "data_offsets": [start, end],
-    }
+    shape = [end - start] if shape is None else shape
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+HEADER = {
+    "__metadata__": {"format": "pt"},
+    "a": entry(0, 64, [2, 8], "F32"),
+    "empty": entry(64, 64, [0, 3], "F32"),
+    "b": entry(64, 66, [], "BF16"),
+    ".gap0": entry(66, 128),
+    "c": entry(128, 256, [128], "BOOL"),
+}
 
 
 def test_10_a_right_file_gives_where_its_tensors_lie_and_layers_have_one_shape() -> None:
     """They run through one program: it would read beyond a tensor that is smaller."""
-    content = safetensors(
-        {
-            "__metadata__": {"format": "pt"},
-            "a": entry(0, 64, [2, 8], "F32"),
-            "empty": entry(64, 64, [0, 3], "F32"),
-            "b": entry(64, 66, [], "BF16"),
-            ".gap0": entry(66, 128),
-            "c": entry(128, 256, [128], "BOOL"),
-        }
-    )
-    slices = check_weights(content, PATH)
+    slices = check_weights(safetensors(HEADER), PATH)
     data = slices["a"].start
     assert data % 64 == 0
     assert slices["a"] == TensorSlice("float32", (2, 8), data, data + 64)
@@ -1194,24 +1007,8 @@ def test_10_a_header_that_does_not_lie_in_the_file_is_rejected(content: bytes) -
         check_weights(memoryview(content), PATH)
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-entries = st.fixed_dictionaries(
-    {
-        "dtype": st.sampled_from([*SAFETENSORS_DTYPES]) | json_values,
-        "shape": st.lists(st.integers(-1, 70), max_size=3) | json_values,
-        "data_offsets": st.tuples(st.integers(-64, 300), st.integers(-64, 300)) | json_values,
-    }
-)
-
-
 @settings(max_examples=examples(40, 150), deadline=None)
-@given(header=st.dictionaries(st.text(max_size=4), entries | json_values, max_size=4))
+@given(header=mutated(HEADER))
 def test_10_whatever_a_header_says_its_arrays_lie_in_the_file(header: dict[str, Any]) -> None:
     """Either it is rejected, or NumPy makes every array of it: no other error, no other memory."""
     from prejit.runtime.format.blobs import Layer

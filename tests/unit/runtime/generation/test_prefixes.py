@@ -64,6 +64,13 @@ def test_a_prefix_that_grew_counts_and_the_oldest_go(bundle: Bundle) -> None:
     assert kept.size_bytes == first.size_bytes + third.size_bytes
     kept.clear()
     assert kept.size_bytes == 0
+    kept = PrefixCache(bundle.decoder, 1 << 20)
+    kept.keep(second, MINE)  # a whole cache of a longer context
+    assert kept.find([*second.token_ids, 1], 24, MINE) is second
+    long = prefix(bundle, 7, context=72)
+    kept.keep(long, MINE)
+    assert kept.find([*long.token_ids, 1], 24, MINE) is None
+    assert kept.find([*long.token_ids, 1], 72, MINE) is long
 
 
 @pytest.mark.usefixtures("both")
@@ -75,15 +82,6 @@ def test_a_small_model_keeps_not_all(bundle: Bundle, monkeypatch: pytest.MonkeyP
         kept.keep(prefix(bundle, number), MINE)
     found = [found_tokens(kept, [*text, 1]) for text in texts]
     assert found == [None, None, *texts[2:]]
-
-
-@pytest.mark.usefixtures("whole_caches")
-def test_a_whole_cache_with_a_longer_context_is_not_found(bundle: Bundle) -> None:
-    kept = PrefixCache(bundle.decoder, 1 << 20)
-    long = prefix(bundle, 7, context=72)
-    kept.keep(long, MINE)
-    assert kept.find([*long.token_ids, 1], 24, MINE) is None
-    assert kept.find([*long.token_ids, 1], 72, MINE) is long
 
 
 @pytest.mark.usefixtures("both")

@@ -60,16 +60,11 @@ def test_ends_of_ranges_and_biases_are_taken_however_written() -> None:
 
 
 def test_arrays_and_history_are_the_programs_arguments() -> None:
-    rows = [
-        Sampling(),
-        Sampling(0.5, 3, 0.9, 2**40 + 7, 0.1, 1.2, 1.0, -0.5, {2: -np.inf, 0: 1.5}),
-    ]
-    found = arrays(rows, 4, [0, 5])
+    other = Sampling(0.5, 3, 0.9, 2**40 + 7, 0.1, 1.2, 1.0, -0.5, {2: -np.inf, 0: 1.5})
+    found = arrays([Sampling(), other], 4, [0, 5])
     expected = {
-        "temperature": np.float32([0, 0.5]),
-        "top_k": np.int32([0, 3]),
-        "top_p": np.float32([1, 0.9]),
-        "min_p": np.float32([0, 0.1]),
+        **{"temperature": np.float32([0, 0.5]), "top_k": np.int32([0, 3])},
+        **{"top_p": np.float32([1, 0.9]), "min_p": np.float32([0, 0.1])},
         "repetition_penalty": np.float32([1, 1.2]),
         "presence_penalty": np.float32([0, 1]),
         "frequency_penalty": np.float32([0, -0.5]),
@@ -79,18 +74,14 @@ def test_arrays_and_history_are_the_programs_arguments() -> None:
     }
     assert list(found) == list(expected)
     for name, value in expected.items():
-        array = found[name]
-        assert array is not None
-        assert array.dtype == value.dtype, name
-        assert np.array_equal(array, value), name
+        np.testing.assert_array_equal(found[name], value, name, strict=True)
     assert arrays([Sampling(), Sampling(temperature=1.0)], 50_000, [0, 0])["bias"] is None
     for small in (1e-45, 1e-60):  # too small for some devices
         found = arrays([Sampling(temperature=small, repetition_penalty=small)], 4, [0])
         assert found["temperature"] == 0
         assert found["repetition_penalty"] == np.finfo(np.float32).tiny
     row = history_row([1, 1, 2], [2, 3, 3], 5)
-    assert row.dtype == np.int32
-    assert row.tolist() == [0, 1, 3, 4, 0]
+    assert (row.dtype, row.tolist()) == (np.int32, [0, 1, 3, 4, 0])
     assert history_row([], [], 3).tolist() == [0, 0, 0]
     for options in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         assert Sampling(**{options: 0.5}).needs_history

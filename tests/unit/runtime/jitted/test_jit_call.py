@@ -46,9 +46,7 @@ def call(
         (call(wrapped, 1, mode="m", static=(1, None)), "args[0]", "args[0]", False),
     ],
 )
-def test_arguments_in_jaxs_order(
-    bound: JittedCall, placed_: str, order: str, nameable: bool
-) -> None:
+def test_the_order_of_jax(bound: JittedCall, placed_: str, order: str, nameable: bool) -> None:
     assert bound.placed == tuple(placed_.split())
     assert bound.order == tuple(order.split())
     assert bound.nameable == nameable

@@ -49,28 +49,25 @@ def node(kind: Any, type_: str, *keys: str, constants: Any = ()) -> Node:
 
 
 def test_containers_classes_and_random_keys() -> None:
+    def returned(tree: Node, *leaves: Any) -> Any:
+        return from_bundle(tree).value([*leaves])
+
+    one, two = jnp.ones(1), jnp.ones(2)
     tree = Node("dict", ("a", "b"), (node("namedtuple", f"{HERE}:Point", "x", "y"), trees.NONE))
-    returned = from_bundle(tree)
-    assert returned is not None
-    value = returned.value([jnp.ones(1), jnp.ones(2)])
-    assert value == {"a": Point(value["a"].x, value["a"].y), "b": None}
-    scaled = from_bundle(node("record", f"{HERE}:Scaled", "x", constants=(("scale", 2),)))
-    assert scaled is not None
-    assert scaled.value([jnp.ones(1)]).scale == 2
-    checked = from_bundle(node("record", f"{HERE}:Checked", "x"))
-    assert checked is not None  # its own code runs with the results alone, as with jax
-    assert checked.value([jnp.ones(2)]).x.shape == (2,)
-    returned = from_bundle(Node("list", (0,), (Leaf("threefry2x32"),)))
-    assert returned is not None
+    assert returned(tree, one, two) == {"a": Point(one, two), "b": None}
+    scaled = node("record", f"{HERE}:Scaled", "x", constants=(("scale", 2),))
+    assert returned(scaled, one).scale == 2
+    # Its own code runs with the results alone, as with jax.
+    assert returned(node("record", f"{HERE}:Checked", "x"), two).x is two
     key = jax.random.key(7)
-    assert (returned.value([jax.random.key_data(key)])[0] == key).all()
+    [found] = returned(Node("list", (0,), (Leaf("threefry2x32"),)), jax.random.key_data(key))
+    assert (found == key).all()
 
 
 @pytest.mark.parametrize("keys", [(), ("a", "b"), ("b", "a")])
 def test_an_ordered_dict_is_told_from_a_dict(keys: tuple[str, ...]) -> None:
     tree = Node("dict", keys, tuple(Leaf() for _ in keys), aux=ORDERED)
     returned = from_bundle(tree)
-    assert returned is not None
     value = returned.value([jnp.ones(1) for _ in keys])
     assert (type(value), (*value,)) == (OrderedDict, keys)
 

@@ -31,15 +31,13 @@ CONTENT = b"some weights" * 1000
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives receipts to files that were written just now."""
     monkeypatch.setattr(receipts, "SETTLED_SECONDS", -1.0)
 
 
 @pytest.fixture
 def bundle_dir(recipe: Any, tmp_path: Path) -> Path:
     """A bundle of one target: a load verifies every file."""
-    path: Path = recipe.only("cpu-host").write(tmp_path / "example")
-    return path
+    return recipe.only("cpu-host").write(tmp_path / "example")
 
 
 @pytest.fixture
@@ -56,7 +54,6 @@ def file(tmp_path: Path, at_once: None) -> Path:
 
 
 def held(path: Path) -> bool:
-    """Whether a process that starts now would trust the receipt of a file."""
     return Receipts(path.parent).holds(digest_of(CONTENT), Identity.of(os.stat(path)))
 
 
@@ -65,16 +62,11 @@ def receipt_file(cache: Path) -> Path:
     return path
 
 
-def written(path: Path, first: bytes, *, times_back: bool = False) -> None:
+def write_and_set_times_back(path: Path) -> None:
     status = path.stat()
     with open(path, "r+b") as out:
-        out.write(first)
-    if times_back:
-        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-def write_and_set_times_back(path: Path) -> None:
-    written(path, b"X", times_back=True)
+        out.write(b"X")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def write_through_a_map(path: Path) -> None:
@@ -148,10 +140,7 @@ def test_a_file_gets_its_receipt_when_it_has_settled(
 
 @pytest.mark.parametrize(
     "content",
-    [
-        *(b"", b"{", b"\xff\xfe", b"[" * 100_000),
-        *(b'{"%s":null}', b'{"%s":[1,2,3,4,NaN]}'),
-    ],
+    [*(b"", b"{", b"\xff\xfe", b"[" * 100_000), *(b'{"%s":null}', b'{"%s":[1,2,3,4,NaN]}')],
 )
 def test_a_senseless_receipt_is_none(content: bytes, file: Path, runtime_cache: Path) -> None:
     digest = digest_of(CONTENT).encode()
@@ -163,9 +152,9 @@ def test_a_senseless_receipt_is_none(content: bytes, file: Path, runtime_cache: 
     assert held(file), "it was not replaced"
 
 
-@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
-def test_receipts_that_others_write_do_not_count(
-    mode: int, file: Path, runtime_cache: Path
+@pytest.mark.parametrize(("mode", "above"), [(0o620, 0o770), (0o602, 0o707), (0o666, 0o1777)])
+def test_receipts_that_others_write_or_that_a_link_leads_to_do_not_count(
+    mode: int, above: int, file: Path, runtime_cache: Path, tmp_path: Path
 ) -> None:
     """In a directory of theirs they could put a link to a file of ours that they had us write."""
     path = receipt_file(runtime_cache)
@@ -174,14 +163,9 @@ def test_receipts_that_others_write_do_not_count(
     assert not held(file)
     path.chmod(0o600)
     assert held(file)
-    path.parent.chmod({0o620: 0o770, 0o602: 0o707, 0o666: 0o1777}[mode])
+    path.parent.chmod(above)
     assert not held(file)
-
-
-def test_receipts_behind_a_link_do_not_count(
-    file: Path, runtime_cache: Path, tmp_path: Path
-) -> None:
-    path = receipt_file(runtime_cache)
+    path.parent.chmod(0o700)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     assert not held(file)
@@ -208,6 +192,11 @@ def test_a_cache_that_cannot_be_written_costs_no_error(
         Receipts(tmp_path).digest_of(tmp_path / "none")
 
 
+@pytest.fixture
+def largest(bundle_dir: Path) -> Path:
+    return max((bundle_dir / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
+
+
 def hashed(path: Path, receipts: Receipts | None) -> int:
     with Layout(path) as layout:
         root = read_root(layout)
@@ -217,67 +206,45 @@ def hashed(path: Path, receipts: Receipts | None) -> int:
 
 
 def test_one_changed_layer_is_all_that_is_hashed_again_and_verify_hashes_everything(
-    bundle_dir: Path, at_once: None, capsys: pytest.CaptureFixture[str]
+    bundle_dir: Path, largest: Path, at_once: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     every_layer = hashed(bundle_dir, None)
     assert hashed(bundle_dir, Receipts(bundle_dir)) == every_layer
     assert hashed(bundle_dir, Receipts(bundle_dir)) == 0
-    blob = max((bundle_dir / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
     time.sleep(0.02)
-    blob.touch()
+    largest.touch()
     again = hashed(bundle_dir, Receipts(bundle_dir))
-    assert again == blob.stat().st_size < every_layer
+    assert again == largest.stat().st_size < every_layer
     assert hashed(bundle_dir, Receipts(bundle_dir)) == 0
     assert main(["verify", str(bundle_dir), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bytes"] == every_layer
 
 
 def test_a_rejected_bundle_leaves_no_receipt_for_the_damaged_file(
-    bundle_dir: Path, at_once: None, runtime_cache: Path
+    bundle_dir: Path, largest: Path, at_once: None, runtime_cache: Path
 ) -> None:
-    blob = max((bundle_dir / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
-    blob.write_bytes(bytes(blob.stat().st_size))
+    largest.write_bytes(bytes(largest.stat().st_size))
     for _ in range(2):
-        with pytest.raises(RejectError, match=blob.name):
+        with pytest.raises(RejectError, match=largest.name):
             load(bundle_dir)
     for path in runtime_cache.rglob("*.json"):
-        assert f"sha256:{blob.name}" not in json.loads(path.read_bytes())
+        assert f"sha256:{largest.name}" not in json.loads(path.read_bytes())
 
 
 def test_a_file_that_changes_while_it_is_hashed_gets_no_receipt(
-    bundle_dir: Path, at_once: None, monkeypatch: pytest.MonkeyPatch
+    bundle_dir: Path, largest: Path, at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The identity is taken before the hash, so a change during it shows at the next start."""
-    real = timed_digest_file
-    blob = max((bundle_dir / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
 
     def digest_then_change(descriptor: int) -> tuple[str, float]:
-        digest, seconds = real(descriptor)
-        if digest == f"sha256:{blob.name}":
+        digest, seconds = timed_digest_file(descriptor)
+        if digest == f"sha256:{largest.name}":
             time.sleep(0.02)
-            write_and_set_times_back(blob)
+            write_and_set_times_back(largest)
         return digest, seconds
 
     monkeypatch.setattr(blob_hashing, "timed_digest_file", digest_then_change)
     hashed(bundle_dir, Receipts(bundle_dir))
     monkeypatch.undo()
-    with pytest.raises(RejectError, match=blob.name):
+    with pytest.raises(RejectError, match=largest.name):
         load(bundle_dir)
-
-
-def test_a_first_result_waits_for_no_disk_unless_an_answer_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path))
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", synced.append)
-    right = receipts.KeptAnswer(True, "demo", "cpu", "f", "sha256:0", "")
-    path = receipts.answer_file(program="f")
-    assert receipts.write_answer(path, right)
-    kept = Receipts(tmp_path)
-    kept.add_written("sha256:0", Identity.of(os.stat(path)))
-    kept.save()
-    receipts.remember_first_programs("sha256:0", ["f"])
-    assert not synced
-    assert receipts.write_answer(path, right._replace(right=False, difference="2 for 1"))
-    assert synced

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from tests.recipes import Recipe
 
 import prejit.runtime
 from prejit.runtime import AnswerError, FallbackWarning, PrejitWarning, fallback_counts
-from prejit.runtime.__main__ import main
 from prejit.runtime.format.arrays import Golden, is_results
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.checks.program_table import check_array
@@ -60,34 +58,28 @@ def kept(cache: Path) -> list[dict[str, Any]]:
     return [json.loads(each.read_bytes()) for each in sorted(cache.glob("canary/v1/*.json"))]
 
 
-def test_a_wrong_result_is_given_out(wrong: Path, answering: Recipe, runtime_cache: Path) -> None:
-    before = fallback_counts().get("canary", 0)
-    told: list[str] = []
-    bundle = prejit.runtime.load(wrong, on_fallback=lambda axis: told.append(axis.name))
-    with bundle:
-        with pytest.warns(FallbackWarning, match=r"score/b2: .*golden answer.*quarantine"):
-            result = bundle.call("score", x=X)
-        np.testing.assert_allclose(result, expected(answering), rtol=1e-5)
-        sources = {each.program: each.source for each in bundle.report()}
-        assert sources["score/b2"] == "compiled"
-    assert told == ["canary"]
+def score(path: Path, **options: Any) -> tuple[Any, str]:
+    """Return a result, and how its program was obtained."""
+    with prejit.runtime.load(path, **options) as bundle:
+        result = bundle.call("score", x=X)
+        return result, {each.program: each.source for each in bundle.report()}["score/b2"]
+
+
+def test_a_wrong_result_is_given_out_or_quarantine_ends_with_its_load(
+    wrong: Path, answering: Recipe, runtime_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later load does not even load what is in quarantine, also one that asks no executable."""
+    before, told = fallback_counts().get("canary", 0), list[str]()
+    with pytest.warns(FallbackWarning, match=r"score/b2: .*golden answer.*quarantine"):
+        result, source = score(wrong, on_fallback=lambda axis: told.append(axis.name))
+    np.testing.assert_allclose(result, expected(answering), rtol=1e-5)
+    assert (source, told) == ("compiled", ["canary"])
     assert fallback_counts()["canary"] == before + 1
     (answer,) = kept(runtime_cache)
     assert not answer["right"]
-
-
-def test_quarantine_ends_with_its_load(
-    wrong: Path, runtime_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A later load does not even load what is in quarantine, also one that asks no executable."""
-    with prejit.runtime.load(wrong) as bundle, pytest.warns(FallbackWarning):
-        bundle.call("score", x=X)
-    assert len(kept(runtime_cache)) == 1
     monkeypatch.setattr(Programs, "load", lambda *_: pytest.fail("it was loaded"))
-    with prejit.runtime.load(wrong, canary="off") as bundle:
-        with pytest.warns(FallbackWarning):
-            bundle.call("score", x=X)
-        assert {each.program: each.source for each in bundle.report()}["score/b2"] == "kept"
+    with pytest.warns(FallbackWarning):
+        assert score(wrong, canary="off")[1] == "kept"
 
 
 def test_one_wrong_answer_is_kept_for_ever(
@@ -103,52 +95,29 @@ def test_one_wrong_answer_is_kept_for_ever(
         return dataclasses.replace(difference, share=0.0) if is_right else difference
 
     monkeypatch.setattr(quarantine, "compare", once)
-    with prejit.runtime.load(wrong) as bundle, pytest.warns(FallbackWarning, match="asked again"):
-        np.testing.assert_allclose(bundle.call("score", x=X), expected(answering), rtol=1e-5)
+    with pytest.warns(FallbackWarning, match="asked again"):
+        np.testing.assert_allclose(score(wrong)[0], expected(answering), rtol=1e-5)
     assert kept(runtime_cache) == []
 
 
 def test_a_caller_who_wants_no_compiling_gets_a_wrong_result(wrong: Path) -> None:
-    with (
-        prejit.runtime.load(wrong, on_mismatch="error") as bundle,
-        pytest.raises(AnswerError, match="golden answer") as caught,
-    ):
-        bundle.call("score", x=X)
+    with pytest.raises(AnswerError, match="golden answer") as caught:
+        score(wrong, on_mismatch="error")
     assert caught.value.exit_code == 3
     assert "verify --run" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("layers", [("weights",), ("executable", "portable")])
-def test_wrong_weights_or_programs_run(
-    layers: tuple[str, ...],
-    answering: Recipe,
-    swapped: Recipe,
-    make_recipe: Callable[..., Recipe],
-    tmp_path: Path,
+def test_wrong_weights_or_programs_run_or_put_those_of_others_into_quarantine(
+    answering: Recipe, swapped: Recipe, make_recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    other = make_recipe(score_scale=1.5) if layers == ("weights",) else swapped
-    path = forged(answering, other, *layers).write(tmp_path / "wrong")
-    with (
-        prejit.runtime.load(path) as bundle,
-        pytest.warns(FallbackWarning),
-        pytest.raises(AnswerError, match="neither its executable nor its portable program"),
-    ):
-        bundle.call("score", x=X)
-
-
-def test_wrong_weights_put_the_executables_of_another_bundle_into_quarantine(
-    answering: Recipe, make_recipe: Callable[..., Recipe], tmp_path: Path
-) -> None:
-    bad = forged(answering, make_recipe(score_scale=1.5), "weights").write(tmp_path / "bad")
-    with (
-        prejit.runtime.load(bad) as bundle,
-        pytest.warns(FallbackWarning),
-        pytest.raises(AnswerError),
-    ):
-        bundle.call("score", x=X)
-    with prejit.runtime.load(answering.write(tmp_path / "good")) as bundle:
-        bundle.call("score", x=X)
-        assert {each.program: each.source for each in bundle.report()}["score/b2"] == "loaded"
+    for other, layers in ((make_recipe(1.5), ["weights"]), (swapped, ["executable", "portable"])):
+        path = forged(answering, other, *layers).write(tmp_path / layers[0])
+        with (
+            pytest.warns(FallbackWarning),
+            pytest.raises(AnswerError, match="neither its executable nor its portable program"),
+        ):
+            score(path)
+    assert score(answering.write(tmp_path / "good"))[1] == "loaded"
 
 
 @pytest.mark.parametrize("how", sampled_cases(MISCOMPILED, lambda how: how in SUBTLE))
@@ -162,55 +131,27 @@ def test_a_miscompiled_program_is_within_the_tolerance(
     assert not found["nest"].difference
 
 
-def test_too_few_executables_are_asked(
-    answering: Recipe, tmp_path: Path, runtime_cache: Path
-) -> None:
-    path = answering.write(tmp_path / "right")
-    with prejit.runtime.load(path, canary="off") as bundle:
-        bundle.prepare()
-    assert not kept(runtime_cache)
-    with prejit.runtime.load(path) as bundle:
-        bundle.prepare()
-    assert len(kept(runtime_cache)) == 1
-    with prejit.runtime.load(path, canary="all") as bundle:
-        bundle.prepare()
-    assert len(kept(runtime_cache)) == len(answering.targets[0].config.programs)
-
-
-def test_an_executable_is_asked_at_every_start_or_a_damaged_answer_stops_one(
+def test_other_programs_than_these_are_asked_at_other_starts_than_these(
     answering: Recipe, tmp_path: Path, runtime_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = answering.write(tmp_path / "right")
-    with prejit.runtime.load(path) as bundle:
-        np.testing.assert_allclose(bundle.call("score", x=X), expected(answering), rtol=1e-5)
-        assert {each.source for each in bundle.report()} == {"loaded", "unused"}
+    count = len(answering.targets[0].config.programs)
+    for options, asked in (({"canary": "off"}, 0), ({}, 1), ({"canary": "all"}, count)):
+        with prejit.runtime.load(path, **options) as bundle:
+            bundle.prepare()
+        assert len(kept(runtime_cache)) == asked
     for damage in (b"{", b'{"right": 1}', b"\xff" * 20):
-        (file,) = runtime_cache.glob("canary/v1/*.json")
-        file.write_bytes(damage)
-        with (
-            prejit.runtime.load(path) as bundle,
-            pytest.warns(PrejitWarning, match="counts as none"),
-        ):
-            bundle.call("score", x=X)
-        assert [each["right"] for each in kept(runtime_cache)] == [True]
+        for file in runtime_cache.glob("canary/v1/*.json"):
+            file.write_bytes(damage)
+        with pytest.warns(PrejitWarning, match="counts as none"):
+            result, source = score(path)
+        np.testing.assert_allclose(result, expected(answering), rtol=1e-5)
+        assert source == "loaded"
     monkeypatch.setattr(quarantine, "compare", lambda *_: pytest.fail("asked again"))
-    with prejit.runtime.load(path) as bundle:
-        bundle.call("score", x=X)
+    score(path)
 
 
-@pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command in this process and returns what it prints."""
-
-    def said(*argv: object, status: int = 0) -> str:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PrejitWarning)
-            assert main([*map(str, argv)]) == status
-        return capsys.readouterr().out
-
-    return said
-
-
+@pytest.mark.filterwarnings("ignore::prejit.runtime.PrejitWarning")
 def test_verify_run_says_ok_to_wrong_programs(wrong: Path, said: Callable[..., str]) -> None:
     said("verify", wrong)  # every byte is as it was built
     told = said("verify", wrong, "--run", status=3)
@@ -219,10 +160,11 @@ def test_verify_run_says_ok_to_wrong_programs(wrong: Path, said: Callable[..., s
     assert "in quarantine on this machine" in said("inspect", wrong)
     answers = json.loads(said("verify", wrong, "--run", "--json", status=3))["answers"]
     assert {each["program"]: bool(each["difference"]) for each in answers} == {
-        **{"score/b2": True, "score/b8": True, "nest": False, "tick": False},
+        **{"score/b2": True, "score/b8": True, "nest": False, "tick": False}
     }
 
 
+@pytest.mark.filterwarnings("ignore::prejit.runtime.PrejitWarning")
 def test_nothing_lifts_a_quarantine(
     answering: Recipe, tmp_path: Path, said: Callable[..., str], runtime_cache: Path
 ) -> None:
@@ -282,7 +224,7 @@ def test_the_recipe_changes_and_old_answers_are_wrong() -> None:
         ([3, -1], [4, 0], False),
     ],
 )
-def test_differences_are_missed_or_invented(
+def test_a_difference_is_missed_or_made(
     value: list[float], other: list[float], right: bool
 ) -> None:
     kinds = ("float32", "complex64") if value != [3, -1] else ("int32",)

@@ -10,6 +10,7 @@ import stat
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,96 +62,68 @@ def kept(number: int) -> bool:
     return is_kept(program(number), MACHINE)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"jaxlib": "0.0.1"},
-        {"cpu_features": ("avx",)},
-        {"cpu_count": MACHINE.cpu_count + 1},
-        {"architecture": "aarch64"},
-        {"platform": "tpu"},
-        {"plugin": "jax-cuda12-plugin 0.10.2"},
-        {"device_kind": "NVIDIA L4"},
-        {"compute_capability": "8.9"},
-        {"device_count": 3},
-        {"topology": "2x2"},
-        {"xla_flags": ("--xla_cpu_enable_fast_math=true",)},
-        {"environment": ("NVIDIA_TF32_OVERRIDE=0",)},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_another_machine_never_takes_a_kept_executable(change: dict[str, Any]) -> None:
+DECIDE: dict[str, Any] = {
+    "jaxlib": "0.0.1",
+    "cpu_features": ("avx",),
+    "cpu_count": MACHINE.cpu_count + 1,
+    "architecture": "aarch64",
+    "platform": "tpu",
+    "plugin": "jax-cuda12-plugin 0.10.2",
+    "device_kind": "NVIDIA L4",
+    "compute_capability": "8.9",
+    "device_count": 3,
+    "topology": "2x2",
+    "xla_flags": ("--xla_cpu_enable_fast_math=true",),
+    "environment": ("NVIDIA_TF32_OVERRIDE=0",),
+}
+CHANGE_NOTHING: dict[str, Any] = {
+    **{"memory_bytes": 1 << 30, "cpu_model": "Another", "driver": "999.1", "cuda": "12.9"},
+    **{"device_memory_bytes": 1 << 30, "glibc": "2.28"},
+}
+
+
+def test_another_machine_never_takes_a_kept_executable() -> None:
     """A home directory may be shared by machines that are not alike."""
     keep(1, b"ours")
-    other = replace(MACHINE, **change)
-    assert not is_kept(PROGRAM, other)
-    assert compiled_here(PROGRAM, other, made(b"theirs")) == (b"theirs", True)
+    for axis, value in DECIDE.items():
+        other = replace(MACHINE, **{axis: value})
+        assert not is_kept(PROGRAM, other)
+        assert compiled_here(PROGRAM, other, made(axis.encode())) == (axis.encode(), True)
     assert compiled_here(PROGRAM, MACHINE, never) == (b"ours", False)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"memory_bytes": 1 << 30},
-        {"cpu_model": "Another"},
-        {"driver": "999.1"},
-        {"cuda": "12.9"},
-        {"device_memory_bytes": 1 << 30},
-        {"glibc": "2.28"},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_what_changes_no_executable_costs_no_compile(change: dict[str, Any]) -> None:
+def test_what_changes_no_executable_costs_no_compile() -> None:
     """A container that is given more memory, a driver that is updated."""
     keep(1, b"ours")
-    other = replace(MACHINE, **change)
-    assert compiled_here(PROGRAM, other, never) == (b"ours", False)
-
-
-def test_every_axis_of_a_fingerprint_was_thought_of() -> None:
-    """A new axis belongs in the key, or in the test above."""
+    for axis, value in CHANGE_NOTHING.items():
+        other = replace(MACHINE, **{axis: value})
+        assert compiled_here(PROGRAM, other, never) == (b"ours", False)
     axes = {field.name for field in dataclasses.fields(Fingerprint)}
-    tested = [
-        mark.args[1]
-        for test in (
-            test_another_machine_never_takes_a_kept_executable,
-            test_what_changes_no_executable_costs_no_compile,
-        )
-        for mark in test.pytestmark  # type: ignore[attr-defined]
-    ]
-    assert axes == {name for changes in tested for change in changes for name in change}
+    assert axes == {*DECIDE, *CHANGE_NOTHING}, "a new axis belongs in one of the two"
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        *(program(2), replace(PROGRAM, device="cuda"), replace(PROGRAM, platforms=())),
-        *(replace(PROGRAM, platforms=("cuda", "cpu")), replace(PROGRAM, mesh=Mesh(2, 1))),
-    ],
-)
-def test_what_a_bundle_says_of_a_program_is_in_the_key(other: PortableKey) -> None:
+def test_what_a_bundle_says_of_a_program_is_in_the_key() -> None:
     """Another bundle may hold the same program and say something else of it."""
     keep(1, b"ours")
-    assert not is_kept(other, MACHINE)
-    assert compiled_here(other, MACHINE, made(b"theirs")) == (b"theirs", True)
+    changes: list[dict[str, Any]] = [{"device": "cuda"}, {"mesh": Mesh(2, 1)}]
+    changes += [{"platforms": platforms} for platforms in ((), ("cuda", "cpu"))]
+    for number, other in enumerate((program(2), *(replace(PROGRAM, **each) for each in changes))):
+        assert not is_kept(other, MACHINE)
+        theirs = b"%d" % number
+        assert compiled_here(other, MACHINE, made(theirs)) == (theirs, True)
     assert compiled_here(PROGRAM, MACHINE, never) == (b"ours", False)
 
 
-def test_threads_flags_and_our_own_code_are_in_the_key(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_threads_flags_and_our_own_code_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow code of a capped start is not served to others."""
     keep(1, b"plain")
-    for number, change in enumerate(
-        (
-            lambda patch: patch.setenv("NPROC", "1"),
-            lambda patch: patch.setattr(compile_cache, "_our_code", lambda: "of mended code"),
-            lambda patch: patch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=SSE4_2"),
-        )
-    ):
+    for name, value in (("NPROC", "1"), ("XLA_FLAGS", "--xla_cpu_max_isa=SSE4_2")):
         with monkeypatch.context() as patch:
-            change(patch)
-            keep(1, b"%d" % number)
+            patch.setenv(name, value)
+            keep(1, name.encode())
+    with monkeypatch.context() as patch:
+        patch.setattr(compile_cache, "_our_code", lambda: "of mended code")
+        keep(1, b"mended")
     assert compiled_here(PROGRAM, MACHINE, never) == (b"plain", False)
 
 
@@ -254,12 +227,9 @@ def test_leftovers_of_killed_processes_go_and_those_of_living_ones_stay(director
     assert len(list(directory.iterdir())) == 2
 
 
-def replaced_by(make: Callable[[Path], object]) -> Callable[[Path], object]:
-    def replace_file(path: Path) -> None:
-        path.rename(path.with_name("aside"))
-        make(path)
-
-    return replace_file
+def replaced_by(make: Callable[[Path], object], path: Path) -> None:
+    path.rename(path.with_name("aside"))
+    make(path)
 
 
 SPOILED: dict[str, Callable[[Path], object]] = {
@@ -267,8 +237,8 @@ SPOILED: dict[str, Callable[[Path], object]] = {
     "others may write it": lambda path: path.chmod(0o602),
     "of another user": lambda path: os.geteuid() or os.chown(path, 12345, 12345),
     "no frame": lambda path: path.write_bytes(hashlib.sha256(b"no frame").digest() + b"no frame"),
-    "a FIFO": replaced_by(os.mkfifo),
-    "a link": replaced_by(lambda path: path.symlink_to(path.with_name("aside"))),
+    "a FIFO": partial(replaced_by, os.mkfifo),
+    "a link": partial(replaced_by, lambda path: path.symlink_to(path.with_name("aside"))),
 }
 
 

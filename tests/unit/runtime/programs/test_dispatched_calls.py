@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,47 +19,32 @@ from prejit.runtime.device import _jit_dispatch
 
 from ..conftest import BuildPrograms, Called
 
-
-def nested(z: Any, a: Any) -> Any:
-    return {"z": [z["one"] * 2, None], "a": (a + 1, z["two"].astype(jnp.bfloat16))}
-
-
-def weighted(params: Any, x: Any) -> Any:
-    return x @ params
-
-
-def ordered(p: Any) -> Any:
-    return OrderedDict(w=p["w"] * 10 + p["b"], b=p["b"] * 2)
-
-
-def scaled(x: Any, factor: int) -> Any:
-    return x * factor
-
-
-def stepped(state: Any, x: Any) -> Any:
-    return {"state": state + 1, "y": x * 2}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "nested": lambda z, a: {"z": [z["one"] * 2, None], "a": (a + 1, z["two"].astype(jnp.bfloat16))},
+    "ordered": lambda p: OrderedDict(w=p["w"] * 10 + p["b"], b=p["b"] * 2),
+    "stepped": lambda state, x: {"state": state + 1, "y": x * 2},
+}
 
 
 @pytest.fixture(scope="module")
 def path(build_programs: BuildPrograms) -> Path:
     z = {"one": "float32[{n}]", "two": "int32[3]"}
+    two, four, rows = np.ones(2, "f"), "float32[4]", "float32[{n}]"
+    padded: dict[str, Any] = {"buckets": {"n": (4,)}, "pad": ["n"]}
+    nested, ordered, stepped = FUNCTIONS.values()
     programs = [
         Program("named", fn=nested, args={"z": z, "a": "float32[2]"}, buckets={"n": (2, 4)}),
         Program("placed", fn=nested, args=[z, "float32[2]"], buckets={"n": (2,)}),
-        Program("weighted", fn=weighted, args=["float32[2,8]"], params=np.eye(8, dtype="f") * 3),
-        Program("ordered", fn=ordered, args=[OrderedDict(w=np.ones(2, "f"), b=np.ones(2, "f"))]),
+        Program("weighted", lambda p, x: x @ p, ["float32[2,8]"], params=np.eye(8, dtype="f") * 3),
+        Program("ordered", fn=ordered, args=[OrderedDict(w=two, b=two)]),
         Program("returned", fn=ordered, args=[{"w": "float32[2]", "b": "float32[2]"}]),
-        Program(
-            "cut", fn=lambda x: x + 0 / x, args=["float32[{n}]"], buckets={"n": (4,)}, pad=["n"]
-        ),
-        Program("divided", fn=lambda x: x / 2, args=["float32[4]"]),
-        Program("mixed", fn=lambda x, y: x / y, args=["float32[4]", "float32[]"]),
-        Program("stepped", fn=stepped, args={"state": "float32[4]", "x": "float32[4]"}),
-        Program("donated", fn=lambda x: x + 1, args=["float32[4]"], donate=[0]),
-        Program("scaled", fn=scaled, args=["float32[4]"], static={"factor": (2, 3)}),
-        Program(
-            "padded", fn=lambda x: x + 1, args=["float32[{n}]"], buckets={"n": (4,)}, pad=["n"]
-        ),
+        Program("cut", fn=lambda x: x + 0 / x, args=[rows], **padded),
+        Program("divided", fn=lambda x: x / 2, args=[four]),
+        Program("mixed", fn=lambda x, y: x / y, args=[four, "float32[]"]),
+        Program("stepped", fn=stepped, args={"state": four, "x": four}),
+        Program("donated", fn=lambda x: x + 1, args=[four], donate=[0]),
+        Program("scaled", lambda x, factor: x * factor, [four], static={"factor": (2, 3)}),
+        Program("padded", fn=lambda x: x + 1, args=[rows], **padded),
     ]
     return build_programs(programs)
 
@@ -70,7 +56,6 @@ def bundle(path: Path) -> Bundle:
 
 @pytest.fixture
 def entered(called: Called) -> list[str]:
-    """Names of the programs that Python called."""
     return called("call_in_bucket")
 
 
@@ -145,14 +130,13 @@ def test_mistakes_are_found_after_calls_that_fit(bundle: Bundle) -> None:
 def test_settings_of_jax_that_change_no_trace_do_not_matter(bundle: Bundle) -> None:
     x = np.ones((2, 8), np.float32)
     for _ in range(2):
-        for switch in (jax.disable_jit, jax.debug_nans):
-            with switch(True):
-                np.testing.assert_array_equal(bundle.call("weighted", x), x * 3)
         for setting in (
-            jax.default_device(jax.devices()[0]),
-            jax.set_mesh(jax.make_mesh((1,), ("x",))),
+            lambda: jax.disable_jit(True),
+            lambda: jax.debug_nans(True),
+            lambda: jax.default_device(jax.devices()[0]),
+            lambda: jax.set_mesh(jax.make_mesh((1,), ("x",))),
         ):
-            with setting:
+            with setting():
                 np.testing.assert_array_equal(bundle.call("weighted", x), x * 3)
         jax.clear_caches()
 
@@ -187,31 +171,31 @@ def test_the_first_call_of_a_process_may_be_one_without_jit(path: Path) -> None:
         np.testing.assert_array_equal(load(path).call("weighted", x), x * 3)
 
 
+NO_JAX = """
+import sys, numpy as np
+from prejit.runtime import UsageError, load
+bundle, x = load(sys.argv[1], on_mismatch='error'), np.ones((2, 8), 'f')
+def check():
+    for _ in range(3): assert (bundle.call('weighted', x) == 3).all()
+    try: bundle.call('weighted', x.astype('f2'))
+    except UsageError: return
+    assert False
+check()
+assert 'jax' not in sys.modules
+import jax, jax.numpy as jnp
+assert jnp.asarray(np.ones(3)).dtype == 'float32'
+assert jax.jit(lambda x: x + 1)(1.0) == 2
+with jax.enable_x64(True): assert jax.jit(lambda x: x + 1)(np.ones(3)).dtype == 'float64'
+check()
+assert not jax.config.jax_enable_x64
+"""
+
+
 def test_it_needs_no_jax_and_leaves_jax_as_it_is(path: Path, run_python: Any) -> None:
-    run_python(
-        "import sys, numpy as np\n"
-        "from prejit.runtime import UsageError, load\n"
-        "bundle, x = load(sys.argv[1], on_mismatch='error'), np.ones((2, 8), 'f')\n"
-        "def check():\n"
-        "    for _ in range(3): assert (bundle.call('weighted', x) == 3).all()\n"
-        "    try: bundle.call('weighted', x.astype('f2'))\n"
-        "    except UsageError: return\n"
-        "    assert False\n"
-        "check()\n"
-        "assert 'jax' not in sys.modules\n"
-        "import jax, jax.numpy as jnp\n"
-        "assert jnp.asarray(np.ones(3)).dtype == 'float32'\n"
-        "assert jax.jit(lambda x: x + 1)(1.0) == 2\n"
-        "with jax.enable_x64(True): assert jax.jit(lambda x: x + 1)(np.ones(3)).dtype == 'float64'\n"
-        "check()\n"
-        "assert not jax.config.jax_enable_x64\n",
-        path,
-    )
+    run_python(NO_JAX, path)
 
 
-def test_another_jaxlib(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, entered: list[str]
-) -> None:
+def test_other_jaxlibs(bundle: Bundle, monkeypatch: pytest.MonkeyPatch, entered: list[str]) -> None:
     monkeypatch.setattr(_jit_dispatch, "cpu_function", lambda *_: None)
     x = np.ones((2, 8), np.float32)
     for _ in range(2):
@@ -221,14 +205,13 @@ def test_another_jaxlib(
 
 @pytest.fixture
 def copied(called: Called) -> list[str]:
-    """Names of the programs that Python called, or whose arrays were copied to another client."""
     return called("call")
 
 
 @pytest.mark.parametrize("name", ["named", "placed"])
 def test_arrays_of_jax_stay_on_its_client(bundle: Bundle, copied: list[str], name: str) -> None:
     z, a = jax.tree.map(jnp.asarray, (z_of(2), np.ones(2, np.float32)))
-    expected = nested(z, a)
+    expected = FUNCTIONS["nested"](z, a)
     for _ in range(3):
         found = bundle.call(name, a=a, z=z) if name == "named" else bundle.call(name, z, a)
         assert jax.tree.structure(found) == jax.tree.structure(expected)
@@ -250,20 +233,3 @@ def test_arrays_of_jax_that_no_program_takes_as_they_are(bundle: Bundle, copied:
     assert copied == ["donated", "scaled", "padded", "weighted"] * 2
     with pytest.raises(UsageError, match=r"expected float32\[2, 8\], found float32\[3\]"):
         bundle.call("weighted", jnp.ones(3))
-
-
-def test_a_call_with_arrays_of_jax_and_others(bundle: Bundle) -> None:
-    """The first leaf is an array of jax, the others are not, before and after a call that all of jax made."""
-    one = jnp.arange(2, dtype=jnp.float32)
-    expected = np.arange(2) * 2.0
-    mixed = {"one": one, "two": np.arange(3, dtype=np.int32)}
-    for _ in range(2):
-        found = bundle.call("placed", mixed, np.ones(2, np.float32))
-        assert isinstance(found["z"][0], jax.Array)
-        np.testing.assert_array_equal(found["z"][0], expected)
-        whole = {"one": one, "two": jnp.arange(3, dtype=jnp.int32)}
-        again = bundle.call("placed", whole, jnp.ones(2, jnp.float32))
-        np.testing.assert_array_equal(again["a"][0], [2, 2])
-    wrong = {"one": one, "two": np.arange(4, dtype=np.int32)}
-    with pytest.raises(UsageError, match="two"):
-        bundle.call("placed", wrong, np.ones(2, np.float32))

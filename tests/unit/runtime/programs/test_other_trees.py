@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -41,14 +40,7 @@ def size(x: Any) -> Any:
 
 
 class Call(NamedTuple):
-    """A call that fits a program, and one that does not.
-
-    Attributes:
-        function: of the program.
-        example: arguments that fit, by position or name.
-        other: arguments that do not.
-        problem: the text of the error.
-    """
+    """A function, arguments that fit its program, others that do not, and the error."""
 
     function: Callable[..., Any]
     example: Any
@@ -56,50 +48,32 @@ class Call(NamedTuple):
     problem: str
 
 
+ZB, BZ = OrderedDict(z=X, b=X * 5), OrderedDict(b=X * 5, z=X)
 CALLS = {
     "none_more": Call(counted, [{"a": X}], [{"a": X, "b": None}], r"unexpected 0\['b'\]"),
-    "none_less": Call(
-        counted, [{"a": X, "b": None}], [{"a": X}], r"0\['b'\] is missing: expected None"
-    ),
+    "none_less": Call(counted, [{"a": X, "b": None}], [{"a": X}], r"0\['b'\] is missing: expected"),
     "none_named": Call(scaled, {"x": X}, {"x": X, "scale": None}, "unexpected scale"),
-    "none_default": Call(
-        scaled, {"x": X, "scale": None}, {"x": X}, "scale is missing: expected None"
-    ),
-    "turned": Call(
-        layers,
-        [X, OrderedDict(z=X, b=X * 5)],
-        [X, OrderedDict(b=X * 5, z=X)],
-        "order 'z', 'b', found",
-    ),
-    "unordered": Call(
-        layers,
-        [X, OrderedDict(z=X, b=X * 5)],
-        [X, {"z": X, "b": X * 5}],
-        "order 'z', 'b', found 'b'",
-    ),
-    "ordered": Call(
-        layers,
-        [X, {"z": X, "b": X * 5}],
-        [X, OrderedDict(z=X, b=X * 5)],
-        "order 'b', 'z', found 'z'",
-    ),
+    "none_default": Call(scaled, {"x": X, "scale": None}, {"x": X}, "scale is missing: expected"),
+    "turned": Call(layers, [X, ZB], [X, BZ], "order 'z', 'b', found"),
+    "unordered": Call(layers, [X, ZB], [X, dict(ZB)], "order 'z', 'b', found 'b'"),
+    "ordered": Call(layers, [X, dict(ZB)], [X, ZB], "order 'b', 'z', found 'z'"),
 }
 
 
 @pytest.fixture(scope="module")
 def bundle(build_programs: BuildPrograms) -> Bundle:
-    programs = [Program(name, fn=each.function, args=_made(each)) for name, each in CALLS.items()]
-    shapes = {"row": (2,), "rows": (2, 2), "number": ()}
-    programs += [
-        Program(name, fn=size, args=[np.ones(shape, np.float32)]) for name, shape in shapes.items()
+    examples = {name: (each.function, each.example) for name, each in CALLS.items()}
+    examples |= {name: (size, [np.ones(n, "f")]) for name, n in (("row", 2), ("number", ()))}
+    examples |= {"kept": (lambda x: x + 1, {"x": X})}
+    programs = [
+        Program(name, fn=function, args=made(example))
+        for name, (function, example) in examples.items()
     ]
-    programs += [Program("kept", fn=lambda x: x + 1, args={"x": X})]
-    programs += [Program("state", fn=layers, args=lambda: {"x": X, "d": OrderedDict(z=X, b=X * 5)})]
     return load(build_programs(programs), on_mismatch="error")
 
 
-def _made(call: Call) -> Any:
-    return lambda: call.example
+def made(example: Any) -> Callable[[], Any]:
+    return lambda: example
 
 
 @pytest.mark.parametrize(
@@ -161,27 +135,3 @@ def test_another_structure_is_refused(bundle: Bundle, name: str, of: Any) -> Non
                 called(way, name, given=other)
         wanted = called(jax.jit(call.function), given=example)
         same(called(bundle.call, name, given=example), wanted)
-
-
-@pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
-def test_dicts_in_the_order_of_jax_are_taken(bundle: Bundle, of: Any) -> None:
-    """Whatever their class, and a result may be the next argument."""
-    z, b, x = of(X), of(X * 5), of(X)
-    wanted = jax.jit(layers)(x, {"z": z, "b": b})
-    mappings: list[Any] = [
-        defaultdict(list, z=z, b=b),
-        {"b": b, "z": z},
-        OrderedDict(b=b, z=z),
-        MappingProxyType({"z": z, "b": b}),
-    ]
-    for _ in range(2):
-        for mapping in mappings:
-            same(bundle.call("ordered", x, mapping), wanted)
-    given = expected = OrderedDict(z=z, b=b)
-    for _ in range(3):
-        given = bundle.call("turned", x, given)["d"]
-        expected = jax.jit(layers)(x, expected)["d"]
-        same(given, expected)
-    bound = bundle.bind("state", d=expected)
-    bound.write(d=bound.read()["d"])
-    same(bound.read()["d"], expected)

@@ -79,38 +79,30 @@ for _ in range(2):
             for way, call in ways.items():
                 assert not isinstance(call("add", host, host)["sum"], jax.Array)
 
+
+def refuses(text, call, *args, **kwargs):
+    try:
+        call(*args, **kwargs)
+    except UsageError as error:
+        assert text in str(error) and error.hint, error
+    else:
+        raise AssertionError(text)
+
+
 mesh = Mesh(np.array([one, two]), "x")
-split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["x"], []))
-refused = {
-    "over several": [jax.device_put(host, sharding) for sharding in (split, whole)],
-    "committed to one device, found": [(arrays["first"], arrays["second"])],
-}
+shardings = [NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["x"], [])]
 for _ in range(2):
     for way, call in ways.items():
         call("add", arrays["first"], host)
-        for x in refused["over several"]:
-            try:
-                call("add", host, x)
-            except UsageError as error:
-                assert "1: expected an array on one device, found it over" in str(error), error
-                assert "jax.device_put" in error.hint
-            else:
-                raise AssertionError(way)
-        try:
-            call("add", arrays["first"], arrays["second"])
-        except UsageError as error:
-            assert "committed to one device, found 0 on" in str(error), error
-        else:
-            raise AssertionError(way)
+        for sharding in shardings:
+            x = jax.device_put(host, sharding)
+            refuses("1: expected an array on one device, found it over", call, "add", host, x)
+        both = arrays["first"], arrays["second"]
+        refuses("committed to one device, found 0 on", call, "add", *both)
     bound = bundle.bind("step", state=host)
     bound(x=arrays["first"])
-    for x in refused["over several"]:
-        try:
-            bound(x=x)
-        except UsageError as error:
-            assert "x: expected an array on one device" in str(error), error
-        else:
-            raise AssertionError("bind")
+    for sharding in shardings:
+        refuses("x: expected an array on one device", bound, x=jax.device_put(host, sharding))
     same(bound(x=arrays["second"]), rest(jax.jit(step)(host, arrays["second"])))
 engine.close()
 """
@@ -132,18 +124,13 @@ def step(state: Any, x: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def path(build_programs: BuildPrograms) -> Path:
-    pair = ["float32[{batch}]", "float32[{batch}]"]
+    rows, four = "float32[{batch}]", "float32[4]"
+    padded: dict[str, Any] = {"buckets": {"batch": (8,)}, "pad": ["batch"]}
     programs = [
-        Program("add", fn=add, args=["float32[4]", "float32[4]"]),
-        Program(
-            "padded",
-            fn=lambda x, y: {"sum": x + y},
-            args=pair,
-            buckets={"batch": (8,)},
-            pad=["batch"],
-        ),
-        Program("drawn", fn=drawn, args=["key[]", "float32[4]"]),
-        Program("step", fn=step, args={"state": "float32[4]", "x": "float32[4]"}),
+        Program("add", fn=add, args=[four, four]),
+        Program("padded", fn=lambda x, y: {"sum": x + y}, args=[rows, rows], **padded),
+        Program("drawn", fn=drawn, args=["key[]", four]),
+        Program("step", fn=step, args={"state": four, "x": four}),
     ]
     return build_programs(programs)
 

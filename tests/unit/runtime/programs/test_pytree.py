@@ -46,28 +46,19 @@ def named(kind: trees.Kind, type_: str, fields: dict[Any, Tree], kept: dict[str,
 def nodes(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
     several = st.lists(inner, max_size=3).map(tuple)
     fields = st.dictionaries(names, inner, max_size=3)
-    sequences = st.builds(
-        lambda kind, parts: Node(kind, tuple(range(len(parts))), parts),
-        st.sampled_from(["list", "tuple"]),
-        several,
-    )
+    more = st.dictionaries(names.map("{}_kept".format), kept.map(constants.encode), max_size=2)
+
+    def placed(kind: Any, parts: tuple[Tree, ...], type_: str = "") -> Node:
+        return Node(kind, tuple(range(len(parts))), parts, type_)
+
     return st.one_of(
-        sequences,
-        st.builds(
-            lambda t, parts: Node("node", tuple(range(len(parts))), parts, t), types, several
-        ),
+        st.builds(placed, st.sampled_from(["list", "tuple"]), several),
+        st.builds(placed, st.just("node"), several, types),
         st.dictionaries(st.text(max_size=3), inner, max_size=3).map(
             lambda parts: named("dict", "", parts, {})
         ),
-        st.builds(lambda t, parts: named("namedtuple", t, parts, {}), types, fields),
-        st.builds(
-            lambda t, parts, kept: named(
-                "record", t, parts, {f"{name}_kept": value for name, value in kept.items()}
-            ),
-            types,
-            fields,
-            st.dictionaries(names, kept.map(constants.encode), max_size=2),
-        ),
+        st.builds(named, st.just("namedtuple"), types, fields, st.just({})),
+        st.builds(named, st.just("record"), types, fields, more),
     )
 
 
@@ -88,13 +79,8 @@ def test_constants_are_equal_if_their_values_and_types_are(one: Any, other: Any)
 
 @settings(max_examples=examples(50, 200), deadline=None)
 @given(tree=any_tree)
-def test_a_tree_survives_its_text(tree: Tree) -> None:
+def test_a_tree_survives_its_text_and_its_values_survive_being_nested(tree: Tree) -> None:
     assert trees.parse(trees.to_text(tree)) == tree
-
-
-@settings(max_examples=examples(50, 200), deadline=None)
-@given(tree=any_tree)
-def test_values_survive_being_nested_and_flattened(tree: Tree) -> None:
     count = sum(1 for _ in trees.leaves(tree))
     assert len(list(trees.paths(tree))) == count
     value = pytree.unflatten(tree, iter(range(count)))
@@ -156,18 +142,59 @@ CIRCLE = Node(
 )
 
 
+PAIR = Node("dict", ("b", "w"), (Leaf(), Leaf()))
+
+
+class State:
+    """As flax.nnx.State, which is no Mapping."""
+
+    def __init__(self, **parts: Any) -> None:
+        self._parts = parts
+
+    def keys(self) -> Any:
+        return self._parts.keys()
+
+    def __getitem__(self, name: str) -> Any:
+        return self._parts[name]
+
+
 @pytest.mark.parametrize(
-    "value",
+    ("tree", "value"),
     [
-        Circle(Point(1, 2), 3),
-        {"centre": {"x": 1, "y": 2}, "radius": 3},
-        Circle(namedtuple("Other", "y x")(2, 1), 3),
-        Circle((1, 2), 3),
-        ([1, 2], 3),
+        (CIRCLE, Circle(Point(1, 2), 3)),
+        (CIRCLE, {"centre": {"x": 1, "y": 2}, "radius": 3}),
+        (CIRCLE, Circle(namedtuple("Other", "y x")(2, 1), 3)),
+        (CIRCLE, Circle((1, 2), 3)),
+        (CIRCLE, ([1, 2], 3)),
+        (PAIR, {"w": 2, "b": 1}),
+        (PAIR, State(w=2, b=1)),
+        (PAIR, namedtuple("Layer", "w b")(2, 1)),
+        (PAIR, dataclasses.make_dataclass("Layer", ["w", "b"])(2, 1)),
     ],
 )
-def test_a_record_is_anything_with_its_fields(value: Any) -> None:
-    assert pytree.flatten(CIRCLE, value) == [1, 2, 3]
+def test_a_record_or_a_dict_is_anything_with_its_parts(tree: Tree, value: Any) -> None:
+    assert pytree.flatten(tree, value) == [1, 2, 3][: sum(1 for _ in trees.leaves(tree))]
+
+
+@pytest.mark.parametrize(
+    ("tree", "value", "problem"),
+    [
+        (CIRCLE, {"radius": 3}, r"centre\['x'\] is missing"),
+        (CIRCLE, {"centre": (1, 2), "radius": 3, "more": 4}, "unexpected more"),
+        (CIRCLE, {"centre": (1, 2, 3), "radius": 3}, r"unexpected centre\[2\]"),
+        (CIRCLE, {"centre": (1, 2), "radius": None}, "radius is missing"),
+        (CIRCLE, {"centre": (1, 2), "radius": {"a": 1}}, "radius is missing"),
+        (PAIR, [1, 2], "expected value as a mapping, found list"),
+        (PAIR, jax.tree_util.Partial(print, 1, 2), "expected value as a mapping, found Partial"),
+        (PAIR, namedtuple("Layer", "w c")(1, 2), "b is missing"),
+        (PAIR, dataclasses.make_dataclass("Layer", ["w", "b", "c"])(1, 2, None), "unexpected c"),
+        (PAIR, State(w=1, b=2, c=3), "unexpected c"),
+        (Node("dict"), [1], "expected value as a mapping, found list"),
+    ],
+)
+def test_a_part_that_is_missing_or_too_many_is_named(tree: Tree, value: Any, problem: str) -> None:
+    with pytest.raises(MisfitError, match=problem):
+        pytree.flatten(tree, value)
 
 
 def test_constants_that_nobody_can_compare_are_refused() -> None:
@@ -260,6 +287,7 @@ def labelled(k: float) -> Any:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
+        (lambda v: jnp.tanh(v), jax.vmap(lambda v: jax.nn.gelu(v))),  # which read modules
         (lambda a, b: a - b, lambda b, a: a - b),
         (lambda a, b=1: a, lambda a, *, b=1: a),
         (lambda a, /: a, lambda a: a),
@@ -288,20 +316,12 @@ def test_globals_of_a_function_are_parts_of_it(made: Any, monkeypatch: pytest.Mo
     assert refused.is_unknown
 
 
-def test_the_functions_of_a_cycle_are_compared_whole() -> None:
+def test_functions_with_globals_in_cycles_are_compared_whole() -> None:
     pairs = [of_two(2, 3), of_two(5, 3)]
     for pair in pairs:  # the one function first, of which the other is a part
         constants.encode(pair.__closure__[0].cell_contents)
     assert constants.encode(pairs[0]) != constants.encode(pairs[1])
     assert constants.encode(pairs[0]) == constants.encode(of_two(2, 3))
-
-
-@pytest.mark.parametrize(
-    "function",
-    [lambda v: jnp.tanh(v), jax.vmap(lambda v: jax.nn.gelu(v))],
-)
-def test_functions_that_read_modules_can_be_compared(function: Any) -> None:
-    assert constants.same(constants.encode(function), constants.encode(function))
 
 
 def test_known_classes_come_back_and_others_get_a_substitute() -> None:
@@ -314,21 +334,6 @@ def test_known_classes_come_back_and_others_get_a_substitute() -> None:
     assert dataclasses.asdict(unknown) == {"centre": (1, 2), "radius": 3, "name": "round"}
     with pytest.raises(dataclasses.FrozenInstanceError):
         unknown.radius = 4
-
-
-@pytest.mark.parametrize(
-    ("value", "problem"),
-    [
-        ({"radius": 3}, r"centre\['x'\] is missing"),
-        ({"centre": (1, 2), "radius": 3, "more": 4}, "unexpected more"),
-        ({"centre": (1, 2, 3), "radius": 3}, r"unexpected centre\[2\]"),
-        ({"centre": (1, 2), "radius": None}, "radius is missing"),
-        ({"centre": (1, 2), "radius": {"a": 1}}, "radius is missing"),
-    ],
-)
-def test_a_part_that_is_missing_or_too_many_is_named(value: Any, problem: str) -> None:
-    with pytest.raises(MisfitError, match=problem):
-        pytree.flatten(CIRCLE, value)
 
 
 def test_own_classes_lists_and_none_stand_for_nodes() -> None:
@@ -348,48 +353,3 @@ def test_own_classes_lists_and_none_stand_for_nodes() -> None:
     for less, missing in (({"b": (), "c": [7, None]}, "a"), ({**value, "c": [7]}, r"c\[1\]")):
         with pytest.raises(MisfitError, match=f"{missing} is missing: expected None"):
             pytree.flatten(tree, less)
-
-
-PAIR = Node("dict", ("b", "w"), (Leaf(), Leaf()))
-
-
-class State:
-    """As flax.nnx.State, which is no Mapping."""
-
-    def __init__(self, **parts: Any) -> None:
-        self._parts = parts
-
-    def keys(self) -> Any:
-        return self._parts.keys()
-
-    def __getitem__(self, name: str) -> Any:
-        return self._parts[name]
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"w": 2, "b": 1},
-        State(w=2, b=1),
-        namedtuple("Layer", "w b")(2, 1),
-        dataclasses.make_dataclass("Layer", ["w", "b"])(2, 1),
-    ],
-)
-def test_the_parts_of_a_dict_are_found_by_name(value: Any) -> None:
-    assert pytree.flatten(PAIR, value) == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("tree", "value", "problem"),
-    [
-        (PAIR, [1, 2], "expected value as a mapping, found list"),
-        (PAIR, jax.tree_util.Partial(print, 1, 2), "expected value as a mapping, found Partial"),
-        (PAIR, namedtuple("Layer", "w c")(1, 2), "b is missing"),
-        (PAIR, dataclasses.make_dataclass("Layer", ["w", "b", "c"])(1, 2, None), "unexpected c"),
-        (PAIR, State(w=1, b=2, c=3), "unexpected c"),
-        (Node("dict"), [1], "expected value as a mapping, found list"),
-    ],
-)
-def test_the_parts_of_a_dict_have_no_order(tree: Tree, value: Any, problem: str) -> None:
-    with pytest.raises(MisfitError, match=problem):
-        pytree.flatten(tree, value)

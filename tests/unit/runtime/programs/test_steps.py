@@ -51,9 +51,7 @@ def bundle(build_programs: BuildPrograms) -> Bundle:
 
 
 @pytest.mark.parametrize("name", UNCLEAR)
-def test_a_state_in_doubt_is_refused(
-    name: str, bundle: Bundle, tmp_path: Path, build_cache: Path
-) -> None:
+def test_a_state_in_doubt(name: str, bundle: Bundle, tmp_path: Path, build_cache: Path) -> None:
     function, several = FUNCTIONS[name]
     several = f"expected one result .* can be the next 'a', found {several} with the same"
     with pytest.raises(UsageError, match=several) as caught:

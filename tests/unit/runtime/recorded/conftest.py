@@ -38,7 +38,6 @@ def recorded_file(name: str) -> RecordedFile:
 
 @pytest.fixture
 def write_recorded(tmp_path: Path) -> Write:
-    """Writes a recorded bundle for this machine, or for one with another jaxlib."""
 
     def write(
         jaxlib: str | None = None, names: tuple[str, ...] = ("jit_score", "jit_scale")
@@ -57,7 +56,6 @@ def write_recorded(tmp_path: Path) -> Write:
 
 
 def layer_of(bundle: Path) -> Path:
-    """The file of the layer of recorded files: it is no JSON."""
     [layer] = [f for f in (bundle / "blobs" / "sha256").iterdir() if f.read_bytes()[:1] != b"{"]
     return layer
 

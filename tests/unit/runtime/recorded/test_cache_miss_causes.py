@@ -18,21 +18,10 @@ from prejit.runtime.recorded.run_report import report_of, text
 from prejit.runtime.verdict import Axis, Verdict
 
 SAME = dict.fromkeys(jax_texts.INGREDIENTS, "0" * 64)
-CONDITIONS = {
-    "platform": "cpu",
-    "backend version": "1",
-    "device kind": "cpu",
-    "device count": "1",
-    "XLA flags": "",
-}
-PROGRAM = RecordedProgram(
-    "jit_score",
-    f"jit_score-{'0' * 64}-cache",
-    Segment(0, 1, "", 1, ""),
-    SAME,
-    CONDITIONS,
-    ("float32[8]",),
-)
+CONDITIONS = {"platform": "cpu", "backend version": "1", "device kind": "cpu", "device count": "1"}
+CONDITIONS |= {"XLA flags": ""}
+FILE, SEGMENT = f"jit_score-{'0' * 64}-cache", Segment(0, 1, "", 1, "")
+PROGRAM = RecordedProgram("jit_score", FILE, SEGMENT, SAME, CONDITIONS, ("float32[8]",))
 FOUND = JaxRequest(
     name="jit_score",
     key=f"jit_score-{'1' * 64}",
@@ -49,20 +38,15 @@ NEEDS = Requirement("cpu", "x86_64", ("avx2", "sse"), "1.2.3")
 
 
 def why(
-    found: JaxRequest,
-    *recorded: RecordedProgram,
-    jaxlib: str = "1.2.3",
-    features: tuple[str, ...] = NEEDS.cpu_features,
+    found: JaxRequest, *recorded: RecordedProgram, jaxlib: str = "1.2.3", more: str = "avx2"
 ) -> tuple[Difference, ...]:
-    return differences(found, recorded, NEEDS, jaxlib=jaxlib, cpu_features=features)
+    return differences(found, recorded, NEEDS, jaxlib=jaxlib, cpu_features=(more, "sse"))
 
 
 def differing(*names: str, **conditions: str) -> JaxRequest:
-    return replace(
-        FOUND,
-        ingredients={**SAME, **dict.fromkeys(names, "1" * 64)},
-        conditions={**CONDITIONS, **{k.replace("_", " "): v for k, v in conditions.items()}},
-    )
+    others = {**CONDITIONS, **{k.replace("_", " "): v for k, v in conditions.items()}}
+    ingredients = {**SAME, **dict.fromkeys(names, "1" * 64)}
+    return replace(FOUND, ingredients=ingredients, conditions=others)
 
 
 T = jax_texts
@@ -88,10 +72,7 @@ CAUSES = [
     (differing(T.COMPILE_OPTIONS, device_count="2"), "device count: 1 | 2 => as many devices"),
     (differing(T.COMPILE_OPTIONS), "compile_options: another one | this one => options of jit"),
     (differing(T.ACCELERATOR, device_kind="NVIDIA L4"), "device kind: cpu | NVIDIA L4 => it adds"),
-    (
-        differing(T.ACCELERATOR),
-        "CPU features: also avx2 | also avx512f => it adds what this machine",
-    ),
+    (differing(T.ACCELERATOR), "CPU features: also avx2 | also avx512f => it adds what this"),
     (differing(T.BACKEND, backend_version="2"), "backend version: 1 | 2 => plugin and driver"),
     (differing(T.COMPRESSION), "compression: another compression | this one => zstandard in both"),
     (NO_NAME, f"program: none of this name | {SHAPES} => record this run too"),
@@ -114,7 +95,7 @@ CAUSES = [
 def test_the_cause_is_what_differs_first(found: JaxRequest, expected: str) -> None:
     name, recorded, now, hint = re.split(": | \\| | => ", expected, maxsplit=3)
     jaxlib = "4.5.6" if now == "4.5.6" else "1.2.3"
-    [cause] = why(found, PROGRAM, jaxlib=jaxlib, features=("avx512f", "sse"))
+    [cause] = why(found, PROGRAM, jaxlib=jaxlib, more="avx512f")
     assert str(cause) == f"{name}: recorded {recorded}, found {now}"
     assert hint in cause.hint
 
@@ -152,28 +133,24 @@ def process(*requests: JaxRequest, directory: str | None = None) -> WatchedProce
 def test_the_report_counts_explains_and_notes(tmp_path: Path) -> None:
     miss = replace(differing(jax_texts.COMPUTATION), arguments=("float32[16]",))
     report = report_of(bundle(tmp_path), [process(HIT, miss), process(HIT, miss)], MACHINE)
-    assert (report.hits, len(report.misses), report.processes) == (2, 2, 2)
     [used] = report.programs
     assert (used.hits, used.hit_seconds, used.saved_seconds) == (2, 1.0, 6.0)
     assert (used.misses, used.miss_seconds) == (2, 0.5)
-    shown = text(report)
+    shown, described = text(report), report.described()
     assert "2 hits in 1.00 s, 2 misses in 0.50 s; 2 processes" in shown
     assert "compiling took 6 s more when it was recorded" in shown
     assert shown.count("miss: jit_score at serve.py:7, 2 times") == 1
     assert shown.count("arguments: recorded (float32[8]), found (float32[16])") == 1
-    described = report.described()
     assert (described["hits"], described["missed"]) == (2, 2)
     assert described["misses"][0]["differs"][0]["found"] == "(float32[16])"
-    report = report_of(bundle(tmp_path), [], MACHINE)
-    assert "no process reported" in text(report)
     own = process(HIT, directory="/tmp/own")
-    assert "jax_compilation_cache_dir to /tmp/own: not used" in text(
-        report_of(bundle(tmp_path), [own], MACHINE)
-    )
     other = replace(own, versions={**own.versions, "jaxlib": "9.9.9"}, found_directory=None)
-    assert "the program runs jaxlib 9.9.9 and prejit 1.2.3" in text(
-        report_of(bundle(tmp_path), [other], MACHINE)
-    )
-    shown = text(report_of(bundle(None), [process(HIT)], MACHINE))
-    assert "nothing of the bundle was used: jaxlib: needs 1.2.3, found 4.5.6" in shown
-    assert "note: the hits are of the program's own cache" in shown
+    unused = "nothing of the bundle was used: jaxlib: needs 1.2.3, found 4.5.6"
+    for directory, processes, said in (
+        (tmp_path, [], "no process reported"),
+        (tmp_path, [own], "jax_compilation_cache_dir to /tmp/own: not used"),
+        (tmp_path, [other], "the program runs jaxlib 9.9.9 and prejit 1.2.3"),
+        (None, [process(HIT)], unused),
+        (None, [process(HIT)], "note: the hits are of the program's own cache"),
+    ):
+        assert said in text(report_of(bundle(directory), processes, MACHINE))

@@ -20,36 +20,20 @@ import jax.numpy as jnp
 values = jnp.ones(3)
 named = jax.jit(lambda x: x * 7)
 
-
-def plain(x):
-    return x + 1
-
-
+def plain(x): return x + 1
+def chosen(x, n): return x * n
+def shares(x, y): return x / y.sum()
 def local():
-    def inner(x):
-        return x * 5
+    def inner(x): return x * 5
     return jax.jit(inner)
 
-
-def chosen(x, n):
-    return x * n
-
+@jax.jit
+def keywords(x, **rest): return x + rest["y"]
 
 @jax.jit
-def keywords(x, **rest):
-    return x + rest["y"]
-
-
-def shares(x, y):
-    return x / y.sum()
-
+def places(x, /, *rest): return x + sum(rest)
 
 columns = jax.jit(jax.vmap(shares, in_axes=1))
-
-
-@jax.jit
-def places(x, /, *rest):
-    return x + sum(rest)
 """
 PROGRAM = """
 import functools, os, sys
@@ -119,9 +103,7 @@ def called(calls: list[tuple[str, dict[str, Any] | None]], name: str) -> list[di
     return [call for found, call in calls if found == name and call is not None]
 
 
-def test_calls_have_the_trees_names_places_and_functions_of_the_program(
-    calls: Any, request: Any
-) -> None:
+def test_calls_have_the_trees_names_and_functions_of_the_program(calls: Any, request: Any) -> None:
     """A transformed function is not taken for the one that it wraps; only what an import makes has a name."""
     [own] = called(calls, "jit_own")
     assert own.pop("home").endswith("calls0")

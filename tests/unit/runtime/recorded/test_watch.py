@@ -39,70 +39,69 @@ def recording(tmp_path: Path) -> Orders:
     return Orders(settings, str(tmp_path / "events"), functions=True)
 
 
+SCORES = """
+from model import score
+@jax.jit
+def own(x): return x - 1
+score(1.0, 2.0)
+own(1.0)
+jax.jit(lambda x: x * 3)(1.0)
+def one(x): return x + 1
+def two(x): return x + 2
+a, b = (jax.ShapeDtypeStruct((n,), 'float32') for n in (2, 3))
+first = jax.jit(one).lower(a)
+both = [jax.jit(two).lower(each) for each in (a, b)]
+first.compile(), [each.compile() for each in both]
+jax.jit(two)(jnp.zeros(5, 'int32'))
+"""
+
+
 def test_functions_and_lines_are_those_of_the_program(tmp_path: Path, recording: Orders) -> None:
     """Of two lowered programs of one name nothing tells which is compiled first."""
     (tmp_path / "model.py").write_text("import jax\n@jax.jit\ndef score(x, y): return x * y\n")
-    code = (
-        "from model import score\n"
-        "@jax.jit\ndef own(x): return x - 1\n"
-        "score(1.0, 2.0)\nown(1.0)\njax.jit(lambda x: x * 3)(1.0)\n"
-        "def one(x): return x + 1\n"
-        "def two(x): return x + 2\n"
-        "a, b = (jax.ShapeDtypeStruct((n,), 'float32') for n in (2, 3))\n"
-        "first = jax.jit(one).lower(a)\n"
-        "both = [jax.jit(two).lower(each) for each in (a, b)]\n"
-        "first.compile(), [each.compile() for each in both]\n"
-        "jax.jit(two)(jax.numpy.zeros(5, 'int32'))\n"
-    )
-    _, [process] = watched(tmp_path, code, recording)
+    _, [process] = watched(tmp_path, SCORES, recording)
     named = {r.name: (r.function, r.where) for r in process.requests}
-    assert named["jit_score"] == ("model:score", "program.py:5")
-    assert named["jit_own"] == ("program:own", "program.py:6")
-    assert named["jit__lambda"] == (None, "program.py:7")
+    assert named["jit_score"] == ("model:score", "program.py:6")
+    assert named["jit_own"] == ("program:own", "program.py:7")
+    assert named["jit__lambda"] == (None, "program.py:8")
     assert {r.outcome for r in process.requests} == {"miss"}
     keys = {f"{r.key}-cache" for r in process.requests}
     assert keys == set(os.listdir(tmp_path / "cache"))
     found = [(r.name, r.arguments) for r in process.requests if r.name in ("jit_one", "jit_two")]
-    assert found == [
-        ("jit_one", ("float32[2]",)),
-        ("jit_two", None),
-        ("jit_two", None),
-        ("jit_two", ("int32[5]",)),
-    ]
+    lowered = [("jit_one", ("float32[2]",)), ("jit_two", None), ("jit_two", None)]
+    assert found == [*lowered, ("jit_two", ("int32[5]",))]
 
 
-def test_the_hook_needs_no_prejit_in_the_program(tmp_path: Path, recording: Orders) -> None:
+MISSING = """
+import sys
+class Missing:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == 'prejit': raise ModuleNotFoundError('no prejit', name=name)
+sys.meta_path.insert(0, Missing)
+"""
+FORKING = """
+import os
+try: import prejit.runtime
+except ImportError as error: print(error, flush=True)
+for n in (1, 2):
+    if os.fork() == 0:
+        print(float(jax.jit(lambda x: x + n)(1.0)), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_the_hook_needs_no_prejit_in_the_program_whose_processes_have_lines_of_their_own(
+    tmp_path: Path, recording: Orders
+) -> None:
     """The program's Python may be another one: here an import of prejit fails before jax is imported."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\n"
-        "class Missing:\n"
-        "    @staticmethod\n"
-        "    def find_spec(name, path=None, target=None):\n"
-        "        if name == 'prejit': raise ModuleNotFoundError('no prejit', name=name)\n"
-        "sys.meta_path.insert(0, Missing)\n"
-    )
-    code = (
-        "print(float(jax.jit(lambda x: x + 1)(1.0)))\n"
-        "try: import prejit.runtime\n"
-        "except ImportError as error: print(error)\n"
-    )
+    (tmp_path / "sitecustomize.py").write_text(MISSING)
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    done, [process] = watched(tmp_path, code, recording, PYTHONPATH=path)
-    assert (done.stdout, done.stderr) == ("2.0\nno prejit\n", "")
-    assert [r.outcome for r in process.requests] == ["miss"]
-
-
-def test_each_process_has_lines_of_its_own(tmp_path: Path, recording: Orders) -> None:
-    code = (
-        "import os\n"
-        "for n in (1, 2):\n"
-        "    if os.fork() == 0:\n"
-        "        jax.jit(lambda x: x + n)(1.0)\n"
-        "        os._exit(0)\n"
-        "    os.wait()\n"
-    )
-    _, processes = watched(tmp_path, code, recording)
-    assert [len(process.requests) for process in processes] == [1, 1]
+    done, processes = watched(tmp_path, FORKING, recording, PYTHONPATH=path)
+    assert (done.stdout, done.stderr) == ("no prejit\n2.0\n3.0\n", "")
+    outcomes = [[r.outcome for r in each.requests] for each in processes]
+    assert outcomes == [["miss"], ["miss"]]
 
 
 @pytest.mark.parametrize("error", ["AttributeError", "FileNotFoundError"])

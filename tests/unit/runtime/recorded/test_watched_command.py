@@ -22,6 +22,11 @@ def environment(**more: str) -> dict[str, str]:
     return environment_for(NOTHING, {**os.environ, **more})
 
 
+def ran(code: str, env: dict[str, str], *argv: object) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", code, *map(str, argv)]
+    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
 @pytest.mark.parametrize(
     ("command", "status"),
     [("exit 0", 0), ("exit 7", 7), ("kill -TERM $$", 143), ("kill -KILL $$", 137)],
@@ -50,7 +55,6 @@ TRAPPING = "trap 'echo got it; exit 9' {name}; echo ready; while :; do sleep 0.0
 def test_a_signal_reaches_the_command(start: str, name: str) -> None:
     words = [sys.executable, "-c", WRAPPER, start, "sh", "-c", TRAPPING.format(name=name)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(getattr(signal, f"SIG{name}"))
         assert process.stdout.read() == "got it\n"
@@ -102,35 +106,28 @@ def test_a_signal_that_comes_just_before_the_wait_reaches_the_command(tmp_path: 
     compile_shim = ["gcc", "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", str(shim), "-ldl"]
     subprocess.run(compile_shim, input=LATE, text=True, check=True)
     trapping = f"trap 'exit 9' USR1; touch {ready}; for i in $(seq 500); do sleep 0.02; done"
-    done = subprocess.run(
-        [sys.executable, "-c", WAITER, str(ready), trapping],
-        env={**os.environ, "LD_PRELOAD": str(shim)},
-        timeout=120,
-        check=False,
-    )
+    done = ran(WAITER, {**os.environ, "LD_PRELOAD": str(shim)}, ready, trapping)
     assert done.returncode == 9
+
+
+COUNTING = """
+import signal, time
+seen = []
+signal.signal(signal.SIGINT, lambda *_: seen.append(1))
+print('ready', flush=True)
+while not seen: time.sleep(0.02)
+time.sleep(0.6)  # until then a second one has come
+print(len(seen), flush=True)
+"""
 
 
 def test_a_signal_of_the_terminal_reaches_the_command_once() -> None:
     """The terminal sends it to both. A server would take a second one as an order to drop its requests."""
-    counting = (
-        "import signal, time\n"
-        "seen = []\n"
-        "signal.signal(signal.SIGINT, lambda *_: seen.append(1))\n"
-        "print('ready', flush=True)\n"
-        "while not seen: time.sleep(0.02)\n"
-        "time.sleep(0.6)\n"  # until then a second one has come
-        "print(len(seen), flush=True)\n"
-    )
     primary, secondary = os.openpty()
-    words = [sys.executable, "-c", WRAPPER, "run", sys.executable, "-c", counting]
+    words = [sys.executable, "-c", WRAPPER, "run", sys.executable, "-c", COUNTING]
     with subprocess.Popen(
-        ["setsid", "--ctty", "--wait", *words],
-        stdin=secondary,
-        stdout=subprocess.PIPE,
-        text=True,
+        ["setsid", "--ctty", "--wait", *words], stdin=secondary, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         os.write(primary, b"\x03")
         assert process.stdout.read() == "1\n"
@@ -142,29 +139,16 @@ def test_a_signal_of_the_terminal_reaches_the_command_once() -> None:
 def test_a_command_can_be_ended_by_a_broken_pipe(start: str) -> None:
     """Python ignores SIGPIPE, and what a process ignores its commands ignore, too."""
     shown = "grep SigIgn /proc/self/status"
-    done = subprocess.run(
-        [sys.executable, "-c", WRAPPER, start, "sh", "-c", shown],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    ignored = int(done.stdout.split()[1], 16)
-    assert not ignored & (1 << (signal.SIGPIPE - 1))
+    done = ran(WRAPPER, dict(os.environ), start, "sh", "-c", shown)
+    assert not int(done.stdout.split()[1], 16) & (1 << (signal.SIGPIPE - 1))
 
 
-def test_a_program_without_jax_finds_what_it_finds_without_prejit(tmp_path: Path) -> None:
+def test_a_program_without_jax_finds_what_it_finds_without_prejit() -> None:
     """The same sys.path and the same modules, but for the finder that waits for jax."""
-    script = (
+    code = (
         "import json, sys; print(json.dumps([sys.path, sorted(sys.modules), len(sys.meta_path)]))"
     )
-    plain, hooked = (
-        json.loads(
-            subprocess.run(
-                [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
-            ).stdout
-        )
-        for env in ({**os.environ}, environment())
-    )
+    plain, hooked = (json.loads(ran(code, env).stdout) for env in ({**os.environ}, environment()))
     assert hooked[0] == plain[0]
     assert set(hooked[1]) - set(plain[1]) <= {"sitecustomize"}
     assert hooked[2] == plain[2] + 1
@@ -173,16 +157,10 @@ def test_a_program_without_jax_finds_what_it_finds_without_prejit(tmp_path: Path
 @pytest.mark.parametrize("theirs", ["import sys\nsys.theirs = 1\n", "import no_such_module\n"])
 def test_the_sitecustomize_of_the_program_runs_as_ever(tmp_path: Path, theirs: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(theirs)
-    script = "import sys; print(getattr(sys, 'theirs', 0))"
-    plain, hooked = (
-        subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
-        for env in (
-            {**os.environ, "PYTHONPATH": str(tmp_path)},
-            environment(PYTHONPATH=str(tmp_path)),
-        )
-    )
-    assert hooked.stdout == plain.stdout == f"{int('theirs' in theirs)}\n"
-    for done in (plain, hooked):
+    own = {"PYTHONPATH": str(tmp_path)}
+    for env in (os.environ | own, environment(**own)):
+        done = ran("import sys; print(getattr(sys, 'theirs', 0))", env)
+        assert done.stdout == f"{int('theirs' in theirs)}\n"
         assert ("No module named 'no_such_module'" in done.stderr) == ("no_such" in theirs)
 
 
@@ -190,13 +168,8 @@ def test_a_hook_that_fails_is_a_line_on_stderr(tmp_path: Path) -> None:
     """jax here is a package of one line, which has nothing to watch."""
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text("NAME = 'not really jax'\n")
-    done = subprocess.run(
-        [sys.executable, "-c", "import jax; print(jax.NAME, hasattr(jax.__loader__, '__dict__'))"],
-        env=environment(PYTHONPATH=str(tmp_path)),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    code = "import jax; print(jax.NAME, hasattr(jax.__loader__, '__dict__'))"
+    done = ran(code, environment(PYTHONPATH=str(tmp_path)))
     assert done.stdout == "not really jax True\n"
-    assert done.stderr.startswith("prejit: cannot watch jax in this process: ImportError")
-    assert len(done.stderr.splitlines()) == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("prejit: cannot watch jax in this process: ImportError")

@@ -18,7 +18,6 @@ GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 
 
 def moved(source: object, target: object, *targets: str, form: str = "") -> Moved:
-    """Ship a bundle, or some targets of it, between two places that are paths or the text of references."""
     return ship(parse_reference(str(source)), parse_reference(str(target)), targets, form=form)
 
 

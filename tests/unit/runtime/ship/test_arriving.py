@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import platform
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.opening import match, read_manifest
 from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.ship import arriving_bundle, blob_directory
+from prejit.runtime.ship import blob_directory
 from prejit.runtime.ship.blob_directory import ArrivingBlob, BlobDirectory
 from prejit.runtime.ship.machine_store import MachineStore
 
@@ -53,7 +54,6 @@ def expected(scale: int) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def bundle_dir(build_programs: BuildPrograms) -> Path:
-    """Two programs, each with 16 MB of weights."""
     return build_programs(
         [
             Program(name, total, args=[X], params={"rows": np.full((ROWS, 4), scale, np.float32)})
@@ -92,6 +92,15 @@ def registry(sent: Sent, bundle_dir: Path) -> Iterator[FakeRegistry]:
         sent.held.set()
 
 
+def answers(registry: FakeRegistry) -> None:
+    with load(f"oci://{registry.host}/sums:v1") as bundle:
+        np.testing.assert_allclose(bundle.call("late", X), expected(2), rtol=1e-5)
+
+
+def arrivals() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "prejit-arrival"]
+
+
 def test_it_is_loaded_before_its_weights_are_here_and_answers_after_that(
     registry: FakeRegistry, store: MachineStore, sent: Sent
 ) -> None:
@@ -114,71 +123,19 @@ def test_it_is_loaded_before_its_weights_are_here_and_answers_after_that(
     assert not list((store.path / ".partial").iterdir())
 
 
-def test_a_beginning_of_the_weights_comes_beside_all_else_and_no_more(
-    registry: FakeRegistry, store: MachineStore, sent: Sent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(arriving_bundle, "_AHEAD_BYTES", 1 << 20)
-    asked, arrived = threading.Event(), []
-
-    def fault(method: str, path: str) -> object:
-        if sent.digest in path:
-            asked.set()
-        elif "/blobs/" in path:
-            assert asked.wait(60)
-            wait_for(lambda: list((store.path / ".partial").glob(sent.digest[7:])))
-            time.sleep(0.1)
-            [partial] = (store.path / ".partial").glob(sent.digest[7:])
-            arrived.append(partial.stat().st_blocks * 512)
-        return None
-
-    registry.fault = fault
-    with load(f"oci://{registry.host}/sums:v1") as bundle:
-        np.testing.assert_allclose(bundle.call("late", X), expected(2), rtol=1e-5)
-    assert max(arrived) <= 8 << 20  # and what is hashed later, and held back
-
-
-def test_a_blob_that_does_not_arrive_ends_the_weights_too(
-    registry: FakeRegistry, store: MachineStore, sent: Sent
-) -> None:
-    sent.held.set()
-    registry.fault = lambda m, path: 403 if "/blobs/" in path and sent.digest not in path else None
-    with pytest.raises(StoreError):
-        load(f"oci://{registry.host}/sums:v1")
-    wait_for(lambda: not [e for e in threading.enumerate() if e.name == "prejit-arrival"])
-    assert not store.bundles()
-    registry.fault = lambda method, path: None
-    with load(f"oci://{registry.host}/sums:v1") as bundle:
-        np.testing.assert_allclose(bundle.call("late", X), expected(2), rtol=1e-5)
-
-
-def test_weights_that_arrive_are_mapped_before_a_program_reads_them(
-    registry: FakeRegistry, store: MachineStore, sent: Sent
-) -> None:
-    if tuple(map(int, platform.release().split(".")[:2])) < (5, 14):
-        pytest.skip("this kernel maps pages when they are read")
-    sent.held.set()
-    with load(f"oci://{registry.host}/sums:v1") as bundle:
-        bundle.finish()
-        lines = Path("/proc/self/smaps").read_text().splitlines()
-        [first] = [n for n, line in enumerate(lines) if line.endswith(sent.digest[7:])]
-        mapped = next(int(line.split()[1]) for line in lines[first:] if line.startswith("Rss:"))
-    assert mapped << 10 >= 2 * ROWS * 4 * 4
-
-
 @pytest.mark.parametrize(("fault", "error"), [("wrong", RejectError), (503, StoreError)])
 def test_weights_that_do_not_arrive_are_an_error_of_whoever_waits(
     registry: FakeRegistry, store: MachineStore, sent: Sent, fault: object, error: type[Exception]
 ) -> None:
     sent.fault = fault
-    with pytest.raises(error), load(f"oci://{registry.host}/sums:v1") as bundle:
-        bundle.call("late", X)
+    with pytest.raises(error):
+        answers(registry)
     assert not store.bundles()
     sent.fault = None
-    with load(f"oci://{registry.host}/sums:v1") as bundle:
-        np.testing.assert_allclose(bundle.call("late", X), expected(2), rtol=1e-5)
+    answers(registry)
 
 
-def test_wrong_bytes_of_a_beginning_are_not_kept(
+def test_wrong_beginnings_are_not_kept(
     registry: FakeRegistry, store: MachineStore, sent: Sent
 ) -> None:
     loaded, ends = threading.Event(), list[bool]()
@@ -202,9 +159,8 @@ def test_wrong_bytes_of_a_beginning_are_not_kept(
     sent.fault = None
     wait_for(lambda: ends)
     assert ends[0], "the error waited for what never comes"
-    wait_for(lambda: not [e for e in threading.enumerate() if e.name == "prejit-arrival"])
-    with load(f"oci://{registry.host}/sums:v1") as bundle:
-        np.testing.assert_allclose(bundle.call("late", X), expected(2), rtol=1e-5)
+    wait_for(lambda: not arrivals())
+    answers(registry)
 
 
 def test_a_bundle_that_is_closed_fetches_no_more_and_the_next_load_goes_on(
@@ -212,12 +168,11 @@ def test_a_bundle_that_is_closed_fetches_no_more_and_the_next_load_goes_on(
 ) -> None:
     with load(f"oci://{registry.host}/sums:v1"):
         threading.Timer(0.2, sent.held.set).start()
-    assert not [each for each in threading.enumerate() if each.name == "prejit-arrival"]
+    assert not arrivals()
     assert not store.bundles()
     [partial] = (store.path / ".partial").iterdir()
     assert partial.stat().st_blocks < partial.stat().st_size / 512
-    with load(f"oci://{registry.host}/sums:v1") as bundle:
-        np.testing.assert_allclose(bundle.call("late", X), expected(2), rtol=1e-5)
+    answers(registry)
 
 
 def test_closing_does_not_wait_for_a_network_that_is_silent(
@@ -249,7 +204,6 @@ def test_a_process_that_ends_leaves_the_bundle_if_it_is_here_and_no_traceback(
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "loaded\n"
         time.sleep(0.5 * (does == "ends"))
         sent.held.set()
@@ -294,14 +248,11 @@ def test_what_arrived_is_not_fetched_again_whether_it_was_read_meanwhile_or_not(
         assert asked[0] >= reached - STEP
         reached = max(asked[0], cut - 5000)
     assert directory.blob(AT.digest).read_bytes() == CONTENT
-    assert arrival is not None
     arrival.wait(SIZE)
 
 
 @pytest.mark.parametrize("content", [bytes(SIZE), CONTENT[:-1]])
-def test_what_is_hashed_behind_its_readers_gets_its_name_only_if_it_is_right(
-    tmp_path: Path, content: bytes
-) -> None:
+def test_what_is_hashed_later_gets_no_name_if_it_is_wrong(tmp_path: Path, content: bytes) -> None:
     directory, arrival = BlobDirectory(tmp_path), ArrivingBlob()
     with pytest.raises(RejectError):
         directory.write(AT, lambda start: iter([content[start:]]), arrival)
@@ -309,23 +260,22 @@ def test_what_is_hashed_behind_its_readers_gets_its_name_only_if_it_is_right(
     assert not list(directory.partial.iterdir())
 
 
-def test_a_disk_that_gets_full_is_an_error_in_words_for_readers_too(
+def test_a_full_disk_is_told_to_readers_and_a_file_without_holes_is_fetched_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    directory = BlobDirectory(tmp_path / "holes")
+    directory.partial.mkdir(parents=True)
+    (directory.partial / AT.digest.removeprefix("sha256:")).write_bytes(bytes(SIZE))
+    directory.write(AT, lambda start: iter([CONTENT[start:]]))
+    assert directory.blob(AT.digest).read_bytes() == CONTENT
+
     def full(file: object, piece: object) -> None:
+        os.close(pool.submit(arrival.open).result(20))  # before any byte
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(blob_directory, "_write_piece", full)
     directory, arrival = BlobDirectory(tmp_path), ArrivingBlob()
-    with pytest.raises(StoreError, match="No space left"):
+    with ThreadPoolExecutor(1) as pool, pytest.raises(StoreError, match="No space left"):
         directory.write(AT, lambda start: iter([CONTENT[start:]]), arrival)
     with pytest.raises(StoreError, match="No space left"):
         arrival.wait(SIZE)
-
-
-def test_a_file_without_holes_that_is_not_what_was_written_is_fetched_again(tmp_path: Path) -> None:
-    directory = BlobDirectory(tmp_path)
-    directory.partial.mkdir()
-    (directory.partial / AT.digest.removeprefix("sha256:")).write_bytes(bytes(SIZE))
-    directory.write(AT, lambda start: iter([CONTENT[start:]]))
-    assert directory.blob(AT.digest).read_bytes() == CONTENT

@@ -30,8 +30,6 @@ CHANGED = (3, 4, 5, 20, 40)
 
 
 class Versions:
-    """Two versions of a bundle in a registry, whose weights differ in some chunks."""
-
     def __init__(self, registry: FakeRegistry, recipe: Any, directory: Path) -> None:
         self.registry = registry
         before = weights_with_filler(recipe.content(WEIGHTS_MEDIA_TYPE))
@@ -65,19 +63,16 @@ def versions(recipe: Any, tmp_path: Path) -> Iterator[Versions]:
         yield Versions(registry, recipe, tmp_path)
 
 
-def test_only_the_runs_of_chunks_that_differ_are_fetched(
-    versions: Versions, store: MachineStore
-) -> None:
+def test_only_the_chunks_that_differ_are_fetched(versions: Versions, store: MachineStore) -> None:
     versions.pull("v1", store)
     found = versions.pull("v2", store)
     assert audit(found.path, check_generation).target_count == 1
     assert versions.requests() == 3
-    assert found.moved is not None
     assert len(CHANGED) * CHUNK < found.moved.moved_bytes < (len(CHANGED) + 1) * CHUNK
     assert blob(store.path, versions.weights[0]).stat().st_size == versions.size
 
 
-def test_a_transfer_that_was_cut_goes_on_in_the_middle_of_a_chunk(
+def test_a_transfer_goes_on_in_the_middle_of_a_chunk(
     versions: Versions, store: MachineStore
 ) -> None:
     expected = blob(versions.pull("v2", store).path.parents[1], versions.weights[1]).read_bytes()

@@ -29,13 +29,9 @@ from .conftest import GOLDEN, moved
 
 @dataclass
 class Hub:
-    """A hub, and what it was asked for.
+    """A hub with files by owner, repository and revision, its token, and how many answers are cut.
 
-    Attributes:
-        root: a directory of the files, by owner, repository and revision.
-        token: what it wants; empty: nothing.
-        cuts: how many answers end in the middle.
-        asked: the path, the range and the authorization of each request to the hub, then to its files' host.
+    Of each request to it, and to the host of its files: the path, the range and the authorization.
     """
 
     root: Path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import tarfile
 from collections.abc import Iterator
@@ -41,14 +40,12 @@ def registry() -> Iterator[FakeRegistry]:
 
 @pytest.fixture(autouse=True)
 def small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blobs of golden bundles are small."""
     monkeypatch.setattr(mounted_forms, "_OWN_LAYER_BYTES", 1000)
 
 
 def formed(
     bundle: Path, form: str, architectures: tuple[str, ...] = ()
 ) -> tuple[BlobSource, Shipment]:
-    """A bundle in a form, its first targets as those of other architectures."""
     files = open_repository(parse_reference(str(bundle))).open("", "")
     root = read_root(files)
     targets = list(root.bundle.manifests)
@@ -68,7 +65,6 @@ def documents(shipment: Shipment) -> dict[str, Any]:
 
 
 def unpacked(source: BlobSource, manifest: dict[str, Any], into: Path) -> Path:
-    """What a container of an image has in /models."""
     for layer in manifest["layers"]:
         with tarfile.open(fileobj=io.BytesIO(content_of(source, layer)), mode="r:") as tar:
             assert {(each.uid, each.gid, each.mtime) for each in tar} == {(0, 0, 0)}
@@ -136,36 +132,15 @@ def test_each_platform_has_an_image_and_shares_the_layers_of_its_blobs(tmp_path:
     assert counts == [1, 5]
 
 
-def test_a_second_push_moves_documents_alone_and_a_new_version_what_is_new(
-    registry: FakeRegistry,
-) -> None:
-    at = f"oci://{registry.host}/fleet"
-    moved(GOLDEN / "fleet", f"{at}:image", form=IMAGE)
-    uploads = registry.count("PUT", "/uploads/")
-    moved(GOLDEN / "fleet", f"{at}:image", form=IMAGE)
-    assert registry.count("PUT", "/uploads/") == uploads
-    one = moved(GOLDEN / "fleet", f"{at}:one", "cuda-l4", form=IMAGE)
-    assert (
-        registry.count("PUT", "/uploads/") == uploads + 2
-    )  # the config, and the layer of small files
-    assert one.present_bytes > 0
-    with pytest.raises(UsageError, match=r"expected a bundle of prejit, found .*image\.config"):
-        moved(f"{at}:image", f"{at}:copy")
-
-
-def test_a_transfer_goes_on_in_the_middle_of_a_layer() -> None:
+def test_a_transfer_goes_on_in_the_middle_of_a_layer_also_above_8_gib() -> None:
     source, shipment = formed(GOLDEN / "decoder", IMAGE)
     at = next(each for each in shipment.blobs if each.size > 40_000)
     whole = b"".join(source.pieces(at, 0))
     for start in (1, 1535, 1536, 2047, 2048, 2049, len(whole) - 1024, len(whole) - 1, len(whole)):
         assert b"".join(source.pieces(at, start)) == whole[start:]
-
-
-def test_a_file_above_8_gib_has_its_size() -> None:
     head = mounted_forms._head("blobs/sha256/" + "a" * 64, 9 << 30)
     with tarfile.open(fileobj=io.BytesIO(head + bytes(1024)), mode="r:") as tar:
         member = tar.next()
-    assert member is not None
     assert (member.size, member.mtime, member.mode) == (9 << 30, 0, 0o444)
 
 
@@ -205,30 +180,15 @@ def test_an_artifact_has_the_bundles_own_blobs_and_no_others_move(registry: Fake
 
 @pytest.mark.parametrize("parent", ["mounted", "bundles"])
 @pytest.mark.parametrize("name", ["fleet", "call", "decoder"])
-def test_the_files_of_an_artifact_side_by_side_are_the_bundle(
-    name: str, parent: str, tmp_path: Path
-) -> None:
+def test_files_side_by_side_are_the_bundle(name: str, parent: str, tmp_path: Path) -> None:
     (tmp_path / parent).mkdir()
     path = flat(*formed(GOLDEN / name, MODELPACK), tmp_path / parent / name)
     assert audit(path, check_generation) == audit(GOLDEN / name, check_generation)
-
-
-@pytest.mark.parametrize("damage", ["another file", "a link", "nothing", "other bytes", "a fifo"])
-def test_damage_in_files_side_by_side(damage: str, tmp_path: Path) -> None:
-    path = flat(*formed(GOLDEN / "decoder", MODELPACK), tmp_path / "flat")
     blob = max(path.iterdir(), key=lambda each: each.stat().st_size)
-    if damage == "another file":
-        (path / ("a" * 64)).write_text("")
-    else:
-        content = blob.read_bytes()
-        blob.rename(tmp_path / "aside")
-        if damage == "a link":
-            blob.symlink_to(tmp_path / "aside")
-        elif damage == "other bytes":
-            blob.write_bytes(content[:-1] + b"x")
-        elif damage == "a fifo":
-            os.mkfifo(blob)
-    with pytest.raises(RejectError) as raised:
+    (path / ("a" * 64)).write_text("")
+    with pytest.raises(RejectError, match="a" * 64):
         audit(path, check_generation)
-    name = "a" * 64 if damage == "another file" else blob.name
-    assert name in str(raised.value)
+    (path / ("a" * 64)).unlink()
+    blob.write_bytes(blob.read_bytes()[:-1] + b"x")
+    with pytest.raises(RejectError, match=blob.name):
+        audit(path, check_generation)

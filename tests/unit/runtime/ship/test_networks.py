@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import ssl
@@ -36,8 +37,6 @@ def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 class Files(QuietHandler):
-    """Serves the files of a bundle."""
-
     def do_GET(self) -> None:
         file = CALL / self.path.removeprefix("/call/")
         found = file.is_file()
@@ -46,9 +45,7 @@ class Files(QuietHandler):
     do_HEAD = do_GET
 
 
-def test_a_web_server_with_a_certificate_of_a_private_ca(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_certificate_of_a_private_ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authority = trustme.CA()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.2").configure_cert(context)
@@ -63,10 +60,9 @@ def test_a_web_server_with_a_certificate_of_a_private_ca(
 
 
 @pytest.mark.parametrize("place", ["oci://inside.example/call:v1", "http://inside.example/call"])
-def test_a_place_behind_a_proxy(
+def test_a_place_behind_proxies(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The proxy alone finds the host."""
     seen: list[str] = []
     with fake_registry() as registry, serving(Files) as files:
         inside = registry.host if place.startswith("oci") else files
@@ -93,6 +89,7 @@ def test_a_place_behind_a_proxy(
             for name in ("http_proxy", "HTTP_PROXY"):
                 monkeypatch.setenv(name, f"http://{host}")
             moved(place, tmp_path / "back")
+    assert (tmp_path / "back" / "index.json").read_bytes() == (CALL / "index.json").read_bytes()
     assert any("inside.example" in each for each in seen)
 
 
@@ -105,29 +102,22 @@ def login(user: str, **more: str) -> dict[str, str]:
     return {"auth": base64.b64encode(f"{user}:secret".encode()).decode(), **more}
 
 
-def test_the_login_of_the_narrowest_place_in_the_first_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_login_of_the_narrowest_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first file that is there."""
     assert find_login("host", "team/demo") is None
-    docker = tmp_path / "docker" / "config.json"
+    docker, named = tmp_path / "docker" / "config.json", tmp_path / "named.json"
+    podman = tmp_path / "run" / "containers" / "auth.json"
     monkeypatch.setenv("DOCKER_CONFIG", str(docker.parent))
     keep(docker, {"host": login("docker")})
-    podman = tmp_path / "run" / "containers" / "auth.json"
     keep(podman, {"host/team": login("narrow"), "host": login("wide"), "other": login("other")})
-    named = tmp_path / "named.json"
     for repository, user in (("team/demo", "narrow"), ("teams", "wide")):
         found = find_login("host", repository)
-        assert found is not None
         assert (found.user, found.secret, found.source) == (user, "secret", str(podman))
     podman.unlink()
-    found = find_login("host", "team/demo")
-    assert found is not None
-    assert found.user == "docker"
+    assert find_login("host", "team/demo").user == "docker"
     monkeypatch.setenv("REGISTRY_AUTH_FILE", str(named))
     keep(named, {"host": login("", identitytoken="token")})
-    found = find_login("host", "team/demo")
-    assert found is not None
-    assert found.identity == "token"
+    assert find_login("host", "team/demo").identity == "token"
     assert find_login("elsewhere", "team/demo") is None
 
 
@@ -169,25 +159,18 @@ def test_a_helper_that_knows_no_login_and_one_that_fails(
     (tmp_path / "config.json").write_text('{"credsStore": "tests"}')
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    if said:
-        with pytest.raises(StoreError, match=said):
-            find_login("host", "demo")
-    else:
+    with pytest.raises(StoreError, match=said) if said else contextlib.nullcontext():
         assert find_login("host", "demo") is None
 
 
-def test_answers_that_nobody_reads_leave_the_connection_to_the_next_request(
+def test_an_answer_that_nobody_reads_leaves_its_connection_to_the_next_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with fake_registry(user="me:secret") as registry:
-        pair = base64.b64encode(b"me:secret").decode()
-        logins = tmp_path / "auth.json"
-        logins.write_text(json.dumps({"auths": {registry.host: {"auth": pair}}}))
-        monkeypatch.setenv("REGISTRY_AUTH_FILE", str(logins))
+    monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "auth.json"))
+    busy = iter([503, 503])
+    with fake_registry(user="me:secret", fault=lambda *_: next(busy, None)) as registry:
+        keep(tmp_path / "auth.json", {registry.host: login("me")})
         place = Registry(parse_reference(f"oci://{registry.host}/demo:v1"))
         assert [place.resolve("v1") for _ in range(3)] == [""] * 3
-        busy = iter([503, 503])
-        registry.fault = lambda method, path: next(busy, None)
-        assert place.resolve("v2") == ""
-        assert registry.count("GET", "/manifests/") == 7  # 401 once, 503 twice
+        assert registry.count("GET", "/manifests/") == 6  # 503 twice, 401 once
         assert registry.connected == 2  # one was for the token, while the refusal was not read yet

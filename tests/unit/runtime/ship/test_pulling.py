@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,19 +13,18 @@ from urllib.parse import urlsplit
 import pytest
 from tests.fake_registry import FakeRegistry, fake_registry
 from tests.signers import key_table, signer, write_policy
+from tests.threads import in_threads
 
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import load, loader
 from prejit.runtime.__main__ import main
-from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import RejectError, StoreError, UntrustedError
 from prejit.runtime.format.audit import audit
-from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.ship import blob_directory, object_repository, repository
+from prejit.runtime.ship import object_repository, repository
 from prejit.runtime.ship.machine_store import MachineStore
-from prejit.runtime.ship.pulling import OFFLINE, Pulled, Wanted, pull, pull_into
+from prejit.runtime.ship.pulling import OFFLINE, Pulled, Wanted, pull
 from prejit.runtime.ship.reference import parse_reference
 
 from .conftest import GOLDEN, moved
@@ -34,9 +32,22 @@ from .conftest import GOLDEN, moved
 HERE = Fingerprint.current()
 
 
-def pulled(registry: FakeRegistry, store: MachineStore, name: str, **wanted: object) -> Pulled:
-    reference = parse_reference(f"oci://{registry.host}/{name}")
-    return pull(reference, store, Wanted(**wanted))  # type: ignore[arg-type]
+def pulled(registry: FakeRegistry, store: MachineStore, name: str, **wanted: Any) -> Pulled:
+    return pull(parse_reference(f"oci://{registry.host}/{name}"), store, Wanted(**wanted))
+
+
+@pytest.fixture
+def signed(registry: FakeRegistry, tmp_path: Path) -> Callable[[str], str]:
+    """Pushes a signed copy of the bundle `call` to a tag; returns its reference."""
+
+    def push(name: str) -> str:
+        at = f"oci://{registry.host}/{name}"
+        shutil.copytree(GOLDEN / "call", tmp_path / "signed")
+        sign(tmp_path / "signed", signer("a"))
+        moved(tmp_path / "signed", at)
+        return at
+
+    return push
 
 
 def test_only_the_target_of_this_machine_is_fetched_then_others_beside_it(
@@ -53,42 +64,6 @@ def test_only_the_target_of_this_machine_is_fetched_then_others_beside_it(
     assert audit(every.path, check_generation).target_count == 6
     assert (store.path / ".partial").is_dir()
     assert not list((store.path / ".partial").iterdir())
-
-
-def test_documents_are_asked_for_at_once_and_none_twice(
-    registry: FakeRegistry, store: MachineStore
-) -> None:
-    at_once = threading.Event()
-
-    def wait(method: str, path: str) -> None:
-        if path.endswith("/manifests/v1") or "/blobs/" in path:
-            return
-        # What is attached to the index and to the target, and the target's manifest.
-        if len(registry.seen) >= 4:
-            at_once.set()
-        assert at_once.wait(60)
-
-    registry.fault = wait
-    assert pulled(registry, store, "call:v1", machine=HERE).moved is not None
-    asked = [path for method, path, _ in registry.seen]
-    assert len(asked) == len(set(asked))
-    assert [path for path in asked if path.endswith("/v1")] == asked[:1]
-
-
-def test_a_manifest_that_cannot_be_read_yet_is_read_again(
-    registry: FakeRegistry, store: MachineStore
-) -> None:
-    broken = list[str]()
-
-    def cut(method: str, path: str) -> str | None:
-        if "/manifests/sha256:" not in path or len(broken) == 4:  # all attempts of the first time
-            return None
-        broken.append(path)
-        return "wrong" if len(broken) == 1 else "cut"
-
-    registry.fault = cut
-    assert pulled(registry, store, "call:v1", machine=HERE).moved is not None
-    assert len(broken) == 4
 
 
 def test_a_digest_that_is_here_asks_nobody_and_a_tag_always_does(
@@ -108,57 +83,27 @@ def test_a_digest_that_is_here_asks_nobody_and_a_tag_always_does(
 
 
 def test_a_policy_decides_before_the_weights_are_fetched(
-    registry: FakeRegistry, store: MachineStore, tmp_path: Path
+    registry: FakeRegistry, store: MachineStore, signed: Callable[[str], str], tmp_path: Path
 ) -> None:
-    bundle = tmp_path / "call"
-    shutil.copytree(GOLDEN / "call", bundle)
-    sign(bundle, signer("a"))
-    signed = parse_reference(f"oci://{registry.host}/signed:v1")
-    moved(bundle, signed)
-    policy = write_policy(
-        tmp_path / "trust.toml", key_table("a"), '[[rules]]\nnames = ["*"]\nkeys = ["a"]\n'
-    )
+    at = signed("signed:v1")
+    rule = '[[rules]]\nnames = ["*"]\nkeys = ["a"]\n'
+    policy = write_policy(tmp_path / "trust.toml", key_table("a"), rule)
     registry.seen.clear()
     with pytest.raises(UntrustedError) as raised:
         load(f"oci://{registry.host}/call:v1", trust=policy)
     assert raised.value.case == "unsigned"
     assert registry.count("GET", "/blobs/") == 0
     assert not store.bundles()
-    with load(str(signed), trust=policy) as loaded:
+    with load(at, trust=policy) as loaded:
         assert loaded.digest
 
 
-def test_processes_that_want_the_same_fetch_it_once(
-    registry: FakeRegistry, store: MachineStore
-) -> None:
-    def slow(method: str, path: str) -> None:
-        if "/blobs/" in path:
-            time.sleep(0.05)
-
-    registry.fault = slow
-    threads = [
-        threading.Thread(target=pulled, args=(registry, store, "decoder:v1")) for _ in range(8)
-    ]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+def test_who_want_the_same_fetch_it_once(registry: FakeRegistry, store: MachineStore) -> None:
+    registry.fault = lambda method, path: time.sleep(0.05 * ("/blobs/" in path))
+    in_threads(8, lambda _: pulled(registry, store, "decoder:v1"))
     blobs = [each[1] for each in registry.seen if each[0] == "GET" and "/blobs/" in each[1]]
     assert len(blobs) == len(set(blobs))
     assert len(store.bundles()) == 1
-
-
-def test_a_pull_that_fails_leaves_no_part_of_a_tar(registry: FakeRegistry, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    reference = parse_reference(f"oci://{registry.host}/decoder:v1")
-    registry.fault = lambda method, path: "wrong" if "/blobs/" in path else None
-    with pytest.raises(RejectError):
-        pull_into(reference, parse_reference(str(out / "decoder.tar")), Wanted())
-    assert not list(out.iterdir())
-    registry.fault = lambda method, path: None
-    pull_into(reference, parse_reference(str(out / "decoder.tar")), Wanted())
-    assert [file.name for file in out.iterdir()] == ["decoder.tar"]
 
 
 def test_making_room_removes_the_last_used_and_what_killed_transfers_left(
@@ -184,24 +129,31 @@ def test_making_room_removes_the_last_used_and_what_killed_transfers_left(
     assert sizes
 
 
-def test_what_is_attached_later_arrives_with_the_next_pull(
-    registry: FakeRegistry, store: MachineStore, tmp_path: Path
+def test_what_is_attached_later_arrives_with_the_next_pull_within_a_limit(
+    registry: FakeRegistry,
+    store: MachineStore,
+    signed: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = pulled(registry, store, "call:v1")
-    shutil.copytree(GOLDEN / "call", tmp_path / "call")
-    sign(tmp_path / "call", signer("a"))
-    at = parse_reference(f"oci://{registry.host}/call:v1")
-    moved(tmp_path / "call", at)
+    signed("call:v1")
+    with monkeypatch.context() as patch:
+        patch.setattr(repository, "_MAX_ATTACHED_BYTES", 1)
+        with pytest.raises(RejectError, match="at most 1 bytes of what is attached"):
+            pulled(registry, store, "call:v1")
     again = pulled(registry, store, "call:v1")
     assert again.digest == first.digest
-    counts = [
-        audit(each, check_generation).attached_count for each in (GOLDEN / "call", again.path)
-    ]
-    assert counts[1] > counts[0]
+    found = audit(again.path, check_generation)
+    assert found.attached_count > audit(GOLDEN / "call", check_generation).attached_count
     assert pulled(registry, store, "call:v1").moved is None
 
 
-def test_nothing_is_removed_while_a_bundle_arrives(store: MachineStore) -> None:
+def test_only_what_is_named_by_a_digest_is_pinned_and_removed(store: MachineStore) -> None:
+    (store.path / "bundles" / "notes").mkdir(parents=True)
+    with pytest.raises(StoreError, match="expected a bundle"):
+        store.pin("../notes", is_pinned=True)
+    store.collect(0, 0)
+    assert (store.path / "bundles" / "notes").is_dir()
     with store.writing(), pytest.raises(StoreError, match="is being fetched"):
         store.collect(0, 0)
 
@@ -209,14 +161,11 @@ def test_nothing_is_removed_while_a_bundle_arrives(store: MachineStore) -> None:
 # --- what a place or another process with the store wants, and does not get -------------------------------
 
 
-WANTED = Wanted(HERE)
-
-
 @pytest.mark.parametrize("name", ["bundles", "blobs", ".partial"])
 def test_a_link_in_the_store_leads_nowhere(
     registry: FakeRegistry, store: MachineStore, tmp_path: Path, name: str
 ) -> None:
-    pull(parse_reference(f"oci://{registry.host}/call:v1"), store, WANTED)
+    pulled(registry, store, "call:v1", machine=HERE)
     home = tmp_path / "home"
     (home / "alice").mkdir(parents=True)
     shutil.rmtree(store.path / name, ignore_errors=True)
@@ -226,43 +175,18 @@ def test_a_link_in_the_store_leads_nowhere(
     assert (home / "alice").is_dir()
 
 
-def test_only_what_has_the_name_of_a_digest_is_pinned(store: MachineStore) -> None:
-    (store.path / "bundles").mkdir(parents=True)
-    (store.path / "notes").mkdir()
-    with pytest.raises(StoreError, match="expected a bundle"):
-        store.pin("../notes", is_pinned=True)
-
-
-def test_a_store_that_is_removed_meanwhile_is_an_error_in_words(
-    store: MachineStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, content = blob_directory.lock_file, b"weights"
-
-    def lock(path: Path) -> int:
-        monkeypatch.setattr(blob_directory, "lock_file", real)
-        shutil.rmtree(store.path)
-        return real(path)
-
-    monkeypatch.setattr(blob_directory, "lock_file", lock)
-    with pytest.raises(StoreError, match="cannot write: No such file"):
-        store.write(
-            Descriptor("x", digest_of(content), len(content)), lambda start: iter([content])
-        )
-
-
-def test_a_pull_writes_to_no_url(
-    registry: FakeRegistry, capsys: pytest.CaptureFixture[str]
+def test_a_pull_writes_to_no_url_and_fetches_what_is_lacking(
+    registry: FakeRegistry, capsys: pytest.CaptureFixture[str], store: MachineStore
 ) -> None:
     at = f"oci://{registry.host}/call:v1"
     assert main(("pull", at, "-o", f"oci://{registry.host}/other:v1")) == 2
     assert f"prejit copy {at}" in capsys.readouterr().err
     assert not registry.seen
-
-
-def test_gc_removes_only_what_has_the_name_of_a_digest(store: MachineStore) -> None:
-    (store.path / "bundles" / "notes").mkdir(parents=True)
-    store.collect(0, 0)
-    assert (store.path / "bundles" / "notes").is_dir()
+    found = pulled(registry, store, "call:v1", machine=HERE)
+    gone = max((store.path / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
+    gone.unlink()
+    assert pulled(registry, store, f"call@{found.digest}", machine=HERE).moved is not None
+    assert gone.is_file()
 
 
 def test_no_login_of_netrc_goes_to_a_registry_or_to_where_it_points(
@@ -281,9 +205,9 @@ def test_no_login_of_netrc_goes_to_a_registry_or_to_where_it_points(
             return (401, asked) if "decoder" in path else None
 
         registry.fault = fault
-        pull(parse_reference(f"oci://{registry.host}/call:v1"), store, WANTED)
+        pulled(registry, store, "call:v1", machine=HERE)
         with pytest.raises(StoreError):
-            pull(parse_reference(f"oci://{registry.host}/decoder:v1"), store, WANTED)
+            pulled(registry, store, "decoder:v1", machine=HERE)
         seen = [*registry.seen, *other.seen]
     assert len(other.seen) > 1
     assert {authorization for *_, authorization in seen} == {""}
@@ -292,10 +216,7 @@ def test_no_login_of_netrc_goes_to_a_registry_or_to_where_it_points(
 def test_a_bundle_that_is_exchanged_after_it_was_found_is_not_loaded(
     registry: FakeRegistry, store: MachineStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call, other = (
-        pull(parse_reference(f"oci://{registry.host}/{name}:v1"), store, WANTED)
-        for name in ("call", "decoder")
-    )
+    call, other = (pulled(registry, store, f"{n}:v1", machine=HERE) for n in ("call", "decoder"))
     opens: Callable[..., Any] = loader.read_whole
 
     def exchanged(path: Path, read: Any) -> Any:
@@ -305,18 +226,6 @@ def test_a_bundle_that_is_exchanged_after_it_was_found_is_not_loaded(
     monkeypatch.setattr(loader, "read_whole", exchanged)
     with pytest.raises(RejectError, match=f"expected {call.digest}, found {other.digest}"):
         load(f"oci://{registry.host}/call@{call.digest}")
-
-
-def test_what_is_attached_has_a_limit(
-    registry: FakeRegistry, store: MachineStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(GOLDEN / "call", tmp_path / "call")
-    sign(tmp_path / "call", signer("a"))
-    at = parse_reference(f"oci://{registry.host}/signed:v1")
-    moved(tmp_path / "call", at)
-    monkeypatch.setattr(repository, "_MAX_ATTACHED_BYTES", 1)
-    with pytest.raises(RejectError, match="at most 1 bytes of what is attached"):
-        pull(at, store, WANTED)
 
 
 @pytest.mark.parametrize(
@@ -335,14 +244,3 @@ def test_a_token_goes_to_the_server_that_it_is_for(
     monkeypatch.setenv(object_repository.TOKEN, given)
     found = object_repository._authorization(urlsplit(f"https://{host}/x"), is_chosen=is_chosen)
     assert found.get("Authorization") == sent
-
-
-def test_a_bundle_that_lacks_a_file_is_fetched_again(
-    registry: FakeRegistry, store: MachineStore
-) -> None:
-    found = pull(parse_reference(f"oci://{registry.host}/call:v1"), store, WANTED)
-    gone = max((store.path / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
-    gone.unlink()
-    again = pull(parse_reference(f"oci://{registry.host}/call@{found.digest}"), store, WANTED)
-    assert again.moved is not None
-    assert gone.is_file()

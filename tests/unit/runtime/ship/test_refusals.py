@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,6 @@ from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, http_store, s3_sto
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.audit import audit
-from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.ship import registry, repository
 from prejit.runtime.ship.object_repository import ObjectRepository, open_objects
@@ -31,10 +28,19 @@ from .conftest import GOLDEN, moved
 
 
 def push(place: str) -> str:
-    """Push a bundle, which is refused. Return the error and its hint."""
     with pytest.raises((StoreError, UsageError)) as raised:
         moved(GOLDEN / "call", place)
     return f"{raised.value} {raised.value.hint}"
+
+
+@pytest.fixture
+def use_bucket(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+
+    def use(endpoint: str) -> None:
+        for name, value in (S3_SETTINGS | {"AWS_ENDPOINT": endpoint}).items():
+            monkeypatch.setenv(name, value)
+
+    return use
 
 
 @pytest.mark.parametrize(
@@ -46,20 +52,17 @@ def push(place: str) -> str:
         (413, "EntityTooLarge", "of this size"),
     ],
 )
-def test_a_bucket(status: int, code: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket(status: int, code: str, said: str, use_bucket: Callable[[str], None]) -> None:
     class Refusing(QuietHandler):
         def answer(self) -> None:
             self.content()
-            self.reply(
-                404 if self.command == "HEAD" else status,
-                b"<Error><Code>%b</Code></Error>" % code.encode(),
-            )
+            found = 404 if self.command == "HEAD" else status
+            self.reply(found, f"<Error><Code>{code}</Code></Error>".encode())
 
         do_GET = do_PUT = do_HEAD = do_POST = answer
 
     with serving(Refusing) as host:
-        for name, value in (S3_SETTINGS | {"AWS_ENDPOINT": f"http://{host}"}).items():
-            monkeypatch.setenv(name, value)
+        use_bucket(f"http://{host}")
         assert said in push("s3://bucket/call:v1")
 
 
@@ -78,13 +81,6 @@ def test_a_registry(fault: object, said: str) -> None:
         assert said in push(f"oci://{found.host}/call:v1")
 
 
-def test_a_registry_without_uploads_in_chunks_gets_each_blob_whole() -> None:
-    with fake_registry(fault=lambda method, path: 405 if method == "PATCH" else None) as found:
-        moved(GOLDEN / "call", f"oci://{found.host}/call")
-        assert found.count("PATCH", "") == 0
-        assert all(digest_of(content) == at for (_, at), content in found.blobs.items())
-
-
 @pytest.mark.parametrize(
     ("page", "said"),
     [
@@ -95,7 +91,7 @@ def test_a_registry_without_uploads_in_chunks_gets_each_blob_whole() -> None:
         ({"tags": [1]}, "expected a list of tags, found"),
     ],
 )
-def test_a_list_of_tags_that_does_not_end_or_is_none(
+def test_an_endless_list_of_tags_or_none(
     page: object, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_MOST_PAGES", 3)
@@ -115,11 +111,15 @@ def test_a_list_of_tags_that_does_not_end_or_is_none(
     assert len(asked) <= 3
 
 
-def test_a_server_that_does_not_answer_says_why_and_nothing_of_the_clients_insides() -> None:
+def test_a_server_that_does_not_answer_or_takes_no_chunks() -> None:
     objects = ObjectRepository(parse_reference(f"http://127.0.0.1:{free_port()}/demo"))
     objects._objects = open_objects(objects._url, answer_seconds=1.0, retries=False)
     with pytest.raises(StoreError, match=r"\(Connection refused\)\n"):
         objects.open("", "")
+    with fake_registry(fault=lambda method, path: 405 if method == "PATCH" else None) as found:
+        moved(GOLDEN / "call", f"oci://{found.host}/call")
+        assert found.count("PATCH", "") == 0
+        assert all(digest_of(content) == at for (_, at), content in found.blobs.items())
 
 
 @pytest.mark.parametrize(
@@ -137,23 +137,6 @@ def test_wrong_settings_of_a_cloud(
         monkeypatch.setenv(name, value)
     with pytest.raises((StoreError, UsageError), match=said):
         open_repository(parse_reference(place)).open("v1", "")
-
-
-def test_what_a_web_server_lacks_is_not_looked_for_in_a_list_that_it_has_not(web: str) -> None:
-    with pytest.raises(StoreError, match="not found") as raised:
-        open_repository(parse_reference(f"{web}/demo")).open("v1", "")
-    assert "prejit ls" not in str(raised.value.hint)
-
-
-def test_a_bucket_with_too_many_tags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repository, "MOST_TAGS", 1)
-    with s3_store() as endpoint:
-        for name, value in (S3_SETTINGS | {"AWS_ENDPOINT": endpoint}).items():
-            monkeypatch.setenv(name, value)
-        for tag in ("v1", "v2"):
-            moved(GOLDEN / "call", f"s3://bucket/models:{tag}")
-        with pytest.raises(StoreError, match="expected at most 1 tags, found more"):
-            open_repository(parse_reference("s3://bucket/models")).tags()
 
 
 @pytest.mark.parametrize(
@@ -176,38 +159,11 @@ def files() -> dict[str, bytes]:
 
 @pytest.fixture
 def web(files: dict[str, bytes]) -> Iterator[str]:
-    """A web server that takes files and knows no ranges."""
     with http_store(files, []) as url:
         yield url
 
 
-def test_a_web_server_gets_a_blob_as_it_is_read() -> None:
-    piece, count = bytes(1 << 20), 64
-    digest = digest_of(piece * count)
-    at = Descriptor("application/octet-stream", digest, len(piece) * count)
-    seen = []
-
-    class Taking(QuietHandler):
-        def do_PUT(self) -> None:
-            left = int(self.headers["content-length"])
-            hasher = hashlib.sha256()
-            while left and (some := self.rfile.read(min(left, 1 << 16))):
-                left -= len(some)
-                hasher.update(some)
-            seen.append((self.path, f"sha256:{hasher.hexdigest()}"))
-            self.reply(201)
-
-    with serving(Taking) as host:
-        place = ObjectRepository(parse_reference(f"http://{host}/bundles"))
-        tracemalloc.start()
-        place.write(at, lambda start: iter([piece] * count))
-        most = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    assert seen == [(f"/bundles/blobs/sha256/{digest[7:]}", digest)]
-    assert most < 8 << 20
-
-
-def test_a_web_server_that_takes_nothing_says_what_to_do() -> None:
+def test_a_web_server_that_takes_nothing_or_lacks_a_file_says_what_to_do(web: str) -> None:
     class Static(QuietHandler):
         def answer(self) -> None:
             self.content()
@@ -217,11 +173,12 @@ def test_a_web_server_that_takes_nothing_says_what_to_do() -> None:
 
     with serving(Static) as host:
         assert "takes no files: copy the directory" in push(f"http://{host}/call")
+    with pytest.raises(StoreError, match="not found") as raised:
+        open_repository(parse_reference(f"{web}/demo")).open("v1", "")
+    assert "prejit ls" not in str(raised.value.hint)
 
 
-def test_a_pull_goes_on_from_a_server_without_ranges(
-    web: str, files: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_a_server_without_ranges_goes_on(web: str, files: dict[str, bytes], tmp_path: Path) -> None:
     for file in (GOLDEN / "call").rglob("*"):
         if file.is_file():
             files[f"/call/{file.relative_to(GOLDEN / 'call')}"] = file.read_bytes()
@@ -235,20 +192,22 @@ def test_a_pull_goes_on_from_a_server_without_ranges(
 
 
 def test_the_last_tag_of_a_bucket_leaves_blobs_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_bucket: Callable[[str], None]
 ) -> None:
+    expected = audit(GOLDEN / "fleet", check_generation)
     with s3_store() as endpoint:
-        for name, value in (S3_SETTINGS | {"AWS_ENDPOINT": endpoint}).items():
-            monkeypatch.setenv(name, value)
+        use_bucket(endpoint)
         at = "s3://bucket/models/demo"
         for name, tag in (("call", "v1"), ("call", "stable"), ("fleet", "v2")):
             moved(GOLDEN / name, f"{at}:{tag}")
         place = open_repository(parse_reference(at))
+        with monkeypatch.context() as patch:
+            patch.setattr(repository, "MOST_TAGS", 1)
+            with pytest.raises(StoreError, match="expected at most 1 tags, found more"):
+                place.tags()
         assert place.remove("stable") == 0
-        sizes = [
-            file.stat().st_size for file in (GOLDEN / "call" / "blobs").rglob("*") if file.is_file()
-        ]
-        assert 0 < place.remove("v1") <= sum(sizes)
+        files = [file for file in (GOLDEN / "call" / "blobs").rglob("*") if file.is_file()]
+        assert 0 < place.remove("v1") <= sum(file.stat().st_size for file in files)
         moved(f"{at}:v2", tmp_path / "back")
 
         # A push that found the blobs of a tag which goes before its own is there.
@@ -262,6 +221,5 @@ def test_the_last_tag_of_a_bucket_leaves_blobs_and_says_so(
         moved(GOLDEN / "fleet", f"{at}:v3")
         assert removed[0] > 0
         moved(f"{at}:v3", tmp_path / "beside")
-    expected = audit(GOLDEN / "fleet", check_generation)
-    assert audit(tmp_path / "beside", check_generation) == expected
-    assert audit(tmp_path / "back", check_generation) == expected
+    for name in ("beside", "back"):
+        assert audit(tmp_path / name, check_generation) == expected

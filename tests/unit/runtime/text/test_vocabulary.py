@@ -54,9 +54,7 @@ def _base() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("made", [byte_level, llama_2, metaspace])
-def test_bytes_of_a_token_are_what_it_adds_to_a_text(
-    made: Callable[[], dict[str, Any]],
-) -> None:
+def test_bytes_of_a_token_are_what_it_adds_to_a_text(made: Callable[[], dict[str, Any]]) -> None:
     described = made()
     tokenizer = Tokenizer(json.dumps(described).encode(), "tokenizer.json")
     size = tokenizer.largest_id + 1

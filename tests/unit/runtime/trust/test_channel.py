@@ -54,41 +54,20 @@ def signed(payload: bytes, names: Sequence[str]) -> Envelope:
     return Envelope(payload, tuple(signer(name).sign(payload) for name in names))
 
 
-def release(
-    version: int,
-    digest: str = NEW,
-    by: Sequence[str] = ("a",),
-    *,
-    keys: int = 0,
-    expires: datetime = LATER,
-    name: str = "stable",
-) -> Envelope:
-    payload = release_statement(
-        name, "demo", (SignedSubject(digest),), version=version, keys_version=keys, expires=expires
-    )
-    return signed(payload, by)
+def release(version: int, digest: str = NEW, by: Sequence[str] = ("a",), **said: Any) -> Envelope:
+    name, keys = said.get("name", "stable"), said.get("keys", 0)
+    options = {"version": version, "keys_version": keys, "expires": said.get("expires", LATER)}
+    return signed(release_statement(name, "demo", (SignedSubject(digest),), **options), by)
 
 
-def rotation(
-    version: int,
-    names: Sequence[str],
-    by: Sequence[str],
-    *,
-    threshold: int = 1,
-    expires: datetime = LATER,
-    name: str = "stable",
-) -> Envelope:
-    payload = keys_statement(
-        name, keys_of(*names), version=version, threshold=threshold, expires=expires
-    )
-    return signed(payload, by)
+def rotation(version: int, names: Sequence[str], by: Sequence[str], **said: Any) -> Envelope:
+    name, threshold = said.get("name", "stable"), said.get("threshold", 1)
+    options = {"version": version, "threshold": threshold, "expires": said.get("expires", LATER)}
+    return signed(keys_statement(name, keys_of(*names), **options), by)
 
 
-def run(
-    last: Accepted, current: Envelope, *rotations: Envelope, now: datetime = NOW, **options: Any
-) -> Outcome:
-    content = encode_channel(rotations, current)
-    return accept(content, "stable", last, now.timestamp(), **options)
+def run(last: Accepted, current: Envelope, *rotations: Envelope, **options: Any) -> Outcome:
+    return accept(encode_channel(rotations, current), "stable", last, NOW.timestamp(), **options)
 
 
 def refused(last: Accepted, current: Envelope, *rotations: Envelope, **options: Any) -> str:
@@ -112,8 +91,7 @@ def test_a_release_is_accepted_and_remembered_from_a_minimum_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("threshold", "by"),
-    [(1, ["stranger"]), (2, ["a"]), (2, ["a", "a"]), (2, ["a", "stranger"])],
+    ("threshold", "by"), [(1, ["stranger"]), (2, ["a"]), (2, ["a", "a"]), (2, ["a", "stranger"])]
 )
 def test_too_few_signers_are_refused(threshold: int, by: list[str]) -> None:
     last = trusted("a", "b", threshold=threshold)
@@ -125,7 +103,6 @@ def test_too_few_signers_are_refused(threshold: int, by: list[str]) -> None:
 def test_an_expired_release_says_so_and_another_statement_is_none() -> None:
     late = release(7, expires=NOW)
     found = run(trusted("a"), late)
-    assert found.expired is not None
     assert found.expired.case == "channel-expired"
     last = run(trusted("a"), release(8)).accepted
     assert refused(last, late) == "channel-rollback"
@@ -150,7 +127,6 @@ def test_rotations_are_walked_and_need_the_old_keys_and_the_new_ones() -> None:
     assert run(newer, release(1, by=["d"], keys=2), first, second).accepted.keys.version == 2
     first = rotation(1, ["b"], by=["a", "b"], expires=NOW)
     found = run(trusted("a"), release(1, by=["b"], keys=1), first)
-    assert found.expired is not None
     assert found.expired.case == "channel-keys-expired"
     second = rotation(2, ["c"], by=["b", "c"])
     assert run(trusted("a"), release(1, by=["c"], keys=2), first, second).expired is None
@@ -248,17 +224,22 @@ def state() -> ChannelState:
     return ChannelState("/etc/trust.toml", "stable")
 
 
-def test_what_was_accepted_is_read_again(state: ChannelState) -> None:
+def test_what_was_accepted_is_read_again_and_a_state_must_be_kept(
+    state: ChannelState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     turn = rotation(1, ["b", "c"], by=["a", "b"])
     accepted = run(trusted("a"), release(5, by=["b"], keys=1), turn).accepted
     with state.locked():
         assert state.read() is None
         state.write(accepted)
     found = state.read()
-    assert found is not None
     assert found._replace(keys=accepted.keys) == accepted
     assert [key.id for key in found.keys.keys] == [key.id for key in accepted.keys.keys]
     assert (found.keys.threshold, found.keys.expires) == (1, LATER.timestamp())
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with pytest.raises(PolicyError, match="cannot keep"), ChannelState("x", "y").locked():
+        pass
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b'{"keys":["\\ud800"]}', b"\xff"])
@@ -303,10 +284,3 @@ def test_a_kill_right_after_a_state_got_its_name_locks_nobody_out(
     finally:
         os.umask(before)
     assert state.read() is not None
-
-
-def test_a_state_must_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    with pytest.raises(PolicyError, match="cannot keep"), ChannelState("x", "y").locked():
-        pass

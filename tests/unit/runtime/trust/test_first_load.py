@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import shutil
 import signal
 import time
@@ -35,7 +34,7 @@ CONSTRUCTOR = """
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <sys/resource.h>
+
 #include <unistd.h>
 
 __attribute__((constructor)) static void Begin() {
@@ -50,11 +49,7 @@ __attribute__((constructor)) static void Begin() {
   }
   if (!std::strncmp(how, "SIG", 3)) raise(std::atoi(how + 3));  // as from outside
   if (!std::strcmp(how, "abort")) std::abort();
-  if (!std::strcmp(how, "limit")) {  // as code that gets no memory
-    rlimit data;
-    getrlimit(RLIMIT_DATA, &data);
-    if (data.rlim_cur != RLIM_INFINITY) std::abort();
-  }
+
   if (!std::strcmp(how, "write")) *reinterpret_cast<volatile int*>(8) = 1;
   if (!std::strcmp(how, "hang")) sleep(600);
   if (!std::strcmp(how, "exit")) _exit(0);
@@ -69,7 +64,6 @@ def policy(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sound(kernel_recipe: Any, tmp_path: Path) -> Path:
-    """A bundle whose kernel is as it should be."""
     path: Path = kernel_recipe.write(tmp_path / "sound")
     return path
 
@@ -86,7 +80,6 @@ def crashing_kernels(build_cache: Path, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture
 def crashing(kernel_recipe: Any, crashing_kernels: bytes, tmp_path: Path) -> Path:
-    """A bundle with that library; all its digests are right."""
     path: Path = with_library(kernel_recipe, crashing_kernels).write(tmp_path / "crashing")
     return path
 
@@ -97,12 +90,11 @@ def one_try(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_load, "_TRIES", 1)
 
 
-def refused(bundle: Path, policy: Path) -> str:
+def refused(bundle: Path, policy: Path) -> UntrustedError:
     with pytest.raises(UntrustedError) as raised:
         load(bundle, trust=policy)
-    assert raised.value.case == "first-load"
-    assert raised.value.exit_code == 5
-    return str(raised.value)
+    assert (raised.value.case, raised.value.exit_code) == ("first-load", 5)
+    return raised.value
 
 
 def runs(bundle: Path, policy: Path | None) -> None:
@@ -113,7 +105,6 @@ def runs(bundle: Path, policy: Path | None) -> None:
 
 @pytest.fixture
 def no_more_processes(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes a later first load fail."""
 
     def forbid() -> None:
         monkeypatch.setattr(first_load, "CHILD_MODULE", "prejit.no_such_module")
@@ -131,10 +122,10 @@ def test_a_library_that_crashes_ends_the_child_process_and_is_not_tried_again(
     for how, ending in (("abort", "SIGABRT"), ("write", "SIGSEGV")):
         monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(policy.parent / how))
         monkeypatch.setenv("TEST_FIRST_LOAD", how)
-        assert f"there the bundle ended the process by {ending}" in refused(crashing, policy)
+        assert f"there the bundle ended the process by {ending}" in str(refused(crashing, policy))
     no_more_processes()
     monkeypatch.delenv("TEST_FIRST_LOAD")  # now it would not crash
-    assert "SIGSEGV" in refused(crashing, policy)
+    assert "SIGSEGV" in str(refused(crashing, policy))
 
 
 def test_a_crash_is_forgotten_by_the_command_that_its_hint_names(
@@ -146,12 +137,10 @@ def test_a_crash_is_forgotten_by_the_command_that_its_hint_names(
     one_try: None,
 ) -> None:
     monkeypatch.setenv("TEST_FIRST_LOAD", "abort")
-    with pytest.raises(UntrustedError) as raised:
-        load(crashing, trust=policy)
+    hint = str(refused(crashing, policy).hint)
     [kept] = (runtime_cache / "first-loads" / "v1").iterdir()
-    assert raised.value.hint is not None
-    assert str(kept) in raised.value.hint
-    assert f"`prejit verify --forget {crashing}`" in raised.value.hint
+    assert str(kept) in hint
+    assert f"`prejit verify --forget {crashing}`" in hint
     monkeypatch.delenv("TEST_FIRST_LOAD")
     refused(crashing, policy)
     assert main(["verify", "--forget", str(crashing)]) == 0
@@ -167,25 +156,10 @@ def test_a_process_that_is_ended_from_outside_is_nothing_against_the_bundle(
     crashing: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, runtime_cache: Path
 ) -> None:
     monkeypatch.setenv("TEST_FIRST_LOAD", f"SIG{signal.SIGKILL:d}")
-    assert "ended by SIGKILL from outside" in refused(crashing, policy)
+    assert "ended by SIGKILL from outside" in str(refused(crashing, policy))
     assert not (runtime_cache / "first-loads").exists()
     monkeypatch.delenv("TEST_FIRST_LOAD")
     runs(crashing, policy)
-
-
-def test_a_process_that_gets_no_memory_is_nothing_against_the_bundle(
-    crashing: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, runtime_cache: Path
-) -> None:
-    monkeypatch.setenv("TEST_FIRST_LOAD", "limit")
-    limits = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (1 << 40, limits[1]))  # as of a service
-    try:
-        found = refused(crashing, policy)
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, limits)
-    assert "ended by SIGABRT within the memory limit of this process" in found
-    assert not (runtime_cache / "first-loads").exists()
-    runs(crashing, policy)  # the first process aborts, the second one has no limit
 
 
 def test_a_crash_is_no_proof(crashing: Path, policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,11 +175,11 @@ def test_a_library_that_hangs_or_ends_the_process_quietly_is_refused(
     crashing: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, one_try: None
 ) -> None:
     monkeypatch.setenv("TEST_FIRST_LOAD", "exit")
-    assert "ended the process with status 0" in refused(crashing, policy)
+    assert "ended the process with status 0" in str(refused(crashing, policy))
     monkeypatch.setenv("TEST_FIRST_LOAD", "hang")
     monkeypatch.setattr(first_load, "SECONDS", 3.0)
     started = time.monotonic()
-    assert "took more than 3 seconds" in refused(crashing, policy)
+    assert "took more than 3 seconds" in str(refused(crashing, policy))
     assert time.monotonic() - started < 300  # it slept for 600
 
 
@@ -219,16 +193,13 @@ def test_a_damaged_memory_of_the_first_load_is_not_believed(
     assert said["outcome"] == "loaded"
     no_more_processes()
     runs(sound, policy)  # a sound bundle is tried once on a machine
-    for damage in (b"", b'{"outcome":"loaded"}', kept.read_bytes()[:-1]):
+    of_another = json.dumps({**said, "key": digest_of(b"another bundle")}).encode()
+    right = kept.read_bytes()
+    for damage in (b"", b'{"outcome":"loaded"}', right[:-1], of_another, right):
         kept.write_bytes(damage)
-        assert "status 1" in refused(
-            sound, policy
-        )  # it was tried again, by a module that is not there
-    kept.write_text(json.dumps({**said, "key": digest_of(b"another bundle")}))
-    assert "status 1" in refused(sound, policy)
-    kept.write_text(json.dumps(said))
-    kept.chmod(0o666)  # somebody else could have written it
-    assert "status 1" in refused(sound, policy)
+        kept.chmod(0o666 if damage == right else 0o600)  # somebody else could have written it
+        # It was tried again, by a module that is not there.
+        assert "status 1" in str(refused(sound, policy))
 
 
 def test_a_damaged_bundle_and_one_that_xla_does_not_load_keep_their_errors(
@@ -262,7 +233,7 @@ def test_without_the_rule_no_process_is_started(
     child = write_policy(tmp_path / "child.toml", RULE + 'first_load = "child"')
     assert refused(sound, child)
     monkeypatch.setenv("PREJIT_TRUST", str(child))  # each policy can want it
-    said = refused(sound, tmp_path / "plain.toml")
+    said = str(refused(sound, tmp_path / "plain.toml"))
     assert said.split(": ", 1)[1].startswith(f"{child} wants")
 
 

@@ -77,13 +77,12 @@ def test_a_signature_of_the_bundle_or_the_target_lets_it_run(subject: str) -> No
 
 
 def test_a_key_and_an_identity_are_two_signers_and_one_identity_is_one() -> None:
-    text = key_table("a") + identity() + RULE + 'keys = ["a"]\nthreshold = 2\n'
-    keyless = SIGSTORE.sign(STATEMENTS[INDEX])
+    by = policy(key_table("a") + identity() + RULE + 'keys = ["a"]\nthreshold = 2\n')
+    keyless, again = (SIGSTORE.sign(STATEMENTS[INDEX]) for _ in range(2))
     keyed = encode_bundle(signer("a").envelope(STATEMENTS[INDEX]))
-    assert decided(keyless, keyed, by=policy(text)).signers == ("a", "ci")
-    for alone in ([keyless], [keyed], [keyless, SIGSTORE.sign(STATEMENTS[INDEX])]):
-        refusal = decided(*alone, by=policy(text)).refusal
-        assert refusal is not None
+    assert decided(keyless, keyed, by=by).signers == ("a", "ci")
+    for alone in ([keyless], [keyed], [keyless, again]):
+        refusal = decided(*alone, by=by).refusal
         assert refusal.case == "threshold"
         assert "of the keys a and the identities ci" in refusal.text
 
@@ -101,7 +100,6 @@ def made(**options: Any) -> Any:
 
 
 def swapped(key: str, payload: bytes = STATEMENTS[INDEX]) -> Any:
-    """A signature with the material of another one."""
     signed, another = made(), SIGSTORE.sign(payload)
     material(signed)[key] = material(another)[key]
     return signed
@@ -166,40 +164,30 @@ REFUSED = MADE | {
 def test_refused(name: str) -> None:
     expected, make = REFUSED[name]
     refusal = decided(make()).refusal
-    assert refusal is not None
     assert refusal.case == expected, refusal.text
 
 
 def test_revoked_bundles_late_identities_and_rules_of_keys() -> None:
-    signed = SIGSTORE.sign(STATEMENTS[MANIFEST])
-    revoked = identity() + RULE + f'[revoked]\ndigests = ["{INDEX}"]\n'
-    late = identity(more="expires = 2020-01-01") + RULE
-    for text, case in ((revoked, "digest-revoked"), (late, "key-expired")):
-        refusal = decided(signed, by=policy(text)).refusal
-        assert refusal is not None
-        assert refusal.case == case
-    text = key_table("a") + '[[rules]]\nnames = ["demo"]\nkeys = ["a"]\n'
-    refusal = decided(SIGSTORE.sign(STATEMENTS[INDEX]), by=policy(text)).refusal
-    assert refusal is not None
-    assert (refusal.case, refusal.kind) == ("unknown-identity", "authenticity")
+    keys = key_table("a") + '[[rules]]\nnames = ["demo"]\nkeys = ["a"]\n'
+    for digest, text, case in (
+        (MANIFEST, identity() + RULE + f'[revoked]\ndigests = ["{INDEX}"]\n', "digest-revoked"),
+        (MANIFEST, identity(more="expires = 2020-01-01") + RULE, "key-expired"),
+        (INDEX, keys, "unknown-identity"),
+    ):
+        assert decided(SIGSTORE.sign(STATEMENTS[digest]), by=policy(text)).refusal.case == case
 
 
-WRONG: dict[str, tuple[str, object, str]] = {
-    "no identity": (identity().replace("identity =", "who ="), None, "expected only identity"),
-    "one identity by two names": (identity() + identity("b"), None, "expected another one than"),
-    "an unknown name": (identity("b"), None, "expected the name of an identity"),
-    "a root that is no JSON": (identity(), b"no", "trusted_root: expected sigstore's"),
-    "a key in place of the root": (
-        identity(),
-        signer("a").public.pem.encode(),
-        "trusted_root: expected sigstore's",
-    ),
-}
+WRONG: list[tuple[str, object, str]] = [
+    (identity().replace("identity =", "who ="), None, "expected only identity"),
+    (identity() + identity("b"), None, "expected another one than"),
+    (identity("b"), None, "expected the name of an identity"),
+    (identity(), b"no", "trusted_root: expected sigstore's"),
+    (identity(), signer("a").public.pem.encode(), "trusted_root: expected sigstore's"),
+]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_policy_is_an_error(name: str) -> None:
-    text, root, message = WRONG[name]
+@pytest.mark.parametrize(("text", "root", "message"), WRONG)
+def test_a_wrong_policy_is_an_error(text: str, root: object, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         policy(text + RULE, root)
 
