@@ -24,6 +24,9 @@ from tests.ray_cluster import descendants
 from tests.waiting import wait_for
 
 pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore::pytest.PytestUnraisableExceptionWarning"
+    ),  # Ray's own files
     pytest.mark.thorough,  # Ray takes 40 s of CPU time, and its parts give up on a busy machine
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None or importlib.util.find_spec("bentoml") is None,
