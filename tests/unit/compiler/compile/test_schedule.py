@@ -11,6 +11,7 @@ from tests.extent import examples
 from prejit.compiler.compile.schedule import (
     MAX_NODE_LOSSES,
     MAX_WORKER_LOSSES,
+    STRAGGLER_SECONDS,
     Cancel,
     Decision,
     GiveUp,
@@ -79,6 +80,33 @@ def test_a_job_runs_again_for_as_long_as_a_loss_may_be_no_fault_of_its_own() -> 
     assert again.need.bytes == 200
     assert schedule.finished(again.attempt, 2.0)
     assert schedule.unfinished == 0
+
+
+def test_only_a_job_that_has_begun_and_is_late_by_the_speed_of_all_runs_again() -> None:
+    schedule = a_schedule(slots=2, slow=2)
+    first = running(schedule)
+    assert schedule.decide(STRAGGLER_SECONDS) == [], "three times 2 s are not over"
+    [second] = starts(schedule.decide(6.1))
+    assert (second.job, second.second) == ("slow", True)
+    assert schedule.decide(100) == [], "no third one"
+    assert schedule.finished(second.attempt, 101)
+    assert schedule.decide(101) == [Cancel(first.attempt)]
+    assert not schedule.finished(first.attempt, 102), "its result came too late"
+    schedule = a_schedule(slots=1, slow=2, next=1)
+    running(schedule)
+    assert schedule.decide(1000) == []
+    waits = a_schedule(slots=2, slow=2)
+    assert len(starts(waits.decide(0))) == 1
+    assert waits.decide(1000) == [], "it has not begun"
+    jobs = {f"j{number}": 1.0 for number in range(5)}
+    schedule = a_schedule(slots=5, **jobs)
+    attempts = [each.attempt for each in starts(schedule.decide(0))]
+    for each in attempts:
+        schedule.began(each, 0)
+    for each in attempts[:4]:
+        schedule.finished(each, 20.0)  # this cluster is 20 times as slow
+    assert schedule.decide(40.0) == []
+    assert len(starts(schedule.decide(61.0))) == 1
 
 
 @settings(max_examples=examples(100, 2000), deadline=None)
