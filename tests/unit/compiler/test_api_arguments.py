@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from prejit.compiler import Manifest, Program, build, plan, program
+from prejit.compiler import Program, build, plan, program
 from prejit.runtime import Bundle, FallbackWarning, jit, load
 from prejit.runtime.errors import BuildError, ManifestError, UsageError
 
 X = np.arange(4, dtype=np.float32)
-
-Renamed = namedtuple("Renamed", ["class", "kept", "def"], rename=True)  # type: ignore[misc]
+Renamed = namedtuple("Renamed", ["class", "kept", "def"], rename=True)
 
 
 def double(x: Any) -> Any:
@@ -54,7 +53,6 @@ def path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
         Program("whole", fn=lambda a, x: x, args=[None, X]),
         program(renamed, Renamed(X, X + 1, X + 2)),
         *(Program(n, fn=told_apart, args=[X], static={"k": each}) for n, each in STATIC.items()),
-        Program("shifted", fn=shifted, args={"x": X, "by": X}, static={"mode": ["times", "plus"]}),
         *(
             Program(n, fn=fn, args=["float32[{n}, {m}]"], **opened)
             for n, (fn, *_) in BY_SIZES.items()
@@ -69,37 +67,24 @@ def bundle(path: Path) -> Bundle:
     return load(path, on_mismatch="error")
 
 
-@pytest.mark.parametrize("given", [double, jax.jit(double), 3, None])
-def test_a_function_needs_examples(given: Any, options: dict[str, Any]) -> None:
-    for step in (build, plan):
-        with pytest.raises(UsageError, match="expected a manifest or programs, found") as caught:
-            step(given, **(options if step is build else {}))
-        name = "double" if callable(given) else "function"
-        assert f"build(program({name}, " in str(caught.value.hint)
-
-
-def test_one_target_and_one_program_are_as_good_as_lists(options: dict[str, Any]) -> None:
-    one = program(double, X)
-    manifest = Manifest("m", targets="cpu-host", programs=one)
-    assert (manifest.programs, [each.name for each in manifest.targets]) == ((one,), ["cpu-host"])
-    for given in (one, manifest):
-        [planned] = plan(given, targets="cpu-host", cache=options["cache"])
-        assert planned.spec.name == "double"
-    assert build(one, targets="cpu-host", **options).programs[0].target == "cpu-host"
+def test_a_function_needs_examples(options: dict[str, Any]) -> None:
+    for given in (double, jax.jit(double), 3, None):
+        for step, more in ((build, options), (plan, {})):
+            with pytest.raises(UsageError, match="expected a manifest or programs") as caught:
+                step(given, **more)
+            name = "double" if callable(given) else "function"
+            assert f"build(program({name}, " in str(caught.value.hint)
 
 
 NONES = {"none": {"factor": None}, "array": {"factor": np.float32(3)}}
 
 
-def test_none_among_the_arguments_is_a_pytree_without_leaves(bundle: Bundle) -> None:
+def test_trees_and_static_values_that_look_alike_are_told_apart(bundle: Bundle, path: Path) -> None:
     for name, each in NONES.items():
         function = jit(scaled, bundle=bundle, name=name, on_miss="error")
         for found in (bundle.call(name, each, X), function(each, X)):
             np.testing.assert_array_equal(found, scaled(each, X))
     np.testing.assert_array_equal(bundle.call("whole", None, X), X)
-
-
-def test_a_namedtuple_with_renamed_fields_is_one_like_others(path: Path, bundle: Bundle) -> None:
     given = Renamed(X, X + 1, X + 2)
     found = bundle.call("renamed", given)
     assert found._fields == ("_0", "kept", "_2")
@@ -107,15 +92,6 @@ def test_a_namedtuple_with_renamed_fields_is_one_like_others(path: Path, bundle:
     np.testing.assert_array_equal(found.kept["a"], X + 1)
     assert type(load(path, types=[Renamed]).call("renamed", given)) is Renamed
     assert type(jit(renamed, bundle=path, on_miss="error")(given)) is Renamed
-
-
-STATIC: dict[str, list[Any]] = {
-    **{"bools": [1, True, 0], "texts": ["1", 1, True, "True"]},
-    **{"signs": [-1, 0, 1], "spaces": ["a b", "0"]},
-}
-
-
-def test_static_values_that_are_equal_or_written_alike_are_told_apart(bundle: Bundle) -> None:
     for name, values in STATIC.items():
         function = jit(told_apart, bundle=bundle, name=name, on_miss="error", static_argnames="k")
         for value in (*values, *values):
@@ -125,14 +101,18 @@ def test_static_values_that_are_equal_or_written_alike_are_told_apart(bundle: Bu
                 np.testing.assert_array_equal(function(x, k=value), expected)
 
 
+STATIC: dict[str, list[Any]] = {
+    **{"bools": [1, True, 0], "texts": ["1", 1, True, "True"]},
+    **{"signs": [-1, 0, 1], "spaces": ["a b", "0"]},
+}
+
+
 def test_a_size_that_xla_does_not_index_is_refused(options: dict[str, Any]) -> None:
     for one in (
         program(double, jax.ShapeDtypeStruct((2**31,), np.int8)),
         Program("f", fn=lambda x: jnp.zeros(2**31, jnp.int8) + x, args=["int8[]"]),
     ):
-        with pytest.raises(
-            BuildError, match=r"sizes of at most 2,147,483,647, found int8"
-        ) as caught:
+        with pytest.raises(BuildError, match=r"sizes of at most 2,147,483,647, found") as caught:
             build(one, **options)
         assert caught.value.hint
     assert not options["output"].exists()
@@ -145,9 +125,6 @@ def test_a_ref_that_no_bundle_changes_is_refused(bundle: Bundle, options: dict[s
         ref[...] += x
         return x
 
-    def reading(x: Any) -> Any:
-        return x[...] * 2
-
     with pytest.raises(ManifestError, match=r"args\[0\]: expected an array, found a Ref") as caught:
         build(program(double, ref), **options)
     assert "return it anew" in str(caught.value.hint)
@@ -156,26 +133,9 @@ def test_a_ref_that_no_bundle_changes_is_refused(bundle: Bundle, options: dict[s
     with pytest.raises(UsageError, match="found Ref") as unread:
         bundle.call("double", ref)
     assert "ref[...]" in str(unread.value.hint)
-    function = jit(reading, bundle=bundle, name="double")
+    function = jit(lambda x: x[...] * 2, bundle=bundle, name="double")
     with pytest.warns(FallbackWarning, match="expected an array, found a Ref"):
         np.testing.assert_array_equal(function(ref), X * 2)
-
-
-def shifted(x: Any, by: Any, *, mode: str = "times") -> Any:
-    return x * by if mode == "times" else x + by
-
-
-def test_a_call_of_another_structure_says_how_to_call(bundle: Bundle) -> None:
-    by_name = "give its arguments by name (by, x, mode)"
-    calls: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
-        ((X, X), {"mode": "times"}, f"{by_name}; `prejit inspect`"),
-        ((), {"x": X, "by": X, "much": 1, "mode": "times"}, by_name),
-        ((), {"x": X, "by": X, "mode": "minus"}, "give a value that was built, or add this one to"),
-    ]
-    for args, kwargs, hint in calls:
-        with pytest.raises(UsageError) as caught:
-            bundle.call("shifted", *args, **kwargs)
-        assert str(caught.value.hint).startswith(hint)
 
 
 class Dropping(nnx.Module):
@@ -190,18 +150,14 @@ class Dropping(nnx.Module):
 
 def test_params_that_no_bundle_has_can_be_left_out(options: dict[str, Any]) -> None:
     kernel, ones = np.ones((4, 3), np.float32), np.ones(3, np.float32)
-    count = {"rngs": {"count": np.uint32(0)}}
-    dropping, kept = "nnx.Not(nnx.RngState)", {"kernel": kernel, "bias": ones}
-    of_params = {"linear": kept, "dropout": count}
+    kept, other = {"kernel": kernel, "bias": ones}, {"kernel": kernel, "scale": ones}
+    of_params = {"linear": kept, "dropout": {"rngs": {"count": np.uint32(0)}}}
     both = r"linear\.bias is in the module alone; linear\.scale is in params alone"
+    key, dropping = "dropout.rngs.key: expected an array, found a random key", "Not(nnx.RngState)"
     for params, problem, hint in (
-        (
-            nnx.state(Dropping()),
-            "dropout.rngs.key: expected an array, found a random key",
-            dropping,
-        ),
+        (nnx.state(Dropping()), key, dropping),
         (of_params, "dropout.rngs.count is in params alone", dropping),
-        ({"linear": {"kernel": kernel, "scale": ones}}, both, "nnx.Param alone leaves out"),
+        ({"linear": other}, both, "nnx.Param alone leaves out"),
     ):
         with pytest.raises(ManifestError, match=problem) as caught:
             build(Program("m", fn=Dropping(), args=[X], params=params), **options)
@@ -221,9 +177,7 @@ def test_a_carry_whose_weak_type_changes_is_refused(tmp_path: Path) -> None:
     """The second step of jax.jit has other types than the first."""
     args = {"state": "weak float32[]", "x": "bfloat16[2]"}
     one = Program("step", fn=drifting, args=args, repeat=(1, 2), carry=("state",))
-    message = (
-        "repeat: the function returns nothing with the structure, shapes and dtypes of 'state'"
-    )
+    message = "repeat: the function returns nothing with the structure, shapes and dtypes of"
     with pytest.raises(ManifestError, match=message):
         build(one, tmp_path, quiet=True, cache=tmp_path / "cache")
 

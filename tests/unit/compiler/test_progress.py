@@ -33,13 +33,6 @@ class Terminal(io.StringIO):
         return True
 
 
-class Clock:
-    seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
 def build(progress: Progress) -> None:
     progress.add(4)
     progress.cached()
@@ -54,7 +47,7 @@ def without_times(text: str) -> str:
     return re.sub(r"\d+(\.\d+)? s\b", "N s", text)
 
 
-def test_plain_lines_tell_every_program_once() -> None:
+def test_plain_lines_tell_every_program_once_and_break_silence() -> None:
     stream = io.StringIO()
     with Plain(stream) as progress:
         build(progress)
@@ -65,21 +58,16 @@ def test_plain_lines_tell_every_program_once() -> None:
         "compiled c for cpu-host in N s (4/4)\n"
         "packed 3 programs\n"
     )
-
-
-def test_silence_is_broken_by_a_heartbeat() -> None:
     stream = io.StringIO()
     with Plain(stream, heartbeat_seconds=0.03) as progress:
         time.sleep(0.1)
         assert stream.getvalue() == ""  # nothing runs: nothing to tell
         progress.add(1)
-        started = time.monotonic()
         with progress.phase("lowering decode"):
             wait_for(lambda: "\n" in stream.getvalue())
         told = stream.getvalue()
-        most = 1 + (time.monotonic() - started) / 0.03
         time.sleep(0.1)
-    assert 1 <= without_times(told).count("still lowering decode (N s); 0/1\n") <= most
+    assert "still lowering decode (N s); 0/1\n" in without_times(told)
     assert stream.getvalue() == told
     many = io.StringIO()
     with Plain(many, heartbeat_seconds=0.03) as progress:
@@ -90,35 +78,7 @@ def test_silence_is_broken_by_a_heartbeat() -> None:
     assert "p4" not in many.getvalue()
 
 
-@pytest.mark.parametrize("no_color", [False, True])
-def test_the_live_display_shows_it_all(monkeypatch: pytest.MonkeyPatch, no_color: bool) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    if no_color:
-        monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setattr(progress_module, "_now", clock := Clock())
-    stream = Terminal()
-    with open_progress(stream) as progress:
-        build(progress)
-        clock.seconds = 60.0
-        progress.add(1)
-        progress.started("[bold]d[/bold]", "cpu-host")
-        progress.note("[red]note[/red] [/]")
-        wait_for(lambda: "[bold]d[/bold]" in stream.getvalue())
-    text = stream.getvalue()
-    plain = without_times(re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text))
-    assert "failed: b for cpu-host after N s: XLA does not like it (3/4)" in plain
-    assert "[red]note[/red] [/]" in plain
-    assert "4/5, 1 cached, 1 failed" in plain
-    assert "compiling [bold]d[/bold] for cpu-host N s" in plain
-    colours = re.findall(r"\x1b\[(?:3|4|9)[0-9][;m]|\x1b\[38;", text)
-    assert bool(colours) != no_color
-
-
-def test_quiet_is_quiet(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quiet_is_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """So is a process without a stream at all."""
     with Quiet() as progress:
         build(progress)
@@ -131,10 +91,8 @@ def test_quiet_is_quiet(
 class Broken(Terminal):
     """A stream whose reader has gone after the first character."""
 
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
-        self.has_failed = False
+    error: Exception
+    has_failed = False
 
     def write(self, text: str) -> int:
         if self.tell():
@@ -143,18 +101,17 @@ class Broken(Terminal):
         return super().write(text)
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "disk full")])
 @pytest.mark.parametrize("term", ["dumb", "xterm-256color"])
-def test_a_stream_that_cannot_be_written_breaks_no_build(
-    error: Exception, term: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_stream_breaks_no_build(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", term)
-    stream = Broken(error)
-    with open_progress(stream) as progress:
-        build(progress)
-        build(progress)
-        progress.note("a note")
-    assert stream.has_failed, "nothing was written: the test shows nothing"
+    for error in (BrokenPipeError(32, "Broken pipe"), OSError(28, "disk full")):
+        stream = Broken()
+        stream.error = error
+        with open_progress(stream) as progress:
+            build(progress)
+            build(progress)
+            progress.note("a note")
+        assert stream.has_failed, "nothing was written: the test shows nothing"
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])

@@ -133,23 +133,22 @@ def step(state: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf + 1, state)
 
 
-@pytest.mark.parametrize("given", [Scaled(X), Counted(X)], ids=name_of)
-def test_other_steps_are_refused(given: Any, tmp_path: Path, build_cache: Path) -> None:
+def test_other_steps_are_refused_and_a_class_that_converts_its_parts_is_taken(
+    tmp_path: Path, build_cache: Path
+) -> None:
     options: dict[str, Any] = {"cache": build_cache, "quiet": True}
     found = "code changes its parts each time"
-    repeated = Program("step", fn=step, args=[given], repeat=(1, 2), carry=(0,))
-    with pytest.raises(ManifestError, match=f"repeat: .*{found}"):
-        build(repeated, tmp_path, **options)
-    path = build(program(step, given), tmp_path, **options).path
-    with pytest.raises(UsageError, match=f"bind: .*{found}|bind: step returns nothing"):
-        load(path, on_mismatch="error").bind("step", given)
-
-
-def test_steps_take_a_class_that_converts_its_parts(tmp_path: Path, build_cache: Path) -> None:
-    given = Converting(X)
-    one = Program("step", fn=step, args=[given], repeat=(1, 2), carry=(0,))
-    bundle = load(build(one, tmp_path, cache=build_cache, quiet=True).path, on_mismatch="error")
-    bound = bundle.bind("step", given, repeat=1)
+    for given in (Scaled(X), Counted(X)):
+        repeated = Program("step", fn=step, args=[given], repeat=(1, 2), carry=(0,))
+        with pytest.raises(ManifestError, match=f"repeat: .*{found}"):
+            build(repeated, tmp_path, **options)
+        path = build(program(step, given), tmp_path, **options).path
+        with pytest.raises(UsageError, match=f"bind: .*{found}|bind: step returns nothing"):
+            load(path, on_mismatch="error").bind("step", given)
+    converted = Converting(X)
+    one = Program("step", fn=step, args=[converted], repeat=(1, 2), carry=(0,))
+    bundle = load(build(one, tmp_path / "out", **options).path, on_mismatch="error")
+    bound = bundle.bind("step", converted, repeat=1)
     bound()
-    np.testing.assert_array_equal(bundle.call("step", given, repeat=2).w, X + 2)
+    np.testing.assert_array_equal(bundle.call("step", converted, repeat=2).w, X + 2)
     np.testing.assert_array_equal(bound.read()[0].w, X + 1)

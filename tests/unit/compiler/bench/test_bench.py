@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.html_pages import EVIL, Elements
 
-from prejit.compiler.bench.bench_page import (
-    bench_page,
-    notes,
-    regression,
-)
+from prejit.compiler.bench.bench_page import bench_page, notes, regression
 from prejit.compiler.bench.bench_report import (
     MIN_P95_SAMPLES,
     MIN_P99_SAMPLES,
@@ -34,10 +29,8 @@ from prejit.compiler.bench.bench_report import (
     read,
     summarize,
 )
-from prejit.compiler.bench.measure import Setup, _fresh_process
 from prejit.compiler.bench.probes import ratio_in_turns
-from prejit.runtime import __main__
-from prejit.runtime.errors import ProcessError, RegressionError, StoreError, UsageError
+from prejit.runtime.errors import RegressionError, StoreError, UsageError
 from prejit.runtime.programs.ready_programs import ProgramReport
 
 MACHINE = {"platform": "cpu", "cpu_model": "X", "cpu_count": 2, "cpu_features": ["avx", "sse"]}
@@ -50,18 +43,10 @@ def row(name: str, samples: Sequence[float], **changes: Any) -> BenchRow:
 
 def report(*rows: BenchRow, **changes: Any) -> BenchReport:
     values: dict[str, Any] = {
-        "report_version": 1,
-        "bundle": "b",
-        "digest": "sha256:0",
-        "target": "t",
-        "matched": True,
-        "date": "2026-01-01T00:00:00+00:00",
-        "machine": MACHINE,
-        "versions": {"jax": "0.10.2"},
-        "runs": 3,
-        "seconds": 1.0,
-        "programs": (ProgramReport("p", "loaded", 0.25),),
-        "rows": rows,
+        **{"report_version": 1, "bundle": "b", "digest": "sha256:0", "target": "t"},
+        **{"matched": True, "date": "2026-01-01T00:00:00+00:00", "machine": MACHINE},
+        **{"versions": {"jax": "0.10.2"}, "runs": 3, "seconds": 1.0},
+        **{"programs": (ProgramReport("p", "loaded", 0.25),), "rows": rows},
     }
     return BenchReport(**{**values, **changes})
 
@@ -77,24 +62,18 @@ def verdict(before: Sequence[float], after: Sequence[float], tolerance: float = 
     return beside(report(rows[0]), report(rows[1]), tolerance).deltas[0].verdict
 
 
-@pytest.mark.parametrize("count", [1, 2, MIN_P95_SAMPLES, MIN_P99_SAMPLES])
-def test_a_row_has_the_percentiles_that_its_samples_allow(count: int) -> None:
-    samples = np.random.default_rng(0).exponential(size=count) + 0.1
-    found = row("r", samples.tolist(), items=8, item="tokens")
-    assert found.samples == count
-    assert found.minimum == samples.min()
-    assert found.maximum == samples.max()
-    for q, value in ((0.25, found.p25), (0.5, found.p50), (0.75, found.p75)):
-        assert value == pytest.approx(np.quantile(samples, q))
-    for least, q, given_ in (
-        (MIN_P95_SAMPLES, 0.95, found.p95),
-        (MIN_P99_SAMPLES, 0.99, found.p99),
-    ):
-        if count < least:
-            assert given_ is None  # it would be the maximum
-        else:
-            assert given_ == pytest.approx(np.quantile(samples, q))
-    assert found.per_second == pytest.approx(8 / np.median(samples))
+def test_a_row_has_the_percentiles_that_its_samples_allow() -> None:
+    for count in (1, 2, MIN_P95_SAMPLES, MIN_P99_SAMPLES):
+        samples = np.random.default_rng(0).exponential(size=count) + 0.1
+        found = row("r", samples.tolist(), items=8, item="tokens")
+        bounds = (samples.min(), samples.max())
+        assert (found.samples, found.minimum, found.maximum) == (count, *bounds)
+        for q, value, least in (
+            *((0.25, found.p25, 1), (0.5, found.p50, 1), (0.75, found.p75, 1)),
+            *((0.95, found.p95, MIN_P95_SAMPLES), (0.99, found.p99, MIN_P99_SAMPLES)),
+        ):  # with fewer it would be the maximum
+            assert value == (None if count < least else pytest.approx(np.quantile(samples, q)))
+        assert found.per_second == pytest.approx(8 / np.median(samples))
 
 
 samples_of_one_speed = st.lists(st.floats(0.99, 1.01), min_size=3, max_size=40)
@@ -139,14 +118,14 @@ def test_a_machine_that_slowed_down_as_a_whole_fails_no_bundle() -> None:
     assert slowed.drift == 2
     assert any("2.00 x" in note for note in notes(slowed))
     assert beside(measured(1, 1), measured(4, 2)).deltas[0].verdict == "worse"
-    memory = [
-        report(
-            row("m", [size] * 3, unit="bytes", group="memory"),
-            row(YARDSTICK, [slowness] * 3, group="machine"),
-        )
-        for size, slowness in ((1.0, 1.0), (1.3, 2.0))
-    ]
-    assert beside(*memory).deltas[0].verdict == "worse"  # it slows no memory down
+
+    def used(size: float, slowness: float) -> BenchReport:
+        yardstick = row(YARDSTICK, [slowness] * 3, group="machine")
+        return report(row("m", [size] * 3, unit="bytes", group="memory"), yardstick)
+
+    assert (
+        beside(used(1.0, 1.0), used(1.3, 2.0)).deltas[0].verdict == "worse"
+    )  # it slows no memory down
     # A machine that became faster excuses nothing, nor does any where the sides took turns.
     assert beside(measured(1, 2), measured(2, 1)).deltas[0].verdict == "worse"
     turns = {"r": Ratio(2, 2, 1.9, 2.1)}
@@ -205,13 +184,6 @@ FULL = report(
     row("m", [1e6], unit="bytes", group="memory"),
     row("p", [1.5], unit="x", group="serving"),
 )
-
-
-def test_a_report_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
-    (tmp_path / "b.json").write_text(json.dumps({**FULL.described(), "comparison": None}))
-    assert read(str(tmp_path / "b.json")) == FULL
-
-
 DAMAGES: list[tuple[str, Any, str]] = [
     ("rows.0.p50", "fast", "rows[0].p50: expected float, found 'fast'"),
     ("rows.0.p50", 1e9, "rows[0]: expected 0 < minimum <= p25"),
@@ -222,87 +194,43 @@ DAMAGES: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("where", "value", "complaint"), DAMAGES)
-def test_a_damaged_key_is_told(where: str, value: Any, complaint: str, tmp_path: Path) -> None:
-    plain = json.loads(json.dumps(FULL.described()))
-    *outer, last = [int(key) if key.isdecimal() else key for key in where.split(".")]
-    at: Any = plain
-    for key in outer:
-        at = at[key]
-    if value is ...:
-        del at[last]
-    else:
+def test_a_damaged_key_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "b.json"
+    path.write_text(json.dumps({**FULL.described(), "comparison": None}))
+    assert read(str(path)) == FULL
+    for where, value, complaint in DAMAGES:
+        plain = json.loads(json.dumps(FULL.described()))
+        *outer, last = [int(key) if key.isdecimal() else key for key in where.split(".")]
+        at: Any = plain
+        for key in outer:
+            at = at[key]
         at[last] = value
-    (tmp_path / "b.json").write_text(json.dumps(plain))
-    with pytest.raises(UsageError) as caught:
-        read(str(tmp_path / "b.json"))
-    assert str(tmp_path / "b.json") in str(caught.value)
-    assert complaint in str(caught.value)
-    assert "prejit bench BUNDLE -o" in (caught.value.hint or "")
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[1]", b"{}"])
-def test_a_foreign_file_is_no_baseline(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "b.json").write_bytes(content)
-    with pytest.raises(UsageError, match="not a report"):
-        read(str(tmp_path / "b.json"))
+        if value is ...:
+            del at[last]
+        path.write_text(json.dumps(plain))
+        with pytest.raises(UsageError) as caught:
+            read(str(path))
+        assert str(path) in str(caught.value)
+        assert complaint in str(caught.value)
+        assert "prejit bench BUNDLE -o" in (caught.value.hint or "")
+    for content in (b"", b"\xff\xfe", b"[1]", b"{}"):
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match="not a report"):
+            read(str(path))
     with pytest.raises(StoreError, match="cannot read a baseline"):
         read(str(tmp_path / "none.json"))
 
 
 def test_names_stay_text_on_the_page() -> None:
-    before = report(
-        row(EVIL, [1.0] * 3, work=EVIL),
-        row("gone" + EVIL, [1.0]),
-        machine={"cpu_model": EVIL, "cpu_count": EVIL},
-    )
+    machine = {"cpu_model": EVIL, "cpu_count": EVIL}
+    before = report(row(EVIL, [1.0] * 3, work=EVIL), row("gone" + EVIL, [1.0]), machine=machine)
     after = report(
         row(EVIL, [2.0] * 200, work=EVIL, items=1, item=EVIL),
-        bundle=EVIL,
-        digest=EVIL,
-        target=EVIL,
+        **dict.fromkeys(("bundle", "digest", "target"), EVIL),
         versions={EVIL: EVIL},
-        machine={"cpu_model": EVIL, "cpu_count": EVIL},
+        machine=machine,
         programs=(ProgramReport(EVIL, EVIL, 1.0),),
     )
     comparison = compare_reports(before, after, other=EVIL, tolerance=0.25)
     assert comparison.regressions
     Elements(bench_page(after, comparison)).check_harmless(12)
-
-
-def run(*argv: object) -> int:
-    return __main__.main([str(argument) for argument in argv])
-
-
-QUICK = ("--runs", 1, "--seconds", 0.1)
-
-
-def test_a_failed_process_keeps_its_own_exit_status(bundle_dir: Path, tmp_path: Path) -> None:
-    """What happens to a fresh process is no misuse of `bench`."""
-    use = {"program": "tick", "prompt": [], "new_tokens": 0}
-    next((bundle_dir / "blobs" / "sha256").iterdir()).write_bytes(b"")
-    for path, status, told in (
-        (bundle_dir, 4, "error[reject]"),
-        (tmp_path / "nowhere", 6, "error[store]"),
-    ):
-        with pytest.raises(ProcessError, match=re.escape(told)) as caught:
-            _fresh_process(Setup(str(path)), use)
-        assert caught.value.exit_code == status
-        assert f"a fresh process ended with {status}" in str(caught.value)
-    assert ProcessError("killed", -9).exit_code == 137
-
-
-def test_a_decoder_whose_prompts_fill_its_context_is_measured(
-    make_decoder: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = make_decoder("gpt2", batch=(1,), prompt=(8,), context=(8,))
-    assert run("bench", path, *QUICK, "--json", "-o", tmp_path / "b.json") == 0
-    names = [one["name"] for one in json.loads(capsys.readouterr().out)["rows"]]
-    assert len(set(names)) == len(names)
-    for name in (
-        "first token, prompt 8, alone",
-        "further token, alone",
-        "16 requests, all of them",
-    ):
-        assert name in names
-    assert len(read(str(tmp_path / "b.json")).rows) == len(names)

@@ -17,24 +17,10 @@ MODELS = """
 model = random_model(Tiny)
 narrow = random_model(NarrowLogits)
 number = 3
-
-
 def make_model():
     return random_model(Tiny)
-
-
 def make_sized(size):
     return random_model(Tiny)
-
-
-class Reads(Tiny):
-    def last(self, x, length):
-        return x[length]["last"]  # a mistake
-
-
-reads = random_model(Reads)
-
-
 def zeros(tokens):
     return np.zeros((*tokens.shape, V)) + np.arange(V)
 """
@@ -62,18 +48,12 @@ def test_a_failed_check_says_a_change(directory: Path, capfd: pytest.CaptureFixt
     assert main(["check-model", "loud:model"]) == 1
     printed = capfd.readouterr()
     assert "hello" in printed.err, "what is printed at import goes to stderr"
-    assert printed.out == (
-        "check       result  worst difference\n"
-        "----------  ------  ----------------\n"
-        "attributes  pass\n"
-        "cache       pass\n"
-        "logits      FAIL\n"
-        "\n"
-        "logits: expected float32 with B = 1, T = 1, every = False, found bfloat16\n"
-        "  change: return `logits.astype(jnp.float32)`\n"
-        "\n"
-        "3 checks: 2 passed, 1 failed\n"
-    )
+    assert printed.out.splitlines()[4:] == [
+        *("logits      FAIL", ""),
+        "logits: expected float32 with B = 1, T = 1, every = False, found bfloat16",
+        *("  change: return `logits.astype(jnp.float32)`", ""),
+        "3 checks: 2 passed, 1 failed",
+    ]
 
 
 def test_params_and_a_reference_count(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,32 +70,6 @@ def test_params_and_a_reference_count(directory: Path, capsys: pytest.CaptureFix
     save_file(values, directory / "fewer.safetensors")
     assert main(["check-model", "model:model", "--params", "fewer.safetensors"]) == 2
     assert "embedding is in the module alone" in capsys.readouterr().err
-
-
-def test_an_error_of_a_model_has_lines(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check-model", "model:reads"]) == 1
-    printed = capsys.readouterr().out
-    line = (
-        (directory / "model.py")
-        .read_text()
-        .splitlines()
-        .index('        return x[length]["last"]  # a mistake')
-    )
-    assert "logits: expected a result, found " in printed
-    assert f"({directory}/model.py, line {line + 1})" in printed
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("example", ["state_space", "mixture_of_experts"])
-def test_the_models_of_the_examples_keep_the_rules(
-    example: str, directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = Path("examples", example, "model.py")
-    four = " = 512, 4, 128, "
-    text = (ROOT / code).read_text()
-    assert four in text, f"{code}: expected the sizes of a model of 4 layers"
-    (directory / "example.py").write_text(text.replace(four, " = 512, 2, 128, "))
-    assert main(["check-model", "example:model"]) == 0, capsys.readouterr()
 
 
 WRONG: list[tuple[list[str], str, str | None]] = [  # arguments, error, hint

@@ -72,13 +72,7 @@ def test_a_broken_rule_is_found_by_its_check(name: str, kind: type[Layer], says:
     assert found.change
 
 
-def test_weights_of_zeros_fail_because_they_hide_everything() -> None:
-    found = check(Tiny, "sensitive", embedding=np.zeros((19, 8), np.float32))
-    assert "too small for the other checks to find a mistake" in found.found
-    assert "--params" in found.change
-
-
-def test_what_a_model_raises_is_a_failed_check_and_an_interrupt_none() -> None:
+def test_what_a_model_raises_or_hides_is_a_failed_check_and_an_interrupt_none() -> None:
     class Raises(Tiny):
         def last(self, x: Any, length: Any) -> Any:
             raise KeyError("no last token")
@@ -95,23 +89,9 @@ def test_what_a_model_raises_is_a_failed_check_and_an_interrupt_none() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         list(check_model(*apart(random_model(Interrupted))))
-
-
-def test_without_positions_nothing_is_rewound() -> None:
-    class Recurrent(Tiny):
-        def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
-            return {"state": jnp.zeros((rows, 8))}
-
-        def __call__(
-            self, tokens: Any, start: Any, length: Any, cache: Any, **keywords: Any
-        ) -> Any:
-            found, state = self.summed(cache["state"], self.embedding[tokens], length)
-            wanted = found if keywords["every"] else self.last(found, length)
-            return wanted @ self.embedding.T, {"state": state}
-
-    found = list(check_model(*apart(random_model(Recurrent))))
-    assert [one for one in found if not one.passed] == []
-    assert {*_OF_DECODERS} - {one.name for one in found} == {"fresh", "rewind"}
+    found = check(Tiny, "sensitive", embedding=np.zeros((19, 8), np.float32))
+    assert "too small for the other checks to find a mistake" in found.found
+    assert "--params" in found.change
 
 
 def reference(tokens: Any) -> Any:
@@ -137,8 +117,6 @@ def test_a_model_is_compared_with_a_reference_after_each_token() -> None:
     assert against(lambda tokens: 1.01 * reference(tokens), tolerance=0.1).passed
     assert not against(lambda tokens: 1.01 * reference(tokens), tolerance=1e-3).passed
 
-
-def test_an_encoder_decoder_is_compared_with_its_sources() -> None:
     def written(source: Any, length: Any, tokens: Any) -> Any:
         model = random_model(TinyWriter)
         rows, count = tokens.shape
@@ -147,37 +125,12 @@ def test_an_encoder_decoder_is_compared_with_its_sources() -> None:
         return model(tokens, zeros, zeros + count, cache, every=True)[0]
 
     assert against(written, TinyWriter).passed
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "expected"),
-    [
+    for one, other, expected in (
         ([1.0, 3.0], [1.0, 3.0], 0.0),
         ([1.0, 2.5], [1.0, 3.0], 0.25),
         ([2.0, 2.0], [2.0, 2.0], 0.0),
         ([2.0, 2.1], [2.0, 2.0], np.inf),
         ([np.nan, 2.0], [1.0, 2.0], np.inf),
         ([1.0, 2.0], [1.0, np.inf], np.inf),
-    ],
-)
-def test_differences_are_relative_to_the_spread(one: Any, other: Any, expected: float) -> None:
-    assert difference(one, jax.numpy.asarray(other)) == expected
-
-
-def test_a_tensor_of_torch_is_read() -> None:
-    class Tensor:
-        """The methods of a torch tensor in bfloat16 that needs gradients."""
-
-        def __init__(self, values: Any, done: tuple[str, ...] = ()) -> None:
-            self.values, self.done = values, done
-
-        def __getattr__(self, name: str) -> Any:
-            if name not in ("detach", "float", "cpu"):
-                raise AttributeError(name)
-            return lambda: Tensor(self.values, (*self.done, name))
-
-        def numpy(self) -> Any:
-            assert self.done == ("detach", "float", "cpu")
-            return np.asarray(self.values)
-
-    assert against(lambda tokens: Tensor(reference(tokens))).passed
+    ):
+        assert difference(one, jax.numpy.asarray(other)) == expected

@@ -179,12 +179,8 @@ breaks_cache(f"cache['keys']: {ROWS_FIRST} (16, 3, 8)")(
 )
 breaks_cache(f"cache['keys']: {AXIS} (3, 17, 8)")(lambda right, b, s: right(b, s + 1))
 
-breaks_cache("(3, 16, 8) for S = 16 and (3, 32, 8) for S = 64")(
-    lambda right, b, s: right(b, min(s, 32))
-)
-breaks_cache("(3, 16, 16) for S = 16")(
-    lambda right, b, s: {**right(b, s), "mask": jnp.zeros((b, s, s))}
-)
+breaks_cache("(3, 16, 8) for S = 16 and (3, 32, 8) for")(lambda right, b, s: right(b, min(s, 32)))
+breaks_cache("(3, 16, 16) for S")(lambda right, b, s: {**right(b, s), "mask": jnp.zeros((b, s, s))})
 breaks_cache("expected one tree of arrays for any number of positions")(
     lambda right, b, s: {**right(b, s), "pages": [jnp.zeros(b)] * (s // 16)}
 )
@@ -200,25 +196,10 @@ class NarrowLogits(Tiny):
         return logits.astype(jnp.bfloat16), cache
 
 
-@breaks("logits", "expected [1, 19] with B = 1, T = 1, every = False, found float32 [1, 1, 19]")
-class AllLogits(Tiny):
-    def last(self, x: Any, length: Any) -> Any:
-        return x
-
-
-@breaks(
-    "returned", "cache['keys']: expected bfloat16 [3, 16, 8], as it went in with dtype 'bfloat16'"
-)
+@breaks("returned", "cache['keys']: expected bfloat16 [3, 16, 8], as it went in with dtype 'bfl")
 class WidenedCache(Tiny):
     def write(self, array: Any, new: Any, start: Any, length: Any) -> Any:
         return super().write(array.astype(jnp.float32), new, start, length)
-
-
-@breaks("returned", "expected the tree")
-class OtherTree(Tiny):
-    def __call__(self, *inputs: Any, every: bool = False) -> Any:
-        logits, cache = super().__call__(*inputs, every=every)
-        return logits, tuple(cache.values())
 
 
 @breaks("finite", "found NaN or infinity in cache['state']")
@@ -276,15 +257,6 @@ class DecaysIdleRows(Tiny):
         return found, jnp.where((length > 0)[:, None], new, 0.99 * new)
 
 
-@breaks("idle", "found a change in cache['state'] at start 0")
-class ClearsAtStart(Tiny):
-    def __call__(
-        self, tokens: Any, start: Any, length: Any, cache: Any, *, every: bool = False
-    ) -> Any:
-        state = jnp.where((start > 0)[:, None], cache["state"], 0)
-        return super().__call__(tokens, start, length, {**cache, "state": state}, every=every)
-
-
 @breaks("fresh", "expected a text at start 0 to ignore what another text left in the cache")
 class SeesAllPositions(Tiny):
     def visible(self, positions: Any, cache: Any) -> Any:
@@ -337,13 +309,6 @@ class SeesSourcePadding(TinyWriter):
 class BlindToSource(TinyWriter):
     def with_source(self, x: Any, cache: Any) -> Any:
         return x
-
-
-@breaks("encode", "between a source alone and in row")
-class MixesSources(TinyWriter):
-    def encode(self, source: Any, length: Any, positions: int, dtype: str) -> Any:
-        cache = super().encode(source, length, positions, dtype)
-        return {**cache, "source": cache["source"] - cache["source"].mean(0)}
 
 
 @breaks("encode", "after the cache was padded")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,12 @@ from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
 from prejit.compiler.compile.executor import find_compiled
 from prejit.compiler.compile.schedule import Loss, Need
 from prejit.compiler.progress import Plain, Progress, Quiet
-from prejit.compiler.sharing.sharing_settings import written_address
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain
 from prejit.runtime.base.files import digest_of
-from prejit.runtime.errors import BuildError, NetworkError, StoreError, UsageError
+from prejit.runtime.errors import BuildError, StoreError, UsageError
 from prejit.runtime.format.bundle_schema import Memory, Segment
 
 EXACT = host_toolchain(target("cpu-x86-64-v3"), {"jax": "0.12.0", "jaxlib": "0.12.0"})
@@ -93,9 +92,8 @@ class Site:
 
     def executor(self, cluster: FakeCluster, shared: str | None = None) -> ClusterExecutor:
         self.patch.setattr(cluster_executor, "RayConnection", lambda address: cluster)
-        return ClusterExecutor(
-            "ray://auto", self.store, shared=shared, workers=1, progress=self.progress
-        )
+        options: Any = {"shared": shared, "workers": 1, "progress": self.progress}
+        return ClusterExecutor("ray://auto", self.store, **options)
 
     def job(self, program: str) -> CompileJob:
         digest = self.store.put_blob(program.encode())
@@ -128,23 +126,20 @@ def test_a_job_is_compiled_on_the_cluster_once_by_a_node_that_is_named(site: Sit
 
 def test_a_job_that_does_not_compile_or_kills_its_workers_is_named(site: Site) -> None:
     error = {"code": BuildError.code, "message": "no such operation", "hint": "change it"}
-    cluster = FakeCluster(lambda order: Ended(order.attempt, body={"error": error}))
-    with site.executor(cluster) as executor:
-        with pytest.raises(BuildError, match="p for cpu-x86-64-v3: no such operation") as caught:
-            executor.submit(site.job("p")).result(60)
-    assert caught.value.hint == "change it"
-    assert len(cluster.orders) == 1
-    cluster = FakeCluster(lambda order: Ended(order.attempt, loss=Loss.WORKER))
-    with site.executor(cluster) as executor:
-        with pytest.raises(BuildError, match="2 attempts ended without an answer") as caught:
-            executor.submit(site.job("p")).result(60)
-    assert "--executor local" in caught.value.hint
+    for ended, said, hint in (
+        ({"body": {"error": error}}, "p for cpu-x86-64-v3: no such operation", "change it"),
+        ({"loss": Loss.WORKER}, "2 attempts ended without an answer", "--executor local"),
+    ):
+        cluster = FakeCluster(lambda order, ended=ended: Ended(order.attempt, **ended))
+        with site.executor(cluster) as executor:
+            with pytest.raises(BuildError, match=said) as caught:
+                executor.submit(site.job("p")).result(60)
+        assert hint in caught.value.hint
+        assert len(cluster.orders) == (1 if "body" in ended else 2)
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
-def test_no_job_waits_for_a_cluster_that_was_closed_or_goes_away(
-    site: Site, is_broken: bool
-) -> None:
+def test_no_job_waits_for_a_cluster_that_is_closed_or_gone(site: Site, is_broken: bool) -> None:
     cluster = FakeCluster(lambda order: None)
     with site.executor(cluster) as executor:
         futures = [executor.submit(site.job(f"p{number}")) for number in range(30)]
@@ -161,7 +156,7 @@ def test_no_job_waits_for_a_cluster_that_was_closed_or_goes_away(
     assert cluster.is_closed
 
 
-def test_other_machines_need_a_shared_store(site: Site) -> None:
+def test_other_machines_exchange_all_through_a_shared_store(site: Site, tmp_path: Path) -> None:
     cluster = FakeCluster(lambda order: None, addresses=frozenset({"192.0.2.99"}))
     with (
         site.executor(cluster) as executor,
@@ -169,9 +164,6 @@ def test_other_machines_need_a_shared_store(site: Site) -> None:
     ):
         executor.submit(site.job("p"))
     assert cluster.is_closed
-
-
-def test_programs_and_executables_go_through_the_shared_store(site: Site, tmp_path: Path) -> None:
     shared, node = str(tmp_path / "shared"), DirectoryStore.open(tmp_path / "node")
     remote = open_exchange(shared)
 
@@ -194,14 +186,8 @@ def test_code_for_this_cpu_is_not_taken_from_a_node_with_another(site: Site) -> 
     job = replace(site.job("p"), toolchain=old)
     cluster = FakeCluster(lambda order: Ended(order.attempt, body={"other": "node7"}))
     executor = site.executor(cluster)
-    done = site.job("p")
-    site.store.put(done.key, {}, blobs=[])  # unusable: it has to be compiled
-    submitted: list[CompileJob] = []
 
     def compile_here(job: CompileJob) -> Any:
-        from concurrent.futures import Future
-
-        submitted.append(job)
         future: Future[str] = Future()
         future.set_result("compiled here")
         return future
@@ -214,38 +200,21 @@ def test_code_for_this_cpu_is_not_taken_from_a_node_with_another(site: Site) -> 
     assert cluster.orders[0].host is not None
 
 
-def test_a_store_must_be_written_and_contents_be_those_that_were_asked_for(tmp_path: Path) -> None:
+def test_contents_must_be_those_that_were_asked_for(tmp_path: Path) -> None:
     remote, store = open_exchange(str(tmp_path / "s")), DirectoryStore.open(tmp_path / "c")
     digest = digest_of(b"good")
     remote.write(f"cas/{digest.removeprefix('sha256:')}", b"bad")
-    with pytest.raises(StoreError, match="expected this digest"):
-        bring(remote, store, digest)
-    with pytest.raises(StoreError, match="found none"):
-        bring(remote, store, digest_of(b"other"))
-    assert store.blob_path(digest) is None
-    stores = tmp_path / "stores.toml"
-    stores.write_text(
-        '[[store]]\nurl = "http://a.example"\n[[store]]\nurl = "s3://b"\nwrite = true\n'
-    )
-    assert written_address(str(stores)) == "s3://b"
-    stores.write_text('[[store]]\nurl = "http://a.example"\n')
-    with pytest.raises(UsageError, match="write = true"):
-        written_address(str(stores))
+    for wanted, said in ((digest, "expected this digest"), (digest_of(b"other"), "found none")):
+        with pytest.raises(StoreError, match=said):
+            bring(remote, store, wanted)
+        assert store.blob_path(wanted) is None
 
 
-@pytest.mark.parametrize("address", ["slurm", "ray://", "http://a:1", "Ray://a:1"])
-def test_an_address_that_is_none_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="expected local, ray://HOST:PORT or ray://auto"):
-        check_address(address)
+def test_an_address_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for address in ("slurm", "ray://", "http://a:1", "Ray://a:1"):
+        with pytest.raises(UsageError, match="expected local, ray://HOST:PORT or ray://auto"):
+            check_address(address)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError) as caught:
         check_address("ray://head:10001")
     assert caught.value.hint == "pip install 'prejit[ray]'"
-
-
-@pytest.mark.parametrize("place", ["127.0.0.1:1", "nowhere.invalid:1"])
-def test_a_cluster_that_is_not_there_is_an_error_at_once(place: str) -> None:
-    from prejit.compiler.cluster.connection import RayConnection
-
-    with pytest.raises(NetworkError, match="expected a Ray cluster, found none"):
-        RayConnection(f"ray://{place}")

@@ -53,7 +53,7 @@ class Cluster:
 
     def remote(self, what: Any) -> Remote:
         if what is Board:
-            return Remote(lambda: SimpleNamespace(news=Remote(self._news)))  # type: ignore[arg-type, return-value]
+            return Remote(lambda: SimpleNamespace(news=Remote(self._news)))
         return Remote(self._hand)
 
     def _hand(self, order: Order, board: Any) -> str:
@@ -101,7 +101,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     made, module = Cluster(), ModuleType("ray")
     for name in ("remote", "is_initialized", "nodes", "wait", "get", "cancel"):
         setattr(module, name, getattr(made, name))
-    module.exceptions = SimpleNamespace(RayError=RayError, **ERRORS)  # type: ignore[attr-defined]
+    module.exceptions = SimpleNamespace(RayError=RayError, **ERRORS)
     monkeypatch.setitem(sys.modules, "ray", module)
     monkeypatch.setattr(connection, "_keep_stdout_for_data", lambda: None)
     monkeypatch.setattr(connection, "_LOOK_SECONDS", 0.0)
@@ -119,9 +119,7 @@ def ray(cluster: Cluster) -> RayConnection:
 
 
 @pytest.mark.parametrize("error", ["NodeDiedError", "ObjectLostError", "OutOfMemoryError"])
-def test_what_ray_says_of_a_loss_is_believed(
-    cluster: Cluster, ray: RayConnection, error: str
-) -> None:
+def test_what_ray_says_of_loss_counts(cluster: Cluster, ray: RayConnection, error: str) -> None:
     cluster.outcomes["attempt 7"] = ERRORS[error]("gone")
     loss = Loss.MEMORY if error == "OutOfMemoryError" else Loss.NODE
     assert ray.wait(0.0) == [Ended(7, loss=loss)]
@@ -143,12 +141,11 @@ def test_a_worker_may_die_with_its_node(cluster: Cluster, ray: RayConnection, er
 def test_a_worker_that_died_on_a_node_that_lives_counts_against_the_job(
     cluster: Cluster, ray: RayConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another node died at the same time; that is no excuse."""
     monkeypatch.setattr(connection, "_DOUBT_SECONDS", 0.2)
     cluster.board.take(7, "b")
     ray.begun()
     cluster.outcomes["attempt 7"] = ERRORS["WorkerCrashedError"]()
-    cluster.alive = {"b"}
+    cluster.alive = {"b"}  # another node died at the same time; that is no excuse
     assert ray.wait(0.0) == []
     time.sleep(0.25)
     assert ray.wait(0.0) == [Ended(7, loss=Loss.WORKER)]
@@ -158,18 +155,22 @@ def test_what_ray_cannot_run_is_an_error_of_the_job(cluster: Cluster, ray: RayCo
     """A connection that breaks is not: each job would say that Ray cannot run it."""
     cluster.outcomes["attempt 7"] = {"result": 1}
     assert ray.wait(0.0) == [Ended(7, body={"result": 1})]
-    ray.start(ORDER, Need(1.0))
-    cluster.outcomes["attempt 7"] = ERRORS["RuntimeEnvSetupError"]("no such package")
-    [ended] = ray.wait(0.0)
-    assert ended.loss is None
-    assert str(ended.failure) == "Ray could not run it: no such package"
-    ray.start(ORDER, Need(1.0))
-    cluster.outcomes["attempt 7"] = ERRORS["RayTaskError"]("x\nModuleNotFoundError: no iced")
-    [ended] = ray.wait(0.0)
-    assert (
-        str(ended.failure) == "a node of the cluster cannot compile: ModuleNotFoundError: no iced"
-    )
-    assert "pip install" in str(ended.failure.hint if ended.failure else None)
+    no_module = "x\nModuleNotFoundError: no iced"
+    for kind, text, said, hint in (
+        ("RuntimeEnvSetupError", "no such package", "Ray could not run it: no such package", ""),
+        (
+            "RayTaskError",
+            no_module,
+            f"a node of the cluster cannot compile: {no_module[2:]}",
+            "pip",
+        ),
+    ):
+        ray.start(ORDER, Need(1.0))
+        cluster.outcomes["attempt 7"] = ERRORS[kind](text)
+        [ended] = ray.wait(0.0)
+        assert ended.loss is None
+        assert str(ended.failure) == said
+        assert hint in str(ended.failure and ended.failure.hint)
     ray.start(ORDER, Need(1.0))
     cluster.outcomes["attempt 7"] = ConnectionError("GRPC connection failed")
     with pytest.raises(ConnectionError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -11,10 +10,9 @@ import pytest
 
 from prejit.compiler import Program, build
 from prejit.compiler.bench import machine_limits
-from prejit.compiler.bench.machine_limits import MachineLimits
 from prejit.compiler.comparing.difference import read_bundle
 from prejit.compiler.comparing.program_texts import find_target
-from prejit.compiler.comparing.roofline import ProgramCost, RooflineRow, costs
+from prejit.compiler.comparing.roofline import costs
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import PrejitError, UsageError
 
@@ -36,9 +34,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_texts_are_those_of_the_program_and_the_target(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_texts_are_those_of_the_program_and_the_target(capsys: pytest.CaptureFixture[str]) -> None:
     stablehlo = printed(capsys, CALL, "--stablehlo", "score/b2")
     assert "stablehlo.tanh" in stablehlo
     assert "tensor<2x16xf32>" in stablehlo
@@ -55,21 +51,6 @@ def test_texts_are_those_of_the_program_and_the_target(
     assert set(found) == {"program", "target", "asm"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--hlo", "scor/b2"], "did you mean 'score/b2'"),
-        (["--asm", "nest", "--for-target", "cpu-x86-64-v9"], "did you mean 'cpu-x86-64-v"),
-        (["--asm", "nest", "--costs"], "expected one of --stablehlo, --hlo, --asm"),
-        (["--for-target", "cpu-x86-64-v2"], "--for-target: expected --stablehlo.* found none"),
-        (["--capacity", "--for-target", "x"], "--for-target: expected .* found --capacity"),
-    ],
-)
-def test_mistakes_are_named(arguments: list[str], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        run(["inspect", CALL, *arguments])
-
-
 def test_a_server_without_the_build_side_hears_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -79,39 +60,34 @@ def test_a_server_without_the_build_side_hears_what_to_install(
     assert error.value.hint == "pip install 'prejit[compiler]'"
 
 
-@pytest.mark.parametrize("form", ["--hlo", "--asm"])
-def test_an_executable_of_another_form_is_named(form: str) -> None:
+def test_mistakes_are_named() -> None:
     kernels = str(Path(CALL).parent / "kernels")  # whose executables are stand-ins
-    with pytest.raises(UsageError, match="scale: expected an executable of XLA:CPU as jaxlib"):
-        run(["inspect", kernels, form, "scale"])
-
-
-def test_recorded_programs_have_no_texts() -> None:
-    recorded = Path(CALL).parent / "recorded"
+    other_form = "scale: expected an executable of XLA:CPU as jaxlib"
+    for bundle, arguments, message in (
+        (CALL, ["--hlo", "scor/b2"], "did you mean 'score/b2'"),
+        (CALL, ["--asm", "nest", "--for-target", "cpu-x86-64-v9"], "did you mean 'cpu-x86-64-v"),
+        (CALL, ["--asm", "nest", "--costs"], "expected one of --stablehlo, --hlo, --asm"),
+        (
+            CALL,
+            ["--for-target", "cpu-x86-64-v2"],
+            "--for-target: expected --stablehlo.* found none",
+        ),
+        (CALL, ["--capacity", "--for-target", "x"], "--for-target: expected .* found --capacity"),
+        *((kernels, [form, "scale"], other_form) for form in ("--hlo", "--asm")),
+    ):
+        with pytest.raises(UsageError, match=message):
+            run(["inspect", bundle, *arguments])
     with pytest.raises(PrejitError, match="found recorded ones"):
-        find_target(read_bundle(recorded), None)
+        find_target(read_bundle(Path(CALL).parent / "recorded"), None)
 
 
-def test_costs_count_what_the_function_says(product: str) -> None:
+def test_costs_count_what_the_function_says_and_the_roofline_runs_it(
+    product: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     bundle = read_bundle(product)
     [cost] = costs(bundle, find_target(bundle, None))
     assert cost.flops == pytest.approx(2 * SIDE**3 + SIDE**2, rel=0.02)
     assert cost.moved_bytes == 2 * 4 * SIDE**2
-
-
-def test_the_nearer_limit_bounds_a_program() -> None:
-    limits = MachineLimits(read_bytes_per_second=100.0, flops_per_second=1000.0)
-    moves = RooflineRow.of(ProgramCost("moves", 1000.0, 200, 0), 4.0, limits)
-    assert (moves.bound, moves.share) == ("memory", 0.5)
-    computes = RooflineRow.of(ProgramCost("computes", 6000.0, 200, 0), 8.0, limits)
-    assert (computes.bound, computes.share) == ("arithmetic", 0.75)
-    better = limits.best_of(MachineLimits(50.0, 2000.0))
-    assert better == MachineLimits(100.0, 2000.0)
-
-
-def test_the_roofline_runs_every_program(
-    product: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(machine_limits, "_SECONDS", 0.0)
     monkeypatch.setattr(machine_limits, "_BYTES", 1 << 20)
     found = json.loads(printed(capsys, product, "--roofline", "--json"))

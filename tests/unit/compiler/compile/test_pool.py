@@ -38,7 +38,6 @@ from prejit.runtime.format.bundle_schema import Memory, Segment
 
 VERSIONS = (("jax", "0.12.0"), ("jaxlib", "0.12.0"))
 HOST, V3 = target("cpu-host"), target("cpu-x86-64-v3")
-
 # A worker whose compiler does what its portable program says. Everything but XLA is real.
 FAKE_WORKER = """
 import ctypes, os, signal, sys, time
@@ -47,7 +46,6 @@ from prejit.compiler.compile.worker import worker_requests
 from prejit.compiler.compile.worker.xla import CompiledProgram
 from prejit.runtime.format.bundle_schema import Memory
 from prejit.runtime.errors import BuildError
-
 def compile_program(portable, machine):
     action, _, argument = portable.decode().partition(":")
     if action == "signal":
@@ -60,7 +58,6 @@ def compile_program(portable, machine):
         os._exit(int(argument))
     if action == "raise":
         raise BuildError("XLA does not like it", hint="change it")
-
     if action == "kill-worker":
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(60)
@@ -106,7 +103,6 @@ def compile_program(portable, machine):
     return CompiledProgram(
         portable * 100, Memory(1, 2, 3, 4), (f"worker-{os.getppid()}", os.environ["XLA_FLAGS"])
     )
-
 answers = open(os.dup(1), "wb")
 worker_requests.import_compiler = lambda platform: None  # nothing here needs jaxlib
 worker_requests.main(compile_program)
@@ -153,10 +149,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 def is_alive(process: int) -> bool:
     """Whether a process runs; a zombie that nobody has waited for does not."""
     try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):  # it ended before the file was opened, or read
         return False
-    return state != "Z"
 
 
 def exported(function: Callable[..., Any], *shape: int) -> bytes:
@@ -190,6 +185,8 @@ def test_a_real_program_is_compiled_for_each_target_and_runs(place: Place) -> No
     # A build that changes nothing compiles nothing: no worker could be started with this command.
     gone = [replace(j, toolchain=replace(j.toolchain, command=("/nonexistent",))) for j in jobs]
     assert place.run(*gone) == found
+    place.cache.put(jobs[0].key, {"executable": "of an older prejit"})
+    assert find_compiled(place.cache, jobs[0].key) is None
 
 
 def test_a_program_is_split_for_the_cpus_of_its_target(tmp_path: Path, place: Place) -> None:
@@ -276,13 +273,9 @@ def test_a_bad_program_costs_no_other(place: Place, monkeypatch: pytest.MonkeyPa
         assert each in hint
 
 
-def test_xla_tells_of_an_unknown_flag(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
-    with pytest.raises(BuildError, match=r"Unknown flags? in XLA_FLAGS: --xla_no_such_flag=1"):
-        place.run(place.job("f", b"whatever", real=True))
-
-
-def test_a_store_or_a_worker_that_cannot_be_used_is_reported(place: Place) -> None:
+def test_a_store_or_worker_without_use_is_told(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nowhere = replace(place, command=("/nonexistent",))
     with pytest.raises(BuildError, match="3 of 3 programs") as caught:
         place.run(*(nowhere.job(f"p{n}", f"ok:{n}") for n in range(3)))
@@ -293,16 +286,10 @@ def test_a_store_or_a_worker_that_cannot_be_used_is_reported(place: Place) -> No
         place.run(damaged)
     with pytest.raises(StoreError, match="cannot write the build cache"):
         place.run(place.job("b", breaks))
-
-
-def test_only_a_result_of_our_form_is_taken(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = place.job("a", "ok:")
-    place.cache.put(one.key, {"executable": "of an older prejit"})
-    assert find_compiled(place.cache, one.key) is None
-    found = place.run(one)
-    assert found == {("a", "cpu-host"): find_compiled(place.cache, one.key)}
-    monkeypatch.setattr(pool, "need_of", lambda store, job: pytest.fail("it was asked for"))
-    assert place.run(one) == found
+    monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
+    whole = replace(place, cache=DirectoryStore.open(place.path / "another"))
+    with pytest.raises(BuildError, match=r"Unknown flags? in XLA_FLAGS: --xla_no_such_flag=1"):
+        whole.run(whole.job("f", b"whatever", real=True))
 
 
 def test_jobs_come_while_others_run(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
@@ -325,31 +312,15 @@ def test_jobs_come_while_others_run(place: Place, capsys: pytest.CaptureFixture[
     assert captured.out == ""
 
 
-# A build of its own, to be interrupted.
 BUILD = """
-import signal
-import sys
+import signal, sys
 from pathlib import Path
-from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.build_cache_key import Key
-from prejit.compiler.compile.executor import collect
-from prejit.compiler.compile.compile_jobs import CompileJob, Source
-from prejit.compiler.compile.pool import WorkerPool
-from prejit.compiler.targets.target_table import target
-from prejit.compiler.targets.toolchain import Toolchain
-
+from tests.unit.compiler.compile.test_pool import DirectoryStore, Place
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 root, command, *portables = sys.argv[1:]
-cache = DirectoryStore.open(Path(root))
-toolchain = Toolchain(target("cpu-host"), (sys.executable, command), (("jaxlib", "0.12.0"),))
-with WorkerPool(cache, workers=len(portables)) as pool:
-    futures = {}
-    for number, portable in enumerate(portables):
-        digest = cache.put_blob(portable.encode())
-        key = Key("compile", f"{number}", (("portable", digest),))
-        job = CompileJob(f"{number}", toolchain, Source(digest, ()), key)
-        futures[job.program, "cpu-host"] = pool.submit(job)
-    collect(futures)
+place = Place(Path(root), DirectoryStore.open(Path(root)), (sys.executable, command))
+jobs = [place.job(f"{number}", portable) for number, portable in enumerate(portables)]
+place.run(*jobs, workers=len(jobs))
 """
 
 
@@ -379,36 +350,32 @@ def test_a_worker_that_does_not_answer_is_killed_at_the_time_limit(place: Place)
     with pytest.raises(BuildError) as caught:
         place.run(*late, place.job("good", "ok:", V3), timeout_seconds=3.0)
     said = "for cpu-x86-64-v3: its worker did not answer within 3 s and was killed"
-    assert str(caught.value).splitlines() == [
-        "2 of 3 programs did not compile",
-        f"  sleep {said}",
-        f"  stop {said}",
-    ]
+    lines = ["2 of 3 programs did not compile", f"  sleep {said}", f"  stop {said}"]
+    assert str(caught.value).splitlines() == lines
     assert "--timeout SECONDS" in str(caught.value.hint)
     wait_for(lambda: not any(is_alive(int(text)) for text in mark.read_text().split()))
 
 
-@pytest.mark.parametrize(
-    ("code", "reason"),
-    [
-        ("import sys; sys.stdin.readline(); sys.exit('no such thing')", "    | no such thing"),
-        ("import time; time.sleep(60)", "its worker did not answer within 1 s and was killed"),
-    ],
-)
-def test_a_worker_may_die_while_it_measures(place: Place, code: str, reason: str) -> None:
-    toolchain = Toolchain(HOST, (sys.executable, "-c", code), VERSIONS)
+def test_a_worker_may_die_while_it_measures(place: Place) -> None:
     large = [{"executable": "x" * (1 << 20)}]  # more than a pipe holds
-    seconds = 1.0 if "sleep" in code else 60.0
-    with WorkerProcess(toolchain, place.cache, os.environ) as worker:
-        with pytest.raises(BuildError) as caught:
-            worker.measure(large, Path("weights"), None, seconds)
-        with pytest.raises(BuildError, match="cannot measure"):
-            worker.measure(large, Path("weights"), None, seconds)
-    assert str(caught.value).startswith(
-        "target cpu-host: cannot measure its programs on this machine: its worker "
-    )
-    assert reason in str(caught.value)
-    assert caught.value.hint
+    for code, seconds, reason in (
+        (
+            "import sys; sys.stdin.readline(); sys.exit('no such thing')",
+            60.0,
+            "    | no such thing",
+        ),
+        ("import time; time.sleep(60)", 1.0, "did not answer within 1 s and was killed"),
+    ):
+        toolchain = Toolchain(HOST, (sys.executable, "-c", code), VERSIONS)
+        with WorkerProcess(toolchain, place.cache, os.environ) as worker:
+            with pytest.raises(BuildError) as caught:
+                worker.measure(large, Path("weights"), None, seconds)
+            with pytest.raises(BuildError, match="cannot measure"):
+                worker.measure(large, Path("weights"), None, seconds)
+        said = "target cpu-host: cannot measure its programs on this machine: its worker "
+        assert str(caught.value).startswith(said)
+        assert reason in str(caught.value)
+        assert caught.value.hint
 
 
 def test_a_build_that_is_killed_leaves_its_program_to_those_that_wait(place: Place) -> None:
@@ -427,8 +394,7 @@ def test_a_build_that_is_killed_leaves_its_program_to_those_that_wait(place: Pla
 
 
 def test_closing_a_pool_cancels_what_runs_and_what_waits(place: Place) -> None:
-    mark = place.path / "mark"
-    workers = WorkerPool(place.cache, workers=1)
+    mark, workers = place.path / "mark", WorkerPool(place.cache, workers=1)
     futures = [workers.submit(place.job(name, f"sleep:{mark}")) for name in ("runs", "waits")]
     wait_for(mark.exists)
     workers.close()
@@ -480,20 +446,17 @@ def remember(place: Place, program: str, seconds: float, peak_mb: int, on: Targe
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Gets, for each compile that begins, the programs that are compiled then."""
-    found = list[tuple[str, ...]]()
+    found, pools = list[tuple[str, ...]](), set[WorkerPool]()
     compile_really, lane_begins = WorkerProcess.compile, WorkerPool._run_lane
-    pools = set[WorkerPool]()
 
     def run_lane(self: WorkerPool) -> None:
         pools.add(self)
         lane_begins(self)
 
-    def watch(
-        self: WorkerProcess, source: Source, toolchain: Toolchain, seconds: float
-    ) -> Compiled:
+    def watch(self: WorkerProcess, *request: Any) -> Compiled:
         [only] = pools
         found.append(tuple(sorted(each.job.program for each in only._running)))
-        return compile_really(self, source, toolchain, seconds)
+        return compile_really(self, *request)
 
     monkeypatch.setattr(WorkerPool, "_run_lane", run_lane)
     monkeypatch.setattr(WorkerProcess, "compile", watch)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.extent import sampled
 from tests.unit.compiler.models import small_models
 
 from prejit.compiler.lowering.decoder import MeshSplit, lower_decoder
@@ -40,15 +41,16 @@ GEMMA3 = {
     "final_logit_softcapping": 30.0,
 }
 CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "phi3": PHI3, "gemma3_text": GEMMA3}
+SIZES = {"batch": BATCH, "context": CONTEXT}
 SPECS = {
-    "decode": ProgramSpec("decode", "decode", {"batch": BATCH, "context": CONTEXT}),
-    "prefill": ProgramSpec(
-        "prefill", "prefill", {"batch": BATCH, "context": CONTEXT, "prompt": COUNT}
-    ),
+    "decode": ProgramSpec("decode", "decode", SIZES),
+    "prefill": ProgramSpec("prefill", "prefill", {**SIZES, "prompt": COUNT}),
 }
-
-SAMPLE = (0, 5, 11, 14)
-"""Places of meshes, families and kinds of programs that are together: each family once."""
+ROW, SQUARE = Mesh(1, 4), Mesh(2, 2)
+SAMPLE = (
+    *((ROW, "gpt2", "decode"), (ROW, "phi3", "prefill")),
+    *((SQUARE, "llama", "prefill"), (SQUARE, "gemma3_text", "decode")),
+)
 
 
 def model_of(config: dict[str, Any], directory: Path) -> tuple[Any, layer_config.DecoderConfig]:
@@ -57,19 +59,25 @@ def model_of(config: dict[str, Any], directory: Path) -> tuple[Any, layer_config
     return model_registry.make_decoder(loaded), model_registry.describe(loaded)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "inner", "told"),
-    [
-        (3, 160, r"m\.toml: mesh\.tensor: expected a divisor of 8, the key/value heads .* found 3"),
-        (8, 36, r"expected a divisor of 36, the model\.layers\.0\.mlp\.\w+ .*c\.json.* found 8"),
-    ],
-)
-def test_what_cannot_be_split_is_told(tensor: int, inner: int, told: str, tmp_path: Path) -> None:
-    model, _ = model_of({**LLAMA, "intermediate_size": inner}, tmp_path)
-    with pytest.raises(ManifestError, match=told) as caught:
-        check_mesh(Mesh(1, tensor), model, Path("m.toml"), Path("c.json"))
-    fitting = "1 or 2 or 4 or 8" if inner == 160 else "1 or 2 or 4"
-    assert caught.value.hint == f"{fitting} would fit"
+def test_what_cannot_be_split_is_told(tmp_path: Path) -> None:
+    for tensor, inner, told, fitting in (
+        (
+            3,
+            160,
+            r"m\.toml: mesh\.tensor: .* divisor of 8, the key/value .* found 3",
+            "1 or 2 or 4 or 8",
+        ),
+        (
+            8,
+            36,
+            r"divisor of 36, the model\.layers\.0\.mlp\.\w+ .*c\.json.* found 8",
+            "1 or 2 or 4",
+        ),
+    ):
+        model, _ = model_of({**LLAMA, "intermediate_size": inner}, tmp_path)
+        with pytest.raises(ManifestError, match=told) as caught:
+            check_mesh(Mesh(1, tensor), model, Path("m.toml"), Path("c.json"))
+        assert caught.value.hint == f"{fitting} would fit"
 
 
 def _lowered(family: str, kind: str, mesh: Mesh, directory: Path) -> LoweredProgram:
@@ -80,21 +88,14 @@ def _lowered(family: str, kind: str, mesh: Mesh, directory: Path) -> LoweredProg
 
 @pytest.mark.parametrize(
     ("mesh", "family", "kind"),
-    [
-        pytest.param(mesh, family, kind, marks=() if place in SAMPLE else pytest.mark.thorough)
-        for place, (mesh, family, kind) in enumerate(
-            itertools.product((Mesh(1, 4), Mesh(2, 2)), CONFIGS, SPECS)
-        )
-    ],
+    sampled(itertools.product((ROW, SQUARE), CONFIGS, SPECS), lambda case: case in SAMPLE),
     ids=str,
 )
 def test_devices_send_activations_alone(family: str, kind: str, mesh: Mesh, tmp_path: Path) -> None:
     lowered = _lowered(family, kind, mesh, tmp_path)
     compiled = Device("cpu", mesh).compile(lowered.portable, lowered.platforms, lowered.results)
     text = "\n".join(module.to_string() for module in compiled.loaded.hlo_modules())
-    sent = re.findall(
-        r"= \S+?\[([\d,]*)\]\S* (all-[a-z]+|collective-permute|reduce-scatter)\(", text
-    )
+    sent = re.findall(r"= \S+?\[([\d,]*)\]\S* (all-[a-z]+|collective-permute|reduce-s\w+)\(", text)
     rows, count = BATCH // mesh.data, COUNT if kind == "prefill" else 1
     hidden, last = f"{rows},{count},{WIDTH}", f"{rows},1,{WIDTH}"
     sums = [hidden] * 4 + [last]  # after the table, and two for each block
@@ -103,9 +104,7 @@ def test_devices_send_activations_alone(family: str, kind: str, mesh: Mesh, tmp_
     gathered = [f"{rows},{VOCABULARY}"] + [f"{BATCH},{VOCABULARY}"] * (mesh.data > 1)
     if family == "gpt2":
         gathered += [f"{rows},{count},{3 * WIDTH}"] * 2
-    if (
-        family == "phi3"
-    ):  # queries, keys and values; gate and up, in the last block of wanted tokens
+    if family == "phi3":  # queries, keys and values; gate and up, at last of wanted tokens
         gathered += [f"{rows},{count},{2 * WIDTH}"] * 2
         gathered += [f"{rows},{count},{2 * 160}", f"{rows},1,{2 * 160}"]
     tokens = f"{BATCH}"  # and positions: each row of the mesh made its own

@@ -96,21 +96,19 @@ def test_every_kind_computes_with_stored_values_what_it_computes_itself(kind: st
 @pytest.mark.parametrize("kind", sampled(KINDS, lambda kind: "linen" not in kind))
 def test_matrices_for_products_alone_are_stored_out_in(kind: str) -> None:
     module, params = KINDS[kind]
-    as_given, out_in = (
-        find(module, "int8", params(), out_in=each).stored for each in (False, True)
-    )
-    narrow = {name for name, leaf in as_given.model.weights.items() if leaf.dtype == jnp.int8}
+    given, out_in = (find(module, "int8", params(), out_in=each).stored for each in (False, True))
+    narrow = {name for name, leaf in given.model.weights.items() if leaf.dtype == jnp.int8}
     assert narrow - out_in.orders.keys() == {
         name for name in narrow if "embed" in name or "places" in name
     }
     assert set(out_in.orders.values()) == {(1, 0)}
     for name in out_in.orders:
-        np.testing.assert_array_equal(out_in.values[name](), as_given.values[name]().T)
+        np.testing.assert_array_equal(out_in.values[name](), given.values[name]().T)
     forms = Forms()
     with using(forms):  # what a CPU with kernels computes, by its shapes
         jax.eval_shape(lambda: bound_logits(out_in))
     assert {product.default_form for product in forms.met} == {KERNEL}
-    np.testing.assert_allclose(logits(out_in, TOKENS), logits(as_given, TOKENS), atol=2e-5)
+    np.testing.assert_allclose(logits(out_in, TOKENS), logits(given, TOKENS), atol=2e-5)
 
 
 def bound_logits(stored: Stored) -> Any:
@@ -119,79 +117,56 @@ def bound_logits(stored: Stored) -> Any:
     return model(one[:, None], one * 0, one, model.make_cache(1, 8, "float32"))
 
 
-def test_stacks_and_heads_are_stored_out_in_too() -> None:
-    class Stacked(nnx.Module):
-        vocab_size, max_positions = 66, None
-
-        def __init__(self) -> None:
-            random = np.random.default_rng(0)
-
-            def made(*shape: int) -> nnx.Param[jax.Array]:
-                return nnx.Param(jnp.asarray(random.standard_normal(shape, np.float32) * 0.2))
-
-            self.layers, self.heads, self.last = made(3, 66, 66), made(66, 4, 17), made(68, 66)
-
-        def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
-            return (jnp.zeros((rows, positions)),)
-
-        def __call__(
-            self, tokens: Any, start: Any, length: Any, cache: Any, *, every: bool = False
-        ) -> Any:
-            x = jax.nn.one_hot(tokens, 66)
-            x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, self.layers[...])
-            x = jnp.einsum("btd,dnh->btnh", x, self.heads[...])
-            x = x.reshape(*x.shape[:2], -1) @ self.last[...]
-            return x if every else x[:, -1], cache
-
-    as_given, out_in = (find(Stacked, "int8", out_in=each).stored for each in (False, True))
-    assert out_in.orders == {"layers": (0, 2, 1), "heads": (1, 2, 0), "last": (1, 0)}
-    np.testing.assert_allclose(logits(out_in, TOKENS), logits(as_given, TOKENS), atol=2e-5)
-
-
 def size(stored: Stored) -> int:
     return sum(read().nbytes for read in stored.values.values())
 
 
 class Shaped(nnx.Module):
-    """Parameters of many shapes: which of them are narrowed is all that is looked at."""
+    """Parameters of many shapes: stacks of layers, heads, and those that are no matrices."""
 
-    vocab_size, max_positions = 5, None
+    vocab_size, max_positions = 66, None
 
     def __init__(self) -> None:
         random = np.random.default_rng(0)
 
         def made(*shape: int) -> nnx.Param[jax.Array]:
-            return nnx.Param(jnp.asarray(random.standard_normal(shape, np.float32)))
+            return nnx.Param(jnp.asarray(random.standard_normal(shape, np.float32) * 0.2))
 
-        self.stack = made(3, 80, 70)
-        self.heads = made(128, 4, 16)
-        self.norms = made(12, 768)
-        self.small = made(64, 63)
-        self.vector = made(9000)
+        self.layers, self.heads, self.last = made(3, 66, 66), made(66, 4, 17), made(68, 66)
+        self.norms, self.small, self.vector = made(12, 768), made(64, 63), made(9000)
         self.mask = nnx.Param(jnp.where(jnp.tri(80) > 0, 0, -jnp.inf))
         self.half = nnx.Param(jnp.ones((80, 80), jnp.float16))
         self.angles = nnx.Variable(jnp.ones((80, 80)))
 
     def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
-        return jnp.zeros((rows, positions))
+        return (jnp.zeros((rows, positions)),)
 
-    def __call__(self, *arguments: Any, every: bool = False) -> Any:
-        raise NotImplementedError
+    def __call__(
+        self, tokens: Any, start: Any, length: Any, cache: Any, *, every: bool = False
+    ) -> Any:
+        x = jax.nn.one_hot(tokens, 66)
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, self.layers[...])
+        x = jnp.einsum("btd,dnh->btnh", x, self.heads[...])
+        x = x.reshape(*x.shape[:2], -1) @ self.last[...]
+        return x if every else x[:, -1], cache
 
 
-def test_only_what_is_a_matrix_and_can_be_held_is_narrowed() -> None:
-    found = find(Shaped, "int8")
+def test_only_what_is_a_matrix_and_can_be_held_is_narrowed_and_stored_out_in() -> None:
+    found, out_in = (find(Shaped, "int8", out_in=each) for each in (False, True))
     weights = found.stored.model.weights
     narrow = {name: leaf.shape for name, leaf in weights.items() if leaf.dtype == jnp.int8}
-    assert narrow == {"stack": (3, 80, 70), "heads": (128, 4, 16)}
+    assert narrow == {"layers": (3, 66, 66), "heads": (66, 4, 17), "last": (68, 66)}
     # A scale for each output of each layer; and one for all of the short axis of the heads.
-    assert weights["stack_scale"].shape == (3, 70)
-    assert weights["heads_scale"].shape == (16,)
-    exact = found.exact.values["stack"]()
-    integers, scale = (found.stored.values[name]() for name in ("stack", "stack_scale"))
+    assert weights["layers_scale"].shape == (3, 66)
+    assert weights["heads_scale"].shape == (17,)
+    exact = found.exact.values["layers"]()
+    integers, scale = (found.stored.values[name]() for name in ("layers", "layers_scale"))
     assert np.abs(integers * scale[:, None] - exact).max() <= scale.max() * 0.501
     bfloat16 = find(Shaped, "bfloat16").stored.model.weights
     assert {name for name, leaf in bfloat16.items() if leaf.dtype == jnp.bfloat16} == set(narrow)
+    assert out_in.stored.orders == {"layers": (0, 2, 1), "heads": (1, 2, 0), "last": (1, 0)}
+    as_given, turned = (logits(each.stored, TOKENS) for each in (found, out_in))
+    np.testing.assert_allclose(turned, as_given, atol=2e-5)
 
 
 class OurLayers(nnx.Module):
@@ -217,31 +192,22 @@ class OurLayers(nnx.Module):
         return self.head(jnp.tanh(self.table(tokens) @ self.middle[...])), cache
 
 
-def test_layers_of_prejit_multiply_with_the_stored_values() -> None:
+def test_layers_of_prejit_and_params_give_the_stored_values() -> None:
     found = find(OurLayers, "int8")
     weights = found.stored.model.weights
     assert weights["table.weight_scale"].shape == (70,)  # for each token, as in our own models
     assert weights["head.weight"].dtype == weights["middle"].dtype == jnp.int8
     expected = logits(found.exact, TOKENS)
     assert np.abs(logits(found.stored, TOKENS) - expected).max() < 0.05 * np.abs(expected).max()
-
-
-def test_params_replace_values_in_the_dtypes_of_the_model() -> None:
     own = {name: read() for name, read in find(own_decoders.equinox_decoder).exact.values.items()}
     changed = {name: (value * 2).astype(np.float16) for name, value in own.items()}
     found = find(own_decoders.equinox_decoder, "float32", changed).exact.values
     for name, read in found.items():
         np.testing.assert_array_equal(read(), changed[name].astype(np.float32))
-    shapes = equinox.filter_eval_shape(
-        own_decoders.equinox_decoder
-    )  # values come from params alone
+    shapes = equinox.filter_eval_shape(own_decoders.equinox_decoder)  # values come from params
     np.testing.assert_array_equal(
         find(shapes, "float32", own).exact.values["head.weight"](), own["head.weight"]
     )
-
-
-def needs(width: int) -> None:
-    del width
 
 
 def breaks() -> None:
@@ -261,32 +227,29 @@ class Wrong:
 
 
 EQUINOX = own_decoders.equinox_decoder
-MISTAKES: dict[str, tuple[Any, dict[str, Arrays] | None, str]] = {
-    "a class with arguments": (own_decoders.NnxDecoder, None, "expected a class that takes no"),
-    "a function with arguments": (needs, None, "expected a function that takes no arguments, and"),
-    "a function that fails": (breaks, None, "cannot make the model of breaks: ValueError: no"),
-    "a function of JAX": (partial(lambda: jnp.ones(3)), None, "has no make_cache, no __call__"),
-    "no vocabulary": (Wrong(None), None, "vocab_size: expected an integer of 1 or more, found"),
-    "positions of zero": (Wrong(5, 0), None, "max_positions: expected an integer of 1 or more"),
-    "linen without params": (own_decoders.linen_decoder, None, "expected model.params beside"),
-    "params of another model": (
+MISTAKES: list[tuple[Any, dict[str, Arrays] | None, str]] = [
+    (own_decoders.NnxDecoder, None, "expected a class that takes no"),
+    (breaks, None, "cannot make the model of breaks: ValueError: no"),
+    (partial(lambda: jnp.ones(3)), None, "has no make_cache, no __call__"),
+    (Wrong(None), None, "vocab_size: expected an integer of 1 or more, found"),
+    (own_decoders.linen_decoder, None, "expected model.params beside"),
+    (
         EQUINOX,
-        {"head.weight": np.ones(3, np.float32), "tail": np.ones(3, np.float32)},
+        {name: np.ones(3, np.float32) for name in ("head.weight", "tail")},
         "m.toml: model.params: expected the names of the parameters of equinox_decoder: embed.weight, ",
     ),
-    "shapes without values": (
+    (
         lambda: equinox.filter_eval_shape(EQUINOX),
         None,
         "embed.weight: expected a value, found the shape of one: float32[97, 64]",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_explained(mistake: str) -> None:
-    module, params, expected = MISTAKES[mistake]
-    with pytest.raises((ManifestError, BuildError)) as caught:
-        find(module, params=params)
-    assert expected in str(caught.value)
-    assert str(caught.value).startswith("m.toml: model.")
-    assert caught.value.hint
+def test_a_mistake_is_explained() -> None:
+    for module, params, expected in MISTAKES:
+        with pytest.raises((ManifestError, BuildError)) as caught:
+            find(module, params=params)
+        assert expected in str(caught.value)
+        assert str(caught.value).startswith("m.toml: model.")
+        assert caught.value.hint

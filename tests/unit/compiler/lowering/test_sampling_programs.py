@@ -31,11 +31,8 @@ V = 40
 PROMPT = [1, 2, 2, 5, 30]
 GENERATED = [5, 7, 7, 7, 31]
 DRAWS = 20_000
-
 sampled = jax.jit(sample)
-kept = jax.jit(
-    lambda logits, inputs, history: _kept(_adjusted(logits, inputs, lambda: history), inputs)
-)
+kept = jax.jit(lambda logits, inputs, h: _kept(_adjusted(logits, inputs, lambda: h), inputs))
 
 
 def inputs_of(rows: Sequence[Sampling], vocab: int, logprobs: int = 0) -> SamplingInputs:
@@ -168,21 +165,13 @@ def test_all_processors_together_leave_what_the_reference_leaves(
             assert probabilities[tokens[row]] > 0
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.5}])
-def test_tokens_of_equal_logits_stay_together(filters: dict[str, Any]) -> None:
-    logits = np.log(np.array([[0.3, 0.3, 0.3, 0.1]], np.float32))
-    inputs = inputs_of([Sampling(temperature=1, **filters)], 4)
-    left = kept(logits, inputs, jnp.zeros((1, 4), int))[0]
-    assert np.flatnonzero(np.isfinite(left)).tolist() == [0, 1, 2]
-
-
 PROCESSORS: dict[str, dict[str, Any]] = {
-    "temperature": {"temperature": 2.0},
     "filters": {"temperature": 1.4, "top_k": 12, "top_p": 0.8, "min_p": 0.05},
     "penalties": {
         **{"repetition_penalty": 1.7, "presence_penalty": 1.3, "frequency_penalty": -0.6},
         "logit_bias": {3: 2.0, 5: -1.0, 39: -np.inf},
     },
+    "one seed along its positions": {"temperature": 2.0},
 }
 
 
@@ -192,24 +181,17 @@ def test_draws_follow_the_distribution_of_the_reference(name: str) -> None:
     logits = np.random.default_rng(3).standard_normal(V).astype(np.float32)
     logits[[5, 7, 30]] = [1.5, 1.0, -2.0]  # penalties show where the text is likely
     expected, _ = reference(logits, Sampling(**options), PROMPT, GENERATED)
-    drawn = choose(
-        np.tile(logits, (DRAWS, 1)), seeded(DRAWS, **options), prompt=PROMPT, generated=GENERATED
-    )
+    rows, position = seeded(DRAWS, **options), None
+    if "positions" in name:
+        rows, position = [Sampling(seed=2**63 + 5, **options)] * DRAWS, np.arange(DRAWS)
+    text: Any = {"prompt": PROMPT, "generated": GENERATED, "position": position}
+    drawn = choose(np.tile(logits, (DRAWS, 1)), rows, **text)
     statistic, freedom = chi_squared(np.bincount(drawn.token, minlength=V), expected)
     assert statistic < critical(freedom)
     # The test can tell: of the plain distribution these draws are not.
     plain, _ = reference(logits, Sampling(temperature=1.0), [], [])
     statistic, freedom = chi_squared(np.bincount(drawn.token, minlength=V), plain)
     assert statistic > critical(freedom)
-
-
-def test_draws_of_one_seed_along_its_positions_follow_the_distribution() -> None:
-    logits = np.random.default_rng(4).standard_normal(V).astype(np.float32)
-    expected, _ = reference(logits, Sampling(temperature=1.0), [], [])
-    rows = [Sampling(temperature=1.0, seed=2**63 + 5)] * DRAWS
-    drawn = choose(np.tile(logits, (DRAWS, 1)), rows, position=np.arange(DRAWS)).token
-    statistic, freedom = chi_squared(np.bincount(drawn, minlength=V), expected)
-    assert statistic < critical(freedom)
 
 
 @pytest.mark.parametrize("other", ["next seed", "upper half", "next position"])
@@ -220,11 +202,8 @@ def test_seeds_and_positions_give_independent_draws(other: str) -> None:
     seeds = np.arange(DRAWS)
     shifted = {"next seed": seeds + 1, "upper half": seeds + 2**32, "next position": seeds}[other]
     first = choose(logits, [Sampling(temperature=1.0, seed=int(s)) for s in seeds]).token
-    second = choose(
-        logits,
-        [Sampling(temperature=1.0, seed=int(s)) for s in shifted],
-        position=np.full(DRAWS, int(other == "next position")),
-    ).token
+    rows = [Sampling(temperature=1.0, seed=int(s)) for s in shifted]
+    second = choose(logits, rows, position=np.full(DRAWS, int(other == "next position"))).token
     expected, _ = reference(logits[0], Sampling(temperature=1.0), [], [])
     # Pairs of neighbouring seeds share a draw; every second pair does not.
     pairs = (first * vocab + second)[:: 2 if other == "next seed" else 1]
@@ -277,15 +256,11 @@ def test_a_forbidden_token_is_never_chosen(temperature: float, filters: dict[str
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_may_choose_nothing_disturbs_nobody(temperature: float) -> None:
+def test_a_row_without_choice_or_numbers_disturbs_nobody(temperature: float) -> None:
     logits = np.random.default_rng(7).standard_normal((2, V)).astype(np.float32)
-    nothing = Sampling(
-        temperature=temperature,
-        top_k=3,
-        top_p=0.5,
-        min_p=0.1,
-        logit_bias={token: -np.inf for token in range(V)},
-    )
+    forbidden = {token: -np.inf for token in range(V)}
+    filters = {"top_k": 3, "top_p": 0.5, "min_p": 0.1}
+    nothing = Sampling(temperature=temperature, logit_bias=forbidden, **filters)
     beside = Sampling(temperature=temperature, seed=3)
     with jax.debug_nans(True):
         chosen = choose(logits, [nothing, beside], logprobs=1)
@@ -293,22 +268,11 @@ def test_a_row_that_may_choose_nothing_disturbs_nobody(temperature: float) -> No
     assert chosen.logprob[0] == -np.inf
     assert chosen.token[1] == choose(logits[1:], [beside]).token[0]
     assert np.isfinite(chosen.top_logprobs).all()
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_no_numbers_give_no_token(temperature: float, value: float) -> None:
-    logits = np.random.default_rng(9).standard_normal((2, V)).astype(np.float32)
-    logits[0, 4] = value
-    tokens = choose(logits, [Sampling(temperature=temperature)] * 2).token
-    assert tokens[0] == -1
-    assert tokens[1] >= 0
-
-
-@pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-6])
-def test_a_tiny_temperature_takes_the_best_though_others_are_near(temperature: float) -> None:
-    logits = np.tile(np.float32([30, 10, 30.001, -5]), (50, 1))
-    assert (choose(logits, seeded(50, temperature=temperature)).token == 2).all()
+    for value in (np.nan, np.inf):
+        logits[0, 4] = value
+        tokens = choose(logits, [Sampling(temperature=temperature)] * 2).token
+        assert tokens[0] == -1
+        assert tokens[1] >= 0
 
 
 def test_extreme_values_give_tokens_not_nan() -> None:
@@ -340,6 +304,12 @@ def test_greedy_takes_the_first_of_equal_logits_beside_a_sampled_row_too() -> No
     assert choose(logits, rows).token.tolist() == [0, 8] * 20
     beside = [*rows[:-1], Sampling(temperature=1.0)]
     assert choose(logits, beside).token[:-1].tolist() == ([0, 8] * 20)[:-1]
+    # Filters keep tokens of equal logits together.
+    logits = np.log(np.array([[0.3, 0.3, 0.3, 0.1]], np.float32))
+    for filters in ({"top_k": 2}, {"top_p": 0.5}):
+        inputs = inputs_of([Sampling(temperature=1, **filters)], 4)
+        left = kept(logits, inputs, jnp.zeros((1, 4), int))[0]
+        assert np.flatnonzero(np.isfinite(left)).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("vocab", [7, TOP_LOGPROBS, V])
@@ -367,26 +337,14 @@ def test_logprobs_are_of_the_models_own_logits(vocab: int) -> None:
 
 
 def test_history_counts_tokens_of_live_rows_as_the_host_does() -> None:
-    history = np.stack([history_row(PROMPT, GENERATED, V)] * 4)
-    recorded = jax.jit(record)(history, np.int32([7, 7, -1, V - 1]), np.int32([1, 0, 1, 1]))
+    history = np.stack([history_row(PROMPT, GENERATED, V)] * 65)  # many rows go in a loop
+    token, live = np.resize([7, 7, -1, V - 1], 65), np.resize([1, 0, 1, 1], 65)
+    recorded = jax.jit(record)(history, token.astype(np.int32), live.astype(np.int32))
     expected = [
-        history_row(PROMPT, [*GENERATED, 7], V),
-        history[1],
-        history[2],
-        history_row(PROMPT, [*GENERATED, V - 1], V),
+        history_row(PROMPT, [*GENERATED, *([one] if alive and one >= 0 else [])], V)
+        for one, alive in zip(token, live, strict=True)
     ]
     assert np.array_equal(recorded, expected)
-    rows = 65
-    random = np.random.default_rng(3)
-    history = random.integers(0, 9, (rows, V), dtype=np.int32)
-    token = random.integers(-1, V, rows, dtype=np.int32)
-    live = random.integers(0, 2, rows, dtype=np.int32)
-    recorded = jax.jit(record)(history, token, live)
-    alone = [
-        record(history[row : row + 1], token[row : row + 1], live[row : row + 1])[0]
-        for row in range(rows)
-    ]
-    assert np.array_equal(recorded, alone)
 
 
 @settings(deadline=None, max_examples=examples(15, 50))

@@ -30,35 +30,6 @@ def test_every_bucket_gets_a_program_and_no_name_twice() -> None:
         *("verify/b1-k8-c32", "verify/b1-k8-c64", "verify/b4-k8-c32", "verify/b4-k8-c64")
     ]
     assert found[0].bucket == {"batch": 1, "context": 32, "draft": 8}
-
-
-def test_caches_can_be_copied_between_batches_and_grow_into_the_next_context() -> None:
-    specs = program_specs(manifest(Generate((2, 4, 8), (16,), (32, 64, 128))))
-    copies = {
-        (*(spec.bucket[name] for name in ("source_batch", "source_context", "batch", "context")),)
-        for spec in specs
-        if spec.kind == "copy"
-    }
-    into_slots = {(2, context, batch, context) for batch in (2, 4, 8) for context in (32, 64, 128)}
-    growth = {(batch, *pair, 0) for batch in (2, 4, 8) for pair in ((32, 64), (64, 128))}
-    grown = {(batch, short, batch, long) for batch, short, long, _ in growth}
-    neighbours = {
-        (source, context, batch, context)
-        for source, batch in ((4, 8), (8, 4), (4, 2))
-        for context in (32, 64, 128)
-    }
-    assert copies == into_slots | grown | neighbours
-    # Prompts that were computed together can be copied into every larger batch.
-    specs = program_specs(manifest(Generate((1, 2, 4, 8), (16,), (32,))))
-    into = {
-        spec.bucket["source_batch"]
-        for spec in specs
-        if spec.bucket.get("batch") == 8 and spec.kind == "copy"
-    }
-    assert into == {1, 2, 4}
-
-
-def test_buckets_of_a_function_are_all_combinations() -> None:
     program = Program("score", "m:f", {"x": "float32[{a}, {b}]"}, {"a": (1, 2), "b": (3, 4)})
     specs = program_specs(manifest(None, (program, Program("step", "m:g", {}))))
     assert [spec.name for spec in specs] == [
@@ -69,3 +40,20 @@ def test_buckets_of_a_function_are_all_combinations() -> None:
     program = Program("embed", "m:f", {"x": "float32[{batch2}]"}, {"batch2": (4, 16)})
     found = [spec.name for spec in program_specs(manifest(None, program))]
     assert found == ["embed/batch2=4", "embed/batch2=16"], "a digit does not run into the size"
+
+
+def test_caches_can_be_copied_between_batches_and_grow_into_the_next_context() -> None:
+    specs = program_specs(manifest(Generate((2, 4, 8), (16,), (32, 64, 128))))
+    axes = ("source_batch", "source_context", "batch", "context")
+    copies = {(*(each.bucket[name] for name in axes),) for each in specs if each.kind == "copy"}
+    into_slots = {(2, context, batch, context) for batch in (2, 4, 8) for context in (32, 64, 128)}
+    growth = {(batch, *pair, 0) for batch in (2, 4, 8) for pair in ((32, 64), (64, 128))}
+    grown = {(batch, short, batch, long) for batch, short, long, _ in growth}
+    steps = ((4, 8), (8, 4), (4, 2))
+    neighbours = {(a, context, b, context) for a, b in steps for context in (32, 64, 128)}
+    assert copies == into_slots | grown | neighbours
+    # Prompts that were computed together can be copied into every larger batch.
+    specs = program_specs(manifest(Generate((1, 2, 4, 8), (16,), (32,))))
+    copying = [spec.bucket for spec in specs if spec.kind == "copy"]
+    into = {each["source_batch"] for each in copying if each.get("batch") == 8}
+    assert into == {1, 2, 4}

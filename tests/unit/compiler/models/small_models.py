@@ -15,89 +15,47 @@ from prejit.compiler.models import config_file, model_registry, quantizing
 from prejit.compiler.models.parameters import flat_parameters, with_parameters
 
 Arrays = np.ndarray[Any, Any]
-
 CONTEXT, BLOCK, CLOSE = 20, 7, 1e-5
 PLACES = {"t5": 9, "whisper": 14}
 """Of the sources of encoder-decoders: tokens, or frames."""
-
+SIZES = {"vocab_size": 29, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2}
 GPT2 = {
-    "model_type": "gpt2",
-    "vocab_size": 29,
-    "n_positions": CONTEXT,
-    "n_embd": 12,
-    "n_head": 3,
-    "n_layer": 2,
+    **{"model_type": "gpt2", "vocab_size": 29, "n_positions": CONTEXT},
+    **{"n_embd": 12, "n_head": 3, "n_layer": 2},
 }
 LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 29,
-    "hidden_size": 12,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "max_position_embeddings": CONTEXT,
-    "tie_word_embeddings": True,
+    **{**SIZES, "model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"head_dim": 6, "max_position_embeddings": CONTEXT, "tie_word_embeddings": True},
 }
 MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 5}
 GEMMA3 = {
-    **LLAMA,
-    "model_type": "gemma3_text",
-    "query_pre_attn_scalar": 6,
-    "sliding_window": 4,
+    **{**LLAMA, "model_type": "gemma3_text", "query_pre_attn_scalar": 6, "sliding_window": 4},
     "layer_types": ["sliding_attention", "full_attention"],
     "final_logit_softcapping": 20.0,
 }
 PHI3 = {**LLAMA, "model_type": "phi3", "hidden_size": 24, "sliding_window": 9, "pad_token_id": 0}
 BERT = {
-    **{name: LLAMA[name] for name in ("vocab_size", "hidden_size", "intermediate_size")},
-    **{name: LLAMA[name] for name in ("num_hidden_layers", "num_attention_heads")},
-    "model_type": "roberta",
-    "max_position_embeddings": CONTEXT,
-    "pad_token_id": 1,
-    "type_vocab_size": 1,
+    **{**SIZES, "model_type": "roberta", "num_attention_heads": 4, "pad_token_id": 1},
+    **{"max_position_embeddings": CONTEXT, "type_vocab_size": 1},
 }
 T5 = {
-    "model_type": "t5",
-    "vocab_size": 29,
-    "d_model": 12,
-    "d_kv": 5,
-    "d_ff": 20,
-    "num_layers": 2,
-    "num_decoder_layers": 3,
-    "num_heads": 2,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 10,
-    "feed_forward_proj": "gated-gelu",
-    "decoder_start_token_id": 0,
+    **{"model_type": "t5", "vocab_size": 29, "d_model": 12, "d_kv": 5, "d_ff": 20},
+    **{"num_layers": 2, "num_decoder_layers": 3, "num_heads": 2},
+    **{"relative_attention_num_buckets": 8, "relative_attention_max_distance": 10},
+    **{"feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0},
     "tie_word_embeddings": False,
 }
 WHISPER = {
-    "model_type": "whisper",
-    "vocab_size": 29,
-    "num_mel_bins": 5,
-    "d_model": 12,
-    "encoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "encoder_ffn_dim": 20,
-    "decoder_layers": 2,
-    "decoder_attention_heads": 3,
-    "decoder_ffn_dim": 16,
-    "max_source_positions": PLACES["whisper"] // 2,
-    "max_target_positions": CONTEXT,
+    **{"model_type": "whisper", "vocab_size": 29, "num_mel_bins": 5, "d_model": 12},
+    **{"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 20},
+    **{"decoder_layers": 2, "decoder_attention_heads": 3, "decoder_ffn_dim": 16},
+    **{"max_source_positions": PLACES["whisper"] // 2, "max_target_positions": CONTEXT},
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
     "decoder_start_token_id": 1,
 }
 CONFIGS: dict[str, dict[str, Any]] = {
-    "gpt2": GPT2,
-    "llama": LLAMA,
-    "mistral": MISTRAL,
-    "gemma3_text": GEMMA3,
-    "phi3": PHI3,
-    "roberta": BERT,
-    "t5": T5,
-    "whisper": WHISPER,
+    str(each["model_type"]): each
+    for each in (GPT2, LLAMA, MISTRAL, GEMMA3, PHI3, BERT, T5, WHISPER)
 }
 
 
@@ -128,14 +86,13 @@ def read_module(
 class Model:
     """A small model with weights in a stored dtype."""
 
-    def __init__(self, family: str, module: Any, exact: dict[str, Arrays]) -> None:
+    def __init__(self, module: Any, exact: dict[str, Arrays]) -> None:
         changed = quantizing.readers(module, exact.__getitem__)
-        self.family, self.module, self.exact = family, module, exact
-        self.graph, self.state = nnx.split(module)
+        self.module, self.graph, self.state = module, *nnx.split(module)
         names = flat_parameters(self.state)
         self.weights = {n: changed[n]() if n in changed else exact[n] for n in names}
         self._encode = jax.jit(self.encoded, static_argnums=(3, 4))
-        self._call = jax.jit(self.called, static_argnames="every")
+        self._call = jax.jit(self.called)
 
     def merged(self, weights: Any) -> Any:
         return nnx.merge(self.graph, with_parameters(self.state, weights))
@@ -143,54 +100,24 @@ class Model:
     def encoded(self, weights: Any, source: Any, length: Any, slots: int, dtype: str) -> Any:
         return self.merged(weights).encode(source, length, slots, dtype)
 
-    def called(self, weights: Any, *arguments: Any, every: bool = False) -> Any:
-        return self.merged(weights)(*arguments, every=every)
+    def called(self, weights: Any, *arguments: Any) -> Any:
+        return self.merged(weights)(*arguments)
 
     def encode(self, source: Arrays, length: Any = None, dtype: str = "float32") -> Any:
         length = int32(*[source.shape[-1]] * len(source)) if length is None else length
         found = self._encode(self.weights, source, length, CONTEXT, dtype)
         return jax.tree.map(np.asarray, found)
 
-    def empty(self, rows: int, seed: int = 0) -> Any:
-        """A cache without text; that of an encoder-decoder has sources."""
-        if self.family in PLACES:
-            return self.encode(sources(self.family, rows, seed))
-        cache = self.module.make_cache(rows, CONTEXT, "float32")
-        return jax.tree.map(lambda array: np.zeros(array.shape, np.float32), cache)
-
-    def __call__(
-        self, tokens: Arrays, start: Arrays, length: Arrays, cache: Any, *, every: bool = False
-    ) -> tuple[Arrays, Any]:
-        logits, cache = self._call(self.weights, tokens, start, length, cache, every=every)
+    def __call__(self, *arguments: Any) -> tuple[Arrays, Any]:
+        """Return the logits and the cache after tokens, their start and length, and a cache."""
+        logits, cache = self._call(self.weights, *arguments)
         return np.asarray(logits), jax.tree.map(np.asarray, cache)
 
-    def feed(self, cache: Any, tokens: Arrays, chunks: list[int], block: int = BLOCK) -> Arrays:
-        """Logits [V] after one row's tokens, fed in chunks."""
-        start = 0
-        for size in filter(None, chunks):
-            padded = np.full((1, 1 if size == 1 else block), 28, np.int32)
-            padded[0, :size] = tokens[start : start + size]
-            logits, cache = self(padded, int32(start), int32(size), cache)
-            start += size
-        assert start == len(tokens)
-        result: Arrays = logits[0]
+    def logits(self, source: Arrays, tokens: Arrays, dtype: str = "float32") -> Arrays:
+        """Return the logits [V] after the tokens of one row."""
+        cache = self.encode(source, None, dtype)
+        result: Arrays = self(tokens[None], int32(0), int32(len(tokens)), cache)[0][0]
         return result
-
-    def layers(self, cache: Any) -> Any:
-        """The keys and values of the text of each layer, and those of its source."""
-        if self.family in PLACES:
-            return cache[1] if self.family == "t5" else cache
-        return [(layer, ()) for layer in cache]
-
-    def with_text(self, cache: Any, value: float) -> Any:
-        """A cache with a value at every place of the text."""
-        if self.family not in PLACES:
-            return jax.tree.map(lambda array: np.full_like(array, value), cache)
-        layers = tuple(
-            (tuple(np.full_like(array, value) for array in text), source)
-            for text, source in self.layers(cache)
-        )
-        return (cache[0], layers) if self.family == "t5" else layers
 
 
 @cache
@@ -202,7 +129,7 @@ def model(family: str, dtype: str = "float32") -> Model:
         name: random.standard_normal(leaf.shape, dtype=np.float32) * np.float32(0.3)
         for name, leaf in leaves.items()
     }
-    return Model(family, model_registry.make_decoder(read, dtype=dtype), exact)
+    return Model(model_registry.make_decoder(read, dtype=dtype), exact)
 
 
 def int32(*values: int) -> Arrays:

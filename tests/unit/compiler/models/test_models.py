@@ -12,7 +12,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -25,7 +24,7 @@ from tests.parity.encoder_cases import cases as encoder_cases
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, model_registry
 from prejit.compiler.models.layers import rope
-from prejit.compiler.models.parameters import flat_parameters, parameters_of, with_parameters
+from prejit.compiler.models.parameters import parameters_of
 from prejit.compiler.models.sharding import check_mesh
 from prejit.runtime.errors import CheckpointError, ManifestError
 from prejit.runtime.format.arrays import Mesh
@@ -36,7 +35,6 @@ from .small_models import (
     LLAMA,
     PLACES,
     T5,
-    Arrays,
     config,
     int32,
     made,
@@ -46,35 +44,17 @@ from .small_models import (
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 10}
 LONGROPE = {
-    "rope_type": "longrope",
-    "short_factor": [1.0, 1.5, 2.0],
-    "long_factor": [3.0, 5.0, 7.0],
-    "original_max_position_embeddings": 10,
+    **{"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0]},
+    **{"long_factor": [3.0, 5.0, 7.0], "original_max_position_embeddings": 10},
 }
-
 _LONGEST = "1" + "0" * 5000
-
-
-def test_parameters_of_any_module_are_replaced_by_name() -> None:
-    class Own(nnx.Module):
-        def __init__(self) -> None:
-            self.layers = nnx.List([nnx.Linear(2, 3, rngs=nnx.Rngs(0)) for _ in range(11)])
-
-    graph, state = nnx.split(Own())
-    flat = flat_parameters(state)
-    assert list(flat)[:3] == ["layers.0.bias", "layers.0.kernel", "layers.1.bias"]
-    marked = {name: np.full(leaf.shape, place) for place, (name, leaf) in enumerate(flat.items())}
-    module = nnx.merge(graph, with_parameters(state, marked))
-    place = list(flat).index("layers.10.kernel")
-    assert (module.layers[10].kernel[...] == place).all()
 
 
 @pytest.mark.parametrize(("context", "factors"), [(10, "short"), (11, "long"), (None, "long")])
 def test_the_longest_context_chooses_longropes_factors(context: int | None, factors: str) -> None:
     long = config({**LLAMA, "rope_scaling": LONGROPE})
-    expected = rope.frequencies(config(LLAMA), 6).frequencies / np.array(
-        LONGROPE[f"{factors}_factor"]
-    )
+    divisors = np.array(LONGROPE[f"{factors}_factor"])
+    expected = rope.frequencies(config(LLAMA), 6).frequencies / divisors
     found = model_registry.make_decoder(long, context).model.layers[0].heads.rotary
     assert np.allclose(found.frequencies, expected, rtol=1e-6)
 
@@ -92,13 +72,11 @@ def test_the_text_model_of_one_that_reads_images_is_taken(tmp_path: Path) -> Non
         model_registry.describe(config_file.load_config(tmp_path))
 
 
-# --- What is told of a model, and refused ----------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (None, "expected a file, found none"),
+def test_a_config_that_is_none_is_refused(tmp_path: Path) -> None:
+    rope = '{"rope_type": "llama3", "factor": 2.0}'
+    file = tmp_path / "config.json"
+    for text, said in (
+        ("", "expected a file, found none"),
         ("{", "cannot read"),
         ("[]", "model_type: expected one of"),
         ('{"model_type": "lama"}', 'found "lama" (did you mean "llama"?)'),
@@ -108,24 +86,18 @@ def test_the_text_model_of_one_that_reads_images_is_taken(tmp_path: Path) -> Non
         (f'{{"model_type": "gpt2", "n_head": {_LONGEST}}}', "cannot read"),
         ('{"model_type": "gpt2", "n_head": NaN}', "cannot read JSON: expected JSON, which has no"),
         ('{"model_type": "\\ud800"}', "ud800"),
-        ('{"model_type": "gpt2", "_name_or_path": [1], "num_labels": 4, "n_head": 0}', "n_head"),
+        ('{"model_type": "gpt2", "_name_or_path": [1], "n_head": 0}', "n_head"),
         ('{"model_type": "gpt2", "quantization_config": {"bits": 4}}', "quantization_config"),
-        (
-            '{"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": 2.0}}',
-            "low_freq_factor",
-        ),
-    ],
-)
-def test_a_config_that_is_none_is_refused(text: str | None, said: str, tmp_path: Path) -> None:
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
-        config_file.load_config(tmp_path)
-    assert str(tmp_path / "config.json") in str(caught.value)
+        (f'{{"model_type": "llama", "rope_scaling": {rope}}}', "low_freq_factor"),
+    ):
+        if text:
+            file.write_text(text)
+        with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
+            config_file.load_config(tmp_path)
+        assert str(file) in str(caught.value)
 
 
 _UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
-    ("gpt2", {"activation_function": "gelu_ne"}, 'found "gelu_ne" (did you mean "gelu_new"?)'),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention: expected false, found true"),
     ("llama", {"num_key_value_heads": 3}, "num_attention_heads: expected a multiple of"),
     ("llama", {"head_dim": 3}, "head_dim: expected an even number, found 3"),
@@ -150,53 +122,33 @@ _UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
         "rope_parameters.partial_rotary_factor: expected null or 1.0, found 0.5",
     ),
     ("gpt2", {"n_head": 0}, "n_head: expected an integer from 1 to 16384, found 0"),
-    ("gpt2", {"n_layer": 0}, "n_layer: expected an integer from 1 to 1000, found 0"),
-    ("gpt2", {"layer_norm_epsilon": 0}, "layer_norm_epsilon: expected a number from 1e-30 to 1"),
-    ("gpt2", {"activation_function": ["gelu"]}, "activation_function: expected a text"),
     ("gpt2", {"tie_word_embeddings": "no"}, "tie_word_embeddings: expected true or false"),
     ("llama", {"rope_theta": 0}, "rope_theta: expected a number from 1e-06 to 1e+12"),
-    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 0.0}}, "factor: expected a"),
     ("llama", {"rope_scaling": YARN, "rope_theta": 1.0}, "that give finite frequencies"),
-    ("llama", {"rope_scaling": {**YARN, "factor": -2.0}}, "factor: expected"),
-    (
-        "llama",
-        {"rope_scaling": {**YARN, "original_max_position_embeddings": 0}},
-        "original_max_position_embeddings: expected",
-    ),
     (
         "llama",
         {"rope_scaling": {**LONGROPE, "short_factor": [1.0, 0.0, 1.0]}},
         "short_factor: expected a list, each a number",
     ),
-    ("llama", {"rope_scaling": {**LONGROPE, "long_factor": [1.0, "2", None]}}, "long_factor"),
-    ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types"),
     ("gemma3_text", {"rope_parameters": {"full_attention": 3}}, "config.json"),
     ("roberta", {"num_attention_heads": 5}, "hidden_size: expected a multiple of"),
     ("roberta", {"pad_token_id": 19}, "max_position_embeddings: expected more than pad_token_id"),
     ("t5", {"feed_forward_proj": "gated-mish"}, 'feed_forward_proj: expected "gelu" or'),
     ("t5", {"feed_forward_proj": "gated-gelu-new"}, "transformers refuses it"),
-    ("t5", {"feed_forward_proj": 3}, "feed_forward_proj: expected a text, found 3"),
-    ("t5", {"is_encoder_decoder": False}, "is_encoder_decoder: expected true, found false"),
     ("t5", {"relative_attention_num_buckets": 3}, "an integer from 4 to 65536, found 3"),
     ("t5", {"relative_attention_max_distance": 4}, "relative_attention_max_distance: expected"),
-    ("whisper", {"activation_function": "gelu_ne"}, '"gelu_ne" (did you mean "gelu_new"?)'),
     ("whisper", {"tie_word_embeddings": False}, "tie_word_embeddings: expected true, found"),
-    ("whisper", {"encoder_attention_heads": 5}, "multiple of encoder_attention_heads = 5"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("family", "change", "said"),
-    _UNUSABLE,
-    ids=[f"{family}-{next(iter(change.items()))}"[:60] for family, change, _ in _UNUSABLE],
-)
-def test_a_setting_that_is_not_built_or_makes_a_model_unusable_is_named(
-    family: str, change: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
-        made(tmp_path, family, **change)
-    assert str(tmp_path / "config.json") in str(caught.value)
-    assert caught.value.hint or "transformers refuses it" in str(caught.value)
+@pytest.mark.parametrize("family", sorted({family for family, _, _ in _UNUSABLE}))
+def test_a_setting_that_is_not_built_is_named(family: str, tmp_path: Path) -> None:
+    for of, change, said in _UNUSABLE:
+        if of == family:
+            with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
+                made(tmp_path, family, **change)
+            assert str(tmp_path / "config.json") in str(caught.value), change
+            assert caught.value.hint or "transformers refuses it" in str(caught.value), change
 
 
 _DECODERS = {
@@ -225,9 +177,6 @@ def test_any_config_makes_a_module_or_an_error_of_ours(drawn: tuple[str, dict[st
         read_module(family, Path(name))
 
 
-# --- Encoder-decoders ------------------------------------------------------------------------------
-
-
 def test_copies_of_an_embedding_must_equal_it(tmp_path: Path) -> None:
     tied = {**T5, "feed_forward_proj": "relu", "tie_word_embeddings": True}
     case = t5_cases.Case("tiny", tied, seed=3, old=True)
@@ -250,45 +199,16 @@ def test_copies_of_an_embedding_must_equal_it(tmp_path: Path) -> None:
             _ = open_checkpoint(directory).names
 
 
-def test_names_without_the_prefix_and_names_of_flax_are_accepted(tmp_path: Path) -> None:
-    whisper_cases.cases()[0].write(tmp_path)
-    expected, file = open_checkpoint(tmp_path), tmp_path / "model.safetensors"
-    values = {name: expected.read(name) for name in expected.names}
-    published = load_file(file)
-    for renamed in (_without_prefix, _as_flax):
-        save_file(dict(renamed(*item) for item in published.items()), file)
-        found = open_checkpoint(tmp_path)
-        assert found.names == expected.names
-        for name in found.names:
-            assert np.array_equal(found.read(name), values[name]), name
-
-
-def _without_prefix(name: str, values: Arrays) -> tuple[str, Arrays]:
-    return name.removeprefix("model."), values
-
-
-def _as_flax(name: str, values: Arrays) -> tuple[str, Arrays]:
-    """As FlaxWhisperForConditionalGeneration names and arranges them: (frames, in, out), (in, out)."""
-    if ".embed_" in name:
-        return name.replace(".weight", ".embedding"), values
-    if "norm." in name:
-        return name.replace(".weight", ".scale"), values
-    return name.replace(".weight", ".kernel"), np.ascontiguousarray(values.T)
-
-
-@pytest.mark.parametrize("size", [12, 7, 15])
-def test_another_number_of_frames_is_refused(size: int) -> None:
+def test_frames_or_a_mesh_that_no_encoder_decoder_has_are_refused() -> None:
     module = model("whisper").module
-    said = re.escape("generate.source: expected 14 frames") + f".*; found {size}\n"
-    with pytest.raises(ManifestError, match=said) as caught:
-        module.source(1, size)
-    assert caught.value.hint
-    with pytest.raises(ManifestError, match=said):
-        module.encode(jnp.zeros((1, 5, size)), int32(size), CONTEXT, "float32")
-
-
-@pytest.mark.parametrize("family", PLACES)
-def test_a_mesh_is_refused(family: str) -> None:
+    for size in (12, 7, 15):
+        said = re.escape("generate.source: expected 14 frames") + f".*; found {size}\n"
+        with pytest.raises(ManifestError, match=said) as caught:
+            module.source(1, size)
+        assert caught.value.hint
+        with pytest.raises(ManifestError, match=said):
+            module.encode(jnp.zeros((1, 5, size)), int32(size), CONTEXT, "float32")
     said = r"m\.toml: mesh: expected none, because the family of c\.json is not split .* tensor = 2"
-    with pytest.raises(ManifestError, match=said):
-        check_mesh(Mesh(1, 2), model(family).module, "m.toml", Path("c.json"))
+    for family in PLACES:
+        with pytest.raises(ManifestError, match=said):
+            check_mesh(Mesh(1, 2), model(family).module, "m.toml", Path("c.json"))

@@ -11,6 +11,8 @@ import pytest
 
 from prejit.runtime.text.tokenizer import Tokenizer
 
+from ..checkpoint.test_tokenizer_check import begun_with, crafted
+
 WORDS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdef"]
 TEXTS = ("", "a", "abc fed", "<s>ab", " é ")
 CLASSES = (None, "PreTrainedTokenizerFast", "LlamaTokenizerFast", "GPT2TokenizerFast")
@@ -20,43 +22,21 @@ SAID = (None, True, False)
 def tokenizer_json(*, begun: bool) -> str:
     """A tokenizer in the manner of Llama 2, whose post-processor puts a BOS before texts, or none."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    begin = {"SpecialToken": {"id": "<s>", "type_id": 0}}
-    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
-    template = {
-        "type": "TemplateProcessing",
-        "single": [begin, first],
-        "pair": [begin, first, begin, second],
-        "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+    added = [{"id": place, "content": WORDS[place], "special": True, **flags} for place in range(3)]
+    normalizers = [
+        {"type": "Prepend", "prepend": "▁"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+    ]
+    model = {
+        **{"type": "BPE", "vocab": {word: place for place, word in enumerate(WORDS)}, "merges": []},
+        **{"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True},
     }
-    return json.dumps(
-        {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [
-                {"id": place, "content": WORDS[place], "special": True, **flags}
-                for place in range(3)
-            ],
-            "normalizer": {
-                "type": "Sequence",
-                "normalizers": [
-                    {"type": "Prepend", "prepend": "▁"},
-                    {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-                ],
-            },
-            "pre_tokenizer": None,
-            "post_processor": template if begun else None,
-            "decoder": None,
-            "model": {
-                "type": "BPE",
-                "vocab": {word: place for place, word in enumerate(WORDS)},
-                "merges": [],
-                "unk_token": "<unk>",
-                "fuse_unk": True,
-                "byte_fallback": True,
-            },
-        }
-    )
+    parts = {
+        "added_tokens": added,
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "post_processor": begun_with("<s>", 1) if begun else None,
+    }
+    return crafted(model, **parts).decode()
 
 
 def ends(ids: list[int]) -> tuple[int, int]:

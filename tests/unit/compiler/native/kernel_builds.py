@@ -21,15 +21,7 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 TESTS = Path(__file__).resolve().parents[3] / "kernels"
 """Drivers for sanitizers, and what only tests export."""
 LEVELS = ("x86-64-v2", "x86-64-v3", "x86-64-v4")
-
-_LIBRARY = (
-    "-O3",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fvisibility=hidden",
-    "-fPIC",
-    "-shared",
-)
+_LIBRARY = "-O3 -fno-math-errno -fno-trapping-math -fvisibility=hidden -fPIC -shared".split()  # noqa: SIM905
 # GCC 12 warns of its own AVX-512 headers; clang of a warning that it does not know.
 _WARNINGS = (
     *("-Wall", "-Wextra", "-Werror"),

@@ -14,14 +14,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-_DTYPES = {
-    np.dtype(np.int8): 2,
-    np.dtype(np.int16): 3,
-    np.dtype(np.int32): 4,
-    np.dtype(np.float16): 10,
-    np.dtype(np.float32): 11,
-    np.dtype(ml_dtypes.bfloat16): 16,
+_NUMBERS = {
+    np.int8: 2,
+    np.int16: 3,
+    np.int32: 4,
+    np.float16: 10,
+    np.float32: 11,
+    ml_dtypes.bfloat16: 16,
 }
+_DTYPES = {np.dtype(dtype): number for dtype, number in _NUMBERS.items()}
 """The number that XLA_FFI_DataType gives each dtype."""
 _BUFFER = 1
 """XLA_FFI_ArgType_BUFFER, which is XLA_FFI_RetType_BUFFER too."""
@@ -35,68 +36,32 @@ class KernelError(Exception):
     """A handler refused its arguments; the message is the handler's."""
 
 
-class _Header(Structure):
-    _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p))
+def _structure(name: str, **fields: Any) -> Any:
+    return type(name, (Structure,), {"_fields_": tuple(fields.items())})
 
 
-class _CreateError(Structure):
-    _fields_ = (*_Header._fields_, ("message", c_char_p), ("code", c_int))
-
-
+_HEADER = {"struct_size": c_size_t, "extension_start": c_void_p}
+_Header = _structure("Header", **_HEADER)
+_CreateError = _structure("CreateError", **_HEADER, message=c_char_p, code=c_int)
 _ErrorCreate = ctypes.CFUNCTYPE(c_void_p, POINTER(_CreateError))
-
-
-class _Api(Structure):
-    _fields_ = (
-        *_Header._fields_,
-        *(("version_header", _Header), ("major", c_int), ("minor", c_int)),
-        ("internal", c_void_p),
-        ("create_error", _ErrorCreate),
-        ("others", c_void_p * 17),
-    )
-
-
-class _Buffer(Structure):
-    _fields_ = (
-        *_Header._fields_,
-        *(("dtype", c_int), ("data", c_void_p), ("rank", c_int64), ("dims", POINTER(c_int64))),
-    )
-
-
-class _Span(Structure):
-    _fields_ = (("at", c_char_p), ("size", c_size_t))
-
-
-class _Scalar(Structure):
-    _fields_ = (("dtype", c_int), ("value", c_void_p))
-
-
-class _Values(Structure):
-    """XLA_FFI_Args and XLA_FFI_Rets."""
-
-    _fields_ = (
-        *_Header._fields_,
-        *(("size", c_int64), ("types", POINTER(c_int)), ("values", POINTER(c_void_p))),
-    )
-
-
-class _Attributes(Structure):
-    _fields_ = (
-        *_Header._fields_,
-        *(("size", c_int64), ("types", POINTER(c_int))),
-        *(("names", POINTER(POINTER(_Span))), ("values", POINTER(c_void_p))),
-    )
-
-
-class _CallFrame(Structure):
-    _fields_ = (
-        *_Header._fields_,
-        *(("api", POINTER(_Api)), ("context", c_void_p), ("stage", c_int)),
-        *(("arguments", _Values), ("results", _Values), ("attributes", _Attributes)),
-        ("future", c_void_p),
-    )
-
-
+_Api = _structure(
+    "Api",
+    **{**_HEADER, "version_header": _Header, "major": c_int, "minor": c_int},
+    **{"internal": c_void_p, "create_error": _ErrorCreate, "others": c_void_p * 17},
+)
+_ARRAY = {"dtype": c_int, "data": c_void_p, "rank": c_int64, "dims": POINTER(c_int64)}
+_Buffer = _structure("Buffer", **_HEADER, **_ARRAY)
+_Span = _structure("Span", at=c_char_p, size=c_size_t)
+_Scalar = _structure("Scalar", dtype=c_int, value=c_void_p)
+_TYPED = {**_HEADER, "size": c_int64, "types": POINTER(c_int)}
+_Values = _structure("Values", **_TYPED, values=POINTER(c_void_p))  # XLA_FFI_Args, XLA_FFI_Rets
+_NAMES = POINTER(POINTER(_Span))
+_Attributes = _structure("Attributes", **_TYPED, names=_NAMES, values=POINTER(c_void_p))
+_CallFrame = _structure(
+    "CallFrame",
+    **{**_HEADER, "api": POINTER(_Api), "context": c_void_p, "stage": c_int},
+    **{"arguments": _Values, "results": _Values, "attributes": _Attributes, "future": c_void_p},
+)
 _messages = threading.local()
 
 
@@ -107,7 +72,6 @@ def _create_error(arguments: Any) -> int:
 
 _keep = _ErrorCreate(_create_error)
 _API = _Api(ctypes.sizeof(_Api), None, _Header(24, None), 0, 3, None, _keep)
-
 Handler = Callable[[Any], int | None]
 
 
@@ -115,7 +79,7 @@ def handler_of(library: ctypes.CDLL, kernel: str) -> Handler:
     """Return the handler that a library exports for a kernel."""
     handler = getattr(library, f"prejit_{kernel}")
     handler.restype, handler.argtypes = c_void_p, (POINTER(_CallFrame),)
-    return handler  # type: ignore[no-any-return]
+    return handler
 
 
 def call(

@@ -196,7 +196,7 @@ def test_attention_of_any_size_is_what_numpy_makes_of_it(kernels: ctypes.CDLL, c
     np.testing.assert_array_equal(values, expected_values)
 
 
-def test_without_an_alias_the_whole_cache_is_copied(kernels: ctypes.CDLL) -> None:
+def test_a_cache_is_copied_without_an_alias_and_rounded_to_even(kernels: ctypes.CDLL) -> None:
     case = drawn(2, batch=2, kv_heads=2, size=16, slots=64, tokens=3)
     _, *expected = reference(case)
     before = [array.copy() for array in case.arrays[6:]]
@@ -208,6 +208,15 @@ def test_without_an_alias_the_whole_cache_is_copied(kernels: ctypes.CDLL) -> Non
         np.testing.assert_array_equal(array, wanted)
     for array, wanted in zip(case.arrays[6:], before, strict=True):
         np.testing.assert_array_equal(array, wanted)
+    at = {"start": np.array([2]), "length": np.ones(1)}
+    case = drawn(6, size=8, slots=4, tokens=1, dtype=ml_dtypes.bfloat16, **at)
+    # Two ties, to even up and down; what overflows; the least of all; a NaN whose upper half is infinite.
+    bits = [0x3F808000, 0x3F818000, 0x7F7FFFFF, 1, 0x7F800001, 0xFFFFFFFF, 0x80000000, 0x3F808001]
+    case.new_keys[:] = np.array(bits, np.uint32).view(np.float32)
+    _, keys, _ = run(case, kernels)
+    found = keys[0, 0, 2].view(np.uint16)
+    assert found[[0, 1, 2, 3, 6, 7]].tolist() == [0x3F80, 0x3F82, 0x7F80, 0, 0x8000, 0x3F81]
+    assert np.isnan(keys[0, 0, 2, 4:6].astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 60])
@@ -216,16 +225,10 @@ def test_a_row_gets_the_same_bits_alone_and_in_a_batch(kernels: ctypes.CDLL, tok
     start = np.array([1000, 3, 640, 77, 500, 901])
     sizes = {"kv_heads": 2, "group": 2, "size": 64, "slots": 1100, "tokens": tokens}
     case = drawn(3, batch=6, **sizes, start=start, length=np.full(6, tokens))
+    arrays = {name: each for name, each in vars(case).items() if isinstance(each, np.ndarray)}
     together, _, _ = run(case, kernels)
     for b in range(6):
-        row = replace(
-            case,
-            **{
-                field: getattr(case, field)[b : b + 1]
-                for field in Case.__dataclass_fields__
-                if isinstance(getattr(case, field), np.ndarray)
-            },
-        )
+        row = replace(case, **{name: each[b : b + 1] for name, each in arrays.items()})
         np.testing.assert_array_equal(run(row, kernels)[0][0], together[b])
 
 
@@ -246,45 +249,26 @@ def test_what_is_no_number_reaches_those_who_see_it_alone(kernels: ctypes.CDLL) 
     assert np.isfinite(run(replace(case, window=99), kernels)[0]).all()
 
 
-def test_a_bfloat16_cache_is_rounded_to_even(kernels: ctypes.CDLL) -> None:
-    at = {"start": np.array([2]), "length": np.ones(1)}
-    case = drawn(6, size=8, slots=4, tokens=1, dtype=ml_dtypes.bfloat16, **at)
-    # Two ties, to even up and down; what overflows; the least of all; a NaN whose upper half is infinite.
-    bits = [0x3F808000, 0x3F818000, 0x7F7FFFFF, 1, 0x7F800001, 0xFFFFFFFF, 0x80000000, 0x3F808001]
-    case.new_keys[:] = np.array(bits, np.uint32).view(np.float32)
-    _, keys, _ = run(case, kernels)
-    found = keys[0, 0, 2].view(np.uint16)
-    assert found[[0, 1, 2, 3, 6, 7]].tolist() == [0x3F80, 0x3F82, 0x7F80, 0, 0x8000, 0x3F81]
-    assert np.isnan(keys[0, 0, 2, 4:6].astype(np.float32)).all()
-
-
-def test_what_says_where_a_row_stands_never_leads_out_of_the_cache(kernels: ctypes.CDLL) -> None:
-    # A server must not crash of a position that its host got wrong.
+def test_wrong_places_and_shapes_never_lead_out_of_the_cache(kernels: ctypes.CDLL) -> None:
     case = drawn(7, batch=4, size=8, slots=16, tokens=4, length=np.full(4, 4))
     most = np.iinfo(np.int32).max
     start = np.array([-2, -100, most, 15], np.int32)
     length = np.array([4, most, 4, most], np.int32)
     out, _, _ = run(replace(case, start=start, query_start=start, length=length), kernels)
     assert out.shape == case.query.shape
-
-
-def test_shapes_that_do_not_fit_are_refused_and_not_read(kernels: ctypes.CDLL) -> None:
     case = drawn(8, batch=2, kv_heads=2, size=8, slots=16, tokens=1)
-    for wrong in (
-        replace(case, new_keys=case.new_keys[:, :, :, :4]),
-        replace(case, new_values=case.new_values[:, :, :1]),
-        replace(case, length=case.length[:1]),
-        replace(case, query=np.ones((2, 1, 3, 8), np.float32)),
-        replace(case, keys=case.keys[:, :, :8]),
+    shapes, zeros = "prejit_attention: expected out", np.zeros(case.keys.shape, np.float16)
+    for wrong, message in (
+        ({"new_keys": case.new_keys[:, :, :, :4]}, shapes),
+        ({"new_values": case.new_values[:, :, :1]}, shapes),
+        ({"length": case.length[:1]}, shapes),
+        ({"query": np.ones((2, 1, 3, 8), np.float32)}, shapes),
+        ({"keys": case.keys[:, :, :8]}, shapes),
+        ({"keys": case.keys.astype(ml_dtypes.bfloat16)}, "one dtype"),
+        ({"keys": zeros, "values": zeros}, "float32 or bfloat16"),
     ):
-        with pytest.raises(KernelError, match="prejit_attention: expected out"):
-            run(wrong, kernels)
-    with pytest.raises(KernelError, match="one dtype"):
-        run(replace(case, keys=case.keys.astype(ml_dtypes.bfloat16)), kernels)
-    zeros = np.zeros(case.keys.shape, np.float16)
-    half = replace(case, keys=zeros, values=zeros)
-    with pytest.raises(KernelError, match="float32 or bfloat16"):
-        run(half, kernels)
+        with pytest.raises(KernelError, match=message):
+            run(replace(case, **wrong), kernels)
 
 
 def encode(

@@ -48,12 +48,6 @@ def built(cache: DirectoryStore, chain: Toolchain | None = None, **more: Any) ->
     return found
 
 
-def without_kernels(cache: DirectoryStore) -> NoKernels:
-    found = build_kernels(toolchain(), cache, sources=TOY)
-    assert isinstance(found, NoKernels)
-    return found
-
-
 @pytest.fixture
 def cache(tmp_path: Path) -> DirectoryStore:
     return DirectoryStore.open(tmp_path / "cache")
@@ -88,12 +82,13 @@ def write_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, makes: str) 
 
 def without_zig(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "ziglang" else find(name)
-    )
+    without = lambda name: None if name == "ziglang" else find(name)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", without)
 
 
-def test_a_library_is_compiled_once(fake_compiler: Path, cache: DirectoryStore) -> None:
+def test_a_library_is_compiled_once_by_the_compiler_that_is_asked_for(
+    fake_compiler: Path, cache: DirectoryStore
+) -> None:
     first = built(cache)
     compiled = fake_compiler.read_text()
     assert compiled.count("\n") == 2, "one source, one link"
@@ -102,52 +97,11 @@ def test_a_library_is_compiled_once(fake_compiler: Path, cache: DirectoryStore) 
     assert fake_compiler.read_text() == compiled
     assert (first.compiler, first.level) == ("g++ 1.2.3", "x86-64-v2")
     assert kernel_target("scale", first.digest) == f"prejit_scale.{first.digest[7:23]}"
-
-
-def test_what_decides_the_library_is_in_its_key(
-    fake_compiler: Path, cache: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Level, sources, flags, headers, the compiler's version and arguments; not the place of the sources."""
-    sources = tmp_path / "elsewhere"
-    shutil.copytree(TOY, sources)
-
-    def compiles(chain: Toolchain, at: Path) -> bool:
-        before = fake_compiler.read_text() if fake_compiler.exists() else ""
-        built(cache, chain, sources=at)
-        return fake_compiler.read_text() != before
-
-    assert compiles(toolchain(), TOY)
-    assert not compiles(toolchain(), sources)
-    assert not compiles(toolchain(name="cpu-x86-64-v2", driver="1"), sources)
-    assert compiles(toolchain("cpu-x86-64-v3"), sources)
-    (sources / "other.h").write_text("// included")
-    assert compiles(toolchain(), sources)
-    (sources / "toy.cc").write_text("// changed")
-    assert compiles(toolchain(), sources)
-    headers = tmp_path / "jaxlib" / "include"
-    shutil.copytree(ffi_headers(toolchain()) or TOY, headers)
-    (headers / "xla/ffi/api/c_api.h").write_text("// of another jaxlib")
-    for name, value in (
-        ("ffi_headers", lambda _: headers),
-        ("_COMPILE_FLAGS", ("-O0",)),
-        ("code_digest", lambda *roots: f"sha256:of mended {roots}"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(library, name, value)
-            assert compiles(toolchain(), sources), name
-    with monkeypatch.context() as patch:
-        patch.setenv("CPLUS_INCLUDE_PATH", str(tmp_path))
-        assert compiles(toolchain(), sources)
-    monkeypatch.setenv("CXX", "g++ -O0 -ffast-math")
-    assert compiles(toolchain(), sources)
-    monkeypatch.delenv("CXX")
-    compiler = Path(os.environ["PATH"]) / "g++"
-    compiler.write_text(compiler.read_text().replace("1.2.3", "1.2.4"))
-    assert compiles(toolchain(), sources)
-
-
-def test_a_compiler_is_found_by_its_identity(fake_compiler: Path, cache: DirectoryStore) -> None:
-    """A rebuild takes the compiler of the bundle, where it is, and not the first one of its machine."""
+    cache.blob_path(first.digest).write_bytes(b"x" * first.size)  # a damaged one is made again
+    assert find_kernels(toolchain(), cache, sources=TOY) is None
+    assert built(cache) == first
+    assert cache.read_blob(first.digest) is not None
+    # A rebuild takes the compiler of the bundle, where it is, and not the first one of its machine.
     first, other = Path(os.environ["PATH"]) / "g++", Path(os.environ["PATH"]) / "clang++"
     other.write_text(first.read_text().replace("g++ (Fake 1-2) 1.2.3", "clang version 19.1.7"))
     other.chmod(first.stat().st_mode)
@@ -165,19 +119,49 @@ def test_a_compiler_is_found_by_its_identity(fake_compiler: Path, cache: Directo
     assert kernel_conditions(chosen, toolchain(), cache, sources=TOY) == {}
 
 
-def test_one_program_under_two_names_has_two_versions() -> None:
-    """c++ is often g++ and prints its own name: a plan took the version of one for that of the other."""
-    keys = [library._version_key([f"/bin/{name}", "--version"], "x") for name in ("g++", "c++")]
-    assert keys[0].digest != keys[1].digest
+def test_what_decides_the_library_is_in_its_key(
+    fake_compiler: Path, cache: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Level, sources, flags, headers, the compiler's version and arguments; not the place of the sources."""
+    sources = tmp_path / "elsewhere"
+    shutil.copytree(TOY, sources)
+
+    def compiles(chain: Toolchain | None = None, at: Path = sources) -> bool:
+        before = fake_compiler.read_text() if fake_compiler.exists() else ""
+        built(cache, chain, sources=at)
+        return fake_compiler.read_text() != before
+
+    assert compiles(at=TOY)
+    assert not compiles()
+    assert not compiles(toolchain(driver="1"))
+    assert compiles(toolchain("cpu-x86-64-v3"))
+    for name in ("other.h", "toy.cc"):
+        (sources / name).write_text("// changed")
+        assert compiles()
+    headers = tmp_path / "jaxlib" / "include"
+    shutil.copytree(ffi_headers(toolchain()) or TOY, headers)
+    (headers / "xla/ffi/api/c_api.h").write_text("// of another jaxlib")
+    for name, value in (
+        ("ffi_headers", lambda _: headers),
+        ("_COMPILE_FLAGS", ("-O0",)),
+        ("code_digest", lambda *roots: f"sha256:of mended {roots}"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(library, name, value)
+            assert compiles(), name
+    for name, value in (("CPLUS_INCLUDE_PATH", "/x"), ("CXX", "g++ -O0 -ffast-math")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert compiles()
+    compiler = Path(os.environ["PATH"]) / "g++"
+    compiler.write_text(compiler.read_text().replace("1.2.3", "1.2.4"))
+    assert compiles()
 
 
-def test_a_damaged_library_is_made_again(fake_compiler: Path, cache: DirectoryStore) -> None:
-    first = built(cache)
-    path = cache.blob_path(first.digest)
-    path.write_bytes(b"x" * first.size)
-    assert find_kernels(toolchain(), cache, sources=TOY) is None
-    assert built(cache) == first
-    assert cache.read_blob(first.digest) is not None
+def without_kernels(cache: DirectoryStore) -> NoKernels:
+    found = build_kernels(toolchain(), cache, sources=TOY)
+    assert isinstance(found, NoKernels)
+    return found
 
 
 def test_no_compiler_is_told(cache: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,23 +170,13 @@ def test_no_compiler_is_told(cache: DirectoryStore, monkeypatch: pytest.MonkeyPa
     without_zig(monkeypatch)
     found = without_kernels(cache)
     assert found.worth_telling
+    monkeypatch.setenv("CXX", "g++ -DNAME='a")
+    with pytest.raises(UsageError, match=r"CXX: expected a command as a shell .*-DNAME='a"):
+        build_kernels(toolchain(), cache, sources=TOY)
+    monkeypatch.delenv("CXX")
     assert found.reason.startswith("no C++ compiler: kernels are left out, int8 and bfloat16 will")
     assert "pip install 'prejit[kernels]'" in found.reason
     assert find_kernels(toolchain(), cache, sources=TOY) == found
-
-
-def test_cxx_is_a_command_or_zig_alone(
-    cache: DirectoryStore, monkeypatch: pytest.MonkeyPatch, fake_compiler: Path
-) -> None:
-    cxx = "g++ -DNAME='a"
-    monkeypatch.setenv("CXX", cxx)
-    with pytest.raises(UsageError, match="CXX: expected a command as a shell reads it") as caught:
-        build_kernels(toolchain(), cache, sources=TOY)
-    assert repr(cxx) in str(caught.value)
-    assert caught.value.hint
-    monkeypatch.setenv("CXX", "zig")
-    without_kernels(cache)
-    assert not fake_compiler.exists()
 
 
 def test_a_compiler_that_fails_leaves_the_next_to_try_and_then_tells_why(
@@ -235,7 +209,7 @@ def test_what_is_no_library_of_kernels_is_an_error(
         build_kernels(toolchain(), cache, sources=TOY)
 
 
-def test_a_target_gets_its_level() -> None:
+def test_a_target_gets_its_level(monkeypatch: pytest.MonkeyPatch) -> None:
     for level in ("x86-64-v2", "x86-64-v3", "x86-64-v4"):
         assert level_of(toolchain(f"cpu-{level}").target) == level
     gpu, v2 = "cuda-l4", "cpu-x86-64-v2"
@@ -248,14 +222,10 @@ def test_a_target_gets_its_level() -> None:
         assert isinstance(found, NoKernels)
         assert re.search(expected, found.reason)
         assert not found.worth_telling
-
-
-def test_the_build_host_has_the_level_of_its_own_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = dataclasses.replace(
-        Fingerprint.current(), cpu_features=library.level_features("x86-64-v3")
-    )
+    features = library.level_features("x86-64-v3")
+    here = dataclasses.replace(Fingerprint.current(), cpu_features=features)
     monkeypatch.setattr(Fingerprint, "current", classmethod(lambda cls: here))
-    assert level_of(target("cpu-host")) == "x86-64-v3"
+    assert level_of(target("cpu-host")) == "x86-64-v3", "the level of its own features"
 
 
 def test_the_headers_are_those_of_the_jaxlib_that_compiles(tmp_path: Path) -> None:
@@ -282,22 +252,6 @@ def test_a_library_needs_nothing_but_a_glibc_that_jaxlib_lacks(toy_library: Any)
     assert library._numbers(told.glibc or "0") <= library._numbers(here)
     for glibc, needed in (("2.35", "2.35"), ("2.28", "2.28"), ("2.27", None), ("2.9", None)):
         assert needed_glibc(glibc) == needed
-
-
-def test_zig_makes_a_library_for_an_old_glibc(
-    cache: DirectoryStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """With a compiler of the machine beside it."""
-    pytest.importorskip("ziglang", reason="the wheel ziglang has 100 MB: pip install ziglang")
-    monkeypatch.setenv("CXX", "zig")
-    found = built(cache)
-    assert found.compiler.startswith("zig ")
-    assert needed_glibc(found.glibc) is None
-    assert found.handlers == ("root", "scale")
-    assert (cache.root / "zig").is_dir(), "or it would fill the user's own cache"
-
-
-def test_a_damaged_elf_is_an_error_and_nothing_else(toy_library: Any) -> None:
     whole = toy_library[1]
     for start, wrong in (
         (4, b"\1"),  # of 32 bits

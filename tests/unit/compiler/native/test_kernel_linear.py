@@ -100,12 +100,8 @@ class Case:
 
 def run(case: Case, library: ctypes.CDLL) -> np.ndarray:
     out = np.full((*case.x.shape[:-1], case.weights[0].shape[0]), np.nan, np.float32)
-    flags = {
-        "bias": bool(case.biases),
-        "gated": len(case.weights) == 2,
-        "residual": case.residual is not None,
-        "activation": case.activation,
-    }
+    flags = {"bias": bool(case.biases), "gated": len(case.weights) == 2}
+    flags |= {"residual": case.residual is not None, "activation": case.activation}
     kernel_frames.call(
         kernel_frames.handler_of(library, "linear"),
         [np.ascontiguousarray(array) for array in case.arrays],
@@ -211,9 +207,7 @@ def test_any_size_and_flags_are_as_numpys(kernels: ctypes.CDLL, data: st.DataObj
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sizes_of_models_and_long_sums_are_as_numpys(
-    kernels: ctypes.CDLL, dtype: np.dtype[Any]
-) -> None:
+def test_sizes_of_models_are_as_numpys(kernels: ctypes.CDLL, dtype: np.dtype[Any]) -> None:
     for shape in ((1, 8192, 70), (130, 8200, 70)):
         assert_right(drawn(0, shape, dtype), kernels)
     for rows in (1, 5, 300):
@@ -222,7 +216,7 @@ def test_sizes_of_models_and_long_sums_are_as_numpys(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_is_another_beside_others(
+def test_a_row_is_its_own_in_a_batch(
     kernels: ctypes.CDLL, multiplier: str, dtype: np.dtype[Any]
 ) -> None:
     """Greedy tokens must not depend on the batch: bit for bit, on either side of each threshold."""
@@ -264,9 +258,7 @@ def many_rows(multiplier: str, dtype: np.dtype[Any]) -> int | None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("positions", [32, 61])
-def test_a_sequence_is_the_same_beside_others(
-    kernels: ctypes.CDLL, positions: int, dtype: np.dtype[Any]
-) -> None:
+def test_a_sequence_is_its_own(kernels: ctypes.CDLL, positions: int, dtype: np.dtype[Any]) -> None:
     """Of a prompt or a sentence, which has a product of its own: panels, filled or not."""
     together = run(drawn_sequences(5, positions, dtype), kernels)
     for count in (1, 2):
@@ -282,14 +274,14 @@ def drawn_sequences(count: int, positions: int, dtype: np.dtype[Any]) -> Case:
     return replace(flat, x=flat.x[: count * positions].reshape(count, positions, -1))
 
 
-@pytest.mark.parametrize("activation", [GELU_ERF, GELU_TANH, SILU, RELU])
-def test_activations_are_right_everywhere(kernels: ctypes.CDLL, activation: int) -> None:
+def test_activations_are_right_everywhere(kernels: ctypes.CDLL) -> None:
     v = np.concatenate([np.linspace(-30, 30, 20011), [-1e30, -200, -88, 0, 88, 200, 1e30]])
-    v = v.astype(np.float32)
-    found = run(Case(v[:, None], (np.ones((1, 1), np.float32),), activation=activation), kernels)
-    with np.errstate(over="ignore"):
-        expected = activated(activation, v.astype(np.float64))
-    np.testing.assert_allclose(found[:, 0], expected, rtol=1e-6, atol=2e-7)
+    v, one = v.astype(np.float32), (np.ones((1, 1), np.float32),)
+    for activation in (GELU_ERF, GELU_TANH, SILU, RELU):
+        found = run(Case(v[:, None], one, activation=activation), kernels)
+        with np.errstate(over="ignore"):
+            expected = activated(activation, v.astype(np.float64))
+        np.testing.assert_allclose(found[:, 0], expected, rtol=1e-6, atol=2e-7)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -297,9 +289,7 @@ def test_neither_nan_nor_infinity_is_hidden(kernels: ctypes.CDLL, dtype: np.dtyp
     for activation, rows in itertools.product(range(5), (1, 6, 150)):
         case = drawn(5, (rows, 40, 50), dtype, gated=True, activation=activation)
         x = case.x.copy()
-        x[rows // 2, 7] = np.array(0x7FFFFFFF, np.uint32).view(
-            np.float32
-        )  # Adding 1 bit overflows.
+        x[rows // 2, 7] = np.array(0x7FFFFFFF, np.uint32).view(np.float32)  # adding 1 bit overflows
         found = run(replace(case, x=x), kernels)
         is_nan = np.isnan(found).all(axis=1)
         assert is_nan.tolist() == [row == rows // 2 for row in range(rows)], (activation, rows)
@@ -310,17 +300,17 @@ def test_neither_nan_nor_infinity_is_hidden(kernels: ctypes.CDLL, dtype: np.dtyp
 
 
 def test_wrong_arguments_are_an_error_and_no_crash(kernels: ctypes.CDLL) -> None:
-    case = drawn(7, (2, 8, 6), DTYPES[0])
-    with pytest.raises(KernelError, match=r"\[outputs, inputs\]"):
-        run(Case(case.x[:, :7], case.weights), kernels)
-    with pytest.raises(KernelError, match="factor for each output"):
-        run(Case(case.x, (np.ones((6, 8), np.int8),)), kernels)
-    with pytest.raises(KernelError, match="fewer arguments"):
-        run(Case(case.x, case.weights, scales=(np.ones(6, np.float32),)), kernels)
-    with pytest.raises(KernelError, match="two weights of one dtype"):
-        run(Case(case.x, (*case.weights, np.ones((6, 8), ml_dtypes.bfloat16))), kernels)
-    with pytest.raises(KernelError, match="found another dtype"):
-        run(Case(case.x, (np.ones((6, 8), np.int16),)), kernels)
+    case, narrow = drawn(7, (2, 8, 6), DTYPES[0]), np.ones((6, 8), ml_dtypes.bfloat16)
+    scales = (np.ones(6, np.float32),)
+    for wrong, message in (
+        (Case(case.x[:, :7], case.weights), r"\[outputs, inputs\]"),
+        (Case(case.x, (np.ones((6, 8), np.int8),)), "factor for each output"),
+        (Case(case.x, case.weights, scales), "fewer arguments"),
+        (Case(case.x, (*case.weights, narrow)), "two weights of one dtype"),
+        (Case(case.x, (np.ones((6, 8), np.int16),)), "found another dtype"),
+    ):
+        with pytest.raises(KernelError, match=message):
+            run(wrong, kernels)
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,11 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
-
-from prejit.compiler.models.layers import kernel_calls
 
 from . import kernel_builds, kernel_frames
 from .kernel_builds import LEVELS
@@ -75,24 +72,6 @@ def test_rows_are_normalized_whatever_their_width(
     shift = bias if centred else None
     found = run(kernels, x, weight, shift, offset)
     np.testing.assert_allclose(found, expected(x, weight, shift, offset), rtol=2e-5, atol=2e-4)
-
-
-@pytest.mark.usefixtures("with_kernels")
-@pytest.mark.parametrize("centred", [True, False])
-def test_a_program_calls_the_kernel_with_what_it_expects(centred: bool) -> None:
-    random = np.random.default_rng(1)
-    x = random.standard_normal((2, 3, 20)).astype(np.float32)
-    weight, bias = random.standard_normal((2, 20)).astype(np.float32)
-    shift = bias if centred else None
-    found = kernel_calls.norm(
-        *(jax.numpy.asarray(x), jax.numpy.asarray(weight)),
-        None if shift is None else jax.numpy.asarray(shift),
-        epsilon=EPSILON,
-        centred=centred,
-        offset=1.0,
-    )
-    wanted = expected(x, weight, shift, 1.0)
-    np.testing.assert_allclose(np.asarray(found), wanted, rtol=2e-5, atol=2e-4)
 
 
 def test_a_nan_stays_in_its_row_and_shapes_must_fit(kernels: ctypes.CDLL) -> None:

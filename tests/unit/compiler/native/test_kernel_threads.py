@@ -22,25 +22,20 @@ from .kernel_builds import TESTS
 OWNER, VERSION = b"prejit\0", 1
 CPUS = len(os.sched_getaffinity(0))
 several_cpus = pytest.mark.skipif(CPUS < 2, reason="one CPU has no helpers")
-
 SCRIPT = """
 import ctypes, os, sys
 from prejit.runtime.device import kernels
-
 def helpers():
     return len(os.listdir("/proc/self/task")) - alone
-
 def function(library, name):
     get = ctypes.pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     (capsule,) = (each for at, each in library.handlers.items() if at.startswith(name))
     kind = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
     return kind(get(capsule, None))
-
 def load(path):
     library = kernels.load(open(path, "rb").read())
     return function(library, "prejit_sum"), function(library, "prejit_threads")
-
 alone = len(os.listdir("/proc/self/task"))
 """
 COUNT = f"""{SCRIPT}
@@ -106,49 +101,29 @@ def test_what_shares_threads_is_a_kernel_with_a_note_within_the_library(library:
 
 
 @several_cpus
-def test_two_bundles_double_the_helpers(
-    library: bytes, counted: Callable[..., list[tuple[int, int]]]
-) -> None:
-    assert counted(library, another(library)) == [(CPUS, CPUS - 1)] * 2
-
-
-@several_cpus
 @pytest.mark.parametrize("what", ["version", "owner"])
 def test_a_library_of_other_helpers_is_given_those_of_the_first(
     what: str, library: bytes, counted: Callable[..., list[tuple[int, int]]]
 ) -> None:
     """Of a later release, which shares them in another way, or an older one, which has no note."""
-    at = library.index(OWNER) + 8
+    at, changed = library.index(OWNER) + 8, bytearray(library)
     assert library[at : at + 4] == VERSION.to_bytes(4, "little")
-    changed = bytearray(library)
     changed[at - 8 : at + 1] = b"prejit\0\0\2" if what == "version" else b"nobody\0\0\1"
-    assert counted(library, bytes(changed), another(library)) == [
-        (CPUS, CPUS - 1),
-        (CPUS, 2 * (CPUS - 1)),
-        (CPUS, 2 * (CPUS - 1)),
-    ]
+    all_helpers = [(CPUS, CPUS - 1), *[(CPUS, 2 * (CPUS - 1))] * 2]
+    assert counted(library, bytes(changed), another(library)) == all_helpers
 
 
-def test_the_setting_is_ignored(
-    library: bytes, counted: Callable[..., list[tuple[int, int]]]
+def test_the_setting_is_taken_if_it_is_a_number(
+    library: bytes, counted: Callable[..., list[tuple[int, int]]], tmp_path: Path, run_python: Any
 ) -> None:
     once = [(1, 0)] * 2
     assert counted(library, another(library), PREJIT_THREADS="1") == once
     assert counted(library, PREJIT_THREADS=str(CPUS + 7)) == [(CPUS, CPUS - 1)]
-
-
-@pytest.mark.parametrize("value", ["0", "two"])
-def test_a_setting_that_is_no_number_of_threads_is_taken(
-    value: str, library: bytes, tmp_path: Path, run_python: Any
-) -> None:
     (tmp_path / "kernels.so").write_bytes(library)
-    done = run_python(
-        f"{SCRIPT}\nload(sys.argv[1])",
-        tmp_path / "kernels.so",
-        env={"PREJIT_THREADS": value},
-        status=1,
-    )
-    expected = f"UsageError: PREJIT_THREADS: expected an integer of at least 1, found '{value}'"
+    code = f"{SCRIPT}\nload(sys.argv[1])"
+    options = {"env": {"PREJIT_THREADS": "0"}, "status": 1}
+    done = run_python(code, tmp_path / "kernels.so", **options)
+    expected = "UsageError: PREJIT_THREADS: expected an integer of at least 1, found '0'"
     assert expected in done.stderr
 
 

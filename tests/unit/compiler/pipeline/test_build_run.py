@@ -33,13 +33,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     store = DirectoryStore.open(tmp_path / "store")
     weights = {"w": np.ones(2, np.float32)}
     program = Program("f", fn=lambda p, x: p["w"] * x, args={"x": "float32[2]"}, params=weights)
-    return build(
-        Manifest("one", programs=[program], targets=["cpu-host"]),
-        tmp_path / "out",
-        store=store,
-        executor=WorkerPool(store, workers=1),
-        progress=Quiet(),
-    )
+    services: Any = {"store": store, "executor": WorkerPool(store, workers=1), "progress": Quiet()}
+    manifest = Manifest("one", programs=[program], targets=["cpu-host"])
+    return build(manifest, tmp_path / "out", **services)
 
 
 def refuse(job: CompileJob, future: Future[Compiled]) -> None:
@@ -71,7 +67,12 @@ def test_a_build_whose_programs_fail_names_them_all_and_writes_nothing(tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_bundle_is_current_only_while_it_is_whole(built: Built, tmp_path: Path) -> None:
+def test_a_bundle_is_written_unless_it_is_current(built: Built, tmp_path: Path) -> None:
+    packed = PackedBundle("one", index_file(built.path).read_bytes(), blobs_of(built.path))
+    path, written = write(packed, tmp_path / "copy", Quiet())
+    assert (path, written) == (tmp_path / "copy" / "one", True)
+    assert write(packed, built.path.parent, Quiet()) == (built.path, False)
+    assert load(path).digest == built.digest
     path = Path(shutil.copytree(built.path, tmp_path / "one"))
     index = index_file(path).read_bytes()
     assert is_current(path, index)
@@ -84,11 +85,3 @@ def test_a_bundle_is_current_only_while_it_is_whole(built: Built, tmp_path: Path
     content[-1] ^= 1
     blob.write_bytes(content)
     assert not is_current(path, index)
-
-
-def test_a_packed_bundle_is_written_where_it_is_not(built: Built, tmp_path: Path) -> None:
-    packed = PackedBundle("one", index_file(built.path).read_bytes(), blobs_of(built.path))
-    path, written = write(packed, tmp_path / "copy", Quiet())
-    assert (path, written) == (tmp_path / "copy" / "one", True)
-    assert write(packed, built.path.parent, Quiet()) == (built.path, False)
-    assert load(path).digest == built.digest

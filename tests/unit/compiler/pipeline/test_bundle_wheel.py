@@ -49,9 +49,8 @@ def installed(wheel: Path, into: Path) -> Path:
 
 def test_a_wheel_loads_by_its_name_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
     python = installed(wheel, tmp_path / "environment")
-    done = subprocess.run(
-        [python, "-W", "ignore", "-c", CALL], capture_output=True, text=True, check=False
-    )
+    command = [python, "-W", "ignore", "-c", CALL]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     digest, shape = done.stdout.split(maxsplit=1)
     assert shape == "(2, 4)\n"
@@ -92,28 +91,20 @@ def test_the_command(wheel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "expected a version such as 1.2.0, found 'next'" in capsys.readouterr().err
 
 
-def test_what_writes_wheels_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_without_a_bundle_or_a_place_without_room_is_named(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match="file: cannot write the wheel"):
+        write_wheel(str(GOLDEN / "call"), tmp_path / "file")
+    for name, expected in (
+        *((each, "the name of an installed package") for each in ("no-such-bundle", "../call")),
+        ("click", "a package that `prejit wheel` wrote"),
+    ):
+        with pytest.raises(UsageError, match=f"expected {expected}") as raised:
+            parse_reference(f"wheel:{name}")
+        assert raised.value.hint
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="found no build") as raised:
         write_wheel(str(GOLDEN / "call"), tmp_path)
     assert raised.value.hint == "pip install 'prejit[wheel]'"
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("no-such-bundle", "the name of an installed package"),
-        ("../call", "the name of an installed package"),
-        ("click", "a package that `prejit wheel` wrote"),
-    ],
-)
-def test_a_package_without_a_bundle_is_named(name: str, expected: str) -> None:
-    with pytest.raises(UsageError, match=f"expected {expected}") as raised:
-        parse_reference(f"wheel:{name}")
-    assert raised.value.hint
-
-
-def test_a_wheel_that_cannot_be_written(wheel: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(BuildError, match="file: cannot write the wheel"):
-        write_wheel(str(GOLDEN / "call"), tmp_path / "file")

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,8 @@ def attach_text(path: Path, subject: Descriptor, text: str = "signed") -> Descri
 def test_what_is_attached_is_found_and_as_oci_says(bundle_dir: Path) -> None:
     bundle, target = subject_of(bundle_dir), targets_of(bundle_dir)["cpu-host"]
     before = load(bundle_dir).digest
-    layer = Part(TYPE, b"signed", {"org.opencontainers.image.title": "signature"})
-    of_bundle = attach(bundle_dir, bundle, TYPE, EMPTY, [layer], NOTES)
+    title = {"org.opencontainers.image.title": "signature"}
+    of_bundle = attach(bundle_dir, bundle, TYPE, EMPTY, [Part(TYPE, b"signed", title)], NOTES)
     of_target = attach_text(bundle_dir, target)
     of_referrer = attach_text(bundle_dir, of_bundle)
     for subject, expected in ((bundle, of_bundle), (target, of_target), (of_bundle, of_referrer)):
@@ -69,18 +70,14 @@ def test_what_is_attached_is_found_and_as_oci_says(bundle_dir: Path) -> None:
     [first] = attached(bundle_dir, bundle.digest)
     [kept] = first.layers
     assert blob(bundle_dir, kept.digest).read_bytes() == b"signed"
-    assert kept.annotations == {"org.opencontainers.image.title": "signature"}
+    assert kept.annotations == title
     assert blob(bundle_dir, first.config.digest).read_bytes() == b"{}"
     assert load(bundle_dir).digest == before
     assert audit(bundle_dir, lambda *_: None).digest == before
     manifest = json.loads(blob(bundle_dir, of_bundle.digest).read_bytes())
     assert (manifest["schemaVersion"], manifest["artifactType"]) == (2, TYPE)
-    empty = {
-        "mediaType": "application/vnd.oci.empty.v1+json",
-        "digest": digest_of(b"{}"),
-        "size": 2,
-    }
-    assert manifest["config"] == empty
+    kind = "application/vnd.oci.empty.v1+json"
+    assert manifest["config"] == {"mediaType": kind, "digest": digest_of(b"{}"), "size": 2}
     assert manifest["subject"] == described(bundle)
     entries = json.loads((bundle_dir / "index.json").read_bytes())["manifests"]
     [listed] = [each for each in entries if each["digest"] == of_bundle.digest]
@@ -115,38 +112,29 @@ def test_whoever_is_killed_while_attaching_leaves_it_attached_or_not(
     class Killed(BaseException):
         pass
 
-    done, digest = 0, load(bundle_dir).digest
-    real = {name: getattr(os, name) for name in ("replace", "fsync", "unlink")}
-    outcomes = []
+    digest, outcomes = load(bundle_dir).digest, list[int]()
     for limit in range(100):
-        path = tmp_path / str(limit)
-        shutil.copytree(bundle_dir, path)
-        done = 0
+        path, left = Path(shutil.copytree(bundle_dir, tmp_path / str(limit))), [limit]
 
-        def stepping(name: str, limit: int = limit) -> Callable[..., Any]:
+        def stepping(real: Callable[..., Any], left: list[int] = left) -> Callable[..., Any]:
             def step(*args: Any, **kwargs: Any) -> Any:
-                nonlocal done
-                done += 1
-                if done > limit:
+                left[0] -= 1
+                if left[0] < 0:
                     raise Killed
-                return real[name](*args, **kwargs)
+                return real(*args, **kwargs)
 
             return step
 
-        with monkeypatch.context() as patch:
-            for name in real:
-                patch.setattr(os, name, stepping(name))
-            finished = True
-            try:
-                attach_text(path, subject_of(bundle_dir))
-            except Killed:
-                finished = False
+        with monkeypatch.context() as patch, suppress(Killed):
+            for name in ("replace", "fsync", "unlink"):
+                patch.setattr(os, name, stepping(getattr(os, name)))
+            attach_text(path, subject_of(bundle_dir))
         outcomes.append(len(attached(path)))
         assert load(path).digest == digest
         attach_text(path, subject_of(path), "another")  # whoever writes next removes what is left
         remove_abandoned(path)
         assert audit(path, lambda *_: None).digest == digest
-        if finished:
+        if left[0] >= 0:
             break
     assert outcomes == sorted(outcomes)
     assert set(outcomes) == {0, 1}
@@ -174,16 +162,18 @@ def test_what_is_gone_gets_nothing(bundle_dir: Path, recipe: Any, make_recipe: A
     stranger = Descriptor(subject.mediaType, digest_of(b""), 0)
     with pytest.raises(UsageError, match="expected the bundle or one of its targets, found no"):
         attach_text(bundle_dir, stranger)
+    text = {"a": "x" * limits.MAX_MANIFEST_BYTES}
+    with pytest.raises(UsageError, match="expected a manifest of at most 65536 bytes"):
+        attach(bundle_dir, subject, TYPE, EMPTY, [Part(TYPE, b"")], text)
+    assert attached(bundle_dir) == ()
+    attach_text(bundle_dir, subject)
+    [found] = attached(bundle_dir)
+    blob(bundle_dir, found.layers[0].digest).unlink()
+    write_layout(bundle_dir, *recipe.assemble())
+    assert attached(bundle_dir) == ()
     write_layout(bundle_dir, *make_recipe(score_scale=2.0).assemble())
     with pytest.raises(UsageError, match=f"found no {subject.digest}"):
         attach_text(bundle_dir, subject)
-
-
-def test_a_manifest_that_no_reader_would_take_is_refused(bundle_dir: Path) -> None:
-    text = {"a": "x" * limits.MAX_MANIFEST_BYTES}
-    with pytest.raises(UsageError, match="expected a manifest of at most 65536 bytes"):
-        attach(bundle_dir, subject_of(bundle_dir), TYPE, EMPTY, [Part(TYPE, b"")], text)
-    assert attached(bundle_dir) == ()
 
 
 def test_an_index_json_of_another_tool_keeps_what_it_has(bundle_dir: Path) -> None:
@@ -195,9 +185,6 @@ def test_an_index_json_of_another_tool_keeps_what_it_has(bundle_dir: Path) -> No
     after = json.loads((bundle_dir / "index.json").read_bytes())
     assert after["annotations"] == root["annotations"]
     assert after["manifests"][:-1] == root["manifests"]
-
-
-# What refers to a bundle when the bundle is written again
 
 
 def test_writing_the_same_bundle_keeps_what_refers_to_it(bundle_dir: Path, recipe: Any) -> None:
@@ -229,17 +216,6 @@ def test_another_bundle_keeps_what_refers_to_its_target(bundle_dir: Path, recipe
     assert files == {each.removeprefix("sha256:") for each in (*kept_files, *of_layers)}
 
 
-def test_what_has_lost_a_file_is_not_kept(bundle_dir: Path, recipe: Any) -> None:
-    attach_text(bundle_dir, subject_of(bundle_dir))
-    [found] = attached(bundle_dir)
-    blob(bundle_dir, found.layers[0].digest).unlink()
-    write_layout(bundle_dir, *recipe.assemble())
-    assert attached(bundle_dir) == ()
-
-
-# Referrers that other tools wrote
-
-
 def listed(path: Path, content: bytes, **changes: Any) -> None:
     """Lists a manifest in `index.json` whatever it says."""
     blob(path, digest_of(content)).write_bytes(content)
@@ -256,44 +232,36 @@ def manifest_of(subject: Any, changes: Any = None) -> bytes:
     return json.dumps(plain | (changes or {})).encode()
 
 
-def test_a_manifest_without_an_artifact_type_has_that_of_its_config(bundle_dir: Path) -> None:
-    listed(bundle_dir, manifest_of(described(subject_of(bundle_dir))))
-    [found] = attached(bundle_dir)
-    assert found.artifact_type == TYPE
-    assert found.annotations == {}
-
-
-@pytest.mark.parametrize(
-    ("refers", "changes"),
-    [
+def test_other_entries_are_passed(bundle_dir: Path) -> None:
+    subject = described(subject_of(bundle_dir))
+    index = (bundle_dir / "index.json").read_bytes()
+    for refers, changes in (
         (True, {"mediaType": "application/vnd.oci.image.index.v1+json"}),
         (True, {"size": limits.MAX_MANIFEST_BYTES + 1}),
         (False, {}),
-    ],
-)
-def test_other_entries_are_passed(refers: bool, changes: dict[str, Any], bundle_dir: Path) -> None:
-    subject = described(subject_of(bundle_dir)) if refers else None
-    listed(bundle_dir, manifest_of(subject), **changes)
-    assert attached(bundle_dir) == ()
+    ):
+        listed(bundle_dir, manifest_of(subject if refers else None), **changes)
+        assert attached(bundle_dir) == ()
     assert load(bundle_dir).call("tick") == 7
+    (bundle_dir / "index.json").write_bytes(index)
+    listed(bundle_dir, manifest_of(subject))  # without an artifact type it has that of its config
+    [found] = attached(bundle_dir)
+    assert (found.artifact_type, found.annotations) == (TYPE, {})
 
 
-@pytest.mark.parametrize(
-    ("written", "complaint"),
-    [
-        ({"layers": None}, "expected a manifest with layers"),
-        ({"artifactType": 5}, "expected a manifest with layers"),
+def test_a_damaged_referrer_is_rejected_where_it_is_read_and_loads(bundle_dir: Path) -> None:
+    layers, index = "expected a manifest with layers", (bundle_dir / "index.json").read_bytes()
+    for written, complaint in (
+        ({"layers": None}, layers),
+        ({"artifactType": 5}, layers),
         ({"annotations": {"a": 5}}, "expected annotations as text"),
         ({"subject": "sha256:0"}, "expected media type, sha256 digest and size"),
         *((content, "expected") for content in (b"[]", b"[" * 60000, b"\xff")),
-    ],
-)
-def test_a_damaged_referrer_is_rejected_where_it_is_read_and_loads(
-    written: dict[str, Any] | bytes, complaint: str, bundle_dir: Path
-) -> None:
-    if isinstance(written, dict):
-        written = manifest_of(described(subject_of(bundle_dir)), written)
-    listed(bundle_dir, written)
-    with pytest.raises(RejectError, match=complaint):
-        attached(bundle_dir)
-    assert load(bundle_dir).call("tick") == 7
+    ):
+        if isinstance(written, dict):
+            written = manifest_of(described(subject_of(bundle_dir)), written)
+        listed(bundle_dir, written)
+        with pytest.raises(RejectError, match=complaint):
+            attached(bundle_dir)
+        assert load(bundle_dir).call("tick") == 7
+        (bundle_dir / "index.json").write_bytes(index)

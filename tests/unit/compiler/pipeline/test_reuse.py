@@ -96,11 +96,8 @@ def begin_build(
     begun = begin(read_manifest(directory / "m.toml"), (), service)
     compiled = {job.key.digest for job, _ in executor.taken}
     finish(executor, store)
-    taken = {
-        (each.spec.name, each.job.target.name)
-        for each in begun.submitted
-        if each.job.key.digest not in compiled
-    }
+    found = [each for each in begun.submitted if each.job.key.digest not in compiled]
+    taken = {(each.spec.name, each.job.target.name) for each in found}
     return executor, taken
 
 

@@ -57,48 +57,24 @@ def test_one_shard_packs_and_the_others_learn_of_it(store: DirectoryStore) -> No
 
     in_threads(4, lambda number: run(number + 1))
     [packer] = [number for number, other in found if other is Turn.NOW]
-    assert {other for _, other in found if other is not Turn.NOW} == {
-        Packed(packer, f"digest {packer}")
-    }
-
-
-def test_a_shard_that_fails_leaves_packing_to_another(store: DirectoryStore) -> None:
-    first, second = packing(store, 1), packing(store, 2)
-    with first:
-        assert first.wait("x", Quiet()) is Turn.NOW  # and it never finishes
-    with second:
-        assert second.wait("x", Quiet()) is Turn.NOW
-
-
-def test_a_shard_with_other_bundles_need_not_wait(store: DirectoryStore) -> None:
-    first, second = packing(store, 1), packing(store, 2)
-    with first:
-        assert first.wait("x", Quiet()) is Turn.NOW
-        with second:
-            assert second.wait("x", Quiet(), give_up=lambda: True) is Turn.LATER
-        first.finish("digest")
-    with second:
-        assert second.wait("x", Quiet(), give_up=lambda: True) == Packed(1, "digest")
+    packed = {other for _, other in found if other is not Turn.NOW}
+    assert packed == {Packed(packer, f"digest {packer}")}
 
 
 def test_a_build_on_another_day_packs_its_own_bundle(store: DirectoryStore) -> None:
     """Its shards find all executables there, and the mark of the last build too."""
+    with packing(store, 3) as failing:
+        assert failing.wait("x", Quiet()) is Turn.NOW  # and it never finishes
     for day in range(9):
         first, late = packing(store, 1), packing(store, 2)
         with first:
             assert first.wait("x", Quiet()) is Turn.NOW, day
+            with late:
+                assert late.wait("x", Quiet(), give_up=lambda: True) is Turn.LATER
             first.finish("digest")
         with late:
             assert late.wait("x", Quiet()) == Packed(1, "digest")
-
-
-def test_the_bundle_of_another_commit_is_not_ours(store: DirectoryStore) -> None:
-    """Two commits are built at the same time, under one name."""
-    ours, theirs = packing(store, 1), packing(store, 2)
-    with theirs:
-        assert theirs.wait("theirs", Quiet()) is Turn.NOW
-        theirs.finish("theirs")
-    with ours:
-        assert ours.wait("ours", Quiet()) is Turn.NOW
+    with packing(store, 4) as ours:  # two commits are built at the same time, under one name
+        assert ours.wait("another commit", Quiet()) is Turn.NOW
         ours.finish("ours")
-    assert packing(store, 3, "other").wait("ours", Quiet()) is Turn.NOW
+    assert packing(store, 3, "other").wait("another commit", Quiet()) is Turn.NOW

@@ -20,9 +20,8 @@ from prejit.runtime.format.bundle_schema import Memory, Segment
 from .held_executor import HeldExecutor
 
 TOOLCHAIN = host_toolchain(target("cpu-host"), {"jax": "0.12.0", "jaxlib": "0.12.0"})
-RESULT = Compiled(
-    Segment(0, 1, f"sha256:{'0' * 64}", 1, f"sha256:{'0' * 64}"), (), Memory(0, 0, 0, 0), 1, 1, 1
-)
+DIGEST = f"sha256:{'0' * 64}"
+RESULT = Compiled(Segment(0, 1, DIGEST, 1, DIGEST), (), Memory(0, 0, 0, 0), 1, 1, 1)
 
 
 def refuse(job: CompileJob, future: Future[Compiled]) -> None:
@@ -39,7 +38,7 @@ def store(tmp_path: Path) -> DirectoryStore:
     return DirectoryStore.open(tmp_path)
 
 
-def test_equal_programs_take_one_worker(store: DirectoryStore) -> None:
+def test_equal_programs_take_one_worker_and_each_gets_its_error(store: DirectoryStore) -> None:
     executor = HeldExecutor()
     jobs = Jobs(executor, store, Quiet())
     first, new = jobs.submit("a", job("f"))
@@ -50,9 +49,6 @@ def test_equal_programs_take_one_worker(store: DirectoryStore) -> None:
     executor.taken[0][1].set_result(RESULT)
     assert first.result() is second.result() is RESULT
     assert jobs.submit("c", job("late"))[0].result() is RESULT
-
-
-def test_the_error_of_a_program_names_the_one_that_waited_for_it(store: DirectoryStore) -> None:
     executor = HeldExecutor()
     jobs = Jobs(executor, store, Quiet(), several=True)
     first, _ = jobs.submit("a", job("f"))
@@ -66,7 +62,9 @@ def test_the_error_of_a_program_names_the_one_that_waited_for_it(store: Director
     assert caught.value.hint == "try again"
 
 
-def test_nobody_waits_for_a_job_that_was_ended_or_refused(store: DirectoryStore) -> None:
+def test_nobody_waits_for_a_job_that_was_ended_and_programs_are_looked_at_before(
+    store: DirectoryStore,
+) -> None:
     executor = HeldExecutor()
     jobs = Jobs(executor, store, Quiet())
     waiting = [jobs.submit("a", job(name))[0] for name in ("f", "g")]
@@ -81,9 +79,6 @@ def test_nobody_waits_for_a_job_that_was_ended_or_refused(store: DirectoryStore)
     jobs.wait()
     with pytest.raises(StoreError):
         jobs.submit("b", job("h", "another"))[0].result(timeout=60)
-
-
-def test_a_program_that_has_to_be_compiled_is_looked_at_before(store: DirectoryStore) -> None:
     executor = HeldExecutor()
     jobs = Jobs(executor, store, Quiet())
     program = store.put_blob(b"stablehlo")

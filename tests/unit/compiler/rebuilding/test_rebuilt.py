@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tests.recipes import Recipe
 
 import prejit.compiler
@@ -15,7 +16,6 @@ from prejit.compiler import Manifest, Program
 from prejit.compiler.pipeline.pack.attaching import attach_descriptions
 from prejit.compiler.pipeline.pack.provenance import recording_provenance
 from prejit.compiler.progress import Quiet
-from prejit.compiler.rebuilding.compared_parts import ComparedPart
 from prejit.compiler.rebuilding.rebuilt import Rebuilt, rebuild
 from prejit.runtime import load
 from prejit.runtime.cli.commands import run
@@ -36,32 +36,26 @@ name = "cpu-host"
 [[target]]
 name = "cpu-x86-64-v3"
 """
-
-
-def write_project(directory: Path) -> Path:
-    import numpy as np
-    from safetensors.numpy import save_file
-
-    (directory / "functions").mkdir(parents=True)
-    (directory / "functions" / "__init__.py").write_text("")
-    (directory / "functions" / "first.py").write_text(
-        "from pathlib import Path\nfrom .second import scaled\n"
-        'FILE = Path(__file__).with_name("factor.txt")\n'
-        "def f(params, x):\n    return scaled(params['w'][0] * x) + float(FILE.read_text())\n"
-    )
-    (directory / "functions" / "second.py").write_text("def scaled(x):\n    return x * 2\n")
-    (directory / "functions" / "factor.txt").write_text("1")
-    (directory / "data").mkdir()
-    (directory / "data" / "declared.txt").write_text("1")
-    save_file({"w": np.ones(2, np.float32)}, directory / "params.safetensors")
-    (directory / "m.toml").write_text(MANIFEST)
-    return directory
+FILES = {
+    "functions/__init__.py": "",
+    "functions/first.py": "from pathlib import Path\nfrom .second import scaled\n"
+    'FILE = Path(__file__).with_name("factor.txt")\n'
+    "def f(params, x):\n    return scaled(params['w'][0] * x) + float(FILE.read_text())\n",
+    "functions/second.py": "def scaled(x):\n    return x * 2\n",
+    "functions/factor.txt": "1",
+    "data/declared.txt": "1",
+    "m.toml": MANIFEST,
+}
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with its bundle in `out/again`. Who changes it puts it right again."""
-    directory = write_project(tmp_path_factory.mktemp("project"))
+    directory = tmp_path_factory.mktemp("project")
+    for name, content in FILES.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(content)
+    save_file({"w": np.ones(2, np.float32)}, directory / "params.safetensors")
     options: dict[str, Any] = {"cache": directory / "cache", "workers": 1, "quiet": True}
     prejit.compiler.build(directory / "m.toml", directory / "out", **options)
     return directory
@@ -69,10 +63,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def again(project: Path) -> Rebuilt:
     return rebuild(project / "out" / "again", project / "m.toml", progress=Quiet(), workers=1)
-
-
-def verdicts(found: Sequence[ComparedPart]) -> dict[tuple[str, str, str], str]:
-    return {(each.kind, each.name, each.target): each.verdict for each in found}
 
 
 def test_a_rebuild_is_equal_and_takes_nothing_from_the_cache(
@@ -135,15 +125,14 @@ def test_a_hidden_input_is_a_finding(project: Path, capsys: pytest.CaptureFixtur
 
 
 def test_conditions_explain_executables(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(
-        "XLA_FLAGS", "--xla_cpu_enable_fast_min_max=true --xla_cpu_prefer_vector_width=128"
-    )
+    flags = "--xla_cpu_enable_fast_min_max=true --xla_cpu_prefer_vector_width=128"
+    monkeypatch.setenv("XLA_FLAGS", flags)
     found = again(project)
     assert not found.findings
-    by_part = verdicts(found.parts)
-    assert by_part["StableHLO", "f/n2", ""] == "equal"
-    assert by_part["table", "", "cpu-host"] == "explained"
-    (table,) = (each for each in found.parts if (each.kind, each.target) == ("table", "cpu-host"))
+    by_part = {(each.kind, each.name, each.target): each for each in found.parts}
+    assert by_part["StableHLO", "f/n2", ""].verdict == "equal"
+    table = by_part["table", "", "cpu-host"]
+    assert table.verdict == "explained"
     assert "xla_flags" in table.reason or table.reason == "its executables differ"
     for each in found.parts:
         if each.kind == "executable" and each.verdict == "explained":
@@ -154,12 +143,10 @@ def test_what_cannot_be_rebuilt_says_so(tmp_path: Path, recipe: Recipe) -> None:
     without = recipe.write(tmp_path / "without")
     with pytest.raises(BuildError, match="expected the provenance of its build, found none"):
         rebuild(without, None, progress=Quiet())
-    made_in_python = prejit.compiler.build(
-        Manifest("p", programs=[Program("p", fn=abs, args=["float32[2]"])], targets=["cpu-host"]),
-        tmp_path / "python",
-        cache=tmp_path / "cache",
-        quiet=True,
-    )
+    programs = [Program("p", fn=abs, args=["float32[2]"])]
+    manifest, options = Manifest("p", programs=programs, targets=["cpu-host"]), {"quiet": True}
+    python = tmp_path / "python"
+    made_in_python = prejit.compiler.build(manifest, python, cache=tmp_path / "cache", **options)
     with pytest.raises(UsageError, match="found one that a Python program built"):
         rebuild(made_in_python.path, None, progress=Quiet())
     digest = load(without).digest

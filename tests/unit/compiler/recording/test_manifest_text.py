@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import tomllib
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from prejit.compiler.recording.manifest_text import (
     RecordedManifest,
@@ -23,17 +22,9 @@ def array(shape: str) -> dict[str, Any]:
 
 
 def call(*shapes: str, name: str | None = "serve:score", **more: Any) -> dict[str, Any]:
-    return {
-        "name": name,
-        "home": "/app",
-        "arguments": [["xyz"[place], array(shape)] for place, shape in enumerate(shapes)],
-        "by_place": False,
-        "static": {},
-        "fixed": {},
-        "donated": [],
-        "trouble": "",
-        **more,
-    }
+    arguments = [["xyz"[place], array(shape)] for place, shape in enumerate(shapes)]
+    none = {"by_place": False, "static": {}, "fixed": {}, "donated": [], "trouble": ""}
+    return {"name": name, "home": "/app", "arguments": arguments, **none, **more}
 
 
 def request(call: dict[str, Any] | None, name: str = "jit_score") -> JaxRequest:
@@ -53,67 +44,52 @@ def buckets(*calls: dict[str, Any]) -> list[tuple[dict[str, str], dict[str, list
     return [(each["args"], each.get("buckets", {})) for each in programs(*calls)]
 
 
-NAMED = [call(arguments=[["batch", array(f"float32[{size}]")]]) for size in (1, 2)]
-
-
-@pytest.mark.parametrize(
-    ("calls", "found"),
-    [
-        pytest.param([call("float32[8,8]")] * 2, [({"x": "float32[8, 8]"}, {})], id="one size"),
-        pytest.param(
-            [call("float32[8,3]", "int32[8]"), call("float32[2,3]", "int32[2]")],
+def test_calls_of_other_sizes_are_buckets() -> None:
+    one, two = call("float32[8,3]", "int32[8]"), call("float32[2,3]", "int32[2]")
+    for case, calls, found in (
+        ("one size", [call("float32[8,8]")] * 2, [({"x": "float32[8, 8]"}, {})]),
+        (
+            "sizes that are equal in every call are one variable",
+            [one, two],
             [({"x": "float32[{batch}, 3]", "y": "int32[{batch}]"}, {"batch": [2, 8]})],
-            id="sizes that are equal in every call are one variable",
         ),
-        pytest.param(
-            [call("float32[1,4]"), call("float32[1,8]"), call("float32[2,4]")],
+        (
+            "sizes that change apart are variables of their own",
+            [call(f"float32[{sizes}]") for sizes in ("1,4", "1,8", "2,4")],
             [({"x": "float32[{batch}, {length}]"}, {"batch": [1, 2], "length": [4, 8]})],
-            id="sizes that change apart are variables of their own",
         ),
-        pytest.param(  # a section would build n = 4 with 9, which no call had and code may not take
-            [call("float32[4]", "float32[5]"), call("float32[8]", "float32[9]")],
-            [
-                ({"x": "float32[4]", "y": "float32[5]"}, {}),
-                ({"x": "float32[8]", "y": "float32[9]"}, {}),
-            ],
-            id="sizes that always change together, as n and n + 1, are not combined",
+        (  # a section would build n = 4 with 9, which no call had and code may not take
+            "sizes that always change together, as n and n + 1, are not combined",
+            [call(f"float32[{n}]", f"float32[{n + 1}]") for n in (4, 8)],
+            [({"x": f"float32[{n}]", "y": f"float32[{n + 1}]"}, {}) for n in (4, 8)],
         ),
-        pytest.param(
+        (
+            "a size that another decides is not combined with it",
             [call(f"float32[{n}]", f"float32[{n // 3}]") for n in (4, 5, 6)],
             [
                 ({"x": "float32[{batch}]", "y": "float32[1]"}, {"batch": [4, 5]}),
                 ({"x": "float32[6]", "y": "float32[2]"}, {}),
             ],
-            id="a size that another decides is not combined with it",
         ),
-        pytest.param(
-            NAMED,
+        (
+            "a variable has no name of an argument",
+            [call(arguments=[["batch", array(f"float32[{size}]")]]) for size in (1, 2)],
             [({"batch": "float32[{batch2}]"}, {"batch2": [1, 2]})],
-            id="a variable has no name of an argument",
         ),
-    ],
-)
-def test_calls_of_other_sizes_are_buckets(calls: list[dict[str, Any]], found: list[Any]) -> None:
-    assert buckets(*calls) == found
+    ):
+        assert buckets(*calls) == found, case
 
 
 def test_static_values_are_combined_and_other_dtypes_are_sections_of_their_own() -> None:
-    calls = [
-        call(f"float32[{size}]", static={"mode": mode, "deep": True})
-        for size in (1, 2)
-        for mode in ("fast", "exact")
-    ]
+    both = itertools.product((1, 2), ("fast", "exact"))
+    calls = [call(f"float32[{n}]", static={"mode": mode, "deep": True}) for n, mode in both]
     [found] = programs(*calls)
     assert found["buckets"] == {"batch": [1, 2]}
     assert found["static"] == {"mode": ["fast", "exact"], "deep": [True]}
     both = programs(call("float32[1]", static={"n": 1}), call("float32[1]", static={"n": True}))
     assert [each["static"] for each in both] == [{"n": [1, True]}]
-    found = programs(
-        call("float32[8]"),
-        call("int32[8]"),
-        call("float32[8,1]"),
-        call("float32[8]", donated=["x"]),
-    )
+    shapes = ("float32[8]", "int32[8]", "float32[8,1]")
+    found = programs(*map(call, shapes), call("float32[8]", donated=["x"]))
     assert [each["name"] for each in found] == ["score", "score-2", "score-3", "score-4"]
     assert found[3]["donate"] == ["x"]
 
@@ -132,21 +108,18 @@ def test_what_toml_cannot_write_is_made_by_python() -> None:
     assert example["pair"][1] is None
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
+def test_what_is_left_out_is_named_with_its_reason() -> None:
+    for given, reason in (
         (call(name=None, trouble="no name was found"), "no name was found"),
         (call("float32[0]"), "expected an integer from 1"),
         (call("float0[3]"), "expected a dtype"),
-    ],
-)
-def test_what_is_left_out_is_named_with_its_reason(given: dict[str, Any], reason: str) -> None:
-    found = made(given)
-    assert found.programs == 0
-    [line] = found.left_out
-    assert line.startswith("jit_score at serve.py:7: ")
-    assert reason in line
-    assert f"#   {line}\n" in found.text
-    assert "program" not in tomllib.loads(found.text)
-    assert "#   2 x jit_score\n" in made(None, None, given).text, "functions of jax are counted"
+    ):
+        found = made(given)
+        assert found.programs == 0
+        [line] = found.left_out
+        assert line.startswith("jit_score at serve.py:7: ")
+        assert reason in line
+        assert f"#   {line}\n" in found.text
+        assert "program" not in tomllib.loads(found.text)
+        assert "#   2 x jit_score\n" in made(None, None, given).text, "functions of jax are counted"
     assert made(call("float32[1]"), call("int32[1]", home=None)).homes == {Path("/app")}

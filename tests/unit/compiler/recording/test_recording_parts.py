@@ -18,7 +18,6 @@ from prejit.compiler.recording.jax_cache_packing import (
     bundle_name,
     collect,
     default_name,
-    is_of,
     merged,
     packed,
     read_targets,
@@ -31,13 +30,8 @@ from prejit.runtime.recorded.hook_events import JaxRequest, WatchedProcess
 MACHINE = Fingerprint("cpu", "x86_64", ("avx2", "sse"), "1.2.3", "", 1, 1)
 GPU = dataclasses.replace(
     MACHINE,
-    platform="cuda",
-    plugin="jax-cuda13-pjrt 1.2.3",
-    cuda="13.0",
-    driver="580.1",
-    device_kind="NVIDIA L4",
-    compute_capability="8.9",
-    device_count=2,
+    **{"platform": "cuda", "plugin": "jax-cuda13-pjrt 1.2.3", "cuda": "13.0", "driver": "580.1"},
+    **{"device_kind": "NVIDIA L4", "compute_capability": "8.9", "device_count": 2},
     device_memory_bytes=1 << 34,
 )
 
@@ -47,20 +41,13 @@ def key_of(name: str) -> str:
 
 
 def request(name: str, **more: object) -> JaxRequest:
-    made = JaxRequest(
-        name=name,
-        key=key_of(name),
-        outcome="miss",
-        seconds=0.1,
-        saved_seconds=None,
-        arguments=("float32[8]",),
-        ingredients={"computation": "0" * 64},
-        conditions={"platform": "cpu"},
-        where="serve.py:7",
-        not_kept=None,
-        call=None,
-    )
-    return dataclasses.replace(made, **more)  # type: ignore[arg-type]
+    made: dict[str, Any] = {
+        **{"name": name, "key": key_of(name), "outcome": "miss", "seconds": 0.1},
+        **{"saved_seconds": None, "arguments": ("float32[8]",), "where": "serve.py:7"},
+        **{"ingredients": {"computation": "0" * 64}, "conditions": {"platform": "cpu"}},
+        **{"not_kept": None, "call": None},
+    }
+    return JaxRequest(**{**made, **more})
 
 
 def process(*requests: JaxRequest, jaxlib: str = "1.2.3") -> WatchedProcess:
@@ -99,31 +86,36 @@ def test_files_go_to_the_target_of_the_process_that_made_them(tmp_path: Path) ->
     assert collect(tmp_path, [], MACHINE, known=known) == ((), ())
 
 
-@pytest.mark.parametrize("compress", [zstandard.compress, zlib.compress])
-@pytest.mark.parametrize("damage", [lambda c: c + b"rest", lambda c: c[:-3], lambda c: b""])
-def test_a_torn_file_is_left_out(compress: Any, damage: Any, tmp_path: Path) -> None:
-    content = compress(b"what a program is" * 9)
-    put(tmp_path, "jit_whole", content)
-    put(tmp_path, "jit_torn", damage(content))
-    ([target], [reason]) = collect(tmp_path, [], MACHINE, known=())
-    assert [file.entry.name for file in target.programs.values()] == ["jit_whole"]
-    assert reason.startswith("jit_torn-")
-    assert "record again" in reason
+def test_a_torn_file_is_left_out(tmp_path: Path) -> None:
+    for compress in (zstandard.compress, zlib.compress):
+        content = compress(b"what a program is" * 9)
+        for damaged in (content + b"rest", content[:-3], b""):
+            put(tmp_path, "jit_whole", content)
+            put(tmp_path, "jit_torn", damaged)
+            ([target], [reason]) = collect(tmp_path, [], MACHINE, known=())
+            assert [file.entry.name for file in target.programs.values()] == ["jit_whole"]
+            assert reason.startswith("jit_torn-")
+            assert "record again" in reason
 
 
-def test_the_requirement_leaves_to_jax_what_jax_compares() -> None:
+def test_a_recording_requires_what_jax_does_not_compare_and_has_a_name() -> None:
     needs = requirement_of(process(), request("jit_a"), MACHINE)
     assert (needs.platform, needs.cpu_features, needs.jaxlib) == ("cpu", ("avx2", "sse"), "1.2.3")
     on_gpu = requirement_of(process(), request("jit_a", conditions={"platform": "gpu"}), GPU)
-    assert (on_gpu.platform, on_gpu.device_kind, on_gpu.plugin) == (
-        "cuda",
-        "NVIDIA L4",
-        "jax-cuda13-pjrt 1.2.3",
-    )
+    expected = ("cuda", "NVIDIA L4", "jax-cuda13-pjrt 1.2.3")
+    assert (on_gpu.platform, on_gpu.device_kind, on_gpu.plugin) == expected
     for found in (needs, on_gpu):
         left = (found.xla_flags, found.environment, found.device_count, found.driver)
         assert left == (None, None, None, None)
     assert requirement_of(process(), request("jit_a"), GPU) == needs
+    for command, name in (
+        ("python serve.py --port 80", "serve"),
+        ("python -m my_package.My_Server", "my-server"),
+        ("/usr/bin/gunicorn serve:app", "gunicorn"),
+        ("./Start.sh", "start"),
+        ("python ---.py", "recorded"),
+    ):
+        assert default_name(command.split()) == bundle_name(name) == name
 
 
 def target_with(*names: str, jaxlib: str = "1.2.3", at: Path) -> RecordedTarget:
@@ -137,7 +129,7 @@ def target_with(*names: str, jaxlib: str = "1.2.3", at: Path) -> RecordedTarget:
     return target
 
 
-def test_merging_keeps_what_is_there_and_its_order_does_not_matter(tmp_path: Path) -> None:
+def test_recordings_are_merged_and_read_back(tmp_path: Path) -> None:
     first = target_with("jit_a", "jit_b", at=tmp_path / "cache")
     second = target_with("jit_b", "jit_c", at=tmp_path / "cache")
     other = target_with("jit_a", jaxlib="4.5.6", at=tmp_path / "cache")
@@ -146,40 +138,13 @@ def test_merging_keeps_what_is_there_and_its_order_does_not_matter(tmp_path: Pat
         [f"{key_of(name)}-cache" for name in ("jit_a", "jit_b", "jit_c")],
         [f"{key_of('jit_a')}-cache"],
     ]
-    bytes_of = [
-        assemble("serve", [packed(target, "serve") for target in found]) for found in (one, two)
-    ]
+    bytes_of = [assemble("b", [packed(target, "b") for target in found]) for found in (one, two)]
     assert bytes_of[0] == bytes_of[1]
-
-
-def test_a_bundle_reads_back_as_it_was_written(tmp_path: Path) -> None:
     targets = merged([], [target_with("jit_a", "jit_b", at=tmp_path / "cache")])
     write_layout(tmp_path / "b", *assemble("b", [packed(target, "b") for target in targets]))
     read = read_targets(tmp_path / "b")
-    assert assemble("b", [packed(target, "b") for target in read]) == assemble(
-        "b", [packed(target, "b") for target in targets]
-    )
+    both = [assemble("b", [packed(each, "b") for each in found]) for found in (read, targets)]
+    assert both[0] == both[1]
     assert read_targets(tmp_path / "nothing") == ()
     with pytest.raises(UsageError, match="found one of `prejit build`"):
         read_targets(Path(__file__).parents[3] / "format" / "v1" / "chunks")
-
-
-def test_a_recording_gets_what_this_machine_recorded_before(tmp_path: Path) -> None:
-    mine = target_with("jit_a", at=tmp_path / "cache")
-    assert is_of(mine, MACHINE)
-    assert is_of(target_with("jit_a", jaxlib="4.5.6", at=tmp_path / "cache"), MACHINE)
-    assert not is_of(mine, dataclasses.replace(MACHINE, cpu_features=("sse",)))
-    assert is_of(mine, dataclasses.replace(GPU, cpu_features=MACHINE.cpu_features))
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        *("python serve.py --port 80: serve", "python -m my_package.My_Server: my-server"),
-        *("/usr/bin/gunicorn serve:app: gunicorn", "./Start.sh: start", "python ---.py: recorded"),
-    ],
-)
-def test_the_bundle_has_the_name_of_the_program(command: str) -> None:
-    command, _, name = command.rpartition(": ")
-    assert default_name(command.split()) == name
-    assert bundle_name(name) == name

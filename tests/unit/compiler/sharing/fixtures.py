@@ -155,12 +155,10 @@ def s3_store(conditions: Literal["kept", "ignored", "refused"] = "kept") -> Iter
             content = self.content()
             if "uploadId=" in self.path:
                 parts[int(parse_qs(self.path.partition("?")[2])["partNumber"][0])] = content
-                self.answer(200)
-                return
+                return self.answer(200)
             conditional = self.headers.get("if-none-match") == "*"
             if conditional and conditions == "refused":
-                self.answer(501, b"<Error><Code>NotImplemented</Code></Error>")
-                return
+                return self.answer(501, b"<Error><Code>NotImplemented</Code></Error>")
             with lock:
                 taken = conditional and conditions == "kept" and self.path in files
                 if not taken:
@@ -171,12 +169,10 @@ def s3_store(conditions: Literal["kept", "ignored", "refused"] = "kept") -> Iter
             path, _, query = self.path.partition("?")
             found = self.content().decode()
             if query.startswith("uploads"):
-                self.answer(200, b"<R><UploadId>1</UploadId></R>")
-                return
+                return self.answer(200, b"<R><UploadId>1</UploadId></R>")
             if query.startswith("uploadId="):
                 files[path] = (b"".join(parts[number] for number in sorted(parts)), time.time())
-                self.answer(200, b'<R><ETag>"x"</ETag></R>')
-                return
+                return self.answer(200, b'<R><ETag>"x"</ETag></R>')
             keys = re.findall("<Key>(.*?)</Key>", found)
             for key in keys:
                 files.pop(f"/bucket/{key}", None)

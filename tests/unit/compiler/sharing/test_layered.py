@@ -42,16 +42,6 @@ def place() -> Memory:
     return Memory()
 
 
-def test_what_one_machine_made_another_finds(tmp_path: Path, place: Memory) -> None:
-    digest = Machine(tmp_path / "a", Tier(place)).make()
-    second = Machine(tmp_path / "b", Tier(place))
-    assert second.local.get(KEY) is None
-    assert second.store.get(KEY, verify=True) == {"executable": digest}
-    assert second.store.read_blob(digest) == CONTENT
-    assert second.local.get(KEY, verify=True) == {"executable": digest}  # kept on this machine
-    assert (second.store.traffic[0].found, second.store.traffic[0].read_bytes) == (1, len(CONTENT))
-
-
 def test_a_result_under_a_sealed_key_stays_on_this_machine(tmp_path: Path, place: Memory) -> None:
     machine = Machine(tmp_path / "a", Tier(place))
     key = Key("trace", "demo/f", (("variable PIN", machine.store.seal("1234")),))
@@ -61,19 +51,29 @@ def test_a_result_under_a_sealed_key_stays_on_this_machine(tmp_path: Path, place
     assert machine.store.where(key) == LOCAL
     assert place.files == {}
     assert place.reads == 0
+    machine.make(Key("weights", "demo", (("file", "x"),)))
+    Machine(tmp_path / "b", Tier(place, writes=False)).make()
+    assert not place.files
 
 
 def test_where_a_result_is_can_be_asked_without_fetching_it(tmp_path: Path, place: Memory) -> None:
-    """One without its contents is nowhere."""
-    first = Machine(tmp_path / "a", Tier(place))
+    """One without its contents is nowhere: a store that makes room drops them, and they are sent again."""
+    first, second = (Machine(tmp_path / name, Tier(place)) for name in "ab")
     assert first.store.where(KEY) is None
-    digest = first.make()
+    path = f"cas/{first.make().removeprefix('sha256:')}"
     assert first.store.where(KEY) == LOCAL
-    second = Machine(tmp_path / "b", Tier(place))
     assert second.store.where(KEY) == "memory://"
     assert second.local.get(KEY) is None
-    del place.files[f"cas/{digest.removeprefix('sha256:')}"]
+    dropped = place.files.pop(path)
     assert second.store.where(KEY) is None
+    assert second.store.get(KEY) is None
+    assert not second.notes
+    second.make()
+    assert place.files[path] == dropped
+    third = Machine(tmp_path / "c", Tier(place))
+    assert third.store.get(KEY, verify=True) is not None
+    assert third.local.get(KEY, verify=True) is not None, "it is kept on this machine"
+    assert (third.store.traffic[0].found, third.store.traffic[0].read_bytes) == (1, len(CONTENT))
 
 
 def test_contents_that_disappear_here_stop_nothing(tmp_path: Path, place: Memory) -> None:
@@ -87,7 +87,7 @@ def test_contents_that_disappear_here_stop_nothing(tmp_path: Path, place: Memory
                 found.unlink()
         return has(path)
 
-    place.has = gone  # type: ignore[method-assign]
+    place.has = gone
     machine.store.put(KEY, {"executable": digests[0]}, blobs=digests)
     machine.store.finish()
     assert [path.partition("/")[0] for path in place.files] == ["cas"]  # and no result
@@ -107,32 +107,15 @@ def test_a_result_is_written_after_its_contents(tmp_path: Path, place: Memory) -
     assert again.store.traffic[0].sent == 0
 
 
-def test_weights_and_readers_send_nothing(tmp_path: Path, place: Memory) -> None:
-    Machine(tmp_path / "a", Tier(place)).make(Key("weights", "demo", (("file", "x"),)))
-    Machine(tmp_path / "b", Tier(place, writes=False)).make()
-    assert not place.files
-
-
-@pytest.mark.parametrize("damage", [CONTENT[:-1], CONTENT + b"x", b"y" + CONTENT[1:]])
-def test_damaged_contents_are_named(tmp_path: Path, place: Memory, damage: bytes) -> None:
+def test_damaged_contents_are_named(tmp_path: Path, place: Memory) -> None:
     digest = Machine(tmp_path / "a", Tier(place)).make()
-    place.files[f"cas/{digest.removeprefix('sha256:')}"] = damage
-    second = Machine(tmp_path / "b", Tier(place))
-    assert second.store.get(KEY) is None
-    assert second.local.blob_path(digest) is None
-    assert "compile demo/decode is not used" in second.notes[0]
-    assert digest in second.notes[0]
-
-
-def test_a_result_whose_contents_were_dropped_is_a_miss(tmp_path: Path, place: Memory) -> None:
-    """A store that makes room drops contents one by one: nobody need hear of it, and they are sent again."""
-    digest = Machine(tmp_path / "a", Tier(place)).make()
-    dropped = place.files.pop(f"cas/{digest.removeprefix('sha256:')}")
-    second = Machine(tmp_path / "b", Tier(place))
-    assert second.store.get(KEY) is None
-    assert not second.notes
-    second.make()
-    assert place.files[f"cas/{digest.removeprefix('sha256:')}"] == dropped
+    for number, damage in enumerate((CONTENT[:-1], CONTENT + b"x", b"y" + CONTENT[1:])):
+        place.files[f"cas/{digest.removeprefix('sha256:')}"] = damage
+        second = Machine(tmp_path / f"b{number}", Tier(place))
+        assert second.store.get(KEY) is None
+        assert second.local.blob_path(digest) is None
+        assert "compile demo/decode is not used" in second.notes[0]
+        assert digest in second.notes[0]
 
 
 def test_a_place_that_fails_is_told_once_and_asked_no_more(tmp_path: Path, place: Memory) -> None:
@@ -202,6 +185,11 @@ class Sharing(Machine):
         leases = Leases(tier, str(directory))
         self.store = LayeredStore(self.local, [tier], self.notes.append, leases=leases)
 
+    def put(self) -> str:
+        digest = self.store.put_blob(CONTENT)
+        self.store.put(KEY, {"executable": digest}, blobs=[digest])
+        return digest
+
 
 def test_machines_that_share_a_build_make_a_result_once(tmp_path: Path, place: Memory) -> None:
     first, second = (Sharing(tmp_path / name, Tier(place)) for name in "ab")
@@ -213,8 +201,7 @@ def test_machines_that_share_a_build_make_a_result_once(tmp_path: Path, place: M
             assert held
             if machine.store.get(KEY) is None:
                 made.append(machine)
-                digest = machine.store.put_blob(CONTENT)
-                machine.store.put(KEY, {"executable": digest}, blobs=[digest])
+                machine.put()
 
     in_threads(2, lambda number: build((first, second)[number]))
     assert len(made) == 1
@@ -240,9 +227,7 @@ def test_a_store_that_lies_gives_nobody_a_wrong_result(tmp_path: Path) -> None:
         assert one
         assert other
         assert [each.store.get(KEY) for each in machines] == [None, None]
-        digests = [each.store.put_blob(CONTENT) for each in machines]
-        for each, digest in zip(machines, digests, strict=True):
-            each.store.put(KEY, {"executable": digest}, blobs=[digest])
+        digests = [each.put() for each in machines]
     for each in machines:
         each.store.finish()
         assert not [note for note in each.notes if "written" not in note]
@@ -273,8 +258,7 @@ def test_a_lease_lasts_until_the_others_find_the_result(tmp_path: Path) -> None:
     place = Slow()
     first, second = (Sharing(tmp_path / name, Tier(place)) for name in "ab")
     with first.store.making(KEY):
-        digest = first.store.put_blob(CONTENT)
-        first.store.put(KEY, {"executable": digest}, blobs=[digest])
+        digest = first.put()
     with second.store.making(KEY, give_up=lambda: True) as held:
         assert not held
     may_send.set()

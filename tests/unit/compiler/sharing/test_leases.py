@@ -10,7 +10,6 @@ from tests.unit.compiler.sharing.fixtures import Memory, private_key
 from tests.waiting import wait_for
 
 from prejit.compiler.sharing.leases import Leases
-from prejit.compiler.sharing.remote import RemoteError
 from prejit.compiler.sharing.shared_result import Tier
 from prejit.compiler.store.build_cache_key import Key
 
@@ -95,12 +94,3 @@ def test_a_stranger_stops_nobody(place: Memory, machine: Machine) -> None:
     own = Tier(place, believed=(signer.public,), signer=signer)
     assert machine(LONG, own).take(KEY) is not None
     assert machine(LONG, own).take(KEY) is None
-
-
-def test_a_store_that_fails_is_an_error_and_holds_no_lease(place: Memory, machine: Machine) -> None:
-    place.fails = "memory://: no route to host"
-    leases = machine()
-    with pytest.raises(RemoteError):
-        leases.take(KEY)
-    place.fails = ""
-    assert machine().take(KEY) is not None

@@ -31,9 +31,8 @@ def test_the_login_of_docker_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyP
             RegistryStore(f"oci://{host}/store").read(AC, 1000)
         pair = base64.b64encode(b"me:secret").decode()
         (tmp_path / ".docker").mkdir()
-        (tmp_path / ".docker" / "config.json").write_text(
-            json.dumps({"auths": {host: {"auth": pair}}})
-        )
+        login = json.dumps({"auths": {host: {"auth": pair}}})
+        (tmp_path / ".docker" / "config.json").write_text(login)
         place = RegistryStore(f"oci://{host}/store")
         place.write(CAS, CONTENT)
         place.write(AC, RESULT)

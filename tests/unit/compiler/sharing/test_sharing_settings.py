@@ -18,15 +18,12 @@ def write(directory: Path, text: str) -> str:
     return str(directory / "stores.toml")
 
 
-def test_a_url_or_a_directory_is_read_and_written(tmp_path: Path) -> None:
+def test_stores_are_read_from_a_url_or_a_file(tmp_path: Path) -> None:
     assert not read_stores(None, {}).tiers
     (tier,) = read_stores("http://127.0.0.1:9/x").tiers
     assert (tier.remote.name, tier.writes, tier.believed) == ("http://127.0.0.1:9/x", True, ())
     (tier,) = read_stores(None, {STORE: str(tmp_path / "a b")}).tiers
     assert tier.remote.name == (tmp_path / "a b").as_uri()
-
-
-def test_a_file_says_who_writes_and_who_is_believed(tmp_path: Path) -> None:
     found = read_stores(
         write(
             tmp_path,
@@ -60,16 +57,13 @@ WRONG: dict[str, tuple[str, type[PrejitError], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_mistake_names_the_file_and_the_key(tmp_path: Path, case: str) -> None:
-    text, kind, reason = WRONG[case]
-    with pytest.raises(kind, match=reason) as raised:
-        read_stores(write(tmp_path, text))
-    if kind is UsageError and "no repository" not in case:
-        assert "stores.toml" in str(raised.value)
-
-
-def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_a_mistake_names_the_file_and_the_key(tmp_path: Path) -> None:
+    for case, (text, kind, reason) in WRONG.items():
+        with pytest.raises(kind, match=reason) as raised:
+            read_stores(write(tmp_path, text))
+        if kind is UsageError and case != "no repository":
+            assert "stores.toml" in str(raised.value)
+    (tmp_path / "stores.toml").unlink()
     with pytest.raises(StoreError, match="cannot read it"):
         read_stores(str(tmp_path / "stores.toml"))
     with pytest.raises(UsageError, match=f"{STORE}: .*a host and a path"):

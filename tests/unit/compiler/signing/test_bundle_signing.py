@@ -25,23 +25,9 @@ PEM, PKCS8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
 PLAIN = serialization.NoEncryption()
 
 
-@pytest.mark.parametrize("form", [PKCS8, serialization.PrivateFormat.TraditionalOpenSSL])
-@pytest.mark.parametrize(
-    ("password", "found"),
-    [(None, "because the key is encrypted, found none"), ("wrong", "found a wrong one")],
-)
-def test_an_encrypted_key_needs_its_password(
-    form: serialization.PrivateFormat, password: str | None, found: str
+def test_what_is_no_key_is_refused_and_an_encrypted_one_needs_its_password(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    secret = serialization.BestAvailableEncryption(b"sesame")
-    pem = ec.generate_private_key(ec.SECP256R1()).private_bytes(PEM, form, secret)
-    assert parse_private_key(pem, "key", "sesame").sign(b"x")
-    with pytest.raises(UsageError, match=f"^key: expected .*{found}") as raised:
-        parse_private_key(pem, "key", password)
-    assert raised.value.hint == "set PREJIT_KEY_PASSWORD to the key's password"
-
-
-def test_what_is_no_key_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["sign", str(tmp_path)]) == 2
     assert "hint: --key FILE signs with a private key" in capsys.readouterr().err
     plain = ec.generate_private_key(ec.SECP256R1()).private_bytes(PEM, PKCS8, PLAIN)
@@ -58,14 +44,15 @@ def test_what_is_no_key_is_refused(capsys: pytest.CaptureFixture[str], tmp_path:
         parse_private_key(curve, "key")
     with pytest.raises(StoreError, match="cannot read a key"):
         read_private_key(tmp_path / "gone.pem")
-
-
-def test_signing_again_removes_what_a_killed_writer_left(bundle_dir: Path) -> None:
-    assert sign(bundle_dir, signer("a")).added
-    for leftover in (".index.json.1.0badcafe.tmp", "blobs/sha256/.0123.1.0badcafe.tmp"):
-        (bundle_dir / leftover).write_text("half")
-    assert not sign(bundle_dir, signer("a")).added
-    assert not list(bundle_dir.rglob("*.tmp"))
+    secret, key = serialization.BestAvailableEncryption(b"sesame"), ec.SECP256R1()
+    for form in (PKCS8, serialization.PrivateFormat.TraditionalOpenSSL):
+        pem = ec.generate_private_key(key).private_bytes(PEM, form, secret)
+        assert parse_private_key(pem, "key", "sesame").sign(b"x")
+        encrypted = "because the key is encrypted, found none"
+        for password, found in ((None, encrypted), ("wrong", "found a wrong one")):
+            with pytest.raises(UsageError, match=f"^key: expected .*{found}") as raised:
+                parse_private_key(pem, "key", password)
+            assert raised.value.hint == "set PREJIT_KEY_PASSWORD to the key's password"
 
 
 def test_an_error_after_signatures_were_attached_says_so(bundle_dir: Path) -> None:
@@ -112,7 +99,7 @@ def test_a_damaged_bundle_is_vouched_for(
     assert not bundle.with_name("bundle.sig").exists()
 
 
-def test_a_file_that_does_not_belong_to_the_bundle_is_not_signed(bundle_dir: Path) -> None:
+def test_only_files_of_the_bundle_are_signed(bundle_dir: Path) -> None:
     assert files_of(bundle_dir)
     for name in ("notes.txt", "blobs/sha256/short", "blobs/other"):
         (bundle_dir / name).write_text("x")
@@ -123,3 +110,9 @@ def test_a_file_that_does_not_belong_to_the_bundle_is_not_signed(bundle_dir: Pat
     file.with_name("f" * 64).symlink_to(file)
     with pytest.raises(RejectError, match="symbolic link"):
         files_of(bundle_dir)
+    file.with_name("f" * 64).unlink()
+    assert sign(bundle_dir, signer("a")).added
+    for leftover in (".index.json.1.0badcafe.tmp", "blobs/sha256/.0123.1.0badcafe.tmp"):
+        (bundle_dir / leftover).write_text("half")
+    assert not sign(bundle_dir, signer("a")).added
+    assert not list(bundle_dir.rglob("*.tmp"))

@@ -13,7 +13,6 @@ import pytest
 
 pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
 
-from cryptography.hazmat.primitives import serialization
 from tests.signers import signer
 
 from prejit.compiler.signing import channels
@@ -25,7 +24,6 @@ from prejit.compiler.signing.channels import (
     rotate_keys,
     sign_channel,
 )
-from prejit.runtime.__main__ import main
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.trust.channel import signers
 
@@ -135,21 +133,3 @@ def test_a_key_that_the_channel_does_not_have_adds_no_signature(stable: Path) ->
             sign_channel(stable, signer(stranger))
     assert stable.read_bytes() == before
     assert len(sign_channel(stable, signer("b")).rotations[-1].signatures) == 2
-
-
-def key_file(directory: Path, name: str) -> Path:
-    path = directory / f"{name}.pem"
-    form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    path.write_bytes(signer(name).private.private_bytes(serialization.Encoding.PEM, *form))
-    return path
-
-
-def test_a_mistyped_file_begins_a_channel(stable: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    key, mistyped = key_file(stable.parent, "a"), stable.with_name("stabel.json")
-    command = ["channel", "release", "FILE", str(BUNDLE), "--name", "stable", "--key", str(key)]
-    for file, begins in ((stable, False), (mistyped, True)):
-        command[2] = str(file)
-        assert main(command) == 0
-        said = capsys.readouterr().err
-        assert ("a new channel stable begins" in said) is begins
-    assert f"beside that of {stable}. If you meant that file, delete {mistyped}" in said

@@ -82,15 +82,12 @@ def test_what_cannot_sign_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "id-token: write" in str(raised.value.hint)
 
 
-def test_services_that_do_not_answer_are_a_network_error(tmp_path: Path) -> None:
+def test_services_that_do_not_answer_or_of_another_ca_sign_nothing(tmp_path: Path) -> None:
     config = tmp_path / "sigstore.json"
     url = f"http://127.0.0.1:{free_port()}"
     config.write_text(json.dumps(client_config(url, SIGSTORE.trusted_root())))
     with pytest.raises(NetworkError, match="expected sigstore to answer"):
         keyless_signer(token(), config)
-
-
-def test_a_certificate_of_another_ca_than_that_of_the_root_signs_nothing(tmp_path: Path) -> None:
     config = tmp_path / "sigstore.json"
     with SIGSTORE.serving() as text:
         found = json.loads(text)

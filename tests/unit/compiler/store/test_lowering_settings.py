@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -30,12 +31,8 @@ UNREAD = ("jax_sort_devices_by_process_index", "jax_use_hlo_logistic_lowering")
 def before_and_after(settings: Mapping[str, str]) -> tuple[str, str]:
     """The configuration of a process with environment variables, before and after it imports jax."""
     plain = {name: value for name, value in os.environ.items() if name.lower() not in COUNTED}
-    done = subprocess.run(
-        [sys.executable, "-c", BEFORE_AND_AFTER],
-        env={**plain, **settings},
-        capture_output=True,
-        check=True,
-    )
+    command, env = [sys.executable, "-c", BEFORE_AND_AFTER], {**plain, **settings}
+    done = subprocess.run(command, env=env, capture_output=True, check=True)
     before, after = json.loads(done.stdout)
     return before, after
 
@@ -57,11 +54,8 @@ def test_every_setting_of_jax_that_is_not_known_to_be_harmless_is_in_the_configu
     known = COUNTED.keys() | HARMLESS
     assert set(jax.config.values) - known == set()
     assert COUNTED.keys() & HARMLESS == set()
-    settings = {
-        name: other(name, value)
-        for name, value in jax.config.values.items()
-        if name in COUNTED and name not in UNREAD
-    }
+    values = {name: value for name, value in jax.config.values.items() if name in COUNTED}
+    settings = {name: other(name, values[name]) for name in values.keys() - set(UNREAD)}
     settings["jax_optimization_level"] = "O1"  # its values are not in the registry
     settings["jax_memory_fitting_level"] = "O1"
     settings["jax_export_calling_convention_version"] = "9"
@@ -76,9 +70,8 @@ def test_every_setting_of_jax_that_is_not_known_to_be_harmless_is_in_the_configu
 def test_other_settings_count_and_defaults_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert before_and_after({}) == ("", "")
     values = {**dict.fromkeys(("jax_platforms", "jax_log_compiles"), "x"), "jax_scan4": False}
-    monkeypatch.setitem(
-        sys.modules, "jax", type("jax", (), {"config": type("", (), {"values": values})})
-    )
+    module = SimpleNamespace(config=SimpleNamespace(values=values))
+    monkeypatch.setitem(sys.modules, "jax", module)
     assert jax_configuration({}) == "jax_scan4=False"
     monkeypatch.delitem(sys.modules, "jax")
     assert jax_configuration({"JAX_SCAN4": "1"}) == "jax_scan4=1"

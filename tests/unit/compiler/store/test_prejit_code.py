@@ -22,7 +22,7 @@ READ = cache(definitions)
 """Reads each text once in all tests."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def copied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     at, unwanted = tmp_path_factory.mktemp("sources"), shutil.ignore_patterns("*.so", "*.pyc")
     return {
@@ -31,26 +31,22 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+def changed(module: str, how: Callable[[str], str]) -> None:
+    """Change the source of a module."""
+    file = prejit_code._file(module)
+    before = file.read_text()
+    assert how(before) != before, "the edit changes nothing"
+    file.write_text(how(before))
+    forget()
+
+
 @pytest.fixture
 def edit(copied: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
-    """Changes the source of a module, in a copy of ours, until the end of the test."""
+    """Changes the source of a module, in a copy of ours."""
     monkeypatch.setattr(prejit_code, "_ROOTS", copied)
     monkeypatch.setattr(prejit_code, "definitions", READ)
-    originals: dict[Path, str] = {}
-
-    def change(module: str, how: Callable[[str], str]) -> None:
-        file = prejit_code._file(module)
-        before = file.read_text()
-        originals.setdefault(file, before)
-        after = how(before)
-        assert after != before, "the edit changes nothing"
-        file.write_text(after)
-        forget()
-
     forget()
-    yield change
-    for file, content in originals.items():
-        file.write_text(content)
+    yield changed
     forget()
 
 
@@ -140,16 +136,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
     (tmp_path / "base" / "__init__.py").touch()
     for name, source in SOURCES.items():
         prejit_code._file(name).write_text(textwrap.dedent(source))
-
-    def change(module: str, how: Callable[[str], str]) -> None:
-        file = prejit_code._file(module)
-        before = file.read_text()
-        assert how(before) != before, "the edit changes nothing"
-        file.write_text(how(before))
-        forget()
-
     forget()
-    yield change
+    yield changed
     forget()
 
 
@@ -157,55 +145,45 @@ def replaced(old: str, new: str) -> Callable[[str], str]:
     return lambda source: source.replace(old, new)
 
 
-@pytest.mark.parametrize(
-    ("module", "old", "new"),
-    [
+def test_prose_changes_no_digest(package: Edit) -> None:
+    before = code_digest(MAIN)
+    for module, old, new in (
         (MAIN, "def run", '"""What it is for: (."""\n\n\ndef run'),
         (MAIN, "return double(x) +", "return double(  # both\n        x) +"),
         (MAIN, "expected 0 or more, found {x}", "cannot double {x}"),
         (MAIN, '"text"', "'te' 'xt'"),
         (HELPER, "    return", "    'Return twice x.'\n    return"),
         (OTHER, "x + x", "x - x"),
-    ],
-)
-def test_prose_changes_no_digest(module: str, old: str, new: str, package: Edit) -> None:
-    before = code_digest(MAIN)
-    package(module, replaced(old, new))
-    assert code_digest(MAIN) == before
+    ):
+        package(module, replaced(old, new))
+        assert code_digest(MAIN) == before, new
 
 
 def test_all_that_runs_changes_the_digest(package: Edit) -> None:
-    found = [code_digest(MAIN)]
-    for module, old, new in (
-        (MAIN, "x < 0", "x < 1"),
-        (MAIN, '"text"', '"texts"'),
-        (MAIN, "ValueError", "TypeError"),
-        (HELPER, "2 *", "3 *"),
-        (MAIN, "base.helper", "base.other"),
-        (MAIN, "    return", "return"),
+    found = {code_digest(MAIN)}
+    for number, (module, old, new) in enumerate(
+        (
+            *((MAIN, "x < 0", "x < 1"), (MAIN, '"text"', '"texts"'), (HELPER, "2 *", "3 *")),
+            *((MAIN, "ValueError", "TypeError"), (MAIN, "base.helper", "base.other")),
+            (MAIN, "    return", "return"),
+        )
     ):
         package(module, replaced(old, new))
-        found.append(code_digest(MAIN))
-    assert len({*found}) == len(found)
+        found.add(code_digest(MAIN))
+        assert len(found) == number + 2, new
 
 
-def test_what_an_import_runs_is_in_all_digests(package: Edit) -> None:
+def test_what_an_import_runs_is_in_all_digests_but_not_where_a_module_is(package: Edit) -> None:
     before = code_digest(f"{MAIN}:run")
     package(HELPER, lambda source: f"{source}\nprint(1)\n")
     assert code_digest(f"{MAIN}:run") != before
     with pytest.raises(ValueError, match=r"found nothing at prejit\.compiler\.main:gone"):
         code_digest(f"{MAIN}:gone")
-
-
-def test_a_root_package_has_a_digest_and_is_in_no_other(package: Edit) -> None:
-    """A user's module may import it."""
-    root = prejit_code._file("prejit.compiler")
-    root.write_text("A = 1\n")
-    forget()
-    before = code_digest("prejit.compiler"), code_digest(MAIN)
-    package("prejit.compiler", replaced("1", "2"))
-    assert code_digest("prejit.compiler") != before[0]
-    assert code_digest(MAIN) == before[1]
+    before = code_digest(MAIN)
+    prejit_code._file(HELPER).rename(prejit_code._file("prejit.compiler.helping"))
+    package(MAIN, replaced("prejit.compiler.base.helper", "prejit.compiler.helping"))
+    assert HELPER not in prejit_code.reached(MAIN)
+    assert code_digest(MAIN) == before
 
 
 def test_code_beside_what_is_used_changes_no_digest(package: Edit) -> None:
@@ -219,30 +197,24 @@ def test_code_beside_what_is_used_changes_no_digest(package: Edit) -> None:
     assert code_digest(f"{MAIN}:run") != used
 
 
-@pytest.mark.parametrize(
-    ("statement", "name", "use"),
-    [
-        ("from prejit.compiler.base.other import double", "double", "return {}(x)"),
-        ("from prejit.compiler.base.other import double as two", "two", "return [*map({}, [x])]"),
+def test_code_is_found_by_any_import(package: Edit) -> None:
+    other = "prejit.compiler.base.other"
+    inner = "def inner(y={}):\n        return y(x)\n    return inner()"
+    for statement, name, use in (
+        (f"from {other} import double", "double", "return {}(x)"),
+        (f"from {other} import double as two", "two", "return [*map({}, [x])]"),
         ("from prejit.compiler.base import other", "other.double", "return f'{{{}(x)}}'"),
-        (
-            *("import prejit.compiler.base.other as another", "another.double"),
-            "def inner(y={}):\n        return y(x)\n    return inner()",
-        ),
-    ],
-)
-def test_code_is_found_by_any_import(statement: str, name: str, use: str, package: Edit) -> None:
-    for place in ("top", "inside"):
-        body = f"    {use.format(name)}\n"
-        inside = f"    {statement}\n" if place == "inside" else ""
-        top = f"{statement}\n" if place == "top" else ""
-        package(MAIN, lambda _, t=top, i=inside, b=body: f"{t}\ndef run(x):\n{i}{b}")
-        before = code_digest(f"{MAIN}:run")
-        package(OTHER, replaced("class Other:\n    pass\n", "class Other:\n    x = 1\n"))
-        assert code_digest(f"{MAIN}:run") == before
-        package(OTHER, replaced("x + x", "x - -x"))
-        assert code_digest(f"{MAIN}:run") != before
-        package(OTHER, lambda _: textwrap.dedent(SOURCES[OTHER]))
+        (f"import {other} as another", "another.double", inner),
+    ):
+        for top, inside in ((f"{statement}\n", ""), ("", f"    {statement}\n")):
+            source = f"{top}\ndef run(x):\n{inside}    {use.format(name)}\n"
+            package(MAIN, lambda _, source=source: source)
+            before = code_digest(f"{MAIN}:run")
+            package(OTHER, replaced("class Other:\n    pass\n", "class Other:\n    x = 1\n"))
+            assert code_digest(f"{MAIN}:run") == before
+            package(OTHER, replaced("x + x", "x - -x"))
+            assert code_digest(f"{MAIN}:run") != before
+            package(OTHER, lambda _: textwrap.dedent(SOURCES[OTHER]))
 
 
 DIGEST = digest_of(b"code")
@@ -263,39 +235,6 @@ def sources(tmp_path: Path, settled: None) -> dict[str, Path]:
     return {"prejit.code": tmp_path / "code"}
 
 
-def test_a_later_process_finds_what_was_kept(sources: dict[str, Path]) -> None:
-    KnownDigests(sources).keep("step", DIGEST)
-    (sources["prejit.code"] / "__pycache__").mkdir()
-    (sources["prejit.code"] / "__pycache__" / "a.pyc").write_bytes(b"")  # no source
-    assert KnownDigests(sources).get("step") == DIGEST
-    assert KnownDigests(sources).get("other step") is None
-
-
-def _rewrite_with_its_old_times(path: Path) -> None:
-    status = path.stat()
-    path.write_text("B = 2\n")
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda code: (code / "a.py").write_text("A = 2\n"),
-        lambda code: _rewrite_with_its_old_times(code / "inner" / "b.py"),
-        lambda code: (code / "inner" / "c.py").write_text(""),
-        lambda code: (code / "inner" / "b.py").unlink(),
-        lambda code: (code / "a.py").rename(code / "z.py"),
-    ],
-    ids=["written", "written, with the times of before", "added", "removed", "renamed"],
-)
-def test_a_source_that_changed_ends_all(
-    change: Callable[[Path], object], sources: dict[str, Path]
-) -> None:
-    KnownDigests(sources).keep("step", DIGEST)
-    change(sources["prejit.code"])
-    assert KnownDigests(sources).get("step") is None
-
-
 def test_sources_that_changed_just_now_or_a_file_that_others_may_write_are_not_believed(
     sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,30 +249,32 @@ def test_sources_that_changed_just_now_or_a_file_that_others_may_write_are_not_b
     assert KnownDigests(sources).get("step") is None
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda held: b"",
-        lambda held: b"[]",
-        lambda held: json.dumps({**held, "digests": {"step": "sha256:0"}}).encode(),
-        lambda held: json.dumps({**held, "sources": "0"}).encode(),
-    ],
-    ids=["empty", "a list", "no digest", "other sources"],
-)
-def test_a_damaged_file_counts_as_missing(
-    damage: Callable[[dict[str, object]], bytes], sources: dict[str, Path], tmp_path: Path
+def test_a_source_that_changed_or_a_damaged_file_ends_all(
+    sources: dict[str, Path], tmp_path: Path
 ) -> None:
     KnownDigests(sources).keep("step", DIGEST)
     [file] = (tmp_path / "cache").rglob("*.json")
-    file.write_bytes(damage(json.loads(file.read_bytes())))
-    assert KnownDigests(sources).get("step") is None
-    KnownDigests(sources).keep("step", DIGEST)
-    assert KnownDigests(sources).get("step") == DIGEST
+    held = json.loads(file.read_bytes())
+    wrong = {**held, "digests": {"step": "sha256:0"}}, {**held, "sources": "0"}
+    for content in (b"", b"[]", *(json.dumps(each).encode() for each in wrong)):
+        file.write_bytes(content)
+        assert KnownDigests(sources).get("step") is None
+        KnownDigests(sources).keep("step", DIGEST)
+        assert KnownDigests(sources).get("step") == DIGEST
+    code = sources["prejit.code"]
 
+    def rewrite_with_its_old_times() -> None:
+        status = (code / "inner" / "b.py").stat()
+        (code / "inner" / "b.py").write_text("B = 2\n")
+        os.utime(code / "inner" / "b.py", ns=(status.st_atime_ns, status.st_mtime_ns))
 
-def test_a_module_that_moves_changes_no_digest(package: Edit) -> None:
-    before = code_digest(MAIN)
-    prejit_code._file(HELPER).rename(prejit_code._file("prejit.compiler.helping"))
-    package(MAIN, replaced("prejit.compiler.base.helper", "prejit.compiler.helping"))
-    assert HELPER not in prejit_code.reached(MAIN)
-    assert code_digest(MAIN) == before
+    for change in (
+        lambda: (code / "a.py").write_text("A = 2\n"),
+        rewrite_with_its_old_times,
+        lambda: (code / "inner" / "c.py").write_text(""),
+        lambda: (code / "inner" / "b.py").unlink(),
+        lambda: (code / "a.py").rename(code / "z.py"),
+    ):
+        KnownDigests(sources).keep("step", DIGEST)
+        change()
+        assert KnownDigests(sources).get("step") is None

@@ -38,25 +38,12 @@ def test_all_versions_of_python_find_the_same_digests() -> None:
     found, imports = definitions(SYNTAX)
     digests = " ".join(each.digest for each in found).encode()
     assert hashlib.sha256(digests).hexdigest()[:12] == "d3efbd006456"
-    assert [each.names for each in found] == [
-        ("os", "regex"),
-        ("limit",),
-        ("a", "b", "c", "x"),
-        ("f",),
-        ("K",),
-    ]
+    names = [("os", "regex"), ("limit",), ("a", "b", "c", "x"), ("f",), ("K",)]
+    assert [each.names for each in found] == names
     assert [each.local for each in imports] == ["digests"]
     assert [each.local for each in found[3].imports] == ["Named"]
-    assert found[3].mentions >= {
-        ("os", "sep"),
-        ("regex", "match"),
-        ("digests", "of"),
-        ("Point", ""),
-    }
-    assert not found[3].mentions & {
-        ("str", ""),
-        ("list", ""),
-        ("unused", ""),
-        ("TYPE_CHECKING", ""),
-    }
+    mentioned = {("os", "sep"), ("regex", "match"), ("digests", "of"), ("Point", "")}
+    assert found[3].mentions >= mentioned
+    others = {(name, "") for name in ("str", "list", "unused", "TYPE_CHECKING")}
+    assert not found[3].mentions & others
     assert found[4].mentions == {("Base", ""), ("Meta", ""), ("field", ""), ("T", "")}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -29,17 +30,8 @@ from prejit.compiler.suggesting.request_log import LoggedEncoding, LoggedGenerat
 from prejit.runtime.errors import UsageError
 
 MODEL = Model(str(Path(__file__).parents[4] / "manifests" / "demo-model"))
-GENERATIONS = st.lists(
-    st.builds(
-        LoggedGeneration,
-        st.integers(0, 300),
-        st.integers(0, 60),
-        st.integers(0, 20),
-        st.integers(1, 6),
-    ),
-    min_size=1,
-    max_size=12,
-)
+COUNTS = (st.integers(0, 300), st.integers(0, 60), st.integers(0, 20), st.integers(1, 6))
+GENERATIONS = st.lists(st.builds(LoggedGeneration, *COUNTS), min_size=1, max_size=12)
 
 
 def decoder_log(generations: list[LoggedGeneration]) -> LoggedRequests:
@@ -68,18 +60,14 @@ def test_the_longest_prompt_context_sentence_and_batch_of_today_are_still_served
     log = decoder_log([LoggedGeneration(20, 10, batch=2)] * 50)
     today = Generate(batch=(1, 8), prompt=(16, 64), context=(128, 1024), draft_tokens=4)
     found = suggest_decoder(log, 40, today)
-    assert isinstance(found.table, Generate)
-    assert (found.table.batch[0], found.table.batch[-1]) == (1, 8)
-    assert found.table.context[-1] == 1024
-    assert found.table.prompt[-1] == 64
-    assert found.table.draft_tokens == 4
-    assert 24 in found.table.prompt
-    assert 2 in found.table.batch
+    table: Any = found.table
+    assert (table.batch[0], table.batch[-1]) == (1, 8)
+    assert (table.prompt[-1], table.context[-1], table.draft_tokens) == (64, 1024, 4)
+    assert (24 in table.prompt, 2 in table.batch) == (True, True)
     assert overhead(found) < overhead(decoder_buckets(log, today))
     log = LoggedRequests({}, {LoggedEncoding(20): 9}, {})
-    found = suggest_encoder(log, 12, Encode(((1, 16), (32, 256))))
-    assert isinstance(found.table, Encode)
-    assert {(32, 256), (1, 24)} <= {*found.table.shapes}
+    sizes: Any = suggest_encoder(log, 12, Encode(((1, 16), (32, 256)))).table
+    assert {(32, 256), (1, 24)} <= {*sizes.shapes}
 
 
 def test_requests_beyond_the_context_are_counted_and_too_small_a_budget_is_an_error() -> None:
@@ -129,12 +117,8 @@ def test_no_other_sizes_pad_less_for_any_number_of_them(
     among = candidates(weights, multiple, kept)
     found = best_sizes(weights, among, most, kept)
     for number in range(len(kept), min(most, len(every)) + 1):
-        tried = [
-            padding(weights, each)
-            for count in range(1, number + 1)
-            for each in combinations(every, count)
-            if kept <= {*each}
-        ]
+        chosen = chain(*(combinations(every, count) for count in range(1, number + 1)))
+        tried = [padding(weights, each) for each in chosen if kept <= {*each}]
         # Fewer candidates than sizes asked for: all of them are chosen.
         best = found.get(number, found[max(found)])
         assert best.padding == padding(weights, best.chosen) == min(tried)

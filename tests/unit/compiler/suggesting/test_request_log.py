@@ -27,7 +27,7 @@ def generate(model: str = "demo", **counts: int) -> dict[str, Any]:
     return {"kind": "generate", "model": model, "prompt_tokens": 20, "new_tokens": 5, **counts}
 
 
-def test_the_log_of_a_server_gives_lengths_and_how_many_ran_at_once(tmp_path: Path) -> None:
+def test_lengths_come_from_logs_of_a_server_or_the_user(tmp_path: Path) -> None:
     path = log(
         tmp_path,
         {"event": "start", "models": []},
@@ -40,25 +40,17 @@ def test_the_log_of_a_server_gives_lengths_and_how_many_ran_at_once(tmp_path: Pa
     assert found.seconds_at == {1: 3.0, 2: 2.0}
     call = {"kind": "encode", "model": "e", "sentences": 2, "tokens": 31}  # their mean length
     assert read_log(log(tmp_path, request(1.0, 0.5, call))).encodings == {LoggedEncoding(16, 2): 1}
+    rows = ['{"prompt_tokens": 7, "new_tokens": 3, "batch": 2}', "", '{"length": 12}']
+    found = read_log(log(tmp_path, *rows))
+    assert found.generations == {LoggedGeneration(7, 3, batch=2): 1}
+    assert found.encodings == {LoggedEncoding(12): 1}
+    table = log(tmp_path, "length, batch", "12, 4", "9,", name="log.csv")
+    assert read_log(table).encodings == {LoggedEncoding(12, 4): 1, LoggedEncoding(9): 1}
 
 
-def test_what_a_server_writes_is_what_is_read(tmp_path: Path) -> None:
-    requestlog = pytest.importorskip(
-        "prejit.server.telemetry.requestlog", reason="msgspec comes with the extra server"
-    )
-    stats = {name: 3 for name in requestlog._TIMES}
-    calls = [
-        requestlog.RecordedCall("generate", "demo", stats=stats),
-        requestlog.RecordedCall("generate", "demo"),  # it failed
-    ]
-    path = log(tmp_path, request(1.0, 0.5, *(call.described() for call in calls)))
-    assert read_log(path).generations == {LoggedGeneration(0, 3, 3): 1}
-
-
-def test_bundles_of_a_server_are_not_mixed(tmp_path: Path) -> None:
-    path = log(
-        tmp_path, request(1.0, 0.5, generate("a")), request(2.0, 0.5, generate("b", new_tokens=9))
-    )
+def test_logs_of_several_bundles_or_another_form_are_named(tmp_path: Path) -> None:
+    one, other = generate("a"), generate("b", new_tokens=9)
+    path = log(tmp_path, request(1.0, 0.5, one), request(2.0, 0.5, other))
     with pytest.raises(UsageError, match=r"one of the bundles of the log \(a, b\), found none"):
         read_log(path)
     found = read_log(path, "b")
@@ -66,15 +58,14 @@ def test_bundles_of_a_server_are_not_mixed(tmp_path: Path) -> None:
     assert found.seconds_at == {1: 0.5}
     with pytest.raises(UsageError, match="found 'c'"):
         read_log(path, "c")
-
-
-def test_lines_of_the_user_are_json_or_csv(tmp_path: Path) -> None:
-    rows = ['{"prompt_tokens": 7, "new_tokens": 3, "batch": 2}', "", '{"length": 12}']
-    found = read_log(log(tmp_path, *rows))
-    assert found.generations == {LoggedGeneration(7, 3, batch=2): 1}
-    assert found.encodings == {LoggedEncoding(12): 1}
-    table = log(tmp_path, "length, batch", "12, 4", "9,", name="log.csv")
-    assert read_log(table).encodings == {LoggedEncoding(12, 4): 1, LoggedEncoding(9): 1}
+    for line, problem in WRONG:
+        with pytest.raises(UsageError, match=problem):
+            read_log(log(tmp_path, line))
+    with pytest.raises(StoreError, match=r"none\.jsonl: cannot read: No such file"):
+        read_log(tmp_path / "none.jsonl")
+    (tmp_path / "latin").write_bytes(b"\xff")
+    with pytest.raises(StoreError, match="not UTF-8"):
+        read_log(tmp_path / "latin")
 
 
 WRONG = [
@@ -86,14 +77,3 @@ WRONG = [
     ('{"event": "request", "time": 1, "seconds": 1, "calls": [3]}', "of a server's log"),
     ('{"event": "start"}', "expected requests with lengths, found none"),
 ]
-
-
-def test_a_log_of_another_form_or_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    for line, problem in WRONG:
-        with pytest.raises(UsageError, match=problem):
-            read_log(log(tmp_path, line))
-    with pytest.raises(StoreError, match=r"none\.jsonl: cannot read: No such file"):
-        read_log(tmp_path / "none.jsonl")
-    (tmp_path / "latin").write_bytes(b"\xff")
-    with pytest.raises(StoreError, match="not UTF-8"):
-        read_log(tmp_path / "latin")

@@ -16,7 +16,6 @@ CALLS = 300
 INTERRUPTED = """
 import ctypes, signal, socket, sys, time
 from prejit.compiler.targets import cpu_count
-
 cpu_count.show(int(sys.argv[2]), socket.socket(fileno=int(sys.argv[1])))
 signal.signal(signal.SIGALRM, lambda *_: None)
 libc, overwritten = ctypes.CDLL(None), 0

@@ -6,16 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler.targets.installing import UvSettings, install_command, translated
+from prejit.compiler.targets.installing import install_command, translated
 
 
-def settings(listed: str, **environ: str) -> UvSettings:
-    found = translated(listed, environ)
-    assert found is not None
-    return found
-
-
-def test_uv_gets_pips_order_of_settings_and_no_password_in_an_argument() -> None:
+def test_uv_gets_pips_settings_in_their_order_and_what_a_machine_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listed = """
 :env:.find-links='https://c.example https://d.example'
 global.find-links='https://a.example'
@@ -23,28 +19,25 @@ global.index-url='https://global.example'
 install.index-url='https://install.example'
 download.index-url='https://another-command.example'
 """
-    found = settings(listed).environ
+    found = translated(listed, {}).environ
     assert found["UV_FIND_LINKS"] == "https://c.example,https://d.example"
     assert found["UV_DEFAULT_INDEX"] == "https://install.example"
-    found = settings("global.extra-index-url='file:///one\\nfile:///two'\n").environ
+    found = translated("global.extra-index-url='file:///one\\nfile:///two'\n", {}).environ
     assert found["UV_EXTRA_INDEX_URL"] == "file:///one file:///two"
     assert found["UV_INDEX_STRATEGY"] == "unsafe-best-match"
-    own = settings("global.index-url='https://pip.example'\n", UV_DEFAULT_INDEX="https://uv")
+    own = translated("global.index-url='https://pip.example'\n", {"UV_DEFAULT_INDEX": "https://uv"})
     assert own.environ["UV_DEFAULT_INDEX"] == "https://uv", "uv's own variables win"
-    found = settings("global.index-url='https://me:secret@packages.example/simple'\n")
+    found = translated("global.index-url='https://me:secret@packages.example/simple'\n", {})
     command = install_command("uv", Path("/env/bin/python"), Path("/env/constraints.txt"), found)
     assert found.environ["UV_DEFAULT_INDEX"] == "https://me:secret@packages.example/simple"
     assert "secret" not in " ".join(command)
-
-
-def test_what_a_machine_needs_is_passed_on_or_the_work_left_to_pip(tmp_path: Path) -> None:
     listed = f"""
 global.cert='{tmp_path}/ca.pem'
 global.proxy='proxy.example:3128'
 global.trusted-host='one.example two.example:8080'
 global.timeout='5'
 """
-    found = settings(listed).environ
+    found = translated(listed, {}).environ
     assert found["SSL_CERT_FILE"] == f"{tmp_path}/ca.pem"
     assert found["HTTPS_PROXY"] == "http://proxy.example:3128"
     assert found["UV_INSECURE_HOST"] == "one.example two.example:8080"
@@ -52,13 +45,10 @@ global.timeout='5'
     assert translated("global.constraint='limits.txt'\n", {}) is None
     assert translated(f"global.cert='{tmp_path}'\n", {}) is None
     assert translated("global.find-links='https://x.example/a,b'\n", {}) is None
-
-
-def test_a_relative_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wheels").mkdir()
     listed = ":env:.find-links='wheels'\n:env:.no-index='1'\n"
-    found = settings(listed)
+    found = translated(listed, {})
     assert found.environ["UV_FIND_LINKS"] == str(tmp_path / "wheels")
     assert found.options == ("--no-index",)
-    assert settings(":env:.no-index='0'\n").options == ()
+    assert translated(":env:.no-index='0'\n", {}).options == ()

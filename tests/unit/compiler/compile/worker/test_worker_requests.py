@@ -34,9 +34,7 @@ def _small_loop(bits: jax.Array, table: jax.Array, at: jax.Array, scale: jax.Arr
 def test_the_memory_of_a_worker_is_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long paths and variables shift all that a process has in memory."""
     if jax.__version_info__ < (0, 12):
-        pytest.skip(
-            "older XLA orders the arguments of such a kernel by memory that its threads race for"
-        )
+        pytest.skip("older XLA orders arguments of such a kernel by memory that threads race for")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     shapes = [((1, 128), "uint32"), ((1, 128), "float32"), ((1,), "int32"), ((1,), "float32")]
     arguments = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -41,15 +40,10 @@ TWO = cast("Executor", SimpleNamespace(lowering_processes=2))
 CODE = """
 import os, sys
 import jax.numpy as jnp
-
 print("this line is no answer")
 sys.stdin.read()  # nor are requests for it
-
-
 def f(x):
     return jnp.tanh(x) * 2
-
-
 def g(params, x):
     return x * params["w"]
 """
@@ -67,8 +61,7 @@ class Notes(Progress):
     def _tell(self, text: str) -> None:
         self.lines.append(text)
 
-    def _tell_finished(self, text: str) -> None:
-        self.lines.append(text)
+    _tell_finished = _tell
 
 
 class Project:
@@ -88,9 +81,12 @@ class Project:
     def store(self, name: str) -> DirectoryStore:
         return DirectoryStore.open(self.directory / name)
 
-    def lower(self, store: Store, *, retrace: bool = False) -> dict[str, PlannedProgram]:
+    def plan(self, store: Store) -> Plan:
+        return plan_build(self.manifest, store)
+
+    def lower(self, store: Store) -> dict[str, PlannedProgram]:
         """Lower all programs in this process, as a build does on a small machine."""
-        plan = plan_build(self.manifest, store, retrace=retrace)
+        plan = self.plan(store)
         own = self.manifest.has_own_model
         weights = None if plan.model is None or own else open_weights(plan.model)
         before = Workspace.of(plan, store, self.notes)
@@ -98,24 +94,21 @@ class Project:
         space = before.with_plan(lower_own(before))
         found = {each.spec.name: lower(space, each) for each in space.plan.programs}
         remember(before, found, space.parameters(), space.plan.own)
-        return {each.spec.name: each for each in plan_build(self.manifest, store).programs}
+        return {each.spec.name: each for each in self.plan(store).programs}
 
-    def plan(self, store: Store, *, retrace: bool = False) -> Plan:
-        return plan_build(self.manifest, store, retrace=retrace)
+    def open(self, plan: Plan, store: Store) -> Crew | None:
+        options: dict[str, Any] = {"only": (), "directory": None, "forms": None, "retrace": False}
+        return open_crew(plan, TWO, store, self.notes, **options)
 
-    def crew(self, plan: Plan, store: Store, *, retrace: bool = False) -> Crew:
-        found = self.open(plan, store, retrace=retrace)
+    def crew(self, plan: Plan, store: Store) -> Crew:
+        found = self.open(plan, store)
         assert found is not None
         return found
 
-    def open(self, plan: Plan, store: Store, *, retrace: bool = False) -> Crew | None:
-        options: dict[str, Any] = {"only": (), "directory": None, "forms": None}
-        return open_crew(plan, TWO, store, self.notes, retrace=retrace, **options)
-
-    def lower_apart(self, store: Store, *, retrace: bool = False) -> dict[str, PlannedProgram]:
+    def lower_apart(self, store: Store) -> dict[str, PlannedProgram]:
         """Lower all programs in two processes."""
-        plan = self.plan(store, retrace=retrace)
-        with self.crew(plan, store, retrace=retrace) as crew:
+        plan = self.plan(store)
+        with self.crew(plan, store) as crew:
             assert crew.check() is not None
             return crew.lower(plan, plan.programs, None, chosen=True)
 
@@ -172,52 +165,24 @@ def test_a_decoder_is_the_same(project: Callable[..., Project], tmp_path: Path, 
         assert plan.own.parameters.keys() == known.parameters.keys()
 
 
-def test_retracing_traces_as_often_as_the_build(project: Callable[..., Project]) -> None:
-    code = (
-        "import os\n\n\ndef f(x):\n"
-        "    descriptor = os.open(TRACED, os.O_WRONLY | os.O_APPEND | os.O_CREAT)\n"
-        "    os.write(descriptor, b'.')\n    os.close(descriptor)\n    return x * 2\n"
-    )
-    sections = [each.replace('"f"', f'"f{n}"') for n, each in enumerate([SECTIONS[0]] * 2)]
-    made = project("", *(each.replace("[1, 2, 3, 4, 5, 6]", "[1, 2]") for each in sections))
-    traced = made.directory / "traced"
-    (made.directory / "code_of_crew.py").write_text(f"TRACED = {str(traced)!r}\n{code}")
-    made.lower(made.store("one"))
-    expected = traced.read_text()
-    assert len(expected) == 6  # four programs, and two of them again
-    traced.write_text("")
-    assert len(made.lower_apart(made.store("one"), retrace=True)) == 4
-    assert traced.read_text() == expected
-
-
 @pytest.mark.parametrize("module", ["code_of_crew", "code_of_nobody"])
-def test_a_mistake_reads_as_in_the_builds_process(
-    project: Callable[..., Project], module: str
-) -> None:
+def test_a_mistake_reads_as_in_the_build(project: Callable[..., Project], module: str) -> None:
     """A module that is not there is found before anything is lowered."""
     section = SECTIONS[0].replace("code_of_crew", module)
     made = project("def f(x):\n    return x @ x.missing\n", section)
     plan = made.plan(made.store("one"))
-
-    def apart() -> None:
+    with pytest.raises(PrejitError) as expected:
+        made.lower(made.store("two"))
+    with pytest.raises(type(expected.value)) as caught:  # noqa: PT012
         with made.crew(plan, made.store("one")) as crew:
             crew.check()
             assert module == "code_of_crew"
             crew.lower(plan, plan.programs, None, chosen=True)
-
-    assert _error(apart) == _error(lambda: made.lower(made.store("two")))
-
-
-def _error(call: Callable[[], object]) -> tuple[type[PrejitError], str]:
-    with pytest.raises(PrejitError) as caught:
-        call()
-    return type(caught.value), caught.value.describe()
+    assert caught.value.describe() == expected.value.describe()
 
 
 DIES = """
 import os, signal
-
-
 def f(x):
     if {condition}:
         os.close(os.open({flag!r}, os.O_WRONLY | os.O_CREAT))
@@ -249,9 +214,8 @@ def test_what_kills_two_processes_is_left(project: Callable[..., Project], tmp_p
 def test_a_manifest_that_changed_is_not_lowered(project: Callable[..., Project]) -> None:
     made = project(CODE, *SECTIONS)
     plan = made.plan(made.store("one"))
-    (made.directory / "m.toml").write_text(
-        (made.directory / "m.toml").read_text().replace("[3]", "[4]")
-    )
+    file = made.directory / "m.toml"
+    file.write_text(file.read_text().replace("[3]", "[4]"))
     with made.crew(plan, made.store("one")) as crew:
         assert crew.check() is None
         assert crew.lower(plan, plan.programs, None, chosen=True) == {}
@@ -270,26 +234,13 @@ def test_a_manifest_that_was_made_in_python_starts_no_process(tmp_path: Path) ->
 def test_a_build_that_fails_leaves_no_process_behind(project: Callable[..., Project]) -> None:
     made = project("def f(x):\n    while True:\n        pass\n", SECTIONS[0])
     plan = made.plan(made.store("one"))
-    seen: list[int] = []
-
-    def fail() -> None:
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
         with made.crew(plan, made.store("one")) as crew:
             crew.check()
-            seen.extend(each.pid for each in crew._processes)
+            seen = [each.pid for each in crew._processes]
             raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fail()
     assert len(seen) == 2
-    assert [pid for pid in seen if _is_alive(pid)] == []
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    assert not [pid for pid in seen if Path(f"/proc/{pid}").exists()]
 
 
 def test_another_machine_finds_results(project: Callable[..., Project], tmp_path: Path) -> None:

@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from prejit.compiler.pipeline.lower.lowerer_process import error_of, plain_error
 from prejit.runtime.errors import (
     BuildError,
     CheckpointError,
     ManifestError,
-    PrejitError,
     RejectError,
     StoreError,
     UsageError,
 )
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        BuildError("m.toml: no", hint="do that"),
-        CheckpointError("m.toml: no"),
-        ManifestError("m.toml: no", hint="do that"),
-        RejectError("/a/file", "damaged: byte 3"),
-        StoreError("/a/file: cannot read it"),
-        UsageError("no"),
-    ],
-)
-def test_an_error_of_the_user_reads_as_if_the_build_had_raised_it(error: PrejitError) -> None:
-    found = error_of(json.loads(json.dumps(plain_error(error))))
-    assert type(found) is type(error)
-    assert found.describe() == error.describe()
-    assert found.exit_code == error.exit_code
+def test_an_error_of_the_user_reads_as_if_the_build_had_raised_it() -> None:
+    for error in (
+        *(BuildError("m.toml: no", hint="do that"), ManifestError("m.toml: no", hint="do that")),
+        *(CheckpointError("m.toml: no"), RejectError("/a/file", "damaged: byte 3")),
+        *(StoreError("/a/file: cannot read it"), UsageError("no")),
+    ):
+        found = error_of(json.loads(json.dumps(plain_error(error))))
+        assert type(found) is type(error)
+        assert found.describe() == error.describe()
+        assert found.exit_code == error.exit_code

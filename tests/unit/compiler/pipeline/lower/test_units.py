@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import chain
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,21 +41,13 @@ def test_every_program_is_in_one_unit(left: list[PlannedProgram], processes: int
     assert all(len({each.spec.section for each in unit}) == 1 for unit in units)
 
 
-def test_units_are_neither_too_large_nor_too_small() -> None:
+def test_units_and_processes_are_worth_their_start() -> None:
     assert [len(unit) for unit in split([model("decode", n) for n in range(5)], 2)] == [1] * 5
     assert all(len(unit) >= 4 for unit in split([function("f", n) for n in range(40)], 64))
     assert len(split([function("f", n) for n in range(400)], 4)) >= 16
-
-
-@pytest.mark.parametrize(
-    ("left", "limit", "count"),
-    [
-        ([model("decode", n) for n in range(64)], 16, 16),
-        ([model("decode", n) for n in range(64)], 0, 0),  # too few cores: they compile
-        ([model("decode", n) for n in range(64)], 1, 0),  # no faster than the build itself
-        ([model("decode", n) for n in range(9)], 16, 3),
-        ([function("f", n) for n in range(100)], 16, 3),
-    ],
-)
-def test_a_process_is_worth_its_start(left: list[PlannedProgram], limit: int, count: int) -> None:
-    assert process_count(left, limit) == count
+    models = [model("decode", n) for n in range(64)]
+    assert process_count(models, 16) == 16
+    assert process_count(models, 0) == 0, "too few cores: they compile"
+    assert process_count(models, 1) == 0, "no faster than the build itself"
+    assert process_count(models[:9], 16) == 3
+    assert process_count([function("f", n) for n in range(100)], 16) == 3

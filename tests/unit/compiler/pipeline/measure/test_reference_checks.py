@@ -42,9 +42,7 @@ def make(build_cache: Path, tmp_path: Path) -> Any:
     return make
 
 
-def test_a_function_of_numpy_becomes_the_golden_answer(
-    make: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_numpy_gives_the_golden_answer(make: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = make(ProgramCheck(function=reference, tolerance=1e-4), static={"scale": [1, 3]})
     with prejit.runtime.load(path) as bundle:
         golden = {each.name: each.golden for each in bundle.config.programs}
@@ -60,6 +58,7 @@ def test_a_wrong_element_fails_the_build_and_is_named(make: Any) -> None:
     def wrong(params: Any, x: np.ndarray) -> dict[str, Any]:
         found = reference(params, x)
         found["y"][-1, 2] += 0.25
+        x[:] = 0  # a function may write into its arguments
         return found
 
     with pytest.raises(BuildError) as error:
@@ -70,17 +69,12 @@ def test_a_wrong_element_fails_the_build_and_is_named(make: Any) -> None:
     assert "program score/batch4" in second
     assert "at y[3, 2]" in second
     assert "[program.check]" in str(error.value.hint)
-
-
-def test_whole_numbers_must_be_equal(make: Any) -> None:
-    def wrong(params: Any, x: np.ndarray) -> dict[str, Any]:
-        return {**reference(params, x), "rows": 1 + x.shape[0]}
-
+    more = lambda params, x: {**reference(params, x), "rows": 1 + x.shape[0]}  # noqa: E731
     with pytest.raises(BuildError, match=r"found 1 at rows, its largest difference, 1 "):
-        make(ProgramCheck(function=wrong))
+        make(ProgramCheck(function=more))
 
 
-def test_a_tolerance_allows_what_is_below_it(make: Any) -> None:
+def test_what_is_beyond_the_tolerance_or_another_result_is_named(make: Any) -> None:
     def near(params: Any, x: np.ndarray) -> dict[str, Any]:
         found = reference(params, x)
         return {**found, "y": found["y"] * 1.01}
@@ -88,9 +82,6 @@ def test_a_tolerance_allows_what_is_below_it(make: Any) -> None:
     make(ProgramCheck(function=near, tolerance=0.02))
     with pytest.raises(BuildError, match="its largest difference"):
         make(ProgramCheck(function=near, tolerance=0.001))
-
-
-def test_a_function_that_returns_something_else_is_named(make: Any) -> None:
     with pytest.raises(BuildError, match="expected the results of the program: rows is missing"):
         make(ProgramCheck(function=lambda params, x: {"y": x}))
     with pytest.raises(BuildError, match=r"y: expected float32\[1, 3\], as the program returns"):
@@ -106,7 +97,7 @@ def save(path: Path, rows: int, **changed: Any) -> str:
     return str(path)
 
 
-def test_files_have_arguments_of_their_own(make: Any, tmp_path: Path) -> None:
+def test_files_have_arguments_of_their_own_and_must_fit(make: Any, tmp_path: Path) -> None:
     files = tuple(save(tmp_path / f"{rows}.npz", rows) for rows in (1, 4))
     path = make(ProgramCheck(files=files))
     with prejit.runtime.load(path) as bundle:
@@ -114,38 +105,16 @@ def test_files_have_arguments_of_their_own(make: Any, tmp_path: Path) -> None:
     wrong = save(tmp_path / "wrong.npz", 4, y=np.zeros((4, 3), np.float32))
     with pytest.raises(BuildError, match=r"score/batch4: check: expected what .*wrong\.npz has, 0"):
         make(ProgramCheck(files=(*files, wrong)))
-
-
-@pytest.mark.parametrize(
-    ("y", "problem"),
-    [
+    for y, problem in (
         (np.zeros((1, 3), np.float32), r"results\.y: expected the shape \[4, 3\], found \[1, 3\]"),
         (np.zeros((4, 3), np.complex64), r"results\.y: expected float32, found complex64"),
         (np.full((4, 3), np.nan, np.float32), r"has, nan, found "),
-    ],
-)
-def test_a_reference_that_numpy_would_make_fit_is_refused(
-    y: Any, problem: str, make: Any, tmp_path: Path
-) -> None:
-    files = (save(tmp_path / "1.npz", 1), save(tmp_path / "4.npz", 4, y=y))
-    with pytest.raises(BuildError, match=problem):
-        make(ProgramCheck(files=files))
-
-
-def test_a_function_may_write_into_its_arguments(make: Any) -> None:
-    def writes(params: Any, x: np.ndarray) -> dict[str, Any]:
-        found = reference(params, x)
-        x[:] = 0
-        return found
-
-    make(ProgramCheck(function=writes))
-
-
-def test_a_file_of_no_bucket_is_refused(make: Any, tmp_path: Path) -> None:
-    odd = save(tmp_path / "odd.npz", 3)
-    with pytest.raises(
-        ManifestError, match=r"score/batch4: args\.x \[4, 8\]\), found args\.x \[3, 8\]"
     ):
+        files = (save(tmp_path / "1.npz", 1), save(tmp_path / "4.npz", 4, y=y))
+        with pytest.raises(BuildError, match=problem):
+            make(ProgramCheck(files=files))
+    odd = save(tmp_path / "odd.npz", 3)
+    with pytest.raises(ManifestError, match=r"score/batch4: args\.x \[4, 8\]\), found .* \[3, 8\]"):
         make(ProgramCheck(files=(odd,)))
     more = save(tmp_path / "more.npz", 4, z=np.zeros(3))
     with pytest.raises(
@@ -172,22 +141,20 @@ name = "cpu-host"
 """
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("tolerance = 0.1", "program[0].check: expected function or files in it"),
-        ('function = "model"', "program[0].check.function: expected a function as package.module"),
-        ('files = ["no.npz"]', "program[0].check.files[0]: "),
+def test_mistakes_of_a_manifest_are_named(tmp_path: Path) -> None:
+    for text, problem in (
+        ("tolerance = 0.1", "check: expected function or files in it"),
+        ('function = "model"', "check.function: expected a function as package.module"),
+        ('files = ["no.npz"]', "check.files[0]: "),
         ('function = "m:f"\ntolerance = 1.5', "expected a number between 0 and 1; found 1.5"),
         ('function = "m:f"\ntolerance = nan', "expected a number between 0 and 1; found NaN"),
-        ('function = "m:f"\nrtol = 1', "program[0].check.rtol: unknown key"),
-    ],
-)
-def test_mistakes_of_a_manifest_are_named(text: str, problem: str, tmp_path: Path) -> None:
-    (tmp_path / "b.toml").write_text(TOML % text)
-    with pytest.raises(ManifestError) as error:
-        read_manifest(tmp_path / "b.toml")
-    assert problem in str(error.value)
+        ('function = "m:f"\nrtol = 1', "check.rtol: unknown key"),
+    ):
+        (tmp_path / "b.toml").write_text(TOML % text)
+        with pytest.raises(ManifestError) as error:
+            read_manifest(tmp_path / "b.toml")
+        assert "program[0].check" in str(error.value)
+        assert problem in str(error.value)
 
 
 def test_a_manifest_names_a_function_of_its_own_module(tmp_path: Path, build_cache: Path) -> None:
@@ -199,8 +166,6 @@ def test_a_manifest_names_a_function_of_its_own_module(tmp_path: Path, build_cac
     assert sources == {"model.py", "expected.py"}
     path = build(manifest, tmp_path, cache=build_cache, quiet=True).path
     (tmp_path / "expected.py").write_text("def double(x):\n    return x - x\n")
-    with pytest.raises(
-        BuildError, match=r"b\.toml: program score: check: expected what expected:double has"
-    ):
+    with pytest.raises(BuildError, match=r"b\.toml: program score: .* what expected:double has"):
         build(manifest, tmp_path, cache=build_cache, quiet=True)
     assert path.exists()

@@ -23,10 +23,8 @@ from prejit.runtime.format.bundle_schema import Segment
 from prejit.runtime.format.checks.layers import GAP_PREFIX, check_weights
 from prejit.runtime.format.names import TOKENIZER_MEDIA_TYPE
 
-arrays = st_numpy.arrays(
-    st.sampled_from([np.float32, np.int8, np.uint16, np.bool_, np.float64]),
-    st_numpy.array_shapes(min_dims=0, max_dims=3, max_side=5),
-)
+dtypes = st.sampled_from([np.float32, np.int8, np.uint16, np.bool_, np.float64])
+arrays = st_numpy.arrays(dtypes, st_numpy.array_shapes(min_dims=0, max_dims=3, max_side=5))
 
 
 def tensors(values: dict[str, np.ndarray]) -> list[PackedTensor]:
@@ -52,16 +50,13 @@ def test_safetensors_reads_what_we_write(tmp_path: Path, values: dict[str, np.nd
     assert all(slices[name].start % 64 == 0 for name in values)
 
 
-def test_a_tensor_that_is_not_what_was_announced_is_an_error(tmp_path: Path) -> None:
+def test_frames_are_stored_once_and_tensors_are_what_was_announced(tmp_path: Path) -> None:
     cache = DirectoryStore.open(tmp_path)
     wrong = PackedTensor("w", "float32", (2,), lambda: np.zeros(3, np.float32))
     with pytest.raises(BuildError, match=r"w: expected float32\[2\], found float32\[3\]"):
         with cache.blob_writer() as blob:
             write_weights([wrong], blob)
     assert not list((tmp_path / "v1" / "blobs" / "sha256").iterdir())
-
-
-def test_equal_frames_are_stored_once_and_found_at_their_offsets(tmp_path: Path) -> None:
     cache = DirectoryStore.open(tmp_path)
     frames = {}
     for name, content in (("a", b"one"), ("b", b"other"), ("c", b"one")):
@@ -74,48 +69,33 @@ def test_equal_frames_are_stored_once_and_found_at_their_offsets(tmp_path: Path)
     assert (layer.digest, layer.size) == (digest_of(content), len(content))
     again = pack("type", "programs", frames, cache)
     assert again == (layer, placed), "found in the store"
+    layer.content.write_bytes(content[::-1])  # its digest would be in the bundle
+    assert pack("type", "programs", frames, cache)[0] == layer
+    assert layer.content.read_bytes() == content
+    with pytest.raises(BuildError, match="decode: expected the compressed form"):
+        pack("type", "programs", {"decode": Segment(0, 4, digest_of(b"gone"), 0, "")}, cache)
     for name, frame in placed.items():
         assert digest_of(content[frame.offset : frame.offset + frame.size]) == frames[name].digest
 
 
-def test_a_pack_that_was_damaged_is_made_again(tmp_path: Path) -> None:
-    """Its digest would be in the bundle, and other bytes beside it."""
-    cache = DirectoryStore.open(tmp_path)
-    frames = {
-        content.decode(): Segment(0, 3, cache.put_blob(content), 0, "")
-        for content in (b"one", b"two")
-    }
-    layer, _ = pack("type", "programs", frames, cache)
-    assert isinstance(layer.content, Path)
-    layer.content.write_bytes(b"twoone")
-    assert pack("type", "programs", frames, cache)[0] == layer
-    assert layer.content.read_bytes() == b"onetwo"
-    with pytest.raises(BuildError, match="decode: expected the compressed form"):
-        pack("type", "programs", {"decode": Segment(0, 4, digest_of(b"gone"), 0, "")}, cache)
-
-
 def test_a_bundle_that_no_reader_takes_is_not_made(recipe: Any) -> None:
     """Or the build would succeed, and each server say that the bundle is damaged."""
-    index, blobs = recipe.assemble()
-    bundle_files.check_readable(index, blobs)
-    forged = recipe.configured(lambda config: dataclasses.replace(config, weight_sets={}))
-    with pytest.raises(BuildError, match=r"no reader would take .*unknown weight set 'score'"):
-        bundle_files.check_readable(*forged.assemble())
-    wide = recipe.configured(
-        lambda config: dataclasses.replace(
-            config,
-            programs=tuple(
-                dataclasses.replace(each, results=(f"[] float32[{','.join('1' * 65)}]",))
-                for each in config.programs
-            ),
-        )
-    )
-    with pytest.raises(BuildError, match=r"no reader would take .*expected '\[path\] dtype"):
-        bundle_files.check_readable(*wide.assemble())
-    large = dataclasses.replace(
-        recipe.targets[0].layers[0],
-        media_type=TOKENIZER_MEDIA_TYPE,
-        size=limits.MAX_TOKENIZER_BYTES + 1,
-    )
-    with pytest.raises(BuildError, match=f"expected at most {limits.MAX_TOKENIZER_BYTES} bytes"):
-        bundle_files.check_readable(*recipe.layered(lambda layers: (*layers, large)).assemble())
+
+    def with_wide_results(config: Any) -> Any:
+        wide = (f"[] float32[{','.join('1' * 65)}]",)
+        programs = (dataclasses.replace(each, results=wide) for each in config.programs)
+        return dataclasses.replace(config, programs=tuple(programs))
+
+    bundle_files.check_readable(*recipe.assemble())
+    size, layer = limits.MAX_TOKENIZER_BYTES, recipe.targets[0].layers[0]
+    large = dataclasses.replace(layer, media_type=TOKENIZER_MEDIA_TYPE, size=size + 1)
+    for forged, said in (
+        (
+            recipe.configured(lambda config: dataclasses.replace(config, weight_sets={})),
+            r"no reader would take .*unknown weight set 'score'",
+        ),
+        (recipe.configured(with_wide_results), r"no reader would take .*expected '\[path\] dtype"),
+        (recipe.layered(lambda layers: (*layers, large)), f"expected at most {size} bytes"),
+    ):
+        with pytest.raises(BuildError, match=said):
+            bundle_files.check_readable(*forged.assemble())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,18 +49,12 @@ def contents(path: Path) -> dict[Path, bytes]:
         (foreign, NAME, "what another tool wrote"),
     ],
 )
-def test_what_a_build_did_not_write_stays(
-    put: object, name: str, found: str, tmp_path: Path
-) -> None:
-    assert callable(put)
+def test_what_no_build_wrote_stays(put: Any, name: str, found: str, tmp_path: Path) -> None:
     put(tmp_path / name)
     before = contents(tmp_path)
-    manifest = Manifest(
-        name, programs=[Program("p", fn=abs, args=["float32[3]"])], targets=["cpu-host"]
-    )
-    with pytest.raises(
-        UsageError, match=f"{name}: expected no bundle but .*found {found}"
-    ) as raised:
+    programs = [Program("p", fn=abs, args=["float32[3]"])]
+    manifest = Manifest(name, programs=programs, targets=["cpu-host"])
+    with pytest.raises(UsageError, match=f"{name}: expected no bundle .*found {found}") as raised:
         build(manifest, tmp_path, cache=tmp_path.with_name("cache"), quiet=True)
     assert "-o DIR" in raised.value.hint
     assert contents(tmp_path) == before

@@ -56,10 +56,8 @@ def test_a_layer_has_one_digest_wherever_it_is(size: int, tmp_path: Path) -> Non
     path.write_bytes(content)
     in_file = PackedLayer(made.media_type, made.digest, made.size, path, "x")
     stores = [DirectoryStore.open(tmp_path / name) for name in ("one", "other")]
-    found = [
-        chunks_of([each], store)
-        for each, store in ((made, stores[0]), (in_file, stores[1]), (in_file, stores[1]))
-    ]
+    places = ((made, stores[0]), (in_file, stores[1]), (in_file, stores[1]))
+    found = [chunks_of([each], store) for each, store in places]
     for chunks in found:
         assert chunks["application/x"].verity == verity_of(content)
         assert chunks == found[0]

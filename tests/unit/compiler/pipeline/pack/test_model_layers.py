@@ -36,47 +36,34 @@ def ids_of(directory: Path, config: object, generation: object) -> Any:
     return special_ids(directory, 50)[:2]
 
 
-@pytest.mark.parametrize(
-    ("config", "generation", "expected"),
-    [
+def test_tokens_that_begin_and_end_texts(tmp_path: Path) -> None:
+    eos, bos = "eos_token_id", "bos_token_id"
+    for config, generation, expected in (
         ({}, {}, ((), None)),
-        ({"eos_token_id": 3, "bos_token_id": 2}, {}, ((3,), 2)),
-        ({"eos_token_id": 3}, {"eos_token_id": [7, 5, 7]}, ((5, 7), None)),
-        ({"eos_token_id": 3, "bos_token_id": 1}, {"eos_token_id": None}, ((), 1)),
+        ({eos: 3, bos: 2}, {}, ((3,), 2)),
+        ({eos: 3}, {eos: [7, 5, 7]}, ((5, 7), None)),
+        ({eos: 3, bos: 1}, {eos: None}, ((), 1)),
         # Ids that no token has cannot end a text; -1 would be taken for "no token".
-        ({"eos_token_id": [-1, 3, 50, 2**70], "bos_token_id": -1}, {}, ((3,), None)),
-    ],
-)
-def test_tokens_that_begin_and_end_texts(
-    tmp_path: Path, config: object, generation: object, expected: object
-) -> None:
-    assert ids_of(tmp_path, config, generation) == expected
+        ({eos: [-1, 3, 50, 2**70], bos: -1}, {}, ((3,), None)),
+    ):
+        assert ids_of(tmp_path, config, generation) == expected
 
 
-def test_tokens_with_which_an_answer_begins_keep_their_order(tmp_path: Path) -> None:
+def test_tokens_that_begin_answers_keep_order_and_have_a_type(tmp_path: Path) -> None:
     for value, start in ((7, (7,)), ([9, 3, 9], (9, 3, 9)), (None, ())):
         (tmp_path / "config.json").write_text(json.dumps({"decoder_start_token_id": value}))
         assert special_ids(tmp_path, 50)[2] == start
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("bos_token_id", "2"), *(("eos_token_id", each) for each in (1.0, True, [1, "2"], {"id": 2}))],
-)
-def test_special_tokens_have_a_type(tmp_path: Path, name: str, value: object) -> None:
-    with pytest.raises(CheckpointError, match=rf"generation_config.json: {name}: expected a token"):
-        ids_of(tmp_path, {}, {name: value})
-    with pytest.raises(CheckpointError, match=rf"/config.json: {name}: expected a token"):
-        ids_of(tmp_path, {name: value}, {})
+    eos = "eos_token_id"
+    for name, wrong in (("bos_token_id", "2"), (eos, 1.0), (eos, True), (eos, [1, "2"]), (eos, {})):
+        for file in ("generation_config.json", "config.json"):
+            both = ({name: wrong}, {}) if file == "config.json" else ({}, {name: wrong})
+            with pytest.raises(CheckpointError, match=rf"/{file}: {name}: expected a token"):
+                ids_of(tmp_path, *both)
 
 
 def test_beside_a_decoder_of_the_user_the_tokenizer_gives_what_no_file_says(tmp_path: Path) -> None:
     assert special_ids(tmp_path, 50, own=True) == ((), None, ())
-    added = [
-        {"content": "<s>", "id": 1},
-        {"content": "</s>", "id": 2},
-        {"content": "<x>", "id": 70},
-    ]
+    added = [{"content": name, "id": at} for name, at in (("<s>", 1), ("</s>", 2), ("<x>", 70))]
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
     tokens = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "decoder_start_token": "<x>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens))
