@@ -1,7 +1,5 @@
 """Trained models lose at most 1 % of perplexity with the int8 and bfloat16 weights that a build packs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sysconfig
@@ -12,7 +10,7 @@ from tests.encoders import bert_config
 from tests.extent import cases
 from tests.parity.encoder_cases import Case
 
-from .conftest import ROOT, Run, write_manifest
+from .conftest import ROOT, write_manifest
 
 STORY = """\
 One day, a boy named Tom went to the park with his mom. Tom had a big red ball. He liked to kick the
@@ -45,7 +43,7 @@ Grandma and gave her a big hug.
 """
 
 
-def held_out_python(characters: int = 12_000) -> str:
+def held_out_python(characters=12_000):
     """Files of the standard library that manifests/demo-model/train.py did not train on, by its rule."""
     library = Path(sysconfig.get_path("stdlib"))
     texts, found = [], 0
@@ -58,7 +56,7 @@ def held_out_python(characters: int = 12_000) -> str:
     return "".join(texts)[-characters:]
 
 
-def rise(run: Run, at: Path, source: Path, text: str, dtype: str, cache_dtype: str) -> float:
+def rise(run, at, source, text, dtype, cache_dtype):
     """By how much the perplexity rises on a text: 0.01 for 1 %."""
     (at / "held.txt").write_text(text, encoding="utf-8")
     name = f"{dtype}-{cache_dtype}"
@@ -75,29 +73,25 @@ def rise(run: Run, at: Path, source: Path, text: str, dtype: str, cache_dtype: s
     assert accuracy["tokens"] > 500
     (target,) = json.loads(run("inspect", at / name, "--json").stdout)["targets"]
     assert target["config"]["accuracy"].items() <= accuracy.items()
-    ratio: float = accuracy["perplexity_millionths"] / accuracy["float32_perplexity_millionths"]
+    ratio = accuracy["perplexity_millionths"] / accuracy["float32_perplexity_millionths"]
     return ratio - 1
 
 
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype"), cases([("int8", "bfloat16")], others=[("bfloat16", "float32")])
 )
-def test_python_is_no_more_than_one_percent_less_likely(
-    run: Run, tmp_path: Path, dtype: str, cache_dtype: str
-) -> None:
+def test_python_is_no_more_than_one_percent_less_likely(run, tmp_path, dtype, cache_dtype):
     source = ROOT / "manifests" / "demo-model"
     assert rise(run, tmp_path, source, held_out_python(), dtype, cache_dtype) <= 0.01
 
 
 @pytest.mark.thorough  # another model in the same way
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
-def test_a_story_is_no_more_than_one_percent_less_likely(
-    run: Run, stories: tuple[Path, dict[str, list[int]]], tmp_path: Path, dtype: str
-) -> None:
+def test_a_story_is_no_more_than_one_percent_less_likely(run, stories, tmp_path, dtype):
     assert rise(run, tmp_path, stories[0], STORY, dtype, "float32") <= 0.01
 
 
-def test_an_encoder_in_int8_gives_other_embeddings(run: Run, tmp_path: Path) -> None:
+def test_an_encoder_in_int8_gives_other_embeddings(run, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
     Case("bert", bert_config(**sizes, num_hidden_layers=2), seed=0).write(tmp_path / "bert")
     manifest = tmp_path / "bert.toml"

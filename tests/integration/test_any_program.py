@@ -1,19 +1,13 @@
 """Programs of every kind: training steps, modules, static arguments, random keys, files from elsewhere."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from prejit.runtime import UsageError, load
-from prejit.runtime.bundle import Bundle
-
-from .conftest import Run
 
 MODULE = """
 import functools
@@ -195,7 +189,7 @@ module @from_another_framework {
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory):
     import jax
     import jax.numpy as jnp
     import orbax.checkpoint
@@ -205,7 +199,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "any.toml").write_text(MANIFEST)
     (directory / "model.mlir").write_text(STABLEHLO)
 
-    def scaled(x: Any, *, by: Any) -> Any:
+    def scaled(x, *, by):
         return {"scaled": x * by}
 
     export = jax.export.export
@@ -221,7 +215,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def users_code(directory: Path) -> Any:
+def users_code(directory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(directory))
         import users_code
@@ -231,13 +225,13 @@ def users_code(directory: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def path(run: Run, directory: Path) -> Path:
+def path(run, directory):
     run("build", directory / "any.toml", "-o", directory / "out")
     return directory / "out" / "any"
 
 
 @pytest.fixture(scope="module")
-def bundle(path: Path, users_code: Any) -> Bundle:
+def bundle(path, users_code):
     return load(path, on_mismatch="error", types=[users_code.State, users_code.Metrics])
 
 
@@ -277,13 +271,11 @@ assert {report.source for report in bundle.report()} == {"loaded", "unused"}
 """
 
 
-def test_many_steps_on_the_device_have_the_bits_of_jit(
-    python: Run, path: Path, directory: Path
-) -> None:
+def test_many_steps_on_the_device_have_the_bits_of_jit(python, path, directory):
     python(STEPS, directory, path)
 
 
-def test_steps_may_follow_each_other_without_waiting(bundle: Bundle, users_code: Any) -> None:
+def test_steps_may_follow_each_other_without_waiting(bundle, users_code):
     one, other = (bundle.bind("train", state=users_code.first_state(), mode="tanh") for _ in "ab")
     batch = X[0].copy()
     pending = []
@@ -298,9 +290,7 @@ def test_steps_may_follow_each_other_without_waiting(bundle: Bundle, users_code:
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "state-orbax"])
-def test_a_saved_state_goes_on_where_it_was(
-    name: str, bundle: Bundle, users_code: Any, tmp_path: Path
-) -> None:
+def test_a_saved_state_goes_on_where_it_was(name, bundle, users_code, tmp_path):
     step = bundle.bind("train", state=users_code.first_state())
     step(x=X[0], y=Y[0], mode="linear")
     step.save(tmp_path / name)
@@ -315,7 +305,7 @@ def test_a_saved_state_goes_on_where_it_was(
     assert smaller.read() == {"position": pytest.approx(np.zeros(3))}
 
 
-def test_a_call_leaves_donated_arguments_as_they_were(bundle: Bundle) -> None:
+def test_a_call_leaves_donated_arguments_as_they_were(bundle):
     position = np.ones(3, np.float32)
     moved = bundle.call("walk", position, np.full(3, 2, np.float32))
     assert moved["position"].tolist() == [3, 3, 3]
@@ -326,7 +316,7 @@ def test_a_call_leaves_donated_arguments_as_they_were(bundle: Bundle) -> None:
     assert state == {"position": [4.5] * 3, "velocity": [0.25] * 3}
 
 
-def test_modules_bring_their_parameters(bundle: Bundle, users_code: Any) -> None:
+def test_modules_bring_their_parameters(bundle, users_code):
     x = np.linspace(-1, 1, 4, dtype=np.float32)
     np.testing.assert_allclose(bundle.call("equinox", x), users_code.of_equinox(x), rtol=1e-6)
     two = np.stack([x, x * 2])
@@ -339,7 +329,7 @@ def test_modules_bring_their_parameters(bundle: Bundle, users_code: Any) -> None
     assert entry.portable.raw_size < 5000, "no weights in the program"
 
 
-def test_programs_that_were_exported_elsewhere_run(bundle: Bundle) -> None:
+def test_programs_that_were_exported_elsewhere_run(bundle):
     x, by = np.arange(3, dtype=np.float32), np.full(3, 2, np.float32)
     assert bundle.call("exported", x=x, by=by)["scaled"].tolist() == [0, 2, 4]
     for batch in (1, 5):
@@ -351,9 +341,7 @@ def test_programs_that_were_exported_elsewhere_run(bundle: Bundle) -> None:
 
 
 @pytest.mark.parametrize(("size", "bucket", "padding"), [(1, 2, 0.5), (3, 8, 0.625), (8, 8, 0)])
-def test_fewer_rows_are_padded_and_cut(
-    size: int, bucket: int, padding: float, bundle: Bundle
-) -> None:
+def test_fewer_rows_are_padded_and_cut(size, bucket, padding, bundle):
     x = RANDOM.standard_normal((size, 3), np.float32)
     pending = bundle.call_async("rows", x=x)
     assert (pending.program, pending.padding) == (f"rows/batch{bucket}", padding)
@@ -362,7 +350,7 @@ def test_fewer_rows_are_padded_and_cut(
     np.testing.assert_allclose(found["sum"], x.sum(1), rtol=1e-5, atol=1e-6)
 
 
-def test_a_pipeline_keeps_its_arrays_on_the_device(bundle: Bundle, users_code: Any) -> None:
+def test_a_pipeline_keeps_its_arrays_on_the_device(bundle, users_code):
     text = np.linspace(-1, 1, 4, dtype=np.float32)
     encoded = bundle.call_on_device("encode_text", text)["latent"]
     latent, means = bundle.call_on_device("denoise", encoded, text, repeat=20)
@@ -383,7 +371,7 @@ def test_a_pipeline_keeps_its_arrays_on_the_device(bundle: Bundle, users_code: A
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (3, 5), (4, 8)])
-def test_a_mask_says_what_is_padding(shape: tuple[int, ...], bundle: Bundle) -> None:
+def test_a_mask_says_what_is_padding(shape, bundle):
     import jax
 
     tokens = RANDOM.standard_normal(shape, np.float32)
@@ -395,7 +383,7 @@ def test_a_mask_says_what_is_padding(shape: tuple[int, ...], bundle: Bundle) -> 
 
 
 ROW, THREE, FOUR = (np.zeros(size, np.float32) for size in ((1, 3), 3, 4))
-WRONG_USES: list[tuple[Any, str]] = [
+WRONG_USES = [
     (lambda b: b.call("train", x=X[0], y=Y[0], mode="relu"), "state.* is missing"),
     (lambda b: b.call("rows", x=np.ones((9, 3), np.float32)), r"float32\[<=8, 3\], found"),
     (lambda b: b.call("mean", ROW, np.ones((2, 3), bool)), r"1: expected bool"),
@@ -412,7 +400,7 @@ WRONG_USES: list[tuple[Any, str]] = [
 ]
 
 
-def test_a_wrong_use_says_what_was_expected(bundle: Bundle, users_code: Any) -> None:
+def test_a_wrong_use_says_what_was_expected(bundle, users_code):
     for call, message in WRONG_USES:
         with pytest.raises(UsageError, match=message):
             call(bundle)
@@ -423,7 +411,7 @@ def test_a_wrong_use_says_what_was_expected(bundle: Bundle, users_code: Any) -> 
         bundle.call("train", **given)
 
 
-def test_inspect_shows_how_to_call(run: Run, path: Path) -> None:
+def test_inspect_shows_how_to_call(run, path):
     shown = run("inspect", path).stdout
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     at = lines.index(next(line for line in lines if line.startswith("train state State(params=")))
@@ -435,7 +423,7 @@ def test_inspect_shows_how_to_call(run: Run, path: Path) -> None:
     assert "normal 0 random key" in lines
 
 
-def test_the_command_line_takes_static_values(run: Run, path: Path, tmp_path: Path) -> None:
+def test_the_command_line_takes_static_values(run, path, tmp_path):
     np.save(tmp_path / "key.npy", np.array([0, 7], np.uint32))
     given = ("--arg", f"0={tmp_path / 'key.npy'}", "-o", tmp_path, "--json")
     done = run("call", path, "normal", *given)
@@ -467,8 +455,8 @@ BAD_FUNCTIONS = [
 
 
 def test_programs_that_cannot_be_built_are_named_with_the_reason_and_others_are_built(
-    run: Run, tmp_path: Path
-) -> None:
+    run, tmp_path
+):
     (tmp_path / "users_code.py").write_text(
         MODULE + "\ndef keeps_no_batch(x):\n    return x.reshape(-1)\n"
     )
@@ -511,7 +499,7 @@ name = "cpu-host"
 """
 
 
-def test_parameters_of_64_bits_become_those_of_32_as_in_jit(run: Run, tmp_path: Path) -> None:
+def test_parameters_of_64_bits_become_those_of_32_as_in_jit(run, tmp_path):
     from safetensors.numpy import save_file
 
     table, scale = np.arange(5), np.linspace(0, 1, 2)
@@ -579,7 +567,7 @@ name = "cpu-host"
 
 
 @pytest.fixture(scope="module")
-def sharded(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sharded(run, tmp_path_factory):
     from safetensors.numpy import save_file
 
     directory = tmp_path_factory.mktemp("sharded")
@@ -592,7 +580,7 @@ def sharded(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_a_mesh_splits_a_function_its_parameters_and_its_state(sharded: Path) -> None:
+def test_a_mesh_splits_a_function_its_parameters_and_its_state(sharded):
     from safetensors.numpy import load_file
 
     bundle = load(sharded / "out" / "sharded", on_mismatch="error")
@@ -624,7 +612,7 @@ WRONG_SHARDINGS = (
 )
 
 
-def test_shardings_that_do_not_fit_are_errors(sharded: Path, run: Run) -> None:
+def test_shardings_that_do_not_fit_are_errors(sharded, run):
     manifests = [sharded / f"wrong{place}.toml" for place in range(len(WRONG_SHARDINGS))]
     for manifest, (change, _) in zip(manifests, WRONG_SHARDINGS, strict=True):
         text = SHARDED_MANIFEST.replace(*change).replace('"sharded"', f'"{manifest.stem}"')
@@ -661,6 +649,6 @@ assert {sources[n] for n in sources if n != "open_rows/batch4-width3"} == {sys.a
 """
 
 
-def test_open_sizes_are_compiled_from_the_bundle_once(python: Run, path: Path) -> None:
+def test_open_sizes_are_compiled_from_the_bundle_once(python, path):
     python(OPEN, path, "compiled")
     python(OPEN, path, "kept")

@@ -1,19 +1,13 @@
 """Builds that are repeated, damaged, or run at once."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-from tests.warm import WarmPython
 
 from prejit.runtime import load
 from prejit.runtime.base.files import digest_of
-
-from .conftest import Run
 
 MANIFEST = """
 [bundle]
@@ -30,14 +24,14 @@ name = "cpu-x86-64-v3"
 """
 
 
-def write_project(directory: Path) -> Path:
+def write_project(directory):
     (directory / "tiny_model.py").write_text("def f(x):\n    return x * 2 + 1\n")
     (directory / "tiny.toml").write_text(MANIFEST)
     return directory
 
 
 @pytest.fixture(scope="module")
-def built_once(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built_once(run, tmp_path_factory):
     """A project that was built. Read only: it is the module's."""
     directory = write_project(tmp_path_factory.mktemp("built"))
     build(run, directory)
@@ -45,33 +39,32 @@ def built_once(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path):
     """A project that was never built."""
     return write_project(tmp_path)
 
 
 @pytest.fixture
-def built_project(built_once: Path, tmp_path: Path) -> Path:
+def built_project(built_once, tmp_path):
     """A project that was built, with its cache and its bundle."""
     shutil.copytree(built_once, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 
-def build(run: Run, project: Path, **options: int) -> dict[str, object]:
+def build(run, project, **options):
     [built] = json.loads(run(*arguments(project, "out"), **options).stdout)
-    assert isinstance(built, dict)
     return built
 
 
-def arguments(project: Path, output: str | Path) -> list[str]:
+def arguments(project, output):
     """The arguments of prejit that build a project."""
     at = ("-o", project / output, "--cache", project / "cache", "--json")
     return ["build", *map(str, (project / "tiny.toml", *at))]
 
 
 def test_a_build_compiles_what_a_change_touches_and_keys_know_no_directory(
-    run: Run, built_project: Path, tmp_path: Path
-) -> None:
+    run, built_project, tmp_path
+):
     project, digest = built_project, load(built_project / "out" / "tiny").digest
     if find_spec("cryptography") is not None:  # it comes with the extra trust
         from tests.signers import signer
@@ -102,9 +95,7 @@ def test_a_build_compiles_what_a_change_touches_and_keys_know_no_directory(
         assert "out/tiny is not signed any more" in done.stderr
 
 
-def test_a_damaged_bundle_and_a_damaged_cache_are_mended_by_the_next_build(
-    run: Run, built_project: Path
-) -> None:
+def test_a_damaged_bundle_and_a_damaged_cache_are_mended_by_the_next_build(run, built_project):
     project = built_project
     bundle = project / "out" / "tiny"
     for directory in (bundle, project / "cache"):
@@ -124,7 +115,7 @@ def test_a_damaged_bundle_and_a_damaged_cache_are_mended_by_the_next_build(
     assert (again["compiled"], again["written"], again["digest"]) == (0, False, built["digest"])
 
 
-def test_equal_builds_at_once_compile_each_program_once(warm: WarmPython, project: Path) -> None:
+def test_equal_builds_at_once_compile_each_program_once(warm, project):
     processes = [warm.start(*arguments(project, f"out{n}"), quick=True) for n in range(3)]
     built = [json.loads(process.communicate(timeout=300)[0])[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * 3
@@ -133,7 +124,7 @@ def test_equal_builds_at_once_compile_each_program_once(warm: WarmPython, projec
     assert len({each["digest"] for each in built}) == 1
 
 
-def _ones(count: int) -> object:
+def _ones(count):
     import numpy as np
 
     return np.ones(count, np.float32)

@@ -3,22 +3,18 @@
 The cluster has processes of its own, as a user's has; `ray` itself is never imported here.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from tests.ports import free_port
 from tests.quick_compiling import XLA_FLAGS
-from tests.ray_cluster import Cluster, ray_cluster
+from tests.ray_cluster import ray_cluster
 from tests.waiting import wait_for
 
 pytestmark = [
@@ -31,7 +27,7 @@ pytestmark = [
 FUNCTIONS = 8
 
 
-def answers(port: int) -> bool:
+def answers(port):
     with suppress(OSError):
         socket.create_connection(("127.0.0.1", port), 1).close()
         return True
@@ -39,7 +35,7 @@ def answers(port: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory):
     directory, port = tmp_path_factory.mktemp("cluster"), free_port()
     with ray_cluster(directory, port, free_port()) as cluster:
         wait_for(lambda: answers(port), 180, "the head node does not start")
@@ -47,7 +43,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def manifest(tmp_path_factory):
     directory = tmp_path_factory.mktemp("manifest")
     names = [f"f{number}" for number in range(FUNCTIONS)]
     lines = [f"def {name}(x): return x * {number + 2}\n" for number, name in enumerate(names)]
@@ -62,22 +58,20 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "many.toml"
 
 
-def command(manifest: Path, machine: Path, *more: str) -> list[str]:
+def command(manifest, machine, *more):
     base = [sys.executable, "-m", "prejit.runtime", "build", str(manifest)]
     return [*base, "--cache", str(machine / "cache"), "-o", str(machine / "artifacts"), *more]
 
 
-def digest(machine: Path) -> bytes:
+def digest(machine):
     return (machine / "artifacts" / "many" / "index.json").read_bytes()
 
 
-def environ_of(cluster: Cluster) -> dict[str, str]:
+def environ_of(cluster):
     return cluster.environ | {"RAY_ADDRESS": cluster.address, "XLA_FLAGS": XLA_FLAGS}
 
 
-def test_a_cluster_that_loses_a_node_builds_what_one_machine_builds(
-    cluster: Cluster, manifest: Path, tmp_path: Path
-) -> None:
+def test_a_cluster_that_loses_a_node_builds_what_one_machine_builds(cluster, manifest, tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     alone = subprocess.run(
         command(manifest, here), env=os.environ | {"XLA_FLAGS": XLA_FLAGS}, capture_output=True
@@ -94,8 +88,6 @@ def test_a_cluster_that_loses_a_node_builds_what_one_machine_builds(
             stderr=subprocess.PIPE,
             text=True,
         ) as build:
-            assert build.stdout is not None
-            assert build.stderr is not None
             wait_for(
                 lambda: first.compiles() or build.poll() is not None,
                 180,
@@ -115,9 +107,7 @@ def test_a_cluster_that_loses_a_node_builds_what_one_machine_builds(
     assert digest(there) == digest(here)
 
 
-def test_ctrl_c_leaves_nothing_running_on_the_cluster(
-    cluster: Cluster, manifest: Path, tmp_path: Path
-) -> None:
+def test_ctrl_c_leaves_nothing_running_on_the_cluster(cluster, manifest, tmp_path):
     options = ["--executor", "ray://auto", "--store", str(tmp_path / "store")]
     node = cluster.join()
     try:
@@ -127,7 +117,6 @@ def test_ctrl_c_leaves_nothing_running_on_the_cluster(
             stderr=subprocess.PIPE,
             text=True,
         ) as build:
-            assert build.stderr is not None
             next(line for line in build.stderr if line.startswith("compiled"))
             assert node.compiles()
             build.send_signal(signal.SIGINT)

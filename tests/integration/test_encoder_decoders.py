@@ -1,10 +1,6 @@
 """Encoder-decoders from a checkpoint to text: bundles of T5 and Whisper say what torch says."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +8,7 @@ from tests.parity import t5_cases, whisper_cases
 from tests.parity.cases import cases as decoder_cases
 
 from prejit.runtime import ContextError, UsageError, load
-from prejit.runtime.bundle import Bundle
 from prejit.server.engine.engine import Engine
-
-from .conftest import Run
 
 MANIFEST = """
 [bundle]
@@ -39,9 +32,7 @@ T5, WHISPER = t5_cases.cases()[0], whisper_cases.cases()[0]
 SIZES = {"batch": [2], "context": [8, 28], "draft": 3, "dtype": "float32"}
 
 
-def built(
-    at: Path, run: Run, case: Any, source: list[int], sizes: Any = SIZES, status: int = 0
-) -> tuple[Path, str]:
+def built(at, run, case, source, sizes=SIZES, status=0):
     """The bundle of a case, and what the build said."""
     name = case.config["model_type"]
     case.write(at / "model")
@@ -53,39 +44,39 @@ def built(
 
 
 @pytest.fixture(scope="module")
-def translator(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Bundle:
+def translator(tmp_path_factory, run):
     path, _ = built(tmp_path_factory.mktemp("t5"), run, T5, [11, 23])
     return load(path, on_mismatch="error")
 
 
 @pytest.fixture(scope="module")
-def transcriber_dir(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Path:
+def transcriber_dir(tmp_path_factory, run):
     at, sizes = tmp_path_factory.mktemp("whisper"), {**SIZES, "context": [28]}
     return built(at, run, WHISPER, [WHISPER.frames], sizes)[0]
 
 
 @pytest.fixture(scope="module")
-def transcriber(transcriber_dir: Path) -> Bundle:
+def transcriber(transcriber_dir):
     return load(transcriber_dir, on_mismatch="error")
 
 
-def recorded(case: Any) -> list[list[int]]:
+def recorded(case):
     """The greedy tokens of torch after each prompt, as far as the context of the bundle goes."""
     module = t5_cases if case is T5 else whisper_cases
     with np.load(module.REFERENCE) as reference:
-        found: list[list[int]] = reference[case.name].argmax(2)[:, :20].tolist()
+        found = reference[case.name].argmax(2)[:, :20].tolist()
     return found
 
 
-def requests(case: Any) -> list[tuple[list[int], Any]]:
+def requests(case):
     """Prompt and source of each row."""
     rows = zip(case.prompt.tolist(), case.source, case.lengths, strict=True)
     return [(prompt, source[..., :length]) for prompt, source, length in rows]
 
 
 @pytest.mark.parametrize("case", [T5, WHISPER], ids=["t5", "whisper"])
-def test_a_bundle_writes_what_torch_wrote(case: Any, request: pytest.FixtureRequest) -> None:
-    bundle: Bundle = request.getfixturevalue("translator" if case is T5 else "transcriber")
+def test_a_bundle_writes_what_torch_wrote(case, request):
+    bundle = request.getfixturevalue("translator" if case is T5 else "transcriber")
     wanted = recorded(case)
     given = requests(case)
     alone = [
@@ -114,7 +105,7 @@ def test_a_bundle_writes_what_torch_wrote(case: Any, request: pytest.FixtureRequ
     assert streamed == wanted[0]
 
 
-def test_an_engine_reads_the_sources_of_many_callers(translator: Bundle) -> None:
+def test_an_engine_reads_the_sources_of_many_callers(translator):
     """More than it has slots for: they join and leave beside each other."""
     engine = Engine(translator)
     futures = [
@@ -128,7 +119,7 @@ def test_an_engine_reads_the_sources_of_many_callers(translator: Bundle) -> None
     engine.close()
 
 
-def test_a_text_begins_by_itself_and_a_source_may_be_short(translator: Bundle) -> None:
+def test_a_text_begins_by_itself_and_a_source_may_be_short(translator):
     source = requests(T5)[0][1][:5]
     began = translator.generate(source=source, max_new_tokens=6)
     start = T5.config["decoder_start_token_id"]
@@ -140,8 +131,8 @@ def test_a_text_begins_by_itself_and_a_source_may_be_short(translator: Bundle) -
     assert one.token_ids != two.token_ids
 
 
-def test_a_wrong_source_is_told(translator: Bundle, transcriber: Bundle) -> None:
-    wrong: list[tuple[Bundle, Any, str]] = [
+def test_a_wrong_source_is_told(translator, transcriber):
+    wrong = [
         (translator, None, "source: expected what the model is to read, found none"),
         (translator, "a text", "no tokenizer"),
         (translator, [1, 2, 10**6], "source: expected .* 10000"),
@@ -162,9 +153,7 @@ def test_a_wrong_source_is_told(translator: Bundle, transcriber: Bundle) -> None
         translator.prefix([1, 2])
 
 
-def test_the_command_line_reads_a_spectrogram(
-    transcriber_dir: Path, tmp_path: Path, run: Run
-) -> None:
+def test_the_command_line_reads_a_spectrogram(transcriber_dir, tmp_path, run):
     prompt, source = requests(WHISPER)[0]
     np.save(tmp_path / "sound.npy", source)
     said = run(
@@ -175,7 +164,7 @@ def test_the_command_line_reads_a_spectrogram(
     assert "encode/b2" in said.stdout
 
 
-def test_a_source_for_a_model_that_reads_none_is_told(tmp_path: Path, run: Run) -> None:
+def test_a_source_for_a_model_that_reads_none_is_told(tmp_path, run):
     plain = decoder_cases()[0]
     _, said = built(tmp_path, run, plain, [8], status=2)
     assert "generate.source: expected none" in said

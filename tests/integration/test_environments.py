@@ -1,24 +1,19 @@
 """Environments made by the real venv and pip of small wheels; test_fleet.py has the real jaxlib."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
 from prejit.compiler.progress import Progress
 from prejit.compiler.targets import environments, installing
-from prejit.compiler.targets.environments import EnvironmentSpec
 from prejit.compiler.targets.installing import find_uv, make_environment
 from prejit.compiler.targets.target_classes import Target
-from prejit.runtime.errors import BuildError, NetworkError, PrejitError
+from prejit.runtime.errors import BuildError, NetworkError
 
 JAX = "0.10.99"
 PINNED = tuple(
@@ -26,7 +21,7 @@ PINNED = tuple(
 )
 
 
-def write_wheel(directory: Path, name: str, version: str, *requires: str) -> None:
+def write_wheel(directory, name, version, *requires):
     stem = f"{name.replace('-', '_')}-{version}"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     with zipfile.ZipFile(directory / f"{stem}-py3-none-any.whl", "w") as wheel:
@@ -42,7 +37,7 @@ def write_wheel(directory: Path, name: str, version: str, *requires: str) -> Non
 
 
 @pytest.fixture(scope="module")
-def pip(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+def pip(tmp_path_factory):
     """Settings of pip: it finds these wheels and nothing else."""
     wheels = tmp_path_factory.mktemp("wheels")
     write_wheel(wheels, "jax", JAX, f"jaxlib=={JAX}", "numpy")
@@ -56,7 +51,7 @@ def pip(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
 
 
 @pytest.fixture
-def offline(pip: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def offline(pip, tmp_path, monkeypatch):
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv-cache"))
     for name, value in pip.items():
         monkeypatch.setenv(name, value)
@@ -64,7 +59,7 @@ def offline(pip: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
     return tmp_path / "environments" / "v1"
 
 
-def wanted(jax: str = JAX, constraints: tuple[str, ...] = ("numpy<9",)) -> EnvironmentSpec:
+def wanted(jax=JAX, constraints=("numpy<9",)):
     found = environments.spec_for(
         Target("cuda-x", "cuda", jax=jax, constraints=constraints), "0.10.2"
     )
@@ -75,14 +70,14 @@ def wanted(jax: str = JAX, constraints: tuple[str, ...] = ("numpy<9",)) -> Envir
 class Noting(Progress):
     """Keeps the notes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.notes: list[str] = []
+        self.notes = []
 
-    def _tell(self, text: str) -> None:
+    def _tell(self, text):
         self.notes.append(text)
 
-    def _tell_finished(self, text: str) -> None:
+    def _tell_finished(self, text):
         pass
 
 
@@ -99,15 +94,13 @@ with Plain(sys.stderr) as progress:
 """
 
 
-def start_maker() -> subprocess.Popen[str]:
+def start_maker():
     return subprocess.Popen(
         [sys.executable, "-c", MAKE, JAX], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
-def test_it_holds_what_was_asked_for_and_two_who_want_it_at_once_make_it_once(
-    offline: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_holds_what_was_asked_for_and_two_who_want_it_at_once_make_it_once(offline, monkeypatch):
     monkeypatch.setenv("PIP_TARGET", str(offline / "elsewhere"))  # would install nothing into it
     makers = [start_maker() for _ in range(2)]
     outputs = [maker.communicate(timeout=300) for maker in makers]
@@ -138,7 +131,7 @@ def test_it_holds_what_was_asked_for_and_two_who_want_it_at_once_make_it_once(
     assert by_pip.versions == found.versions == second.versions
 
 
-def test_a_maker_that_was_killed_is_waited_for_by_its_pip_and_made_again(offline: Path) -> None:
+def test_a_maker_that_was_killed_is_waited_for_by_its_pip_and_made_again(offline):
     path = offline / wanted().key
     maker = start_maker()
     # ensurepip has begun, and takes a second: of venv, which comes before, a few milliseconds may be left.
@@ -176,15 +169,8 @@ def test_a_maker_that_was_killed_is_waited_for_by_its_pip_and_made_again(offline
     ids=["conflict", "no network", "no such version"],
 )
 def test_what_cannot_be_installed_is_reported_and_leaves_nothing(
-    offline: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    jax: str,
-    constraints: tuple[str, ...],
-    variables: Mapping[str, str],
-    kind: type[PrejitError],
-    says: str,
-    hints: str,
-) -> None:
+    offline, monkeypatch, jax, constraints, variables, kind, says, hints
+):
     monkeypatch.setenv("PIP_PROXY", "127.0.0.1:9")  # nobody listens there
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

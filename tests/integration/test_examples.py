@@ -1,7 +1,5 @@
 """Every example builds, runs without its model.py, and gives what jax.jit gives."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -12,8 +10,6 @@ import numpy as np
 import pytest
 
 from benchmarks.studies import example_child
-
-from .conftest import Run
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(at.parent for at in (ROOT / "examples").glob("*/manifest.toml"))
@@ -28,7 +24,7 @@ STEPS = 150
 
 
 @pytest.fixture(scope="module")
-def transcriber(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+def transcriber(tmp_path_factory):
     """A copy of the transcriber, trained in less time, and the share of keys that it hears right."""
     copy = tmp_path_factory.mktemp("examples") / TRAINER.name
     shutil.copytree(TRAINER, copy, ignore=shutil.ignore_patterns("checkpoint", "__pycache__"))
@@ -46,13 +42,7 @@ def transcriber(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     ],
     ids=lambda example: example.name,
 )
-def test_an_example_gives_what_jit_gives(
-    example: Path,
-    run: Run,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-) -> None:
+def test_an_example_gives_what_jit_gives(example, run, tmp_path, monkeypatch, request):
     if example == TRAINER:
         example, _ = request.getfixturevalue("transcriber")
     run("build", example / "manifest.toml", "-o", tmp_path, quick=True)
@@ -96,12 +86,12 @@ assert not {"flax", "optax", "equinox", "blackjax", "transformers"} & set(sys.mo
 
 
 @pytest.mark.thorough
-def test_the_transcriber_hears_keys(transcriber: tuple[Path, float]) -> None:
+def test_the_transcriber_hears_keys(transcriber):
     _, right = transcriber
     assert right > 0.4, "63 % when this was written, one of 12 by chance"
 
 
-def test_examples_are_listed_and_each_is_described_on_one_screen() -> None:
+def test_examples_are_listed_and_each_is_described_on_one_screen():
     listed = re.findall(r"\]\((\w+)/README\.md\)", (ROOT / "examples" / "README.md").read_text())
     assert sorted(listed) == [example.name for example in EXAMPLES]
     for example in EXAMPLES:

@@ -1,7 +1,5 @@
 """One build for a whole fleet, on a machine without any accelerator; every machine picks its part."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -9,7 +7,6 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.decoders import gpt2_config
@@ -51,7 +48,7 @@ MODEL = gpt2_config(vocab_size=8192, n_positions=128, n_embd=128, n_head=4, n_la
 """One layer, because compilers for accelerators take a second for each, and many weights."""
 
 
-def manifest(path: Path, name: str, tables: str) -> Path:
+def manifest(path, name, tables):
     """A manifest of a model without a tokenizer, which the environments of targets lack."""
     Case("fleet", MODEL, seed=1).write(path.parent / "model")
     path.write_text(
@@ -62,7 +59,7 @@ def manifest(path: Path, name: str, tables: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def environment(environment_cache: Path) -> dict[str, str]:
+def environment(environment_cache):
     """What a build of the fleet needs."""
     wanted = environments.spec_for(Target("cpu-host", "cpu", jax=NEW), version("jax"))
     if wanted is not None:
@@ -75,7 +72,7 @@ def environment(environment_cache: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def fleet(run: Any, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fleet(run, environment, tmp_path_factory):
     """A bundle for nine classes of machines; for four in a sample."""
     directory = tmp_path_factory.mktemp("fleet")
     tables = "".join(f'[[target]]\nname = "{name}"\njax = "{jax}"\n' for name, jax in PINNED)
@@ -86,19 +83,18 @@ def fleet(run: Any, environment: dict[str, str], tmp_path_factory: pytest.TempPa
     return directory / "out" / "fleet"
 
 
-def opened(path: Path) -> dict[str, Any]:
+def opened(path):
     """The contents of a bundle by target."""
     with Layout(path) as layout:
         found = match(read_root(layout), Fingerprint.current())
         return {target.name: read_contents(layout, target) for target in found}
 
 
-def python_with(jax: str, environment_cache: Path) -> list[str]:
+def python_with(jax, environment_cache):
     """An interpreter that has that version of jax and nothing of the build side's packages."""
     if version("jax") == jax:
         return [sys.executable]
     wanted = environments.spec_for(Target("cpu-host", "cpu", jax=jax), version("jax"))
-    assert wanted is not None
     return [str(make_environment(wanted).python)]
 
 
@@ -114,7 +110,7 @@ print(json.dumps({"target": bundle.target, "token_ids": token_ids, "sources": so
 """
 
 
-def generate(python: list[str], path: Path, *fingerprint: Path) -> dict[str, Any]:
+def generate(python, path, *fingerprint):
     """Generates in a fresh process of another environment, which lacks what the command line needs."""
     sources = os.pathsep.join(str(ROOT / side) for side in ("compiler", "runtime", "server"))
     done = subprocess.run(
@@ -126,12 +122,12 @@ def generate(python: list[str], path: Path, *fingerprint: Path) -> dict[str, Any
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    said: dict[str, Any] = json.loads(done.stdout)
+    said = json.loads(done.stdout)
     assert set(said["sources"]) == {"loaded", "unused"}
     return said
 
 
-def test_a_bundle_for_nine_classes_of_machines_holds_the_weights_once(fleet: Path) -> None:
+def test_a_bundle_for_nine_classes_of_machines_holds_the_weights_once(fleet):
     contents = opened(fleet)
     assert set(contents) == {f"{name}-jax{jax}" for name, jax in PINNED}
     for media_type in (WEIGHTS_MEDIA_TYPE, PORTABLE_MEDIA_TYPE):
@@ -143,7 +139,7 @@ def test_a_bundle_for_nine_classes_of_machines_holds_the_weights_once(fleet: Pat
     assert stored < 2 * weights
 
 
-def test_what_cannot_run_here_is_verified_and_explained_here(fleet: Path, run: Any) -> None:
+def test_what_cannot_run_here_is_verified_and_explained_here(fleet, run):
     assert json.loads(run("verify", fleet, "--json").stdout)["programs"] == PROGRAMS
     said = json.loads(run("explain", fleet, "--json").stdout)
     assert said["target"] == f"cpu-host-jax{version('jax')}"
@@ -152,14 +148,14 @@ def test_what_cannot_run_here_is_verified_and_explained_here(fleet: Path, run: A
     assert (platform["needed"], platform["found"]) == ("cuda", "cpu")
 
 
-def test_each_machine_of_the_fleet_picks_its_part(fleet: Path) -> None:
+def test_each_machine_of_the_fleet_picks_its_part(fleet):
     here = dataclasses.replace(Fingerprint.current(), jaxlib=NEW)
     cuda = {"platform": "cuda", "plugin": f"jax-cuda13-pjrt {NEW}", "cuda": "13.0"}
     cuda |= {"driver": "580.95.05", "device_count": 1}
     tpu = {"platform": "tpu", "device_count": 1, "topology": "1x1"}
     if "tpu-v5e" in ACCELERATORS:
         tpu |= {"plugin": opened(fleet)[f"tpu-v5e-jax{NEW}"].config.requirement.plugin}
-    machines: dict[str, dict[str, Any]] = {
+    machines = {
         f"cuda-l4-jax{NEW}": cuda
         | {
             "compute_capability": "8.9",
@@ -184,7 +180,6 @@ def test_each_machine_of_the_fleet_picks_its_part(fleet: Path) -> None:
             assert [t.name for t in found if t.verdict.matches] == [name]
         for level in LEVELS:
             features = target(level).cpu_features
-            assert features is not None
             machine = dataclasses.replace(here, cpu_features=features)
             chosen = next(t for t in match(root, machine) if t.verdict.matches)
             contents = opened(fleet)
@@ -196,8 +191,8 @@ def test_each_machine_of_the_fleet_picks_its_part(fleet: Path) -> None:
 
 
 def test_each_version_of_jax_and_every_level_runs_here_with_the_same_tokens(
-    fleet: Path, environment_cache: Path, tmp_path: Path
-) -> None:
+    fleet, environment_cache, tmp_path
+):
     python = python_with(NEW, environment_cache)
     said = {jax: generate(python_with(jax, environment_cache), fleet) for jax in (OLD, NEW)}
     # A target that uses the same extensions as cpu-host is as good: either may be chosen.
@@ -208,7 +203,6 @@ def test_each_version_of_jax_and_every_level_runs_here_with_the_same_tokens(
         if said[NEW]["target"] == f"{level}-jax{NEW}":
             continue
         features = target(level).cpu_features
-        assert features is not None
         here = dataclasses.replace(Fingerprint.current(), jaxlib=NEW, cpu_features=features)
         if not set(features) <= set(Fingerprint.current().cpu_features):
             continue  # this machine is below that level
@@ -220,9 +214,7 @@ def test_each_version_of_jax_and_every_level_runs_here_with_the_same_tokens(
     assert len(tokens) == 1
 
 
-def test_a_program_that_cannot_fit_its_device_is_no_bundle(
-    run: Any, environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_program_that_cannot_fit_its_device_is_no_bundle(run, environment, tmp_path):
     """Found out on the device it would be the first request that dies of RESOURCE_EXHAUSTED."""
     tables = f'[[target]]\nname = "cuda-l4"\njax = "{NEW}"\nmemory_bytes = 5_000_000\n'
     file = halves(tmp_path / "small.toml", "[1024, 1048576]", tables)
@@ -233,7 +225,7 @@ def test_a_program_that_cannot_fit_its_device_is_no_bundle(
     assert not (tmp_path / "out" / "small").exists()
 
 
-def halves(path: Path, sizes: str, tables: str) -> Path:
+def halves(path, sizes, tables):
     """A manifest of a small function."""
     (path.parent / "halves.py").write_text("def half(x):\n    return x / 2\n")
     path.write_text(
@@ -250,9 +242,7 @@ def halves(path: Path, sizes: str, tables: str) -> Path:
         pytest.param("cuda-h100", (2, 4), id="8 H100", marks=pytest.mark.thorough),
     ],
 )
-def test_a_mesh_is_compiled_for_devices_that_are_not_here(
-    run: Any, environment: dict[str, str], tmp_path: Path, name: str, mesh: tuple[int, int]
-) -> None:
+def test_a_mesh_is_compiled_for_devices_that_are_not_here(run, environment, tmp_path, name, mesh):
     data, tensor = mesh
     tables = (
         f"[mesh]\ndata = {data}\ntensor = {tensor}\n"

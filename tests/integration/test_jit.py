@@ -7,9 +7,8 @@ import json
 import threading
 import warnings
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,18 +20,9 @@ from jax import monitoring
 from tests.threads import in_threads
 
 from prejit.compiler import Manifest, Mesh, Program, build, program
-from prejit.runtime import (
-    Fingerprint,
-    MismatchError,
-    UsageError,
-    fallback_counts,
-    jit,
-    load,
-)
+from prejit.runtime import Fingerprint, MismatchError, UsageError, fallback_counts, jit, load
 from prejit.runtime.device import _jit_dispatch
 from prejit.runtime.errors import FallbackWarning
-
-from .conftest import Run
 
 BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 TRACE = "/jax/core/compile/jaxpr_trace_duration"
@@ -115,16 +105,16 @@ def share(x):
 columns = jax.vmap(share, in_axes=1)
 
 
-def first_state() -> State:
+def first_state():
     return State({"w": jnp.ones((4, 2))}, jax.random.key(3))
 
 
-def first_trained() -> Trained:
+def first_trained():
     return Trained(jnp.ones((4, 2)), linear)
 
 
 @pytest.fixture(scope="module")
-def bundle_path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
+def bundle_path(tmp_path_factory, build_cache):
     x = jnp.ones((3, 4))
     programs = [
         program(score, jnp.ones(8)),
@@ -154,11 +144,11 @@ def bundle_path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> 
 
 
 @pytest.fixture
-def events() -> Iterator[list[str]]:
+def events():
     """Names of what jax does from here on: traces, compiles."""
-    found: list[str] = []
+    found = []
 
-    def listen(event: str, _: float, **__: Any) -> None:
+    def listen(event, _, **__):
         found.append(event)
 
     monitoring.register_event_duration_secs_listener(listen)
@@ -166,7 +156,7 @@ def events() -> Iterator[list[str]]:
     monitoring.unregister_event_duration_listener(listen)
 
 
-def same(one: Any, other: Any) -> None:
+def same(one, other):
     """Fail if two pytrees of jax's arrays differ in anything that a program can see."""
     assert jax.tree.structure(one) == jax.tree.structure(other)
     for mine, theirs in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
@@ -178,7 +168,7 @@ def same(one: Any, other: Any) -> None:
         np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=1e-6)
 
 
-def test_a_call_that_fits_compiles_nothing(bundle_path: Path, events: list[str]) -> None:
+def test_a_call_that_fits_compiles_nothing(bundle_path, events):
     x, on_device = jnp.arange(8.0), jax.device_put(jnp.arange(8.0), jax.devices()[0])
     host = np.arange(8, dtype=np.float64)  # jax makes it float32
     scored = jit(score, bundle=bundle_path)
@@ -190,7 +180,7 @@ def test_a_call_that_fits_compiles_nothing(bundle_path: Path, events: list[str])
         same(result, jax.jit(score)(each))
 
 
-def test_a_loaded_bundle_and_its_buckets(bundle_path: Path) -> None:
+def test_a_loaded_bundle_and_its_buckets(bundle_path):
     bundle = load(bundle_path)
     bucketed = jit(score, bundle=bundle, name="bucketed", on_miss="error")
     for size in (2, 4):
@@ -208,9 +198,7 @@ def test_a_loaded_bundle_and_its_buckets(bundle_path: Path) -> None:
         ([np.ones(8, "f")], "structure", r"x: expected an array, found "),
     ],
 )
-def test_what_does_not_fit_is_compiled_and_said_once(
-    bundle_path: Path, events: list[str], x: Any, axis: str, reason: str
-) -> None:
+def test_what_does_not_fit_is_compiled_and_said_once(bundle_path, events, x, axis, reason):
     scored = jit(lambda x: score(jnp.asarray(x)), bundle=bundle_path, name="score")
     before = fallback_counts().get(axis, 0)
     with pytest.warns(match=f"jit: jax compiles 'score' here, .*: {reason}") as warned:
@@ -224,7 +212,7 @@ def test_what_does_not_fit_is_compiled_and_said_once(
     same(results[-1], jax.jit(score)(jnp.asarray(x)))
 
 
-def test_a_named_tuple_whose_fields_moved_does_not_fit(bundle_path: Path) -> None:
+def test_a_named_tuple_whose_fields_moved_does_not_fit(bundle_path):
     moved = namedtuple("Metrics", "norm loss", module=__name__)
     jitted = jit(difference, bundle=bundle_path, on_miss="error")
     same(jitted(Metrics(jnp.ones(2), jnp.zeros(2))), jnp.ones(2))
@@ -232,7 +220,7 @@ def test_a_named_tuple_whose_fields_moved_does_not_fit(bundle_path: Path) -> Non
         jitted(moved(jnp.zeros(2), jnp.ones(2)))
 
 
-def test_programs_that_a_bundle_compiled_here_are_not_taken(bundle_path: Path) -> None:
+def test_programs_that_a_bundle_compiled_here_are_not_taken(bundle_path):
     bundle = load(bundle_path)
     with pytest.warns(match="no bucket has the sizes of open/n3"):
         bundle.call("open", np.ones(3, "f"))
@@ -242,7 +230,7 @@ def test_programs_that_a_bundle_compiled_here_are_not_taken(bundle_path: Path) -
         opened(jnp.ones(3))
 
 
-def test_static_values_choose_the_program(bundle_path: Path, events: list[str]) -> None:
+def test_static_values_choose_the_program(bundle_path, events):
     x = jnp.ones((3, 4))
     jitted = jit(scaled, bundle=bundle_path, static_argnames="mode", on_miss="error")
     events.clear()
@@ -255,7 +243,7 @@ def test_static_values_choose_the_program(bundle_path: Path, events: list[str]) 
 
 
 @pytest.mark.parametrize("call", [lambda f, z, a: f(z, a), lambda f, z, a: f(a=a, z=z)])
-def test_arguments_by_place_and_by_name(bundle_path: Path, call: Any, events: list[str]) -> None:
+def test_arguments_by_place_and_by_name(bundle_path, call, events):
     z, a = jnp.arange(4.0), jnp.ones(4)
     jitted = jit(affine, bundle=bundle_path, on_miss="error")
     events.clear()
@@ -271,7 +259,7 @@ def test_arguments_by_place_and_by_name(bundle_path: Path, call: Any, events: li
 
 
 @pytest.mark.parametrize("name", ["placed", "named"])
-def test_a_wrapper_may_treat_names_otherwise_than_places(bundle_path: Path, name: str) -> None:
+def test_a_wrapper_may_treat_names_otherwise_than_places(bundle_path, name):
     """`in_axes` of jax.vmap is of arguments by position: the same by name is another function."""
     x = jnp.arange(9.0).reshape(3, 3)
     for call, fits in ((lambda f: f(x), "placed"), (lambda f: f(x=x), "named")):
@@ -284,9 +272,7 @@ def test_a_wrapper_may_treat_names_otherwise_than_places(bundle_path: Path, name
     assert program(columns, x=x).args == {"x": x}
 
 
-def test_state_with_random_keys_comes_back_as_the_applications_classes(
-    bundle_path: Path, events: list[str]
-) -> None:
+def test_state_with_random_keys_comes_back_as_the_applications_classes(bundle_path, events):
     stepped, state, x = jit(step, bundle=bundle_path), first_state(), jnp.ones((3, 4))
     expected_state, expected_metrics = jax.jit(step)(state, x)
     events.clear()
@@ -307,9 +293,7 @@ def test_state_with_random_keys_comes_back_as_the_applications_classes(
         renamed(state.replace(key=jax.random.key(0, impl="rbg")), x)
 
 
-def test_functions_in_constant_fields_are_part_of_the_signature(
-    bundle_path: Path, events: list[str]
-) -> None:
+def test_functions_in_constant_fields_are_part_of_the_signature(bundle_path, events):
     trained, state, x = jit(train, bundle=bundle_path), first_trained(), jnp.ones((3, 4))
     expected = jax.jit(train)(state, x)
     events.clear()
@@ -325,9 +309,7 @@ def test_functions_in_constant_fields_are_part_of_the_signature(
         first(other, x)
 
 
-def test_functions_without_a_name_are_compared_by_what_they_are_made_of(
-    bundle_path: Path, events: list[str]
-) -> None:
+def test_functions_without_a_name_are_compared_by_what_they_are_made_of(bundle_path, events):
     closed, x = jit(train, bundle=bundle_path, name="closed", on_miss="error"), jnp.ones((3, 4))
     state = Trained(jnp.ones((4, 2)), scaled_by(2))
     expected = jax.jit(train)(state, x)
@@ -345,7 +327,7 @@ def test_functions_without_a_name_are_compared_by_what_they_are_made_of(
         changed(state, x)
 
 
-def test_constants_are_those_of_the_build_in_every_bucket(bundle_path: Path) -> None:
+def test_constants_are_those_of_the_build_in_every_bucket(bundle_path):
     trained = jit(train, bundle=bundle_path, name="trained", on_miss="error")
     state, x = first_trained(), jnp.ones((2, 4))
     same(trained(state, x), jax.jit(train)(state, x))
@@ -356,7 +338,7 @@ def test_constants_are_those_of_the_build_in_every_bucket(bundle_path: Path) -> 
         again(state.replace(apply=lambda params, x: x @ params * 2), x[:1])
 
 
-def test_weak_types_are_those_of_jax(bundle_path: Path, events: list[str]) -> None:
+def test_weak_types_are_those_of_jax(bundle_path, events):
     jitted, x = jit(weak, bundle=bundle_path), jnp.ones(4)
     expected = jax.jit(weak)(x, 0.25)
     events.clear()
@@ -372,7 +354,7 @@ def test_weak_types_are_those_of_jax(bundle_path: Path, events: list[str]) -> No
         strict(jax.jit(lambda: jnp.full(4, 2.0))(), 0.25)
 
 
-def test_donated_arguments_are_deleted(bundle_path: Path) -> None:
+def test_donated_arguments_are_deleted(bundle_path):
     donating = jit(accumulate, bundle=bundle_path, donate_argnums=0, on_miss="error")
     total, x = jnp.zeros(1024), jnp.ones(1024)
     for _ in range(3):
@@ -393,7 +375,7 @@ def test_donated_arguments_are_deleted(bundle_path: Path) -> None:
         keeping(total, x)
 
 
-def test_transformations_use_the_function_itself(bundle_path: Path) -> None:
+def test_transformations_use_the_function_itself(bundle_path):
     scored, x = jit(score, bundle=bundle_path, on_miss="error"), jnp.arange(8.0)
     rows = jnp.ones((2, 8))
     same(jax.grad(lambda x: scored(x).sum())(x), jax.grad(lambda x: score(x).sum())(x))
@@ -411,7 +393,7 @@ def test_transformations_use_the_function_itself(bundle_path: Path) -> None:
         same(scored(x), score(x))
 
 
-def test_it_is_a_function_of_jax_jit(bundle_path: Path) -> None:
+def test_it_is_a_function_of_jax_jit(bundle_path):
     scored, x = jit(score, bundle=bundle_path), jnp.ones(8)
     assert scored.__name__ == "score"
     assert "tanh" in scored.lower(x).as_text()
@@ -419,7 +401,7 @@ def test_it_is_a_function_of_jax_jit(bundle_path: Path) -> None:
 
     class Model:
         @jit(bundle=bundle_path, name="score", static_argnums=0)
-        def __call__(self, x: Any) -> Any:
+        def __call__(self, x):
             return score(x)
 
     model = Model()
@@ -429,7 +411,7 @@ def test_it_is_a_function_of_jax_jit(bundle_path: Path) -> None:
     same(scored(x), jax.jit(score)(x))
 
 
-def test_arguments_elsewhere_do_not_fit(bundle_path: Path) -> None:
+def test_arguments_elsewhere_do_not_fit(bundle_path):
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     scored = jit(score, bundle=bundle_path, on_miss="error")
@@ -441,7 +423,7 @@ def test_arguments_elsewhere_do_not_fit(bundle_path: Path) -> None:
         scored(jnp.ones(8))
 
 
-def test_settings_that_executables_cannot_obey(bundle_path: Path) -> None:
+def test_settings_that_executables_cannot_obey(bundle_path):
     scored = jit(score, bundle=bundle_path)
     with jax.debug_nans(True), pytest.warns(match="jax_debug_nans is on"):
         scored(jnp.ones(8))
@@ -453,13 +435,13 @@ def test_settings_that_executables_cannot_obey(bundle_path: Path) -> None:
         scored(jnp.full(8, jnp.nan))
 
 
-def test_many_threads_share_a_function(bundle_path: Path, events: list[str]) -> None:
+def test_many_threads_share_a_function(bundle_path, events):
     scored, x = jit(score, bundle=bundle_path, on_miss="error"), jnp.arange(8.0)
     expected, found = np.asarray(score(x)), []
     events.clear()
     ready = threading.Barrier(4)
 
-    def run(_: int) -> None:
+    def run(_):
         ready.wait()
         for _ in range(50):
             found.append(np.asarray(scored(x)))
@@ -470,7 +452,7 @@ def test_many_threads_share_a_function(bundle_path: Path, events: list[str]) -> 
     assert events == []
 
 
-def test_a_machine_that_does_not_match_compiles_everything(bundle_path: Path) -> None:
+def test_a_machine_that_does_not_match_compiles_everything(bundle_path):
     machine = replace(Fingerprint.current(), cpu_features=("sse2",))
     with pytest.warns(match="matches none of the bundle's targets"):
         bundle = load(bundle_path, fingerprint=machine)
@@ -484,7 +466,7 @@ def test_a_machine_that_does_not_match_compiles_everything(bundle_path: Path) ->
         jit(score, bundle=bundle, on_miss="error")(jnp.ones(8))
 
 
-def test_mistakes_of_the_caller(bundle_path: Path) -> None:
+def test_mistakes_of_the_caller(bundle_path):
     scored = jit(score, bundle=bundle_path, name="other", on_miss="error")
     with pytest.raises(UsageError, match=r"no program 'other'.*; its programs are: accumulate"):
         scored(jnp.ones(8))
@@ -492,7 +474,7 @@ def test_mistakes_of_the_caller(bundle_path: Path) -> None:
         with pytest.raises(TypeError, match="Error interpreting argument"):  # that of jax.jit
             jit(score, bundle=bundle_path)("text")
     with pytest.raises(UsageError, match="on_miss: expected"):
-        jit(score, bundle=bundle_path, on_miss="never")  # type: ignore[call-overload]
+        jit(score, bundle=bundle_path, on_miss="never")
     weighted = jit(linear, bundle=bundle_path, name="weighted", on_miss="error")
     with pytest.raises(UsageError, match="weighted has its weights in the bundle"):
         weighted(jnp.ones((4, 2)), jnp.ones((3, 4)))
@@ -503,9 +485,7 @@ def test_mistakes_of_the_caller(bundle_path: Path) -> None:
     same(strict(jnp.ones(8)), jax.jit(score)(jnp.ones(8)))
 
 
-def test_a_jax_without_its_private_parts(
-    bundle_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[str]
-) -> None:
+def test_a_jax_without_its_private_parts(bundle_path, monkeypatch, events):
     monkeypatch.setattr(_jit_dispatch.Dispatch, "of", lambda jitted: None)
     x = jnp.arange(8.0)
     scored = jit(score, bundle=bundle_path)
@@ -522,7 +502,7 @@ def test_a_jax_without_its_private_parts(
     same(jit(affine, bundle=bundle_path, on_miss="error")(z, a), jax.jit(affine)(z, a))
 
 
-def test_caches_of_jax_may_be_cleared(bundle_path: Path, events: list[str]) -> None:
+def test_caches_of_jax_may_be_cleared(bundle_path, events):
     scored, x = jit(score, bundle=bundle_path, on_miss="error"), jnp.ones(8)
     first = scored(x)
     jax.clear_caches()
@@ -587,11 +567,11 @@ print(json.dumps({
 
 
 def test_a_program_on_a_mesh_takes_arrays_that_are_split_as_it_wants(
-    tmp_path: Path, build_cache: Path, python: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, build_cache, python, monkeypatch
+):
     (tmp_path / "mesh_step.py").write_text(STEP)
     monkeypatch.syspath_prepend(tmp_path)
-    from mesh_step import step  # type: ignore[import-not-found]
+    from mesh_step import step
 
     state = {"up": "float32[8,16]", "down": "float32[16,4]"}
     split = {"x": ["data"], "state.up": ["", "tensor"], "state.down": ["tensor"]}

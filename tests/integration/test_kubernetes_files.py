@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "kubernetes" / "chart"
 TOOLS = ROOT / ".venv-tools" / "bin" / "python"
 KUBERNETES = "1.36"
-FORMS: dict[str, dict[str, Any]] = {
+FORMS = {
     "volume": {},
     "pull": {
         "bundle": {"from": "pull", "reference": "oci://registry.example.com/models/demo:prod"}
@@ -74,14 +73,14 @@ needs_tools = pytest.mark.skipif(
 )
 
 
-def with_tools(code: str, *values: object) -> str:
+def with_tools(code, *values):
     command = [TOOLS, "-c", code, json.dumps(values)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def check(objects: list[dict[str, Any]]) -> None:
+def check(objects):
     """Compare objects with the published schemas."""
     with_tools(CHECK, KUBERNETES, objects)
 
@@ -94,7 +93,7 @@ class Installed:
     rendered: str
 
 
-def install(*values: dict[str, Any]) -> list[Installed]:
+def install(*values):
     """Lint and install the chart with each of the values."""
     with contextlib.ExitStack() as stack:
         apis = [stack.enter_context(fake_kubernetes()) for _ in values]
@@ -108,18 +107,18 @@ def install(*values: dict[str, Any]) -> list[Installed]:
         return found
 
 
-def one(objects: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+def one(objects, kind):
     (found,) = [each for each in objects if each["kind"] == kind]
     return found
 
 
-def plain() -> list[dict[str, Any]]:
+def plain():
     """Return the objects of kustomize's base: the chart with its own values."""
     content = (ROOT / "deploy" / "kubernetes" / "base" / "prejit.yaml").read_text()
     return list(yaml.safe_load_all(content))
 
 
-def moved(arguments: list[str], **places: object) -> list[str]:
+def moved(arguments, **places):
     """Return arguments of a container with the paths and ports of this machine."""
     changed = arguments
     for old, new in places.items():
@@ -130,7 +129,7 @@ def moved(arguments: list[str], **places: object) -> list[str]:
 
 
 @needs_tools
-def test_helm_installs_what_the_schemas_of_kubernetes_and_keda_have() -> None:
+def test_helm_installs_what_the_schemas_of_kubernetes_and_keda_have():
     installed = dict(zip(FORMS, install(*FORMS.values()), strict=True))
     check([each for form in installed.values() for each in form.objects])
     for form, source in (
@@ -155,7 +154,7 @@ def test_helm_installs_what_the_schemas_of_kubernetes_and_keda_have() -> None:
 
 
 @needs_tools
-def test_wrong_values_are_named() -> None:
+def test_wrong_values_are_named():
     wrong = {
         'bundle.from: expected volume, pull or claim, found "disk"': {"from": "disk"},
         "bundle.claim: expected the name of a PersistentVolumeClaim": {"from": "claim"},
@@ -168,10 +167,10 @@ def test_wrong_values_are_named() -> None:
 
 
 @pytest.fixture
-def started() -> Iterator[Callable[..., Process]]:
-    begun: list[Process] = []
+def started():
+    begun = []
 
-    def start(arguments: list[str]) -> Process:
+    def start(arguments):
         assert arguments[0] == "serve"
         begun.append(Process(*arguments[1:]))
         return begun[-1]
@@ -181,7 +180,7 @@ def started() -> Iterator[Callable[..., Process]]:
         each.kill()
 
 
-def is_probed(container: dict[str, Any], name: str, port: int) -> bool:
+def is_probed(container, name, port):
     """Return whether a probe succeeds, as the kubelet decides it."""
     probe = container[name]
     path = probe["httpGet"]["path"]
@@ -192,9 +191,7 @@ def is_probed(container: dict[str, Any], name: str, port: int) -> bool:
     return 200 <= found.status_code < 400
 
 
-def test_the_pods_container_starts_is_probed_and_drains(
-    bundle_dir: Path, started: Callable[..., Process]
-) -> None:
+def test_the_pods_container_starts_is_probed_and_drains(bundle_dir, started):
     objects = plain()
     pod = one(objects, "Deployment")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -208,7 +205,6 @@ def test_the_pods_container_starts_is_probed_and_drains(
     metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
     (trigger,) = one(objects, "ScaledObject")["spec"]["triggers"]
     asked = re.fullmatch(r'sum\((\w+)\{model_name="(.*)"\}\)', trigger["metadata"]["query"])
-    assert asked is not None
     samples = [
         each for family in text_string_to_metric_families(metrics) for each in family.samples
     ]
@@ -226,9 +222,7 @@ def test_the_pods_container_starts_is_probed_and_drains(
     assert server.end(signal.SIGTERM, drain + 10) == 0, server.said
 
 
-def test_the_init_container_pulls_what_the_server_serves(
-    bundle_dir: Path, tmp_path: Path, started: Callable[..., Process]
-) -> None:
+def test_the_init_container_pulls_what_the_server_serves(bundle_dir, tmp_path, started):
     with running_registry(tmp_path) as registry:
         assert main(["push", str(bundle_dir), f"{registry.url}:prod"]) == 0
         text = (CHART / "templates" / "server.yaml").read_text()
@@ -242,16 +236,13 @@ def test_the_init_container_pulls_what_the_server_serves(
     assert httpx.get(f"{server.url}/health/ready", timeout=60).json()["models"] == ["demo"]
 
 
-def test_a_node_prints_the_fingerprint_that_fleet_reads(
-    bundle_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_node_prints_the_fingerprint_that_fleet_reads(bundle_dir, tmp_path, capsys):
     pod = one(plain(), "DaemonSet")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     (tmp_path / "prejit").write_text(f'#!/bin/sh\nexec {sys.executable} -m prejit.runtime "$@"\n')
     (tmp_path / "prejit").chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     with subprocess.Popen(container["command"], env=env, stdout=subprocess.PIPE) as printed:
-        assert printed.stdout is not None
         line = printed.stdout.readline()
         assert printed.poll() is None  # a DaemonSet starts again what ends
         printed.kill()
@@ -262,7 +253,7 @@ def test_a_node_prints_the_fingerprint_that_fleet_reads(
 
 
 @needs_tools
-def test_kustomize_changes_image_and_volume(tmp_path: Path) -> None:
+def test_kustomize_changes_image_and_volume(tmp_path):
     if shutil.which("kubectl") is None:
         pytest.skip("needs kubectl, which has kustomize")
     shutil.copytree(ROOT / "deploy" / "kubernetes", tmp_path / "kubernetes")
@@ -281,9 +272,7 @@ def test_kustomize_changes_image_and_volume(tmp_path: Path) -> None:
     assert pod["containers"][0]["image"] == "registry.example.com/prejit-server:0.2.0"
 
 
-def test_kserve_starts_the_runtime_with_the_name_of_the_service(
-    bundle_dir: Path, started: Callable[..., Process]
-) -> None:
+def test_kserve_starts_the_runtime_with_the_name_of_the_service(bundle_dir, started):
     place = ROOT / "deploy" / "kserve"
     runtime = yaml.safe_load((place / "serving-runtime.yaml").read_text())
     service = yaml.safe_load((place / "inference-service.yaml").read_text())

@@ -1,15 +1,11 @@
 """Libraries of the user: C++ handlers that functions call, built into bundles and run in fresh processes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
 import shutil
 import struct
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,11 +24,9 @@ from prejit.runtime.format.checks.oci import check_manifest
 from prejit.runtime.format.checks.program_table import check_config
 from prejit.runtime.format.checks.seldom_parts import check_library, check_library_layers
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.opening import Contents, match, read_contents
+from prejit.runtime.format.opening import match, read_contents
 from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
-
-from .conftest import Run
 
 SOURCE = """
 #include "xla/ffi/api/ffi.h"
@@ -93,11 +87,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-library.md"
 X = np.linspace(-1, 1, 5, dtype=np.float32)
 EXPECTED = np.tanh(X * np.float32(2.5))
 
-Compile = Callable[..., Path]
-
 
 @pytest.fixture(scope="module")
-def compiled(build_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Compile:
+def compiled(build_cache, tmp_path_factory):
     """Compiles SOURCE as a shared library: `compiled(shift=1)`. One shift gives the same bytes each time."""
     import jax
 
@@ -106,7 +98,7 @@ def compiled(build_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Com
         pytest.skip("no C++ compiler for x86-64")
     directory = tmp_path_factory.mktemp("libraries")
 
-    def make(shift: int = 0, *, needs: str = "") -> Path:
+    def make(shift=0, *, needs=""):
         made = directory / f"libown{shift}{needs}.so"
         if made.exists():
             return made
@@ -132,7 +124,7 @@ def compiled(build_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Com
 
 
 @pytest.fixture(scope="module")
-def project(compiled: Compile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(compiled, tmp_path_factory):
     """A directory with a manifest, the functions of it and their library."""
     directory = tmp_path_factory.mktemp("own")
     shutil.copy(compiled(), directory / "libown.so")
@@ -142,24 +134,16 @@ def project(compiled: Compile, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture(scope="module")
-def built(project: Path, run: Run) -> Path:
+def built(project, run):
     run("build", project / "m.toml", "-o", project / "out")
     return project / "out" / "own"
 
 
 @pytest.fixture
-def make(
-    project: Path, compiled: Compile, build_cache: Path, tmp_path: Path
-) -> Callable[..., Path]:
+def make(project, compiled, build_cache, tmp_path):
     """Builds a bundle of one function from Python: `make("scaled", shift=1)`."""
 
-    def make(
-        function: str,
-        *libraries: Library,
-        shift: int = 0,
-        targets: tuple[str, ...] = ("cpu-host",),
-        name: str = "made",
-    ) -> Path:
+    def make(function, *libraries, shift=0, targets=("cpu-host",), name="made"):
         library = Library(str(compiled(shift)), HANDLERS)
         manifest = Manifest(
             name,
@@ -186,9 +170,7 @@ print(json.dumps([scaled.tolist(), looped.tolist(), len(mapped), "jax" in sys.mo
 """
 
 
-def test_a_fresh_process_runs_handlers_of_the_bundles_library(
-    built: Path, project: Path, python: Run, tmp_path: Path
-) -> None:
+def test_a_fresh_process_runs_handlers_of_the_bundles_library(built, project, python, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(built, moved)
     said = json.loads(python(USE, moved, PYTHONPATH="").stdout.splitlines()[-1])
@@ -197,7 +179,7 @@ def test_a_fresh_process_runs_handlers_of_the_bundles_library(
     assert said[2:] == [1, False, ["loaded", "loaded"]]
 
 
-def test_keys_hold_the_digest_of_the_library(project: Path, run: Run, tmp_path: Path) -> None:
+def test_keys_hold_the_digest_of_the_library(project, run, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(project, copy, ignore=shutil.ignore_patterns("out"))
     library = copy / "libown.so"
@@ -206,7 +188,7 @@ def test_keys_hold_the_digest_of_the_library(project: Path, run: Run, tmp_path: 
         assert counts in run("build", copy / "m.toml", "-o", copy / "out").stderr
 
 
-def test_arrays_of_jax_and_sizes_that_no_bucket_has_reach_the_library(built: Path) -> None:
+def test_arrays_of_jax_and_sizes_that_no_bucket_has_reach_the_library(built):
     import jax
 
     loaded = load(built)
@@ -217,11 +199,11 @@ def test_arrays_of_jax_and_sizes_that_no_bucket_has_reach_the_library(built: Pat
     np.testing.assert_allclose(found, EXPECTED[:3], rtol=1e-6)
 
 
-def other_jaxlib(**changes: Any) -> Fingerprint:
+def other_jaxlib(**changes):
     return dataclasses.replace(Fingerprint.current(), jaxlib="0.1.2", **changes)
 
 
-def test_a_fallback_calls_the_library_and_keeps_what_it_compiled(built: Path) -> None:
+def test_a_fallback_calls_the_library_and_keeps_what_it_compiled(built):
     for source in ("compiled", "kept"):
         with pytest.warns(FallbackWarning, match="jaxlib"):
             loaded = load(built, fingerprint=other_jaxlib())
@@ -230,10 +212,10 @@ def test_a_fallback_calls_the_library_and_keeps_what_it_compiled(built: Path) ->
 
 
 @pytest.fixture
-def nothing_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_is_mapped(monkeypatch):
     """Makes the test fail where a library reaches the dynamic linker."""
 
-    def reached(*_: object) -> None:
+    def reached(*_):
         raise AssertionError("a library reached the dynamic linker")
 
     monkeypatch.setattr(kernels, "_open_sealed", reached)
@@ -241,7 +223,7 @@ def nothing_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_mapped")
-def test_a_machine_that_lacks_an_extension_does_not_open_the_library(built: Path) -> None:
+def test_a_machine_that_lacks_an_extension_does_not_open_the_library(built):
     features = Fingerprint.current().cpu_features
     lesser = tuple(name for name in features if name != "sse4.2")
     with pytest.warns(FallbackWarning, match="cpu_features"):
@@ -250,7 +232,7 @@ def test_a_machine_that_lacks_an_extension_does_not_open_the_library(built: Path
         loaded.call("scaled", x=X)
 
 
-def test_a_function_with_another_form_runs_on_other_platforms(make: Callable[..., Path]) -> None:
+def test_a_function_with_another_form_runs_on_other_platforms(make):
     """The program of a GPU calls nothing, so a GPU target may be in the same bundle."""
     from prejit.runtime.device.portable import custom_calls
 
@@ -264,9 +246,7 @@ def test_a_function_with_another_form_runs_on_other_platforms(make: Callable[...
     assert "scale" not in custom_calls(portable, program.platforms or (), "cuda")
 
 
-def test_two_bundles_with_other_libraries_of_the_same_names_do_not_mix(
-    make: Callable[..., Path],
-) -> None:
+def test_two_bundles_with_other_libraries_of_the_same_names_do_not_mix(make):
     first, second = (load(make("scaled", shift=shift, name=f"b{shift}")) for shift in (0, 1))
     for _ in range(2):
         np.testing.assert_allclose(first.call("scaled", x=X), EXPECTED, rtol=1e-6)
@@ -274,9 +254,7 @@ def test_two_bundles_with_other_libraries_of_the_same_names_do_not_mix(
         np.testing.assert_allclose(second.call("scaled", x=X), shifted, rtol=1e-6)
 
 
-def test_one_library_with_its_symbols_swapped_does_not_mix(
-    make: Callable[..., Path], compiled: Compile
-) -> None:
+def test_one_library_with_its_symbols_swapped_does_not_mix(make, compiled):
     """The same bytes and the same names: the symbol is part of what XLA calls."""
     swapped = Library(str(compiled()), {"negate": "ScaleHandler", "scale": "NegateHandler"})
     plain = load(make("scaled", name="plain"))
@@ -285,9 +263,7 @@ def test_one_library_with_its_symbols_swapped_does_not_mix(
     np.testing.assert_allclose(other.call("scaled", x=X), np.tanh(-X), rtol=1e-6)
 
 
-def test_a_library_whose_own_libraries_are_missing_is_a_mismatch_that_names_them(
-    make: Callable[..., Path], compiled: Compile
-) -> None:
+def test_a_library_whose_own_libraries_are_missing_is_a_mismatch_that_names_them(make, compiled):
     """It builds, because a build opens no library."""
     needy = compiled(2, needs="libnothere.so.7")
     path = make("scaled", Library(str(needy), HANDLERS), name="needy")
@@ -299,10 +275,8 @@ def test_a_library_whose_own_libraries_are_missing_is_a_mismatch_that_names_them
         loaded.call("scaled", x=X)
 
 
-def test_a_library_that_xla_does_not_take_is_an_error_of_kernels(
-    built: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: object) -> None:
+def test_a_library_that_xla_does_not_take_is_an_error_of_kernels(built, monkeypatch):
+    def refused(*_):
         raise KernelError("XLA does not take the handler scale: another version")
 
     monkeypatch.setattr(kernels, "register", refused)
@@ -310,9 +284,7 @@ def test_a_library_that_xla_does_not_take_is_an_error_of_kernels(
         load(built, on_mismatch="error")
 
 
-def test_the_page_shows_what_works(
-    build_cache: Path, compiled: Compile, run: Run, tmp_path: Path
-) -> None:
+def test_the_page_shows_what_works(build_cache, compiled, run, tmp_path):
     """The first C++, Python and TOML of docs/how-to/own-library.md, and its command for x86-64-v2."""
     import jax
 
@@ -339,7 +311,7 @@ def test_the_page_shows_what_works(
 # Damage
 
 
-def contents_of(bundle: Path) -> tuple[Contents, dict[str, bytes]]:
+def contents_of(bundle):
     with Layout(bundle) as layout:
         [target] = match(read_root(layout), Fingerprint.current())
         contents = read_contents(layout, target)
@@ -348,11 +320,10 @@ def contents_of(bundle: Path) -> tuple[Contents, dict[str, bytes]]:
 
 
 @pytest.mark.usefixtures("nothing_is_mapped")
-def test_a_damaged_library_is_rejected_before_it_is_opened(built: Path, tmp_path: Path) -> None:
+def test_a_damaged_library_is_rejected_before_it_is_opened(built, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(built, copy)
     contents, _ = contents_of(built)
-    assert contents.config.libraries is not None
     digest = contents.config.libraries[0].digest.removeprefix("sha256:")
     blob = copy / "blobs" / "sha256" / digest
     content = bytearray(blob.read_bytes())
@@ -363,9 +334,8 @@ def test_a_damaged_library_is_rejected_before_it_is_opened(built: Path, tmp_path
     assert main(["verify", str(copy)]) == RejectError.exit_code
 
 
-def test_a_library_that_is_not_what_the_config_says_is_rejected(built: Path) -> None:
+def test_a_library_that_is_not_what_the_config_says_is_rejected(built):
     contents, layers = contents_of(built)
-    assert contents.config.libraries is not None
     [library] = contents.config.libraries
     content = layers[library.digest]
     check_library(content, library, "x86_64", "path")
@@ -379,20 +349,19 @@ def test_a_library_that_is_not_what_the_config_says_is_rejected(built: Path) -> 
             check_library(given, told, architecture, "path")
 
 
-def test_tables_that_contradict_themselves_are_rejected(built: Path) -> None:
+def test_tables_that_contradict_themselves_are_rejected(built):
     contents, _ = contents_of(built)
     config, manifest = contents.config, contents.manifest
-    assert config.libraries is not None
     [library] = config.libraries
     first, second = config.programs
 
-    def told(calls: tuple[str, ...] | None) -> Any:
+    def told(calls):
         return (dataclasses.replace(first, calls=calls), second)
 
     other = dataclasses.replace(library, digest="sha256:" + "f" * 64)
     unnamed = dataclasses.replace(library, handlers={"a b": "c"})
     cuda = dataclasses.replace(config.requirement, platform="cuda")
-    forgeries: dict[str, dict[str, Any]] = {
+    forgeries = {
         "expected libraries with the handlers": {"libraries": None},
         "each once, sorted; found ()": {"programs": told(())},
         "each once, sorted; found ('scale', 'negate')": {"programs": told(("scale", "negate"))},
@@ -427,9 +396,7 @@ def test_tables_that_contradict_themselves_are_rejected(built: Path) -> None:
         check_manifest(to_json(dataclasses.replace(manifest, layers=large)), "m")
 
 
-def test_another_reader_and_the_command_line_read_it(
-    built: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_reader_and_the_command_line_read_it(built, capsys):
     [target] = second_reader.read(built)
     assert target.config["libraries"][0]["handlers"] == HANDLERS
     assert main(["inspect", str(built)]) == 0
@@ -441,8 +408,8 @@ def test_another_reader_and_the_command_line_read_it(
 # What a build refuses
 
 
-def of(project: Path, library: Path, **changes: Any) -> Manifest:
-    fields: dict[str, Any] = {
+def of(project, library, **changes):
+    fields = {
         "programs": [Program("scaled", "own_code:scaled", {"x": "float32[5]"})],
         "libraries": [Library(str(library), {"scale": "ScaleHandler"})],
         "targets": ["cpu-host"],
@@ -452,16 +419,16 @@ def of(project: Path, library: Path, **changes: Any) -> Manifest:
 
 
 def test_a_library_that_does_not_serve_is_told_with_its_place_and_a_fix(
-    project: Path, compiled: Compile, build_cache: Path, tmp_path: Path
-) -> None:
+    project, compiled, build_cache, tmp_path
+):
     good, store = compiled(), DirectoryStore.open(build_cache)
     content = good.read_bytes()
 
-    def written(name: str, changed: bytes) -> Path:
+    def written(name, changed):
         (tmp_path / name).write_bytes(changed)
         return tmp_path / name
 
-    def with_machine(number: int) -> bytes:
+    def with_machine(number):
         return content[:18] + struct.pack("<H", number) + content[20:]
 
     arm, sparc = written("arm.so", with_machine(183)), written("sparc.so", with_machine(43))
@@ -484,7 +451,7 @@ def test_a_library_that_does_not_serve_is_told_with_its_place_and_a_fix(
             assert fix in str(caught.value.hint)
 
 
-def test_a_manifest_tells_its_mistakes_about_libraries(project: Path, run: Run) -> None:
+def test_a_manifest_tells_its_mistakes_about_libraries(project, run):
     wrong = MANIFEST.replace('path = "libown.so"', 'path = "libwon.so"\ntargets = ["cpu-hots"]')
     wrong = wrong.replace('scale = "ScaleHandler"', '"a b" = "ScaleHandler", n = 3')
     file = project / "wrong.toml"
@@ -500,15 +467,13 @@ def test_a_manifest_tells_its_mistakes_about_libraries(project: Path, run: Run) 
     assert "did you mean" in told
 
 
-def test_a_custom_call_of_no_library_is_told(make: Callable[..., Path]) -> None:
+def test_a_custom_call_of_no_library_is_told(make):
     with pytest.raises(BuildError, match=r"calls nobody, which is in no \[\[library\]\]") as caught:
         make("unknown")
     assert 'handlers = { "nobody" = SYMBOL }' in str(caught.value.hint)
 
 
-def test_a_file_that_calls_a_handler_is_bound_or_told(
-    project: Path, compiled: Compile, build_cache: Path, tmp_path: Path
-) -> None:
+def test_a_file_that_calls_a_handler_is_bound_or_told(project, compiled, build_cache, tmp_path):
     """StableHLO from elsewhere, in which jax.export checks nothing."""
     text = """
     module { func.func @main(%x: tensor<5xf32>) -> tensor<5xf32> {
@@ -520,7 +485,7 @@ def test_a_file_that_calls_a_handler_is_bound_or_told(
     program = Program("negate", str(tmp_path / "negate.mlir"))
     library = Library(str(compiled()), HANDLERS)
     manifest = of(project, compiled(), programs=[program], libraries=[library])
-    options: dict[str, Any] = {"cache": build_cache, "quiet": True}
+    options = {"cache": build_cache, "quiet": True}
     path = build(manifest, tmp_path / "out", **options).path
     np.testing.assert_array_equal(load(path).call("negate", X), -X)
     with pytest.raises(BuildError, match="No FFI handler registered for negate") as caught:
@@ -528,14 +493,14 @@ def test_a_file_that_calls_a_handler_is_bound_or_told(
     assert "handlers = { negate = SYMBOL }" in str(caught.value.hint)
 
 
-def test_a_target_without_the_library_is_told(make: Callable[..., Path], compiled: Compile) -> None:
+def test_a_target_without_the_library_is_told(make, compiled):
     only = Library(str(compiled()), HANDLERS, ("cpu-x86-64-v3",))
     with pytest.raises(BuildError, match="target cpu-host: program scaled: it calls ") as told:
         make("scaled", only, targets=("cpu-x86-64-v3", "cpu-host"))
     assert "add a [[library]] that is built for cpu-host" in str(told.value.hint)
 
 
-def test_each_target_gets_its_own_library(make: Callable[..., Path], compiled: Compile) -> None:
+def test_each_target_gets_its_own_library(make, compiled):
     own = Library(str(compiled(1)), HANDLERS, ("cpu-host",))
     general = Library(str(compiled()), HANDLERS, ("cpu-x86-64-v2",))
     path = make("scaled", own, general, targets=("cpu-x86-64-v2", "cpu-host"))

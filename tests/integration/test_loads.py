@@ -1,13 +1,10 @@
 """A sample of `make fuzz`: hostile bundles through the full loader, each in a child process."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,8 +17,8 @@ EXAMPLES = 30
 
 
 def test_hostile_bundles_end_no_process_and_give_no_wrong_answer(
-    bundle_dir: Path, kernel_recipe: Any, tmp_path: Path
-) -> None:
+    bundle_dir, kernel_recipe, tmp_path
+):
     bundles = [bundle_dir, kernel_recipe.write(tmp_path / "kernels")]
     policy = tmp_path / "trust.toml"
     sign_all(bundles, policy)

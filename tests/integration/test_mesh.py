@@ -6,10 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +19,7 @@ from tests.quick_compiling import XLA_FLAGS
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.runtime.errors import ManifestError
 
-from .conftest import Run, write_manifest
+from .conftest import write_manifest
 
 LLAMA = {
     "model_type": "llama",
@@ -100,8 +98,6 @@ from prejit.runtime.generation import decode
 decode.CALL_SECONDS = (1e-9, 1e9)[process]  # one is fast, one slow: both must make the same calls
 """
 
-Generated = dict[str, list[Any]]
-
 
 @dataclass(frozen=True)
 class Split:
@@ -115,10 +111,7 @@ class Split:
     context: int = 32
 
 
-BuildAll = Callable[..., dict[str, Path]]
-
-
-def write_checkpoint(directory: Path, config: Mapping[str, Any], scale: float = 0.5) -> Path:
+def write_checkpoint(directory, config, scale=0.5):
     """A checkpoint with random weights, the same for the same config."""
     from flax import nnx
 
@@ -142,11 +135,11 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], scale: float = 
 
 
 @pytest.fixture(scope="module")
-def build_all(run: Run, tmp_path_factory: pytest.TempPathFactory) -> BuildAll:
+def build_all(run, tmp_path_factory):
     """Builds decoders over meshes by one command: `build_all(Split("tiny", source, mesh=(2, 2)))`."""
     directory = tmp_path_factory.mktemp("mesh")
 
-    def build_all(*wanted: Split) -> dict[str, Path]:
+    def build_all(*wanted):
         manifests = []
         for each in wanted:
             sizes = {"batch": [each.batch], "prompt": [each.prompt], "context": [each.context]}
@@ -159,14 +152,14 @@ def build_all(run: Run, tmp_path_factory: pytest.TempPathFactory) -> BuildAll:
     return build_all
 
 
-def add_mesh(manifest: Path, mesh: tuple[int, int] | None) -> None:
+def add_mesh(manifest, mesh):
     if mesh is not None:
         text = manifest.read_text() + f"[mesh]\ndata = {mesh[0]}\ntensor = {mesh[1]}\n"
         manifest.write_text(text)
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def sources(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sources")
     return {
         name: write_checkpoint(directory / name, config)
@@ -175,7 +168,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def bundles(sources: dict[str, Path], build_all: BuildAll) -> dict[str, Path]:
+def bundles(sources, build_all):
     """By `llama-1x2`; `llama-one` is of one device."""
     return build_all(
         *(
@@ -187,21 +180,18 @@ def bundles(sources: dict[str, Path], build_all: BuildAll) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def generated(python: Run, bundles: dict[str, Path]) -> Generated:
+def generated(python, bundles):
     """What all of them generate in one fresh process, which may compile nothing."""
     script = GENERATE.format(mismatch=False)
     prompts = json.dumps(PROMPTS)
     done = python(script, prompts, str(NEW_TOKENS), *bundles.values(), JAX_PLATFORMS="cpu")
-    result: Generated = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
     ("family", "mesh"), [(family, mesh) for family, meshes in MESHES.items() for mesh in meshes]
 )
-def test_every_mesh_gives_the_tokens_of_one_device(
-    generated: Generated, family: str, mesh: tuple[int, int]
-) -> None:
+def test_every_mesh_gives_the_tokens_of_one_device(generated, family, mesh):
     expected, _ = generated[f"{family}-one"]
     assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
     tokens, sources = generated[f"{family}-{mesh[0]}x{mesh[1]}"]
@@ -210,8 +200,8 @@ def test_every_mesh_gives_the_tokens_of_one_device(
 
 
 def test_a_mesh_falls_back_to_compiling_and_keeps_what_it_compiled(
-    python: Run, bundles: dict[str, Path], generated: Generated, tmp_path: Path
-) -> None:
+    python, bundles, generated, tmp_path
+):
     arguments = (GENERATE.format(mismatch=True), json.dumps(PROMPTS), str(NEW_TOKENS))
     for source in ("compiled", "kept"):
         settings = {"PREJIT_RUNTIME_CACHE": str(tmp_path), "XLA_FLAGS": XLA_FLAGS}
@@ -220,7 +210,7 @@ def test_a_mesh_falls_back_to_compiling_and_keeps_what_it_compiled(
         assert result == [generated["llama-one"][0], [source]]
 
 
-def test_sampled_tokens_are_those_of_one_device(bundles: dict[str, Path]) -> None:
+def test_sampled_tokens_are_those_of_one_device(bundles):
     from prejit.runtime import Sampling, load
 
     sampling = [Sampling(temperature=0.9, top_k=20, top_p=0.9, seed=seed) for seed in range(4)]
@@ -252,9 +242,7 @@ print(anonymous() - before)
 """
 
 
-def test_shards_are_slices_of_the_map_and_columns_are_copied_once(
-    python: Run, build_all: BuildAll, tmp_path: Path
-) -> None:
+def test_shards_are_slices_of_the_map_and_columns_are_copied_once(python, build_all, tmp_path):
     config = {
         **LLAMA,
         "hidden_size": 1024,
@@ -274,7 +262,7 @@ def test_shards_are_slices_of_the_map_and_columns_are_copied_once(
     assert grown < 1.25 * matrix
 
 
-def test_a_batch_that_a_mesh_does_not_divide_is_told_with_both_numbers(tmp_path: Path) -> None:
+def test_a_batch_that_a_mesh_does_not_divide_is_told_with_both_numbers(tmp_path):
     manifest = write_manifest(tmp_path / "bad.toml", tmp_path, batch=[1, 4], context=[32])
     add_mesh(manifest, (2, 1))
     told = r"(?s)bad\.toml.*generate\.batch\[0\].*multiple of 2, which mesh\.data is; found 1"
@@ -285,16 +273,14 @@ def test_a_batch_that_a_mesh_does_not_divide_is_told_with_both_numbers(tmp_path:
 class Cluster:
     """Processes that jax.distributed joins, one CPU device each."""
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path):
         self._environment = {
             **os.environ,
             "PREJIT_RUNTIME_CACHE": str(tmp_path),
             "JAX_PLATFORMS": "cpu",
         }
 
-    def run(
-        self, processes: int, script: str, *arguments: object, flags: str = ""
-    ) -> list[tuple[int, str, str]]:
+    def run(self, processes, script, *arguments, flags=""):
         """(exit status, stdout, stderr) of each, with these flags of XLA."""
         coordinator = f"127.0.0.1:{free_port()}"
         started = [
@@ -319,7 +305,7 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Cluster:
+def cluster(tmp_path):
     return Cluster(tmp_path)
 
 
@@ -332,13 +318,8 @@ def cluster(tmp_path: Path) -> Cluster:
     ],
 )
 def test_two_processes_give_the_tokens_of_one_device(
-    cluster: Cluster,
-    bundles: dict[str, Path],
-    generated: Generated,
-    name: str,
-    mismatch: bool,
-    source: str,
-) -> None:
+    cluster, bundles, generated, name, mismatch, source
+):
     expected = generated[f"{name.partition('-')[0]}-one"][0]
     script = GENERATE.format(mismatch=mismatch)
     flags = XLA_FLAGS if mismatch else ""
@@ -348,9 +329,7 @@ def test_two_processes_give_the_tokens_of_one_device(
         assert json.loads(out.splitlines()[-1])[name] == [expected, [source]]
 
 
-def test_a_cluster_with_too_few_devices_is_told_so(
-    cluster: Cluster, bundles: dict[str, Path]
-) -> None:
+def test_a_cluster_with_too_few_devices_is_told_so(cluster, bundles):
     """What a machine with too few accelerators is told as well: there, too, the client is jax's."""
     [(status, _, err)] = cluster.run(
         1, GENERATE.format(mismatch=False), json.dumps(PROMPTS), NEW_TOKENS, bundles["llama-2x1"]

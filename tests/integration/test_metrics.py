@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -25,7 +22,7 @@ PROMPTS = ([number % 48 for number in range(40)], [7, 8], [1, 2, 3, 4, 9, 10])
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
-def values(page: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+def values(page):
     """Return each sample of a page by its name and its labels, without those of the bundle."""
     return {
         (
@@ -41,22 +38,21 @@ def values(page: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     }
 
 
-def test_metrics_are_the_sums_of_what_callers_got(decoder_dir: Path) -> None:
+def test_metrics_are_the_sums_of_what_callers_got(decoder_dir):
     bundle = load(decoder_dir, on_mismatch="error")
     engine = Engine(bundle, slots=3, queue=8)
     try:
-        options: dict[str, Any] = {"max_new_tokens": 6, "stop_token_ids": ()}
+        options = {"max_new_tokens": 6, "stop_token_ids": ()}
         results = [future.result() for future in [engine.submit(p, **options) for p in PROMPTS]]
         # Nobody else runs, so the slot that has this prompt now takes it again.
         results += [engine.generate(PROMPTS[0], **options) for _ in range(2)]
         *_, last = engine.stream(PROMPTS[1], **options)
-        assert last.stats is not None
         stats = [*(result.stats for result in results), last.stats]
         exposition = Exposition(Models(Served("demo", bundle, engine, 0)))
         page, _ = exposition.page("")
         found = values(page.decode())
 
-        def value(name: str, **labels: str) -> float:
+        def value(name, **labels):
             return found[name, frozenset(labels.items())]
 
         assert value("vllm:prompt_tokens_total") == sum(one.prompt_tokens for one in stats)
@@ -81,23 +77,23 @@ def test_metrics_are_the_sums_of_what_callers_got(decoder_dir: Path) -> None:
 class Collector(HTTPServer):
     """A collector of OpenTelemetry, which keeps what it gets."""
 
-    def __init__(self) -> None:
-        self.traces: list[Any] = []
-        self.metrics: list[Any] = []
+    def __init__(self):
+        self.traces = []
+        self.metrics = []
         super().__init__(("127.0.0.1", 0), _Handler)
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def spans(self) -> list[Any]:
+    def spans(self):
         resources = [one for trace in self.traces for one in trace.resource_spans]
         named = [pair for one in resources for pair in one.resource.attributes]
         services = {pair.value.string_value for pair in named if pair.key == "service.name"}
         assert services == {"prejit"}
         return [span for one in resources for scope in one.scope_spans for span in scope.spans]
 
-    def names(self) -> set[str]:
+    def names(self):
         resources = [one for each in self.metrics for one in each.resource_metrics]
         scopes = [scope for one in resources for scope in one.scope_metrics]
         return {metric.name for scope in scopes for metric in scope.metrics}
@@ -106,7 +102,7 @@ class Collector(HTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: Collector
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         body = self.rfile.read(int(self.headers["content-length"]))
         if self.path == "/v1/traces":
             self.server.traces.append(ExportTraceServiceRequest.FromString(body))
@@ -116,12 +112,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("content-length", "0")
         self.end_headers()
 
-    def log_message(self, *arguments: Any) -> None:
+    def log_message(self, *arguments):
         pass
 
 
 @pytest.fixture
-def collector() -> Iterator[Collector]:
+def collector():
     with Collector() as found:
         thread = threading.Thread(target=found.serve_forever)
         thread.start()
@@ -130,7 +126,7 @@ def collector() -> Iterator[Collector]:
         thread.join()
 
 
-def test_a_server_is_scraped_and_sends_traces(decoder_dir: Path, collector: Collector) -> None:
+def test_a_server_is_scraped_and_sends_traces(decoder_dir, collector):
     options = ("--slots", "3", "--prefix-memory", "2M")
     server = Process(decoder_dir, *options, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url)
     try:

@@ -1,19 +1,16 @@
 """Other clients take a bundle's image and its artifact, and what they mount serves the first token."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from subprocess import DEVNULL
 
 import pytest
 from oras.client import OrasClient
-from tests.store_servers import Server, running_registry
+from tests.store_servers import running_registry
 from tests.waiting import wait_for
 
 from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
@@ -39,7 +36,7 @@ print(bundle.digest, *bundle.generate("def read_lines", max_new_tokens=1).token_
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin")
 
 
-def can_mount() -> bool:
+def can_mount():
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         return False
     return (
@@ -48,25 +45,25 @@ def can_mount() -> bool:
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Iterator[Server]:
+def registry(tmp_path):
     with running_registry(tmp_path) as server:
         yield server
 
 
-def has(*programs: str) -> None:
+def has(*programs):
     for each in programs:
         if shutil.which(each) is None:
             pytest.skip(f"{each} is not installed (Debian has it)")
 
 
-def first_token(path: Path) -> list[str]:
+def first_token(path):
     command = [sys.executable, "-W", "ignore", "-c", FIRST_TOKEN, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
-def below_a_root(files: Path, work: Path) -> list[str]:
+def below_a_root(files, work):
     """The first token in a read-only root of an image's files, in which this machine's Python is mounted."""
     top, root = work / "top", work / "root"
     kept = [*SYSTEM, *{str(ROOT), sys.base_prefix, sys.prefix}]
@@ -86,15 +83,15 @@ def below_a_root(files: Path, work: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def pushed(bundle: Path, at: str, form: str, capsys: pytest.CaptureFixture[str]) -> str:
+def pushed(bundle, at, form, capsys):
     assert main(["push", str(bundle), at, f"--{form}", "--json"]) == 0
     return str(json.loads(capsys.readouterr().out)["digest"])
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs root, and mounts")
 def test_umoci_unpacks_the_image_and_its_root_serves_the_first_token(
-    demo: Path, registry: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    demo, registry, tmp_path, capsys
+):
     has("skopeo", "umoci")
     pushed(demo, f"{registry.url}:image", "image", capsys)
     place = registry.url.removeprefix("oci://")
@@ -110,9 +107,7 @@ def test_umoci_unpacks_the_image_and_its_root_serves_the_first_token(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: buildah mounts what it unpacks")
-def test_buildah_mounts_the_image(
-    demo: Path, registry: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_buildah_mounts_the_image(demo, registry, tmp_path, capsys):
     has("buildah")
     pushed(demo, f"{registry.url}:image", "image", capsys)
     place = registry.url.removeprefix("oci://")
@@ -131,7 +126,7 @@ def test_buildah_mounts_the_image(
 
 
 @pytest.fixture
-def ctr(tmp_path: Path) -> Iterator[list[str]]:
+def ctr(tmp_path):
     """The client of a containerd of this test's own."""
     has("containerd", "ctr")
     socket = tmp_path / "containerd.sock"
@@ -153,16 +148,11 @@ def ctr(tmp_path: Path) -> Iterator[list[str]]:
 
 @pytest.mark.skipif(not can_mount(), reason="needs root, and mounts")
 def test_containerd_mounts_the_image_and_unpacks_the_weights_of_two_versions_once(
-    demo: Path,
-    registry: Server,
-    ctr: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    demo, registry, ctr, tmp_path, capsys
+):
     second = Path(shutil.copytree(demo, tmp_path / "second"))
     with Layout(second) as layout:
         subject = read_root(layout).subject
-    assert subject is not None
     parts = Part(PARTS_MEDIA_TYPE, b'{"bomFormat":"CycloneDX"}')
     attach(second, subject, PARTS_MEDIA_TYPE, EMPTY, [parts], {})
     counts, place = [], registry.url.removeprefix("oci://")
@@ -184,9 +174,7 @@ def test_containerd_mounts_the_image_and_unpacks_the_weights_of_two_versions_onc
     assert (refused, said) == ("Read-only file system", first_token(demo)[-1])
 
 
-def test_oras_puts_the_files_of_the_artifact_side_by_side(
-    demo: Path, registry: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_oras_puts_the_files_of_the_artifact_side_by_side(demo, registry, tmp_path, capsys):
     pushed(demo, f"{registry.url}:pack", "modelpack", capsys)
     client = OrasClient(insecure=True)
     files = client.pull(
@@ -201,9 +189,7 @@ def test_oras_puts_the_files_of_the_artifact_side_by_side(
     "KSERVE_STORAGE" not in os.environ,
     reason="needs a Python of which KSERVE_STORAGE is the path, with the package kserve-storage",
 )
-def test_the_storage_initializer_of_kserve_takes_the_image(
-    demo: Path, registry: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_storage_initializer_of_kserve_takes_the_image(demo, registry, tmp_path, capsys):
     pushed(demo, f"{registry.url}:image", "image", capsys)
     code = "import sys; from kserve_storage import Storage; Storage.download(*sys.argv[1:])"
     command = [os.environ["KSERVE_STORAGE"], "-c", code, f"{registry.url}:image"]

@@ -1,11 +1,6 @@
 """Servers of encoders and of functions: whoever watches one sees every request, and why it failed."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import jax.numpy as jnp
@@ -14,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.monitoring import all_queries
 from tests.unit.runtime.test_fallback import v2_machine
-from tests.unit.server.running import Running, running, wait_for
+from tests.unit.server.running import running, wait_for
 
 from prejit.compiler import Program, build
 from prejit.runtime import FallbackWarning, load
@@ -31,7 +26,7 @@ ABSENT = {
 
 
 @pytest.fixture(scope="module")
-def functions_dir(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
+def functions_dir(tmp_path_factory, build_cache):
     doubled = Program(
         "doubled",
         fn=lambda x: jnp.tanh(x) * 2,
@@ -46,16 +41,16 @@ def functions_dir(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -
 class Watched:
     """A server of one bundle, and what it says of itself."""
 
-    def __init__(self, server: Running) -> None:
+    def __init__(self, server):
         self._server = server
         self.client = httpx.Client(base_url=server.url, timeout=60)
 
-    def statuses(self, path: str, *bodies: dict[str, Any]) -> list[int]:
+    def statuses(self, path, *bodies):
         return [self.client.post(path, json=body).status_code for body in bodies]
 
-    def samples(self) -> dict[str, list[Any]]:
+    def samples(self):
         """The samples of each name; names of families without any have an empty list."""
-        found: dict[str, list[Any]] = {}
+        found = {}
         endings = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
         for family in text_string_to_metric_families(self.client.get("/metrics").text):
             for ending in endings.get(family.type, ("",)):
@@ -64,23 +59,23 @@ class Watched:
                 found.setdefault(sample.name, []).append(sample)
         return found
 
-    def value(self, name: str, **labels: str) -> float:
+    def value(self, name, **labels):
         """The sum of the samples with these labels."""
         each = self.samples()[name]
         return sum(one.value for one in each if labels.items() <= one.labels.items())
 
-    def answers(self) -> dict[tuple[str, str], float]:
+    def answers(self):
         return {
             (one.labels["route"], one.labels["status"]): one.value
             for one in self.samples()["prejit_http_requests_total"]
         }
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self):
         (found,) = self.client.get("/page/figures").json()["models"].values()
-        return found  # type: ignore[no-any-return]
+        return found
 
 
-def watched(name: str, path: Path) -> Iterator[Watched]:
+def watched(name, path):
     bundle = load(path, on_mismatch="error")
     models = Models(Served(name, bundle, Engine(bundle), 1))
     with running(models, Settings()) as server:
@@ -91,21 +86,21 @@ def watched(name: str, path: Path) -> Iterator[Watched]:
 
 
 @pytest.fixture
-def encoder(encoder_dir: Path) -> Iterator[Watched]:
+def encoder(encoder_dir):
     yield from watched("sentences", encoder_dir)
 
 
 @pytest.fixture
-def functions(functions_dir: Path) -> Iterator[Watched]:
+def functions(functions_dir):
     yield from watched("functions", functions_dir)
 
 
-def infer(rows: int, **changed: Any) -> dict[str, Any]:
+def infer(rows, **changed):
     tensor = {"name": "x", "datatype": "FP32", "shape": [rows, 8], "data": [0.5] * rows * 8}
     return {"inputs": [tensor | changed]}
 
 
-def test_requests_to_an_encoder_are_observed(encoder: Watched) -> None:
+def test_requests_to_an_encoder_are_observed(encoder):
     assert encoder.value("prejit_requests_total", kind="encode") == 0  # rates are defined
     good = {"input": ["a b", "c d e"]}
     tokens = encoder.client.post("/v1/embeddings", json=good).json()["usage"]["total_tokens"]
@@ -147,7 +142,7 @@ def test_requests_to_an_encoder_are_observed(encoder: Watched) -> None:
     check_queries(encoder)
 
 
-def test_requests_to_a_function_are_observed(functions: Watched) -> None:
+def test_requests_to_a_function_are_observed(functions):
     path = "/v2/models/doubled/infer"
     wrong = [infer(3, name="z"), infer(3, datatype="FP64"), {}]
     assert functions.statuses(path, infer(3), infer(6), *wrong) == [200, 200, 400, 400, 400]
@@ -168,7 +163,7 @@ def test_requests_to_a_function_are_observed(functions: Watched) -> None:
     check_queries(functions)
 
 
-def check_queries(server: Watched) -> None:
+def check_queries(server):
     """Check that what alerts and dashboards query is there."""
     used = {
         name
@@ -184,9 +179,7 @@ def check_queries(server: Watched) -> None:
     assert {name for name in used if not samples[name]} <= ABSENT
 
 
-def test_an_embedding_that_is_no_number_is_seen(
-    encoder: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_embedding_that_is_no_number_is_seen(encoder, monkeypatch):
     from prejit.runtime.encoding.encoder import EncoderPrograms
 
     run = EncoderPrograms._run
@@ -196,7 +189,7 @@ def test_an_embedding_that_is_no_number_is_seen(
     assert encoder.figures()["failed"] == 1
 
 
-def test_a_call_that_waits_for_a_compiler_is_seen(functions_dir: Path) -> None:
+def test_a_call_that_waits_for_a_compiler_is_seen(functions_dir):
     with pytest.warns(FallbackWarning):
         bundle = load(functions_dir, fingerprint=v2_machine())
     engine = Engine(bundle)

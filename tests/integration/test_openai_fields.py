@@ -1,8 +1,6 @@
 """Fields of requests over HTTP: each is done, harmless or refused, and the limits of tokens hold."""
 
-from __future__ import annotations
-
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import httpx
 import numpy as np
@@ -12,20 +10,17 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from tests.unit.server.running import running
 
-from prejit.runtime.bundle import Bundle
 from prejit.server.gate.server_settings import Settings
 from prejit.server.grammar.grammars import Grammars
-from prejit.server.served.served import Models
 
-from .conftest import Post
 from .test_openai_api import ADD, ONCE, USER
 from .test_openai_api import SMALLEST as FEWEST_FIELDS
 
-TEXT: dict[str, Any] = {"model": "stories", "prompt": ONCE, "max_tokens": 4, "temperature": 0}
+TEXT = {"model": "stories", "prompt": ONCE, "max_tokens": 4, "temperature": 0}
 
 
 @pytest.fixture
-def bundle(stories_bundle: Bundle) -> Bundle:
+def bundle(stories_bundle):
     return stories_bundle
 
 
@@ -35,9 +30,7 @@ SMALLEST = {
 }
 
 
-def test_an_unknown_field_is_refused_unless_the_server_ignores_them(
-    post: Post, models: Models
-) -> None:
+def test_an_unknown_field_is_refused_unless_the_server_ignores_them(post, models):
     with running(models, Settings(ignore_unknown_fields=True)) as lenient:
         for path, smallest in SMALLEST.items():
             body, url = {**smallest, "modle": "stories"}, lenient.url + path
@@ -50,9 +43,9 @@ def test_an_unknown_field_is_refused_unless_the_server_ignores_them(
             assert httpx.post(url, json={**body, "model": 7}, timeout=60).status_code == 400
 
 
-SAMPLING: dict[str, Any] = {"model": "stories", "stream": True, "temperature": 0.5, "top_p": 0.5}
+SAMPLING = {"model": "stories", "stream": True, "temperature": 0.5, "top_p": 0.5}
 SAMPLING["user"] = "u"
-PENALTIES: dict[str, Any] = {
+PENALTIES = {
     "frequency_penalty": 0.5,
     "logit_bias": {"5": 1},
     "max_tokens": 2,
@@ -60,7 +53,7 @@ PENALTIES: dict[str, Any] = {
     "presence_penalty": 0.5,
     "seed": 1,
 }
-UNUSED: dict[str, Any] = {
+UNUSED = {
     "metadata": {"a": "b"},
     "prompt_cache_key": "k",
     "prompt_cache_options": {"mode": "implicit"},
@@ -68,7 +61,7 @@ UNUSED: dict[str, Any] = {
     "safety_identifier": "s",
     "service_tier": "auto",
 }
-OPENAI: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+OPENAI = {
     "/v1/completions": (
         completion_create_params.CompletionCreateParamsBase,
         SAMPLING
@@ -149,9 +142,7 @@ OPENAI: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("path", OPENAI)
-def test_every_parameter_of_the_openai_package_is_done_or_harmless_or_refused(
-    path: str, post: Post
-) -> None:
+def test_every_parameter_of_the_openai_package_is_done_or_harmless_or_refused(path, post):
     params, done, refused = OPENAI[path]
     names = set(get_type_hints(params))
     with_others = {"stream", "stream_options", "top_logprobs"}
@@ -170,7 +161,7 @@ def test_every_parameter_of_the_openai_package_is_done_or_harmless_or_refused(
         assert post(path, streamed).status_code == 200
 
 
-VLLM: dict[str, Any] = {
+VLLM = {
     **dict.fromkeys(("use_beam_search", "early_stopping", "include_stop_str_in_output"), True),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), False),
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), True),
@@ -179,7 +170,7 @@ VLLM: dict[str, Any] = {
 }
 
 
-def test_what_vllm_can_and_this_server_cannot_is_refused(post: Post) -> None:
+def test_what_vllm_can_and_this_server_cannot_is_refused(post):
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
         for name, value in VLLM.items():
             found = post(path, {**SMALLEST[path], name: value})
@@ -190,13 +181,13 @@ def test_what_vllm_can_and_this_server_cannot_is_refused(post: Post) -> None:
         assert post(path, {**SMALLEST[path], **default}).status_code == 200
 
 
-def test_the_client_sends_back_what_it_got(client: Any) -> None:
-    common: Any = {"model": "stories", "metadata": {"a": "b"}, "user": "u"}
-    messages: list[Any] = [*USER]
+def test_the_client_sends_back_what_it_got(client):
+    common = {"model": "stories", "metadata": {"a": "b"}, "user": "u"}
+    messages = [*USER]
     for _ in range(2):
         answer = client.chat.completions.create(messages=messages, max_tokens=2, **common)
         messages += [answer.choices[0].message.model_dump(), *USER]
-    items: list[Any] = [{"role": "user", "content": ONCE}]
+    items = [{"role": "user", "content": ONCE}]
     for _ in range(2):
         response = client.responses.create(
             input=items,
@@ -211,14 +202,14 @@ def test_the_client_sends_back_what_it_got(client: Any) -> None:
     assert client.embeddings.create(model="tiny", input="a", user="u").data
 
 
-def test_an_empty_stop_ends_nothing(post: Post) -> None:
+def test_an_empty_stop_ends_nothing(post):
     expected = post("/v1/completions", TEXT).json()["choices"][0]["text"]
     for stop in ("", [""], ["", ""], None):
         found = post("/v1/completions", {**TEXT, "stop": stop}).json()["choices"][0]
         assert (found["text"], found["finish_reason"]) == (expected, "length")
 
 
-def test_nothing_stops_before_min_tokens(post: Post, bundle: Bundle) -> None:
+def test_nothing_stops_before_min_tokens(post, bundle):
     more = {**TEXT, "max_tokens": 12}
     free = bundle.generate(ONCE, max_new_tokens=12)
     for limits in ({"stop_token_ids": [*set(free.token_ids)]}, {"stop": [free.text[:2]]}):
@@ -236,7 +227,7 @@ def test_nothing_stops_before_min_tokens(post: Post, bundle: Bundle) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "min_tokens")
 
 
-def test_only_allowed_tokens_come(post: Post, bundle: Bundle) -> None:
+def test_only_allowed_tokens_come(post, bundle):
     ids = bundle.tokenizer.encode("a dog ran", add_special_tokens=False)
     body = {**TEXT, "max_tokens": 20, "allowed_token_ids": ids, "logprobs": 0, "temperature": 1}
     found = post("/v1/completions", body).json()["choices"][0]
@@ -249,7 +240,7 @@ def test_only_allowed_tokens_come(post: Post, bundle: Bundle) -> None:
         assert "allowed_token_ids" in refused.json()["error"]["message"]
 
 
-def test_bad_words_do_not_come(post: Post, bundle: Bundle) -> None:
+def test_bad_words_do_not_come(post, bundle):
     more = {**TEXT, "max_tokens": 30}
     free = post("/v1/completions", more).json()["choices"][0]["text"]
     words = [word for word in free.replace(",", " ").replace(".", " ").split() if len(word) > 3]
@@ -266,7 +257,7 @@ def test_bad_words_do_not_come(post: Post, bundle: Bundle) -> None:
         assert text.startswith(free[: free.index(word)].rstrip())
 
 
-def test_a_text_of_a_grammar_ends_without_an_allowed_stop_token(post: Post, bundle: Bundle) -> None:
+def test_a_text_of_a_grammar_ends_without_an_allowed_stop_token(post, bundle):
     yes = Grammars(bundle).regex("[0-9]{3}")([])
     ids = np.flatnonzero(yes).tolist()
     body = {**TEXT, "max_tokens": 9, "structured_outputs": {"regex": "[0-9]{3}"}}
@@ -274,11 +265,11 @@ def test_a_text_of_a_grammar_ends_without_an_allowed_stop_token(post: Post, bund
     assert (len(found["text"].strip()), found["finish_reason"]) == (3, "stop")
 
 
-def _spelled(bundle: Bundle, word: str) -> list[int]:
+def _spelled(bundle, word):
     return bundle.tokenizer.encode(word, add_special_tokens=False)
 
 
-def test_only_the_end_of_a_prompt_is_kept(post: Post, bundle: Bundle) -> None:
+def test_only_the_end_of_a_prompt_is_kept(post, bundle):
     ids = bundle.tokenizer.encode(ONCE)
     kept = post("/v1/completions", {**TEXT, "truncate_prompt_tokens": 2, "echo": True}).json()
     given = post("/v1/completions", {**TEXT, "prompt": ids[-2:], "echo": True}).json()
@@ -293,7 +284,7 @@ def test_only_the_end_of_a_prompt_is_kept(post: Post, bundle: Bundle) -> None:
     assert post("/v1/chat/completions", chat).json()["usage"]["prompt_tokens"] == 3
 
 
-WRONG: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
+WRONG = {
     "/v1/completions": [
         # Limits that leave no token.
         *(
@@ -380,7 +371,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
 
 
 @pytest.mark.parametrize("path", WRONG)
-def test_what_cannot_be_done_is_a_400_that_names_the_field(path: str, post: Post) -> None:
+def test_what_cannot_be_done_is_a_400_that_names_the_field(path, post):
     for body, param, named in WRONG[path]:
         found = post(path, {**SMALLEST[path], **body})
         assert found.status_code == 400, (body, found.text)
@@ -389,7 +380,7 @@ def test_what_cannot_be_done_is_a_400_that_names_the_field(path: str, post: Post
         assert (found_param, named in error["message"]) == (param, True), (body, error)
 
 
-def test_a_wrong_model_names_what_would_do(post: Post) -> None:
+def test_a_wrong_model_names_what_would_do(post):
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
         error = post(path, {**SMALLEST[path], "model": "tiny"}).json()["error"]
         assert "'tiny', an encoder; POST its texts to /v1/embeddings" in error["message"]
@@ -400,7 +391,7 @@ def test_a_wrong_model_names_what_would_do(post: Post) -> None:
         assert "did you mean 'stories'?" in found.json()["error"]["message"]
 
 
-def _by_prefill(bundle: Bundle, ids: list[int]) -> list[float]:
+def _by_prefill(bundle, ids):
     """The log-probability of each token but the first, by a prefill of all that comes before it."""
     found = []
     for end in range(1, len(ids)):
@@ -413,21 +404,20 @@ def _by_prefill(bundle: Bundle, ids: list[int]) -> list[float]:
             stop_token_ids=(),
             token_mask=lambda _, m=mask: m,
         )
-        assert result.logprobs is not None
         found.append(result.logprobs[0].logprob)
     return found
 
 
 @pytest.mark.parametrize("new", [0, 6])
-def test_echo_with_logprobs_has_those_of_the_prompt(new: int, client: Any, bundle: Bundle) -> None:
+def test_echo_with_logprobs_has_those_of_the_prompt(new, client, bundle):
     texts = ["Once upon a time, xyzzy", "Tom said: no"]
     prompts = [bundle.tokenizer.encode(text) for text in texts]
-    body: Any = {"model": "stories", "temperature": 0, "logprobs": 1, "echo": True}
+    body = {"model": "stories", "temperature": 0, "logprobs": 1, "echo": True}
     found = client.completions.create(prompt=prompts, max_tokens=new, **body)
     plain = client.completions.create(prompt=prompts, max_tokens=6, **{**body, "echo": False})
     generated = bundle.generate_batch(prompts, max_new_tokens=6, temperature=0, logprobs=1)
     for choice, ids, text in zip(found.choices, prompts, texts, strict=True):
-        lists: Any = choice.logprobs
+        lists = choice.logprobs
         assert len(lists.tokens) == len(ids) + new
         ends = [len("".join(lists.tokens[:place])) for place in range(len(lists.tokens))]
         assert [at - lists.text_offset[0] for at in lists.text_offset] == ends
@@ -439,7 +429,7 @@ def test_echo_with_logprobs_has_those_of_the_prompt(new: int, client: Any, bundl
             assert logprob in top.values()
             assert 1 <= len(top) <= 2
         assert choice.text.startswith(text)
-        likely: Any = plain.choices[choice.index].logprobs
+        likely = plain.choices[choice.index].logprobs
         scores = pytest.approx(
             [each.logprob for each in generated[choice.index].logprobs or ()], abs=1e-4
         )
@@ -463,7 +453,7 @@ def test_echo_with_logprobs_has_those_of_the_prompt(new: int, client: Any, bundl
             assert names == choice.logprobs.tokens
 
 
-def test_stop_tokens_and_penalties_do_not_touch_the_scores(post: Post, bundle: Bundle) -> None:
+def test_stop_tokens_and_penalties_do_not_touch_the_scores(post, bundle):
     ids = bundle.tokenizer.encode(ONCE)
     body = {**TEXT, "echo": True, "logprobs": 0, "max_tokens": 1}
     limits = {"stop_token_ids": ids, "stop": ["upon"], "bad_words": ["upon"]}
@@ -475,7 +465,7 @@ def test_stop_tokens_and_penalties_do_not_touch_the_scores(post: Post, bundle: B
     assert found[: len(ids)] == expected[: len(ids)]
 
 
-def test_logprobs_of_prompts_are_in_the_form_of_vllm(post: Post, bundle: Bundle) -> None:
+def test_logprobs_of_prompts_are_in_the_form_of_vllm(post, bundle):
     ids = bundle.tokenizer.encode(ONCE)
     found = post("/v1/completions", {**TEXT, "prompt_logprobs": 2}).json()["choices"][0]
     places = found["prompt_logprobs"]
@@ -493,7 +483,7 @@ def test_logprobs_of_prompts_are_in_the_form_of_vllm(post: Post, bundle: Bundle)
     assert "prompt_logprobs" not in post("/v1/completions", TEXT).json()["choices"][0]
 
 
-def test_a_chat_echoes_the_message_that_it_goes_on_with(client: Any, post: Post) -> None:
+def test_a_chat_echoes_the_message_that_it_goes_on_with(client, post):
     messages = [*USER, {"role": "assistant", "content": "There was"}]
     body = {"model": "stories", "messages": messages, "max_tokens": 4, "temperature": 0}
     body |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -501,13 +491,11 @@ def test_a_chat_echoes_the_message_that_it_goes_on_with(client: Any, post: Post)
     found = post("/v1/chat/completions", {**body, "echo": True}).json()["choices"][0]
     assert found["message"]["content"] == "There was" + plain
     extra = {name: body.pop(name) for name in ("continue_final_message", "add_generation_prompt")}
-    events: Any = client.chat.completions.create(
-        stream=True, extra_body={**extra, "echo": True}, **body
-    )
+    events = client.chat.completions.create(stream=True, extra_body={**extra, "echo": True}, **body)
     assert "".join(event.choices[0].delta.content or "" for event in events) == "There was" + plain
 
 
-def test_scores_and_ranks_are_cosines(post: Post, models: Models) -> None:
+def test_scores_and_ranks_are_cosines(post, models):
     texts = ["a b c", "c d e", "x y z", "a b d"]
     vectors = models.get("tiny").bundle.encode(texts).astype(np.float64)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -529,7 +517,7 @@ def test_scores_and_ranks_are_cosines(post: Post, models: Models) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::prejit.runtime.errors.TruncationWarning")
-def test_texts_are_cut_where_the_client_wants_that(post: Post) -> None:
+def test_texts_are_cut_where_the_client_wants_that(post):
     long = "a " * 70
     cut = {**SMALLEST["/v1/rerank"], "documents": [long], "truncate_prompt_tokens": -1}
     assert post("/v1/rerank", cut).status_code == 200

@@ -1,11 +1,8 @@
 """Other clients read what prejit pushed, and prejit reads what they pushed, through a real registry."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,13 +20,13 @@ TARGET = "cpu-x86-64-v3"
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[str]:
+def place(tmp_path):
     """A repository of a registry, without `oci://`."""
     with running_registry(tmp_path) as server:
         yield server.url.removeprefix("oci://")
 
 
-def run(*words: object) -> None:
+def run(*words):
     program = str(words[0])
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed")
@@ -37,23 +34,23 @@ def run(*words: object) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def moved(source: object, target: object, *targets: str) -> str:
+def moved(source, target, *targets):
     return ship(parse_reference(str(source)), parse_reference(str(target)), targets).digest
 
 
-def by_skopeo(place: str, work: Path) -> None:
+def by_skopeo(place, work):
     tls = ("--src-tls-verify=false", "--dest-tls-verify=false")
     copy = ("skopeo", "--insecure-policy", "copy", "--all", *tls)
     run(*copy, f"docker://{place}:ours", f"oci:{work}/copy:fleet")
     run(*copy, f"oci:{work}/copy:fleet", f"docker://{place}:theirs")
 
 
-def by_oras(place: str, work: Path) -> None:
+def by_oras(place, work):
     run("oras", "copy", "--from-plain-http", f"{place}:ours", "--to-oci-layout", f"{work}/copy:x")
     run("oras", "copy", "--from-oci-layout", f"{work}/copy:x", "--to-plain-http", f"{place}:theirs")
 
 
-def by_oras_of_python(place: str, work: Path) -> None:
+def by_oras_of_python(place, work):
     provider = Registry(insecure=True, tls_verify=False)
     NewLayoutFromRegistry(f"{work}/copy", provider, f"{place}:ours", tag="fleet")
     Layout(f"{work}/copy").push_to_registry(
@@ -61,10 +58,10 @@ def by_oras_of_python(place: str, work: Path) -> None:
     )
 
 
-def by_containers(program: str) -> Callable[[str, Path], None]:
+def by_containers(program):
     """podman and buildah keep no artifacts of one manifest; a list of them they add and push."""
 
-    def copy(place: str, work: Path) -> None:
+    def copy(place, work):
         with tempfile.TemporaryDirectory() as short:  # podman takes no long paths
             roots = ("--root", work / "root", "--runroot", short, "--storage-driver", "vfs")
             lists = (program, *roots, "manifest")
@@ -87,9 +84,7 @@ def by_containers(program: str) -> Callable[[str, Path], None]:
         pytest.param(by_containers("buildah"), id="buildah"),
     ],
 )
-def test_what_a_client_copies_within_a_registry_is_the_same_bundle(
-    copy: Callable[[str, Path], None], place: str, tmp_path: Path
-) -> None:
+def test_what_a_client_copies_within_a_registry_is_the_same_bundle(copy, place, tmp_path):
     (tmp_path / "work").mkdir()
     moved(FLEET, f"oci://{place}:ours")
     copy(place, tmp_path / "work")
@@ -101,9 +96,7 @@ def test_what_a_client_copies_within_a_registry_is_the_same_bundle(
         assert copied.target_count == expected.target_count
 
 
-def test_a_layout_of_one_target_in_which_umoci_tags_and_collects(
-    place: str, tmp_path: Path
-) -> None:
+def test_a_layout_of_one_target_in_which_umoci_tags_and_collects(place, tmp_path):
     """umoci knows no index of several targets (it says that its tag is ambiguous)."""
     digest = moved(FLEET, f"oci://{place}:one", TARGET)
     layout = tmp_path / "layout"

@@ -1,24 +1,17 @@
 """The page of a server in a real browser: chat, complete, embed, call, figures, keyboard, narrow windows."""
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 from tests.extent import cases
-from tests.recipes import Recipe
 from tests.unit.server.running import running
 from tests.webdriver import Browser, missing
 
 from prejit.compiler import Program, build
 from prejit.runtime import load
-from prejit.runtime.bundle import Bundle
 from prejit.runtime.generation.continuous_batch import Batch
 from prejit.server.engine.engine import Engine
 from prejit.server.gate.api_keys import Keys
@@ -28,18 +21,12 @@ from prejit.server.served.served import Models, Served
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
-def powered(x: Any, power: int, way: str) -> Any:
+def powered(x, power, way):
     return x**power if way == "up" else -(x**power)
 
 
 @pytest.fixture(scope="module")
-def bundles(
-    lettered_dir: Path,
-    encoder_dir: Path,
-    recipe: Recipe,
-    build_cache: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, Bundle]:
+def bundles(lettered_dir, encoder_dir, recipe, build_cache, tmp_path_factory):
     """The served bundles by name: decoder, sentences, example, powers."""
     directory = tmp_path_factory.mktemp("page-functions")
     functions = recipe.write(directory / "example")
@@ -56,26 +43,26 @@ def bundles(
 
 
 @pytest.fixture(scope="module")
-def models(bundles: dict[str, Bundle]) -> Iterator[Models]:
+def models(bundles):
     served = Models(*(Served(name, one, Engine(one), 1) for name, one in bundles.items()))
     yield served
     served.close()
 
 
 @pytest.fixture(scope="module")
-def server(models: Models) -> Iterator[str]:
+def server(models):
     with running(models, Settings()) as found:
         yield f"127.0.0.1:{found.port}"
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def shared(tmp_path_factory):
     with Browser(tmp_path_factory.mktemp("profile")) as browser:
         yield browser
 
 
 @pytest.fixture
-def page(shared: Browser, server: str) -> Iterator[Browser]:
+def page(shared, server):
     """The page, just opened. It must not have complained, or sent a request elsewhere, at the end."""
     shared.size(1200, 900)
     shared.scheme("light")
@@ -87,25 +74,24 @@ def page(shared: Browser, server: str) -> Iterator[Browser]:
     assert shared.hosts() == {server}
 
 
-def said(page: Browser, selector: str) -> str:
+def said(page, selector):
     """The text of the last such element, with its spaces."""
     script = "return [...document.querySelectorAll(arguments[0])].at(-1)?.textContent ?? ''"
     found = page.run(script, selector)
-    assert isinstance(found, str)
     return found
 
 
-def greedy(page: Browser, tokens: int) -> None:
+def greedy(page, tokens):
     page.click("#options summary")
     page.type("#temperature", "0")
     page.type("#max-tokens", str(tokens))
 
 
-def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+def slow(monkeypatch, seconds):
     """Let each decode call of an engine take longer."""
     step = Batch.step
 
-    def wait(self: Batch, *arguments: Any, **options: Any) -> Any:
+    def wait(self, *arguments, **options):
         time.sleep(seconds)
         return step(self, *arguments, **options)
 
@@ -116,7 +102,7 @@ ANSWER = "#messages li.assistant .said"
 NOTE = "#messages li.assistant .soft"
 
 
-def test_a_chat_is_what_the_bundle_says(page: Browser, bundles: dict[str, Bundle]) -> None:
+def test_a_chat_is_what_the_bundle_says(page, bundles):
     greedy(page, 30)
     messages = [{"role": "user", "content": "ab é <b>12</b>"}]
     for _ in range(2):
@@ -141,9 +127,7 @@ def test_a_chat_is_what_the_bundle_says(page: Browser, bundles: dict[str, Bundle
     assert page.run("return messages.children.length") == 0
 
 
-def test_text_comes_while_it_is_made_and_stop_ends_it(
-    page: Browser, models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_comes_while_it_is_made_and_stop_ends_it(page, models, monkeypatch):
     slow(monkeypatch, 0.1)
     engine = models.get("decoder").engine
     before = engine.metrics().finished["cancelled"]
@@ -169,7 +153,7 @@ def test_text_comes_while_it_is_made_and_stop_ends_it(
     page.wait(lambda: engine.metrics().finished["cancelled"] == before + 2, "the second end")
 
 
-def test_a_completion_follows_its_prompt(page: Browser, bundles: dict[str, Bundle]) -> None:
+def test_a_completion_follows_its_prompt(page, bundles):
     page.click("#tab-complete")
     greedy(page, 20)
     page.type("#prompt", '{"name": ')
@@ -179,7 +163,7 @@ def test_a_completion_follows_its_prompt(page: Browser, bundles: dict[str, Bundl
     assert said(page, "#completion") == '{"name": ' + answer.text
 
 
-def test_an_error_is_shown_and_the_page_goes_on(page: Browser, shared: Browser) -> None:
+def test_an_error_is_shown_and_the_page_goes_on(page, shared):
     greedy(page, 5)
     page.run("document.getElementById('chat-input').value = 'ab '.repeat(600)")
     page.click("#chat-send")
@@ -192,9 +176,7 @@ def test_an_error_is_shown_and_the_page_goes_on(page: Browser, shared: Browser) 
     assert not page.visible("#error")
 
 
-def test_sentences_become_a_table_of_similarities(
-    page: Browser, bundles: dict[str, Bundle]
-) -> None:
+def test_sentences_become_a_table_of_similarities(page, bundles):
     page.choose("#model", "sentences")
     page.wait(lambda: page.visible("#embed"), "the form")
     assert not page.visible("#tab-chat")
@@ -207,9 +189,7 @@ def test_sentences_become_a_table_of_similarities(
     assert page.text("#embedding-stats").startswith("3 \u00d7 12 numbers")
 
 
-def test_a_function_is_called_with_what_the_form_has(
-    page: Browser, bundles: dict[str, Bundle], shared: Browser
-) -> None:
+def test_a_function_is_called_with_what_the_form_has(page, bundles, shared):
     page.choose("#model", "example")
     page.wait(lambda: page.visible("#call"), "the form")
     page.choose("#function", "score")
@@ -233,7 +213,7 @@ def test_a_function_is_called_with_what_the_form_has(
     assert [message for message in shared.console() if "400" not in message] == []
 
 
-def test_static_arguments_are_chosen_among_those_of_the_bundle(page: Browser) -> None:
+def test_static_arguments_are_chosen_among_those_of_the_bundle(page):
     page.choose("#model", "powers")
     page.wait(lambda: page.visible("#input-0"), "the form")
     chosen = '#inputs select[data-name="{}"]'
@@ -250,7 +230,7 @@ def test_static_arguments_are_chosen_among_those_of_the_bundle(page: Browser) ->
     page.wait(lambda: said(page, "#results pre") == "-9  -16", "the result of the others")
 
 
-def test_the_bundle_and_its_programs_are_shown(page: Browser, bundles: dict[str, Bundle]) -> None:
+def test_the_bundle_and_its_programs_are_shown(page, bundles):
     bundle = bundles["decoder"]
     page.wait(lambda: page.text("#bundle-name") == "decoder", "the bundle")
     assert page.run("return digest.title") == bundle.digest
@@ -264,7 +244,7 @@ def test_the_bundle_and_its_programs_are_shown(page: Browser, bundles: dict[str,
     assert page.text("#state") == "ready"
 
 
-def test_figures_are_those_of_the_engine(page: Browser, models: Models) -> None:
+def test_figures_are_those_of_the_engine(page, models):
     greedy(page, 5)
     page.type("#chat-input", "ab")
     page.press("Enter")
@@ -278,9 +258,7 @@ def test_figures_are_those_of_the_engine(page: Browser, models: Models) -> None:
 
 
 @pytest.mark.parametrize("width", cases([920], others=[1280]))
-def test_an_encoder_has_figures_of_its_own(
-    page: Browser, models: Models, server: str, width: int
-) -> None:
+def test_an_encoder_has_figures_of_its_own(page, models, server, width):
     page.size(width, 900)
     page.choose("#model", "sentences")
     page.wait(lambda: page.visible("#embed"), "the form")
@@ -307,7 +285,7 @@ def test_an_encoder_has_figures_of_its_own(
     assert not page.visible("#calls-card")
 
 
-def test_the_keyboard_is_enough(page: Browser) -> None:
+def test_the_keyboard_is_enough(page):
     page.run("document.getElementById('tab-chat').focus()")
     page.press("ArrowRight")
     assert page.visible("#complete")
@@ -324,7 +302,7 @@ def test_the_keyboard_is_enough(page: Browser) -> None:
 
 
 @pytest.mark.parametrize("width", cases([400], others=[800, 1400]))
-def test_nothing_is_wider_than_the_window(page: Browser, width: int) -> None:
+def test_nothing_is_wider_than_the_window(page, width):
     page.size(width, 800)
     page.type("#chat-input", "x" * 300)
     page.press("Enter")
@@ -336,7 +314,7 @@ def test_nothing_is_wider_than_the_window(page: Browser, width: int) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_has_contrast_in_both_schemes(page: Browser, scheme: str) -> None:
+def test_text_has_contrast_in_both_schemes(page, scheme):
     page.scheme(scheme)
     for selector in ("body", ".soft", "#tab-chat", "#chat-send", "#error", "dt", "label"):
         assert page.run(CONTRAST, selector) >= 4.5, selector
@@ -364,7 +342,7 @@ return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
 """The ratio of WCAG 2 between the colour of a text and its ground."""
 
 
-def test_a_server_with_keys_gets_one(shared: Browser, models: Models, tmp_path: Path) -> None:
+def test_a_server_with_keys_gets_one(shared, models, tmp_path):
     (tmp_path / "keys.txt").write_text("ann: opensesame\n")
     with running(models, Settings(keys=Keys(tmp_path / "keys.txt"))) as found:
         shared.open(found.url)
@@ -381,9 +359,7 @@ def test_a_server_with_keys_gets_one(shared: Browser, models: Models, tmp_path: 
     assert [message for message in shared.console() if "401" not in message] == []
 
 
-def test_a_page_that_is_open_before_the_bundles_are_loaded_finds_them(
-    shared: Browser, bundles: dict[str, Bundle], models: Models
-) -> None:
+def test_a_page_that_is_open_before_the_bundles_are_loaded_finds_them(shared, bundles, models):
     later = Models()
     with running(later, Settings()) as found:
         shared.open(found.url)

@@ -3,8 +3,6 @@
 Ray has processes of its own; the figures of `make test-platforms` are in tests/campaigns/ray_serve.json.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal
@@ -12,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -75,9 +72,9 @@ class Replicas:
         running: how many replicas answer, by Ray's own status, each time that this changes.
     """
 
-    def __init__(self, path: Path, temporary: str) -> None:
+    def __init__(self, path, temporary):
         self.port = free_port()
-        self.running: list[int] = []
+        self.running = []
         arguments = [str(path), str(self.port), temporary, str(AT_ONCE)]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _SERVING, *arguments],
@@ -97,13 +94,12 @@ class Replicas:
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
+    def _read(self):
         for line in self._process.stdout:
             if line.startswith("running "):
                 self.running.append(int(line.split()[1]))
 
-    def wait_for(self, *running: int) -> None:
+    def wait_for(self, *running):
         """Wait until the last numbers of replicas that answer are these."""
         wait_for(
             lambda: tuple(self.running[-len(running) :]) == running or self._process.poll(),
@@ -112,7 +108,7 @@ class Replicas:
         )
         assert self._process.poll() is None, "Ray ended"
 
-    def pids(self) -> set[int]:
+    def pids(self):
         """The processes of the replicas."""
         found = set()
         for each in descendants(self._process.pid):
@@ -121,12 +117,12 @@ class Replicas:
                     found.add(each)
         return found
 
-    def complete(self, prompt: str) -> httpx.Response:
+    def complete(self, prompt):
         body = {"model": "decoder", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
         url = f"http://127.0.0.1:{self.port}/v1/completions"
         return httpx.post(url, json=body, timeout=300)
 
-    def close(self) -> None:
+    def close(self):
         found = [*descendants(self._process.pid), self._process.pid]
         for each in found:
             with suppress(ProcessLookupError):
@@ -136,7 +132,7 @@ class Replicas:
 
 
 @contextmanager
-def replicas(path: Path) -> Iterator[Replicas]:
+def replicas(path):
     started = Replicas(path, f"/tmp/rs{os.getpid()}")  # short: the path of a socket is
     try:
         started.wait_for(2)
@@ -148,16 +144,16 @@ def replicas(path: Path) -> Iterator[Replicas]:
 class Clients:
     """Threads that send one request after the other until they are stopped."""
 
-    def __init__(self, service: Replicas) -> None:
+    def __init__(self, service):
         self._service = service
         self._ends = threading.Event()
-        self.texts: list[str] = []
-        self.failures: list[str] = []
+        self.texts = []
+        self.failures = []
         self._threads = [threading.Thread(target=self._send) for _ in range(CLIENTS)]
         for each in self._threads:
             each.start()
 
-    def _send(self) -> None:
+    def _send(self):
         while not self._ends.is_set():
             try:
                 found = self._service.complete("ab")
@@ -166,13 +162,13 @@ class Clients:
             except httpx.HTTPError as error:
                 self.failures.append(repr(error))
 
-    def stop(self) -> None:
+    def stop(self):
         self._ends.set()
         for each in self._threads:
             each.join()
 
 
-def test_a_killed_replica_loses_only_what_it_had_begun(lettered_dir: Path) -> None:
+def test_a_killed_replica_loses_only_what_it_had_begun(lettered_dir):
     before = machine_facts()
     started = time.monotonic()
     with replicas(lettered_dir) as service:

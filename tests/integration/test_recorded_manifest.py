@@ -1,12 +1,8 @@
 """The manifest of a recording builds as it is, and its programs answer as jax.jit does."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys
-from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,9 +10,6 @@ import pytest
 
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.runtime import load
-from prejit.runtime.bundle import Bundle
-
-from .conftest import Run
 
 IMPORTED = """
 from typing import Any, NamedTuple
@@ -188,7 +181,7 @@ PROGRAMS = {
 
 
 @pytest.fixture(scope="module")
-def recorded(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorded(run, tmp_path_factory):
     """The manifest of a recorded script. Its bundle and the recording are beside it."""
     here = tmp_path_factory.mktemp("recorded")
     script, manifest = here / "recorded_script.py", here / "recorded_script.toml"
@@ -205,13 +198,13 @@ def recorded(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bundle(recorded: Path) -> Bundle:
+def bundle(recorded):
     module = module_of(recorded)
     found = recorded.parent / "artifacts" / "recorded-script-functions"
     return load(found, on_mismatch="error", types=[module.Carry])
 
 
-def module_of(recorded: Path) -> Any:
+def module_of(recorded):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(recorded.parent)
         return importlib.import_module(recorded.stem)
@@ -219,7 +212,7 @@ def module_of(recorded: Path) -> Any:
 
 # flax warns who reads a Param by the name that it has in its pytree.
 @pytest.mark.filterwarnings("ignore:'.value' access is now deprecated:DeprecationWarning")
-def test_a_recorded_call_has_a_program_that_answers_as_jax(recorded: Path, bundle: Bundle) -> None:
+def test_a_recorded_call_has_a_program_that_answers_as_jax(recorded, bundle):
     sections = {each.name: each for each in read_manifest(recorded).programs}
     assert {*sections} == {program for each in PROGRAMS.values() for program in each}
     assert dict(sections["plain"].buckets) == {"batch": (1, 8), "length": (4, 6)}
@@ -244,8 +237,8 @@ def test_a_recorded_call_has_a_program_that_answers_as_jax(recorded: Path, bundl
 
 
 def test_a_manifest_that_cannot_be_written_is_refused_before_the_program_runs(
-    recorded: Path, run: Run, tmp_path: Path
-) -> None:
+    recorded, run, tmp_path
+):
     before, ran = recorded.read_bytes(), tmp_path / "ran"
     for manifest in (
         recorded,
@@ -309,7 +302,7 @@ if __name__ == "__main__":
 """
 
 
-def record(run: Run, directory: Path, script: str) -> tuple[Path, str]:
+def record(run, directory, script):
     """Record a script; return its manifest and what was said."""
     path, manifest = directory / "changed.py", directory / "changed.toml"
     path.write_text(script)
@@ -318,9 +311,7 @@ def record(run: Run, directory: Path, script: str) -> tuple[Path, str]:
     return manifest, done.stderr
 
 
-def test_a_call_that_the_program_changed_something_for_is_left_out(
-    run: Run, tmp_path: Path
-) -> None:
+def test_a_call_that_the_program_changed_something_for_is_left_out(run, tmp_path):
     """A build imports the module anew, where the global, the entry and the variable are as at first."""
     manifest, said = record(run, tmp_path, CHANGED)
     programs = {each.name: dict(each.args) for each in read_manifest(manifest).programs}
@@ -334,7 +325,7 @@ def test_a_call_that_the_program_changed_something_for_is_left_out(
         )
 
 
-def test_a_program_of_64_bits_says_what_its_build_needs(run: Run, tmp_path: Path) -> None:
+def test_a_program_of_64_bits_says_what_its_build_needs(run, tmp_path):
     manifest, said = record(run, tmp_path, WIDE)
     assert "build it with JAX_ENABLE_X64=1" in said
     assert "# Build it with JAX_ENABLE_X64=1" in manifest.read_text()

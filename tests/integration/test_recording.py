@@ -1,16 +1,11 @@
 """Programs that know nothing of prejit: recorded once, then started without compiling, in real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.layouts import blob
@@ -33,11 +28,9 @@ if __name__ == "__main__":
 """
 ANSWER = "30.8488"  # 32 times tanh 2
 
-Prejit = Callable[..., "subprocess.CompletedProcess[str]"]
-
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def here(tmp_path_factory):
     """A directory with a program, and its recorded bundle in `serve`."""
     directory = tmp_path_factory.mktemp("recording")
     (directory / "serve.py").write_text(PROGRAM)
@@ -45,11 +38,11 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def prejit_at(here: Path, tmp_path_factory: pytest.TempPathFactory) -> Prejit:
+def prejit_at(here, tmp_path_factory):
     """Runs `prejit ARGUMENTS` beside the program, with a runtime cache of the module or another."""
     cache = tmp_path_factory.mktemp("caches") / "runtime"
 
-    def run(*words: object, status: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(*words, status=0, **env):
         done = subprocess.run(
             [sys.executable, "-m", "prejit.runtime", *map(str, words)],
             env={**os.environ, "PREJIT_RUNTIME_CACHE": str(cache), **env},
@@ -66,7 +59,7 @@ def prejit_at(here: Path, tmp_path_factory: pytest.TempPathFactory) -> Prejit:
 
 
 @pytest.fixture(scope="module")
-def bundle(here: Path, prejit_at: Prejit) -> Path:
+def bundle(here, prejit_at):
     done = prejit_at(*("record", "-o", "serve", "--json"), *("--", sys.executable, "serve.py"))
     answer, _, described = done.stdout.partition("\n")
     assert answer.startswith(ANSWER)
@@ -76,16 +69,14 @@ def bundle(here: Path, prejit_at: Prejit) -> Path:
     return here / "serve"
 
 
-def report_of(prejit_at: Prejit, bundle: Path, *command: object, **more: Any) -> dict[str, Any]:
+def report_of(prejit_at, bundle, *command, **more):
     file = bundle.parent / "report.json"
     done = prejit_at("run", bundle, "-o", file, "--", *command, **more)
-    found: dict[str, Any] = json.loads(file.read_text())
+    found = json.loads(file.read_text())
     return {**found, "stdout": done.stdout, "stderr": done.stderr}
 
 
-def test_a_recorded_program_compiles_nothing_here_and_elsewhere(
-    bundle: Path, prejit_at: Prejit, tmp_path: Path
-) -> None:
+def test_a_recorded_program_compiles_nothing_here_and_elsewhere(bundle, prejit_at, tmp_path):
     """Elsewhere: a copy of the bundle, another HOME, working directory and runtime cache."""
     required = ("--require-aot", "--", sys.executable, "-W", "error", "serve.py")
     plain = prejit_at("run", bundle, *required)
@@ -102,9 +93,7 @@ def test_a_recorded_program_compiles_nothing_here_and_elsewhere(
     assert "jit_score" in {program["name"] for program in found["programs"]}
 
 
-def test_the_cache_is_read_and_never_written(
-    bundle: Path, prejit_at: Prejit, tmp_path: Path
-) -> None:
+def test_the_cache_is_read_and_never_written(bundle, prejit_at, tmp_path):
     """Also by a program that sets a cache and its limits itself, as root, who may write anywhere."""
     cache = tmp_path / "cache"
     lines = (
@@ -128,7 +117,7 @@ def test_the_cache_is_read_and_never_written(
     assert not (tmp_path / "own").exists()
 
 
-def test_a_miss_is_told_with_its_shapes_while_the_program_runs(here: Path, bundle: Path) -> None:
+def test_a_miss_is_told_with_its_shapes_while_the_program_runs(here, bundle):
     """It waits for a line that its user sends after reading of the miss."""
     waiting = (
         "import serve, jax.numpy as jnp",
@@ -144,7 +133,6 @@ def test_a_miss_is_told_with_its_shapes_while_the_program_runs(here: Path, bundl
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stderr is not None
         told = ""
         while "found (float32[16,4], float32[])" not in told:
             told += (line := process.stderr.readline())
@@ -158,9 +146,7 @@ def test_a_miss_is_told_with_its_shapes_while_the_program_runs(here: Path, bundl
     assert "hint: record this run too (prejit record -o BUNDLE -- COMMAND)" in rest
 
 
-def test_recording_again_changes_no_byte_and_another_run_is_added(
-    bundle: Path, prejit_at: Prejit, tmp_path: Path
-) -> None:
+def test_recording_again_changes_no_byte_and_another_run_is_added(bundle, prejit_at, tmp_path):
     copy = shutil.copytree(bundle, tmp_path / "serve")
     before = (copy / "index.json").read_bytes()
     again = prejit_at("record", "-o", copy, "--", sys.executable, "serve.py")
@@ -173,9 +159,7 @@ def test_recording_again_changes_no_byte_and_another_run_is_added(
     prejit_at("run", copy, "--require-aot", "--", sys.executable, "-c", both)
 
 
-def test_a_bundle_of_another_jaxlib_is_reported_and_gets_a_target(
-    bundle: Path, prejit_at: Prejit, tmp_path: Path
-) -> None:
+def test_a_bundle_of_another_jaxlib_is_reported_and_gets_a_target(bundle, prejit_at, tmp_path):
     """As after an upgrade: the bundle has the files and keys of a jaxlib that is not installed."""
     rewritten = tmp_path / "serve"
     script = (
@@ -208,9 +192,7 @@ def test_a_bundle_of_another_jaxlib_is_reported_and_gets_a_target(
     prejit_at("run", rewritten, "--require-aot", "--", sys.executable, "serve.py")
 
 
-def test_a_recording_has_a_list_of_parts_and_a_provenance_that_signing_covers(
-    bundle: Path, tmp_path: Path
-) -> None:
+def test_a_recording_has_a_list_of_parts_and_a_provenance_that_signing_covers(bundle, tmp_path):
     pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
     from tests.signers import signer
 
@@ -230,7 +212,7 @@ def test_a_recording_has_a_list_of_parts_and_a_provenance_that_signing_covers(
     assert signed.added == len(signed.subjects) + 2  # and the provenance and the list of parts
 
 
-def attached_to(bundle: Path) -> tuple[Any, Any]:
+def attached_to(bundle):
     """The list of parts and the provenance of a bundle."""
     with Layout(bundle) as layout:
         root = read_root(layout)
@@ -241,9 +223,7 @@ def attached_to(bundle: Path) -> tuple[Any, Any]:
     return found["application/vnd.cyclonedx+json"], found["application/vnd.in-toto+json"]
 
 
-def test_a_server_is_recorded_until_a_signal_ends_it(
-    here: Path, bundle: Path, prejit_at: Prejit, tmp_path: Path
-) -> None:
+def test_a_server_is_recorded_until_a_signal_ends_it(here, bundle, prejit_at, tmp_path):
     """It answers in processes of its own, which it forks after the import of jax."""
     server = (
         "import os, signal, sys, time",
@@ -267,7 +247,6 @@ def test_a_server_is_recorded_until_a_signal_ends_it(
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(3)] == ["2\n", "3\n", "ready\n"]
         process.send_signal(signal.SIGTERM)
         _, printed = process.communicate(timeout=60)
@@ -277,7 +256,7 @@ def test_a_server_is_recorded_until_a_signal_ends_it(
         prejit_at("run", tmp_path / "b", "--require-aot", "--", sys.executable, "serve.py", rows)
 
 
-def test_a_program_with_its_own_logging_is_not_disturbed(bundle: Path, prejit_at: Prejit) -> None:
+def test_a_program_with_its_own_logging_is_not_disturbed(bundle, prejit_at):
     """jax's messages, which the report needs, do not reach the handlers of the program."""
     lines = (
         "import logging",
@@ -290,7 +269,7 @@ def test_a_program_with_its_own_logging_is_not_disturbed(bundle: Path, prejit_at
     assert "jax._src.compiler" not in found["stderr"]
 
 
-def test_nothing_to_record_is_said(prejit_at: Prejit, tmp_path: Path) -> None:
+def test_nothing_to_record_is_said(prejit_at, tmp_path):
     done = prejit_at("record", "-o", tmp_path / "b", "--", "true", status=1)
     assert "the program compiled nothing with jax" in done.stderr
     assert not (tmp_path / "b").exists()

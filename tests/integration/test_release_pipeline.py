@@ -1,21 +1,19 @@
 """deploy/ci: the script of three CIs releases from a clean clone, and stops what the gate stops."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 from safetensors.numpy import load_file, save_file
 from tests.lettered import write_lettered
-from tests.store_servers import Server, running_registry
+from tests.store_servers import running_registry
 
 from prejit.runtime.__main__ import main
 
@@ -48,13 +46,13 @@ needs_tools = pytest.mark.skipif(
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Iterator[Server]:
+def registry(tmp_path):
     with running_registry(tmp_path) as server:
         yield server
 
 
 @pytest.fixture
-def clone(tmp_path: Path) -> Path:
+def clone(tmp_path):
     """A clean clone of this repository, with a manifest that builds in seconds."""
     place = tmp_path / "clone"
     subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{ROOT}", place], check=True)
@@ -65,9 +63,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def release(
-    clone: Path, registry: Server, lettered_dir: Path, build_cache: Path, tmp_path: Path
-) -> Release:
+def release(clone, registry, lettered_dir, build_cache, tmp_path):
     """Runs a step of the script as a CI does."""
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -84,7 +80,7 @@ def release(
         "PREJIT_CACHE": str(build_cache),
     }
 
-    def run(step: str, **changed: str) -> subprocess.CompletedProcess[str]:
+    def run(step, **changed):
         command = ["deploy/ci/release.sh", step]
         env = {**os.environ, **given, **changed}
         return subprocess.run(
@@ -95,15 +91,13 @@ def release(
 
 
 @pytest.mark.thorough
-def test_a_pipeline_releases_gates_rolls_out_and_back(
-    release: Release, clone: Path, registry: Server, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def tags() -> dict[str, str]:
+def test_a_pipeline_releases_gates_rolls_out_and_back(release, clone, registry, capsys):
+    def tags():
         capsys.readouterr()
         assert main(["ls", registry.url, "--json"]) == 0
         return {each["tag"]: each["digest"] for each in json.loads(capsys.readouterr().out)}
 
-    def step(name: str, status: int = 0) -> str:
+    def step(name, status=0):
         done = release(name)
         assert done.returncode == status, f"{done.stdout}\n{done.stderr}"
         return done.stdout
@@ -146,8 +140,8 @@ def test_a_pipeline_releases_gates_rolls_out_and_back(
     assert tags()["prod"] == old
 
 
-def test_the_script_names_what_is_missing(clone: Path) -> None:
-    def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+def test_the_script_names_what_is_missing(clone):
+    def run(*arguments, **env):
         given = {"PATH": os.environ["PATH"], **env}
         command = ["deploy/ci/release.sh", *arguments]
         return subprocess.run(
@@ -162,8 +156,8 @@ def test_the_script_names_what_is_missing(clone: Path) -> None:
 
 
 @needs_tools
-def test_the_published_schemas_and_shellcheck_accept_the_files(tmp_path: Path) -> None:
-    def accepts(*command: str | Path) -> None:
+def test_the_published_schemas_and_shellcheck_accept_the_files(tmp_path):
+    def accepts(*command):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 

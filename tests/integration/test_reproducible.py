@@ -1,11 +1,8 @@
 """Equal sources give equal bytes, whatever the machine's settings are."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -49,7 +46,7 @@ os.execv(sys.executable, [sys.executable, "-m", "prejit.runtime", *sys.argv[1:]]
 """
 
 
-def build(directory: Path, cpus: set[int], umask: int, jobs: int, **environ: str) -> dict[str, str]:
+def build(directory, cpus, umask, jobs, **environ):
     """Builds in a directory of its own, and returns the digest of each file of the bundle."""
     (directory / "project").mkdir(parents=True)
     for name, content in (("code_of_it.py", CODE), ("m.toml", MANIFEST)):
@@ -81,9 +78,7 @@ def build(directory: Path, cpus: set[int], umask: int, jobs: int, **environ: str
     }
 
 
-def test_one_core_and_many_give_equal_bytes_in_any_directory_home_time_and_language(
-    tmp_path: Path,
-) -> None:
+def test_one_core_and_many_give_equal_bytes_in_any_directory_home_time_and_language(tmp_path):
     cpus = os.sched_getaffinity(0)
     if len(cpus) == 1:
         pytest.skip("this machine has one core")

@@ -1,7 +1,5 @@
 """`prejit serve` and `prejit replay` as processes: what probes, a person at a terminal, and clients see."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -13,11 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
-from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -36,13 +31,7 @@ INFER = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 16], "data": 
 class Process:
     """A server as a process of its own."""
 
-    def __init__(
-        self,
-        *arguments: str | Path,
-        stdin: int = subprocess.DEVNULL,
-        port: int | None = None,
-        **environment: str,
-    ) -> None:
+    def __init__(self, *arguments, stdin=subprocess.DEVNULL, port=None, **environment):
         self.port = port or free_port()
         command = [sys.executable, "-m", "prejit.runtime", "serve", "--port", str(self.port)]
         self.process = subprocess.Popen(
@@ -53,27 +42,26 @@ class Process:
             stderr=subprocess.PIPE,
             text=True,
         )
-        self.errors: list[str] = []
+        self.errors = []
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
-    def _read(self) -> None:
-        assert self.process.stderr is not None
+    def _read(self):
         for line in self.process.stderr:
             self.errors.append(line)
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.port}"
 
     @property
-    def said(self) -> str:
+    def said(self):
         return "".join(self.errors)
 
-    def wait_until_ready(self) -> Process:
+    def wait_until_ready(self):
         return self.wait_until_said("ready in")
 
-    def wait_until_said(self, text: str, seconds: float = 60) -> Process:
+    def wait_until_said(self, text, seconds=60):
         until = time.monotonic() + seconds
         while text not in self.said:
             assert self.process.poll() is None, self.said
@@ -81,41 +69,37 @@ class Process:
             time.sleep(0.002)
         return self
 
-    def end(self, number: int = signal.SIGTERM, seconds: float = 60) -> int:
+    def end(self, number=signal.SIGTERM, seconds=60):
         """Sends a signal and returns the exit status."""
         self.process.send_signal(number)
         return self.wait(seconds)
 
-    def wait(self, seconds: float = 60) -> int:
+    def wait(self, seconds=60):
         try:
             return self.process.wait(seconds)
         finally:
             self._reader.join()
             for file in (self.process.stdout, self.process.stderr):
-                assert file is not None
                 file.close()
 
-    def kill(self) -> None:
+    def kill(self):
         if self.process.poll() is None:
             self.process.kill()
         if self._reader.is_alive() or self.process.returncode is None:
             self.wait()
 
 
-Serve = Callable[..., Process]
-
-
-def infer(server: Process, content: Any = None, **options: Any) -> httpx.Response:
+def infer(server, content=None, **options):
     url = f"{server.url}/v2/models/score/infer"
     return httpx.post(url, json=INFER if content is None else content, timeout=60, **options)
 
 
 @pytest.fixture
-def serve() -> Iterator[Serve]:
+def serve():
     """Starts a server; it ends with the test."""
-    begun: list[Process] = []
+    begun = []
 
-    def start(*arguments: str | Path, **options: Any) -> Process:
+    def start(*arguments, **options):
         begun.append(Process(*arguments, **options))
         return begun[-1]
 
@@ -125,33 +109,32 @@ def serve() -> Iterator[Serve]:
 
 
 @pytest.fixture
-def foreign_dir(recipe: Any, tmp_path: Path) -> Path:
+def foreign_dir(recipe, tmp_path):
     """A bundle for another jaxlib: this machine compiles its programs."""
 
-    def change(config: Any) -> Any:
+    def change(config):
         requirement = dataclasses.replace(config.requirement, jaxlib="0.0.1")
         return dataclasses.replace(config, requirement=requirement)
 
-    found: Path = recipe.only("cpu-host").configured(change).write(tmp_path / "foreign")
-    return found
+    return recipe.only("cpu-host").configured(change).write(tmp_path / "foreign")
 
 
-def over(socket_path: Path) -> httpx.Client:
+def over(socket_path):
     """A client of a Unix socket."""
     transport = httpx.HTTPTransport(uds=str(socket_path))
     return httpx.Client(transport=transport, base_url="http://admin", timeout=60)
 
 
-def replay(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def replay(*arguments):
     return prejit("replay", *arguments, "--json")
 
 
-def prejit(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def prejit(*arguments):
     command = [sys.executable, "-m", "prejit.runtime", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-def check_gate(old: Path, new: Path, log: Path, directory: Path) -> None:
+def check_gate(old, new, log, directory):
     """Check that the gate stops a bundle that answers the requests of a log otherwise, in every form."""
     page, comment = directory / "gate.html", directory / "gate.md"
     options = ("--requests", log, "--page", page, "--markdown", comment)
@@ -166,12 +149,8 @@ def check_gate(old: Path, new: Path, log: Path, directory: Path) -> None:
 
 
 def test_a_server_from_its_start_to_the_replay_of_its_log(
-    serve: Serve,
-    bundle_dir: Path,
-    make_recipe: Any,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    serve, bundle_dir, make_recipe, tmp_path, capsys
+):
     path, log = tmp_path / "admin", tmp_path / "log.jsonl"
     with socket.socket(socket.AF_UNIX) as left_behind:  # as by a server that was killed
         left_behind.bind(str(path))
@@ -217,15 +196,15 @@ def test_a_server_from_its_start_to_the_replay_of_its_log(
 
 
 def test_a_canary_that_answers_otherwise_is_dropped_and_its_model_stays(
-    serve: Serve, bundle_dir: Path, make_recipe: Any, tmp_path: Path
-) -> None:
+    serve, bundle_dir, make_recipe, tmp_path
+):
     other = make_recipe(score_scale=2.0).write(tmp_path / "other")
     path = tmp_path / "admin"
     server = serve(bundle_dir, "--admin", path, "--canary", other, "--share", "100%")
     server.wait_until_ready()
     with over(path) as admin:
 
-        def state() -> dict[str, Any]:
+        def state():
             found = admin.get("/canary").json()["canaries"]
             return found[0] if found else {"stage": ""}
 
@@ -255,9 +234,7 @@ def test_a_canary_that_answers_otherwise_is_dropped_and_its_model_stays(
     assert "Traceback" not in server.said
 
 
-def test_a_swap_that_stalls_holds_up_neither_others_nor_the_end(
-    serve: Serve, bundle_dir: Path, tmp_path: Path
-) -> None:
+def test_a_swap_that_stalls_holds_up_neither_others_nor_the_end(serve, bundle_dir, tmp_path):
     path = tmp_path / "admin"
     server = serve(bundle_dir, "--admin", path, "--drain-seconds", "1")
     server.wait_until_ready()
@@ -275,7 +252,7 @@ def test_a_swap_that_stalls_holds_up_neither_others_nor_the_end(
                 assert isinstance(each.exception(60), httpx.HTTPError) or each.result().is_error
 
 
-def check_drain(server: Process, admin: httpx.Client, client: httpx.Client) -> None:
+def check_drain(server, admin, client):
     """A drained server refuses and stays until that is undone."""
     assert admin.post("/drain").json() == {"state": "draining", "idle": True}
     assert client.get(f"{server.url}/health/live").json() == {"state": "draining"}
@@ -297,7 +274,7 @@ def check_drain(server: Process, admin: httpx.Client, client: httpx.Client) -> N
     assert wrong.json()["error"]["message"].startswith("POST /drain: expected a path of this")
 
 
-def _binds(server: Process) -> bool:
+def _binds(server):
     until = time.monotonic() + 60
     while time.monotonic() < until:
         try:
@@ -309,7 +286,7 @@ def _binds(server: Process) -> bool:
     return False
 
 
-def test_a_server_that_compiles_is_live_and_not_ready(serve: Serve, foreign_dir: Path) -> None:
+def test_a_server_that_compiles_is_live_and_not_ready(serve, foreign_dir):
     server = serve(foreign_dir)
     states = []
     assert _binds(server)
@@ -327,9 +304,7 @@ def test_a_server_that_compiles_is_live_and_not_ready(serve: Serve, foreign_dir:
 
 
 @pytest.mark.parametrize(("number", "answers"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
-def test_a_signal_while_it_loads_ends_it(
-    number: int, answers: bool, serve: Serve, foreign_dir: Path
-) -> None:
+def test_a_signal_while_it_loads_ends_it(number, answers, serve, foreign_dir):
     server = serve(foreign_dir)
     assert _binds(server)  # the stack is not imported yet
     if answers:
@@ -338,8 +313,8 @@ def test_a_signal_while_it_loads_ends_it(
 
 
 def test_the_admin_address_answers_no_foreign_page_and_a_terminal_may_close(
-    serve: Serve, bundle_dir: Path, make_recipe: Any, tmp_path: Path
-) -> None:
+    serve, bundle_dir, make_recipe, tmp_path
+):
     port, (person, terminal) = free_port(), pty.openpty()
     other = make_recipe(score_scale=2.0, name="other").write(tmp_path / "other")
     bundles = (bundle_dir, f"second={other}", "--admin", f"127.0.0.1:{port}")
@@ -356,9 +331,7 @@ def test_the_admin_address_answers_no_foreign_page_and_a_terminal_may_close(
     assert "SIGHUP: finishing what runs" in server.said
 
 
-def test_keys_and_a_log_that_signals_open_again(
-    serve: Serve, bundle_dir: Path, tmp_path: Path
-) -> None:
+def test_keys_and_a_log_that_signals_open_again(serve, bundle_dir, tmp_path):
     keys, log = tmp_path / "keys", tmp_path / "log"
     keys.write_text("alice: 0123456789abcdef\n")
     server = serve(bundle_dir, "--keys", keys, "--log", log, "-vv").wait_until_ready()
@@ -394,13 +367,8 @@ def test_keys_and_a_log_that_signals_open_again(
     ],
 )
 def test_a_server_that_cannot_serve_says_why_and_ends(
-    arguments: tuple[str, ...],
-    status: int,
-    message: str,
-    serve: Serve,
-    bundle_dir: Path,
-    foreign_dir: Path,
-) -> None:
+    arguments, status, message, serve, bundle_dir, foreign_dir
+):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         names = {"bundle": bundle_dir, "foreign": foreign_dir, "taken": port}
@@ -413,11 +381,11 @@ def test_a_server_that_cannot_serve_says_why_and_ends(
 COMPLETION = {"model": "decoder", "prompt": [1, 2, 3], "max_tokens": 60, "ignore_eos": True}
 
 
-def complete(server: Process, **changed: Any) -> httpx.Response:
+def complete(server, **changed):
     return httpx.post(f"{server.url}/v1/completions", json=COMPLETION | changed, timeout=120)
 
 
-def begin_many(server: Process, count: int) -> list[socket.socket]:
+def begin_many(server, count):
     """Sends requests at the same time, and returns when the engine has taken them."""
     connections = []
     for seed in range(count):
@@ -435,7 +403,7 @@ def begin_many(server: Process, count: int) -> list[socket.socket]:
     return connections
 
 
-def statuses_of(connections: list[socket.socket]) -> list[int]:
+def statuses_of(connections):
     """Reads the responses to their ends."""
     found = []
     for each in connections:
@@ -449,9 +417,7 @@ def statuses_of(connections: list[socket.socket]) -> list[int]:
     return found
 
 
-def test_what_runs_is_finished_after_a_signal_and_the_rest_is_refused(
-    serve: Serve, decoder_dir: Path, tmp_path: Path
-) -> None:
+def test_what_runs_is_finished_after_a_signal_and_the_rest_is_refused(serve, decoder_dir, tmp_path):
     path = tmp_path / "admin"
     server = serve(decoder_dir, "--slots", "1", "--admin", path).wait_until_ready()
     connections = begin_many(server, 60)
@@ -471,9 +437,7 @@ def test_what_runs_is_finished_after_a_signal_and_the_rest_is_refused(
     assert server.wait() == 0
 
 
-def test_what_is_left_after_the_time_fails_and_the_server_ends(
-    serve: Serve, decoder_dir: Path
-) -> None:
+def test_what_is_left_after_the_time_fails_and_the_server_ends(serve, decoder_dir):
     server = serve(decoder_dir, "--slots", "1", "--drain-seconds", "0").wait_until_ready()
     connections = begin_many(server, 60)
     server.process.send_signal(signal.SIGTERM)
@@ -483,7 +447,7 @@ def test_what_is_left_after_the_time_fails_and_the_server_ends(
     assert server.wait() == 0
 
 
-def test_a_second_signal_ends_at_once(serve: Serve, decoder_dir: Path) -> None:
+def test_a_second_signal_ends_at_once(serve, decoder_dir):
     server = serve(decoder_dir, "--slots", "1").wait_until_ready()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         # A request whose body never comes keeps the server from ending by itself.
@@ -497,9 +461,7 @@ def test_a_second_signal_ends_at_once(serve: Serve, decoder_dir: Path) -> None:
     assert "ending at once" in server.said
 
 
-def test_a_crash_of_native_code_shows_where_each_thread_was(
-    serve: Serve, decoder_dir: Path
-) -> None:
+def test_a_crash_of_native_code_shows_where_each_thread_was(serve, decoder_dir):
     server = serve(decoder_dir).wait_until_ready()
     assert complete(server).status_code == 200
     assert server.end(signal.SIGSEGV) == -signal.SIGSEGV
@@ -508,8 +470,8 @@ def test_a_crash_of_native_code_shows_where_each_thread_was(
 
 
 def test_streams_that_their_clients_leave_are_replayed_as_far_as_they_came(
-    serve: Serve, decoder_dir: Path, tmp_path: Path
-) -> None:
+    serve, decoder_dir, tmp_path
+):
     log = tmp_path / "log.jsonl"
     server = serve(decoder_dir, "--log", log, "--slots", "3").wait_until_ready()
     for seed in range(6):
@@ -531,12 +493,11 @@ def test_streams_that_their_clients_leave_are_replayed_as_far_as_they_came(
     assert (report["equal"], report["differences"]) == (6 + 8 + 1, [])
 
 
-def test_a_server_whose_stderr_nobody_reads_serves_and_ends(bundle_dir: Path) -> None:
+def test_a_server_whose_stderr_nobody_reads_serves_and_ends(bundle_dir):
     """A collector of logs may die first; the signal after it must not be lost with the message about it."""
     command = [sys.executable, "-m", "prejit.runtime", "serve", str(bundle_dir)]
     command += ["--port", str(free_port())]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
         assert "ready in" in server.stderr.readline()
         server.stderr.close()
         server.send_signal(signal.SIGTERM)
@@ -547,8 +508,8 @@ def test_a_server_whose_stderr_nobody_reads_serves_and_ends(bundle_dir: Path) ->
 
 
 def test_a_server_follows_a_tag_and_its_end_waits_for_no_transfer(
-    serve: Serve, bundle_dir: Path, make_recipe: Callable[..., Any], tmp_path: Path
-) -> None:
+    serve, bundle_dir, make_recipe, tmp_path
+):
     versions = [
         bundle_dir,
         *(make_recipe(score_scale=s).write(tmp_path / f"{s}") for s in (2.0, 3.0)),
@@ -559,9 +520,8 @@ def test_a_server_follows_a_tag_and_its_end_waits_for_no_transfer(
         own = {"PREJIT_BUNDLES": str(tmp_path / "store")}
         server = serve(f"m={at}", "--follow", "1", **own).wait_until_ready()
 
-        def root() -> str:
-            found: str = httpx.get(f"{server.url}/v1/models").json()["data"][0]["root"]
-            return found
+        def root():
+            return httpx.get(f"{server.url}/v1/models").json()["data"][0]["root"]
 
         assert root() == digests[0]
         before = infer(server).json()["outputs"][0]["data"]
@@ -571,7 +531,7 @@ def test_a_server_follows_a_tag_and_its_end_waits_for_no_transfer(
         assert infer(server).json()["outputs"][0]["data"] != before
         stalls = threading.Event()
 
-        def stall(method: str, path: str) -> None:
+        def stall(method, path):
             if method == "GET" and "/blobs/" in path:
                 stalls.set()
                 time.sleep(20)

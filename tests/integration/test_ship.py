@@ -1,16 +1,13 @@
 """Bundles ship through real servers and clients, in fresh processes. What moves them imports no jax."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.fake_registry import FakeRegistry, fake_registry
+from tests.fake_registry import fake_registry
 from tests.store_servers import azurite, docker_registry, moto, moto_as_google, nginx, s3rver
 
 from prejit.runtime.format.audit import audit
@@ -37,13 +34,13 @@ print(start.hashed_bytes, start.receipt_bytes)
 
 
 @pytest.fixture
-def registry() -> Iterator[FakeRegistry]:
+def registry():
     with fake_registry() as found:
         yield found
 
 
 @pytest.fixture
-def env(tmp_path: Path) -> dict[str, str]:
+def env(tmp_path):
     """A machine of its own: an empty store, and no receipts."""
     return {
         **os.environ,
@@ -52,7 +49,7 @@ def env(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def prejit(env: dict[str, str], *words: object) -> str:
+def prejit(env, *words):
     """Run a command in a fresh process in which nobody can import jax. Return what it printed."""
     command = (
         "import sys; sys.modules['jax'] = None; from prejit.runtime.__main__ import main; "
@@ -66,9 +63,7 @@ def prejit(env: dict[str, str], *words: object) -> str:
 
 
 @pytest.mark.parametrize("kind", SERVERS)
-def test_through_a_real_server_to_an_empty_machine(
-    kind: str, tmp_path: Path, env: dict[str, str]
-) -> None:
+def test_through_a_real_server_to_an_empty_machine(kind, tmp_path, env):
     server = SERVERS[kind](tmp_path)
     if server is None:
         pytest.skip(f"{kind} is not installed: see tests/store_servers.py")
@@ -98,9 +93,7 @@ def test_through_a_real_server_to_an_empty_machine(
     assert done.returncode == 0, done.stderr
 
 
-def test_a_first_start_hashes_nothing_that_the_pull_has_hashed(
-    registry: FakeRegistry, env: dict[str, str]
-) -> None:
+def test_a_first_start_hashes_nothing_that_the_pull_has_hashed(registry, env):
     at = f"oci://{registry.host}/call:v1"
     prejit(env, "push", GOLDEN / "call", at)
     prejit(env, "pull", at)

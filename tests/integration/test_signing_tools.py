@@ -4,13 +4,10 @@ They have dependencies that other packages here cannot share, so they are in an 
 `.venv-tools`, which `make test` makes.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +16,7 @@ pytest.importorskip("cryptography", reason="cryptography comes with the extra tr
 from tests.layouts import blob
 from tests.signers import signer
 
-from prejit.compiler.signing.bundle_signing import Signed, sign
+from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import SIGNATURE_MEDIA_TYPE
 from prejit.runtime.format.referrers import referrers
@@ -64,22 +61,22 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def signed(bundle_dir: Path) -> Signed:
+def signed(bundle_dir):
     return sign(bundle_dir, signer("a"))
 
 
 @pytest.fixture
-def public(tmp_path: Path) -> Path:
+def public(tmp_path):
     (tmp_path / "a.pub.pem").write_text(signer("a").public.pem)
     return tmp_path / "a.pub.pem"
 
 
-def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
+def tool(*arguments):
     command = [str(TOOLS), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
-def model_signing(bundle: Path, signed: Signed, public: Path) -> subprocess.CompletedProcess[str]:
+def model_signing(bundle, signed, public):
     given = ("--signature", signed.model_signature, "--public_key", public)
     return tool("-m", "model_signing", "verify", "key", *given, bundle)
 
@@ -87,16 +84,14 @@ def model_signing(bundle: Path, signed: Signed, public: Path) -> subprocess.Comp
 @pytest.mark.parametrize(
     "curve", ["SECP256R1", pytest.param("SECP384R1", marks=pytest.mark.thorough), "SECP521R1"]
 )
-def test_model_signing_verifies_the_directory(curve: str, bundle_dir: Path, tmp_path: Path) -> None:
+def test_model_signing_verifies_the_directory(curve, bundle_dir, tmp_path):
     key = signer(f"a-{curve}", curve)
     (tmp_path / "key.pem").write_text(key.public.pem)
     done = model_signing(bundle_dir, sign(bundle_dir, key), tmp_path / "key.pem")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_model_signing_refuses_another_key_and_a_changed_file(
-    bundle_dir: Path, signed: Signed, public: Path, tmp_path: Path
-) -> None:
+def test_model_signing_refuses_another_key_and_a_changed_file(bundle_dir, signed, public, tmp_path):
     (tmp_path / "b.pub.pem").write_text(signer("b").public.pem)
     assert model_signing(bundle_dir, signed, tmp_path / "b.pub.pem").returncode != 0
     largest = max((bundle_dir / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
@@ -105,8 +100,8 @@ def test_model_signing_refuses_another_key_and_a_changed_file(
 
 
 def test_model_signing_verifies_a_keyless_signature_and_refuses_another_identity(
-    bundle_dir: Path, tmp_path: Path
-) -> None:
+    bundle_dir, tmp_path
+):
     pytest.importorskip("sigstore", reason="sigstore comes with the extra keyless")
     from tests.fake_sigstore import IDENTITY, ISSUER, FakeSigstore, token
 
@@ -123,15 +118,15 @@ def test_model_signing_verifies_a_keyless_signature_and_refuses_another_identity
         assert done.returncode == status, done.stdout + done.stderr
 
 
-def attached(bundle: Path) -> list[tuple[Any, Path]]:
+def attached(bundle):
     with Layout(bundle) as layout:
         found = referrers(layout, read_root(layout))
     return [(each, blob(bundle, each.layers[0].digest)) for each in found]
 
 
 def test_libraries_of_in_toto_and_sigstore_and_openssl_verify_what_is_attached_as_cosign_writes_it(
-    bundle_dir: Path, signed: Signed, public: Path, tmp_path: Path
-) -> None:
+    bundle_dir, signed, public, tmp_path
+):
     found = attached(bundle_dir)
     done = tool("-c", VERIFY, public, *(file for _, file in found))
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +61,7 @@ exec env --ignore-environment container=test SYSTEMD_UNIT_PATH=/etc/systemd/syst
 """Starts a systemd that can write to no file of this machine and has no units of Debian, which empty /tmp."""
 
 
-def can_boot() -> bool:
+def can_boot():
     if os.geteuid() != 0 or not SYSTEMD.exists() or shutil.which("unshare") is None:
         return False
     if Path("/proc/1/comm").read_text() == "systemd\n":  # two would share its control groups
@@ -74,7 +73,7 @@ def can_boot() -> bool:
 
 
 @pytest.fixture
-def units(tmp_path: Path) -> Path:
+def units(tmp_path):
     """The units as instances: systemd-analyze reads no templates."""
     for each in UNITS.iterdir():
         shutil.copy(each, tmp_path / each.name.replace("@", "@demo"))
@@ -84,7 +83,7 @@ def units(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
-def test_systemd_accepts_the_units_and_sees_little_exposure(units: Path) -> None:
+def test_systemd_accepts_the_units_and_sees_little_exposure(units):
     files = [str(units / f"prejit@demo.{kind}") for kind in ("service", "socket")]
     done = subprocess.run(
         ["systemd-analyze", "verify", *files], capture_output=True, text=True, check=False
@@ -102,24 +101,24 @@ class Booted:
     pid: int
     port: int
 
-    def child(self) -> str:
+    def child(self):
         """Return the process id of systemd itself, below that of `unshare`."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
         return children.split()[0]
 
-    def control(self, *arguments: str) -> str:
+    def control(self, *arguments):
         """Run systemctl beside it."""
         command = ["nsenter", "-t", self.child(), "-a", "systemctl", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-    def printed(self) -> str:
+    def printed(self):
         """Return what the server printed."""
         file = Path(f"/proc/{self.child()}/root/run/printed")
         return file.read_text() if file.exists() else ""
 
 
 @pytest.fixture
-def booted(bundle_dir: Path) -> Iterator[Booted]:
+def booted(bundle_dir):
     port = free_port()
     env = {
         **{"PATH": os.environ["PATH"], "ROOT": str(ROOT), "BUNDLE": str(bundle_dir)},
@@ -136,11 +135,11 @@ def booted(bundle_dir: Path) -> Iterator[Booted]:
 
 
 @pytest.mark.skipif(not can_boot(), reason="needs root, namespaces and systemd")
-def test_a_request_starts_the_hardened_server_and_a_restart_refuses_none(booted: Booted) -> None:
+def test_a_request_starts_the_hardened_server_and_a_restart_refuses_none(booted):
     url = f"http://127.0.0.1:{booted.port}/v2/models/score/infer"
-    statuses: list[int] = []
+    statuses = []
 
-    def ask() -> int:
+    def ask():
         statuses.append(httpx.post(url, json=INFER, timeout=60).status_code)
         return statuses[-1]
 
@@ -150,7 +149,7 @@ def test_a_request_starts_the_hardened_server_and_a_restart_refuses_none(booted:
     before = booted.control("show", "-P", "MainPID", "prejit@demo.service")
     is_over = threading.Event()
 
-    def go_on() -> None:
+    def go_on():
         while not is_over.is_set():
             ask()
 
@@ -177,16 +176,13 @@ def test_a_request_starts_the_hardened_server_and_a_restart_refuses_none(booted:
         (("--datagram", "--listen=127.0.0.1:{port}"), "does not listen at a TCP port"),
     ],
 )
-def test_another_socket_of_systemd_is_refused(
-    bundle_dir: Path, given: tuple[str, ...], reason: str
-) -> None:
+def test_another_socket_of_systemd_is_refused(bundle_dir, given, reason):
     port, other = free_port(), free_port()
     sockets = [each.format(port=port, other=other) for each in given]
     serve = [sys.executable, "-m", "prejit.runtime", "serve", str(bundle_dir)]
     with subprocess.Popen(
         ["systemd-socket-activate", *sockets, *serve], stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stderr is not None
         printed = [process.stderr.readline()]
         kind = socket.SOCK_DGRAM if "--datagram" in given else socket.SOCK_STREAM
         with socket.socket(socket.AF_INET, kind) as client:

@@ -1,15 +1,9 @@
 """Builds of the user's code that changed nothing, or one line: what they import, trace and compile."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 from tests import own_decoders
-
-from .conftest import Run
 
 FUNCTIONS = """
 [bundle]
@@ -52,9 +46,7 @@ print(json.dumps({"status": status, "heavy": sorted(heavy)}))
 """
 
 
-def noop(
-    python: Run, run: Run, build_cache: Path, directory: Path, manifest: str
-) -> dict[str, Any]:
+def noop(python, run, build_cache, directory, manifest):
     """Build in a new process, which has imported nothing, and return what it did."""
     arguments = ("build", directory / manifest, "-o", directory / "out", "--json", "--no-measure")
     done = python(NOOP, *arguments, PREJIT_CACHE=str(build_cache))
@@ -65,8 +57,8 @@ def noop(
 
 
 def test_a_build_that_changes_nothing_imports_neither_jax_nor_the_users_code(
-    run: Run, python: Run, build_cache: Path, tmp_path: Path
-) -> None:
+    run, python, build_cache, tmp_path
+):
     (tmp_path / "functions.toml").write_text(FUNCTIONS)
     one = "def f(x):\n    return x * 11\n\n\ndef g(x):\n    return x * 13\n"
     (tmp_path / "one.py").write_text(one)
@@ -80,9 +72,7 @@ def test_a_build_that_changes_nothing_imports_neither_jax_nor_the_users_code(
     assert (changed["compiled"], changed["cached"]) == (1, 3)
 
 
-def test_a_decoder_of_the_user_is_not_imported_again(
-    run: Run, python: Run, build_cache: Path, tmp_path: Path
-) -> None:
+def test_a_decoder_of_the_user_is_not_imported_again(run, python, build_cache, tmp_path):
     shutil.copy(own_decoders.__file__, tmp_path / "own_decoders.py")
     (tmp_path / "own.toml").write_text(DECODER)
     options = ("-o", tmp_path / "out", "--no-measure")

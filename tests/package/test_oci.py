@@ -1,14 +1,10 @@
 """Clients that know nothing of prejit take a bundle for what it is: an OCI image layout."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import numpy as np
@@ -16,7 +12,7 @@ import oras.schemas
 import pytest
 from oras.layout.layout import Layout, NewLayoutFromRegistry
 from oras.provider import Registry
-from tests.fake_registry import FakeRegistry, fake_registry
+from tests.fake_registry import fake_registry
 from tests.layouts import blob, index_of
 from tests.layouts import blobs_of as blob_files
 
@@ -29,11 +25,11 @@ MODEL = Path(__file__).parents[1] / "format" / "v1" / "decoder"
 """A bundle with tokenizer and chat templates."""
 
 
-def sha256(content: bytes) -> str:
+def sha256(content):
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
-def blobs_of(layout: Path, target: str) -> list[str]:
+def blobs_of(layout, target):
     """The digests of everything that a target's manifest leads to."""
     index = json.loads((layout / "index.json").read_bytes())
     named = {m["annotations"]["org.opencontainers.image.ref.name"]: m for m in index["manifests"]}
@@ -41,7 +37,7 @@ def blobs_of(layout: Path, target: str) -> list[str]:
     return [d["digest"] for d in (named[target], manifest["config"], *manifest["layers"])]
 
 
-def test_oras_validates_the_layout_and_finds_every_blob(bundle_dir: Path) -> None:
+def test_oras_validates_the_layout_and_finds_every_blob(bundle_dir):
     layout = Layout(str(bundle_dir))
     for target in TARGETS:
         assert set(layout.get_ordered_blobs(tag=target)) == {*blobs_of(bundle_dir, target)}
@@ -73,7 +69,7 @@ ANNOTATIONS = {
     "properties": {"org.opencontainers.image.ref.name": {"pattern": REF_NAME}},
     "additionalProperties": {"type": "string"},
 }
-DESCRIPTOR: dict[str, Any] = {
+DESCRIPTOR = {
     "type": "object",
     "required": ["mediaType", "digest", "size"],
     "properties": {
@@ -115,9 +111,7 @@ MANIFEST = {
 
 
 @pytest.mark.parametrize("path", [None, MODEL], ids=["functions", "model"])
-def test_index_and_manifests_are_as_the_specification_says(
-    bundle_dir: Path, path: Path | None
-) -> None:
+def test_index_and_manifests_are_as_the_specification_says(bundle_dir, path):
     bundle_dir = path or bundle_dir
     root = json.loads((bundle_dir / "index.json").read_bytes())
     index = index_of(bundle_dir)
@@ -137,7 +131,7 @@ def test_index_and_manifests_are_as_the_specification_says(
 
 
 @pytest.fixture
-def registry() -> Iterator[FakeRegistry]:
+def registry():
     with fake_registry(has_referrers=False) as found:
         yield found
 
@@ -146,14 +140,8 @@ def registry() -> Iterator[FakeRegistry]:
     ("tag", "kind", "targets"), [("example", "index", 2), ("cpu-host", "manifest", 1)]
 )
 def test_what_oras_pushed_and_pulled_is_the_bundle_or_one_of_its_targets(
-    registry: FakeRegistry,
-    bundle_dir: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    tag: str,
-    kind: str,
-    targets: int,
-) -> None:
+    registry, bundle_dir, tmp_path, capsys, tag, kind, targets
+):
     """One reference names the whole: the registry's digest is the bundle's."""
     provider = Registry(insecure=True, tls_verify=False)
     where = f"{registry.host}/bundle:v1"
@@ -171,7 +159,7 @@ def test_what_oras_pushed_and_pulled_is_the_bundle_or_one_of_its_targets(
     assert pulled.digest in said
 
 
-def copy_of(layout: Path, to: Path, *targets: str, spaced: bool = False) -> Path:
+def copy_of(layout, to, *targets, spaced=False):
     """A copy of some targets as skopeo makes it: the blobs, and an index of the tool's own."""
     index = json.loads((layout / "index.json").read_bytes())
     manifests = []
@@ -191,9 +179,7 @@ def copy_of(layout: Path, to: Path, *targets: str, spaced: bool = False) -> Path
     return to
 
 
-def test_a_copy_of_one_target_is_a_bundle_of_that_target(
-    bundle_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_copy_of_one_target_is_a_bundle_of_that_target(bundle_dir, tmp_path, capsys):
     last = set()
     for spaced in (False, True):
         copy = copy_of(bundle_dir, tmp_path / f"{spaced}", "cpu-x86-64-v3", spaced=spaced)
@@ -206,9 +192,7 @@ def test_a_copy_of_one_target_is_a_bundle_of_that_target(
     assert load(both, on_mismatch="error").target == "cpu-host"
 
 
-def test_a_copy_is_checked_as_a_bundle_is(
-    bundle_dir: Path, make_recipe: Any, tmp_path: Path
-) -> None:
+def test_a_copy_is_checked_as_a_bundle_is(bundle_dir, make_recipe, tmp_path):
     for digest in blobs_of(bundle_dir, "cpu-host"):
         copy = copy_of(bundle_dir, tmp_path / digest[-9:], "cpu-host")
         damaged = blob(copy, digest)
@@ -234,13 +218,13 @@ with_skopeo = pytest.mark.skipif(
 )
 
 
-def skopeo(*arguments: str) -> bytes:
+def skopeo(*arguments):
     command = ["skopeo", "--insecure-policy", *arguments]
     return subprocess.run(command, check=True, capture_output=True).stdout
 
 
 @with_skopeo
-def test_skopeo_reads_and_copies_every_target_unchanged(bundle_dir: Path, tmp_path: Path) -> None:
+def test_skopeo_reads_and_copies_every_target_unchanged(bundle_dir, tmp_path):
     for target in TARGETS:
         source = f"oci:{bundle_dir}:{target}"
         digest = sha256(skopeo("inspect", "--raw", source))
@@ -255,7 +239,7 @@ def test_skopeo_reads_and_copies_every_target_unchanged(bundle_dir: Path, tmp_pa
 
 
 @with_skopeo
-def test_skopeo_copies_the_whole_bundle(bundle_dir: Path, tmp_path: Path) -> None:
+def test_skopeo_copies_the_whole_bundle(bundle_dir, tmp_path):
     """skopeo 1.9 replaces the index by one without our artifact type, and the bundle keeps its name."""
     copied = tmp_path / "copied"
     skopeo("copy", "--all", f"oci:{bundle_dir}:example", f"oci:{copied}:other")

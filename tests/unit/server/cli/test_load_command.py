@@ -1,9 +1,5 @@
 """Options that do not fit are said before any request is sent."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from prejit.runtime import __main__
@@ -35,20 +31,18 @@ NOWHERE = "http://127.0.0.1:1"
         ((), "cannot connect: Connection refused", 7),
     ],
 )
-def test_a_mistake_is_said(
-    options: tuple[str, ...], said: str, status: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_said(options, said, status, capsys):
     assert __main__.main(["load", NOWHERE, *options]) == status
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("url", ["http://", "http://host:99999", "http://host?x=1"])
-def test_a_url_of_no_server_is_said(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_url_of_no_server_is_said(url, capsys):
     assert __main__.main(["load", url]) == 2
     assert "expected a " in capsys.readouterr().err
 
 
-def test_a_key_is_one_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_is_one_word(tmp_path, capsys):
     (tmp_path / "key").write_text("two words\n")
     assert __main__.main(["load", NOWHERE, "--key-file", str(tmp_path / "key")]) == 2
     found = capsys.readouterr().err

@@ -1,10 +1,5 @@
 """What `prejit serve` reads from its command line."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from prejit.runtime import __main__
@@ -15,7 +10,7 @@ from prejit.server.http import server_process
 from prejit.server.served.served_loading import BundleSource, EngineOptions
 
 
-def test_a_bundle_may_have_another_name(tmp_path: Path) -> None:
+def test_a_bundle_may_have_another_name(tmp_path):
     strange = tmp_path / "a=b"
     strange.mkdir()
     given = ["artifacts/demo", "chat=artifacts/demo", str(strange), "v1.2-x=/a=b", "bad name=x"]
@@ -45,9 +40,7 @@ def test_a_bundle_may_have_another_name(tmp_path: Path) -> None:
         ("--cors", ["app.example", "https://a.b/"]),
     ],
 )
-def test_a_limit_that_is_none_is_refused(
-    option: str, values: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_limit_that_is_none_is_refused(option, values, capsys):
     for value in values:
         assert __main__.main(["serve", "artifacts/demo", option, value]) == 2
         error = capsys.readouterr().err
@@ -55,8 +48,8 @@ def test_a_limit_that_is_none_is_refused(
         assert value in error
 
 
-def test_every_option_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
+def test_every_option_reaches_the_server(monkeypatch):
+    given = []
     monkeypatch.setattr(server_process, "serve", lambda *arguments: given.append(arguments))
     options = {
         **{"--host": "0.0.0.0", "--port": "8080", "--admin": "[::1]:9000", "--cors": "https://A.b"},
@@ -95,19 +88,15 @@ def test_every_option_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> Non
     assert given[2][-1] == ("z", 0.025)
 
 
-def test_a_canary_is_beside_one_bundle_and_its_share_is_a_part(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_canary_is_beside_one_bundle_and_its_share_is_a_part(capsys):
     assert __main__.main(["serve", "a=x", "b=y", "--canary", "z"]) == 2
     assert "expected one bundle, found 2; start canaries of several with" in capsys.readouterr().err
     assert __main__.main(["serve", "x", "--canary", "z", "--share", "5"]) == 2
     assert 'share: expected a share such as "5%"' in capsys.readouterr().err
 
 
-def test_only_a_bundle_that_may_change_is_followed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given: list[Any] = []
+def test_only_a_bundle_that_may_change_is_followed(monkeypatch, capsys):
+    given = []
     monkeypatch.setattr(server_process, "serve", lambda *arguments: given.append(arguments))
     tag, fixed = "oci://host.example/demo:prod", f"oci://host.example/demo@sha256:{'0' * 64}"
     for bundle in (tag, "directory"):
@@ -117,9 +106,7 @@ def test_only_a_bundle_that_may_change_is_followed(
     assert "expected a directory or a tag, such as oci://" in capsys.readouterr().err
 
 
-def test_a_file_of_keys_or_a_log_that_cannot_be_opened_ends_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_keys_or_a_log_that_cannot_be_opened_ends_it(tmp_path, capsys):
     for option, message in (("--keys", "cannot read the keys"), ("--log", "cannot write the log")):
         assert __main__.main(["serve", "x", option, str(tmp_path / "missing" / "file")]) == 6
         assert message in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """Bad clients: none of them may stop the others, cost a 500, or stay for ever."""
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import contextlib
@@ -13,16 +11,14 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from tests.unit.server.running import Running, answer, running, wait_for
+from tests.unit.server.running import answer, running, wait_for
 
 from prejit.server.gate import gate
 from prejit.server.gate.gate import Gate
@@ -41,28 +37,28 @@ class Streams:
     closed = 0
 
 
-async def hello(request: Request) -> Response:
+async def hello(request):
     return PlainTextResponse("hello")
 
 
-async def size(request: Request) -> Response:
+async def size(request):
     return PlainTextResponse(str(len(await request.body())))
 
 
-async def slow_headers(request: Request) -> Response:
+async def slow_headers(request):
     """The header after the whole body."""
     await request.body()
     return PlainTextResponse(f"authorization: {request.headers.get('authorization', 'none')}")
 
 
-async def large(request: Request) -> Response:
+async def large(request):
     return Response(b"x" * (16 << 20))
 
 
-async def stream(request: Request) -> Response:
+async def stream(request):
     """Endless parts of 64 KB."""
 
-    async def parts() -> AsyncIterator[bytes]:
+    async def parts():
         Streams.begun += 1
         try:
             while True:
@@ -75,7 +71,7 @@ async def stream(request: Request) -> Response:
 
 
 @contextlib.contextmanager
-def serving(settings: Settings) -> Iterator[Running]:
+def serving(settings):
     """A server of the handlers above, behind a gate."""
     models = Models()
     models.change("loading", "ready")
@@ -97,12 +93,12 @@ def serving(settings: Settings) -> Iterator[Running]:
 
 
 @pytest.fixture
-def server() -> Iterator[Running]:
+def server():
     with serving(Settings(body_bytes=1 << 20, timeout_seconds=60)) as found:
         yield found
 
 
-def exchange(server: Running, *sent: bytes) -> bytes:
+def exchange(server, *sent):
     """What a server answers to these bytes until it closes."""
     with server.connect() as connection:
         for part in sent:
@@ -110,7 +106,7 @@ def exchange(server: Running, *sent: bytes) -> bytes:
         return answer(connection)
 
 
-def receive_until(connection: socket.socket, end: bytes) -> None:
+def receive_until(connection, end):
     """Read an answer, which may come in parts, until its end."""
     got = b""
     while not got.endswith(end):
@@ -119,7 +115,7 @@ def receive_until(connection: socket.socket, end: bytes) -> None:
         got += part
 
 
-def check(server: Running) -> None:
+def check(server):
     assert httpx.get(f"{server.url}/hello", timeout=60).text == "hello"
 
 
@@ -140,7 +136,7 @@ GARBAGE = [
 ]
 
 
-def test_garbage_is_400_or_nothing(server: Running) -> None:
+def test_garbage_is_400_or_nothing(server):
     for sent in GARBAGE:
         with server.connect() as connection:
             connection.sendall(sent)
@@ -153,7 +149,7 @@ def test_garbage_is_400_or_nothing(server: Running) -> None:
     assert b" 500 " not in got
 
 
-def test_pipelined_requests_are_answered_in_order(server: Running) -> None:
+def test_pipelined_requests_are_answered_in_order(server):
     bodies = [b"x" * n for n in range(50)]
     sent = b"".join(
         b"POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
@@ -166,7 +162,7 @@ def test_pipelined_requests_are_answered_in_order(server: Running) -> None:
     ] == list(range(50))
 
 
-def test_a_head_without_end_is_refused(server: Running) -> None:
+def test_a_head_without_end_is_refused(server):
     for line in (b"GET /%s HTTP/1.1\r\n", b"GET /hello HTTP/1.1\r\nX: %s\r\n"):
         with server.connect() as connection:
             with contextlib.suppress(OSError):
@@ -194,9 +190,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("what", ENDLESS)
-def test_nothing_that_a_client_sends_is_without_end(
-    what: str, monkeypatch: pytest.MonkeyPatch, server: Running
-) -> None:
+def test_nothing_that_a_client_sends_is_without_end(what, monkeypatch, server):
     begin, part = ENDLESS[what]
     monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", 1 << 20, raising=False)
     # More than what all buffers of a connection hold.
@@ -206,7 +200,7 @@ def test_nothing_that_a_client_sends_is_without_end(
     wait_for(lambda: not server.server.server_state.connections)
 
 
-def test_so_many_headers_and_no_more(server: Running) -> None:
+def test_so_many_headers_and_no_more(server):
     for count, status in ((256, 200), (257, 400)):
         got = exchange(server, GET[:-2] + b"X:\r\n" * (count - 2) + b"Connection: close\r\n\r\n")
         assert got.startswith(b"HTTP/1.1 %d" % status)
@@ -216,7 +210,7 @@ def test_so_many_headers_and_no_more(server: Running) -> None:
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
 
 
-def test_an_offer_of_another_protocol_is_ignored(server: Running) -> None:
+def test_an_offer_of_another_protocol_is_ignored(server):
     """As Java's HttpClient makes it, with a body."""
     for framed in (
         b"Content-Length: 5\r\n\r\nhello",
@@ -238,7 +232,7 @@ def test_an_offer_of_another_protocol_is_ignored(server: Running) -> None:
     assert found.startswith(b"HTTP/1.1 4")
 
 
-def test_a_trailer_is_no_header(server: Running) -> None:
+def test_a_trailer_is_no_header(server):
     """The gate has checked the request without it."""
     with server.connect() as connection:
         connection.sendall(b"POST /slow_headers" + CHUNKED + b"1\r\na\r\n0\r\n")
@@ -256,9 +250,7 @@ def test_a_trailer_is_no_header(server: Running) -> None:
         (b"GET /hello HTTP/1.1\r\nX-Long: ", b"a"),
     ],
 )
-def test_slow_heads_and_trailers_end_with_the_time_of_a_head(
-    begin: bytes, part: bytes, monkeypatch: pytest.MonkeyPatch, server: Running
-) -> None:
+def test_slow_heads_and_trailers_end_with_the_time_of_a_head(begin, part, monkeypatch, server):
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
     sent = 0
     with server.connect() as connection, contextlib.suppress(OSError):
@@ -270,9 +262,7 @@ def test_slow_heads_and_trailers_end_with_the_time_of_a_head(
     assert sent < 3000
 
 
-def test_an_answer_that_nobody_reads_is_dropped_in_time(
-    monkeypatch: pytest.MonkeyPatch, server: Running
-) -> None:
+def test_an_answer_that_nobody_reads_is_dropped_in_time(monkeypatch, server):
     """Even where the connection is to be closed behind it."""
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
     with server.connect() as slow:
@@ -282,7 +272,7 @@ def test_an_answer_that_nobody_reads_is_dropped_in_time(
         wait_for(lambda: not server.server.server_state.connections)
 
 
-def test_a_client_that_goes_ends_all_its_requests(server: Running) -> None:
+def test_a_client_that_goes_ends_all_its_requests(server):
     """Not only the last one that it sent."""
     for _ in range(5):
         with server.connect() as connection:
@@ -291,7 +281,7 @@ def test_a_client_that_goes_ends_all_its_requests(server: Running) -> None:
     wait_for(lambda: Streams.closed == Streams.begun == 5)
 
 
-def test_a_reset_connection_is_freed(server: Running) -> None:
+def test_a_reset_connection_is_freed(server):
     """Not when the time for its next head is over: 10,000 of them held 80 MB for 75 seconds."""
     with server.connect() as connection:
         connection.sendall(GET)
@@ -301,17 +291,17 @@ def test_a_reset_connection_is_freed(server: Running) -> None:
     wait_for(lambda: gc.collect() is not None and kept() is None)
 
 
-def test_a_refused_body_is_freed(server: Running) -> None:
+def test_a_refused_body_is_freed(server):
     with server.connect() as connection:
         connection.sendall(
             b"POST /hello HTTP/1.1\r\nHost: x\r\nContent-Length: 60000\r\n\r\n" + b"a" * 60_000
         )
         assert connection.recv(1000).startswith(b"HTTP/1.1 405")
         [kept] = server.server.server_state.connections
-        assert len(kept.cycle.body) == 0  # type: ignore[union-attr]
+        assert len(kept.cycle.body) == 0
 
 
-def test_a_client_that_has_sent_no_head_costs_little(server: Running) -> None:
+def test_a_client_that_has_sent_no_head_costs_little(server):
     """10,000 of them left the allocator's arenas in pieces: 45 MB that the process never gave back."""
     started = sys.getallocatedblocks()
     with contextlib.ExitStack() as opened:
@@ -327,9 +317,7 @@ def test_a_client_that_has_sent_no_head_costs_little(server: Running) -> None:
         assert answer(connection).endswith(b"\r\n\r\n5")
 
 
-def test_of_too_many_that_have_sent_no_head_the_oldest_is_closed(
-    monkeypatch: pytest.MonkeyPatch, server: Running
-) -> None:
+def test_of_too_many_that_have_sent_no_head_the_oldest_is_closed(monkeypatch, server):
     monkeypatch.setattr(connections, "MAX_WAITING", 5)
     with contextlib.ExitStack() as opened:
         first = opened.enter_context(server.connect())
@@ -342,9 +330,7 @@ def test_of_too_many_that_have_sent_no_head_the_oldest_is_closed(
         assert answer(connection).startswith(b"HTTP/1.1 200")
 
 
-def test_a_client_that_sends_nothing_is_closed(
-    monkeypatch: pytest.MonkeyPatch, server: Running
-) -> None:
+def test_a_client_that_sends_nothing_is_closed(monkeypatch, server):
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
     for sent in (b"", b"GET /hel", GET):
         with server.connect() as connection:
@@ -354,13 +340,13 @@ def test_a_client_that_sends_nothing_is_closed(
             assert got.count(b"HTTP/1.1 200") == (sent == GET)
 
 
-def test_a_body_that_stops_coming_is_408(monkeypatch: pytest.MonkeyPatch, server: Running) -> None:
+def test_a_body_that_stops_coming_is_408(monkeypatch, server):
     monkeypatch.setattr(gate, "BODY_SECONDS", 0.2)
     got = exchange(server, b"POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
     assert got.startswith(b"HTTP/1.1 408")
 
 
-def test_10_mb_are_413_for_a_client_that_sends_them_all(server: Running) -> None:
+def test_10_mb_are_413_for_a_client_that_sends_them_all(server):
     parts = (b"x" * 65_536 for _ in range(160))
     # A client that still sends may find the connection closed: it must not wait for ever.
     with contextlib.suppress(httpx.WriteError, httpx.ReadError):
@@ -369,7 +355,7 @@ def test_10_mb_are_413_for_a_client_that_sends_them_all(server: Running) -> None
     assert httpx.post(f"{server.url}/size", content=most, timeout=60).text == str(len(most))
 
 
-def test_a_slow_reader_holds_no_memory_and_nobody_up(server: Running) -> None:
+def test_a_slow_reader_holds_no_memory_and_nobody_up(server):
     with server.connect() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.sendall(GET.replace(b"/hello", b"/stream"))
@@ -384,9 +370,7 @@ def test_a_slow_reader_holds_no_memory_and_nobody_up(server: Running) -> None:
     wait_for(lambda: Streams.closed == 1)
 
 
-def test_a_reader_that_never_reads_is_cut_after_the_time_of_a_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_reader_that_never_reads_is_cut_after_the_time_of_a_request(monkeypatch):
     monkeypatch.setattr(gate, "GRACE_SECONDS", 0.0)
     with serving(Settings(timeout_seconds=0.5)) as server, server.connect() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

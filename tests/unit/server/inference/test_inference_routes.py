@@ -1,13 +1,8 @@
 """Clients of the protocol must get what `Bundle.call` gives, and errors that say what was wrong."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import httpx
 import hypothesis
@@ -18,11 +13,10 @@ import schemathesis
 import tritonclient.http as triton
 from schemathesis import checks as schemathesis_checks
 from tests.extent import examples
-from tests.unit.server.running import CallingEngine, Running, running, served, wait_for
+from tests.unit.server.running import CallingEngine, running, served, wait_for
 from tritonclient.utils import InferenceServerException
 
 from prejit.runtime import load
-from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import DeadlineError
 from prejit.server.gate.api_keys import Keys
 from prejit.server.gate.server_settings import Settings
@@ -33,14 +27,14 @@ X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
 
 
 @pytest.fixture(scope="module")
-def bundle(settled_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def bundle(settled_dir, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path_factory.mktemp("cache")))
         return load(settled_dir)
 
 
 @pytest.fixture(scope="module")
-def server(bundle: Bundle) -> Iterator[Running]:
+def server(bundle):
     models = Models(served(bundle))
     with running(models, Settings()) as found:
         yield found
@@ -48,17 +42,17 @@ def server(bundle: Bundle) -> Iterator[Running]:
 
 
 @pytest.fixture
-def client(server: Running) -> Iterator[triton.InferenceServerClient]:
+def client(server):
     with triton.InferenceServerClient(f"127.0.0.1:{server.port}") as found:
         yield found
 
 
-def tensor(name: str, value: np.ndarray[Any, Any], datatype: str, *, binary: bool) -> Any:
+def tensor(name, value, datatype, *, binary):
     found = triton.InferInput(name, list(value.shape), datatype)
     return found.set_data_from_numpy(value, binary_data=binary)
 
 
-def test_static_values_that_python_calls_equal_are_listed_each(bundle: Bundle) -> None:
+def test_static_values_that_python_calls_equal_are_listed_each(bundle):
     buckets = [
         replace(bundle.config.programs[0], static={"k": text}) for text in ("1", "true", '"1"', "1")
     ]
@@ -66,13 +60,13 @@ def test_static_values_that_python_calls_equal_are_listed_each(bundle: Bundle) -
 
 
 @pytest.mark.parametrize(("name", "near"), [("scroe", "score"), ("example.nset", "example.nest")])
-def test_a_model_that_is_not_there_names_the_nearest(name: str, near: str, server: Running) -> None:
+def test_a_model_that_is_not_there_names_the_nearest(name, near, server):
     found = httpx.get(f"{server.url}/v2/models/{name}")
     assert found.status_code == 404
     assert f"(did you mean '{near}'?)" in found.json()["error"]
 
 
-def test_the_server_and_its_models_are_found(client: triton.InferenceServerClient) -> None:
+def test_the_server_and_its_models_are_found(client):
     assert client.is_server_live()
     assert client.is_server_ready()
     assert "binary_tensor_data" in client.get_server_metadata()["extensions"]
@@ -97,13 +91,7 @@ def test_the_server_and_its_models_are_found(client: triton.InferenceServerClien
 @pytest.mark.parametrize(
     ("binary", "binary_out", "rows"), [(False, False, 2), (True, True, 8), (True, None, 2)]
 )
-def test_an_inference_is_what_a_call_gives(
-    client: triton.InferenceServerClient,
-    bundle: Bundle,
-    binary: bool,
-    binary_out: bool | None,
-    rows: int,
-) -> None:
+def test_an_inference_is_what_a_call_gives(client, bundle, binary, binary_out, rows):
     x = np.random.default_rng(rows).standard_normal((rows, 16), np.float32)
     outputs = None
     if binary_out is not None:
@@ -115,9 +103,7 @@ def test_an_inference_is_what_a_call_gives(
     assert found.get_response()["model_name"] == "score"
 
 
-def test_nested_trees_are_tensors_by_path(
-    client: triton.InferenceServerClient, bundle: Bundle
-) -> None:
+def test_nested_trees_are_tensors_by_path(client, bundle):
     half = np.array([1, 2, 3], ml_dtypes.bfloat16)
     count = np.array([[1, 2], [3, 4]], np.int32)
     inputs = [
@@ -136,7 +122,7 @@ def test_nested_trees_are_tensors_by_path(
     assert found.as_numpy("sums.1").tolist() == [[2, 3], [4, 5]]
 
 
-def test_a_program_without_arguments_takes_no_inputs(client: triton.InferenceServerClient) -> None:
+def test_a_program_without_arguments_takes_no_inputs(client):
     assert client.infer("tick", []).as_numpy("result") == 7
 
 
@@ -152,9 +138,7 @@ def test_a_program_without_arguments_takes_no_inputs(client: triton.InferenceSer
         ("nothing", [("x", X, "FP32")], "expected one of the models"),
     ],
 )
-def test_a_wrong_inference_is_an_error_that_names_it(
-    client: triton.InferenceServerClient, name: str, inputs: list[Any], message: str
-) -> None:
+def test_a_wrong_inference_is_an_error_that_names_it(client, name, inputs, message):
     for binary in (False, True):
         given = [tensor(*each, binary=binary) for each in inputs]
         with pytest.raises(InferenceServerException) as caught:
@@ -163,14 +147,14 @@ def test_a_wrong_inference_is_an_error_that_names_it(
         assert caught.value.status() in ("400", "404")
 
 
-def infer(server: Running, content: Any, headers: dict[str, str] | None = None) -> httpx.Response:
+def infer(server, content, headers=None):
     body = content if isinstance(content, bytes) else json.dumps(content).encode()
     return httpx.post(
         f"{server.url}/v2/models/score/infer", content=body, headers=headers, timeout=60
     )
 
 
-def of(**changed: Any) -> dict[str, Any]:
+def of(**changed):
     plain = {"name": "x", "datatype": "FP32", "shape": [2, 16], "data": X.tolist()}
     return {"inputs": [plain | changed]}
 
@@ -199,19 +183,19 @@ WRONG_BODIES = [
 ]
 
 
-def test_a_wrong_body_is_400_and_says_so_in_the_form_of_the_protocol(server: Running) -> None:
+def test_a_wrong_body_is_400_and_says_so_in_the_form_of_the_protocol(server):
     for content in WRONG_BODIES:
         found = infer(server, content)
         assert found.status_code == 400, content
         assert found.json().keys() == {"error"}
     for length in ("-1", "x", "1e3", "99999999", "", "٣", "0"):
-        headers: Any = {"Inference-Header-Content-Length": length.encode()}
+        headers = {"Inference-Header-Content-Length": length.encode()}
         assert infer(server, b"{}", headers).status_code == 400
     unknown = {**of(), "extra": {"a": 1}}  # the protocol wants such fields ignored
     assert infer(server, unknown).status_code == 200
 
 
-def test_bytes_that_no_tensor_has_are_400(server: Running) -> None:
+def test_bytes_that_no_tensor_has_are_400(server):
     head = json.dumps(of(data=None, parameters={"binary_data_size": X.nbytes})).encode()
     headers = {"Inference-Header-Content-Length": str(len(head))}
     assert infer(server, head + X.tobytes(), headers).status_code == 200
@@ -219,7 +203,7 @@ def test_bytes_that_no_tensor_has_are_400(server: Running) -> None:
         assert infer(server, head + wrong, headers).status_code == 400
 
 
-def test_the_published_document_of_v2_holds(server: Running) -> None:
+def test_the_published_document_of_v2_holds(server):
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     wanted = (
         schemathesis_checks.not_a_server_error,
@@ -238,7 +222,7 @@ def test_the_published_document_of_v2_holds(server: Running) -> None:
             suppress_health_check=list(hypothesis.HealthCheck),
         )
         @hypothesis.given(api.as_strategy())
-        def check(case: Any) -> None:
+        def check(case):
             if case.path_parameters:
                 case.path_parameters["model"] = "score"
             case.call_and_validate(checks=wanted)
@@ -246,7 +230,7 @@ def test_the_published_document_of_v2_holds(server: Running) -> None:
         check()
 
 
-def test_a_wrong_path_is_an_error_in_the_form_of_the_protocol(server: Running) -> None:
+def test_a_wrong_path_is_an_error_in_the_form_of_the_protocol(server):
     missing = [
         f"/v2/models/{model}{rest}"
         for model in ("nothing", "score/versions/2")
@@ -262,7 +246,7 @@ def test_a_wrong_path_is_an_error_in_the_form_of_the_protocol(server: Running) -
         assert (found.status_code, found.json().keys()) == (405, {"error"}), path
 
 
-def test_a_server_that_is_not_ready_says_so(bundle: Bundle) -> None:
+def test_a_server_that_is_not_ready_says_so(bundle):
     models = Models()
     with running(models, Settings()) as server:
         for path in ("/v2/health/ready", "/v2/models/score", "/v2/models/score/ready"):
@@ -276,21 +260,21 @@ def test_a_server_that_is_not_ready_says_so(bundle: Bundle) -> None:
 class Never(CallingEngine):
     """An engine whose calls wait forever."""
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle):
         super().__init__(bundle)
-        self.futures: list[Future[Any]] = []
+        self.futures = []
 
-    def submit_client_call(self, *given: Any, **arguments: Any) -> Future[Any]:
+    def submit_client_call(self, *given, **arguments):
         self.futures.append(Future())
         return self.futures[-1]
 
 
-def never(bundle: Bundle) -> tuple[Never, Models]:
+def never(bundle):
     engine = Never(bundle)
-    return engine, Models(Served(bundle.name, bundle, engine, 1))  # type: ignore[arg-type]
+    return engine, Models(Served(bundle.name, bundle, engine, 1))
 
 
-def test_a_client_that_leaves_cancels_its_call(bundle: Bundle) -> None:
+def test_a_client_that_leaves_cancels_its_call(bundle):
     engine, models = never(bundle)
     body = json.dumps(of()).encode()
     with running(models, Settings()) as server:
@@ -306,7 +290,7 @@ def test_a_client_that_leaves_cancels_its_call(bundle: Bundle) -> None:
     models.close()
 
 
-def test_a_call_that_takes_too_long_is_504_and_ends_by_its_deadline(bundle: Bundle) -> None:
+def test_a_call_that_takes_too_long_is_504_and_ends_by_its_deadline(bundle):
     engine, models = never(bundle)
     with running(models, Settings(timeout_seconds=0.1)) as server:
         found = infer(server, of())
@@ -317,9 +301,9 @@ def test_a_call_that_takes_too_long_is_504_and_ends_by_its_deadline(bundle: Bund
     models.close()
 
 
-def test_two_bundles_with_one_program_are_told_apart_by_their_names(bundle: Bundle) -> None:
+def test_two_bundles_with_one_program_are_told_apart_by_their_names(bundle):
     one, other = CallingEngine(bundle), CallingEngine(bundle)
-    models = Models(Served("one", bundle, one, 1), Served("other", bundle, other, 1))  # type: ignore[arg-type]
+    models = Models(Served("one", bundle, one, 1), Served("other", bundle, other, 1))
     with running(models, Settings()) as server:
         assert infer(server, of()).status_code == 404  # which one is not clear
         url = f"{server.url}/v2/models/other.score/infer"
@@ -328,14 +312,12 @@ def test_two_bundles_with_one_program_are_told_apart_by_their_names(bundle: Bund
     assert (len(one.clients), len(other.clients)) == (0, 1)
 
 
-def test_a_call_is_of_the_client_of_its_key_with_the_limits_of_that(
-    bundle: Bundle, tmp_path: Path
-) -> None:
+def test_a_call_is_of_the_client_of_its_key_with_the_limits_of_that(bundle, tmp_path):
     (tmp_path / "keys.txt").write_text("few: sk-few-000 waiting=1\n")
     keys = Keys(tmp_path / "keys.txt")
     models = Models(one := served(bundle))
     with running(models, Settings(keys=keys)) as server:
         assert infer(server, of(), {"Authorization": "Bearer sk-few-000"}).status_code == 200
     models.close()
-    [(client, limits)] = one.engine.clients  # type: ignore[attr-defined]
+    [(client, limits)] = one.engine.clients
     assert (client, limits.waiting) == ("few", 1)

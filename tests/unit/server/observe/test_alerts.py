@@ -8,8 +8,6 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -46,7 +44,7 @@ class Case:
     interval: str = "1m"
 
 
-def requests(points: int, **each: int) -> dict[str, str]:
+def requests(points, **each):
     """Return counters of requests by reason, each of which grows by so many in an interval."""
     return {
         f'prejit_requests_total{{{MODEL},{GENERATE},reason="{reason}"}}': f"0+{step}x{points}"
@@ -54,18 +52,18 @@ def requests(points: int, **each: int) -> dict[str, str]:
     }
 
 
-def first_tokens(quick: int, total: int, length: int) -> dict[str, str]:
+def first_tokens(quick, total, length):
     return latencies("vllm:time_to_first_token_seconds", MODEL, quick, total, length)
 
 
-def latencies(name: str, labels: str, quick: int, total: int, length: int) -> dict[str, str]:
+def latencies(name, labels, quick, total, length):
     return {
         f'{name}_bucket{{{labels},le="2.5"}}': f"0+{quick}x{length}",
         f"{name}_count{{{labels}}}": f"0+{total}x{length}",
     }
 
 
-def calls(quick: int, total: int, length: int) -> dict[str, str]:
+def calls(quick, total, length):
     """Return the times of calls, beside generations that all take longer."""
     name = "prejit_request_seconds"
     return {
@@ -74,9 +72,7 @@ def calls(quick: int, total: int, length: int) -> dict[str, str]:
     }
 
 
-def when(
-    alert: str, at: str, series: dict[str, str], *rows: tuple[object, ...], interval: str = "1m"
-) -> list[Case]:
+def when(alert, at, series, *rows, interval="1m"):
     """Return a case for each row: what fills the gaps of names and values, and last whether it fires."""
     return [
         Case(
@@ -254,7 +250,7 @@ CASES = (
 )
 
 
-def as_test(case: Case) -> dict[str, Any]:
+def as_test(case):
     """Return a case as promtool reads it. Prometheus has a series ALERTS for each alert that fires."""
     query = f'count by (alertname) (ALERTS{{alertname="{case.alert}",alertstate="firing"}})'
     labels = f'{{alertname="{case.alert}"}}'
@@ -267,7 +263,7 @@ def as_test(case: Case) -> dict[str, Any]:
     }
 
 
-def run_promtool(directory: Path, interval: str, tests: list[dict[str, Any]]) -> None:
+def run_promtool(directory, interval, tests):
     """Let promtool evaluate the rules once an interval, and check what it finds."""
     (directory / "rules.yml").write_text(files("https://wiki.example")[RULES_FILE])
     plan = {"rule_files": ["rules.yml"], "evaluation_interval": interval, "tests": tests}
@@ -393,7 +389,7 @@ ABSENT = {
 }
 
 
-def scraped_series() -> list[dict[str, str]]:
+def scraped_series():
     """Return every series of a server of two models after some requests, each growing by one in a minute."""
     engines = StandIn(), StandIn()
     for engine in engines:
@@ -415,7 +411,7 @@ def scraped_series() -> list[dict[str, str]]:
     return series
 
 
-def plain(query: str) -> str:
+def plain(query):
     """Return a query as Grafana sends it, with everything chosen."""
     query = query.replace("$__rate_interval", "5m")
     return re.sub(r"\$(job|instance|model)\b", ".*", query)

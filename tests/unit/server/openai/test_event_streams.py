@@ -1,11 +1,7 @@
 """The response of a stream: what clients get when something fails, and what ends when they leave."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from collections.abc import AsyncGenerator
-from typing import Any
 
 import pytest
 
@@ -17,35 +13,35 @@ from prejit.server.openai.event_streams import EventStream
 class Client:
     """One side of an ASGI connection. It stays until `leave` is called."""
 
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
+    def __init__(self):
+        self.sent = []
         self._gone = asyncio.Event()
 
-    def leave(self) -> None:
+    def leave(self):
         self._gone.set()
 
-    async def receive(self) -> Any:
+    async def receive(self):
         await self._gone.wait()
         return {"type": "http.disconnect"}
 
-    async def send(self, message: Any) -> None:
+    async def send(self, message):
         self.sent.append(message)
 
     @property
-    def body(self) -> bytes:
+    def body(self):
         return b"".join(message.get("body", b"") for message in self.sent)
 
 
-async def stream(client: Client, events: AsyncGenerator[bytes, None]) -> None:
+async def stream(client, events):
     await EventStream(events)({"type": "http"}, client.receive, client.send)
 
 
-def test_events_come_one_by_one_and_the_body_ends() -> None:
-    async def events() -> AsyncGenerator[bytes, None]:
+def test_events_come_one_by_one_and_the_body_ends():
+    async def events():
         yield b"one"
         yield b"two"
 
-    async def main() -> None:
+    async def main():
         client = Client()
         await stream(client, events())
         start, *bodies = client.sent
@@ -61,14 +57,14 @@ def test_events_come_one_by_one_and_the_body_ends() -> None:
     asyncio.run(main())
 
 
-def test_a_request_that_waits_has_a_head_and_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_waits_has_a_head_and_comments(monkeypatch):
     """A proxy cuts a connection on which nothing comes."""
     monkeypatch.setattr(module, "COMMENT_SECONDS", 0.01, raising=False)
 
-    async def main() -> None:
+    async def main():
         client, slot = Client(), asyncio.Event()
 
-        async def events() -> AsyncGenerator[bytes, None]:
+        async def events():
             yield b""
             await slot.wait()
             yield b"one"
@@ -91,16 +87,14 @@ def test_a_request_that_waits_has_a_head_and_comments(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("error", "is_suspected"), [(NumbersError("not numbers"), True), (DeadlineError("late"), False)]
 )
-def test_an_error_behind_the_first_event_is_an_event_and_makes_the_server_look(
-    error: Exception, is_suspected: bool
-) -> None:
-    async def events() -> AsyncGenerator[bytes, None]:
+def test_an_error_behind_the_first_event_is_an_event_and_makes_the_server_look(error, is_suspected):
+    async def events():
         yield b"data: 1\n\n"
         raise error
 
     suspected = threading.Event()
 
-    async def main() -> None:
+    async def main():
         client = Client()
         scope = {"type": "http", "state": {"suspected": suspected}}
         await EventStream(events())(scope, client.receive, client.send)
@@ -112,12 +106,12 @@ def test_an_error_behind_the_first_event_is_an_event_and_makes_the_server_look(
     assert suspected.is_set() == is_suspected
 
 
-def test_an_error_before_the_first_event_has_its_own_status() -> None:
-    async def events() -> AsyncGenerator[bytes, None]:
+def test_an_error_before_the_first_event_has_its_own_status():
+    async def events():
         raise QueueFullError("full", retry_after=1)
         yield b""
 
-    async def main() -> None:
+    async def main():
         client = Client()
         with pytest.raises(QueueFullError):
             await stream(client, events())
@@ -127,13 +121,11 @@ def test_an_error_before_the_first_event_has_its_own_status() -> None:
 
 
 @pytest.mark.parametrize(("after", "leaves"), [(0, True), (1, True), (1, False)])
-def test_events_are_closed_when_the_client_leaves_or_the_request_is_cancelled(
-    after: int, leaves: bool
-) -> None:
-    async def main() -> None:
+def test_events_are_closed_when_the_client_leaves_or_the_request_is_cancelled(after, leaves):
+    async def main():
         client, closed = Client(), asyncio.Event()
 
-        async def events() -> AsyncGenerator[bytes, None]:
+        async def events():
             try:
                 for _ in range(after):
                     yield b"one"

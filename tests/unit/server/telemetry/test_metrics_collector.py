@@ -1,11 +1,8 @@
 """/metrics: dashboards and gateways find nothing if a name, a label or a unit is another one."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from importlib.metadata import version
-from typing import Any
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -38,7 +35,7 @@ VLLM = {
 }
 
 
-def scrape(of: Models, accept: str = "") -> str:
+def scrape(of, accept=""):
     response = TestClient(Starlette(routes=list(operator_routes(of)))).get(
         "/metrics", headers={"accept": accept}
     )
@@ -46,11 +43,11 @@ def scrape(of: Models, accept: str = "") -> str:
     return response.text
 
 
-def families(of: Models) -> dict[str, Any]:
+def families(of):
     return {family.name: family for family in parse_text(scrape(of))}
 
 
-def value(of: Models, sample: str, **labels: str) -> float:
+def value(of, sample, **labels):
     [found] = [
         each.value
         for family in families(of).values()
@@ -60,7 +57,7 @@ def value(of: Models, sample: str, **labels: str) -> float:
     return found
 
 
-def named(requests: tuple[str, str]) -> dict[str, str]:
+def named(requests):
     """Return the labels of a kind of requests."""
     return dict(zip(("kind", "program"), requests, strict=True))
 
@@ -114,7 +111,7 @@ def test_every_end_of_a_generation_is_counted_once_and_failures_do_not_make_late
     }
     assert ended == {"stop": 1, "length": 2, "abort": 2, "error": 2}
 
-    def ours(name: str, **labels: str) -> float:
+    def ours(name, **labels):
         return value(of, f"prejit_{name}", **named(GENERATE), **labels)
 
     ends = {reason: ours("requests_total", reason=reason) for reason in REASONS}
@@ -145,7 +142,7 @@ def test_encodings_are_requests_like_others():
     engine.encodings.admitted(0.5)
     of = Models(served(engine=engine))
 
-    def ours(name: str, **labels: str) -> float:
+    def ours(name, **labels):
         return value(of, f"prejit_{name}", **named(ENCODE), **labels)
 
     assert (ours("requests_total", reason="done"), ours("requests_total", reason="nan")) == (2, 1)
@@ -175,7 +172,6 @@ def test_only_what_was_compiled_counts_as_compiling_and_as_a_wait_for_it():
 
 @pytest.mark.skipif(PROMTOOL is None, reason="needs promtool (Debian: apt-get install prometheus)")
 def test_promtool_complains_of_no_name_but_those_of_vllm():
-    assert PROMTOOL is not None
     page = scrape(Models(served()))
     done = subprocess.run(
         [PROMTOOL, "check", "metrics"], input=page, capture_output=True, text=True
