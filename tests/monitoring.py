@@ -29,9 +29,3 @@ def panels(dashboard: str) -> list[dict[str, Any]]:
 def queries(panel: dict[str, Any]) -> list[str]:
     """Return the queries of a panel."""
     return [target["expr"] for target in panel["targets"]]
-
-
-def all_queries() -> list[str]:
-    """Return the queries of all panels and all rules."""
-    found = [query for name in DASHBOARDS for panel in panels(name) for query in queries(panel)]
-    return found + [rule["expr"] for rule in RULES]

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,6 @@ from prejit.runtime import load
 
 ROOT = Path(__file__).parents[2]
 SHARED = Path(os.environ.get("PREJIT_SHARED", ROOT.parent / "shared"))
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session")
@@ -86,6 +83,44 @@ def stories():
     if not directory.is_dir():
         pytest.skip(f"no checkpoint at {directory}; set PREJIT_SHARED to the directory that has it")
     return directory, json.loads((directory / "expected.json").read_text())
+
+
+def functions_manifest(path, programs, targets=("cpu-host",), more=""):
+    """Write a manifest of functions: by name, the keys of each with `; ` between them."""
+    sections = [
+        f"[[program]]\nname = {json.dumps(name)}\n{keys}\n" for name, keys in programs.items()
+    ]
+    sections += [f"[[target]]\nname = {json.dumps(name)}\n" for name in targets]
+    text = "".join(sections).replace("; ", "\n")
+    path.write_text(f"[bundle]\nname = {json.dumps(path.stem)}\n{more}{text}")
+    return path
+
+
+@pytest.fixture
+def serve():
+    """Starts `prejit serve ARGUMENTS` as a process, which ends with the test."""
+    from .test_serve import Process
+
+    begun = []
+
+    def start(*arguments, **options):
+        begun.append(Process(*arguments, **options))
+        return begun[-1]
+
+    yield start
+    for each in begun:
+        each.kill()
+
+
+@pytest.fixture
+def programs(tmp_path):
+    """A directory for PATH with the program `prejit`."""
+    directory = tmp_path / "programs"
+    directory.mkdir()
+    program = directory / "prejit"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m prejit.runtime "$@"\n')
+    program.chmod(0o755)
+    return directory
 
 
 CHAT_TEMPLATE = """\

@@ -4,29 +4,23 @@ import json
 import shutil
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 
 from prejit.runtime import load
 from prejit.runtime.base.files import digest_of
 
-MANIFEST = """
-[bundle]
-name = "tiny"
-[[program]]
-name = "p"
-function = "tiny_model:f"
-args = { x = "float32[{n}]" }
-buckets = { n = [1, 2, 3] }
-[[target]]
-name = "cpu-host"
-[[target]]
-name = "cpu-x86-64-v3"
-"""
+from .conftest import functions_manifest
+
+
+def write_manifest(directory, sizes="1, 2, 3"):
+    keys = f'function = "tiny_model:f"; args = {{ x = "float32[{{n}}]" }}; buckets = {{ n = [{sizes}] }}'
+    functions_manifest(directory / "tiny.toml", {"p": keys}, ("cpu-host", "cpu-x86-64-v3"))
 
 
 def write_project(directory):
     (directory / "tiny_model.py").write_text("def f(x):\n    return x * 2 + 1\n")
-    (directory / "tiny.toml").write_text(MANIFEST)
+    write_manifest(directory)
     return directory
 
 
@@ -39,16 +33,9 @@ def built_once(run, tmp_path_factory):
 
 
 @pytest.fixture
-def project(tmp_path):
-    """A project that was never built."""
-    return write_project(tmp_path)
-
-
-@pytest.fixture
 def built_project(built_once, tmp_path):
     """A project that was built, with its cache and its bundle."""
-    shutil.copytree(built_once, tmp_path, dirs_exist_ok=True)
-    return tmp_path
+    return shutil.copytree(built_once, tmp_path, dirs_exist_ok=True)
 
 
 def build(run, project, **options):
@@ -84,8 +71,7 @@ def test_a_build_compiles_what_a_change_touches_and_keys_know_no_directory(
     shutil.copytree(project, elsewhere, ignore=shutil.ignore_patterns("out", "else"))
     assert build(run, elsewhere)["compiled"] == 0
 
-    wider = MANIFEST.replace("2, 3]", "2, 3, 4]")
-    (project / "tiny.toml").write_text(wider)
+    write_manifest(project, "1, 2, 3, 4")
     done = run(*arguments(project, "out"), "-v")
     assert json.loads(done.stdout)[0]["compiled"] == 2
     decided = [line for line in done.stderr.splitlines() if " INFO prejit.compiler." in line]
@@ -107,7 +93,7 @@ def test_a_damaged_bundle_and_a_damaged_cache_are_mended_by_the_next_build(run, 
     built = build(run, project)
     assert (built["compiled"], built["cached"], built["written"]) == (6, 0, True)
     run("verify", bundle)
-    assert load(bundle).call("p", x=_ones(3)).tolist() == [3, 3, 3]
+    assert load(bundle).call("p", x=np.ones(3, np.float32)).tolist() == [3, 3, 3]
     for directory in (bundle, project / "cache"):
         for blob in directory.rglob("blobs/sha256/*"):
             assert digest_of(blob.read_bytes()) == f"sha256:{blob.name}"
@@ -115,16 +101,11 @@ def test_a_damaged_bundle_and_a_damaged_cache_are_mended_by_the_next_build(run, 
     assert (again["compiled"], again["written"], again["digest"]) == (0, False, built["digest"])
 
 
-def test_equal_builds_at_once_compile_each_program_once(warm, project):
+def test_equal_builds_at_once_compile_each_program_once(warm, tmp_path):
+    project = write_project(tmp_path)
     processes = [warm.start(*arguments(project, f"out{n}"), quick=True) for n in range(3)]
     built = [json.loads(process.communicate(timeout=300)[0])[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * 3
     assert sum(each["compiled"] for each in built) == 6
     assert [each["compiled"] + each["cached"] for each in built] == [6] * 3
     assert len({each["digest"] for each in built}) == 1
-
-
-def _ones(count):
-    import numpy as np
-
-    return np.ones(count, np.float32)

@@ -17,6 +17,8 @@ from tests.quick_compiling import XLA_FLAGS
 from tests.ray_cluster import ray_cluster
 from tests.waiting import wait_for
 
+from .conftest import functions_manifest
+
 pytestmark = [
     pytest.mark.thorough,  # a cluster takes 30 s of CPU time, and its parts give up on a busy machine
     pytest.mark.skipif(
@@ -48,14 +50,9 @@ def manifest(tmp_path_factory):
     names = [f"f{number}" for number in range(FUNCTIONS)]
     lines = [f"def {name}(x): return x * {number + 2}\n" for number, name in enumerate(names)]
     (directory / "cluster_functions.py").write_text("".join(lines))
-    programs = "".join(
-        f'[[program]]\nname = "{name}"\nfunction = "cluster_functions:{name}"\n'
-        'args = { x = "float32[8]" }\n'
-        for name in names
-    )
-    target = '[[target]]\nname = "cpu-x86-64-v3"\n'
-    (directory / "many.toml").write_text(f'[bundle]\nname = "many"\n{programs}{target}')
-    return directory / "many.toml"
+    keys = 'function = "cluster_functions:%s"; args = { x = "float32[8]" }'
+    programs = {name: keys % name for name in names}
+    return functions_manifest(directory / "many.toml", programs, ["cpu-x86-64-v3"])
 
 
 def command(manifest, machine, *more):

@@ -16,9 +16,8 @@ from prejit.compiler.targets.target_classes import Target
 from prejit.runtime.errors import BuildError, NetworkError
 
 JAX = "0.10.99"
-PINNED = tuple(
-    f"{name}=={JAX}" for name in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt")
-)
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt")
+PINNED = tuple(f"{name}=={JAX}" for name in PACKAGES)
 
 
 def write_wheel(directory, name, version, *requires):
@@ -41,12 +40,11 @@ def pip(tmp_path_factory):
     """Settings of pip: it finds these wheels and nothing else."""
     wheels = tmp_path_factory.mktemp("wheels")
     write_wheel(wheels, "jax", JAX, f"jaxlib=={JAX}", "numpy")
-    for name in ("jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt"):
+    for name in PACKAGES[1:]:
         write_wheel(wheels, name, JAX)
     write_wheel(wheels, "numpy", "8.0")
-    write_wheel(wheels, "numpy", "9.0")
-    write_wheel(wheels, "zstandard", "9.0")
-    write_wheel(wheels, "blake3", "9.0")
+    for name in ("numpy", "zstandard", "blake3"):
+        write_wheel(wheels, name, "9.0")
     return {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)}
 
 
@@ -109,8 +107,7 @@ def test_it_holds_what_was_asked_for_and_two_who_want_it_at_once_make_it_once(of
     assert notes == [f"making an environment for cuda-x, once: {', '.join(PINNED)}"]
     found = environments.find(wanted())
     assert found is not None
-    installed = {"jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt"}
-    installed |= {"blake3", "numpy", "zstandard"}
+    installed = {*PACKAGES, "blake3", "numpy", "zstandard"}
     assert set(found.versions) - {"pip", "setuptools"} == installed, "no NVIDIA libraries"
     assert found.versions["jax-cuda13-pjrt"] == JAX
     assert found.versions["numpy"] == "8.0", "constrained"

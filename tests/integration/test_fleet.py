@@ -31,6 +31,8 @@ from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.compare import compare
 from prejit.runtime.machine.fingerprint import Fingerprint
 
+from .conftest import functions_manifest
+
 ROOT = Path(__file__).parents[2]
 OLD, NEW = "0.10.2", "0.12.0.1"
 LEVELS = ("cpu-x86-64-v2", "cpu-x86-64-v3", "cpu-x86-64-v4") if ALL else ("cpu-x86-64-v3",)
@@ -228,11 +230,10 @@ def test_a_program_that_cannot_fit_its_device_is_no_bundle(run, environment, tmp
 def halves(path, sizes, tables):
     """A manifest of a small function."""
     (path.parent / "halves.py").write_text("def half(x):\n    return x / 2\n")
-    path.write_text(
-        f'[bundle]\nname = "{path.stem}"\n[[program]]\nname = "half"\nfunction = "halves:half"\n'
-        f'args = {{ x = "float32[{{n}}]" }}\nbuckets = {{ n = {sizes} }}\n{tables}'
+    keys = (
+        f'function = "halves:half"; args = {{ x = "float32[{{n}}]" }}; buckets = {{ n = {sizes} }}'
     )
-    return path
+    return functions_manifest(path, {"half": keys}, (), tables)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -25,7 +23,7 @@ from tests.waiting import wait_for
 
 from prejit.runtime.__main__ import main
 
-from .test_serve import Process, infer
+from .test_serve import infer
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "kubernetes" / "chart"
@@ -85,16 +83,12 @@ def check(objects):
     with_tools(CHECK, KUBERNETES, objects)
 
 
-@dataclass(frozen=True)
-class Installed:
-    """A chart after `helm install`: what the cluster got, and what Helm rendered, or its error."""
-
-    objects: list[dict[str, Any]]
-    rendered: str
-
-
 def install(*values):
-    """Lint and install the chart with each of the values."""
+    """Lint and install the chart with each of the values.
+
+    Returns:
+        for each what the cluster got, and what Helm rendered, or its error.
+    """
     with contextlib.ExitStack() as stack:
         apis = [stack.enter_context(fake_kubernetes()) for _ in values]
         calls = [(str(CHART), each, api.kubeconfig) for each, api in zip(values, apis, strict=True)]
@@ -103,7 +97,7 @@ def install(*values):
             apis, json.loads(with_tools(HELM, *calls)), strict=True
         ):
             assert all(each["Severity"] < 2 for each in messages), messages  # 1: it has no icon
-            found.append(Installed(list(api.objects.values()), rendered))
+            found.append((list(api.objects.values()), rendered))
         return found
 
 
@@ -131,13 +125,13 @@ def moved(arguments, **places):
 @needs_tools
 def test_helm_installs_what_the_schemas_of_kubernetes_and_keda_have():
     installed = dict(zip(FORMS, install(*FORMS.values()), strict=True))
-    check([each for form in installed.values() for each in form.objects])
+    check([each for objects, _ in installed.values() for each in objects])
     for form, source in (
         ("volume", "image"),
         ("pull", "emptyDir"),
         ("claim", "persistentVolumeClaim"),
     ):
-        objects = installed[form].objects
+        objects, _ = installed[form]
         kinds = {"Deployment", "Service", "PodDisruptionBudget", "DaemonSet", "ScaledObject"}
         pod = one(objects, "Deployment")["spec"]["template"]["spec"]
         (bundle,) = [each for each in pod["volumes"] if each["name"] == "bundle"]
@@ -147,7 +141,7 @@ def test_helm_installs_what_the_schemas_of_kubernetes_and_keda_have():
             kinds.remove("ScaledObject")
             assert one(objects, "Deployment")["spec"]["replicas"] == 2
         assert {each["kind"] for each in objects} == kinds
-    again = [each for each in yaml.safe_load_all(installed["volume"].rendered) if each]
+    again = [each for each in yaml.safe_load_all(installed["volume"][1]) if each]
     assert sorted(again, key=json.dumps) == sorted(plain(), key=json.dumps), (
         "write it again, as deploy/kubernetes/base/kustomization.yaml says"
     )
@@ -161,23 +155,9 @@ def test_wrong_values_are_named():
         "bundle.reference: expected a reference such as oci://": {"from": "pull"},
     }
     values = [{"bundle": bundle} for bundle in wrong.values()]
-    for reason, found in zip(wrong, install(*values), strict=True):
-        assert reason in found.rendered
-        assert not found.objects
-
-
-@pytest.fixture
-def started():
-    begun = []
-
-    def start(arguments):
-        assert arguments[0] == "serve"
-        begun.append(Process(*arguments[1:]))
-        return begun[-1]
-
-    yield start
-    for each in begun:
-        each.kill()
+    for reason, (objects, error) in zip(wrong, install(*values), strict=True):
+        assert reason in error
+        assert not objects
 
 
 def is_probed(container, name, port):
@@ -191,13 +171,12 @@ def is_probed(container, name, port):
     return 200 <= found.status_code < 400
 
 
-def test_the_pods_container_starts_is_probed_and_drains(bundle_dir, started):
+def test_the_pods_container_starts_is_probed_and_drains(bundle_dir, serve):
     objects = plain()
     pod = one(objects, "Deployment")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     port = free_port()
-    server = started(moved(container["args"], bundle=bundle_dir, port=port))
-    server.port = port
+    server = serve(*moved(container["args"], bundle=bundle_dir, port=port)[1:], port=port)
     wait_for(lambda: is_probed(container, "startupProbe", port))
     assert is_probed(container, "readinessProbe", port)
     assert is_probed(container, "livenessProbe", port)
@@ -205,12 +184,10 @@ def test_the_pods_container_starts_is_probed_and_drains(bundle_dir, started):
     metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
     (trigger,) = one(objects, "ScaledObject")["spec"]["triggers"]
     asked = re.fullmatch(r'sum\((\w+)\{model_name="(.*)"\}\)', trigger["metadata"]["query"])
-    samples = [
-        each for family in text_string_to_metric_families(metrics) for each in family.samples
-    ]
     found = [
         each.value
-        for each in samples
+        for family in text_string_to_metric_families(metrics)
+        for each in family.samples
         if (each.name, each.labels.get("model_name")) == asked.groups()
     ]
     assert found
@@ -222,7 +199,7 @@ def test_the_pods_container_starts_is_probed_and_drains(bundle_dir, started):
     assert server.end(signal.SIGTERM, drain + 10) == 0, server.said
 
 
-def test_the_init_container_pulls_what_the_server_serves(bundle_dir, tmp_path, started):
+def test_the_init_container_pulls_what_the_server_serves(bundle_dir, tmp_path, serve):
     with running_registry(tmp_path) as registry:
         assert main(["push", str(bundle_dir), f"{registry.url}:prod"]) == 0
         text = (CHART / "templates" / "server.yaml").read_text()
@@ -232,16 +209,14 @@ def test_the_init_container_pulls_what_the_server_serves(bundle_dir, tmp_path, s
         into = tmp_path / "bundle" / "models"
         arguments[1] = f"{registry.url}:prod"
         assert main([arguments[0], *moved(arguments[1:], bundle=into)]) == 0
-    server = started(["serve", f"demo={into}", "--on-mismatch", "error"]).wait_until_ready()
+    server = serve(f"demo={into}", "--on-mismatch", "error").wait_until_ready()
     assert httpx.get(f"{server.url}/health/ready", timeout=60).json()["models"] == ["demo"]
 
 
-def test_a_node_prints_the_fingerprint_that_fleet_reads(bundle_dir, tmp_path, capsys):
+def test_a_node_prints_the_fingerprint_that_fleet_reads(bundle_dir, programs, tmp_path, capsys):
     pod = one(plain(), "DaemonSet")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    (tmp_path / "prejit").write_text(f'#!/bin/sh\nexec {sys.executable} -m prejit.runtime "$@"\n')
-    (tmp_path / "prejit").chmod(0o755)
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
     with subprocess.Popen(container["command"], env=env, stdout=subprocess.PIPE) as printed:
         line = printed.stdout.readline()
         assert printed.poll() is None  # a DaemonSet starts again what ends
@@ -272,7 +247,7 @@ def test_kustomize_changes_image_and_volume(tmp_path):
     assert pod["containers"][0]["image"] == "registry.example.com/prejit-server:0.2.0"
 
 
-def test_kserve_starts_the_runtime_with_the_name_of_the_service(bundle_dir, started):
+def test_kserve_starts_the_runtime_with_the_name_of_the_service(bundle_dir, serve):
     place = ROOT / "deploy" / "kserve"
     runtime = yaml.safe_load((place / "serving-runtime.yaml").read_text())
     service = yaml.safe_load((place / "inference-service.yaml").read_text())
@@ -288,12 +263,7 @@ def test_kserve_starts_the_runtime_with_the_name_of_the_service(bundle_dir, star
     arguments = [each.replace("{{.Name}}", name) for each in container["args"]]
     assert f"{name}=/mnt/models" in arguments
     port = free_port()
-    server = started(
-        [
-            each.replace("/mnt/models", str(bundle_dir)).replace("8080", str(port))
-            for each in arguments
-        ]
-    )
-    server.port = port
+    given = [each.replace("/mnt/models", str(bundle_dir)) for each in arguments[1:]]
+    server = serve(*(each.replace("8080", str(port)) for each in given), port=port)
     wait_for(lambda: is_probed(container, "readinessProbe", port))
     assert httpx.get(f"{server.url}/health/ready", timeout=60).json()["models"] == [name]

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.format import second_reader
+from tests.layouts import blob
 
 from prejit.compiler import BuildError, Library, Manifest, ManifestError, Program, build
 from prejit.compiler.native.compilers import find_compilers
@@ -27,6 +28,8 @@ from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.opening import match, read_contents
 from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
+
+from .conftest import functions_manifest
 
 SOURCE = """
 #include "xla/ffi/api/ffi.h"
@@ -64,24 +67,15 @@ def anywhere(x):
 def unknown(x):
     return jax.ffi.ffi_call("nobody", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 """
-MANIFEST = """
-[bundle]
-name = "own"
-[[program]]
-name = "scaled"
-function = "own_code:scaled"
-args = { x = "float32[{n}]" }
-buckets = { n = [5] }
-open_sizes = ["n"]
-[[program]]
-name = "in_a_loop"
-function = "own_code:in_a_loop"
-args = { x = "float32[4]" }
+PROGRAMS = {
+    "scaled": 'function = "own_code:scaled"; args = { x = "float32[{n}]" }; '
+    'buckets = { n = [5] }; open_sizes = ["n"]',
+    "in_a_loop": 'function = "own_code:in_a_loop"; args = { x = "float32[4]" }',
+}
+LIBRARY = """
 [[library]]
 path = "libown.so"
 handlers = { scale = "ScaleHandler", negate = "NegateHandler" }
-[[target]]
-name = "cpu-host"
 """
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-library.md"
 X = np.linspace(-1, 1, 5, dtype=np.float32)
@@ -129,13 +123,13 @@ def project(compiled, tmp_path_factory):
     directory = tmp_path_factory.mktemp("own")
     shutil.copy(compiled(), directory / "libown.so")
     (directory / "own_code.py").write_text(MODULE)
-    (directory / "m.toml").write_text(MANIFEST)
+    functions_manifest(directory / "own.toml", PROGRAMS, more=LIBRARY)
     return directory
 
 
 @pytest.fixture(scope="module")
 def built(project, run):
-    run("build", project / "m.toml", "-o", project / "out")
+    run("build", project / "own.toml", "-o", project / "out")
     return project / "out" / "own"
 
 
@@ -185,10 +179,10 @@ def test_keys_hold_the_digest_of_the_library(project, run, tmp_path):
     library = copy / "libown.so"
     library.write_bytes(library.read_bytes() + b"\0")  # other bytes, the same code
     for counts in ("compiled 2, cached 0", "compiled 0, cached 2"):
-        assert counts in run("build", copy / "m.toml", "-o", copy / "out").stderr
+        assert counts in run("build", copy / "own.toml", "-o", copy / "out").stderr
 
 
-def test_arrays_of_jax_and_sizes_that_no_bucket_has_reach_the_library(built):
+def test_arrays_of_jax_other_sizes_and_a_fallback_reach_the_library(built):
     import jax
 
     loaded = load(built)
@@ -197,13 +191,6 @@ def test_arrays_of_jax_and_sizes_that_no_bucket_has_reach_the_library(built):
     with pytest.warns(FallbackWarning, match="no bucket has the sizes"):
         found = loaded.call("scaled", x=X[:3])
     np.testing.assert_allclose(found, EXPECTED[:3], rtol=1e-6)
-
-
-def other_jaxlib(**changes):
-    return dataclasses.replace(Fingerprint.current(), jaxlib="0.1.2", **changes)
-
-
-def test_a_fallback_calls_the_library_and_keeps_what_it_compiled(built):
     for source in ("compiled", "kept"):
         with pytest.warns(FallbackWarning, match="jaxlib"):
             loaded = load(built, fingerprint=other_jaxlib())
@@ -211,14 +198,14 @@ def test_a_fallback_calls_the_library_and_keeps_what_it_compiled(built):
         assert loaded.report()[0].source == source
 
 
+def other_jaxlib(**changes):
+    return dataclasses.replace(Fingerprint.current(), jaxlib="0.1.2", **changes)
+
+
 @pytest.fixture
 def nothing_is_mapped(monkeypatch):
     """Makes the test fail where a library reaches the dynamic linker."""
-
-    def reached(*_):
-        raise AssertionError("a library reached the dynamic linker")
-
-    monkeypatch.setattr(kernels, "_open_sealed", reached)
+    monkeypatch.setattr(kernels, "_open_sealed", lambda *_: pytest.fail("it was opened"))
     monkeypatch.setattr(kernels, "_opened", {})
 
 
@@ -246,21 +233,16 @@ def test_a_function_with_another_form_runs_on_other_platforms(make):
     assert "scale" not in custom_calls(portable, program.platforms or (), "cuda")
 
 
-def test_two_bundles_with_other_libraries_of_the_same_names_do_not_mix(make):
-    first, second = (load(make("scaled", shift=shift, name=f"b{shift}")) for shift in (0, 1))
-    for _ in range(2):
-        np.testing.assert_allclose(first.call("scaled", x=X), EXPECTED, rtol=1e-6)
-        shifted = np.tanh(X * np.float32(2.5) + 1)
-        np.testing.assert_allclose(second.call("scaled", x=X), shifted, rtol=1e-6)
-
-
-def test_one_library_with_its_symbols_swapped_does_not_mix(make, compiled):
-    """The same bytes and the same names: the symbol is part of what XLA calls."""
+def test_bundles_with_other_libraries_or_other_symbols_of_the_same_names_do_not_mix(make, compiled):
     swapped = Library(str(compiled()), {"negate": "ScaleHandler", "scale": "NegateHandler"})
-    plain = load(make("scaled", name="plain"))
-    other = load(make("scaled", swapped, name="swapped"))
-    np.testing.assert_allclose(plain.call("scaled", x=X), EXPECTED, rtol=1e-6)
-    np.testing.assert_allclose(other.call("scaled", x=X), np.tanh(-X), rtol=1e-6)
+    plain, shifted = (load(make("scaled", shift=each, name=f"b{each}")) for each in (0, 1))
+    other = load(make("scaled", swapped, name="swapped"))  # its bytes are those of `plain`
+    for _ in range(2):
+        for bundle, expected in (
+            *((plain, EXPECTED), (shifted, np.tanh(X * np.float32(2.5) + 1))),
+            (other, np.tanh(-X)),
+        ):
+            np.testing.assert_allclose(bundle.call("scaled", x=X), expected, rtol=1e-6)
 
 
 def test_a_library_whose_own_libraries_are_missing_is_a_mismatch_that_names_them(make, compiled):
@@ -321,15 +303,11 @@ def contents_of(bundle):
 
 @pytest.mark.usefixtures("nothing_is_mapped")
 def test_a_damaged_library_is_rejected_before_it_is_opened(built, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(built, copy)
-    contents, _ = contents_of(built)
-    digest = contents.config.libraries[0].digest.removeprefix("sha256:")
-    blob = copy / "blobs" / "sha256" / digest
-    content = bytearray(blob.read_bytes())
-    content[-1] ^= 1
-    blob.write_bytes(content)
-    with pytest.raises(RejectError, match=digest):
+    copy = shutil.copytree(built, tmp_path / "copy")
+    digest = contents_of(built)[0].config.libraries[0].digest
+    file = blob(copy, digest)
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(RejectError, match=digest.removeprefix("sha256:")):
         load(copy)
     assert main(["verify", str(copy)]) == RejectError.exit_code
 
@@ -452,10 +430,9 @@ def test_a_library_that_does_not_serve_is_told_with_its_place_and_a_fix(
 
 
 def test_a_manifest_tells_its_mistakes_about_libraries(project, run):
-    wrong = MANIFEST.replace('path = "libown.so"', 'path = "libwon.so"\ntargets = ["cpu-hots"]')
+    wrong = LIBRARY.replace('path = "libown.so"', 'path = "libwon.so"\ntargets = ["cpu-hots"]')
     wrong = wrong.replace('scale = "ScaleHandler"', '"a b" = "ScaleHandler", n = 3')
-    file = project / "wrong.toml"
-    file.write_text(wrong)
+    file = functions_manifest(project / "wrong.toml", PROGRAMS, more=wrong)
     told = run("plan", file, status=2).stderr
     for line in (
         'library[0].path: expected a file at "libwon.so", relative to the manifest; found none',
@@ -493,14 +470,11 @@ def test_a_file_that_calls_a_handler_is_bound_or_told(project, compiled, build_c
     assert "handlers = { negate = SYMBOL }" in str(caught.value.hint)
 
 
-def test_a_target_without_the_library_is_told(make, compiled):
+def test_each_target_gets_its_own_library_and_one_without_is_told(make, compiled):
     only = Library(str(compiled()), HANDLERS, ("cpu-x86-64-v3",))
     with pytest.raises(BuildError, match="target cpu-host: program scaled: it calls ") as told:
         make("scaled", only, targets=("cpu-x86-64-v3", "cpu-host"))
     assert "add a [[library]] that is built for cpu-host" in str(told.value.hint)
-
-
-def test_each_target_gets_its_own_library(make, compiled):
     own = Library(str(compiled(1)), HANDLERS, ("cpu-host",))
     general = Library(str(compiled()), HANDLERS, ("cpu-x86-64-v2",))
     path = make("scaled", own, general, targets=("cpu-x86-64-v2", "cpu-host"))
@@ -510,8 +484,7 @@ def test_each_target_gets_its_own_library(make, compiled):
     np.testing.assert_allclose(found, np.tanh(X * np.float32(2.5) + shift), rtol=1e-6)
     with Layout(path) as layout:
         targets = match(read_root(layout), Fingerprint.current())
-        names = {t.name: read_contents(layout, t).config.libraries for t in targets}
-    assert {name: [each.name for each in told or ()] for name, told in names.items()} == {
-        "cpu-host": ["libown1.so"],
-        "cpu-x86-64-v2": ["libown0.so"],
+        libraries = {t.name: read_contents(layout, t).config.libraries for t in targets}
+    assert {name: [each.name for each in found] for name, found in libraries.items()} == {
+        **{"cpu-host": ["libown1.so"], "cpu-x86-64-v2": ["libown0.so"]}
     }

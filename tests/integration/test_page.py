@@ -21,7 +21,7 @@ from prejit.server.served.served import Models, Served
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
-def powered(x, power, way):
+def powers(x, power, way):
     return x**power if way == "up" else -(x**power)
 
 
@@ -29,17 +29,11 @@ def powered(x, power, way):
 def bundles(lettered_dir, encoder_dir, recipe, build_cache, tmp_path_factory):
     """The served bundles by name: decoder, sentences, example, powers."""
     directory = tmp_path_factory.mktemp("page-functions")
-    functions = recipe.write(directory / "example")
     static = {"power": (1, 2), "way": ("up", "down")}
-    powers = build(
-        [Program("powered", fn=powered, args=["float32[2]"], static=static)],
-        directory,
-        name="powers",
-        cache=build_cache,
-        quiet=True,
-    )
-    loaded = [load(path) for path in (lettered_dir, encoder_dir, functions, powers.path)]
-    return {one.name: one for one in loaded}
+    powered = Program("powered", fn=powers, args=["float32[2]"], static=static)
+    made = build([powered], directory, name="powers", cache=build_cache, quiet=True)
+    paths = (lettered_dir, encoder_dir, recipe.write(directory / "example"), made.path)
+    return {one.name: one for one in map(load, paths)}
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +98,10 @@ NOTE = "#messages li.assistant .soft"
 
 def test_a_chat_is_what_the_bundle_says(page, bundles):
     greedy(page, 30)
-    messages = [{"role": "user", "content": "ab é <b>12</b>"}]
-    for _ in range(2):
-        page.type("#chat-input", messages[-1]["content"])
+    bundle, messages = bundles["decoder"], []
+    for text in ("ab é <b>12</b>", "abc"):
+        messages.append({"role": "user", "content": text})
+        page.type("#chat-input", text)
         page.press("Enter")
         count = len(messages) + 1
         page.wait(
@@ -115,11 +110,10 @@ def test_a_chat_is_what_the_bundle_says(page, bundles):
             ),
             "the answer",
         )
-        bundle = bundles["decoder"]
         ids = bundle.apply_chat_template(messages)
         answer = bundle.generate(ids, temperature=0, max_new_tokens=30).text
         assert said(page, ANSWER) == answer
-        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "abc"}]
+        messages.append({"role": "assistant", "content": answer})
     assert said(page, "#messages li.user .said") == "abc"
     assert page.run("return document.querySelectorAll('#messages b').length") == 0
     assert "token" in said(page, NOTE)
@@ -230,21 +224,17 @@ def test_static_arguments_are_chosen_among_those_of_the_bundle(page):
     page.wait(lambda: said(page, "#results pre") == "-9  -16", "the result of the others")
 
 
-def test_the_bundle_and_its_programs_are_shown(page, bundles):
+def test_the_bundle_its_programs_and_the_figures_of_its_engine_are_shown(page, bundles, models):
     bundle = bundles["decoder"]
     page.wait(lambda: page.text("#bundle-name") == "decoder", "the bundle")
     assert page.run("return digest.title") == bundle.digest
-    assert page.text("#matched") == "matches"
-    assert page.text("#context") == "512 tokens"
+    shown = {each: page.text(f"#{each}") for each in ("matched", "context", "state")}
+    assert shown == {"matched": "matches", "context": "512 tokens", "state": "ready"}
     for name, version in bundle.config.versions.items():
         assert f"{name} {version}" in page.text("#versions")
     page.click("aside details summary")
     names = page.run("return [...programs.rows].map(row => row.cells[0].textContent)")
     assert names == [each.program for each in bundle.report()]
-    assert page.text("#state") == "ready"
-
-
-def test_figures_are_those_of_the_engine(page, models):
     greedy(page, 5)
     page.type("#chat-input", "ab")
     page.press("Enter")
@@ -264,17 +254,16 @@ def test_an_encoder_has_figures_of_its_own(page, models, server, width):
     page.wait(lambda: page.visible("#embed"), "the form")
     page.type("#sentences", "a b c\nx y")
     page.click("#embed button")
-    (found,) = (each for each in models if each.name == "sentences")
-    page.wait(lambda: found.engine.metrics().finished["done"] > 0, "the embeddings")
-    done = found.engine.metrics().finished["done"]
-    page.wait(lambda: page.text("#finished") == str(done), "the number of requests")
+    engine = models.get("sentences").engine
+    page.wait(lambda: engine.metrics().finished["done"], "the embeddings")
+    done = str(engine.metrics().finished["done"])
+    page.wait(lambda: page.text("#finished") == done, "the number of requests")
     assert page.text("#rate-label") == "Requests a second"
     assert page.text("#whole-p50").endswith("s")
-    assert page.text("#calls tr td:nth-child(1)") == "encode"
-    assert page.text("#calls tr td:nth-child(2)") == str(done)
-    assert page.run(
-        "return calls.closest('.wide').scrollWidth <= calls.closest('.wide').clientWidth"
-    )
+    cells = [page.text(f"#calls tr td:nth-child({place})") for place in (1, 2)]
+    assert cells == ["encode", done]
+    wide = "calls.closest('.wide')"
+    assert page.run(f"return {wide}.scrollWidth <= {wide}.clientWidth")
     card = httpx.get(f"http://{server}/v1/models/sentences", timeout=60).json()
     assert page.text("#context") == f"{card['max_model_len']} tokens"
     for text in ("#kv", "#first-p50", "#inter-p95", "#cached"):
@@ -286,38 +275,39 @@ def test_an_encoder_has_figures_of_its_own(page, models, server, width):
 
 
 def test_the_keyboard_is_enough(page):
+    def focus():
+        return page.run("const e = document.activeElement; return e.id || e.localName")
+
     page.run("document.getElementById('tab-chat').focus()")
     page.press("ArrowRight")
-    assert page.visible("#complete")
-    assert not page.visible("#chat")
-    assert page.run("return document.activeElement.id") == "tab-complete"
-    page.press("ArrowRight")  # around the end, past the tabs that this bundle has not
-    assert page.run("return document.activeElement.id") == "tab-chat"
+    assert (page.visible("#complete"), page.visible("#chat")) == (True, False)
+    # Around the end, past the tabs that this bundle has not.
+    for key, expected in (("", "tab-complete"), ("ArrowRight", "tab-chat"), ("Tab", "summary")):
+        if key:
+            page.press(key)
+        assert focus() == expected
     page.press("Tab")
-    assert page.run("return document.activeElement.localName") == "summary"
-    page.press("Tab")
-    assert page.run("return document.activeElement.id") == "chat-input"
+    assert focus() == "chat-input"
     outlined = "return getComputedStyle(document.activeElement).outlineStyle"
     assert page.run(outlined) == "solid"
 
 
 @pytest.mark.parametrize("width", cases([400], others=[800, 1400]))
-def test_nothing_is_wider_than_the_window(page, width):
+def test_nothing_is_wider_than_the_window_or_too_low_for_a_finger(page, width):
     page.size(width, 800)
     page.type("#chat-input", "x" * 300)
     page.press("Enter")
     page.wait(lambda: said(page, ANSWER), "the answer")
     page.click("aside details summary")
     assert page.run("return document.documentElement.scrollWidth") <= width
-    small = page.run(SMALL)
-    assert small == []
+    assert page.run(SMALL) == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_has_contrast_in_both_schemes(page, scheme):
-    page.scheme(scheme)
-    for selector in ("body", ".soft", "#tab-chat", "#chat-send", "#error", "dt", "label"):
-        assert page.run(CONTRAST, selector) >= 4.5, selector
+def test_text_has_contrast_in_both_schemes(page):
+    for scheme in ("light", "dark"):
+        page.scheme(scheme)
+        for selector in ("body", ".soft", "#tab-chat", "#chat-send", "#error", "dt", "label"):
+            assert page.run(CONTRAST, selector) >= 4.5, (scheme, selector)
 
 
 CELLS = "return [...similarity.rows].slice(1).map((row) => [...row.cells].slice(1).map((c) => c.innerText))"
@@ -326,7 +316,6 @@ return [...document.querySelectorAll('button, select, summary')]
   .filter((each) => each.checkVisibility() && each.getBoundingClientRect().height < 20)
   .map((each) => each.outerHTML);
 """
-"""Controls that are too low for a finger."""
 CONTRAST = """
 const element = document.querySelector(arguments[0]);
 const parse = (text) => text.match(/[\\d.]+/g).map(Number);

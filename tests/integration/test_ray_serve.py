@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -141,31 +142,26 @@ def replicas(path):
         started.close()
 
 
-class Clients:
-    """Threads that send one request after the other until they are stopped."""
+@contextmanager
+def clients(service, texts, failures):
+    """Threads that send one request after the other until the block ends."""
+    ends = threading.Event()
 
-    def __init__(self, service):
-        self._service = service
-        self._ends = threading.Event()
-        self.texts = []
-        self.failures = []
-        self._threads = [threading.Thread(target=self._send) for _ in range(CLIENTS)]
-        for each in self._threads:
-            each.start()
-
-    def _send(self):
-        while not self._ends.is_set():
+    def send(_):
+        while not ends.is_set():
             try:
-                found = self._service.complete("ab")
-                found.raise_for_status()
-                self.texts.append(found.json()["choices"][0]["text"])
+                found = service.complete("ab").raise_for_status()
+                texts.append(found.json()["choices"][0]["text"])
             except httpx.HTTPError as error:
-                self.failures.append(repr(error))
+                failures.append(repr(error))
 
-    def stop(self):
-        self._ends.set()
-        for each in self._threads:
-            each.join()
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        sending = pool.map(send, range(CLIENTS))
+        try:
+            yield
+        finally:
+            ends.set()
+    list(sending)
 
 
 def test_a_killed_replica_loses_only_what_it_had_begun(lettered_dir):
@@ -176,18 +172,18 @@ def test_a_killed_replica_loses_only_what_it_had_begun(lettered_dir):
         both = service.pids()
         assert len(both) == 2
         expected = service.complete("ab").json()["choices"][0]["text"]
-        clients = Clients(service)
-        wait_for(lambda: len(clients.texts) >= 2 * CLIENTS, 300)
-        os.kill(min(both), signal.SIGKILL)
-        at = time.monotonic()
-        service.wait_for(1, 2)
-        ready = time.monotonic() - at
-        count = len(clients.texts)
-        wait_for(lambda: len(clients.texts) >= count + 2 * CLIENTS, 300)
-        assert len(service.pids() - both) == 1
-        clients.stop()
-    assert set(clients.texts) == {expected}
-    assert len(clients.failures) <= AT_ONCE, clients.failures
+        texts, failures = [], []
+        with clients(service, texts, failures):
+            wait_for(lambda: len(texts) >= 2 * CLIENTS, 300)
+            os.kill(min(both), signal.SIGKILL)
+            at = time.monotonic()
+            service.wait_for(1, 2)
+            ready = time.monotonic() - at
+            count = len(texts)
+            wait_for(lambda: len(texts) >= count + 2 * CLIENTS, 300)
+            assert len(service.pids() - both) == 1
+    assert set(texts) == {expected}
+    assert len(failures) <= AT_ONCE, failures
     if os.environ.get("PREJIT_PLATFORM_FIGURES"):
         write_figures(
             "ray_serve",
@@ -197,10 +193,8 @@ def test_a_killed_replica_loses_only_what_it_had_begun(lettered_dir):
                 "clients": CLIENTS,
                 "requests that a replica takes at once": AT_ONCE,
                 "seconds from exec of Ray to two replicas": round(running, 2),
-                "requests answered": len(clients.texts),
-                "requests that failed, of those that the killed replica had begun": len(
-                    clients.failures
-                ),
+                "requests answered": len(texts),
+                "requests that failed, of those that the killed replica had begun": len(failures),
                 "seconds from the kill to two replicas": round(ready, 2),
             },
         )

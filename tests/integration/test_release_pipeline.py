@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,12 +62,8 @@ def clone(tmp_path):
 
 
 @pytest.fixture
-def release(clone, registry, lettered_dir, build_cache, tmp_path):
+def release(clone, registry, lettered_dir, build_cache, programs, tmp_path):
     """Runs a step of the script as a CI does."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    (programs / "prejit").write_text(f'#!/bin/sh\nexec {sys.executable} -m prejit.runtime "$@"\n')
-    (programs / "prejit").chmod(0o755)
     key = tmp_path / "release.pem"
     command = ["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", str(key)]
     subprocess.run(command, check=True)
@@ -140,12 +135,11 @@ def test_a_pipeline_releases_gates_rolls_out_and_back(release, clone, registry, 
     assert tags()["prod"] == old
 
 
-def test_the_script_names_what_is_missing(clone):
+def test_the_script_names_what_is_missing():
     def run(*arguments, **env):
-        given = {"PATH": os.environ["PATH"], **env}
-        command = ["deploy/ci/release.sh", *arguments]
+        command, given = ["deploy/ci/release.sh", *arguments], {"PATH": os.environ["PATH"], **env}
         return subprocess.run(
-            command, cwd=clone, env=given, capture_output=True, text=True, check=False
+            command, cwd=ROOT, env=given, capture_output=True, text=True, check=False
         )
 
     assert "MANIFEST: expected the path of a manifest" in run("candidate").stderr

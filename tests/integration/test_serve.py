@@ -95,20 +95,6 @@ def infer(server, content=None, **options):
 
 
 @pytest.fixture
-def serve():
-    """Starts a server; it ends with the test."""
-    begun = []
-
-    def start(*arguments, **options):
-        begun.append(Process(*arguments, **options))
-        return begun[-1]
-
-    yield start
-    for each in begun:
-        each.kill()
-
-
-@pytest.fixture
 def foreign_dir(recipe, tmp_path):
     """A bundle for another jaxlib: this machine compiles its programs."""
 

@@ -7,19 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from .conftest import functions_manifest
+
 BUCKETS = list(range(1, 6))
 NAMES = ("tiny", "other")
-MANIFEST = """
-[bundle]
-name = "{name}"
-[[program]]
-name = "p"
-function = "shard_functions:{name}"
-args = {{ x = "float32[{{n}}]" }}
-buckets = {{ n = {buckets} }}
-[[target]]
-name = "cpu-x86-64-v2"
-"""
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +19,13 @@ def manifests(tmp_path_factory):
     (directory / "shard_functions.py").write_text(
         "def tiny(x): return x * 2 + 1\ndef other(x): return x * 3 - 1\n"
     )
-    paths = [directory / f"{name}.toml" for name in NAMES]
-    for path in paths:
-        path.write_text(MANIFEST.format(name=path.stem, buckets=BUCKETS))
-    return paths
+    keys = 'function = "shard_functions:%s"; args = { x = "float32[{n}]" }; buckets = { n = %s }'
+    return [
+        functions_manifest(
+            directory / f"{name}.toml", {"p": keys % (name, BUCKETS)}, ["cpu-x86-64-v2"]
+        )
+        for name in NAMES
+    ]
 
 
 def finished(*processes):

@@ -110,8 +110,7 @@ def test_two_models_take_turns_in_the_memory_of_one(server, demo):
         "prejit_wakes_total", "b"
     )
     # What it gives back, measured here.
-    first = server.asleep("a")
-    first = server.asleep("b")
+    _, first = server.asleep("a"), server.asleep("b")
     assert server.change("/wake", model="a").json() == {"model": "a", "is_sleeping": False}
     assert server.ask("a", 0) == 200
     awake = server.own_bytes()

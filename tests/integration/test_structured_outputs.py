@@ -47,12 +47,7 @@ ADD = {
     "type": "function",
     "function": {
         "name": "add",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"enum": [1, 2]}},
-            "required": ["a"],
-            "additionalProperties": False,
-        },
+        "parameters": {**CAR, "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]},
     },
 }
 NONE = {"type": "object", "properties": {}, "additionalProperties": False}

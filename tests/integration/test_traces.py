@@ -5,25 +5,13 @@ import shutil
 
 from tests import own_decoders
 
-FUNCTIONS = """
-[bundle]
-name = "functions"
-[[program]]
-name = "f"
-function = "one:f"
-args = ["float32[3]"]
-[[program]]
-name = "g"
-function = "one:g"
-args = ["float32[3]"]
-[[program]]
-name = "h"
-function = "two:h"
-args = ["float32[{n}]"]
-buckets = { n = [1, 2] }
-[[target]]
-name = "cpu-host"
-"""
+from .conftest import functions_manifest
+
+FUNCTIONS = {
+    "f": 'function = "one:f"; args = ["float32[3]"]',
+    "g": 'function = "one:g"; args = ["float32[3]"]',
+    "h": 'function = "two:h"; args = ["float32[{n}]"]; buckets = { n = [1, 2] }',
+}
 DECODER = """
 [bundle]
 name = "own"
@@ -59,7 +47,7 @@ def noop(python, run, build_cache, directory, manifest):
 def test_a_build_that_changes_nothing_imports_neither_jax_nor_the_users_code(
     run, python, build_cache, tmp_path
 ):
-    (tmp_path / "functions.toml").write_text(FUNCTIONS)
+    functions_manifest(tmp_path / "functions.toml", FUNCTIONS)
     one = "def f(x):\n    return x * 11\n\n\ndef g(x):\n    return x * 13\n"
     (tmp_path / "one.py").write_text(one)
     (tmp_path / "two.py").write_text("def h(x):\n    return x * 17\n")

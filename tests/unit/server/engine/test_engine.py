@@ -10,12 +10,12 @@ import threading
 import time
 import weakref
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.decoders import VOCABULARY
+from tests.waiting import wait_for
 
 from prejit.runtime import load
 from prejit.runtime.errors import (
@@ -91,7 +91,7 @@ def same(found, expected):
         assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
-# ---------------------------------------------------------------------- the same tokens as alone
+# the same tokens as alone
 
 
 def test_threads_get_what_each_would_get_alone(engine, alone):
@@ -288,7 +288,7 @@ def test_the_texts_of_a_client_do_not_wait_for_the_burst_of_another(bundle, made
     assert most["alone"] > 3
 
 
-# ---------------------------------------------------------------------- who is served, and when
+# who is served, and when
 
 
 @pytest.fixture
@@ -303,11 +303,10 @@ def occupy(engine, **options):
     return stream
 
 
-@dataclass
 class Slow:
     """How long each step takes at least."""
 
-    seconds: float = 0.02
+    seconds = 0.02
 
 
 @pytest.fixture
@@ -363,13 +362,11 @@ def test_a_client_has_no_more_than_its_limits(engine, slow):
 
 @pytest.mark.usefixtures("slow")
 def test_priorities_and_clients_decide_who_is_next(one_slot):
-    finished = []
+    finished, futures = [], []
     with occupy(one_slot, client="a"):
-        futures = []
         for name, client, priority in (("a", "a", 0), ("b", "b", 0), ("urgent", "a", -1)):
-            future = one_slot.submit([2], max_new_tokens=2, client=client, priority=priority)
-            future.add_done_callback(lambda _, name=name: finished.append(name))
-            futures.append(future)
+            futures.append(one_slot.submit([2], max_new_tokens=2, client=client, priority=priority))
+            futures[-1].add_done_callback(lambda _, name=name: finished.append(name))
     wait(futures, 60)
     assert finished == ["urgent", "b", "a"]
 
@@ -416,10 +413,10 @@ def test_a_stream_that_ends_early_frees_its_slot(one_slot, how):
 
 @pytest.mark.usefixtures("slow")
 def test_futures_are_cancelled_while_they_wait_and_while_they_run(one_slot):
-    running = one_slot.submit([1], max_new_tokens=70, stop_token_ids=())
-    waiting = one_slot.submit([1], max_new_tokens=70, stop_token_ids=())
-    while not one_slot.metrics().running:
-        time.sleep(0.01)
+    running, waiting = (
+        one_slot.submit([1], max_new_tokens=70, stop_token_ids=()) for _ in range(2)
+    )
+    wait_for(lambda: one_slot.metrics().running)
     assert waiting.cancel()
     assert running.cancel()
     with pytest.raises(CancelledError):
@@ -430,7 +427,7 @@ def test_futures_are_cancelled_while_they_wait_and_while_they_run(one_slot):
     assert one_slot.metrics().finished["cancelled"] == 2
 
 
-# ---------------------------------------------------------------------- nothing hurts the others
+# nothing hurts the others
 
 
 def test_a_mask_that_fails_ends_its_own_request(engine, alone):
@@ -450,20 +447,15 @@ def test_a_mask_that_fails_ends_its_own_request(engine, alone):
         same(future.result(60), expected)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"prompt": [VOCABULARY]}, "prompt"),
-        ({"prompt": [1], "priority": "high"}, "priority"),
-        ({"prompt": [1], "client": 3}, "client"),
-        ({"prompt": [1], "timeout": 0}, "timeout: expected more than 0"),
-        ({"prompt": [1], "colour": "red"}, "colour"),
-    ],
-)
-def test_mistakes_are_refused_before_they_wait(engine, options, message):
-    for ask in (engine.submit, engine.stream):
-        with pytest.raises(UsageError, match=message):
-            ask(**options)
+def test_mistakes_are_refused_before_they_wait(engine):
+    for options, message in (
+        *(({"prompt": [VOCABULARY]}, "prompt"), ({"priority": "high"}, "priority")),
+        *(({"client": 3}, "client"), ({"timeout": 0}, "timeout: expected more than 0")),
+        ({"colour": "red"}, "colour"),
+    ):
+        for ask in (engine.submit, engine.stream):
+            with pytest.raises(UsageError, match=message):
+                ask(**{"prompt": [1], **options})
     assert engine.metrics().waiting == 0
 
 
@@ -486,8 +478,7 @@ def test_what_fails_ends_what_runs_and_the_engine_goes_on(engine, alone, monkeyp
 
 def test_a_step_that_fails_loses_no_token_of_the_steps_before(engine, monkeypatch):
     monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)  # one token a step
-    original = Batch.step
-    steps = []
+    original, steps = Batch.step, []
 
     def step(self, *arguments):
         if len(steps) == 3:
@@ -503,7 +494,7 @@ def test_a_step_that_fails_loses_no_token_of_the_steps_before(engine, monkeypatc
         next(stream)
 
 
-# ---------------------------------------------------------------------- memory
+# memory
 
 
 @pytest.mark.parametrize("how", ["submit", "stream", "failed", "cancelled"])
@@ -514,26 +505,20 @@ def test_a_request_that_ended_is_freed_without_the_garbage_collector(engine, how
         def __call__(self, ids):
             if how == "failed" and ids:
                 raise ZeroDivisionError
-            return None
 
-    mask = Mask()
-    freed = weakref.ref(mask)
+    asked = {"max_new_tokens": 6, "stop_token_ids": (), "token_mask": Mask()}
+    freed = weakref.ref(asked["token_mask"])
     gc.collect()
     gc.disable()
     try:
-        asked = {"max_new_tokens": 6, "stop_token_ids": (), "token_mask": mask}
-        if how == "submit":
-            engine.submit([1], **asked).result(60)
-        elif how == "stream":
+        if how == "stream":
             list(engine.stream([1], **asked))
         elif how == "cancelled":
             engine.submit([1], **asked).cancel()
         else:
-            future = engine.submit([1], **asked)
             with contextlib.suppress(ZeroDivisionError):
-                future.result(60)
-            del future
-        del mask, asked
+                engine.submit([1], **asked).result(60)
+        del asked
         engine.generate([2], max_new_tokens=1)  # the loop has dropped what ended before
         assert freed() is None
     finally:
@@ -577,14 +562,13 @@ def test_a_small_memory_has_a_shorter_context(bundle, made):
     assert engine.metrics().cache_budget_bytes == peak - 1
 
 
-# ---------------------------------------------------------------------- the end
+# the end
 
 
 @pytest.mark.usefixtures("slow")
-def test_closing_ends_what_waits_and_runs(bundle):
-    engine = Engine(bundle, slots=1)
+def test_closing_ends_what_waits_and_runs(made):
+    engine = made(slots=1)
     running, waiting = occupy(engine), engine.submit([1], max_new_tokens=1)
-    engine.close()
     engine.close()
     with pytest.raises(ClosedError, match="closed before the request was finished"):
         list(running)
@@ -595,7 +579,7 @@ def test_closing_ends_what_waits_and_runs(bundle):
 
 
 @pytest.mark.usefixtures("slow")
-def test_draining_finishes_what_is_there_and_takes_no_more(made):
+def test_draining_finishes_what_is_there_and_takes_no_more_until_it_is_undone(made):
     engine = made(slots=1)
     running = engine.submit([1], max_new_tokens=20, stop_token_ids=())
     waiting = engine.submit([1], max_new_tokens=2, stop_token_ids=())
@@ -603,19 +587,13 @@ def test_draining_finishes_what_is_there_and_takes_no_more(made):
     with pytest.raises(ClosedError, match="draining"):
         engine.submit([1])
     assert engine.drain(60)
-    assert len(running.result(0).token_ids) == 20
-    assert len(waiting.result(0).token_ids) == 2
-
-
-@pytest.mark.usefixtures("slow")
-def test_undrain_ends_the_wait_and_takes_requests_again(bundle):
-    engine = Engine(bundle, slots=1)
+    assert [len(each.result(0).token_ids) for each in (running, waiting)] == [20, 2]
+    engine.undrain()
     running = engine.submit([1], max_new_tokens=200, stop_token_ids=())
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(engine.drain)
-        while not engine._loop._refuses:
-            time.sleep(0.001)
-        engine.undrain()
+        wait_for(lambda: engine._loop._refuses)
+        engine.undrain()  # ends the wait, too
         waits.result(60)
     running.cancel()
     assert len(engine.generate([1], max_new_tokens=2, stop_token_ids=()).token_ids) == 2

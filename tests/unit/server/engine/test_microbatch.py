@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.threads import in_threads
+from tests.waiting import wait_for
 
 from prejit.runtime import ClosedError, DeadlineError, QueueFullError, UsageError
 from prejit.server.engine import microbatch
@@ -102,22 +104,17 @@ def test_the_rest_of_a_call_that_failed_does_not_run(lane, program):
     assert program.runs == [[8], [1]]
 
 
-def test_a_result_that_comes_too_late_is_none(lane, program):
+def test_a_result_that_comes_too_late_is_none_and_its_caller_does_not_wait_for_it(lane, program):
     program.go.clear()
     late = job([1], timeout=PATIENCE)
     lane.submit(late)
     assert program.began.acquire(timeout=PATIENCE)
     late.deadline = time.monotonic()
+    with pytest.raises(DeadlineError):
+        lane.result(job([1], timeout=0.05))
     program.go.set()
     with pytest.raises(DeadlineError):
         late.future.result(PATIENCE)
-
-
-def test_a_caller_who_waits_gets_the_deadline_while_the_program_runs(lane, program):
-    program.go.clear()
-    with pytest.raises(DeadlineError):
-        lane.result(job([1], timeout=0.05))
-    assert not program.go.is_set()
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), "1", True])
@@ -147,16 +144,25 @@ def test_who_floods_a_full_queue_gets_the_refusals_and_learns_how_long_to_wait(p
     lane.close()
 
 
-def test_callers_who_shared_a_run_share_the_next(lane, program, monkeypatch):
-    monkeypatch.setattr(microbatch, "_PATIENCE", 1000 * PATIENCE)
-    program.seconds = 0.001
+def share_a_run(lane, program):
+    """Let three callers share a run."""
     program.hold(lane)
     first = [submit(lane, [number]) for number in range(3)]
     program.go.set()
     for future in first:
         future.result(PATIENCE)
+
+
+def is_idle(lane):
     with lane.alone(1) as ran:
-        assert ran is None  # it would run alone while the others wait
+        return ran is not None
+
+
+def test_callers_who_shared_a_run_share_the_next(lane, program, monkeypatch):
+    monkeypatch.setattr(microbatch, "_PATIENCE", 1000 * PATIENCE)
+    program.seconds = 0.001
+    share_a_run(lane, program)
+    assert not is_idle(lane)  # a call would run alone while the others wait
     again = [submit(lane, [number]) for number in range(3)]
     for future in again:
         future.result(PATIENCE)  # nobody else is expected
@@ -167,20 +173,9 @@ def test_callers_who_shared_a_run_share_the_next(lane, program, monkeypatch):
 def test_a_caller_whose_company_is_gone_waits_no_longer(lane, program, monkeypatch):
     monkeypatch.setattr(microbatch, "_PATIENCE", 0.1)
     program.seconds = 0.01
-    program.hold(lane)
-    first = [submit(lane, [number]) for number in range(3)]
-    program.go.set()
-    for future in first:
-        future.result(PATIENCE)
+    share_a_run(lane, program)
     assert submit(lane, [3]).result(PATIENCE).tolist() == [6]
-
-    def is_idle():
-        with lane.alone(1) as ran:
-            return ran is not None
-
-    until = time.monotonic() + PATIENCE
-    while not is_idle():  # the result comes just before the end of the run
-        assert time.monotonic() < until
+    wait_for(lambda: is_idle(lane))  # the result comes just before the end of the run
 
 
 def test_calls_shorter_than_a_handover_do_not_wait_for_each_other(lane):
@@ -189,9 +184,7 @@ def test_calls_shorter_than_a_handover_do_not_wait_for_each_other(lane):
             return outer is not None and inner is not None
 
     assert not short()  # the duration is not known yet
-    until = time.monotonic() + PATIENCE
-    while not short():
-        assert time.monotonic() < until
+    wait_for(short)
     with lane.alone(1) as ran:
         assert ran is not None
         assert submit(lane, [4]).result(PATIENCE).tolist() == [8]  # nor does a future wait
@@ -264,21 +257,12 @@ def test_a_callback_may_submit(lane, program):
 
 
 def test_sixteen_threads_get_their_own_rows(lane, program):
-    wrong = []
-
     def call(number):
         for turn in range(50):
             rows = np.arange(turn % 11 + 1) + 1000 * number + turn
-            found = lane.result(job(rows.tolist()))
-            if found.tolist() != (2 * rows).tolist():
-                wrong.append((number, turn, found))
+            assert lane.result(job(rows)).tolist() == (2 * rows).tolist(), (number, turn)
 
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    in_threads(16, call)
     found = metrics(lane)
     rows = sum(turn % 11 + 1 for turn in range(50))
     assert (found.succeeded, found.rows) == (16 * 50, 16 * rows)
@@ -294,7 +278,7 @@ def test_any_mix_of_row_counts_equals_single_calls(counts):
     lane = lane_of(program)
     program.go.clear()
     each = [np.arange(count) + 100 * place for place, count in enumerate(counts)]
-    futures = [submit(lane, rows.tolist()) for rows in each]
+    futures = [submit(lane, rows) for rows in each]
     program.go.set()
     for rows, future in zip(each, futures, strict=True):
         assert future.result(PATIENCE).tolist() == (2 * rows).tolist()

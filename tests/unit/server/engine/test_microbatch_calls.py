@@ -36,26 +36,21 @@ def powered(x, power):
 @pytest.fixture(scope="module")
 def path(tmp_path_factory, build_cache):
     params = np.random.default_rng(0).standard_normal((8, 16)).astype("f")
-    x, pad = "float32[{batch}, 8]", ["batch"]
-    how = {"buckets": BUCKETS, "pad": pad}
-    both = {"batch": (4,), "length": (4, 16)}
+    x, batch = "float32[{batch}, 8]", {"buckets": BUCKETS, "pad": ["batch"]}
+    texts = {"buckets": {"batch": (4,), "length": (4, 16)}, "pad": ["batch", "length"]}
+    masked = {"args": {"x": x, "valid": "bool[{batch}]"}, "mask": "valid"}
     programs = [
-        Program("rows", fn=rows, args={"x": x}, params=params, **how),
-        Program("scaled", fn=scaled, args=[x, "float32[]"], **how),
-        Program("total", fn=lambda x: x.sum(), args=[x], **how),
+        Program("rows", rows, {"x": x}, params=params, **batch),
+        Program("scaled", scaled, [x, "float32[]"], **batch),
+        Program("total", lambda x: x.sum(), [x], **batch),
+        Program("masked", masked_mean, **masked, **batch),
+        Program("powered", powered, [x], static={"power": (2, 3)}, **batch),
+        Program("last", lambda x: x + 1, ["float32[3, {batch}]"], **batch),
+        Program("donated", lambda x: x + 1, [x], donate=[0], **batch),
+        Program("fixed", lambda x: x + 1, [x], buckets=BUCKETS),
         Program(
-            "masked", fn=masked_mean, args={"x": x, "valid": "bool[{batch}]"}, mask="valid", **how
-        ),
-        Program("powered", fn=powered, args=[x], static={"power": (2, 3)}, **how),
-        Program("last", fn=lambda x: x + 1, args=["float32[3, {batch}]"], **how),
-        Program("donated", fn=lambda x: x + 1, args=[x], donate=[0], **how),
-        Program("fixed", fn=lambda x: x + 1, args=[x], buckets=BUCKETS),
-        Program(
-            "texts",
-            fn=lambda x: (jnp.cumsum(x, 1), x.sum(1)),
-            args=["float32[{batch}, {length}]"],
-            buckets=both,
-            pad=["batch", "length"],
+            *("texts", lambda x: (jnp.cumsum(x, 1), x.sum(1)), ["float32[{batch}, {length}]"]),
+            **texts,
         ),
     ]
     output = tmp_path_factory.mktemp("shared")
@@ -127,14 +122,15 @@ class Together:
 
 
 def test_callers_share_a_run_and_get_their_own_rows(bundle, calling):
+    given = [x_of(count, seed) for seed, count in enumerate((1, 2, 3, 1))]
     with Together(calling, "rows") as together:
-        for seed, count in enumerate((1, 2, 3, 1)):
-            together.call(x=x_of(count, seed))
-    whole = bundle.call("rows", x=np.concatenate([x_of(n, s) for s, n in enumerate((1, 2, 3, 1))]))
-    first = 0
-    for count, found in zip((1, 2, 3, 1), together.results(), strict=True):
-        equal(found, jax.tree.map(lambda array: array[first : first + count], whole))  # noqa: B023
-        first += count
+        for x in given:
+            together.call(x=x)
+    whole, first = bundle.call("rows", x=np.concatenate(given)), 0
+    for x, found in zip(given, together.results(), strict=True):
+        own = slice(first, first + len(x))
+        equal(found, jax.tree.map(lambda array, own=own: array[own], whole))
+        first += len(x)
     assert together.counts() == (4, 7, 1, 1)
 
 
