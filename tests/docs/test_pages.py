@@ -161,12 +161,9 @@ def test_a_decision_is_short_with_a_date_a_figure_and_a_command():
         assert f"decisions/{record.name}" in navigation
 
 
-def test_lists_of_test_files_name_files():
-    from tests.other_interpreter import CHOSEN
-
+def test_the_list_of_long_test_files_names_files():
     longest = re.findall(r'"(test_\w+\.py)"', (ROOT / "tests" / "conftest.py").read_text())
     names = {path.name for path in TRACKED}
-    assert [path for path in CHOSEN if not (ROOT / "tests" / path).exists()] == []
     assert longest
     assert [name for name in longest if name not in names] == []
 

@@ -127,7 +127,6 @@ def test_a_changed_byte_of_a_golden_bundle_is_rejected(golden, tmp_path):
 
 
 def test_another_reader_finds_what_the_documentation_says(golden):
-    pytest.importorskip("safetensors")
     for target in second_reader.read(golden):
         for program in target.programs.values():
             assert program.portable.startswith(b"ML\xefR"), "a portable artifact is MLIR bytecode"
@@ -159,7 +158,6 @@ def test_the_documentation_names_every_key():
 )
 def test_two_readers_miss_the_same_programs(name, kinds):
     """Each program of a model is taken away once: one reader must not serve what another refuses."""
-    pytest.importorskip("safetensors")
     [target] = second_reader.read(HERE / name)
     config = from_json(Config, to_json(target.config), name)
     missed = set()
@@ -184,28 +182,17 @@ def test_two_readers_miss_the_same_programs(name, kinds):
     assert missed == kinds
 
 
-def test_two_readers_choose_the_same_target_for_every_machine():
-    """By each rule of comparison once, and by each of preference."""
-    wanted = expected_of("fleet")
-    read = second_reader.read(HERE / "fleet")
+@pytest.mark.parametrize("bundle", ["fleet", "kernels"])
+def test_two_readers_choose_the_same_target_for_every_machine(bundle):
+    """By each rule of comparison once, by each of preference, and by glibc: 2.100 is newer than 2.34."""
+    wanted, read = expected_of(bundle), second_reader.read(HERE / bundle)
     for name, told in wanted["machines"].items():
         machine = from_json(Fingerprint, to_json(told), name)
-        fitting = [t.name for t in matched(HERE / "fleet", machine) if t.verdict.matches]
+        fitting = [t.name for t in matched(HERE / bundle, machine) if t.verdict.matches]
         chosen = wanted["served_by"][name]
-        assert (fitting or [None])[0] == chosen, name
-        assert second_reader.served_by(read, told) == chosen, name
-    assert set(wanted["served_by"].values()) == {target.name for target in read} | {None}
-
-
-def test_kernels_serve_the_machines_whose_glibc_is_new_enough():
-    """For two readers. One of 2.100 is newer than 2.34; of one that nobody looked at nothing is promised."""
-    path = HERE / "kernels"
-    wanted = expected_of("kernels")
-    read = second_reader.read(path)
-    for name, told in wanted["machines"].items():
-        machine = from_json(Fingerprint, to_json(told), name)
-        fitting = [t.name for t in matched(path, machine) if t.verdict.matches]
-        assert fitting[0] == second_reader.served_by(read, told) == wanted["served_by"][name], name
+        assert (fitting or [None])[0] == chosen == second_reader.served_by(read, told), name
+    if bundle == "fleet":
+        assert set(wanted["served_by"].values()) == {target.name for target in read} | {None}
 
 
 def test_programs_with_kernels_compile_from_their_portable_form():
@@ -217,18 +204,13 @@ def test_programs_with_kernels_compile_from_their_portable_form():
         np.testing.assert_array_equal(result, wanted[name])
 
 
-def test_programs_compile_from_their_portable_form():
-    """Each result needs one of three tensors. Two of these tensors lie in two chunks each."""
+def test_programs_with_weights_in_chunks_compile_from_their_portable_form():
+    """Each result needs one of three tensors, of which two lie in two of the three chunks."""
     loaded, wanted = fallen_back(HERE / "chunks"), expected_of("chunks")
     x = np.array(wanted["x"], np.float32)
     np.testing.assert_array_equal(loaded.call("score", x=x), wanted["score"])
     values = ((np.arange(3 * 800 * 16) % 61 - 30) / 8).reshape(3, 800, 16)
     np.testing.assert_array_equal(wanted["score"], values.sum(1) @ x)
-
-
-def test_weights_lie_in_chunks():
-    """Each chunk has 65,536 bytes, and the last one has fewer."""
-    pytest.importorskip("safetensors")
     [target] = second_reader.read(HERE / "chunks")
     [(media_type, chunks)] = target.config["chunks"].items()
     assert media_type == WEIGHTS_MEDIA_TYPE
@@ -246,7 +228,6 @@ def test_weights_lie_in_chunks():
     ],
 )
 def test_two_readers_refuse_the_same_chunks(change, complaint):
-    pytest.importorskip("safetensors")
     [target] = second_reader.read(HERE / "chunks")
     changed = {WEIGHTS_MEDIA_TYPE: {**target.config["chunks"][WEIGHTS_MEDIA_TYPE], **change}}
     content = to_json({**target.config, "chunks": changed})
@@ -271,7 +252,6 @@ def test_two_readers_refuse_the_same_chunks(change, complaint):
 @pytest.fixture
 def recorded():
     """The golden bundle of recorded files: as the second reader has it, its manifest and its layers."""
-    pytest.importorskip("safetensors")
     path = HERE / "recorded"
     [target] = second_reader.read(path)
     [opened] = matched(path, Fingerprint.current())
@@ -432,13 +412,23 @@ def test_portable_programs_take_the_index_of_their_platform():
         np.testing.assert_array_equal(result, [1, 2, 3, 4], err_msg=program.name)
 
 
-def test_decoders_generate_from_their_portable_form():
-    loaded, wanted = loaded_once("decoder"), expected_of("decoder")
-    results = loaded.generate_batch(wanted["prompts"], max_new_tokens=20, logprobs=2)
+def generates(loaded, wanted, **request):
+    """Check the tokens, texts and log-probabilities of a golden bundle."""
+    results = loaded.generate_batch(**request, logprobs=2)
     assert [[*result.token_ids] for result in results] == wanted["token_ids"]
     assert [result.text for result in results] == wanted["texts"]
     found = [[one.logprob for one in result.logprobs or ()] for result in results]
     np.testing.assert_allclose(found, wanted["logprobs"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["decoder", "mesh"])
+def test_decoders_generate_from_their_portable_form(name):
+    loaded, wanted = loaded_once(name), expected_of("decoder")
+    generates(loaded, wanted, prompts=wanted["prompts"], max_new_tokens=20)
+
+
+def test_chat_templates_are_those_of_the_model():
+    loaded, wanted = loaded_once("decoder"), expected_of("decoder")
     assert loaded.apply_chat_template(wanted["messages"]) == wanted["chat"]
     assert loaded.apply_chat_template(wanted["messages"], template="bare") == wanted["bare"]
 
@@ -486,13 +476,8 @@ def test_reader_writes_about_its_sources():
     """Together, and each alone, in the smallest of two programs that takes it."""
     loaded, wanted = loaded_once("reader"), expected_of("reader")
     options = {"max_new_tokens": 12, "stop_token_ids": []}
-    results = loaded.generate_batch(sources=wanted["sources"], logprobs=2, **options)
-    assert [[*result.token_ids] for result in results] == wanted["token_ids"]
-    assert [result.text for result in results] == wanted["texts"]
-    found = [[one.logprob for one in result.logprobs or ()] for result in results]
-    np.testing.assert_allclose(found, wanted["logprobs"], rtol=1e-4, atol=1e-4)
-    session = loaded.session()
-    sizes = []
+    generates(loaded, wanted, sources=wanted["sources"], **options)
+    session, sizes = loaded.session(), []
     for source, tokens in zip(wanted["sources"], wanted["token_ids"], strict=True):
         for one in (loaded, session):
             alone = one.generate(source=source, **options)
@@ -502,24 +487,20 @@ def test_reader_writes_about_its_sources():
     assert sizes == ["encode/b1-n4", "encode/b1-n8", "encode/b1-n8"]
 
 
-def test_reader_stops_at_its_end_and_goes_on_from_a_prompt():
+def test_reader_stops_goes_on_from_a_prompt_samples_and_verifies_drafts():
     loaded, wanted = loaded_once("reader"), expected_of("reader")
-    tokens, prompt = wanted["token_ids"][2], wanted["prompt"]
-    ended = loaded.generate(source=wanted["sources"][2], max_new_tokens=12)
-    assert [*ended.token_ids] == tokens[: tokens.index(1)]
-    assert ended.finish_reason == "stop"
+    first, second, third = wanted["sources"]
+    ended = loaded.generate(source=third, max_new_tokens=12)
+    tokens = wanted["token_ids"][2]
+    assert ([*ended.token_ids], ended.finish_reason) == (tokens[: tokens.index(1)], "stop")
     options = {"max_new_tokens": 12, "stop_token_ids": []}
-    result = loaded.generate(prompt, source=wanted["sources"][2], **options)
+    result = loaded.generate(wanted["prompt"], source=third, **options)
     assert [*result.token_ids] == wanted["prompted"]
-
-
-def test_reader_samples_and_verifies_drafts():
-    loaded, wanted = loaded_once("reader"), expected_of("reader")
-    sampled = loaded.generate(source=wanted["sources"][1], max_new_tokens=12, **wanted["options"])
+    sampled = loaded.generate(source=second, max_new_tokens=12, **wanted["options"])
     assert [*sampled.token_ids] == wanted["sampled"]
-    [start], tokens = loaded.decoder.decoder.start_token_ids or (), wanted["token_ids"][0]
+    [start], tokens = loaded.decoder.decoder.start_token_ids, wanted["token_ids"][0]
     drafted = loaded.generate(  # it repeats itself, so that the first draft is right
-        [start, *tokens[:7]], source=wanted["sources"][0], max_new_tokens=5, prompt_lookup=True
+        [start, *tokens[:7]], source=first, max_new_tokens=5, prompt_lookup=True
     )
     assert [*drafted.token_ids] == tokens[7:]
     assert drafted.stats.accepted_tokens > 0
@@ -535,12 +516,6 @@ def test_reader_says_what_it_reads():
         loaded.generate([0])
 
 
-def test_mesh_generates_the_tokens_of_one_device():
-    loaded, wanted = loaded_once("mesh"), expected_of("decoder")
-    results = loaded.generate_batch(wanted["prompts"], max_new_tokens=20)
-    assert [[*result.token_ids] for result in results] == wanted["token_ids"]
-
-
 def test_int8_weights_and_a_bfloat16_cache_generate():
     loaded, wanted = loaded_once("stored"), expected_of("stored")
     assert [*loaded.generate(wanted["prompt"], max_new_tokens=20).token_ids] == wanted["token_ids"]
@@ -549,7 +524,6 @@ def test_int8_weights_and_a_bfloat16_cache_generate():
 
 
 def test_int8_weights_are_stored_as_the_documentation_says():
-    pytest.importorskip("safetensors")
     [target] = second_reader.read(HERE / "stored")
     matrices = {name: t for name, t in target.tensors.items() if t["dtype"] == "I8"}
     assert len(matrices) == 9, "an embedding, seven of a layer, a head"

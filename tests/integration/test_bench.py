@@ -42,13 +42,10 @@ def test_everything_of_a_decoder_is_measured(baseline):
     assert baseline["comparison"] is None
 
 
-def test_a_slower_bundle_fails_and_an_equal_one_passes(decoder_dir, baseline, tmp_path, capsys):
+def test_a_slower_bundle_fails(decoder_dir, baseline, tmp_path, capsys):
     file, page, told = tmp_path / "b.json", tmp_path / "p.html", tmp_path / "told.json"
-    file.write_text(json.dumps(baseline))
     # 1,000 %: what is tested is not how quiet this machine is.
     compare = (decoder_dir, "--baseline", file, "--tolerance", "1000")
-    bench(*compare, out=told)
-    assert "no rows worse" in capsys.readouterr().out
     quick = "exec to first result"
     for row in baseline["rows"]:
         if row["name"] == quick:

@@ -80,7 +80,9 @@ def state(job):
     return command("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T").strip()
 
 
-def test_a_job_serves_until_the_signal_before_its_end(slurm, bundle_dir, tmp_path, monkeypatch, programs):
+def test_a_job_serves_until_the_signal_before_its_end(
+    slurm, bundle_dir, tmp_path, monkeypatch, programs
+):
     port = free_port()
     monkeypatch.setenv("PATH", str(programs), prepend=":")
     monkeypatch.setenv("BUNDLE", str(bundle_dir))

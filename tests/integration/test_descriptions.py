@@ -4,7 +4,7 @@ import base64
 import json
 
 import pytest
-from tests.layouts import blob
+from tests.layouts import attached_to, blob
 
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.referrers import referrers
@@ -34,15 +34,9 @@ assert found.predicate_type == "https://slsa.dev/provenance/v1"
 
 
 def attached(bundle, kind):
-    """The only thing of a kind that is attached to a bundle."""
-    with Layout(bundle) as layout:
-        root = read_root(layout)
-        found = [
-            each for each in referrers(layout, root, root.digest) if each.artifact_type == kind
-        ]
-    (referrer,) = found
-    (at,) = referrer.layers
-    return blob(bundle, at.digest)
+    """The only file of a kind that is attached to a bundle."""
+    [(_, file)] = attached_to(bundle, kind)
+    return file
 
 
 def read(bundle, kind):

@@ -1,11 +1,8 @@
 """Forms by measurement: a build measures once, another one reads it, and a table decides what is compiled."""
 
-from __future__ import annotations
-
 import json
 import re
-from dataclasses import dataclass
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.decoders import gpt2_config
@@ -15,23 +12,6 @@ from .conftest import write_manifest
 
 WIDTH, LARGE_INNER = 64, 4096
 """A matrix of 64 x 4096 has 1 MB: the least that a build measures."""
-
-
-@dataclass(frozen=True)
-class Forms:
-    """A bundle whose build measured.
-
-    Attributes:
-        path: of the bundle.
-        manifest: of it.
-        told: stderr of the build.
-        table: the build cache's own.
-    """
-
-    path: Path
-    manifest: Path
-    told: str
-    table: Path
 
 
 def write_model(directory, inner):
@@ -51,6 +31,7 @@ def inspected(run, bundle):
 
 @pytest.fixture(scope="module")
 def measured(run, tmp_path_factory, build_cache):
+    """A bundle whose build measured, its manifest, stderr of its build, and the build cache's own table."""
     directory, table = tmp_path_factory.mktemp("forms"), build_cache / "forms.json"
     if table.exists():  # a cache that outlives the run has measured these products
         sections = json.loads(table.read_text())["measured"]
@@ -62,7 +43,8 @@ def measured(run, tmp_path_factory, build_cache):
     model = write_model(directory / "model", LARGE_INNER)
     manifest = write_manifest(directory / "m.toml", model, prompt=[8], context=[32])
     told = run("build", manifest, "-o", directory / "out").stderr
-    return Forms(directory / "out" / "model", manifest, told, table)
+    path = directory / "out" / "model"
+    return SimpleNamespace(path=path, manifest=manifest, told=told, table=table)
 
 
 def test_a_build_measures_large_products_and_says_so_in_bundle_and_table(run, measured):

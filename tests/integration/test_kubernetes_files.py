@@ -1,7 +1,5 @@
 """deploy/kubernetes and deploy/kserve: Helm installs the chart, schemas fit, and the containers run here."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

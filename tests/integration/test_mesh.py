@@ -270,31 +270,21 @@ def test_a_batch_that_a_mesh_does_not_divide_is_told_with_both_numbers(tmp_path)
         read_manifest(manifest)
 
 
-class Cluster:
-    """Processes that jax.distributed joins, one CPU device each."""
+@pytest.fixture
+def in_cluster(tmp_path):
+    """Runs a script in processes that jax.distributed joins, one CPU device each, with flags of XLA.
 
-    def __init__(self, tmp_path):
-        self._environment = {
-            **os.environ,
-            "PREJIT_RUNTIME_CACHE": str(tmp_path),
-            "JAX_PLATFORMS": "cpu",
-        }
+    It returns (exit status, stdout, stderr) of each.
+    """
+    env = {**os.environ, "PREJIT_RUNTIME_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu"}
 
-    def run(self, processes, script, *arguments, flags=""):
-        """(exit status, stdout, stderr) of each, with these flags of XLA."""
-        coordinator = f"127.0.0.1:{free_port()}"
+    def run(processes, script, *arguments, flags=""):
+        given = (str(processes), f"127.0.0.1:{free_port()}", *map(str, arguments))
+        command = (sys.executable, "-c", IN_CLUSTER + script)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started = [
-            subprocess.Popen(
-                [
-                    *(sys.executable, "-c", IN_CLUSTER + script),
-                    *(str(place), str(processes), coordinator, *map(str, arguments)),
-                ],
-                env={**self._environment, "XLA_FLAGS": flags},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for place in range(processes)
+            subprocess.Popen([*command, str(n), *given], env={**env, "XLA_FLAGS": flags}, **pipes)
+            for n in range(processes)
         ]
         try:
             outputs = [process.communicate(timeout=300) for process in started]
@@ -303,10 +293,7 @@ class Cluster:
                 process.kill()
         return [(p.returncode, *output) for p, output in zip(started, outputs, strict=True)]
 
-
-@pytest.fixture
-def cluster(tmp_path):
-    return Cluster(tmp_path)
+    return run
 
 
 @pytest.mark.parametrize(
@@ -318,20 +305,20 @@ def cluster(tmp_path):
     ],
 )
 def test_two_processes_give_the_tokens_of_one_device(
-    cluster, bundles, generated, name, mismatch, source
+    in_cluster, bundles, generated, name, mismatch, source
 ):
     expected = generated[f"{name.partition('-')[0]}-one"][0]
     script = GENERATE.format(mismatch=mismatch)
     flags = XLA_FLAGS if mismatch else ""
     arguments = (json.dumps(PROMPTS), NEW_TOKENS, bundles[name])
-    for status, out, err in cluster.run(2, script, *arguments, flags=flags):
+    for status, out, err in in_cluster(2, script, *arguments, flags=flags):
         assert status == 0, err
         assert json.loads(out.splitlines()[-1])[name] == [expected, [source]]
 
 
-def test_a_cluster_with_too_few_devices_is_told_so(cluster, bundles):
+def test_a_cluster_with_too_few_devices_is_told_so(in_cluster, bundles):
     """What a machine with too few accelerators is told as well: there, too, the client is jax's."""
-    [(status, _, err)] = cluster.run(
+    [(status, _, err)] = in_cluster(
         1, GENERATE.format(mismatch=False), json.dumps(PROMPTS), NEW_TOKENS, bundles["llama-2x1"]
     )
     assert status != 0

@@ -8,11 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from tests.layouts import blob
-
-from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.referrers import referrers
-from prejit.runtime.format.root import read_root
+from tests.layouts import attached_to
 
 PROGRAM = """
 import os, sys
@@ -159,35 +155,36 @@ def test_recording_again_changes_no_byte_and_another_run_is_added(bundle, prejit
     prejit_at("run", copy, "--require-aot", "--", sys.executable, "-c", both)
 
 
+AGED = """
+import sys, dataclasses
+from pathlib import Path
+from prejit.compiler.pipeline.pack.bundle_files import assemble
+from prejit.compiler.recording.jax_cache_packing import packed, read_targets
+from prejit.compiler.pipeline.layout_writing import write_layout
+
+[target] = read_targets(Path(sys.argv[1]))
+old = dataclasses.replace(target.requirement, jaxlib="0.0.1")
+def aged(file):
+    digests = {**file.entry.ingredients, "jax_lib version": "0" * 64}
+    name = file.entry.file[:-70] + "0" * 4 + file.entry.file[-66:]  # another key
+    return dataclasses.replace(
+        file, entry=dataclasses.replace(file.entry, ingredients=digests, file=name)
+    )
+files = {each.entry.file: each for each in map(aged, target.programs.values())}
+target = dataclasses.replace(target, requirement=old, programs=files)
+write_layout(Path(sys.argv[2]), *assemble("serve", [packed(target, "serve")]))
+"""
+
+
 def test_a_bundle_of_another_jaxlib_is_reported_and_gets_a_target(bundle, prejit_at, tmp_path):
     """As after an upgrade: the bundle has the files and keys of a jaxlib that is not installed."""
     rewritten = tmp_path / "serve"
-    script = (
-        "import sys, dataclasses",
-        "from pathlib import Path",
-        "from prejit.compiler.pipeline.pack.bundle_files import assemble",
-        "from prejit.compiler.recording.jax_cache_packing import packed, read_targets",
-        "from prejit.compiler.pipeline.layout_writing import write_layout",
-        "[target] = read_targets(Path(sys.argv[1]))",
-        "old = dataclasses.replace(target.requirement, jaxlib='0.0.1')",
-        "def aged(file):",
-        "    digests = {**file.entry.ingredients, 'jax_lib version': '0' * 64}",
-        "    name = file.entry.file[:-70] + '0' * 4 + file.entry.file[-66:]",  # another key
-        "    entry = dataclasses.replace(file.entry, ingredients=digests, file=name)",
-        "    return dataclasses.replace(file, entry=entry)",
-        "files = {each.entry.file: each for each in map(aged, target.programs.values())}",
-        "target = dataclasses.replace(target, requirement=old, programs=files)",
-        "write_layout(Path(sys.argv[2]), *assemble('serve', [packed(target, 'serve')]))",
-    )
-    subprocess.run(
-        [sys.executable, "-c", "\n".join(script), str(bundle), str(rewritten)], check=True
-    )
+    subprocess.run([sys.executable, "-c", AGED, bundle, rewritten], check=True)
     found = report_of(prejit_at, rewritten, sys.executable, "serve.py")
     assert found["stdout"].startswith(ANSWER)
     assert found["mismatch"].startswith("jaxlib: needs 0.0.1, found")
     assert "The program runs without the bundle" in found["stderr"]
-    causes = {d["name"] for miss in found["misses"] for d in miss["differs"]}
-    assert causes == {"jaxlib"}
+    assert {d["name"] for miss in found["misses"] for d in miss["differs"]} == {"jaxlib"}
     prejit_at("record", "-o", rewritten, "--", sys.executable, "serve.py")
     prejit_at("run", rewritten, "--require-aot", "--", sys.executable, "serve.py")
 
@@ -198,7 +195,10 @@ def test_a_recording_has_a_list_of_parts_and_a_provenance_that_signing_covers(bu
 
     from prejit.compiler.signing.bundle_signing import sign
 
-    parts, statement = attached_to(bundle)
+    parts, statement = (
+        json.loads(attached_to(bundle, f"application/vnd.{kind}+json")[0][1].read_bytes())
+        for kind in ("cyclonedx", "in-toto")
+    )
     names = {each.get("purl", "").partition("@")[0] for each in parts["components"]}
     assert {"pkg:pypi/jax", "pkg:pypi/jaxlib", "pkg:pypi/prejit"} <= names
     definition = statement["predicate"]["buildDefinition"]
@@ -210,17 +210,6 @@ def test_a_recording_has_a_list_of_parts_and_a_provenance_that_signing_covers(bu
     signed = sign(copy, signer("a"))
     assert digests == {digest.removeprefix("sha256:") for digest in signed.subjects}
     assert signed.added == len(signed.subjects) + 2  # and the provenance and the list of parts
-
-
-def attached_to(bundle):
-    """The list of parts and the provenance of a bundle."""
-    with Layout(bundle) as layout:
-        root = read_root(layout)
-        found = {
-            each.artifact_type: json.loads(blob(bundle, each.layers[0].digest).read_bytes())
-            for each in referrers(layout, root, root.digest)
-        }
-    return found["application/vnd.cyclonedx+json"], found["application/vnd.in-toto+json"]
 
 
 def test_a_server_is_recorded_until_a_signal_ends_it(here, bundle, prejit_at, tmp_path):

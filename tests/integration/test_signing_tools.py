@@ -13,14 +13,11 @@ import pytest
 
 pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
 
-from tests.layouts import blob
+from tests.layouts import attached_to, blob
 from tests.signers import signer
 
 from prejit.compiler.signing.bundle_signing import sign
-from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import SIGNATURE_MEDIA_TYPE
-from prejit.runtime.format.referrers import referrers
-from prejit.runtime.format.root import read_root
 from prejit.runtime.trust.signed_statements import pae
 
 ROOT = Path(__file__).parents[2]
@@ -118,16 +115,10 @@ def test_model_signing_verifies_a_keyless_signature_and_refuses_another_identity
         assert done.returncode == status, done.stdout + done.stderr
 
 
-def attached(bundle):
-    with Layout(bundle) as layout:
-        found = referrers(layout, read_root(layout))
-    return [(each, blob(bundle, each.layers[0].digest)) for each in found]
-
-
 def test_libraries_of_in_toto_and_sigstore_and_openssl_verify_what_is_attached_as_cosign_writes_it(
     bundle_dir, signed, public, tmp_path
 ):
-    found = attached(bundle_dir)
+    found = attached_to(bundle_dir)
     done = tool("-c", VERIFY, public, *(file for _, file in found))
     assert done.returncode == 0, done.stderr
     assert {f"sha256:{line}" for line in done.stdout.split()} == set(signed.subjects)

@@ -30,17 +30,12 @@ class Model:
 
 @pytest.fixture(scope="module")
 def models(make_decoder, tmp_path_factory):
-    return {
-        name: Model(
-            make_decoder(
-                write_lettered(tmp_path_factory.mktemp("model") / name, n_layer=layers),
-                batch=(1, 8),
-                prompt=(16,),
-                context=(64,),
-            )
-        )
-        for name, layers in (("a", 2), ("b", 1))
-    }
+    buckets = {"batch": (1, 8), "prompt": (16,), "context": (64,)}
+    found = {}
+    for name, layers in (("a", 2), ("b", 1)):
+        source = write_lettered(tmp_path_factory.mktemp("model") / name, n_layer=layers)
+        found[name] = Model(make_decoder(source, **buckets))
+    return found
 
 
 class Server:

@@ -77,10 +77,6 @@ def allowed(copy, policy, targets):
     assert load(copy, trust=policy, on_mismatch="error").target == TARGET
 
 
-def test_a_plain_copy_of_the_directory_runs(signed, policy, tmp_path):
-    allowed(shutil.copytree(signed, tmp_path / "copy"), policy, 2)
-
-
 @with_skopeo
 @pytest.mark.parametrize(("what", "targets"), [("example", 2), (TARGET, 1)])
 def test_a_copy_by_skopeo_runs_once_its_signatures_are_copied(

@@ -36,6 +36,8 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
+from tests.decoders import gpt2_config
+from tests.encoders import bert_config
 from tests.format.v1 import by_hand
 from tests.layouts import index_file
 from tests.parity import cases, encoder_cases, t5_cases
@@ -66,79 +68,36 @@ def repeat(x, times):
     return x * times
 """
 LETTERS = "abcdefghijklmnopqrstuvwxyzĠ.,:()_'012"
-GPT2 = {
-    "model_type": "gpt2",
-    "architectures": ["GPT2LMHeadModel"],
-    "vocab_size": 1 + len(LETTERS),
-    "n_positions": 32,
-    "n_embd": 8,
-    "n_head": 2,
-    "n_layer": 1,
-    "n_inner": None,
-    "activation_function": "gelu_new",
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+GPT2 = gpt2_config(
+    **{"vocab_size": 1 + len(LETTERS), "n_positions": 32, "n_embd": 8, "n_head": 2, "n_layer": 1},
+    **{"bos_token_id": 0, "eos_token_id": 0},
+)
 LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 24,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "eos_token_id": 0,
+    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 24},
+    **{"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "hidden_act": "silu"},
+    **{"max_position_embeddings": 32, "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
+    **{"tie_word_embeddings": False, "eos_token_id": 0},
 }
 WORDS = (
-    "[PAD]",
-    "[CLS]",
-    "[SEP]",
-    "[UNK]",
-    *["a", "golden", "bundle", "two", "words", "of", "the", "format", "sentence"],
+    *("[PAD]", "[CLS]", "[SEP]", "[UNK]"),
+    *("a", "golden", "bundle", "two", "words", "of", "the", "format", "sentence"),
 )
-BERT = {
-    "model_type": "bert",
-    "architectures": ["BertModel"],
-    "vocab_size": len(WORDS),
-    "hidden_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 12,
-    "hidden_act": "gelu",
-    "max_position_embeddings": 16,
-    "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
-    "pad_token_id": 0,
-}
+BERT = bert_config(
+    **{"vocab_size": len(WORDS), "hidden_size": 8, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "intermediate_size": 12, "max_position_embeddings": 16},
+)
 READ_WORDS = (
     *("<pad>", "</s>", "<unk>", "a", "golden", "bundle", "reads", "two", "sources", "of"),
     *("the", "format", "and", "writes", "what", "it", "has", "read"),
 )
 T5 = {
-    "model_type": "t5",
-    "architectures": ["T5ForConditionalGeneration"],
-    "vocab_size": len(READ_WORDS),
-    "d_model": 8,
-    "d_kv": 4,
-    "d_ff": 12,
-    "num_layers": 1,
-    "num_heads": 2,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 20,
-    "layer_norm_epsilon": 1e-6,
-    "feed_forward_proj": "relu",
-    "tie_word_embeddings": False,
-    "decoder_start_token_id": 0,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
+    **{"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
+    **{"vocab_size": len(READ_WORDS), "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1},
+    **{"num_heads": 2, "relative_attention_num_buckets": 8},
+    **{"relative_attention_max_distance": 20, "layer_norm_epsilon": 1e-6},
+    **{"feed_forward_proj": "relu", "tie_word_embeddings": False},
+    **{"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1},
 }
 TEMPLATE = """\
 {{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}
@@ -220,14 +179,8 @@ draft_tokens = 2
 """,
 }
 SAMPLED = {
-    "temperature": 0.9,
-    "top_k": 30,
-    "top_p": 0.95,
-    "min_p": 0.01,
-    "repetition_penalty": 1.2,
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.3,
-    "seed": 2**40 + 7,
+    **{"temperature": 0.9, "top_k": 30, "top_p": 0.95, "min_p": 0.01, "seed": 2**40 + 7},
+    **{"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.3},
 }
 BIAS = {5: 2.0, 13: -1.5}
 MESSAGES = [{"role": "user", "content": "a golden"}, {"role": "assistant", "content": "two"}]

@@ -51,39 +51,24 @@ def test_a_limit_that_is_none_is_refused(option, values, capsys):
 def test_every_option_reaches_the_server(monkeypatch):
     given = []
     monkeypatch.setattr(server_process, "serve", lambda *arguments: given.append(arguments))
-    options = {
-        **{"--host": "0.0.0.0", "--port": "8080", "--admin": "[::1]:9000", "--cors": "https://A.b"},
-        **{"--slots": "3", "--queue": "4", "--prefix-memory": "2M", "--clients": "5"},
-        **{"--memory": "3G"},
-        **{"--timeout": "0.5", "--drain-seconds": "6", "--max-body": "7K", "--max-tokens": "8"},
-        **{"--check-seconds": "9", "--on-mismatch": "error"},
-    }
-    words = [word for pair in options.items() for word in pair]
-    flags = ("--ignore-unknown-fields", "--share-prefixes")
-    assert __main__.main(["serve", "a=x", "y", *words, *flags]) == 0
+    text = (
+        "--host 0.0.0.0 --port 8080 --admin [::1]:9000 --cors https://A.b --slots 3 --queue 4 "
+        "--prefix-memory 2M --clients 5 --memory 3G --timeout 0.5 --drain-seconds 6 --max-body 7K "
+        "--max-tokens 8 --check-seconds 9 --on-mismatch error --ignore-unknown-fields "
+        "--share-prefixes"
+    )
+    assert __main__.main(["serve", "a=x", "y", *text.split()]) == 0
     settings = Settings(
-        body_bytes=7 << 10,
-        max_tokens=8,
-        timeout_seconds=0.5,
-        clients=5,
-        drain_seconds=6,
-        check_seconds=9,
-        ignore_unknown_fields=True,
+        **{"body_bytes": 7 << 10, "max_tokens": 8, "timeout_seconds": 0.5, "clients": 5},
+        **{"drain_seconds": 6, "check_seconds": 9, "ignore_unknown_fields": True},
         cors=("https://a.b",),
     )
     sources = [BundleSource("x", "a"), BundleSource("y")]
     engines = EngineOptions(3, 4, 2 << 20, must_match=True, share_prefixes=True, memory=3 << 30)
     assert given == [(sources, engines, settings, ("0.0.0.0", 8080), None, ("::1", 9000), None)]
     assert __main__.main(["serve", "y"]) == 0
-    assert given[1] == (
-        [BundleSource("y")],
-        EngineOptions(),
-        Settings(),
-        ("127.0.0.1", 8000),
-        None,
-        None,
-        None,
-    )
+    at = ("127.0.0.1", 8000)
+    assert given[1] == ([BundleSource("y")], EngineOptions(), Settings(), at, None, None, None)
     assert __main__.main(["serve", "y", "--canary", "z", "--share", "2.5%"]) == 0
     assert given[2][-1] == ("z", 0.025)
 

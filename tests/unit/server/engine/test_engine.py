@@ -1,7 +1,5 @@
 """One engine for many callers: each gets the tokens that it would get alone, whatever the others do."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -26,22 +26,22 @@ def test_tokens_decide_and_not_the_number_of_requests():
 
 def test_nobody_saves_up_shares_by_waiting():
     queue = FairQueue()
+
+    def serve(count):
+        names = []
+        for _ in range(count):
+            names.append(queue.take()[0])
+            queue.charge(names[-1], 1000)
+        return names
+
     queue.put(0, "quiet")
-    name, _ = queue.take()
-    queue.end(name)  # it goes away, served nothing
+    queue.end(queue.take()[0])  # it goes away, served nothing
     for number in range(10):
         queue.put(number, "busy")
-    for _ in range(5):
-        name, _ = queue.take()
-        queue.charge(name, 1000)
+    serve(5)
     for number in range(10):
         queue.put(number, "quiet")
-    order = []
-    for _ in range(4):
-        name, _ = queue.take()
-        queue.charge(name, 1000)
-        order.append(name)
-    assert order.count("busy") == 2  # in turns from now on: what it did not use before is gone
+    assert serve(4).count("busy") == 2  # in turns from now on: what it did not use before is gone
 
 
 def test_a_client_with_many_requests_makes_room_for_one_with_fewer():

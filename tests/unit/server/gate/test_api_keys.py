@@ -73,20 +73,14 @@ def test_a_file_without_usable_keys_is_an_error_that_shows_no_key(file):
 def test_limits_stand_behind_a_key(file):
     file.write_text(
         "alice: sk-000000  waiting=16 running=4 tokens_per_minute=600 priority=-5..10\n"
-        "sk-111111 priority=2..\n"
-        "bob: sk-222222\n"
+        "sk-111111 priority=2..\nbob: sk-222222\n"
     )
     keys = Keys(file)
     alice, second, bob = (keys.find(f"Bearer sk-{n * 6}") for n in "012")
-    assert alice
-    assert second
-    assert bob
     assert (alice.limits.waiting, alice.limits.running, alice.priorities) == (16, 4, (-5, 10))
     assert (second.name, second.priorities[0], second.limits) == ("key-2", 2, bob.limits)
     assert bob.priorities == ANYBODY.priorities
     assert bob.priorities[0] == 0  # nobody goes before the others unasked
-    assert alice.meter
-    assert alice.limits.on_tokens
     assert alice.meter.wait_seconds() == 0
     alice.limits.on_tokens(700)
     assert 5 < alice.meter.wait_seconds() <= 10.1  # 10 tokens come back each second

@@ -82,8 +82,7 @@ def test_a_hostile_expression_ends_with_an_error(bundle, grammars):
 
 
 def test_a_grammar_is_compiled_once_and_few_are_kept(bundle, monkeypatch):
-    sources = []
-    compile_ = module.compiled
+    sources, compile_ = [], module.compiled
 
     def count(tokenizer, source, size_bytes):
         sources.append(source.text)
@@ -92,21 +91,16 @@ def test_a_grammar_is_compiled_once_and_few_are_kept(bundle, monkeypatch):
     monkeypatch.setattr(module, "compiled", count)
     monkeypatch.setattr(module, "_KEPT_BYTES", 2 << 20)
     grammars = Grammars(bundle)
-    for pattern in ("a", "b", "a", "b"):
+    # In the end "b" was used later than "a", which made room.
+    for pattern, compiled in (("a", 1), ("b", 2), ("a", 2), ("b", 2), ("c", 3), ("b", 3), ("a", 4)):
         assert grammars.regex(pattern)([]).any()
-    assert len(sources) == 2
-    grammars.regex("c")
-    grammars.regex("b")  # used later than "a", which made room
-    assert len(sources) == 3
-    grammars.regex("a")
-    assert len(sources) == 4
+        assert len(sources) == compiled
 
 
 def test_a_bundle_without_text_has_no_grammars(bundle_dir, decoder_dir):
-    with pytest.raises(UsageError, match="holds no decoder"):
-        Grammars(load(bundle_dir))
-    with pytest.raises(UsageError, match="no tokenizer"):
-        Grammars(load(decoder_dir))
+    for path, why in ((bundle_dir, "holds no decoder"), (decoder_dir, "no tokenizer")):
+        with pytest.raises(UsageError, match=why):
+            Grammars(load(path))
 
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 5}},

@@ -29,16 +29,13 @@ def test_a_dtype_goes_there_and_back_by_bytes_and_by_numbers(name, datatype):
     assert tensors.from_json([], dtype, (0, 3), "x").shape == (0, 3)
     assert tensors.from_bytes(memoryview(b""), dtype, (0, 3), "x").shape == (0, 3)
     array = np.array([[0, 1, 1], [1, 0, 1]]).astype(dtype)
-    for before in range(4):  # bytes behind JSON begin anywhere
-        content = memoryview(b"." * before + array.tobytes())[before:]
-        found = tensors.from_bytes(content, dtype, (2, 3), "x")
-        assert found.dtype == dtype
-        np.testing.assert_array_equal(found, array)
-        assert found.ctypes.data % dtype.itemsize == 0
-    for data in (tensors.to_json(array), array.tolist()):
-        found = tensors.from_json(data, dtype, (2, 3), "x")
-        assert found.dtype == dtype
-        np.testing.assert_array_equal(found, array)
+    contents = [memoryview(b"." * n + array.tobytes())[n:] for n in range(4)]  # behind JSON
+    found = [tensors.from_bytes(content, dtype, (2, 3), "x") for content in contents]
+    assert all(each.ctypes.data % dtype.itemsize == 0 for each in found)
+    data = (tensors.to_json(array), array.tolist())
+    found += [tensors.from_json(each, dtype, (2, 3), "x") for each in data]
+    for each in found:
+        np.testing.assert_array_equal(each, array, strict=True)
 
 
 def test_dtypes_that_the_protocol_does_not_have_are_refused_by_name():

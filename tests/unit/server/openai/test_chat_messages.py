@@ -13,18 +13,15 @@ def templated(*messages):
     return for_template(msgspec.convert([*messages], list[Message]))
 
 
-def test_parts_become_text_and_a_developer_a_system():
+def test_parts_become_text_a_developer_a_system_and_arguments_of_calls_objects():
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert templated({"role": "developer", "content": parts}) == [
-        {"role": "system", "content": "one\ntwo"}
-    ]
-
-
-def test_arguments_of_earlier_calls_become_objects():
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    [found] = templated({"role": "assistant", "tool_calls": [call]})
-    assert found["content"] is None
-    assert found["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    system, assistant = templated(
+        {"role": "developer", "content": parts}, {"role": "assistant", "tool_calls": [call]}
+    )
+    assert system == {"role": "system", "content": "one\ntwo"}
+    assert assistant["content"] is None
+    assert assistant["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", "[" * 100_000])
@@ -56,19 +53,15 @@ def test_tools_have_parameters_whatever_the_request_says():
 
 
 def test_items_of_responses_become_messages():
-    body = msgspec.convert(
-        {
-            "instructions": "Be short.",
-            "input": [
-                {"role": "user", "content": [{"type": "input_text", "text": "1+1?"}]},
-                {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
-                {"type": "function_call", "call_id": "d", "name": "add", "arguments": ""},
-                {"type": "function_call_output", "call_id": "c", "output": "2"},
-            ],
-        },
-        ResponseRequest,
-    )
-    system, user, assistant, tool = messages_of(body)
+    call = {"type": "function_call", "name": "add"}
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "1+1?"}]},
+        {**call, "call_id": "c", "arguments": "{}"},
+        {**call, "call_id": "d", "arguments": ""},
+        {"type": "function_call_output", "call_id": "c", "output": "2"},
+    ]
+    body = {"instructions": "Be short.", "input": items}
+    system, user, assistant, tool = messages_of(msgspec.convert(body, ResponseRequest))
     assert system == {"role": "system", "content": "Be short."}
     assert user == {"role": "user", "content": "1+1?"}
     assert [call["id"] for call in assistant["tool_calls"]] == ["c", "d"]

@@ -78,11 +78,11 @@ def test_streams_are_closed_when_nobody_reads_further(choices):
 
 
 def test_streams_are_closed_when_a_later_one_is_refused():
-    first, second = Stream([]), Stream([])
+    streams = Stream([]), Stream([])
+    first, second = map(Engine, streams)
     with pytest.raises(QueueFullError):
-        asyncio.run(take([call(Engine(first), 1), call(Engine(second), 2)], 1))
-    assert first.closed
-    assert second.closed
+        asyncio.run(take([call(first, 1), call(second, 2)], 1))
+    assert all(stream.closed for stream in streams)
 
 
 def test_more_texts_than_may_wait_are_refused_for_ever():

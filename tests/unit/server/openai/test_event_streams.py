@@ -9,6 +9,8 @@ from prejit.runtime.errors import DeadlineError, NumbersError, QueueFullError
 from prejit.server.openai import event_streams as module
 from prejit.server.openai.event_streams import EventStream
 
+ENDS = {"type": "http.response.body", "body": b"", "more_body": False}
+
 
 class Client:
     """One side of an ASGI connection. It stays until `leave` is called."""
@@ -27,39 +29,36 @@ class Client:
     async def send(self, message):
         self.sent.append(message)
 
+    async def read(self, events, **scope):
+        await EventStream(events)({"type": "http", **scope}, self.receive, self.send)
+
     @property
     def body(self):
         return b"".join(message.get("body", b"") for message in self.sent)
 
 
-async def stream(client, events):
-    await EventStream(events)({"type": "http"}, client.receive, client.send)
+async def of(*events):
+    """These events, of which an exception is raised."""
+    for event in events:
+        if isinstance(event, Exception):
+            raise event
+        yield event
 
 
 def test_events_come_one_by_one_and_the_body_ends():
-    async def events():
-        yield b"one"
-        yield b"two"
-
-    async def main():
-        client = Client()
-        await stream(client, events())
-        start, *bodies = client.sent
-        headers = dict(start["headers"])
-        assert headers[b"content-type"].startswith(b"text/event-stream")
-        assert b"content-length" not in headers
-        assert [(each["body"], each["more_body"]) for each in bodies] == [
-            (b"one", True),
-            (b"two", True),
-            (b"", False),
-        ]
-
-    asyncio.run(main())
+    client = Client()
+    asyncio.run(client.read(of(b"one", b"two")))
+    start, *bodies = client.sent
+    headers = dict(start["headers"])
+    assert headers[b"content-type"].startswith(b"text/event-stream")
+    assert b"content-length" not in headers
+    parts = [(each["body"], each["more_body"]) for each in bodies]
+    assert parts == [(b"one", True), (b"two", True), (b"", False)]
 
 
 def test_a_request_that_waits_has_a_head_and_comments(monkeypatch):
     """A proxy cuts a connection on which nothing comes."""
-    monkeypatch.setattr(module, "COMMENT_SECONDS", 0.01, raising=False)
+    monkeypatch.setattr(module, "COMMENT_SECONDS", 0.01)
 
     async def main():
         client, slot = Client(), asyncio.Event()
@@ -71,7 +70,7 @@ def test_a_request_that_waits_has_a_head_and_comments(monkeypatch):
             await asyncio.sleep(0.05)
             yield b"two"
 
-        task = asyncio.ensure_future(stream(client, events()))
+        task = asyncio.ensure_future(client.read(events()))
         async with asyncio.timeout(60):
             while client.body.count(b": waiting\n\n") < 2:
                 await asyncio.sleep(0.001)
@@ -88,36 +87,18 @@ def test_a_request_that_waits_has_a_head_and_comments(monkeypatch):
     ("error", "is_suspected"), [(NumbersError("not numbers"), True), (DeadlineError("late"), False)]
 )
 def test_an_error_behind_the_first_event_is_an_event_and_makes_the_server_look(error, is_suspected):
-    async def events():
-        yield b"data: 1\n\n"
-        raise error
-
-    suspected = threading.Event()
-
-    async def main():
-        client = Client()
-        scope = {"type": "http", "state": {"suspected": suspected}}
-        await EventStream(events())(scope, client.receive, client.send)
-        assert client.body.startswith(b'data: 1\n\ndata: {"error":{"message":"')
-        last = {"type": "http.response.body", "body": b"", "more_body": False}
-        assert client.sent[-1] == last
-
-    asyncio.run(main())
+    client, suspected = Client(), threading.Event()
+    asyncio.run(client.read(of(b"data: 1\n\n", error), state={"suspected": suspected}))
+    assert client.body.startswith(b'data: 1\n\ndata: {"error":{"message":"')
+    assert client.sent[-1] == ENDS
     assert suspected.is_set() == is_suspected
 
 
 def test_an_error_before_the_first_event_has_its_own_status():
-    async def events():
-        raise QueueFullError("full", retry_after=1)
-        yield b""
-
-    async def main():
-        client = Client()
-        with pytest.raises(QueueFullError):
-            await stream(client, events())
-        assert client.sent == []
-
-    asyncio.run(main())
+    client = Client()
+    with pytest.raises(QueueFullError):
+        asyncio.run(client.read(of(QueueFullError("full", retry_after=1))))
+    assert client.sent == []
 
 
 @pytest.mark.parametrize(("after", "leaves"), [(0, True), (1, True), (1, False)])
@@ -134,7 +115,7 @@ def test_events_are_closed_when_the_client_leaves_or_the_request_is_cancelled(af
             finally:
                 closed.set()
 
-        task = asyncio.ensure_future(stream(client, events()))
+        task = asyncio.ensure_future(client.read(events()))
         await asyncio.sleep(0.01)
         if leaves:
             client.leave()

@@ -101,8 +101,7 @@ def test_calls_outside_of_a_request_are_not_recorded(engine):
 
 def test_requests_at_the_same_time_keep_their_calls_apart(engine):
     async def one(count):
-        mine = entry()
-        current.set(mine)
+        current.set(mine := entry())
         for _ in range(count):
             await asyncio.sleep(0)
             engine.submit("a")
