@@ -7,7 +7,6 @@ import pytest
 from tests.layouts import attached_to, blob
 
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import read_root
 
 from .conftest import ROOT

@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 from tests.fake_registry import fake_registry
 from tests.ports import free_port
+from tests.waiting import wait_for
 
-from prejit.runtime.cli.commands import run
+from prejit.runtime.__main__ import main
 from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.shipping import ship
 
@@ -62,11 +63,8 @@ class Process:
         return self.wait_until_said("ready in")
 
     def wait_until_said(self, text, seconds=60):
-        until = time.monotonic() + seconds
-        while text not in self.said:
-            assert self.process.poll() is None, self.said
-            assert time.monotonic() < until, self.said
-            time.sleep(0.002)
+        wait_for(lambda: text in self.said or self.process.poll() is not None, seconds, text)
+        assert text in self.said, self.said
         return self
 
     def end(self, number=signal.SIGTERM, seconds=60):
@@ -89,9 +87,9 @@ class Process:
             self.wait()
 
 
-def infer(server, content=None, **options):
+def infer(server, content=INFER, **options):
     url = f"{server.url}/v2/models/score/infer"
-    return httpx.post(url, json=INFER if content is None else content, timeout=60, **options)
+    return httpx.post(url, json=content, timeout=60, **options)
 
 
 @pytest.fixture
@@ -111,27 +109,27 @@ def over(socket_path):
     return httpx.Client(transport=transport, base_url="http://admin", timeout=60)
 
 
-def replay(*arguments):
-    return prejit("replay", *arguments, "--json")
+def check_replay_and_gate(old, new, log, directory, capsys):
+    """Check that replay and gate stop a bundle that answers the requests of a log otherwise."""
 
+    def said(*words, status):
+        assert main([*map(str, words), "--json"]) == status
+        return json.loads(capsys.readouterr().out)
 
-def prejit(*arguments):
-    command = [sys.executable, "-m", "prejit.runtime", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
-def check_gate(old, new, log, directory):
-    """Check that the gate stops a bundle that answers the requests of a log otherwise, in every form."""
+    capsys.readouterr()
+    same = said("replay", log, status=0)
+    assert (same["equal"], same["skipped"] > 0, same["differences"]) == (3, True, [])
+    changed = said("replay", log, "--bundle", new, status=1)
+    assert len(changed["differences"]) == 3
+    assert "the log is of sha256:" in changed["notes"][0]
     page, comment = directory / "gate.html", directory / "gate.md"
     options = ("--requests", log, "--page", page, "--markdown", comment)
-    stopped = prejit("gate", old, new, *options, "--json")
-    assert stopped.returncode == 9, stopped.stderr
-    verdict = json.loads(stopped.stdout)
+    verdict = said("gate", old, new, *options, status=9)
     assert [each["name"] for each in verdict["checks"] if each["outcome"] == "failed"] == ["tokens"]
     assert (verdict["requests"], len(verdict["differences"])) == (3, 3)
     assert "expected other values" in page.read_text()
     assert comment.read_text().startswith("### The gate stopped the release\n")
-    assert prejit("gate", f"x={old}", new, "--requests", log).returncode == 2
+    assert main(["gate", f"x={old}", str(new), "--requests", str(log)]) == 2
 
 
 def test_a_server_from_its_start_to_the_replay_of_its_log(
@@ -162,23 +160,13 @@ def test_a_server_from_its_start_to_the_replay_of_its_log(
     assert infer(server, headers=foreign).status_code == 403
     with over(path) as admin, httpx.Client(timeout=60) as client:
         check_drain(server, admin, client)
-    assert run(["profile", f"unix:{path}", "--seconds", "0.1", "--json"]) == 0
+    assert main(["profile", f"unix:{path}", "--seconds", "0.1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["seconds"] >= 0.1
     assert server.end() == 0
     assert not path.exists()
     assert "Traceback" not in server.said
-
-    same = replay(log)
-    assert same.returncode == 0, same.stderr
-    report = json.loads(same.stdout)
-    assert (report["equal"], report["skipped"] > 0, report["differences"]) == (3, True, [])
     other = make_recipe(score_scale=2.0).write(tmp_path / "other")
-    changed = replay(log, "--bundle", other)
-    assert changed.returncode == 1, changed.stderr
-    report = json.loads(changed.stdout)
-    assert len(report["differences"]) == 3
-    assert "the log is of sha256:" in report["notes"][0]
-    check_gate(bundle_dir, other, log, tmp_path)
+    check_replay_and_gate(bundle_dir, other, log, tmp_path, capsys)
 
 
 def test_a_canary_that_answers_otherwise_is_dropped_and_its_model_stays(
@@ -194,13 +182,14 @@ def test_a_canary_that_answers_otherwise_is_dropped_and_its_model_stays(
             found = admin.get("/canary").json()["canaries"]
             return found[0] if found else {"stage": ""}
 
-        until = time.monotonic() + 60
-        while state()["stage"] not in ("sharing", "rolled back"):
-            assert time.monotonic() < until, (state(), server.said)
+        wait_for(lambda: state()["stage"] in ("sharing", "rolled back"))
         expected = infer(server).json()["outputs"]
-        while state()["stage"] == "sharing":
+
+        def has_ended():
             assert infer(server).json()["outputs"] == expected
-            assert time.monotonic() < until, state()
+            return state()["stage"] != "sharing"
+
+        wait_for(has_ended)
         ended = state()
         assert (ended["stage"], ended["model"]) == ("rolled back", "example")
         assert "expected other values" in ended["why"]
@@ -325,11 +314,7 @@ def test_keys_and_a_log_that_signals_open_again(serve, bundle_dir, tmp_path):
     for number in (signal.SIGHUP, signal.SIGUSR1):
         log.rename(tmp_path / f"before {number.name}")
         server.process.send_signal(number)
-        until = time.monotonic() + 60
-        while not log.exists():
-            assert server.process.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_for(lambda: log.exists() or server.process.poll() is not None)
         assert infer(server).status_code == 401
         assert infer(server, headers=headers).status_code == 200
         assert httpx.get(f"{server.url}/health/ready", timeout=60).status_code == 200
@@ -381,11 +366,12 @@ def begin_many(server, count):
         connections[-1].sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
     states = ("num_requests_running", "num_requests_waiting", "request_success_total")
     begun = tuple(f"vllm:{state}{{" for state in states)
-    taken, until = 0.0, time.monotonic() + 60
-    while taken < count:
-        assert time.monotonic() < until
+
+    def all_are_taken():
         lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
-        taken = sum(float(line.split()[-1]) for line in lines if line.startswith(begun))
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(begun)) >= count
+
+    wait_for(all_are_taken)
     return connections
 
 
@@ -411,9 +397,8 @@ def test_what_runs_is_finished_after_a_signal_and_the_rest_is_refused(serve, dec
         undrain = admin.build_request("POST", "/undrain")
         server.process.send_signal(signal.SIGTERM)
         server.wait_until_said("finishing what runs")
-        with contextlib.suppress(
-            httpx.TransportError
-        ):  # all were finished, and the server has ended
+        # All may be finished, and the server may have ended.
+        with contextlib.suppress(httpx.TransportError):
             refused = complete(server)
             assert refused.status_code == 503
             assert refused.headers["retry-after"]
@@ -456,7 +441,7 @@ def test_a_crash_of_native_code_shows_where_each_thread_was(serve, decoder_dir):
 
 
 def test_streams_that_their_clients_leave_are_replayed_as_far_as_they_came(
-    serve, decoder_dir, tmp_path
+    serve, decoder_dir, tmp_path, capsys
 ):
     log = tmp_path / "log.jsonl"
     server = serve(decoder_dir, "--log", log, "--slots", "3").wait_until_ready()
@@ -473,9 +458,8 @@ def test_streams_that_their_clients_leave_are_replayed_as_far_as_they_came(
     calls = [call for line in lines if line["event"] == "request" for call in line["calls"]]
     assert len(calls) == 6 + 8 * 60 + 1
     assert all(call["token_ids"] for call in calls)
-    same = replay(log)
-    assert same.returncode == 0, same.stdout + same.stderr
-    report = json.loads(same.stdout)
+    assert main(["replay", str(log), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
     assert (report["equal"], report["differences"]) == (6 + 8 + 1, [])
 
 
