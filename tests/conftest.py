@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from .extent import deselect_thorough, examples
+from .processes import ran
 from .quick_compiling import compile_quickly
 
 pytest_plugins = (
@@ -140,19 +141,9 @@ def run_python(tmp_path: Path) -> RunPython:
         env: Mapping[str, str] | None = None,
         timeout: float = 120,
     ) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, *(["-c", code] if code is not None else []), *map(str, argv)]
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            env={**os.environ, **(env or {})},
-            timeout=timeout,
-            cwd=tmp_path,
-            check=False,
-        )
-        if status is not None:
-            assert done.returncode == status, f"exit {done.returncode}\n{done.stdout}{done.stderr}"
-        return done
+        command = [sys.executable, *(["-c", code] if code is not None else []), *argv]
+        environment = {**os.environ, **(env or {})}
+        return ran(*command, status=status, env=environment, timeout=timeout, cwd=tmp_path)
 
     return run
 

@@ -6,12 +6,12 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from tests.encoders import write_encoder
+from tests.processes import ran
 
 from .snippets import ROOT
 
@@ -65,15 +65,9 @@ def shell(caches, warm):
                 done.stdout = done.stderr + done.stdout
             return done
         python = str(Path(sys.executable).parent)
-        return subprocess.run(
-            ["/bin/sh", "-c", f"({command}) 2>&1" if merged else command],
-            cwd=directory,
-            env={**os.environ, **caches, "PATH": f"{python}:{os.environ['PATH']}"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        env = {**os.environ, **caches, "PATH": f"{python}:{os.environ['PATH']}"}
+        line = f"({command}) 2>&1" if merged else command
+        return ran("/bin/sh", "-c", line, status=None, cwd=directory, env=env)
 
     return run
 

@@ -2,21 +2,16 @@
 
 import importlib
 import re
-import subprocess
 import sys
 
 import pytest
 from tests.campaigns.drill_records import PAGE, with_table
+from tests.processes import ran
 
 from .snippets import ROOT
 
 DOCS = ROOT / "docs"
-TRACKED = {
-    ROOT / name
-    for name in subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-}
+TRACKED = {ROOT / name for name in ran("git", "ls-files", cwd=ROOT).stdout.splitlines()}
 """The files of a fresh checkout."""
 THERE = TRACKED.union(*(path.parents for path in TRACKED))
 """These files, and the directories that they are in."""

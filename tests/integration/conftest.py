@@ -3,12 +3,12 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from tests.encoders import write_encoder
+from tests.processes import ran
 
 from prejit.runtime import load
 
@@ -29,14 +29,11 @@ def run(build_cache, warm, tmp_path_factory):
     }
 
     def run(*arguments, status=0, quick=False, **env):
-        if arguments[0] in ("build", "plan"):
-            done = warm.prejit(*arguments, env={**base, **env}, quick=quick)
-        else:
-            command = [sys.executable, "-m", "prejit.runtime", *map(str, arguments)]
+        if arguments[0] not in ("build", "plan"):
             environment = {**os.environ, **base, **env}
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=600, check=False
-            )
+            command = (sys.executable, "-m", "prejit.runtime", *arguments)
+            return ran(*command, status=status, env=environment)
+        done = warm.prejit(*arguments, env={**base, **env}, quick=quick)
         assert done.returncode == status, f"{done.args}\n{done.stdout}\n{done.stderr}"
         return done
 
@@ -49,16 +46,8 @@ def python(run, tmp_path_factory):
     runtime_cache = tmp_path_factory.mktemp("python") / "runtime"
 
     def python(script, *arguments, **env):
-        done = subprocess.run(
-            [sys.executable, "-c", script, *map(str, arguments)],
-            env={**os.environ, "PREJIT_RUNTIME_CACHE": str(runtime_cache), **env},
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done
+        environment = {**os.environ, "PREJIT_RUNTIME_CACHE": str(runtime_cache), **env}
+        return ran(sys.executable, "-c", script, *arguments, env=environment)
 
     return python
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.ports import free_port
+from tests.processes import ran
 from tests.waiting import wait_for
 
 from .test_serve import INFER
@@ -71,7 +72,7 @@ def slurm(tmp_path, monkeypatch):
 
 
 def command(*arguments):
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    done = ran(*arguments, status=None)
     return done.stdout + done.stderr
 
 
@@ -108,8 +109,7 @@ def test_shellcheck_accepts_the_script_and_the_recipe(tmp_path):
     for name in ("post", "environment", "runscript"):
         (tmp_path / f"{name}.sh").write_text(f"#!/bin/sh\n{recipe[name]}")
     scripts = [HPC / "serve.sbatch", *tmp_path.glob("*.sh")]
-    done = subprocess.run([SHELLCHECK, *scripts], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    ran(SHELLCHECK, *scripts)
     # Its image is that of the Containerfile, which benchmarks/ship/container_start.py builds and runs.
     (install,) = re.findall(r"pip --python .*", recipe["post"])
     containerfile = (ROOT / "deploy" / "container" / "Containerfile").read_text()

@@ -2,12 +2,12 @@
 
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.processes import ran
 
 from benchmarks.studies import example_child
 
@@ -29,8 +29,7 @@ def transcriber(tmp_path_factory):
     copy = tmp_path_factory.mktemp("examples") / TRAINER.name
     shutil.copytree(TRAINER, copy, ignore=shutil.ignore_patterns("checkpoint", "__pycache__"))
     script = [sys.executable, copy / "train.py", "--steps", str(STEPS)]
-    done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr
+    done = ran(*script)
     return copy, float(done.stdout.splitlines()[-1].partition("%")[0]) / 100
 
 
@@ -47,14 +46,7 @@ def test_an_example_gives_what_jit_gives(example, run, tmp_path, monkeypatch, re
         example, _ = request.getfixturevalue("transcriber")
     run("build", example / "manifest.toml", "-o", tmp_path, quick=True)
     bundle = tmp_path / example.name
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, example / "use.py", bundle],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran(sys.executable, "-c", SCRIPT, example / "use.py", bundle)
     assert done.stdout.strip()
 
     monkeypatch.syspath_prepend(str(example))

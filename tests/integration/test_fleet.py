@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from tests.decoders import gpt2_config
 from tests.extent import ALL
 from tests.parity.cases import Case
+from tests.processes import ran
 
 from prejit.compiler.targets import environments
 from prejit.compiler.targets.installing import make_environment
@@ -115,14 +115,8 @@ print(json.dumps({"target": bundle.target, "token_ids": token_ids, "sources": so
 def generate(python, path, *fingerprint):
     """Generates in a fresh process of another environment, which lacks what the command line needs."""
     sources = os.pathsep.join(str(ROOT / side) for side in ("compiler", "runtime", "server"))
-    done = subprocess.run(
-        [*python, "-c", GENERATE, str(path), *map(str, fingerprint)],
-        env={**os.environ, "PYTHONPATH": sources},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    environment = {**os.environ, "PYTHONPATH": sources}
+    done = ran(*python, "-c", GENERATE, path, *fingerprint, env=environment)
     assert done.stderr == ""
     said = json.loads(done.stdout)
     assert set(said["sources"]) == {"loaded", "unused"}

@@ -16,6 +16,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from tests.fake_kubernetes import fake_kubernetes
 from tests.ports import free_port
+from tests.processes import ran
 from tests.store_servers import running_registry
 from tests.waiting import wait_for
 
@@ -71,8 +72,7 @@ needs_tools = pytest.mark.skipif(
 
 def with_tools(code, *values):
     command = [TOOLS, "-c", code, json.dumps(values)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    done = ran(*command)
     return done.stdout
 
 
@@ -231,8 +231,7 @@ def test_kustomize_changes_image_and_volume(tmp_path):
         pytest.skip("needs kubectl, which has kustomize")
     shutil.copytree(ROOT / "deploy" / "kubernetes", tmp_path / "kubernetes")
     command = ["kubectl", "kustomize", str(tmp_path / "kubernetes" / "claim")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = ran(*command)
     objects = list(yaml.safe_load_all(done.stdout))
     check(objects)
     assert len(objects) == len(plain())

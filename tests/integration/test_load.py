@@ -1,12 +1,12 @@
 """`prejit load` against real servers: each API, a log, a bundle that it serves, limits that are missed."""
 
 import json
-import subprocess
 import sys
 
 import httpx
 import pytest
 from tests.integration.test_serve import Process
+from tests.processes import ran
 
 WINDOW = ("--rate", "20", "--seconds", "1", "--json")
 
@@ -14,8 +14,7 @@ WINDOW = ("--rate", "20", "--seconds", "1", "--json")
 def load(*arguments, status=0):
     """Run the command; return its JSON, or what it printed to stderr where it fails."""
     command = [sys.executable, "-m", "prejit.runtime", "load", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == status, done.stderr
+    done = ran(*command, status=status)
     assert "Traceback" not in done.stderr, done.stderr
     return done.stderr if status else json.loads(done.stdout)
 

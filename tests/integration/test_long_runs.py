@@ -6,13 +6,13 @@
 
 import json
 import random
-import subprocess
 import sys
 import threading
 
 import numpy as np
 import pytest
 from tests.extent import examples
+from tests.processes import ran
 from tests.threads import in_threads
 
 from prejit.runtime import Request, load
@@ -24,8 +24,7 @@ TEXT = np.random.default_rng(4).integers(0, 48, 72).tolist()
 
 def test_memory_does_not_grow_with_tokens_or_sessions(decoder_dir):
     command = (sys.executable, ROOT / "tests" / "growing_memory.py", decoder_dir, "20000", "1500")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    done = ran(*command)
     said = json.loads(done.stdout)
     assert said["tokens"]["done"] >= 20000
     assert said["sessions"]["done"] == 1500

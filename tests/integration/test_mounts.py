@@ -10,6 +10,7 @@ from subprocess import DEVNULL
 
 import pytest
 from oras.client import OrasClient
+from tests.processes import ran
 from tests.store_servers import running_registry
 from tests.waiting import wait_for
 
@@ -58,8 +59,7 @@ def has(*programs):
 
 def first_token(path):
     command = [sys.executable, "-W", "ignore", "-c", FIRST_TOKEN, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = ran(*command)
     return done.stdout.splitlines()
 
 
@@ -78,8 +78,7 @@ def below_a_root(files, work):
     python = [sys.executable, "-W", "ignore", "-c", FIRST_TOKEN, "/models"]
     command = ["unshare", "-m", "sh", "-ec", "\n".join(mounts), "sh", *python]
     env = {"PATH": os.environ["PATH"], "HOME": "/tmp"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == 0, done.stderr
+    done = ran(*command, env=env)
     return done.stdout.splitlines()
 
 

@@ -1,13 +1,13 @@
 """Other clients read what prejit pushed, and prejit reads what they pushed, through a real registry."""
 
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
 import pytest
 from oras.layout.layout import Layout, NewLayoutFromRegistry
 from oras.provider import Registry
+from tests.processes import ran
 from tests.store_servers import running_registry
 
 from prejit.runtime.format.audit import audit
@@ -30,8 +30,7 @@ def run(*words):
     program = str(words[0])
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed")
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    ran(*words)
 
 
 def moved(source, target, *targets):

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from tests.layouts import attached_to
+from tests.processes import ran
 
 PROGRAM = """
 import os, sys
@@ -39,17 +40,9 @@ def prejit_at(here, tmp_path_factory):
     cache = tmp_path_factory.mktemp("caches") / "runtime"
 
     def run(*words, status=0, **env):
-        done = subprocess.run(
-            [sys.executable, "-m", "prejit.runtime", *map(str, words)],
-            env={**os.environ, "PREJIT_RUNTIME_CACHE": str(cache), **env},
-            cwd=here,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == status, f"{done.stdout}\n{done.stderr}"
-        return done
+        environment = {**os.environ, "PREJIT_RUNTIME_CACHE": str(cache), **env}
+        command = (sys.executable, "-m", "prejit.runtime", *words)
+        return ran(*command, status=status, env=environment, cwd=here)
 
     return run
 

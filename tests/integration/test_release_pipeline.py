@@ -12,6 +12,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file, save_file
 from tests.lettered import write_lettered
+from tests.processes import ran
 from tests.store_servers import running_registry
 
 from prejit.runtime.__main__ import main
@@ -78,9 +79,7 @@ def release(clone, registry, lettered_dir, build_cache, programs, tmp_path):
     def run(step, **changed):
         command = ["deploy/ci/release.sh", step]
         env = {**os.environ, **given, **changed}
-        return subprocess.run(
-            command, cwd=clone, env=env, capture_output=True, text=True, check=False
-        )
+        return ran(*command, status=None, cwd=clone, env=env)
 
     return run
 
@@ -138,9 +137,7 @@ def test_a_pipeline_releases_gates_rolls_out_and_back(release, clone, registry, 
 def test_the_script_names_what_is_missing():
     def run(*arguments, **env):
         command, given = ["deploy/ci/release.sh", *arguments], {"PATH": os.environ["PATH"], **env}
-        return subprocess.run(
-            command, cwd=ROOT, env=given, capture_output=True, text=True, check=False
-        )
+        return ran(*command, status=None, cwd=ROOT, env=given)
 
     assert "MANIFEST: expected the path of a manifest" in run("candidate").stderr
     assert "CHANNEL: expected oci://" in run("candidate", MANIFEST="a.toml").stderr
@@ -151,14 +148,10 @@ def test_the_script_names_what_is_missing():
 
 @needs_tools
 def test_the_published_schemas_and_shellcheck_accept_the_files(tmp_path):
-    def accepts(*command):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-
     check = TOOLS / "check-jsonschema"
-    accepts(check, "--builtin-schema", "vendor.github-workflows", CI / "github.yml")
+    ran(check, "--builtin-schema", "vendor.github-workflows", CI / "github.yml")
     schema = ("--builtin-schema", "vendor.gitlab-ci", "--data-transform", "gitlab-ci")
-    accepts(check, *schema, CI / "gitlab.yml")
+    ran(check, *schema, CI / "gitlab.yml")
     # The commands in the files, which the schemas take for texts.
     github = yaml.safe_load((CI / "github.yml").read_text())["jobs"]["release"]["steps"]
     gitlab = yaml.safe_load((CI / "gitlab.yml").read_text())
@@ -176,10 +169,10 @@ def test_the_published_schemas_and_shellcheck_accept_the_files(tmp_path):
     for name, lines in commands.items():
         script = tmp_path / f"{name}.sh"
         script.write_text("\n".join(["#!/bin/sh", *lines]))
-        accepts(TOOLS / "shellcheck", script)
+        ran(TOOLS / "shellcheck", script)
         steps = set(re.findall(r"release\.sh (\w+)", script.read_text()))
         assert steps <= STEPS
-    accepts(TOOLS / "shellcheck", CI / "release.sh")
+    ran(TOOLS / "shellcheck", CI / "release.sh")
     asked = yaml.safe_load((CI / "github.yml").read_text())[True]["workflow_dispatch"]["inputs"]
     assert set(asked["step"]["options"]) <= STEPS
     (choices,) = re.findall(r"choices: \[(.*?)\]", (CI / "Jenkinsfile").read_text())

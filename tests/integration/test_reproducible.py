@@ -1,10 +1,10 @@
 """Equal sources give equal bytes, whatever the machine's settings are."""
 
 import os
-import subprocess
 import sys
 
 import pytest
+from tests.processes import ran
 
 from prejit.runtime.base.files import digest_of
 
@@ -44,21 +44,14 @@ def build(directory, cpus, umask, jobs, **environ):
     for file in project.iterdir():
         os.utime(file, (86400 * umask, 86400 * umask))
     arguments = ["build", "equal.toml", "-o", str(directory / "out"), "--jobs", str(jobs)]
-    done = subprocess.run(
-        [sys.executable, "-c", START.format(cpus=cpus, umask=umask), *arguments],
-        cwd=project,
-        env={
-            **os.environ,
-            "HOME": str(directory),
-            "PREJIT_CACHE": str(directory / "cache"),
-            **environ,
-        },
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    env = {
+        **os.environ,
+        "HOME": str(directory),
+        "PREJIT_CACHE": str(directory / "cache"),
+        **environ,
+    }
+    start = START.format(cpus=cpus, umask=umask)
+    done = ran(sys.executable, "-c", start, *arguments, cwd=project, env=env)
     assert "compiled 6, cached 0" in done.stderr
     bundle = directory / "out" / "equal"
     return {

@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from tests.fake_registry import fake_registry
+from tests.processes import ran
 from tests.store_servers import azurite, docker_registry, moto, moto_as_google, nginx, s3rver
 
 from prejit.runtime.format.audit import audit
@@ -55,10 +55,7 @@ def prejit(env, *words):
         "import sys; sys.modules['jax'] = None; from prejit.runtime.__main__ import main; "
         "sys.exit(main())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", command, *map(str, words)], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran(sys.executable, "-c", command, *words, env=env)
     return done.stdout
 
 
@@ -84,22 +81,13 @@ def test_through_a_real_server_to_an_empty_machine(kind, tmp_path, env):
         server.kill()
     assert audit(tmp_path / "out", check_generation).digest == pushed["digest"]
     copied = f"{at.partition(':v1')[0]}@{pushed['digest']}"  # the server is gone: the store has it
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CALL, copied],
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    ran(sys.executable, "-W", "ignore", "-c", CALL, copied, env=env)
 
 
 def test_a_first_start_hashes_nothing_that_the_pull_has_hashed(registry, env):
     at = f"oci://{registry.host}/call:v1"
     prejit(env, "push", GOLDEN / "call", at)
     prejit(env, "pull", at)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CALL, at], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran(sys.executable, "-W", "ignore", "-c", CALL, at, env=env)
     hashed, held = map(int, done.stdout.split()[-2:])
     assert (hashed, held > 0) == (0, True), SETTLED_SECONDS

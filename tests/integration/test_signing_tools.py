@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.processes import ran
 
 pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
 
@@ -70,7 +71,7 @@ def public(tmp_path):
 
 def tool(*arguments):
     command = [str(TOOLS), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return ran(*command, status=None)
 
 
 def model_signing(bundle, signed, public):

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.ports import free_port
+from tests.processes import ran
 from tests.waiting import wait_for
 
 from .test_serve import INFER
@@ -85,13 +86,10 @@ def units(tmp_path):
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_systemd_accepts_the_units_and_sees_little_exposure(units):
     files = [str(units / f"prejit@demo.{kind}") for kind in ("service", "socket")]
-    done = subprocess.run(
-        ["systemd-analyze", "verify", *files], capture_output=True, text=True, check=False
-    )
+    done = ran("systemd-analyze", "verify", *files, status=None)
     assert (done.returncode, done.stderr) == (0, "")
     command = ["systemd-analyze", "security", "--offline=true", f"--threshold={EXPOSURE}", files[0]]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    done = ran(*command)
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class Booted:
     def control(self, *arguments):
         """Run systemctl beside it."""
         command = ["nsenter", "-t", self.child(), "-a", "systemctl", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return ran(*command).stdout.strip()
 
     def printed(self):
         """Return what the server printed."""

@@ -5,7 +5,6 @@ import email.message
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -15,19 +14,11 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from tests.processes import ran
 
 ROOT = Path(__file__).parents[2]
 BUILD_SIDE = ("flax", "orbax", "pydantic", "rich", "safetensors", "transformers")
 BY_TOKENIZERS = ("rich",)  # they come with its huggingface_hub, and are not imported
-
-
-def run(*command, status=0, **options):
-    words = [str(word) for word in command]
-    done = subprocess.run(
-        words, capture_output=True, text=True, check=False, timeout=900, **options
-    )
-    assert done.returncode == status, f"{words}\n{done.stdout}\n{done.stderr}"
-    return done
 
 
 HOUSES = ("runtime", "server", "compiler")
@@ -40,7 +31,7 @@ def wheels(tmp_path_factory):
     alone = [] if importlib.util.find_spec("hatchling") is None else ["--no-isolation"]
     for house in HOUSES:
         out = tmp_path_factory.mktemp(house)
-        run(sys.executable, "-m", "build", *alone, "--outdir", out, ROOT / house)
+        ran(sys.executable, "-m", "build", *alone, "--outdir", out, ROOT / house)
         [found[house]] = out.glob("*.whl")
     return found
 
@@ -55,7 +46,7 @@ def server(wheels, tmp_path_factory):
     for top in sorted(_files_of_all([text for text in said.get_all("Requires-Dist") or []])):
         (packages / top.name).symlink_to(top)
     pip = ("-m", "pip", "--disable-pip-version-check", "--python", path / "bin" / "python")
-    run(sys.executable, *pip, "install", "-q", "--no-deps", "--no-compile", wheels["runtime"])
+    ran(sys.executable, *pip, "install", "-q", "--no-deps", "--no-compile", wheels["runtime"])
     return path / "bin"
 
 
@@ -112,7 +103,7 @@ def test_a_wheel_holds_its_house_and_nothing_else(house, wheels):
     assert "prejit/__init__.py" not in inside, "prejit is a namespace of three roots"
     assert f"prejit/{house}/py.typed" in inside, "it says `Typing :: Typed`"
     assert not [name for name in inside if "test" in name or "__pycache__" in name]
-    tracked = run("git", "ls-files", f"{house}/prejit", cwd=ROOT).stdout.split()
+    tracked = ran("git", "ls-files", f"{house}/prejit", cwd=ROOT).stdout.split()
     assert sorted(inside) == sorted(each.removeprefix(f"{house}/") for each in tracked)
 
 
@@ -143,7 +134,7 @@ def test_the_runtime_is_small(wheels):
 
 
 def test_a_bundle_runs_where_only_the_server_side_is_installed(server, settled_dir, recipe):
-    done = run(
+    done = ran(
         server / "python",
         "-c",
         f"""
@@ -173,7 +164,7 @@ print(json.dumps({{
 
 def test_the_commands_work_there(server, settled_dir):
     command, module = (server / "prejit",), (server / "python", "-m", "prejit.runtime")
-    assert "cpu-host: fits this machine" in run(*command, "inspect", settled_dir).stdout
-    assert "Usage: prejit" in run(*module, "--help").stdout
-    assert "ok: 2 targets" in run(*module, "verify", settled_dir).stdout
-    run(*command, "explain", settled_dir)
+    assert "cpu-host: fits this machine" in ran(*command, "inspect", settled_dir).stdout
+    assert "Usage: prejit" in ran(*module, "--help").stdout
+    assert "ok: 2 targets" in ran(*module, "verify", settled_dir).stdout
+    ran(*command, "explain", settled_dir)

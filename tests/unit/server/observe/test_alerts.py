@@ -6,13 +6,13 @@ import collections
 import json
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 from tests.monitoring import ALERTS, DASHBOARDS, RULES, RULES_FILE, panels, queries
+from tests.processes import ran
 from tests.served import StandIn, served
 
 from prejit.server.engine.histograms import FIRST_TOKEN_BOUNDS, REQUEST_BOUNDS
@@ -272,8 +272,7 @@ def run_promtool(directory, interval, tests):
     plan = {"rule_files": ["rules.yml"], "evaluation_interval": interval, "tests": tests}
     (directory / "tests.yml").write_text(json.dumps(plan))  # JSON is YAML
     command = [str(PROMTOOL), "test", "rules", str(directory / "tests.yml")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran(*command)
 
 
 def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not():
