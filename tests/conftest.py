@@ -19,13 +19,8 @@ from .processes import ran
 from .quick_compiling import compile_quickly
 
 pytest_plugins = (
-    "tests.once",
-    "tests.warm",
-    "tests.recipes",
-    "tests.golden",
-    "tests.kernel_bundles",
-    "tests.decoders",
-    "tests.lettered",
+    *("tests.once", "tests.warm", "tests.recipes", "tests.golden", "tests.kernel_bundles"),
+    *("tests.decoders", "tests.lettered"),
 )  # in the order of their imports
 
 

@@ -18,16 +18,9 @@ VOCABULARY = 48
 LARGEST_CONTEXT = 72
 
 _LLAMA = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 24,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
+    **{"vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 32},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6},
+    **{"max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
     "tie_word_embeddings": False,
 }
 
@@ -35,16 +28,9 @@ _LLAMA = {
 def gpt2_config(**changes: Any) -> dict[str, Any]:
     """Return the config.json of a small GPT-2, with changes."""
     config = {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": VOCABULARY,
-        "n_positions": LARGEST_CONTEXT,
-        "n_embd": 24,
-        "n_head": 3,
-        "n_layer": 2,
-        "n_inner": None,
-        "activation_function": "gelu_new",
-        "tie_word_embeddings": False,
+        **{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCABULARY},
+        **{"n_positions": LARGEST_CONTEXT, "n_embd": 24, "n_head": 3, "n_layer": 2},
+        **{"n_inner": None, "activation_function": "gelu_new", "tie_word_embeddings": False},
     }
     return config | changes
 

@@ -15,18 +15,10 @@ from .parity.encoder_cases import Case
 def bert_config(**changes: Any) -> dict[str, Any]:
     """Return the config.json of a tiny BERT, with changes."""
     config = {
-        "model_type": "bert",
-        "architectures": ["BertModel"],
-        "hidden_act": "gelu",
-        "hidden_size": 12,
-        "intermediate_size": 20,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 3,
-        "vocab_size": 30,
-        "max_position_embeddings": 64,
-        "type_vocab_size": 2,
-        "layer_norm_eps": 1e-12,
-        "pad_token_id": 0,
+        **{"model_type": "bert", "architectures": ["BertModel"], "hidden_act": "gelu"},
+        **{"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 1},
+        **{"num_attention_heads": 3, "vocab_size": 30, "max_position_embeddings": 64},
+        **{"type_vocab_size": 2, "layer_norm_eps": 1e-12, "pad_token_id": 0},
     }
     return config | changes
 

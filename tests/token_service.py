@@ -91,14 +91,9 @@ def guarded_registry(directory: Path) -> Iterator[GuardedRegistry]:
                 access.append({"type": kind, "name": name, "actions": allowed})
             now = time.time()
             claims = {
-                "iss": "tests",
-                "sub": user,
-                "aud": query["service"][0],
-                "exp": int(now + state.ends),
-                "nbf": int(now + state.begins),
-                "iat": int(now),
-                "jti": uuid.uuid4().hex,
-                "access": access,
+                **{"iss": "tests", "sub": user, "aud": query["service"][0]},
+                **{"exp": int(now + state.ends), "nbf": int(now + state.begins), "iat": int(now)},
+                **{"jti": uuid.uuid4().hex, "access": access},
             }
             key = signing.private_key_pem.bytes()
             token = jwt.encode(claims, key, "RS256", headers={"x5c": chain})

@@ -23,16 +23,10 @@ TYPE = "application/vnd.prejit."
 INDEX = "application/vnd.oci.image.index.v1+json"
 VERSION = r"\d+(?:\.[0-9A-Za-z]+)*(?:[.+-][0-9A-Za-z.]+)?"
 TEXT = {  # axes that are text
-    "platform": r"[a-z]+",
-    "architecture": r"[a-z][a-z0-9_]*",
-    "jaxlib": VERSION,
-    "plugin": rf"[a-z0-9\-]+ {VERSION}",
-    "cuda": VERSION,
-    "driver": VERSION,
-    "device_kind": r"[ -~]+",
-    "compute_capability": r"\d+\.\d+",
-    "topology": r"[1-9]\d*(?:x[1-9]\d*)*",
-    "glibc": r"\d+(?:\.\d+)+",
+    **{"platform": r"[a-z]+", "architecture": r"[a-z][a-z0-9_]*", "jaxlib": VERSION},
+    **{"plugin": rf"[a-z0-9\-]+ {VERSION}", "cuda": VERSION, "driver": VERSION},
+    **{"device_kind": r"[ -~]+", "compute_capability": r"\d+\.\d+"},
+    **{"topology": r"[1-9]\d*(?:x[1-9]\d*)*", "glibc": r"\d+(?:\.\d+)+"},
 }
 LISTS = {
     "cpu_features": r"[a-z0-9.\-]+",

@@ -322,12 +322,8 @@ FAMILIES = {name: _family(text) for name, text in _TABLE.items()}
 """By family: what is tried, by name, and the expression that tries it."""
 
 SLOW = (
-    "flax: recurrent layers",
-    "jax.lax: special functions",
-    "jax.random: other distributions",
-    "jax.scipy.linalg",
-    "jax.scipy.special",
-    "jax.scipy.stats",
+    *("flax: recurrent layers", "jax.lax: special functions", "jax.random: other distributions"),
+    *("jax.scipy.linalg", "jax.scipy.special", "jax.scipy.stats"),
     "jax.scipy: signal, fft and the rest",
 )
 """Families whose programs compile for long."""

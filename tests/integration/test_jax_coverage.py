@@ -41,15 +41,7 @@ def names():
     from jax.experimental import io_callback
     from jax.experimental import pallas as pl
 
-    for module in (
-        "cluster.vq",
-        "fft",
-        "integrate",
-        "interpolate",
-        "ndimage",
-        "optimize",
-        "signal",
-    ):
+    for module in "cluster.vq fft integrate interpolate ndimage optimize signal".split():
         importlib.import_module(f"jax.scipy.{module}")
     for module in ("scipy.sparse.linalg", "scipy.spatial.transform", "image", "ops"):
         importlib.import_module(f"jax.{module}")

@@ -22,17 +22,9 @@ from prejit.runtime.errors import ManifestError
 from .conftest import write_manifest
 
 LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 4,
-    "max_position_embeddings": 64,
-    "attention_bias": True,
-    "tie_word_embeddings": False,
+    **{"model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96},
+    **{"num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 4},
+    **{"max_position_embeddings": 64, "attention_bias": True, "tie_word_embeddings": False},
 }
 GPT2 = {
     "model_type": "gpt2",

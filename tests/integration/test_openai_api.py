@@ -493,13 +493,9 @@ def test_a_request_that_takes_too_long_is_a_504_or_an_event(stories_bundle):
 
 
 REQUESTS = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
-    "/v1/responses": ResponseRequest,
-    "/v1/embeddings": EmbeddingRequest,
-    "/v1/score": ScoreRequest,
-    "/v1/rerank": RerankRequest,
-    "/tokenize": TokenizeRequest,
+    **{"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest},
+    **{"/v1/responses": ResponseRequest, "/v1/embeddings": EmbeddingRequest},
+    **{"/v1/score": ScoreRequest, "/v1/rerank": RerankRequest, "/tokenize": TokenizeRequest},
     "/detokenize": DetokenizeRequest,
 }
 SMALLEST = {

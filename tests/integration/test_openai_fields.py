@@ -254,18 +254,10 @@ WRONG = {
         *(
             ({name: value}, name, name)
             for name, value in (
-                ("prompt_logprobs", 21),
-                ("model", None),
-                ("best_of", 3),
-                ("max_tokens", 0),
-                ("max_tokens", 251),
-                ("stream_options", {}),
-                ("temperature", "hot"),
-                ("logit_bias", {"x": 1}),
-                ("logit_bias", dict.fromkeys(range(5000), 1)),
-                ("stop", ["."] * 33),
-                ("stop", "." * 513),
-                ("stop_token_ids", [1] * 1025),
+                *(("prompt_logprobs", 21), ("model", None), ("best_of", 3), ("max_tokens", 0)),
+                *(("max_tokens", 251), ("stream_options", {}), ("temperature", "hot")),
+                *(("logit_bias", {"x": 1}), ("logit_bias", dict.fromkeys(range(5000), 1))),
+                *(("stop", ["."] * 33), ("stop", "." * 513), ("stop_token_ids", [1] * 1025)),
             )
         ),
     ],

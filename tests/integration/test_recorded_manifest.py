@@ -160,21 +160,11 @@ if __name__ == "__main__":
     jax.jit(lambda x: x + 1)(1.0)
 """
 PROGRAMS = {
-    "plain": ["plain"] * 4,
-    "dicts": ["dicts"] * 2,
-    "nested": ["nested"],
-    "static": ["by_static", "by_static", "by_static-2"],
-    "literal": ["by_literal"],
-    "default": ["default", "default-2", "default-3"],
-    "call": ["raw", "raw"],
-    "vmap": ["vectorized"],
-    "module": ["distance"],
-    "lambda": ["squared"],
-    "method": ["apply"],
-    "linen": ["linen_apply"],
-    "nnx": ["by_nnx"],
-    "nnx state": ["by_state"],
-    "scan": ["scan"],
+    **{"plain": ["plain"] * 4, "dicts": ["dicts"] * 2, "nested": ["nested"]},
+    **{"static": ["by_static", "by_static", "by_static-2"], "literal": ["by_literal"]},
+    **{"default": ["default", "default-2", "default-3"], "call": ["raw", "raw"]},
+    **{"vmap": ["vectorized"], "module": ["distance"], "lambda": ["squared"], "method": ["apply"]},
+    **{"linen": ["linen_apply"], "nnx": ["by_nnx"], "nnx state": ["by_state"], "scan": ["scan"]},
     "train": ["train"],
 }
 """The program of each call."""

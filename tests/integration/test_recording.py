@@ -205,22 +205,26 @@ def test_a_recording_has_a_list_of_parts_and_a_provenance_that_signing_covers(bu
     assert signed.added == len(signed.subjects) + 2  # and the provenance and the list of parts
 
 
+SERVER = """
+import os, signal, sys, time
+import jax, serve, jax.numpy as jnp
+
+for rows in (2, 3):
+    if os.fork() == 0:
+        serve.score(jnp.ones((rows, 4)), jnp.float32(2))
+        print(rows, flush=True)
+        os._exit(0)
+    os.wait()
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+print("ready", flush=True)
+while True:
+    time.sleep(0.05)
+"""
+
+
 def test_a_server_is_recorded_until_a_signal_ends_it(here, bundle, prejit_at, tmp_path):
     """It answers in processes of its own, which it forks after the import of jax."""
-    server = (
-        "import os, signal, sys, time",
-        "import jax, serve, jax.numpy as jnp",
-        "for rows in (2, 3):",
-        "    if os.fork() == 0:",
-        "        serve.score(jnp.ones((rows, 4)), jnp.float32(2))",
-        "        print(rows, flush=True)",
-        "        os._exit(0)",
-        "    os.wait()",
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))",
-        "print('ready', flush=True)",
-        "while True: time.sleep(0.05)",
-    )
-    (here / "server.py").write_text("\n".join(server))
+    (here / "server.py").write_text(SERVER)
     words = ["record", "-o", str(tmp_path / "b"), "--", sys.executable, "server.py"]
     with subprocess.Popen(
         [sys.executable, "-m", "prejit.runtime", *words],

@@ -8,21 +8,14 @@ from pathlib import Path
 import pytest
 from tests.fake_registry import fake_registry
 from tests.processes import ran
-from tests.store_servers import azurite, docker_registry, moto, moto_as_google, nginx, s3rver
+from tests.store_servers import KINDS, moto_as_google
 
 from prejit.runtime.format.audit import audit
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.kept_files import SETTLED_SECONDS
 
 GOLDEN = Path(__file__).parents[1] / "format" / "v1"
-SERVERS = {
-    "docker-registry": docker_registry,
-    "nginx": nginx,
-    "moto": moto,
-    "moto as Google": moto_as_google,
-    "s3rver": s3rver,
-    "azurite": azurite,
-}
+SERVERS = {each.__name__: each for each in (*KINDS[1:], moto_as_google)}
 CALL = """
 import sys, numpy
 from prejit.runtime import load
@@ -75,7 +68,7 @@ def test_through_a_real_server_to_an_empty_machine(kind, tmp_path, env):
         prejit(env, "pull", at, "--all", "-o", tmp_path / "out")
         if kind != "nginx":  # a web server lists nothing
             assert pushed["digest"] in prejit(env, "ls", f"{server.url}/call")
-        if kind not in ("nginx", "docker-registry"):
+        if kind not in ("nginx", "docker_registry"):
             assert "no tag leads to" in prejit(env, "rm", at)
     finally:
         server.kill()
