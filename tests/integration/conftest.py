@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.encoders import write_encoder
 from tests.processes import ran
+from tests.store_servers import running_registry
 
 from prejit.runtime import load
 
@@ -99,6 +100,13 @@ def serve():
     yield start
     for each in begun:
         each.kill()
+
+
+@pytest.fixture
+def registry(tmp_path):
+    """A real registry, as a `Server` of store_servers.py."""
+    with running_registry(tmp_path) as server:
+        yield server
 
 
 @pytest.fixture

@@ -28,6 +28,11 @@ from prejit.runtime.programs import pytree
 from . import jax_functions as table
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "jax-coverage.md"
+MODULES = (
+    *("scipy.cluster.vq", "scipy.fft", "scipy.integrate", "scipy.interpolate", "scipy.ndimage"),
+    *("scipy.optimize", "scipy.signal", "scipy.sparse.linalg", "scipy.spatial.transform"),
+    *("image", "ops"),
+)
 ALL = os.environ.get("PREJIT_TEST_ALL_OF_JAX") == "1"
 
 
@@ -41,9 +46,7 @@ def names():
     from jax.experimental import io_callback
     from jax.experimental import pallas as pl
 
-    for module in "cluster.vq fft integrate interpolate ndimage optimize signal".split():
-        importlib.import_module(f"jax.scipy.{module}")
-    for module in ("scipy.sparse.linalg", "scipy.spatial.transform", "image", "ops"):
+    for module in MODULES:
         importlib.import_module(f"jax.{module}")
 
     fast = random.key(0, impl="unsafe_rbg")  # the default's bits take long to compile

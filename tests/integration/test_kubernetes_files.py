@@ -17,7 +17,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.fake_kubernetes import fake_kubernetes
 from tests.ports import free_port
 from tests.processes import ran
-from tests.store_servers import running_registry
 from tests.waiting import wait_for
 
 from prejit.runtime.__main__ import main
@@ -197,16 +196,15 @@ def test_the_pods_container_starts_is_probed_and_drains(bundle_dir, serve):
     assert server.end(signal.SIGTERM, drain + 10) == 0, server.said
 
 
-def test_the_init_container_pulls_what_the_server_serves(bundle_dir, tmp_path, serve):
-    with running_registry(tmp_path) as registry:
-        assert main(["push", str(bundle_dir), f"{registry.url}:prod"]) == 0
-        text = (CHART / "templates" / "server.yaml").read_text()
-        (line,) = [each for each in text.splitlines() if "args: [pull" in each]
-        arguments = line.split("[", 1)[1].rstrip("]").split(", ")
-        assert arguments[1] == "{{ $v.bundle.reference | quote }}"
-        into = tmp_path / "bundle" / "models"
-        arguments[1] = f"{registry.url}:prod"
-        assert main([arguments[0], *moved(arguments[1:], bundle=into)]) == 0
+def test_the_init_container_pulls_what_the_server_serves(bundle_dir, registry, tmp_path, serve):
+    assert main(["push", str(bundle_dir), f"{registry.url}:prod"]) == 0
+    text = (CHART / "templates" / "server.yaml").read_text()
+    (line,) = [each for each in text.splitlines() if "args: [pull" in each]
+    arguments = line.split("[", 1)[1].rstrip("]").split(", ")
+    assert arguments[1] == "{{ $v.bundle.reference | quote }}"
+    into = tmp_path / "bundle" / "models"
+    arguments[1] = f"{registry.url}:prod"
+    assert main([arguments[0], *moved(arguments[1:], bundle=into)]) == 0
     server = serve(f"demo={into}", "--on-mismatch", "error").wait_until_ready()
     assert httpx.get(f"{server.url}/health/ready", timeout=60).json()["models"] == ["demo"]
 

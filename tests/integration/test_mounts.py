@@ -11,7 +11,6 @@ from subprocess import DEVNULL
 import pytest
 from oras.client import OrasClient
 from tests.processes import ran
-from tests.store_servers import running_registry
 from tests.waiting import wait_for
 
 from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
@@ -43,12 +42,6 @@ def can_mount():
     return (
         subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode == 0
     )
-
-
-@pytest.fixture
-def registry(tmp_path):
-    with running_registry(tmp_path) as server:
-        yield server
 
 
 def has(*programs):

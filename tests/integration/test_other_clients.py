@@ -8,7 +8,6 @@ import pytest
 from oras.layout.layout import Layout, NewLayoutFromRegistry
 from oras.provider import Registry
 from tests.processes import ran
-from tests.store_servers import running_registry
 
 from prejit.runtime.format.audit import audit
 from prejit.runtime.generation.options import check_generation
@@ -20,10 +19,9 @@ TARGET = "cpu-x86-64-v3"
 
 
 @pytest.fixture
-def place(tmp_path):
+def place(registry):
     """A repository of a registry, without `oci://`."""
-    with running_registry(tmp_path) as server:
-        yield server.url.removeprefix("oci://")
+    return registry.url.removeprefix("oci://")
 
 
 def run(*words):

@@ -13,7 +13,6 @@ import yaml
 from safetensors.numpy import load_file, save_file
 from tests.lettered import write_lettered
 from tests.processes import ran
-from tests.store_servers import running_registry
 
 from prejit.runtime.__main__ import main
 
@@ -43,12 +42,6 @@ Release = Callable[..., "subprocess.CompletedProcess[str]"]
 needs_tools = pytest.mark.skipif(
     not TOOLS.exists(), reason="no .venv-tools: `make .venv-tools/.ready` makes it"
 )
-
-
-@pytest.fixture
-def registry(tmp_path):
-    with running_registry(tmp_path) as server:
-        yield server
 
 
 @pytest.fixture

@@ -73,36 +73,22 @@ NO_EXECUTABLE = b"an executable for a jaxlib that never was"
 # The fleet: what targets need of machines, and machines that ask to be served.
 
 CPU = Requirement(
-    platform="cpu",
-    architecture="x86_64",
-    cpu_features=("64bit", "cmov", "sse", "sse2", "ssse3"),
-    jaxlib=NO_JAXLIB,
-    xla_flags=(),
-    environment=(),
+    **{"platform": "cpu", "architecture": "x86_64", "jaxlib": NO_JAXLIB},
+    **{"cpu_features": ("64bit", "cmov", "sse", "sse2", "ssse3")},
+    **{"xla_flags": (), "environment": ()},
 )
 AVX2 = dataclasses.replace(CPU, cpu_features=("64bit", "avx2", "fma"))
 GPU = dataclasses.replace(
     CPU,
-    platform="cuda",
-    cpu_features=(),
-    plugin="jax-cuda13-pjrt 0.0.0",
-    cuda="13.0",
-    driver="580.65.06",
-    device_kind="NVIDIA L4",
-    compute_capability="8.9",
-    device_count=1,
-    device_memory_bytes=20_000_000_000,
+    **{"platform": "cuda", "cpu_features": (), "plugin": "jax-cuda13-pjrt 0.0.0", "cuda": "13.0"},
+    **{"driver": "580.65.06", "device_kind": "NVIDIA L4", "compute_capability": "8.9"},
+    **{"device_count": 1, "device_memory_bytes": 20_000_000_000},
     environment=("NVIDIA_TF32_OVERRIDE=0",),
 )
 TPU = dataclasses.replace(
     CPU,
-    platform="tpu",
-    cpu_features=(),
-    plugin="libtpu 0.0.0",
-    device_kind="TPU v5 lite",
-    device_count=1,
-    topology="1x1",
-    device_memory_bytes=16_000_000_000,
+    **{"platform": "tpu", "cpu_features": (), "plugin": "libtpu 0.0.0", "topology": "1x1"},
+    **{"device_kind": "TPU v5 lite", "device_count": 1, "device_memory_bytes": 16_000_000_000},
     environment=("LIBTPU_INIT_ARGS=--xla_tpu_enable_latency_hiding_scheduler=true",),
 )
 NEEDS = {
@@ -119,25 +105,14 @@ NEW_CPU = dataclasses.replace(OLD_CPU, cpu_features=(*CPU.cpu_features, "avx2", 
 FAST_MATH = dataclasses.replace(NEW_CPU, xla_flags=("--xla_cpu_enable_fast_math=true",))
 L40S = dataclasses.replace(
     NEW_CPU,
-    platform="cuda",
-    plugin=GPU.plugin,
-    cuda="13.1.80",
-    driver="590.44.01",
-    device_kind="NVIDIA L40S",
-    compute_capability="8.9",
-    device_count=4,
-    device_memory_bytes=48_000_000_000,
-    environment=("NVIDIA_TF32_OVERRIDE=0",),
+    **{"platform": "cuda", "plugin": GPU.plugin, "cuda": "13.1.80", "driver": "590.44.01"},
+    **{"device_kind": "NVIDIA L40S", "compute_capability": "8.9", "device_count": 4},
+    **{"device_memory_bytes": 48_000_000_000, "environment": GPU.environment},
 )
 V5E = dataclasses.replace(
     NEW_CPU,
-    platform="tpu",
-    plugin=TPU.plugin,
-    device_kind="TPU v5 lite",
-    device_count=1,
-    topology="1x1",
-    device_memory_bytes=17_000_000_000,
-    environment=("LIBTPU_INIT_ARGS=--xla_tpu_enable_latency_hiding_scheduler=true",),
+    **{"platform": "tpu", "plugin": TPU.plugin, "device_kind": "TPU v5 lite", "device_count": 1},
+    **{"topology": "1x1", "device_memory_bytes": 17_000_000_000, "environment": TPU.environment},
 )
 MACHINES = {
     "old cpu": OLD_CPU,

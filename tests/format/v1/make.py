@@ -299,6 +299,16 @@ def looked_up(decoder: Bundle) -> dict[str, list[int]]:
     raise AssertionError("expected a prompt that the model goes on with, found none")
 
 
+def written(given: list[str], results: list[Any], name: str) -> dict[str, Any]:
+    """Return what was given, and what was written after it."""
+    return {
+        name: given,
+        "token_ids": [one.token_ids for one in results],
+        "texts": [one.text for one in results],
+        "logprobs": [[one.logprob for one in result.logprobs or ()] for result in results],
+    }
+
+
 def call() -> dict[str, Any]:
     """Write the programs of the user, and return what they answer."""
     return {"score": built("call").call("score", x=X).tolist()}
@@ -313,15 +323,10 @@ def decoder(name: str = "decoder") -> dict[str, Any]:
         return {"prompts": prompts, "token_ids": [one.token_ids for one in greedy]}
     options: Any = {**SAMPLED, "logit_bias": BIAS, "max_new_tokens": 20}
     return {
-        "prompts": prompts,
-        "token_ids": [one.token_ids for one in greedy],
-        "texts": [one.text for one in greedy],
-        "logprobs": [[one.logprob for one in result.logprobs or ()] for result in greedy],
-        "options": SAMPLED,
-        "bias": BIAS,
+        **written(prompts, greedy, "prompts"),
+        **{"options": SAMPLED, "bias": BIAS, "messages": MESSAGES},
         "sampled": [loaded.generate(prompt, **options).token_ids for prompt in prompts],
         **looked_up(loaded),
-        "messages": MESSAGES,
         "chat": loaded.apply_chat_template(MESSAGES),
         "bare": loaded.apply_chat_template(MESSAGES, template="bare"),
     }
@@ -347,16 +352,10 @@ def reader() -> dict[str, Any]:
     )
     prompt = [0, 4, 3]
     options: Any = {**SAMPLED, "source": SOURCES[1], "max_new_tokens": 12}
+    prompted = loaded.generate(prompt, source=SOURCES[2], max_new_tokens=12, stop_token_ids=[])
     return {
-        "sources": SOURCES,
-        "token_ids": [one.token_ids for one in greedy],
-        "texts": [one.text for one in greedy],
-        "logprobs": [[one.logprob for one in result.logprobs or ()] for result in greedy],
-        "prompt": prompt,
-        "prompted": loaded.generate(
-            prompt, source=SOURCES[2], max_new_tokens=12, stop_token_ids=[]
-        ).token_ids,
-        "options": SAMPLED,
+        **written(SOURCES, greedy, "sources"),
+        **{"prompt": prompt, "prompted": prompted.token_ids, "options": SAMPLED},
         "sampled": loaded.generate(**options).token_ids,
     }
 
