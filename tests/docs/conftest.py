@@ -74,7 +74,6 @@ def shell(caches, warm):
 
 @pytest.fixture(scope="session")
 def readers_directory(shell, tmp_path_factory):
-    """What the snippets expect beside them."""
     directory = tmp_path_factory.mktemp("docs")
     manifests = directory / "manifests"
     for place in (directory, manifests):

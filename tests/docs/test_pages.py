@@ -22,12 +22,10 @@ NAMING = (*DOCS.glob("architecture/*.md"), DOCS / "tour.md", DOCS / "glossary.md
 
 
 def _sentences(page):
-    """Return the text of a page without its blocks of code."""
     return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
 
 
 def _script(name):
-    """Return a script of docs, which is in no package."""
     spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -42,7 +40,6 @@ def generate():
 
 @pytest.fixture(scope="module")
 def assembled(generate, tmp_path_factory):
-    """The source of the site, with its generated pages."""
     directory = tmp_path_factory.mktemp("site") / "source"
     generate.assemble(directory)
     return directory

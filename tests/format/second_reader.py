@@ -412,7 +412,6 @@ def encoder_signature(encoder: dict[str, Any], program: Program) -> tuple[list[s
 
 
 def check_decoder(programs: list[dict[str, Any]]) -> None:
-    """Which programs there must be."""
     sizes: dict[str, list[dict[str, int]]] = {kind: [] for kind in BUCKETS}
     for said in programs:
         if said["kind"] != "call":

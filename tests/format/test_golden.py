@@ -65,7 +65,6 @@ X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(2, 16)
 
 
 def expected_of(name):
-    """What a golden bundle answers."""
     return json.loads((HERE / "expected.json").read_bytes())[name]
 
 
@@ -473,7 +472,6 @@ def test_caches_grow_while_a_row_is_at_work():
 
 
 def test_reader_writes_about_its_sources():
-    """Together, and each alone, in the smallest of two programs that takes it."""
     loaded, wanted = loaded_once("reader"), expected_of("reader")
     options = {"max_new_tokens": 12, "stop_token_ids": []}
     generates(loaded, wanted, sources=wanted["sources"], **options)

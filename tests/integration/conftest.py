@@ -56,7 +56,6 @@ def python(run, tmp_path_factory):
 def write_manifest(
     path, source, *, name="model", batch=(1,), prompt=(16,), context=(256,), targets=("cpu-host",)
 ):
-    """A manifest of a decoder."""
     path.write_text(
         f"[bundle]\nname = {json.dumps(name)}\n"
         f"[model]\nsource = {json.dumps(str(source))}\n"
@@ -171,13 +170,11 @@ def encoder_dir(run, once):
 
 @pytest.fixture(scope="session")
 def stories_bundle(stories_dir):
-    """The loaded bundle of stories260k."""
     return load(stories_dir)
 
 
 @pytest.fixture(scope="session")
 def encoder_bundle(encoder_dir):
-    """The loaded bundle of the tiny encoder."""
     return load(encoder_dir)
 
 

@@ -34,7 +34,6 @@ def built_once(run, tmp_path_factory):
 
 @pytest.fixture
 def built_project(built_once, tmp_path):
-    """A project that was built, with its cache and its bundle."""
     return shutil.copytree(built_once, tmp_path, dirs_exist_ok=True)
 
 
@@ -44,7 +43,6 @@ def build(run, project, **options):
 
 
 def arguments(project, output):
-    """The arguments of prejit that build a project."""
     at = ("-o", project / output, "--cache", project / "cache", "--json")
     return ["build", *map(str, (project / "tiny.toml", *at))]
 

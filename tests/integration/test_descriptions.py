@@ -33,7 +33,6 @@ assert found.predicate_type == "https://slsa.dev/provenance/v1"
 
 
 def attached(bundle, kind):
-    """The only file of a kind that is attached to a bundle."""
     [(_, file)] = attached_to(bundle, kind)
     return file
 

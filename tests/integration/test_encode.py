@@ -52,7 +52,6 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def built(run, model):
-    """The directory of a bundle of the 7 shapes."""
     manifest = model.parent / "encoder.toml"
     manifest.write_text(
         f'[bundle]\nname = "encoder"\n[model]\nsource = "{model}"\n'
@@ -64,7 +63,6 @@ def built(run, model):
 
 @pytest.fixture(scope="session")
 def bundle(built):
-    """The bundle, loaded in this process."""
     return load(built, on_mismatch="error")
 
 

@@ -33,7 +33,6 @@ SIZES = {"batch": [2], "context": [8, 28], "draft": 3, "dtype": "float32"}
 
 
 def built(at, run, case, source, sizes=SIZES, status=0):
-    """The bundle of a case, and what the build said."""
     name = case.config["model_type"]
     case.write(at / "model")
     # Nothing ends a text early: torch's record goes on after these tokens too.
@@ -69,7 +68,6 @@ def recorded(case):
 
 
 def requests(case):
-    """Prompt and source of each row."""
     rows = zip(case.prompt.tolist(), case.source, case.lengths, strict=True)
     return [(prompt, source[..., :length]) for prompt, source, length in rows]
 

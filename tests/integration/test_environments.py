@@ -66,8 +66,6 @@ def wanted(jax=JAX, constraints=("numpy<9",)):
 
 
 class Noting(Progress):
-    """Keeps the notes."""
-
     def __init__(self):
         super().__init__()
         self.notes = []

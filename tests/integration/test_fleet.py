@@ -62,7 +62,6 @@ def manifest(path, name, tables):
 
 @pytest.fixture(scope="session")
 def environment(environment_cache):
-    """What a build of the fleet needs."""
     wanted = environments.spec_for(Target("cpu-host", "cpu", jax=NEW), version("jax"))
     if wanted is not None:
         try:
@@ -86,7 +85,6 @@ def fleet(run, environment, tmp_path_factory):
 
 
 def opened(path):
-    """The contents of a bundle by target."""
     with Layout(path) as layout:
         found = match(read_root(layout), Fingerprint.current())
         return {target.name: read_contents(layout, target) for target in found}
@@ -222,7 +220,6 @@ def test_a_program_that_cannot_fit_its_device_is_no_bundle(run, environment, tmp
 
 
 def halves(path, sizes, tables):
-    """A manifest of a small function."""
     (path.parent / "halves.py").write_text("def half(x):\n    return x / 2\n")
     keys = (
         f'function = "halves:half"; args = {{ x = "float32[{{n}}]" }}; buckets = {{ n = {sizes} }}'

@@ -22,7 +22,6 @@ def write_model(directory, inner):
 
 
 def inspected(run, bundle):
-    """The forms of a bundle's only target, by product."""
     (target,) = json.loads(run("inspect", bundle, "--json").stdout)["targets"]
     if "forms" not in target["config"]:
         pytest.skip("no C++ compiler here, so no kernels and no choice")

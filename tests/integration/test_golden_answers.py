@@ -15,7 +15,6 @@ KINDS = {"prefill", "decode", "verify", "copy"}
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
-    """A checkpoint of two layers."""
     return write_random("gpt2", tmp_path_factory.mktemp("model") / "gpt2")
 
 

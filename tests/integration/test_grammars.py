@@ -75,7 +75,6 @@ def test_what_a_random_model_writes_satisfies_its_schema(bundle, grammars):
 
 
 def _schema(draw, depth):
-    """A random schema whose values are short."""
     kinds = ["integer", "string", "boolean", "null", "enum"]
     match draw.choice(kinds + ["object", "array", "anyOf"] * (depth > 0)):
         case "integer":

@@ -160,7 +160,6 @@ class Subject:
         return self.prefixes[key]
 
     def expected(self, spec):
-        """The tokens of a request and why it ends."""
         tokens, _ = self.tokens(spec)
         stop = None
         if spec.stop is not None:
@@ -262,8 +261,6 @@ lastings = st.sampled_from([0, 1, 6, 32])
 
 
 class Script:
-    """A batch, and what each of its slots has given so far."""
-
     def __init__(self, subject):
         self.subject = subject
         self.batch = subject.bundle.batch(subject.bundle.decoder.batches[-1])

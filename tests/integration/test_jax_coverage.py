@@ -70,7 +70,6 @@ def names():
 
 
 def inputs():
-    """The arrays that expressions are over."""
     random = np.random.default_rng(0)
     arrays = {}
     for name, text in table.INPUTS.items():

@@ -76,7 +76,6 @@ def with_tools(code, *values):
 
 
 def check(objects):
-    """Compare objects with the published schemas."""
     with_tools(CHECK, KUBERNETES, objects)
 
 

@@ -119,7 +119,6 @@ def compiled(build_cache, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def project(compiled, tmp_path_factory):
-    """A directory with a manifest, the functions of it and their library."""
     directory = tmp_path_factory.mktemp("own")
     shutil.copy(compiled(), directory / "libown.so")
     (directory / "own_code.py").write_text(MODULE)

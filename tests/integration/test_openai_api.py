@@ -79,7 +79,6 @@ class ScriptedEngine:
 
 @pytest.fixture(scope="module")
 def engine(models):
-    """The engine of the decoder."""
     return models.get("stories").engine
 
 

@@ -93,8 +93,6 @@ def stored(attribute, dtype):
 
 
 class Xla(dict[Product, str]):
-    """Forms of products without kernels."""
-
     def get(self, product, default=None):
         del default
         return product.forms[0]
@@ -145,7 +143,6 @@ GENERATE_SIZES = Generate(batch=(1,), prompt=(8,), context=(16,), cache_dtype="b
 
 
 def own(module, generate=GENERATE_SIZES, **model):
-    """A manifest of a decoder that is an object of Python."""
     made = Model(module=module, **model)
     return Manifest("own", model=made, generate=generate, targets=["cpu-host"])
 

@@ -82,7 +82,6 @@ def greedy(page, tokens):
 
 
 def slow(monkeypatch, seconds):
-    """Let each decode call of an engine take longer."""
     step = Batch.step
 
     def wait(self, *arguments, **options):

@@ -101,7 +101,6 @@ class Replicas:
                 self.running.append(int(line.split()[1]))
 
     def wait_for(self, *running):
-        """Wait until the last numbers of replicas that answer are these."""
         wait_for(
             lambda: tuple(self.running[-len(running) :]) == running or self._process.poll(),
             800,
@@ -110,7 +109,6 @@ class Replicas:
         assert self._process.poll() is None, "Ray ended"
 
     def pids(self):
-        """The processes of the replicas."""
         found = set()
         for each in descendants(self._process.pid):
             with suppress(OSError):

@@ -28,7 +28,6 @@ ANSWER = "30.8488"  # 32 times tanh 2
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """A directory with a program, and its recorded bundle in `serve`."""
     directory = tmp_path_factory.mktemp("recording")
     (directory / "serve.py").write_text(PROGRAM)
     return directory

@@ -30,8 +30,6 @@ INFER = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 16], "data": 
 
 
 class Process:
-    """A server as a process of its own."""
-
     def __init__(self, *arguments, stdin=subprocess.DEVNULL, port=None, **environment):
         self.port = port or free_port()
         command = [sys.executable, "-m", "prejit.runtime", "serve", "--port", str(self.port)]
@@ -68,7 +66,6 @@ class Process:
         return self
 
     def end(self, number=signal.SIGTERM, seconds=60):
-        """Sends a signal and returns the exit status."""
         self.process.send_signal(number)
         return self.wait(seconds)
 
@@ -104,7 +101,6 @@ def foreign_dir(recipe, tmp_path):
 
 
 def over(socket_path):
-    """A client of a Unix socket."""
     transport = httpx.HTTPTransport(uds=str(socket_path))
     return httpx.Client(transport=transport, base_url="http://admin", timeout=60)
 
@@ -376,7 +372,6 @@ def begin_many(server, count):
 
 
 def statuses_of(connections):
-    """Reads the responses to their ends."""
     found = []
     for each in connections:
         with each:

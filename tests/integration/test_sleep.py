@@ -73,12 +73,10 @@ class Server:
         return float(found[0].split()[-1])
 
     def own_bytes(self):
-        """The memory of the process that is no file."""
         text = Path(f"/proc/{self.process.process.pid}/status").read_text()
         return next(int(x.split()[1]) << 10 for x in text.splitlines() if x.startswith("RssAnon"))
 
     def asleep(self, name):
-        """Put a model to sleep; return the memory of the process then."""
         wait_for(lambda: self.change("/sleep", model=name).status_code == 200)
         return self.own_bytes()
 

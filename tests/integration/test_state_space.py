@@ -40,7 +40,6 @@ TEXTS = np.random.default_rng(0).integers(0, 512, (4, CONTEXT)).tolist()
 
 @pytest.fixture(scope="module")
 def model():
-    """The model of the example."""
     path = ROOT / "examples" / "state_space" / "model.py"
     spec = importlib.util.spec_from_file_location("state_space", path)
     module = importlib.util.module_from_spec(spec)

@@ -14,7 +14,6 @@ TARGETS = cases(["cpu-host"], others=["cpu-x86-64-v3", "cpu-x86-64-v2"])
 
 @pytest.fixture(scope="module")
 def bundles(run, stories, tmp_path_factory):
-    """One bundle for each target, all from one cache."""
     directory = tmp_path_factory.mktemp("stories")
     for target in TARGETS:
         path = directory / f"{target}.toml"

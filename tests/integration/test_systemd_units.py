@@ -94,8 +94,6 @@ def test_systemd_accepts_the_units_and_sees_little_exposure(units):
 
 @dataclass(frozen=True)
 class Booted:
-    """A systemd, and the port at which its socket unit listens."""
-
     pid: int
     port: int
 
@@ -105,12 +103,10 @@ class Booted:
         return children.split()[0]
 
     def control(self, *arguments):
-        """Run systemctl beside it."""
         command = ["nsenter", "-t", self.child(), "-a", "systemctl", *arguments]
         return ran(*command).stdout.strip()
 
     def printed(self):
-        """Return what the server printed."""
         file = Path(f"/proc/{self.child()}/root/run/printed")
         return file.read_text() if file.exists() else ""
 

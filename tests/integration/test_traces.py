@@ -35,7 +35,6 @@ print(json.dumps({"status": status, "heavy": sorted(heavy)}))
 
 
 def noop(python, run, build_cache, directory, manifest):
-    """Build in a new process, which has imported nothing, and return what it did."""
     arguments = ("build", directory / manifest, "-o", directory / "out", "--json", "--no-measure")
     done = python(NOOP, *arguments, PREJIT_CACHE=str(build_cache))
     *built, imported = done.stdout.splitlines()

@@ -61,7 +61,6 @@ def listed(layout):
 
 
 def names(layout):
-    """The names of what is attached to a bundle."""
     return [name for name in listed(layout) if name.startswith(ATTACHED)]
 
 

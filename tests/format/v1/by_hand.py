@@ -155,7 +155,6 @@ def frame_of(raw: bytes, offset: int = 0) -> tuple[bytes, Segment]:
 
 
 def packed(raws: dict[str, bytes]) -> tuple[bytes, dict[str, Segment]]:
-    """A pack, and the places of its programs by name."""
     content, places = b"", {}
     for name, raw in raws.items():
         frame, places[name] = frame_of(raw, len(content))
@@ -166,14 +165,12 @@ def packed(raws: dict[str, bytes]) -> tuple[bytes, dict[str, Segment]]:
 def lowered(
     function: Callable[..., Any], *arguments: Any, platforms: Sequence[str] = ("cpu",)
 ) -> bytes:
-    """The portable form of a function."""
     jax.config.update("jax_traceback_in_locations_limit", 0)
     jitted = jax.jit(function, keep_unused=True)
     return bytes(export.export(jitted, platforms=platforms)(*arguments).mlir_module_serialized)
 
 
 def weights_layer(*tensors: PackedTensor) -> PackedLayer:
-    """A layer of weights."""
     with tempfile.TemporaryDirectory() as scratch:
         store = DirectoryStore.open(Path(scratch))
         with store.blob_writer() as blob:
@@ -184,7 +181,6 @@ def weights_layer(*tensors: PackedTensor) -> PackedLayer:
 
 
 def config_of(bundle: str, target: str, needs: Requirement, **fields: Any) -> Config:
-    """A table with these fields."""
     return Config(
         format=FORMAT_VERSION,
         bundle=bundle,
@@ -213,7 +209,6 @@ def program_of(name: str, target: str, takes: int, gives: int, **fields: Any) ->
 
 
 def written(name: str, *targets: PackedTarget) -> Path:
-    """Write a bundle, and return its directory."""
     index, blobs = assemble(name, targets)
     check_readable(index, blobs)
     write_layout(HERE / name, index, blobs)
@@ -271,7 +266,6 @@ def fleet() -> dict[str, Any]:
 
 
 def library() -> bytes:
-    """The library of kernels.c."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "kernels.so"
         flags = "-nostdlib -shared -fPIC -O1 -s -Wl,--build-id=none,--hash-style=gnu"
@@ -336,7 +330,6 @@ def score(weights: list[jax.Array], x: jax.Array) -> jax.Array:
 
 
 def chunked(content: bytes) -> Chunks:
-    """The chunks of a layer."""
     pieces = [content[at : at + MIN_CHUNK_BYTES] for at in range(0, len(content), MIN_CHUNK_BYTES)]
     verity = VerityHash()
     verity.update(content)

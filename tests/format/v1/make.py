@@ -197,7 +197,6 @@ X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(2, 16)
 
 
 def write_functions(at: Path) -> None:
-    """Write the functions of `call`, and its weights."""
     random = np.random.default_rng(4)
     (at / "golden_functions.py").write_text(FUNCTIONS)
     (at / "LICENSE").write_text("CC0-1.0\n")
@@ -206,7 +205,6 @@ def write_functions(at: Path) -> None:
 
 
 def write_models(at: Path) -> None:
-    """Write the checkpoints."""
     cases.Case("gpt2", GPT2, seed=3).write(at / "gpt2")
     letters = {letter: i + 1 for i, letter in enumerate(LETTERS)}
     tokenizer = Tokenizer(models.BPE(vocab={**letters, "<|end|>": 0}, merges=[]))
@@ -310,12 +308,10 @@ def written(given: list[str], results: list[Any], name: str) -> dict[str, Any]:
 
 
 def call() -> dict[str, Any]:
-    """Write the programs of the user, and return what they answer."""
     return {"score": built("call").call("score", x=X).tolist()}
 
 
 def decoder(name: str = "decoder") -> dict[str, Any]:
-    """Write the GPT-2, whole or split, and return what it answers."""
     loaded = built(name)
     prompts = ["a golden", "two"]
     greedy = loaded.generate_batch(prompts, max_new_tokens=20, logprobs=2)
@@ -333,19 +329,16 @@ def decoder(name: str = "decoder") -> dict[str, Any]:
 
 
 def stored() -> dict[str, Any]:
-    """Write the Llama, and return what it answers."""
     loaded, tokens = built("stored"), [3, 1, 4, 1, 5]
     found = loaded.generate(tokens, max_new_tokens=20).token_ids
     return {"prompt": tokens, "token_ids": found, **looked_up(loaded)}
 
 
 def encoder() -> dict[str, Any]:
-    """Write the BERT, and return what it answers."""
     return {"sentences": SENTENCES, "embeddings": built("encoder").encode(SENTENCES).tolist()}
 
 
 def reader() -> dict[str, Any]:
-    """Write the T5, and return what it answers."""
     loaded = built("reader")
     greedy = loaded.generate_batch(
         sources=SOURCES, max_new_tokens=12, logprobs=2, stop_token_ids=[]

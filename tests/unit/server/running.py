@@ -61,7 +61,6 @@ class CallingEngine:
 
 
 def served(bundle: Any, name: str | None = None) -> Served:
-    """A bundle with such an engine."""
     return Served(name or bundle.name, bundle, CallingEngine(bundle), 1_700_000_000)  # type: ignore[arg-type]
 
 

@@ -44,7 +44,6 @@ def bundle(wide_dir):
 
 @pytest.fixture
 def made(bundle):
-    """Makes engines, which are closed at the end."""
     with contextlib.ExitStack() as stack:
         yield lambda **how: stack.enter_context(contextlib.closing(Engine(bundle, **how)))
 
@@ -124,7 +123,6 @@ def test_tasks_read_streams_side_by_side(engine, alone):
 
 
 def noted_sizes(monkeypatch):
-    """Note the sizes that batches get from here on."""
     sizes = []
     resize = Batch.resize
     monkeypatch.setattr(Batch, "resize", lambda self, n: sizes.append(n) or resize(self, n))
@@ -187,7 +185,6 @@ def test_a_prompt_that_begins_like_an_earlier_one_computes_the_rest(bundle, made
 
 
 def reused(engine, last, **options):
-    """How many tokens of a prompt were in a cache."""
     return engine.generate([*LONG[:30], last], max_new_tokens=2, **options).stats.reused_tokens
 
 

@@ -145,7 +145,6 @@ def test_who_floods_a_full_queue_gets_the_refusals_and_learns_how_long_to_wait(p
 
 
 def share_a_run(lane, program):
-    """Let three callers share a run."""
     program.hold(lane)
     first = [submit(lane, [number]) for number in range(3)]
     program.go.set()

@@ -77,7 +77,6 @@ def calling(bundle):
 
 
 def counts(calling, name):
-    """The calls, rows, padded rows and runs of a program."""
     found = calling._recorder(name).snapshot()
     return found.succeeded, found.rows, found.padded_rows, found.runs
 
@@ -116,7 +115,6 @@ class Together:
         return [future.result(PATIENCE) for future in self._futures]
 
     def counts(self):
-        """The calls, rows, padded rows and runs of these calls, without the one that occupied the program."""
         calls, rows, padded_rows, runs = counts(self._calling, self._name)
         return calls - 1, rows, padded_rows, runs - 1
 

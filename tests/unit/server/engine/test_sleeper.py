@@ -27,8 +27,6 @@ def bundle(wide_dir):
 
 
 class Door:
-    """Memory that a test gives and takes."""
-
     def __init__(self):
         self.is_open = True
         self.waited = []

@@ -71,7 +71,6 @@ def ready():
 
 
 def ask(method, path, settings=None, models=None, **more):
-    """One request to the application above."""
     asked = app(ready() if models is None else models, settings or Settings())
     client = TestClient(asked, base_url="http://test", raise_server_exceptions=False)
     return client.request(method, path, **more)

@@ -41,7 +41,6 @@ def server(served, tmp_path):
 
 
 def ask(server, key, **fields):
-    """Ask for a completion."""
     body = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 2, "temperature": 0, **fields}
     headers = {"Authorization": f"Bearer sk-{key:-<7}"}
     return httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)

@@ -33,8 +33,6 @@ LAST = b"GET /hello" + HEAD + b"Connection: close\r\n\r\n"
 
 
 class Streams:
-    """What became of the streams of a test."""
-
     begun = 0
     closed = 0
 
@@ -101,7 +99,6 @@ def server():
 
 
 def exchange(server, *sent):
-    """What a server answers to these bytes until it closes."""
     with server.connect() as connection:
         for part in sent:
             connection.sendall(part)

@@ -243,8 +243,6 @@ def test_a_server_that_is_not_ready_says_so(bundle):
 
 
 class Never(CallingEngine):
-    """An engine whose calls wait forever."""
-
     def __init__(self, bundle):
         super().__init__(bundle)
         self.futures = []

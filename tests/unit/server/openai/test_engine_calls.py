@@ -37,8 +37,6 @@ class Stream:
 
 
 class Engine:
-    """Gives these streams, and refuses further ones."""
-
     queue_size = 4
 
     def __init__(self, *streams):

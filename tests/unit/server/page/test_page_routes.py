@@ -22,8 +22,6 @@ def models(lettered_dir):
 
 @pytest.fixture
 def get(models):
-    """Returns the response of a path."""
-
     def send(path, models=models):
         return TestClient(Starlette(routes=routes(models))).get(path)
 

@@ -58,7 +58,6 @@ def value(of, sample, **labels):
 
 
 def named(requests):
-    """Return the labels of a kind of requests."""
     return dict(zip(("kind", "program"), requests, strict=True))
 
 

@@ -29,8 +29,6 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class Recorded:
-    """An application with telemetry, and what came out."""
-
     def __init__(self, handler):
         self.exporter = InMemorySpanExporter()
         self.reader = InMemoryMetricReader()

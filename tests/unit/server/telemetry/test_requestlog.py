@@ -39,8 +39,6 @@ def engine(stand_in):
 
 
 def recorded(work, seeds=None):
-    """The calls of a task."""
-
     async def go():
         one = entry()
         one.seeds = seeds
