@@ -11,17 +11,16 @@ import contextlib
 import hashlib
 import json
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
+from tests.http_serving import QuietHandler, serving
 
 from prejit.runtime.format.names import SIGNATURE_MEDIA_TYPE, STATEMENT_MEDIA_TYPE
 from prejit.runtime.trust.signed_statements import pae
@@ -197,12 +196,7 @@ class FakeSigstore:
     ) -> dict[str, Any]:
         """Return a keyless sigstore bundle as plain data.
 
-        Args:
-            payload: what is signed.
-            identity, issuer: who signs.
-            stamped: whether the certificate is logged.
-            late_seconds: how long after the certificate was made the signature is logged.
-            payload_type: its type.
+        The certificate is logged if it is `stamped`, and the signature `late_seconds` after it was made.
         """
         key = _key()
         certificate = self.certificate(key.public_key(), identity, issuer, stamped=stamped)
@@ -247,17 +241,8 @@ class FakeSigstore:
     @contextlib.contextmanager
     def serving(self) -> Iterator[str]:
         """Answer as Fulcio and Rekor, and give the configuration of a client as JSON."""
-        handler = type("Handler", (_Handler,), {"sigstore": self})
-        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            url = f"http://127.0.0.1:{server.server_port}"
-            yield json.dumps(client_config(url, self.trusted_root()))
-        finally:
-            server.shutdown()
-            thread.join()
-            server.server_close()
+        with serving(type("Handler", (_Handler,), {"sigstore": self})) as place:
+            yield json.dumps(client_config(f"http://{place}", self.trusted_root()))
 
 
 def client_config(url: str, trusted_root: dict[str, Any]) -> dict[str, Any]:
@@ -293,22 +278,21 @@ def token(
     return b".".join([*texts, b"c2ln"]).decode("ascii")
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     """Fulcio's `signingCert` and Rekor's `entries`."""
 
     sigstore: FakeSigstore
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        asked = json.loads(self.content())
         if self.path == "/api/v2/signingCert":
-            self._answer(self._certificate(asked))
-        elif self.path == "/api/v1/log/entries":
+            found = self._certificate(asked)
+        else:
+            assert self.path == "/api/v1/log/entries"
             proposed = asked["spec"]["proposedContent"]
             certificate = base64.b64decode(proposed["verifiers"][0])
-            entry = self.sigstore.log(json.loads(proposed["envelope"]), certificate)
-            self._answer({"0" * 64: entry})
-        else:
-            self.send_error(404)
+            found = {"0" * 64: self.sigstore.log(json.loads(proposed["envelope"]), certificate)}
+        self.reply(201, json.dumps(found).encode(), content_type="application/json")
 
     def _certificate(self, asked: dict[str, Any]) -> dict[str, Any]:
         claims = self.headers["Authorization"].removeprefix("Bearer ").split(".")[1]
@@ -319,17 +303,6 @@ class _Handler(BaseHTTPRequestHandler):
         made = self.sigstore.certificate(public, who["sub"], who["iss"])
         chain = [pem(each).decode() for each in (made, self.sigstore._root)]
         return {"signedCertificateEmbeddedSct": {"chain": {"certificates": chain}}}
-
-    def _answer(self, found: dict[str, Any]) -> None:
-        content = json.dumps(found).encode()
-        self.send_response(201)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Keep the lines of requests off stderr."""
 
 
 def _usage(*, digital_signature: bool = False, key_cert_sign: bool = False) -> x509.KeyUsage:

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.ports import free_port
+from tests.processes import ran
 from tests.waiting import wait_for
 
 from prejit.server.observe.monitoring_files import write
@@ -63,16 +64,8 @@ class Prometheus:
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", timeout=60)
         options = ("--web.listen-address", f"127.0.0.1:{port}", "--log.level=warn")
         self._log = (directory / "prometheus.log").open("w+")
-        self._process = subprocess.Popen(
-            [
-                program,
-                f"--config.file={settings}",
-                f"--storage.tsdb.path={directory}/tsdb",
-                *options,
-            ],
-            stdout=self._log,
-            stderr=self._log,
-        )
+        command = [program, f"--config.file={settings}", f"--storage.tsdb.path={directory}/tsdb"]
+        self._process = subprocess.Popen([*command, *options], stdout=self._log, stderr=self._log)
         wait_for(self._answers, what=f"{self._log.name}: Prometheus does not answer")
 
     def _answers(self) -> bool:
@@ -140,14 +133,8 @@ class Prometheus:
             assert word in command
             command = command.replace(word, str(value))
         bins = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        return subprocess.run(
-            shlex.split(command),
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env={**os.environ, "PATH": bins, **(env or {})},
-            check=False,
-        )
+        environment = {**os.environ, "PATH": bins, **(env or {})}
+        return ran(*shlex.split(command), status=None, env=environment)
 
     def close(self) -> None:
         """End it."""
