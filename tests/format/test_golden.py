@@ -17,31 +17,17 @@ import numpy as np
 import pytest
 import zstandard
 from tests.extent import examples
-from tests.layouts import index_file, index_of, write_index
+from tests.layouts import blob, index_file, index_of, write_index
 
 from prejit.runtime import __main__, load
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import FallbackWarning, RejectError, UsageError
-from prejit.runtime.format.arrays import Golden, Mesh, parse_sharding
+from prejit.runtime.format import bundle_schema
+from prejit.runtime.format.arrays import Mesh, parse_sharding
 from prejit.runtime.format.audit import audit
-from prejit.runtime.format.bundle_schema import (
-    Accuracy,
-    Chunks,
-    Config,
-    Decoder,
-    Descriptor,
-    Encoder,
-    ImageManifest,
-    Kernels,
-    Memory,
-    Portable,
-    ProgramEntry,
-    RecordedProgram,
-    Segment,
-    UserLibrary,
-)
+from prejit.runtime.format.bundle_schema import Config
 from prejit.runtime.format.checks import oci
 from prejit.runtime.format.checks.layers import Chat
 from prejit.runtime.format.checks.program_table import (
@@ -138,9 +124,8 @@ def test_the_documentation_names_every_key():
     assert document.startswith(f"# The bundle format, version {FORMAT_VERSION}\n")
     schema = HERE.parents[2] / "docs" / "reference" / "bundle-schema.md"
     document += schema.read_text(encoding="utf-8")
-    kinds = [Config, ProgramEntry, Segment, Memory, Decoder]
-    kinds += [Requirement, Mesh, Portable, ImageManifest, Descriptor]
-    kinds += [Encoder, Chat, Accuracy, Kernels, Chunks, RecordedProgram, UserLibrary, Golden]
+    kinds = [each for each in vars(bundle_schema).values() if isinstance(each, type)]
+    kinds = [Chat, *filter(dataclasses.is_dataclass, kinds)]
     keys = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     assert {key for key in keys if f"`{key}`" not in document} == set()
 
@@ -241,11 +226,9 @@ def test_two_readers_refuse_the_same_chunks(change, complaint):
     with pytest.raises(RejectError, match=complaint):
         check()
     [weights] = [at for at in manifest.layers if at.mediaType == WEIGHTS_MEDIA_TYPE]
-    file = HERE / "chunks/blobs/sha256" / weights.digest.removeprefix("sha256:")
+    layers = {"weights.v1.safetensors": blob(HERE / "chunks", weights.digest).read_bytes()}
     with pytest.raises(AssertionError):
-        second_reader.check_chunks(
-            json.loads(content), {"weights.v1.safetensors": file.read_bytes()}
-        )
+        second_reader.check_chunks(json.loads(content), layers)
 
 
 @pytest.fixture
@@ -350,12 +333,10 @@ def forged(path, directory):
     def replaced(descriptor, content):
         raw = to_json(content)
         descriptor.update(digest=digest_of(raw), size=len(raw))
-        (copy / "blobs/sha256" / descriptor["digest"].removeprefix("sha256:")).write_bytes(raw)
+        blob(copy, descriptor["digest"]).write_bytes(raw)
 
     def read(descriptor):
-        return json.loads(
-            (copy / "blobs/sha256" / descriptor["digest"].removeprefix("sha256:")).read_bytes()
-        )
+        return json.loads(blob(copy, descriptor["digest"]).read_bytes())
 
     index = index_of(copy)
     for of_target in index["manifests"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -82,6 +83,14 @@ class Running:
 
     def connect(self, seconds: float = 60) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=seconds)
+
+    def send(self, path: str, body: Any) -> socket.socket:
+        """Send a request with a body of JSON, and return its connection without waiting for the answer."""
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+        connection = self.connect()
+        connection.sendall(head.encode() + content)
+        return connection
 
     def requests(self) -> int:
         """How many requests are answered now."""

@@ -259,13 +259,8 @@ def never(bundle):
 
 def test_a_client_that_leaves_cancels_its_call(bundle):
     engine, models = never(bundle)
-    body = json.dumps(of()).encode()
     with running(models, Settings()) as server:
-        with server.connect() as connection:
-            connection.sendall(
-                b"POST /v2/models/score/infer HTTP/1.1\r\nHost: a\r\n"
-                b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
-            )
+        with server.send("/v2/models/score/infer", of()):
             wait_for(lambda: engine.futures)
             assert not engine.futures[0].done()
         wait_for(engine.futures[0].cancelled)
