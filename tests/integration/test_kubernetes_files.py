@@ -70,9 +70,7 @@ needs_tools = pytest.mark.skipif(
 
 
 def with_tools(code, *values):
-    command = [TOOLS, "-c", code, json.dumps(values)]
-    done = ran(*command)
-    return done.stdout
+    return ran(TOOLS, "-c", code, json.dumps(values)).stdout
 
 
 def check(objects):
@@ -227,8 +225,7 @@ def test_kustomize_changes_image_and_volume(tmp_path):
     if shutil.which("kubectl") is None:
         pytest.skip("needs kubectl, which has kustomize")
     shutil.copytree(ROOT / "deploy" / "kubernetes", tmp_path / "kubernetes")
-    command = ["kubectl", "kustomize", str(tmp_path / "kubernetes" / "claim")]
-    done = ran(*command)
+    done = ran("kubectl", "kustomize", tmp_path / "kubernetes" / "claim")
     objects = list(yaml.safe_load_all(done.stdout))
     check(objects)
     assert len(objects) == len(plain())

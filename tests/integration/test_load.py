@@ -13,8 +13,7 @@ WINDOW = ("--rate", "20", "--seconds", "1", "--json")
 
 def load(*arguments, status=0):
     """Run the command; return its JSON, or what it printed to stderr where it fails."""
-    command = [sys.executable, "-m", "prejit.runtime", "load", *map(str, arguments)]
-    done = ran(*command, status=status)
+    done = ran(sys.executable, "-m", "prejit.runtime", "load", *arguments, status=status)
     assert "Traceback" not in done.stderr, done.stderr
     return done.stderr if status else json.loads(done.stdout)
 

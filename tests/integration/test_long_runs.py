@@ -23,11 +23,9 @@ TEXT = np.random.default_rng(4).integers(0, 48, 72).tolist()
 
 
 def test_memory_does_not_grow_with_tokens_or_sessions(decoder_dir):
-    command = (sys.executable, ROOT / "tests" / "growing_memory.py", decoder_dir, "20000", "1500")
-    done = ran(*command)
-    said = json.loads(done.stdout)
-    assert said["tokens"]["done"] >= 20000
-    assert said["sessions"]["done"] == 1500
+    script = ROOT / "tests" / "growing_memory.py"
+    said = json.loads(ran(sys.executable, script, decoder_dir, 20_000, 1_500).stdout)
+    assert (said["tokens"]["done"] >= 20_000, said["sessions"]["done"]) == (True, 1_500)
     for name, found in said.items():
         assert found["grown_bytes"] < 3 << 20, f"{name}: {found['bytes']}"
 

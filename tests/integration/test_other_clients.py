@@ -71,16 +71,13 @@ def by_containers(program):
     return copy
 
 
-@pytest.mark.parametrize(
-    "copy",
-    [
-        pytest.param(by_skopeo, id="skopeo"),
-        pytest.param(by_oras, id="oras"),
-        pytest.param(by_oras_of_python, id="oras of Python"),
-        pytest.param(by_containers("podman"), id="podman"),
-        pytest.param(by_containers("buildah"), id="buildah"),
-    ],
-)
+CLIENTS = {
+    **{"skopeo": by_skopeo, "oras": by_oras, "oras of Python": by_oras_of_python},
+    **{name: by_containers(name) for name in ("podman", "buildah")},
+}
+
+
+@pytest.mark.parametrize("copy", CLIENTS.values(), ids=CLIENTS)
 def test_what_a_client_copies_within_a_registry_is_the_same_bundle(copy, place, tmp_path):
     (tmp_path / "work").mkdir()
     moved(FLEET, f"oci://{place}:ours")
@@ -88,9 +85,8 @@ def test_what_a_client_copies_within_a_registry_is_the_same_bundle(copy, place, 
     expected = audit(FLEET, check_generation)
     assert moved(f"oci://{place}:theirs", tmp_path / "back") == expected.digest
     assert audit(tmp_path / "back", check_generation) == expected
-    if (tmp_path / "work" / "copy").exists():
-        copied = audit(tmp_path / "work" / "copy", check_generation)
-        assert copied.target_count == expected.target_count
+    if (layout := tmp_path / "work" / "copy").exists():
+        assert audit(layout, check_generation).target_count == expected.target_count
 
 
 def test_a_layout_of_one_target_in_which_umoci_tags_and_collects(place, tmp_path):

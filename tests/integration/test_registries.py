@@ -25,13 +25,12 @@ GOLDEN = Path(__file__).parents[1] / "format" / "v1"
 @pytest.fixture(autouse=True)
 def nobody(tmp_path, monkeypatch):
     """A user who has logged in nowhere, on a machine without bundles."""
-    for name in ("REGISTRY_AUTH_FILE", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "DOCKER_CONFIG"):
+    for name in ("REGISTRY_AUTH_FILE", "XDG_CONFIG_HOME", "DOCKER_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-    monkeypatch.setenv(BUNDLES, str(tmp_path / "store"))
+    for name, place in (("HOME", "home"), ("XDG_RUNTIME_DIR", "run"), (BUNDLES, "store")):
+        monkeypatch.setenv(name, str(tmp_path / place))
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ needs_tools = pytest.mark.skipif(
 def clone(tmp_path):
     """A clean clone of this repository, with a manifest that builds in seconds."""
     place = tmp_path / "clone"
-    subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{ROOT}", place], check=True)
+    ran("git", "clone", "-q", "--depth", "1", f"file://{ROOT}", place)
     shutil.copytree(CI, place / "deploy" / "ci", dirs_exist_ok=True)  # also if not committed
     write_lettered(place / "models" / "model")
     (place / "models" / "decoder.toml").write_text(MANIFEST)
@@ -59,8 +59,7 @@ def clone(tmp_path):
 def release(clone, registry, lettered_dir, build_cache, programs, tmp_path):
     """Runs a step of the script as a CI does."""
     key = tmp_path / "release.pem"
-    command = ["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", str(key)]
-    subprocess.run(command, check=True)
+    ran("openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", key)
     given = {
         "PATH": f"{programs}:{os.environ['PATH']}",
         "MANIFEST": "models/decoder.toml",
@@ -69,10 +68,9 @@ def release(clone, registry, lettered_dir, build_cache, programs, tmp_path):
         "PREJIT_CACHE": str(build_cache),
     }
 
-    def run(step, **changed):
-        command = ["deploy/ci/release.sh", step]
-        env = {**os.environ, **given, **changed}
-        return ran(*command, status=None, cwd=clone, env=env)
+    def run(step, status=0):
+        env = {**os.environ, **given}
+        return ran("deploy/ci/release.sh", step, status=status, cwd=clone, env=env)
 
     return run
 
@@ -84,59 +82,53 @@ def test_a_pipeline_releases_gates_rolls_out_and_back(release, clone, registry, 
         assert main(["ls", registry.url, "--json"]) == 0
         return {each["tag"]: each["digest"] for each in json.loads(capsys.readouterr().out)}
 
-    def step(name, status=0):
-        done = release(name)
-        assert done.returncode == status, f"{done.stdout}\n{done.stderr}"
-        return done.stdout
-
     # Without a channel there is nothing to compare with, and the script does not guess.
-    done = release("candidate")
-    assert (done.returncode, "prod: not found" in done.stderr) == (6, True), done.stderr
-    step("first")
+    assert "prod: not found" in release("candidate", 6).stderr
+    release("first")
     old = tags()["prod"]
-    assert "serves this bundle already" in step("candidate")
-    assert (
-        clone / "gate.md"
-    ).read_text() == f"{registry.url}:prod serves this bundle already: nothing to release\n"
+    assert "serves this bundle already" in release("candidate").stdout
+    nothing = f"{registry.url}:prod serves this bundle already: nothing to release\n"
+    assert (clone / "gate.md").read_text() == nothing
 
     # The same model with a license passes; its signature travels with it.
     manifest = clone / "models" / "decoder.toml"
     (clone / "models" / "LICENSE").write_text("Public domain.\n")
     named = '"decoder"\nlicense = "LICENSE"'
     manifest.write_text(MANIFEST.replace('"decoder"', named))
-    step("candidate")
+    release("candidate")
     assert tags()["prod"] == old
     assert "|" in (clone / "gate.md").read_text()
-    step("rollout")
+    release("rollout")
     new = tags()["prod"]
     assert new == tags()["candidate"] != old
     (clone / "trust.toml").write_text(
         '[keys.ci]\nfile = "release.pub.pem"\n[[rules]]\nnames = ["decoder"]\nkeys = ["ci"]\n'
     )
-    public = ["openssl", "pkey", "-in", clone.parent / "release.pem", "-pubout"]
-    subprocess.run([*public, "-out", clone / "release.pub.pem"], check=True)
+    public = ("openssl", "pkey", "-in", clone.parent / "release.pem", "-pubout", "-out")
+    ran(*public, clone / "release.pub.pem")
     trusted = ["--trust", str(clone / "trust.toml")]
     assert main(["verify", f"{registry.url}:prod", *trusted]) == 0
-    step("back")
+    release("back")
     assert tags()["prod"] == old
 
     # Other weights give other tokens: the gate stops them before the channel moves.
     weights = clone / "models" / "model" / "model.safetensors"
     save_file({name: -value for name, value in load_file(weights).items()}, weights)
-    step("candidate", GATE_FAILED)
+    release("candidate", GATE_FAILED)
     assert tags()["prod"] == old
 
 
 def test_the_script_names_what_is_missing():
     def run(*arguments, **env):
-        command, given = ["deploy/ci/release.sh", *arguments], {"PATH": os.environ["PATH"], **env}
-        return ran(*command, status=None, cwd=ROOT, env=given)
+        given = {"PATH": os.environ["PATH"], **env}
+        done = ran("deploy/ci/release.sh", *arguments, status=None, cwd=ROOT, env=given)
+        assert done.returncode != 0
+        return done.stderr
 
-    assert "MANIFEST: expected the path of a manifest" in run("candidate").stderr
-    assert "CHANNEL: expected oci://" in run("candidate", MANIFEST="a.toml").stderr
-    done = run("deploy", MANIFEST="a.toml", CHANNEL="oci://registry.example/a:prod")
-    assert done.returncode == 2
-    assert "expected first, candidate, rollout or back, found 'deploy'" in done.stderr
+    assert "MANIFEST: expected the path of a manifest" in run("candidate")
+    assert "CHANNEL: expected oci://" in run("candidate", MANIFEST="a.toml")
+    wrong = run("deploy", MANIFEST="a.toml", CHANNEL="oci://registry.example/a:prod")
+    assert "expected first, candidate, rollout or back, found 'deploy'" in wrong
 
 
 @needs_tools

@@ -271,8 +271,7 @@ def run_promtool(directory, interval, tests):
     (directory / "rules.yml").write_text(files("https://wiki.example")[RULES_FILE])
     plan = {"rule_files": ["rules.yml"], "evaluation_interval": interval, "tests": tests}
     (directory / "tests.yml").write_text(json.dumps(plan))  # JSON is YAML
-    command = [str(PROMTOOL), "test", "rules", str(directory / "tests.yml")]
-    ran(*command)
+    ran(PROMTOOL, "test", "rules", directory / "tests.yml")
 
 
 def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not():
