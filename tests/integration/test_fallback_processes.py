@@ -4,11 +4,11 @@ import dataclasses
 import json
 import re
 import threading
-import time
 import warnings
 
 import pytest
 from tests.quick_compiling import XLA_FLAGS
+from tests.waiting import wait_for
 
 from prejit.runtime import FallbackWarning, Fingerprint, Sampling, load
 from prejit.runtime.base.files import digest_of
@@ -72,10 +72,7 @@ def fallen_back(path, while_compiling):
 
 def finish(bundle):
     """Waits for what compiles in the background."""
-    limit = time.monotonic() + 60
-    while bundle._programs._working:
-        assert time.monotonic() < limit
-        time.sleep(0.01)
+    wait_for(lambda: not bundle._programs._working)
 
 
 def sources(bundle):

@@ -137,7 +137,7 @@ def test_a_server_from_its_start_to_the_replay_of_its_log(
     options = ("--admin", path, "--cors", "https://app.example", "--log", log)
     server = serve(bundle_dir, *options)
     # Nothing was imported yet, and the port takes connections: a client waits instead of being refused.
-    assert _binds(server)
+    wait_until_it_listens(server)
     assert httpx.get(f"{server.url}/health/live", timeout=60).status_code == 200
     server.wait_until_ready()
     assert f"{server.url}  example  ready in " in server.said
@@ -245,22 +245,18 @@ def check_drain(server, admin, client):
     assert wrong.json()["error"]["message"].startswith("POST /drain: expected a path of this")
 
 
-def _binds(server):
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        try:
-            socket.create_connection(("127.0.0.1", server.port)).close()
-        except ConnectionRefusedError:
-            time.sleep(0.005)
-        else:
-            return True
-    return False
+def wait_until_it_listens(server):
+    def listens():
+        with socket.socket() as trial:
+            return trial.connect_ex(("127.0.0.1", server.port)) == 0
+
+    wait_for(listens)
 
 
 def test_a_server_that_compiles_is_live_and_not_ready(serve, foreign_dir):
     server = serve(foreign_dir)
     states = []
-    assert _binds(server)
+    wait_until_it_listens(server)
     while not states or states[-1] != "ready":
         found = httpx.get(f"{server.url}/health/ready", timeout=60)
         states.append(found.json()["state"])
@@ -277,7 +273,7 @@ def test_a_server_that_compiles_is_live_and_not_ready(serve, foreign_dir):
 @pytest.mark.parametrize(("number", "answers"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
 def test_a_signal_while_it_loads_ends_it(number, answers, serve, foreign_dir):
     server = serve(foreign_dir)
-    assert _binds(server)  # the stack is not imported yet
+    wait_until_it_listens(server)  # the stack is not imported yet
     if answers:
         assert httpx.get(f"{server.url}/health/live", timeout=60).status_code == 200
     assert server.end(number) == 0

@@ -104,17 +104,22 @@ def test_the_rest_of_a_call_that_failed_does_not_run(lane, program):
     assert program.runs == [[8], [1]]
 
 
-def test_a_result_that_comes_too_late_is_none_and_its_caller_does_not_wait_for_it(lane, program):
+def test_a_result_that_comes_too_late_is_none(lane, program):
     program.go.clear()
     late = job([1], timeout=PATIENCE)
     lane.submit(late)
     assert program.began.acquire(timeout=PATIENCE)
     late.deadline = time.monotonic()
-    with pytest.raises(DeadlineError):
-        lane.result(job([1], timeout=0.05))
     program.go.set()
     with pytest.raises(DeadlineError):
         late.future.result(PATIENCE)
+
+
+def test_a_caller_who_waits_gets_the_deadline_while_the_program_runs(lane, program):
+    program.go.clear()
+    with pytest.raises(DeadlineError):
+        lane.result(job([1], timeout=0.05))
+    assert not program.go.is_set()
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), "1", True])
