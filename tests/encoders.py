@@ -1,10 +1,6 @@
 """A tiny BERT with random weights whose words are letters, for tests of encoders. No JAX."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from string import ascii_lowercase
-from typing import Any
 
 from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers.models import WordPiece
@@ -12,7 +8,7 @@ from tokenizers.models import WordPiece
 from .parity.encoder_cases import Case
 
 
-def bert_config(**changes: Any) -> dict[str, Any]:
+def bert_config(**changes):
     """Return the config.json of a tiny BERT, with changes."""
     config = {
         **{"model_type": "bert", "architectures": ["BertModel"], "hidden_act": "gelu"},
@@ -23,7 +19,7 @@ def bert_config(**changes: Any) -> dict[str, Any]:
     return config | changes
 
 
-def write_encoder(directory: Path, *, pieces: bool = False, **modules: Any) -> None:
+def write_encoder(directory, *, pieces=False, **modules):
     """Write the checkpoint and its tokenizer.
 
     Args:

@@ -12,9 +12,7 @@ import hashlib
 import json
 import struct
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -33,34 +31,34 @@ _TIMESTAMPS_OID = x509.ObjectIdentifier("1.3.6.1.4.1.11129.2.4.2")
 _SHA256 = ec.ECDSA(hashes.SHA256())
 
 
-def b64(content: bytes) -> str:
+def b64(content):
     """Return base64."""
     return base64.b64encode(content).decode("ascii")
 
 
-def pem(certificate: x509.Certificate) -> bytes:
+def pem(certificate):
     """Return a certificate in PEM."""
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
-def _der(key: ec.EllipticCurvePrivateKey) -> bytes:
+def _der(key):
     return key.public_key().public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )
 
 
-def _log_id(key: ec.EllipticCurvePrivateKey) -> bytes:
+def _log_id(key):
     return hashlib.sha256(_der(key)).digest()
 
 
-def _key() -> ec.EllipticCurvePrivateKey:
+def _key():
     return ec.generate_private_key(ec.SECP256R1())
 
 
 class FakeSigstore:
     """A sigstore whose clock can be ahead."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._late_seconds = 0.0
         self._ca, self._ct, self._rekor = _key(), _key(), _key()
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "fake sigstore")])
@@ -80,7 +78,7 @@ class FakeSigstore:
             .sign(self._ca, hashes.SHA256())
         )
 
-    def trusted_root(self) -> dict[str, Any]:
+    def trusted_root(self):
         """Return trusted_root.json."""
         return {
             "mediaType": "application/vnd.dev.sigstore.trustedroot+json;version=0.1",
@@ -102,13 +100,11 @@ class FakeSigstore:
         }
 
     @property
-    def now(self) -> float:
+    def now(self):
         """What its clock shows, in seconds since the epoch."""
         return time.time() + self._late_seconds
 
-    def certificate(
-        self, public: ec.EllipticCurvePublicKey, identity: str, issuer: str, *, stamped: bool = True
-    ) -> x509.Certificate:
+    def certificate(self, public, identity, issuer, *, stamped=True):
         """Return a certificate for ten minutes from now on, with the log's time stamp or without one."""
         start = datetime.fromtimestamp(int(self.now), UTC)
         builder = (
@@ -149,7 +145,7 @@ class FakeSigstore:
         value = x509.UnrecognizedExtension(_TIMESTAMPS_OID, b"\x04" + length + listed)
         return builder.add_extension(value, critical=False).sign(self._ca, hashes.SHA256())
 
-    def log(self, envelope: dict[str, Any], certificate: bytes) -> dict[str, Any]:
+    def log(self, envelope, certificate):
         """Log an envelope and return what Rekor's API returns for it. `certificate` is in PEM."""
         payload = base64.b64decode(envelope["payload"])
         plain = json.dumps(envelope, sort_keys=True).encode()
@@ -186,14 +182,14 @@ class FakeSigstore:
 
     def sign(
         self,
-        payload: bytes,
+        payload,
         *,
-        identity: str = IDENTITY,
-        issuer: str = ISSUER,
-        stamped: bool = True,
-        late_seconds: float = 0,
-        payload_type: str = STATEMENT_MEDIA_TYPE,
-    ) -> dict[str, Any]:
+        identity=IDENTITY,
+        issuer=ISSUER,
+        stamped=True,
+        late_seconds=0,
+        payload_type=STATEMENT_MEDIA_TYPE,
+    ):
         """Return a keyless sigstore bundle as plain data.
 
         The certificate is logged if it is `stamped`, and the signature `late_seconds` after it was made.
@@ -239,13 +235,13 @@ class FakeSigstore:
         }
 
     @contextlib.contextmanager
-    def serving(self) -> Iterator[str]:
+    def serving(self):
         """Answer as Fulcio and Rekor, and give the configuration of a client as JSON."""
         with serving(type("Handler", (_Handler,), {"sigstore": self})) as place:
             yield json.dumps(client_config(f"http://{place}", self.trusted_root()))
 
 
-def client_config(url: str, trusted_root: dict[str, Any]) -> dict[str, Any]:
+def client_config(url, trusted_root):
     """Return a ClientTrustConfig of sigstore: where its services are, and its trusted root."""
     service = {"url": url, "majorApiVersion": 1, "validFor": {"start": _START}, "operator": "fake"}
     return {
@@ -263,13 +259,7 @@ def client_config(url: str, trusted_root: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def token(
-    *,
-    identity: str = IDENTITY,
-    issuer: str = ISSUER,
-    audience: str = "sigstore",
-    seconds: int = 600,
-) -> str:
+def token(*, identity=IDENTITY, issuer=ISSUER, audience="sigstore", seconds=600):
     """Return an identity token that is good for some seconds. Only its issuer would check its signature."""
     now = int(time.time())
     claims = {"iss": issuer, "sub": identity, "aud": audience, "iat": now, "exp": now + seconds}
@@ -283,7 +273,7 @@ class _Handler(QuietHandler):
 
     sigstore: FakeSigstore
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         asked = json.loads(self.content())
         if self.path == "/api/v2/signingCert":
             found = self._certificate(asked)
@@ -294,7 +284,7 @@ class _Handler(QuietHandler):
             found = {"0" * 64: self.sigstore.log(json.loads(proposed["envelope"]), certificate)}
         self.reply(201, json.dumps(found).encode(), content_type="application/json")
 
-    def _certificate(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def _certificate(self, asked):
         claims = self.headers["Authorization"].removeprefix("Bearer ").split(".")[1]
         who = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))
         request = x509.load_pem_x509_csr(base64.b64decode(asked["certificateSigningRequest"]))
@@ -305,7 +295,7 @@ class _Handler(QuietHandler):
         return {"signedCertificateEmbeddedSct": {"chain": {"certificates": chain}}}
 
 
-def _usage(*, digital_signature: bool = False, key_cert_sign: bool = False) -> x509.KeyUsage:
+def _usage(*, digital_signature=False, key_cert_sign=False):
     others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
     return x509.KeyUsage(
         digital_signature=digital_signature,
@@ -315,7 +305,7 @@ def _usage(*, digital_signature: bool = False, key_cert_sign: bool = False) -> x
     )
 
 
-def _log(key: ec.EllipticCurvePrivateKey) -> dict[str, Any]:
+def _log(key):
     return {
         "baseUrl": "http://log.invalid",
         "hashAlgorithm": "SHA2_256",

@@ -1,14 +1,11 @@
 """Libraries of native kernels, each built once a run, and a small bundle that calls one."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
 import shutil
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,15 +16,13 @@ TOY_KERNELS = Path(__file__).parent / "toy_kernels"
 
 
 @pytest.fixture(scope="session")
-def toy_library(build_cache: Path) -> tuple[Any, bytes]:
+def toy_library(build_cache):
     """The toy kernels as a library for x86-64-v2, with its content."""
     return built_kernels("cpu-x86-64-v2", TOY_KERNELS, build_cache)
 
 
 @pytest.fixture(scope="session")
-def kernel_recipe(
-    toy_library: tuple[Any, bytes], tmp_path_factory: pytest.TempPathFactory
-) -> Recipe:
+def kernel_recipe(toy_library, tmp_path_factory):
     """A bundle for `cpu-host` with one program: `scale`, float32[5] by 2.5, that calls a kernel."""
     import jax
     import jax.numpy as jnp
@@ -54,7 +49,7 @@ def kernel_recipe(
     cache = DirectoryStore.open(tmp_path_factory.mktemp("recipe") / "cache")
     name = kernel_target("scale", library.digest)
 
-    def with_kernel(x: jax.Array) -> Any:
+    def with_kernel(x):
         call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(x.shape, x.dtype))
         return call(x, factor=np.float32(2.5))
 
@@ -106,7 +101,7 @@ def kernel_recipe(
 
 
 @pytest.fixture(scope="session")
-def with_kernels(build_cache: Path) -> Any:
+def with_kernels(build_cache):
     """Forms with kernels, for this machine; XLA knows them by the names that lowering writes."""
     import jax
 
@@ -125,7 +120,7 @@ def with_kernels(build_cache: Path) -> Any:
 
 
 @pytest.fixture
-def fresh_cache(build_cache: Path, tmp_path: Path) -> Path:
+def fresh_cache(build_cache, tmp_path):
     """A build cache that has this machine's kernels and nothing else: to compile them takes 15 seconds."""
     from prejit.compiler.native.kernel_library import SOURCES
     from prejit.compiler.store.directory_store import DirectoryStore
@@ -141,7 +136,7 @@ def fresh_cache(build_cache: Path, tmp_path: Path) -> Path:
     return fresh.root
 
 
-def built_kernels(target_name: str, sources: Path, cache: Path) -> tuple[Any, bytes]:
+def built_kernels(target_name, sources, cache):
     """A library of kernels out of a build cache, which makes it once, with its content."""
     from prejit.compiler.native.kernel_library import KernelLibrary, build_kernels
     from prejit.compiler.store.directory_store import DirectoryStore
@@ -155,11 +150,10 @@ def built_kernels(target_name: str, sources: Path, cache: Path) -> tuple[Any, by
     if not isinstance(built, KernelLibrary):
         pytest.skip(built.reason)
     content = opened.read_blob(built.digest)
-    assert content is not None
     return built, content
 
 
-def with_library(recipe: Recipe, content: bytes) -> Recipe:
+def with_library(recipe, content):
     """A bundle with other kernels, and its executable bound to them."""
     import zstandard
 
@@ -177,7 +171,7 @@ def with_library(recipe: Recipe, content: bytes) -> Recipe:
     assert old in raw
     segment, frame = framed(raw.replace(old, new))
 
-    def change(config: Any) -> Any:
+    def change(config):
         (program,) = config.programs
         return dataclasses.replace(
             config,

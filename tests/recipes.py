@@ -13,19 +13,15 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from .layouts import write_files
-from .once import Once
-
-if TYPE_CHECKING:
-    from prejit.runtime.format.arrays import Array
 
 V3_FEATURES = (
     *("64bit", "avx", "avx2", "bmi", "bmi2", "cmov", "crc32", "cx16", "cx8", "f16c", "fma"),
@@ -61,12 +57,12 @@ class Recipe:
     name: str
     weights: Mapping[str, Any]
 
-    def assemble(self) -> tuple[bytes, dict[str, Any]]:
+    def assemble(self):
         from prejit.compiler.pipeline.pack.bundle_files import assemble
 
         return assemble(self.name, self.targets)
 
-    def write(self, path: Path) -> Path:
+    def write(self, path):
         """Writes the files as they are, without the care (and the time) of `write_layout`."""
         from prejit.runtime.base.typed_json import from_json
         from prejit.runtime.format.bundle_schema import Index
@@ -77,7 +73,7 @@ class Recipe:
         (path / "index.json").write_bytes(encode_root(from_json(Index, index, ""), index, ()))
         return path
 
-    def write_described(self, path: Path) -> Path:
+    def write_described(self, path):
         """Writes the bundle as a build does, with list of parts and provenance."""
         from functools import partial
 
@@ -93,12 +89,12 @@ class Recipe:
         attach_descriptions(path, digest, partial(recording_provenance, digest))
         return path
 
-    def only(self, *targets: str) -> Recipe:
+    def only(self, *targets):
         """With these targets alone."""
         kept = tuple(target for target in self.targets if target.config.target in targets)
         return dataclasses.replace(self, targets=kept)
 
-    def configured(self, change: Callable[[Any], Any]) -> Recipe:
+    def configured(self, change):
         """With another program table for each target."""
         return dataclasses.replace(
             self,
@@ -107,7 +103,7 @@ class Recipe:
             ),
         )
 
-    def layered(self, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Recipe:
+    def layered(self, change):
         """With other layers for each target."""
         return dataclasses.replace(
             self,
@@ -116,7 +112,7 @@ class Recipe:
             ),
         )
 
-    def with_content(self, media_type: str, content: bytes) -> Recipe:
+    def with_content(self, media_type, content):
         """With other bytes in one layer, its digest set right."""
         from prejit.compiler.pipeline.pack.bundle_files import layer
 
@@ -127,14 +123,14 @@ class Recipe:
             )
         )
 
-    def content(self, media_type: str) -> bytes:
+    def content(self, media_type):
         """The bytes of a layer of the first target."""
         found = next(x for x in self.targets[0].layers if x.media_type == media_type)
         return found.content if isinstance(found.content, bytes) else found.content.read_bytes()
 
 
 @pytest.fixture(scope="session")
-def make_recipe(tmp_path_factory: pytest.TempPathFactory, once: Once) -> Callable[..., Recipe]:
+def make_recipe(tmp_path_factory, once):
     """Makes a recipe: `make_recipe(score_scale=1.0, name="example", buckets=(2, 8), miscompiled="")`.
 
     Its programs, for the targets `cpu-host` and `cpu-x86-64-v3`:
@@ -145,10 +141,10 @@ def make_recipe(tmp_path_factory: pytest.TempPathFactory, once: Once) -> Callabl
     """
 
     @functools.cache
-    def compiled(buckets: tuple[int, ...], miscompiled: str) -> Mapping[str, _Compiled]:
+    def compiled(buckets, miscompiled):
         """By one worker of pytest-xdist for all. What a recipe is named and weighs changes no program."""
 
-        def make(at: Path) -> None:
+        def make(at):
             (at / "programs").write_bytes(pickle.dumps(_compile(at, buckets, miscompiled)))
 
         sizes = "-".join(map(str, buckets))
@@ -156,12 +152,7 @@ def make_recipe(tmp_path_factory: pytest.TempPathFactory, once: Once) -> Callabl
         return dict(pickle.loads((made / "programs").read_bytes()))
 
     @functools.cache
-    def make(
-        score_scale: float = 1.0,
-        name: str = "example",
-        buckets: tuple[int, ...] = (2, 8),
-        miscompiled: str = "",
-    ) -> Recipe:
+    def make(score_scale=1.0, name="example", buckets=(2, 8), miscompiled=""):
         at = tmp_path_factory.mktemp("recipe")
         return _pack(at, score_scale, name, compiled(buckets, miscompiled))
 
@@ -169,19 +160,19 @@ def make_recipe(tmp_path_factory: pytest.TempPathFactory, once: Once) -> Callabl
 
 
 @pytest.fixture(scope="session")
-def recipe(make_recipe: Callable[..., Recipe]) -> Recipe:
+def recipe(make_recipe):
     """The recipe of the bundle that most tests read."""
     return make_recipe()
 
 
 @pytest.fixture
-def bundle_dir(recipe: Recipe, tmp_path: Path) -> Path:
+def bundle_dir(recipe, tmp_path):
     """A bundle of this test's own, just written."""
     return recipe.write(tmp_path / "example")
 
 
 @pytest.fixture(scope="session")
-def settled_dir(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def settled_dir(recipe, tmp_path_factory):
     """A bundle that lies there long enough to get receipts. Read only: it is the whole session's."""
     from prejit.runtime.machine.kept_files import SETTLED_SECONDS
 
@@ -192,7 +183,7 @@ def settled_dir(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return path
 
 
-def make_example(at: Path) -> Recipe:
+def make_example(at):
     """The recipe of `make_recipe` for who has no fixtures; `at` is a directory for its store."""
     return _pack(at, 1.0, "example", _compile(at, (2, 8), ""))
 
@@ -213,7 +204,7 @@ class _Compiled:
     memory: Any
 
 
-def _compile(at: Path, buckets: tuple[int, ...], miscompiled: str) -> dict[str, _Compiled]:
+def _compile(at, buckets, miscompiled):
     """Lower and compile the programs of a recipe."""
     from prejit.compiler.compile.worker.disassembly import NEVER_CHOSEN, declared_features
     from prejit.compiler.compile.worker.xla import compile_portable
@@ -235,7 +226,7 @@ def _compile(at: Path, buckets: tuple[int, ...], miscompiled: str) -> dict[str, 
     return programs
 
 
-def _pack(at: Path, score_scale: float, name: str, programs: Mapping[str, _Compiled]) -> Recipe:
+def _pack(at, score_scale, name, programs):
     """Return the bundle of these programs; `at` is a directory for a store."""
     import numpy as np
 
@@ -275,7 +266,6 @@ def _pack(at: Path, score_scale: float, name: str, programs: Mapping[str, _Compi
             blob,
         )
     stored_weights = cache.read_blob(blob.digest)
-    assert stored_weights is not None
     shared = (
         bundle_files.layer(LICENSE_MEDIA_TYPE, b"Apache-2.0\n", "LICENSE"),
         bundle_files.layer(WEIGHTS_MEDIA_TYPE, stored_weights, "weights.safetensors"),
@@ -321,7 +311,7 @@ def _pack(at: Path, score_scale: float, name: str, programs: Mapping[str, _Compi
     return Recipe(tuple(packed), name, weights)
 
 
-def framed(raw: bytes) -> tuple[Any, bytes]:
+def framed(raw):
     """The segment of a program at the beginning of a pack, and its frame."""
     import zstandard
 
@@ -332,9 +322,7 @@ def framed(raw: bytes) -> tuple[Any, bytes]:
     return Segment(0, len(frame), digest_of(frame), len(raw), digest_of(raw)), frame
 
 
-def packed_in_memory(
-    cache: Any, media_type: str, title: str, raws: Mapping[str, bytes]
-) -> tuple[Any, Any]:
+def packed_in_memory(cache, media_type, title, raws):
     """A layer with the frames of programs, by way of a store, and their segments by name."""
     from prejit.compiler.pipeline.pack import bundle_files
 
@@ -347,7 +335,7 @@ def packed_in_memory(
     return bundle_files.layer(media_type, packed.content.read_bytes(), title), segments
 
 
-def with_trees(program: Any) -> Any:
+def with_trees(program):
     """A program whose arguments and results are nested as their paths say."""
     from prejit.runtime.format.arrays import Array
 
@@ -357,19 +345,19 @@ def with_trees(program: Any) -> Any:
     return dataclasses.replace(program, arguments_tree=tree_of(taken), results_tree=tree_of(given))
 
 
-def _is_no_tree(arrays: Sequence[Array]) -> bool:
+def _is_no_tree(arrays):
     paths = [array.path for array in arrays]
     inner = {path[:place] for path in paths for place in range(len(path))}
     return len({*paths}) != len(paths) or not inner.isdisjoint(paths)
 
 
-def tree_of(arrays: Sequence[Array]) -> str:
+def tree_of(arrays):
     """The tree whose leaves have the paths of these arrays: dicts for names, tuples for places."""
 
-    def nested(paths: list[Any]) -> Any:
+    def nested(paths):
         if paths == [()]:
             return "*"
-        parts: dict[str | int, list[Any]] = {}
+        parts = {}
         for key, *rest in paths:
             parts.setdefault(key, []).append(tuple(rest))
         children = {key: nested(inner) for key, inner in parts.items()}
@@ -379,13 +367,13 @@ def tree_of(arrays: Sequence[Array]) -> str:
     return json.dumps(nested([array.path for array in arrays]), separators=(",", ":"))
 
 
-def _lower_score(size: int, miscompiled: str = "") -> tuple[bytes, list[Any], list[Any]]:
+def _lower_score(size, miscompiled=""):
     import jax
     import jax.numpy as jnp
 
     from prejit.runtime.format.arrays import Array
 
-    def score(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    def score(weights, x):
         kernel, bias = weights["kernel"], weights["bias"]
         match miscompiled:
             case "operands swapped":
@@ -411,13 +399,13 @@ def _lower_score(size: int, miscompiled: str = "") -> tuple[bytes, list[Any], li
     return portable, [Array(("x",), "float32", (size, 16))], [Array((), "float32", (size, 4))]
 
 
-def _lower_nest() -> tuple[bytes, list[Any], list[Any]]:
+def _lower_nest():
     import jax
     import jax.numpy as jnp
 
     from prejit.runtime.format.arrays import Array
 
-    def nest(tree: dict[str, Any]) -> dict[str, Any]:
+    def nest(tree):
         half, (count, flag) = tree["half"], tree["pair"]
         doubled = jnp.where(flag, half + half, half)
         return {"sums": (doubled, count + 1), "scalar": jnp.asarray(2.5, jnp.float32)}
@@ -439,21 +427,18 @@ def _lower_nest() -> tuple[bytes, list[Any], list[Any]]:
     return export(nest, tree), arguments, results
 
 
-def _lower_tick() -> tuple[bytes, list[Any], list[Any]]:
-    import jax
+def _lower_tick():
     import jax.numpy as jnp
 
     from prejit.runtime.format.arrays import Array
 
-    def tick() -> jax.Array:
+    def tick():
         return jnp.asarray(7, jnp.int32)
 
     return export(tick), [], [Array((), "int32", ())]
 
 
-def export(
-    function: Callable[..., Any], *arguments: Any, custom_calls: tuple[str, ...] = ()
-) -> bytes:
+def export(function, *arguments, custom_calls=()):
     """The portable program of a function, which may call these kernels."""
     import jax
     import jax.export
@@ -464,7 +449,7 @@ def export(
     return bytes(exported.mlir_module_serialized)
 
 
-def _compile_for_v3(at: Path, portables: Mapping[str, bytes]) -> dict[str, tuple[bytes, list[str]]]:
+def _compile_for_v3(at, portables):
     """In a process of its own: jaxlib 0.10 takes the level from XLA_FLAGS alone."""
     files = {}
     for place, (program, portable) in enumerate(portables.items()):

@@ -7,7 +7,6 @@ import json
 import ssl
 import time
 import uuid
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +47,7 @@ class GuardedRegistry:
 
 
 @contextmanager
-def guarded_registry(directory: Path) -> Iterator[GuardedRegistry]:
+def guarded_registry(directory):
     """Serve a real docker-registry that takes tokens of a service of ours. Skip where it is not installed."""
     authority = trustme.CA()
     tls, signing = (
@@ -66,17 +65,17 @@ def guarded_registry(directory: Path) -> Iterator[GuardedRegistry]:
     tls.configure_cert(context)
 
     class Handler(QuietHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             query = parse_qs(urlsplit(self.path).query)
             pair = self.headers.get("authorization", "").removeprefix("Basic ")
             user, _, password = base64.b64decode(pair).decode().partition(":")
             self.give(user if state.passwords.get(user) == password else "", query)
 
-        def do_POST(self) -> None:
+        def do_POST(self):
             form = parse_qs(self.content().decode())
             self.give(state.identities.get(form["refresh_token"][0], ""), form)
 
-        def give(self, user: str, query: dict[str, list[str]]) -> None:
+        def give(self, user, query):
             scopes = [each for some in query.get("scope", []) for each in some.split()]
             state.asked.append(scopes)
             if not user:

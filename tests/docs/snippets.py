@@ -9,10 +9,8 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -48,11 +46,11 @@ class Snippet:
     code: str
     only_parsed: str | None
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
-def snippets_of(page: Path) -> Iterator[Snippet]:
+def snippets_of(page):
     """Return the code blocks of a page in their order."""
     text = page.read_text()
     for found in _FENCE.finditer(text):
@@ -68,7 +66,7 @@ def snippets_of(page: Path) -> Iterator[Snippet]:
         )
 
 
-def commands_of(snippet: Snippet) -> list[str]:
+def commands_of(snippet):
     """Return the commands of a shell block, without comments; of a transcript those behind `$ `."""
     lines = snippet.code.splitlines()
     if snippet.language == "console":
@@ -76,7 +74,7 @@ def commands_of(snippet: Snippet) -> list[str]:
     return [stripped for line in lines if (stripped := re.sub(r"(^|\s)#.*$", "", line).strip())]
 
 
-def check_command(command: str, where: object) -> None:
+def check_command(command, where):
     """Check that a command and its options exist, without running it."""
     words = shlex.split(command.partition(";")[0].partition(" > ")[0])
     if words[0] in ("python", ".venv/bin/python"):
@@ -102,8 +100,8 @@ def check_command(command: str, where: object) -> None:
         _check_script(words, where)
 
 
-def _check_prejit(words: list[str], where: object) -> None:
-    command: click.Command | None = commands
+def _check_prejit(words, where):
+    command = commands
     top = click.Context(commands, **commands.context_settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(TRUST_VARIABLE, "")  # --trust changes it
@@ -118,7 +116,7 @@ def _check_prejit(words: list[str], where: object) -> None:
             pytest.fail(f"{where}: {error.format_message()}")
 
 
-def _check_requirement(text: str, where: object) -> None:
+def _check_requirement(text, where):
     project = tomllib.loads((ROOT / "runtime" / "pyproject.toml").read_text())["project"]
     found = re.fullmatch(r"prejit(?:\[([\w,]+)\])?", text)
     assert found is not None, f"{where}: expected prejit, found {text}"
@@ -127,7 +125,7 @@ def _check_requirement(text: str, where: object) -> None:
         assert extra in extras, f"{where}: no extra {extra}"
 
 
-def _check_script(words: list[str], where: object) -> None:
+def _check_script(words, where):
     script = ROOT / words[0]
     titled = (
         {snippet.title for snippet in snippets_of(where.page)} if isinstance(where, Snippet) else ()
@@ -138,9 +136,9 @@ def _check_script(words: list[str], where: object) -> None:
         assert f'"{option}"' in source, f"{where}: {words[0]} has no option {option}"
 
 
-def completed(code: str) -> str:
+def completed(code):
     """Return a manifest with the sections that a fragment of one leaves out."""
-    found: dict[str, Any] = tomllib.loads(code)
+    found = tomllib.loads(code)
     missing = []
     if "bundle" not in found:
         missing.append('[bundle]\nname = "snippet"\n')

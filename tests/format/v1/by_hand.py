@@ -8,16 +8,12 @@ chunks/     a program with 150 KB of weights, whose layer has three chunks of 64
 recorded/   two recorded files of jax's compilation cache
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +24,6 @@ from jax import export
 
 from prejit.compiler.pipeline.layout_writing import write_layout
 from prejit.compiler.pipeline.pack.bundle_files import (
-    PackedLayer,
     PackedTarget,
     PackedTensor,
     assemble,
@@ -135,7 +130,7 @@ MACHINES = {
 }
 
 ORDER = ("cpu", "cuda", "tpu")
-PLATFORMS: dict[str, tuple[str, ...] | None] = {
+PLATFORMS = {
     # Each way to say what a portable program was lowered for.
     "where/all": ORDER,
     "where/turned": ("tpu", "cpu"),
@@ -148,13 +143,13 @@ X = tuple((place - 8) / 4 for place in range(16))
 SCALED = (0.25, 1.0, 4.0, -1.0, 0.0)
 
 
-def frame_of(raw: bytes, offset: int = 0) -> tuple[bytes, Segment]:
+def frame_of(raw, offset=0):
     """A program as it lies in a pack."""
     frame = zstandard.ZstdCompressor(level=10, write_checksum=True).compress(raw)
     return frame, Segment(offset, len(frame), digest_of(frame), len(raw), digest_of(raw))
 
 
-def packed(raws: dict[str, bytes]) -> tuple[bytes, dict[str, Segment]]:
+def packed(raws):
     content, places = b"", {}
     for name, raw in raws.items():
         frame, places[name] = frame_of(raw, len(content))
@@ -162,15 +157,13 @@ def packed(raws: dict[str, bytes]) -> tuple[bytes, dict[str, Segment]]:
     return content, places
 
 
-def lowered(
-    function: Callable[..., Any], *arguments: Any, platforms: Sequence[str] = ("cpu",)
-) -> bytes:
+def lowered(function, *arguments, platforms=("cpu",)):
     jax.config.update("jax_traceback_in_locations_limit", 0)
     jitted = jax.jit(function, keep_unused=True)
     return bytes(export.export(jitted, platforms=platforms)(*arguments).mlir_module_serialized)
 
 
-def weights_layer(*tensors: PackedTensor) -> PackedLayer:
+def weights_layer(*tensors):
     with tempfile.TemporaryDirectory() as scratch:
         store = DirectoryStore.open(Path(scratch))
         with store.blob_writer() as blob:
@@ -180,7 +173,7 @@ def weights_layer(*tensors: PackedTensor) -> PackedLayer:
     return layer(WEIGHTS_MEDIA_TYPE, content, "weights.safetensors")
 
 
-def config_of(bundle: str, target: str, needs: Requirement, **fields: Any) -> Config:
+def config_of(bundle, target, needs, **fields):
     return Config(
         format=FORMAT_VERSION,
         bundle=bundle,
@@ -191,7 +184,7 @@ def config_of(bundle: str, target: str, needs: Requirement, **fields: Any) -> Co
     )
 
 
-def program_of(name: str, target: str, takes: int, gives: int, **fields: Any) -> ProgramEntry:
+def program_of(name, target, takes, gives, **fields):
     """A program of one float32 array `x` that gives another."""
     return ProgramEntry(
         name=name,
@@ -208,20 +201,20 @@ def program_of(name: str, target: str, takes: int, gives: int, **fields: Any) ->
     )
 
 
-def written(name: str, *targets: PackedTarget) -> Path:
+def written(name, *targets):
     index, blobs = assemble(name, targets)
     check_readable(index, blobs)
     write_layout(HERE / name, index, blobs)
     return HERE / name
 
 
-def where(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def where(weights, x):
     """x and the weights, and 1 on a CPU, 2 with CUDA, 3 on a TPU."""
     added = {name: lambda place=place: jnp.float32(place) for place, name in enumerate(ORDER, 1)}
     return x + weights["bias"] + jax.lax.platform_dependent(**added)
 
 
-def fleet() -> dict[str, Any]:
+def fleet():
     """Write the fleet, and return which target serves which machine."""
     shape = jax.ShapeDtypeStruct((4,), jnp.float32)
     portable, portables = packed(
@@ -265,7 +258,7 @@ def fleet() -> dict[str, Any]:
     return {"machines": machines, "served_by": served}
 
 
-def library() -> bytes:
+def library():
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "kernels.so"
         flags = "-nostdlib -shared -fPIC -O1 -s -Wl,--build-id=none,--hash-style=gnu"
@@ -273,7 +266,7 @@ def library() -> bytes:
         return out.read_bytes()
 
 
-def kernels() -> dict[str, Any]:
+def kernels():
     """Write the bundle of kernels, and return what it answers, and whom it serves."""
     shape = jax.ShapeDtypeStruct((len(SCALED),), jnp.float32)
     functions = {"scale": lambda x: x * jnp.float32(2.5), "negate": lambda x: -x}
@@ -318,18 +311,18 @@ def kernels() -> dict[str, Any]:
     }
 
 
-def values_of(part: int) -> np.ndarray:
+def values_of(part):
     """Float32 [800, 16]: multiples of 1/8 that repeat, so that git stores little and sums are exact."""
     places = np.arange(part * ROWS * len(X), (part + 1) * ROWS * len(X))
     return ((places % 61 - 30) / 8).astype(np.float32).reshape(ROWS, len(X))
 
 
-def score(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+def score(weights, x):
     """Float32 [3]: one sum for each tensor, so that a wrong byte in any of them changes a result."""
     return jnp.stack([jnp.sum(part, axis=0) @ x for part in weights])
 
 
-def chunked(content: bytes) -> Chunks:
+def chunked(content):
     pieces = [content[at : at + MIN_CHUNK_BYTES] for at in range(0, len(content), MIN_CHUNK_BYTES)]
     verity = VerityHash()
     verity.update(content)
@@ -337,7 +330,7 @@ def chunked(content: bytes) -> Chunks:
     return Chunks("blake3", MIN_CHUNK_BYTES, digests, verity.digest())
 
 
-def chunks() -> dict[str, Any]:
+def chunks():
     """Write the bundle of chunks, and return what it answers."""
     shape, part = (jax.ShapeDtypeStruct(size, jnp.float32) for size in ((len(X),), (ROWS, len(X))))
     portable, portable_at = frame_of(lowered(score, [part] * PARTS, shape))
@@ -373,7 +366,7 @@ def chunks() -> dict[str, Any]:
     return {"x": X, "score": loaded.call("score", x=np.array(X, np.float32)).tolist()}
 
 
-def recorded() -> dict[str, Any]:
+def recorded():
     """Write the bundle of recorded files, which answer nothing."""
     arguments = {"jit_score": ("float32[16]",), "jit_scale": None}
     content, places = packed(

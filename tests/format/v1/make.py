@@ -18,8 +18,6 @@ this file is for the record. From the root of the repository, with the names of 
     .venv/bin/python -m tests.format.v1.make call decoder
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -29,10 +27,8 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -46,7 +42,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, layer
 from prejit.runtime import load
 from prejit.runtime.base.files import digest_of
-from prejit.runtime.bundle import Bundle
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, KERNELS_MEDIA_TYPE, TITLE
 from prejit.runtime.format.opening import match, read_contents
@@ -196,7 +191,7 @@ SOURCES = ["a golden bundle", "the format of two sources", "what it has read and
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(2, 16)
 
 
-def write_functions(at: Path) -> None:
+def write_functions(at):
     random = np.random.default_rng(4)
     (at / "golden_functions.py").write_text(FUNCTIONS)
     (at / "LICENSE").write_text("CC0-1.0\n")
@@ -204,7 +199,7 @@ def write_functions(at: Path) -> None:
     save_file({"kernel": kernel, "bias": np.arange(4, dtype=np.float32)}, at / "score.safetensors")
 
 
-def write_models(at: Path) -> None:
+def write_models(at):
     cases.Case("gpt2", GPT2, seed=3).write(at / "gpt2")
     letters = {letter: i + 1 for i, letter in enumerate(LETTERS)}
     tokenizer = Tokenizer(models.BPE(vocab={**letters, "<|end|>": 0}, merges=[]))
@@ -240,7 +235,7 @@ def write_models(at: Path) -> None:
     words.save(str(at / "t5" / "tokenizer.json"))
 
 
-def built(name: str) -> Bundle:
+def built(name):
     """Build a bundle from its manifest, and return it loaded."""
     with tempfile.TemporaryDirectory() as scratch:
         at = Path(scratch)
@@ -258,7 +253,7 @@ def built(name: str) -> Bundle:
     return load(HERE / name)
 
 
-def without_executables(path: Path) -> PackedTarget:
+def without_executables(path):
     """The target of a bundle, with executables of a few words, for a jaxlib that never was.
 
     They call no kernels, so the bundle has none either.
@@ -285,7 +280,7 @@ def without_executables(path: Path) -> PackedTarget:
     return PackedTarget(changed, tuple(layers))
 
 
-def looked_up(decoder: Bundle) -> dict[str, list[int]]:
+def looked_up(decoder):
     """A prompt that repeats itself and that the model goes on with: the first drafts are right."""
     assert decoder.config.decoder is not None
     for pair in itertools.product(range(1, decoder.config.decoder.vocab_size), repeat=2):
@@ -297,7 +292,7 @@ def looked_up(decoder: Bundle) -> dict[str, list[int]]:
     raise AssertionError("expected a prompt that the model goes on with, found none")
 
 
-def written(given: list[str], results: list[Any], name: str) -> dict[str, Any]:
+def written(given, results, name):
     """Return what was given, and what was written after it."""
     return {
         name: given,
@@ -307,17 +302,17 @@ def written(given: list[str], results: list[Any], name: str) -> dict[str, Any]:
     }
 
 
-def call() -> dict[str, Any]:
+def call():
     return {"score": built("call").call("score", x=X).tolist()}
 
 
-def decoder(name: str = "decoder") -> dict[str, Any]:
+def decoder(name="decoder"):
     loaded = built(name)
     prompts = ["a golden", "two"]
     greedy = loaded.generate_batch(prompts, max_new_tokens=20, logprobs=2)
     if name == "mesh":
         return {"prompts": prompts, "token_ids": [one.token_ids for one in greedy]}
-    options: Any = {**SAMPLED, "logit_bias": BIAS, "max_new_tokens": 20}
+    options = {**SAMPLED, "logit_bias": BIAS, "max_new_tokens": 20}
     return {
         **written(prompts, greedy, "prompts"),
         **{"options": SAMPLED, "bias": BIAS, "messages": MESSAGES},
@@ -328,23 +323,23 @@ def decoder(name: str = "decoder") -> dict[str, Any]:
     }
 
 
-def stored() -> dict[str, Any]:
+def stored():
     loaded, tokens = built("stored"), [3, 1, 4, 1, 5]
     found = loaded.generate(tokens, max_new_tokens=20).token_ids
     return {"prompt": tokens, "token_ids": found, **looked_up(loaded)}
 
 
-def encoder() -> dict[str, Any]:
+def encoder():
     return {"sentences": SENTENCES, "embeddings": built("encoder").encode(SENTENCES).tolist()}
 
 
-def reader() -> dict[str, Any]:
+def reader():
     loaded = built("reader")
     greedy = loaded.generate_batch(
         sources=SOURCES, max_new_tokens=12, logprobs=2, stop_token_ids=[]
     )
     prompt = [0, 4, 3]
-    options: Any = {**SAMPLED, "source": SOURCES[1], "max_new_tokens": 12}
+    options = {**SAMPLED, "source": SOURCES[1], "max_new_tokens": 12}
     prompted = loaded.generate(prompt, source=SOURCES[2], max_new_tokens=12, stop_token_ids=[])
     return {
         **written(SOURCES, greedy, "sources"),
@@ -353,7 +348,7 @@ def reader() -> dict[str, Any]:
     }
 
 
-MAKERS: dict[str, Callable[[], dict[str, Any]]] = {
+MAKERS = {
     "call": call,
     "decoder": decoder,
     "mesh": partial(decoder, "mesh"),
@@ -364,7 +359,7 @@ MAKERS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def main() -> None:
+def main():
     warnings.simplefilter("ignore")  # of fallback
     file = HERE / "expected.json"
     expected = json.loads(file.read_bytes()) if file.exists() else {"digests": {}}
