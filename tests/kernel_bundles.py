@@ -34,20 +34,14 @@ def kernel_recipe(toy_library, tmp_path_factory):
     from prejit.compiler.store.directory_store import DirectoryStore
     from prejit.runtime.base.files import digest_of
     from prejit.runtime.device import kernels
+    from prejit.runtime.format import names
     from prejit.runtime.format.arrays import Array
     from prejit.runtime.format.bundle_schema import Config, Kernels, ProgramEntry
-    from prejit.runtime.format.names import (
-        EXECUTABLES_MEDIA_TYPE,
-        FORMAT_VERSION,
-        KERNELS_MEDIA_TYPE,
-        PORTABLE_MEDIA_TYPE,
-        kernel_target,
-    )
     from prejit.runtime.machine.fingerprint import Requirement
 
     library, content = toy_library
     cache = DirectoryStore.open(tmp_path_factory.mktemp("recipe") / "cache")
-    name = kernel_target("scale", library.digest)
+    name = names.kernel_target("scale", library.digest)
 
     def with_kernel(x):
         call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(x.shape, x.dtype))
@@ -59,23 +53,20 @@ def kernel_recipe(toy_library, tmp_path_factory):
     compiled = compile_portable(export(with_kernel, x, custom_calls=(name,)))
 
     executables, segments = packed_in_memory(
-        cache, EXECUTABLES_MEDIA_TYPE, "programs.xla", {"scale": compiled.serialized}
+        cache, names.EXECUTABLES_MEDIA_TYPE, "programs.xla", {"scale": compiled.serialized}
     )
     portables, portable_segments = packed_in_memory(
-        cache, PORTABLE_MEDIA_TYPE, "programs.stablehlo", {"scale": portable}
+        cache, names.PORTABLE_MEDIA_TYPE, "programs.stablehlo", {"scale": portable}
     )
     features = {*declared_features(compiled.serialized), *library.cpu_features} - {*NEVER_CHOSEN}
+    needs = Requirement(
+        "cpu", os.uname().machine, tuple(sorted(features)), version("jaxlib"), glibc=library.glibc
+    )
     config = Config(
-        format=FORMAT_VERSION,
+        format=names.FORMAT_VERSION,
         bundle="kernels",
         target="cpu-host",
-        requirement=Requirement(
-            "cpu",
-            os.uname().machine,
-            tuple(sorted(features)),
-            version("jaxlib"),
-            glibc=library.glibc,
-        ),
+        requirement=needs,
         versions={"jax": version("jax"), "jaxlib": version("jaxlib"), "prejit": "0.1.0"},
         programs=(
             ProgramEntry(
@@ -96,7 +87,11 @@ def kernel_recipe(toy_library, tmp_path_factory):
         weight_sets={},
         kernels=Kernels(library.digest, library.level, library.compiler, library.handlers),
     )
-    layers = (executables, bundle_files.layer(KERNELS_MEDIA_TYPE, content, "kernels.so"), portables)
+    layers = (
+        executables,
+        bundle_files.layer(names.KERNELS_MEDIA_TYPE, content, "kernels.so"),
+        portables,
+    )
     return Recipe((bundle_files.PackedTarget(config, layers),), "kernels", {})
 
 
@@ -158,16 +153,12 @@ def with_library(recipe, content):
     import zstandard
 
     from prejit.runtime.base.files import digest_of
-    from prejit.runtime.format.names import (
-        EXECUTABLES_MEDIA_TYPE,
-        KERNELS_MEDIA_TYPE,
-        kernel_target,
-    )
+    from prejit.runtime.format import names
 
     before = recipe.targets[0].config.kernels
     digest = digest_of(content)
-    raw = zstandard.ZstdDecompressor().decompress(recipe.content(EXECUTABLES_MEDIA_TYPE))
-    old, new = (kernel_target("scale", d).encode() for d in (before.digest, digest))
+    raw = zstandard.ZstdDecompressor().decompress(recipe.content(names.EXECUTABLES_MEDIA_TYPE))
+    old, new = (names.kernel_target("scale", d).encode() for d in (before.digest, digest))
     assert old in raw
     segment, frame = framed(raw.replace(old, new))
 
@@ -179,5 +170,5 @@ def with_library(recipe, content):
             programs=(dataclasses.replace(program, executable=segment),),
         )
 
-    changed = recipe.configured(change).with_content(KERNELS_MEDIA_TYPE, content)
-    return changed.with_content(EXECUTABLES_MEDIA_TYPE, frame)
+    changed = recipe.configured(change).with_content(names.KERNELS_MEDIA_TYPE, content)
+    return changed.with_content(names.EXECUTABLES_MEDIA_TYPE, frame)

@@ -96,21 +96,14 @@ class Recipe:
 
     def configured(self, change):
         """With another program table for each target."""
-        return dataclasses.replace(
-            self,
-            targets=tuple(
-                dataclasses.replace(target, config=change(target.config)) for target in self.targets
-            ),
-        )
+        return self._each(lambda target: dataclasses.replace(target, config=change(target.config)))
 
     def layered(self, change):
         """With other layers for each target."""
-        return dataclasses.replace(
-            self,
-            targets=tuple(
-                dataclasses.replace(target, layers=change(target.layers)) for target in self.targets
-            ),
-        )
+        return self._each(lambda target: dataclasses.replace(target, layers=change(target.layers)))
+
+    def _each(self, change):
+        return dataclasses.replace(self, targets=tuple(map(change, self.targets)))
 
     def with_content(self, media_type, content):
         """With other bytes in one layer, its digest set right."""
@@ -215,13 +208,8 @@ def _compile(at, buckets, miscompiled):
     programs = {}
     for name, (portable, arguments, results) in lowered.items():
         host = compile_portable(portable)
-        executables = {
-            "cpu-host": (
-                host.serialized,
-                frozenset(declared_features(host.serialized)) - {*NEVER_CHOSEN},
-            ),
-            "cpu-x86-64-v3": (for_v3[name][0], frozenset(for_v3[name][1])),
-        }
+        features = frozenset(declared_features(host.serialized)) - {*NEVER_CHOSEN}
+        executables = {"cpu-host": (host.serialized, features), "cpu-x86-64-v3": for_v3[name]}
         programs[name] = _Compiled(portable, arguments, results, executables, host.memory)
     return programs
 
@@ -233,14 +221,8 @@ def _pack(at, score_scale, name, programs):
     from prejit.compiler.pipeline.pack import bundle_files
     from prejit.compiler.store.directory_store import DirectoryStore
     from prejit.runtime.base.files import digest_of
+    from prejit.runtime.format import names
     from prejit.runtime.format.bundle_schema import Config, ProgramEntry
-    from prejit.runtime.format.names import (
-        EXECUTABLES_MEDIA_TYPE,
-        FORMAT_VERSION,
-        LICENSE_MEDIA_TYPE,
-        PORTABLE_MEDIA_TYPE,
-        WEIGHTS_MEDIA_TYPE,
-    )
     from prejit.runtime.machine.fingerprint import Requirement
 
     random = np.random.default_rng(0)
@@ -249,44 +231,35 @@ def _pack(at, score_scale, name, programs):
         "score:kernel": random.standard_normal((16, 4), np.float32) * np.float32(score_scale),
     }
     cache = DirectoryStore.open(at / "cache")
+    lowered = {p: x.portable for p, x in programs.items()}
     portable, portables = packed_in_memory(
-        cache,
-        PORTABLE_MEDIA_TYPE,
-        "programs.stablehlo",
-        {p: x.portable for p, x in programs.items()},
+        cache, names.PORTABLE_MEDIA_TYPE, "programs.stablehlo", lowered
     )
+    tensors = [
+        bundle_files.PackedTensor(tensor, str(value.dtype), value.shape, lambda value=value: value)
+        for tensor, value in weights.items()
+    ]
     with cache.blob_writer() as blob:
-        bundle_files.write_weights(
-            [
-                bundle_files.PackedTensor(
-                    tensor, str(value.dtype), value.shape, lambda value=value: value
-                )
-                for tensor, value in weights.items()
-            ],
-            blob,
-        )
-    stored_weights = cache.read_blob(blob.digest)
+        bundle_files.write_weights(tensors, blob)
+    stored = cache.read_blob(blob.digest)
     shared = (
-        bundle_files.layer(LICENSE_MEDIA_TYPE, b"Apache-2.0\n", "LICENSE"),
-        bundle_files.layer(WEIGHTS_MEDIA_TYPE, stored_weights, "weights.safetensors"),
+        bundle_files.layer(names.LICENSE_MEDIA_TYPE, b"Apache-2.0\n", "LICENSE"),
+        bundle_files.layer(names.WEIGHTS_MEDIA_TYPE, stored, "weights.safetensors"),
         portable,
     )
     packed = []
     for target in ("cpu-host", "cpu-x86-64-v3"):
+        compiled = {p: x.executables[target][0] for p, x in programs.items()}
         executables, segments = packed_in_memory(
-            cache,
-            EXECUTABLES_MEDIA_TYPE,
-            "programs.xla",
-            {p: x.executables[target][0] for p, x in programs.items()},
+            cache, names.EXECUTABLES_MEDIA_TYPE, "programs.xla", compiled
         )
         needed = frozenset[str]().union(*(x.executables[target][1] for x in programs.values()))
+        needs = Requirement("cpu", os.uname().machine, tuple(sorted(needed)), version("jaxlib"))
         config = Config(
-            format=FORMAT_VERSION,
+            format=names.FORMAT_VERSION,
             bundle=name,
             target=target,
-            requirement=Requirement(
-                "cpu", os.uname().machine, tuple(sorted(needed)), version("jaxlib")
-            ),
+            requirement=needs,
             versions={"jax": version("jax"), "jaxlib": version("jaxlib"), "prejit": "0.1.0"},
             programs=tuple(
                 ProgramEntry(
@@ -391,11 +364,10 @@ def _lower_score(size, miscompiled=""):
                 return jnp.tanh(rounded) + bias
         return jnp.tanh(x @ kernel) + bias
 
-    weights = {
-        "bias": jax.ShapeDtypeStruct((4,), jnp.float32),
-        "kernel": jax.ShapeDtypeStruct((16, 4), jnp.float32),
-    }
-    portable = export(score, weights, jax.ShapeDtypeStruct((size, 16), jnp.float32))
+    bias, kernel, x = (
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4,), (16, 4), (size, 16))
+    )
+    portable = export(score, {"bias": bias, "kernel": kernel}, x)
     return portable, [Array(("x",), "float32", (size, 16))], [Array((), "float32", (size, 4))]
 
 
@@ -410,10 +382,6 @@ def _lower_nest():
         doubled = jnp.where(flag, half + half, half)
         return {"sums": (doubled, count + 1), "scalar": jnp.asarray(2.5, jnp.float32)}
 
-    tree = {
-        "half": jax.ShapeDtypeStruct((3,), jnp.bfloat16),
-        "pair": (jax.ShapeDtypeStruct((2, 2), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)),
-    }
     arguments = [
         Array(("tree", "half"), "bfloat16", (3,)),
         Array(("tree", "pair", 0), "int32", (2, 2)),
@@ -424,7 +392,8 @@ def _lower_nest():
         Array(("sums", 0), "bfloat16", (3,)),
         Array(("sums", 1), "int32", (2, 2)),
     ]
-    return export(nest, tree), arguments, results
+    half, *pair = (jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arguments)
+    return export(nest, {"half": half, "pair": tuple(pair)}), arguments, results
 
 
 def _lower_tick():
