@@ -28,7 +28,8 @@ IDENTITY = "https://ci.example/acme/models/release.yml@refs/heads/main"
 _START = "2020-01-01T00:00:00Z"
 _ISSUER_OID = x509.ObjectIdentifier("1.3.6.1.4.1.57264.1.1")
 _TIMESTAMPS_OID = x509.ObjectIdentifier("1.3.6.1.4.1.11129.2.4.2")
-_SHA256 = ec.ECDSA(hashes.SHA256())
+_HASH = hashes.SHA256()
+_SHA256 = ec.ECDSA(_HASH)
 
 
 def b64(content):
@@ -47,6 +48,10 @@ def _der(key):
     )
 
 
+def _raw(certificate):
+    return {"rawBytes": b64(certificate.public_bytes(serialization.Encoding.DER))}
+
+
 def _log_id(key):
     return hashlib.sha256(_der(key)).digest()
 
@@ -63,20 +68,12 @@ class FakeSigstore:
         self._ca, self._ct, self._rekor = _key(), _key(), _key()
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "fake sigstore")])
         public = self._ca.public_key()
-        usage = _usage(key_cert_sign=True)
-        self._root = (
-            x509.CertificateBuilder()
-            .subject_name(name)
-            .issuer_name(name)
-            .public_key(public)
-            .serial_number(1)
-            .not_valid_before(datetime(2020, 1, 1, tzinfo=UTC))
-            .not_valid_after(datetime(2090, 1, 1, tzinfo=UTC))
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .add_extension(usage, critical=True)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-            .sign(self._ca, hashes.SHA256())
-        )
+        start, end = (datetime(year, 1, 1, tzinfo=UTC) for year in (2020, 2090))
+        authority = x509.BasicConstraints(ca=True, path_length=0)
+        self._root = _builder(
+            *(name, name, public, 1, start, end),
+            critical=[authority, _usage(key_cert_sign=True)],
+        ).sign(self._ca, _HASH)
 
     def trusted_root(self):
         """Return trusted_root.json."""
@@ -88,11 +85,7 @@ class FakeSigstore:
                 {
                     "subject": {"organization": "fake", "commonName": "fake"},
                     "uri": "http://fulcio.invalid",
-                    "certChain": {
-                        "certificates": [
-                            {"rawBytes": b64(self._root.public_bytes(serialization.Encoding.DER))}
-                        ]
-                    },
+                    "certChain": {"certificates": [_raw(self._root)]},
                     "validFor": {"start": _START},
                 }
             ],
@@ -107,31 +100,19 @@ class FakeSigstore:
     def certificate(self, public, identity, issuer, *, stamped=True):
         """Return a certificate for ten minutes from now on, with the log's time stamp or without one."""
         start = datetime.fromtimestamp(int(self.now), UTC)
-        builder = (
-            x509.CertificateBuilder()
-            .subject_name(x509.Name([]))
-            .issuer_name(self._root.subject)
-            .public_key(public)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(start)
-            .not_valid_after(start + timedelta(minutes=10))
-            .add_extension(_usage(digital_signature=True), critical=True)
-            .add_extension(
-                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CODE_SIGNING]), critical=False
-            )
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-            .add_extension(
+        end, number = start + timedelta(minutes=10), x509.random_serial_number()
+        who = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(identity)])
+        builder = _builder(
+            *(x509.Name([]), self._root.subject, public, number, start, end),
+            critical=[_usage(digital_signature=True), who],
+            other=[
+                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CODE_SIGNING]),
                 x509.AuthorityKeyIdentifier.from_issuer_public_key(self._ca.public_key()),
-                critical=False,
-            )
-            .add_extension(
-                x509.SubjectAlternativeName([x509.UniformResourceIdentifier(identity)]),
-                critical=True,
-            )
-            .add_extension(x509.UnrecognizedExtension(_ISSUER_OID, issuer.encode()), critical=False)
+                x509.UnrecognizedExtension(_ISSUER_OID, issuer.encode()),
+            ],
         )
         if not stamped:
-            return builder.sign(self._ca, hashes.SHA256())
+            return builder.sign(self._ca, _HASH)
         body = builder.sign(self._ca, hashes.SHA256()).tbs_certificate_bytes
         moment = int(self.now * 1000)
         issuer_id = hashlib.sha256(_der(self._ca)).digest()
@@ -143,7 +124,7 @@ class FakeSigstore:
         listed = struct.pack("!HH", len(stamp) + 2, len(stamp)) + stamp
         length = bytes([len(listed)]) if len(listed) < 128 else bytes([0x81, len(listed)])
         value = x509.UnrecognizedExtension(_TIMESTAMPS_OID, b"\x04" + length + listed)
-        return builder.add_extension(value, critical=False).sign(self._ca, hashes.SHA256())
+        return builder.add_extension(value, critical=False).sign(self._ca, _HASH)
 
     def log(self, envelope, certificate):
         """Log an envelope and return what Rekor's API returns for it. `certificate` is in PEM."""
@@ -206,31 +187,25 @@ class FakeSigstore:
         entry = self.log(envelope, pem(certificate))
         self._late_seconds = 0.0
         proof = entry["verification"]["inclusionProof"]
-        der = certificate.public_bytes(serialization.Encoding.DER)
+        promise = {"signedEntryTimestamp": entry["verification"]["signedEntryTimestamp"]}
+        logged = {
+            "logIndex": str(entry["logIndex"]),
+            "logId": {"keyId": b64(bytes.fromhex(entry["logID"]))},
+            "kindVersion": {"kind": "dsse", "version": "0.0.1"},
+            "integratedTime": str(entry["integratedTime"]),
+            "inclusionPromise": promise,
+            "inclusionProof": {
+                "logIndex": str(proof["logIndex"]),
+                "rootHash": b64(bytes.fromhex(proof["rootHash"])),
+                "treeSize": str(proof["treeSize"]),
+                "hashes": [b64(bytes.fromhex(each)) for each in proof["hashes"]],
+                "checkpoint": {"envelope": proof["checkpoint"]},
+            },
+            "canonicalizedBody": entry["body"],
+        }
         return {
             "mediaType": SIGNATURE_MEDIA_TYPE,
-            "verificationMaterial": {
-                "certificate": {"rawBytes": b64(der)},
-                "tlogEntries": [
-                    {
-                        "logIndex": str(entry["logIndex"]),
-                        "logId": {"keyId": b64(bytes.fromhex(entry["logID"]))},
-                        "kindVersion": {"kind": "dsse", "version": "0.0.1"},
-                        "integratedTime": str(entry["integratedTime"]),
-                        "inclusionPromise": {
-                            "signedEntryTimestamp": entry["verification"]["signedEntryTimestamp"]
-                        },
-                        "inclusionProof": {
-                            "logIndex": str(proof["logIndex"]),
-                            "rootHash": b64(bytes.fromhex(proof["rootHash"])),
-                            "treeSize": str(proof["treeSize"]),
-                            "hashes": [b64(bytes.fromhex(each)) for each in proof["hashes"]],
-                            "checkpoint": {"envelope": proof["checkpoint"]},
-                        },
-                        "canonicalizedBody": entry["body"],
-                    }
-                ],
-            },
+            "verificationMaterial": {"certificate": _raw(certificate), "tlogEntries": [logged]},
             "dsseEnvelope": envelope,
         }
 
@@ -293,6 +268,22 @@ class _Handler(QuietHandler):
         made = self.sigstore.certificate(public, who["sub"], who["iss"])
         chain = [pem(each).decode() for each in (made, self.sigstore._root)]
         return {"signedCertificateEmbeddedSct": {"chain": {"certificates": chain}}}
+
+
+def _builder(subject, issuer, public, number, start, end, critical, other=()):
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public)
+        .serial_number(number)
+        .not_valid_before(start)
+        .not_valid_after(end)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+    )
+    for each in (*critical, *other):
+        builder = builder.add_extension(each, critical=each in critical)
+    return builder
 
 
 def _usage(*, digital_signature=False, key_cert_sign=False):
