@@ -19,18 +19,21 @@ def bert_config(**changes):
     return config | changes
 
 
-def write_encoder(directory, *, pieces=False, **modules):
-    """Write the checkpoint and its tokenizer.
+def write_encoder(directory, *, pieces=False, changes=None, **modules):
+    """Write the checkpoint and its tokenizer, which is returned.
 
     Args:
         directory: for the model.
         pieces: whether words may have several letters, each a token.
+        changes: of its config.json.
         **modules: those of sentence-transformers around it, as fields of a `Case`.
     """
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *ascii_lowercase]
     names += [f"##{letter}" for letter in ascii_lowercase * pieces]
-    Case("tiny", bert_config(vocab_size=len(names)), 7, **modules).write(directory)
+    config = bert_config(**{"vocab_size": len(names), **(changes or {})})
+    Case("tiny", config, 7, **modules).write(directory)
     made = Tokenizer(WordPiece({name: at for at, name in enumerate(names)}, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     made.save(str(directory / "tokenizer.json"))
+    return made

@@ -56,14 +56,8 @@ def snippets_of(page):
     for found in _FENCE.finditer(text):
         before = text[: found.start()]
         marker = _MARKER.search(before)
-        yield Snippet(
-            page,
-            before.count("\n") + 2,
-            found[1],
-            found[2],
-            found[3],
-            marker[1] if marker else None,
-        )
+        line = before.count("\n") + 2
+        yield Snippet(page, line, *found.groups(), marker[1] if marker else None)
 
 
 def commands_of(snippet):
@@ -108,7 +102,6 @@ def _check_prejit(words, where):
         try:
             while isinstance(command, click.Group):
                 _, command, words = command.resolve_command(top, words)
-            assert command is not None
             command.make_context("prejit", words, top).close()
         except click.exceptions.Exit:
             return  # prejit --version
@@ -119,7 +112,7 @@ def _check_prejit(words, where):
 def _check_requirement(text, where):
     project = tomllib.loads((ROOT / "runtime" / "pyproject.toml").read_text())["project"]
     found = re.fullmatch(r"prejit(?:\[([\w,]+)\])?", text)
-    assert found is not None, f"{where}: expected prejit, found {text}"
+    assert found, f"{where}: expected prejit, found {text}"
     extras = project["optional-dependencies"]
     for extra in filter(None, (found[1] or "").split(",")):
         assert extra in extras, f"{where}: no extra {extra}"
@@ -138,14 +131,14 @@ def _check_script(words, where):
 
 def completed(code):
     """Return a manifest with the sections that a fragment of one leaves out."""
-    found = tomllib.loads(code)
-    missing = []
-    if "bundle" not in found:
-        missing.append('[bundle]\nname = "snippet"\n')
-    if "model" not in found and "program" not in found:
-        missing.append('[model]\nsource = "demo-model"\n')
-    if not found.keys() & {"generate", "encode", "program"}:
-        missing.append("[generate]\nbatch = [2]\nprompt = [16]\ncontext = [128]\n")
-    if "target" not in found:
-        missing.append('[[target]]\nname = "cpu-x86-64-v3"\n')
-    return code + "\n" + "\n".join(missing)
+    found = tomllib.loads(code).keys()
+    sections = (
+        ({"bundle"}, '[bundle]\nname = "snippet"\n'),
+        ({"model", "program"}, '[model]\nsource = "demo-model"\n'),
+        (
+            {"generate", "encode", "program"},
+            "[generate]\nbatch = [2]\nprompt = [16]\ncontext = [128]\n",
+        ),
+        ({"target"}, '[[target]]\nname = "cpu-x86-64-v3"\n'),
+    )
+    return "\n".join([code, *(text for names, text in sections if not found & names)])

@@ -1,6 +1,8 @@
 """What the pages say of files, names, options and variables is so."""
 
+import contextlib
 import importlib
+import pkgutil
 import re
 import sys
 
@@ -112,17 +114,10 @@ def _resolves(name):
 
 
 def _found(path):
-    parts = path.split(".")
-    for count in range(len(parts), 1, -1):
-        try:
-            value = importlib.import_module(".".join(parts[:count]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[count:]:
-            if not hasattr(value, part):
-                fields = getattr(value, "__dataclass_fields__", {})
-                return part in fields and part == parts[-1]
-            value = getattr(value, part)
+    owner, _, name = path.rpartition(".")
+    with contextlib.suppress(ImportError, AttributeError, ValueError):
+        if name not in getattr(pkgutil.resolve_name(owner), "__dataclass_fields__", ()):
+            pkgutil.resolve_name(path)
         return True
     return False
 

@@ -80,9 +80,13 @@ def audited(path):
     return audit(path, check_generation)
 
 
-def matched(path, machine):
-    with Layout(path) as layout:
-        return list(match(read_root(layout), machine))
+def both_readings(name):
+    """The only target of a bundle: as the second reader has it, what it needs, and its manifest."""
+    [target] = second_reader.read(HERE / name)
+    needs = from_json(Requirement, to_json(target.needs), "needs")
+    with Layout(HERE / name) as layout:
+        opened = match(read_root(layout), Fingerprint.current())
+        return target, needs, read_manifests(layout, opened)[target.name]
 
 
 def test_a_golden_bundle_was_never_made_again_and_passes_every_check(golden, capsys):
@@ -170,9 +174,11 @@ def test_two_readers_miss_the_same_programs(name, kinds):
 def test_two_readers_choose_the_same_target_for_every_machine(bundle):
     """By each rule of comparison once, by each of preference, and by glibc: 2.100 is newer than 2.34."""
     wanted, read = expected_of(bundle), second_reader.read(HERE / bundle)
+    with Layout(HERE / bundle) as layout:
+        root = read_root(layout)
     for name, told in wanted["machines"].items():
         machine = from_json(Fingerprint, to_json(told), name)
-        fitting = [t.name for t in matched(HERE / bundle, machine) if t.verdict.matches]
+        fitting = [t.name for t in match(root, machine) if t.verdict.matches]
         chosen = wanted["served_by"][name]
         assert (fitting or [None])[0] == chosen == second_reader.served_by(read, told), name
     if bundle == "fleet":
@@ -212,13 +218,9 @@ def test_programs_with_weights_in_chunks_compile_from_their_portable_form():
     ],
 )
 def test_two_readers_refuse_the_same_chunks(change, complaint):
-    [target] = second_reader.read(HERE / "chunks")
+    target, needs, manifest = both_readings("chunks")
     changed = {WEIGHTS_MEDIA_TYPE: {**target.config["chunks"][WEIGHTS_MEDIA_TYPE], **change}}
     content = to_json({**target.config, "chunks": changed})
-    needs = from_json(Requirement, to_json(target.needs), "needs")
-    [opened] = matched(HERE / "chunks", Fingerprint.current())
-    with Layout(HERE / "chunks") as layout:
-        manifest = read_manifests(layout, [opened])[target.name]
 
     def check():
         check_chunks_layers(check_config(content, target.name, needs, "config"), manifest, "config")
@@ -231,19 +233,6 @@ def test_two_readers_refuse_the_same_chunks(change, complaint):
         second_reader.check_chunks(json.loads(content), layers)
 
 
-@pytest.fixture
-def recorded():
-    """The golden bundle of recorded files: as the second reader has it, its manifest and its layers."""
-    path = HERE / "recorded"
-    [target] = second_reader.read(path)
-    [opened] = matched(path, Fingerprint.current())
-    with Layout(path) as layout:
-        manifest = read_manifests(layout, [opened])[target.name]
-        [at] = manifest.layers
-        layers = {"recorded.v1+zstd": layout.read_blob(at)}
-    return target, manifest, layers
-
-
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -254,12 +243,11 @@ def recorded():
         ({"entry": {"offset": 1 << 20}}, "expected frames in .* bytes, found 1048576 to"),
     ],
 )
-def test_two_readers_refuse_the_same_recorded_files(change, complaint, recorded):
-    target, manifest, layers = recorded
+def test_two_readers_refuse_the_same_recorded_files(change, complaint):
+    target, needs, manifest = both_readings("recorded")
     said = target.config["recorded"][0]
     changed = {**said, **change, "entry": {**said["entry"], **change.get("entry", {})}}
     config = {**target.config, "recorded": [changed]}
-    needs = from_json(Requirement, to_json(target.needs), "needs")
 
     def check():
         checked = check_config(to_json(config), target.name, needs, "config")
@@ -268,17 +256,18 @@ def test_two_readers_refuse_the_same_recorded_files(change, complaint, recorded)
 
     with pytest.raises(RejectError, match=complaint):
         check()
+    layer = blob(HERE / "recorded", manifest.layers[0].digest).read_bytes()
     with pytest.raises((AssertionError, zstandard.ZstdError)):
-        second_reader.check_recorded(config, layers)
+        second_reader.check_recorded(config, {"recorded.v1+zstd": layer})
 
 
-def test_recorded_files_are_refused_beside_anything_else(recorded):
-    target, manifest, _ = recorded
-    needs = from_json(Requirement, to_json(target.needs), "needs")
+def test_recorded_files_are_refused_beside_anything_else():
+    target, needs, manifest = both_readings("recorded")
 
     def check(**change):
         config = {**target.config, **change}
-        read = check_config(to_json(config), target.name, needs, "config")
+        said = to_json({name: value for name, value in config.items() if value is not None})
+        read = check_config(said, target.name, needs, "config")
         check_recorded_layer(read, manifest, "config")
 
     with pytest.raises(RejectError, match="expected no programs beside recorded files"):
@@ -287,10 +276,8 @@ def test_recorded_files_are_refused_beside_anything_else(recorded):
     for wrong in (twice, target.config["recorded"][::-1], []):
         with pytest.raises(RejectError, match="expected recorded files, each once, sorted by name"):
             check(recorded=wrong)
-    without = {name: value for name, value in target.config.items() if name != "recorded"}
-    read = check_config(to_json(without), target.name, needs, "config")
     with pytest.raises(RejectError, match="expected no layer of recorded files, as the config"):
-        check_recorded_layer(read, manifest, "config")
+        check(recorded=None)
     more = dataclasses.replace(manifest.layers[0], mediaType=WEIGHTS_MEDIA_TYPE)
     both = dataclasses.replace(manifest, layers=(*manifest.layers, more))
     with pytest.raises(RejectError, match="expected no other layer beside recorded files"):
@@ -381,12 +368,8 @@ def test_devices_of_a_mesh_hold_what_the_documentation_says():
 def test_portable_programs_take_the_index_of_their_platform():
     """Each adds 1 on a CPU, wherever `cpu` stands in its platforms; 2 or 3 would be another's part."""
     loaded = fallen_back(HERE / "fleet")
-    assert [program.platforms for program in loaded.config.programs] == [
-        ("cpu", "cuda", "tpu"),
-        ("tpu", "cpu"),
-        ("cpu",),
-        None,
-    ]
+    platforms = [program.platforms for program in loaded.config.programs]
+    assert platforms == [("cpu", "cuda", "tpu"), ("tpu", "cpu"), ("cpu",), None]
     for program in loaded.config.programs:
         result = loaded.runner_with_zeros(program)()
         np.testing.assert_array_equal(result, [1, 2, 3, 4], err_msg=program.name)

@@ -6,10 +6,8 @@ import re
 
 import numpy as np
 import pytest
-from tests.encoders import bert_config
-from tests.parity.encoder_cases import Case
-from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
-from tokenizers.models import WordPiece
+from tests.encoders import write_encoder
+from tokenizers import normalizers
 
 from prejit.runtime import (
     ClosedError,
@@ -24,7 +22,6 @@ from prejit.runtime import (
 from prejit.server.engine.engine import Engine
 
 SHAPES = [*([1, length] for length in (16, 32, 512)), [2, 32], [8, 32], [8, 128], [64, 128]]
-CONFIG = bert_config(num_hidden_layers=2, vocab_size=40, max_position_embeddings=600)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 CLS, SEP = 2, 3
 
@@ -33,20 +30,15 @@ CLS, SEP = 2, 3
 def model(tmp_path_factory):
     """A tiny sentence encoder with a tokenizer of letters."""
     directory = tmp_path_factory.mktemp("encoder") / "model"
-    case = Case("tiny", CONFIG, 77, pooling=("mean_tokens",), normalize=True)
-    case.write(directory)
+    sizes = {"num_hidden_layers": 2, "vocab_size": 40, "max_position_embeddings": 600}
+    modules = {"pooling": ("mean_tokens",), "normalize": True}
+    tokenizer = write_encoder(directory, changes=sizes, **modules)
     said = json.dumps({"max_seq_length": 520, "do_lower_case": False})
     (directory / "sentence_bert_config.json").write_text(said)
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *LETTERS]
-    made = Tokenizer(
-        WordPiece({name: place for place, name in enumerate(names)}, unk_token="[UNK]")
-    )
-    made.normalizer = normalizers.Lowercase()
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.BertProcessing(("[SEP]", SEP), ("[CLS]", CLS))
-    made.enable_truncation(6)  # as published tokenizers have it; sentence-transformers overrides it
-    made.enable_padding(length=6)
-    made.save(str(directory / "tokenizer.json"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.enable_truncation(6)  # as published ones have it; sentence-transformers overrides it
+    tokenizer.enable_padding(length=6)
+    tokenizer.save(str(directory / "tokenizer.json"))
     return directory
 
 

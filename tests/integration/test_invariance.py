@@ -135,8 +135,11 @@ class Subject:
         return text[len(prompt) :], logprobs
 
     def request(self, spec):
+        return Request(self.prompt(spec), SAMPLINGS[spec.sampling], **self.options(spec))
+
+    def options(self, spec):
         vocab = self.bundle.decoder.decoder.vocab_size
-        options = {}
+        options = {"max_new_tokens": spec.limit, "stop_token_ids": (), "logprobs": spec.logprobs}
         if spec.stop is not None:
             tokens = self.tokens(spec)[0]
             options["stop_token_ids"] = [tokens[spec.stop % len(tokens)]]
@@ -144,14 +147,7 @@ class Subject:
             options["token_mask"] = lambda generated: mask(generated, vocab)
         if spec.prefix:
             options["prefix"] = self.prefix(spec)
-        return Request(
-            self.prompt(spec),
-            SAMPLINGS[spec.sampling],
-            spec.limit,
-            **{"stop_token_ids": (), **options},
-            logprobs=spec.logprobs,
-            prompt_lookup=spec.lookup,
-        )
+        return options | {"prompt_lookup": spec.lookup}
 
     def prefix(self, spec):
         key = (spec.text, spec.prefix)
@@ -317,17 +313,9 @@ def check_script(subject, script, calls, lasting):
     run, session = Script(subject), subject.bundle.session()
 
     def by_generate(spec, generate):
-        request = subject.request(spec)
-        result = generate(
-            request.prompt,
-            **{name: getattr(request.sampling, name) for name in SAMPLING_OPTIONS},
-            max_new_tokens=request.max_new_tokens,
-            stop_token_ids=request.stop_token_ids,
-            logprobs=request.logprobs,
-            token_mask=request.token_mask,
-            prompt_lookup=request.prompt_lookup,
-            prefix=request.prefix,
-        )
+        sampling = SAMPLINGS[spec.sampling]
+        given = {name: getattr(sampling, name) for name in SAMPLING_OPTIONS}
+        result = generate(subject.prompt(spec), **given, **subject.options(spec))
         for one in result if isinstance(result, list) else [result]:
             assert (list(one.token_ids), one.finish_reason) == subject.expected(spec), spec
             assert 0 <= one.stats.padding < 1

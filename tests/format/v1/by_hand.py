@@ -64,6 +64,7 @@ from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 HERE = Path(__file__).parent
 NO_JAXLIB = "0.0.0"
 NO_EXECUTABLE = b"an executable for a jaxlib that never was"
+PORTABLE = Portable(jax.__version__, "1.14.0", "2026-12-14")
 
 # The fleet: what targets need of machines, and machines that ask to be served.
 
@@ -169,17 +170,17 @@ def weights_layer(*tensors):
         with store.blob_writer() as blob:
             write_weights(tensors, blob)
         content = store.read_blob(blob.digest)
-    assert content is not None
     return layer(WEIGHTS_MEDIA_TYPE, content, "weights.safetensors")
 
 
-def config_of(bundle, target, needs, **fields):
+def config_of(bundle, target, needs, portable=PORTABLE, **fields):
     return Config(
         format=FORMAT_VERSION,
         bundle=bundle,
         target=target,
         requirement=needs,
         versions={"jax": jax.__version__, "jaxlib": NO_JAXLIB, "prejit": "0.1.0"},
+        portable=portable,
         **{"programs": (), "weight_sets": {}, **fields},
     )
 
@@ -238,13 +239,8 @@ def fleet():
             )
             for name, platforms in PLATFORMS.items()
         )
-        sets, versions = (
-            {"where": ("where:bias",)},
-            Portable(jax.__version__, "1.14.0", "2026-12-14"),
-        )
-        table = config_of(
-            *("fleet", target, needs), programs=programs, weight_sets=sets, portable=versions
-        )
+        sets = {"where": ("where:bias",)}
+        table = config_of("fleet", target, needs, programs=programs, weight_sets=sets)
         targets.append(
             PackedTarget(table, (layer(EXECUTABLES_MEDIA_TYPE, frame, "programs.xla"), *shared))
         )
@@ -289,7 +285,6 @@ def kernels():
         table = config_of(
             *("kernels", target, dataclasses.replace(CPU, glibc="2.34" if calls else None)),
             programs=programs,
-            portable=Portable(jax.__version__, "1.14.0", "2026-12-14"),
             kernels=told if calls else None,
         )
         own = [layer(KERNELS_MEDIA_TYPE, content, "kernels.so")] if calls else []
@@ -342,7 +337,6 @@ def chunks():
             for place, name in enumerate(names)
         )
     )
-    assert isinstance(weights.content, bytes)
     set_of = "program:score"
     program = program_of(
         *("score", "cpu-x86-64-v2", len(X), PARTS),
@@ -354,7 +348,6 @@ def chunks():
         *("chunks", "cpu-x86-64-v2", CPU),
         programs=(program,),
         weight_sets={set_of: names},
-        portable=Portable(jax.__version__, "1.14.0", "2026-12-14"),
         chunks={WEIGHTS_MEDIA_TYPE: chunked(weights.content)},
     )
     layers = (
@@ -389,7 +382,7 @@ def recorded():
         )
     needs = Requirement("cpu", "x86_64", CPU.cpu_features, NO_JAXLIB)
     files = tuple(sorted(programs, key=lambda program: program.file))
-    table = config_of("recorded", "cpu-x86-64-v2", needs, recorded=files)
+    table = config_of("recorded", "cpu-x86-64-v2", needs, portable=None, recorded=files)
     written(
         "recorded",
         PackedTarget(table, (layer(RECORDED_MEDIA_TYPE, content, "programs.jax-cache"),)),

@@ -22,7 +22,7 @@ PROMTOOL = shutil.which("promtool")
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 VLLM = {
-    # Every name that issue 14 lists and two older ones, with their types (vllm/v1/metrics/loggers.py).
+    # With their types: those of vllm/v1/metrics/loggers.py, and two older ones.
     f"vllm:{name}": kind
     for kind, names in {
         "gauge": "num_requests_running num_requests_waiting kv_cache_usage_perc gpu_cache_usage_perc",
