@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 
-from prejit.compiler.progress import Progress
+from prejit.compiler.progress import Quiet
 from prejit.compiler.targets import environments, installing
 from prejit.compiler.targets.installing import find_uv, make_environment
 from prejit.compiler.targets.target_classes import Target
@@ -22,17 +22,17 @@ PINNED = tuple(f"{name}=={JAX}" for name in PACKAGES)
 
 def write_wheel(directory, name, version, *requires):
     stem = f"{name.replace('-', '_')}-{version}"
-    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    lines += [f"Requires-Dist: {each}" for each in requires]
+    files = {
+        f"{stem.replace('-', '_')}.py": "x = 1\n" * 50_000,
+        f"{stem}.dist-info/METADATA": "\n".join([*lines, ""]),
+        f"{stem}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{stem}.dist-info/RECORD": "",
+    }
     with zipfile.ZipFile(directory / f"{stem}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{stem.replace('-', '_')}.py", "x = 1\n" * 50_000)
-        info = f"{stem}.dist-info"
-        wheel.writestr(
-            f"{info}/METADATA", metadata + "".join(f"Requires-Dist: {r}\n" for r in requires)
-        )
-        wheel.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        wheel.writestr(f"{info}/RECORD", "")
+        for path, content in files.items():
+            wheel.writestr(path, content)
 
 
 @pytest.fixture(scope="module")
@@ -58,23 +58,17 @@ def offline(pip, tmp_path, monkeypatch):
 
 
 def wanted(jax=JAX, constraints=("numpy<9",)):
-    found = environments.spec_for(
-        Target("cuda-x", "cuda", jax=jax, constraints=constraints), "0.10.2"
-    )
-    assert found is not None
-    return found
+    target = Target("cuda-x", "cuda", jax=jax, constraints=constraints)
+    return environments.spec_for(target, "0.10.2")
 
 
-class Noting(Progress):
+class Noting(Quiet):
     def __init__(self):
         super().__init__()
         self.notes = []
 
     def _tell(self, text):
         self.notes.append(text)
-
-    def _tell_finished(self, text):
-        pass
 
 
 MAKE = """
@@ -104,7 +98,6 @@ def test_it_holds_what_was_asked_for_and_two_who_want_it_at_once_make_it_once(of
     notes = [line for _, errors in outputs for line in errors.splitlines() if "still" not in line]
     assert notes == [f"making an environment for cuda-x, once: {', '.join(PINNED)}"]
     found = environments.find(wanted())
-    assert found is not None
     installed = {*PACKAGES, "blake3", "numpy", "zstandard"}
     assert set(found.versions) - {"pip", "setuptools"} == installed, "no NVIDIA libraries"
     assert found.versions["jax-cuda13-pjrt"] == JAX
@@ -170,9 +163,8 @@ def test_what_cannot_be_installed_is_reported_and_leaves_nothing(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     spec = wanted(jax, constraints)
-    with pytest.raises(
-        kind, match=f"target cuda-x: cannot make its environment, .*{says}"
-    ) as caught:
+    said = f"target cuda-x: cannot make its environment, .*{says}"
+    with pytest.raises(kind, match=said) as caught:
         make_environment(spec, progress := Noting())
     assert type(caught.value) is kind
     if find_uv() is not None:

@@ -71,8 +71,7 @@ def page(shared, server):
 def said(page, selector):
     """The text of the last such element, with its spaces."""
     script = "return [...document.querySelectorAll(arguments[0])].at(-1)?.textContent ?? ''"
-    found = page.run(script, selector)
-    return found
+    return page.run(script, selector)
 
 
 def greedy(page, tokens):

@@ -218,8 +218,7 @@ def test_a_recorded_call_has_a_program_that_answers_as_jax(recorded, bundle):
             if shape not in ("linen", "vmap"):  # *args, and wrappers
                 args, kwargs = (), given
             found = bundle.call(program, *args, **kwargs)
-            pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True)
-            for one, other in pairs:
+            for one, other in zip(*map(jax.tree.leaves, (expected, found)), strict=True):
                 assert one.dtype == other.dtype
                 if jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
                     one, other = jax.random.key_data(one), jax.random.key_data(other)
@@ -230,10 +229,8 @@ def test_a_manifest_that_cannot_be_written_is_refused_before_the_program_runs(
     recorded, run, tmp_path
 ):
     before, ran = recorded.read_bytes(), tmp_path / "ran"
-    for manifest in (
-        recorded,
-        tmp_path / "sub" / "app.toml",
-    ):  # of other people; without a directory
+    # Of other people; without a directory.
+    for manifest in (recorded, tmp_path / "sub" / "app.toml"):
         command = ("record", "-o", tmp_path / "b", "--manifest", manifest, "--", sys.executable)
         done = run(*command, "-c", f"open({str(ran)!r}, 'w')", status=2)
         assert f"found {manifest}; nothing was recorded" in done.stderr
@@ -309,10 +306,9 @@ def test_a_call_that_the_program_changed_something_for_is_left_out(run, tmp_path
         "unchanged": {"x": "float32[{batch}]"},
         "by_global": {"x": "float32[3]"},  # the call after SIGN changed is none of it
     }
+    why = "at changed.py:36: imported anew, it compiles to another"
     for name in ("by_global", "by_entry", "by_variable"):
-        assert (
-            f"left out jit_{name} at changed.py:36: imported anew, it compiles to another" in said
-        )
+        assert f"left out jit_{name} {why}" in said
 
 
 def test_a_program_of_64_bits_says_what_its_build_needs(run, tmp_path):

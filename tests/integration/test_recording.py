@@ -57,6 +57,12 @@ def bundle(here, prejit_at):
     return here / "serve"
 
 
+def started(here, *words, **pipes):
+    """A `prejit` that runs beside the program meanwhile."""
+    command = [sys.executable, "-m", "prejit.runtime", *map(str, words)]
+    return subprocess.Popen(command, cwd=here, stderr=subprocess.PIPE, text=True, **pipes)
+
+
 def report_of(prejit_at, bundle, *command, **more):
     file = bundle.parent / "report.json"
     done = prejit_at("run", bundle, "-o", file, "--", *command, **more)
@@ -113,14 +119,8 @@ def test_a_miss_is_told_with_its_shapes_while_the_program_runs(here, bundle):
         "assert input() == 'read'",
         "serve.score(jnp.ones((17, 4)), jnp.float32(2))",
     )
-    words = ["run", str(bundle), "--live", "--", sys.executable, "-c", "\n".join(waiting)]
-    with subprocess.Popen(
-        [sys.executable, "-m", "prejit.runtime", *words],
-        cwd=here,
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    words = ("run", bundle, "--live", "--", sys.executable, "-c", "\n".join(waiting))
+    with started(here, *words, stdin=subprocess.PIPE) as process:
         told = ""
         while "found (float32[16,4], float32[])" not in told:
             told += (line := process.stderr.readline())
@@ -224,14 +224,8 @@ while True:
 def test_a_server_is_recorded_until_a_signal_ends_it(here, bundle, prejit_at, tmp_path):
     """It answers in processes of its own, which it forks after the import of jax."""
     (here / "server.py").write_text(SERVER)
-    words = ["record", "-o", str(tmp_path / "b"), "--", sys.executable, "server.py"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "prejit.runtime", *words],
-        cwd=here,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    words = ("record", "-o", tmp_path / "b", "--", sys.executable, "server.py")
+    with started(here, *words, stdout=subprocess.PIPE) as process:
         assert [process.stdout.readline() for _ in range(3)] == ["2\n", "3\n", "ready\n"]
         process.send_signal(signal.SIGTERM)
         _, printed = process.communicate(timeout=60)
