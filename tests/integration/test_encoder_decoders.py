@@ -63,8 +63,7 @@ def recorded(case):
     """The greedy tokens of torch after each prompt, as far as the context of the bundle goes."""
     module = t5_cases if case is T5 else whisper_cases
     with np.load(module.REFERENCE) as reference:
-        found = reference[case.name].argmax(2)[:, :20].tolist()
-    return found
+        return reference[case.name].argmax(2)[:, :20].tolist()
 
 
 def requests(case):
@@ -75,32 +74,22 @@ def requests(case):
 @pytest.mark.parametrize("case", [T5, WHISPER], ids=["t5", "whisper"])
 def test_a_bundle_writes_what_torch_wrote(case, request):
     bundle = request.getfixturevalue("translator" if case is T5 else "transcriber")
-    wanted = recorded(case)
-    given = requests(case)
-    alone = [
-        bundle.generate(prompt, source=source, max_new_tokens=20).token_ids
-        for prompt, source in given
-    ]
-    assert [list(ids) for ids in alone] == wanted
+    wanted, given, limit = recorded(case), requests(case), {"max_new_tokens": 20}
+    for options in (limit, {**limit, "prompt_lookup": True}):
+        found = [bundle.generate(prompt, source=source, **options) for prompt, source in given]
+        assert [list(result.token_ids) for result in found] == wanted
     prompts, sources = zip(*given, strict=True)
     together = bundle.generate_batch(
-        [*prompts, prompts[0]], sources=[*sources, sources[1]], max_new_tokens=20
+        [*prompts, prompts[0]], sources=[*sources, sources[1]], **limit
     )
     assert [list(result.token_ids) for result in together[:2]] == wanted
-    drafted = [
-        bundle.generate(prompt, source=source, max_new_tokens=20, prompt_lookup=True).token_ids
-        for prompt, source in given
-    ]
-    assert drafted == alone
     session = bundle.session()
     for prompt, source in (*given, given[0]):
-        again = session.generate(prompt, source=source, max_new_tokens=20)
+        again = session.generate(prompt, source=source, **limit)
         assert again.stats.reused_tokens == 0
         assert list(again.token_ids) in wanted
-    streamed = [
-        piece.token_id for piece in bundle.stream(given[0][0], source=sources[0], max_new_tokens=20)
-    ]
-    assert streamed == wanted[0]
+    streamed = bundle.stream(prompts[0], source=sources[0], **limit)
+    assert [piece.token_id for piece in streamed] == wanted[0]
 
 
 def test_an_engine_reads_the_sources_of_many_callers(translator):
@@ -118,14 +107,12 @@ def test_an_engine_reads_the_sources_of_many_callers(translator):
 
 
 def test_a_text_begins_by_itself_and_a_source_may_be_short(translator):
-    source = requests(T5)[0][1][:5]
-    began = translator.generate(source=source, max_new_tokens=6)
-    start = T5.config["decoder_start_token_id"]
-    assert (
-        began.token_ids == translator.generate([start], source=source, max_new_tokens=6).token_ids
-    )
+    options = {"source": requests(T5)[0][1][:5], "max_new_tokens": 6}
+    began = translator.generate(**options)
+    started = translator.generate([T5.config["decoder_start_token_id"]], **options)
+    assert began.token_ids == started.token_ids
     assert began.stats.programs[0].startswith("encode/b2-n11-")
-    [one, two] = translator.generate_n(None, 2, source=source, max_new_tokens=6, temperature=1.0)
+    [one, two] = translator.generate_n(None, 2, **options, temperature=1.0)
     assert one.token_ids != two.token_ids
 
 
@@ -134,11 +121,7 @@ def test_a_wrong_source_is_told(translator, transcriber):
         (translator, None, "source: expected what the model is to read, found none"),
         (translator, "a text", "no tokenizer"),
         (translator, [1, 2, 10**6], "source: expected .* 10000"),
-        (
-            translator,
-            np.ones((2, 3), np.int32),
-            r"source: expected int32\[N\], found int32\[2, 3\]",
-        ),
+        (translator, np.ones((2, 3), np.int32), r"expected int32\[N\], found int32\[2, 3\]"),
         (translator, np.ones(3, np.float32), r"expected int32\[N\], found float32\[3\]"),
         (translator, object(), "source: expected an array of numbers"),
         (translator, [1] * 24, "source: expected at most 23 places, found 24"),

@@ -69,6 +69,14 @@ def written(bundle, prompt, count):
     return list(bundle.generate(prompt, max_new_tokens=count).token_ids)
 
 
+def goes_on(bundle, by, prompt, count, reused=None, **options):
+    """What `by` writes after a prompt, as the bundle alone does; of which so many tokens were kept."""
+    found = by.generate(prompt, max_new_tokens=count, **options)
+    assert list(found.token_ids) == written(bundle, prompt, count)
+    assert reused is None or found.stats.reused_tokens == reused
+    return list(found.token_ids)
+
+
 def test_a_text_is_that_of_a_plain_loop(bundle, model):
     """One row, one token a call, one cache from the first token to the last."""
     step, cache = jax.jit(model.__call__), model.make_cache(1, CONTEXT, "float32")
@@ -94,13 +102,8 @@ def test_a_session_computes_only_what_is_new(bundle):
     session = bundle.session()
     text = TEXTS[2][:10]
     for reused in (0, 10 + 6 - 1):  # the last token has not been fed back
-        found = session.generate(text, max_new_tokens=6)
-        assert list(found.token_ids) == written(bundle, text, 6)
-        assert found.stats.reused_tokens == reused
-        text = [*text, *found.token_ids, 5, 6, 7]
-    again = session.generate(text[:12], max_new_tokens=3)
-    assert list(again.token_ids) == written(bundle, text[:12], 3)
-    assert again.stats.reused_tokens == 0, "a state cannot go back"
+        text = [*text, *goes_on(bundle, session, text, 6, reused), 5, 6, 7]
+    goes_on(bundle, session, text[:12], 3, reused=0)  # a state cannot go back
 
 
 def test_a_stop_token_in_the_middle_of_a_call(bundle, steps):
@@ -112,23 +115,16 @@ def test_a_stop_token_in_the_middle_of_a_call(bundle, steps):
     found = session.generate(prompt, max_new_tokens=12, stop_token_ids=[whole[stop]])
     assert list(found.token_ids) == whole[:stop]
     text = [*prompt, *whole[:stop], 5, 6]
-    following = session.generate(text, max_new_tokens=6)
-    assert list(following.token_ids) == written(bundle, text, 6)
-    assert following.stats.reused_tokens == (len(text) - 2 if steps == 1 else 0)
+    goes_on(bundle, session, text, 6, len(text) - 2 if steps == 1 else 0)
 
 
 def test_a_prefix_serves_what_its_state_can_continue(bundle):
     text = TEXTS[3]
     prefix = bundle.prefix(text[:20])
-    found = bundle.generate(text[:29], prefix=prefix, max_new_tokens=5)
-    assert list(found.token_ids) == written(bundle, text[:29], 5)
-    assert found.stats.reused_tokens == 20
+    goes_on(bundle, bundle, text[:29], 5, 20, prefix=prefix)
     elsewhere = [*text[:13], *TEXTS[1][:9]]  # leaves the prefix before its end
-    found = bundle.generate(elsewhere, prefix=prefix, max_new_tokens=5)
-    assert list(found.token_ids) == written(bundle, elsewhere, 5)
-    assert found.stats.reused_tokens == 0
-    same = bundle.generate(text[:20], prefix=prefix, max_new_tokens=5)
-    assert list(same.token_ids) == written(bundle, text[:20], 5)
+    goes_on(bundle, bundle, elsewhere, 5, 0, prefix=prefix)
+    goes_on(bundle, bundle, text[:20], 5, prefix=prefix)
 
 
 def test_one_context_is_enough_for_a_cache_without_positions(model, tmp_path):

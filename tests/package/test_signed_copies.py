@@ -4,8 +4,6 @@ skopeo and the Python package oras do not know OCI's referrers: they copy signat
 """
 
 import json
-import shutil
-import subprocess
 
 import pytest
 
@@ -22,11 +20,10 @@ from prejit.runtime import UntrustedError, load
 from prejit.runtime.format.referrers import ATTACHED
 from prejit.runtime.trust.enforcing import verify_policies
 
+from .test_oci import skopeo, with_skopeo
+
 NAME = "org.opencontainers.image.ref.name"
 TARGET = "cpu-host"
-with_skopeo = pytest.mark.skipif(
-    shutil.which("skopeo") is None, reason="skopeo is not installed (Debian has it)"
-)
 
 
 @pytest.fixture
@@ -48,10 +45,8 @@ def registry(tmp_path):
         yield server.url.removeprefix("oci://").replace("/team/store", "/models/demo")
 
 
-def skopeo(source, to):
-    tls = ["--src-tls-verify=false", "--dest-tls-verify=false"]
-    command = ["skopeo", "--insecure-policy", "copy", "--all", *tls, source, to]
-    subprocess.run(command, check=True, capture_output=True)
+def copy_by_skopeo(source, to):
+    skopeo("copy", "--all", "--src-tls-verify=false", "--dest-tls-verify=false", source, to)
 
 
 def listed(layout):
@@ -82,10 +77,10 @@ def test_a_copy_by_skopeo_runs_once_its_signatures_are_copied(
     what, targets, signed, policy, tmp_path
 ):
     copy = tmp_path / "copy"
-    skopeo(f"oci:{signed}:{what}", f"oci:{copy}:{what}")
+    copy_by_skopeo(f"oci:{signed}:{what}", f"oci:{copy}:{what}")
     refused_before(copy, policy)
     for name in names(signed):
-        skopeo(f"oci:{signed}:{name}", f"oci:{copy}:{name}")
+        copy_by_skopeo(f"oci:{signed}:{name}", f"oci:{copy}:{name}")
     allowed(copy, policy, targets)
 
 
@@ -100,7 +95,7 @@ def test_what_oras_pushed_runs_after_skopeo_pulled_it(
         Layout(str(signed)).push_to_registry(
             provider=provider, target=f"{registry}:{name}", tag=name
         )
-        skopeo(f"docker://{registry}:{name}", f"oci:{copy}:{name}")
+        copy_by_skopeo(f"docker://{registry}:{name}", f"oci:{copy}:{name}")
     allowed(copy, policy, targets)
 
 
@@ -109,11 +104,11 @@ def test_signatures_of_the_bundle_and_of_another_target_let_no_copy_of_one_run(
     signed, policy, tmp_path
 ):
     copy = tmp_path / "copy"
-    skopeo(f"oci:{signed}:{TARGET}", f"oci:{copy}:{TARGET}")
+    copy_by_skopeo(f"oci:{signed}:{TARGET}", f"oci:{copy}:{TARGET}")
     others = [name for name in names(signed) if _subject(signed, name) != listed(signed)[TARGET]]
     assert len(others) == 2
     for name in others:
-        skopeo(f"oci:{signed}:{name}", f"oci:{copy}:{name}")
+        copy_by_skopeo(f"oci:{signed}:{name}", f"oci:{copy}:{name}")
     with pytest.raises(UntrustedError):
         load(copy, trust=policy)
 
