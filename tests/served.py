@@ -18,20 +18,10 @@ DIGEST = "sha256:" + "5e" * 32
 def stats(**changed):
     """Return what a generation cost."""
     values = {
-        "prompt_tokens": 5,
-        "new_tokens": 3,
-        "reused_tokens": 2,
-        "queue_seconds": 0.1,
-        "prefill_seconds": 0.02,
-        "decode_seconds": 0.04,
-        "first_token_seconds": 0.12,
-        "tokens_per_second": 50.0,
-        "passes": 2,
-        "drafted_tokens": 0,
-        "accepted_tokens": 0,
-        "padding": 0.25,
-        "programs": ("prefill_8x16", "decode_8x128"),
-        "obtained": (),
+        **{"prompt_tokens": 5, "new_tokens": 3, "reused_tokens": 2, "queue_seconds": 0.1},
+        **{"prefill_seconds": 0.02, "decode_seconds": 0.04, "first_token_seconds": 0.12},
+        **{"tokens_per_second": 50.0, "passes": 2, "drafted_tokens": 0, "accepted_tokens": 0},
+        **{"padding": 0.25, "programs": ("prefill_8x16", "decode_8x128"), "obtained": ()},
     }
     return Stats(**{**values, **changed})
 
@@ -61,15 +51,10 @@ class StandIn:
         self.encodings = self.recorder.requests(*ENCODE)
         self.sleeper = Sleeper("stand-in", 0, None, self.recorder.live)
         self.state = {
-            "kv_cache_usage": 0.25,
-            "cache_bytes": 1000,
-            "cache_budget_bytes": 4000,
-            "prefix_bytes": 10,
-            "prefix_budget_bytes": 100,
-            "programs": (ProgramReport("decode_8x128", "loaded", 0.5),),
-            "fallbacks": {},
-            "device_memory_bytes": None,
-            "sleep": self.sleeper.metrics(),
+            **{"kv_cache_usage": 0.25, "cache_bytes": 1000, "cache_budget_bytes": 4000},
+            **{"prefix_bytes": 10, "prefix_budget_bytes": 100},
+            **{"programs": (ProgramReport("decode_8x128", "loaded", 0.5),), "fallbacks": {}},
+            **{"device_memory_bytes": None, "sleep": self.sleeper.metrics()},
         }
 
     def metrics(self):

@@ -56,6 +56,12 @@ def held_out_python(characters=12_000):
     return "".join(texts)[-characters:]
 
 
+def accuracy_of(run, manifest, at):
+    """What a build tells of the accuracy of its only bundle."""
+    [told] = json.loads(run("build", manifest, "-o", at, "--json", quick=True).stdout)
+    return told["accuracy"]
+
+
 def rise(run, at, source, text, dtype, cache_dtype):
     """By how much the perplexity rises on a text: 0.01 for 1 %."""
     (at / "held.txt").write_text(text, encoding="utf-8")
@@ -66,10 +72,8 @@ def rise(run, at, source, text, dtype, cache_dtype):
         f'dtype = "{dtype}"\nevaluation = "held.txt"\n[generate]\ncache_dtype = "{cache_dtype}"\n',
     )
     manifest.write_text(settings)
-    (told,) = json.loads(run("build", manifest, "-o", at, "--json", quick=True).stdout)
-    accuracy = told["accuracy"]
-    assert accuracy["weights"] == dtype
-    assert accuracy["text"] == "held.txt"
+    accuracy = accuracy_of(run, manifest, at)
+    assert (accuracy["weights"], accuracy["text"]) == (dtype, "held.txt")
     assert accuracy["tokens"] > 500
     (target,) = json.loads(run("inspect", at / name, "--json").stdout)["targets"]
     assert target["config"]["accuracy"].items() <= accuracy.items()
@@ -99,11 +103,9 @@ def test_an_encoder_in_int8_gives_other_embeddings(run, tmp_path):
         '[bundle]\nname = "bert"\n[model]\nsource = "bert"\ndtype = "int8"\n'
         '[encode]\nshapes = [[1, 16]]\n[[target]]\nname = "cpu-host"\n'
     )
-    (told,) = json.loads(run("build", manifest, "-o", tmp_path, "--json", quick=True).stdout)
-    assert told["accuracy"]["weights"] == "int8"
-    assert told["accuracy"]["text"] == "random"
-    assert 990_000 < told["accuracy"]["cosine_millionths"] < 1_000_000
+    told = accuracy_of(run, manifest, tmp_path)
+    assert (told["weights"], told["text"]) == ("int8", "random")
+    assert 990_000 < told["cosine_millionths"] < 1_000_000
     assert "least cosine of embeddings" in run("inspect", tmp_path / "bert").stdout
     manifest.write_text(manifest.read_text().replace('"int8"', '"int8"\naccuracy = false'))
-    (told,) = json.loads(run("build", manifest, "-o", tmp_path, "--json", quick=True).stdout)
-    assert told["accuracy"] is None
+    assert accuracy_of(run, manifest, tmp_path) is None

@@ -28,8 +28,7 @@ def transcriber(tmp_path_factory):
     """A copy of the transcriber, trained in less time, and the share of keys that it hears right."""
     copy = tmp_path_factory.mktemp("examples") / TRAINER.name
     shutil.copytree(TRAINER, copy, ignore=shutil.ignore_patterns("checkpoint", "__pycache__"))
-    script = [sys.executable, copy / "train.py", "--steps", str(STEPS)]
-    done = ran(*script)
+    done = ran(sys.executable, copy / "train.py", "--steps", STEPS)
     return copy, float(done.stdout.splitlines()[-1].partition("%")[0]) / 100
 
 

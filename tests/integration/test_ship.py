@@ -48,8 +48,7 @@ def prejit(env, *words):
         "import sys; sys.modules['jax'] = None; from prejit.runtime.__main__ import main; "
         "sys.exit(main())"
     )
-    done = ran(sys.executable, "-c", command, *words, env=env)
-    return done.stdout
+    return ran(sys.executable, "-c", command, *words, env=env).stdout
 
 
 @pytest.mark.parametrize("kind", SERVERS)

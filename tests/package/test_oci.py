@@ -66,45 +66,42 @@ ANNOTATIONS = {
     "properties": {"org.opencontainers.image.ref.name": {"pattern": REF_NAME}},
     "additionalProperties": {"type": "string"},
 }
-DESCRIPTOR = {
-    "type": "object",
-    "required": ["mediaType", "digest", "size"],
-    "properties": {
+OPTIONAL = {"artifactType": MEDIA_TYPE, "annotations": ANNOTATIONS}
+
+
+def with_all(required, **optional):
+    """A schema of objects that have these members and may have others."""
+    properties = required | optional
+    return {"type": "object", "required": [*required], "properties": properties}
+
+
+PLATFORM = with_all({"architecture": {"enum": ["amd64", "arm64"]}, "os": {"const": "linux"}})
+DESCRIPTOR = with_all(
+    {
         "mediaType": MEDIA_TYPE,
-        "artifactType": MEDIA_TYPE,
         "digest": {"type": "string", "pattern": "^sha256:[a-f0-9]{64}$"},
         "size": {"type": "integer", "minimum": 0, "maximum": 2**63 - 1},
-        "annotations": ANNOTATIONS,
-        "platform": {
-            "type": "object",
-            "required": ["architecture", "os"],
-            "properties": {"architecture": {"enum": ["amd64", "arm64"]}, "os": {"const": "linux"}},
+    },
+    **OPTIONAL,
+    platform=PLATFORM,
+)
+INDEX, MANIFEST = (
+    with_all(
+        {
+            "schemaVersion": {"const": 2},
+            "mediaType": {"const": f"application/vnd.oci.image.{kind}.v1+json"},
+            **members,
         },
-    },
-}
-INDEX = {
-    "type": "object",
-    "required": ["schemaVersion", "mediaType", "manifests"],
-    "properties": {
-        "schemaVersion": {"const": 2},
-        "mediaType": {"const": "application/vnd.oci.image.index.v1+json"},
-        "artifactType": MEDIA_TYPE,
-        "manifests": {"type": "array", "items": DESCRIPTOR},
-        "annotations": ANNOTATIONS,
-    },
-}
-MANIFEST = {
-    "type": "object",
-    "required": ["schemaVersion", "mediaType", "config", "layers"],
-    "properties": {
-        "schemaVersion": {"const": 2},
-        "mediaType": {"const": "application/vnd.oci.image.manifest.v1+json"},
-        "artifactType": MEDIA_TYPE,
-        "config": DESCRIPTOR,
-        "layers": {"type": "array", "minItems": 1, "items": DESCRIPTOR},
-        "annotations": ANNOTATIONS,
-    },
-}
+        **OPTIONAL,
+    )
+    for kind, members in {
+        "index": {"manifests": {"type": "array", "items": DESCRIPTOR}},
+        "manifest": {
+            "config": DESCRIPTOR,
+            "layers": {"type": "array", "minItems": 1, "items": DESCRIPTOR},
+        },
+    }.items()
+)
 
 
 @pytest.mark.parametrize("path", [None, MODEL], ids=["functions", "model"])
