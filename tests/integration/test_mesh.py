@@ -27,14 +27,9 @@ LLAMA = {
     **{"max_position_embeddings": 64, "attention_bias": True, "tie_word_embeddings": False},
 }
 GPT2 = {
-    "model_type": "gpt2",
     "vocab_size": 97,  # which nothing divides: its table is on every device
-    "n_positions": 64,
-    "n_embd": 64,
-    "n_head": 8,
-    "n_layer": 2,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
+    **{"model_type": "gpt2", "n_positions": 64, "n_embd": 64, "n_head": 8, "n_layer": 2},
+    **{"bos_token_id": 0, "eos_token_id": 1},
 }
 MESHES = {
     "llama": cases(((2, 1), (2, 2)), others=[(1, 2), (4, 2)]),
