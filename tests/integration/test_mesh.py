@@ -230,15 +230,8 @@ print(anonymous() - before)
 
 
 def test_shards_are_slices_of_the_map_and_columns_are_copied_once(python, build_all, tmp_path):
-    config = {
-        **LLAMA,
-        "hidden_size": 1024,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 1,
-        "num_key_value_heads": 4,
-        "num_attention_heads": 4,
-        "head_dim": 8,
-    }
+    config = LLAMA | {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 1}
+    config |= {"num_key_value_heads": 4, "num_attention_heads": 4, "head_dim": 8}
     source = write_checkpoint(tmp_path / "large", config, scale=0.02)
     [bundle] = build_all(Split("large", source, (1, 4), batch=1, context=16)).values()
     matrix = 4 * 1024 * 8192
