@@ -64,8 +64,10 @@ def digest(machine):
     return (machine / "artifacts" / "many" / "index.json").read_bytes()
 
 
-def environ_of(cluster):
-    return cluster.environ | {"RAY_ADDRESS": cluster.address, "XLA_FLAGS": XLA_FLAGS}
+def started(cluster, *arguments):
+    env = cluster.environ | {"RAY_ADDRESS": cluster.address, "XLA_FLAGS": XLA_FLAGS}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command(*arguments), env=env, **pipes)
 
 
 def test_a_cluster_that_loses_a_node_builds_what_one_machine_builds(cluster, manifest, tmp_path):
@@ -78,18 +80,9 @@ def test_a_cluster_that_loses_a_node_builds_what_one_machine_builds(cluster, man
     second = None
     try:
         options = ["--executor", "ray://auto", "--store", str(tmp_path / "store")]
-        with subprocess.Popen(
-            command(manifest, there, *options),
-            env=environ_of(cluster),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as build:
-            wait_for(
-                lambda: first.compiles() or build.poll() is not None,
-                180,
-                "the first node compiles nothing",
-            )
+        with started(cluster, manifest, there, *options) as build:
+            nothing = "the first node compiles nothing"
+            wait_for(lambda: first.compiles() or build.poll() is not None, 180, nothing)
             first.kill()
             second = cluster.join()
             lines = list(build.stderr)
@@ -108,12 +101,7 @@ def test_ctrl_c_leaves_nothing_running_on_the_cluster(cluster, manifest, tmp_pat
     options = ["--executor", "ray://auto", "--store", str(tmp_path / "store")]
     node = cluster.join()
     try:
-        with subprocess.Popen(
-            command(manifest, tmp_path, *options),
-            env=environ_of(cluster),
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as build:
+        with started(cluster, manifest, tmp_path, *options) as build:
             next(line for line in build.stderr if line.startswith("compiled"))
             assert node.compiles()
             build.send_signal(signal.SIGINT)

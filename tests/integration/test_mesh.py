@@ -141,29 +141,26 @@ def build_all(run, tmp_path_factory):
 
 def add_mesh(manifest, mesh):
     if mesh is not None:
-        text = manifest.read_text() + f"[mesh]\ndata = {mesh[0]}\ntensor = {mesh[1]}\n"
-        manifest.write_text(text)
+        with manifest.open("a") as file:
+            file.write(f"[mesh]\ndata = {mesh[0]}\ntensor = {mesh[1]}\n")
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sources")
-    return {
-        name: write_checkpoint(directory / name, config)
-        for name, config in (("llama", LLAMA), ("gpt2", GPT2))
-    }
+    configs = {"llama": LLAMA, "gpt2": GPT2}
+    return {name: write_checkpoint(directory / name, each) for name, each in configs.items()}
 
 
 @pytest.fixture(scope="module")
 def bundles(sources, build_all):
     """By `llama-1x2`; `llama-one` is of one device."""
-    return build_all(
-        *(
-            Split(f"{family}-{'x'.join(map(str, mesh or ['one']))}", sources[family], mesh)
-            for family, meshes in MESHES.items()
-            for mesh in (None, *meshes)
-        )
-    )
+    splits = [
+        Split(f"{family}-{'x'.join(map(str, mesh or ['one']))}", sources[family], mesh)
+        for family, meshes in MESHES.items()
+        for mesh in (None, *meshes)
+    ]
+    return build_all(*splits)
 
 
 @pytest.fixture(scope="module")
@@ -201,12 +198,9 @@ def test_sampled_tokens_are_those_of_one_device(bundles):
     from prejit.runtime import Sampling, load
 
     sampling = [Sampling(temperature=0.9, top_k=20, top_p=0.9, seed=seed) for seed in range(4)]
-    one, mesh = (
-        load(bundles[name]).generate_batch(
-            PROMPTS, max_new_tokens=6, sampling=sampling, stop_token_ids=[]
-        )
-        for name in ("llama-one", "llama-2x2")
-    )
+    options = {"max_new_tokens": 6, "sampling": sampling, "stop_token_ids": []}
+    names = ("llama-one", "llama-2x2")
+    one, mesh = (load(bundles[name]).generate_batch(PROMPTS, **options) for name in names)
     assert [result.token_ids for result in mesh] == [result.token_ids for result in one]
 
 

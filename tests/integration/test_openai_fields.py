@@ -333,13 +333,8 @@ def _by_prefill(bundle, ids):
     for end in range(1, len(ids)):
         mask = np.zeros(bundle.decoder.decoder.vocab_size, bool)
         mask[ids[end]] = True
-        result = bundle.generate(
-            ids[:end],
-            max_new_tokens=1,
-            logprobs=0,
-            stop_token_ids=(),
-            token_mask=lambda _, m=mask: m,
-        )
+        options = {"max_new_tokens": 1, "logprobs": 0, "stop_token_ids": ()}
+        result = bundle.generate(ids[:end], **options, token_mask=lambda _, m=mask: m)
         found.append(result.logprobs[0].logprob)
     return found
 
@@ -367,10 +362,8 @@ def test_echo_with_logprobs_has_those_of_the_prompt(new, client, stories_bundle)
             assert 1 <= len(top) <= 2
         assert choice.text.startswith(text)
         likely = plain.choices[choice.index].logprobs
-        scores = pytest.approx(
-            [each.logprob for each in generated[choice.index].logprobs or ()], abs=1e-4
-        )
-        assert likely.token_logprobs == scores
+        scores = [each.logprob for each in generated[choice.index].logprobs]
+        assert likely.token_logprobs == pytest.approx(scores, abs=1e-4)
         assert "".join(likely.tokens) == plain.choices[choice.index].text
         scores = pytest.approx(likely.token_logprobs[:new], abs=1e-4)
         assert lists.token_logprobs[len(ids) :] == scores

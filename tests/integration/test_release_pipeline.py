@@ -4,8 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,8 +34,6 @@ name = "cpu-host"
 """
 """That of `lettered_dir`: its programs are in the build cache."""
 GATE_FAILED = 9
-
-Release = Callable[..., "subprocess.CompletedProcess[str]"]
 
 needs_tools = pytest.mark.skipif(
     not TOOLS.exists(), reason="no .venv-tools: `make .venv-tools/.ready` makes it"
