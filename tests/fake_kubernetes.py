@@ -3,8 +3,6 @@
 It keeps what clients create and checks nothing: tests compare that with the published schemas.
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ It signs without a network, or answers as Fulcio and Rekor do over HTTP. Formats
 in a certificate and for the tree, Rekor's API v1, and sigstore's trusted_root.json.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

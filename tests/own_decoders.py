@@ -3,8 +3,6 @@
 The tests import it, and copy it beside a manifest.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Servers of others with a bundle inside, as processes: Triton, BentoML, MLServer."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

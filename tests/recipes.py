@@ -3,8 +3,6 @@
 Nothing is imported here that costs time: jax is imported by the functions that need it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """A registry with TLS of a private CA and a token service (the distribution specification's), both real."""
 
-from __future__ import annotations
-
 import base64
 import json
 import ssl

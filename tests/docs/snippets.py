@@ -4,8 +4,6 @@ A block runs as a reader would run it. A block that cannot run here has a line a
 `<!-- snippet: parsed only, because REASON -->`.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib

@@ -4,8 +4,6 @@ It reads all that a bundle says, asserts what the document says must be, and tel
 machine. It runs no program.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -4,8 +4,6 @@ All of these vary at once, under hypothesis, and every token is compared with a 
 the largest context, its prompt fed token by token through decode, one step a call.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

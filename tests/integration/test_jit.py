@@ -1,7 +1,5 @@
 """`jit`: the same results as jax.jit, from the executables of a bundle where they fit."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import warnings

@@ -1,7 +1,5 @@
 """Decoders on several devices: the tokens of one device, however weights and cache are split."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -7,8 +7,6 @@ import importlib
 import os
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,9 +37,6 @@ def rank(weights, x):
 
 def kinds(b, i, h, times=1):
     return {"b": ~b, "i": i * times, "h": h + 1}
-
-
-Built = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")

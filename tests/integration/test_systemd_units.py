@@ -1,7 +1,5 @@
 """deploy/systemd: systemd verifies the units; one of the test's own starts and restarts a server by them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

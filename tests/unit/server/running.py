@@ -1,7 +1,5 @@
 """Servers in a thread of the tests' process, with engines that run a bundle's calls one after another."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

@@ -1,7 +1,5 @@
 """A client's mistake must be a 4xx that names it; an error of the server must not show its insides."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

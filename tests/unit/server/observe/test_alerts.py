@@ -1,7 +1,5 @@
 """Alerts fire when they should and queries of dashboards give data, by Prometheus' `promtool test rules`."""
 
-from __future__ import annotations
-
 import collections
 import json
 import re
