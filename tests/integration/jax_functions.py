@@ -5,8 +5,6 @@ Each entry of a family is `name: expression` over the arrays of `INPUTS`; or `na
 that are called alike. ` | ` stands between entries of a line.
 """
 
-from __future__ import annotations
-
 import re
 
 INPUTS = {
@@ -301,9 +299,9 @@ nnx.SimpleCell: nnx.RNN(nnx.SimpleCell(4, 3, rngs=rngs()), rngs=rngs())(x[None])
 }
 
 
-def _family(text: str) -> dict[str, str]:
+def _family(text):
     """The expressions of a family, by the name of what they try."""
-    functions: dict[str, str] = {}
+    functions = {}
     for entry in re.split(r"\n| \| ", text.strip()):
         head, colon, expression = entry.partition(": ")
         if colon and " " not in head:
@@ -373,7 +371,7 @@ a dict whose keys are neither texts nor integers | {(0, 1): x} | expected dicts 
 """What no bundle for a CPU can hold: the expression, what the build says, and what to do."""
 
 
-def page() -> str:
+def page():
     """docs/reference/jax-coverage.md."""
     rows = "\n".join(f"| {name} | {len(functions)} |" for name, functions in FAMILIES.items())
     some = "\n".join(
