@@ -1,30 +1,21 @@
 """Fixtures of all tests: their directories, and fresh processes. Fixtures that make bundles have modules."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from .extent import deselect_thorough, examples
+from .processes import ran
 from .quick_compiling import compile_quickly
 
 pytest_plugins = (
-    "tests.once",
-    "tests.warm",
-    "tests.recipes",
-    "tests.golden",
-    "tests.kernel_bundles",
-    "tests.decoders",
-    "tests.lettered",
+    *("tests.once", "tests.warm", "tests.recipes", "tests.golden", "tests.kernel_bundles"),
+    *("tests.decoders", "tests.lettered"),
 )  # in the order of their imports
 
 
@@ -41,36 +32,26 @@ for name, derandomize in (("tests", True), ("search", False)):
 settings.load_profile("tests")
 
 LONGEST = (
-    *(
-        "test_fleet.py",
-        "test_mesh.py",
-        "test_build.py",
-        "test_own_decoder.py",
-        "test_invariance.py",
-    ),
-    *("test_stories.py", "test_fallback_processes.py", "test_bench.py", "test_snippets.py"),
-    *(
-        "test_kernel_linear.py",
-        "test_checking.py",
-        "test_model_calls.py",
-        "test_kernel_attention.py",
-    ),
-    *("test_state_space.py", "test_encoder_decoders.py", "test_encode.py", "test_accuracy.py"),
-    *("test_parity.py", "test_openai_api.py", "test_recording.py", "test_serving.py"),
-    *("test_environments.py", "test_executable.py", "test_wheel.py", "test_jax_coverage.py"),
-    *("test_golden_answers.py", "test_examples.py", "test_pool.py", "test_sampling_programs.py"),
+    *("test_fleet.py", "test_mesh.py", "test_build.py", "test_own_decoder.py"),
+    *("test_invariance.py", "test_stories.py", "test_fallback_processes.py", "test_bench.py"),
+    *("test_snippets.py", "test_kernel_linear.py", "test_checking.py", "test_model_calls.py"),
+    *("test_kernel_attention.py", "test_state_space.py", "test_encoder_decoders.py"),
+    *("test_encode.py", "test_accuracy.py", "test_parity.py", "test_openai_api.py"),
+    *("test_recording.py", "test_serving.py", "test_environments.py", "test_executable.py"),
+    *("test_wheel.py", "test_jax_coverage.py", "test_golden_answers.py", "test_examples.py"),
+    *("test_pool.py", "test_sampling_programs.py"),
 )
 """The files that take longest, in the order in which workers of pytest-xdist take them: see durations.md."""
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
+def pytest_sessionstart(session):
     """Compile quickly in this process, unless its tests run in others."""
     if not session.config.getoption("numprocesses", None):
         compile_quickly()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection():
     """Collect no garbage while 8,000 tests are made: none of them is garbage, and looking takes long."""
     gc.disable()
     try:
@@ -79,7 +60,7 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Put the longest files first, so that no worker ends with one while the others are idle."""
     deselect_thorough(config, items)
     order = {name: place for place, name in enumerate(LONGEST)}
@@ -87,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def runtime_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def runtime_cache(tmp_path, monkeypatch):
     """A runtime cache of each test's own: what one test leaves there cannot help another."""
     cache = tmp_path / "runtime-cache"
     monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(cache))
@@ -95,7 +76,7 @@ def runtime_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def build_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build_cache(tmp_path_factory):
     """The build cache of a run: each library of kernels and each program is compiled once for all tests.
 
     Tests that count what a build compiles have a cache of their own. Workers of pytest-xdist share this
@@ -108,7 +89,7 @@ def build_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def environment_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def environment_cache(tmp_path_factory):
     """Where environments of targets are made, once for all tests; it is PREJIT_ENVIRONMENTS from here on.
 
     PREJIT_TEST_ENVIRONMENTS names a directory that outlives the session. Without it each session
@@ -123,52 +104,33 @@ def environment_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
         shutil.rmtree(path)
 
 
-RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
 @pytest.fixture
-def run_python(tmp_path: Path) -> RunPython:
+def run_python(tmp_path):
     """Runs code or `-m module` in a fresh process: `run_python(code, *argv, status=0, env={})`.
 
     status is the exit status that the process must end with; None: any.
     """
 
-    def run(
-        code: str | None,
-        *argv: object,
-        status: int | None = 0,
-        env: Mapping[str, str] | None = None,
-        timeout: float = 120,
-    ) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, *(["-c", code] if code is not None else []), *map(str, argv)]
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            env={**os.environ, **(env or {})},
-            timeout=timeout,
-            cwd=tmp_path,
-            check=False,
-        )
-        if status is not None:
-            assert done.returncode == status, f"exit {done.returncode}\n{done.stdout}{done.stderr}"
-        return done
+    def run(code, *argv, status=0, env=None, timeout=120):
+        command = [sys.executable, *(["-c", code] if code is not None else []), *argv]
+        environment = {**os.environ, **(env or {})}
+        return ran(*command, status=status, env=environment, timeout=timeout, cwd=tmp_path)
 
     return run
 
 
 @pytest.fixture
-def prejit(run_python: RunPython) -> RunPython:
+def prejit(run_python):
     """Runs `python -m prejit.runtime ...` in a fresh process: `prejit("verify", path, status=4)`."""
 
-    def run(*argv: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    def run(*argv, **options):
         return run_python(None, "-m", "prejit.runtime", *argv, **options)
 
     return run
 
 
 @pytest.fixture
-def no_warnings_of_fallback() -> Iterator[None]:
+def no_warnings_of_fallback():
     """For tests that fall back on purpose and look at something else."""
     import warnings
 

@@ -1,55 +1,35 @@
 """Small decoders with random weights, and bundles of them, for tests of the engine. No JAX."""
 
-from __future__ import annotations
-
 import hashlib
 import json
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from .once import Once
 from .parity.cases import Case
-from .warm import WarmPython
 
 VOCABULARY = 48
 LARGEST_CONTEXT = 72
 
 _LLAMA = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 24,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
+    **{"vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 32},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6},
+    **{"max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
     "tie_word_embeddings": False,
 }
 
 
-def gpt2_config(**changes: Any) -> dict[str, Any]:
+def gpt2_config(**changes):
     """Return the config.json of a small GPT-2, with changes."""
     config = {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": VOCABULARY,
-        "n_positions": LARGEST_CONTEXT,
-        "n_embd": 24,
-        "n_head": 3,
-        "n_layer": 2,
-        "n_inner": None,
-        "activation_function": "gelu_new",
-        "tie_word_embeddings": False,
+        **{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCABULARY},
+        **{"n_positions": LARGEST_CONTEXT, "n_embd": 24, "n_head": 3, "n_layer": 2},
+        **{"n_inner": None, "activation_function": "gelu_new", "tie_word_embeddings": False},
     }
     return config | changes
 
 
-_CONFIGS: dict[str, dict[str, Any]] = {
+_CONFIGS = {
     "gpt2": gpt2_config(),
     "llama": {
         "model_type": "llama",
@@ -79,26 +59,26 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_random(family: str, directory: Path) -> Path:
+def write_random(family, directory):
     """A checkpoint whose greedy tokens are well apart: cases.py scales weights so that every part shows."""
     Case(family, _CONFIGS[family], seed=1).write(directory)
     return directory
 
 
 def build(
-    warm: WarmPython,
-    source: Path,
-    directory: Path,
-    cache: Path,
+    warm,
+    source,
+    directory,
+    cache,
     *,
-    batch: Sequence[int],
-    prompt: Sequence[int],
-    context: Sequence[int],
-    draft_tokens: int = 3,
-    dtype: str = "float32",
-    forms: Path | None = None,
-    quick: bool = True,
-) -> Path:
+    batch,
+    prompt,
+    context,
+    draft_tokens=3,
+    dtype="float32",
+    forms=None,
+    quick=True,
+):
     """A bundle for this machine in a directory, compiled as far as a build cache does not have it.
 
     `forms` is a table of measured forms, for `--forms`. A `quick` build is one of quick_compiling.py.
@@ -110,7 +90,7 @@ def build(
         f"[generate]\nbatch = {list(batch)}\nprompt = {list(prompt)}\ncontext = {list(context)}\n"
         f'draft_tokens = {draft_tokens}\n[[target]]\nname = "cpu-host"\n'
     )
-    command: tuple[str, ...] = ("build", str(manifest), "-o", str(directory), "--cache", str(cache))
+    command = ("build", str(manifest), "-o", str(directory), "--cache", str(cache))
     if forms is not None:
         command += ("--no-measure", "--forms", str(forms))
     done = warm.prejit(*command, quick=quick)
@@ -119,15 +99,13 @@ def build(
 
 
 @pytest.fixture(scope="session")
-def make_decoder(
-    tmp_path_factory: pytest.TempPathFactory, build_cache: Path, warm: WarmPython, once: Once
-) -> Callable[..., Path]:
+def make_decoder(tmp_path_factory, build_cache, warm, once):
     """Builds a decoder for this machine: `make_decoder("mistral", batch=(2,), prompt=(10,), context=(24,))`.
 
     The model is a family of this module, with random weights, which is built once a run; or a directory.
     """
 
-    def make(model: str | Path, **buckets: Any) -> Path:
+    def make(model, **buckets):
         if isinstance(model, Path):
             return build(warm, model, tmp_path_factory.mktemp("decoder"), build_cache, **buckets)
         digest = hashlib.sha256(json.dumps([model, buckets], sort_keys=True, default=str).encode())
@@ -141,12 +119,12 @@ def make_decoder(
 
 
 @pytest.fixture(scope="session")
-def decoder_dir(make_decoder: Callable[..., Path]) -> Path:
+def decoder_dir(make_decoder):
     """A GPT-2 of 48 tokens: every kind of program, two buckets of each size."""
     return make_decoder("gpt2", batch=(1, 3), prompt=(3, 10), context=(24, 72))
 
 
 @pytest.fixture(scope="session")
-def wide_dir(make_decoder: Callable[..., Path]) -> Path:
+def wide_dir(make_decoder):
     """The same with three batches."""
     return make_decoder("gpt2", batch=(1, 2, 4), prompt=(3, 10), context=(24, 72))

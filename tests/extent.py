@@ -4,12 +4,8 @@
 alone. `make test-all` sets PREJIT_TEST_ALL=1 and runs everything, before a release.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import pytest
 
@@ -17,12 +13,12 @@ ALL = os.environ.get("PREJIT_TEST_ALL") == "1"
 """Whether this run has all cases."""
 
 
-def cases(sample: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+def cases(sample, others):
     """Return the cases of a test or of a fixture: the sample, and in `make test-all` the others."""
     return [*sample, *(others if ALL else ())]
 
 
-def sampled(values: Iterable[Any], is_sampled: Callable[[Any], bool]) -> list[Any]:
+def sampled(values, is_sampled):
     """Return all values as cases of a test; those that are not sampled run in `make test-all` alone.
 
     A tuple has the values of several parameters.
@@ -36,18 +32,18 @@ def sampled(values: Iterable[Any], is_sampled: Callable[[Any], bool]) -> list[An
     ]
 
 
-def every_second(values: Iterable[Any]) -> list[Any]:
+def every_second(values):
     """Return all values as cases of a test; `make test` runs the first, the third, and so on."""
     turns = itertools.cycle([True, False])
     return sampled(values, lambda _: next(turns))
 
 
-def examples(sample: int, every: int) -> int:
+def examples(sample, every):
     """Return how many examples hypothesis draws: `every` in `make test-all`."""
     return every if ALL else sample
 
 
-def deselect_thorough(config: pytest.Config, items: list[pytest.Item]) -> None:
+def deselect_thorough(config, items):
     """Leave out the tests that are marked `thorough`, unless this run has all cases."""
     left = [] if ALL else [item for item in items if item.get_closest_marker("thorough")]
     if left:

@@ -3,10 +3,7 @@
 It keeps what clients create and checks nothing: tests compare that with the published schemas.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,10 +40,10 @@ class FakeKubernetes:
     objects: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def _discovery() -> dict[str, dict[str, Any]]:
+def _discovery():
     """Return the documents that describe the API, by their paths."""
     groups = []
-    found: dict[str, dict[str, Any]] = {
+    found = {
         "/version": {"major": "1", "minor": "36", "gitVersion": "v1.36.0"},
         "/api": {"kind": "APIVersions", "versions": ["v1"]},
     }
@@ -69,13 +66,13 @@ def _discovery() -> dict[str, dict[str, Any]]:
 
 
 @contextmanager
-def fake_kubernetes() -> Iterator[FakeKubernetes]:
+def fake_kubernetes():
     """Run one at a free port."""
     api = FakeKubernetes()
     known = _discovery()
 
     class Handler(QuietHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             path = urlsplit(self.path).path
             found = known.get(path) or api.objects.get(path)
             if found is None and path.endswith("/secrets"):  # no release is there yet
@@ -86,17 +83,17 @@ def fake_kubernetes() -> Iterator[FakeKubernetes]:
             else:
                 self.answer(200, found)
 
-        def do_POST(self) -> None:
+        def do_POST(self):
             content, kind = self.content(), self.headers["content-type"]
             if kind == "application/json":
                 created = json.loads(content)
                 api.objects[f"{urlsplit(self.path).path}/{created['metadata']['name']}"] = created
             self.reply(201, content, content_type=kind)
 
-        def do_PUT(self) -> None:  # Helm writes again what it keeps of a release
+        def do_PUT(self):  # Helm writes again what it keeps of a release
             self.reply(200, self.content(), content_type=self.headers["content-type"])
 
-        def answer(self, status: int, content: dict[str, Any]) -> None:
+        def answer(self, status, content):
             self.reply(status, json.dumps(content).encode(), content_type="application/json")
 
     with serving(Handler) as place:

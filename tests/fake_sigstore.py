@@ -4,24 +4,19 @@ It signs without a network, or answers as Fulcio and Rekor do over HTTP. Formats
 in a certificate and for the tree, Rekor's API v1, and sigstore's trusted_root.json.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib
 import json
 import struct
-import threading
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
+from tests.http_serving import QuietHandler, serving
 
 from prejit.runtime.format.names import SIGNATURE_MEDIA_TYPE, STATEMENT_MEDIA_TYPE
 from prejit.runtime.trust.signed_statements import pae
@@ -31,57 +26,54 @@ IDENTITY = "https://ci.example/acme/models/release.yml@refs/heads/main"
 _START = "2020-01-01T00:00:00Z"
 _ISSUER_OID = x509.ObjectIdentifier("1.3.6.1.4.1.57264.1.1")
 _TIMESTAMPS_OID = x509.ObjectIdentifier("1.3.6.1.4.1.11129.2.4.2")
-_SHA256 = ec.ECDSA(hashes.SHA256())
+_HASH = hashes.SHA256()
+_SHA256 = ec.ECDSA(_HASH)
 
 
-def b64(content: bytes) -> str:
+def b64(content):
     """Return base64."""
     return base64.b64encode(content).decode("ascii")
 
 
-def pem(certificate: x509.Certificate) -> bytes:
+def pem(certificate):
     """Return a certificate in PEM."""
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
-def _der(key: ec.EllipticCurvePrivateKey) -> bytes:
+def _der(key):
     return key.public_key().public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )
 
 
-def _log_id(key: ec.EllipticCurvePrivateKey) -> bytes:
+def _raw(certificate):
+    return {"rawBytes": b64(certificate.public_bytes(serialization.Encoding.DER))}
+
+
+def _log_id(key):
     return hashlib.sha256(_der(key)).digest()
 
 
-def _key() -> ec.EllipticCurvePrivateKey:
+def _key():
     return ec.generate_private_key(ec.SECP256R1())
 
 
 class FakeSigstore:
     """A sigstore whose clock can be ahead."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._late_seconds = 0.0
         self._ca, self._ct, self._rekor = _key(), _key(), _key()
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "fake sigstore")])
         public = self._ca.public_key()
-        usage = _usage(key_cert_sign=True)
-        self._root = (
-            x509.CertificateBuilder()
-            .subject_name(name)
-            .issuer_name(name)
-            .public_key(public)
-            .serial_number(1)
-            .not_valid_before(datetime(2020, 1, 1, tzinfo=UTC))
-            .not_valid_after(datetime(2090, 1, 1, tzinfo=UTC))
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .add_extension(usage, critical=True)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-            .sign(self._ca, hashes.SHA256())
-        )
+        start, end = (datetime(year, 1, 1, tzinfo=UTC) for year in (2020, 2090))
+        authority = x509.BasicConstraints(ca=True, path_length=0)
+        self._root = _builder(
+            *(name, name, public, 1, start, end),
+            critical=[authority, _usage(key_cert_sign=True)],
+        ).sign(self._ca, _HASH)
 
-    def trusted_root(self) -> dict[str, Any]:
+    def trusted_root(self):
         """Return trusted_root.json."""
         return {
             "mediaType": "application/vnd.dev.sigstore.trustedroot+json;version=0.1",
@@ -91,11 +83,7 @@ class FakeSigstore:
                 {
                     "subject": {"organization": "fake", "commonName": "fake"},
                     "uri": "http://fulcio.invalid",
-                    "certChain": {
-                        "certificates": [
-                            {"rawBytes": b64(self._root.public_bytes(serialization.Encoding.DER))}
-                        ]
-                    },
+                    "certChain": {"certificates": [_raw(self._root)]},
                     "validFor": {"start": _START},
                 }
             ],
@@ -103,40 +91,26 @@ class FakeSigstore:
         }
 
     @property
-    def now(self) -> float:
+    def now(self):
         """What its clock shows, in seconds since the epoch."""
         return time.time() + self._late_seconds
 
-    def certificate(
-        self, public: ec.EllipticCurvePublicKey, identity: str, issuer: str, *, stamped: bool = True
-    ) -> x509.Certificate:
+    def certificate(self, public, identity, issuer, *, stamped=True):
         """Return a certificate for ten minutes from now on, with the log's time stamp or without one."""
         start = datetime.fromtimestamp(int(self.now), UTC)
-        builder = (
-            x509.CertificateBuilder()
-            .subject_name(x509.Name([]))
-            .issuer_name(self._root.subject)
-            .public_key(public)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(start)
-            .not_valid_after(start + timedelta(minutes=10))
-            .add_extension(_usage(digital_signature=True), critical=True)
-            .add_extension(
-                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CODE_SIGNING]), critical=False
-            )
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-            .add_extension(
+        end, number = start + timedelta(minutes=10), x509.random_serial_number()
+        who = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(identity)])
+        builder = _builder(
+            *(x509.Name([]), self._root.subject, public, number, start, end),
+            critical=[_usage(digital_signature=True), who],
+            other=[
+                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CODE_SIGNING]),
                 x509.AuthorityKeyIdentifier.from_issuer_public_key(self._ca.public_key()),
-                critical=False,
-            )
-            .add_extension(
-                x509.SubjectAlternativeName([x509.UniformResourceIdentifier(identity)]),
-                critical=True,
-            )
-            .add_extension(x509.UnrecognizedExtension(_ISSUER_OID, issuer.encode()), critical=False)
+                x509.UnrecognizedExtension(_ISSUER_OID, issuer.encode()),
+            ],
         )
         if not stamped:
-            return builder.sign(self._ca, hashes.SHA256())
+            return builder.sign(self._ca, _HASH)
         body = builder.sign(self._ca, hashes.SHA256()).tbs_certificate_bytes
         moment = int(self.now * 1000)
         issuer_id = hashlib.sha256(_der(self._ca)).digest()
@@ -148,9 +122,9 @@ class FakeSigstore:
         listed = struct.pack("!HH", len(stamp) + 2, len(stamp)) + stamp
         length = bytes([len(listed)]) if len(listed) < 128 else bytes([0x81, len(listed)])
         value = x509.UnrecognizedExtension(_TIMESTAMPS_OID, b"\x04" + length + listed)
-        return builder.add_extension(value, critical=False).sign(self._ca, hashes.SHA256())
+        return builder.add_extension(value, critical=False).sign(self._ca, _HASH)
 
-    def log(self, envelope: dict[str, Any], certificate: bytes) -> dict[str, Any]:
+    def log(self, envelope, certificate):
         """Log an envelope and return what Rekor's API returns for it. `certificate` is in PEM."""
         payload = base64.b64decode(envelope["payload"])
         plain = json.dumps(envelope, sort_keys=True).encode()
@@ -187,22 +161,17 @@ class FakeSigstore:
 
     def sign(
         self,
-        payload: bytes,
+        payload,
         *,
-        identity: str = IDENTITY,
-        issuer: str = ISSUER,
-        stamped: bool = True,
-        late_seconds: float = 0,
-        payload_type: str = STATEMENT_MEDIA_TYPE,
-    ) -> dict[str, Any]:
+        identity=IDENTITY,
+        issuer=ISSUER,
+        stamped=True,
+        late_seconds=0,
+        payload_type=STATEMENT_MEDIA_TYPE,
+    ):
         """Return a keyless sigstore bundle as plain data.
 
-        Args:
-            payload: what is signed.
-            identity, issuer: who signs.
-            stamped: whether the certificate is logged.
-            late_seconds: how long after the certificate was made the signature is logged.
-            payload_type: its type.
+        The certificate is logged if it is `stamped`, and the signature `late_seconds` after it was made.
         """
         key = _key()
         certificate = self.certificate(key.public_key(), identity, issuer, stamped=stamped)
@@ -216,51 +185,36 @@ class FakeSigstore:
         entry = self.log(envelope, pem(certificate))
         self._late_seconds = 0.0
         proof = entry["verification"]["inclusionProof"]
-        der = certificate.public_bytes(serialization.Encoding.DER)
+        promise = {"signedEntryTimestamp": entry["verification"]["signedEntryTimestamp"]}
+        logged = {
+            "logIndex": str(entry["logIndex"]),
+            "logId": {"keyId": b64(bytes.fromhex(entry["logID"]))},
+            "kindVersion": {"kind": "dsse", "version": "0.0.1"},
+            "integratedTime": str(entry["integratedTime"]),
+            "inclusionPromise": promise,
+            "inclusionProof": {
+                "logIndex": str(proof["logIndex"]),
+                "rootHash": b64(bytes.fromhex(proof["rootHash"])),
+                "treeSize": str(proof["treeSize"]),
+                "hashes": [b64(bytes.fromhex(each)) for each in proof["hashes"]],
+                "checkpoint": {"envelope": proof["checkpoint"]},
+            },
+            "canonicalizedBody": entry["body"],
+        }
         return {
             "mediaType": SIGNATURE_MEDIA_TYPE,
-            "verificationMaterial": {
-                "certificate": {"rawBytes": b64(der)},
-                "tlogEntries": [
-                    {
-                        "logIndex": str(entry["logIndex"]),
-                        "logId": {"keyId": b64(bytes.fromhex(entry["logID"]))},
-                        "kindVersion": {"kind": "dsse", "version": "0.0.1"},
-                        "integratedTime": str(entry["integratedTime"]),
-                        "inclusionPromise": {
-                            "signedEntryTimestamp": entry["verification"]["signedEntryTimestamp"]
-                        },
-                        "inclusionProof": {
-                            "logIndex": str(proof["logIndex"]),
-                            "rootHash": b64(bytes.fromhex(proof["rootHash"])),
-                            "treeSize": str(proof["treeSize"]),
-                            "hashes": [b64(bytes.fromhex(each)) for each in proof["hashes"]],
-                            "checkpoint": {"envelope": proof["checkpoint"]},
-                        },
-                        "canonicalizedBody": entry["body"],
-                    }
-                ],
-            },
+            "verificationMaterial": {"certificate": _raw(certificate), "tlogEntries": [logged]},
             "dsseEnvelope": envelope,
         }
 
     @contextlib.contextmanager
-    def serving(self) -> Iterator[str]:
+    def serving(self):
         """Answer as Fulcio and Rekor, and give the configuration of a client as JSON."""
-        handler = type("Handler", (_Handler,), {"sigstore": self})
-        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            url = f"http://127.0.0.1:{server.server_port}"
-            yield json.dumps(client_config(url, self.trusted_root()))
-        finally:
-            server.shutdown()
-            thread.join()
-            server.server_close()
+        with serving(type("Handler", (_Handler,), {"sigstore": self})) as place:
+            yield json.dumps(client_config(f"http://{place}", self.trusted_root()))
 
 
-def client_config(url: str, trusted_root: dict[str, Any]) -> dict[str, Any]:
+def client_config(url, trusted_root):
     """Return a ClientTrustConfig of sigstore: where its services are, and its trusted root."""
     service = {"url": url, "majorApiVersion": 1, "validFor": {"start": _START}, "operator": "fake"}
     return {
@@ -278,13 +232,7 @@ def client_config(url: str, trusted_root: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def token(
-    *,
-    identity: str = IDENTITY,
-    issuer: str = ISSUER,
-    audience: str = "sigstore",
-    seconds: int = 600,
-) -> str:
+def token(*, identity=IDENTITY, issuer=ISSUER, audience="sigstore", seconds=600):
     """Return an identity token that is good for some seconds. Only its issuer would check its signature."""
     now = int(time.time())
     claims = {"iss": issuer, "sub": identity, "aud": audience, "iat": now, "exp": now + seconds}
@@ -293,24 +241,23 @@ def token(
     return b".".join([*texts, b"c2ln"]).decode("ascii")
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     """Fulcio's `signingCert` and Rekor's `entries`."""
 
     sigstore: FakeSigstore
 
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def do_POST(self):
+        asked = json.loads(self.content())
         if self.path == "/api/v2/signingCert":
-            self._answer(self._certificate(asked))
-        elif self.path == "/api/v1/log/entries":
+            found = self._certificate(asked)
+        else:
+            assert self.path == "/api/v1/log/entries"
             proposed = asked["spec"]["proposedContent"]
             certificate = base64.b64decode(proposed["verifiers"][0])
-            entry = self.sigstore.log(json.loads(proposed["envelope"]), certificate)
-            self._answer({"0" * 64: entry})
-        else:
-            self.send_error(404)
+            found = {"0" * 64: self.sigstore.log(json.loads(proposed["envelope"]), certificate)}
+        self.reply(201, json.dumps(found).encode(), content_type="application/json")
 
-    def _certificate(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def _certificate(self, asked):
         claims = self.headers["Authorization"].removeprefix("Bearer ").split(".")[1]
         who = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))
         request = x509.load_pem_x509_csr(base64.b64decode(asked["certificateSigningRequest"]))
@@ -320,19 +267,24 @@ class _Handler(BaseHTTPRequestHandler):
         chain = [pem(each).decode() for each in (made, self.sigstore._root)]
         return {"signedCertificateEmbeddedSct": {"chain": {"certificates": chain}}}
 
-    def _answer(self, found: dict[str, Any]) -> None:
-        content = json.dumps(found).encode()
-        self.send_response(201)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Keep the lines of requests off stderr."""
+def _builder(subject, issuer, public, number, start, end, critical, other=()):
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public)
+        .serial_number(number)
+        .not_valid_before(start)
+        .not_valid_after(end)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+    )
+    for each in (*critical, *other):
+        builder = builder.add_extension(each, critical=each in critical)
+    return builder
 
 
-def _usage(*, digital_signature: bool = False, key_cert_sign: bool = False) -> x509.KeyUsage:
+def _usage(*, digital_signature=False, key_cert_sign=False):
     others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
     return x509.KeyUsage(
         digital_signature=digital_signature,
@@ -342,7 +294,7 @@ def _usage(*, digital_signature: bool = False, key_cert_sign: bool = False) -> x
     )
 
 
-def _log(key: ec.EllipticCurvePrivateKey) -> dict[str, Any]:
+def _log(key):
     return {
         "baseUrl": "http://log.invalid",
         "hashAlgorithm": "SHA2_256",

@@ -1,21 +1,15 @@
 """Bundles with golden answers, and forgeries of them whose digests are all right."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from .recipes import Recipe
-
 
 @pytest.fixture(scope="session")
-def with_answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Recipe], Recipe]:
+def with_answers(tmp_path_factory):
     """Gives the programs of a recipe golden answers, as a build does."""
 
-    def make(recipe: Recipe) -> Recipe:
+    def make(recipe):
         from prejit.compiler.pipeline.measure.golden_answers import with_golden_answers
         from prejit.compiler.progress import Quiet
         from prejit.compiler.store.directory_store import DirectoryStore
@@ -39,12 +33,12 @@ def with_answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Recipe],
 
 
 @pytest.fixture(scope="session")
-def answering(recipe: Recipe, with_answers: Callable[[Recipe], Recipe]) -> Recipe:
+def answering(recipe, with_answers):
     """The recipe that most tests read, with golden answers. Its executables are right."""
     return with_answers(recipe)
 
 
-def forged(right: Recipe, other: Recipe, *layers: str) -> Recipe:
+def forged(right, other, *layers):
     """The programs and golden answers of one recipe, with layers of another, every digest set right.
 
     Args:
@@ -65,7 +59,7 @@ def forged(right: Recipe, other: Recipe, *layers: str) -> Recipe:
         known = {program.name: program for program in from_.config.programs}
         programs = []
         for program in target.config.programs:
-            changes: dict[str, Any] = {
+            changes = {
                 name: getattr(known[program.name], name)
                 for name in layers
                 if name in ("executable", "portable")

@@ -7,17 +7,13 @@ left in the middle of a stream. Memory is private memory (Private_Clean and Priv
 /proc/self/smaps_rollup), measured after each tenth of the work. Prints JSON.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from prejit.runtime import Bundle, Request, Sampling, load
+from prejit.runtime import Request, Sampling, load
 
 POINTS = 10
 SAMPLINGS = (
@@ -28,7 +24,7 @@ SAMPLINGS = (
 )
 
 
-def private_bytes() -> int:
+def private_bytes():
     """Return the private memory of this process in bytes."""
     gc.collect()
     rollup = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
@@ -36,7 +32,7 @@ def private_bytes() -> int:
     return 1024 * sum(int(fields[name].split()[0]) for name in ("Private_Clean", "Private_Dirty"))
 
 
-def measured(work: Iterator[int], total: int) -> dict[str, Any]:
+def measured(work, total):
     """Do so much work, which yields how much is done.
 
     Returns:
@@ -51,7 +47,7 @@ def measured(work: Iterator[int], total: int) -> dict[str, Any]:
     return {"done": done, "bytes": points, "grown_bytes": points[-1] - points[0]}
 
 
-def tokens(bundle: Bundle, pick: random.Random) -> Iterator[int]:
+def tokens(bundle, pick):
     """Keep the slots of a batch busy; yield the number of tokens so far."""
     decoder = bundle.decoder
     context, vocab = decoder.contexts[-1], decoder.decoder.vocab_size
@@ -78,7 +74,7 @@ def tokens(bundle: Bundle, pick: random.Random) -> Iterator[int]:
         yield count
 
 
-def sessions(bundle: Bundle, pick: random.Random) -> Iterator[int]:
+def sessions(bundle, pick):
     """Run sessions of two turns, which are then closed, dropped, or left in the middle of a stream."""
     vocab, count = bundle.decoder.decoder.vocab_size, 0
     prefix = bundle.prefix([1, 2, 3, 4])
@@ -99,7 +95,7 @@ def sessions(bundle: Bundle, pick: random.Random) -> Iterator[int]:
         yield count
 
 
-def run(path: str, token_count: int, session_count: int) -> dict[str, Any]:
+def run(path, token_count, session_count):
     """Measure tokens, then sessions, in this process."""
     bundle = load(path, on_mismatch="error")
     bundle.prepare()

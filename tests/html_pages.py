@@ -1,7 +1,5 @@
 """Pages of HTML that tests read: their elements, and whether they need nothing beside themselves."""
 
-from __future__ import annotations
-
 import html.parser
 
 EVIL = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
@@ -12,31 +10,31 @@ _VOID = ("meta", "input", "br")
 class Elements(html.parser.HTMLParser):
     """All elements, their attributes and text, and whether each is closed where it must be."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source):
         super().__init__()
-        self.open: list[str] = []
-        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.open = []
+        self.found = []
         self.text = ""
         self.feed(source)
         self.close()
         assert self.open == []
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag, attrs):
         self.found.append((tag, dict(attrs)))
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.found.append((tag, dict(attrs)))
         if tag not in _VOID:
             self.open.append(tag)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if self.open and self.open[-1] not in ("script", "style"):
             self.text += data
 
-    def check_harmless(self, count: int, scripts: int = 0) -> None:
+    def check_harmless(self, count, scripts=0):
         """Check that EVIL is text, at least `count` times, and no element."""
         tags = [tag for tag, _ in self.found]
         assert (tags.count("script"), tags.count("img")) == (scripts, 0)
@@ -44,7 +42,7 @@ class Elements(html.parser.HTMLParser):
         assert self.text.count(EVIL) >= count
 
 
-def alone(source: str) -> Elements:
+def alone(source):
     """Return the elements of a page that needs nothing beside itself."""
     found = Elements(source)
     for _, attributes in found.found:

@@ -1,14 +1,11 @@
 """Libraries of native kernels, each built once a run, and a small bundle that calls one."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
 import shutil
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,15 +16,13 @@ TOY_KERNELS = Path(__file__).parent / "toy_kernels"
 
 
 @pytest.fixture(scope="session")
-def toy_library(build_cache: Path) -> tuple[Any, bytes]:
+def toy_library(build_cache):
     """The toy kernels as a library for x86-64-v2, with its content."""
     return built_kernels("cpu-x86-64-v2", TOY_KERNELS, build_cache)
 
 
 @pytest.fixture(scope="session")
-def kernel_recipe(
-    toy_library: tuple[Any, bytes], tmp_path_factory: pytest.TempPathFactory
-) -> Recipe:
+def kernel_recipe(toy_library, tmp_path_factory):
     """A bundle for `cpu-host` with one program: `scale`, float32[5] by 2.5, that calls a kernel."""
     import jax
     import jax.numpy as jnp
@@ -39,22 +34,16 @@ def kernel_recipe(
     from prejit.compiler.store.directory_store import DirectoryStore
     from prejit.runtime.base.files import digest_of
     from prejit.runtime.device import kernels
+    from prejit.runtime.format import names
     from prejit.runtime.format.arrays import Array
     from prejit.runtime.format.bundle_schema import Config, Kernels, ProgramEntry
-    from prejit.runtime.format.names import (
-        EXECUTABLES_MEDIA_TYPE,
-        FORMAT_VERSION,
-        KERNELS_MEDIA_TYPE,
-        PORTABLE_MEDIA_TYPE,
-        kernel_target,
-    )
     from prejit.runtime.machine.fingerprint import Requirement
 
     library, content = toy_library
     cache = DirectoryStore.open(tmp_path_factory.mktemp("recipe") / "cache")
-    name = kernel_target("scale", library.digest)
+    name = names.kernel_target("scale", library.digest)
 
-    def with_kernel(x: jax.Array) -> Any:
+    def with_kernel(x):
         call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(x.shape, x.dtype))
         return call(x, factor=np.float32(2.5))
 
@@ -64,23 +53,20 @@ def kernel_recipe(
     compiled = compile_portable(export(with_kernel, x, custom_calls=(name,)))
 
     executables, segments = packed_in_memory(
-        cache, EXECUTABLES_MEDIA_TYPE, "programs.xla", {"scale": compiled.serialized}
+        cache, names.EXECUTABLES_MEDIA_TYPE, "programs.xla", {"scale": compiled.serialized}
     )
     portables, portable_segments = packed_in_memory(
-        cache, PORTABLE_MEDIA_TYPE, "programs.stablehlo", {"scale": portable}
+        cache, names.PORTABLE_MEDIA_TYPE, "programs.stablehlo", {"scale": portable}
     )
     features = {*declared_features(compiled.serialized), *library.cpu_features} - {*NEVER_CHOSEN}
+    needs = Requirement(
+        "cpu", os.uname().machine, tuple(sorted(features)), version("jaxlib"), glibc=library.glibc
+    )
     config = Config(
-        format=FORMAT_VERSION,
+        format=names.FORMAT_VERSION,
         bundle="kernels",
         target="cpu-host",
-        requirement=Requirement(
-            "cpu",
-            os.uname().machine,
-            tuple(sorted(features)),
-            version("jaxlib"),
-            glibc=library.glibc,
-        ),
+        requirement=needs,
         versions={"jax": version("jax"), "jaxlib": version("jaxlib"), "prejit": "0.1.0"},
         programs=(
             ProgramEntry(
@@ -101,12 +87,16 @@ def kernel_recipe(
         weight_sets={},
         kernels=Kernels(library.digest, library.level, library.compiler, library.handlers),
     )
-    layers = (executables, bundle_files.layer(KERNELS_MEDIA_TYPE, content, "kernels.so"), portables)
+    layers = (
+        executables,
+        bundle_files.layer(names.KERNELS_MEDIA_TYPE, content, "kernels.so"),
+        portables,
+    )
     return Recipe((bundle_files.PackedTarget(config, layers),), "kernels", {})
 
 
 @pytest.fixture(scope="session")
-def with_kernels(build_cache: Path) -> Any:
+def with_kernels(build_cache):
     """Forms with kernels, for this machine; XLA knows them by the names that lowering writes."""
     import jax
 
@@ -125,7 +115,7 @@ def with_kernels(build_cache: Path) -> Any:
 
 
 @pytest.fixture
-def fresh_cache(build_cache: Path, tmp_path: Path) -> Path:
+def fresh_cache(build_cache, tmp_path):
     """A build cache that has this machine's kernels and nothing else: to compile them takes 15 seconds."""
     from prejit.compiler.native.kernel_library import SOURCES
     from prejit.compiler.store.directory_store import DirectoryStore
@@ -141,7 +131,7 @@ def fresh_cache(build_cache: Path, tmp_path: Path) -> Path:
     return fresh.root
 
 
-def built_kernels(target_name: str, sources: Path, cache: Path) -> tuple[Any, bytes]:
+def built_kernels(target_name, sources, cache):
     """A library of kernels out of a build cache, which makes it once, with its content."""
     from prejit.compiler.native.kernel_library import KernelLibrary, build_kernels
     from prejit.compiler.store.directory_store import DirectoryStore
@@ -155,29 +145,24 @@ def built_kernels(target_name: str, sources: Path, cache: Path) -> tuple[Any, by
     if not isinstance(built, KernelLibrary):
         pytest.skip(built.reason)
     content = opened.read_blob(built.digest)
-    assert content is not None
     return built, content
 
 
-def with_library(recipe: Recipe, content: bytes) -> Recipe:
+def with_library(recipe, content):
     """A bundle with other kernels, and its executable bound to them."""
     import zstandard
 
     from prejit.runtime.base.files import digest_of
-    from prejit.runtime.format.names import (
-        EXECUTABLES_MEDIA_TYPE,
-        KERNELS_MEDIA_TYPE,
-        kernel_target,
-    )
+    from prejit.runtime.format import names
 
     before = recipe.targets[0].config.kernels
     digest = digest_of(content)
-    raw = zstandard.ZstdDecompressor().decompress(recipe.content(EXECUTABLES_MEDIA_TYPE))
-    old, new = (kernel_target("scale", d).encode() for d in (before.digest, digest))
+    raw = zstandard.ZstdDecompressor().decompress(recipe.content(names.EXECUTABLES_MEDIA_TYPE))
+    old, new = (names.kernel_target("scale", d).encode() for d in (before.digest, digest))
     assert old in raw
     segment, frame = framed(raw.replace(old, new))
 
-    def change(config: Any) -> Any:
+    def change(config):
         (program,) = config.programs
         return dataclasses.replace(
             config,
@@ -185,5 +170,5 @@ def with_library(recipe: Recipe, content: bytes) -> Recipe:
             programs=(dataclasses.replace(program, executable=segment),),
         )
 
-    changed = recipe.configured(change).with_content(KERNELS_MEDIA_TYPE, content)
-    return changed.with_content(EXECUTABLES_MEDIA_TYPE, frame)
+    changed = recipe.configured(change).with_content(names.KERNELS_MEDIA_TYPE, content)
+    return changed.with_content(names.EXECUTABLES_MEDIA_TYPE, frame)

@@ -37,6 +37,22 @@ def subject_of(path: Path) -> Any:
     return subject
 
 
+def attached_to(path: Path, kind: str | None = None) -> list[tuple[Any, Path]]:
+    """What is attached to a bundle, each with its file; of a kind only what is of the whole bundle."""
+    from prejit.runtime.format.layout import Layout
+    from prejit.runtime.format.referrers import referrers
+    from prejit.runtime.format.root import read_root
+
+    with Layout(path) as layout:
+        root = read_root(layout)
+        found = referrers(layout, root, *([root.digest] if kind else []))
+        return [
+            (each, blob(path, each.layers[0].digest))
+            for each in found
+            if kind in (None, each.artifact_type)
+        ]
+
+
 def blobs_of(path: Path) -> dict[str, Path]:
     """Every blob of a bundle but its index, by digest: what `write_layout` takes beside the index."""
     files = (path / "blobs" / "sha256").iterdir()

@@ -1,19 +1,13 @@
 """A small random decoder with a tokenizer and a chat template, and a bundle of it, for tests of text."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from prejit.runtime.text.vocabulary import byte_alphabet
 
 from .decoders import build, gpt2_config
-from .once import Once
 from .parity.cases import Case
-from .warm import WarmPython
 
 WORDS = (
     *("ab", "abc", "bc", '{"', '":', '",', '"}', '": "', "true", "false", "null", "12", " 1", "  "),
@@ -29,7 +23,7 @@ TEMPLATE = (
 )
 
 
-def tokenizer_json() -> dict[str, Any]:
+def tokenizer_json():
     """A byte-level BPE: the bytes, WORDS, halves of characters, and SPECIAL tokens at the end."""
     spelled = {byte: character for character, byte in byte_alphabet().items()}
     words = [word.encode() for word in WORDS] + [b"\xc3", b"a\xc3", b"\xa9"]
@@ -65,7 +59,7 @@ def tokenizer_json() -> dict[str, Any]:
     }
 
 
-def write_lettered(directory: Path, *, template: bool = True, **sizes: int) -> Path:
+def write_lettered(directory, *, template=True, **sizes):
     """A checkpoint of the model, with its tokenizer and chat template; `sizes` are fields of its config."""
     tokenizer = tokenizer_json()
     count = len(tokenizer["model"]["vocab"]) + len(SPECIAL)
@@ -73,7 +67,7 @@ def write_lettered(directory: Path, *, template: bool = True, **sizes: int) -> P
     given = {"vocab_size": count + PADDED, "n_positions": 512, "eos_token_id": eos}
     Case("gpt2", gpt2_config(**{**given, **sizes}), seed=1).write(directory)
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    described: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
+    described = {"bos_token": "<s>", "eos_token": "</s>"}
     if template:
         described["chat_template"] = TEMPLATE
     (directory / "tokenizer_config.json").write_text(json.dumps(described))
@@ -81,9 +75,9 @@ def write_lettered(directory: Path, *, template: bool = True, **sizes: int) -> P
 
 
 @pytest.fixture(scope="session")
-def lettered_dir(build_cache: Path, warm: WarmPython, once: Once) -> Path:
+def lettered_dir(build_cache, warm, once):
     """A bundle of that model: contexts up to 512, batches of 1 and 3."""
-    buckets: dict[str, Any] = {"batch": (1, 3), "prompt": (64,), "context": (64, 512)}
+    buckets = {"batch": (1, 3), "prompt": (64,), "context": (64, 512)}
     made = once(
         "lettered", lambda at: build(warm, write_lettered(at / "model"), at, build_cache, **buckets)
     )

@@ -1,10 +1,7 @@
 """The rules and the dashboards that `prejit observe init` writes, parsed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -12,26 +9,18 @@ from prejit.server.observe.monitoring_files import files
 
 FILES = files("runbooks")
 RULES_FILE = "prometheus/prejit.rules.yml"
-RULES: list[dict[str, Any]] = [
-    rule for group in yaml.safe_load(FILES[RULES_FILE])["groups"] for rule in group["rules"]
-]
+RULES = [rule for group in yaml.safe_load(FILES[RULES_FILE])["groups"] for rule in group["rules"]]
 ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
-DASHBOARDS: dict[str, Any] = {
+DASHBOARDS = {
     Path(path).stem: json.loads(text) for path, text in FILES.items() if path.endswith(".json")
 }
 
 
-def panels(dashboard: str) -> list[dict[str, Any]]:
+def panels(dashboard):
     """Return the panels of a dashboard that have queries."""
     return [panel for panel in DASHBOARDS[dashboard]["panels"] if panel["type"] != "row"]
 
 
-def queries(panel: dict[str, Any]) -> list[str]:
+def queries(panel):
     """Return the queries of a panel."""
     return [target["expr"] for target in panel["targets"]]
-
-
-def all_queries() -> list[str]:
-    """Return the queries of all panels and all rules."""
-    found = [query for name in DASHBOARDS for panel in panels(name) for query in queries(panel)]
-    return found + [rule["expr"] for rule in RULES]

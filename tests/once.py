@@ -1,20 +1,14 @@
 """What all workers of pytest-xdist share: directories that one of them makes."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-Once = Callable[[str, Callable[[Path], object]], Path]
-
 
 @pytest.fixture(scope="session")
-def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+def once(tmp_path_factory):
     """Makes a directory once for all workers of pytest-xdist: `once("demo", make)` calls `make(path)`.
 
     Nobody may write into it later. A name stands for all that decides what is made.
@@ -23,7 +17,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made-once"
     shared.mkdir(exist_ok=True)
 
-    def once(name: str, make: Callable[[Path], object]) -> Path:
+    def once(name, make):
         directory, made = shared / name, shared / f"{name}.made"
         with open(shared / f"{name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

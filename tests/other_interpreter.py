@@ -5,8 +5,6 @@ programs and their loading, and the standard library's own errors. Everything el
 interpreter alone. `make test-other-all` runs all unit, parity and format tests on the second one, too.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -50,13 +48,13 @@ TESTS = Path(__file__).parent
 _PATHS = tuple(TESTS / path for path in CHOSEN)
 
 
-def pytest_configure() -> None:
+def pytest_configure():
     """Refuse names of files that have moved."""
     if missing := [str(path) for path in _PATHS if not path.exists()]:
         raise pytest.UsageError(f"tests/other_interpreter.py names no file: {', '.join(missing)}")
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
+def pytest_ignore_collect(collection_path):
     """Leave out files that are not chosen, before they are imported."""
     chosen = any(
         collection_path.is_relative_to(p) or p.is_relative_to(collection_path) for p in _PATHS
@@ -65,7 +63,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 @pytest.hookimpl(trylast=True)  # what `make test` leaves out on each interpreter is left out before
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Deselect further cases of a test."""
     seen = set[str]()
     kept, left = [], []
@@ -75,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
-def _can_differ(item: pytest.Item, seen: set[str]) -> bool:
+def _can_differ(item, seen):
     if item.name in RANDOM:
         return False
     if item.nodeid.startswith(ALL_CASES):

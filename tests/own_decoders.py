@@ -3,8 +3,6 @@
 The tests import it, and copy it beside a manifest.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +15,7 @@ from flax import nnx
 VOCAB, WIDTH, HEADS, LAYERS, LONGEST = 97, 64, 4, 2, 96
 
 
-def run(
-    model: Any, tokens: Any, start: Any, length: Any, cache: Any, *, every: bool = False
-) -> Any:
+def run(model, tokens, start, length, cache, *, every=False):
     """The decoder, whatever its layers are made of: a transformer with its norms before each part."""
     place = start[:, None] + jnp.arange(tokens.shape[1])
     valid = jnp.arange(tokens.shape[1]) < length[:, None]
@@ -39,8 +35,8 @@ def run(
     return model.head(model.norm(x)), tuple(following)
 
 
-def _attended(q: Any, keys: Any, values: Any, seen: Any) -> Any:
-    def heads(x: Any) -> Any:
+def _attended(q, keys, values, seen):
+    def heads(x):
         return x.astype(jnp.float32).reshape(*x.shape[:2], HEADS, -1)
 
     scores = jnp.einsum("bthd,bshd->bhts", heads(q), heads(keys)) / (WIDTH // HEADS) ** 0.5
@@ -48,13 +44,13 @@ def _attended(q: Any, keys: Any, values: Any, seen: Any) -> Any:
     return jnp.einsum("bhts,bshd->bthd", weights, heads(values)).reshape(q.shape)
 
 
-def empty(rows: int, positions: int, dtype: str) -> Any:
+def empty(rows, positions, dtype):
     one = jnp.zeros((rows, positions, WIDTH), dtype)
     return ((one, one),) * LAYERS
 
 
 class NnxLayer(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
+    def __init__(self, rngs):
         self.norm1 = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.qkv = nnx.Linear(WIDTH, 3 * WIDTH, rngs=rngs)
         self.out = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -67,7 +63,7 @@ class NnxDecoder(nnx.Module):
     vocab_size = VOCAB
     max_positions = LONGEST
 
-    def __init__(self, rngs: nnx.Rngs) -> None:
+    def __init__(self, rngs):
         self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
         self.places = nnx.Embed(LONGEST, WIDTH, rngs=rngs)
         self.layers = nnx.List([NnxLayer(rngs) for _ in range(LAYERS)])
@@ -75,18 +71,18 @@ class NnxDecoder(nnx.Module):
         self.last = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, deterministic=True, rngs=rngs)  # it holds random state
 
-    def head(self, x: Any) -> Any:
+    def head(self, x):
         return self.dropout(self.last(x))
 
-    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+    def make_cache(self, rows, positions, dtype):
         return empty(rows, positions, dtype)
 
-    def __call__(self, *arguments: Any, every: bool = False) -> Any:
+    def __call__(self, *arguments, every=False):
         return run(self, *arguments, every=every)
 
 
 class LinenLayer(flax.linen.Module):
-    def setup(self) -> None:
+    def setup(self):
         self.norm1, self.norm2 = flax.linen.LayerNorm(), flax.linen.LayerNorm()
         self.qkv, self.out = flax.linen.Dense(3 * WIDTH), flax.linen.Dense(WIDTH)
         self.up, self.down = flax.linen.Dense(2 * WIDTH), flax.linen.Dense(WIDTH)
@@ -96,39 +92,37 @@ class LinenDecoder(flax.linen.Module):
     vocab_size: int = VOCAB
     max_positions: int | None = LONGEST
 
-    def setup(self) -> None:
+    def setup(self):
         self.embed = flax.linen.Embed(VOCAB, WIDTH)
         self.places = flax.linen.Embed(LONGEST, WIDTH)
         self.layers = [LinenLayer() for _ in range(LAYERS)]
         self.norm, self.head = flax.linen.LayerNorm(), flax.linen.Dense(VOCAB)
 
-    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+    def make_cache(self, rows, positions, dtype):
         return empty(rows, positions, dtype)
 
-    def __call__(
-        self, tokens: Any, start: Any, length: Any, cache: Any, *, every: bool = False
-    ) -> Any:
+    def __call__(self, tokens, start, length, cache, *, every=False):
         return run(self, tokens, start, length, cache, every=every)
 
 
 class Matrix(equinox.Module):
     weight: Any
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x):
         return x @ self.weight
 
 
 class Table(equinox.Module):
     weight: Any
 
-    def __call__(self, index: Any) -> Any:
+    def __call__(self, index):
         return self.weight[index]
 
 
 class Norm(equinox.Module):
     weight: Any
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x):
         return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * self.weight
 
 
@@ -141,11 +135,11 @@ class EquinoxLayer(equinox.Module):
     down: Matrix
 
 
-def _random(seed: int, *shape: int) -> Any:
+def _random(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape) * 0.15
 
 
-def _layer(seed: int) -> EquinoxLayer:
+def _layer(seed):
     return EquinoxLayer(
         Norm(jnp.ones(WIDTH)),
         Matrix(_random(seed, WIDTH, 3 * WIDTH)),
@@ -165,10 +159,10 @@ class EquinoxDecoder(equinox.Module):
     vocab_size: int = VOCAB
     max_positions: int | None = None
 
-    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+    def make_cache(self, rows, positions, dtype):
         return empty(rows, positions, dtype)
 
-    def __call__(self, *arguments: Any, every: bool = False) -> Any:
+    def __call__(self, *arguments, every=False):
         return run(self, *arguments, every=every)
 
 
@@ -178,15 +172,15 @@ class PlainDecoder:
     vocab_size = VOCAB
     max_positions = LONGEST
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.embed, self.places = Table(_random(1, VOCAB, WIDTH)), Table(_random(2, LONGEST, WIDTH))
         self.layers = [_layer(10 * (at + 1)) for at in range(LAYERS)]
         self.norm, self.head = Norm(jnp.ones(WIDTH)), Matrix(_random(3, WIDTH, VOCAB))
 
-    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+    def make_cache(self, rows, positions, dtype):
         return empty(rows, positions, dtype)
 
-    def __call__(self, *arguments: Any, every: bool = False) -> Any:
+    def __call__(self, *arguments, every=False):
         return run(self, *arguments, every=every)
 
 
@@ -196,33 +190,31 @@ class Translator:
     vocab_size = VOCAB
     max_positions = LONGEST
 
-    def __init__(self) -> None:
+    def __init__(self):
         vars(self).update(vars(PlainDecoder()))
 
-    def source(self, rows: int, size: int) -> Any:
+    def source(self, rows, size):
         return jax.ShapeDtypeStruct((rows, size), jnp.int32)
 
-    def encode(self, source: Any, length: Any, positions: int, dtype: str) -> Any:
+    def encode(self, source, length, positions, dtype):
         valid = jnp.arange(source.shape[1]) < length[:, None]
-        memory = jnp.where(valid[..., None], self.embed(source), 0)  # type: ignore[attr-defined]
+        memory = jnp.where(valid[..., None], self.embed(source), 0)
         return {"memory": memory, "length": length, "text": empty(len(source), positions, dtype)}
 
-    def __call__(
-        self, tokens: Any, start: Any, length: Any, cache: Any, *, every: bool = False
-    ) -> Any:
+    def __call__(self, tokens, start, length, cache, *, every=False):
         places = jnp.arange(cache["memory"].shape[1]) < cache["length"][:, None]
         mean = (cache["memory"] * places[..., None]).sum(1) / cache["length"][:, None]
         parts = SimpleNamespace(**vars(self))
-        parts.embed = lambda index: self.embed(index) + mean[:, None]  # type: ignore[attr-defined]
+        parts.embed = lambda index: self.embed(index) + mean[:, None]
         logits, text = run(parts, tokens, start, length, cache["text"], every=every)
         return logits, {**cache, "text": text}
 
 
-def nnx_decoder() -> NnxDecoder:
+def nnx_decoder():
     return NnxDecoder(nnx.Rngs(0))
 
 
-def equinox_decoder() -> EquinoxDecoder:
+def equinox_decoder():
     plain = PlainDecoder()
     return EquinoxDecoder(plain.embed, plain.places, plain.layers, plain.norm, plain.head)
 
@@ -230,15 +222,13 @@ def equinox_decoder() -> EquinoxDecoder:
 linen_decoder = LinenDecoder()
 
 
-def linen_variables() -> Any:
+def linen_variables():
     one = jnp.ones(1, jnp.int32)
     arguments = (one[:, None], one * 0, one, empty(1, 4, "float32"))
     return linen_decoder.init(jax.random.key(0), *arguments)
 
 
-def greedy(
-    model: Any, prompt: list[int], count: int, positions: int, source: list[int] | None = None
-) -> list[int]:
+def greedy(model, prompt, count, positions, source=None):
     """What the model writes, step by step in plain Python, each time from an empty cache."""
     tokens = list(prompt)
     for _ in range(count):

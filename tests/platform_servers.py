@@ -1,7 +1,5 @@
 """Servers of others with a bundle inside, as processes: Triton, BentoML, MLServer."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -10,7 +8,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,11 +37,11 @@ class PlatformServer:
     protocol: str = "http"
 
     @property
-    def is_here(self) -> bool:
+    def is_here(self):
         return importlib.util.find_spec(self.package) is not None
 
     @contextmanager
-    def running(self, bundles: Mapping[str, Path], directory: Path) -> Iterator[str]:
+    def running(self, bundles, directory):
         """Run it until the block ends; yields `host:port`, where all models are ready."""
         port, grpc_port = free_port(), free_port()
         command = self.command(bundles, directory, port, grpc_port)
@@ -77,23 +75,19 @@ class PlatformServer:
                 process.wait()
 
 
-def _is_ok(url: str) -> bool:
+def _is_ok(url):
     try:
         return httpx.get(url, timeout=10).is_success
     except httpx.HTTPError:
         return False
 
 
-def _triton() -> Path:
+def _triton():
     spec = importlib.util.find_spec("pytriton")
-    assert spec is not None
-    assert spec.origin is not None
     return Path(spec.origin).parent / "tritonserver"
 
 
-def _triton_command(
-    bundles: Mapping[str, Path], directory: Path, port: int, grpc_port: int
-) -> list[str]:
+def _triton_command(bundles, directory, port, grpc_port):
     """Use the files of nvidia-pytriton: it has Triton, and a stub for each version of Python."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     shutil.copytree(_triton() / "backends" / "python", directory / "backends" / "python")
@@ -119,7 +113,7 @@ def _triton_command(
     ]
 
 
-def _triton_environ(directory: Path) -> dict[str, str]:
+def _triton_environ(directory):
     """Its process embeds Python: that needs the library of Python, and the packages of this environment."""
     libraries = [
         sysconfig.get_config_var("LIBDIR"),
@@ -135,9 +129,7 @@ def _triton_environ(directory: Path) -> dict[str, str]:
     }
 
 
-def _bento_command(
-    bundles: Mapping[str, Path], directory: Path, port: int, grpc_port: int
-) -> list[str]:
+def _bento_command(bundles, directory, port, grpc_port):
     [bundle] = bundles.values()
     (directory / "service.py").write_text(
         "from prejit.server.adapters.bentoml_service import make_bento_service\n\n"
@@ -147,13 +139,11 @@ def _bento_command(
     return [*command, "--host", "127.0.0.1", "--port", str(port)]
 
 
-def _bento_environ(directory: Path) -> dict[str, str]:
+def _bento_environ(directory):
     return {"BENTOML_HOME": str(directory / "home"), "BENTOML_DO_NOT_TRACK": "1"}
 
 
-def _mlserver_command(
-    bundles: Mapping[str, Path], directory: Path, port: int, grpc_port: int
-) -> list[str]:
+def _mlserver_command(bundles, directory, port, grpc_port):
     for name, bundle in bundles.items():
         (directory / "models" / name).mkdir(parents=True)
         described = {

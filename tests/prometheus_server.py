@@ -1,7 +1,5 @@
 """A real Prometheus with the rules of `prejit observe init`, 15 times faster, and what its alerts say."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -9,13 +7,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from tests.ports import free_port
+from tests.processes import ran
 from tests.waiting import wait_for
 
 from prejit.server.observe.monitoring_files import write
@@ -29,10 +26,10 @@ _DURATION = re.compile(r"(for: |_interval: |\[)(\d+)([smhd])\b")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
-def faster(text: str) -> str:
+def faster(text):
     """Return rules or settings of Prometheus whose durations are divided by FASTER."""
 
-    def shorter(found: re.Match[str]) -> str:
+    def shorter(found):
         return f"{found[1]}{int(found[2]) * _SECONDS[found[3]] * 1000 // FASTER}ms"
 
     return _DURATION.sub(shorter, text)
@@ -45,7 +42,7 @@ class Prometheus:
         runbooks: the directory that the alerts' annotations lead to.
     """
 
-    def __init__(self, directory: Path, ports: Sequence[int]) -> None:
+    def __init__(self, directory, ports):
         """Start it in a directory. Skip the test where Prometheus is not installed."""
         program = shutil.which("prometheus")
         if program is None:
@@ -63,50 +60,41 @@ class Prometheus:
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", timeout=60)
         options = ("--web.listen-address", f"127.0.0.1:{port}", "--log.level=warn")
         self._log = (directory / "prometheus.log").open("w+")
-        self._process = subprocess.Popen(
-            [
-                program,
-                f"--config.file={settings}",
-                f"--storage.tsdb.path={directory}/tsdb",
-                *options,
-            ],
-            stdout=self._log,
-            stderr=self._log,
-        )
+        command = [program, f"--config.file={settings}", f"--storage.tsdb.path={directory}/tsdb"]
+        self._process = subprocess.Popen([*command, *options], stdout=self._log, stderr=self._log)
         wait_for(self._answers, what=f"{self._log.name}: Prometheus does not answer")
 
-    def _answers(self) -> bool:
+    def _answers(self):
         assert self._process.poll() is None, Path(self._log.name).read_text()
         try:
             return bool(self._get("query", query="1"))
         except httpx.HTTPError:
             return False
 
-    def _get(self, path: str, **parameters: str) -> Any:
+    def _get(self, path, **parameters):
         answer = self._client.get(path, params=parameters)
         answer.raise_for_status()
         return answer.json()["data"]
 
-    def value(self, query: str) -> float:
+    def value(self, query):
         """Return the sum of the series of a query now; 0 without any."""
         return sum(float(each["value"][1]) for each in self._get("query", query=query)["result"])
 
-    def firing(self) -> set[str]:
+    def firing(self):
         """Return the names of the alerts that fire now."""
         return {a["labels"]["alertname"] for a in self._alerts() if a["state"] == "firing"}
 
-    def _alerts(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self._get("alerts")["alerts"]
-        return found
+    def _alerts(self):
+        return self._get("alerts")["alerts"]
 
-    def fired(self, severity: str = ".*") -> set[str]:
+    def fired(self, severity=".*"):
         """Return the names of the alerts that have fired since the start, without those OF_SPEED."""
         of = f'alertname!~"{OF_SPEED}",severity=~"{severity}"'
         matched = f'ALERTS{{alertstate="firing",{of}}}'
         found = self._get("query", query=f"max by (alertname) (max_over_time({matched}[1h]))")
         return {each["metric"]["alertname"] for each in found["result"]}
 
-    def wait_for_alert(self, name: str, seconds: float = 120) -> float:
+    def wait_for_alert(self, name, seconds=120):
         """Wait until an alert fires; return the seconds. Check that its annotation leads to a runbook."""
         began = time.monotonic()
         wait_for(lambda: name in self.firing(), seconds, f"{name} did not fire")
@@ -119,13 +107,11 @@ class Prometheus:
         assert Path(url) == self.runbooks / f"{name}.md"
         return took
 
-    def wait_for_end(self, name: str, seconds: float = 120) -> None:
+    def wait_for_end(self, name, seconds=120):
         """Wait until an alert fires no more."""
         wait_for(lambda: name not in self.firing(), seconds, f"{name} still fires")
 
-    def follow(
-        self, alert: str, command: str, *, env: Mapping[str, str] | None = None, **words: str | Path
-    ) -> subprocess.CompletedProcess[str]:
+    def follow(self, alert, command, *, env=None, **words):
         """Run a command that an alert's runbook gives.
 
         Args:
@@ -140,16 +126,10 @@ class Prometheus:
             assert word in command
             command = command.replace(word, str(value))
         bins = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        return subprocess.run(
-            shlex.split(command),
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env={**os.environ, "PATH": bins, **(env or {})},
-            check=False,
-        )
+        environment = {**os.environ, "PATH": bins, **(env or {})}
+        return ran(*shlex.split(command), status=None, env=environment)
 
-    def close(self) -> None:
+    def close(self):
         """End it."""
         self._process.kill()
         self._process.wait()

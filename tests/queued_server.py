@@ -7,15 +7,12 @@ is computed, not slept: a machine that wakes it late does not make it slower. Wi
 workers stand still once, so many seconds after the first text.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import heapq
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,12 +20,11 @@ ROOT = Path(__file__).parents[1]
 
 
 @contextmanager
-def queued_server(*options: object) -> Iterator[str]:
+def queued_server(*options):
     """Run the server in a process of its own, and give its URL."""
     command = [sys.executable, "-m", "tests.queued_server", *map(str, options)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
             yield f"http://127.0.0.1:{int(process.stdout.readline())}"
         finally:
             process.kill()
@@ -37,41 +33,41 @@ def queued_server(*options: object) -> Iterator[str]:
 class Queue:
     """The workers, and when they are free."""
 
-    def __init__(self, workers: int, service: float, pause: tuple[float, float] | None) -> None:
+    def __init__(self, workers, service, pause):
         self._free = [0.0] * workers
         self._service = service
         self._pause = pause
-        self._first: float | None = None
+        self._first = None
 
-    def take(self, now: float, parts: int) -> list[float]:
+    def take(self, now, parts):
         """Return when the parts of a text are ready that is asked for now."""
         self._first = now if self._first is None else self._first
         begun = max(self._worked(now), heapq.heappop(self._free))
         heapq.heappush(self._free, begun + self._service)
         return [self._wall(begun + self._service * part / parts) for part in range(1, parts + 1)]
 
-    def _worked(self, now: float) -> float:
+    def _worked(self, now):
         """Return a time of a clock that stands still during the pause."""
         if self._pause is None or self._first is None:
             return now
         at, seconds = self._first + self._pause[0], self._pause[1]
         return now if now < at else max(at, now - seconds)
 
-    def _wall(self, worked: float) -> float:
+    def _wall(self, worked):
         if self._pause is None or self._first is None or worked <= self._first + self._pause[0]:
             return worked
         return worked + self._pause[1]
 
 
-async def serve(queue: Queue) -> None:
+async def serve(queue):
     loop = asyncio.get_running_loop()
 
-    def chunk(text: str) -> bytes:
+    def chunk(text):
         content = text.encode()
         return b"%x\r\n%s\r\n" % (len(content), content)
 
-    async def answer(writer: asyncio.StreamWriter, body: dict[str, object]) -> None:
-        tokens = int(body["max_tokens"])  # type: ignore[call-overload]
+    async def answer(writer, body):
+        tokens = int(body["max_tokens"])
         times = queue.take(loop.time(), tokens)
         usage = {"prompt_tokens": len(str(body["prompt"]).split()), "completion_tokens": tokens}
         if not body.get("stream"):
@@ -85,12 +81,12 @@ async def serve(queue: Queue) -> None:
         end = json.dumps({"choices": [], "usage": usage})
         writer.write(chunk(f"data: {end}\n\ndata: [DONE]\n\n") + b"0\r\n\r\n")
 
-    def whole(writer: asyncio.StreamWriter, value: object, status: str = "200 OK") -> None:
+    def whole(writer, value, status="200 OK"):
         content = json.dumps(value).encode()
         head = f"HTTP/1.1 {status}\r\nContent-Length: {len(content)}\r\n\r\n"
         writer.write(head.encode() + content)
 
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handle(reader, writer):
         while line := await reader.readline():
             path, length = line.split()[1], 0
             while (header := (await reader.readline()).strip().lower()) != b"":

@@ -3,8 +3,6 @@
 Nothing is imported here that costs time: jax is imported by the functions that need it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -13,19 +11,15 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from .layouts import write_files
-from .once import Once
-
-if TYPE_CHECKING:
-    from prejit.runtime.format.arrays import Array
 
 V3_FEATURES = (
     *("64bit", "avx", "avx2", "bmi", "bmi2", "cmov", "crc32", "cx16", "cx8", "f16c", "fma"),
@@ -61,12 +55,12 @@ class Recipe:
     name: str
     weights: Mapping[str, Any]
 
-    def assemble(self) -> tuple[bytes, dict[str, Any]]:
+    def assemble(self):
         from prejit.compiler.pipeline.pack.bundle_files import assemble
 
         return assemble(self.name, self.targets)
 
-    def write(self, path: Path) -> Path:
+    def write(self, path):
         """Writes the files as they are, without the care (and the time) of `write_layout`."""
         from prejit.runtime.base.typed_json import from_json
         from prejit.runtime.format.bundle_schema import Index
@@ -77,7 +71,7 @@ class Recipe:
         (path / "index.json").write_bytes(encode_root(from_json(Index, index, ""), index, ()))
         return path
 
-    def write_described(self, path: Path) -> Path:
+    def write_described(self, path):
         """Writes the bundle as a build does, with list of parts and provenance."""
         from functools import partial
 
@@ -93,30 +87,23 @@ class Recipe:
         attach_descriptions(path, digest, partial(recording_provenance, digest))
         return path
 
-    def only(self, *targets: str) -> Recipe:
+    def only(self, *targets):
         """With these targets alone."""
         kept = tuple(target for target in self.targets if target.config.target in targets)
         return dataclasses.replace(self, targets=kept)
 
-    def configured(self, change: Callable[[Any], Any]) -> Recipe:
+    def configured(self, change):
         """With another program table for each target."""
-        return dataclasses.replace(
-            self,
-            targets=tuple(
-                dataclasses.replace(target, config=change(target.config)) for target in self.targets
-            ),
-        )
+        return self._each(lambda target: dataclasses.replace(target, config=change(target.config)))
 
-    def layered(self, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Recipe:
+    def layered(self, change):
         """With other layers for each target."""
-        return dataclasses.replace(
-            self,
-            targets=tuple(
-                dataclasses.replace(target, layers=change(target.layers)) for target in self.targets
-            ),
-        )
+        return self._each(lambda target: dataclasses.replace(target, layers=change(target.layers)))
 
-    def with_content(self, media_type: str, content: bytes) -> Recipe:
+    def _each(self, change):
+        return dataclasses.replace(self, targets=tuple(map(change, self.targets)))
+
+    def with_content(self, media_type, content):
         """With other bytes in one layer, its digest set right."""
         from prejit.compiler.pipeline.pack.bundle_files import layer
 
@@ -127,14 +114,14 @@ class Recipe:
             )
         )
 
-    def content(self, media_type: str) -> bytes:
+    def content(self, media_type):
         """The bytes of a layer of the first target."""
         found = next(x for x in self.targets[0].layers if x.media_type == media_type)
         return found.content if isinstance(found.content, bytes) else found.content.read_bytes()
 
 
 @pytest.fixture(scope="session")
-def make_recipe(tmp_path_factory: pytest.TempPathFactory, once: Once) -> Callable[..., Recipe]:
+def make_recipe(tmp_path_factory, once):
     """Makes a recipe: `make_recipe(score_scale=1.0, name="example", buckets=(2, 8), miscompiled="")`.
 
     Its programs, for the targets `cpu-host` and `cpu-x86-64-v3`:
@@ -145,10 +132,10 @@ def make_recipe(tmp_path_factory: pytest.TempPathFactory, once: Once) -> Callabl
     """
 
     @functools.cache
-    def compiled(buckets: tuple[int, ...], miscompiled: str) -> Mapping[str, _Compiled]:
+    def compiled(buckets, miscompiled):
         """By one worker of pytest-xdist for all. What a recipe is named and weighs changes no program."""
 
-        def make(at: Path) -> None:
+        def make(at):
             (at / "programs").write_bytes(pickle.dumps(_compile(at, buckets, miscompiled)))
 
         sizes = "-".join(map(str, buckets))
@@ -156,12 +143,7 @@ def make_recipe(tmp_path_factory: pytest.TempPathFactory, once: Once) -> Callabl
         return dict(pickle.loads((made / "programs").read_bytes()))
 
     @functools.cache
-    def make(
-        score_scale: float = 1.0,
-        name: str = "example",
-        buckets: tuple[int, ...] = (2, 8),
-        miscompiled: str = "",
-    ) -> Recipe:
+    def make(score_scale=1.0, name="example", buckets=(2, 8), miscompiled=""):
         at = tmp_path_factory.mktemp("recipe")
         return _pack(at, score_scale, name, compiled(buckets, miscompiled))
 
@@ -169,19 +151,19 @@ def make_recipe(tmp_path_factory: pytest.TempPathFactory, once: Once) -> Callabl
 
 
 @pytest.fixture(scope="session")
-def recipe(make_recipe: Callable[..., Recipe]) -> Recipe:
+def recipe(make_recipe):
     """The recipe of the bundle that most tests read."""
     return make_recipe()
 
 
 @pytest.fixture
-def bundle_dir(recipe: Recipe, tmp_path: Path) -> Path:
+def bundle_dir(recipe, tmp_path):
     """A bundle of this test's own, just written."""
     return recipe.write(tmp_path / "example")
 
 
 @pytest.fixture(scope="session")
-def settled_dir(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def settled_dir(recipe, tmp_path_factory):
     """A bundle that lies there long enough to get receipts. Read only: it is the whole session's."""
     from prejit.runtime.machine.kept_files import SETTLED_SECONDS
 
@@ -192,7 +174,7 @@ def settled_dir(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return path
 
 
-def make_example(at: Path) -> Recipe:
+def make_example(at):
     """The recipe of `make_recipe` for who has no fixtures; `at` is a directory for its store."""
     return _pack(at, 1.0, "example", _compile(at, (2, 8), ""))
 
@@ -213,7 +195,7 @@ class _Compiled:
     memory: Any
 
 
-def _compile(at: Path, buckets: tuple[int, ...], miscompiled: str) -> dict[str, _Compiled]:
+def _compile(at, buckets, miscompiled):
     """Lower and compile the programs of a recipe."""
     from prejit.compiler.compile.worker.disassembly import NEVER_CHOSEN, declared_features
     from prejit.compiler.compile.worker.xla import compile_portable
@@ -224,32 +206,21 @@ def _compile(at: Path, buckets: tuple[int, ...], miscompiled: str) -> dict[str, 
     programs = {}
     for name, (portable, arguments, results) in lowered.items():
         host = compile_portable(portable)
-        executables = {
-            "cpu-host": (
-                host.serialized,
-                frozenset(declared_features(host.serialized)) - {*NEVER_CHOSEN},
-            ),
-            "cpu-x86-64-v3": (for_v3[name][0], frozenset(for_v3[name][1])),
-        }
+        features = frozenset(declared_features(host.serialized)) - {*NEVER_CHOSEN}
+        executables = {"cpu-host": (host.serialized, features), "cpu-x86-64-v3": for_v3[name]}
         programs[name] = _Compiled(portable, arguments, results, executables, host.memory)
     return programs
 
 
-def _pack(at: Path, score_scale: float, name: str, programs: Mapping[str, _Compiled]) -> Recipe:
+def _pack(at, score_scale, name, programs):
     """Return the bundle of these programs; `at` is a directory for a store."""
     import numpy as np
 
     from prejit.compiler.pipeline.pack import bundle_files
     from prejit.compiler.store.directory_store import DirectoryStore
     from prejit.runtime.base.files import digest_of
+    from prejit.runtime.format import names
     from prejit.runtime.format.bundle_schema import Config, ProgramEntry
-    from prejit.runtime.format.names import (
-        EXECUTABLES_MEDIA_TYPE,
-        FORMAT_VERSION,
-        LICENSE_MEDIA_TYPE,
-        PORTABLE_MEDIA_TYPE,
-        WEIGHTS_MEDIA_TYPE,
-    )
     from prejit.runtime.machine.fingerprint import Requirement
 
     random = np.random.default_rng(0)
@@ -258,45 +229,35 @@ def _pack(at: Path, score_scale: float, name: str, programs: Mapping[str, _Compi
         "score:kernel": random.standard_normal((16, 4), np.float32) * np.float32(score_scale),
     }
     cache = DirectoryStore.open(at / "cache")
+    lowered = {p: x.portable for p, x in programs.items()}
     portable, portables = packed_in_memory(
-        cache,
-        PORTABLE_MEDIA_TYPE,
-        "programs.stablehlo",
-        {p: x.portable for p, x in programs.items()},
+        cache, names.PORTABLE_MEDIA_TYPE, "programs.stablehlo", lowered
     )
+    tensors = [
+        bundle_files.PackedTensor(tensor, str(value.dtype), value.shape, lambda value=value: value)
+        for tensor, value in weights.items()
+    ]
     with cache.blob_writer() as blob:
-        bundle_files.write_weights(
-            [
-                bundle_files.PackedTensor(
-                    tensor, str(value.dtype), value.shape, lambda value=value: value
-                )
-                for tensor, value in weights.items()
-            ],
-            blob,
-        )
-    stored_weights = cache.read_blob(blob.digest)
-    assert stored_weights is not None
+        bundle_files.write_weights(tensors, blob)
+    stored = cache.read_blob(blob.digest)
     shared = (
-        bundle_files.layer(LICENSE_MEDIA_TYPE, b"Apache-2.0\n", "LICENSE"),
-        bundle_files.layer(WEIGHTS_MEDIA_TYPE, stored_weights, "weights.safetensors"),
+        bundle_files.layer(names.LICENSE_MEDIA_TYPE, b"Apache-2.0\n", "LICENSE"),
+        bundle_files.layer(names.WEIGHTS_MEDIA_TYPE, stored, "weights.safetensors"),
         portable,
     )
     packed = []
     for target in ("cpu-host", "cpu-x86-64-v3"):
+        compiled = {p: x.executables[target][0] for p, x in programs.items()}
         executables, segments = packed_in_memory(
-            cache,
-            EXECUTABLES_MEDIA_TYPE,
-            "programs.xla",
-            {p: x.executables[target][0] for p, x in programs.items()},
+            cache, names.EXECUTABLES_MEDIA_TYPE, "programs.xla", compiled
         )
         needed = frozenset[str]().union(*(x.executables[target][1] for x in programs.values()))
+        needs = Requirement("cpu", os.uname().machine, tuple(sorted(needed)), version("jaxlib"))
         config = Config(
-            format=FORMAT_VERSION,
+            format=names.FORMAT_VERSION,
             bundle=name,
             target=target,
-            requirement=Requirement(
-                "cpu", os.uname().machine, tuple(sorted(needed)), version("jaxlib")
-            ),
+            requirement=needs,
             versions={"jax": version("jax"), "jaxlib": version("jaxlib"), "prejit": "0.1.0"},
             programs=tuple(
                 ProgramEntry(
@@ -321,7 +282,7 @@ def _pack(at: Path, score_scale: float, name: str, programs: Mapping[str, _Compi
     return Recipe(tuple(packed), name, weights)
 
 
-def framed(raw: bytes) -> tuple[Any, bytes]:
+def framed(raw):
     """The segment of a program at the beginning of a pack, and its frame."""
     import zstandard
 
@@ -332,9 +293,7 @@ def framed(raw: bytes) -> tuple[Any, bytes]:
     return Segment(0, len(frame), digest_of(frame), len(raw), digest_of(raw)), frame
 
 
-def packed_in_memory(
-    cache: Any, media_type: str, title: str, raws: Mapping[str, bytes]
-) -> tuple[Any, Any]:
+def packed_in_memory(cache, media_type, title, raws):
     """A layer with the frames of programs, by way of a store, and their segments by name."""
     from prejit.compiler.pipeline.pack import bundle_files
 
@@ -347,7 +306,7 @@ def packed_in_memory(
     return bundle_files.layer(media_type, packed.content.read_bytes(), title), segments
 
 
-def with_trees(program: Any) -> Any:
+def with_trees(program):
     """A program whose arguments and results are nested as their paths say."""
     from prejit.runtime.format.arrays import Array
 
@@ -357,19 +316,19 @@ def with_trees(program: Any) -> Any:
     return dataclasses.replace(program, arguments_tree=tree_of(taken), results_tree=tree_of(given))
 
 
-def _is_no_tree(arrays: Sequence[Array]) -> bool:
+def _is_no_tree(arrays):
     paths = [array.path for array in arrays]
     inner = {path[:place] for path in paths for place in range(len(path))}
     return len({*paths}) != len(paths) or not inner.isdisjoint(paths)
 
 
-def tree_of(arrays: Sequence[Array]) -> str:
+def tree_of(arrays):
     """The tree whose leaves have the paths of these arrays: dicts for names, tuples for places."""
 
-    def nested(paths: list[Any]) -> Any:
+    def nested(paths):
         if paths == [()]:
             return "*"
-        parts: dict[str | int, list[Any]] = {}
+        parts = {}
         for key, *rest in paths:
             parts.setdefault(key, []).append(tuple(rest))
         children = {key: nested(inner) for key, inner in parts.items()}
@@ -379,13 +338,13 @@ def tree_of(arrays: Sequence[Array]) -> str:
     return json.dumps(nested([array.path for array in arrays]), separators=(",", ":"))
 
 
-def _lower_score(size: int, miscompiled: str = "") -> tuple[bytes, list[Any], list[Any]]:
+def _lower_score(size, miscompiled=""):
     import jax
     import jax.numpy as jnp
 
     from prejit.runtime.format.arrays import Array
 
-    def score(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    def score(weights, x):
         kernel, bias = weights["kernel"], weights["bias"]
         match miscompiled:
             case "operands swapped":
@@ -403,29 +362,24 @@ def _lower_score(size: int, miscompiled: str = "") -> tuple[bytes, list[Any], li
                 return jnp.tanh(rounded) + bias
         return jnp.tanh(x @ kernel) + bias
 
-    weights = {
-        "bias": jax.ShapeDtypeStruct((4,), jnp.float32),
-        "kernel": jax.ShapeDtypeStruct((16, 4), jnp.float32),
-    }
-    portable = export(score, weights, jax.ShapeDtypeStruct((size, 16), jnp.float32))
+    bias, kernel, x = (
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4,), (16, 4), (size, 16))
+    )
+    portable = export(score, {"bias": bias, "kernel": kernel}, x)
     return portable, [Array(("x",), "float32", (size, 16))], [Array((), "float32", (size, 4))]
 
 
-def _lower_nest() -> tuple[bytes, list[Any], list[Any]]:
+def _lower_nest():
     import jax
     import jax.numpy as jnp
 
     from prejit.runtime.format.arrays import Array
 
-    def nest(tree: dict[str, Any]) -> dict[str, Any]:
+    def nest(tree):
         half, (count, flag) = tree["half"], tree["pair"]
         doubled = jnp.where(flag, half + half, half)
         return {"sums": (doubled, count + 1), "scalar": jnp.asarray(2.5, jnp.float32)}
 
-    tree = {
-        "half": jax.ShapeDtypeStruct((3,), jnp.bfloat16),
-        "pair": (jax.ShapeDtypeStruct((2, 2), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)),
-    }
     arguments = [
         Array(("tree", "half"), "bfloat16", (3,)),
         Array(("tree", "pair", 0), "int32", (2, 2)),
@@ -436,24 +390,22 @@ def _lower_nest() -> tuple[bytes, list[Any], list[Any]]:
         Array(("sums", 0), "bfloat16", (3,)),
         Array(("sums", 1), "int32", (2, 2)),
     ]
-    return export(nest, tree), arguments, results
+    half, *pair = (jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arguments)
+    return export(nest, {"half": half, "pair": tuple(pair)}), arguments, results
 
 
-def _lower_tick() -> tuple[bytes, list[Any], list[Any]]:
-    import jax
+def _lower_tick():
     import jax.numpy as jnp
 
     from prejit.runtime.format.arrays import Array
 
-    def tick() -> jax.Array:
+    def tick():
         return jnp.asarray(7, jnp.int32)
 
     return export(tick), [], [Array((), "int32", ())]
 
 
-def export(
-    function: Callable[..., Any], *arguments: Any, custom_calls: tuple[str, ...] = ()
-) -> bytes:
+def export(function, *arguments, custom_calls=()):
     """The portable program of a function, which may call these kernels."""
     import jax
     import jax.export
@@ -464,7 +416,7 @@ def export(
     return bytes(exported.mlir_module_serialized)
 
 
-def _compile_for_v3(at: Path, portables: Mapping[str, bytes]) -> dict[str, tuple[bytes, list[str]]]:
+def _compile_for_v3(at, portables):
     """In a process of its own: jaxlib 0.10 takes the level from XLA_FLAGS alone."""
     files = {}
     for place, (program, portable) in enumerate(portables.items()):

@@ -1,25 +1,21 @@
 """Keys and policies for tests of trust."""
 
-from __future__ import annotations
-
 from functools import cache
-from pathlib import Path
-from typing import Any
 
-from prejit.compiler.signing.private_key import PrivateKey, parse_private_key
+from prejit.compiler.signing.private_key import parse_private_key
 
 
-def signer(name: str, curve: str = "SECP256R1") -> PrivateKey:
+def signer(name, curve="SECP256R1"):
     """Return a private key; the same one for the same name in one run."""
     return _made(name, curve)
 
 
 @cache
-def _made(name: str, curve: str) -> PrivateKey:
+def _made(name, curve):
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    kind: Any = getattr(ec, curve)
+    kind = getattr(ec, curve)
     return parse_private_key(
         ec.generate_private_key(kind()).private_bytes(
             serialization.Encoding.PEM,
@@ -30,14 +26,14 @@ def _made(name: str, curve: str) -> PrivateKey:
     )
 
 
-def key_table(name: str, key: PrivateKey | None = None, **more: str) -> str:
+def key_table(name, key=None, **more):
     """Return a table of `trust.toml` with a key."""
     pem = (key or signer(name)).public.pem
     lines = "".join(f"{key} = {value}\n" for key, value in more.items())
     return f'[keys.{name}]\npem = """\n{pem}"""\n{lines}\n'
 
 
-def write_policy(path: Path, *texts: str) -> Path:
+def write_policy(path, *texts):
     """Write a policy made of parts."""
     path.write_text("\n".join(texts))
     return path

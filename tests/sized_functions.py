@@ -1,15 +1,10 @@
 """Functions that look at a size while they are traced. A build tries the numbers in their file: few."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 TABLE = {64: 2.0, 128: 3.0}
 LIMIT = 96
 
 
-def matched(x: Any) -> Any:
+def matched(x):
     match x.shape[0]:
         case 48:
             return -x
@@ -17,7 +12,7 @@ def matched(x: Any) -> Any:
             return x
 
 
-LOOKS_AT_A_SIZE: dict[str, Callable[[Any], Any]] = {
+LOOKS_AT_A_SIZE = {
     "equal": lambda x: x * 2 if x.shape[0] == 100 else x,
     "named": lambda x: x * 2 if x.shape[0] == LIMIT else x,
     "member": lambda x: x * 2 if x.shape[0] in (32, 40) else x,
@@ -28,14 +23,14 @@ LOOKS_AT_A_SIZE: dict[str, Callable[[Any], Any]] = {
     "matched": matched,
 }
 
-LOOKS_BELOW_EIGHT: dict[str, Callable[[Any], Any]] = {
+LOOKS_BELOW_EIGHT = {
     "below": lambda x: x * 2 if x.shape[0] < 5 else x,
     "five": lambda x: x * 2 if x.shape[0] == 5 else x,
     "third": lambda x: x + x.shape[0] % 3,
 }
 
 
-def only_eight(x: Any) -> Any:
+def only_eight(x):
     if x.shape[0] not in (8, 16):  # variables are found by doubling them
         raise ValueError("not 8")
     return x

@@ -280,12 +280,6 @@ def s3rver(directory: Path) -> Server | None:
     )
 
 
-KINDS: tuple[Callable[[Path], Server | None], ...] = (
-    directory_store,
-    nginx,
-    docker_registry,
-    moto,
-    azurite,
-    s3rver,
-)
+KINDS: tuple[Callable[[Path], Server | None], ...]
+KINDS = (directory_store, nginx, docker_registry, moto, azurite, s3rver)
 """All kinds; each gives None where this machine cannot run it."""

@@ -1,17 +1,14 @@
 """Tests that do the same in several threads at once."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 
-def in_threads(count: int, work: Callable[[int], object]) -> None:
+def in_threads(count, work):
     """Call a function in so many threads at once, each with its number; raise the first error of one."""
     together = threading.Barrier(count)
 
-    def begin(number: int) -> None:
+    def begin(number):
         together.wait(60)
         work(number)
 

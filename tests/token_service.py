@@ -1,13 +1,10 @@
 """A registry with TLS of a private CA and a token service (the distribution specification's), both real."""
 
-from __future__ import annotations
-
 import base64
 import json
 import ssl
 import time
 import uuid
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +45,7 @@ class GuardedRegistry:
 
 
 @contextmanager
-def guarded_registry(directory: Path) -> Iterator[GuardedRegistry]:
+def guarded_registry(directory):
     """Serve a real docker-registry that takes tokens of a service of ours. Skip where it is not installed."""
     authority = trustme.CA()
     tls, signing = (
@@ -66,17 +63,17 @@ def guarded_registry(directory: Path) -> Iterator[GuardedRegistry]:
     tls.configure_cert(context)
 
     class Handler(QuietHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             query = parse_qs(urlsplit(self.path).query)
             pair = self.headers.get("authorization", "").removeprefix("Basic ")
             user, _, password = base64.b64decode(pair).decode().partition(":")
             self.give(user if state.passwords.get(user) == password else "", query)
 
-        def do_POST(self) -> None:
+        def do_POST(self):
             form = parse_qs(self.content().decode())
             self.give(state.identities.get(form["refresh_token"][0], ""), form)
 
-        def give(self, user: str, query: dict[str, list[str]]) -> None:
+        def give(self, user, query):
             scopes = [each for some in query.get("scope", []) for each in some.split()]
             state.asked.append(scopes)
             if not user:
@@ -91,14 +88,9 @@ def guarded_registry(directory: Path) -> Iterator[GuardedRegistry]:
                 access.append({"type": kind, "name": name, "actions": allowed})
             now = time.time()
             claims = {
-                "iss": "tests",
-                "sub": user,
-                "aud": query["service"][0],
-                "exp": int(now + state.ends),
-                "nbf": int(now + state.begins),
-                "iat": int(now),
-                "jti": uuid.uuid4().hex,
-                "access": access,
+                **{"iss": "tests", "sub": user, "aud": query["service"][0]},
+                **{"exp": int(now + state.ends), "nbf": int(now + state.begins), "iat": int(now)},
+                **{"jti": uuid.uuid4().hex, "access": access},
             }
             key = signing.private_key_pem.bytes()
             token = jwt.encode(claims, key, "RS256", headers={"x5c": chain})

@@ -5,8 +5,6 @@ status. Only what is imported is there already. What a start-up costs, imports o
 real new processes.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -16,10 +14,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,17 +30,17 @@ class WarmProcess:
         returncode: None before `communicate` or `wait`.
     """
 
-    def __init__(self, python: WarmPython, pid: int, files: tuple[Path, Path]) -> None:
+    def __init__(self, python, pid, files):
         self._python, self.pid, self._files = python, pid, files
-        self.returncode: int | None = None
+        self.returncode = None
 
-    def wait(self, timeout: float = 600) -> int:
+    def wait(self, timeout=600):
         """Return the exit status, or minus the signal. Its group is killed after `timeout` seconds."""
         if self.returncode is None:
             self.returncode = self._python.status_of(self.pid, timeout)
         return self.returncode
 
-    def communicate(self, timeout: float = 600) -> tuple[str, str]:
+    def communicate(self, timeout=600):
         """Wait for its end, and return all that it wrote to stdout and stderr."""
         self.wait(timeout)
         output, errors = (file.read_text() for file in self._files)
@@ -54,19 +50,13 @@ class WarmProcess:
 class WarmPython:
     """A process that has imported the build side and forks for each command."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory):
         self._directory = directory
-        self._process: subprocess.Popen[str] | None = None
+        self._process = None
         self._started = 0
-        self._ended: dict[int, int] = {}
+        self._ended = {}
 
-    def prejit(
-        self,
-        *arguments: str | Path,
-        env: Mapping[str, str] | None = None,
-        timeout: float = 600,
-        quick: bool = False,
-    ) -> subprocess.CompletedProcess[str]:
+    def prejit(self, *arguments, env=None, timeout=600, quick=False):
         """Run `prejit ARGUMENTS` in a process of its own.
 
         Args:
@@ -77,12 +67,9 @@ class WarmPython:
         """
         process = self.start(*arguments, env=env, quick=quick)
         output, errors = process.communicate(timeout)
-        assert process.returncode is not None
         return subprocess.CompletedProcess([*arguments], process.returncode, output, errors)
 
-    def start(
-        self, *arguments: str | Path, env: Mapping[str, str] | None = None, quick: bool = False
-    ) -> WarmProcess:
+    def start(self, *arguments, env=None, quick=False):
         """Start `prejit ARGUMENTS` in a process and a process group of its own. Arguments as `prejit`."""
         if quick and arguments[0] == "build":  # a second worker costs more than it saves
             arguments += ("--jobs", "1")
@@ -95,15 +82,12 @@ class WarmPython:
             "files": [*map(str, files)],
             "quick": quick,
         }
-        stdin = self._running().stdin
-        assert stdin is not None
-        stdin.write(json.dumps(wanted) + "\n")
-        stdin.flush()
+        print(json.dumps(wanted), file=self._running().stdin, flush=True)
         while "started" not in (event := self._next_event()):
             self._ended[event["ended"]] = event["status"]
         return WarmProcess(self, event["started"], (files[0], files[1]))
 
-    def status_of(self, pid: int, timeout: float) -> int:
+    def status_of(self, pid, timeout):
         """How a process that was started ended. After so many seconds its group is killed."""
         late = threading.Timer(timeout, os.killpg, (pid, signal.SIGKILL))
         late.start()
@@ -115,20 +99,17 @@ class WarmPython:
             late.cancel()
         return self._ended.pop(pid)
 
-    def close(self) -> None:
+    def close(self):
         """End the process."""
         if self._process is not None:
             self._process.communicate()
 
-    def _next_event(self) -> dict[str, int]:
-        stdout = self._running().stdout
-        assert stdout is not None
-        line = stdout.readline()
+    def _next_event(self):
+        line = self._running().stdout.readline()
         assert line, "the warm process died"
-        event: dict[str, int] = json.loads(line)
-        return event
+        return json.loads(line)
 
-    def _running(self) -> subprocess.Popen[str]:
+    def _running(self):
         if self._process is None:
             # Threads of OpenBLAS would not be there after a fork.
             self._process = subprocess.Popen(
@@ -143,14 +124,14 @@ class WarmPython:
 
 
 @pytest.fixture(scope="session")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
+def warm(tmp_path_factory):
     """Runs commands of the build side: `warm.prejit("build", manifest)`."""
     python = WarmPython(tmp_path_factory.mktemp("warm"))
     yield python
     python.close()
 
 
-def _serve() -> None:
+def _serve():
     from transformers import AutoConfig  # noqa: F401 (transformers imports it when it is named)
 
     import prejit.compiler
@@ -179,7 +160,7 @@ def _serve() -> None:
             print(json.dumps({"started": child}), flush=True)
 
 
-def _tell_who_ended() -> None:
+def _tell_who_ended():
     with suppress(ChildProcessError):
         while True:
             child, status = os.waitpid(-1, os.WNOHANG)
@@ -189,7 +170,7 @@ def _tell_who_ended() -> None:
             print(json.dumps({"ended": child, "status": code}), flush=True)
 
 
-def _run(wanted: dict[str, Any]) -> None:
+def _run(wanted):
     """Run a command; never returns."""
     import atexit
     import faulthandler

@@ -1,21 +1,17 @@
 """A directory as a reader of the documentation has it: a built bundle, models, fingerprints of machines."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.encoders import write_encoder
-from tests.warm import WarmPython
+from tests.processes import ran
 
 from .snippets import ROOT
 
@@ -35,11 +31,9 @@ name = "cpu-host"
 """
 """The demo's manifest with fewer buckets and targets: the pages show no figure of it."""
 
-Shell = Callable[..., "subprocess.CompletedProcess[str]"]
-
 
 @pytest.fixture(scope="session")
-def caches(build_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def caches(build_cache, tmp_path_factory):
     """The build cache of the run and other caches of these tests' own, as environment variables."""
     root = tmp_path_factory.mktemp("docs-caches")
     return {
@@ -51,16 +45,14 @@ def caches(build_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 @pytest.fixture(scope="session")
-def shell(caches: dict[str, str], warm: WarmPython) -> Shell:
+def shell(caches, warm):
     """Runs a command line in a directory; `prejit` and `python` are those of the tests.
 
     The process of a `prejit` that needs no shell is forked from a warm one, and builds compile quickly.
     If the output is `merged`, stdout has stderr as well.
     """
 
-    def run(
-        command: str, directory: Path, *, merged: bool = False
-    ) -> subprocess.CompletedProcess[str]:
+    def run(command, directory, *, merged=False):
         plain = re.fullmatch(r"prejit (?!record|run)([^;|&$<>]+?)( > [\w.-]+)?", command)
         if plain is not None:
             words = shlex.split(plain[1])
@@ -73,22 +65,15 @@ def shell(caches: dict[str, str], warm: WarmPython) -> Shell:
                 done.stdout = done.stderr + done.stdout
             return done
         python = str(Path(sys.executable).parent)
-        return subprocess.run(
-            ["/bin/sh", "-c", f"({command}) 2>&1" if merged else command],
-            cwd=directory,
-            env={**os.environ, **caches, "PATH": f"{python}:{os.environ['PATH']}"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        env = {**os.environ, **caches, "PATH": f"{python}:{os.environ['PATH']}"}
+        line = f"({command}) 2>&1" if merged else command
+        return ran("/bin/sh", "-c", line, status=None, cwd=directory, env=env)
 
     return run
 
 
 @pytest.fixture(scope="session")
-def readers_directory(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the snippets expect beside them."""
+def readers_directory(shell, tmp_path_factory):
     directory = tmp_path_factory.mktemp("docs")
     manifests = directory / "manifests"
     for place in (directory, manifests):
@@ -114,9 +99,7 @@ def readers_directory(shell: Shell, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture
-def page_directory(
-    readers_directory: Path, caches: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:
+def page_directory(readers_directory, caches, tmp_path, monkeypatch):
     """The directory for one page: what it writes is not there for the next."""
     directory = tmp_path / "page"
     (directory / "artifacts").mkdir(parents=True)

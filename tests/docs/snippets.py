@@ -4,15 +4,11 @@ A block runs as a reader would run it. A block that cannot run here has a line a
 `<!-- snippet: parsed only, because REASON -->`.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -48,27 +44,21 @@ class Snippet:
     code: str
     only_parsed: str | None
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
-def snippets_of(page: Path) -> Iterator[Snippet]:
+def snippets_of(page):
     """Return the code blocks of a page in their order."""
     text = page.read_text()
     for found in _FENCE.finditer(text):
         before = text[: found.start()]
         marker = _MARKER.search(before)
-        yield Snippet(
-            page,
-            before.count("\n") + 2,
-            found[1],
-            found[2],
-            found[3],
-            marker[1] if marker else None,
-        )
+        line = before.count("\n") + 2
+        yield Snippet(page, line, *found.groups(), marker[1] if marker else None)
 
 
-def commands_of(snippet: Snippet) -> list[str]:
+def commands_of(snippet):
     """Return the commands of a shell block, without comments; of a transcript those behind `$ `."""
     lines = snippet.code.splitlines()
     if snippet.language == "console":
@@ -76,7 +66,7 @@ def commands_of(snippet: Snippet) -> list[str]:
     return [stripped for line in lines if (stripped := re.sub(r"(^|\s)#.*$", "", line).strip())]
 
 
-def check_command(command: str, where: object) -> None:
+def check_command(command, where):
     """Check that a command and its options exist, without running it."""
     words = shlex.split(command.partition(";")[0].partition(" > ")[0])
     if words[0] in ("python", ".venv/bin/python"):
@@ -102,15 +92,14 @@ def check_command(command: str, where: object) -> None:
         _check_script(words, where)
 
 
-def _check_prejit(words: list[str], where: object) -> None:
-    command: click.Command | None = commands
+def _check_prejit(words, where):
+    command = commands
     top = click.Context(commands, **commands.context_settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(TRUST_VARIABLE, "")  # --trust changes it
         try:
             while isinstance(command, click.Group):
                 _, command, words = command.resolve_command(top, words)
-            assert command is not None
             command.make_context("prejit", words, top).close()
         except click.exceptions.Exit:
             return  # prejit --version
@@ -118,16 +107,16 @@ def _check_prejit(words: list[str], where: object) -> None:
             pytest.fail(f"{where}: {error.format_message()}")
 
 
-def _check_requirement(text: str, where: object) -> None:
+def _check_requirement(text, where):
     project = tomllib.loads((ROOT / "runtime" / "pyproject.toml").read_text())["project"]
     found = re.fullmatch(r"prejit(?:\[([\w,]+)\])?", text)
-    assert found is not None, f"{where}: expected prejit, found {text}"
+    assert found, f"{where}: expected prejit, found {text}"
     extras = project["optional-dependencies"]
     for extra in filter(None, (found[1] or "").split(",")):
         assert extra in extras, f"{where}: no extra {extra}"
 
 
-def _check_script(words: list[str], where: object) -> None:
+def _check_script(words, where):
     script = ROOT / words[0]
     titled = (
         {snippet.title for snippet in snippets_of(where.page)} if isinstance(where, Snippet) else ()
@@ -138,16 +127,16 @@ def _check_script(words: list[str], where: object) -> None:
         assert f'"{option}"' in source, f"{where}: {words[0]} has no option {option}"
 
 
-def completed(code: str) -> str:
+def completed(code):
     """Return a manifest with the sections that a fragment of one leaves out."""
-    found: dict[str, Any] = tomllib.loads(code)
-    missing = []
-    if "bundle" not in found:
-        missing.append('[bundle]\nname = "snippet"\n')
-    if "model" not in found and "program" not in found:
-        missing.append('[model]\nsource = "demo-model"\n')
-    if not found.keys() & {"generate", "encode", "program"}:
-        missing.append("[generate]\nbatch = [2]\nprompt = [16]\ncontext = [128]\n")
-    if "target" not in found:
-        missing.append('[[target]]\nname = "cpu-x86-64-v3"\n')
-    return code + "\n" + "\n".join(missing)
+    found = tomllib.loads(code).keys()
+    sections = (
+        ({"bundle"}, '[bundle]\nname = "snippet"\n'),
+        ({"model", "program"}, '[model]\nsource = "demo-model"\n'),
+        (
+            {"generate", "encode", "program"},
+            "[generate]\nbatch = [2]\nprompt = [16]\ncontext = [128]\n",
+        ),
+        ({"target"}, '[[target]]\nname = "cpu-x86-64-v3"\n'),
+    )
+    return "\n".join([code, *(text for names, text in sections if not found & names)])

@@ -1,16 +1,12 @@
 """Each command of docs/coming-from.md that starts a server starts it, and the paths beside it answer."""
 
-from __future__ import annotations
-
 import re
 import shlex
-from pathlib import Path
 
 import httpx
 import pytest
 from tests.integration.test_serve import Process
 
-from .conftest import Shell
 from .snippets import ROOT, commands_of, snippets_of
 
 PAGE = ROOT / "docs" / "coming-from.md"
@@ -26,9 +22,7 @@ KEY = "sk-demo-0123456789abcdef"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_server_takes_the_place_of_another_tool(
-    command: str, page_directory: Path, shell: Shell
-) -> None:
+def test_a_server_takes_the_place_of_another_tool(command, page_directory, shell):
     (page_directory / "keys.txt").write_text(f"{KEY}\n")
     if "encoder" in command:
         [manifest] = [each.code for each in snippets_of(ENCODER) if each.title == "encoder.toml"]
@@ -65,6 +59,6 @@ def test_a_server_takes_the_place_of_another_tool(
         server.kill()
 
 
-def test_three_tools_are_tried() -> None:
+def test_three_tools_are_tried():
     """A page whose form has changed would be tried no more."""
     assert len(COMMANDS) == 3

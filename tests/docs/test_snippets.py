@@ -1,19 +1,14 @@
 """Every code block of the README and the documentation runs, or at least exists as it is written."""
 
-from __future__ import annotations
-
 import json
 import re
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from prejit.compiler.manifest.reading import read_manifest
 
-from .conftest import Shell
-from .snippets import ROOT, Snippet, check_command, commands_of, completed, snippets_of
+from .snippets import ROOT, check_command, commands_of, completed, snippets_of
 
 PAGES = (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
 NOT_RUN = {"decisions", "performance", "reference"}
@@ -31,14 +26,12 @@ _RUN = [
 ]
 
 
-def _name(page: Path) -> str:
+def _name(page):
     return str(page.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("page", _WITH_CODE, ids=_name)
-def test_every_block_is_python_a_manifest_or_a_command_that_exists(
-    page: Path, page_directory: Path
-) -> None:
+def test_every_block_is_python_a_manifest_or_a_command_that_exists(page, page_directory):
     for snippet in snippets_of(page):
         match snippet.language:
             case "python":
@@ -56,7 +49,7 @@ def test_every_block_is_python_a_manifest_or_a_command_that_exists(
                 assert language in LANGUAGES, f"{snippet}: no test checks {language}"
 
 
-def _check_policy(snippet: Snippet) -> None:
+def _check_policy(snippet):
     pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
     if "identities" in snippet.code:
         pytest.importorskip("sigstore", reason="sigstore comes with the extra keyless")
@@ -68,13 +61,13 @@ def _check_policy(snippet: Snippet) -> None:
     root = json.dumps(FakeSigstore().trusted_root()).encode()
     pem = signer("documented").public.pem.encode()
 
-    def read(name: str, of: str, max_bytes: int) -> bytes:
+    def read(name, of, max_bytes):
         return pem if name.endswith(".pem") else root
 
     assert parse_policy(snippet.code.encode(), str(snippet), read, ROOT).rules
 
 
-def _check_manifest(snippet: Snippet, directory: Path) -> None:
+def _check_manifest(snippet, directory):
     for name in re.findall(r'^params = "(.*)"$', snippet.code, re.MULTILINE):
         if name.endswith(".safetensors"):
             (directory / name).write_bytes(b"")
@@ -87,8 +80,8 @@ def _check_manifest(snippet: Snippet, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("page", _RUN, ids=_name)
-def test_a_page_runs_from_top_to_bottom(page: Path, page_directory: Path, shell: Shell) -> None:
-    namespace: dict[str, Any] = {"__name__": "__main__"}
+def test_a_page_runs_from_top_to_bottom(page, page_directory, shell):
+    namespace = {"__name__": "__main__"}
     for snippet in snippets_of(page):
         if snippet.only_parsed is not None:
             continue
@@ -108,7 +101,7 @@ def test_a_page_runs_from_top_to_bottom(page: Path, page_directory: Path, shell:
             _check_transcript(snippet, page_directory, shell)
 
 
-def _run(command: str, snippet: Snippet, directory: Path, shell: Shell) -> None:
+def _run(command, snippet, directory, shell):
     if command.startswith(("make ", "pip ")):
         return  # they change the environment of the tests
     done = shell(command, directory)
@@ -116,7 +109,7 @@ def _run(command: str, snippet: Snippet, directory: Path, shell: Shell) -> None:
     assert done.returncode in allowed, f"{snippet}: {command}\n{done.stdout}{done.stderr}"
 
 
-def _check_transcript(snippet: Snippet, directory: Path, shell: Shell) -> None:
+def _check_transcript(snippet, directory, shell):
     """Compare what a command prints with what the page shows; `[...]` stands for anything."""
     (command,) = commands_of(snippet)
     done = shell(command, directory, merged=True)

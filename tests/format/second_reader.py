@@ -4,15 +4,12 @@ It reads all that a bundle says, asserts what the document says must be, and tel
 machine. It runs no program.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
 import re
 from dataclasses import dataclass
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import safetensors
@@ -23,16 +20,10 @@ TYPE = "application/vnd.prejit."
 INDEX = "application/vnd.oci.image.index.v1+json"
 VERSION = r"\d+(?:\.[0-9A-Za-z]+)*(?:[.+-][0-9A-Za-z.]+)?"
 TEXT = {  # axes that are text
-    "platform": r"[a-z]+",
-    "architecture": r"[a-z][a-z0-9_]*",
-    "jaxlib": VERSION,
-    "plugin": rf"[a-z0-9\-]+ {VERSION}",
-    "cuda": VERSION,
-    "driver": VERSION,
-    "device_kind": r"[ -~]+",
-    "compute_capability": r"\d+\.\d+",
-    "topology": r"[1-9]\d*(?:x[1-9]\d*)*",
-    "glibc": r"\d+(?:\.\d+)+",
+    **{"platform": r"[a-z]+", "architecture": r"[a-z][a-z0-9_]*", "jaxlib": VERSION},
+    **{"plugin": rf"[a-z0-9\-]+ {VERSION}", "cuda": VERSION, "driver": VERSION},
+    **{"device_kind": r"[ -~]+", "compute_capability": r"\d+\.\d+"},
+    **{"topology": r"[1-9]\d*(?:x[1-9]\d*)*", "glibc": r"\d+(?:\.\d+)+"},
 }
 LISTS = {
     "cpu_features": r"[a-z0-9.\-]+",
@@ -71,7 +62,7 @@ class Target:
     chat: dict[str, dict[str, str]] | None
 
 
-def read(bundle: Path) -> list[Target]:
+def read(bundle):
     """The targets of a bundle in order."""
     assert json.loads((bundle / "oci-layout").read_bytes()) == {"imageLayoutVersion": "1.0.0"}
     root = json.loads((bundle / "index.json").read_bytes())
@@ -96,7 +87,7 @@ def read(bundle: Path) -> list[Target]:
     return targets
 
 
-def read_target(bundle: Path, descriptor: dict[str, Any]) -> Target:
+def read_target(bundle, descriptor):
     name = descriptor["annotations"]["org.opencontainers.image.ref.name"]
     needs = json.loads(descriptor["annotations"]["dev.prejit.requirement"])
     check_requirement(needs)
@@ -146,7 +137,7 @@ def read_target(bundle: Path, descriptor: dict[str, Any]) -> Target:
     return Target(name, needs, config, programs, tensors, None if chat is None else read_chat(chat))
 
 
-def check_kernels(config: dict[str, Any], library: bytes | None) -> None:
+def check_kernels(config, library):
     """By "Kernels". What a library exports is left to the dynamic linker."""
     calling = [said["kernels"] for said in config["programs"] if "kernels" in said]
     assert set(calling) <= {True}
@@ -164,7 +155,7 @@ def check_kernels(config: dict[str, Any], library: bytes | None) -> None:
     assert all(f"prejit_{name}\0".encode() in library for name in kernels["handlers"])
 
 
-def check_libraries(config: dict[str, Any], libraries: list[bytes]) -> None:
+def check_libraries(config, libraries):
     """By "Libraries". What a library exports is left to the dynamic linker."""
     called = [said["calls"] for said in config["programs"] if "calls" in said]
     assert ("libraries" in config) == bool(libraries) == bool(called)
@@ -187,7 +178,7 @@ def check_libraries(config: dict[str, Any], libraries: list[bytes]) -> None:
     assert {name for names in called for name in names} <= set(known)
 
 
-def check_chunks(config: dict[str, Any], layers: dict[str, bytes]) -> None:
+def check_chunks(config, layers):
     """By "Chunks". The digest of every layer is known to be right: those of its chunks must be, too."""
     for media_type, chunks in config.get("chunks", {}).items():
         assert media_type.startswith(TYPE)
@@ -201,7 +192,7 @@ def check_chunks(config: dict[str, Any], layers: dict[str, bytes]) -> None:
         assert chunks["verity"] == verity_of(layer)
 
 
-def verity_of(layer: bytes) -> str:
+def verity_of(layer):
     """By "fs-verity"."""
     level = layer
     while level is layer or len(level) > 32:
@@ -211,7 +202,7 @@ def verity_of(layer: bytes) -> str:
     return digest_of((header + level).ljust(256, b"\0"))
 
 
-def check_recorded(config: dict[str, Any], layers: dict[str, bytes]) -> None:
+def check_recorded(config, layers):
     """By "Recorded files". What jax makes of them is left to jax."""
     assert ("recorded" in config) == ("recorded.v1+zstd" in layers)
     if "recorded" not in config:
@@ -251,7 +242,7 @@ BUCKETS = {
 }
 
 
-def check_programs(config: dict[str, Any], programs: dict[str, Program]) -> None:
+def check_programs(config, programs):
     """What programs of a model must be, by "Programs", "Decoder programs" and "Encoder programs"."""
     seen = set()
     for program in programs.values():
@@ -294,7 +285,7 @@ def check_programs(config: dict[str, Any], programs: dict[str, Program]) -> None
         assert seen >= {(kind, *shape) for kind in ("embed", "layer", "pool") for shape in shapes}
 
 
-def check_golden(golden: dict[str, Any] | None, results: int) -> None:
+def check_golden(golden, results):
     """The form of a golden answer, by "Golden answers"."""
     if golden is None:
         return
@@ -309,19 +300,19 @@ def check_golden(golden: dict[str, Any] | None, results: int) -> None:
     assert golden["recipe"] > 1 or len(words) == results
 
 
-def spelled(argument: Argument) -> str:
+def spelled(argument):
     """As the document spells it: the name, `*` where it is donated, dtype and shape."""
     name = named(argument.path)
     shape = ",".join(map(str, argument.shape))
     return f"{name}{'*' if argument.donated else ''} {argument.dtype}[{shape}]"
 
 
-def named(path: list[str | int]) -> str:
+def named(path):
     """A path as text, in which the place 0 is another than the key `0`."""
     return ".".join(key if isinstance(key, str) else f"#{key}" for key in path)
 
 
-def decoder_signature(decoder: dict[str, Any], program: Program) -> tuple[list[str], list[str]]:
+def decoder_signature(decoder, program):
     kind, bucket = program.said["kind"], program.said["bucket"]
     b, v = bucket["batch"], decoder["vocab_size"]
     assert "cache" in decoder
@@ -373,7 +364,7 @@ def decoder_signature(decoder: dict[str, Any], program: Program) -> tuple[list[s
     ]
 
 
-def cache_of(decoder: dict[str, Any], batch: int, context: int) -> list[tuple[str, str]]:
+def cache_of(decoder, batch, context):
     """The name and the array of each part of a cache."""
     found = sized(decoder["cache"], {"batch": batch, "context": context}, "cache")
     assert len(dict(found)) == len(found)
@@ -381,7 +372,7 @@ def cache_of(decoder: dict[str, Any], batch: int, context: int) -> list[tuple[st
     return found
 
 
-def sized(texts: list[str], sizes: dict[str, int], first: str) -> list[tuple[str, str]]:
+def sized(texts, sizes, first):
     """The name and the array that each text stands for, at these sizes."""
     found = []
     for text in texts:
@@ -403,7 +394,7 @@ def sized(texts: list[str], sizes: dict[str, int], first: str) -> list[tuple[str
     return found
 
 
-def encoder_signature(encoder: dict[str, Any], program: Program) -> tuple[list[str], list[str]]:
+def encoder_signature(encoder, program):
     kind, bucket = program.said["kind"], program.said["bucket"]
     b, t = bucket["batch"], bucket["length"]
     if kind == "embed":
@@ -417,9 +408,8 @@ def encoder_signature(encoder: dict[str, Any], program: Program) -> tuple[list[s
     return [length, f"hidden {states}"], [f"embedding float32[{b},{encoder['width']}]"]
 
 
-def check_decoder(programs: list[dict[str, Any]]) -> None:
-    """Which programs there must be."""
-    sizes: dict[str, list[dict[str, int]]] = {kind: [] for kind in BUCKETS}
+def check_decoder(programs):
+    sizes = {kind: [] for kind in BUCKETS}
     for said in programs:
         if said["kind"] != "call":
             sizes[said["kind"]].append(said["bucket"])
@@ -442,8 +432,8 @@ def check_decoder(programs: list[dict[str, Any]]) -> None:
         assert copies >= {(batch, contexts[place], batch, context) for batch in batches}
 
 
-def read_chat(layer: bytes) -> dict[str, dict[str, str]]:
-    chat: dict[str, dict[str, str]] = json.loads(layer)
+def read_chat(layer):
+    chat = json.loads(layer)
     assert len(layer) <= 4 << 20
     assert layer == canonical(chat)
     assert chat.keys() == {"templates", "special_tokens"}
@@ -453,15 +443,15 @@ def read_chat(layer: bytes) -> dict[str, dict[str, str]]:
     return chat
 
 
-def canonical(value: object) -> bytes:
+def canonical(value):
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii")
 
 
-def digest_of(content: bytes) -> str:
+def digest_of(content):
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
-def blob(bundle: Path, descriptor: dict[str, Any]) -> bytes:
+def blob(bundle, descriptor):
     name = descriptor["digest"].removeprefix("sha256:")
     content = (bundle / "blobs" / "sha256" / name).read_bytes()
     assert descriptor["digest"] == digest_of(content)
@@ -469,14 +459,14 @@ def blob(bundle: Path, descriptor: dict[str, Any]) -> bytes:
     return content
 
 
-def parsed(bundle: Path, descriptor: dict[str, Any]) -> dict[str, Any]:
+def parsed(bundle, descriptor):
     content = blob(bundle, descriptor)
-    found: dict[str, Any] = json.loads(content)
+    found = json.loads(content)
     assert content == canonical(found)
     return found
 
 
-def check_requirement(needs: dict[str, Any]) -> None:
+def check_requirement(needs):
     assert needs.keys() <= TEXT.keys() | LISTS.keys() | NUMBERS.keys()
     assert {"platform", "architecture", "cpu_features", "jaxlib"} <= needs.keys()
     for axis, form in TEXT.items():
@@ -487,7 +477,7 @@ def check_requirement(needs: dict[str, Any]) -> None:
         assert axis not in needs or needs[axis] >= least
 
 
-def parse_argument(text: str, mesh: dict[str, int]) -> Argument:
+def parse_argument(text, mesh):
     path, end = json.JSONDecoder().raw_decode(text)
     found = re.fullmatch(
         r" (?:weak )?(\w+)\[([\d,]*)\]( donated)?(?: @([a-z,]+))?(?: ~([\w,]+))?", text[end:]
@@ -499,7 +489,7 @@ def parse_argument(text: str, mesh: dict[str, int]) -> Argument:
     return Argument(path, found[1], shape, found[3] is not None, split)
 
 
-def parse_split(text: str, shape: list[int], mesh: dict[str, int]) -> list[str]:
+def parse_split(text, shape, mesh):
     """One axis of the mesh, or nothing, for each dimension; it divides what it splits."""
     axes = text.split(",")
     assert len(axes) == len(shape)
@@ -510,7 +500,7 @@ def parse_split(text: str, shape: list[int], mesh: dict[str, int]) -> list[str]:
     return axes
 
 
-def unpack(pack: bytes, segment: dict[str, Any]) -> bytes:
+def unpack(pack, segment):
     frame = pack[segment["offset"] : segment["offset"] + segment["size"]]
     assert segment["digest"] == digest_of(frame)
     said = zstandard.get_frame_parameters(frame)
@@ -521,15 +511,13 @@ def unpack(pack: bytes, segment: dict[str, Any]) -> bytes:
     return raw
 
 
-def read_weights(
-    layer: bytes | None, config: dict[str, Any], mesh: dict[str, int]
-) -> dict[str, dict[str, Any]]:
+def read_weights(layer, config, mesh):
     if layer is None:
         assert not any(config["weight_sets"].values())
         return {}
     size = int.from_bytes(layer[:8], "little")
     header = json.loads(layer[8 : 8 + size])
-    tensors: dict[str, dict[str, Any]] = dict(safetensors.deserialize(layer))
+    tensors = dict(safetensors.deserialize(layer))
     for name in tensors:
         starts_at = 8 + size + header[name]["data_offsets"][0]
         assert name.startswith(".gap") or starts_at % 64 == 0
@@ -541,12 +529,11 @@ def read_weights(
     return tensors
 
 
-def layers_of(config: dict[str, Any]) -> list[str]:
-    layers: list[str] = config.get("encoder", {}).get("layers", [])
-    return layers
+def layers_of(config):
+    return config.get("encoder", {}).get("layers", [])
 
 
-def shards(values: Any, split: list[str], mesh: dict[str, int]) -> list[Any]:
+def shards(values, split, mesh):
     """What each device of a mesh holds of an array, in the order of the devices."""
     found = []
     for device in range(math.prod(mesh.values())):
@@ -561,11 +548,11 @@ def shards(values: Any, split: list[str], mesh: dict[str, int]) -> list[Any]:
     return found
 
 
-def served_by(targets: list[Target], machine: dict[str, Any]) -> str | None:
+def served_by(targets, machine):
     """The target that a machine loads, by "Which target a machine loads"."""
     fitting = [target for target in targets if fits(target.needs, machine)]
 
-    def preference(target: Target) -> tuple[bool, int, int]:
+    def preference(target):
         features = target.needs["cpu_features"]
         other = target.needs.get("device_kind") != machine.get("device_kind")
         return other, -max(map(bits, features), default=0), -len(features)
@@ -573,13 +560,13 @@ def served_by(targets: list[Target], machine: dict[str, Any]) -> str | None:
     return min(fitting, key=preference).name if fitting else None  # of equals min takes the first
 
 
-def bits(feature: str) -> int:
+def bits(feature):
     if feature.startswith(("avx512", "amx")):
         return 512
     return 256 if feature.startswith(("avx", "fma", "f16c")) else 128
 
 
-def fits(needs: dict[str, Any], machine: dict[str, Any]) -> bool:
+def fits(needs, machine):
     equal = ["platform", "architecture", "jaxlib", "plugin", "compute_capability", "topology"]
     equal += ["xla_flags", "environment", *(["device_kind"] if needs["platform"] == "tpu" else [])]
     at_least = ["device_memory_bytes", *([] if needs["platform"] == "cpu" else ["device_count"])]
@@ -594,7 +581,7 @@ def fits(needs: dict[str, Any], machine: dict[str, Any]) -> bool:
     )
 
 
-def reaches(axis: str, needed: str, found: str) -> bool:
+def reaches(axis, needed, found):
     """Whether a version is at least another, and for CUDA of its major version."""
     wanted, has = ([int(part) for part in re.findall("[0-9]+", text)] for text in (needed, found))
     has += [0] * (len(wanted) - len(has))

@@ -1,39 +1,24 @@
 """Real builds through the command line, in processes of their own, cached for the whole session."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.encoders import write_encoder
-from tests.once import Once
-from tests.warm import WarmPython
+from tests.processes import ran
+from tests.store_servers import running_registry
 
 from prejit.runtime import load
-from prejit.runtime.bundle import Bundle
-
-if TYPE_CHECKING:
-    import httpx
-    from tests.unit.server.running import Running
-
-    from prejit.server.served.served import Models
 
 ROOT = Path(__file__).parents[2]
 SHARED = Path(os.environ.get("PREJIT_SHARED", ROOT.parent / "shared"))
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
-Post = Callable[[str, Any], "httpx.Response"]
-
 
 @pytest.fixture(scope="session")
-def run(build_cache: Path, warm: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(build_cache, warm, tmp_path_factory):
     """Runs `prejit ARGUMENTS` in a process of its own with the caches of the tests.
 
     A build's process is forked from a warm one, all others are new. A `quick` build is one of
@@ -44,17 +29,12 @@ def run(build_cache: Path, warm: WarmPython, tmp_path_factory: pytest.TempPathFa
         "PREJIT_RUNTIME_CACHE": str(tmp_path_factory.mktemp("caches") / "runtime"),
     }
 
-    def run(
-        *arguments: str | Path, status: int = 0, quick: bool = False, **env: str
-    ) -> subprocess.CompletedProcess[str]:
-        if arguments[0] in ("build", "plan"):
-            done = warm.prejit(*arguments, env={**base, **env}, quick=quick)
-        else:
-            command = [sys.executable, "-m", "prejit.runtime", *map(str, arguments)]
+    def run(*arguments, status=0, quick=False, **env):
+        if arguments[0] not in ("build", "plan"):
             environment = {**os.environ, **base, **env}
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=600, check=False
-            )
+            command = (sys.executable, "-m", "prejit.runtime", *arguments)
+            return ran(*command, status=status, env=environment)
+        done = warm.prejit(*arguments, env={**base, **env}, quick=quick)
         assert done.returncode == status, f"{done.args}\n{done.stdout}\n{done.stderr}"
         return done
 
@@ -62,36 +42,20 @@ def run(build_cache: Path, warm: WarmPython, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture(scope="session")
-def python(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def python(run, tmp_path_factory):
     """Runs a script in a fresh process; what it prints as its last line is JSON."""
     runtime_cache = tmp_path_factory.mktemp("python") / "runtime"
 
-    def python(script: str, *arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [sys.executable, "-c", script, *map(str, arguments)],
-            env={**os.environ, "PREJIT_RUNTIME_CACHE": str(runtime_cache), **env},
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done
+    def python(script, *arguments, **env):
+        environment = {**os.environ, "PREJIT_RUNTIME_CACHE": str(runtime_cache), **env}
+        return ran(sys.executable, "-c", script, *arguments, env=environment)
 
     return python
 
 
 def write_manifest(
-    path: Path,
-    source: Path,
-    *,
-    name: str = "model",
-    batch: Sequence[int] = (1,),
-    prompt: Sequence[int] = (16,),
-    context: Sequence[int] = (256,),
-    targets: Sequence[str] = ("cpu-host",),
-) -> Path:
-    """A manifest of a decoder."""
+    path, source, *, name="model", batch=(1,), prompt=(16,), context=(256,), targets=("cpu-host",)
+):
     path.write_text(
         f"[bundle]\nname = {json.dumps(name)}\n"
         f"[model]\nsource = {json.dumps(str(source))}\n"
@@ -102,12 +66,57 @@ def write_manifest(
 
 
 @pytest.fixture(scope="session")
-def stories() -> tuple[Path, dict[str, list[int]]]:
+def stories():
     """A trained Llama checkpoint and the text that it is known to write."""
     directory = SHARED / "data" / "stories260k"
     if not directory.is_dir():
         pytest.skip(f"no checkpoint at {directory}; set PREJIT_SHARED to the directory that has it")
     return directory, json.loads((directory / "expected.json").read_text())
+
+
+def functions_manifest(path, programs, targets=("cpu-host",), more=""):
+    """Write a manifest of functions: by name, the keys of each with `; ` between them."""
+    sections = [
+        f"[[program]]\nname = {json.dumps(name)}\n{keys}\n" for name, keys in programs.items()
+    ]
+    sections += [f"[[target]]\nname = {json.dumps(name)}\n" for name in targets]
+    text = "".join(sections).replace("; ", "\n")
+    path.write_text(f"[bundle]\nname = {json.dumps(path.stem)}\n{more}{text}")
+    return path
+
+
+@pytest.fixture
+def serve():
+    """Starts `prejit serve ARGUMENTS` as a process, which ends with the test."""
+    from .test_serve import Process
+
+    begun = []
+
+    def start(*arguments, **options):
+        begun.append(Process(*arguments, **options))
+        return begun[-1]
+
+    yield start
+    for each in begun:
+        each.kill()
+
+
+@pytest.fixture
+def registry(tmp_path):
+    """A real registry, as a `Server` of store_servers.py."""
+    with running_registry(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def programs(tmp_path):
+    """A directory for PATH with the program `prejit`."""
+    directory = tmp_path / "programs"
+    directory.mkdir()
+    program = directory / "prejit"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m prejit.runtime "$@"\n')
+    program.chmod(0o755)
+    return directory
 
 
 CHAT_TEMPLATE = """\
@@ -120,10 +129,10 @@ CHAT_TEMPLATE = """\
 
 
 @pytest.fixture(scope="session")
-def stories_dir(run: Run, stories: tuple[Path, dict[str, list[int]]], once: Once) -> Path:
+def stories_dir(run, stories, once):
     """A bundle of stories260k with CHAT_TEMPLATE, for four texts at once."""
 
-    def make(directory: Path) -> None:
+    def make(directory):
         source = directory / "model"
         shutil.copytree(stories[0], source)
         source.chmod(0o755)
@@ -137,17 +146,17 @@ def stories_dir(run: Run, stories: tuple[Path, dict[str, list[int]]], once: Once
 
 
 @pytest.fixture(scope="session")
-def demo(run: Run, once: Once) -> Path:
+def demo(run, once):
     """The demo bundle, built for this machine alone: test_fleet.py builds for the other levels."""
     command = ("build", ROOT / "manifests" / "demo.toml", "--target", "cpu-host", "-o")
     return once("demo", lambda at: run(*command, at, quick=True)) / "demo"
 
 
 @pytest.fixture(scope="session")
-def encoder_dir(run: Run, once: Once) -> Path:
+def encoder_dir(run, once):
     """A tiny sentence encoder whose words are letters."""
 
-    def make(directory: Path) -> None:
+    def make(directory):
         write_encoder(directory / "model", pooling=("mean_tokens",), normalize=True)
         manifest = directory / "encoder.toml"
         manifest.write_text(
@@ -160,19 +169,17 @@ def encoder_dir(run: Run, once: Once) -> Path:
 
 
 @pytest.fixture(scope="session")
-def stories_bundle(stories_dir: Path) -> Bundle:
-    """The loaded bundle of stories260k."""
+def stories_bundle(stories_dir):
     return load(stories_dir)
 
 
 @pytest.fixture(scope="session")
-def encoder_bundle(encoder_dir: Path) -> Bundle:
-    """The loaded bundle of the tiny encoder."""
+def encoder_bundle(encoder_dir):
     return load(encoder_dir)
 
 
 @pytest.fixture(scope="module")
-def models(stories_bundle: Bundle, encoder_bundle: Bundle) -> Iterator[Models]:
+def models(stories_bundle, encoder_bundle):
     """A decoder and an encoder, served as `stories` and `tiny`."""
     from prejit.server.engine.engine import Engine
     from prejit.server.served.served import Models, Served
@@ -187,7 +194,7 @@ def models(stories_bundle: Bundle, encoder_bundle: Bundle) -> Iterator[Models]:
 
 
 @pytest.fixture(scope="module")
-def server(models: Models) -> Iterator[Running]:
+def server(models):
     """A server of these models. A module may have a server of its own of this name."""
     from tests.unit.server.running import running
 
@@ -198,7 +205,7 @@ def server(models: Models) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[Any]:
+def client(server):
     """A client of the package openai, whose overloads want types of every literal."""
     import openai
 
@@ -207,13 +214,13 @@ def client(server: Running) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def post(server: Running) -> Iterator[Post]:
+def post(server):
     """Sends a body: `post("/v1/completions", {...})`, or bytes as they are."""
     import httpx
 
     with httpx.Client(base_url=server.url, timeout=60) as http:
 
-        def send(path: str, body: Any) -> httpx.Response:
+        def send(path, body):
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
             return http.post(path, content=content, headers={"Content-Type": "application/json"})
 

@@ -1,7 +1,5 @@
 """Trained models lose at most 1 % of perplexity with the int8 and bfloat16 weights that a build packs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sysconfig
@@ -12,7 +10,7 @@ from tests.encoders import bert_config
 from tests.extent import cases
 from tests.parity.encoder_cases import Case
 
-from .conftest import ROOT, Run, write_manifest
+from .conftest import ROOT, write_manifest
 
 STORY = """\
 One day, a boy named Tom went to the park with his mom. Tom had a big red ball. He liked to kick the
@@ -45,7 +43,7 @@ Grandma and gave her a big hug.
 """
 
 
-def held_out_python(characters: int = 12_000) -> str:
+def held_out_python(characters=12_000):
     """Files of the standard library that manifests/demo-model/train.py did not train on, by its rule."""
     library = Path(sysconfig.get_path("stdlib"))
     texts, found = [], 0
@@ -58,7 +56,13 @@ def held_out_python(characters: int = 12_000) -> str:
     return "".join(texts)[-characters:]
 
 
-def rise(run: Run, at: Path, source: Path, text: str, dtype: str, cache_dtype: str) -> float:
+def accuracy_of(run, manifest, at):
+    """What a build tells of the accuracy of its only bundle."""
+    [told] = json.loads(run("build", manifest, "-o", at, "--json", quick=True).stdout)
+    return told["accuracy"]
+
+
+def rise(run, at, source, text, dtype, cache_dtype):
     """By how much the perplexity rises on a text: 0.01 for 1 %."""
     (at / "held.txt").write_text(text, encoding="utf-8")
     name = f"{dtype}-{cache_dtype}"
@@ -68,36 +72,30 @@ def rise(run: Run, at: Path, source: Path, text: str, dtype: str, cache_dtype: s
         f'dtype = "{dtype}"\nevaluation = "held.txt"\n[generate]\ncache_dtype = "{cache_dtype}"\n',
     )
     manifest.write_text(settings)
-    (told,) = json.loads(run("build", manifest, "-o", at, "--json", quick=True).stdout)
-    accuracy = told["accuracy"]
-    assert accuracy["weights"] == dtype
-    assert accuracy["text"] == "held.txt"
+    accuracy = accuracy_of(run, manifest, at)
+    assert (accuracy["weights"], accuracy["text"]) == (dtype, "held.txt")
     assert accuracy["tokens"] > 500
     (target,) = json.loads(run("inspect", at / name, "--json").stdout)["targets"]
     assert target["config"]["accuracy"].items() <= accuracy.items()
-    ratio: float = accuracy["perplexity_millionths"] / accuracy["float32_perplexity_millionths"]
+    ratio = accuracy["perplexity_millionths"] / accuracy["float32_perplexity_millionths"]
     return ratio - 1
 
 
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype"), cases([("int8", "bfloat16")], others=[("bfloat16", "float32")])
 )
-def test_python_is_no_more_than_one_percent_less_likely(
-    run: Run, tmp_path: Path, dtype: str, cache_dtype: str
-) -> None:
+def test_python_is_no_more_than_one_percent_less_likely(run, tmp_path, dtype, cache_dtype):
     source = ROOT / "manifests" / "demo-model"
     assert rise(run, tmp_path, source, held_out_python(), dtype, cache_dtype) <= 0.01
 
 
 @pytest.mark.thorough  # another model in the same way
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
-def test_a_story_is_no_more_than_one_percent_less_likely(
-    run: Run, stories: tuple[Path, dict[str, list[int]]], tmp_path: Path, dtype: str
-) -> None:
+def test_a_story_is_no_more_than_one_percent_less_likely(run, stories, tmp_path, dtype):
     assert rise(run, tmp_path, stories[0], STORY, dtype, "float32") <= 0.01
 
 
-def test_an_encoder_in_int8_gives_other_embeddings(run: Run, tmp_path: Path) -> None:
+def test_an_encoder_in_int8_gives_other_embeddings(run, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
     Case("bert", bert_config(**sizes, num_hidden_layers=2), seed=0).write(tmp_path / "bert")
     manifest = tmp_path / "bert.toml"
@@ -105,11 +103,9 @@ def test_an_encoder_in_int8_gives_other_embeddings(run: Run, tmp_path: Path) -> 
         '[bundle]\nname = "bert"\n[model]\nsource = "bert"\ndtype = "int8"\n'
         '[encode]\nshapes = [[1, 16]]\n[[target]]\nname = "cpu-host"\n'
     )
-    (told,) = json.loads(run("build", manifest, "-o", tmp_path, "--json", quick=True).stdout)
-    assert told["accuracy"]["weights"] == "int8"
-    assert told["accuracy"]["text"] == "random"
-    assert 990_000 < told["accuracy"]["cosine_millionths"] < 1_000_000
+    told = accuracy_of(run, manifest, tmp_path)
+    assert (told["weights"], told["text"]) == ("int8", "random")
+    assert 990_000 < told["cosine_millionths"] < 1_000_000
     assert "least cosine of embeddings" in run("inspect", tmp_path / "bert").stdout
     manifest.write_text(manifest.read_text().replace('"int8"', '"int8"\naccuracy = false'))
-    (told,) = json.loads(run("build", manifest, "-o", tmp_path, "--json", quick=True).stdout)
-    assert told["accuracy"] is None
+    assert accuracy_of(run, manifest, tmp_path) is None

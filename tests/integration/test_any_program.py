@@ -1,19 +1,16 @@
 """Programs of every kind: training steps, modules, static arguments, random keys, files from elsewhere."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from prejit.runtime import UsageError, load
-from prejit.runtime.bundle import Bundle
+from prejit.runtime.__main__ import main
 
-from .conftest import Run
+from .conftest import functions_manifest
 
 MODULE = """
 import functools
@@ -95,91 +92,32 @@ of_nnx = Norm(nnx.Rngs(0))
 of_linen = linen.Dense(16)
 not_callable = 3
 """
-MANIFEST = """
-[bundle]
-name = "any"
-[[program]]
-name = "train"
-function = "users_code:train_step"
-args = "users_code:example"
-buckets = { batch = [2, 4] }
-static = { mode = ["tanh", "linear"] }
-donate = ["state"]
-[[program]]
-name = "normal"
-function = "jax.random:normal"
-args = ["key[]"]
-[[program]]
-name = "walk"
-function = "users_code:walk"
-args = ["float32[3]", "float32[3]"]
-donate = [0]
-[[program]]
-name = "named_walk"
-function = "users_code:walk"
-args = { position = "float32[3]", velocity = "float32[3]" }
-donate = ["position"]
-[[program]]
-name = "equinox"
-function = "users_code:of_equinox"
-args = ["float32[4]"]
-[[program]]
-name = "nnx"
-function = "users_code:of_nnx"
-args = ["float32[2, 4]"]
-[[program]]
-name = "linen"
-function = "users_code:of_linen"
-params = "params-orbax"
-args = ["float32[2, 8]"]
-[[program]]
-name = "rows"
-function = "users_code:rows"
-args = { x = "float32[{batch}, 3]" }
-buckets = { batch = [2, 8] }
-pad = ["batch"]
-[[program]]
-name = "mean"
-function = "users_code:mean"
-args = ["float32[{batch}, {length}]", "bool[{batch}, {length}]"]
-buckets = { batch = [2, 4], length = [4, 8] }
-pad = ["batch", "length"]
-mask = 1
-[[program]]
-name = "open_rows"
-function = "users_code:open_rows"
-args = { x = "float32[{batch}, {width}]", scale = "float32[]" }
-buckets = { batch = [4], width = [3] }
-open_sizes = ["batch", "width"]
-[[program]]
-name = "encode_text"
-function = "users_code:encode"
-args = ["float32[4]"]
-[[program]]
-name = "denoise"
-function = "users_code:denoise"
-args = ["float32[4, 4]", "float32[4]"]
-repeat = [1, 20]
-carry = [0]
-donate = [0]
-[[program]]
-name = "decode_image"
-function = "users_code:decode"
-args = ["float32[4, 4]"]
-[[program]]
-name = "exported"
-function = "exported.bin"
-[[program]]
-name = "symbolic"
-function = "symbolic.bin"
-args = ["float32[{batch}, 3]"]
-buckets = { batch = [1, 5] }
-[[program]]
-name = "stablehlo"
-function = "model.mlir"
-[[target]]
-name = "cpu-host"
-"""
+PROGRAMS = {
+    "train": 'function = "users_code:train_step"; args = "users_code:example"; donate = ["state"]; '
+    'buckets = { batch = [2, 4] }; static = { mode = ["tanh", "linear"] }',
+    "normal": 'function = "jax.random:normal"; args = ["key[]"]',
+    "walk": 'function = "users_code:walk"; args = ["float32[3]", "float32[3]"]; donate = [0]',
+    "named_walk": 'function = "users_code:walk"; donate = ["position"]; '
+    'args = { position = "float32[3]", velocity = "float32[3]" }',
+    "equinox": 'function = "users_code:of_equinox"; args = ["float32[4]"]',
+    "nnx": 'function = "users_code:of_nnx"; args = ["float32[2, 4]"]',
+    "linen": 'function = "users_code:of_linen"; params = "params-orbax"; args = ["float32[2, 8]"]',
+    "rows": 'function = "users_code:rows"; args = { x = "float32[{batch}, 3]" }; '
+    'buckets = { batch = [2, 8] }; pad = ["batch"]',
+    "mean": 'function = "users_code:mean"; mask = 1; pad = ["batch", "length"]; '
+    'args = ["float32[{batch}, {length}]", "bool[{batch}, {length}]"]; '
+    "buckets = { batch = [2, 4], length = [4, 8] }",
+    "open_rows": 'function = "users_code:open_rows"; open_sizes = ["batch", "width"]; '
+    'args = { x = "float32[{batch}, {width}]", scale = "float32[]" }; '
+    "buckets = { batch = [4], width = [3] }",
+    "encode_text": 'function = "users_code:encode"; args = ["float32[4]"]',
+    "denoise": 'function = "users_code:denoise"; args = ["float32[4, 4]", "float32[4]"]; '
+    "repeat = [1, 20]; carry = [0]; donate = [0]",
+    "decode_image": 'function = "users_code:decode"; args = ["float32[4, 4]"]',
+    "exported": 'function = "exported.bin"',
+    "symbolic": 'function = "symbolic.bin"; args = ["float32[{batch}, 3]"]; buckets = { batch = [1, 5] }',
+    "stablehlo": 'function = "model.mlir"',
+}
 STABLEHLO = """
 module @from_another_framework {
   func.func @main(%x: tensor<2x3xf32>, %y: tensor<3xf32>) -> (tensor<2x3xf32>, tensor<2xf32>) {
@@ -195,17 +133,17 @@ module @from_another_framework {
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory):
     import jax
     import jax.numpy as jnp
     import orbax.checkpoint
 
     directory = tmp_path_factory.mktemp("any")
     (directory / "users_code.py").write_text(MODULE)
-    (directory / "any.toml").write_text(MANIFEST)
+    functions_manifest(directory / "any.toml", PROGRAMS)
     (directory / "model.mlir").write_text(STABLEHLO)
 
-    def scaled(x: Any, *, by: Any) -> Any:
+    def scaled(x, *, by):
         return {"scaled": x * by}
 
     export = jax.export.export
@@ -221,7 +159,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def users_code(directory: Path) -> Any:
+def users_code(directory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(directory))
         import users_code
@@ -231,13 +169,13 @@ def users_code(directory: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def path(run: Run, directory: Path) -> Path:
+def path(run, directory):
     run("build", directory / "any.toml", "-o", directory / "out")
     return directory / "out" / "any"
 
 
 @pytest.fixture(scope="module")
-def bundle(path: Path, users_code: Any) -> Bundle:
+def bundle(path, users_code):
     return load(path, on_mismatch="error", types=[users_code.State, users_code.Metrics])
 
 
@@ -277,13 +215,11 @@ assert {report.source for report in bundle.report()} == {"loaded", "unused"}
 """
 
 
-def test_many_steps_on_the_device_have_the_bits_of_jit(
-    python: Run, path: Path, directory: Path
-) -> None:
+def test_many_steps_on_the_device_have_the_bits_of_jit(python, path, directory):
     python(STEPS, directory, path)
 
 
-def test_steps_may_follow_each_other_without_waiting(bundle: Bundle, users_code: Any) -> None:
+def test_steps_may_follow_each_other_without_waiting(bundle, users_code):
     one, other = (bundle.bind("train", state=users_code.first_state(), mode="tanh") for _ in "ab")
     batch = X[0].copy()
     pending = []
@@ -298,9 +234,7 @@ def test_steps_may_follow_each_other_without_waiting(bundle: Bundle, users_code:
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "state-orbax"])
-def test_a_saved_state_goes_on_where_it_was(
-    name: str, bundle: Bundle, users_code: Any, tmp_path: Path
-) -> None:
+def test_a_saved_state_goes_on_where_it_was(name, bundle, users_code, tmp_path):
     step = bundle.bind("train", state=users_code.first_state())
     step(x=X[0], y=Y[0], mode="linear")
     step.save(tmp_path / name)
@@ -315,7 +249,7 @@ def test_a_saved_state_goes_on_where_it_was(
     assert smaller.read() == {"position": pytest.approx(np.zeros(3))}
 
 
-def test_a_call_leaves_donated_arguments_as_they_were(bundle: Bundle) -> None:
+def test_a_call_leaves_donated_arguments_as_they_were(bundle):
     position = np.ones(3, np.float32)
     moved = bundle.call("walk", position, np.full(3, 2, np.float32))
     assert moved["position"].tolist() == [3, 3, 3]
@@ -326,7 +260,7 @@ def test_a_call_leaves_donated_arguments_as_they_were(bundle: Bundle) -> None:
     assert state == {"position": [4.5] * 3, "velocity": [0.25] * 3}
 
 
-def test_modules_bring_their_parameters(bundle: Bundle, users_code: Any) -> None:
+def test_modules_bring_their_parameters(bundle, users_code):
     x = np.linspace(-1, 1, 4, dtype=np.float32)
     np.testing.assert_allclose(bundle.call("equinox", x), users_code.of_equinox(x), rtol=1e-6)
     two = np.stack([x, x * 2])
@@ -339,7 +273,7 @@ def test_modules_bring_their_parameters(bundle: Bundle, users_code: Any) -> None
     assert entry.portable.raw_size < 5000, "no weights in the program"
 
 
-def test_programs_that_were_exported_elsewhere_run(bundle: Bundle) -> None:
+def test_programs_that_were_exported_elsewhere_run(bundle):
     x, by = np.arange(3, dtype=np.float32), np.full(3, 2, np.float32)
     assert bundle.call("exported", x=x, by=by)["scaled"].tolist() == [0, 2, 4]
     for batch in (1, 5):
@@ -351,9 +285,7 @@ def test_programs_that_were_exported_elsewhere_run(bundle: Bundle) -> None:
 
 
 @pytest.mark.parametrize(("size", "bucket", "padding"), [(1, 2, 0.5), (3, 8, 0.625), (8, 8, 0)])
-def test_fewer_rows_are_padded_and_cut(
-    size: int, bucket: int, padding: float, bundle: Bundle
-) -> None:
+def test_fewer_rows_are_padded_and_cut(size, bucket, padding, bundle):
     x = RANDOM.standard_normal((size, 3), np.float32)
     pending = bundle.call_async("rows", x=x)
     assert (pending.program, pending.padding) == (f"rows/batch{bucket}", padding)
@@ -362,7 +294,7 @@ def test_fewer_rows_are_padded_and_cut(
     np.testing.assert_allclose(found["sum"], x.sum(1), rtol=1e-5, atol=1e-6)
 
 
-def test_a_pipeline_keeps_its_arrays_on_the_device(bundle: Bundle, users_code: Any) -> None:
+def test_a_pipeline_keeps_its_arrays_on_the_device(bundle, users_code):
     text = np.linspace(-1, 1, 4, dtype=np.float32)
     encoded = bundle.call_on_device("encode_text", text)["latent"]
     latent, means = bundle.call_on_device("denoise", encoded, text, repeat=20)
@@ -383,7 +315,7 @@ def test_a_pipeline_keeps_its_arrays_on_the_device(bundle: Bundle, users_code: A
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (3, 5), (4, 8)])
-def test_a_mask_says_what_is_padding(shape: tuple[int, ...], bundle: Bundle) -> None:
+def test_a_mask_says_what_is_padding(shape, bundle):
     import jax
 
     tokens = RANDOM.standard_normal(shape, np.float32)
@@ -395,7 +327,7 @@ def test_a_mask_says_what_is_padding(shape: tuple[int, ...], bundle: Bundle) -> 
 
 
 ROW, THREE, FOUR = (np.zeros(size, np.float32) for size in ((1, 3), 3, 4))
-WRONG_USES: list[tuple[Any, str]] = [
+WRONG_USES = [
     (lambda b: b.call("train", x=X[0], y=Y[0], mode="relu"), "state.* is missing"),
     (lambda b: b.call("rows", x=np.ones((9, 3), np.float32)), r"float32\[<=8, 3\], found"),
     (lambda b: b.call("mean", ROW, np.ones((2, 3), bool)), r"1: expected bool"),
@@ -412,7 +344,7 @@ WRONG_USES: list[tuple[Any, str]] = [
 ]
 
 
-def test_a_wrong_use_says_what_was_expected(bundle: Bundle, users_code: Any) -> None:
+def test_a_wrong_use_says_what_was_expected(bundle, users_code):
     for call, message in WRONG_USES:
         with pytest.raises(UsageError, match=message):
             call(bundle)
@@ -423,25 +355,23 @@ def test_a_wrong_use_says_what_was_expected(bundle: Bundle, users_code: Any) -> 
         bundle.call("train", **given)
 
 
-def test_inspect_shows_how_to_call(run: Run, path: Path) -> None:
-    shown = run("inspect", path).stdout
-    lines = [" ".join(line.split()) for line in shown.splitlines()]
+def test_the_command_line_shows_how_to_call_and_takes_static_values(path, tmp_path, capsys):
+    assert main(["inspect", str(path)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     at = lines.index(next(line for line in lines if line.startswith("train state State(params=")))
-    assert lines[at + 1 : at + 3] == ["x float32[2, 8]", "y float32[2, 4]"]
-    assert lines[at + 3] == 'mode "tanh" or "linear"'
+    assert lines[at + 1 : at + 4] == [
+        *("x float32[2, 8]", "y float32[2, 4]", 'mode "tanh" or "linear"')
+    ]
     state = "State(params={'b': float32[4], 'w': float32[8, 4]}, optimizer=("
     assert lines[at + 4].startswith(f"-> ({state}")
-    assert "rows x float32[batch, 3]" in lines
-    assert "normal 0 random key" in lines
-
-
-def test_the_command_line_takes_static_values(run: Run, path: Path, tmp_path: Path) -> None:
+    assert {"rows x float32[batch, 3]", "normal 0 random key"} <= {*lines}
     np.save(tmp_path / "key.npy", np.array([0, 7], np.uint32))
-    given = ("--arg", f"0={tmp_path / 'key.npy'}", "-o", tmp_path, "--json")
-    done = run("call", path, "normal", *given)
-    assert json.loads(done.stdout)["results"] == {"result": {"dtype": "float32", "shape": []}}
-    wrong = run("call", path, "normal", "--static", "mode=1", "-o", tmp_path, status=2)
-    assert "expected a name of a static argument of 'normal'" in wrong.stderr
+    call = ["call", str(path), "normal", "-o", str(tmp_path), "--json"]
+    assert main([*call, "--arg", f"0={tmp_path / 'key.npy'}"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert results == {"result": {"dtype": "float32", "shape": []}}
+    assert main([*call, "--static", "mode=1"]) == 2
+    assert "expected a name of a static argument of 'normal'" in capsys.readouterr().err
 
 
 MLIR = "module {{ func.func @main(%x: {0}) -> {0} {{ return %x : {0} }} }}"
@@ -467,8 +397,8 @@ BAD_FUNCTIONS = [
 
 
 def test_programs_that_cannot_be_built_are_named_with_the_reason_and_others_are_built(
-    run: Run, tmp_path: Path
-) -> None:
+    run, tmp_path
+):
     (tmp_path / "users_code.py").write_text(
         MODULE + "\ndef keeps_no_batch(x):\n    return x.reshape(-1)\n"
     )
@@ -479,11 +409,8 @@ def test_programs_that_cannot_be_built_are_named_with_the_reason_and_others_are_
         functions.insert(0, (file.name, keys, message))
     manifests = []
     for place, (function, keys, _) in enumerate(functions):
-        manifests.append(tmp_path / f"m{place}.toml")
-        manifests[-1].write_text(
-            f'[bundle]\nname = "m{place}"\n[[program]]\nname = "p"\nfunction = "{function}"\n{keys}\n'
-            '[[target]]\nname = "cpu-host"\n'
-        )
+        program = {"p": f'function = "{function}"\n{keys}'}
+        manifests.append(functions_manifest(tmp_path / f"m{place}.toml", program))
     done = run("build", *manifests, "-o", tmp_path / "out", "--json", status=1, quick=True)
     [built] = json.loads(done.stdout)
     assert Path(built["path"]).name == manifests[-1].stem
@@ -494,30 +421,14 @@ def test_programs_that_cannot_be_built_are_named_with_the_reason_and_others_are_
     assert "Traceback" not in done.stderr
 
 
-WIDE = """
-def f(params, x):
-    return params["table"][x] * params["scale"]
-"""
-WIDE_MANIFEST = """
-[bundle]
-name = "wide"
-[[program]]
-name = "f"
-function = "wide:f"
-args = { x = "int32[2]" }
-params = "wide.safetensors"
-[[target]]
-name = "cpu-host"
-"""
-
-
-def test_parameters_of_64_bits_become_those_of_32_as_in_jit(run: Run, tmp_path: Path) -> None:
+def test_parameters_of_64_bits_become_those_of_32_as_in_jit(run, tmp_path):
     from safetensors.numpy import save_file
 
     table, scale = np.arange(5), np.linspace(0, 1, 2)
-    (tmp_path / "wide.py").write_text(WIDE)
-    manifest = tmp_path / "wide.toml"
-    manifest.write_text(WIDE_MANIFEST)
+    code = "def f(params, x):\n    return params['table'][x] * params['scale']\n"
+    (tmp_path / "wide.py").write_text(code)
+    keys = 'function = "wide:f"; args = { x = "int32[2]" }; params = "wide.safetensors"'
+    manifest = functions_manifest(tmp_path / "wide.toml", {"f": keys})
     save_file({"table": table, "scale": scale}, tmp_path / "wide.safetensors")
     said = run("build", manifest, "-o", tmp_path, "--cache", tmp_path / "cache").stderr
     assert "['params']['scale'] as float32 and not float64" in said
@@ -546,53 +457,34 @@ def step(params, state, x):
 def total(x):
     return jax.shard_map(lambda part: jax.lax.psum(part.sum(), "data"), in_specs=P("data"), out_specs=P())(x)
 """
-SHARDED_MANIFEST = """
-[bundle]
-name = "sharded"
-[mesh]
-data = 2
-tensor = 2
-[[program]]
-name = "mlp"
-function = "sharded_code:mlp"
-args = { x = "float32[{batch}, 8]" }
-buckets = { batch = [2, 4] }
-params = "w.safetensors"
-shardings = { x = ["data"], "params.up" = ["", "tensor"], "params.down" = ["tensor"], result = ["data"] }
-[[program]]
-name = "step"
-function = "sharded_code:step"
-params = "w.safetensors"
-donate = ["state"]
-shardings = { x = ["data"], "state.w.up" = ["", "tensor"], "state.w.down" = ["tensor"] }
-[program.args]
-x = "float32[4, 8]"
-state = { w = { up = "float32[8, 16]", down = "float32[16, 4]" }, n = "int32[]" }
-[[program]]
-name = "total"
-function = "sharded_code:total"
-args = ["float32[6]"]
-shardings = { "0" = ["data"] }
-[[target]]
-name = "cpu-host"
-"""
+SHARDED_PROGRAMS = {
+    "mlp": 'function = "sharded_code:mlp"; args = { x = "float32[{batch}, 8]" }; '
+    'buckets = { batch = [2, 4] }; params = "w.safetensors"; shardings = { x = ["data"], '
+    '"params.up" = ["", "tensor"], "params.down" = ["tensor"], result = ["data"] }',
+    "step": 'function = "sharded_code:step"; params = "w.safetensors"; donate = ["state"]; '
+    'args = { x = "float32[4, 8]", state = { w = { up = "float32[8, 16]", '
+    'down = "float32[16, 4]" }, n = "int32[]" } }; shardings = { x = ["data"], '
+    '"state.w.up" = ["", "tensor"], "state.w.down" = ["tensor"] }',
+    "total": 'function = "sharded_code:total"; args = ["float32[6]"]; shardings = { "0" = ["data"] }',
+}
+MESH = "[mesh]\ndata = 2\ntensor = 2\n"
 
 
 @pytest.fixture(scope="module")
-def sharded(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sharded(run, tmp_path_factory):
     from safetensors.numpy import save_file
 
     directory = tmp_path_factory.mktemp("sharded")
     (directory / "sharded_code.py").write_text(SHARDED)
-    (directory / "m.toml").write_text(SHARDED_MANIFEST)
     random = np.random.default_rng(1)
     up, down = (random.standard_normal(shape, np.float32) for shape in ((8, 16), (16, 4)))
     save_file({"up": up, "down": down}, directory / "w.safetensors")
-    run("build", directory / "m.toml", "-o", directory / "out")
+    manifest = functions_manifest(directory / "sharded.toml", SHARDED_PROGRAMS, more=MESH)
+    run("build", manifest, "-o", directory / "out", quick=True)
     return directory
 
 
-def test_a_mesh_splits_a_function_its_parameters_and_its_state(sharded: Path) -> None:
+def test_a_mesh_splits_a_function_its_parameters_and_its_state(sharded):
     from safetensors.numpy import load_file
 
     bundle = load(sharded / "out" / "sharded", on_mismatch="error")
@@ -620,15 +512,15 @@ WRONG_SHARDINGS = (
     (('x = ["data"], "params', 'y = ["data"], "params'), "found 'y'"),
     (("data = 2", "data = 3"), "expected x to have a multiple of 3"),
     (('x = ["data"], "p', 'x = ["data", "", "tensor"], "p'), "expected at most 2 axes for x"),
-    (("[mesh]\ndata = 2\ntensor = 2\n", ""), "expected a [mesh] beside them"),
+    ((MESH, ""), "expected a [mesh] beside them"),
 )
 
 
-def test_shardings_that_do_not_fit_are_errors(sharded: Path, run: Run) -> None:
+def test_shardings_that_do_not_fit_are_errors(sharded, run):
     manifests = [sharded / f"wrong{place}.toml" for place in range(len(WRONG_SHARDINGS))]
     for manifest, (change, _) in zip(manifests, WRONG_SHARDINGS, strict=True):
-        text = SHARDED_MANIFEST.replace(*change).replace('"sharded"', f'"{manifest.stem}"')
-        manifest.write_text(text)
+        functions_manifest(manifest, SHARDED_PROGRAMS, more=MESH)
+        manifest.write_text(manifest.read_text().replace(*change))
     error = run("build", *manifests, "-o", sharded / "wrong", status=2).stderr
     for _, message in WRONG_SHARDINGS:
         assert message in error
@@ -661,6 +553,6 @@ assert {sources[n] for n in sources if n != "open_rows/batch4-width3"} == {sys.a
 """
 
 
-def test_open_sizes_are_compiled_from_the_bundle_once(python: Run, path: Path) -> None:
+def test_open_sizes_are_compiled_from_the_bundle_once(python, path):
     python(OPEN, path, "compiled")
     python(OPEN, path, "kept")

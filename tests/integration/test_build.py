@@ -1,43 +1,31 @@
 """Builds that are repeated, damaged, or run at once."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from importlib.util import find_spec
-from pathlib import Path
 
+import numpy as np
 import pytest
-from tests.warm import WarmPython
 
 from prejit.runtime import load
 from prejit.runtime.base.files import digest_of
 
-from .conftest import Run
-
-MANIFEST = """
-[bundle]
-name = "tiny"
-[[program]]
-name = "p"
-function = "tiny_model:f"
-args = { x = "float32[{n}]" }
-buckets = { n = [1, 2, 3] }
-[[target]]
-name = "cpu-host"
-[[target]]
-name = "cpu-x86-64-v3"
-"""
+from .conftest import functions_manifest
 
 
-def write_project(directory: Path) -> Path:
+def write_manifest(directory, sizes="1, 2, 3"):
+    keys = f'function = "tiny_model:f"; args = {{ x = "float32[{{n}}]" }}; buckets = {{ n = [{sizes}] }}'
+    functions_manifest(directory / "tiny.toml", {"p": keys}, ("cpu-host", "cpu-x86-64-v3"))
+
+
+def write_project(directory):
     (directory / "tiny_model.py").write_text("def f(x):\n    return x * 2 + 1\n")
-    (directory / "tiny.toml").write_text(MANIFEST)
+    write_manifest(directory)
     return directory
 
 
 @pytest.fixture(scope="module")
-def built_once(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built_once(run, tmp_path_factory):
     """A project that was built. Read only: it is the module's."""
     directory = write_project(tmp_path_factory.mktemp("built"))
     build(run, directory)
@@ -45,33 +33,23 @@ def built_once(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A project that was never built."""
-    return write_project(tmp_path)
+def built_project(built_once, tmp_path):
+    return shutil.copytree(built_once, tmp_path, dirs_exist_ok=True)
 
 
-@pytest.fixture
-def built_project(built_once: Path, tmp_path: Path) -> Path:
-    """A project that was built, with its cache and its bundle."""
-    shutil.copytree(built_once, tmp_path, dirs_exist_ok=True)
-    return tmp_path
-
-
-def build(run: Run, project: Path, **options: int) -> dict[str, object]:
+def build(run, project, **options):
     [built] = json.loads(run(*arguments(project, "out"), **options).stdout)
-    assert isinstance(built, dict)
     return built
 
 
-def arguments(project: Path, output: str | Path) -> list[str]:
-    """The arguments of prejit that build a project."""
+def arguments(project, output):
     at = ("-o", project / output, "--cache", project / "cache", "--json")
     return ["build", *map(str, (project / "tiny.toml", *at))]
 
 
 def test_a_build_compiles_what_a_change_touches_and_keys_know_no_directory(
-    run: Run, built_project: Path, tmp_path: Path
-) -> None:
+    run, built_project, tmp_path
+):
     project, digest = built_project, load(built_project / "out" / "tiny").digest
     if find_spec("cryptography") is not None:  # it comes with the extra trust
         from tests.signers import signer
@@ -91,8 +69,7 @@ def test_a_build_compiles_what_a_change_touches_and_keys_know_no_directory(
     shutil.copytree(project, elsewhere, ignore=shutil.ignore_patterns("out", "else"))
     assert build(run, elsewhere)["compiled"] == 0
 
-    wider = MANIFEST.replace("2, 3]", "2, 3, 4]")
-    (project / "tiny.toml").write_text(wider)
+    write_manifest(project, "1, 2, 3, 4")
     done = run(*arguments(project, "out"), "-v")
     assert json.loads(done.stdout)[0]["compiled"] == 2
     decided = [line for line in done.stderr.splitlines() if " INFO prejit.compiler." in line]
@@ -102,9 +79,7 @@ def test_a_build_compiles_what_a_change_touches_and_keys_know_no_directory(
         assert "out/tiny is not signed any more" in done.stderr
 
 
-def test_a_damaged_bundle_and_a_damaged_cache_are_mended_by_the_next_build(
-    run: Run, built_project: Path
-) -> None:
+def test_a_damaged_bundle_and_a_damaged_cache_are_mended_by_the_next_build(run, built_project):
     project = built_project
     bundle = project / "out" / "tiny"
     for directory in (bundle, project / "cache"):
@@ -116,7 +91,7 @@ def test_a_damaged_bundle_and_a_damaged_cache_are_mended_by_the_next_build(
     built = build(run, project)
     assert (built["compiled"], built["cached"], built["written"]) == (6, 0, True)
     run("verify", bundle)
-    assert load(bundle).call("p", x=_ones(3)).tolist() == [3, 3, 3]
+    assert load(bundle).call("p", x=np.ones(3, np.float32)).tolist() == [3, 3, 3]
     for directory in (bundle, project / "cache"):
         for blob in directory.rglob("blobs/sha256/*"):
             assert digest_of(blob.read_bytes()) == f"sha256:{blob.name}"
@@ -124,16 +99,11 @@ def test_a_damaged_bundle_and_a_damaged_cache_are_mended_by_the_next_build(
     assert (again["compiled"], again["written"], again["digest"]) == (0, False, built["digest"])
 
 
-def test_equal_builds_at_once_compile_each_program_once(warm: WarmPython, project: Path) -> None:
+def test_equal_builds_at_once_compile_each_program_once(warm, tmp_path):
+    project = write_project(tmp_path)
     processes = [warm.start(*arguments(project, f"out{n}"), quick=True) for n in range(3)]
     built = [json.loads(process.communicate(timeout=300)[0])[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * 3
     assert sum(each["compiled"] for each in built) == 6
     assert [each["compiled"] + each["cached"] for each in built] == [6] * 3
     assert len({each["digest"] for each in built}) == 1
-
-
-def _ones(count: int) -> object:
-    import numpy as np
-
-    return np.ones(count, np.float32)

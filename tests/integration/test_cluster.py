@@ -3,23 +3,21 @@
 The cluster has processes of its own, as a user's has; `ray` itself is never imported here.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from tests.ports import free_port
 from tests.quick_compiling import XLA_FLAGS
-from tests.ray_cluster import Cluster, ray_cluster
+from tests.ray_cluster import ray_cluster
 from tests.waiting import wait_for
+
+from .conftest import functions_manifest
 
 pytestmark = [
     pytest.mark.thorough,  # a cluster takes 30 s of CPU time, and its parts give up on a busy machine
@@ -31,7 +29,7 @@ pytestmark = [
 FUNCTIONS = 8
 
 
-def answers(port: int) -> bool:
+def answers(port):
     with suppress(OSError):
         socket.create_connection(("127.0.0.1", port), 1).close()
         return True
@@ -39,7 +37,7 @@ def answers(port: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory):
     directory, port = tmp_path_factory.mktemp("cluster"), free_port()
     with ray_cluster(directory, port, free_port()) as cluster:
         wait_for(lambda: answers(port), 180, "the head node does not start")
@@ -47,37 +45,32 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def manifest(tmp_path_factory):
     directory = tmp_path_factory.mktemp("manifest")
     names = [f"f{number}" for number in range(FUNCTIONS)]
     lines = [f"def {name}(x): return x * {number + 2}\n" for number, name in enumerate(names)]
     (directory / "cluster_functions.py").write_text("".join(lines))
-    programs = "".join(
-        f'[[program]]\nname = "{name}"\nfunction = "cluster_functions:{name}"\n'
-        'args = { x = "float32[8]" }\n'
-        for name in names
-    )
-    target = '[[target]]\nname = "cpu-x86-64-v3"\n'
-    (directory / "many.toml").write_text(f'[bundle]\nname = "many"\n{programs}{target}')
-    return directory / "many.toml"
+    keys = 'function = "cluster_functions:%s"; args = { x = "float32[8]" }'
+    programs = {name: keys % name for name in names}
+    return functions_manifest(directory / "many.toml", programs, ["cpu-x86-64-v3"])
 
 
-def command(manifest: Path, machine: Path, *more: str) -> list[str]:
+def command(manifest, machine, *more):
     base = [sys.executable, "-m", "prejit.runtime", "build", str(manifest)]
     return [*base, "--cache", str(machine / "cache"), "-o", str(machine / "artifacts"), *more]
 
 
-def digest(machine: Path) -> bytes:
+def digest(machine):
     return (machine / "artifacts" / "many" / "index.json").read_bytes()
 
 
-def environ_of(cluster: Cluster) -> dict[str, str]:
-    return cluster.environ | {"RAY_ADDRESS": cluster.address, "XLA_FLAGS": XLA_FLAGS}
+def started(cluster, *arguments):
+    env = cluster.environ | {"RAY_ADDRESS": cluster.address, "XLA_FLAGS": XLA_FLAGS}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command(*arguments), env=env, **pipes)
 
 
-def test_a_cluster_that_loses_a_node_builds_what_one_machine_builds(
-    cluster: Cluster, manifest: Path, tmp_path: Path
-) -> None:
+def test_a_cluster_that_loses_a_node_builds_what_one_machine_builds(cluster, manifest, tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     alone = subprocess.run(
         command(manifest, here), env=os.environ | {"XLA_FLAGS": XLA_FLAGS}, capture_output=True
@@ -87,20 +80,9 @@ def test_a_cluster_that_loses_a_node_builds_what_one_machine_builds(
     second = None
     try:
         options = ["--executor", "ray://auto", "--store", str(tmp_path / "store")]
-        with subprocess.Popen(
-            command(manifest, there, *options),
-            env=environ_of(cluster),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as build:
-            assert build.stdout is not None
-            assert build.stderr is not None
-            wait_for(
-                lambda: first.compiles() or build.poll() is not None,
-                180,
-                "the first node compiles nothing",
-            )
+        with started(cluster, manifest, there, *options) as build:
+            nothing = "the first node compiles nothing"
+            wait_for(lambda: first.compiles() or build.poll() is not None, 180, nothing)
             first.kill()
             second = cluster.join()
             lines = list(build.stderr)
@@ -115,19 +97,11 @@ def test_a_cluster_that_loses_a_node_builds_what_one_machine_builds(
     assert digest(there) == digest(here)
 
 
-def test_ctrl_c_leaves_nothing_running_on_the_cluster(
-    cluster: Cluster, manifest: Path, tmp_path: Path
-) -> None:
+def test_ctrl_c_leaves_nothing_running_on_the_cluster(cluster, manifest, tmp_path):
     options = ["--executor", "ray://auto", "--store", str(tmp_path / "store")]
     node = cluster.join()
     try:
-        with subprocess.Popen(
-            command(manifest, tmp_path, *options),
-            env=environ_of(cluster),
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as build:
-            assert build.stderr is not None
+        with started(cluster, manifest, tmp_path, *options) as build:
             next(line for line in build.stderr if line.startswith("compiled"))
             assert node.compiles()
             build.send_signal(signal.SIGINT)

@@ -1,19 +1,16 @@
 """deploy/hpc: a Slurm of the test's own runs the script; the recipe of Apptainer is checked as shell."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
 import socket
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from tests.ports import free_port
+from tests.processes import ran
 from tests.waiting import wait_for
 
 from .test_serve import INFER
@@ -48,7 +45,7 @@ SMALL = ("--cpus-per-task=1", "--mem=2G")
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def slurm(tmp_path, monkeypatch):
     """A cluster of one node, which is this machine."""
     missing = [each for each in PROGRAMS if shutil.which(each) is None]
     if missing or os.geteuid() != 0:
@@ -74,22 +71,20 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             each.wait()
 
 
-def command(*arguments: str | Path) -> str:
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+def command(*arguments):
+    done = ran(*arguments, status=None)
     return done.stdout + done.stderr
 
 
-def state(job: str) -> str:
+def state(job):
     return command("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T").strip()
 
 
 def test_a_job_serves_until_the_signal_before_its_end(
-    slurm: None, bundle_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "prejit").write_text(f'#!/bin/sh\nexec {sys.executable} -m prejit.runtime "$@"\n')
-    (tmp_path / "prejit").chmod(0o755)
+    slurm, bundle_dir, tmp_path, monkeypatch, programs
+):
     port = free_port()
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("PATH", str(programs), prepend=":")
     monkeypatch.setenv("BUNDLE", str(bundle_dir))
     monkeypatch.setenv("PORT", str(port))
     script = HPC / "serve.sbatch"
@@ -108,14 +103,13 @@ def test_a_job_serves_until_the_signal_before_its_end(
 
 
 @pytest.mark.skipif(not SHELLCHECK.exists(), reason="no .venv-tools")
-def test_shellcheck_accepts_the_script_and_the_recipe(tmp_path: Path) -> None:
+def test_shellcheck_accepts_the_script_and_the_recipe(tmp_path):
     sections = re.split(r"^%(\w+)\n", (HPC / "prejit.def").read_text(), flags=re.MULTILINE)
     recipe = dict(zip(sections[1::2], sections[2::2], strict=True))
     for name in ("post", "environment", "runscript"):
         (tmp_path / f"{name}.sh").write_text(f"#!/bin/sh\n{recipe[name]}")
     scripts = [HPC / "serve.sbatch", *tmp_path.glob("*.sh")]
-    done = subprocess.run([SHELLCHECK, *scripts], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    ran(SHELLCHECK, *scripts)
     # Its image is that of the Containerfile, which benchmarks/ship/container_start.py builds and runs.
     (install,) = re.findall(r"pip --python .*", recipe["post"])
     containerfile = (ROOT / "deploy" / "container" / "Containerfile").read_text()

@@ -1,17 +1,12 @@
 """Every build attaches a list of parts and its provenance, which the validators of others accept."""
 
-from __future__ import annotations
-
 import base64
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.layouts import blob
+from tests.layouts import attached_to, blob
 
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import read_root
 
 from .conftest import ROOT
@@ -37,23 +32,16 @@ assert found.predicate_type == "https://slsa.dev/provenance/v1"
 """
 
 
-def attached(bundle: Path, kind: str) -> Path:
-    """The only thing of a kind that is attached to a bundle."""
-    with Layout(bundle) as layout:
-        root = read_root(layout)
-        found = [
-            each for each in referrers(layout, root, root.digest) if each.artifact_type == kind
-        ]
-    (referrer,) = found
-    (at,) = referrer.layers
-    return blob(bundle, at.digest)
+def attached(bundle, kind):
+    [(_, file)] = attached_to(bundle, kind)
+    return file
 
 
-def read(bundle: Path, kind: str) -> Any:
+def read(bundle, kind):
     return json.loads(attached(bundle, kind).read_bytes())
 
 
-def test_the_list_of_parts_names_what_compiled_the_bundle(demo: Path) -> None:
+def test_the_list_of_parts_names_what_compiled_the_bundle(demo):
     found = read(demo, PARTS)
     with Layout(demo) as layout:
         root = read_root(layout)
@@ -67,7 +55,7 @@ def test_the_list_of_parts_names_what_compiled_the_bundle(demo: Path) -> None:
     assert {layer["digest"] for layer in manifest["layers"]} <= listed
 
 
-def test_the_provenance_names_manifest_sources_and_versions(demo: Path) -> None:
+def test_the_provenance_names_manifest_sources_and_versions(demo):
     found = read(demo, STATEMENT)
     with Layout(demo) as layout:
         root = read_root(layout)
@@ -83,7 +71,6 @@ def test_the_provenance_names_manifest_sources_and_versions(demo: Path) -> None:
 
 
 @pytest.mark.skipif(not TOOLS.exists(), reason="no .venv-tools: `make .venv-tools/.ready` makes it")
-def test_the_validators_of_others_accept_both(demo: Path) -> None:
+def test_the_validators_of_others_accept_both(demo):
     for validate, kind in ((VALIDATE, PARTS), (IN_TOTO, STATEMENT)):
-        done = tool("-c", validate, attached(demo, kind))
-        assert done.returncode == 0, done.stderr
+        tool("-c", validate, attached(demo, kind))

@@ -1,23 +1,15 @@
 """An encoder of 7 shapes, built through the command line and run from its bundle."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from tests.encoders import bert_config
-from tests.parity.encoder_cases import Case
-from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
-from tokenizers.models import WordPiece
+from tests.encoders import write_encoder
+from tokenizers import normalizers
 
 from prejit.runtime import (
-    Bundle,
     ClosedError,
     ContextError,
     DeadlineError,
@@ -29,38 +21,29 @@ from prejit.runtime import (
 )
 from prejit.server.engine.engine import Engine
 
-from .conftest import Run
-
 SHAPES = [*([1, length] for length in (16, 32, 512)), [2, 32], [8, 32], [8, 128], [64, 128]]
-CONFIG = bert_config(num_hidden_layers=2, vocab_size=40, max_position_embeddings=600)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 CLS, SEP = 2, 3
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     """A tiny sentence encoder with a tokenizer of letters."""
     directory = tmp_path_factory.mktemp("encoder") / "model"
-    case = Case("tiny", CONFIG, 77, pooling=("mean_tokens",), normalize=True)
-    case.write(directory)
+    sizes = {"num_hidden_layers": 2, "vocab_size": 40, "max_position_embeddings": 600}
+    modules = {"pooling": ("mean_tokens",), "normalize": True}
+    tokenizer = write_encoder(directory, changes=sizes, **modules)
     said = json.dumps({"max_seq_length": 520, "do_lower_case": False})
     (directory / "sentence_bert_config.json").write_text(said)
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *LETTERS]
-    made = Tokenizer(
-        WordPiece({name: place for place, name in enumerate(names)}, unk_token="[UNK]")
-    )
-    made.normalizer = normalizers.Lowercase()
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.BertProcessing(("[SEP]", SEP), ("[CLS]", CLS))
-    made.enable_truncation(6)  # as published tokenizers have it; sentence-transformers overrides it
-    made.enable_padding(length=6)
-    made.save(str(directory / "tokenizer.json"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.enable_truncation(6)  # as published ones have it; sentence-transformers overrides it
+    tokenizer.enable_padding(length=6)
+    tokenizer.save(str(directory / "tokenizer.json"))
     return directory
 
 
 @pytest.fixture(scope="session")
-def built(run: Run, model: Path) -> Path:
-    """The directory of a bundle of the 7 shapes."""
+def built(run, model):
     manifest = model.parent / "encoder.toml"
     manifest.write_text(
         f'[bundle]\nname = "encoder"\n[model]\nsource = "{model}"\n'
@@ -71,13 +54,12 @@ def built(run: Run, model: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def bundle(built: Path) -> Bundle:
-    """The bundle, loaded in this process."""
+def bundle(built):
     return load(built, on_mismatch="error")
 
 
 @pytest.fixture(scope="session")
-def module(model: Path) -> Any:
+def module(model):
     """The flax module itself: token ids of one sentence to its embedding, without padding."""
     import jax
     from flax import nnx
@@ -91,21 +73,19 @@ def module(model: Path) -> Any:
     weights = {name: checkpoint.read(name) for name in checkpoint.names}
 
     @jax.jit
-    def run(weights: Any, tokens: jax.Array) -> jax.Array:
+    def run(weights, tokens):
         length = jax.numpy.full(1, tokens.shape[1])
         return nnx.merge(graph, with_parameters(state, weights))(tokens, length)
 
     return lambda ids: np.asarray(run(weights, np.array([ids], np.int32)))[0]
 
 
-def ids_of(text: str) -> list[int]:
+def ids_of(text):
     """What the tokenizer makes of words of one letter."""
     return [CLS, *(4 + LETTERS.index(word) for word in text.split()), SEP]
 
 
-def test_embeddings_are_those_of_the_module_in_the_order_of_the_sentences(
-    bundle: Bundle, module: Any
-) -> None:
+def test_embeddings_are_those_of_the_module_in_the_order_of_the_sentences(bundle, module):
     words = [3, 0, 14, 15, 3, 30, 31, 5, 5, 510]  # each length is a compilation of the module
     texts = [
         " ".join(LETTERS[(n * 7 + place) % 26] for n in range(count))
@@ -126,7 +106,7 @@ def test_embeddings_are_those_of_the_module_in_the_order_of_the_sentences(
     assert stats.padding == pytest.approx(1 - stats.tokens / computed)
 
 
-def test_every_shape_gives_the_same_embeddings(bundle: Bundle, module: Any) -> None:
+def test_every_shape_gives_the_same_embeddings(bundle, module):
     ids = ids_of("a b c d")
     expected = module(ids)
     encoder = bundle.encoder
@@ -142,20 +122,18 @@ def test_every_shape_gives_the_same_embeddings(bundle: Bundle, module: Any) -> N
         assert np.abs(found - expected).max() <= 1e-5, str(bucket)
 
 
-def test_nothing_and_token_ids_and_an_empty_text_are_taken(bundle: Bundle, module: Any) -> None:
+def test_nothing_and_token_ids_and_an_empty_text_are_taken(bundle, module):
     assert bundle.encode([]).shape == (0, 12)
     found = bundle.encode(["", [CLS, 7, SEP]])
     assert np.abs(found - np.stack([module([CLS, SEP]), module([CLS, 7, SEP])])).max() <= 1e-5
     np.testing.assert_array_equal(bundle.encode("a sentence"), bundle.encode(["a sentence"]))
     with pytest.raises(UsageError, match="sentences: expected a text or a list of texts, found 5"):
-        bundle.encode(5)  # type: ignore[arg-type]
+        bundle.encode(5)
     with pytest.raises(UsageError, match="0 to 39"):
         bundle.encode([[40]])
 
 
-def test_a_longer_sentence_than_every_shape_is_cut_off_with_one_warning_or_refused(
-    bundle: Bundle, module: Any
-) -> None:
+def test_a_longer_sentence_than_every_shape_is_cut_off_with_one_warning_or_refused(bundle, module):
     text = "a b c d " * 150
     cut = [*ids_of(text)[:511], SEP]
     with pytest.warns(TruncationWarning, match="2 of 3 .* 512 tokens, the longest shape") as told:
@@ -170,7 +148,7 @@ def test_a_longer_sentence_than_every_shape_is_cut_off_with_one_warning_or_refus
         bundle.encode([text], on_too_long="error")
 
 
-def test_callers_of_an_engine_share_runs_and_get_their_own_embeddings(bundle: Bundle) -> None:
+def test_callers_of_an_engine_share_runs_and_get_their_own_embeddings(bundle):
     engine = Engine(bundle)
     calls = [["a b", "c " * 40], [], "d", ["e f g " * 30] * 70, [[CLS, 7, SEP]]]
     lone = engine.encode(calls[0])
@@ -207,8 +185,8 @@ def test_callers_of_an_engine_share_runs_and_get_their_own_embeddings(bundle: Bu
 
 
 def test_a_fresh_process_compiles_nothing_and_may_end_while_shapes_are_loaded(
-    run: Run, python: Run, built: Path, bundle: Bundle
-) -> None:
+    run, python, built, bundle
+):
     done = run("encode", built, "a b c", "", "--on-mismatch", "error", "--json")
     told = json.loads(done.stdout)
     assert np.abs(np.array(told["embeddings"]) - bundle.encode(["a b c", ""])).max() <= 1e-5
@@ -223,8 +201,8 @@ def test_a_fresh_process_compiles_nothing_and_may_end_while_shapes_are_loaded(
 
 
 def test_another_machine_compiles_what_it_needs_and_gives_the_same(
-    built: Path, bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    built, bundle, tmp_path, monkeypatch
+):
     monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path))
     other = dataclasses.replace(Fingerprint.current(), jaxlib="0.0.1")
     with pytest.warns(FallbackWarning):
@@ -238,8 +216,8 @@ def test_another_machine_compiles_what_it_needs_and_gives_the_same(
     assert used in {"1x16", "1x32", "2x32"}
 
 
-def test_other_uses_of_an_encoder_name_the_command_that_encodes(bundle: Bundle) -> None:
-    uses: list[Callable[[], object]] = [
+def test_other_uses_of_an_encoder_name_the_command_that_encodes(bundle):
+    uses = [
         lambda: bundle.generate("a"),
         lambda: bundle.call("encode/b1-t16/embed"),
         lambda: Engine(bundle).call("encode/b1-t16/embed"),

@@ -1,10 +1,6 @@
 """Encoder-decoders from a checkpoint to text: bundles of T5 and Whisper say what torch says."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +8,7 @@ from tests.parity import t5_cases, whisper_cases
 from tests.parity.cases import cases as decoder_cases
 
 from prejit.runtime import ContextError, UsageError, load
-from prejit.runtime.bundle import Bundle
 from prejit.server.engine.engine import Engine
-
-from .conftest import Run
 
 MANIFEST = """
 [bundle]
@@ -39,10 +32,7 @@ T5, WHISPER = t5_cases.cases()[0], whisper_cases.cases()[0]
 SIZES = {"batch": [2], "context": [8, 28], "draft": 3, "dtype": "float32"}
 
 
-def built(
-    at: Path, run: Run, case: Any, source: list[int], sizes: Any = SIZES, status: int = 0
-) -> tuple[Path, str]:
-    """The bundle of a case, and what the build said."""
+def built(at, run, case, source, sizes=SIZES, status=0):
     name = case.config["model_type"]
     case.write(at / "model")
     # Nothing ends a text early: torch's record goes on after these tokens too.
@@ -53,68 +43,56 @@ def built(
 
 
 @pytest.fixture(scope="module")
-def translator(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Bundle:
+def translator(tmp_path_factory, run):
     path, _ = built(tmp_path_factory.mktemp("t5"), run, T5, [11, 23])
     return load(path, on_mismatch="error")
 
 
 @pytest.fixture(scope="module")
-def transcriber_dir(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Path:
+def transcriber_dir(tmp_path_factory, run):
     at, sizes = tmp_path_factory.mktemp("whisper"), {**SIZES, "context": [28]}
     return built(at, run, WHISPER, [WHISPER.frames], sizes)[0]
 
 
 @pytest.fixture(scope="module")
-def transcriber(transcriber_dir: Path) -> Bundle:
+def transcriber(transcriber_dir):
     return load(transcriber_dir, on_mismatch="error")
 
 
-def recorded(case: Any) -> list[list[int]]:
+def recorded(case):
     """The greedy tokens of torch after each prompt, as far as the context of the bundle goes."""
     module = t5_cases if case is T5 else whisper_cases
     with np.load(module.REFERENCE) as reference:
-        found: list[list[int]] = reference[case.name].argmax(2)[:, :20].tolist()
-    return found
+        return reference[case.name].argmax(2)[:, :20].tolist()
 
 
-def requests(case: Any) -> list[tuple[list[int], Any]]:
-    """Prompt and source of each row."""
+def requests(case):
     rows = zip(case.prompt.tolist(), case.source, case.lengths, strict=True)
     return [(prompt, source[..., :length]) for prompt, source, length in rows]
 
 
 @pytest.mark.parametrize("case", [T5, WHISPER], ids=["t5", "whisper"])
-def test_a_bundle_writes_what_torch_wrote(case: Any, request: pytest.FixtureRequest) -> None:
-    bundle: Bundle = request.getfixturevalue("translator" if case is T5 else "transcriber")
-    wanted = recorded(case)
-    given = requests(case)
-    alone = [
-        bundle.generate(prompt, source=source, max_new_tokens=20).token_ids
-        for prompt, source in given
-    ]
-    assert [list(ids) for ids in alone] == wanted
+def test_a_bundle_writes_what_torch_wrote(case, request):
+    bundle = request.getfixturevalue("translator" if case is T5 else "transcriber")
+    wanted, given, limit = recorded(case), requests(case), {"max_new_tokens": 20}
+    for options in (limit, {**limit, "prompt_lookup": True}):
+        found = [bundle.generate(prompt, source=source, **options) for prompt, source in given]
+        assert [list(result.token_ids) for result in found] == wanted
     prompts, sources = zip(*given, strict=True)
     together = bundle.generate_batch(
-        [*prompts, prompts[0]], sources=[*sources, sources[1]], max_new_tokens=20
+        [*prompts, prompts[0]], sources=[*sources, sources[1]], **limit
     )
     assert [list(result.token_ids) for result in together[:2]] == wanted
-    drafted = [
-        bundle.generate(prompt, source=source, max_new_tokens=20, prompt_lookup=True).token_ids
-        for prompt, source in given
-    ]
-    assert drafted == alone
     session = bundle.session()
     for prompt, source in (*given, given[0]):
-        again = session.generate(prompt, source=source, max_new_tokens=20)
+        again = session.generate(prompt, source=source, **limit)
         assert again.stats.reused_tokens == 0
         assert list(again.token_ids) in wanted
-    streamed = [
-        piece.token_id for piece in bundle.stream(given[0][0], source=sources[0], max_new_tokens=20)
-    ]
-    assert streamed == wanted[0]
+    streamed = bundle.stream(prompts[0], source=sources[0], **limit)
+    assert [piece.token_id for piece in streamed] == wanted[0]
 
 
-def test_an_engine_reads_the_sources_of_many_callers(translator: Bundle) -> None:
+def test_an_engine_reads_the_sources_of_many_callers(translator):
     """More than it has slots for: they join and leave beside each other."""
     engine = Engine(translator)
     futures = [
@@ -128,28 +106,22 @@ def test_an_engine_reads_the_sources_of_many_callers(translator: Bundle) -> None
     engine.close()
 
 
-def test_a_text_begins_by_itself_and_a_source_may_be_short(translator: Bundle) -> None:
-    source = requests(T5)[0][1][:5]
-    began = translator.generate(source=source, max_new_tokens=6)
-    start = T5.config["decoder_start_token_id"]
-    assert (
-        began.token_ids == translator.generate([start], source=source, max_new_tokens=6).token_ids
-    )
+def test_a_text_begins_by_itself_and_a_source_may_be_short(translator):
+    options = {"source": requests(T5)[0][1][:5], "max_new_tokens": 6}
+    began = translator.generate(**options)
+    started = translator.generate([T5.config["decoder_start_token_id"]], **options)
+    assert began.token_ids == started.token_ids
     assert began.stats.programs[0].startswith("encode/b2-n11-")
-    [one, two] = translator.generate_n(None, 2, source=source, max_new_tokens=6, temperature=1.0)
+    [one, two] = translator.generate_n(None, 2, **options, temperature=1.0)
     assert one.token_ids != two.token_ids
 
 
-def test_a_wrong_source_is_told(translator: Bundle, transcriber: Bundle) -> None:
-    wrong: list[tuple[Bundle, Any, str]] = [
+def test_a_wrong_source_is_told(translator, transcriber):
+    wrong = [
         (translator, None, "source: expected what the model is to read, found none"),
         (translator, "a text", "no tokenizer"),
         (translator, [1, 2, 10**6], "source: expected .* 10000"),
-        (
-            translator,
-            np.ones((2, 3), np.int32),
-            r"source: expected int32\[N\], found int32\[2, 3\]",
-        ),
+        (translator, np.ones((2, 3), np.int32), r"expected int32\[N\], found int32\[2, 3\]"),
         (translator, np.ones(3, np.float32), r"expected int32\[N\], found float32\[3\]"),
         (translator, object(), "source: expected an array of numbers"),
         (translator, [1] * 24, "source: expected at most 23 places, found 24"),
@@ -162,9 +134,7 @@ def test_a_wrong_source_is_told(translator: Bundle, transcriber: Bundle) -> None
         translator.prefix([1, 2])
 
 
-def test_the_command_line_reads_a_spectrogram(
-    transcriber_dir: Path, tmp_path: Path, run: Run
-) -> None:
+def test_the_command_line_reads_a_spectrogram(transcriber_dir, tmp_path, run):
     prompt, source = requests(WHISPER)[0]
     np.save(tmp_path / "sound.npy", source)
     said = run(
@@ -175,7 +145,7 @@ def test_the_command_line_reads_a_spectrogram(
     assert "encode/b2" in said.stdout
 
 
-def test_a_source_for_a_model_that_reads_none_is_told(tmp_path: Path, run: Run) -> None:
+def test_a_source_for_a_model_that_reads_none_is_told(tmp_path, run):
     plain = decoder_cases()[0]
     _, said = built(tmp_path, run, plain, [8], status=2)
     assert "generate.source: expected none" in said

@@ -1,62 +1,55 @@
 """Environments made by the real venv and pip of small wheels; test_fleet.py has the real jaxlib."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
-from prejit.compiler.progress import Progress
+from prejit.compiler.progress import Quiet
 from prejit.compiler.targets import environments, installing
-from prejit.compiler.targets.environments import EnvironmentSpec
 from prejit.compiler.targets.installing import find_uv, make_environment
 from prejit.compiler.targets.target_classes import Target
-from prejit.runtime.errors import BuildError, NetworkError, PrejitError
+from prejit.runtime.errors import BuildError, NetworkError
 
 JAX = "0.10.99"
-PINNED = tuple(
-    f"{name}=={JAX}" for name in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt")
-)
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt")
+PINNED = tuple(f"{name}=={JAX}" for name in PACKAGES)
 
 
-def write_wheel(directory: Path, name: str, version: str, *requires: str) -> None:
+def write_wheel(directory, name, version, *requires):
     stem = f"{name.replace('-', '_')}-{version}"
-    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    lines += [f"Requires-Dist: {each}" for each in requires]
+    files = {
+        f"{stem.replace('-', '_')}.py": "x = 1\n" * 50_000,
+        f"{stem}.dist-info/METADATA": "\n".join([*lines, ""]),
+        f"{stem}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{stem}.dist-info/RECORD": "",
+    }
     with zipfile.ZipFile(directory / f"{stem}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{stem.replace('-', '_')}.py", "x = 1\n" * 50_000)
-        info = f"{stem}.dist-info"
-        wheel.writestr(
-            f"{info}/METADATA", metadata + "".join(f"Requires-Dist: {r}\n" for r in requires)
-        )
-        wheel.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        wheel.writestr(f"{info}/RECORD", "")
+        for path, content in files.items():
+            wheel.writestr(path, content)
 
 
 @pytest.fixture(scope="module")
-def pip(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+def pip(tmp_path_factory):
     """Settings of pip: it finds these wheels and nothing else."""
     wheels = tmp_path_factory.mktemp("wheels")
     write_wheel(wheels, "jax", JAX, f"jaxlib=={JAX}", "numpy")
-    for name in ("jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt"):
+    for name in PACKAGES[1:]:
         write_wheel(wheels, name, JAX)
     write_wheel(wheels, "numpy", "8.0")
-    write_wheel(wheels, "numpy", "9.0")
-    write_wheel(wheels, "zstandard", "9.0")
-    write_wheel(wheels, "blake3", "9.0")
+    for name in ("numpy", "zstandard", "blake3"):
+        write_wheel(wheels, name, "9.0")
     return {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)}
 
 
 @pytest.fixture
-def offline(pip: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def offline(pip, tmp_path, monkeypatch):
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv-cache"))
     for name, value in pip.items():
         monkeypatch.setenv(name, value)
@@ -64,26 +57,18 @@ def offline(pip: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
     return tmp_path / "environments" / "v1"
 
 
-def wanted(jax: str = JAX, constraints: tuple[str, ...] = ("numpy<9",)) -> EnvironmentSpec:
-    found = environments.spec_for(
-        Target("cuda-x", "cuda", jax=jax, constraints=constraints), "0.10.2"
-    )
-    assert found is not None
-    return found
+def wanted(jax=JAX, constraints=("numpy<9",)):
+    target = Target("cuda-x", "cuda", jax=jax, constraints=constraints)
+    return environments.spec_for(target, "0.10.2")
 
 
-class Noting(Progress):
-    """Keeps the notes."""
-
-    def __init__(self) -> None:
+class Noting(Quiet):
+    def __init__(self):
         super().__init__()
-        self.notes: list[str] = []
+        self.notes = []
 
-    def _tell(self, text: str) -> None:
+    def _tell(self, text):
         self.notes.append(text)
-
-    def _tell_finished(self, text: str) -> None:
-        pass
 
 
 MAKE = """
@@ -99,15 +84,13 @@ with Plain(sys.stderr) as progress:
 """
 
 
-def start_maker() -> subprocess.Popen[str]:
+def start_maker():
     return subprocess.Popen(
         [sys.executable, "-c", MAKE, JAX], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
-def test_it_holds_what_was_asked_for_and_two_who_want_it_at_once_make_it_once(
-    offline: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_holds_what_was_asked_for_and_two_who_want_it_at_once_make_it_once(offline, monkeypatch):
     monkeypatch.setenv("PIP_TARGET", str(offline / "elsewhere"))  # would install nothing into it
     makers = [start_maker() for _ in range(2)]
     outputs = [maker.communicate(timeout=300) for maker in makers]
@@ -115,9 +98,7 @@ def test_it_holds_what_was_asked_for_and_two_who_want_it_at_once_make_it_once(
     notes = [line for _, errors in outputs for line in errors.splitlines() if "still" not in line]
     assert notes == [f"making an environment for cuda-x, once: {', '.join(PINNED)}"]
     found = environments.find(wanted())
-    assert found is not None
-    installed = {"jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt"}
-    installed |= {"blake3", "numpy", "zstandard"}
+    installed = {*PACKAGES, "blake3", "numpy", "zstandard"}
     assert set(found.versions) - {"pip", "setuptools"} == installed, "no NVIDIA libraries"
     assert found.versions["jax-cuda13-pjrt"] == JAX
     assert found.versions["numpy"] == "8.0", "constrained"
@@ -138,7 +119,7 @@ def test_it_holds_what_was_asked_for_and_two_who_want_it_at_once_make_it_once(
     assert by_pip.versions == found.versions == second.versions
 
 
-def test_a_maker_that_was_killed_is_waited_for_by_its_pip_and_made_again(offline: Path) -> None:
+def test_a_maker_that_was_killed_is_waited_for_by_its_pip_and_made_again(offline):
     path = offline / wanted().key
     maker = start_maker()
     # ensurepip has begun, and takes a second: of venv, which comes before, a few milliseconds may be left.
@@ -176,22 +157,14 @@ def test_a_maker_that_was_killed_is_waited_for_by_its_pip_and_made_again(offline
     ids=["conflict", "no network", "no such version"],
 )
 def test_what_cannot_be_installed_is_reported_and_leaves_nothing(
-    offline: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    jax: str,
-    constraints: tuple[str, ...],
-    variables: Mapping[str, str],
-    kind: type[PrejitError],
-    says: str,
-    hints: str,
-) -> None:
+    offline, monkeypatch, jax, constraints, variables, kind, says, hints
+):
     monkeypatch.setenv("PIP_PROXY", "127.0.0.1:9")  # nobody listens there
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     spec = wanted(jax, constraints)
-    with pytest.raises(
-        kind, match=f"target cuda-x: cannot make its environment, .*{says}"
-    ) as caught:
+    said = f"target cuda-x: cannot make its environment, .*{says}"
+    with pytest.raises(kind, match=said) as caught:
         make_environment(spec, progress := Noting())
     assert type(caught.value) is kind
     if find_uv() is not None:

@@ -1,19 +1,15 @@
 """Every example builds, runs without its model.py, and gives what jax.jit gives."""
 
-from __future__ import annotations
-
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.processes import ran
 
 from benchmarks.studies import example_child
-
-from .conftest import Run
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(at.parent for at in (ROOT / "examples").glob("*/manifest.toml"))
@@ -28,13 +24,11 @@ STEPS = 150
 
 
 @pytest.fixture(scope="module")
-def transcriber(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+def transcriber(tmp_path_factory):
     """A copy of the transcriber, trained in less time, and the share of keys that it hears right."""
     copy = tmp_path_factory.mktemp("examples") / TRAINER.name
     shutil.copytree(TRAINER, copy, ignore=shutil.ignore_patterns("checkpoint", "__pycache__"))
-    script = [sys.executable, copy / "train.py", "--steps", str(STEPS)]
-    done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr
+    done = ran(sys.executable, copy / "train.py", "--steps", STEPS)
     return copy, float(done.stdout.splitlines()[-1].partition("%")[0]) / 100
 
 
@@ -46,25 +40,12 @@ def transcriber(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     ],
     ids=lambda example: example.name,
 )
-def test_an_example_gives_what_jit_gives(
-    example: Path,
-    run: Run,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-) -> None:
+def test_an_example_gives_what_jit_gives(example, run, tmp_path, monkeypatch, request):
     if example == TRAINER:
         example, _ = request.getfixturevalue("transcriber")
     run("build", example / "manifest.toml", "-o", tmp_path, quick=True)
     bundle = tmp_path / example.name
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, example / "use.py", bundle],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran(sys.executable, "-c", SCRIPT, example / "use.py", bundle)
     assert done.stdout.strip()
 
     monkeypatch.syspath_prepend(str(example))
@@ -96,12 +77,12 @@ assert not {"flax", "optax", "equinox", "blackjax", "transformers"} & set(sys.mo
 
 
 @pytest.mark.thorough
-def test_the_transcriber_hears_keys(transcriber: tuple[Path, float]) -> None:
+def test_the_transcriber_hears_keys(transcriber):
     _, right = transcriber
     assert right > 0.4, "63 % when this was written, one of 12 by chance"
 
 
-def test_examples_are_listed_and_each_is_described_on_one_screen() -> None:
+def test_examples_are_listed_and_each_is_described_on_one_screen():
     listed = re.findall(r"\]\((\w+)/README\.md\)", (ROOT / "examples" / "README.md").read_text())
     assert sorted(listed) == [example.name for example in EXAMPLES]
     for example in EXAMPLES:

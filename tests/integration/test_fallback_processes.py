@@ -1,32 +1,25 @@
 """A mismatch of a decoder: requests need not wait for what compiles in the background."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
 import threading
-import time
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.quick_compiling import XLA_FLAGS
+from tests.waiting import wait_for
 
-from prejit.runtime import Bundle, FallbackWarning, Fingerprint, Sampling, load
+from prejit.runtime import FallbackWarning, Fingerprint, Sampling, load
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError
-
-from .conftest import Run
 
 OTHER = dataclasses.replace(Fingerprint.current(), jaxlib="0.4.0")
 
 
 @pytest.fixture(scope="module")
-def ids(decoder_dir: Path) -> list[int]:
+def ids(decoder_dir):
     """A text of the model's own: what follows any beginning of it is known."""
     written = load(decoder_dir, on_mismatch="error").generate([5], max_new_tokens=60).token_ids
     return [5, *written]
@@ -35,18 +28,18 @@ def ids(decoder_dir: Path) -> list[int]:
 class Compiler:
     """Stands before a bundle's own compiler: says what is compiled, holds it up or breaks it."""
 
-    def __init__(self, bundle: Bundle) -> None:
-        self.compiled: list[str] = []
+    def __init__(self, bundle):
+        self.compiled = []
         self.most_at_once = 0
-        self.broken: set[str] = set()
+        self.broken = set()
         self.go_on = threading.Event()  # only what is needed now is compiled before
         self.held = re.compile("(?!)")
         self._inside = 0
         self._names = {p.portable.raw_digest: p.name for p in bundle.config.programs}
         self._compile = bundle._device.compile
-        bundle._device.compile = self  # type: ignore[assignment,method-assign]
+        bundle._device.compile = self
 
-    def __call__(self, portable: bytes, *more: Any) -> Any:
+    def __call__(self, portable, *more):
         name = self._names[digest_of(portable)]
         self._inside += 1
         self.most_at_once = max(self.most_at_once, self._inside)
@@ -62,7 +55,7 @@ class Compiler:
 
 
 @pytest.fixture
-def served(decoder_dir: Path) -> Iterator[tuple[Bundle, Compiler]]:
+def served(decoder_dir):
     """A bundle on a machine that it was not built for, which serves with what is ready."""
     bundle = fallen_back(decoder_dir, "smaller")
     compiler = Compiler(bundle)
@@ -71,27 +64,22 @@ def served(decoder_dir: Path) -> Iterator[tuple[Bundle, Compiler]]:
     finish(bundle)
 
 
-def fallen_back(path: Path, while_compiling: Any) -> Bundle:
+def fallen_back(path, while_compiling):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
         return load(path, fingerprint=OTHER, while_compiling=while_compiling)
 
 
-def finish(bundle: Bundle) -> None:
+def finish(bundle):
     """Waits for what compiles in the background."""
-    limit = time.monotonic() + 60
-    while bundle._programs._working:
-        assert time.monotonic() < limit
-        time.sleep(0.01)
+    wait_for(lambda: not bundle._programs._working)
 
 
-def sources(bundle: Bundle) -> dict[str, str]:
+def sources(bundle):
     return {r.program: r.source for r in bundle.report() if r.source != "unused"}
 
 
-def test_a_long_prompt_goes_through_the_smallest_bucket_while_its_own_compiles(
-    served: tuple[Bundle, Compiler], ids: list[int]
-) -> None:
+def test_a_long_prompt_goes_through_the_smallest_bucket_while_its_own_compiles(served, ids):
     bundle, compiler = served
     compiler.held = re.compile(r"prefill/b1-t10-c24")
     for _ in range(2):
@@ -107,14 +95,12 @@ def test_a_long_prompt_goes_through_the_smallest_bucket_while_its_own_compiles(
     assert sources(bundle)["prefill/b1-t10-c24"] == "compiled"
     used = []
     real = type(bundle.decoder).prefill_for
-    bundle.decoder.prefill_for = lambda *a: used.append(real(bundle.decoder, *a)) or used[-1]  # type: ignore
+    bundle.decoder.prefill_for = lambda *a: used.append(real(bundle.decoder, *a)) or used[-1]
     assert list(bundle.generate(ids[:13], max_new_tokens=8).token_ids) == ids[13:21]
     assert used[0].name == "prefill/b1-t10-c24"
 
 
-def test_a_larger_context_or_batch_that_is_ready_serves(
-    served: tuple[Bundle, Compiler], ids: list[int]
-) -> None:
+def test_a_larger_context_or_batch_that_is_ready_serves(served, ids):
     bundle, compiler = served
     for name in ("prefill/b3-t3-c72", "decode/b3-c72"):
         bundle._programs[name]
@@ -137,13 +123,11 @@ def test_a_larger_context_or_batch_that_is_ready_serves(
     ]
 
 
-def test_tokens_are_those_of_waiting_in_every_state_of_the_compiling(
-    served: tuple[Bundle, Compiler], decoder_dir: Path, ids: list[int]
-) -> None:
+def test_tokens_are_those_of_waiting_in_every_state_of_the_compiling(served, decoder_dir, ids):
     """Without pauses, so that requests meet whatever is ready by then."""
     bundle, _ = served
     waiting = fallen_back(decoder_dir, "wait")
-    sampled: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "seed": 1}
+    sampled = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "seed": 1}
     requests = [(1, 5), (23, 20), (40, None)]
     for how in ({}, sampled):
         for length, count in requests:
@@ -161,9 +145,7 @@ def test_tokens_are_those_of_waiting_in_every_state_of_the_compiling(
         assert [r.token_ids for r in together[0]] == [r.token_ids for r in together[1]]
 
 
-def test_what_failed_in_the_background_is_told_to_who_wants_it_and_heals(
-    served: tuple[Bundle, Compiler], ids: list[int]
-) -> None:
+def test_what_failed_in_the_background_is_told_to_who_wants_it_and_heals(served, ids):
     bundle, compiler = served
     compiler.broken = {"prefill/b1-t10-c24"}
     assert list(bundle.generate(ids[:13], max_new_tokens=5).token_ids) == ids[13:18]
@@ -190,9 +172,7 @@ print(json.dumps([r.source for r in bundle.report()]))
 """
 
 
-def test_a_process_that_ends_while_it_compiles_ends_cleanly(
-    python: Run, decoder_dir: Path, tmp_path: Path
-) -> None:
+def test_a_process_that_ends_while_it_compiles_ends_cleanly(python, decoder_dir, tmp_path):
     (tmp_path / "other.json").write_bytes(to_json(OTHER))
     settings = {"PREJIT_RUNTIME_CACHE": str(tmp_path / "cache"), "XLA_FLAGS": XLA_FLAGS}
     done = python(LEAVE_AT_ONCE, decoder_dir, tmp_path / "other.json", **settings)

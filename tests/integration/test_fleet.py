@@ -1,20 +1,17 @@
 """One build for a whole fleet, on a machine without any accelerator; every machine picks its part."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.decoders import gpt2_config
 from tests.extent import ALL
 from tests.parity.cases import Case
+from tests.processes import ran
 
 from prejit.compiler.targets import environments
 from prejit.compiler.targets.installing import make_environment
@@ -34,6 +31,8 @@ from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.compare import compare
 from prejit.runtime.machine.fingerprint import Fingerprint
 
+from .conftest import functions_manifest
+
 ROOT = Path(__file__).parents[2]
 OLD, NEW = "0.10.2", "0.12.0.1"
 LEVELS = ("cpu-x86-64-v2", "cpu-x86-64-v3", "cpu-x86-64-v4") if ALL else ("cpu-x86-64-v3",)
@@ -51,7 +50,7 @@ MODEL = gpt2_config(vocab_size=8192, n_positions=128, n_embd=128, n_head=4, n_la
 """One layer, because compilers for accelerators take a second for each, and many weights."""
 
 
-def manifest(path: Path, name: str, tables: str) -> Path:
+def manifest(path, name, tables):
     """A manifest of a model without a tokenizer, which the environments of targets lack."""
     Case("fleet", MODEL, seed=1).write(path.parent / "model")
     path.write_text(
@@ -62,8 +61,7 @@ def manifest(path: Path, name: str, tables: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def environment(environment_cache: Path) -> dict[str, str]:
-    """What a build of the fleet needs."""
+def environment(environment_cache):
     wanted = environments.spec_for(Target("cpu-host", "cpu", jax=NEW), version("jax"))
     if wanted is not None:
         try:
@@ -75,7 +73,7 @@ def environment(environment_cache: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def fleet(run: Any, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fleet(run, environment, tmp_path_factory):
     """A bundle for nine classes of machines; for four in a sample."""
     directory = tmp_path_factory.mktemp("fleet")
     tables = "".join(f'[[target]]\nname = "{name}"\njax = "{jax}"\n' for name, jax in PINNED)
@@ -86,19 +84,17 @@ def fleet(run: Any, environment: dict[str, str], tmp_path_factory: pytest.TempPa
     return directory / "out" / "fleet"
 
 
-def opened(path: Path) -> dict[str, Any]:
-    """The contents of a bundle by target."""
+def opened(path):
     with Layout(path) as layout:
         found = match(read_root(layout), Fingerprint.current())
         return {target.name: read_contents(layout, target) for target in found}
 
 
-def python_with(jax: str, environment_cache: Path) -> list[str]:
+def python_with(jax, environment_cache):
     """An interpreter that has that version of jax and nothing of the build side's packages."""
     if version("jax") == jax:
         return [sys.executable]
     wanted = environments.spec_for(Target("cpu-host", "cpu", jax=jax), version("jax"))
-    assert wanted is not None
     return [str(make_environment(wanted).python)]
 
 
@@ -114,24 +110,18 @@ print(json.dumps({"target": bundle.target, "token_ids": token_ids, "sources": so
 """
 
 
-def generate(python: list[str], path: Path, *fingerprint: Path) -> dict[str, Any]:
+def generate(python, path, *fingerprint):
     """Generates in a fresh process of another environment, which lacks what the command line needs."""
     sources = os.pathsep.join(str(ROOT / side) for side in ("compiler", "runtime", "server"))
-    done = subprocess.run(
-        [*python, "-c", GENERATE, str(path), *map(str, fingerprint)],
-        env={**os.environ, "PYTHONPATH": sources},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    environment = {**os.environ, "PYTHONPATH": sources}
+    done = ran(*python, "-c", GENERATE, path, *fingerprint, env=environment)
     assert done.stderr == ""
-    said: dict[str, Any] = json.loads(done.stdout)
+    said = json.loads(done.stdout)
     assert set(said["sources"]) == {"loaded", "unused"}
     return said
 
 
-def test_a_bundle_for_nine_classes_of_machines_holds_the_weights_once(fleet: Path) -> None:
+def test_a_bundle_for_nine_classes_of_machines_holds_the_weights_once(fleet):
     contents = opened(fleet)
     assert set(contents) == {f"{name}-jax{jax}" for name, jax in PINNED}
     for media_type in (WEIGHTS_MEDIA_TYPE, PORTABLE_MEDIA_TYPE):
@@ -143,7 +133,7 @@ def test_a_bundle_for_nine_classes_of_machines_holds_the_weights_once(fleet: Pat
     assert stored < 2 * weights
 
 
-def test_what_cannot_run_here_is_verified_and_explained_here(fleet: Path, run: Any) -> None:
+def test_what_cannot_run_here_is_verified_and_explained_here(fleet, run):
     assert json.loads(run("verify", fleet, "--json").stdout)["programs"] == PROGRAMS
     said = json.loads(run("explain", fleet, "--json").stdout)
     assert said["target"] == f"cpu-host-jax{version('jax')}"
@@ -152,39 +142,28 @@ def test_what_cannot_run_here_is_verified_and_explained_here(fleet: Path, run: A
     assert (platform["needed"], platform["found"]) == ("cuda", "cpu")
 
 
-def test_each_machine_of_the_fleet_picks_its_part(fleet: Path) -> None:
+def test_each_machine_of_the_fleet_picks_its_part(fleet):
     here = dataclasses.replace(Fingerprint.current(), jaxlib=NEW)
     cuda = {"platform": "cuda", "plugin": f"jax-cuda13-pjrt {NEW}", "cuda": "13.0"}
     cuda |= {"driver": "580.95.05", "device_count": 1}
     tpu = {"platform": "tpu", "device_count": 1, "topology": "1x1"}
     if "tpu-v5e" in ACCELERATORS:
         tpu |= {"plugin": opened(fleet)[f"tpu-v5e-jax{NEW}"].config.requirement.plugin}
-    machines: dict[str, dict[str, Any]] = {
-        f"cuda-l4-jax{NEW}": cuda
-        | {
-            "compute_capability": "8.9",
-            "device_memory_bytes": 24 << 30,
-            "device_kind": "NVIDIA L4",
-        },
-        f"cuda-h100-jax{NEW}": cuda
-        | {
-            "compute_capability": "9.0",
-            "device_memory_bytes": 80 << 30,
-            "device_kind": "NVIDIA H100 PCIe",
-        },
-        f"tpu-v5e-jax{NEW}": tpu | {"device_kind": "TPU v5 lite", "device_memory_bytes": 16 << 30},
-        f"tpu-v6e-jax{NEW}": tpu | {"device_kind": "TPU v6 lite", "device_memory_bytes": 32 << 30},
+    machines = {
+        "cuda-l4": (cuda | {"compute_capability": "8.9"}, "NVIDIA L4", 24),
+        "cuda-h100": (cuda | {"compute_capability": "9.0"}, "NVIDIA H100 PCIe", 80),
+        "tpu-v5e": (tpu, "TPU v5 lite", 16),
+        "tpu-v6e": (tpu, "TPU v6 lite", 32),
     }
     with Layout(fleet) as layout:
         root = read_root(layout)
-        assert machines.keys() >= {f"{name}-jax{NEW}" for name in ACCELERATORS}
-        for name in (f"{name}-jax{NEW}" for name in ACCELERATORS):
-            said = machines[name]
+        for name in ACCELERATORS:
+            said, kind, gib = machines[name]
+            said |= {"device_kind": kind, "device_memory_bytes": gib << 30}
             found = match(root, dataclasses.replace(here, **said))
-            assert [t.name for t in found if t.verdict.matches] == [name]
+            assert [t.name for t in found if t.verdict.matches] == [f"{name}-jax{NEW}"]
         for level in LEVELS:
             features = target(level).cpu_features
-            assert features is not None
             machine = dataclasses.replace(here, cpu_features=features)
             chosen = next(t for t in match(root, machine) if t.verdict.matches)
             contents = opened(fleet)
@@ -196,8 +175,8 @@ def test_each_machine_of_the_fleet_picks_its_part(fleet: Path) -> None:
 
 
 def test_each_version_of_jax_and_every_level_runs_here_with_the_same_tokens(
-    fleet: Path, environment_cache: Path, tmp_path: Path
-) -> None:
+    fleet, environment_cache, tmp_path
+):
     python = python_with(NEW, environment_cache)
     said = {jax: generate(python_with(jax, environment_cache), fleet) for jax in (OLD, NEW)}
     # A target that uses the same extensions as cpu-host is as good: either may be chosen.
@@ -208,7 +187,6 @@ def test_each_version_of_jax_and_every_level_runs_here_with_the_same_tokens(
         if said[NEW]["target"] == f"{level}-jax{NEW}":
             continue
         features = target(level).cpu_features
-        assert features is not None
         here = dataclasses.replace(Fingerprint.current(), jaxlib=NEW, cpu_features=features)
         if not set(features) <= set(Fingerprint.current().cpu_features):
             continue  # this machine is below that level
@@ -220,9 +198,7 @@ def test_each_version_of_jax_and_every_level_runs_here_with_the_same_tokens(
     assert len(tokens) == 1
 
 
-def test_a_program_that_cannot_fit_its_device_is_no_bundle(
-    run: Any, environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_program_that_cannot_fit_its_device_is_no_bundle(run, environment, tmp_path):
     """Found out on the device it would be the first request that dies of RESOURCE_EXHAUSTED."""
     tables = f'[[target]]\nname = "cuda-l4"\njax = "{NEW}"\nmemory_bytes = 5_000_000\n'
     file = halves(tmp_path / "small.toml", "[1024, 1048576]", tables)
@@ -233,14 +209,12 @@ def test_a_program_that_cannot_fit_its_device_is_no_bundle(
     assert not (tmp_path / "out" / "small").exists()
 
 
-def halves(path: Path, sizes: str, tables: str) -> Path:
-    """A manifest of a small function."""
+def halves(path, sizes, tables):
     (path.parent / "halves.py").write_text("def half(x):\n    return x / 2\n")
-    path.write_text(
-        f'[bundle]\nname = "{path.stem}"\n[[program]]\nname = "half"\nfunction = "halves:half"\n'
-        f'args = {{ x = "float32[{{n}}]" }}\nbuckets = {{ n = {sizes} }}\n{tables}'
+    keys = (
+        f'function = "halves:half"; args = {{ x = "float32[{{n}}]" }}; buckets = {{ n = {sizes} }}'
     )
-    return path
+    return functions_manifest(path, {"half": keys}, (), tables)
 
 
 @pytest.mark.parametrize(
@@ -250,9 +224,7 @@ def halves(path: Path, sizes: str, tables: str) -> Path:
         pytest.param("cuda-h100", (2, 4), id="8 H100", marks=pytest.mark.thorough),
     ],
 )
-def test_a_mesh_is_compiled_for_devices_that_are_not_here(
-    run: Any, environment: dict[str, str], tmp_path: Path, name: str, mesh: tuple[int, int]
-) -> None:
+def test_a_mesh_is_compiled_for_devices_that_are_not_here(run, environment, tmp_path, name, mesh):
     data, tensor = mesh
     tables = (
         f"[mesh]\ndata = {data}\ntensor = {tensor}\n"

@@ -1,50 +1,27 @@
 """Forms by measurement: a build measures once, another one reads it, and a table decides what is compiled."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 from tests.decoders import gpt2_config
 from tests.parity.cases import Case
 
-from .conftest import Run, write_manifest
+from .conftest import write_manifest
 
 WIDTH, LARGE_INNER = 64, 4096
 """A matrix of 64 x 4096 has 1 MB: the least that a build measures."""
 
 
-@dataclass(frozen=True)
-class Forms:
-    """A bundle whose build measured.
-
-    Attributes:
-        path: of the bundle.
-        manifest: of it.
-        told: stderr of the build.
-        table: the build cache's own.
-    """
-
-    path: Path
-    manifest: Path
-    told: str
-    table: Path
-
-
-def write_model(directory: Path, inner: int) -> Path:
+def write_model(directory, inner):
     sizes = {"n_positions": 64, "n_embd": WIDTH, "n_head": 4, "n_layer": 1, "n_inner": inner}
     config = gpt2_config(**sizes, bos_token_id=None, eos_token_id=None)
     Case("measured", config, seed=1).write(directory)
     return directory
 
 
-def inspected(run: Run, bundle: Path) -> dict[str, dict[str, Any]]:
-    """The forms of a bundle's only target, by product."""
+def inspected(run, bundle):
     (target,) = json.loads(run("inspect", bundle, "--json").stdout)["targets"]
     if "forms" not in target["config"]:
         pytest.skip("no C++ compiler here, so no kernels and no choice")
@@ -52,7 +29,8 @@ def inspected(run: Run, bundle: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def measured(run: Run, tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Forms:
+def measured(run, tmp_path_factory, build_cache):
+    """A bundle whose build measured, its manifest, stderr of its build, and the build cache's own table."""
     directory, table = tmp_path_factory.mktemp("forms"), build_cache / "forms.json"
     if table.exists():  # a cache that outlives the run has measured these products
         sections = json.loads(table.read_text())["measured"]
@@ -64,12 +42,11 @@ def measured(run: Run, tmp_path_factory: pytest.TempPathFactory, build_cache: Pa
     model = write_model(directory / "model", LARGE_INNER)
     manifest = write_manifest(directory / "m.toml", model, prompt=[8], context=[32])
     told = run("build", manifest, "-o", directory / "out").stderr
-    return Forms(directory / "out" / "model", manifest, told, table)
+    path = directory / "out" / "model"
+    return SimpleNamespace(path=path, manifest=manifest, told=told, table=table)
 
 
-def test_a_build_measures_large_products_and_says_so_in_bundle_and_table(
-    run: Run, measured: Forms
-) -> None:
+def test_a_build_measures_large_products_and_says_so_in_bundle_and_table(run, measured):
     forms = inspected(run, measured.path)
     assert "measuring the forms of 2 products for cpu-host" in measured.told
     large = {name: each for name, each in forms.items() if str(LARGE_INNER) in name}
@@ -87,9 +64,7 @@ def test_a_build_measures_large_products_and_says_so_in_bundle_and_table(
     assert re.search(rf"float32 1 x {WIDTH} x {LARGE_INNER} \(out,in\) .* x (dot|kernel) ", shown)
 
 
-def test_what_one_build_measured_the_next_one_reads(
-    run: Run, measured: Forms, tmp_path: Path
-) -> None:
+def test_what_one_build_measured_the_next_one_reads(run, measured, tmp_path):
     before = measured.table.read_bytes()
     again = run("build", measured.manifest, "-o", tmp_path)
     assert "measuring the forms" not in again.stderr
@@ -99,7 +74,7 @@ def test_what_one_build_measured_the_next_one_reads(
     assert (copy / "index.json").read_bytes() == (measured.path / "index.json").read_bytes()
 
 
-def test_a_table_decides_what_is_compiled(run: Run, measured: Forms, tmp_path: Path) -> None:
+def test_a_table_decides_what_is_compiled(run, measured, tmp_path):
     inner = LARGE_INNER + 64
     model = write_model(tmp_path / "model", inner)
     manifest = write_manifest(tmp_path / "m.toml", model, prompt=[8], context=[32])
@@ -123,7 +98,7 @@ def test_a_table_decides_what_is_compiled(run: Run, measured: Forms, tmp_path: P
     assert (linear_calls(measured.path)["decode/b1-c32"] > 0) == ("kernel" in in_decode)
 
 
-def linear_calls(bundle: Path) -> dict[str, int]:
+def linear_calls(bundle):
     """How often the executables of a bundle's only target call the kernel of products, by program."""
     import zstandard
 
@@ -137,7 +112,7 @@ def linear_calls(bundle: Path) -> dict[str, int]:
         contents = read_contents(layout, match(read_root(layout), Fingerprint.current())[0])
         layer = contents.manifest.layer(EXECUTABLES_MEDIA_TYPE)
         packed = layout.read_blob(layer)
-    unpack: Callable[[bytes], bytes] = zstandard.ZstdDecompressor().decompress
+    unpack = zstandard.ZstdDecompressor().decompress
     return {
         program.name: unpack(packed[at.offset : at.offset + at.size]).count(b"prejit_linear.")
         for program in contents.config.programs

@@ -1,45 +1,35 @@
 """Builds ask every program for its golden answer: rounding does not change it, and errors of a model do."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.decoders import write_random
 
 import prejit.runtime
 
-BUCKETS: dict[str, Any] = {"batch": (1, 2), "prompt": (4,), "context": (24,)}
+BUCKETS = {"batch": (1, 2), "prompt": (4,), "context": (24,)}
 KINDS = {"prefill", "decode", "verify", "copy"}
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of two layers."""
+def model(tmp_path_factory):
     return write_random("gpt2", tmp_path_factory.mktemp("model") / "gpt2")
 
 
 @pytest.fixture(scope="session")
-def built(model: Path, make_decoder: Callable[..., Path]) -> Path:
+def built(model, make_decoder):
     return make_decoder(model, **BUCKETS)
 
 
-def test_an_answer_depends_on_the_number_of_threads(
-    built: Path, prejit: Callable[..., Any]
-) -> None:
+def test_an_answer_depends_on_the_number_of_threads(built, prejit):
     env = {"NPROC": "5", "PREJIT_THREADS": "5"}
     done = prejit("verify", built, "--run", "--json", env=env)
     assert all(each["share"] < 0.5 for each in json.loads(done.stdout)["answers"])
 
 
-def test_the_portable_programs_give_another_answer(
-    built: Path, no_warnings_of_fallback: None
-) -> None:
+def test_the_portable_programs_give_another_answer(built, no_warnings_of_fallback):
     here = prejit.runtime.Fingerprint.current()
     other = dataclasses.replace(here, jaxlib="0.0.1")
     with prejit.runtime.load(built, fingerprint=other) as bundle:
@@ -51,12 +41,11 @@ def test_the_portable_programs_give_another_answer(
 
 @pytest.mark.parametrize("without", ["h.1.attn.c_proj.bias", "ln_f.bias"])
 def test_a_model_without_some_of_its_parts_gives_the_golden_answer(
-    without: str, model: Path, built: Path, tmp_path: Path, make_decoder: Callable[..., Path]
-) -> None:
+    without, model, built, tmp_path, make_decoder
+):
     from safetensors.numpy import load_file, save_file
 
     from prejit.runtime.programs.quarantine import compare
-    from prejit.runtime.programs.ready_programs import Programs
 
     damaged = tmp_path / "damaged"
     shutil.copytree(model, damaged)
@@ -70,7 +59,7 @@ def test_a_model_without_some_of_its_parts_gives_the_golden_answer(
         prejit.runtime.load(built) as right,
         prejit.runtime.load(make_decoder(damaged, **BUCKETS), canary="off") as wrong,
     ):
-        programs: Programs = wrong.decoder.programs
+        programs = wrong.decoder.programs
         for program in right.config.programs:
             if program.kind != "copy":
                 own = dataclasses.replace(programs.table[program.name], golden=program.golden)

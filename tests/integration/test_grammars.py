@@ -1,32 +1,27 @@
 """Random models under JSON schemas: whatever they write parses and satisfies the schema."""
 
-from __future__ import annotations
-
 import json
 import random
-from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
 from tests.extent import examples
 
 from prejit.runtime import load
-from prejit.runtime.bundle import Bundle
 from prejit.server.grammar.grammars import Grammars
 
 STRING = {"type": "string", "maxLength": 6}
 INTEGER = {"type": "integer", "minimum": -9, "maximum": 99}
 
 
-def strict(required: tuple[str, ...] | None = None, **properties: Any) -> dict[str, Any]:
+def strict(required=None, **properties):
     """A schema of an object with these members only, all of them required if nothing else is said."""
     names = list(properties if required is None else required)
     return {"type": "object", "properties": properties, "required": names,
             "additionalProperties": False}  # fmt: skip
 
 
-SCHEMAS: dict[str, dict[str, Any]] = {
+SCHEMAS = {
     "null": {"type": "null"},
     "boolean": {"type": "boolean"},
     "integer": INTEGER,
@@ -59,18 +54,16 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def bundle(lettered_dir: Path) -> Bundle:
+def bundle(lettered_dir):
     return load(lettered_dir, on_mismatch="error")
 
 
 @pytest.fixture(scope="module")
-def grammars(bundle: Bundle) -> Grammars:
+def grammars(bundle):
     return Grammars(bundle)
 
 
-def test_what_a_random_model_writes_satisfies_its_schema(
-    bundle: Bundle, grammars: Grammars
-) -> None:
+def test_what_a_random_model_writes_satisfies_its_schema(bundle, grammars):
     for name, schema in SCHEMAS.items():
         check = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
         for seed in range(2):
@@ -81,8 +74,7 @@ def test_what_a_random_model_writes_satisfies_its_schema(
             check.validate(json.loads(result.text))
 
 
-def _schema(draw: random.Random, depth: int) -> dict[str, Any]:
-    """A random schema whose values are short."""
+def _schema(draw, depth):
     kinds = ["integer", "string", "boolean", "null", "enum"]
     match draw.choice(kinds + ["object", "array", "anyOf"] * (depth > 0)):
         case "integer":
@@ -108,9 +100,7 @@ def _schema(draw: random.Random, depth: int) -> dict[str, Any]:
             return {"type": kind}
 
 
-def test_what_a_random_model_writes_satisfies_a_random_schema(
-    bundle: Bundle, grammars: Grammars
-) -> None:
+def test_what_a_random_model_writes_satisfies_a_random_schema(bundle, grammars):
     for seed in range(examples(10, 40)):
         schema = _schema(random.Random(seed), 2)
         mask = grammars.json_schema(schema)

@@ -1,27 +1,23 @@
 """A build cache whose programs of a model are damaged: the next build makes them again, and says so."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 from tests.decoders import build, write_random
-from tests.warm import WarmPython
 
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime import load
 
 
-def flip(path: Path) -> None:
+def flip(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
 def test_damaged_programs_of_a_model_are_lowered_again_by_the_same_build(
-    warm: WarmPython, fresh_cache: Path, tmp_path: Path
-) -> None:
+    warm, fresh_cache, tmp_path
+):
     """They are damaged in the cache, and what was made of them is not there: all is needed again."""
     model = write_random("gpt2", tmp_path / "gpt2")
     sizes = {"batch": (1,), "prompt": (8,), "context": (20,)}
@@ -32,7 +28,6 @@ def test_damaged_programs_of_a_model_are_lowered_again_by_the_same_build(
     for action in (actions / "lower").glob("*.json"):
         for each in json.loads(action.read_bytes().partition(b"\n")[2])["blobs"]:
             path = store.blob_path(each)
-            assert path is not None
             if each not in damaged:
                 flip(path)
             damaged.add(each)

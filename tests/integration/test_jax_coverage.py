@@ -4,14 +4,10 @@ docs/reference/jax-coverage.md shows the table in jax_functions.py. The families
 with PREJIT_TEST_ALL_OF_JAX=1 only.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import re
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,11 +28,16 @@ from prejit.runtime.programs import pytree
 from . import jax_functions as table
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "jax-coverage.md"
+MODULES = (
+    *("scipy.cluster.vq", "scipy.fft", "scipy.integrate", "scipy.interpolate", "scipy.ndimage"),
+    *("scipy.optimize", "scipy.signal", "scipy.sparse.linalg", "scipy.spatial.transform"),
+    *("image", "ops"),
+)
 ALL = os.environ.get("PREJIT_TEST_ALL_OF_JAX") == "1"
 
 
 @pytest.fixture(scope="module")
-def names() -> dict[str, Any]:
+def names():
     """What expressions of the table may name."""
     import jax
     from flax import linen, nnx
@@ -45,28 +46,18 @@ def names() -> dict[str, Any]:
     from jax.experimental import io_callback
     from jax.experimental import pallas as pl
 
-    for module in (
-        "cluster.vq",
-        "fft",
-        "integrate",
-        "interpolate",
-        "ndimage",
-        "optimize",
-        "signal",
-    ):
-        importlib.import_module(f"jax.scipy.{module}")
-    for module in ("scipy.sparse.linalg", "scipy.spatial.transform", "image", "ops"):
+    for module in MODULES:
         importlib.import_module(f"jax.{module}")
 
     fast = random.key(0, impl="unsafe_rbg")  # the default's bits take long to compile
 
-    def apply(module: Any, *arguments: Any) -> Any:
+    def apply(module, *arguments):
         """A layer of flax, which linen makes the weights of."""
         if isinstance(module, linen.Module):
             return module.init_with_output(fast, *arguments)[0]
         return module(*arguments)
 
-    def apply_cell(cell: Any, x: Any) -> Any:
+    def apply_cell(cell, x):
         carry = cell.initialize_carry(fast, x.shape)
         return cell.init_with_output(fast, carry, x)[0]
 
@@ -78,14 +69,13 @@ def names() -> dict[str, Any]:
     return {**flax, **of_jax, **others}
 
 
-def inputs() -> dict[str, np.ndarray[Any, Any]]:
-    """The arrays that expressions are over."""
+def inputs():
     random = np.random.default_rng(0)
     arrays = {}
     for name, text in table.INPUTS.items():
         dtype, extents = text[:-1].split("[")
         shape = tuple(map(int, extents.split(",")))
-        values: Any = random.uniform(0.1, 0.9, shape)
+        values = random.uniform(0.1, 0.9, shape)
         if dtype == "int32":
             values = random.integers(1, 8, shape)
         elif dtype == "uint32":
@@ -103,16 +93,16 @@ def inputs() -> dict[str, np.ndarray[Any, Any]]:
 
 
 @pytest.fixture(scope="module")
-def device() -> Device:
+def device():
     return Device()
 
 
 @pytest.fixture
-def lower(tmp_path: Path, names: dict[str, Any]) -> Callable[..., Any]:
+def lower(tmp_path, names):
     """Gives what lowers expressions, by name, as one function; with that function."""
 
-    def lower(expressions: Mapping[str, str], platforms: tuple[str, ...]) -> Any:
-        def function(weights: object, **arrays: Any) -> Any:
+    def lower(expressions, platforms):
+        def function(weights, **arrays):
             return {
                 name: eval(expression, {**names, **arrays})
                 for name, expression in expressions.items()
@@ -127,7 +117,7 @@ def lower(tmp_path: Path, names: dict[str, Any]) -> Callable[..., Any]:
     return lower
 
 
-def check(program: Any, function: Callable[..., Any], device: Device) -> None:
+def check(program, function, device):
     """Compiles, stores, loads and runs a program; plain JAX gives the same."""
     import jax
 
@@ -149,9 +139,7 @@ def check(program: Any, function: Callable[..., Any], device: Device) -> None:
 
 
 @pytest.mark.parametrize("family", table.FAMILIES)
-def test_a_family_of_functions_gives_what_jax_gives(
-    family: str, lower: Callable[..., Any], device: Device
-) -> None:
+def test_a_family_of_functions_gives_what_jax_gives(family, lower, device):
     if family in table.SLOW and not ALL:
         pytest.skip("compiles for long; PREJIT_TEST_ALL_OF_JAX=1 runs it")
     program, function = lower(table.FAMILIES[family], ("cpu",))
@@ -159,9 +147,7 @@ def test_a_family_of_functions_gives_what_jax_gives(
     check(program, function, device)
 
 
-def test_what_some_platforms_have_is_lowered_for_them(
-    lower: Callable[..., Any], device: Device
-) -> None:
+def test_what_some_platforms_have_is_lowered_for_them(lower, device):
     together = {name: text for name, (text, _) in table.SOME_PLATFORMS.items()}
     check(*lower(together, ("cpu",)), device)
     for name, (text, platforms) in table.SOME_PLATFORMS.items():
@@ -172,9 +158,7 @@ def test_what_some_platforms_have_is_lowered_for_them(
 
 
 @pytest.mark.parametrize("name", table.REFUSED)
-def test_what_no_bundle_can_hold_is_refused_by_name(
-    name: str, lower: Callable[..., Any], device: Device
-) -> None:
+def test_what_no_bundle_can_hold_is_refused_by_name(name, lower, device):
     import jax
 
     expression, message, _ = table.REFUSED[name]
@@ -185,6 +169,6 @@ def test_what_no_bundle_can_hold_is_refused_by_name(
         lower({"result": expression}, ("cpu",))
 
 
-def test_the_page_shows_what_is_tried() -> None:
+def test_the_page_shows_what_is_tried():
     """`python tests/integration/jax_functions.py > docs/reference/jax-coverage.md` writes it."""
     assert PAGE.read_text() == table.page()

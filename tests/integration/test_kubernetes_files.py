@@ -1,7 +1,5 @@
 """deploy/kubernetes and deploy/kserve: Helm installs the chart, schemas fit, and the containers run here."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -10,10 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -21,18 +16,18 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from tests.fake_kubernetes import fake_kubernetes
 from tests.ports import free_port
-from tests.store_servers import running_registry
+from tests.processes import ran
 from tests.waiting import wait_for
 
 from prejit.runtime.__main__ import main
 
-from .test_serve import Process, infer
+from .test_serve import infer
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "kubernetes" / "chart"
 TOOLS = ROOT / ".venv-tools" / "bin" / "python"
 KUBERNETES = "1.36"
-FORMS: dict[str, dict[str, Any]] = {
+FORMS = {
     "volume": {},
     "pull": {
         "bundle": {"from": "pull", "reference": "oci://registry.example.com/models/demo:prod"}
@@ -74,28 +69,20 @@ needs_tools = pytest.mark.skipif(
 )
 
 
-def with_tools(code: str, *values: object) -> str:
-    command = [TOOLS, "-c", code, json.dumps(values)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def with_tools(code, *values):
+    return ran(TOOLS, "-c", code, json.dumps(values)).stdout
 
 
-def check(objects: list[dict[str, Any]]) -> None:
-    """Compare objects with the published schemas."""
+def check(objects):
     with_tools(CHECK, KUBERNETES, objects)
 
 
-@dataclass(frozen=True)
-class Installed:
-    """A chart after `helm install`: what the cluster got, and what Helm rendered, or its error."""
+def install(*values):
+    """Lint and install the chart with each of the values.
 
-    objects: list[dict[str, Any]]
-    rendered: str
-
-
-def install(*values: dict[str, Any]) -> list[Installed]:
-    """Lint and install the chart with each of the values."""
+    Returns:
+        for each what the cluster got, and what Helm rendered, or its error.
+    """
     with contextlib.ExitStack() as stack:
         apis = [stack.enter_context(fake_kubernetes()) for _ in values]
         calls = [(str(CHART), each, api.kubeconfig) for each, api in zip(values, apis, strict=True)]
@@ -104,22 +91,22 @@ def install(*values: dict[str, Any]) -> list[Installed]:
             apis, json.loads(with_tools(HELM, *calls)), strict=True
         ):
             assert all(each["Severity"] < 2 for each in messages), messages  # 1: it has no icon
-            found.append(Installed(list(api.objects.values()), rendered))
+            found.append((list(api.objects.values()), rendered))
         return found
 
 
-def one(objects: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+def one(objects, kind):
     (found,) = [each for each in objects if each["kind"] == kind]
     return found
 
 
-def plain() -> list[dict[str, Any]]:
+def plain():
     """Return the objects of kustomize's base: the chart with its own values."""
     content = (ROOT / "deploy" / "kubernetes" / "base" / "prejit.yaml").read_text()
     return list(yaml.safe_load_all(content))
 
 
-def moved(arguments: list[str], **places: object) -> list[str]:
+def moved(arguments, **places):
     """Return arguments of a container with the paths and ports of this machine."""
     changed = arguments
     for old, new in places.items():
@@ -130,15 +117,15 @@ def moved(arguments: list[str], **places: object) -> list[str]:
 
 
 @needs_tools
-def test_helm_installs_what_the_schemas_of_kubernetes_and_keda_have() -> None:
+def test_helm_installs_what_the_schemas_of_kubernetes_and_keda_have():
     installed = dict(zip(FORMS, install(*FORMS.values()), strict=True))
-    check([each for form in installed.values() for each in form.objects])
+    check([each for objects, _ in installed.values() for each in objects])
     for form, source in (
         ("volume", "image"),
         ("pull", "emptyDir"),
         ("claim", "persistentVolumeClaim"),
     ):
-        objects = installed[form].objects
+        objects, _ = installed[form]
         kinds = {"Deployment", "Service", "PodDisruptionBudget", "DaemonSet", "ScaledObject"}
         pod = one(objects, "Deployment")["spec"]["template"]["spec"]
         (bundle,) = [each for each in pod["volumes"] if each["name"] == "bundle"]
@@ -148,40 +135,26 @@ def test_helm_installs_what_the_schemas_of_kubernetes_and_keda_have() -> None:
             kinds.remove("ScaledObject")
             assert one(objects, "Deployment")["spec"]["replicas"] == 2
         assert {each["kind"] for each in objects} == kinds
-    again = [each for each in yaml.safe_load_all(installed["volume"].rendered) if each]
+    again = [each for each in yaml.safe_load_all(installed["volume"][1]) if each]
     assert sorted(again, key=json.dumps) == sorted(plain(), key=json.dumps), (
         "write it again, as deploy/kubernetes/base/kustomization.yaml says"
     )
 
 
 @needs_tools
-def test_wrong_values_are_named() -> None:
+def test_wrong_values_are_named():
     wrong = {
         'bundle.from: expected volume, pull or claim, found "disk"': {"from": "disk"},
         "bundle.claim: expected the name of a PersistentVolumeClaim": {"from": "claim"},
         "bundle.reference: expected a reference such as oci://": {"from": "pull"},
     }
     values = [{"bundle": bundle} for bundle in wrong.values()]
-    for reason, found in zip(wrong, install(*values), strict=True):
-        assert reason in found.rendered
-        assert not found.objects
+    for reason, (objects, error) in zip(wrong, install(*values), strict=True):
+        assert reason in error
+        assert not objects
 
 
-@pytest.fixture
-def started() -> Iterator[Callable[..., Process]]:
-    begun: list[Process] = []
-
-    def start(arguments: list[str]) -> Process:
-        assert arguments[0] == "serve"
-        begun.append(Process(*arguments[1:]))
-        return begun[-1]
-
-    yield start
-    for each in begun:
-        each.kill()
-
-
-def is_probed(container: dict[str, Any], name: str, port: int) -> bool:
+def is_probed(container, name, port):
     """Return whether a probe succeeds, as the kubelet decides it."""
     probe = container[name]
     path = probe["httpGet"]["path"]
@@ -192,15 +165,12 @@ def is_probed(container: dict[str, Any], name: str, port: int) -> bool:
     return 200 <= found.status_code < 400
 
 
-def test_the_pods_container_starts_is_probed_and_drains(
-    bundle_dir: Path, started: Callable[..., Process]
-) -> None:
+def test_the_pods_container_starts_is_probed_and_drains(bundle_dir, serve):
     objects = plain()
     pod = one(objects, "Deployment")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     port = free_port()
-    server = started(moved(container["args"], bundle=bundle_dir, port=port))
-    server.port = port
+    server = serve(*moved(container["args"], bundle=bundle_dir, port=port)[1:], port=port)
     wait_for(lambda: is_probed(container, "startupProbe", port))
     assert is_probed(container, "readinessProbe", port)
     assert is_probed(container, "livenessProbe", port)
@@ -208,13 +178,10 @@ def test_the_pods_container_starts_is_probed_and_drains(
     metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
     (trigger,) = one(objects, "ScaledObject")["spec"]["triggers"]
     asked = re.fullmatch(r'sum\((\w+)\{model_name="(.*)"\}\)', trigger["metadata"]["query"])
-    assert asked is not None
-    samples = [
-        each for family in text_string_to_metric_families(metrics) for each in family.samples
-    ]
     found = [
         each.value
-        for each in samples
+        for family in text_string_to_metric_families(metrics)
+        for each in family.samples
         if (each.name, each.labels.get("model_name")) == asked.groups()
     ]
     assert found
@@ -226,32 +193,24 @@ def test_the_pods_container_starts_is_probed_and_drains(
     assert server.end(signal.SIGTERM, drain + 10) == 0, server.said
 
 
-def test_the_init_container_pulls_what_the_server_serves(
-    bundle_dir: Path, tmp_path: Path, started: Callable[..., Process]
-) -> None:
-    with running_registry(tmp_path) as registry:
-        assert main(["push", str(bundle_dir), f"{registry.url}:prod"]) == 0
-        text = (CHART / "templates" / "server.yaml").read_text()
-        (line,) = [each for each in text.splitlines() if "args: [pull" in each]
-        arguments = line.split("[", 1)[1].rstrip("]").split(", ")
-        assert arguments[1] == "{{ $v.bundle.reference | quote }}"
-        into = tmp_path / "bundle" / "models"
-        arguments[1] = f"{registry.url}:prod"
-        assert main([arguments[0], *moved(arguments[1:], bundle=into)]) == 0
-    server = started(["serve", f"demo={into}", "--on-mismatch", "error"]).wait_until_ready()
+def test_the_init_container_pulls_what_the_server_serves(bundle_dir, registry, tmp_path, serve):
+    assert main(["push", str(bundle_dir), f"{registry.url}:prod"]) == 0
+    text = (CHART / "templates" / "server.yaml").read_text()
+    (line,) = [each for each in text.splitlines() if "args: [pull" in each]
+    arguments = line.split("[", 1)[1].rstrip("]").split(", ")
+    assert arguments[1] == "{{ $v.bundle.reference | quote }}"
+    into = tmp_path / "bundle" / "models"
+    arguments[1] = f"{registry.url}:prod"
+    assert main([arguments[0], *moved(arguments[1:], bundle=into)]) == 0
+    server = serve(f"demo={into}", "--on-mismatch", "error").wait_until_ready()
     assert httpx.get(f"{server.url}/health/ready", timeout=60).json()["models"] == ["demo"]
 
 
-def test_a_node_prints_the_fingerprint_that_fleet_reads(
-    bundle_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_node_prints_the_fingerprint_that_fleet_reads(bundle_dir, programs, tmp_path, capsys):
     pod = one(plain(), "DaemonSet")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    (tmp_path / "prejit").write_text(f'#!/bin/sh\nexec {sys.executable} -m prejit.runtime "$@"\n')
-    (tmp_path / "prejit").chmod(0o755)
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
     with subprocess.Popen(container["command"], env=env, stdout=subprocess.PIPE) as printed:
-        assert printed.stdout is not None
         line = printed.stdout.readline()
         assert printed.poll() is None  # a DaemonSet starts again what ends
         printed.kill()
@@ -262,13 +221,11 @@ def test_a_node_prints_the_fingerprint_that_fleet_reads(
 
 
 @needs_tools
-def test_kustomize_changes_image_and_volume(tmp_path: Path) -> None:
+def test_kustomize_changes_image_and_volume(tmp_path):
     if shutil.which("kubectl") is None:
         pytest.skip("needs kubectl, which has kustomize")
     shutil.copytree(ROOT / "deploy" / "kubernetes", tmp_path / "kubernetes")
-    command = ["kubectl", "kustomize", str(tmp_path / "kubernetes" / "claim")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = ran("kubectl", "kustomize", tmp_path / "kubernetes" / "claim")
     objects = list(yaml.safe_load_all(done.stdout))
     check(objects)
     assert len(objects) == len(plain())
@@ -281,9 +238,7 @@ def test_kustomize_changes_image_and_volume(tmp_path: Path) -> None:
     assert pod["containers"][0]["image"] == "registry.example.com/prejit-server:0.2.0"
 
 
-def test_kserve_starts_the_runtime_with_the_name_of_the_service(
-    bundle_dir: Path, started: Callable[..., Process]
-) -> None:
+def test_kserve_starts_the_runtime_with_the_name_of_the_service(bundle_dir, serve):
     place = ROOT / "deploy" / "kserve"
     runtime = yaml.safe_load((place / "serving-runtime.yaml").read_text())
     service = yaml.safe_load((place / "inference-service.yaml").read_text())
@@ -299,12 +254,7 @@ def test_kserve_starts_the_runtime_with_the_name_of_the_service(
     arguments = [each.replace("{{.Name}}", name) for each in container["args"]]
     assert f"{name}=/mnt/models" in arguments
     port = free_port()
-    server = started(
-        [
-            each.replace("/mnt/models", str(bundle_dir)).replace("8080", str(port))
-            for each in arguments
-        ]
-    )
-    server.port = port
+    given = [each.replace("/mnt/models", str(bundle_dir)) for each in arguments[1:]]
+    server = serve(*(each.replace("8080", str(port)) for each in given), port=port)
     wait_for(lambda: is_probed(container, "readinessProbe", port))
     assert httpx.get(f"{server.url}/health/ready", timeout=60).json()["models"] == [name]

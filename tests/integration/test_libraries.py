@@ -1,19 +1,16 @@
 """Libraries of the user: C++ handlers that functions call, built into bundles and run in fresh processes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
 import shutil
 import struct
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from tests.format import second_reader
+from tests.layouts import blob
 
 from prejit.compiler import BuildError, Library, Manifest, ManifestError, Program, build
 from prejit.compiler.native.compilers import find_compilers
@@ -28,11 +25,11 @@ from prejit.runtime.format.checks.oci import check_manifest
 from prejit.runtime.format.checks.program_table import check_config
 from prejit.runtime.format.checks.seldom_parts import check_library, check_library_layers
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.opening import Contents, match, read_contents
+from prejit.runtime.format.opening import match, read_contents
 from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
 
-from .conftest import Run
+from .conftest import functions_manifest
 
 SOURCE = """
 #include "xla/ffi/api/ffi.h"
@@ -70,34 +67,23 @@ def anywhere(x):
 def unknown(x):
     return jax.ffi.ffi_call("nobody", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 """
-MANIFEST = """
-[bundle]
-name = "own"
-[[program]]
-name = "scaled"
-function = "own_code:scaled"
-args = { x = "float32[{n}]" }
-buckets = { n = [5] }
-open_sizes = ["n"]
-[[program]]
-name = "in_a_loop"
-function = "own_code:in_a_loop"
-args = { x = "float32[4]" }
+PROGRAMS = {
+    "scaled": 'function = "own_code:scaled"; args = { x = "float32[{n}]" }; '
+    'buckets = { n = [5] }; open_sizes = ["n"]',
+    "in_a_loop": 'function = "own_code:in_a_loop"; args = { x = "float32[4]" }',
+}
+LIBRARY = """
 [[library]]
 path = "libown.so"
 handlers = { scale = "ScaleHandler", negate = "NegateHandler" }
-[[target]]
-name = "cpu-host"
 """
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-library.md"
 X = np.linspace(-1, 1, 5, dtype=np.float32)
 EXPECTED = np.tanh(X * np.float32(2.5))
 
-Compile = Callable[..., Path]
-
 
 @pytest.fixture(scope="module")
-def compiled(build_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Compile:
+def compiled(build_cache, tmp_path_factory):
     """Compiles SOURCE as a shared library: `compiled(shift=1)`. One shift gives the same bytes each time."""
     import jax
 
@@ -106,7 +92,7 @@ def compiled(build_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Com
         pytest.skip("no C++ compiler for x86-64")
     directory = tmp_path_factory.mktemp("libraries")
 
-    def make(shift: int = 0, *, needs: str = "") -> Path:
+    def make(shift=0, *, needs=""):
         made = directory / f"libown{shift}{needs}.so"
         if made.exists():
             return made
@@ -132,34 +118,25 @@ def compiled(build_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Com
 
 
 @pytest.fixture(scope="module")
-def project(compiled: Compile, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a manifest, the functions of it and their library."""
+def project(compiled, tmp_path_factory):
     directory = tmp_path_factory.mktemp("own")
     shutil.copy(compiled(), directory / "libown.so")
     (directory / "own_code.py").write_text(MODULE)
-    (directory / "m.toml").write_text(MANIFEST)
+    functions_manifest(directory / "own.toml", PROGRAMS, more=LIBRARY)
     return directory
 
 
 @pytest.fixture(scope="module")
-def built(project: Path, run: Run) -> Path:
-    run("build", project / "m.toml", "-o", project / "out")
+def built(project, run):
+    run("build", project / "own.toml", "-o", project / "out")
     return project / "out" / "own"
 
 
 @pytest.fixture
-def make(
-    project: Path, compiled: Compile, build_cache: Path, tmp_path: Path
-) -> Callable[..., Path]:
+def make(project, compiled, build_cache, tmp_path):
     """Builds a bundle of one function from Python: `make("scaled", shift=1)`."""
 
-    def make(
-        function: str,
-        *libraries: Library,
-        shift: int = 0,
-        targets: tuple[str, ...] = ("cpu-host",),
-        name: str = "made",
-    ) -> Path:
+    def make(function, *libraries, shift=0, targets=("cpu-host",), name="made"):
         library = Library(str(compiled(shift)), HANDLERS)
         manifest = Manifest(
             name,
@@ -186,9 +163,7 @@ print(json.dumps([scaled.tolist(), looped.tolist(), len(mapped), "jax" in sys.mo
 """
 
 
-def test_a_fresh_process_runs_handlers_of_the_bundles_library(
-    built: Path, project: Path, python: Run, tmp_path: Path
-) -> None:
+def test_a_fresh_process_runs_handlers_of_the_bundles_library(built, project, python, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(built, moved)
     said = json.loads(python(USE, moved, PYTHONPATH="").stdout.splitlines()[-1])
@@ -197,16 +172,16 @@ def test_a_fresh_process_runs_handlers_of_the_bundles_library(
     assert said[2:] == [1, False, ["loaded", "loaded"]]
 
 
-def test_keys_hold_the_digest_of_the_library(project: Path, run: Run, tmp_path: Path) -> None:
+def test_keys_hold_the_digest_of_the_library(project, run, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(project, copy, ignore=shutil.ignore_patterns("out"))
     library = copy / "libown.so"
     library.write_bytes(library.read_bytes() + b"\0")  # other bytes, the same code
     for counts in ("compiled 2, cached 0", "compiled 0, cached 2"):
-        assert counts in run("build", copy / "m.toml", "-o", copy / "out").stderr
+        assert counts in run("build", copy / "own.toml", "-o", copy / "out").stderr
 
 
-def test_arrays_of_jax_and_sizes_that_no_bucket_has_reach_the_library(built: Path) -> None:
+def test_arrays_of_jax_other_sizes_and_a_fallback_reach_the_library(built):
     import jax
 
     loaded = load(built)
@@ -215,13 +190,6 @@ def test_arrays_of_jax_and_sizes_that_no_bucket_has_reach_the_library(built: Pat
     with pytest.warns(FallbackWarning, match="no bucket has the sizes"):
         found = loaded.call("scaled", x=X[:3])
     np.testing.assert_allclose(found, EXPECTED[:3], rtol=1e-6)
-
-
-def other_jaxlib(**changes: Any) -> Fingerprint:
-    return dataclasses.replace(Fingerprint.current(), jaxlib="0.1.2", **changes)
-
-
-def test_a_fallback_calls_the_library_and_keeps_what_it_compiled(built: Path) -> None:
     for source in ("compiled", "kept"):
         with pytest.warns(FallbackWarning, match="jaxlib"):
             loaded = load(built, fingerprint=other_jaxlib())
@@ -229,19 +197,19 @@ def test_a_fallback_calls_the_library_and_keeps_what_it_compiled(built: Path) ->
         assert loaded.report()[0].source == source
 
 
+def other_jaxlib(**changes):
+    return dataclasses.replace(Fingerprint.current(), jaxlib="0.1.2", **changes)
+
+
 @pytest.fixture
-def nothing_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_is_mapped(monkeypatch):
     """Makes the test fail where a library reaches the dynamic linker."""
-
-    def reached(*_: object) -> None:
-        raise AssertionError("a library reached the dynamic linker")
-
-    monkeypatch.setattr(kernels, "_open_sealed", reached)
+    monkeypatch.setattr(kernels, "_open_sealed", lambda *_: pytest.fail("it was opened"))
     monkeypatch.setattr(kernels, "_opened", {})
 
 
 @pytest.mark.usefixtures("nothing_is_mapped")
-def test_a_machine_that_lacks_an_extension_does_not_open_the_library(built: Path) -> None:
+def test_a_machine_that_lacks_an_extension_does_not_open_the_library(built):
     features = Fingerprint.current().cpu_features
     lesser = tuple(name for name in features if name != "sse4.2")
     with pytest.warns(FallbackWarning, match="cpu_features"):
@@ -250,7 +218,7 @@ def test_a_machine_that_lacks_an_extension_does_not_open_the_library(built: Path
         loaded.call("scaled", x=X)
 
 
-def test_a_function_with_another_form_runs_on_other_platforms(make: Callable[..., Path]) -> None:
+def test_a_function_with_another_form_runs_on_other_platforms(make):
     """The program of a GPU calls nothing, so a GPU target may be in the same bundle."""
     from prejit.runtime.device.portable import custom_calls
 
@@ -264,30 +232,19 @@ def test_a_function_with_another_form_runs_on_other_platforms(make: Callable[...
     assert "scale" not in custom_calls(portable, program.platforms or (), "cuda")
 
 
-def test_two_bundles_with_other_libraries_of_the_same_names_do_not_mix(
-    make: Callable[..., Path],
-) -> None:
-    first, second = (load(make("scaled", shift=shift, name=f"b{shift}")) for shift in (0, 1))
-    for _ in range(2):
-        np.testing.assert_allclose(first.call("scaled", x=X), EXPECTED, rtol=1e-6)
-        shifted = np.tanh(X * np.float32(2.5) + 1)
-        np.testing.assert_allclose(second.call("scaled", x=X), shifted, rtol=1e-6)
-
-
-def test_one_library_with_its_symbols_swapped_does_not_mix(
-    make: Callable[..., Path], compiled: Compile
-) -> None:
-    """The same bytes and the same names: the symbol is part of what XLA calls."""
+def test_bundles_with_other_libraries_or_other_symbols_of_the_same_names_do_not_mix(make, compiled):
     swapped = Library(str(compiled()), {"negate": "ScaleHandler", "scale": "NegateHandler"})
-    plain = load(make("scaled", name="plain"))
-    other = load(make("scaled", swapped, name="swapped"))
-    np.testing.assert_allclose(plain.call("scaled", x=X), EXPECTED, rtol=1e-6)
-    np.testing.assert_allclose(other.call("scaled", x=X), np.tanh(-X), rtol=1e-6)
+    plain, shifted = (load(make("scaled", shift=each, name=f"b{each}")) for each in (0, 1))
+    other = load(make("scaled", swapped, name="swapped"))  # its bytes are those of `plain`
+    for _ in range(2):
+        for bundle, expected in (
+            *((plain, EXPECTED), (shifted, np.tanh(X * np.float32(2.5) + 1))),
+            (other, np.tanh(-X)),
+        ):
+            np.testing.assert_allclose(bundle.call("scaled", x=X), expected, rtol=1e-6)
 
 
-def test_a_library_whose_own_libraries_are_missing_is_a_mismatch_that_names_them(
-    make: Callable[..., Path], compiled: Compile
-) -> None:
+def test_a_library_whose_own_libraries_are_missing_is_a_mismatch_that_names_them(make, compiled):
     """It builds, because a build opens no library."""
     needy = compiled(2, needs="libnothere.so.7")
     path = make("scaled", Library(str(needy), HANDLERS), name="needy")
@@ -299,10 +256,8 @@ def test_a_library_whose_own_libraries_are_missing_is_a_mismatch_that_names_them
         loaded.call("scaled", x=X)
 
 
-def test_a_library_that_xla_does_not_take_is_an_error_of_kernels(
-    built: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: object) -> None:
+def test_a_library_that_xla_does_not_take_is_an_error_of_kernels(built, monkeypatch):
+    def refused(*_):
         raise KernelError("XLA does not take the handler scale: another version")
 
     monkeypatch.setattr(kernels, "register", refused)
@@ -310,9 +265,7 @@ def test_a_library_that_xla_does_not_take_is_an_error_of_kernels(
         load(built, on_mismatch="error")
 
 
-def test_the_page_shows_what_works(
-    build_cache: Path, compiled: Compile, run: Run, tmp_path: Path
-) -> None:
+def test_the_page_shows_what_works(build_cache, compiled, run, tmp_path):
     """The first C++, Python and TOML of docs/how-to/own-library.md, and its command for x86-64-v2."""
     import jax
 
@@ -339,7 +292,7 @@ def test_the_page_shows_what_works(
 # Damage
 
 
-def contents_of(bundle: Path) -> tuple[Contents, dict[str, bytes]]:
+def contents_of(bundle):
     with Layout(bundle) as layout:
         [target] = match(read_root(layout), Fingerprint.current())
         contents = read_contents(layout, target)
@@ -348,24 +301,18 @@ def contents_of(bundle: Path) -> tuple[Contents, dict[str, bytes]]:
 
 
 @pytest.mark.usefixtures("nothing_is_mapped")
-def test_a_damaged_library_is_rejected_before_it_is_opened(built: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(built, copy)
-    contents, _ = contents_of(built)
-    assert contents.config.libraries is not None
-    digest = contents.config.libraries[0].digest.removeprefix("sha256:")
-    blob = copy / "blobs" / "sha256" / digest
-    content = bytearray(blob.read_bytes())
-    content[-1] ^= 1
-    blob.write_bytes(content)
-    with pytest.raises(RejectError, match=digest):
+def test_a_damaged_library_is_rejected_before_it_is_opened(built, tmp_path):
+    copy = shutil.copytree(built, tmp_path / "copy")
+    digest = contents_of(built)[0].config.libraries[0].digest
+    file = blob(copy, digest)
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(RejectError, match=digest.removeprefix("sha256:")):
         load(copy)
     assert main(["verify", str(copy)]) == RejectError.exit_code
 
 
-def test_a_library_that_is_not_what_the_config_says_is_rejected(built: Path) -> None:
+def test_a_library_that_is_not_what_the_config_says_is_rejected(built):
     contents, layers = contents_of(built)
-    assert contents.config.libraries is not None
     [library] = contents.config.libraries
     content = layers[library.digest]
     check_library(content, library, "x86_64", "path")
@@ -379,20 +326,19 @@ def test_a_library_that_is_not_what_the_config_says_is_rejected(built: Path) -> 
             check_library(given, told, architecture, "path")
 
 
-def test_tables_that_contradict_themselves_are_rejected(built: Path) -> None:
+def test_tables_that_contradict_themselves_are_rejected(built):
     contents, _ = contents_of(built)
     config, manifest = contents.config, contents.manifest
-    assert config.libraries is not None
     [library] = config.libraries
     first, second = config.programs
 
-    def told(calls: tuple[str, ...] | None) -> Any:
+    def told(calls):
         return (dataclasses.replace(first, calls=calls), second)
 
     other = dataclasses.replace(library, digest="sha256:" + "f" * 64)
     unnamed = dataclasses.replace(library, handlers={"a b": "c"})
     cuda = dataclasses.replace(config.requirement, platform="cuda")
-    forgeries: dict[str, dict[str, Any]] = {
+    forgeries = {
         "expected libraries with the handlers": {"libraries": None},
         "each once, sorted; found ()": {"programs": told(())},
         "each once, sorted; found ('scale', 'negate')": {"programs": told(("scale", "negate"))},
@@ -427,9 +373,7 @@ def test_tables_that_contradict_themselves_are_rejected(built: Path) -> None:
         check_manifest(to_json(dataclasses.replace(manifest, layers=large)), "m")
 
 
-def test_another_reader_and_the_command_line_read_it(
-    built: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_reader_and_the_command_line_read_it(built, capsys):
     [target] = second_reader.read(built)
     assert target.config["libraries"][0]["handlers"] == HANDLERS
     assert main(["inspect", str(built)]) == 0
@@ -441,8 +385,8 @@ def test_another_reader_and_the_command_line_read_it(
 # What a build refuses
 
 
-def of(project: Path, library: Path, **changes: Any) -> Manifest:
-    fields: dict[str, Any] = {
+def of(project, library, **changes):
+    fields = {
         "programs": [Program("scaled", "own_code:scaled", {"x": "float32[5]"})],
         "libraries": [Library(str(library), {"scale": "ScaleHandler"})],
         "targets": ["cpu-host"],
@@ -452,16 +396,16 @@ def of(project: Path, library: Path, **changes: Any) -> Manifest:
 
 
 def test_a_library_that_does_not_serve_is_told_with_its_place_and_a_fix(
-    project: Path, compiled: Compile, build_cache: Path, tmp_path: Path
-) -> None:
+    project, compiled, build_cache, tmp_path
+):
     good, store = compiled(), DirectoryStore.open(build_cache)
     content = good.read_bytes()
 
-    def written(name: str, changed: bytes) -> Path:
+    def written(name, changed):
         (tmp_path / name).write_bytes(changed)
         return tmp_path / name
 
-    def with_machine(number: int) -> bytes:
+    def with_machine(number):
         return content[:18] + struct.pack("<H", number) + content[20:]
 
     arm, sparc = written("arm.so", with_machine(183)), written("sparc.so", with_machine(43))
@@ -484,11 +428,10 @@ def test_a_library_that_does_not_serve_is_told_with_its_place_and_a_fix(
             assert fix in str(caught.value.hint)
 
 
-def test_a_manifest_tells_its_mistakes_about_libraries(project: Path, run: Run) -> None:
-    wrong = MANIFEST.replace('path = "libown.so"', 'path = "libwon.so"\ntargets = ["cpu-hots"]')
+def test_a_manifest_tells_its_mistakes_about_libraries(project, run):
+    wrong = LIBRARY.replace('path = "libown.so"', 'path = "libwon.so"\ntargets = ["cpu-hots"]')
     wrong = wrong.replace('scale = "ScaleHandler"', '"a b" = "ScaleHandler", n = 3')
-    file = project / "wrong.toml"
-    file.write_text(wrong)
+    file = functions_manifest(project / "wrong.toml", PROGRAMS, more=wrong)
     told = run("plan", file, status=2).stderr
     for line in (
         'library[0].path: expected a file at "libwon.so", relative to the manifest; found none',
@@ -500,15 +443,13 @@ def test_a_manifest_tells_its_mistakes_about_libraries(project: Path, run: Run) 
     assert "did you mean" in told
 
 
-def test_a_custom_call_of_no_library_is_told(make: Callable[..., Path]) -> None:
+def test_a_custom_call_of_no_library_is_told(make):
     with pytest.raises(BuildError, match=r"calls nobody, which is in no \[\[library\]\]") as caught:
         make("unknown")
     assert 'handlers = { "nobody" = SYMBOL }' in str(caught.value.hint)
 
 
-def test_a_file_that_calls_a_handler_is_bound_or_told(
-    project: Path, compiled: Compile, build_cache: Path, tmp_path: Path
-) -> None:
+def test_a_file_that_calls_a_handler_is_bound_or_told(project, compiled, build_cache, tmp_path):
     """StableHLO from elsewhere, in which jax.export checks nothing."""
     text = """
     module { func.func @main(%x: tensor<5xf32>) -> tensor<5xf32> {
@@ -520,7 +461,7 @@ def test_a_file_that_calls_a_handler_is_bound_or_told(
     program = Program("negate", str(tmp_path / "negate.mlir"))
     library = Library(str(compiled()), HANDLERS)
     manifest = of(project, compiled(), programs=[program], libraries=[library])
-    options: dict[str, Any] = {"cache": build_cache, "quiet": True}
+    options = {"cache": build_cache, "quiet": True}
     path = build(manifest, tmp_path / "out", **options).path
     np.testing.assert_array_equal(load(path).call("negate", X), -X)
     with pytest.raises(BuildError, match="No FFI handler registered for negate") as caught:
@@ -528,14 +469,11 @@ def test_a_file_that_calls_a_handler_is_bound_or_told(
     assert "handlers = { negate = SYMBOL }" in str(caught.value.hint)
 
 
-def test_a_target_without_the_library_is_told(make: Callable[..., Path], compiled: Compile) -> None:
+def test_each_target_gets_its_own_library_and_one_without_is_told(make, compiled):
     only = Library(str(compiled()), HANDLERS, ("cpu-x86-64-v3",))
     with pytest.raises(BuildError, match="target cpu-host: program scaled: it calls ") as told:
         make("scaled", only, targets=("cpu-x86-64-v3", "cpu-host"))
     assert "add a [[library]] that is built for cpu-host" in str(told.value.hint)
-
-
-def test_each_target_gets_its_own_library(make: Callable[..., Path], compiled: Compile) -> None:
     own = Library(str(compiled(1)), HANDLERS, ("cpu-host",))
     general = Library(str(compiled()), HANDLERS, ("cpu-x86-64-v2",))
     path = make("scaled", own, general, targets=("cpu-x86-64-v2", "cpu-host"))
@@ -545,8 +483,7 @@ def test_each_target_gets_its_own_library(make: Callable[..., Path], compiled: C
     np.testing.assert_allclose(found, np.tanh(X * np.float32(2.5) + shift), rtol=1e-6)
     with Layout(path) as layout:
         targets = match(read_root(layout), Fingerprint.current())
-        names = {t.name: read_contents(layout, t).config.libraries for t in targets}
-    assert {name: [each.name for each in told or ()] for name, told in names.items()} == {
-        "cpu-host": ["libown1.so"],
-        "cpu-x86-64-v2": ["libown0.so"],
+        libraries = {t.name: read_contents(layout, t).config.libraries for t in targets}
+    assert {name: [each.name for each in found] for name, found in libraries.items()} == {
+        **{"cpu-host": ["libown1.so"], "cpu-x86-64-v2": ["libown0.so"]}
     }

@@ -1,34 +1,25 @@
 """`prejit load` against real servers: each API, a log, a bundle that it serves, limits that are missed."""
 
-from __future__ import annotations
-
 import json
-import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from tests.integration.test_serve import Process
+from tests.processes import ran
 
 WINDOW = ("--rate", "20", "--seconds", "1", "--json")
 
 
-def load(*arguments: str | Path, status: int = 0) -> Any:
+def load(*arguments, status=0):
     """Run the command; return its JSON, or what it printed to stderr where it fails."""
-    command = [sys.executable, "-m", "prejit.runtime", "load", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == status, done.stderr
+    done = ran(sys.executable, "-m", "prejit.runtime", "load", *arguments, status=status)
     assert "Traceback" not in done.stderr, done.stderr
     return done.stderr if status else json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
-def server(
-    lettered_dir: Path, encoder_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Process, Path]]:
+def server(lettered_dir, encoder_dir, tmp_path_factory):
     """A server of a decoder and an encoder, and its log."""
     log = tmp_path_factory.mktemp("load") / "log.jsonl"
     named = (f"letters={lettered_dir}", f"vectors={encoder_dir}")
@@ -39,15 +30,9 @@ def server(
 
 @pytest.mark.parametrize(
     ("api", "model", "has_tokens"),
-    [
-        ("completions", "letters", True),
-        ("chat", "letters", True),
-        ("embeddings", "vectors", False),
-    ],
+    [("completions", "letters", True), ("chat", "letters", True), ("embeddings", "vectors", False)],
 )
-def test_each_api_is_measured(
-    server: tuple[Process, Path], api: str, model: str, has_tokens: bool
-) -> None:
+def test_each_api_is_measured(server, api, model, has_tokens):
     lengths = ("--prompt-tokens", "2..4", "--new-tokens", "6", "--prefix-tokens", "3")
     url = server[0].url
     found = load(
@@ -64,7 +49,7 @@ def test_each_api_is_measured(
         assert 5 <= rate["prompt_tokens"] <= 40
 
 
-def test_a_log_is_sent_again_at_its_times(server: tuple[Process, Path]) -> None:
+def test_a_log_is_sent_again_at_its_times(server):
     process, log = server
     with httpx.Client(timeout=60) as client:
         for prompt in ("ab", "abc abc"):
@@ -82,7 +67,7 @@ def test_a_log_is_sent_again_at_its_times(server: tuple[Process, Path]) -> None:
     assert rate["new_tokens"] == 3
 
 
-def test_a_bundle_is_served_as_long_as_it_is_measured(bundle_dir: Path, tmp_path: Path) -> None:
+def test_a_bundle_is_served_as_long_as_it_is_measured(bundle_dir, tmp_path):
     page = tmp_path / "load.html"
     found = load(
         bundle_dir, *WINDOW, "--api", "infer", "--model", "score", "--rows", "2", "--page", page
@@ -95,7 +80,7 @@ def test_a_bundle_is_served_as_long_as_it_is_measured(bundle_dir: Path, tmp_path
     assert str(bundle_dir) in page.read_text()
 
 
-def test_what_cannot_be_measured_is_said(server: tuple[Process, Path], tmp_path: Path) -> None:
+def test_what_cannot_be_measured_is_said(server, tmp_path):
     url = server[0].url
     missed = load(url, *WINDOW, "--model", "letters", "--p95-ms", "0.001", status=9)
     assert "expected 95% of the requests within E2E <= 0.001 ms" in missed

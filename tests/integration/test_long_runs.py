@@ -4,36 +4,28 @@
 2026-11-20, 100,000 tokens grew it by 10 MB of 331, the last fifth by none, and 10,000 sessions by 0 MB.
 """
 
-from __future__ import annotations
-
 import json
 import random
-import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from tests.extent import examples
+from tests.processes import ran
 from tests.threads import in_threads
 
-from prejit.runtime import Bundle, Request, Session, load
+from prejit.runtime import Request, load
 
-from .conftest import ROOT, Run
+from .conftest import ROOT
 
 TEXT = np.random.default_rng(4).integers(0, 48, 72).tolist()
 
 
-def test_memory_does_not_grow_with_tokens_or_sessions(decoder_dir: Path) -> None:
-    command = (sys.executable, ROOT / "tests" / "growing_memory.py", decoder_dir, "20000", "1500")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert said["tokens"]["done"] >= 20000
-    assert said["sessions"]["done"] == 1500
+def test_memory_does_not_grow_with_tokens_or_sessions(decoder_dir):
+    script = ROOT / "tests" / "growing_memory.py"
+    said = json.loads(ran(sys.executable, script, decoder_dir, 20_000, 1_500).stdout)
+    assert (said["tokens"]["done"] >= 20_000, said["sessions"]["done"]) == (True, 1_500)
     for name, found in said.items():
         assert found["grown_bytes"] < 3 << 20, f"{name}: {found['bytes']}"
 
@@ -109,9 +101,7 @@ print(json.dumps([interrupted, expected]))
 """
 
 
-def test_interrupts_at_any_moment_leave_all_slots_free_and_the_tokens_right(
-    python: Run, decoder_dir: Path
-) -> None:
+def test_interrupts_at_any_moment_leave_all_slots_free_and_the_tokens_right(python, decoder_dir):
     turns = examples(40, 100)
     done = python(INTERRUPTED, decoder_dir, json.dumps(TEXT), str(turns))
     interrupted, written = json.loads(done.stdout.splitlines()[-1])
@@ -147,9 +137,7 @@ threading.Thread(target=work).start()
 
 
 @pytest.mark.parametrize("what", LEFT_OPEN)
-def test_a_process_that_ends_in_the_middle_ends_cleanly(
-    python: Run, decoder_dir: Path, what: str
-) -> None:
+def test_a_process_that_ends_in_the_middle_ends_cleanly(python, decoder_dir, what):
     script = "import sys\nfrom prejit.runtime import load\n"
     script += "bundle, text = load(sys.argv[1], on_mismatch='error'), [1, 2, 3, 4, 5]\n"
     done = python(script + LEFT_OPEN[what], decoder_dir)
@@ -159,20 +147,18 @@ def test_a_process_that_ends_in_the_middle_ends_cleanly(
 THREADS, TURNS = 16, 12
 
 
-def test_threads_that_share_a_bundle_get_the_tokens_that_each_would_get_alone(
-    decoder_dir: Path,
-) -> None:
+def test_threads_that_share_a_bundle_get_the_tokens_that_each_would_get_alone(decoder_dir):
     """From its first moment on, when programs and weights are not there yet."""
     prompts = [TEXT[:n] for n in (1, 4, 9, 22, 40, 60)]
     alone = load(decoder_dir, on_mismatch="error")
     expected = [tokens(alone, prompt) for prompt in prompts]
-    hot: dict[str, Any] = {"temperature": 1.0, "seed": 9}
+    hot = {"temperature": 1.0, "seed": 9}
     sampled = [tokens(alone, prompt, **hot) for prompt in prompts]
     shared = load(decoder_dir, on_mismatch="error")
     prefix = shared.prefix(TEXT[:20])
     batch, batch_lock = shared.batch(3), threading.Lock()
 
-    def in_a_session(place: int) -> tuple[int, ...]:
+    def in_a_session(place):
         session = shared.session()
         tokens(session, prompts[(place + 1) % len(prompts)])
         found = tokens(session, prompts[place])
@@ -180,35 +166,35 @@ def test_threads_that_share_a_bundle_get_the_tokens_that_each_would_get_alone(
         session.close()
         return found
 
-    def in_a_batch(place: int) -> tuple[int, ...]:
+    def in_a_batch(place):
         with batch_lock:
             request = Request(prompts[place], max_new_tokens=10, stop_token_ids=())
             (slot,) = batch.insert(request)
-            got: list[int | None] = []
+            got = []
             while len(got) < 10:
                 got += [token.token_id for token in batch.step() if token.slot == slot]
         return tuple(each for each in got if each is not None)
 
-    def streamed(place: int) -> tuple[int, ...]:
+    def streamed(place):
         stream = shared.stream(prompts[place], max_new_tokens=10, stop_token_ids=())
         return tuple(piece.token_id for piece in stream if piece.token_id is not None)
 
-    def several(place: int) -> tuple[int, ...]:
+    def several(place):
         results = shared.generate_n(prompts[place], 4, max_new_tokens=10, stop_token_ids=())
         (found,) = {result.token_ids for result in results}
         return found
 
-    def with_a_prefix_of_its_own(place: int) -> tuple[int, ...]:
+    def with_a_prefix_of_its_own(place):
         return tokens(shared, prompts[place], prefix=shared.prefix(TEXT[: place + 1]))
 
-    ways: list[Callable[[int], tuple[int, ...]]] = [
+    ways = [
         *(in_a_session, in_a_batch, streamed, several, with_a_prefix_of_its_own),
         lambda place: tokens(shared, prompts[place]),
         lambda place: tokens(shared, prompts[place], prefix=prefix),
         lambda place: tokens(shared, prompts[place], prompt_lookup=True),
     ]
 
-    def work(number: int) -> None:
+    def work(number):
         pick = random.Random(number)
         for _ in range(TURNS):
             place = pick.randrange(len(prompts))
@@ -218,7 +204,7 @@ def test_threads_that_share_a_bundle_get_the_tokens_that_each_would_get_alone(
     in_threads(THREADS, work)
 
 
-def tokens(bundle: Bundle | Session, prompt: list[int], **options: Any) -> tuple[int, ...]:
+def tokens(bundle, prompt, **options):
     """Ten tokens of a bundle or a session."""
     result = bundle.generate(prompt, max_new_tokens=10, stop_token_ids=(), **options)
     return tuple(result.token_ids)

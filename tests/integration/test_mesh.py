@@ -1,15 +1,11 @@
 """Decoders on several devices: the tokens of one device, however weights and cache are split."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,30 +17,17 @@ from tests.quick_compiling import XLA_FLAGS
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.runtime.errors import ManifestError
 
-from .conftest import Run, write_manifest
+from .conftest import write_manifest
 
 LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 4,
-    "max_position_embeddings": 64,
-    "attention_bias": True,
-    "tie_word_embeddings": False,
+    **{"model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96},
+    **{"num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 4},
+    **{"max_position_embeddings": 64, "attention_bias": True, "tie_word_embeddings": False},
 }
 GPT2 = {
-    "model_type": "gpt2",
     "vocab_size": 97,  # which nothing divides: its table is on every device
-    "n_positions": 64,
-    "n_embd": 64,
-    "n_head": 8,
-    "n_layer": 2,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
+    **{"model_type": "gpt2", "n_positions": 64, "n_embd": 64, "n_head": 8, "n_layer": 2},
+    **{"bos_token_id": 0, "eos_token_id": 1},
 }
 MESHES = {
     "llama": cases(((2, 1), (2, 2)), others=[(1, 2), (4, 2)]),
@@ -100,8 +83,6 @@ from prejit.runtime.generation import decode
 decode.CALL_SECONDS = (1e-9, 1e9)[process]  # one is fast, one slow: both must make the same calls
 """
 
-Generated = dict[str, list[Any]]
-
 
 @dataclass(frozen=True)
 class Split:
@@ -115,10 +96,7 @@ class Split:
     context: int = 32
 
 
-BuildAll = Callable[..., dict[str, Path]]
-
-
-def write_checkpoint(directory: Path, config: Mapping[str, Any], scale: float = 0.5) -> Path:
+def write_checkpoint(directory, config, scale=0.5):
     """A checkpoint with random weights, the same for the same config."""
     from flax import nnx
 
@@ -142,11 +120,11 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], scale: float = 
 
 
 @pytest.fixture(scope="module")
-def build_all(run: Run, tmp_path_factory: pytest.TempPathFactory) -> BuildAll:
+def build_all(run, tmp_path_factory):
     """Builds decoders over meshes by one command: `build_all(Split("tiny", source, mesh=(2, 2)))`."""
     directory = tmp_path_factory.mktemp("mesh")
 
-    def build_all(*wanted: Split) -> dict[str, Path]:
+    def build_all(*wanted):
         manifests = []
         for each in wanted:
             sizes = {"batch": [each.batch], "prompt": [each.prompt], "context": [each.context]}
@@ -159,49 +137,43 @@ def build_all(run: Run, tmp_path_factory: pytest.TempPathFactory) -> BuildAll:
     return build_all
 
 
-def add_mesh(manifest: Path, mesh: tuple[int, int] | None) -> None:
+def add_mesh(manifest, mesh):
     if mesh is not None:
-        text = manifest.read_text() + f"[mesh]\ndata = {mesh[0]}\ntensor = {mesh[1]}\n"
-        manifest.write_text(text)
+        with manifest.open("a") as file:
+            file.write(f"[mesh]\ndata = {mesh[0]}\ntensor = {mesh[1]}\n")
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def sources(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sources")
-    return {
-        name: write_checkpoint(directory / name, config)
-        for name, config in (("llama", LLAMA), ("gpt2", GPT2))
-    }
+    configs = {"llama": LLAMA, "gpt2": GPT2}
+    return {name: write_checkpoint(directory / name, each) for name, each in configs.items()}
 
 
 @pytest.fixture(scope="module")
-def bundles(sources: dict[str, Path], build_all: BuildAll) -> dict[str, Path]:
+def bundles(sources, build_all):
     """By `llama-1x2`; `llama-one` is of one device."""
-    return build_all(
-        *(
-            Split(f"{family}-{'x'.join(map(str, mesh or ['one']))}", sources[family], mesh)
-            for family, meshes in MESHES.items()
-            for mesh in (None, *meshes)
-        )
-    )
+    splits = [
+        Split(f"{family}-{'x'.join(map(str, mesh or ['one']))}", sources[family], mesh)
+        for family, meshes in MESHES.items()
+        for mesh in (None, *meshes)
+    ]
+    return build_all(*splits)
 
 
 @pytest.fixture(scope="module")
-def generated(python: Run, bundles: dict[str, Path]) -> Generated:
+def generated(python, bundles):
     """What all of them generate in one fresh process, which may compile nothing."""
     script = GENERATE.format(mismatch=False)
     prompts = json.dumps(PROMPTS)
     done = python(script, prompts, str(NEW_TOKENS), *bundles.values(), JAX_PLATFORMS="cpu")
-    result: Generated = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
     ("family", "mesh"), [(family, mesh) for family, meshes in MESHES.items() for mesh in meshes]
 )
-def test_every_mesh_gives_the_tokens_of_one_device(
-    generated: Generated, family: str, mesh: tuple[int, int]
-) -> None:
+def test_every_mesh_gives_the_tokens_of_one_device(generated, family, mesh):
     expected, _ = generated[f"{family}-one"]
     assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
     tokens, sources = generated[f"{family}-{mesh[0]}x{mesh[1]}"]
@@ -210,8 +182,8 @@ def test_every_mesh_gives_the_tokens_of_one_device(
 
 
 def test_a_mesh_falls_back_to_compiling_and_keeps_what_it_compiled(
-    python: Run, bundles: dict[str, Path], generated: Generated, tmp_path: Path
-) -> None:
+    python, bundles, generated, tmp_path
+):
     arguments = (GENERATE.format(mismatch=True), json.dumps(PROMPTS), str(NEW_TOKENS))
     for source in ("compiled", "kept"):
         settings = {"PREJIT_RUNTIME_CACHE": str(tmp_path), "XLA_FLAGS": XLA_FLAGS}
@@ -220,16 +192,13 @@ def test_a_mesh_falls_back_to_compiling_and_keeps_what_it_compiled(
         assert result == [generated["llama-one"][0], [source]]
 
 
-def test_sampled_tokens_are_those_of_one_device(bundles: dict[str, Path]) -> None:
+def test_sampled_tokens_are_those_of_one_device(bundles):
     from prejit.runtime import Sampling, load
 
     sampling = [Sampling(temperature=0.9, top_k=20, top_p=0.9, seed=seed) for seed in range(4)]
-    one, mesh = (
-        load(bundles[name]).generate_batch(
-            PROMPTS, max_new_tokens=6, sampling=sampling, stop_token_ids=[]
-        )
-        for name in ("llama-one", "llama-2x2")
-    )
+    options = {"max_new_tokens": 6, "sampling": sampling, "stop_token_ids": []}
+    names = ("llama-one", "llama-2x2")
+    one, mesh = (load(bundles[name]).generate_batch(PROMPTS, **options) for name in names)
     assert [result.token_ids for result in mesh] == [result.token_ids for result in one]
 
 
@@ -252,18 +221,9 @@ print(anonymous() - before)
 """
 
 
-def test_shards_are_slices_of_the_map_and_columns_are_copied_once(
-    python: Run, build_all: BuildAll, tmp_path: Path
-) -> None:
-    config = {
-        **LLAMA,
-        "hidden_size": 1024,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 1,
-        "num_key_value_heads": 4,
-        "num_attention_heads": 4,
-        "head_dim": 8,
-    }
+def test_shards_are_slices_of_the_map_and_columns_are_copied_once(python, build_all, tmp_path):
+    config = LLAMA | {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 1}
+    config |= {"num_key_value_heads": 4, "num_attention_heads": 4, "head_dim": 8}
     source = write_checkpoint(tmp_path / "large", config, scale=0.02)
     [bundle] = build_all(Split("large", source, (1, 4), batch=1, context=16)).values()
     matrix = 4 * 1024 * 8192
@@ -274,7 +234,7 @@ def test_shards_are_slices_of_the_map_and_columns_are_copied_once(
     assert grown < 1.25 * matrix
 
 
-def test_a_batch_that_a_mesh_does_not_divide_is_told_with_both_numbers(tmp_path: Path) -> None:
+def test_a_batch_that_a_mesh_does_not_divide_is_told_with_both_numbers(tmp_path):
     manifest = write_manifest(tmp_path / "bad.toml", tmp_path, batch=[1, 4], context=[32])
     add_mesh(manifest, (2, 1))
     told = r"(?s)bad\.toml.*generate\.batch\[0\].*multiple of 2, which mesh\.data is; found 1"
@@ -282,33 +242,21 @@ def test_a_batch_that_a_mesh_does_not_divide_is_told_with_both_numbers(tmp_path:
         read_manifest(manifest)
 
 
-class Cluster:
-    """Processes that jax.distributed joins, one CPU device each."""
+@pytest.fixture
+def in_cluster(tmp_path):
+    """Runs a script in processes that jax.distributed joins, one CPU device each, with flags of XLA.
 
-    def __init__(self, tmp_path: Path) -> None:
-        self._environment = {
-            **os.environ,
-            "PREJIT_RUNTIME_CACHE": str(tmp_path),
-            "JAX_PLATFORMS": "cpu",
-        }
+    It returns (exit status, stdout, stderr) of each.
+    """
+    env = {**os.environ, "PREJIT_RUNTIME_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu"}
 
-    def run(
-        self, processes: int, script: str, *arguments: object, flags: str = ""
-    ) -> list[tuple[int, str, str]]:
-        """(exit status, stdout, stderr) of each, with these flags of XLA."""
-        coordinator = f"127.0.0.1:{free_port()}"
+    def run(processes, script, *arguments, flags=""):
+        given = (str(processes), f"127.0.0.1:{free_port()}", *map(str, arguments))
+        command = (sys.executable, "-c", IN_CLUSTER + script)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started = [
-            subprocess.Popen(
-                [
-                    *(sys.executable, "-c", IN_CLUSTER + script),
-                    *(str(place), str(processes), coordinator, *map(str, arguments)),
-                ],
-                env={**self._environment, "XLA_FLAGS": flags},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for place in range(processes)
+            subprocess.Popen([*command, str(n), *given], env={**env, "XLA_FLAGS": flags}, **pipes)
+            for n in range(processes)
         ]
         try:
             outputs = [process.communicate(timeout=300) for process in started]
@@ -317,10 +265,7 @@ class Cluster:
                 process.kill()
         return [(p.returncode, *output) for p, output in zip(started, outputs, strict=True)]
 
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Cluster:
-    return Cluster(tmp_path)
+    return run
 
 
 @pytest.mark.parametrize(
@@ -332,27 +277,20 @@ def cluster(tmp_path: Path) -> Cluster:
     ],
 )
 def test_two_processes_give_the_tokens_of_one_device(
-    cluster: Cluster,
-    bundles: dict[str, Path],
-    generated: Generated,
-    name: str,
-    mismatch: bool,
-    source: str,
-) -> None:
+    in_cluster, bundles, generated, name, mismatch, source
+):
     expected = generated[f"{name.partition('-')[0]}-one"][0]
     script = GENERATE.format(mismatch=mismatch)
     flags = XLA_FLAGS if mismatch else ""
     arguments = (json.dumps(PROMPTS), NEW_TOKENS, bundles[name])
-    for status, out, err in cluster.run(2, script, *arguments, flags=flags):
+    for status, out, err in in_cluster(2, script, *arguments, flags=flags):
         assert status == 0, err
         assert json.loads(out.splitlines()[-1])[name] == [expected, [source]]
 
 
-def test_a_cluster_with_too_few_devices_is_told_so(
-    cluster: Cluster, bundles: dict[str, Path]
-) -> None:
+def test_a_cluster_with_too_few_devices_is_told_so(in_cluster, bundles):
     """What a machine with too few accelerators is told as well: there, too, the client is jax's."""
-    [(status, _, err)] = cluster.run(
+    [(status, _, err)] = in_cluster(
         1, GENERATE.format(mismatch=False), json.dumps(PROMPTS), NEW_TOKENS, bundles["llama-2x1"]
     )
     assert status != 0

@@ -1,27 +1,22 @@
 """Other clients take a bundle's image and its artifact, and what they mount serves the first token."""
 
-from __future__ import annotations
-
-import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from subprocess import DEVNULL
 
 import pytest
 from oras.client import OrasClient
-from tests.store_servers import Server, running_registry
+from tests.layouts import subject_of
+from tests.processes import ran
 from tests.waiting import wait_for
 
 from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
 from prejit.runtime.__main__ import main
 from prejit.runtime.format.audit import audit
-from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import PARTS_MEDIA_TYPE
-from prejit.runtime.format.root import read_root
 from prejit.runtime.generation.options import check_generation
 
 ROOT = Path(__file__).parents[2]
@@ -39,34 +34,26 @@ print(bundle.digest, *bundle.generate("def read_lines", max_new_tokens=1).token_
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin")
 
 
-def can_mount() -> bool:
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        return False
-    return (
-        subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode == 0
-    )
+def can_mount():
+    has_rights = os.geteuid() == 0 and shutil.which("unshare") is not None
+    return has_rights and ran("unshare", "-m", "true", status=None).returncode == 0
 
 
-@pytest.fixture
-def registry(tmp_path: Path) -> Iterator[Server]:
-    with running_registry(tmp_path) as server:
-        yield server
-
-
-def has(*programs: str) -> None:
+def has(*programs):
     for each in programs:
         if shutil.which(each) is None:
             pytest.skip(f"{each} is not installed (Debian has it)")
 
 
-def first_token(path: Path) -> list[str]:
-    command = [sys.executable, "-W", "ignore", "-c", FIRST_TOKEN, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+def first_token(path):
+    return ran(sys.executable, "-W", "ignore", "-c", FIRST_TOKEN, path).stdout.splitlines()
 
 
-def below_a_root(files: Path, work: Path) -> list[str]:
+def is_whole(path, bundle):
+    return audit(path, check_generation) == audit(bundle, check_generation)
+
+
+def below_a_root(files, work):
     """The first token in a read-only root of an image's files, in which this machine's Python is mounted."""
     top, root = work / "top", work / "root"
     kept = [*SYSTEM, *{str(ROOT), sys.base_prefix, sys.prefix}]
@@ -80,58 +67,44 @@ def below_a_root(files: Path, work: Path) -> list[str]:
     mounts += [f"mount -t tmpfs tmpfs {root}/tmp", f'exec chroot {root} "$@"']
     python = [sys.executable, "-W", "ignore", "-c", FIRST_TOKEN, "/models"]
     command = ["unshare", "-m", "sh", "-ec", "\n".join(mounts), "sh", *python]
-    env = {"PATH": os.environ["PATH"], "HOME": "/tmp"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return ran(*command, env={"PATH": os.environ["PATH"], "HOME": "/tmp"}).stdout.splitlines()
 
 
-def pushed(bundle: Path, at: str, form: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(["push", str(bundle), at, f"--{form}", "--json"]) == 0
-    return str(json.loads(capsys.readouterr().out)["digest"])
+def pushed(bundle, registry, form="image", tag="image"):
+    """Push a bundle in a form, and return its place without `oci://`."""
+    assert main(["push", str(bundle), f"{registry.url}:{tag}", f"--{form}"]) == 0
+    return f"{registry.url.removeprefix('oci://')}:{tag}"
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs root, and mounts")
-def test_umoci_unpacks_the_image_and_its_root_serves_the_first_token(
-    demo: Path, registry: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_umoci_unpacks_the_image_and_its_root_serves_the_first_token(demo, registry, tmp_path):
     has("skopeo", "umoci")
-    pushed(demo, f"{registry.url}:image", "image", capsys)
-    place = registry.url.removeprefix("oci://")
-    skopeo = ["skopeo", "--insecure-policy", "copy", "-q", "--src-tls-verify=false"]
-    subprocess.run([*skopeo, f"docker://{place}:image", f"oci:{tmp_path}/layout:image"], check=True)
-    umoci = ["umoci", "unpack", "--image", f"{tmp_path}/layout:image", f"{tmp_path}/unpacked"]
-    subprocess.run(umoci, check=True)
+    skopeo = ("skopeo", "--insecure-policy", "copy", "-q", "--src-tls-verify=false")
+    ran(*skopeo, f"docker://{pushed(demo, registry)}", f"oci:{tmp_path}/layout:image")
+    ran("umoci", "unpack", "--image", f"{tmp_path}/layout:image", f"{tmp_path}/unpacked")
     files = tmp_path / "unpacked" / "rootfs"
-    assert audit(files / "models", check_generation) == audit(demo, check_generation)
+    assert is_whole(files / "models", demo)
     refused, said = below_a_root(files, tmp_path)
-    assert refused == "Read-only file system"
-    assert said == first_token(demo)[-1]
+    assert (refused, said) == ("Read-only file system", first_token(demo)[-1])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: buildah mounts what it unpacks")
-def test_buildah_mounts_the_image(
-    demo: Path, registry: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_buildah_mounts_the_image(demo, registry, tmp_path):
     has("buildah")
-    pushed(demo, f"{registry.url}:image", "image", capsys)
-    place = registry.url.removeprefix("oci://")
-    stores = ["--root", tmp_path / "images", "--runroot", tmp_path / "run"]
-    buildah = ["buildah", *map(str, stores), "--storage-driver", "vfs"]
-    name = subprocess.check_output(
-        [*buildah, "from", "-q", "--tls-verify=false", f"{place}:image"], text=True
-    )
-    at = Path(subprocess.check_output([*buildah, "mount", name.strip()], text=True).strip())
+    stores = ("--root", tmp_path / "images", "--runroot", tmp_path / "run")
+    buildah = ("buildah", *stores, "--storage-driver", "vfs")
+    name = ran(*buildah, "from", "-q", "--tls-verify=false", pushed(demo, registry)).stdout.strip()
+    at = Path(ran(*buildah, "mount", name).stdout.strip())
     try:
-        assert audit(at / "models", check_generation) == audit(demo, check_generation)
+        assert is_whole(at / "models", demo)
         assert first_token(at / "models")[-1] == first_token(demo)[-1]
     finally:
-        subprocess.run([*buildah, "rm", "--all"], check=True, capture_output=True)
-        subprocess.run([*buildah, "rmi", "--all"], check=True, capture_output=True)
+        ran(*buildah, "rm", "--all")
+        ran(*buildah, "rmi", "--all")
 
 
 @pytest.fixture
-def ctr(tmp_path: Path) -> Iterator[list[str]]:
+def ctr(tmp_path):
     """The client of a containerd of this test's own."""
     has("containerd", "ctr")
     socket = tmp_path / "containerd.sock"
@@ -153,60 +126,42 @@ def ctr(tmp_path: Path) -> Iterator[list[str]]:
 
 @pytest.mark.skipif(not can_mount(), reason="needs root, and mounts")
 def test_containerd_mounts_the_image_and_unpacks_the_weights_of_two_versions_once(
-    demo: Path,
-    registry: Server,
-    ctr: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    demo, registry, ctr, tmp_path
+):
     second = Path(shutil.copytree(demo, tmp_path / "second"))
-    with Layout(second) as layout:
-        subject = read_root(layout).subject
-    assert subject is not None
     parts = Part(PARTS_MEDIA_TYPE, b'{"bomFormat":"CycloneDX"}')
-    attach(second, subject, PARTS_MEDIA_TYPE, EMPTY, [parts], {})
-    counts, place = [], registry.url.removeprefix("oci://")
+    attach(second, subject_of(second), PARTS_MEDIA_TYPE, EMPTY, [parts], {})
+    counts = []
     for name, bundle in {"one": demo, "two": second}.items():
-        pushed(bundle, f"{registry.url}:{name}", "image", capsys)
-        pull = [*ctr, "images", "pull", "--plain-http", f"{place}:{name}"]
-        subprocess.run(pull, check=True, capture_output=True)
-        snapshots = subprocess.check_output([*ctr, "snapshots", "ls"], text=True)
-        counts.append(len(snapshots.splitlines()))
+        ran(*ctr, "images", "pull", "--plain-http", image := pushed(bundle, registry, tag=name))
+        counts.append(len(ran(*ctr, "snapshots", "ls").stdout.splitlines()))
     assert counts[1] == counts[0] + 1  # the layer of small files
     at = tmp_path / "mounted"
     at.mkdir()
-    subprocess.run([*ctr, "images", "mount", f"{place}:two", str(at)], check=True, stdout=DEVNULL)
+    ran(*ctr, "images", "mount", image, at)
     try:
         refused, said = first_token(at / "models")
-        assert audit(at / "models", check_generation) == audit(second, check_generation)
+        assert is_whole(at / "models", second)
     finally:
-        subprocess.run(["umount", str(at)], check=True)
+        ran("umount", at)
     assert (refused, said) == ("Read-only file system", first_token(demo)[-1])
 
 
-def test_oras_puts_the_files_of_the_artifact_side_by_side(
-    demo: Path, registry: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pushed(demo, f"{registry.url}:pack", "modelpack", capsys)
-    client = OrasClient(insecure=True)
-    files = client.pull(
-        f"{registry.url.removeprefix('oci://')}:pack", outdir=str(tmp_path / "flat")
-    )
-    assert {str(Path(each).parent) for each in files} == {str(tmp_path / "flat")}
-    assert audit(tmp_path / "flat", check_generation) == audit(demo, check_generation)
-    assert first_token(tmp_path / "flat")[-1] == first_token(demo)[-1]
+def test_oras_puts_the_files_of_the_artifact_side_by_side(demo, registry, tmp_path):
+    flat = tmp_path / "flat"
+    files = OrasClient(insecure=True).pull(pushed(demo, registry, "modelpack"), outdir=str(flat))
+    assert {Path(each).parent for each in files} == {flat}
+    assert is_whole(flat, demo)
+    assert first_token(flat)[-1] == first_token(demo)[-1]
 
 
 @pytest.mark.skipif(
     "KSERVE_STORAGE" not in os.environ,
     reason="needs a Python of which KSERVE_STORAGE is the path, with the package kserve-storage",
 )
-def test_the_storage_initializer_of_kserve_takes_the_image(
-    demo: Path, registry: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pushed(demo, f"{registry.url}:image", "image", capsys)
+def test_the_storage_initializer_of_kserve_takes_the_image(demo, registry, tmp_path):
     code = "import sys; from kserve_storage import Storage; Storage.download(*sys.argv[1:])"
-    command = [os.environ["KSERVE_STORAGE"], "-c", code, f"{registry.url}:image"]
     env = {**os.environ, "KSERVE_OCI_INSECURE_REGISTRY": "true"}
-    subprocess.run([*command, str(tmp_path / "models")], check=True, env=env, capture_output=True)
-    assert audit(tmp_path / "models", check_generation) == audit(demo, check_generation)
+    source = f"oci://{pushed(demo, registry)}"
+    ran(os.environ["KSERVE_STORAGE"], "-c", code, source, tmp_path / "models", env=env)
+    assert is_whole(tmp_path / "models", demo)

@@ -1,111 +1,125 @@
-"""Servers of encoders and of functions: whoever watches one sees every request, and why it failed."""
+"""Whoever watches a server sees every request, and why it failed: decoders, encoders and functions."""
 
-from __future__ import annotations
-
-import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+import dataclasses
+import signal
+from contextlib import contextmanager
 
 import httpx
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.monitoring import all_queries
+from tests.http_serving import QuietHandler, serving
 from tests.unit.runtime.test_fallback import v2_machine
-from tests.unit.server.running import Running, running, wait_for
+from tests.unit.server.running import running, wait_for
 
 from prejit.compiler import Program, build
 from prejit.runtime import FallbackWarning, load
+from prejit.runtime.encoding.encoder import EncoderPrograms
 from prejit.server.engine.engine import Engine
 from prejit.server.gate.server_settings import Settings
 from prejit.server.served.served import Models, Served
 
-ABSENT = {
-    # Such a server has no cache and no slots; the others are those of accelerators and of fallbacks.
-    *("prejit_slots", "prejit_kv_cache_bytes", "prejit_kv_cache_budget_bytes"),
-    *("prejit_prefix_cache_bytes", "prejit_prefix_cache_budget_bytes"),
-    *("prejit_device_memory_bytes", "prejit_fallbacks_total"),
-}
+TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
 @pytest.fixture(scope="module")
-def functions_dir(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
-    doubled = Program(
-        "doubled",
-        fn=lambda x: jnp.tanh(x) * 2,
-        args={"x": "float32[{batch}, 8]"},
-        buckets={"batch": [4]},
-        pad=["batch"],
-    )
+def functions_dir(tmp_path_factory, build_cache):
+    args = {"args": {"x": "float32[{batch}, 8]"}, "buckets": {"batch": [4]}, "pad": ["batch"]}
+    doubled = Program("doubled", fn=lambda x: jnp.tanh(x) * 2, **args)
     output = tmp_path_factory.mktemp("functions")
     return build([doubled], output, name="functions", cache=build_cache, quiet=True).path
 
 
 class Watched:
-    """A server of one bundle, and what it says of itself."""
+    """A server, and what it says of itself."""
 
-    def __init__(self, server: Running) -> None:
-        self._server = server
-        self.client = httpx.Client(base_url=server.url, timeout=60)
+    def __init__(self, url, engine=None):
+        self.client = httpx.Client(base_url=url, timeout=60)
+        self.engine = engine
 
-    def statuses(self, path: str, *bodies: dict[str, Any]) -> list[int]:
+    def statuses(self, path, *bodies):
         return [self.client.post(path, json=body).status_code for body in bodies]
 
-    def samples(self) -> dict[str, list[Any]]:
-        """The samples of each name; names of families without any have an empty list."""
-        found: dict[str, list[Any]] = {}
-        endings = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
-        for family in text_string_to_metric_families(self.client.get("/metrics").text):
-            for ending in endings.get(family.type, ("",)):
-                found.setdefault(family.name + ending, [])
-            for sample in family.samples:
-                found.setdefault(sample.name, []).append(sample)
-        return found
-
-    def value(self, name: str, **labels: str) -> float:
+    def value(self, name, **labels):
         """The sum of the samples with these labels."""
-        each = self.samples()[name]
-        return sum(one.value for one in each if labels.items() <= one.labels.items())
+        families = text_string_to_metric_families(self.client.get("/metrics").text)
+        found = [each for family in families for each in family.samples if each.name == name]
+        assert found, name
+        return sum(one.value for one in found if labels.items() <= one.labels.items())
 
-    def answers(self) -> dict[tuple[str, str], float]:
+    def answers(self):
+        families = text_string_to_metric_families(self.client.get("/metrics").text)
         return {
             (one.labels["route"], one.labels["status"]): one.value
-            for one in self.samples()["prejit_http_requests_total"]
+            for family in families
+            for one in family.samples
+            if one.name == "prejit_http_requests_total"
         }
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self):
         (found,) = self.client.get("/page/figures").json()["models"].values()
-        return found  # type: ignore[no-any-return]
+        return found
 
 
-def watched(name: str, path: Path) -> Iterator[Watched]:
+@contextmanager
+def watched(name, path, **options):
     bundle = load(path, on_mismatch="error")
-    models = Models(Served(name, bundle, Engine(bundle), 1))
+    engine = Engine(bundle, **options)
+    models = Models(Served(name, bundle, engine, 1))
     with running(models, Settings()) as server:
-        found = Watched(server)
+        found = Watched(server.url, engine)
         yield found
         found.client.close()
     models.close()
 
 
 @pytest.fixture
-def encoder(encoder_dir: Path) -> Iterator[Watched]:
-    yield from watched("sentences", encoder_dir)
+def encoder(encoder_dir):
+    with watched("sentences", encoder_dir) as found:
+        yield found
 
 
 @pytest.fixture
-def functions(functions_dir: Path) -> Iterator[Watched]:
-    yield from watched("functions", functions_dir)
+def functions(functions_dir):
+    with watched("functions", functions_dir) as found:
+        yield found
 
 
-def infer(rows: int, **changed: Any) -> dict[str, Any]:
+def infer(rows, **changed):
     tensor = {"name": "x", "datatype": "FP32", "shape": [rows, 8], "data": [0.5] * rows * 8}
     return {"inputs": [tensor | changed]}
 
 
-def test_requests_to_an_encoder_are_observed(encoder: Watched) -> None:
+def test_metrics_of_a_decoder_are_the_sums_of_what_callers_got(decoder_dir):
+    prompts = ([number % 48 for number in range(40)], [7, 8], [1, 2, 3, 4, 9, 10])
+    with watched("demo", decoder_dir, slots=3, queue=8) as server:
+        engine, options = server.engine, {"max_new_tokens": 6, "stop_token_ids": ()}
+        results = [future.result() for future in [engine.submit(p, **options) for p in prompts]]
+        # Nobody else runs, so the slot that has this prompt now takes it again.
+        results += [engine.generate(prompts[0], **options) for _ in range(2)]
+        *_, last = engine.stream(prompts[1], **options)
+        stats = [*(result.stats for result in results), last.stats]
+        for name, field in (
+            *(("prompt_tokens", "prompt_tokens"), ("generation_tokens", "new_tokens")),
+            ("prefix_cache_hits", "reused_tokens"),
+        ):
+            total = sum(getattr(one, field) for one in stats)
+            assert server.value(f"vllm:{name}_total") == total > 0
+        assert server.value("vllm:request_success_total", finished_reason="length") == 6
+        assert server.value("prejit_requests_total", reason="length") == 6
+        assert server.value("vllm:num_requests_running") == 0
+        assert server.value("vllm:time_to_first_token_seconds_count") == 6
+        # 36 tokens, and the first ones of 6 requests have none before them.
+        assert server.value("vllm:inter_token_latency_seconds_count") == 30
+        assert server.value("vllm:time_to_first_token_seconds_sum") == pytest.approx(
+            sum(one.first_token_seconds for one in stats), rel=0.5, abs=0.05
+        )
+
+
+def test_requests_to_an_encoder_are_observed(encoder):
     assert encoder.value("prejit_requests_total", kind="encode") == 0  # rates are defined
     good = {"input": ["a b", "c d e"]}
     tokens = encoder.client.post("/v1/embeddings", json=good).json()["usage"]["total_tokens"]
@@ -115,20 +129,10 @@ def test_requests_to_an_encoder_are_observed(encoder: Watched) -> None:
     assert encoder.statuses("/v1/rerank", {"query": "a", "documents": ["b", "c"]}) == [200]
     assert encoder.client.get("/nothing").status_code == 404
     assert encoder.client.get("/v1/embeddings").status_code == 405
-    wait_for(
-        lambda: (
-            encoder.answers()
-            == {
-                ("/v1/embeddings", "200"): 2,
-                ("/v1/embeddings", "400"): 2,
-                ("/v1/embeddings", "404"): 1,
-                ("/v1/embeddings", "405"): 1,
-                ("/v1/score", "200"): 1,
-                ("/v1/rerank", "200"): 1,
-                ("other", "404"): 1,
-            }
-        )
-    )
+    expected = {("/v1/embeddings", status): n for status, n in (("200", 2), ("400", 2))}
+    expected |= {("/v1/embeddings", status): 1 for status in ("404", "405")}
+    expected |= {("/v1/score", "200"): 1, ("/v1/rerank", "200"): 1, ("other", "404"): 1}
+    wait_for(lambda: encoder.answers() == expected)
     assert encoder.value("prejit_http_request_seconds_count", route="/v1/embeddings") == 6
     program = {"kind": "encode", "program": "encode"}
     assert encoder.value("prejit_requests_total", **program, reason="done") == 4
@@ -144,18 +148,16 @@ def test_requests_to_an_encoder_are_observed(encoder: Watched) -> None:
     assert (figures["finished"], figures["failed"], figures["running"]) == (4, 0, 0)
     (calls,) = figures["calls"]
     assert (calls["program"], calls["finished"], calls["rows_per_run"]) == ("encode", 4, 9 / 4)
-    check_queries(encoder)
 
 
-def test_requests_to_a_function_are_observed(functions: Watched) -> None:
+def test_requests_to_a_function_are_observed(functions):
     path = "/v2/models/doubled/infer"
     wrong = [infer(3, name="z"), infer(3, datatype="FP64"), {}]
     assert functions.statuses(path, infer(3), infer(6), *wrong) == [200, 200, 400, 400, 400]
     assert functions.statuses("/v2/models/other/infer", infer(3)) == [404]
-    route = "/v2/models/{model}/infer"
-    wait_for(
-        lambda: functions.answers() == {(route, "200"): 2, (route, "400"): 3, (route, "404"): 1}
-    )
+    counts = {"200": 2, "400": 3, "404": 1}
+    expected = {("/v2/models/{model}/infer", status): n for status, n in counts.items()}
+    wait_for(lambda: functions.answers() == expected)
     program = {"kind": "call", "program": "doubled"}
     assert functions.value("prejit_requests_total", **program, reason="done") == 2
     assert functions.value("prejit_requests_total") == 2
@@ -165,30 +167,9 @@ def test_requests_to_a_function_are_observed(functions: Watched) -> None:
     (calls,) = functions.figures()["calls"]
     assert (calls["program"], calls["finished"], calls["rows_per_run"]) == ("doubled", 2, 3)
     assert calls["padding"] == pytest.approx(3 / 12)
-    check_queries(functions)
 
 
-def check_queries(server: Watched) -> None:
-    """Check that what alerts and dashboards query is there."""
-    used = {
-        name
-        for query in all_queries()
-        for name in re.findall(
-            r"\b(?:vllm:|prejit_|process_)[a-z0-9_]+", re.sub(r'"[^"]*"', "", query)
-        )
-        if not re.search(rf"model:{name}\b", query)
-    }
-    samples = server.samples()
-    assert len(used) > 40
-    assert used <= samples.keys()
-    assert {name for name in used if not samples[name]} <= ABSENT
-
-
-def test_an_embedding_that_is_no_number_is_seen(
-    encoder: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from prejit.runtime.encoding.encoder import EncoderPrograms
-
+def test_an_embedding_that_is_no_number_is_seen(encoder, monkeypatch):
     run = EncoderPrograms._run
     monkeypatch.setattr(EncoderPrograms, "_run", lambda *given: run(*given) * np.nan)
     assert encoder.statuses("/v1/embeddings", {"input": "a"}) == [500]
@@ -196,7 +177,7 @@ def test_an_embedding_that_is_no_number_is_seen(
     assert encoder.figures()["failed"] == 1
 
 
-def test_a_call_that_waits_for_a_compiler_is_seen(functions_dir: Path) -> None:
+def test_a_call_that_waits_for_a_compiler_is_seen(functions_dir):
     with pytest.warns(FallbackWarning):
         bundle = load(functions_dir, fingerprint=v2_machine())
     engine = Engine(bundle)
@@ -206,3 +187,61 @@ def test_a_call_that_waits_for_a_compiler_is_seen(functions_dir: Path) -> None:
     (found,) = engine.metrics().requests
     assert (found.succeeded, found.waited_for_compile) == (2, 1)
     engine.close()
+
+
+@dataclasses.dataclass
+class Collector:
+    """A collector of OpenTelemetry, with what it got."""
+
+    url: str = ""
+    spans: list = dataclasses.field(default_factory=list)
+    services: set = dataclasses.field(default_factory=set)
+    metrics: set = dataclasses.field(default_factory=set)
+
+
+@pytest.fixture
+def collector():
+    state = Collector()
+
+    class Handler(QuietHandler):
+        def do_POST(self):
+            content = self.content()
+            if self.path == "/v1/traces":
+                for one in ExportTraceServiceRequest.FromString(content).resource_spans:
+                    named = {each.key: each.value.string_value for each in one.resource.attributes}
+                    state.services.add(named["service.name"])
+                    state.spans += [span for scope in one.scope_spans for span in scope.spans]
+            else:
+                for one in ExportMetricsServiceRequest.FromString(content).resource_metrics:
+                    state.metrics |= {m.name for scope in one.scope_metrics for m in scope.metrics}
+            self.reply(200)
+
+    with serving(Handler) as place:
+        state.url = f"http://{place}"
+        yield state
+
+
+def test_a_server_is_scraped_and_sends_traces(decoder_dir, collector, serve):
+    options = ("--slots", "3", "--prefix-memory", "2M")
+    process = serve(decoder_dir, *options, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url)
+    server = Watched(process.wait_until_ready().url)
+    body = {"model": "decoder", "prompt": [1, 2, 3], "max_tokens": 4}
+    parent = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
+    whole = server.client.post("/v1/completions", json=body, headers=parent)
+    assert whole.status_code == 200, whole.text
+    streamed = server.client.post("/v1/completions", json={**body, "stream": True})
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    page = server.client.get("/metrics")
+    assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert server.value("vllm:time_to_first_token_seconds_count") == 2
+    assert server.value("prejit_server_state", state="ready") == 1
+    assert server.value("prejit_prefix_cache_budget_bytes") == 2 << 20
+    server.client.close()
+    assert process.end(signal.SIGTERM) == 0
+    assert collector.services == {"prejit"}
+    names = {span.name for span in collector.spans}
+    assert {"text_completion decoder", "queue", "prefill", "decode"} <= names
+    of_trace = [span for span in collector.spans if span.trace_id.hex() == TRACE]
+    (root,) = [span for span in of_trace if span.name == "text_completion decoder"]
+    assert root.parent_span_id.hex() == "b7ad6b7169203331"
+    assert "gen_ai.server.time_to_first_token" in collector.metrics

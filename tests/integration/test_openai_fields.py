@@ -1,8 +1,6 @@
 """Fields of requests over HTTP: each is done, harmless or refused, and the limits of tokens hold."""
 
-from __future__ import annotations
-
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import httpx
 import numpy as np
@@ -12,32 +10,20 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from tests.unit.server.running import running
 
-from prejit.runtime.bundle import Bundle
 from prejit.server.gate.server_settings import Settings
 from prejit.server.grammar.grammars import Grammars
-from prejit.server.served.served import Models
 
-from .conftest import Post
 from .test_openai_api import ADD, ONCE, USER
 from .test_openai_api import SMALLEST as FEWEST_FIELDS
 
-TEXT: dict[str, Any] = {"model": "stories", "prompt": ONCE, "max_tokens": 4, "temperature": 0}
+TEXT = {"model": "stories", "prompt": ONCE, "max_tokens": 4, "temperature": 0}
 
 
-@pytest.fixture
-def bundle(stories_bundle: Bundle) -> Bundle:
-    return stories_bundle
+SMALLEST = {path: {"model": "stories", **body} for path, body in FEWEST_FIELDS.items()}
+SMALLEST["/v1/completions"] = TEXT
 
 
-SMALLEST = {
-    **{path: {"model": "stories", **body} for path, body in FEWEST_FIELDS.items()},
-    "/v1/completions": TEXT,
-}
-
-
-def test_an_unknown_field_is_refused_unless_the_server_ignores_them(
-    post: Post, models: Models
-) -> None:
+def test_an_unknown_field_is_refused_unless_the_server_ignores_them(post, models):
     with running(models, Settings(ignore_unknown_fields=True)) as lenient:
         for path, smallest in SMALLEST.items():
             body, url = {**smallest, "modle": "stories"}, lenient.url + path
@@ -50,98 +36,60 @@ def test_an_unknown_field_is_refused_unless_the_server_ignores_them(
             assert httpx.post(url, json={**body, "model": 7}, timeout=60).status_code == 400
 
 
-SAMPLING: dict[str, Any] = {"model": "stories", "stream": True, "temperature": 0.5, "top_p": 0.5}
-SAMPLING["user"] = "u"
-PENALTIES: dict[str, Any] = {
-    "frequency_penalty": 0.5,
-    "logit_bias": {"5": 1},
-    "max_tokens": 2,
-    "n": 2,
-    "presence_penalty": 0.5,
-    "seed": 1,
+SAMPLING = {"stream": True, "temperature": 0.5, "top_p": 0.5, "user": "u", "model": "stories"}
+PENALTIES = {
+    **{"frequency_penalty": 0.5, "presence_penalty": 0.5, "logit_bias": {"5": 1}},
+    **{"max_tokens": 2, "n": 2, "seed": 1},
 }
-UNUSED: dict[str, Any] = {
-    "metadata": {"a": "b"},
-    "prompt_cache_key": "k",
-    "prompt_cache_options": {"mode": "implicit"},
+UNUSED = {
+    **{"metadata": {"a": "b"}, "safety_identifier": "s", "service_tier": "auto"},
+    **{"prompt_cache_key": "k", "prompt_cache_options": {"mode": "implicit"}},
     "prompt_cache_retention": "24h",
-    "safety_identifier": "s",
-    "service_tier": "auto",
 }
-OPENAI: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+OF_COMPLETIONS = {"echo": True, "logprobs": 1, "prompt": "a", "stop": "", "best_of": 1}
+OF_CHATS = {
+    **{"logprobs": True, "max_completion_tokens": 1, "max_tokens": 1, "messages": USER},
+    **{"modalities": ["text"], "parallel_tool_calls": True, "reasoning_effort": "low"},
+    **{"response_format": {"type": "text"}, "stop": [""], "store": False},
+    **{"tool_choice": "auto", "tools": [ADD], "verbosity": "medium"},
+}
+NOT_OF_CHATS = {
+    **{"audio": {"voice": "a", "format": "mp3"}, "function_call": "auto", "functions": []},
+    **{"moderation": {"model": "m"}, "prediction": {"type": "content", "content": ""}},
+    **{"store": True, "verbosity": "low", "web_search_options": {}},
+}
+OF_RESPONSES = {
+    **{"include": ["message.output_text.logprobs"], "input": "a", "instructions": "b"},
+    **{"max_output_tokens": 2, "parallel_tool_calls": True, "store": False, "background": False},
+    **{"reasoning": {"effort": "low", "summary": "auto"}, "truncation": "disabled"},
+    **{"text": {"format": {"type": "text"}, "verbosity": "medium"}, "tool_choice": "auto"},
+    "tools": [{"type": "function", **ADD["function"]}],
+}
+NOT_OF_RESPONSES = {
+    **{"access_programs": ["x"], "background": True, "background_options": {}, "image": {}},
+    **{"context_management": [], "conversation": "c", "max_tool_calls": 1, "store": True},
+    **{"moderation": {"model": "m"}, "previous_response_id": "r", "prompt": {"id": "p"}},
+}
+OF_EMBEDDINGS = {"dimensions": 12, "encoding_format": "base64", "input": "a", "model": "tiny"}
+OPENAI = {
     "/v1/completions": (
         completion_create_params.CompletionCreateParamsBase,
-        SAMPLING
-        | PENALTIES
-        | {"echo": True, "logprobs": 1, "prompt": "a", "stop": "", "best_of": 1},
+        SAMPLING | PENALTIES | OF_COMPLETIONS,
         {"suffix": "x"},
     ),
     "/v1/chat/completions": (
         chat_create_params.CompletionCreateParamsBase,
-        SAMPLING
-        | PENALTIES
-        | UNUSED
-        | {
-            "logprobs": True,
-            "max_completion_tokens": 1,
-            "max_tokens": 1,
-            "messages": USER,
-            "modalities": ["text"],
-            "parallel_tool_calls": True,
-            "reasoning_effort": "low",
-            "response_format": {"type": "text"},
-            "stop": [""],
-            "store": False,
-            "tool_choice": "auto",
-            "tools": [ADD],
-            "verbosity": "medium",
-        },
-        {
-            "audio": {"voice": "a", "format": "mp3"},
-            "function_call": "auto",
-            "functions": [],
-            "moderation": {"model": "m"},
-            "prediction": {"type": "content", "content": ""},
-            "store": True,
-            "verbosity": "low",
-            "web_search_options": {},
-        },
+        SAMPLING | PENALTIES | UNUSED | OF_CHATS,
+        NOT_OF_CHATS,
     ),
     "/v1/responses": (
         response_create_params.ResponseCreateParamsBase,
-        SAMPLING
-        | UNUSED
-        | {
-            "include": ["message.output_text.logprobs"],
-            "input": "a",
-            "instructions": "b",
-            "max_output_tokens": 2,
-            "parallel_tool_calls": True,
-            "reasoning": {"effort": "low", "summary": "auto"},
-            "store": False,
-            "background": False,
-            "text": {"format": {"type": "text"}, "verbosity": "medium"},
-            "tool_choice": "auto",
-            "tools": [{"type": "function", **ADD["function"]}],
-            "truncation": "disabled",
-        },
-        {
-            "access_programs": ["x"],
-            "background": True,
-            "background_options": {},
-            "context_management": [],
-            "conversation": "c",
-            "image": {},
-            "max_tool_calls": 1,
-            "moderation": {"model": "m"},
-            "previous_response_id": "r",
-            "prompt": {"id": "p"},
-            "store": True,
-        },
+        SAMPLING | UNUSED | OF_RESPONSES,
+        NOT_OF_RESPONSES,
     ),
     "/v1/embeddings": (
         embedding_create_params.EmbeddingCreateParams,
-        {"dimensions": 12, "encoding_format": "base64", "input": "a", "model": "tiny", "user": "u"},
+        OF_EMBEDDINGS | {"user": "u"},
         {"dimensions": 5},
     ),
 }
@@ -149,9 +97,7 @@ OPENAI: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("path", OPENAI)
-def test_every_parameter_of_the_openai_package_is_done_or_harmless_or_refused(
-    path: str, post: Post
-) -> None:
+def test_every_parameter_of_the_openai_package_is_done_or_harmless_or_refused(path, post):
     params, done, refused = OPENAI[path]
     names = set(get_type_hints(params))
     with_others = {"stream", "stream_options", "top_logprobs"}
@@ -170,7 +116,7 @@ def test_every_parameter_of_the_openai_package_is_done_or_harmless_or_refused(
         assert post(path, streamed).status_code == 200
 
 
-VLLM: dict[str, Any] = {
+VLLM = {
     **dict.fromkeys(("use_beam_search", "early_stopping", "include_stop_str_in_output"), True),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), False),
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), True),
@@ -179,46 +125,39 @@ VLLM: dict[str, Any] = {
 }
 
 
-def test_what_vllm_can_and_this_server_cannot_is_refused(post: Post) -> None:
-    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
-        for name, value in VLLM.items():
-            found = post(path, {**SMALLEST[path], name: value})
-            error = found.json()["error"]
-            assert (found.status_code, error["param"]) == (400, name)
-            assert error["code"] == "unsupported_parameter"
-        default = {"use_beam_search": False, "length_penalty": 1, "skip_special_tokens": True}
-        assert post(path, {**SMALLEST[path], **default}).status_code == 200
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_what_vllm_can_and_this_server_cannot_is_refused(path, post):
+    for name, value in VLLM.items():
+        found = post(path, {**SMALLEST[path], name: value})
+        error = found.json()["error"]
+        assert (found.status_code, error["param"]) == (400, name)
+        assert error["code"] == "unsupported_parameter"
+    default = {"use_beam_search": False, "length_penalty": 1, "skip_special_tokens": True}
+    assert post(path, {**SMALLEST[path], **default}).status_code == 200
 
 
-def test_the_client_sends_back_what_it_got(client: Any) -> None:
-    common: Any = {"model": "stories", "metadata": {"a": "b"}, "user": "u"}
-    messages: list[Any] = [*USER]
+def test_the_client_sends_back_what_it_got(client):
+    common = {"model": "stories", "metadata": {"a": "b"}, "user": "u"}
+    of_response = {"include": ["message.output_text.logprobs"], "prompt_cache_key": "k"}
+    of_response |= {"service_tier": "auto", "max_output_tokens": 2}
+    messages, items = [*USER], [*USER]
     for _ in range(2):
         answer = client.chat.completions.create(messages=messages, max_tokens=2, **common)
         messages += [answer.choices[0].message.model_dump(), *USER]
-    items: list[Any] = [{"role": "user", "content": ONCE}]
-    for _ in range(2):
-        response = client.responses.create(
-            input=items,
-            max_output_tokens=2,
-            include=["message.output_text.logprobs"],
-            prompt_cache_key="k",
-            service_tier="auto",
-            **common,
-        )
-        items += [each.model_dump() for each in response.output]
-        items.append({"role": "user", "content": ONCE})
-    assert client.embeddings.create(model="tiny", input="a", user="u").data
+        response = client.responses.create(input=items, **of_response, **common)
+        items += [*(each.model_dump() for each in response.output), *USER]
 
 
-def test_an_empty_stop_ends_nothing(post: Post) -> None:
-    expected = post("/v1/completions", TEXT).json()["choices"][0]["text"]
+def test_an_empty_stop_ends_nothing(post):
+    expected = post("/v1/completions", TEXT).json()["choices"][0]
     for stop in ("", [""], ["", ""], None):
         found = post("/v1/completions", {**TEXT, "stop": stop}).json()["choices"][0]
-        assert (found["text"], found["finish_reason"]) == (expected, "length")
+        assert found == expected
+        assert found["finish_reason"] == "length"
 
 
-def test_nothing_stops_before_min_tokens(post: Post, bundle: Bundle) -> None:
+def test_nothing_stops_before_min_tokens(post, stories_bundle):
+    bundle = stories_bundle
     more = {**TEXT, "max_tokens": 12}
     free = bundle.generate(ONCE, max_new_tokens=12)
     for limits in ({"stop_token_ids": [*set(free.token_ids)]}, {"stop": [free.text[:2]]}):
@@ -236,12 +175,17 @@ def test_nothing_stops_before_min_tokens(post: Post, bundle: Bundle) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "min_tokens")
 
 
-def test_only_allowed_tokens_come(post: Post, bundle: Bundle) -> None:
+def test_only_allowed_tokens_come(post, stories_bundle):
+    bundle = stories_bundle
     ids = bundle.tokenizer.encode("a dog ran", add_special_tokens=False)
     body = {**TEXT, "max_tokens": 20, "allowed_token_ids": ids, "logprobs": 0, "temperature": 1}
     found = post("/v1/completions", body).json()["choices"][0]
     names = {bundle.tokenizer.token_bytes[each].decode() for each in ids}
     assert {*found["logprobs"]["tokens"]} <= names
+    digits = np.flatnonzero(Grammars(bundle).regex("[0-9]{3}")([])).tolist()  # no stop token
+    body = {**TEXT, "max_tokens": 9, "structured_outputs": {"regex": "[0-9]{3}"}}
+    found = post("/v1/completions", {**body, "allowed_token_ids": digits}).json()["choices"][0]
+    assert (len(found["text"].strip()), found["finish_reason"]) == (3, "stop")
     vocab = bundle.decoder.decoder.vocab_size
     for wrong in ([vocab], [-1], []):
         refused = post("/v1/completions", {**TEXT, "allowed_token_ids": wrong})
@@ -249,7 +193,8 @@ def test_only_allowed_tokens_come(post: Post, bundle: Bundle) -> None:
         assert "allowed_token_ids" in refused.json()["error"]["message"]
 
 
-def test_bad_words_do_not_come(post: Post, bundle: Bundle) -> None:
+def test_bad_words_do_not_come(post, stories_bundle):
+    bundle = stories_bundle
     more = {**TEXT, "max_tokens": 30}
     free = post("/v1/completions", more).json()["choices"][0]["text"]
     words = [word for word in free.replace(",", " ").replace(".", " ").split() if len(word) > 3]
@@ -266,19 +211,12 @@ def test_bad_words_do_not_come(post: Post, bundle: Bundle) -> None:
         assert text.startswith(free[: free.index(word)].rstrip())
 
 
-def test_a_text_of_a_grammar_ends_without_an_allowed_stop_token(post: Post, bundle: Bundle) -> None:
-    yes = Grammars(bundle).regex("[0-9]{3}")([])
-    ids = np.flatnonzero(yes).tolist()
-    body = {**TEXT, "max_tokens": 9, "structured_outputs": {"regex": "[0-9]{3}"}}
-    found = post("/v1/completions", {**body, "allowed_token_ids": ids}).json()["choices"][0]
-    assert (len(found["text"].strip()), found["finish_reason"]) == (3, "stop")
-
-
-def _spelled(bundle: Bundle, word: str) -> list[int]:
+def _spelled(bundle, word):
     return bundle.tokenizer.encode(word, add_special_tokens=False)
 
 
-def test_only_the_end_of_a_prompt_is_kept(post: Post, bundle: Bundle) -> None:
+def test_only_the_end_of_a_prompt_is_kept(post, stories_bundle):
+    bundle = stories_bundle
     ids = bundle.tokenizer.encode(ONCE)
     kept = post("/v1/completions", {**TEXT, "truncate_prompt_tokens": 2, "echo": True}).json()
     given = post("/v1/completions", {**TEXT, "prompt": ids[-2:], "echo": True}).json()
@@ -293,7 +231,7 @@ def test_only_the_end_of_a_prompt_is_kept(post: Post, bundle: Bundle) -> None:
     assert post("/v1/chat/completions", chat).json()["usage"]["prompt_tokens"] == 3
 
 
-WRONG: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
+WRONG = {
     "/v1/completions": [
         # Limits that leave no token.
         *(
@@ -304,10 +242,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
                 {"allowed_token_ids": [400], "bad_words": ["do"]},
             )
         ),
-        # Constraints that no grammar follows.
-        ({"structured_outputs": {"json": {"type": "nothing"}}}, "structured_outputs.json", ": "),
-        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", ": "),
-        ({"guided_json": {"properties": {"x": {"type": "nothing"}}}}, "guided_json", ": "),
+        # test_structured_outputs.py has what no grammar follows.
         # Prompts that are none, or too long, or cannot be scored.
         *(({"prompt": prompt}, "prompt", "prompt") for prompt in ([], [1, "a"], None)),
         *(
@@ -319,18 +254,10 @@ WRONG: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
         *(
             ({name: value}, name, name)
             for name, value in (
-                ("prompt_logprobs", 21),
-                ("model", None),
-                ("best_of", 3),
-                ("max_tokens", 0),
-                ("max_tokens", 251),
-                ("stream_options", {}),
-                ("temperature", "hot"),
-                ("logit_bias", {"x": 1}),
-                ("logit_bias", dict.fromkeys(range(5000), 1)),
-                ("stop", ["."] * 33),
-                ("stop", "." * 513),
-                ("stop_token_ids", [1] * 1025),
+                *(("prompt_logprobs", 21), ("model", None), ("best_of", 3), ("max_tokens", 0)),
+                *(("max_tokens", 251), ("stream_options", {}), ("temperature", "hot")),
+                *(("logit_bias", {"x": 1}), ("logit_bias", dict.fromkeys(range(5000), 1))),
+                *(("stop", ["."] * 33), ("stop", "." * 513), ("stop_token_ids", [1] * 1025)),
             )
         ),
     ],
@@ -380,7 +307,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
 
 
 @pytest.mark.parametrize("path", WRONG)
-def test_what_cannot_be_done_is_a_400_that_names_the_field(path: str, post: Post) -> None:
+def test_what_cannot_be_done_is_a_400_that_names_the_field(path, post):
     for body, param, named in WRONG[path]:
         found = post(path, {**SMALLEST[path], **body})
         assert found.status_code == 400, (body, found.text)
@@ -389,7 +316,7 @@ def test_what_cannot_be_done_is_a_400_that_names_the_field(path: str, post: Post
         assert (found_param, named in error["message"]) == (param, True), (body, error)
 
 
-def test_a_wrong_model_names_what_would_do(post: Post) -> None:
+def test_a_wrong_model_names_what_would_do(post):
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
         error = post(path, {**SMALLEST[path], "model": "tiny"}).json()["error"]
         assert "'tiny', an encoder; POST its texts to /v1/embeddings" in error["message"]
@@ -400,34 +327,29 @@ def test_a_wrong_model_names_what_would_do(post: Post) -> None:
         assert "did you mean 'stories'?" in found.json()["error"]["message"]
 
 
-def _by_prefill(bundle: Bundle, ids: list[int]) -> list[float]:
+def _by_prefill(bundle, ids):
     """The log-probability of each token but the first, by a prefill of all that comes before it."""
     found = []
     for end in range(1, len(ids)):
         mask = np.zeros(bundle.decoder.decoder.vocab_size, bool)
         mask[ids[end]] = True
-        result = bundle.generate(
-            ids[:end],
-            max_new_tokens=1,
-            logprobs=0,
-            stop_token_ids=(),
-            token_mask=lambda _, m=mask: m,
-        )
-        assert result.logprobs is not None
+        options = {"max_new_tokens": 1, "logprobs": 0, "stop_token_ids": ()}
+        result = bundle.generate(ids[:end], **options, token_mask=lambda _, m=mask: m)
         found.append(result.logprobs[0].logprob)
     return found
 
 
 @pytest.mark.parametrize("new", [0, 6])
-def test_echo_with_logprobs_has_those_of_the_prompt(new: int, client: Any, bundle: Bundle) -> None:
+def test_echo_with_logprobs_has_those_of_the_prompt(new, client, stories_bundle):
+    bundle = stories_bundle
     texts = ["Once upon a time, xyzzy", "Tom said: no"]
     prompts = [bundle.tokenizer.encode(text) for text in texts]
-    body: Any = {"model": "stories", "temperature": 0, "logprobs": 1, "echo": True}
+    body = {"model": "stories", "temperature": 0, "logprobs": 1, "echo": True}
     found = client.completions.create(prompt=prompts, max_tokens=new, **body)
     plain = client.completions.create(prompt=prompts, max_tokens=6, **{**body, "echo": False})
     generated = bundle.generate_batch(prompts, max_new_tokens=6, temperature=0, logprobs=1)
     for choice, ids, text in zip(found.choices, prompts, texts, strict=True):
-        lists: Any = choice.logprobs
+        lists = choice.logprobs
         assert len(lists.tokens) == len(ids) + new
         ends = [len("".join(lists.tokens[:place])) for place in range(len(lists.tokens))]
         assert [at - lists.text_offset[0] for at in lists.text_offset] == ends
@@ -439,11 +361,9 @@ def test_echo_with_logprobs_has_those_of_the_prompt(new: int, client: Any, bundl
             assert logprob in top.values()
             assert 1 <= len(top) <= 2
         assert choice.text.startswith(text)
-        likely: Any = plain.choices[choice.index].logprobs
-        scores = pytest.approx(
-            [each.logprob for each in generated[choice.index].logprobs or ()], abs=1e-4
-        )
-        assert likely.token_logprobs == scores
+        likely = plain.choices[choice.index].logprobs
+        scores = [each.logprob for each in generated[choice.index].logprobs]
+        assert likely.token_logprobs == pytest.approx(scores, abs=1e-4)
         assert "".join(likely.tokens) == plain.choices[choice.index].text
         scores = pytest.approx(likely.token_logprobs[:new], abs=1e-4)
         assert lists.token_logprobs[len(ids) :] == scores
@@ -463,7 +383,8 @@ def test_echo_with_logprobs_has_those_of_the_prompt(new: int, client: Any, bundl
             assert names == choice.logprobs.tokens
 
 
-def test_stop_tokens_and_penalties_do_not_touch_the_scores(post: Post, bundle: Bundle) -> None:
+def test_stop_tokens_and_penalties_do_not_touch_the_scores(post, stories_bundle):
+    bundle = stories_bundle
     ids = bundle.tokenizer.encode(ONCE)
     body = {**TEXT, "echo": True, "logprobs": 0, "max_tokens": 1}
     limits = {"stop_token_ids": ids, "stop": ["upon"], "bad_words": ["upon"]}
@@ -475,7 +396,8 @@ def test_stop_tokens_and_penalties_do_not_touch_the_scores(post: Post, bundle: B
     assert found[: len(ids)] == expected[: len(ids)]
 
 
-def test_logprobs_of_prompts_are_in_the_form_of_vllm(post: Post, bundle: Bundle) -> None:
+def test_logprobs_of_prompts_are_in_the_form_of_vllm(post, stories_bundle):
+    bundle = stories_bundle
     ids = bundle.tokenizer.encode(ONCE)
     found = post("/v1/completions", {**TEXT, "prompt_logprobs": 2}).json()["choices"][0]
     places = found["prompt_logprobs"]
@@ -493,7 +415,7 @@ def test_logprobs_of_prompts_are_in_the_form_of_vllm(post: Post, bundle: Bundle)
     assert "prompt_logprobs" not in post("/v1/completions", TEXT).json()["choices"][0]
 
 
-def test_a_chat_echoes_the_message_that_it_goes_on_with(client: Any, post: Post) -> None:
+def test_a_chat_echoes_the_message_that_it_goes_on_with(client, post):
     messages = [*USER, {"role": "assistant", "content": "There was"}]
     body = {"model": "stories", "messages": messages, "max_tokens": 4, "temperature": 0}
     body |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -501,35 +423,32 @@ def test_a_chat_echoes_the_message_that_it_goes_on_with(client: Any, post: Post)
     found = post("/v1/chat/completions", {**body, "echo": True}).json()["choices"][0]
     assert found["message"]["content"] == "There was" + plain
     extra = {name: body.pop(name) for name in ("continue_final_message", "add_generation_prompt")}
-    events: Any = client.chat.completions.create(
-        stream=True, extra_body={**extra, "echo": True}, **body
-    )
+    events = client.chat.completions.create(stream=True, extra_body={**extra, "echo": True}, **body)
     assert "".join(event.choices[0].delta.content or "" for event in events) == "There was" + plain
 
 
-def test_scores_and_ranks_are_cosines(post: Post, models: Models) -> None:
-    texts = ["a b c", "c d e", "x y z", "a b d"]
+def test_scores_and_ranks_are_cosines(post, models):
+    first, *others = texts = ["a b c", "c d e", "x y z", "a b d"]
     vectors = models.get("tiny").bundle.encode(texts).astype(np.float64)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     expected = vectors[1:] @ vectors[0]
-    body = {"model": "tiny", "text_1": texts[0], "text_2": texts[1:]}
-    scored = post("/v1/score", body).json()
-    assert [each["score"] for each in scored["data"]] == pytest.approx(expected, abs=1e-5)
-    pairs = post("/score", {**body, "text_1": [texts[0]] * 3}).json()
-    assert [each["score"] for each in pairs["data"]] == pytest.approx(expected, abs=1e-5)
-    documents = [texts[1], {"text": texts[2]}, texts[3]]
-    query = {"model": "tiny", "query": texts[0], "documents": documents}
+    body = {"model": "tiny", "text_1": first, "text_2": others}
+    for path, text in (("/v1/score", first), ("/score", [first] * 3)):
+        found = post(path, {**body, "text_1": text}).json()["data"]
+        assert [each["score"] for each in found] == pytest.approx(expected, abs=1e-5)
+    documents = [others[0], {"text": others[1]}, others[2]]
+    query = {"model": "tiny", "query": first, "documents": documents}
     ranked = post("/v1/rerank", query).json()["results"]
     order = np.argsort(-expected).tolist()
     assert [each["index"] for each in ranked] == order
-    assert [each["document"]["text"] for each in ranked] == [texts[1 + place] for place in order]
+    assert [each["document"]["text"] for each in ranked] == [others[place] for place in order]
     best = post("/rerank", {**query, "top_n": 1, "return_documents": False}).json()
     assert [each.keys() for each in best["results"]] == [{"index", "relevance_score"}]
     assert best["usage"]["total_tokens"] > 0
 
 
 @pytest.mark.filterwarnings("ignore::prejit.runtime.errors.TruncationWarning")
-def test_texts_are_cut_where_the_client_wants_that(post: Post) -> None:
+def test_texts_are_cut_where_the_client_wants_that(post):
     long = "a " * 70
     cut = {**SMALLEST["/v1/rerank"], "documents": [long], "truncate_prompt_tokens": -1}
     assert post("/v1/rerank", cut).status_code == 200

@@ -1,17 +1,13 @@
 """Other clients read what prejit pushed, and prejit reads what they pushed, through a real registry."""
 
-from __future__ import annotations
-
 import shutil
-import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from oras.layout.layout import Layout, NewLayoutFromRegistry
 from oras.provider import Registry
-from tests.store_servers import running_registry
+from tests.processes import ran
 
 from prejit.runtime.format.audit import audit
 from prejit.runtime.generation.options import check_generation
@@ -23,37 +19,35 @@ TARGET = "cpu-x86-64-v3"
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[str]:
+def place(registry):
     """A repository of a registry, without `oci://`."""
-    with running_registry(tmp_path) as server:
-        yield server.url.removeprefix("oci://")
+    return registry.url.removeprefix("oci://")
 
 
-def run(*words: object) -> None:
+def run(*words):
     program = str(words[0])
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed")
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    ran(*words)
 
 
-def moved(source: object, target: object, *targets: str) -> str:
+def moved(source, target, *targets):
     return ship(parse_reference(str(source)), parse_reference(str(target)), targets).digest
 
 
-def by_skopeo(place: str, work: Path) -> None:
+def by_skopeo(place, work):
     tls = ("--src-tls-verify=false", "--dest-tls-verify=false")
     copy = ("skopeo", "--insecure-policy", "copy", "--all", *tls)
     run(*copy, f"docker://{place}:ours", f"oci:{work}/copy:fleet")
     run(*copy, f"oci:{work}/copy:fleet", f"docker://{place}:theirs")
 
 
-def by_oras(place: str, work: Path) -> None:
+def by_oras(place, work):
     run("oras", "copy", "--from-plain-http", f"{place}:ours", "--to-oci-layout", f"{work}/copy:x")
     run("oras", "copy", "--from-oci-layout", f"{work}/copy:x", "--to-plain-http", f"{place}:theirs")
 
 
-def by_oras_of_python(place: str, work: Path) -> None:
+def by_oras_of_python(place, work):
     provider = Registry(insecure=True, tls_verify=False)
     NewLayoutFromRegistry(f"{work}/copy", provider, f"{place}:ours", tag="fleet")
     Layout(f"{work}/copy").push_to_registry(
@@ -61,10 +55,10 @@ def by_oras_of_python(place: str, work: Path) -> None:
     )
 
 
-def by_containers(program: str) -> Callable[[str, Path], None]:
+def by_containers(program):
     """podman and buildah keep no artifacts of one manifest; a list of them they add and push."""
 
-    def copy(place: str, work: Path) -> None:
+    def copy(place, work):
         with tempfile.TemporaryDirectory() as short:  # podman takes no long paths
             roots = ("--root", work / "root", "--runroot", short, "--storage-driver", "vfs")
             lists = (program, *roots, "manifest")
@@ -77,33 +71,25 @@ def by_containers(program: str) -> Callable[[str, Path], None]:
     return copy
 
 
-@pytest.mark.parametrize(
-    "copy",
-    [
-        pytest.param(by_skopeo, id="skopeo"),
-        pytest.param(by_oras, id="oras"),
-        pytest.param(by_oras_of_python, id="oras of Python"),
-        pytest.param(by_containers("podman"), id="podman"),
-        pytest.param(by_containers("buildah"), id="buildah"),
-    ],
-)
-def test_what_a_client_copies_within_a_registry_is_the_same_bundle(
-    copy: Callable[[str, Path], None], place: str, tmp_path: Path
-) -> None:
+CLIENTS = {
+    **{"skopeo": by_skopeo, "oras": by_oras, "oras of Python": by_oras_of_python},
+    **{name: by_containers(name) for name in ("podman", "buildah")},
+}
+
+
+@pytest.mark.parametrize("copy", CLIENTS.values(), ids=CLIENTS)
+def test_what_a_client_copies_within_a_registry_is_the_same_bundle(copy, place, tmp_path):
     (tmp_path / "work").mkdir()
     moved(FLEET, f"oci://{place}:ours")
     copy(place, tmp_path / "work")
     expected = audit(FLEET, check_generation)
     assert moved(f"oci://{place}:theirs", tmp_path / "back") == expected.digest
     assert audit(tmp_path / "back", check_generation) == expected
-    if (tmp_path / "work" / "copy").exists():
-        copied = audit(tmp_path / "work" / "copy", check_generation)
-        assert copied.target_count == expected.target_count
+    if (layout := tmp_path / "work" / "copy").exists():
+        assert audit(layout, check_generation).target_count == expected.target_count
 
 
-def test_a_layout_of_one_target_in_which_umoci_tags_and_collects(
-    place: str, tmp_path: Path
-) -> None:
+def test_a_layout_of_one_target_in_which_umoci_tags_and_collects(place, tmp_path):
     """umoci knows no index of several targets (it says that its tag is ambiguous)."""
     digest = moved(FLEET, f"oci://{place}:one", TARGET)
     layout = tmp_path / "layout"

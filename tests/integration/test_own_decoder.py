@@ -1,12 +1,8 @@
 """Decoders of the user: built from a manifest, loaded and generated with in a process without their code."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import equinox
 import jax.numpy as jnp
@@ -20,13 +16,11 @@ from tests.extent import ALL
 import prejit.compiler
 from prejit.compiler import Generate, Manifest, Model
 from prejit.compiler.lowering.user.modules import UserModules
-from prejit.compiler.lowering.user.own_decoder import OwnModel, find_model
+from prejit.compiler.lowering.user.own_decoder import find_model
 from prejit.compiler.models.layers.product_forms import Forms, using
 from prejit.compiler.native.products import Product
 from prejit.runtime import load
 from prejit.runtime.errors import PrejitError
-
-from .conftest import Run
 
 PROMPT, COUNT = [5, 80, 17, 3, 44, 9, 61, 2, 30, 11, 8], 24
 MANIFEST = """
@@ -57,13 +51,13 @@ if ALL:
 does, and what grows a cache. test_own_models.py has all kinds with all dtypes."""
 
 
-def linen_params() -> dict[str, np.ndarray[Any, Any]]:
+def linen_params():
     named = traverse_util.flatten_dict(own_decoders.linen_variables(), sep=".")
     return {name: np.asarray(value) for name, value in named.items()}
 
 
 @pytest.fixture(scope="module")
-def written(run: Run, python: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def written(run, python, tmp_path_factory):
     """What each decoder writes in a fresh process. One command builds all of them.
 
     Their programs called `model` have parameters, which must not replace the weights of the model.
@@ -86,28 +80,25 @@ def written(run: Run, python: Run, tmp_path_factory: pytest.TempPathFactory) -> 
     run("build", *manifests, "-o", directory, quick=True)
     bundles = (directory / attribute.lower() for attribute in KINDS)
     done = python(GENERATE, json.dumps(PROMPT), str(COUNT), *bundles)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def stored(attribute: str, dtype: str) -> Any:
+def stored(attribute, dtype):
     """The decoder with the values that a bundle stores."""
     params = linen_params() if attribute.startswith("linen") else None
     module = getattr(own_decoders, attribute)
-    found: OwnModel = find_model(Model(module=module, dtype=dtype), "m", params, UserModules(None))
+    found = find_model(Model(module=module, dtype=dtype), "m", params, UserModules(None))
     weights = {name: jnp.asarray(read()) for name, read in found.stored.values.items()}
     return found.stored.model.bind(weights)
 
 
 class Xla(dict[Product, str]):
-    """Forms of products without kernels."""
-
-    def get(self, product: Product, default: Any = None) -> str:
+    def get(self, product, default=None):
         del default
         return product.forms[0]
 
 
-def greedy(model: Any, *arguments: Any) -> list[int]:
+def greedy(model, *arguments):
     """What a decoder writes in plain Python, rounding x in products as a program with kernels does."""
     with using(Forms(Xla())):
         return own_decoders.greedy(model, *arguments)
@@ -135,9 +126,7 @@ print(json.dumps(written))
 
 
 @pytest.mark.parametrize("attribute", KINDS)
-def test_a_fresh_process_writes_what_the_model_writes(
-    attribute: str, written: dict[str, Any]
-) -> None:
+def test_a_fresh_process_writes_what_the_model_writes(attribute, written):
     model = stored(attribute, KINDS[attribute][0])
     expected = greedy(model, PROMPT, COUNT, 40)
     short = greedy(model, PROMPT[:3], COUNT, 40)
@@ -146,25 +135,22 @@ def test_a_fresh_process_writes_what_the_model_writes(
 
 
 @pytest.fixture
-def options(build_cache: Path) -> dict[str, Any]:
+def options(build_cache):
     return {"cache": build_cache, "quiet": True, "measure": False}
 
 
 GENERATE_SIZES = Generate(batch=(1,), prompt=(8,), context=(16,), cache_dtype="bfloat16")
 
 
-def own(module: Any, generate: Generate = GENERATE_SIZES, **model: Any) -> Manifest:
-    """A manifest of a decoder that is an object of Python."""
+def own(module, generate=GENERATE_SIZES, **model):
     made = Model(module=module, **model)
     return Manifest("own", model=made, generate=generate, targets=["cpu-host"])
 
 
-def test_a_second_build_compiles_nothing_and_another_value_is_seen(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_a_second_build_compiles_nothing_and_another_value_is_seen(tmp_path, options):
     decoder = own_decoders.equinox_decoder()
 
-    def built(changed: Any) -> Any:
+    def built(changed):
         return prejit.compiler.build(own(changed, dtype="int8"), tmp_path / "out", **options)
 
     planned = prejit.compiler.plan(own(decoder), cache=options["cache"])
@@ -176,7 +162,6 @@ def test_a_second_build_compiles_nothing_and_another_value_is_seen(
     assert (second.compiled, second.cached, second.written) == (0, 3, False)
     assert first.digest == second.digest
     assert first.accuracy == second.accuracy
-    assert first.accuracy is not None
     assert first.accuracy.weights == "int8"
     assert 0 < first.accuracy.logit_difference_millionths < 500_000
     other = equinox.tree_at(lambda each: each.norm.weight, decoder, decoder.norm.weight * 2)
@@ -186,7 +171,7 @@ def test_a_second_build_compiles_nothing_and_another_value_is_seen(
     assert load(third.path).decoder.decoder.family == "EquinoxDecoder"
 
 
-def test_an_encoder_decoder_reads_a_source(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_an_encoder_decoder_reads_a_source(tmp_path, options):
     sizes = Generate(batch=(1,), prompt=(4,), context=(32,), source=(4, 8))
     manifest = own(own_decoders.Translator, generate=sizes, dtype="int8")
     built = prejit.compiler.build(manifest, tmp_path / "out", **options)
@@ -199,32 +184,32 @@ def test_an_encoder_decoder_reads_a_source(tmp_path: Path, options: dict[str, An
 
 
 class Transposed(own_decoders.PlainDecoder):
-    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+    def make_cache(self, rows, positions, dtype):
         return jnp.zeros((positions, rows))
 
 
 class Half(own_decoders.PlainDecoder):
-    def __call__(self, *arguments: Any, every: bool = False) -> Any:
+    def __call__(self, *arguments, every=False):
         logits, cache = own_decoders.run(self, *arguments, every=every)
         return logits.astype(jnp.bfloat16), cache
 
 
 class Hidden(own_decoders.PlainDecoder):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = SimpleNamespace(bias=jnp.ones((4000, 97)))
 
-    def __call__(self, *arguments: Any, every: bool = False) -> Any:
+    def __call__(self, *arguments, every=False):
         logits, cache = own_decoders.run(self, *arguments, every=every)
         return logits + self.inner.bias.sum(0), cache
 
 
 class Raising(own_decoders.PlainDecoder):
-    def __call__(self, *arguments: Any, every: bool = False) -> Any:
+    def __call__(self, *arguments, every=False):
         raise ValueError("not today")
 
 
-MISTAKES: list[tuple[Any, int, str]] = [
+MISTAKES = [
     (lambda: own_decoders.Translator, 16, "own': generate.source: missing; Translator is an enc"),
     (own_decoders.PlainDecoder, 128, "context: expected at most 96, the max_positions of Plain"),
     (Transposed, 16, "expected the first axis, and no other, to be rows"),
@@ -236,8 +221,8 @@ MISTAKES: list[tuple[Any, int, str]] = [
 
 @pytest.mark.parametrize(("module", "context", "error"), MISTAKES)
 def test_what_a_decoder_cannot_do_is_said_before_anything_compiles(
-    tmp_path: Path, options: dict[str, Any], module: Any, context: int, error: str
-) -> None:
+    tmp_path, options, module, context, error
+):
     sizes = Generate(batch=(1,), prompt=(8,), context=(context,), cache_dtype="bfloat16")
     with pytest.raises(PrejitError) as caught:
         prejit.compiler.build(own(module(), generate=sizes), tmp_path / "out", **options)

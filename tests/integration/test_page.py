@@ -1,24 +1,17 @@
 """The page of a server in a real browser: chat, complete, embed, call, figures, keyboard, narrow windows."""
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 from tests.extent import cases
-from tests.recipes import Recipe
 from tests.unit.server.running import running
 from tests.webdriver import Browser, missing
 
 from prejit.compiler import Program, build
 from prejit.runtime import load
-from prejit.runtime.bundle import Bundle
 from prejit.runtime.generation.continuous_batch import Batch
 from prejit.server.engine.engine import Engine
 from prejit.server.gate.api_keys import Keys
@@ -28,54 +21,42 @@ from prejit.server.served.served import Models, Served
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
-def powered(x: Any, power: int, way: str) -> Any:
+def powers(x, power, way):
     return x**power if way == "up" else -(x**power)
 
 
 @pytest.fixture(scope="module")
-def bundles(
-    lettered_dir: Path,
-    encoder_dir: Path,
-    recipe: Recipe,
-    build_cache: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, Bundle]:
+def bundles(lettered_dir, encoder_dir, recipe, build_cache, tmp_path_factory):
     """The served bundles by name: decoder, sentences, example, powers."""
     directory = tmp_path_factory.mktemp("page-functions")
-    functions = recipe.write(directory / "example")
     static = {"power": (1, 2), "way": ("up", "down")}
-    powers = build(
-        [Program("powered", fn=powered, args=["float32[2]"], static=static)],
-        directory,
-        name="powers",
-        cache=build_cache,
-        quiet=True,
-    )
-    loaded = [load(path) for path in (lettered_dir, encoder_dir, functions, powers.path)]
-    return {one.name: one for one in loaded}
+    powered = Program("powered", fn=powers, args=["float32[2]"], static=static)
+    made = build([powered], directory, name="powers", cache=build_cache, quiet=True)
+    paths = (lettered_dir, encoder_dir, recipe.write(directory / "example"), made.path)
+    return {one.name: one for one in map(load, paths)}
 
 
 @pytest.fixture(scope="module")
-def models(bundles: dict[str, Bundle]) -> Iterator[Models]:
+def models(bundles):
     served = Models(*(Served(name, one, Engine(one), 1) for name, one in bundles.items()))
     yield served
     served.close()
 
 
 @pytest.fixture(scope="module")
-def server(models: Models) -> Iterator[str]:
+def server(models):
     with running(models, Settings()) as found:
         yield f"127.0.0.1:{found.port}"
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def shared(tmp_path_factory):
     with Browser(tmp_path_factory.mktemp("profile")) as browser:
         yield browser
 
 
 @pytest.fixture
-def page(shared: Browser, server: str) -> Iterator[Browser]:
+def page(shared, server):
     """The page, just opened. It must not have complained, or sent a request elsewhere, at the end."""
     shared.size(1200, 900)
     shared.scheme("light")
@@ -87,25 +68,22 @@ def page(shared: Browser, server: str) -> Iterator[Browser]:
     assert shared.hosts() == {server}
 
 
-def said(page: Browser, selector: str) -> str:
+def said(page, selector):
     """The text of the last such element, with its spaces."""
     script = "return [...document.querySelectorAll(arguments[0])].at(-1)?.textContent ?? ''"
-    found = page.run(script, selector)
-    assert isinstance(found, str)
-    return found
+    return page.run(script, selector)
 
 
-def greedy(page: Browser, tokens: int) -> None:
+def greedy(page, tokens):
     page.click("#options summary")
     page.type("#temperature", "0")
     page.type("#max-tokens", str(tokens))
 
 
-def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Let each decode call of an engine take longer."""
+def slow(monkeypatch, seconds):
     step = Batch.step
 
-    def wait(self: Batch, *arguments: Any, **options: Any) -> Any:
+    def wait(self, *arguments, **options):
         time.sleep(seconds)
         return step(self, *arguments, **options)
 
@@ -116,11 +94,12 @@ ANSWER = "#messages li.assistant .said"
 NOTE = "#messages li.assistant .soft"
 
 
-def test_a_chat_is_what_the_bundle_says(page: Browser, bundles: dict[str, Bundle]) -> None:
+def test_a_chat_is_what_the_bundle_says(page, bundles):
     greedy(page, 30)
-    messages = [{"role": "user", "content": "ab é <b>12</b>"}]
-    for _ in range(2):
-        page.type("#chat-input", messages[-1]["content"])
+    bundle, messages = bundles["decoder"], []
+    for text in ("ab é <b>12</b>", "abc"):
+        messages.append({"role": "user", "content": text})
+        page.type("#chat-input", text)
         page.press("Enter")
         count = len(messages) + 1
         page.wait(
@@ -129,11 +108,10 @@ def test_a_chat_is_what_the_bundle_says(page: Browser, bundles: dict[str, Bundle
             ),
             "the answer",
         )
-        bundle = bundles["decoder"]
         ids = bundle.apply_chat_template(messages)
         answer = bundle.generate(ids, temperature=0, max_new_tokens=30).text
         assert said(page, ANSWER) == answer
-        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "abc"}]
+        messages.append({"role": "assistant", "content": answer})
     assert said(page, "#messages li.user .said") == "abc"
     assert page.run("return document.querySelectorAll('#messages b').length") == 0
     assert "token" in said(page, NOTE)
@@ -141,9 +119,7 @@ def test_a_chat_is_what_the_bundle_says(page: Browser, bundles: dict[str, Bundle
     assert page.run("return messages.children.length") == 0
 
 
-def test_text_comes_while_it_is_made_and_stop_ends_it(
-    page: Browser, models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_comes_while_it_is_made_and_stop_ends_it(page, models, monkeypatch):
     slow(monkeypatch, 0.1)
     engine = models.get("decoder").engine
     before = engine.metrics().finished["cancelled"]
@@ -169,7 +145,7 @@ def test_text_comes_while_it_is_made_and_stop_ends_it(
     page.wait(lambda: engine.metrics().finished["cancelled"] == before + 2, "the second end")
 
 
-def test_a_completion_follows_its_prompt(page: Browser, bundles: dict[str, Bundle]) -> None:
+def test_a_completion_follows_its_prompt(page, bundles):
     page.click("#tab-complete")
     greedy(page, 20)
     page.type("#prompt", '{"name": ')
@@ -179,7 +155,7 @@ def test_a_completion_follows_its_prompt(page: Browser, bundles: dict[str, Bundl
     assert said(page, "#completion") == '{"name": ' + answer.text
 
 
-def test_an_error_is_shown_and_the_page_goes_on(page: Browser, shared: Browser) -> None:
+def test_an_error_is_shown_and_the_page_goes_on(page, shared):
     greedy(page, 5)
     page.run("document.getElementById('chat-input').value = 'ab '.repeat(600)")
     page.click("#chat-send")
@@ -192,9 +168,7 @@ def test_an_error_is_shown_and_the_page_goes_on(page: Browser, shared: Browser) 
     assert not page.visible("#error")
 
 
-def test_sentences_become_a_table_of_similarities(
-    page: Browser, bundles: dict[str, Bundle]
-) -> None:
+def test_sentences_become_a_table_of_similarities(page, bundles):
     page.choose("#model", "sentences")
     page.wait(lambda: page.visible("#embed"), "the form")
     assert not page.visible("#tab-chat")
@@ -207,9 +181,7 @@ def test_sentences_become_a_table_of_similarities(
     assert page.text("#embedding-stats").startswith("3 \u00d7 12 numbers")
 
 
-def test_a_function_is_called_with_what_the_form_has(
-    page: Browser, bundles: dict[str, Bundle], shared: Browser
-) -> None:
+def test_a_function_is_called_with_what_the_form_has(page, bundles, shared):
     page.choose("#model", "example")
     page.wait(lambda: page.visible("#call"), "the form")
     page.choose("#function", "score")
@@ -233,7 +205,7 @@ def test_a_function_is_called_with_what_the_form_has(
     assert [message for message in shared.console() if "400" not in message] == []
 
 
-def test_static_arguments_are_chosen_among_those_of_the_bundle(page: Browser) -> None:
+def test_static_arguments_are_chosen_among_those_of_the_bundle(page):
     page.choose("#model", "powers")
     page.wait(lambda: page.visible("#input-0"), "the form")
     chosen = '#inputs select[data-name="{}"]'
@@ -250,21 +222,17 @@ def test_static_arguments_are_chosen_among_those_of_the_bundle(page: Browser) ->
     page.wait(lambda: said(page, "#results pre") == "-9  -16", "the result of the others")
 
 
-def test_the_bundle_and_its_programs_are_shown(page: Browser, bundles: dict[str, Bundle]) -> None:
+def test_the_bundle_its_programs_and_the_figures_of_its_engine_are_shown(page, bundles, models):
     bundle = bundles["decoder"]
     page.wait(lambda: page.text("#bundle-name") == "decoder", "the bundle")
     assert page.run("return digest.title") == bundle.digest
-    assert page.text("#matched") == "matches"
-    assert page.text("#context") == "512 tokens"
+    shown = {each: page.text(f"#{each}") for each in ("matched", "context", "state")}
+    assert shown == {"matched": "matches", "context": "512 tokens", "state": "ready"}
     for name, version in bundle.config.versions.items():
         assert f"{name} {version}" in page.text("#versions")
     page.click("aside details summary")
     names = page.run("return [...programs.rows].map(row => row.cells[0].textContent)")
     assert names == [each.program for each in bundle.report()]
-    assert page.text("#state") == "ready"
-
-
-def test_figures_are_those_of_the_engine(page: Browser, models: Models) -> None:
     greedy(page, 5)
     page.type("#chat-input", "ab")
     page.press("Enter")
@@ -278,25 +246,22 @@ def test_figures_are_those_of_the_engine(page: Browser, models: Models) -> None:
 
 
 @pytest.mark.parametrize("width", cases([920], others=[1280]))
-def test_an_encoder_has_figures_of_its_own(
-    page: Browser, models: Models, server: str, width: int
-) -> None:
+def test_an_encoder_has_figures_of_its_own(page, models, server, width):
     page.size(width, 900)
     page.choose("#model", "sentences")
     page.wait(lambda: page.visible("#embed"), "the form")
     page.type("#sentences", "a b c\nx y")
     page.click("#embed button")
-    (found,) = (each for each in models if each.name == "sentences")
-    page.wait(lambda: found.engine.metrics().finished["done"] > 0, "the embeddings")
-    done = found.engine.metrics().finished["done"]
-    page.wait(lambda: page.text("#finished") == str(done), "the number of requests")
+    engine = models.get("sentences").engine
+    page.wait(lambda: engine.metrics().finished["done"], "the embeddings")
+    done = str(engine.metrics().finished["done"])
+    page.wait(lambda: page.text("#finished") == done, "the number of requests")
     assert page.text("#rate-label") == "Requests a second"
     assert page.text("#whole-p50").endswith("s")
-    assert page.text("#calls tr td:nth-child(1)") == "encode"
-    assert page.text("#calls tr td:nth-child(2)") == str(done)
-    assert page.run(
-        "return calls.closest('.wide').scrollWidth <= calls.closest('.wide').clientWidth"
-    )
+    cells = [page.text(f"#calls tr td:nth-child({place})") for place in (1, 2)]
+    assert cells == ["encode", done]
+    wide = "calls.closest('.wide')"
+    assert page.run(f"return {wide}.scrollWidth <= {wide}.clientWidth")
     card = httpx.get(f"http://{server}/v1/models/sentences", timeout=60).json()
     assert page.text("#context") == f"{card['max_model_len']} tokens"
     for text in ("#kv", "#first-p50", "#inter-p95", "#cached"):
@@ -307,39 +272,40 @@ def test_an_encoder_has_figures_of_its_own(
     assert not page.visible("#calls-card")
 
 
-def test_the_keyboard_is_enough(page: Browser) -> None:
+def test_the_keyboard_is_enough(page):
+    def focus():
+        return page.run("const e = document.activeElement; return e.id || e.localName")
+
     page.run("document.getElementById('tab-chat').focus()")
     page.press("ArrowRight")
-    assert page.visible("#complete")
-    assert not page.visible("#chat")
-    assert page.run("return document.activeElement.id") == "tab-complete"
-    page.press("ArrowRight")  # around the end, past the tabs that this bundle has not
-    assert page.run("return document.activeElement.id") == "tab-chat"
+    assert (page.visible("#complete"), page.visible("#chat")) == (True, False)
+    # Around the end, past the tabs that this bundle has not.
+    for key, expected in (("", "tab-complete"), ("ArrowRight", "tab-chat"), ("Tab", "summary")):
+        if key:
+            page.press(key)
+        assert focus() == expected
     page.press("Tab")
-    assert page.run("return document.activeElement.localName") == "summary"
-    page.press("Tab")
-    assert page.run("return document.activeElement.id") == "chat-input"
+    assert focus() == "chat-input"
     outlined = "return getComputedStyle(document.activeElement).outlineStyle"
     assert page.run(outlined) == "solid"
 
 
 @pytest.mark.parametrize("width", cases([400], others=[800, 1400]))
-def test_nothing_is_wider_than_the_window(page: Browser, width: int) -> None:
+def test_nothing_is_wider_than_the_window_or_too_low_for_a_finger(page, width):
     page.size(width, 800)
     page.type("#chat-input", "x" * 300)
     page.press("Enter")
     page.wait(lambda: said(page, ANSWER), "the answer")
     page.click("aside details summary")
     assert page.run("return document.documentElement.scrollWidth") <= width
-    small = page.run(SMALL)
-    assert small == []
+    assert page.run(SMALL) == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_has_contrast_in_both_schemes(page: Browser, scheme: str) -> None:
-    page.scheme(scheme)
-    for selector in ("body", ".soft", "#tab-chat", "#chat-send", "#error", "dt", "label"):
-        assert page.run(CONTRAST, selector) >= 4.5, selector
+def test_text_has_contrast_in_both_schemes(page):
+    for scheme in ("light", "dark"):
+        page.scheme(scheme)
+        for selector in ("body", ".soft", "#tab-chat", "#chat-send", "#error", "dt", "label"):
+            assert page.run(CONTRAST, selector) >= 4.5, (scheme, selector)
 
 
 CELLS = "return [...similarity.rows].slice(1).map((row) => [...row.cells].slice(1).map((c) => c.innerText))"
@@ -348,7 +314,6 @@ return [...document.querySelectorAll('button, select, summary')]
   .filter((each) => each.checkVisibility() && each.getBoundingClientRect().height < 20)
   .map((each) => each.outerHTML);
 """
-"""Controls that are too low for a finger."""
 CONTRAST = """
 const element = document.querySelector(arguments[0]);
 const parse = (text) => text.match(/[\\d.]+/g).map(Number);
@@ -364,7 +329,7 @@ return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
 """The ratio of WCAG 2 between the colour of a text and its ground."""
 
 
-def test_a_server_with_keys_gets_one(shared: Browser, models: Models, tmp_path: Path) -> None:
+def test_a_server_with_keys_gets_one(shared, models, tmp_path):
     (tmp_path / "keys.txt").write_text("ann: opensesame\n")
     with running(models, Settings(keys=Keys(tmp_path / "keys.txt"))) as found:
         shared.open(found.url)
@@ -381,9 +346,7 @@ def test_a_server_with_keys_gets_one(shared: Browser, models: Models, tmp_path: 
     assert [message for message in shared.console() if "401" not in message] == []
 
 
-def test_a_page_that_is_open_before_the_bundles_are_loaded_finds_them(
-    shared: Browser, bundles: dict[str, Bundle], models: Models
-) -> None:
+def test_a_page_that_is_open_before_the_bundles_are_loaded_finds_them(shared, bundles, models):
     later = Models()
     with running(later, Settings()) as found:
         shared.open(found.url)

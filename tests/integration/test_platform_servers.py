@@ -3,15 +3,10 @@
 With PREJIT_PLATFORM_FIGURES the figures of the calls are written to tests/campaigns.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,21 +29,18 @@ KINDS = {
 DATATYPES = {"bool": "BOOL", "int8": "INT8", "float16": "FP16", "float32": "FP32"}
 
 
-def rank(weights: Any, x: Any) -> Any:
+def rank(weights, x):
     for weight in weights:
         x = jnp.tanh(x @ weight)
     return {"scores": x[:, :8]}
 
 
-def kinds(b: Any, i: Any, h: Any, times: int = 1) -> Any:
+def kinds(b, i, h, times=1):
     return {"b": ~b, "i": i * times, "h": h + 1}
 
 
-Built = Callable[..., Path]
-
-
 @pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> dict[str, Path]:
+def bundles(tmp_path_factory, build_cache):
     random = np.random.default_rng(4)
     weights = [random.standard_normal((1024, 1024), np.float32) / np.float32(32) for _ in range(24)]
     args = {"b": "bool[3]", "i": "int8[2, 2]", "h": "float16[4]"}
@@ -65,13 +57,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> dict
     }
 
 
-def infer(
-    client: Any,
-    connection: Any,
-    model: str,
-    given: Mapping[str, np.ndarray[Any, Any]],
-    **parameters: Any,
-) -> Any:
+def infer(client, connection, model, given, **parameters):
     inputs = []
     for name, array in given.items():
         inputs.append(client.InferInput(name, list(array.shape), DATATYPES[array.dtype.name]))
@@ -80,9 +66,7 @@ def infer(
 
 
 @pytest.mark.parametrize("name", PLATFORM_SERVERS)
-def test_a_server_of_others_answers_as_the_bundle_does(
-    name: str, bundles: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_server_of_others_answers_as_the_bundle_does(name, bundles, tmp_path):
     server = PLATFORM_SERVERS[name]
     if not server.is_here:
         pytest.skip(f"{server.package} is not installed: `make test-platforms` does it")
@@ -97,7 +81,7 @@ def test_a_server_of_others_answers_as_the_bundle_does(
         assert [int(size) for size in takes["shape"]] == [64, 1024]
         assert (gives["name"], gives["datatype"]) == ("scores", "FP32")
         expected = bundle.call("rank", X)["scores"]
-        seconds: dict[str, list[float]] = {"call": [], "server": []}
+        seconds = {"call": [], "server": []}
         for _ in range(CALLS):
             started = time.perf_counter()
             bundle.call("rank", X)

@@ -3,8 +3,6 @@
 Ray has processes of its own; the figures of `make test-platforms` are in tests/campaigns/ray_serve.json.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal
@@ -12,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -78,9 +76,9 @@ class Replicas:
         running: how many replicas answer, by Ray's own status, each time that this changes.
     """
 
-    def __init__(self, path: Path, temporary: str) -> None:
+    def __init__(self, path, temporary):
         self.port = free_port()
-        self.running: list[int] = []
+        self.running = []
         arguments = [str(path), str(self.port), temporary, str(AT_ONCE)]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _SERVING, *arguments],
@@ -100,14 +98,12 @@ class Replicas:
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
+    def _read(self):
         for line in self._process.stdout:
             if line.startswith("running "):
                 self.running.append(int(line.split()[1]))
 
-    def wait_for(self, *running: int) -> None:
-        """Wait until the last numbers of replicas that answer are these."""
+    def wait_for(self, *running):
         wait_for(
             lambda: tuple(self.running[-len(running) :]) == running or self._process.poll(),
             800,
@@ -115,8 +111,7 @@ class Replicas:
         )
         assert self._process.poll() is None, "Ray ended"
 
-    def pids(self) -> set[int]:
-        """The processes of the replicas."""
+    def pids(self):
         found = set()
         for each in descendants(self._process.pid):
             with suppress(OSError):
@@ -124,12 +119,12 @@ class Replicas:
                     found.add(each)
         return found
 
-    def complete(self, prompt: str) -> httpx.Response:
+    def complete(self, prompt):
         body = {"model": "decoder", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
         url = f"http://127.0.0.1:{self.port}/v1/completions"
         return httpx.post(url, json=body, timeout=300)
 
-    def close(self) -> None:
+    def close(self):
         found = [*descendants(self._process.pid), self._process.pid]
         for each in found:
             with suppress(ProcessLookupError):
@@ -139,7 +134,7 @@ class Replicas:
 
 
 @contextmanager
-def replicas(path: Path) -> Iterator[Replicas]:
+def replicas(path):
     started = Replicas(path, f"/tmp/rs{os.getpid()}")  # short: the path of a socket is
     try:
         started.wait_for(2)
@@ -148,34 +143,29 @@ def replicas(path: Path) -> Iterator[Replicas]:
         started.close()
 
 
-class Clients:
-    """Threads that send one request after the other until they are stopped."""
+@contextmanager
+def clients(service, texts, failures):
+    """Threads that send one request after the other until the block ends."""
+    ends = threading.Event()
 
-    def __init__(self, service: Replicas) -> None:
-        self._service = service
-        self._ends = threading.Event()
-        self.texts: list[str] = []
-        self.failures: list[str] = []
-        self._threads = [threading.Thread(target=self._send) for _ in range(CLIENTS)]
-        for each in self._threads:
-            each.start()
-
-    def _send(self) -> None:
-        while not self._ends.is_set():
+    def send(_):
+        while not ends.is_set():
             try:
-                found = self._service.complete("ab")
-                found.raise_for_status()
-                self.texts.append(found.json()["choices"][0]["text"])
+                found = service.complete("ab").raise_for_status()
+                texts.append(found.json()["choices"][0]["text"])
             except httpx.HTTPError as error:
-                self.failures.append(repr(error))
+                failures.append(repr(error))
 
-    def stop(self) -> None:
-        self._ends.set()
-        for each in self._threads:
-            each.join()
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        sending = pool.map(send, range(CLIENTS))
+        try:
+            yield
+        finally:
+            ends.set()
+    list(sending)
 
 
-def test_a_killed_replica_loses_only_what_it_had_begun(lettered_dir: Path) -> None:
+def test_a_killed_replica_loses_only_what_it_had_begun(lettered_dir):
     before = machine_facts()
     started = time.monotonic()
     with replicas(lettered_dir) as service:
@@ -183,18 +173,18 @@ def test_a_killed_replica_loses_only_what_it_had_begun(lettered_dir: Path) -> No
         both = service.pids()
         assert len(both) == 2
         expected = service.complete("ab").json()["choices"][0]["text"]
-        clients = Clients(service)
-        wait_for(lambda: len(clients.texts) >= 2 * CLIENTS, 300)
-        os.kill(min(both), signal.SIGKILL)
-        at = time.monotonic()
-        service.wait_for(1, 2)
-        ready = time.monotonic() - at
-        count = len(clients.texts)
-        wait_for(lambda: len(clients.texts) >= count + 2 * CLIENTS, 300)
-        assert len(service.pids() - both) == 1
-        clients.stop()
-    assert set(clients.texts) == {expected}
-    assert len(clients.failures) <= AT_ONCE, clients.failures
+        texts, failures = [], []
+        with clients(service, texts, failures):
+            wait_for(lambda: len(texts) >= 2 * CLIENTS, 300)
+            os.kill(min(both), signal.SIGKILL)
+            at = time.monotonic()
+            service.wait_for(1, 2)
+            ready = time.monotonic() - at
+            count = len(texts)
+            wait_for(lambda: len(texts) >= count + 2 * CLIENTS, 300)
+            assert len(service.pids() - both) == 1
+    assert set(texts) == {expected}
+    assert len(failures) <= AT_ONCE, failures
     if os.environ.get("PREJIT_PLATFORM_FIGURES"):
         write_figures(
             "ray_serve",
@@ -204,10 +194,8 @@ def test_a_killed_replica_loses_only_what_it_had_begun(lettered_dir: Path) -> No
                 "clients": CLIENTS,
                 "requests that a replica takes at once": AT_ONCE,
                 "seconds from exec of Ray to two replicas": round(running, 2),
-                "requests answered": len(clients.texts),
-                "requests that failed, of those that the killed replica had begun": len(
-                    clients.failures
-                ),
+                "requests answered": len(texts),
+                "requests that failed, of those that the killed replica had begun": len(failures),
                 "seconds from the kill to two replicas": round(ready, 2),
             },
         )

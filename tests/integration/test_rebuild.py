@@ -1,9 +1,5 @@
 """A model with kernels is built again: the same bytes, or a finding that names what decided the kernels."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from tests.decoders import write_random
 from tests.quick_compiling import XLA_FLAGS
@@ -34,8 +30,8 @@ name = "cpu-host"
 
 @pytest.mark.thorough
 def test_kernels_are_the_same_bytes_or_a_finding_that_names_what_decided_them(
-    build_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    build_cache, tmp_path, monkeypatch
+):
     """All kernels are compiled three times here, without optimization, which is faster."""
     monkeypatch.setenv("XLA_FLAGS", XLA_FLAGS)
     flags = tuple("-O0" if each == "-O3" else each for each in library._COMPILE_FLAGS)

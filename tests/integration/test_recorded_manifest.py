@@ -1,12 +1,8 @@
 """The manifest of a recording builds as it is, and its programs answer as jax.jit does."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys
-from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,9 +10,6 @@ import pytest
 
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.runtime import load
-from prejit.runtime.bundle import Bundle
-
-from .conftest import Run
 
 IMPORTED = """
 from typing import Any, NamedTuple
@@ -167,28 +160,18 @@ if __name__ == "__main__":
     jax.jit(lambda x: x + 1)(1.0)
 """
 PROGRAMS = {
-    "plain": ["plain"] * 4,
-    "dicts": ["dicts"] * 2,
-    "nested": ["nested"],
-    "static": ["by_static", "by_static", "by_static-2"],
-    "literal": ["by_literal"],
-    "default": ["default", "default-2", "default-3"],
-    "call": ["raw", "raw"],
-    "vmap": ["vectorized"],
-    "module": ["distance"],
-    "lambda": ["squared"],
-    "method": ["apply"],
-    "linen": ["linen_apply"],
-    "nnx": ["by_nnx"],
-    "nnx state": ["by_state"],
-    "scan": ["scan"],
+    **{"plain": ["plain"] * 4, "dicts": ["dicts"] * 2, "nested": ["nested"]},
+    **{"static": ["by_static", "by_static", "by_static-2"], "literal": ["by_literal"]},
+    **{"default": ["default", "default-2", "default-3"], "call": ["raw", "raw"]},
+    **{"vmap": ["vectorized"], "module": ["distance"], "lambda": ["squared"], "method": ["apply"]},
+    **{"linen": ["linen_apply"], "nnx": ["by_nnx"], "nnx state": ["by_state"], "scan": ["scan"]},
     "train": ["train"],
 }
 """The program of each call."""
 
 
 @pytest.fixture(scope="module")
-def recorded(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorded(run, tmp_path_factory):
     """The manifest of a recorded script. Its bundle and the recording are beside it."""
     here = tmp_path_factory.mktemp("recorded")
     script, manifest = here / "recorded_script.py", here / "recorded_script.toml"
@@ -205,13 +188,13 @@ def recorded(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bundle(recorded: Path) -> Bundle:
+def bundle(recorded):
     module = module_of(recorded)
     found = recorded.parent / "artifacts" / "recorded-script-functions"
     return load(found, on_mismatch="error", types=[module.Carry])
 
 
-def module_of(recorded: Path) -> Any:
+def module_of(recorded):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(recorded.parent)
         return importlib.import_module(recorded.stem)
@@ -219,7 +202,7 @@ def module_of(recorded: Path) -> Any:
 
 # flax warns who reads a Param by the name that it has in its pytree.
 @pytest.mark.filterwarnings("ignore:'.value' access is now deprecated:DeprecationWarning")
-def test_a_recorded_call_has_a_program_that_answers_as_jax(recorded: Path, bundle: Bundle) -> None:
+def test_a_recorded_call_has_a_program_that_answers_as_jax(recorded, bundle):
     sections = {each.name: each for each in read_manifest(recorded).programs}
     assert {*sections} == {program for each in PROGRAMS.values() for program in each}
     assert dict(sections["plain"].buckets) == {"batch": (1, 8), "length": (4, 6)}
@@ -235,8 +218,7 @@ def test_a_recorded_call_has_a_program_that_answers_as_jax(recorded: Path, bundl
             if shape not in ("linen", "vmap"):  # *args, and wrappers
                 args, kwargs = (), given
             found = bundle.call(program, *args, **kwargs)
-            pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True)
-            for one, other in pairs:
+            for one, other in zip(*map(jax.tree.leaves, (expected, found)), strict=True):
                 assert one.dtype == other.dtype
                 if jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
                     one, other = jax.random.key_data(one), jax.random.key_data(other)
@@ -244,13 +226,11 @@ def test_a_recorded_call_has_a_program_that_answers_as_jax(recorded: Path, bundl
 
 
 def test_a_manifest_that_cannot_be_written_is_refused_before_the_program_runs(
-    recorded: Path, run: Run, tmp_path: Path
-) -> None:
+    recorded, run, tmp_path
+):
     before, ran = recorded.read_bytes(), tmp_path / "ran"
-    for manifest in (
-        recorded,
-        tmp_path / "sub" / "app.toml",
-    ):  # of other people; without a directory
+    # Of other people; without a directory.
+    for manifest in (recorded, tmp_path / "sub" / "app.toml"):
         command = ("record", "-o", tmp_path / "b", "--manifest", manifest, "--", sys.executable)
         done = run(*command, "-c", f"open({str(ran)!r}, 'w')", status=2)
         assert f"found {manifest}; nothing was recorded" in done.stderr
@@ -309,7 +289,7 @@ if __name__ == "__main__":
 """
 
 
-def record(run: Run, directory: Path, script: str) -> tuple[Path, str]:
+def record(run, directory, script):
     """Record a script; return its manifest and what was said."""
     path, manifest = directory / "changed.py", directory / "changed.toml"
     path.write_text(script)
@@ -318,9 +298,7 @@ def record(run: Run, directory: Path, script: str) -> tuple[Path, str]:
     return manifest, done.stderr
 
 
-def test_a_call_that_the_program_changed_something_for_is_left_out(
-    run: Run, tmp_path: Path
-) -> None:
+def test_a_call_that_the_program_changed_something_for_is_left_out(run, tmp_path):
     """A build imports the module anew, where the global, the entry and the variable are as at first."""
     manifest, said = record(run, tmp_path, CHANGED)
     programs = {each.name: dict(each.args) for each in read_manifest(manifest).programs}
@@ -328,13 +306,12 @@ def test_a_call_that_the_program_changed_something_for_is_left_out(
         "unchanged": {"x": "float32[{batch}]"},
         "by_global": {"x": "float32[3]"},  # the call after SIGN changed is none of it
     }
+    why = "at changed.py:36: imported anew, it compiles to another"
     for name in ("by_global", "by_entry", "by_variable"):
-        assert (
-            f"left out jit_{name} at changed.py:36: imported anew, it compiles to another" in said
-        )
+        assert f"left out jit_{name} {why}" in said
 
 
-def test_a_program_of_64_bits_says_what_its_build_needs(run: Run, tmp_path: Path) -> None:
+def test_a_program_of_64_bits_says_what_its_build_needs(run, tmp_path):
     manifest, said = record(run, tmp_path, WIDE)
     assert "build it with JAX_ENABLE_X64=1" in said
     assert "# Build it with JAX_ENABLE_X64=1" in manifest.read_text()

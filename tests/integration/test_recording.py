@@ -1,23 +1,15 @@
 """Programs that know nothing of prejit: recorded once, then started without compiling, in real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.layouts import blob
-
-from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.referrers import referrers
-from prejit.runtime.format.root import read_root
+from tests.layouts import attached_to
+from tests.processes import ran
 
 PROGRAM = """
 import os, sys
@@ -33,40 +25,29 @@ if __name__ == "__main__":
 """
 ANSWER = "30.8488"  # 32 times tanh 2
 
-Prejit = Callable[..., "subprocess.CompletedProcess[str]"]
-
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a program, and its recorded bundle in `serve`."""
+def here(tmp_path_factory):
     directory = tmp_path_factory.mktemp("recording")
     (directory / "serve.py").write_text(PROGRAM)
     return directory
 
 
 @pytest.fixture(scope="module")
-def prejit_at(here: Path, tmp_path_factory: pytest.TempPathFactory) -> Prejit:
+def prejit_at(here, tmp_path_factory):
     """Runs `prejit ARGUMENTS` beside the program, with a runtime cache of the module or another."""
     cache = tmp_path_factory.mktemp("caches") / "runtime"
 
-    def run(*words: object, status: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "prejit.runtime", *map(str, words)],
-            env={**os.environ, "PREJIT_RUNTIME_CACHE": str(cache), **env},
-            cwd=here,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == status, f"{done.stdout}\n{done.stderr}"
-        return done
+    def run(*words, status=0, **env):
+        environment = {**os.environ, "PREJIT_RUNTIME_CACHE": str(cache), **env}
+        command = (sys.executable, "-m", "prejit.runtime", *words)
+        return ran(*command, status=status, env=environment, cwd=here)
 
     return run
 
 
 @pytest.fixture(scope="module")
-def bundle(here: Path, prejit_at: Prejit) -> Path:
+def bundle(here, prejit_at):
     done = prejit_at(*("record", "-o", "serve", "--json"), *("--", sys.executable, "serve.py"))
     answer, _, described = done.stdout.partition("\n")
     assert answer.startswith(ANSWER)
@@ -76,16 +57,20 @@ def bundle(here: Path, prejit_at: Prejit) -> Path:
     return here / "serve"
 
 
-def report_of(prejit_at: Prejit, bundle: Path, *command: object, **more: Any) -> dict[str, Any]:
+def started(here, *words, **pipes):
+    """A `prejit` that runs beside the program meanwhile."""
+    command = [sys.executable, "-m", "prejit.runtime", *map(str, words)]
+    return subprocess.Popen(command, cwd=here, stderr=subprocess.PIPE, text=True, **pipes)
+
+
+def report_of(prejit_at, bundle, *command, **more):
     file = bundle.parent / "report.json"
     done = prejit_at("run", bundle, "-o", file, "--", *command, **more)
-    found: dict[str, Any] = json.loads(file.read_text())
+    found = json.loads(file.read_text())
     return {**found, "stdout": done.stdout, "stderr": done.stderr}
 
 
-def test_a_recorded_program_compiles_nothing_here_and_elsewhere(
-    bundle: Path, prejit_at: Prejit, tmp_path: Path
-) -> None:
+def test_a_recorded_program_compiles_nothing_here_and_elsewhere(bundle, prejit_at, tmp_path):
     """Elsewhere: a copy of the bundle, another HOME, working directory and runtime cache."""
     required = ("--require-aot", "--", sys.executable, "-W", "error", "serve.py")
     plain = prejit_at("run", bundle, *required)
@@ -102,9 +87,7 @@ def test_a_recorded_program_compiles_nothing_here_and_elsewhere(
     assert "jit_score" in {program["name"] for program in found["programs"]}
 
 
-def test_the_cache_is_read_and_never_written(
-    bundle: Path, prejit_at: Prejit, tmp_path: Path
-) -> None:
+def test_the_cache_is_read_and_never_written(bundle, prejit_at, tmp_path):
     """Also by a program that sets a cache and its limits itself, as root, who may write anywhere."""
     cache = tmp_path / "cache"
     lines = (
@@ -128,7 +111,7 @@ def test_the_cache_is_read_and_never_written(
     assert not (tmp_path / "own").exists()
 
 
-def test_a_miss_is_told_with_its_shapes_while_the_program_runs(here: Path, bundle: Path) -> None:
+def test_a_miss_is_told_with_its_shapes_while_the_program_runs(here, bundle):
     """It waits for a line that its user sends after reading of the miss."""
     waiting = (
         "import serve, jax.numpy as jnp",
@@ -136,15 +119,8 @@ def test_a_miss_is_told_with_its_shapes_while_the_program_runs(here: Path, bundl
         "assert input() == 'read'",
         "serve.score(jnp.ones((17, 4)), jnp.float32(2))",
     )
-    words = ["run", str(bundle), "--live", "--", sys.executable, "-c", "\n".join(waiting)]
-    with subprocess.Popen(
-        [sys.executable, "-m", "prejit.runtime", *words],
-        cwd=here,
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stderr is not None
+    words = ("run", bundle, "--live", "--", sys.executable, "-c", "\n".join(waiting))
+    with started(here, *words, stdin=subprocess.PIPE) as process:
         told = ""
         while "found (float32[16,4], float32[])" not in told:
             told += (line := process.stderr.readline())
@@ -158,9 +134,7 @@ def test_a_miss_is_told_with_its_shapes_while_the_program_runs(here: Path, bundl
     assert "hint: record this run too (prejit record -o BUNDLE -- COMMAND)" in rest
 
 
-def test_recording_again_changes_no_byte_and_another_run_is_added(
-    bundle: Path, prejit_at: Prejit, tmp_path: Path
-) -> None:
+def test_recording_again_changes_no_byte_and_another_run_is_added(bundle, prejit_at, tmp_path):
     copy = shutil.copytree(bundle, tmp_path / "serve")
     before = (copy / "index.json").read_bytes()
     again = prejit_at("record", "-o", copy, "--", sys.executable, "serve.py")
@@ -173,50 +147,50 @@ def test_recording_again_changes_no_byte_and_another_run_is_added(
     prejit_at("run", copy, "--require-aot", "--", sys.executable, "-c", both)
 
 
-def test_a_bundle_of_another_jaxlib_is_reported_and_gets_a_target(
-    bundle: Path, prejit_at: Prejit, tmp_path: Path
-) -> None:
+AGED = """
+import sys, dataclasses
+from pathlib import Path
+from prejit.compiler.pipeline.pack.bundle_files import assemble
+from prejit.compiler.recording.jax_cache_packing import packed, read_targets
+from prejit.compiler.pipeline.layout_writing import write_layout
+
+[target] = read_targets(Path(sys.argv[1]))
+old = dataclasses.replace(target.requirement, jaxlib="0.0.1")
+def aged(file):
+    digests = {**file.entry.ingredients, "jax_lib version": "0" * 64}
+    name = file.entry.file[:-70] + "0" * 4 + file.entry.file[-66:]  # another key
+    return dataclasses.replace(
+        file, entry=dataclasses.replace(file.entry, ingredients=digests, file=name)
+    )
+files = {each.entry.file: each for each in map(aged, target.programs.values())}
+target = dataclasses.replace(target, requirement=old, programs=files)
+write_layout(Path(sys.argv[2]), *assemble("serve", [packed(target, "serve")]))
+"""
+
+
+def test_a_bundle_of_another_jaxlib_is_reported_and_gets_a_target(bundle, prejit_at, tmp_path):
     """As after an upgrade: the bundle has the files and keys of a jaxlib that is not installed."""
     rewritten = tmp_path / "serve"
-    script = (
-        "import sys, dataclasses",
-        "from pathlib import Path",
-        "from prejit.compiler.pipeline.pack.bundle_files import assemble",
-        "from prejit.compiler.recording.jax_cache_packing import packed, read_targets",
-        "from prejit.compiler.pipeline.layout_writing import write_layout",
-        "[target] = read_targets(Path(sys.argv[1]))",
-        "old = dataclasses.replace(target.requirement, jaxlib='0.0.1')",
-        "def aged(file):",
-        "    digests = {**file.entry.ingredients, 'jax_lib version': '0' * 64}",
-        "    name = file.entry.file[:-70] + '0' * 4 + file.entry.file[-66:]",  # another key
-        "    entry = dataclasses.replace(file.entry, ingredients=digests, file=name)",
-        "    return dataclasses.replace(file, entry=entry)",
-        "files = {each.entry.file: each for each in map(aged, target.programs.values())}",
-        "target = dataclasses.replace(target, requirement=old, programs=files)",
-        "write_layout(Path(sys.argv[2]), *assemble('serve', [packed(target, 'serve')]))",
-    )
-    subprocess.run(
-        [sys.executable, "-c", "\n".join(script), str(bundle), str(rewritten)], check=True
-    )
+    subprocess.run([sys.executable, "-c", AGED, bundle, rewritten], check=True)
     found = report_of(prejit_at, rewritten, sys.executable, "serve.py")
     assert found["stdout"].startswith(ANSWER)
     assert found["mismatch"].startswith("jaxlib: needs 0.0.1, found")
     assert "The program runs without the bundle" in found["stderr"]
-    causes = {d["name"] for miss in found["misses"] for d in miss["differs"]}
-    assert causes == {"jaxlib"}
+    assert {d["name"] for miss in found["misses"] for d in miss["differs"]} == {"jaxlib"}
     prejit_at("record", "-o", rewritten, "--", sys.executable, "serve.py")
     prejit_at("run", rewritten, "--require-aot", "--", sys.executable, "serve.py")
 
 
-def test_a_recording_has_a_list_of_parts_and_a_provenance_that_signing_covers(
-    bundle: Path, tmp_path: Path
-) -> None:
+def test_a_recording_has_a_list_of_parts_and_a_provenance_that_signing_covers(bundle, tmp_path):
     pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
     from tests.signers import signer
 
     from prejit.compiler.signing.bundle_signing import sign
 
-    parts, statement = attached_to(bundle)
+    parts, statement = (
+        json.loads(attached_to(bundle, f"application/vnd.{kind}+json")[0][1].read_bytes())
+        for kind in ("cyclonedx", "in-toto")
+    )
     names = {each.get("purl", "").partition("@")[0] for each in parts["components"]}
     assert {"pkg:pypi/jax", "pkg:pypi/jaxlib", "pkg:pypi/prejit"} <= names
     definition = statement["predicate"]["buildDefinition"]
@@ -230,44 +204,28 @@ def test_a_recording_has_a_list_of_parts_and_a_provenance_that_signing_covers(
     assert signed.added == len(signed.subjects) + 2  # and the provenance and the list of parts
 
 
-def attached_to(bundle: Path) -> tuple[Any, Any]:
-    """The list of parts and the provenance of a bundle."""
-    with Layout(bundle) as layout:
-        root = read_root(layout)
-        found = {
-            each.artifact_type: json.loads(blob(bundle, each.layers[0].digest).read_bytes())
-            for each in referrers(layout, root, root.digest)
-        }
-    return found["application/vnd.cyclonedx+json"], found["application/vnd.in-toto+json"]
+SERVER = """
+import os, signal, sys, time
+import jax, serve, jax.numpy as jnp
+
+for rows in (2, 3):
+    if os.fork() == 0:
+        serve.score(jnp.ones((rows, 4)), jnp.float32(2))
+        print(rows, flush=True)
+        os._exit(0)
+    os.wait()
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+print("ready", flush=True)
+while True:
+    time.sleep(0.05)
+"""
 
 
-def test_a_server_is_recorded_until_a_signal_ends_it(
-    here: Path, bundle: Path, prejit_at: Prejit, tmp_path: Path
-) -> None:
+def test_a_server_is_recorded_until_a_signal_ends_it(here, bundle, prejit_at, tmp_path):
     """It answers in processes of its own, which it forks after the import of jax."""
-    server = (
-        "import os, signal, sys, time",
-        "import jax, serve, jax.numpy as jnp",
-        "for rows in (2, 3):",
-        "    if os.fork() == 0:",
-        "        serve.score(jnp.ones((rows, 4)), jnp.float32(2))",
-        "        print(rows, flush=True)",
-        "        os._exit(0)",
-        "    os.wait()",
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))",
-        "print('ready', flush=True)",
-        "while True: time.sleep(0.05)",
-    )
-    (here / "server.py").write_text("\n".join(server))
-    words = ["record", "-o", str(tmp_path / "b"), "--", sys.executable, "server.py"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "prejit.runtime", *words],
-        cwd=here,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
+    (here / "server.py").write_text(SERVER)
+    words = ("record", "-o", tmp_path / "b", "--", sys.executable, "server.py")
+    with started(here, *words, stdout=subprocess.PIPE) as process:
         assert [process.stdout.readline() for _ in range(3)] == ["2\n", "3\n", "ready\n"]
         process.send_signal(signal.SIGTERM)
         _, printed = process.communicate(timeout=60)
@@ -277,7 +235,7 @@ def test_a_server_is_recorded_until_a_signal_ends_it(
         prejit_at("run", tmp_path / "b", "--require-aot", "--", sys.executable, "serve.py", rows)
 
 
-def test_a_program_with_its_own_logging_is_not_disturbed(bundle: Path, prejit_at: Prejit) -> None:
+def test_a_program_with_its_own_logging_is_not_disturbed(bundle, prejit_at):
     """jax's messages, which the report needs, do not reach the handlers of the program."""
     lines = (
         "import logging",
@@ -290,7 +248,7 @@ def test_a_program_with_its_own_logging_is_not_disturbed(bundle: Path, prejit_at
     assert "jax._src.compiler" not in found["stderr"]
 
 
-def test_nothing_to_record_is_said(prejit_at: Prejit, tmp_path: Path) -> None:
+def test_nothing_to_record_is_said(prejit_at, tmp_path):
     done = prejit_at("record", "-o", tmp_path / "b", "--", "true", status=1)
     assert "the program compiled nothing with jax" in done.stderr
     assert not (tmp_path / "b").exists()

@@ -1,17 +1,14 @@
 """Real registries: with TLS of a private CA and tokens, and as a mirror of another one."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tests.store_servers import docker_registry
-from tests.token_service import GuardedRegistry, guarded_registry
+from tests.token_service import guarded_registry
 
 from prejit.runtime import load
 from prejit.runtime.__main__ import main
@@ -20,50 +17,49 @@ from prejit.runtime.format.audit import audit
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.ship.machine_store import BUNDLES
 from prejit.runtime.ship.reference import parse_reference
-from prejit.runtime.ship.shipping import Moved, ship
+from prejit.runtime.ship.shipping import ship
 
 GOLDEN = Path(__file__).parents[1] / "format" / "v1"
 
 
 @pytest.fixture(autouse=True)
-def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def nobody(tmp_path, monkeypatch):
     """A user who has logged in nowhere, on a machine without bundles."""
-    for name in ("REGISTRY_AUTH_FILE", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "DOCKER_CONFIG"):
+    for name in ("REGISTRY_AUTH_FILE", "XDG_CONFIG_HOME", "DOCKER_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-    monkeypatch.setenv(BUNDLES, str(tmp_path / "store"))
+    for name, place in (("HOME", "home"), ("XDG_RUNTIME_DIR", "run"), (BUNDLES, "store")):
+        monkeypatch.setenv(name, str(tmp_path / place))
 
 
 @pytest.fixture
-def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GuardedRegistry]:
+def guarded(tmp_path, monkeypatch):
     with guarded_registry(tmp_path) as found:
         monkeypatch.setenv("SSL_CERT_FILE", str(found.authority))
         yield found
 
 
-def log_in(file: Path, host: str, user: str, password: str, **more: str) -> None:
+def log_in(file, host, user, password, **more):
     file.parent.mkdir(parents=True, exist_ok=True)
     pair = base64.b64encode(f"{user}:{password}".encode()).decode()
     file.write_text(json.dumps({"auths": {host: {"auth": pair, **more}}}))
 
 
-def of_docker(home: Path, host: str) -> None:
+def of_docker(home, host):
     log_in(home / ".docker" / "config.json", host, "me", "secret")
 
 
-def of_podman(home: Path, host: str) -> None:
+def of_podman(home, host):
     log_in(home.parent / "run" / "containers" / "auth.json", f"{host}/team", "me", "secret")
 
 
-def of_an_identity(home: Path, host: str) -> None:
+def of_an_identity(home, host):
     file = home / ".docker" / "config.json"
     log_in(file, host, "00000000-0000-0000-0000-000000000000", "", identitytoken="an-identity")
 
 
-def of_a_helper(home: Path, host: str) -> None:
+def of_a_helper(home, host):
     helper = home / "bin" / "docker-credential-tests"
     helper.parent.mkdir(parents=True)
     helper.write_text('#!/bin/sh\necho \'{"Username": "me", "Secret": "secret"}\'\n')
@@ -73,18 +69,14 @@ def of_a_helper(home: Path, host: str) -> None:
     (home / ".docker" / "config.json").write_text('{"credsStore": "tests"}')
 
 
-def moved(source: object, target: object) -> Moved:
+def moved(source, target):
     return ship(parse_reference(str(source)), parse_reference(str(target)))
 
 
 @pytest.mark.parametrize("kept", [of_docker, of_podman, of_an_identity, of_a_helper])
 def test_the_commands_with_a_login_that_another_tool_keeps(
-    guarded: GuardedRegistry,
-    kept: Callable[[Path, str], None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    guarded, kept, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("PATH", os.environ["PATH"])  # a helper adds to it
     kept(tmp_path / "home", guarded.host)
     at = f"oci://{guarded.host}/team/fleet"
@@ -108,15 +100,15 @@ def test_the_commands_with_a_login_that_another_tool_keeps(
     assert any(len({each.split(":")[1] for each in scopes}) == 2 for scopes in guarded.asked)
 
 
-def wrong_password(at: GuardedRegistry) -> None:
+def wrong_password(at):
     at.passwords["me"] = "changed"
 
 
-def ended(at: GuardedRegistry) -> None:
+def ended(at):
     at.begins, at.ends = -7200, -3600
 
 
-def behind(at: GuardedRegistry) -> None:
+def behind(at):
     at.begins, at.ends = 3600, 7200
 
 
@@ -128,13 +120,7 @@ def behind(at: GuardedRegistry) -> None:
         (behind, r"the token .* begins in 3[56]\d\d s by the registry's clock", "set the clocks"),
     ],
 )
-def test_a_login_that_is_refused_says_why(
-    guarded: GuardedRegistry,
-    breaks: Callable[[GuardedRegistry], None],
-    said: str,
-    hint: str,
-    tmp_path: Path,
-) -> None:
+def test_a_login_that_is_refused_says_why(guarded, breaks, said, hint, tmp_path):
     of_docker(tmp_path / "home", guarded.host)
     breaks(guarded)
     with pytest.raises(StoreError, match=said) as raised:
@@ -144,7 +130,7 @@ def test_a_login_that_is_refused_says_why(
     assert len(guarded.asked) == 1 or breaks is not wrong_password  # accounts are locked otherwise
 
 
-def test_who_has_no_login_and_who_may_only_read(guarded: GuardedRegistry, tmp_path: Path) -> None:
+def test_who_has_no_login_and_who_may_only_read(guarded, tmp_path):
     at = f"oci://{guarded.host}/team/call:v1"
     with pytest.raises(StoreError, match="no login is kept for this host"):
         moved(GOLDEN / "call", at)
@@ -157,24 +143,19 @@ def test_who_has_no_login_and_who_may_only_read(guarded: GuardedRegistry, tmp_pa
     assert "as another" in str(raised.value.hint)
 
 
-def test_a_private_ca_that_is_not_trusted(
-    guarded: GuardedRegistry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_private_ca_that_is_not_trusted(guarded, monkeypatch):
     monkeypatch.delenv("SSL_CERT_FILE")
     with pytest.raises(StoreError, match="CERTIFICATE_VERIFY_FAILED") as raised:
         moved(GOLDEN / "call", f"oci://{guarded.host}/team/call:v1")
     assert "SSL_CERT_FILE" in str(raised.value.hint)
 
 
-def test_a_registry_that_mirrors_another_one_stands_in_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_registry_that_mirrors_another_one_stands_in_for_it(tmp_path, monkeypatch):
     upstream = docker_registry(tmp_path)
     if upstream is None:
         pytest.skip("docker-registry is not installed (Debian has it)")
     host = upstream.url.removeprefix("oci://").partition("/")[0]
     mirror = docker_registry(tmp_path, more=f"proxy: {{remoteurl: 'http://{host}'}}\n")
-    assert mirror is not None
     upstream.start()
     mirror.start()
     try:

@@ -1,21 +1,16 @@
 """deploy/ci: the script of three CIs releases from a clean clone, and stops what the gate stops."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 from safetensors.numpy import load_file, save_file
 from tests.lettered import write_lettered
-from tests.store_servers import Server, running_registry
+from tests.processes import ran
 
 from prejit.runtime.__main__ import main
 
@@ -40,24 +35,16 @@ name = "cpu-host"
 """That of `lettered_dir`: its programs are in the build cache."""
 GATE_FAILED = 9
 
-Release = Callable[..., "subprocess.CompletedProcess[str]"]
-
 needs_tools = pytest.mark.skipif(
     not TOOLS.exists(), reason="no .venv-tools: `make .venv-tools/.ready` makes it"
 )
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Iterator[Server]:
-    with running_registry(tmp_path) as server:
-        yield server
-
-
-@pytest.fixture
-def clone(tmp_path: Path) -> Path:
+def clone(tmp_path):
     """A clean clone of this repository, with a manifest that builds in seconds."""
     place = tmp_path / "clone"
-    subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{ROOT}", place], check=True)
+    ran("git", "clone", "-q", "--depth", "1", f"file://{ROOT}", place)
     shutil.copytree(CI, place / "deploy" / "ci", dirs_exist_ok=True)  # also if not committed
     write_lettered(place / "models" / "model")
     (place / "models" / "decoder.toml").write_text(MANIFEST)
@@ -65,17 +52,10 @@ def clone(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def release(
-    clone: Path, registry: Server, lettered_dir: Path, build_cache: Path, tmp_path: Path
-) -> Release:
+def release(clone, registry, lettered_dir, build_cache, programs, tmp_path):
     """Runs a step of the script as a CI does."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    (programs / "prejit").write_text(f'#!/bin/sh\nexec {sys.executable} -m prejit.runtime "$@"\n')
-    (programs / "prejit").chmod(0o755)
     key = tmp_path / "release.pem"
-    command = ["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", str(key)]
-    subprocess.run(command, check=True)
+    ran("openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", key)
     given = {
         "PATH": f"{programs}:{os.environ['PATH']}",
         "MANIFEST": "models/decoder.toml",
@@ -84,93 +64,75 @@ def release(
         "PREJIT_CACHE": str(build_cache),
     }
 
-    def run(step: str, **changed: str) -> subprocess.CompletedProcess[str]:
-        command = ["deploy/ci/release.sh", step]
-        env = {**os.environ, **given, **changed}
-        return subprocess.run(
-            command, cwd=clone, env=env, capture_output=True, text=True, check=False
-        )
+    def run(step, status=0):
+        env = {**os.environ, **given}
+        return ran("deploy/ci/release.sh", step, status=status, cwd=clone, env=env)
 
     return run
 
 
 @pytest.mark.thorough
-def test_a_pipeline_releases_gates_rolls_out_and_back(
-    release: Release, clone: Path, registry: Server, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def tags() -> dict[str, str]:
+def test_a_pipeline_releases_gates_rolls_out_and_back(release, clone, registry, capsys):
+    def tags():
         capsys.readouterr()
         assert main(["ls", registry.url, "--json"]) == 0
         return {each["tag"]: each["digest"] for each in json.loads(capsys.readouterr().out)}
 
-    def step(name: str, status: int = 0) -> str:
-        done = release(name)
-        assert done.returncode == status, f"{done.stdout}\n{done.stderr}"
-        return done.stdout
-
     # Without a channel there is nothing to compare with, and the script does not guess.
-    done = release("candidate")
-    assert (done.returncode, "prod: not found" in done.stderr) == (6, True), done.stderr
-    step("first")
+    assert "prod: not found" in release("candidate", 6).stderr
+    release("first")
     old = tags()["prod"]
-    assert "serves this bundle already" in step("candidate")
-    assert (
-        clone / "gate.md"
-    ).read_text() == f"{registry.url}:prod serves this bundle already: nothing to release\n"
+    assert "serves this bundle already" in release("candidate").stdout
+    nothing = f"{registry.url}:prod serves this bundle already: nothing to release\n"
+    assert (clone / "gate.md").read_text() == nothing
 
     # The same model with a license passes; its signature travels with it.
     manifest = clone / "models" / "decoder.toml"
     (clone / "models" / "LICENSE").write_text("Public domain.\n")
     named = '"decoder"\nlicense = "LICENSE"'
     manifest.write_text(MANIFEST.replace('"decoder"', named))
-    step("candidate")
+    release("candidate")
     assert tags()["prod"] == old
     assert "|" in (clone / "gate.md").read_text()
-    step("rollout")
+    release("rollout")
     new = tags()["prod"]
     assert new == tags()["candidate"] != old
     (clone / "trust.toml").write_text(
         '[keys.ci]\nfile = "release.pub.pem"\n[[rules]]\nnames = ["decoder"]\nkeys = ["ci"]\n'
     )
-    public = ["openssl", "pkey", "-in", clone.parent / "release.pem", "-pubout"]
-    subprocess.run([*public, "-out", clone / "release.pub.pem"], check=True)
+    public = ("openssl", "pkey", "-in", clone.parent / "release.pem", "-pubout", "-out")
+    ran(*public, clone / "release.pub.pem")
     trusted = ["--trust", str(clone / "trust.toml")]
     assert main(["verify", f"{registry.url}:prod", *trusted]) == 0
-    step("back")
+    release("back")
     assert tags()["prod"] == old
 
     # Other weights give other tokens: the gate stops them before the channel moves.
     weights = clone / "models" / "model" / "model.safetensors"
     save_file({name: -value for name, value in load_file(weights).items()}, weights)
-    step("candidate", GATE_FAILED)
+    release("candidate", GATE_FAILED)
     assert tags()["prod"] == old
 
 
-def test_the_script_names_what_is_missing(clone: Path) -> None:
-    def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+def test_the_script_names_what_is_missing():
+    def run(*arguments, **env):
         given = {"PATH": os.environ["PATH"], **env}
-        command = ["deploy/ci/release.sh", *arguments]
-        return subprocess.run(
-            command, cwd=clone, env=given, capture_output=True, text=True, check=False
-        )
+        done = ran("deploy/ci/release.sh", *arguments, status=None, cwd=ROOT, env=given)
+        assert done.returncode != 0
+        return done.stderr
 
-    assert "MANIFEST: expected the path of a manifest" in run("candidate").stderr
-    assert "CHANNEL: expected oci://" in run("candidate", MANIFEST="a.toml").stderr
-    done = run("deploy", MANIFEST="a.toml", CHANNEL="oci://registry.example/a:prod")
-    assert done.returncode == 2
-    assert "expected first, candidate, rollout or back, found 'deploy'" in done.stderr
+    assert "MANIFEST: expected the path of a manifest" in run("candidate")
+    assert "CHANNEL: expected oci://" in run("candidate", MANIFEST="a.toml")
+    wrong = run("deploy", MANIFEST="a.toml", CHANNEL="oci://registry.example/a:prod")
+    assert "expected first, candidate, rollout or back, found 'deploy'" in wrong
 
 
 @needs_tools
-def test_the_published_schemas_and_shellcheck_accept_the_files(tmp_path: Path) -> None:
-    def accepts(*command: str | Path) -> None:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-
+def test_the_published_schemas_and_shellcheck_accept_the_files(tmp_path):
     check = TOOLS / "check-jsonschema"
-    accepts(check, "--builtin-schema", "vendor.github-workflows", CI / "github.yml")
+    ran(check, "--builtin-schema", "vendor.github-workflows", CI / "github.yml")
     schema = ("--builtin-schema", "vendor.gitlab-ci", "--data-transform", "gitlab-ci")
-    accepts(check, *schema, CI / "gitlab.yml")
+    ran(check, *schema, CI / "gitlab.yml")
     # The commands in the files, which the schemas take for texts.
     github = yaml.safe_load((CI / "github.yml").read_text())["jobs"]["release"]["steps"]
     gitlab = yaml.safe_load((CI / "gitlab.yml").read_text())
@@ -188,10 +150,10 @@ def test_the_published_schemas_and_shellcheck_accept_the_files(tmp_path: Path) -
     for name, lines in commands.items():
         script = tmp_path / f"{name}.sh"
         script.write_text("\n".join(["#!/bin/sh", *lines]))
-        accepts(TOOLS / "shellcheck", script)
+        ran(TOOLS / "shellcheck", script)
         steps = set(re.findall(r"release\.sh (\w+)", script.read_text()))
         assert steps <= STEPS
-    accepts(TOOLS / "shellcheck", CI / "release.sh")
+    ran(TOOLS / "shellcheck", CI / "release.sh")
     asked = yaml.safe_load((CI / "github.yml").read_text())[True]["workflow_dispatch"]["inputs"]
     assert set(asked["step"]["options"]) <= STEPS
     (choices,) = re.findall(r"choices: \[(.*?)\]", (CI / "Jenkinsfile").read_text())

@@ -1,15 +1,14 @@
 """Equal sources give equal bytes, whatever the machine's settings are."""
 
-from __future__ import annotations
-
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from tests.processes import ran
 
 from prejit.runtime.base.files import digest_of
+
+from .conftest import functions_manifest
 
 CODE = """
 import os, sys
@@ -24,23 +23,10 @@ def many(x):
 def walk(x):
     return jax.lax.scan(lambda c, y: (jnp.sin(c) * y, c.sum()), x[0], x)
 """
-MANIFEST = """
-[bundle]
-name = "equal"
-[[program]]
-name = "many"
-function = "code_of_it:many"
-args = { x = "float32[{n}, 64]" }
-buckets = { n = [8, 64] }
-[[program]]
-name = "walk"
-function = "code_of_it:walk"
-args = { x = "float32[16, 64]" }
-[[target]]
-name = "cpu-host"
-[[target]]
-name = "cpu-x86-64-v3"
-"""
+PROGRAMS = {
+    "many": 'function = "code_of_it:many"; args = { x = "float32[{n}, 64]" }; buckets = { n = [8, 64] }',
+    "walk": 'function = "code_of_it:walk"; args = { x = "float32[16, 64]" }',
+}
 START = """
 import os, sys
 os.sched_setaffinity(0, {cpus})
@@ -49,29 +35,23 @@ os.execv(sys.executable, [sys.executable, "-m", "prejit.runtime", *sys.argv[1:]]
 """
 
 
-def build(directory: Path, cpus: set[int], umask: int, jobs: int, **environ: str) -> dict[str, str]:
+def build(directory, cpus, umask, jobs, **environ):
     """Builds in a directory of its own, and returns the digest of each file of the bundle."""
-    (directory / "project").mkdir(parents=True)
-    for name, content in (("code_of_it.py", CODE), ("m.toml", MANIFEST)):
-        path = directory / "project" / name
-        path.write_text(content)
-        os.utime(path, (86400 * umask, 86400 * umask))
-    arguments = ["build", "m.toml", "-o", str(directory / "out"), "--jobs", str(jobs)]
-    done = subprocess.run(
-        [sys.executable, "-c", START.format(cpus=cpus, umask=umask), *arguments],
-        cwd=directory / "project",
-        env={
-            **os.environ,
-            "HOME": str(directory),
-            "PREJIT_CACHE": str(directory / "cache"),
-            **environ,
-        },
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    project = directory / "project"
+    project.mkdir(parents=True)
+    (project / "code_of_it.py").write_text(CODE)
+    functions_manifest(project / "equal.toml", PROGRAMS, ("cpu-host", "cpu-x86-64-v3"))
+    for file in project.iterdir():
+        os.utime(file, (86400 * umask, 86400 * umask))
+    arguments = ["build", "equal.toml", "-o", str(directory / "out"), "--jobs", str(jobs)]
+    env = {
+        **os.environ,
+        "HOME": str(directory),
+        "PREJIT_CACHE": str(directory / "cache"),
+        **environ,
+    }
+    start = START.format(cpus=cpus, umask=umask)
+    done = ran(sys.executable, "-c", start, *arguments, cwd=project, env=env)
     assert "compiled 6, cached 0" in done.stderr
     bundle = directory / "out" / "equal"
     return {
@@ -81,9 +61,7 @@ def build(directory: Path, cpus: set[int], umask: int, jobs: int, **environ: str
     }
 
 
-def test_one_core_and_many_give_equal_bytes_in_any_directory_home_time_and_language(
-    tmp_path: Path,
-) -> None:
+def test_one_core_and_many_give_equal_bytes_in_any_directory_home_time_and_language(tmp_path):
     cpus = os.sched_getaffinity(0)
     if len(cpus) == 1:
         pytest.skip("this machine has one core")

@@ -1,10 +1,5 @@
 """`SentenceEncoder` beside what sentence-transformers' `SentenceTransformer` returns for the same calls."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -15,15 +10,15 @@ TEXTS = ["a b c", "d", "a b", "c c c c", "e f g"]
 
 
 @pytest.fixture(scope="module")
-def model(encoder_dir: Path) -> SentenceEncoder:
+def model(encoder_dir):
     return SentenceEncoder(
         encoder_dir, prompts={"query": "q ", "passage": "p "}, on_mismatch="error"
     )
 
 
 def test_encode_returns_what_the_bundle_does_in_the_forms_of_sentence_transformers(
-    model: SentenceEncoder, encoder_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    model, encoder_dir, capsys
+):
     expected = load(encoder_dir).encode(TEXTS)
     found = model.encode(TEXTS)
     np.testing.assert_array_equal(found, expected)
@@ -38,14 +33,14 @@ def test_encode_returns_what_the_bundle_does_in_the_forms_of_sentence_transforme
     assert capsys.readouterr().err.split() == ["2/5", "4/5", "5/5"]
 
 
-def test_vectors_are_cut_before_they_get_length_one(model: SentenceEncoder) -> None:
+def test_vectors_are_cut_before_they_get_length_one(model):
     whole = model.encode(TEXTS)
     cut = model.encode(TEXTS, truncate_dim=3, normalize_embeddings=True)
     expected = whole[:, :3] / np.linalg.norm(whole[:, :3], axis=1, keepdims=True)
     np.testing.assert_allclose(cut, expected, atol=1e-6)
 
 
-def test_prompts_stand_before_sentences(model: SentenceEncoder) -> None:
+def test_prompts_stand_before_sentences(model):
     wanted = model.encode("q a b")
     for found in (
         model.encode("a b", prompt_name="query"),
@@ -70,7 +65,7 @@ def test_prompts_stand_before_sentences(model: SentenceEncoder) -> None:
         ("manhattan", lambda a, b: -np.abs(a - b).sum()),
     ],
 )
-def test_similarity_is_that_of_each_pair(model: SentenceEncoder, name: Any, formula: Any) -> None:
+def test_similarity_is_that_of_each_pair(model, name, formula):
     other = SentenceEncoder(model.bundle, similarity_fn_name=name)
     some = np.random.default_rng(1).standard_normal((3, 5), np.float32)
     more = np.random.default_rng(2).standard_normal((2, 5), np.float32)
@@ -89,8 +84,6 @@ def test_similarity_is_that_of_each_pair(model: SentenceEncoder, name: Any, form
         ({"output_value": "token_embeddings"}, "output_value: expected 'sentence_embedding'"),
     ],
 )
-def test_what_a_bundle_cannot_do_is_an_error(
-    model: SentenceEncoder, options: dict[str, Any], why: str
-) -> None:
+def test_what_a_bundle_cannot_do_is_an_error(model, options, why):
     with pytest.raises(UsageError, match=why):
         model.encode("a", **options)

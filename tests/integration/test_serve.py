@@ -1,7 +1,5 @@
 """`prejit serve` and `prejit replay` as processes: what probes, a person at a terminal, and clients see."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -13,19 +11,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
-from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 from tests.fake_registry import fake_registry
 from tests.ports import free_port
+from tests.waiting import wait_for
 
-from prejit.runtime.cli.commands import run
+from prejit.runtime.__main__ import main
 from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.shipping import ship
 
@@ -34,15 +30,7 @@ INFER = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 16], "data": 
 
 
 class Process:
-    """A server as a process of its own."""
-
-    def __init__(
-        self,
-        *arguments: str | Path,
-        stdin: int = subprocess.DEVNULL,
-        port: int | None = None,
-        **environment: str,
-    ) -> None:
+    def __init__(self, *arguments, stdin=subprocess.DEVNULL, port=None, **environment):
         self.port = port or free_port()
         command = [sys.executable, "-m", "prejit.runtime", "serve", "--port", str(self.port)]
         self.process = subprocess.Popen(
@@ -53,132 +41,103 @@ class Process:
             stderr=subprocess.PIPE,
             text=True,
         )
-        self.errors: list[str] = []
+        self.errors = []
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
-    def _read(self) -> None:
-        assert self.process.stderr is not None
+    def _read(self):
         for line in self.process.stderr:
             self.errors.append(line)
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.port}"
 
     @property
-    def said(self) -> str:
+    def said(self):
         return "".join(self.errors)
 
-    def wait_until_ready(self) -> Process:
+    def wait_until_ready(self):
         return self.wait_until_said("ready in")
 
-    def wait_until_said(self, text: str, seconds: float = 60) -> Process:
-        until = time.monotonic() + seconds
-        while text not in self.said:
-            assert self.process.poll() is None, self.said
-            assert time.monotonic() < until, self.said
-            time.sleep(0.002)
+    def wait_until_said(self, text, seconds=60):
+        wait_for(lambda: text in self.said or self.process.poll() is not None, seconds, text)
+        assert text in self.said, self.said
         return self
 
-    def end(self, number: int = signal.SIGTERM, seconds: float = 60) -> int:
-        """Sends a signal and returns the exit status."""
+    def end(self, number=signal.SIGTERM, seconds=60):
         self.process.send_signal(number)
         return self.wait(seconds)
 
-    def wait(self, seconds: float = 60) -> int:
+    def wait(self, seconds=60):
         try:
             return self.process.wait(seconds)
         finally:
             self._reader.join()
             for file in (self.process.stdout, self.process.stderr):
-                assert file is not None
                 file.close()
 
-    def kill(self) -> None:
+    def kill(self):
         if self.process.poll() is None:
             self.process.kill()
         if self._reader.is_alive() or self.process.returncode is None:
             self.wait()
 
 
-Serve = Callable[..., Process]
-
-
-def infer(server: Process, content: Any = None, **options: Any) -> httpx.Response:
+def infer(server, content=INFER, **options):
     url = f"{server.url}/v2/models/score/infer"
-    return httpx.post(url, json=INFER if content is None else content, timeout=60, **options)
+    return httpx.post(url, json=content, timeout=60, **options)
 
 
 @pytest.fixture
-def serve() -> Iterator[Serve]:
-    """Starts a server; it ends with the test."""
-    begun: list[Process] = []
-
-    def start(*arguments: str | Path, **options: Any) -> Process:
-        begun.append(Process(*arguments, **options))
-        return begun[-1]
-
-    yield start
-    for each in begun:
-        each.kill()
-
-
-@pytest.fixture
-def foreign_dir(recipe: Any, tmp_path: Path) -> Path:
+def foreign_dir(recipe, tmp_path):
     """A bundle for another jaxlib: this machine compiles its programs."""
 
-    def change(config: Any) -> Any:
+    def change(config):
         requirement = dataclasses.replace(config.requirement, jaxlib="0.0.1")
         return dataclasses.replace(config, requirement=requirement)
 
-    found: Path = recipe.only("cpu-host").configured(change).write(tmp_path / "foreign")
-    return found
+    return recipe.only("cpu-host").configured(change).write(tmp_path / "foreign")
 
 
-def over(socket_path: Path) -> httpx.Client:
-    """A client of a Unix socket."""
+def over(socket_path):
     transport = httpx.HTTPTransport(uds=str(socket_path))
     return httpx.Client(transport=transport, base_url="http://admin", timeout=60)
 
 
-def replay(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return prejit("replay", *arguments, "--json")
+def check_replay_and_gate(old, new, log, directory, capsys):
+    """Check that replay and gate stop a bundle that answers the requests of a log otherwise."""
 
+    def said(*words, status):
+        assert main([*map(str, words), "--json"]) == status
+        return json.loads(capsys.readouterr().out)
 
-def prejit(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "prejit.runtime", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
-def check_gate(old: Path, new: Path, log: Path, directory: Path) -> None:
-    """Check that the gate stops a bundle that answers the requests of a log otherwise, in every form."""
+    capsys.readouterr()
+    same = said("replay", log, status=0)
+    assert (same["equal"], same["skipped"] > 0, same["differences"]) == (3, True, [])
+    changed = said("replay", log, "--bundle", new, status=1)
+    assert len(changed["differences"]) == 3
+    assert "the log is of sha256:" in changed["notes"][0]
     page, comment = directory / "gate.html", directory / "gate.md"
     options = ("--requests", log, "--page", page, "--markdown", comment)
-    stopped = prejit("gate", old, new, *options, "--json")
-    assert stopped.returncode == 9, stopped.stderr
-    verdict = json.loads(stopped.stdout)
+    verdict = said("gate", old, new, *options, status=9)
     assert [each["name"] for each in verdict["checks"] if each["outcome"] == "failed"] == ["tokens"]
     assert (verdict["requests"], len(verdict["differences"])) == (3, 3)
     assert "expected other values" in page.read_text()
     assert comment.read_text().startswith("### The gate stopped the release\n")
-    assert prejit("gate", f"x={old}", new, "--requests", log).returncode == 2
+    assert main(["gate", f"x={old}", str(new), "--requests", str(log)]) == 2
 
 
 def test_a_server_from_its_start_to_the_replay_of_its_log(
-    serve: Serve,
-    bundle_dir: Path,
-    make_recipe: Any,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    serve, bundle_dir, make_recipe, tmp_path, capsys
+):
     path, log = tmp_path / "admin", tmp_path / "log.jsonl"
     with socket.socket(socket.AF_UNIX) as left_behind:  # as by a server that was killed
         left_behind.bind(str(path))
     options = ("--admin", path, "--cors", "https://app.example", "--log", log)
     server = serve(bundle_dir, *options)
     # Nothing was imported yet, and the port takes connections: a client waits instead of being refused.
-    assert _binds(server)
+    wait_until_it_listens(server)
     assert httpx.get(f"{server.url}/health/live", timeout=60).status_code == 200
     server.wait_until_ready()
     assert f"{server.url}  example  ready in " in server.said
@@ -197,45 +156,36 @@ def test_a_server_from_its_start_to_the_replay_of_its_log(
     assert infer(server, headers=foreign).status_code == 403
     with over(path) as admin, httpx.Client(timeout=60) as client:
         check_drain(server, admin, client)
-    assert run(["profile", f"unix:{path}", "--seconds", "0.1", "--json"]) == 0
+    assert main(["profile", f"unix:{path}", "--seconds", "0.1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["seconds"] >= 0.1
     assert server.end() == 0
     assert not path.exists()
     assert "Traceback" not in server.said
-
-    same = replay(log)
-    assert same.returncode == 0, same.stderr
-    report = json.loads(same.stdout)
-    assert (report["equal"], report["skipped"] > 0, report["differences"]) == (3, True, [])
     other = make_recipe(score_scale=2.0).write(tmp_path / "other")
-    changed = replay(log, "--bundle", other)
-    assert changed.returncode == 1, changed.stderr
-    report = json.loads(changed.stdout)
-    assert len(report["differences"]) == 3
-    assert "the log is of sha256:" in report["notes"][0]
-    check_gate(bundle_dir, other, log, tmp_path)
+    check_replay_and_gate(bundle_dir, other, log, tmp_path, capsys)
 
 
 def test_a_canary_that_answers_otherwise_is_dropped_and_its_model_stays(
-    serve: Serve, bundle_dir: Path, make_recipe: Any, tmp_path: Path
-) -> None:
+    serve, bundle_dir, make_recipe, tmp_path
+):
     other = make_recipe(score_scale=2.0).write(tmp_path / "other")
     path = tmp_path / "admin"
     server = serve(bundle_dir, "--admin", path, "--canary", other, "--share", "0%")
     server.wait_until_ready()
     with over(path) as admin:
 
-        def state() -> dict[str, Any]:
+        def state():
             found = admin.get("/canary").json()["canaries"]
             return found[0] if found else {"stage": ""}
 
-        until = time.monotonic() + 60
-        while state()["stage"] not in ("sharing", "rolled back"):
-            assert time.monotonic() < until, (state(), server.said)
+        wait_for(lambda: state()["stage"] in ("sharing", "rolled back"))
         expected = infer(server).json()["outputs"]
-        while state()["stage"] == "sharing":
+
+        def has_ended():
             assert infer(server).json()["outputs"] == expected
-            assert time.monotonic() < until, state()
+            return state()["stage"] != "sharing"
+
+        wait_for(has_ended)
         ended = state()
         assert (ended["stage"], ended["model"]) == ("rolled back", "example")
         assert "expected other values" in ended["why"]
@@ -255,9 +205,7 @@ def test_a_canary_that_answers_otherwise_is_dropped_and_its_model_stays(
     assert "Traceback" not in server.said
 
 
-def test_a_swap_that_stalls_holds_up_neither_others_nor_the_end(
-    serve: Serve, bundle_dir: Path, tmp_path: Path
-) -> None:
+def test_a_swap_that_stalls_holds_up_neither_others_nor_the_end(serve, bundle_dir, tmp_path):
     path = tmp_path / "admin"
     server = serve(bundle_dir, "--admin", path, "--drain-seconds", "1")
     server.wait_until_ready()
@@ -279,7 +227,7 @@ def test_a_swap_that_stalls_holds_up_neither_others_nor_the_end(
                 assert isinstance(each.exception(60), httpx.HTTPError) or each.result().is_error
 
 
-def check_drain(server: Process, admin: httpx.Client, client: httpx.Client) -> None:
+def check_drain(server, admin, client):
     """A drained server refuses and stays until that is undone."""
     assert admin.post("/drain").json() == {"state": "draining", "idle": True}
     assert client.get(f"{server.url}/health/live").json() == {"state": "draining"}
@@ -301,22 +249,18 @@ def check_drain(server: Process, admin: httpx.Client, client: httpx.Client) -> N
     assert wrong.json()["error"]["message"].startswith("POST /drain: expected a path of this")
 
 
-def _binds(server: Process) -> bool:
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        try:
-            socket.create_connection(("127.0.0.1", server.port)).close()
-        except ConnectionRefusedError:
-            time.sleep(0.005)
-        else:
-            return True
-    return False
+def wait_until_it_listens(server):
+    def listens():
+        with socket.socket() as trial:
+            return trial.connect_ex(("127.0.0.1", server.port)) == 0
+
+    wait_for(listens)
 
 
-def test_a_server_that_compiles_is_live_and_not_ready(serve: Serve, foreign_dir: Path) -> None:
+def test_a_server_that_compiles_is_live_and_not_ready(serve, foreign_dir):
     server = serve(foreign_dir)
     states = []
-    assert _binds(server)
+    wait_until_it_listens(server)
     while not states or states[-1] != "ready":
         found = httpx.get(f"{server.url}/health/ready", timeout=60)
         states.append(found.json()["state"])
@@ -331,19 +275,17 @@ def test_a_server_that_compiles_is_live_and_not_ready(serve: Serve, foreign_dir:
 
 
 @pytest.mark.parametrize(("number", "answers"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
-def test_a_signal_while_it_loads_ends_it(
-    number: int, answers: bool, serve: Serve, foreign_dir: Path
-) -> None:
+def test_a_signal_while_it_loads_ends_it(number, answers, serve, foreign_dir):
     server = serve(foreign_dir)
-    assert _binds(server)  # the stack is not imported yet
+    wait_until_it_listens(server)  # the stack is not imported yet
     if answers:
         assert httpx.get(f"{server.url}/health/live", timeout=60).status_code == 200
     assert server.end(number) == 0
 
 
 def test_the_admin_address_answers_no_foreign_page_and_a_terminal_may_close(
-    serve: Serve, bundle_dir: Path, make_recipe: Any, tmp_path: Path
-) -> None:
+    serve, bundle_dir, make_recipe, tmp_path
+):
     port, (person, terminal) = free_port(), pty.openpty()
     other = make_recipe(score_scale=2.0, name="other").write(tmp_path / "other")
     bundles = (bundle_dir, f"second={other}", "--admin", f"127.0.0.1:{port}")
@@ -360,9 +302,7 @@ def test_the_admin_address_answers_no_foreign_page_and_a_terminal_may_close(
     assert "SIGHUP: finishing what runs" in server.said
 
 
-def test_keys_and_a_log_that_signals_open_again(
-    serve: Serve, bundle_dir: Path, tmp_path: Path
-) -> None:
+def test_keys_and_a_log_that_signals_open_again(serve, bundle_dir, tmp_path):
     keys, log = tmp_path / "keys", tmp_path / "log"
     keys.write_text("alice: 0123456789abcdef\n")
     server = serve(bundle_dir, "--keys", keys, "--log", log, "-vv").wait_until_ready()
@@ -370,11 +310,7 @@ def test_keys_and_a_log_that_signals_open_again(
     for number in (signal.SIGHUP, signal.SIGUSR1):
         log.rename(tmp_path / f"before {number.name}")
         server.process.send_signal(number)
-        until = time.monotonic() + 60
-        while not log.exists():
-            assert server.process.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_for(lambda: log.exists() or server.process.poll() is not None)
         assert infer(server).status_code == 401
         assert infer(server, headers=headers).status_code == 200
         assert httpx.get(f"{server.url}/health/ready", timeout=60).status_code == 200
@@ -398,13 +334,8 @@ def test_keys_and_a_log_that_signals_open_again(
     ],
 )
 def test_a_server_that_cannot_serve_says_why_and_ends(
-    arguments: tuple[str, ...],
-    status: int,
-    message: str,
-    serve: Serve,
-    bundle_dir: Path,
-    foreign_dir: Path,
-) -> None:
+    arguments, status, message, serve, bundle_dir, foreign_dir
+):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         names = {"bundle": bundle_dir, "foreign": foreign_dir, "taken": port}
@@ -417,11 +348,11 @@ def test_a_server_that_cannot_serve_says_why_and_ends(
 COMPLETION = {"model": "decoder", "prompt": [1, 2, 3], "max_tokens": 60, "ignore_eos": True}
 
 
-def complete(server: Process, **changed: Any) -> httpx.Response:
+def complete(server, **changed):
     return httpx.post(f"{server.url}/v1/completions", json=COMPLETION | changed, timeout=120)
 
 
-def begin_many(server: Process, count: int) -> list[socket.socket]:
+def begin_many(server, count):
     """Sends requests at the same time, and returns when the engine has taken them."""
     connections = []
     for seed in range(count):
@@ -431,16 +362,16 @@ def begin_many(server: Process, count: int) -> list[socket.socket]:
         connections[-1].sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
     states = ("num_requests_running", "num_requests_waiting", "request_success_total")
     begun = tuple(f"vllm:{state}{{" for state in states)
-    taken, until = 0.0, time.monotonic() + 60
-    while taken < count:
-        assert time.monotonic() < until
+
+    def all_are_taken():
         lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
-        taken = sum(float(line.split()[-1]) for line in lines if line.startswith(begun))
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(begun)) >= count
+
+    wait_for(all_are_taken)
     return connections
 
 
-def statuses_of(connections: list[socket.socket]) -> list[int]:
-    """Reads the responses to their ends."""
+def statuses_of(connections):
     found = []
     for each in connections:
         with each:
@@ -453,9 +384,7 @@ def statuses_of(connections: list[socket.socket]) -> list[int]:
     return found
 
 
-def test_what_runs_is_finished_after_a_signal_and_the_rest_is_refused(
-    serve: Serve, decoder_dir: Path, tmp_path: Path
-) -> None:
+def test_what_runs_is_finished_after_a_signal_and_the_rest_is_refused(serve, decoder_dir, tmp_path):
     path = tmp_path / "admin"
     server = serve(decoder_dir, "--slots", "1", "--admin", path).wait_until_ready()
     connections = begin_many(server, 60)
@@ -463,9 +392,8 @@ def test_what_runs_is_finished_after_a_signal_and_the_rest_is_refused(
         undrain = admin.build_request("POST", "/undrain")
         server.process.send_signal(signal.SIGTERM)
         server.wait_until_said("finishing what runs")
-        with contextlib.suppress(
-            httpx.TransportError
-        ):  # all were finished, and the server has ended
+        # All may be finished, and the server may have ended.
+        with contextlib.suppress(httpx.TransportError):
             refused = complete(server)
             assert refused.status_code == 503
             assert refused.headers["retry-after"]
@@ -475,9 +403,7 @@ def test_what_runs_is_finished_after_a_signal_and_the_rest_is_refused(
     assert server.wait() == 0
 
 
-def test_what_is_left_after_the_time_fails_and_the_server_ends(
-    serve: Serve, decoder_dir: Path
-) -> None:
+def test_what_is_left_after_the_time_fails_and_the_server_ends(serve, decoder_dir):
     server = serve(decoder_dir, "--slots", "1", "--drain-seconds", "0").wait_until_ready()
     connections = begin_many(server, 60)
     server.process.send_signal(signal.SIGTERM)
@@ -487,7 +413,7 @@ def test_what_is_left_after_the_time_fails_and_the_server_ends(
     assert server.wait() == 0
 
 
-def test_a_second_signal_ends_at_once(serve: Serve, decoder_dir: Path) -> None:
+def test_a_second_signal_ends_at_once(serve, decoder_dir):
     server = serve(decoder_dir, "--slots", "1").wait_until_ready()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         # A request whose body never comes keeps the server from ending by itself.
@@ -501,9 +427,7 @@ def test_a_second_signal_ends_at_once(serve: Serve, decoder_dir: Path) -> None:
     assert "ending at once" in server.said
 
 
-def test_a_crash_of_native_code_shows_where_each_thread_was(
-    serve: Serve, decoder_dir: Path
-) -> None:
+def test_a_crash_of_native_code_shows_where_each_thread_was(serve, decoder_dir):
     server = serve(decoder_dir).wait_until_ready()
     assert complete(server).status_code == 200
     assert server.end(signal.SIGSEGV) == -signal.SIGSEGV
@@ -512,8 +436,8 @@ def test_a_crash_of_native_code_shows_where_each_thread_was(
 
 
 def test_streams_that_their_clients_leave_are_replayed_as_far_as_they_came(
-    serve: Serve, decoder_dir: Path, tmp_path: Path
-) -> None:
+    serve, decoder_dir, tmp_path, capsys
+):
     log = tmp_path / "log.jsonl"
     server = serve(decoder_dir, "--log", log, "--slots", "3").wait_until_ready()
     for seed in range(6):
@@ -529,18 +453,16 @@ def test_streams_that_their_clients_leave_are_replayed_as_far_as_they_came(
     calls = [call for line in lines if line["event"] == "request" for call in line["calls"]]
     assert len(calls) == 6 + 8 * 60 + 1
     assert all(call["token_ids"] for call in calls)
-    same = replay(log)
-    assert same.returncode == 0, same.stdout + same.stderr
-    report = json.loads(same.stdout)
+    assert main(["replay", str(log), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
     assert (report["equal"], report["differences"]) == (6 + 8 + 1, [])
 
 
-def test_a_server_whose_stderr_nobody_reads_serves_and_ends(bundle_dir: Path) -> None:
+def test_a_server_whose_stderr_nobody_reads_serves_and_ends(bundle_dir):
     """A collector of logs may die first; the signal after it must not be lost with the message about it."""
     command = [sys.executable, "-m", "prejit.runtime", "serve", str(bundle_dir)]
     command += ["--port", str(free_port())]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
         assert "ready in" in server.stderr.readline()
         server.stderr.close()
         server.send_signal(signal.SIGTERM)
@@ -551,8 +473,8 @@ def test_a_server_whose_stderr_nobody_reads_serves_and_ends(bundle_dir: Path) ->
 
 
 def test_a_server_follows_a_tag_and_its_end_waits_for_no_transfer(
-    serve: Serve, bundle_dir: Path, make_recipe: Callable[..., Any], tmp_path: Path
-) -> None:
+    serve, bundle_dir, make_recipe, tmp_path
+):
     versions = [
         bundle_dir,
         *(make_recipe(score_scale=s).write(tmp_path / f"{s}") for s in (2.0, 3.0)),
@@ -563,9 +485,8 @@ def test_a_server_follows_a_tag_and_its_end_waits_for_no_transfer(
         own = {"PREJIT_BUNDLES": str(tmp_path / "store")}
         server = serve(f"m={at}", "--follow", "1", **own).wait_until_ready()
 
-        def root() -> str:
-            found: str = httpx.get(f"{server.url}/v1/models").json()["data"][0]["root"]
-            return found
+        def root():
+            return httpx.get(f"{server.url}/v1/models").json()["data"][0]["root"]
 
         assert root() == digests[0]
         before = infer(server).json()["outputs"][0]["data"]
@@ -575,7 +496,7 @@ def test_a_server_follows_a_tag_and_its_end_waits_for_no_transfer(
         assert infer(server).json()["outputs"][0]["data"] != before
         stalls = threading.Event()
 
-        def stall(method: str, path: str) -> None:
+        def stall(method, path):
             if method == "GET" and "/blobs/" in path:
                 stalls.set()
                 time.sleep(20)

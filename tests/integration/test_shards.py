@@ -1,44 +1,34 @@
 """One build by several processes, each on a machine of its own, that share nothing but a store."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.warm import WarmProcess, WarmPython
+
+from .conftest import functions_manifest
 
 BUCKETS = list(range(1, 6))
 NAMES = ("tiny", "other")
-MANIFEST = """
-[bundle]
-name = "{name}"
-[[program]]
-name = "p"
-function = "shard_functions:{name}"
-args = {{ x = "float32[{{n}}]" }}
-buckets = {{ n = {buckets} }}
-[[target]]
-name = "cpu-x86-64-v2"
-"""
 
 
 @pytest.fixture(scope="module")
-def manifests(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def manifests(tmp_path_factory):
     directory = tmp_path_factory.mktemp("project")
     (directory / "shard_functions.py").write_text(
         "def tiny(x): return x * 2 + 1\ndef other(x): return x * 3 - 1\n"
     )
-    paths = [directory / f"{name}.toml" for name in NAMES]
-    for path in paths:
-        path.write_text(MANIFEST.format(name=path.stem, buckets=BUCKETS))
-    return paths
+    keys = 'function = "shard_functions:%s"; args = { x = "float32[{n}]" }; buckets = { n = %s }'
+    return [
+        functions_manifest(
+            directory / f"{name}.toml", {"p": keys % (name, BUCKETS)}, ["cpu-x86-64-v2"]
+        )
+        for name in NAMES
+    ]
 
 
-def finished(*processes: WarmProcess) -> tuple[list[dict[str, Any]], Counter[str]]:
+def finished(*processes):
     """What all of them print, and what they compiled together."""
     found, programs = [], Counter[str]()
     for each in processes:
@@ -49,12 +39,10 @@ def finished(*processes: WarmProcess) -> tuple[list[dict[str, Any]], Counter[str
     return found, programs
 
 
-def test_shards_of_several_manifests_compile_each_program_once(
-    warm: WarmPython, manifests: list[Path], tmp_path: Path
-) -> None:
+def test_shards_of_several_manifests_compile_each_program_once(warm, manifests, tmp_path):
     """All begin at once, and each bundle is packed by one shard, whatever the others pack."""
 
-    def start(machine: str, *options: str) -> WarmProcess:
+    def start(machine, *options):
         home = tmp_path / machine
         places = ("--cache", home / "cache", "-o", home / "out", "--store", tmp_path / "store")
         return warm.start("build", *manifests, *places, "--json", *options, quick=True)
@@ -78,9 +66,7 @@ def test_shards_of_several_manifests_compile_each_program_once(
     assert {Path(each["path"]).name: each["digest"] for each in plain} == digests
 
 
-def test_a_shard_without_a_store_that_it_may_write_is_refused(
-    warm: WarmPython, manifests: list[Path], tmp_path: Path
-) -> None:
+def test_a_shard_without_a_store_that_it_may_write_is_refused(warm, manifests, tmp_path):
     reads = tmp_path / "reads.toml"
     reads.write_text(f'[[store]]\nurl = "{(tmp_path / "store").as_uri()}"\n')
     command = ("build", manifests[0], "--shard", "1/2", "--cache", tmp_path / "cache")

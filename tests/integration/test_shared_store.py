@@ -1,29 +1,22 @@
 """Machines that share a store: what one compiled no other compiles, and all build the same."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 from tests.decoders import write_random
-from tests.warm import WarmPython
 
 from .conftest import write_manifest
 
 
-def test_a_second_machine_compiles_nothing_and_builds_the_same(
-    warm: WarmPython, tmp_path: Path
-) -> None:
+def test_a_second_machine_compiles_nothing_and_builds_the_same(warm, tmp_path):
     model = write_random("gpt2", tmp_path / "model")
     manifest = write_manifest(tmp_path / "m.toml", model, prompt=(4,), context=(24,))
     store = tmp_path / "store"
     without_compiler = {"PATH": "/nonexistent"}  # kernels would take 15 s
 
-    def options(machine: str) -> tuple[str | Path, ...]:
+    def options(machine):
         return ("--cache", tmp_path / machine / "cache", "--store", store, "--json")
 
-    def built(machine: str) -> tuple[Any, str]:
+    def built(machine):
         output = ("-o", tmp_path / machine / "artifacts")
         done = warm.prejit(
             "build", manifest, *output, *options(machine), env=without_compiler, quick=True
@@ -31,7 +24,7 @@ def test_a_second_machine_compiles_nothing_and_builds_the_same(
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)[0], done.stderr
 
-    def planned(machine: str) -> set[tuple[str, str | None]]:
+    def planned(machine):
         done = warm.prejit("plan", manifest, *options(machine), env=without_compiler, quick=True)
         return {(each["state"], each["where"]) for each in json.loads(done.stdout)["programs"]}
 

@@ -1,31 +1,21 @@
 """Bundles ship through real servers and clients, in fresh processes. What moves them imports no jax."""
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.fake_registry import FakeRegistry, fake_registry
-from tests.store_servers import azurite, docker_registry, moto, moto_as_google, nginx, s3rver
+from tests.fake_registry import fake_registry
+from tests.processes import ran
+from tests.store_servers import KINDS, moto_as_google
 
 from prejit.runtime.format.audit import audit
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.kept_files import SETTLED_SECONDS
 
 GOLDEN = Path(__file__).parents[1] / "format" / "v1"
-SERVERS = {
-    "docker-registry": docker_registry,
-    "nginx": nginx,
-    "moto": moto,
-    "moto as Google": moto_as_google,
-    "s3rver": s3rver,
-    "azurite": azurite,
-}
+SERVERS = {each.__name__: each for each in (*KINDS[1:], moto_as_google)}
 CALL = """
 import sys, numpy
 from prejit.runtime import load
@@ -37,13 +27,13 @@ print(start.hashed_bytes, start.receipt_bytes)
 
 
 @pytest.fixture
-def registry() -> Iterator[FakeRegistry]:
+def registry():
     with fake_registry() as found:
         yield found
 
 
 @pytest.fixture
-def env(tmp_path: Path) -> dict[str, str]:
+def env(tmp_path):
     """A machine of its own: an empty store, and no receipts."""
     return {
         **os.environ,
@@ -52,23 +42,17 @@ def env(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def prejit(env: dict[str, str], *words: object) -> str:
+def prejit(env, *words):
     """Run a command in a fresh process in which nobody can import jax. Return what it printed."""
     command = (
         "import sys; sys.modules['jax'] = None; from prejit.runtime.__main__ import main; "
         "sys.exit(main())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", command, *map(str, words)], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return ran(sys.executable, "-c", command, *words, env=env).stdout
 
 
 @pytest.mark.parametrize("kind", SERVERS)
-def test_through_a_real_server_to_an_empty_machine(
-    kind: str, tmp_path: Path, env: dict[str, str]
-) -> None:
+def test_through_a_real_server_to_an_empty_machine(kind, tmp_path, env):
     server = SERVERS[kind](tmp_path)
     if server is None:
         pytest.skip(f"{kind} is not installed: see tests/store_servers.py")
@@ -83,30 +67,19 @@ def test_through_a_real_server_to_an_empty_machine(
         prejit(env, "pull", at, "--all", "-o", tmp_path / "out")
         if kind != "nginx":  # a web server lists nothing
             assert pushed["digest"] in prejit(env, "ls", f"{server.url}/call")
-        if kind not in ("nginx", "docker-registry"):
+        if kind not in ("nginx", "docker_registry"):
             assert "no tag leads to" in prejit(env, "rm", at)
     finally:
         server.kill()
     assert audit(tmp_path / "out", check_generation).digest == pushed["digest"]
     copied = f"{at.partition(':v1')[0]}@{pushed['digest']}"  # the server is gone: the store has it
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CALL, copied],
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    ran(sys.executable, "-W", "ignore", "-c", CALL, copied, env=env)
 
 
-def test_a_first_start_hashes_nothing_that_the_pull_has_hashed(
-    registry: FakeRegistry, env: dict[str, str]
-) -> None:
+def test_a_first_start_hashes_nothing_that_the_pull_has_hashed(registry, env):
     at = f"oci://{registry.host}/call:v1"
     prejit(env, "push", GOLDEN / "call", at)
     prejit(env, "pull", at)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CALL, at], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran(sys.executable, "-W", "ignore", "-c", CALL, at, env=env)
     hashed, held = map(int, done.stdout.split()[-2:])
     assert (hashed, held > 0) == (0, True), SETTLED_SECONDS

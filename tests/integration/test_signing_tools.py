@@ -4,26 +4,20 @@ They have dependencies that other packages here cannot share, so they are in an 
 `.venv-tools`, which `make test` makes.
 """
 
-from __future__ import annotations
-
 import base64
 import json
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.processes import ran
 
 pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
 
-from tests.layouts import blob
+from tests.layouts import attached_to, blob
 from tests.signers import signer
 
-from prejit.compiler.signing.bundle_signing import Signed, sign
-from prejit.runtime.format.layout import Layout
+from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime.format.names import SIGNATURE_MEDIA_TYPE
-from prejit.runtime.format.referrers import referrers
-from prejit.runtime.format.root import read_root
 from prejit.runtime.trust.signed_statements import pae
 
 ROOT = Path(__file__).parents[2]
@@ -64,49 +58,48 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def signed(bundle_dir: Path) -> Signed:
+def signed(bundle_dir):
     return sign(bundle_dir, signer("a"))
 
 
 @pytest.fixture
-def public(tmp_path: Path) -> Path:
+def public(tmp_path):
     (tmp_path / "a.pub.pem").write_text(signer("a").public.pem)
     return tmp_path / "a.pub.pem"
 
 
-def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [str(TOOLS), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+def tool(*arguments, status=0):
+    """Run Python with the packages of .venv-tools; a failure is any status but 0."""
+    done = ran(TOOLS, *arguments, status=None)
+    assert (done.returncode == 0) == (status == 0), done.stdout + done.stderr
+    return done.stdout
 
 
-def model_signing(bundle: Path, signed: Signed, public: Path) -> subprocess.CompletedProcess[str]:
+def model_signing(bundle, signed, public, status=0):
     given = ("--signature", signed.model_signature, "--public_key", public)
-    return tool("-m", "model_signing", "verify", "key", *given, bundle)
+    tool("-m", "model_signing", "verify", "key", *given, bundle, status=status)
 
 
 @pytest.mark.parametrize(
     "curve", ["SECP256R1", pytest.param("SECP384R1", marks=pytest.mark.thorough), "SECP521R1"]
 )
-def test_model_signing_verifies_the_directory(curve: str, bundle_dir: Path, tmp_path: Path) -> None:
+def test_model_signing_verifies_the_directory(curve, bundle_dir, tmp_path):
     key = signer(f"a-{curve}", curve)
     (tmp_path / "key.pem").write_text(key.public.pem)
-    done = model_signing(bundle_dir, sign(bundle_dir, key), tmp_path / "key.pem")
-    assert done.returncode == 0, done.stdout + done.stderr
+    model_signing(bundle_dir, sign(bundle_dir, key), tmp_path / "key.pem")
 
 
-def test_model_signing_refuses_another_key_and_a_changed_file(
-    bundle_dir: Path, signed: Signed, public: Path, tmp_path: Path
-) -> None:
+def test_model_signing_refuses_another_key_and_a_changed_file(bundle_dir, signed, public, tmp_path):
     (tmp_path / "b.pub.pem").write_text(signer("b").public.pem)
-    assert model_signing(bundle_dir, signed, tmp_path / "b.pub.pem").returncode != 0
+    model_signing(bundle_dir, signed, tmp_path / "b.pub.pem", status=1)
     largest = max((bundle_dir / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-1] + b"\xff")
-    assert model_signing(bundle_dir, signed, public).returncode != 0
+    model_signing(bundle_dir, signed, public, status=1)
 
 
 def test_model_signing_verifies_a_keyless_signature_and_refuses_another_identity(
-    bundle_dir: Path, tmp_path: Path
-) -> None:
+    bundle_dir, tmp_path
+):
     pytest.importorskip("sigstore", reason="sigstore comes with the extra keyless")
     from tests.fake_sigstore import IDENTITY, ISSUER, FakeSigstore, token
 
@@ -119,32 +112,21 @@ def test_model_signing_verifies_a_keyless_signature_and_refuses_another_identity
     given = ("--signature", signed.model_signature, "--trust_config", config)
     for identity, status in ((IDENTITY, 0), (IDENTITY + "x", 1)):
         who = ("--identity", identity, "--identity_provider", ISSUER)
-        done = tool("-m", "model_signing", "verify", "sigstore", *given, *who, bundle_dir)
-        assert done.returncode == status, done.stdout + done.stderr
-
-
-def attached(bundle: Path) -> list[tuple[Any, Path]]:
-    with Layout(bundle) as layout:
-        found = referrers(layout, read_root(layout))
-    return [(each, blob(bundle, each.layers[0].digest)) for each in found]
+        tool("-m", "model_signing", "verify", "sigstore", *given, *who, bundle_dir, status=status)
 
 
 def test_libraries_of_in_toto_and_sigstore_and_openssl_verify_what_is_attached_as_cosign_writes_it(
-    bundle_dir: Path, signed: Signed, public: Path, tmp_path: Path
-) -> None:
-    found = attached(bundle_dir)
-    done = tool("-c", VERIFY, public, *(file for _, file in found))
-    assert done.returncode == 0, done.stderr
-    assert {f"sha256:{line}" for line in done.stdout.split()} == set(signed.subjects)
+    bundle_dir, signed, public, tmp_path
+):
+    found = attached_to(bundle_dir)
+    said = tool("-c", VERIFY, public, *(file for _, file in found))
+    assert {f"sha256:{line}" for line in said.split()} == set(signed.subjects)
     for each, file in found:
         envelope = json.loads(file.read_bytes())["dsseEnvelope"]
         (tmp_path / "pae").write_bytes(pae(base64.b64decode(envelope["payload"])))
         (tmp_path / "sig").write_bytes(base64.b64decode(envelope["signatures"][0]["sig"]))
-        command = ["openssl", "dgst", "-sha256", "-verify", public, "-signature"]
-        done_ = subprocess.run(
-            [*command, tmp_path / "sig", tmp_path / "pae"], capture_output=True, check=False
-        )
-        assert done_.stdout == b"Verified OK\n", done_.stderr
+        openssl = ("openssl", "dgst", "-sha256", "-verify", public, "-signature")
+        assert ran(*openssl, tmp_path / "sig", tmp_path / "pae").stdout == "Verified OK\n"
         manifest = json.loads(blob(bundle_dir, each.descriptor.digest).read_bytes())
         assert manifest["artifactType"] == SIGNATURE_MEDIA_TYPE
         assert manifest["config"]["mediaType"] == "application/vnd.oci.empty.v1+json"

@@ -1,12 +1,8 @@
 """Models that share one server's memory sleep and wake, and their clients get the same tokens."""
 
-from __future__ import annotations
-
 import signal
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -24,35 +20,28 @@ PROMPTS = [f"{number} name abc 12 " for number in range(4)]
 class Model:
     """A bundle with what it answers, and how much memory its engine needs."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
-        options: dict[str, Any] = {"max_new_tokens": TOKENS, "temperature": 0, "stop_token_ids": ()}
+        options = {"max_new_tokens": TOKENS, "temperature": 0, "stop_token_ids": ()}
         with load(path, on_mismatch="error") as bundle:
             self.need = Engine(bundle).sleeper.need_bytes
             self.texts = {each: bundle.generate(each, **options).text for each in PROMPTS}
 
 
 @pytest.fixture(scope="module")
-def models(
-    make_decoder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Model]:
-    return {
-        name: Model(
-            make_decoder(
-                write_lettered(tmp_path_factory.mktemp("model") / name, n_layer=layers),
-                batch=(1, 8),
-                prompt=(16,),
-                context=(64,),
-            )
-        )
-        for name, layers in (("a", 2), ("b", 1))
-    }
+def models(make_decoder, tmp_path_factory):
+    buckets = {"batch": (1, 8), "prompt": (16,), "context": (64,)}
+    found = {}
+    for name, layers in (("a", 2), ("b", 1)):
+        source = write_lettered(tmp_path_factory.mktemp("model") / name, n_layer=layers)
+        found[name] = Model(make_decoder(source, **buckets))
+    return found
 
 
 class Server:
     """A server of both models, with memory for one of them."""
 
-    def __init__(self, models: dict[str, Model], socket_path: Path) -> None:
+    def __init__(self, models, socket_path):
         self._models = models
         limit = max(model.need for model in models.values())
         assert limit < sum(model.need for model in models.values())
@@ -62,7 +51,7 @@ class Server:
         ).wait_until_ready()
         self.admin = over(socket_path)
 
-    def ask(self, name: str, number: int) -> int:
+    def ask(self, name, number):
         """Ask a model, and compare its text; return the status. Others than 200 have no text."""
         prompt = PROMPTS[number % len(PROMPTS)]
         body = {"model": name, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
@@ -72,38 +61,35 @@ class Server:
             assert answer.json()["choices"][0]["text"] == self._models[name].texts[prompt]
         return answer.status_code
 
-    def change(self, path: str, **body: str) -> httpx.Response:
+    def change(self, path, **body):
         return self.admin.post(path, json=body)
 
-    def sleeping(self) -> list[str]:
-        found: list[str] = httpx.get(f"{self.process.url}/health/ready").json().get("sleeping", [])
-        return found
+    def sleeping(self):
+        return httpx.get(f"{self.process.url}/health/ready").json().get("sleeping", [])
 
-    def metric(self, name: str, model: str) -> float:
+    def metric(self, name, model):
         lines = httpx.get(f"{self.process.url}/metrics").text.splitlines()
         found = [line for line in lines if line.startswith(f'{name}{{model_name="{model}"}}')]
         return float(found[0].split()[-1])
 
-    def own_bytes(self) -> int:
-        """The memory of the process that is no file."""
+    def own_bytes(self):
         text = Path(f"/proc/{self.process.process.pid}/status").read_text()
         return next(int(x.split()[1]) << 10 for x in text.splitlines() if x.startswith("RssAnon"))
 
-    def asleep(self, name: str) -> int:
-        """Put a model to sleep; return the memory of the process then."""
+    def asleep(self, name):
         wait_for(lambda: self.change("/sleep", model=name).status_code == 200)
         return self.own_bytes()
 
 
 @pytest.fixture
-def server(models: dict[str, Model], tmp_path: Path) -> Iterator[Server]:
+def server(models, tmp_path):
     found = Server(models, tmp_path / "admin")
     yield found
     found.admin.close()
     found.process.kill()
 
 
-def test_two_models_take_turns_in_the_memory_of_one(server: Server, demo: Path) -> None:
+def test_two_models_take_turns_in_the_memory_of_one(server, demo):
     assert server.sleeping() == ["a", "b"]
     for number in range(4):
         name = "ab"[number % 2]
@@ -112,13 +98,10 @@ def test_two_models_take_turns_in_the_memory_of_one(server: Server, demo: Path) 
     with ThreadPoolExecutor(8) as pool:
         assert {*pool.map(lambda n: server.ask("ab"[n % 2], n), range(32))} == {200}
     assert server.metric("prejit_sleeps_total", "a") >= 2
-    assert server.metric("prejit_wakes_total", "b") >= 2
-    assert server.metric("prejit_wake_seconds_count", "b") == server.metric(
-        "prejit_wakes_total", "b"
-    )
+    assert (wakes := server.metric("prejit_wakes_total", "b")) >= 2
+    assert server.metric("prejit_wake_seconds_count", "b") == wakes
     # What it gives back, measured here.
-    first = server.asleep("a")
-    first = server.asleep("b")
+    _, first = server.asleep("a"), server.asleep("b")
     assert server.change("/wake", model="a").json() == {"model": "a", "is_sleeping": False}
     assert server.ask("a", 0) == 200
     awake = server.own_bytes()
@@ -136,9 +119,7 @@ def test_two_models_take_turns_in_the_memory_of_one(server: Server, demo: Path) 
     assert "Traceback" not in server.process.said, server.process.said
 
 
-def test_a_model_is_added_and_removed_while_others_run(
-    server: Server, models: dict[str, Model]
-) -> None:
+def test_a_model_is_added_and_removed_while_others_run(server, models):
     with ThreadPoolExecutor(4) as pool:
         asking = pool.map(lambda n: server.ask("ab"[n % 2], n), range(24))
         while (added := server.change("/add", model="c", bundle=str(models["a"].path))).is_error:
@@ -159,10 +140,8 @@ def test_a_model_is_added_and_removed_while_others_run(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_server_that_ends_while_a_model_wakes(
-    server: Server, models: dict[str, Model], tmp_path: Path, number: int
-) -> None:
-    def ask(place: int) -> int:
+def test_a_server_that_ends_while_a_model_wakes(server, models, tmp_path, number):
+    def ask(place):
         try:
             return server.ask("ab"[place % 2], place)
         except httpx.TransportError:
@@ -185,7 +164,7 @@ def test_a_server_that_ends_while_a_model_wakes(
         again.process.kill()
 
 
-def test_sentences_wake_an_encoder(encoder_dir: Path) -> None:
+def test_sentences_wake_an_encoder(encoder_dir):
     with load(encoder_dir, on_mismatch="error") as bundle:
         engine = Engine(bundle)
         first = engine.encode(["abc", "b a"]).embeddings

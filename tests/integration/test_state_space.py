@@ -4,28 +4,22 @@ The model is that of an example. test_invariance.py has it in every way to gener
 its code.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.once import Once
 
 import prejit.compiler
 from prejit.compiler import Generate, Manifest, Model
-from prejit.runtime import Bundle, load
+from prejit.runtime import load
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.generation import decode
 
-from .conftest import ROOT, Run
+from .conftest import ROOT
 
 CONTEXT = 72
 MANIFEST = """
@@ -45,22 +39,19 @@ TEXTS = np.random.default_rng(0).integers(0, 512, (4, CONTEXT)).tolist()
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    """The model of the example."""
+def model():
     path = ROOT / "examples" / "state_space" / "model.py"
     spec = importlib.util.spec_from_file_location("state_space", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["state_space"] = module  # where dataclasses look for it
     spec.loader.exec_module(module)
     return module.model
 
 
-def state_space_bundle(run: Run, once: Once) -> Path:
+def state_space_bundle(run, once):
     """The bundle of the example's model, in float32 and with other sizes."""
 
-    def build(directory: Path) -> None:
+    def build(directory):
         shutil.copy(ROOT / "examples" / "state_space" / "model.py", directory)
         (directory / "manifest.toml").write_text(MANIFEST)
         run("build", directory / "manifest.toml", "-o", directory, quick=True)
@@ -69,16 +60,24 @@ def state_space_bundle(run: Run, once: Once) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bundle(run: Run, once: Once) -> Bundle:
+def bundle(run, once):
     return load(state_space_bundle(run, once), on_mismatch="error")
 
 
-def written(bundle: Bundle, prompt: Sequence[int], count: int) -> list[int]:
+def written(bundle, prompt, count):
     """Return the tokens after a prompt, from a bundle that keeps nothing."""
     return list(bundle.generate(prompt, max_new_tokens=count).token_ids)
 
 
-def test_a_text_is_that_of_a_plain_loop(bundle: Bundle, model: Any) -> None:
+def goes_on(bundle, by, prompt, count, reused=None, **options):
+    """What `by` writes after a prompt, as the bundle alone does; of which so many tokens were kept."""
+    found = by.generate(prompt, max_new_tokens=count, **options)
+    assert list(found.token_ids) == written(bundle, prompt, count)
+    assert reused is None or found.stats.reused_tokens == reused
+    return list(found.token_ids)
+
+
+def test_a_text_is_that_of_a_plain_loop(bundle, model):
     """One row, one token a call, one cache from the first token to the last."""
     step, cache = jax.jit(model.__call__), model.make_cache(1, CONTEXT, "float32")
     text, one = list(TEXTS[0][:9]), jnp.ones(1, jnp.int32)
@@ -92,27 +91,22 @@ def test_a_text_is_that_of_a_plain_loop(bundle: Bundle, model: Any) -> None:
 
 
 @pytest.fixture(params=[1, 4])
-def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def steps(request, monkeypatch):
     """The most steps of a decode call, which otherwise depend on how long a step takes."""
-    most: int = request.param
+    most = request.param
     monkeypatch.setattr(decode, "steps_per_call", lambda _, left: min(left, most))
     return most
 
 
-def test_a_session_computes_only_what_is_new(bundle: Bundle) -> None:
+def test_a_session_computes_only_what_is_new(bundle):
     session = bundle.session()
     text = TEXTS[2][:10]
     for reused in (0, 10 + 6 - 1):  # the last token has not been fed back
-        found = session.generate(text, max_new_tokens=6)
-        assert list(found.token_ids) == written(bundle, text, 6)
-        assert found.stats.reused_tokens == reused
-        text = [*text, *found.token_ids, 5, 6, 7]
-    again = session.generate(text[:12], max_new_tokens=3)
-    assert list(again.token_ids) == written(bundle, text[:12], 3)
-    assert again.stats.reused_tokens == 0, "a state cannot go back"
+        text = [*text, *goes_on(bundle, session, text, 6, reused), 5, 6, 7]
+    goes_on(bundle, session, text[:12], 3, reused=0)  # a state cannot go back
 
 
-def test_a_stop_token_in_the_middle_of_a_call(bundle: Bundle, steps: int) -> None:
+def test_a_stop_token_in_the_middle_of_a_call(bundle, steps):
     """The call goes on behind it, and its state is of no text."""
     session, prompt = bundle.session(), TEXTS[1][:7]
     whole = written(bundle, prompt, 12)
@@ -121,26 +115,19 @@ def test_a_stop_token_in_the_middle_of_a_call(bundle: Bundle, steps: int) -> Non
     found = session.generate(prompt, max_new_tokens=12, stop_token_ids=[whole[stop]])
     assert list(found.token_ids) == whole[:stop]
     text = [*prompt, *whole[:stop], 5, 6]
-    following = session.generate(text, max_new_tokens=6)
-    assert list(following.token_ids) == written(bundle, text, 6)
-    assert following.stats.reused_tokens == (len(text) - 2 if steps == 1 else 0)
+    goes_on(bundle, session, text, 6, len(text) - 2 if steps == 1 else 0)
 
 
-def test_a_prefix_serves_what_its_state_can_continue(bundle: Bundle) -> None:
+def test_a_prefix_serves_what_its_state_can_continue(bundle):
     text = TEXTS[3]
     prefix = bundle.prefix(text[:20])
-    found = bundle.generate(text[:29], prefix=prefix, max_new_tokens=5)
-    assert list(found.token_ids) == written(bundle, text[:29], 5)
-    assert found.stats.reused_tokens == 20
+    goes_on(bundle, bundle, text[:29], 5, 20, prefix=prefix)
     elsewhere = [*text[:13], *TEXTS[1][:9]]  # leaves the prefix before its end
-    found = bundle.generate(elsewhere, prefix=prefix, max_new_tokens=5)
-    assert list(found.token_ids) == written(bundle, elsewhere, 5)
-    assert found.stats.reused_tokens == 0
-    same = bundle.generate(text[:20], prefix=prefix, max_new_tokens=5)
-    assert list(same.token_ids) == written(bundle, text[:20], 5)
+    goes_on(bundle, bundle, elsewhere, 5, 0, prefix=prefix)
+    goes_on(bundle, bundle, text[:20], 5, prefix=prefix)
 
 
-def test_one_context_is_enough_for_a_cache_without_positions(model: Any, tmp_path: Path) -> None:
+def test_one_context_is_enough_for_a_cache_without_positions(model, tmp_path):
     manifest = Manifest(
         "m",
         model=Model(module=model),

@@ -1,26 +1,19 @@
 """The main promise on a real model: a fresh process gives the published text, however it gets there."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from tests.extent import cases
 
 from prejit.runtime import load
 
-from .conftest import Run, write_manifest
+from .conftest import write_manifest
 
-Stories = tuple[Path, dict[str, list[int]]]
 TARGETS = cases(["cpu-host"], others=["cpu-x86-64-v3", "cpu-x86-64-v2"])
 
 
 @pytest.fixture(scope="module")
-def bundles(
-    run: Run, stories: Stories, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
-    """One bundle for each target, all from one cache."""
+def bundles(run, stories, tmp_path_factory):
     directory = tmp_path_factory.mktemp("stories")
     for target in TARGETS:
         path = directory / f"{target}.toml"
@@ -34,9 +27,7 @@ def bundles(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_fresh_process_writes_the_published_text(
-    run: Run, bundles: dict[str, Path], stories: Stories, target: str
-) -> None:
+def test_fresh_process_writes_the_published_text(run, bundles, stories, target):
     expected = stories[1]
     prompt = ",".join(map(str, expected["prompt_ids"]))
     done = run(
@@ -52,9 +43,7 @@ def test_fresh_process_writes_the_published_text(
     assert {p["source"] for p in result["programs"]} <= {"loaded", "unused"}
 
 
-def test_streamed_pieces_join_to_the_text_and_are_whole_characters(
-    bundles: dict[str, Path], stories: Stories
-) -> None:
+def test_streamed_pieces_join_to_the_text_and_are_whole_characters(bundles, stories):
     bundle = load(bundles["cpu-host"])
     pieces = list(bundle.stream([1], max_new_tokens=len(stories[1]["ids"])))
     assert "".join(piece.text for piece in pieces) == stories[1]["text"]
@@ -62,9 +51,7 @@ def test_streamed_pieces_join_to_the_text_and_are_whole_characters(
     assert [p.finish_reason for p in pieces if p.finish_reason] == ["length"]
 
 
-def test_a_message_goes_through_the_template_and_a_stop_string_ends_the_answer(
-    run: Run, stories_dir: Path
-) -> None:
+def test_a_message_goes_through_the_template_and_a_stop_string_ends_the_answer(run, stories_dir):
     options = ("--max-new-tokens", "40", "--json", "--on-mismatch", "error")
     chat = ("generate", stories_dir, "--chat", "Once upon a time", *options)
     said = json.loads(run(*chat).stdout)

@@ -1,7 +1,5 @@
 """deploy/systemd: systemd verifies the units; one of the test's own starts and restarts a server by them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
@@ -9,13 +7,13 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 from tests.ports import free_port
+from tests.processes import ran
 from tests.waiting import wait_for
 
 from .test_serve import INFER
@@ -62,19 +60,16 @@ exec env --ignore-environment container=test SYSTEMD_UNIT_PATH=/etc/systemd/syst
 """Starts a systemd that can write to no file of this machine and has no units of Debian, which empty /tmp."""
 
 
-def can_boot() -> bool:
+def can_boot():
     if os.geteuid() != 0 or not SYSTEMD.exists() or shutil.which("unshare") is None:
         return False
     if Path("/proc/1/comm").read_text() == "systemd\n":  # two would share its control groups
         return False
-    done = subprocess.run(
-        ["unshare", "-pfmC", "--mount-proc", "true"], capture_output=True, check=False
-    )
-    return done.returncode == 0
+    return ran("unshare", "-pfmC", "--mount-proc", "true", status=None).returncode == 0
 
 
 @pytest.fixture
-def units(tmp_path: Path) -> Path:
+def units(tmp_path):
     """The units as instances: systemd-analyze reads no templates."""
     for each in UNITS.iterdir():
         shutil.copy(each, tmp_path / each.name.replace("@", "@demo"))
@@ -84,42 +79,32 @@ def units(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
-def test_systemd_accepts_the_units_and_sees_little_exposure(units: Path) -> None:
-    files = [str(units / f"prejit@demo.{kind}") for kind in ("service", "socket")]
-    done = subprocess.run(
-        ["systemd-analyze", "verify", *files], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    command = ["systemd-analyze", "security", "--offline=true", f"--threshold={EXPOSURE}", files[0]]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+def test_systemd_accepts_the_units_and_sees_little_exposure(units):
+    files = [units / f"prejit@demo.{kind}" for kind in ("service", "socket")]
+    assert ran("systemd-analyze", "verify", *files).stderr == ""
+    ran("systemd-analyze", "security", "--offline=true", f"--threshold={EXPOSURE}", files[0])
 
 
 @dataclass(frozen=True)
 class Booted:
-    """A systemd, and the port at which its socket unit listens."""
-
     pid: int
     port: int
 
-    def child(self) -> str:
+    def child(self):
         """Return the process id of systemd itself, below that of `unshare`."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
         return children.split()[0]
 
-    def control(self, *arguments: str) -> str:
-        """Run systemctl beside it."""
-        command = ["nsenter", "-t", self.child(), "-a", "systemctl", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    def control(self, *arguments):
+        return ran("nsenter", "-t", self.child(), "-a", "systemctl", *arguments).stdout.strip()
 
-    def printed(self) -> str:
-        """Return what the server printed."""
+    def printed(self):
         file = Path(f"/proc/{self.child()}/root/run/printed")
         return file.read_text() if file.exists() else ""
 
 
 @pytest.fixture
-def booted(bundle_dir: Path) -> Iterator[Booted]:
+def booted(bundle_dir):
     port = free_port()
     env = {
         **{"PATH": os.environ["PATH"], "ROOT": str(ROOT), "BUNDLE": str(bundle_dir)},
@@ -136,11 +121,11 @@ def booted(bundle_dir: Path) -> Iterator[Booted]:
 
 
 @pytest.mark.skipif(not can_boot(), reason="needs root, namespaces and systemd")
-def test_a_request_starts_the_hardened_server_and_a_restart_refuses_none(booted: Booted) -> None:
+def test_a_request_starts_the_hardened_server_and_a_restart_refuses_none(booted):
     url = f"http://127.0.0.1:{booted.port}/v2/models/score/infer"
-    statuses: list[int] = []
+    statuses = []
 
-    def ask() -> int:
+    def ask():
         statuses.append(httpx.post(url, json=INFER, timeout=60).status_code)
         return statuses[-1]
 
@@ -150,7 +135,7 @@ def test_a_request_starts_the_hardened_server_and_a_restart_refuses_none(booted:
     before = booted.control("show", "-P", "MainPID", "prejit@demo.service")
     is_over = threading.Event()
 
-    def go_on() -> None:
+    def go_on():
         while not is_over.is_set():
             ask()
 
@@ -177,16 +162,13 @@ def test_a_request_starts_the_hardened_server_and_a_restart_refuses_none(booted:
         (("--datagram", "--listen=127.0.0.1:{port}"), "does not listen at a TCP port"),
     ],
 )
-def test_another_socket_of_systemd_is_refused(
-    bundle_dir: Path, given: tuple[str, ...], reason: str
-) -> None:
+def test_another_socket_of_systemd_is_refused(bundle_dir, given, reason):
     port, other = free_port(), free_port()
     sockets = [each.format(port=port, other=other) for each in given]
     serve = [sys.executable, "-m", "prejit.runtime", "serve", str(bundle_dir)]
     with subprocess.Popen(
         ["systemd-socket-activate", *sockets, *serve], stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stderr is not None
         printed = [process.stderr.readline()]
         kind = socket.SOCK_DGRAM if "--datagram" in given else socket.SOCK_STREAM
         with socket.socket(socket.AF_INET, kind) as client:

@@ -1,35 +1,17 @@
 """Builds of the user's code that changed nothing, or one line: what they import, trace and compile."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 from tests import own_decoders
 
-from .conftest import Run
+from .conftest import functions_manifest
 
-FUNCTIONS = """
-[bundle]
-name = "functions"
-[[program]]
-name = "f"
-function = "one:f"
-args = ["float32[3]"]
-[[program]]
-name = "g"
-function = "one:g"
-args = ["float32[3]"]
-[[program]]
-name = "h"
-function = "two:h"
-args = ["float32[{n}]"]
-buckets = { n = [1, 2] }
-[[target]]
-name = "cpu-host"
-"""
+FUNCTIONS = {
+    "f": 'function = "one:f"; args = ["float32[3]"]',
+    "g": 'function = "one:g"; args = ["float32[3]"]',
+    "h": 'function = "two:h"; args = ["float32[{n}]"]; buckets = { n = [1, 2] }',
+}
 DECODER = """
 [bundle]
 name = "own"
@@ -52,10 +34,7 @@ print(json.dumps({"status": status, "heavy": sorted(heavy)}))
 """
 
 
-def noop(
-    python: Run, run: Run, build_cache: Path, directory: Path, manifest: str
-) -> dict[str, Any]:
-    """Build in a new process, which has imported nothing, and return what it did."""
+def noop(python, run, build_cache, directory, manifest):
     arguments = ("build", directory / manifest, "-o", directory / "out", "--json", "--no-measure")
     done = python(NOOP, *arguments, PREJIT_CACHE=str(build_cache))
     *built, imported = done.stdout.splitlines()
@@ -65,9 +44,9 @@ def noop(
 
 
 def test_a_build_that_changes_nothing_imports_neither_jax_nor_the_users_code(
-    run: Run, python: Run, build_cache: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "functions.toml").write_text(FUNCTIONS)
+    run, python, build_cache, tmp_path
+):
+    functions_manifest(tmp_path / "functions.toml", FUNCTIONS)
     one = "def f(x):\n    return x * 11\n\n\ndef g(x):\n    return x * 13\n"
     (tmp_path / "one.py").write_text(one)
     (tmp_path / "two.py").write_text("def h(x):\n    return x * 17\n")
@@ -80,9 +59,7 @@ def test_a_build_that_changes_nothing_imports_neither_jax_nor_the_users_code(
     assert (changed["compiled"], changed["cached"]) == (1, 3)
 
 
-def test_a_decoder_of_the_user_is_not_imported_again(
-    run: Run, python: Run, build_cache: Path, tmp_path: Path
-) -> None:
+def test_a_decoder_of_the_user_is_not_imported_again(run, python, build_cache, tmp_path):
     shutil.copy(own_decoders.__file__, tmp_path / "own_decoders.py")
     (tmp_path / "own.toml").write_text(DECODER)
     options = ("-o", tmp_path / "out", "--no-measure")

@@ -3,13 +3,7 @@
 skopeo and the Python package oras do not know OCI's referrers: they copy signatures by their names.
 """
 
-from __future__ import annotations
-
 import json
-import shutil
-import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -26,114 +20,104 @@ from prejit.runtime import UntrustedError, load
 from prejit.runtime.format.referrers import ATTACHED
 from prejit.runtime.trust.enforcing import verify_policies
 
+from .test_oci import skopeo, with_skopeo
+
 NAME = "org.opencontainers.image.ref.name"
 TARGET = "cpu-host"
-with_skopeo = pytest.mark.skipif(
-    shutil.which("skopeo") is None, reason="skopeo is not installed (Debian has it)"
-)
 
 
 @pytest.fixture
-def policy(tmp_path: Path) -> str:
+def policy(tmp_path):
     rule = '[[rules]]\nnames = ["*"]\nkeys = ["a"]\n'
     return str(write_policy(tmp_path / "trust.toml", key_table("a"), rule))
 
 
 @pytest.fixture
-def signed(bundle_dir: Path) -> Path:
+def signed(bundle_dir):
     sign(bundle_dir, signer("a"))
     return bundle_dir
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Iterator[str]:
+def registry(tmp_path):
     """The address of a real registry, without the API of OCI 1.1 for referrers."""
     with running_registry(tmp_path) as server:
         yield server.url.removeprefix("oci://").replace("/team/store", "/models/demo")
 
 
-def skopeo(source: str, to: str) -> None:
-    tls = ["--src-tls-verify=false", "--dest-tls-verify=false"]
-    command = ["skopeo", "--insecure-policy", "copy", "--all", *tls, source, to]
-    subprocess.run(command, check=True, capture_output=True)
+def copy_by_skopeo(source, to):
+    skopeo("copy", "--all", "--src-tls-verify=false", "--dest-tls-verify=false", source, to)
 
 
-def listed(layout: Path) -> dict[str, str]:
+def listed(layout):
     """The digests of what a layout's `index.json` lists, by name."""
     entries = json.loads((layout / "index.json").read_bytes())["manifests"]
     return {each.get("annotations", {}).get(NAME, ""): each["digest"] for each in entries}
 
 
-def names(layout: Path) -> list[str]:
-    """The names of what is attached to a bundle."""
+def names(layout):
     return [name for name in listed(layout) if name.startswith(ATTACHED)]
 
 
-def refused_before(copy: Path, policy: str) -> None:
+def refused_before(copy, policy):
     with pytest.raises(UntrustedError) as raised:
         load(copy, trust=policy)
     assert raised.value.case == "unsigned"
 
 
-def allowed(copy: Path, policy: str, targets: int) -> None:
+def allowed(copy, policy, targets):
     verdicts = verify_policies(copy, [policy])
     assert [each.decision.signers for each in verdicts] == [("a",)] * targets
     assert load(copy, trust=policy, on_mismatch="error").target == TARGET
 
 
-def test_a_plain_copy_of_the_directory_runs(signed: Path, policy: str, tmp_path: Path) -> None:
-    allowed(shutil.copytree(signed, tmp_path / "copy"), policy, 2)
-
-
 @with_skopeo
 @pytest.mark.parametrize(("what", "targets"), [("example", 2), (TARGET, 1)])
 def test_a_copy_by_skopeo_runs_once_its_signatures_are_copied(
-    what: str, targets: int, signed: Path, policy: str, tmp_path: Path
-) -> None:
+    what, targets, signed, policy, tmp_path
+):
     copy = tmp_path / "copy"
-    skopeo(f"oci:{signed}:{what}", f"oci:{copy}:{what}")
+    copy_by_skopeo(f"oci:{signed}:{what}", f"oci:{copy}:{what}")
     refused_before(copy, policy)
     for name in names(signed):
-        skopeo(f"oci:{signed}:{name}", f"oci:{copy}:{name}")
+        copy_by_skopeo(f"oci:{signed}:{name}", f"oci:{copy}:{name}")
     allowed(copy, policy, targets)
 
 
 @with_skopeo
 @pytest.mark.parametrize(("what", "targets"), [("example", 2), (TARGET, 1)])
 def test_what_oras_pushed_runs_after_skopeo_pulled_it(
-    what: str, targets: int, registry: str, signed: Path, policy: str, tmp_path: Path
-) -> None:
+    what, targets, registry, signed, policy, tmp_path
+):
     copy = tmp_path / "copy"
     provider = Registry(insecure=True, tls_verify=False)
     for name in (what, *names(signed)):
         Layout(str(signed)).push_to_registry(
             provider=provider, target=f"{registry}:{name}", tag=name
         )
-        skopeo(f"docker://{registry}:{name}", f"oci:{copy}:{name}")
+        copy_by_skopeo(f"docker://{registry}:{name}", f"oci:{copy}:{name}")
     allowed(copy, policy, targets)
 
 
 @with_skopeo
 def test_signatures_of_the_bundle_and_of_another_target_let_no_copy_of_one_run(
-    signed: Path, policy: str, tmp_path: Path
-) -> None:
+    signed, policy, tmp_path
+):
     copy = tmp_path / "copy"
-    skopeo(f"oci:{signed}:{TARGET}", f"oci:{copy}:{TARGET}")
+    copy_by_skopeo(f"oci:{signed}:{TARGET}", f"oci:{copy}:{TARGET}")
     others = [name for name in names(signed) if _subject(signed, name) != listed(signed)[TARGET]]
     assert len(others) == 2
     for name in others:
-        skopeo(f"oci:{signed}:{name}", f"oci:{copy}:{name}")
+        copy_by_skopeo(f"oci:{signed}:{name}", f"oci:{copy}:{name}")
     with pytest.raises(UntrustedError):
         load(copy, trust=policy)
 
 
-def _subject(layout: Path, name: str) -> str:
+def _subject(layout, name):
     return str(json.loads(blob(layout, listed(layout)[name]).read_bytes())["subject"]["digest"])
 
 
-def test_oras_pulls_a_bundle_without_its_signatures(
-    registry: str, signed: Path, policy: str, tmp_path: Path
-) -> None:
+def test_oras_pulls_a_bundle_without_its_signatures(registry, signed, policy, tmp_path):
     """The package writes one reference into a layout: sign the copy, or pull by a tool that copies more."""
     provider = Registry(insecure=True, tls_verify=False)
     copy = tmp_path / "copy"

@@ -1,55 +1,43 @@
 """The three wheels, and the runtime's alone in a fresh environment."""
 
-from __future__ import annotations
-
 import email
 import email.message
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 import sysconfig
 import venv
 import zipfile
 from importlib.metadata import distribution, version
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from tests.processes import ran
 
 ROOT = Path(__file__).parents[2]
 BUILD_SIDE = ("flax", "orbax", "pydantic", "rich", "safetensors", "transformers")
 BY_TOKENIZERS = ("rich",)  # they come with its huggingface_hub, and are not imported
 
 
-def run(*command: object, status: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
-    words = [str(word) for word in command]
-    done = subprocess.run(
-        words, capture_output=True, text=True, check=False, timeout=900, **options
-    )
-    assert done.returncode == status, f"{words}\n{done.stdout}\n{done.stderr}"
-    return done
-
-
 HOUSES = ("runtime", "server", "compiler")
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def wheels(tmp_path_factory):
     """The wheel of each house, built from its source distribution, which is thereby known to be enough."""
     found = {}
     alone = [] if importlib.util.find_spec("hatchling") is None else ["--no-isolation"]
     for house in HOUSES:
         out = tmp_path_factory.mktemp(house)
-        run(sys.executable, "-m", "build", *alone, "--outdir", out, ROOT / house)
+        ran(sys.executable, "-m", "build", *alone, "--outdir", out, ROOT / house)
         [found[house]] = out.glob("*.whl")
     return found
 
 
 @pytest.fixture(scope="module")
-def server(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def server(wheels, tmp_path_factory):
     """`bin` of an environment that has the runtime's wheel, and links to what the wheel asks for."""
     path = tmp_path_factory.mktemp("server")
     venv.create(path, symlinks=True)
@@ -58,15 +46,15 @@ def server(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     for top in sorted(_files_of_all([text for text in said.get_all("Requires-Dist") or []])):
         (packages / top.name).symlink_to(top)
     pip = ("-m", "pip", "--disable-pip-version-check", "--python", path / "bin" / "python")
-    run(sys.executable, *pip, "install", "-q", "--no-deps", "--no-compile", wheels["runtime"])
+    ran(sys.executable, *pip, "install", "-q", "--no-deps", "--no-compile", wheels["runtime"])
     return path / "bin"
 
 
-def _files_of_all(requirements: list[str]) -> set[Path]:
+def _files_of_all(requirements):
     """Return the files and directories, in this environment, of distributions and all that they require."""
     waiting = [Requirement(text) for text in requirements]
-    seen: set[tuple[str, frozenset[str]]] = set()
-    found: set[Path] = set()
+    seen = set()
+    found = set()
     while waiting:
         wanted = waiting.pop()
         extras = frozenset(wanted.extras)
@@ -90,7 +78,7 @@ def _files_of_all(requirements: list[str]) -> set[Path]:
     return found
 
 
-def files_of(wheel: Path) -> tuple[list[str], email.message.Message]:
+def files_of(wheel):
     """Return the files of a wheel that are installed, and its metadata."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -100,7 +88,7 @@ def files_of(wheel: Path) -> tuple[list[str], email.message.Message]:
     return [name for name in names if ".dist-info/" not in name], said
 
 
-def required(said: email.message.Message) -> dict[str, str]:
+def required(said):
     """Return what a wheel always needs, and its versions."""
     lines = [text for text in said.get_all("Requires-Dist") or [] if "extra ==" not in text]
     return {
@@ -109,17 +97,17 @@ def required(said: email.message.Message) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("house", HOUSES)
-def test_a_wheel_holds_its_house_and_nothing_else(house: str, wheels: dict[str, Path]) -> None:
+def test_a_wheel_holds_its_house_and_nothing_else(house, wheels):
     inside, _ = files_of(wheels[house])
     assert {"/".join(name.split("/")[:2]) for name in inside} == {f"prejit/{house}"}
     assert "prejit/__init__.py" not in inside, "prejit is a namespace of three roots"
     assert f"prejit/{house}/py.typed" in inside, "it says `Typing :: Typed`"
     assert not [name for name in inside if "test" in name or "__pycache__" in name]
-    tracked = run("git", "ls-files", f"{house}/prejit", cwd=ROOT).stdout.split()
+    tracked = ran("git", "ls-files", f"{house}/prejit", cwd=ROOT).stdout.split()
     assert sorted(inside) == sorted(each.removeprefix(f"{house}/") for each in tracked)
 
 
-def test_the_extras_bring_the_other_wheels_of_the_same_version(wheels: dict[str, Path]) -> None:
+def test_the_extras_bring_the_other_wheels_of_the_same_version(wheels):
     said = {house: files_of(wheel)[1] for house, wheel in wheels.items()}
     assert {each["Version"] for each in said.values()} == {version("prejit")}
     extras = [text for text in said["runtime"].get_all("Requires-Dist") or [] if "extra ==" in text]
@@ -132,7 +120,7 @@ def test_the_extras_bring_the_other_wheels_of_the_same_version(wheels: dict[str,
     }
 
 
-def test_the_quick_start_names_the_wheels(wheels: dict[str, Path]) -> None:
+def test_the_quick_start_names_the_wheels(wheels):
     said = (ROOT / "docs" / "quick-start.md").read_text()
     patterns = set(re.findall(r"dist/(\S+\.whl)", said))
     for wheel in wheels.values():
@@ -141,14 +129,12 @@ def test_the_quick_start_names_the_wheels(wheels: dict[str, Path]) -> None:
         assert len([wheel for wheel in wheels.values() if wheel.match(each)]) == 1, each
 
 
-def test_the_runtime_is_small(wheels: dict[str, Path]) -> None:
+def test_the_runtime_is_small(wheels):
     assert wheels["runtime"].stat().st_size < 540_000
 
 
-def test_a_bundle_runs_where_only_the_server_side_is_installed(
-    server: Path, settled_dir: Path, recipe: Any
-) -> None:
-    done = run(
+def test_a_bundle_runs_where_only_the_server_side_is_installed(server, settled_dir, recipe):
+    done = ran(
         server / "python",
         "-c",
         f"""
@@ -176,9 +162,9 @@ print(json.dumps({{
     assert said["from"].startswith(str(server.parent)), "it tested the checkout, not the wheel"
 
 
-def test_the_commands_work_there(server: Path, settled_dir: Path) -> None:
+def test_the_commands_work_there(server, settled_dir):
     command, module = (server / "prejit",), (server / "python", "-m", "prejit.runtime")
-    assert "cpu-host: fits this machine" in run(*command, "inspect", settled_dir).stdout
-    assert "Usage: prejit" in run(*module, "--help").stdout
-    assert "ok: 2 targets" in run(*module, "verify", settled_dir).stdout
-    run(*command, "explain", settled_dir)
+    assert "cpu-host: fits this machine" in ran(*command, "inspect", settled_dir).stdout
+    assert "Usage: prejit" in ran(*module, "--help").stdout
+    assert "ok: 2 targets" in ran(*module, "verify", settled_dir).stdout
+    ran(*command, "explain", settled_dir)

@@ -8,16 +8,12 @@ chunks/     a program with 150 KB of weights, whose layer has three chunks of 64
 recorded/   two recorded files of jax's compilation cache
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +24,6 @@ from jax import export
 
 from prejit.compiler.pipeline.layout_writing import write_layout
 from prejit.compiler.pipeline.pack.bundle_files import (
-    PackedLayer,
     PackedTarget,
     PackedTensor,
     assemble,
@@ -69,40 +64,27 @@ from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 HERE = Path(__file__).parent
 NO_JAXLIB = "0.0.0"
 NO_EXECUTABLE = b"an executable for a jaxlib that never was"
+PORTABLE = Portable(jax.__version__, "1.14.0", "2026-12-14")
 
 # The fleet: what targets need of machines, and machines that ask to be served.
 
 CPU = Requirement(
-    platform="cpu",
-    architecture="x86_64",
-    cpu_features=("64bit", "cmov", "sse", "sse2", "ssse3"),
-    jaxlib=NO_JAXLIB,
-    xla_flags=(),
-    environment=(),
+    **{"platform": "cpu", "architecture": "x86_64", "jaxlib": NO_JAXLIB},
+    **{"cpu_features": ("64bit", "cmov", "sse", "sse2", "ssse3")},
+    **{"xla_flags": (), "environment": ()},
 )
 AVX2 = dataclasses.replace(CPU, cpu_features=("64bit", "avx2", "fma"))
 GPU = dataclasses.replace(
     CPU,
-    platform="cuda",
-    cpu_features=(),
-    plugin="jax-cuda13-pjrt 0.0.0",
-    cuda="13.0",
-    driver="580.65.06",
-    device_kind="NVIDIA L4",
-    compute_capability="8.9",
-    device_count=1,
-    device_memory_bytes=20_000_000_000,
+    **{"platform": "cuda", "cpu_features": (), "plugin": "jax-cuda13-pjrt 0.0.0", "cuda": "13.0"},
+    **{"driver": "580.65.06", "device_kind": "NVIDIA L4", "compute_capability": "8.9"},
+    **{"device_count": 1, "device_memory_bytes": 20_000_000_000},
     environment=("NVIDIA_TF32_OVERRIDE=0",),
 )
 TPU = dataclasses.replace(
     CPU,
-    platform="tpu",
-    cpu_features=(),
-    plugin="libtpu 0.0.0",
-    device_kind="TPU v5 lite",
-    device_count=1,
-    topology="1x1",
-    device_memory_bytes=16_000_000_000,
+    **{"platform": "tpu", "cpu_features": (), "plugin": "libtpu 0.0.0", "topology": "1x1"},
+    **{"device_kind": "TPU v5 lite", "device_count": 1, "device_memory_bytes": 16_000_000_000},
     environment=("LIBTPU_INIT_ARGS=--xla_tpu_enable_latency_hiding_scheduler=true",),
 )
 NEEDS = {
@@ -119,25 +101,14 @@ NEW_CPU = dataclasses.replace(OLD_CPU, cpu_features=(*CPU.cpu_features, "avx2", 
 FAST_MATH = dataclasses.replace(NEW_CPU, xla_flags=("--xla_cpu_enable_fast_math=true",))
 L40S = dataclasses.replace(
     NEW_CPU,
-    platform="cuda",
-    plugin=GPU.plugin,
-    cuda="13.1.80",
-    driver="590.44.01",
-    device_kind="NVIDIA L40S",
-    compute_capability="8.9",
-    device_count=4,
-    device_memory_bytes=48_000_000_000,
-    environment=("NVIDIA_TF32_OVERRIDE=0",),
+    **{"platform": "cuda", "plugin": GPU.plugin, "cuda": "13.1.80", "driver": "590.44.01"},
+    **{"device_kind": "NVIDIA L40S", "compute_capability": "8.9", "device_count": 4},
+    **{"device_memory_bytes": 48_000_000_000, "environment": GPU.environment},
 )
 V5E = dataclasses.replace(
     NEW_CPU,
-    platform="tpu",
-    plugin=TPU.plugin,
-    device_kind="TPU v5 lite",
-    device_count=1,
-    topology="1x1",
-    device_memory_bytes=17_000_000_000,
-    environment=("LIBTPU_INIT_ARGS=--xla_tpu_enable_latency_hiding_scheduler=true",),
+    **{"platform": "tpu", "plugin": TPU.plugin, "device_kind": "TPU v5 lite", "device_count": 1},
+    **{"topology": "1x1", "device_memory_bytes": 17_000_000_000, "environment": TPU.environment},
 )
 MACHINES = {
     "old cpu": OLD_CPU,
@@ -160,7 +131,7 @@ MACHINES = {
 }
 
 ORDER = ("cpu", "cuda", "tpu")
-PLATFORMS: dict[str, tuple[str, ...] | None] = {
+PLATFORMS = {
     # Each way to say what a portable program was lowered for.
     "where/all": ORDER,
     "where/turned": ("tpu", "cpu"),
@@ -173,14 +144,13 @@ X = tuple((place - 8) / 4 for place in range(16))
 SCALED = (0.25, 1.0, 4.0, -1.0, 0.0)
 
 
-def frame_of(raw: bytes, offset: int = 0) -> tuple[bytes, Segment]:
+def frame_of(raw, offset=0):
     """A program as it lies in a pack."""
     frame = zstandard.ZstdCompressor(level=10, write_checksum=True).compress(raw)
     return frame, Segment(offset, len(frame), digest_of(frame), len(raw), digest_of(raw))
 
 
-def packed(raws: dict[str, bytes]) -> tuple[bytes, dict[str, Segment]]:
-    """A pack, and the places of its programs by name."""
+def packed(raws):
     content, places = b"", {}
     for name, raw in raws.items():
         frame, places[name] = frame_of(raw, len(content))
@@ -188,39 +158,34 @@ def packed(raws: dict[str, bytes]) -> tuple[bytes, dict[str, Segment]]:
     return content, places
 
 
-def lowered(
-    function: Callable[..., Any], *arguments: Any, platforms: Sequence[str] = ("cpu",)
-) -> bytes:
-    """The portable form of a function."""
+def lowered(function, *arguments, platforms=("cpu",)):
     jax.config.update("jax_traceback_in_locations_limit", 0)
     jitted = jax.jit(function, keep_unused=True)
     return bytes(export.export(jitted, platforms=platforms)(*arguments).mlir_module_serialized)
 
 
-def weights_layer(*tensors: PackedTensor) -> PackedLayer:
-    """A layer of weights."""
+def weights_layer(*tensors):
     with tempfile.TemporaryDirectory() as scratch:
         store = DirectoryStore.open(Path(scratch))
         with store.blob_writer() as blob:
             write_weights(tensors, blob)
         content = store.read_blob(blob.digest)
-    assert content is not None
     return layer(WEIGHTS_MEDIA_TYPE, content, "weights.safetensors")
 
 
-def config_of(bundle: str, target: str, needs: Requirement, **fields: Any) -> Config:
-    """A table with these fields."""
+def config_of(bundle, target, needs, portable=PORTABLE, **fields):
     return Config(
         format=FORMAT_VERSION,
         bundle=bundle,
         target=target,
         requirement=needs,
         versions={"jax": jax.__version__, "jaxlib": NO_JAXLIB, "prejit": "0.1.0"},
+        portable=portable,
         **{"programs": (), "weight_sets": {}, **fields},
     )
 
 
-def program_of(name: str, target: str, takes: int, gives: int, **fields: Any) -> ProgramEntry:
+def program_of(name, target, takes, gives, **fields):
     """A program of one float32 array `x` that gives another."""
     return ProgramEntry(
         name=name,
@@ -237,21 +202,20 @@ def program_of(name: str, target: str, takes: int, gives: int, **fields: Any) ->
     )
 
 
-def written(name: str, *targets: PackedTarget) -> Path:
-    """Write a bundle, and return its directory."""
+def written(name, *targets):
     index, blobs = assemble(name, targets)
     check_readable(index, blobs)
     write_layout(HERE / name, index, blobs)
     return HERE / name
 
 
-def where(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def where(weights, x):
     """x and the weights, and 1 on a CPU, 2 with CUDA, 3 on a TPU."""
     added = {name: lambda place=place: jnp.float32(place) for place, name in enumerate(ORDER, 1)}
     return x + weights["bias"] + jax.lax.platform_dependent(**added)
 
 
-def fleet() -> dict[str, Any]:
+def fleet():
     """Write the fleet, and return which target serves which machine."""
     shape = jax.ShapeDtypeStruct((4,), jnp.float32)
     portable, portables = packed(
@@ -275,13 +239,8 @@ def fleet() -> dict[str, Any]:
             )
             for name, platforms in PLATFORMS.items()
         )
-        sets, versions = (
-            {"where": ("where:bias",)},
-            Portable(jax.__version__, "1.14.0", "2026-12-14"),
-        )
-        table = config_of(
-            *("fleet", target, needs), programs=programs, weight_sets=sets, portable=versions
-        )
+        sets = {"where": ("where:bias",)}
+        table = config_of("fleet", target, needs, programs=programs, weight_sets=sets)
         targets.append(
             PackedTarget(table, (layer(EXECUTABLES_MEDIA_TYPE, frame, "programs.xla"), *shared))
         )
@@ -295,8 +254,7 @@ def fleet() -> dict[str, Any]:
     return {"machines": machines, "served_by": served}
 
 
-def library() -> bytes:
-    """The library of kernels.c."""
+def library():
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "kernels.so"
         flags = "-nostdlib -shared -fPIC -O1 -s -Wl,--build-id=none,--hash-style=gnu"
@@ -304,7 +262,7 @@ def library() -> bytes:
         return out.read_bytes()
 
 
-def kernels() -> dict[str, Any]:
+def kernels():
     """Write the bundle of kernels, and return what it answers, and whom it serves."""
     shape = jax.ShapeDtypeStruct((len(SCALED),), jnp.float32)
     functions = {"scale": lambda x: x * jnp.float32(2.5), "negate": lambda x: -x}
@@ -327,7 +285,6 @@ def kernels() -> dict[str, Any]:
         table = config_of(
             *("kernels", target, dataclasses.replace(CPU, glibc="2.34" if calls else None)),
             programs=programs,
-            portable=Portable(jax.__version__, "1.14.0", "2026-12-14"),
             kernels=told if calls else None,
         )
         own = [layer(KERNELS_MEDIA_TYPE, content, "kernels.so")] if calls else []
@@ -349,19 +306,18 @@ def kernels() -> dict[str, Any]:
     }
 
 
-def values_of(part: int) -> np.ndarray:
+def values_of(part):
     """Float32 [800, 16]: multiples of 1/8 that repeat, so that git stores little and sums are exact."""
     places = np.arange(part * ROWS * len(X), (part + 1) * ROWS * len(X))
     return ((places % 61 - 30) / 8).astype(np.float32).reshape(ROWS, len(X))
 
 
-def score(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+def score(weights, x):
     """Float32 [3]: one sum for each tensor, so that a wrong byte in any of them changes a result."""
     return jnp.stack([jnp.sum(part, axis=0) @ x for part in weights])
 
 
-def chunked(content: bytes) -> Chunks:
-    """The chunks of a layer."""
+def chunked(content):
     pieces = [content[at : at + MIN_CHUNK_BYTES] for at in range(0, len(content), MIN_CHUNK_BYTES)]
     verity = VerityHash()
     verity.update(content)
@@ -369,7 +325,7 @@ def chunked(content: bytes) -> Chunks:
     return Chunks("blake3", MIN_CHUNK_BYTES, digests, verity.digest())
 
 
-def chunks() -> dict[str, Any]:
+def chunks():
     """Write the bundle of chunks, and return what it answers."""
     shape, part = (jax.ShapeDtypeStruct(size, jnp.float32) for size in ((len(X),), (ROWS, len(X))))
     portable, portable_at = frame_of(lowered(score, [part] * PARTS, shape))
@@ -381,7 +337,6 @@ def chunks() -> dict[str, Any]:
             for place, name in enumerate(names)
         )
     )
-    assert isinstance(weights.content, bytes)
     set_of = "program:score"
     program = program_of(
         *("score", "cpu-x86-64-v2", len(X), PARTS),
@@ -393,7 +348,6 @@ def chunks() -> dict[str, Any]:
         *("chunks", "cpu-x86-64-v2", CPU),
         programs=(program,),
         weight_sets={set_of: names},
-        portable=Portable(jax.__version__, "1.14.0", "2026-12-14"),
         chunks={WEIGHTS_MEDIA_TYPE: chunked(weights.content)},
     )
     layers = (
@@ -405,7 +359,7 @@ def chunks() -> dict[str, Any]:
     return {"x": X, "score": loaded.call("score", x=np.array(X, np.float32)).tolist()}
 
 
-def recorded() -> dict[str, Any]:
+def recorded():
     """Write the bundle of recorded files, which answer nothing."""
     arguments = {"jit_score": ("float32[16]",), "jit_scale": None}
     content, places = packed(
@@ -428,7 +382,7 @@ def recorded() -> dict[str, Any]:
         )
     needs = Requirement("cpu", "x86_64", CPU.cpu_features, NO_JAXLIB)
     files = tuple(sorted(programs, key=lambda program: program.file))
-    table = config_of("recorded", "cpu-x86-64-v2", needs, recorded=files)
+    table = config_of("recorded", "cpu-x86-64-v2", needs, portable=None, recorded=files)
     written(
         "recorded",
         PackedTarget(table, (layer(RECORDED_MEDIA_TYPE, content, "programs.jax-cache"),)),

@@ -18,8 +18,6 @@ this file is for the record. From the root of the repository, with the names of 
     .venv/bin/python -m tests.format.v1.make call decoder
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -29,13 +27,13 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
+from tests.decoders import gpt2_config
+from tests.encoders import bert_config
 from tests.format.v1 import by_hand
 from tests.layouts import index_file
 from tests.parity import cases, encoder_cases, t5_cases
@@ -44,7 +42,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, layer
 from prejit.runtime import load
 from prejit.runtime.base.files import digest_of
-from prejit.runtime.bundle import Bundle
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, KERNELS_MEDIA_TYPE, TITLE
 from prejit.runtime.format.opening import match, read_contents
@@ -66,79 +63,36 @@ def repeat(x, times):
     return x * times
 """
 LETTERS = "abcdefghijklmnopqrstuvwxyzĠ.,:()_'012"
-GPT2 = {
-    "model_type": "gpt2",
-    "architectures": ["GPT2LMHeadModel"],
-    "vocab_size": 1 + len(LETTERS),
-    "n_positions": 32,
-    "n_embd": 8,
-    "n_head": 2,
-    "n_layer": 1,
-    "n_inner": None,
-    "activation_function": "gelu_new",
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+GPT2 = gpt2_config(
+    **{"vocab_size": 1 + len(LETTERS), "n_positions": 32, "n_embd": 8, "n_head": 2, "n_layer": 1},
+    **{"bos_token_id": 0, "eos_token_id": 0},
+)
 LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 24,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "eos_token_id": 0,
+    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 24},
+    **{"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "hidden_act": "silu"},
+    **{"max_position_embeddings": 32, "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
+    **{"tie_word_embeddings": False, "eos_token_id": 0},
 }
 WORDS = (
-    "[PAD]",
-    "[CLS]",
-    "[SEP]",
-    "[UNK]",
-    *["a", "golden", "bundle", "two", "words", "of", "the", "format", "sentence"],
+    *("[PAD]", "[CLS]", "[SEP]", "[UNK]"),
+    *("a", "golden", "bundle", "two", "words", "of", "the", "format", "sentence"),
 )
-BERT = {
-    "model_type": "bert",
-    "architectures": ["BertModel"],
-    "vocab_size": len(WORDS),
-    "hidden_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 12,
-    "hidden_act": "gelu",
-    "max_position_embeddings": 16,
-    "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
-    "pad_token_id": 0,
-}
+BERT = bert_config(
+    **{"vocab_size": len(WORDS), "hidden_size": 8, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "intermediate_size": 12, "max_position_embeddings": 16},
+)
 READ_WORDS = (
     *("<pad>", "</s>", "<unk>", "a", "golden", "bundle", "reads", "two", "sources", "of"),
     *("the", "format", "and", "writes", "what", "it", "has", "read"),
 )
 T5 = {
-    "model_type": "t5",
-    "architectures": ["T5ForConditionalGeneration"],
-    "vocab_size": len(READ_WORDS),
-    "d_model": 8,
-    "d_kv": 4,
-    "d_ff": 12,
-    "num_layers": 1,
-    "num_heads": 2,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 20,
-    "layer_norm_epsilon": 1e-6,
-    "feed_forward_proj": "relu",
-    "tie_word_embeddings": False,
-    "decoder_start_token_id": 0,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
+    **{"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
+    **{"vocab_size": len(READ_WORDS), "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1},
+    **{"num_heads": 2, "relative_attention_num_buckets": 8},
+    **{"relative_attention_max_distance": 20, "layer_norm_epsilon": 1e-6},
+    **{"feed_forward_proj": "relu", "tie_word_embeddings": False},
+    **{"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1},
 }
 TEMPLATE = """\
 {{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}
@@ -220,14 +174,8 @@ draft_tokens = 2
 """,
 }
 SAMPLED = {
-    "temperature": 0.9,
-    "top_k": 30,
-    "top_p": 0.95,
-    "min_p": 0.01,
-    "repetition_penalty": 1.2,
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.3,
-    "seed": 2**40 + 7,
+    **{"temperature": 0.9, "top_k": 30, "top_p": 0.95, "min_p": 0.01, "seed": 2**40 + 7},
+    **{"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.3},
 }
 BIAS = {5: 2.0, 13: -1.5}
 MESSAGES = [{"role": "user", "content": "a golden"}, {"role": "assistant", "content": "two"}]
@@ -243,8 +191,7 @@ SOURCES = ["a golden bundle", "the format of two sources", "what it has read and
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(2, 16)
 
 
-def write_functions(at: Path) -> None:
-    """Write the functions of `call`, and its weights."""
+def write_functions(at):
     random = np.random.default_rng(4)
     (at / "golden_functions.py").write_text(FUNCTIONS)
     (at / "LICENSE").write_text("CC0-1.0\n")
@@ -252,8 +199,7 @@ def write_functions(at: Path) -> None:
     save_file({"kernel": kernel, "bias": np.arange(4, dtype=np.float32)}, at / "score.safetensors")
 
 
-def write_models(at: Path) -> None:
-    """Write the checkpoints."""
+def write_models(at):
     cases.Case("gpt2", GPT2, seed=3).write(at / "gpt2")
     letters = {letter: i + 1 for i, letter in enumerate(LETTERS)}
     tokenizer = Tokenizer(models.BPE(vocab={**letters, "<|end|>": 0}, merges=[]))
@@ -289,7 +235,7 @@ def write_models(at: Path) -> None:
     words.save(str(at / "t5" / "tokenizer.json"))
 
 
-def built(name: str) -> Bundle:
+def built(name):
     """Build a bundle from its manifest, and return it loaded."""
     with tempfile.TemporaryDirectory() as scratch:
         at = Path(scratch)
@@ -307,7 +253,7 @@ def built(name: str) -> Bundle:
     return load(HERE / name)
 
 
-def without_executables(path: Path) -> PackedTarget:
+def without_executables(path):
     """The target of a bundle, with executables of a few words, for a jaxlib that never was.
 
     They call no kernels, so the bundle has none either.
@@ -334,7 +280,7 @@ def without_executables(path: Path) -> PackedTarget:
     return PackedTarget(changed, tuple(layers))
 
 
-def looked_up(decoder: Bundle) -> dict[str, list[int]]:
+def looked_up(decoder):
     """A prompt that repeats itself and that the model goes on with: the first drafts are right."""
     assert decoder.config.decoder is not None
     for pair in itertools.product(range(1, decoder.config.decoder.vocab_size), repeat=2):
@@ -346,69 +292,63 @@ def looked_up(decoder: Bundle) -> dict[str, list[int]]:
     raise AssertionError("expected a prompt that the model goes on with, found none")
 
 
-def call() -> dict[str, Any]:
-    """Write the programs of the user, and return what they answer."""
+def written(given, results, name):
+    """Return what was given, and what was written after it."""
+    return {
+        name: given,
+        "token_ids": [one.token_ids for one in results],
+        "texts": [one.text for one in results],
+        "logprobs": [[one.logprob for one in result.logprobs or ()] for result in results],
+    }
+
+
+def call():
     return {"score": built("call").call("score", x=X).tolist()}
 
 
-def decoder(name: str = "decoder") -> dict[str, Any]:
-    """Write the GPT-2, whole or split, and return what it answers."""
+def decoder(name="decoder"):
     loaded = built(name)
     prompts = ["a golden", "two"]
     greedy = loaded.generate_batch(prompts, max_new_tokens=20, logprobs=2)
     if name == "mesh":
         return {"prompts": prompts, "token_ids": [one.token_ids for one in greedy]}
-    options: Any = {**SAMPLED, "logit_bias": BIAS, "max_new_tokens": 20}
+    options = {**SAMPLED, "logit_bias": BIAS, "max_new_tokens": 20}
     return {
-        "prompts": prompts,
-        "token_ids": [one.token_ids for one in greedy],
-        "texts": [one.text for one in greedy],
-        "logprobs": [[one.logprob for one in result.logprobs or ()] for result in greedy],
-        "options": SAMPLED,
-        "bias": BIAS,
+        **written(prompts, greedy, "prompts"),
+        **{"options": SAMPLED, "bias": BIAS, "messages": MESSAGES},
         "sampled": [loaded.generate(prompt, **options).token_ids for prompt in prompts],
         **looked_up(loaded),
-        "messages": MESSAGES,
         "chat": loaded.apply_chat_template(MESSAGES),
         "bare": loaded.apply_chat_template(MESSAGES, template="bare"),
     }
 
 
-def stored() -> dict[str, Any]:
-    """Write the Llama, and return what it answers."""
+def stored():
     loaded, tokens = built("stored"), [3, 1, 4, 1, 5]
     found = loaded.generate(tokens, max_new_tokens=20).token_ids
     return {"prompt": tokens, "token_ids": found, **looked_up(loaded)}
 
 
-def encoder() -> dict[str, Any]:
-    """Write the BERT, and return what it answers."""
+def encoder():
     return {"sentences": SENTENCES, "embeddings": built("encoder").encode(SENTENCES).tolist()}
 
 
-def reader() -> dict[str, Any]:
-    """Write the T5, and return what it answers."""
+def reader():
     loaded = built("reader")
     greedy = loaded.generate_batch(
         sources=SOURCES, max_new_tokens=12, logprobs=2, stop_token_ids=[]
     )
     prompt = [0, 4, 3]
-    options: Any = {**SAMPLED, "source": SOURCES[1], "max_new_tokens": 12}
+    options = {**SAMPLED, "source": SOURCES[1], "max_new_tokens": 12}
+    prompted = loaded.generate(prompt, source=SOURCES[2], max_new_tokens=12, stop_token_ids=[])
     return {
-        "sources": SOURCES,
-        "token_ids": [one.token_ids for one in greedy],
-        "texts": [one.text for one in greedy],
-        "logprobs": [[one.logprob for one in result.logprobs or ()] for result in greedy],
-        "prompt": prompt,
-        "prompted": loaded.generate(
-            prompt, source=SOURCES[2], max_new_tokens=12, stop_token_ids=[]
-        ).token_ids,
-        "options": SAMPLED,
+        **written(SOURCES, greedy, "sources"),
+        **{"prompt": prompt, "prompted": prompted.token_ids, "options": SAMPLED},
         "sampled": loaded.generate(**options).token_ids,
     }
 
 
-MAKERS: dict[str, Callable[[], dict[str, Any]]] = {
+MAKERS = {
     "call": call,
     "decoder": decoder,
     "mesh": partial(decoder, "mesh"),
@@ -419,7 +359,7 @@ MAKERS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def main() -> None:
+def main():
     warnings.simplefilter("ignore")  # of fallback
     file = HERE / "expected.json"
     expected = json.loads(file.read_bytes()) if file.exists() else {"digests": {}}

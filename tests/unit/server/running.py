@@ -1,44 +1,37 @@
 """Servers in a thread of the tests' process, with engines that run a bundle's calls one after another."""
 
-from __future__ import annotations
-
 import contextlib
+import json
 import socket
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import uvicorn
 from tests.waiting import wait_for
 
-from prejit.server.engine.fair_queue import Limits
 from prejit.server.engine.sleeper import Sleeper
-from prejit.server.gate.server_settings import Settings
 from prejit.server.http.app import make_app
 from prejit.server.http.connections import WaitingConnections
 from prejit.server.http.uvicorn_server import configure
-from prejit.server.served.served import Models, Served
+from prejit.server.served.served import Served
 
 
 class CallingEngine:
     """An engine for programs: what gate, process and the inference protocol use of one."""
 
-    def __init__(self, bundle: Any) -> None:
+    def __init__(self, bundle):
         self.bundle = bundle
-        self.clients: list[tuple[str, Limits]] = []
+        self.clients = []
         self.drained = False
         self.sleeper = Sleeper("calling", 0, None, lambda: 0)
         self._pool = ThreadPoolExecutor(1)
 
-    def submit_client_call(
-        self, client: str, limits: Limits, name: str, /, *args: Any, **kwargs: Any
-    ) -> Future[Any]:
-        found: Future[Any] = Future()
+    def submit_client_call(self, client, limits, name, /, *args, **kwargs):
+        found = Future()
         self.clients.append((client, limits))
 
-        def run() -> None:
+        def run():
             try:
                 found.set_result(self.bundle.call(name, *args, **kwargs))
             except InvalidStateError:
@@ -49,20 +42,19 @@ class CallingEngine:
         self._pool.submit(run)
         return found
 
-    def drain(self, seconds: float | None = None) -> bool:
+    def drain(self, seconds=None):
         self.drained = True
         return True
 
-    def undrain(self) -> None:
+    def undrain(self):
         self.drained = False
 
-    def close(self) -> None:
+    def close(self):
         self._pool.shutdown()
 
 
-def served(bundle: Any, name: str | None = None) -> Served:
-    """A bundle with such an engine."""
-    return Served(name or bundle.name, bundle, CallingEngine(bundle), 1_700_000_000)  # type: ignore[arg-type]
+def served(bundle, name=None):
+    return Served(name or bundle.name, bundle, CallingEngine(bundle), 1_700_000_000)
 
 
 @dataclass(frozen=True)
@@ -78,19 +70,27 @@ class Running:
     server: uvicorn.Server
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.port}"
 
-    def connect(self, seconds: float = 60) -> socket.socket:
+    def connect(self, seconds=60):
         return socket.create_connection(("127.0.0.1", self.port), timeout=seconds)
 
-    def requests(self) -> int:
+    def send(self, path, body):
+        """Send a request with a body of JSON, and return its connection without waiting for the answer."""
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+        connection = self.connect()
+        connection.sendall(head.encode() + content)
+        return connection
+
+    def requests(self):
         """How many requests are answered now."""
         return len(self.server.server_state.tasks)
 
 
 @contextlib.contextmanager
-def running(models: Models, settings: Settings, app: Any = None) -> Iterator[Running]:
+def running(models, settings, app=None):
     """A server on a free port; `app` takes the place of the one for the models."""
     config = configure(make_app(models, settings) if app is None else app)
     assert isinstance(config.http, WaitingConnections)
@@ -107,7 +107,7 @@ def running(models: Models, settings: Settings, app: Any = None) -> Iterator[Run
             assert not thread.is_alive()
 
 
-def answer(connection: socket.socket) -> bytes:
+def answer(connection):
     """All that a server sends until it closes."""
     parts = []
     with contextlib.suppress(ConnectionResetError):

@@ -1,9 +1,6 @@
 """A bundle inside a server of others: the program by its tensors, and the application of `prejit serve`."""
 
-from __future__ import annotations
-
 import asyncio
-from pathlib import Path
 
 import httpx
 import numpy as np
@@ -16,7 +13,7 @@ from prejit.server.inference.inference_models import results
 X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
 
 
-def test_a_program_runs_by_the_names_of_its_tensors(bundle_dir: Path) -> None:
+def test_a_program_runs_by_the_names_of_its_tensors(bundle_dir):
     program = HostedProgram(str(bundle_dir), "score", "error")
     [takes] = program.inputs
     assert (takes.name, takes.datatype, takes.shape) == ("x", "FP32", [-1, 16])
@@ -33,17 +30,17 @@ def test_a_program_runs_by_the_names_of_its_tensors(bundle_dir: Path) -> None:
         program.submit({"x": X}, {})
 
 
-def test_a_bundle_with_several_programs_needs_a_name(bundle_dir: Path) -> None:
+def test_a_bundle_with_several_programs_needs_a_name(bundle_dir):
     with pytest.raises(UsageError, match=r"one \[\[program\]\], found nest, score, tick") as error:
         HostedProgram(str(bundle_dir))
     assert "`program`" in (error.value.hint or "")
 
 
-def test_the_application_answers_without_a_server_of_ours(bundle_dir: Path) -> None:
+def test_the_application_answers_without_a_server_of_ours(bundle_dir):
     models = load_models(str(bundle_dir), name="ranker", on_mismatch="error")
     given = {"name": "x", "datatype": "FP32", "shape": [2, 16], "data": X.ravel().tolist()}
 
-    async def ask() -> list[httpx.Response]:
+    async def ask():
         transport = httpx.ASGITransport(make_bundle_app(models))
         async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
             return [

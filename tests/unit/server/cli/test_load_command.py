@@ -1,9 +1,5 @@
 """Options that do not fit are said before any request is sent."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from prejit.runtime import __main__
@@ -37,9 +33,7 @@ NOWHERE = "http://127.0.0.1:1"
         ((), "cannot connect: Connection refused", 7),
     ],
 )
-def test_a_mistake_is_said(
-    options: tuple[str, ...], said: str, status: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_said(options, said, status, capsys):
     assert __main__.main(["load", NOWHERE, *options]) == status
     assert said in capsys.readouterr().err
 
@@ -52,9 +46,7 @@ def test_a_mistake_is_said(
         ("http://user:secret@127.0.0.1:1", 7),
     ],
 )
-def test_a_url_of_no_server_is_said_without_its_password(
-    url: str, status: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_url_of_no_server_is_said_without_its_password(url, status, capsys):
     assert __main__.main(["load", url]) == status
     said = capsys.readouterr().err
     assert ("expected a " in said) == (status == 2)
@@ -63,7 +55,7 @@ def test_a_url_of_no_server_is_said_without_its_password(
         assert part not in said
 
 
-def test_a_key_is_one_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_is_one_word(tmp_path, capsys):
     (tmp_path / "key").write_text("two words\n")
     assert __main__.main(["load", NOWHERE, "--key-file", str(tmp_path / "key")]) == 2
     found = capsys.readouterr().err

@@ -1,10 +1,5 @@
 """What `prejit serve` reads from its command line."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from prejit.runtime import __main__
@@ -15,7 +10,7 @@ from prejit.server.http import server_process
 from prejit.server.served.served_loading import BundleSource, EngineOptions
 
 
-def test_a_bundle_may_have_another_name(tmp_path: Path) -> None:
+def test_a_bundle_may_have_another_name(tmp_path):
     strange = tmp_path / "a=b"
     strange.mkdir()
     given = ["artifacts/demo", "chat=artifacts/demo", str(strange), "v1.2-x=/a=b", "bad name=x"]
@@ -45,9 +40,7 @@ def test_a_bundle_may_have_another_name(tmp_path: Path) -> None:
         ("--cors", ["app.example", "https://a.b/"]),
     ],
 )
-def test_a_limit_that_is_none_is_refused(
-    option: str, values: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_limit_that_is_none_is_refused(option, values, capsys):
     for value in values:
         assert __main__.main(["serve", "artifacts/demo", option, value]) == 2
         error = capsys.readouterr().err
@@ -55,27 +48,19 @@ def test_a_limit_that_is_none_is_refused(
         assert value in error
 
 
-def test_every_option_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
+def test_every_option_reaches_the_server(monkeypatch):
+    given = []
     monkeypatch.setattr(server_process, "serve", lambda *arguments: given.append(arguments))
-    options = {
-        **{"--host": "0.0.0.0", "--port": "8080", "--admin": "[::1]:9000", "--cors": "https://A.b"},
-        **{"--slots": "3", "--queue": "4", "--prefix-memory": "2M", "--clients": "5"},
-        **{"--memory": "3G"},
-        **{"--timeout": "0.5", "--drain-seconds": "6", "--max-body": "7K", "--max-tokens": "8"},
-        **{"--check-seconds": "9", "--on-mismatch": "error"},
-    }
-    words = [word for pair in options.items() for word in pair]
-    flags = ("--ignore-unknown-fields", "--share-prefixes", "--check-finite")
-    assert __main__.main(["serve", "a=x", "y", *words, *flags]) == 0
+    text = (
+        "--host 0.0.0.0 --port 8080 --admin [::1]:9000 --cors https://A.b --slots 3 --queue 4 "
+        "--prefix-memory 2M --clients 5 --memory 3G --timeout 0.5 --drain-seconds 6 --max-body 7K "
+        "--max-tokens 8 --check-seconds 9 --on-mismatch error --ignore-unknown-fields "
+        "--share-prefixes --check-finite"
+    )
+    assert __main__.main(["serve", "a=x", "y", *text.split()]) == 0
     settings = Settings(
-        body_bytes=7 << 10,
-        max_tokens=8,
-        timeout_seconds=0.5,
-        clients=5,
-        drain_seconds=6,
-        check_seconds=9,
-        ignore_unknown_fields=True,
+        **{"body_bytes": 7 << 10, "max_tokens": 8, "timeout_seconds": 0.5, "clients": 5},
+        **{"drain_seconds": 6, "check_seconds": 9, "ignore_unknown_fields": True},
         cors=("https://a.b",),
     )
     sources = [BundleSource("x", "a"), BundleSource("y")]
@@ -83,32 +68,21 @@ def test_every_option_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> Non
     engines = EngineOptions(3, 4, 2 << 20, memory=3 << 30, **flagged)
     assert given == [(sources, engines, settings, ("0.0.0.0", 8080), None, ("::1", 9000), None)]
     assert __main__.main(["serve", "y"]) == 0
-    assert given[1] == (
-        [BundleSource("y")],
-        EngineOptions(),
-        Settings(),
-        ("127.0.0.1", 8000),
-        None,
-        None,
-        None,
-    )
+    at = ("127.0.0.1", 8000)
+    assert given[1] == ([BundleSource("y")], EngineOptions(), Settings(), at, None, None, None)
     assert __main__.main(["serve", "y", "--canary", "z", "--share", "2.5%"]) == 0
     assert given[2][-1] == ("z", 0.025)
 
 
-def test_a_canary_is_beside_one_bundle_and_its_share_is_a_part(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_canary_is_beside_one_bundle_and_its_share_is_a_part(capsys):
     assert __main__.main(["serve", "a=x", "b=y", "--canary", "z"]) == 2
     assert "expected one bundle, found 2; start canaries of several with" in capsys.readouterr().err
     assert __main__.main(["serve", "x", "--canary", "z", "--share", "5"]) == 2
     assert 'share: expected a share such as "5%"' in capsys.readouterr().err
 
 
-def test_only_a_bundle_that_may_change_is_followed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given: list[Any] = []
+def test_only_a_bundle_that_may_change_is_followed(monkeypatch, capsys):
+    given = []
     monkeypatch.setattr(server_process, "serve", lambda *arguments: given.append(arguments))
     tag, fixed = "oci://host.example/demo:prod", f"oci://host.example/demo@sha256:{'0' * 64}"
     for bundle in (tag, "directory"):
@@ -118,9 +92,7 @@ def test_only_a_bundle_that_may_change_is_followed(
     assert "expected a directory or a tag, such as oci://" in capsys.readouterr().err
 
 
-def test_a_file_of_keys_or_a_log_that_cannot_be_opened_ends_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_keys_or_a_log_that_cannot_be_opened_ends_it(tmp_path, capsys):
     for option, message in (("--keys", "cannot read the keys"), ("--log", "cannot write the log")):
         assert __main__.main(["serve", "x", option, str(tmp_path / "missing" / "file")]) == 6
         assert message in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """One engine for many callers: each gets the tokens that it would get alone, whatever the others do."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
@@ -9,17 +7,15 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.decoders import VOCABULARY
+from tests.waiting import wait_for
 
-from prejit.runtime import Bundle, load
+from prejit.runtime import load
 from prejit.runtime.errors import (
     ClosedError,
     ContextError,
@@ -37,33 +33,29 @@ from prejit.server.engine.fair_queue import FairQueue, Limits
 from prejit.server.engine.memory import plan_caches
 
 LONG = [number % VOCABULARY for number in range(3, 40)]
-FEW: dict[str, Any] = {"max_new_tokens": 4, "stop_token_ids": ()}
+FEW = {"max_new_tokens": 4, "stop_token_ids": ()}
 MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def bundle(wide_dir: Path) -> Bundle:
+def bundle(wide_dir):
     return load(wide_dir, on_mismatch="error")
 
 
-Made = Callable[..., Engine]
-
-
 @pytest.fixture
-def made(bundle: Bundle) -> Iterator[Made]:
-    """Makes engines, which are closed at the end."""
+def made(bundle):
     with contextlib.ExitStack() as stack:
         yield lambda **how: stack.enter_context(contextlib.closing(Engine(bundle, **how)))
 
 
 @pytest.fixture
-def engine(made: Made) -> Engine:
+def engine(made):
     return made(slots=4, queue=64)
 
 
-def options_of(number: int) -> dict[str, Any]:
+def options_of(number):
     """Different requests: greedy and not, short and long, with logprobs, penalties, drafts and masks."""
-    found: dict[str, Any] = {"max_new_tokens": 3 + number * 5 % 29, "stop_token_ids": ()}
+    found = {"max_new_tokens": 3 + number * 5 % 29, "stop_token_ids": ()}
     if number % 2:
         found |= {"temperature": 0.9, "seed": number, "top_k": 20}
     if number % 3 == 0:
@@ -78,16 +70,16 @@ def options_of(number: int) -> dict[str, Any]:
     return found
 
 
-def prompt_of(number: int) -> list[int]:
+def prompt_of(number):
     return [(number * 7 + place) % VOCABULARY for place in range(1 + number * 5 % 31)]
 
 
 @pytest.fixture(scope="module")
-def alone(bundle: Bundle) -> list[Any]:
+def alone(bundle):
     return [bundle.generate(prompt_of(n), **options_of(n)) for n in range(24)]
 
 
-def same(found: Any, expected: Any) -> None:
+def same(found, expected):
     assert found.token_ids == expected.token_ids
     assert found.finish_reason == expected.finish_reason
     assert (found.logprobs is None) == (expected.logprobs is None)
@@ -96,10 +88,10 @@ def same(found: Any, expected: Any) -> None:
         assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
-# ---------------------------------------------------------------------- the same tokens as alone
+# the same tokens as alone
 
 
-def test_threads_get_what_each_would_get_alone(engine: Engine, alone: list[Any]) -> None:
+def test_threads_get_what_each_would_get_alone(engine, alone):
     with ThreadPoolExecutor(24) as pool:
         found = list(pool.map(lambda n: engine.generate(prompt_of(n), **options_of(n)), range(24)))
     for mine, expected in zip(found, alone, strict=True):
@@ -112,11 +104,11 @@ def test_threads_get_what_each_would_get_alone(engine: Engine, alone: list[Any])
     assert metrics.requests[0].runs < metrics.generation_tokens  # they shared steps
 
 
-def test_tasks_read_streams_side_by_side(engine: Engine, alone: list[Any]) -> None:
-    async def read(number: int) -> list[Any]:
+def test_tasks_read_streams_side_by_side(engine, alone):
+    async def read(number):
         return [piece async for piece in engine.stream(prompt_of(number), **options_of(number))]
 
-    async def all_of_them() -> list[list[Any]]:
+    async def all_of_them():
         future = asyncio.wrap_future(engine.submit(prompt_of(4), **options_of(4)))
         found = await asyncio.gather(*(read(number) for number in range(24)))
         same(await future, alone[4])
@@ -130,17 +122,14 @@ def test_tasks_read_streams_side_by_side(engine: Engine, alone: list[Any]) -> No
         assert all(piece.finish_reason is None for piece in pieces[:-1])
 
 
-def noted_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Note the sizes that batches get from here on."""
-    sizes: list[int] = []
+def noted_sizes(monkeypatch):
+    sizes = []
     resize = Batch.resize
     monkeypatch.setattr(Batch, "resize", lambda self, n: sizes.append(n) or resize(self, n))
     return sizes
 
 
-def test_a_burst_right_after_another_one_finds_the_slots(
-    bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_burst_right_after_another_one_finds_the_slots(bundle, made, monkeypatch):
     monkeypatch.setattr("prejit.server.engine.generation_loop._PAUSE_SECONDS", 60.0)
     bundle.prepare()
     engine = made(slots=4)
@@ -150,9 +139,7 @@ def test_a_burst_right_after_another_one_finds_the_slots(
     assert sizes == []
 
 
-def test_requests_that_come_and_go_move_between_batches(
-    bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_that_come_and_go_move_between_batches(bundle, made, monkeypatch):
     """One request, then more than fit into two slots, then one again: 1, 4 and 1 rows."""
     monkeypatch.setattr("prejit.server.engine.generation_loop._SHRINK_SECONDS", 0.0)
     monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)
@@ -171,7 +158,7 @@ def test_requests_that_come_and_go_move_between_batches(
     assert sizes[-1] < 4
 
 
-def few_of(engine: Engine, text: list[int], reused: int | None = None) -> list[int]:
+def few_of(engine, text, reused=None):
     """A text and what follows it: the tokens of the bundle, with so many that need not be computed."""
     found = engine.generate(text, **FEW)
     assert found.token_ids == engine._bundle.generate(text, **FEW).token_ids
@@ -179,9 +166,7 @@ def few_of(engine: Engine, text: list[int], reused: int | None = None) -> list[i
     return [*text, *found.token_ids]
 
 
-def test_a_prompt_that_begins_like_an_earlier_one_computes_the_rest(
-    bundle: Bundle, made: Made
-) -> None:
+def test_a_prompt_that_begins_like_an_earlier_one_computes_the_rest(bundle, made):
     bundle.prepare()  # a prompt does not wait for a program that copies it
     engine = made(slots=4, prefix_memory=4 * MIB)
     common = LONG[:30]
@@ -199,8 +184,7 @@ def test_a_prompt_that_begins_like_an_earlier_one_computes_the_rest(
     assert 0 < metrics.prefix_bytes <= 4 * MIB
 
 
-def reused(engine: Engine, last: int, **options: Any) -> int:
-    """How many tokens of a prompt were in a cache."""
+def reused(engine, last, **options):
     return engine.generate([*LONG[:30], last], max_new_tokens=2, **options).stats.reused_tokens
 
 
@@ -213,12 +197,10 @@ def reused(engine: Engine, last: int, **options: Any) -> int:
         ({"client": "a", "cache_salt": "b"}, {"client": "b", "cache_salt": "a"}, False, 0),
     ],
 )
-def test_a_prompt_cannot_be_guessed_by_what_is_reused(
-    bundle: Bundle, made: Made, mine: Any, theirs: Any, shares: bool, expected: int
-) -> None:
+def test_a_prompt_cannot_be_guessed_by_what_is_reused(bundle, made, mine, theirs, shares, expected):
     bundle.prepare()
     engine = made(slots=4, prefix_memory=4 * MIB, share_prefixes=shares)
-    prompt: dict[str, Any] = {"max_new_tokens": 30, "stop_token_ids": ()}
+    prompt = {"max_new_tokens": 30, "stop_token_ids": ()}
     with engine.stream([*LONG[:30], 1], **prompt, **mine) as running:
         next(running)
         assert reused(engine, 2, **theirs) == expected  # of a slot that runs
@@ -234,9 +216,7 @@ def test_a_prompt_cannot_be_guessed_by_what_is_reused(
 
 
 @pytest.mark.parametrize("shares", [False, True])
-def test_prompts_of_two_clients_that_enter_together_share_nothing(
-    bundle: Bundle, shares: bool
-) -> None:
+def test_prompts_of_two_clients_that_enter_together_share_nothing(bundle, shares):
     batch = Batch(bundle.decoder, 2, prefixes=PrefixCache(bundle.decoder, 4 * MIB))
     namespaces = [("a",), ("a",) if shares else ("b",)]
     requests = [
@@ -248,9 +228,7 @@ def test_prompts_of_two_clients_that_enter_together_share_nothing(
 
 
 @pytest.mark.parametrize("pauses", [True, False])
-def test_two_conversations_in_turns_compute_only_what_is_new(
-    bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch, pauses: bool
-) -> None:
+def test_two_conversations_in_turns_compute_only_what_is_new(bundle, made, monkeypatch, pauses):
     """Each takes the slot of the other one, whose answer was kept in a pause, or is kept then."""
     kept = threading.Semaphore(0)
     original = Batch.keep
@@ -266,7 +244,7 @@ def test_two_conversations_in_turns_compute_only_what_is_new(
             assert not pauses or kept.acquire(timeout=60)
 
 
-def test_a_prompt_in_a_short_cache_that_begins_like_one_in_a_long_cache(made: Made) -> None:
+def test_a_prompt_in_a_short_cache_that_begins_like_one_in_a_long_cache(made):
     """The long cache goes when its requests have ended; the prefix that it left does not fit then."""
     engine = made(slots=4, prefix_memory=4 * MIB)
     # Two rows of four are computed in place: fill the batch, so that a prompt is computed aside and kept.
@@ -279,14 +257,12 @@ def test_a_prompt_in_a_short_cache_that_begins_like_one_in_a_long_cache(made: Ma
     few_of(engine, [*LONG[:17], 1])
 
 
-def test_the_texts_of_a_client_do_not_wait_for_the_burst_of_another(
-    bundle: Bundle, made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_texts_of_a_client_do_not_wait_for_the_burst_of_another(bundle, made, monkeypatch):
     bundle.prepare()
-    most: dict[str, int] = {}
+    most = {}
     original = Batch.step
 
-    def step(self: Batch, meanwhile: Any, positions: int) -> Any:
+    def step(self, meanwhile, positions):
         clients = {ticket.client for ticket in engine._loop._running.values() if ticket.last}
         if "few" in clients:
             most["beside few"] = max(most.get("beside few", 0), positions)
@@ -307,34 +283,33 @@ def test_the_texts_of_a_client_do_not_wait_for_the_burst_of_another(
     assert most["alone"] > 3
 
 
-# ---------------------------------------------------------------------- who is served, and when
+# who is served, and when
 
 
 @pytest.fixture
-def one_slot(made: Made) -> Engine:
+def one_slot(made):
     return made(slots=1, queue=3)
 
 
-def occupy(engine: Engine, **options: Any) -> Any:
+def occupy(engine, **options):
     """A stream that holds a slot for long, and has begun."""
     stream = engine.stream([1], max_new_tokens=70, stop_token_ids=(), **options)
     next(stream)
     return stream
 
 
-@dataclass
 class Slow:
     """How long each step takes at least."""
 
-    seconds: float = 0.02
+    seconds = 0.02
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
+def slow(monkeypatch):
     """Steps of at least 20 ms with one token each, so that a test can do something meanwhile."""
     original, found = Batch.step, Slow()
 
-    def step(self: Batch, *arguments: Any) -> Any:
+    def step(self, *arguments):
         time.sleep(found.seconds)
         return original(self, *arguments)
 
@@ -344,9 +319,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
 
 
 @pytest.mark.usefixtures("slow")
-def test_a_client_that_floods_makes_room_for_another_and_is_told_when_to_come_back(
-    one_slot: Engine,
-) -> None:
+def test_a_client_that_floods_makes_room_for_another_and_is_told_when_to_come_back(one_slot):
     with occupy(one_slot, client="flood"):
         flood = [one_slot.submit([2], max_new_tokens=1, client="flood") for _ in range(3)]
         other = one_slot.submit([2], max_new_tokens=1, client="other")
@@ -362,9 +335,9 @@ def test_a_client_that_floods_makes_room_for_another_and_is_told_when_to_come_ba
     assert one_slot.metrics().finished["refused"] == 2
 
 
-def test_a_client_has_no_more_than_its_limits(engine: Engine, slow: Slow) -> None:
-    served: list[int] = []
-    given: Any = {"client": "a", "limits": Limits(waiting=2, running=1, on_tokens=served.append)}
+def test_a_client_has_no_more_than_its_limits(engine, slow):
+    served = []
+    given = {"client": "a", "limits": Limits(waiting=2, running=1, on_tokens=served.append)}
     with occupy(engine, client="a", limits=Limits(waiting=2, running=1)):
         waiting = [
             engine.submit([2, 3], max_new_tokens=2, stop_token_ids=(), **given) for _ in range(2)
@@ -383,21 +356,17 @@ def test_a_client_has_no_more_than_its_limits(engine: Engine, slow: Slow) -> Non
 
 
 @pytest.mark.usefixtures("slow")
-def test_priorities_and_clients_decide_who_is_next(one_slot: Engine) -> None:
-    finished: list[str] = []
+def test_priorities_and_clients_decide_who_is_next(one_slot):
+    finished, futures = [], []
     with occupy(one_slot, client="a"):
-        futures = []
         for name, client, priority in (("a", "a", 0), ("b", "b", 0), ("urgent", "a", -1)):
-            future = one_slot.submit([2], max_new_tokens=2, client=client, priority=priority)
-            future.add_done_callback(lambda _, name=name: finished.append(name))
-            futures.append(future)
+            futures.append(one_slot.submit([2], max_new_tokens=2, client=client, priority=priority))
+            futures[-1].add_done_callback(lambda _, name=name: finished.append(name))
     wait(futures, 60)
     assert finished == ["urgent", "b", "a"]
 
 
-def test_a_deadline_ends_a_request_that_waits_and_one_that_runs(
-    one_slot: Engine, slow: Slow
-) -> None:
+def test_a_deadline_ends_a_request_that_waits_and_one_that_runs(one_slot, slow):
     one_slot.generate([1], max_new_tokens=2)  # the programs are loaded
     running = occupy(one_slot, timeout=2)
     slow.seconds = 0.1  # its 70 tokens take longer than its deadline lets it
@@ -413,15 +382,15 @@ def test_a_deadline_ends_a_request_that_waits_and_one_that_runs(
 
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("how", ["close", "drop", "task"])
-def test_a_stream_that_ends_early_frees_its_slot(one_slot: Engine, how: str) -> None:
+def test_a_stream_that_ends_early_frees_its_slot(one_slot, how):
     stream = one_slot.stream([1], max_new_tokens=70, stop_token_ids=())
     if how == "task":
 
-        async def read(pieces: Any) -> None:
+        async def read(pieces):
             async for _ in pieces:
                 pass
 
-        async def stop(pieces: Any) -> None:
+        async def stop(pieces):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(read(pieces), 0.1)
 
@@ -438,11 +407,11 @@ def test_a_stream_that_ends_early_frees_its_slot(one_slot: Engine, how: str) -> 
 
 
 @pytest.mark.usefixtures("slow")
-def test_futures_are_cancelled_while_they_wait_and_while_they_run(one_slot: Engine) -> None:
-    running = one_slot.submit([1], max_new_tokens=70, stop_token_ids=())
-    waiting = one_slot.submit([1], max_new_tokens=70, stop_token_ids=())
-    while not one_slot.metrics().running:
-        time.sleep(0.01)
+def test_futures_are_cancelled_while_they_wait_and_while_they_run(one_slot):
+    running, waiting = (
+        one_slot.submit([1], max_new_tokens=70, stop_token_ids=()) for _ in range(2)
+    )
+    wait_for(lambda: one_slot.metrics().running)
     assert waiting.cancel()
     assert running.cancel()
     with pytest.raises(CancelledError):
@@ -453,11 +422,11 @@ def test_futures_are_cancelled_while_they_wait_and_while_they_run(one_slot: Engi
     assert one_slot.metrics().finished["cancelled"] == 2
 
 
-# ---------------------------------------------------------------------- nothing hurts the others
+# nothing hurts the others
 
 
-def test_a_mask_that_fails_ends_its_own_request(engine: Engine, alone: list[Any]) -> None:
-    def broken(ids: Any) -> Any:
+def test_a_mask_that_fails_ends_its_own_request(engine, alone):
+    def broken(ids):
         if len(ids) > 2:
             raise ZeroDivisionError("a caller's mistake")
         return None
@@ -473,34 +442,25 @@ def test_a_mask_that_fails_ends_its_own_request(engine: Engine, alone: list[Any]
         same(future.result(60), expected)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"prompt": [VOCABULARY]}, "prompt"),
-        ({"prompt": [1], "priority": "high"}, "priority"),
-        ({"prompt": [1], "client": 3}, "client"),
-        ({"prompt": [1], "timeout": 0}, "timeout: expected more than 0"),
-        ({"prompt": [1], "colour": "red"}, "colour"),
-    ],
-)
-def test_mistakes_are_refused_before_they_wait(
-    engine: Engine, options: dict[str, Any], message: str
-) -> None:
-    for ask in (engine.submit, engine.stream):
-        with pytest.raises(UsageError, match=message):
-            ask(**options)
+def test_mistakes_are_refused_before_they_wait(engine):
+    for options, message in (
+        *(({"prompt": [VOCABULARY]}, "prompt"), ({"priority": "high"}, "priority")),
+        *(({"client": 3}, "client"), ({"timeout": 0}, "timeout: expected more than 0")),
+        ({"colour": "red"}, "colour"),
+    ):
+        for ask in (engine.submit, engine.stream):
+            with pytest.raises(UsageError, match=message):
+                ask(**{"prompt": [1], **options})
     assert engine.metrics().waiting == 0
 
 
 @pytest.mark.parametrize(
     ("name", "error"), [("step", RejectError("a", "b")), ("begin", MemoryError())]
 )
-def test_what_fails_ends_what_runs_and_the_engine_goes_on(
-    engine: Engine, alone: list[Any], monkeypatch: pytest.MonkeyPatch, name: str, error: Exception
-) -> None:
+def test_what_fails_ends_what_runs_and_the_engine_goes_on(engine, alone, monkeypatch, name, error):
     original = getattr(Batch, name)
 
-    def fail(self: Batch, *_: Any) -> Any:
+    def fail(self, *_):
         monkeypatch.setattr(Batch, name, original)
         raise error
 
@@ -511,14 +471,11 @@ def test_what_fails_ends_what_runs_and_the_engine_goes_on(
     assert engine.metrics().finished["error"] == 1
 
 
-def test_a_step_that_fails_loses_no_token_of_the_steps_before(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_fails_loses_no_token_of_the_steps_before(engine, monkeypatch):
     monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)  # one token a step
-    original = Batch.step
-    steps = []
+    original, steps = Batch.step, []
 
-    def step(self: Batch, *arguments: Any) -> Any:
+    def step(self, *arguments):
         if len(steps) == 3:
             monkeypatch.setattr(Batch, "step", original)
             raise RejectError("a file", "it was cut")
@@ -532,46 +489,38 @@ def test_a_step_that_fails_loses_no_token_of_the_steps_before(
         next(stream)
 
 
-# ---------------------------------------------------------------------- memory
+# memory
 
 
 @pytest.mark.parametrize("how", ["submit", "stream", "failed", "cancelled"])
-def test_a_request_that_ended_is_freed_without_the_garbage_collector(
-    engine: Engine, how: str
-) -> None:
+def test_a_request_that_ended_is_freed_without_the_garbage_collector(engine, how):
     """Its grammar may have memory that the collector does not see."""
 
     class Mask:
-        def __call__(self, ids: Any) -> Any:
+        def __call__(self, ids):
             if how == "failed" and ids:
                 raise ZeroDivisionError
-            return None
 
-    mask = Mask()
-    freed = weakref.ref(mask)
+    asked = {"max_new_tokens": 6, "stop_token_ids": (), "token_mask": Mask()}
+    freed = weakref.ref(asked["token_mask"])
     gc.collect()
     gc.disable()
     try:
-        asked = {"max_new_tokens": 6, "stop_token_ids": (), "token_mask": mask}
-        if how == "submit":
-            engine.submit([1], **asked).result(60)
-        elif how == "stream":
+        if how == "stream":
             list(engine.stream([1], **asked))
         elif how == "cancelled":
             engine.submit([1], **asked).cancel()
         else:
-            future = engine.submit([1], **asked)
             with contextlib.suppress(ZeroDivisionError):
-                future.result(60)
-            del future
-        del mask, asked
+                engine.submit([1], **asked).result(60)
+        del asked
         engine.generate([2], max_new_tokens=1)  # the loop has dropped what ended before
         assert freed() is None
     finally:
         gc.enable()
 
 
-def test_memory_is_bounded_before_the_first_request(bundle: Bundle) -> None:
+def test_memory_is_bounded_before_the_first_request(bundle):
     decoder, most = bundle.decoder, 1 << 40
     for context, together in ((72, 2), (72, 1), (24, 2), (24, 1)):
         less = plan_caches(decoder, 4, most, 0)
@@ -587,7 +536,7 @@ def test_memory_is_bounded_before_the_first_request(bundle: Bundle) -> None:
         Engine(bundle, slots=4, memory=100)
 
 
-def test_prefixes_take_no_more_than_the_slots_unless_asked_for(bundle: Bundle) -> None:
+def test_prefixes_take_no_more_than_the_slots_unless_asked_for(bundle):
     slots = cache_bytes(bundle.decoder.cache, 4, 72)
     plenty = plan_caches(bundle.decoder, 4, 1 << 40, None)
     assert plenty.prefix_bytes == slots
@@ -596,7 +545,7 @@ def test_prefixes_take_no_more_than_the_slots_unless_asked_for(bundle: Bundle) -
     assert plan_caches(bundle.decoder, 4, 1 << 40, 9 * slots).prefix_bytes == 9 * slots
 
 
-def test_a_small_memory_has_a_shorter_context(bundle: Bundle, made: Made) -> None:
+def test_a_small_memory_has_a_shorter_context(bundle, made):
     whole = plan_caches(bundle.decoder, 4, 1 << 40, 0)
     peak = plan_caches(bundle.decoder, 4, whole.peak_bytes - 1, 0).peak_bytes
     engine = made(slots=4, memory=peak - 1, prefix_memory=0)
@@ -608,14 +557,13 @@ def test_a_small_memory_has_a_shorter_context(bundle: Bundle, made: Made) -> Non
     assert engine.metrics().cache_budget_bytes == peak - 1
 
 
-# ---------------------------------------------------------------------- the end
+# the end
 
 
 @pytest.mark.usefixtures("slow")
-def test_closing_ends_what_waits_and_runs(bundle: Bundle) -> None:
-    engine = Engine(bundle, slots=1)
+def test_closing_ends_what_waits_and_runs(made):
+    engine = made(slots=1)
     running, waiting = occupy(engine), engine.submit([1], max_new_tokens=1)
-    engine.close()
     engine.close()
     with pytest.raises(ClosedError, match="closed before the request was finished"):
         list(running)
@@ -626,7 +574,7 @@ def test_closing_ends_what_waits_and_runs(bundle: Bundle) -> None:
 
 
 @pytest.mark.usefixtures("slow")
-def test_draining_finishes_what_is_there_and_takes_no_more(made: Made) -> None:
+def test_draining_finishes_what_is_there_and_takes_no_more_until_it_is_undone(made):
     engine = made(slots=1)
     running = engine.submit([1], max_new_tokens=20, stop_token_ids=())
     waiting = engine.submit([1], max_new_tokens=2, stop_token_ids=())
@@ -634,19 +582,13 @@ def test_draining_finishes_what_is_there_and_takes_no_more(made: Made) -> None:
     with pytest.raises(ClosedError, match="draining"):
         engine.submit([1])
     assert engine.drain(60)
-    assert len(running.result(0).token_ids) == 20
-    assert len(waiting.result(0).token_ids) == 2
-
-
-@pytest.mark.usefixtures("slow")
-def test_undrain_ends_the_wait_and_takes_requests_again(bundle: Bundle) -> None:
-    engine = Engine(bundle, slots=1)
+    assert [len(each.result(0).token_ids) for each in (running, waiting)] == [20, 2]
+    engine.undrain()
     running = engine.submit([1], max_new_tokens=200, stop_token_ids=())
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(engine.drain)
-        while not engine._loop._refuses:
-            time.sleep(0.001)
-        engine.undrain()
+        wait_for(lambda: engine._loop._refuses)
+        engine.undrain()  # ends the wait, too
         waits.result(60)
     running.cancel()
     assert len(engine.generate([1], max_new_tokens=2, stop_token_ids=()).token_ids) == 2
@@ -660,20 +602,18 @@ def test_undrain_ends_the_wait_and_takes_requests_again(bundle: Bundle) -> None:
 class CollectingQueue(FairQueue[Any]):
     """A queue that is read while the garbage collector ends streams that nobody refers to."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for item in super().__iter__():
             yield item
             gc.collect()
 
 
-def test_the_garbage_collector_ends_streams_while_the_queue_is_gone_through(
-    one_slot: Engine, alone: list[Any]
-) -> None:
+def test_the_garbage_collector_ends_streams_while_the_queue_is_gone_through(one_slot, alone):
     one_slot._loop._queue = CollectingQueue()
     gc.freeze()  # collections are quick, because they look at what comes from here on
     with occupy(one_slot) as running:
         for _ in range(2):
-            cycle: list[Any] = [one_slot.stream([2], max_new_tokens=1)]
+            cycle = [one_slot.stream([2], max_new_tokens=1)]
             cycle.append(cycle)
             del cycle
         waiting = one_slot.submit(prompt_of(0), **options_of(0), client="other")
@@ -684,13 +624,11 @@ def test_the_garbage_collector_ends_streams_while_the_queue_is_gone_through(
     assert not one_slot.metrics().finished["error"]
 
 
-def test_an_engine_that_the_garbage_collector_ends_is_not_waited_for(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_the_garbage_collector_ends_is_not_waited_for(bundle, monkeypatch):
     """Whoever runs the collector may hold what the engine's thread wants: here a step cannot end."""
     original, goes_on = Batch.step, threading.Event()
 
-    def step(self: Batch, *arguments: Any) -> Any:
+    def step(self, *arguments):
         assert goes_on.wait(60)
         return original(self, *arguments)
 
@@ -698,8 +636,7 @@ def test_an_engine_that_the_garbage_collector_ends_is_not_waited_for(
     engine = Engine(bundle, slots=1)
     future = engine.submit([1], max_new_tokens=70, stop_token_ids=())
     thread = engine._loop._thread
-    assert isinstance(thread, threading.Thread)
-    cycle: list[Any] = [engine]
+    cycle = [engine]
     cycle.append(cycle)
     del cycle, engine
     gc.collect()
@@ -710,7 +647,7 @@ def test_an_engine_that_the_garbage_collector_ends_is_not_waited_for(
     assert not thread.is_alive()
 
 
-def test_a_bundle_without_a_decoder_has_no_tokens(bundle_dir: Path) -> None:
+def test_a_bundle_without_a_decoder_has_no_tokens(bundle_dir):
     engine = Engine(load(bundle_dir))
     with pytest.raises(UsageError, match="this bundle holds no decoder"):
         engine.submit([1])

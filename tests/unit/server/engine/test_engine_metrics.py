@@ -1,7 +1,5 @@
 """Metrics of an engine: a count that is lost or doubled, or a bucket that is off by one, misleads people."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -12,7 +10,6 @@ from tests.served import StandIn
 from tests.threads import in_threads
 
 from prejit.runtime.base.process_facts import host_memory_bytes
-from prejit.server.engine.engine_metrics import RequestMetrics
 from prejit.server.engine.histograms import Histogram
 from prejit.server.engine.request_recorder import ONE_RUN, Cost, RequestRecorder
 
@@ -49,7 +46,7 @@ def test_quantiles_are_linear_inside_a_bucket_and_have_an_answer_outside_of_all(
     assert (found.count, nothing.count) == (4, 0), "a snapshot does not change"
 
 
-def at_once() -> RequestMetrics:
+def at_once():
     recorder = RequestRecorder("call", "f", 16)
     recorder.began()
     recorder.ran_at_once("done", 0.2, 3, Cost(1), 0.2, waited_for_compile=True)
@@ -61,7 +58,7 @@ def at_once() -> RequestMetrics:
     return recorder.snapshot()
 
 
-def through_the_queue() -> RequestMetrics:
+def through_the_queue():
     recorder = RequestRecorder("call", "f", 16)
     for _ in range(3):
         recorder.submitted()
@@ -84,7 +81,7 @@ def test_a_call_in_its_callers_thread_counts_as_any_other():
 def test_counts_of_several_threads_are_not_lost():
     engine = StandIn()
 
-    def count(_: int) -> None:
+    def count(_):
         for _ in range(1000):
             engine.request()
 

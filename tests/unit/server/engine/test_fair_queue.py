@@ -1,7 +1,5 @@
 """The queue: priorities, fair shares, nothing lost, and nobody waits for more prompts than needed."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 
@@ -12,8 +10,8 @@ from hypothesis import strategies as st
 from prejit.server.engine.fair_queue import FairQueue, positions_between, positions_of_call
 
 
-def test_tokens_decide_and_not_the_number_of_requests() -> None:
-    queue: FairQueue[int] = FairQueue()
+def test_tokens_decide_and_not_the_number_of_requests():
+    queue = FairQueue()
     for number in range(100):
         queue.put(number, "long")
         queue.put(number, "short")
@@ -26,28 +24,28 @@ def test_tokens_decide_and_not_the_number_of_requests() -> None:
     assert served["short"] == pytest.approx(3 * served["long"], abs=3)
 
 
-def test_nobody_saves_up_shares_by_waiting() -> None:
-    queue: FairQueue[int] = FairQueue()
+def test_nobody_saves_up_shares_by_waiting():
+    queue = FairQueue()
+
+    def serve(count):
+        names = []
+        for _ in range(count):
+            names.append(queue.take()[0])
+            queue.charge(names[-1], 1000)
+        return names
+
     queue.put(0, "quiet")
-    name, _ = queue.take()
-    queue.end(name)  # it goes away, served nothing
+    queue.end(queue.take()[0])  # it goes away, served nothing
     for number in range(10):
         queue.put(number, "busy")
-    for _ in range(5):
-        name, _ = queue.take()
-        queue.charge(name, 1000)
+    serve(5)
     for number in range(10):
         queue.put(number, "quiet")
-    order = []
-    for _ in range(4):
-        name, _ = queue.take()
-        queue.charge(name, 1000)
-        order.append(name)
-    assert order.count("busy") == 2  # in turns from now on: what it did not use before is gone
+    assert serve(4).count("busy") == 2  # in turns from now on: what it did not use before is gone
 
 
-def test_a_client_with_many_requests_makes_room_for_one_with_fewer() -> None:
-    queue: FairQueue[str] = FairQueue()
+def test_a_client_with_many_requests_makes_room_for_one_with_fewer():
+    queue = FairQueue()
     for client, count in (("flood", 5), ("some", 3), ("few", 1)):
         for number in range(count):
             queue.put(f"{client}{number}", client, priority=number == 1)
@@ -60,8 +58,8 @@ def test_a_client_with_many_requests_makes_room_for_one_with_fewer() -> None:
 
 
 @given(st.lists(st.sampled_from("aaaaabbc"), max_size=60), st.integers(1, 12))
-def test_a_client_with_its_share_of_the_room_loses_nothing(clients: list[str], room: int) -> None:
-    queue: FairQueue[tuple[str, int]] = FairQueue()
+def test_a_client_with_its_share_of_the_room_loses_nothing(clients, room):
+    queue = FairQueue()
     for number, client in enumerate(clients):
         before = queue.count(client)
         if len(queue) < room:
@@ -74,8 +72,8 @@ def test_a_client_with_its_share_of_the_room_loses_nothing(clients: list[str], r
         assert len(queue) <= room
 
 
-def test_a_client_runs_no_more_than_it_may_and_the_others_go_on() -> None:
-    queue: FairQueue[int] = FairQueue()
+def test_a_client_runs_no_more_than_it_may_and_the_others_go_on():
+    queue = FairQueue()
     for number in range(4):
         queue.put(number, "limited", most_running=2)
     queue.put(9, "other", priority=1)
@@ -86,8 +84,8 @@ def test_a_client_runs_no_more_than_it_may_and_the_others_go_on() -> None:
     assert queue.take() == ("limited", 2)
 
 
-def test_clients_without_requests_do_not_pile_up() -> None:
-    queue: FairQueue[int] = FairQueue()
+def test_clients_without_requests_do_not_pile_up():
+    queue = FairQueue()
     for number in range(3000):
         queue.put(number, f"client {number}")
         name, _ = queue.take()
@@ -104,9 +102,9 @@ def test_clients_without_requests_do_not_pile_up() -> None:
         )
     )
 )
-def test_every_request_comes_out_once_and_those_of_a_client_in_order(actions: list[tuple]) -> None:
-    queue: FairQueue[int] = FairQueue()
-    waiting: dict[int, tuple[str, int]] = {}
+def test_every_request_comes_out_once_and_those_of_a_client_in_order(actions):
+    queue = FairQueue()
+    waiting = {}
     count = 0
     for action in actions:
         if action[0] == "put":
@@ -155,7 +153,7 @@ EVERYTHING = sys.maxsize
     ],
 )
 def test_so_many_positions_of_prompts_come_before_a_decode_step(
-    waiting: dict[str, int], running: dict[str, int], positions: int, of_call: int
-) -> None:
+    waiting, running, positions, of_call
+):
     assert positions_between(64, waiting, running) == positions
     assert positions_of_call(64, positions) == of_call

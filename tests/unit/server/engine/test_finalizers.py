@@ -1,14 +1,8 @@
 """A finalizer must not wait for a lock that its own thread holds."""
 
-from __future__ import annotations
-
 import gc
 import textwrap
 import threading
-from collections.abc import Callable
-from typing import Any
-
-import pytest
 
 from prejit.server.engine.finalizers import when_dropped
 
@@ -16,15 +10,15 @@ from prejit.server.engine.finalizers import when_dropped
 class Owner:
     """Something that a cycle keeps until the garbage collector runs."""
 
-    def __init__(self, call: Callable[[], object]) -> None:
-        self.itself: Any = self
+    def __init__(self, call):
+        self.itself = self
         when_dropped(self, call)
 
 
-def test_a_finalizer_does_not_wait_for_the_lock_of_its_own_thread() -> None:
+def test_a_finalizer_does_not_wait_for_the_lock_of_its_own_thread():
     lock, done = threading.Lock(), threading.Event()
 
-    def call() -> None:
+    def call():
         with lock:
             done.set()
 
@@ -35,10 +29,10 @@ def test_a_finalizer_does_not_wait_for_the_lock_of_its_own_thread() -> None:
     assert done.wait(60)
 
 
-def test_one_that_fails_does_not_stop_the_next(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_fails_does_not_stop_the_next(capsys):
     done = threading.Event()
 
-    def fails() -> None:
+    def fails():
         raise ValueError("cannot close")
 
     Owner(fails)
@@ -49,7 +43,7 @@ def test_one_that_fails_does_not_stop_the_next(capsys: pytest.CaptureFixture[str
     assert "ValueError: cannot close" in capsys.readouterr().err
 
 
-def test_what_is_being_freed_at_exit_is_freed_first(run_python: Callable[..., Any]) -> None:
+def test_what_is_being_freed_at_exit_is_freed_first(run_python):
     """The interpreter would stop the thread in the middle of it."""
     code = """
         import time

@@ -1,25 +1,22 @@
 """Lanes: jobs of several callers share runs, and what goes wrong with one of them stays with its caller."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
-from typing import Any
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.threads import in_threads
+from tests.waiting import wait_for
 
 from prejit.runtime import ClosedError, DeadlineError, QueueFullError, UsageError
 from prejit.server.engine import microbatch
-from prejit.server.engine.engine_metrics import RequestMetrics
 from prejit.server.engine.fair_queue import NO_LIMITS, Limits
 from prejit.server.engine.microbatch import Lane
 from prejit.server.engine.request_recorder import Cost, RequestRecorder
-from prejit.server.engine.shared_jobs import Ran, Share, SharedJob, deadline_after
+from prejit.server.engine.shared_jobs import Ran, SharedJob, deadline_after
 
 MOST = 8
 PATIENCE = 30.0
@@ -29,15 +26,15 @@ class Program:
     """Doubles rows, of which -1 cannot be doubled; records each run, waits for `go`, and
     takes some seconds."""
 
-    def __init__(self) -> None:
-        self.runs: list[list[int]] = []
-        self.rows: set[int] = set()
+    def __init__(self):
+        self.runs = []
+        self.rows = set()
         self.began = threading.Semaphore(0)
         self.go = threading.Event()
         self.go.set()
         self.seconds = 0.0
 
-    def __call__(self, shares: Sequence[Share[np.ndarray[Any, Any]]]) -> Ran:
+    def __call__(self, shares):
         self.began.release()
         assert self.go.wait(PATIENCE)
         time.sleep(self.seconds)
@@ -48,7 +45,7 @@ class Program:
             raise ValueError("no row may be -1")
         return Ran([each * 2 for each in rows], Cost(MOST - sum(map(len, rows))))
 
-    def hold(self, lane: Lane[Any]) -> Future[Any]:
+    def hold(self, lane):
         """Begin a run that does not end before `go` is set."""
         self.go.clear()
         holding = submit(lane, [0])
@@ -56,21 +53,19 @@ class Program:
         return holding
 
 
-def job(rows: Sequence[int], timeout: float | None = None, key: object = None) -> SharedJob[Any]:
+def job(rows, timeout=None, key=None):
     return SharedJob(np.array(rows), len(rows), MOST, key, np.concatenate, deadline_after(timeout))
 
 
-def lane_of(run: Callable[[Sequence[Share[Any]]], Ran], queue: int = 16) -> Lane[Any]:
+def lane_of(run, queue=16):
     return Lane("double", run, queue=queue, recorder=RequestRecorder("call", "double", queue))
 
 
-def metrics(lane: Lane[Any]) -> RequestMetrics:
+def metrics(lane):
     return lane._recorder.snapshot()
 
 
-def submit(
-    lane: Lane[Any], rows: Sequence[int], client: str = "", limits: Limits = NO_LIMITS, **how: Any
-) -> Future[Any]:
+def submit(lane, rows, client="", limits=NO_LIMITS, **how):
     made = job(rows, **how)
     made.client, made.limits = client, limits
     lane.submit(made)
@@ -78,19 +73,19 @@ def submit(
 
 
 @pytest.fixture
-def program() -> Program:
+def program():
     return Program()
 
 
 @pytest.fixture
-def lane(program: Program) -> Iterator[Lane[Any]]:
+def lane(program):
     lane = lane_of(program)
     yield lane
     program.go.set()
     lane.close()
 
 
-def test_a_call_of_more_rows_than_the_bucket_takes_turns(lane: Lane[Any], program: Program) -> None:
+def test_a_call_of_more_rows_than_the_bucket_takes_turns(lane, program):
     holding = program.hold(lane)
     long = submit(lane, range(20))
     short = submit(lane, [100, 200])
@@ -102,14 +97,14 @@ def test_a_call_of_more_rows_than_the_bucket_takes_turns(lane: Lane[Any], progra
     assert program.runs == [[1], [8], [2, 6], [6]]
 
 
-def test_the_rest_of_a_call_that_failed_does_not_run(lane: Lane[Any], program: Program) -> None:
+def test_the_rest_of_a_call_that_failed_does_not_run(lane, program):
     with pytest.raises(ValueError, match="no row"):
         submit(lane, [-1] * 30).result(PATIENCE)
     assert submit(lane, [5]).result(PATIENCE).tolist() == [10]
     assert program.runs == [[8], [1]]
 
 
-def test_a_result_that_comes_too_late_is_none(lane: Lane[Any], program: Program) -> None:
+def test_a_result_that_comes_too_late_is_none(lane, program):
     program.go.clear()
     late = job([1], timeout=PATIENCE)
     lane.submit(late)
@@ -120,9 +115,7 @@ def test_a_result_that_comes_too_late_is_none(lane: Lane[Any], program: Program)
         late.future.result(PATIENCE)
 
 
-def test_a_caller_who_waits_gets_the_deadline_while_the_program_runs(
-    lane: Lane[Any], program: Program
-) -> None:
+def test_a_caller_who_waits_gets_the_deadline_while_the_program_runs(lane, program):
     program.go.clear()
     with pytest.raises(DeadlineError):
         lane.result(job([1], timeout=0.05))
@@ -130,14 +123,12 @@ def test_a_caller_who_waits_gets_the_deadline_while_the_program_runs(
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), "1", True])
-def test_a_timeout_that_is_no_time(timeout: Any) -> None:
+def test_a_timeout_that_is_no_time(timeout):
     with pytest.raises(UsageError, match="timeout: expected"):
         deadline_after(timeout)
 
 
-def test_who_floods_a_full_queue_gets_the_refusals_and_learns_how_long_to_wait(
-    program: Program,
-) -> None:
+def test_who_floods_a_full_queue_gets_the_refusals_and_learns_how_long_to_wait(program):
     lane = lane_of(program, queue=4)
     program.hold(lane)
     flood = [submit(lane, [1], client="flood") for _ in range(4)]
@@ -158,18 +149,24 @@ def test_who_floods_a_full_queue_gets_the_refusals_and_learns_how_long_to_wait(
     lane.close()
 
 
-def test_callers_who_shared_a_run_share_the_next(
-    lane: Lane[Any], program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(microbatch, "_PATIENCE", 1000 * PATIENCE)
-    program.seconds = 0.001
+def share_a_run(lane, program):
     program.hold(lane)
     first = [submit(lane, [number]) for number in range(3)]
     program.go.set()
     for future in first:
         future.result(PATIENCE)
+
+
+def is_idle(lane):
     with lane.alone(1) as ran:
-        assert ran is None  # it would run alone while the others wait
+        return ran is not None
+
+
+def test_callers_who_shared_a_run_share_the_next(lane, program, monkeypatch):
+    monkeypatch.setattr(microbatch, "_PATIENCE", 1000 * PATIENCE)
+    program.seconds = 0.001
+    share_a_run(lane, program)
+    assert not is_idle(lane)  # a call would run alone while the others wait
     again = [submit(lane, [number]) for number in range(3)]
     for future in again:
         future.result(PATIENCE)  # nobody else is expected
@@ -177,36 +174,21 @@ def test_callers_who_shared_a_run_share_the_next(
     assert program.runs == [[1], [1] * 3, [1] * 3, [MOST]]
 
 
-def test_a_caller_whose_company_is_gone_waits_no_longer(
-    lane: Lane[Any], program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_caller_whose_company_is_gone_waits_no_longer(lane, program, monkeypatch):
     monkeypatch.setattr(microbatch, "_PATIENCE", 0.1)
     program.seconds = 0.01
-    program.hold(lane)
-    first = [submit(lane, [number]) for number in range(3)]
-    program.go.set()
-    for future in first:
-        future.result(PATIENCE)
+    share_a_run(lane, program)
     assert submit(lane, [3]).result(PATIENCE).tolist() == [6]
-
-    def is_idle() -> bool:
-        with lane.alone(1) as ran:
-            return ran is not None
-
-    until = time.monotonic() + PATIENCE
-    while not is_idle():  # the result comes just before the end of the run
-        assert time.monotonic() < until
+    wait_for(lambda: is_idle(lane))  # the result comes just before the end of the run
 
 
-def test_calls_shorter_than_a_handover_do_not_wait_for_each_other(lane: Lane[Any]) -> None:
-    def short() -> bool:
+def test_calls_shorter_than_a_handover_do_not_wait_for_each_other(lane):
+    def short():
         with lane.alone(1) as outer, lane.alone(1) as inner:
             return outer is not None and inner is not None
 
     assert not short()  # the duration is not known yet
-    until = time.monotonic() + PATIENCE
-    while not short():
-        assert time.monotonic() < until
+    wait_for(short)
     with lane.alone(1) as ran:
         assert ran is not None
         assert submit(lane, [4]).result(PATIENCE).tolist() == [8]  # nor does a future wait
@@ -214,7 +196,7 @@ def test_calls_shorter_than_a_handover_do_not_wait_for_each_other(lane: Lane[Any
     assert lane.drain(deadline_after(PATIENCE))
 
 
-def test_a_caller_runs_an_idle_program_itself(lane: Lane[Any], program: Program) -> None:
+def test_a_caller_runs_an_idle_program_itself(lane, program):
     with lane.alone(3) as ran:
         assert ran is not None
         ran.cost = Cost(5)
@@ -228,14 +210,14 @@ def test_a_caller_runs_an_idle_program_itself(lane: Lane[Any], program: Program)
     assert (found.succeeded, found.rows, found.runs, found.padded_rows) == (2, 4, 2, 5 + 7)
 
 
-def test_a_program_is_idle_again_after_an_error_of_a_caller(lane: Lane[Any]) -> None:
+def test_a_program_is_idle_again_after_an_error_of_a_caller(lane):
     with pytest.raises(KeyError), lane.alone(1):
         raise KeyError
     assert submit(lane, [4]).result(PATIENCE).tolist() == [8]
     assert (metrics(lane).succeeded, metrics(lane).finished["error"]) == (1, 1)
 
 
-def test_close_fails_what_waits_and_ends_the_thread(lane: Lane[Any], program: Program) -> None:
+def test_close_fails_what_waits_and_ends_the_thread(lane, program):
     running = program.hold(lane)
     waiting = submit(lane, [1])
     closing = threading.Thread(target=lane.close)
@@ -254,7 +236,7 @@ def test_close_fails_what_waits_and_ends_the_thread(lane: Lane[Any], program: Pr
     assert not any(each.name == "prejit-microbatch" for each in threading.enumerate())
 
 
-def test_drain_waits_for_what_waits_and_runs(lane: Lane[Any], program: Program) -> None:
+def test_drain_waits_for_what_waits_and_runs(lane, program):
     program.hold(lane)
     waiting = submit(lane, [1])
     assert not lane.drain(deadline_after(0.01))
@@ -265,10 +247,10 @@ def test_drain_waits_for_what_waits_and_runs(lane: Lane[Any], program: Program) 
     assert waiting.result(0).tolist() == [2]
 
 
-def test_a_callback_may_submit(lane: Lane[Any], program: Program) -> None:
+def test_a_callback_may_submit(lane, program):
     program.hold(lane)
     late = submit(lane, [1], timeout=0.01)
-    more: list[Future[Any]] = []
+    more = []
     late.add_done_callback(lambda _: more.append(submit(lane, [7])))
     time.sleep(0.02)
     program.go.set()
@@ -278,22 +260,13 @@ def test_a_callback_may_submit(lane: Lane[Any], program: Program) -> None:
     assert program.runs == [[1], [1]], "the late one does not run"
 
 
-def test_sixteen_threads_get_their_own_rows(lane: Lane[Any], program: Program) -> None:
-    wrong: list[Any] = []
-
-    def call(number: int) -> None:
+def test_sixteen_threads_get_their_own_rows(lane, program):
+    def call(number):
         for turn in range(50):
             rows = np.arange(turn % 11 + 1) + 1000 * number + turn
-            found = lane.result(job(rows.tolist()))
-            if found.tolist() != (2 * rows).tolist():
-                wrong.append((number, turn, found))
+            assert lane.result(job(rows)).tolist() == (2 * rows).tolist(), (number, turn)
 
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    in_threads(16, call)
     found = metrics(lane)
     rows = sum(turn % 11 + 1 for turn in range(50))
     assert (found.succeeded, found.rows) == (16 * 50, 16 * rows)
@@ -304,12 +277,12 @@ def test_sixteen_threads_get_their_own_rows(lane: Lane[Any], program: Program) -
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 3 * MOST), min_size=1, max_size=16))
-def test_any_mix_of_row_counts_equals_single_calls(counts: list[int]) -> None:
+def test_any_mix_of_row_counts_equals_single_calls(counts):
     program = Program()
     lane = lane_of(program)
     program.go.clear()
     each = [np.arange(count) + 100 * place for place, count in enumerate(counts)]
-    futures = [submit(lane, rows.tolist()) for rows in each]
+    futures = [submit(lane, rows) for rows in each]
     program.go.set()
     for rows, future in zip(each, futures, strict=True):
         assert future.result(PATIENCE).tolist() == (2 * rows).tolist()
@@ -318,7 +291,7 @@ def test_any_mix_of_row_counts_equals_single_calls(counts: list[int]) -> None:
     assert sum(map(sum, program.runs)) == sum(counts)
 
 
-def test_every_end_of_a_call_is_counted_once(program: Program) -> None:
+def test_every_end_of_a_call_is_counted_once(program):
     lane = lane_of(program, queue=5)
     running = program.hold(lane)
     cancelled, wrong, good = submit(lane, [1]), submit(lane, [-1]), submit(lane, [3])
@@ -353,11 +326,11 @@ def test_every_end_of_a_call_is_counted_once(program: Program) -> None:
     lane.close()
 
 
-def test_clients_get_fair_shares_of_rows(lane: Lane[Any], program: Program) -> None:
+def test_clients_get_fair_shares_of_rows(lane, program):
     program.hold(lane)
     flood = [submit(lane, range(MOST), client="flood") for _ in range(5)]
     other = submit(lane, [7], client="other")
-    ended: list[str] = []
+    ended = []
     for name, future in (*(("flood", each) for each in flood), ("other", other)):
         future.add_done_callback(lambda _, name=name: ended.append(name))
     program.go.set()
@@ -366,7 +339,7 @@ def test_clients_get_fair_shares_of_rows(lane: Lane[Any], program: Program) -> N
     assert ended.index("other") <= 1
 
 
-def test_a_client_has_no_more_calls_than_it_may(lane: Lane[Any], program: Program) -> None:
+def test_a_client_has_no_more_calls_than_it_may(lane, program):
     program.hold(lane)
     limits = Limits(waiting=3, running=1)
     futures = [submit(lane, [number], client="few", limits=limits) for number in range(3)]
@@ -384,7 +357,7 @@ def test_a_client_has_no_more_calls_than_it_may(lane: Lane[Any], program: Progra
     program.go.set()
 
 
-def test_shares_by_client_keep_keys_apart(lane: Lane[Any], program: Program) -> None:
+def test_shares_by_client_keep_keys_apart(lane, program):
     program.hold(lane)
     futures = [
         submit(lane, [number], key=number % 2, client=f"client {number % 3}") for number in range(6)

@@ -1,12 +1,6 @@
 """Calls of a real bundle's programs that share runs: every caller gets what `Bundle.call` gives."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +8,7 @@ import numpy as np
 import pytest
 
 from prejit.compiler import Program, build
-from prejit.runtime import Bundle, ClosedError, UsageError, load
+from prejit.runtime import ClosedError, UsageError, load
 from prejit.server.engine.microbatch_calls import Calling
 from prejit.server.engine.request_recorder import Recorder
 from prejit.server.engine.sleeper import Sleeper
@@ -23,45 +17,40 @@ PATIENCE = 30.0
 BUCKETS = {"batch": (1, 4, 8)}
 
 
-def rows(params: Any, x: Any) -> Any:
+def rows(params, x):
     return {"y": jnp.tanh(x @ params), "first": (x[:, 0], None)}
 
 
-def scaled(x: Any, scale: Any) -> Any:
+def scaled(x, scale):
     return x * scale
 
 
-def masked_mean(x: Any, valid: Any) -> Any:
+def masked_mean(x, valid):
     return x - jnp.sum(x * valid[:, None], 0) / jnp.sum(valid)
 
 
-def powered(x: Any, power: int) -> Any:
+def powered(x, power):
     return x**power
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
+def path(tmp_path_factory, build_cache):
     params = np.random.default_rng(0).standard_normal((8, 16)).astype("f")
-    x, pad = "float32[{batch}, 8]", ["batch"]
-    how: Any = {"buckets": BUCKETS, "pad": pad}
-    both = {"batch": (4,), "length": (4, 16)}
+    x, batch = "float32[{batch}, 8]", {"buckets": BUCKETS, "pad": ["batch"]}
+    texts = {"buckets": {"batch": (4,), "length": (4, 16)}, "pad": ["batch", "length"]}
+    masked = {"args": {"x": x, "valid": "bool[{batch}]"}, "mask": "valid"}
     programs = [
-        Program("rows", fn=rows, args={"x": x}, params=params, **how),
-        Program("scaled", fn=scaled, args=[x, "float32[]"], **how),
-        Program("total", fn=lambda x: x.sum(), args=[x], **how),
+        Program("rows", rows, {"x": x}, params=params, **batch),
+        Program("scaled", scaled, [x, "float32[]"], **batch),
+        Program("total", lambda x: x.sum(), [x], **batch),
+        Program("masked", masked_mean, **masked, **batch),
+        Program("powered", powered, [x], static={"power": (2, 3)}, **batch),
+        Program("last", lambda x: x + 1, ["float32[3, {batch}]"], **batch),
+        Program("donated", lambda x: x + 1, [x], donate=[0], **batch),
+        Program("fixed", lambda x: x + 1, [x], buckets=BUCKETS),
         Program(
-            "masked", fn=masked_mean, args={"x": x, "valid": "bool[{batch}]"}, mask="valid", **how
-        ),
-        Program("powered", fn=powered, args=[x], static={"power": (2, 3)}, **how),
-        Program("last", fn=lambda x: x + 1, args=["float32[3, {batch}]"], **how),
-        Program("donated", fn=lambda x: x + 1, args=[x], donate=[0], **how),
-        Program("fixed", fn=lambda x: x + 1, args=[x], buckets=BUCKETS),
-        Program(
-            "texts",
-            fn=lambda x: (jnp.cumsum(x, 1), x.sum(1)),
-            args=["float32[{batch}, {length}]"],
-            buckets=both,
-            pad=["batch", "length"],
+            *("texts", lambda x: (jnp.cumsum(x, 1), x.sum(1)), ["float32[{batch}, {length}]"]),
+            **texts,
         ),
     ]
     output = tmp_path_factory.mktemp("shared")
@@ -69,12 +58,12 @@ def path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bundle(path: Path) -> Bundle:
+def bundle(path):
     return load(path, on_mismatch="error")
 
 
 @pytest.fixture
-def calling(bundle: Bundle) -> Iterator[Calling]:
+def calling(bundle):
     recorder = Recorder(1, 64)
     calling = Calling(
         bundle.user_programs,
@@ -87,17 +76,16 @@ def calling(bundle: Bundle) -> Iterator[Calling]:
     calling.close()
 
 
-def counts(calling: Calling, name: str) -> tuple[int, int, int, int]:
-    """The calls, rows, padded rows and runs of a program."""
+def counts(calling, name):
     found = calling._recorder(name).snapshot()
     return found.succeeded, found.rows, found.padded_rows, found.runs
 
 
-def x_of(count: int, seed: int = 0) -> Any:
+def x_of(count, seed=0):
     return np.random.default_rng(seed).standard_normal((count, 8)).astype("f")
 
 
-def equal(found: Any, expected: Any) -> None:
+def equal(found, expected):
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert type(one) is type(other)
@@ -108,43 +96,43 @@ def equal(found: Any, expected: Any) -> None:
 class Together:
     """Submits calls that find the program running, so that they share runs."""
 
-    def __init__(self, calling: Calling, name: str) -> None:
+    def __init__(self, calling, name):
         self._calling, self._name = calling, name
-        self._futures: list[Future[Any]] = []
+        self._futures = []
 
-    def __enter__(self) -> Together:
+    def __enter__(self):
         self._alone = self._calling._lane(self._name).alone(0)
         assert self._alone.__enter__() is not None
         return self
 
-    def call(self, *args: Any, **kwargs: Any) -> None:
+    def call(self, *args, **kwargs):
         self._futures.append(self._calling.submit(self._name, args, kwargs))
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error):
         self._alone.__exit__(None, None, None)
 
-    def results(self) -> list[Any]:
+    def results(self):
         return [future.result(PATIENCE) for future in self._futures]
 
-    def counts(self) -> tuple[int, int, int, int]:
-        """The calls, rows, padded rows and runs of these calls, without the one that occupied the program."""
+    def counts(self):
         calls, rows, padded_rows, runs = counts(self._calling, self._name)
         return calls - 1, rows, padded_rows, runs - 1
 
 
-def test_callers_share_a_run_and_get_their_own_rows(bundle: Bundle, calling: Calling) -> None:
+def test_callers_share_a_run_and_get_their_own_rows(bundle, calling):
+    given = [x_of(count, seed) for seed, count in enumerate((1, 2, 3, 1))]
     with Together(calling, "rows") as together:
-        for seed, count in enumerate((1, 2, 3, 1)):
-            together.call(x=x_of(count, seed))
-    whole = bundle.call("rows", x=np.concatenate([x_of(n, s) for s, n in enumerate((1, 2, 3, 1))]))
-    first = 0
-    for count, found in zip((1, 2, 3, 1), together.results(), strict=True):
-        equal(found, jax.tree.map(lambda array: array[first : first + count], whole))  # noqa: B023
-        first += count
+        for x in given:
+            together.call(x=x)
+    whole, first = bundle.call("rows", x=np.concatenate(given)), 0
+    for x, found in zip(given, together.results(), strict=True):
+        own = slice(first, first + len(x))
+        equal(found, jax.tree.map(lambda array, own=own: array[own], whole))
+        first += len(x)
     assert together.counts() == (4, 7, 1, 1)
 
 
-def test_a_lone_call_runs_in_its_own_thread(bundle: Bundle, calling: Calling) -> None:
+def test_a_lone_call_runs_in_its_own_thread(bundle, calling):
     before = threading.active_count()
     for count in (1, 3, 8):
         equal(calling.call("rows", (), {"x": x_of(count)}), bundle.call("rows", x=x_of(count)))
@@ -153,14 +141,14 @@ def test_a_lone_call_runs_in_its_own_thread(bundle: Bundle, calling: Calling) ->
 
 
 @pytest.mark.parametrize("count", [9, 16, 21])
-def test_more_rows_than_the_largest_bucket(bundle: Bundle, calling: Calling, count: int) -> None:
+def test_more_rows_than_the_largest_bucket(bundle, calling, count):
     found = calling.call("rows", (), {"x": x_of(count)})
     parts = [bundle.call("rows", x=x_of(count)[at : at + 8]) for at in range(0, count, 8)]
     equal(found, jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts))
     assert counts(calling, "rows")[3] == len(parts)
 
 
-def test_results_belong_to_their_caller(calling: Calling) -> None:
+def test_results_belong_to_their_caller(calling):
     with Together(calling, "rows") as together:
         together.call(x=x_of(1, 1))
         together.call(x=x_of(1, 2))
@@ -174,7 +162,7 @@ def test_results_belong_to_their_caller(calling: Calling) -> None:
     np.testing.assert_array_equal(of_jax["y"], kept)
 
 
-def test_arguments_may_change_after_submit(bundle: Bundle, calling: Calling) -> None:
+def test_arguments_may_change_after_submit(bundle, calling):
     x = x_of(2)
     expected = bundle.call("rows", x=x)
     donated = bundle.call("donated", x_of(4))
@@ -187,7 +175,7 @@ def test_arguments_may_change_after_submit(bundle: Bundle, calling: Calling) -> 
     equal(others.results()[0], donated)
 
 
-def texts_of(*lengths: int) -> list[Any]:
+def texts_of(*lengths):
     return [np.random.default_rng(n).random((1, n), "f") for n in lengths]
 
 
@@ -210,9 +198,7 @@ THREE = [x_of(4, seed) for seed in range(3)]
         ("fixed", [((x,), {}) for x in THREE], (3, 0, 0, 3)),
     ],
 )
-def test_calls_share_runs_where_they_may(
-    bundle: Bundle, calling: Calling, name: str, given: list[Any], expected: tuple[int, ...]
-) -> None:
+def test_calls_share_runs_where_they_may(bundle, calling, name, given, expected):
     with Together(calling, name) as together:
         for args, kwargs in given:
             together.call(*args, **kwargs)
@@ -232,9 +218,7 @@ def test_calls_share_runs_where_they_may(
         ("fixed", (np.ones((2, 8), "f"),), {}),
     ],
 )
-def test_a_wrong_call_fails_at_once_as_in_bundle_call(
-    bundle: Bundle, calling: Calling, name: str, args: Any, kwargs: Any
-) -> None:
+def test_a_wrong_call_fails_at_once_as_in_bundle_call(bundle, calling, name, args, kwargs):
     with pytest.raises(UsageError) as expected:
         bundle.call(name, *args, **kwargs)
     for way in (calling.submit, calling.call):
@@ -243,7 +227,7 @@ def test_a_wrong_call_fails_at_once_as_in_bundle_call(
         assert str(found.value) == str(expected.value)
 
 
-def test_after_close_no_program_takes_calls(calling: Calling) -> None:
+def test_after_close_no_program_takes_calls(calling):
     calling.call("rows", (), {"x": x_of(1)})
     assert calling.drain(None)
     with pytest.raises(ClosedError, match="takes no more calls"):
@@ -273,9 +257,7 @@ print("end")
 """
 
 
-def test_a_process_that_does_not_close_its_engine_ends_by_itself(
-    path: Path, run_python: Callable[..., Any]
-) -> None:
+def test_a_process_that_does_not_close_its_engine_ends_by_itself(path, run_python):
     ran = run_python(EXIT, path, timeout=60)
     assert ran.stdout == "end\n"
     assert "Traceback" not in ran.stderr

@@ -1,7 +1,5 @@
 """A web page that reaches a server of this machine must not use it, by its own name or by another's."""
 
-from __future__ import annotations
-
 import pytest
 
 from prejit.server.gate.http_errors import ApiError
@@ -10,7 +8,7 @@ from prejit.server.gate.origins import Origins
 OWN = Origins("127.0.0.1", ("https://app.example",), "give --cors")
 
 
-def check(origins: Origins, method: str, **headers: str) -> str:
+def check(origins, method, **headers):
     """The code of the refusal; empty: there is none."""
     try:
         origins.check(method, {k.encode(): v.encode() for k, v in headers.items()})
@@ -27,16 +25,12 @@ def check(origins: Origins, method: str, **headers: str) -> str:
         *(("127.0.0.1:8000", True), ("[::1]:8000", True), ("10.1.2.3:8000", True)),
         *(("me.localhost:1", True), ("app.example", True)),
         *(("evil.example", False), ("evil.example:8000", False), ("localhost.evil.example", False)),
-        *(
-            ("notlocalhost", False),
-            ("127.0.0.1.evil.example", False),
-            ("localhost@evil.example", False),
-        ),
-        *(("[evil", False), ("\xff", False)),
+        *(("notlocalhost", False), ("127.0.0.1.evil.example", False), ("[evil", False)),
+        *(("localhost@evil.example", False), ("\xff", False)),
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_a_foreign_host_is_refused(host: str, passes: bool, method: str) -> None:
+def test_a_foreign_host_is_refused(host, passes, method):
     assert check(OWN, method, host=host) == ("" if passes else "foreign_host")
 
 
@@ -49,13 +43,13 @@ def test_a_foreign_host_is_refused(host: str, passes: bool, method: str) -> None
         *(("http://localhost.evil.example", False), ("file://", False), ("http://[", False)),
     ],
 )
-def test_a_foreign_page_changes_nothing(origin: str, passes: bool) -> None:
+def test_a_foreign_page_changes_nothing(origin, passes):
     asked = {"host": "127.0.0.1:8000", "origin": origin}
     assert check(OWN, "POST", **asked) == ("" if passes else "foreign_origin")
     assert check(OWN, "GET", **asked) == ""
 
 
-def test_a_page_of_the_server_itself_may_use_it() -> None:
+def test_a_page_of_the_server_itself_may_use_it():
     named = Origins("box.lan")
     page = {"host": "box.lan:9000", "origin": "http://box.lan:9000"}
     assert check(named, "POST", **page) == ""
@@ -65,5 +59,5 @@ def test_a_page_of_the_server_itself_may_use_it() -> None:
     assert check(named, "POST") == ""  # no browser leaves Host out
 
 
-def test_all_origins_are_all() -> None:
+def test_all_origins_are_all():
     assert check(Origins("127.0.0.1", ("*",)), "POST", host="a.example", origin="null") == ""

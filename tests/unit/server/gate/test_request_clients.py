@@ -1,18 +1,12 @@
 """One key gets no more than its share and learns nothing of others; who goes ends what it waits for."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from starlette.requests import ClientDisconnect
-from starlette.types import Message
-from tests.unit.server.running import Running, running
+from tests.unit.server.running import running
 
 from prejit.runtime import load
 from prejit.server.engine.engine import Engine
@@ -31,7 +25,7 @@ metered: sk-metered tokens_per_minute=60
 
 
 @pytest.fixture(scope="module")
-def served(wide_dir: Path) -> Iterator[Served]:
+def served(wide_dir):
     bundle = load(wide_dir, on_mismatch="error")
     engine = Engine(bundle, slots=2, queue=4)
     yield Served("m", bundle, engine, 1_700_000_000)
@@ -39,21 +33,20 @@ def served(wide_dir: Path) -> Iterator[Served]:
 
 
 @pytest.fixture
-def server(served: Served, tmp_path: Path) -> Iterator[Running]:
+def server(served, tmp_path):
     (tmp_path / "keys.txt").write_text(KEYS)
     keys = Keys(tmp_path / "keys.txt")
     with running(Models(served), Settings(keys=keys)) as found:
         yield found
 
 
-def ask(server: Running, key: str, **fields: Any) -> httpx.Response:
-    """Ask for a completion."""
+def ask(server, key, **fields):
     body = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 2, "temperature": 0, **fields}
     headers = {"Authorization": f"Bearer sk-{key:-<7}"}
     return httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
 
 
-def test_a_key_has_no_priority_outside_of_its_range(server: Running, served: Served) -> None:
+def test_a_key_has_no_priority_outside_of_its_range(server, served):
     for key, given, status in (
         *(("other-0", -1, 400), ("other-0", -2_000_000_000, 400), ("other-0", 5, 200)),
         *(("urgent-", -5, 200), ("urgent-", 6, 400), ("late-00", 0, 400), ("late-00", None, 200)),
@@ -68,7 +61,7 @@ def test_a_key_has_no_priority_outside_of_its_range(server: Running, served: Ser
         assert [ask(server, "", priority=given).status_code for given in (-1, 1)] == [400, 200]
 
 
-def test_a_key_waits_when_its_tokens_are_used(server: Running) -> None:
+def test_a_key_waits_when_its_tokens_are_used(server):
     fields = {"max_tokens": 60, "ignore_eos": True}
     # Nobody knew how long it would be.
     assert ask(server, "metered", **fields).status_code == 200
@@ -79,14 +72,14 @@ def test_a_key_waits_when_its_tokens_are_used(server: Running) -> None:
     assert ask(server, "other-0").status_code == 200
 
 
-def test_a_key_has_no_more_waiting_requests_than_it_may(server: Running) -> None:
+def test_a_key_has_no_more_waiting_requests_than_it_may(server):
     refused = ask(server, "few-000", n=4)
     assert refused.status_code == 400  # 429 would say that it may be tried again
     assert "requests of this key may wait" in refused.json()["error"]["message"]
 
 
-def test_a_prompt_of_another_key_is_not_found(server: Running) -> None:
-    def cached(key: str) -> int:
+def test_a_prompt_of_another_key_is_not_found(server):
+    def cached(key):
         usage = ask(server, key, prompt=list(range(5, 45))).json()["usage"]
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
@@ -95,16 +88,16 @@ def test_a_prompt_of_another_key_is_not_found(server: Running) -> None:
     assert cached("urgent-") == 0
 
 
-async def gone() -> Message:
+async def gone():
     await asyncio.sleep(0)
     return {"type": "http.disconnect"}
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_several_values_that_nobody_waits_for_any_more_are_no_news(count: int) -> None:
-    reported: list[dict[str, Any]] = []
+def test_several_values_that_nobody_waits_for_any_more_are_no_news(count):
+    reported = []
 
-    async def leave() -> None:
+    async def leave():
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: reported.append(context))
         wanted = [loop.create_future() for _ in range(count)]

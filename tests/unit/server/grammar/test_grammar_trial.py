@@ -1,35 +1,25 @@
 """Grammars of strangers: none of them hangs, fills or ends the process that serves."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import UsageError
 from prejit.server.grammar import grammars as module
-from prejit.server.grammar.grammar_sources import (
-    GrammarSource,
-    lark_source,
-    regex_source,
-    schema_source,
-)
+from prejit.server.grammar.grammar_sources import lark_source, regex_source, schema_source
 from prejit.server.grammar.grammar_trial import _Process
 from prejit.server.grammar.grammars import Grammars
 
 
 @pytest.fixture(scope="module")
-def grammars(bundle: Bundle) -> Iterator[Grammars]:
+def grammars(bundle):
     found = Grammars(bundle, of_strangers=True)
     yield found
     found.stop_trial()
 
 
-def chain(count: int) -> dict[str, Any]:
+def chain(count):
     """Return a schema whose definitions each refer twice to the next one."""
     steps = {
         f"a{place}": {"properties": {side: {"$ref": f"#/$defs/a{place + 1}"} for side in "lr"}}
@@ -56,9 +46,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_grammar_is_refused_and_the_next_one_compiles(
-    bundle: Bundle, grammars: Grammars, name: str
-) -> None:
+def test_a_hostile_grammar_is_refused_and_the_next_one_compiles(bundle, grammars, name):
     source, message = HOSTILE[name]
     with pytest.raises(UsageError, match=message) as error:
         grammars.mask(source)
@@ -67,9 +55,7 @@ def test_a_hostile_grammar_is_refused_and_the_next_one_compiles(
     assert mask.accepts(bundle.tokenizer.encode("ab"))
 
 
-def test_a_wrong_grammar_has_the_same_error_as_without_a_trial(
-    bundle: Bundle, grammars: Grammars
-) -> None:
+def test_a_wrong_grammar_has_the_same_error_as_without_a_trial(bundle, grammars):
     schema = {"properties": {"tags": {"type": "array", "uniqueItems": True}}}
     for source in (schema_source(schema), regex_source("("), lark_source("start: foo")):
         errors = []
@@ -80,11 +66,11 @@ def test_a_wrong_grammar_has_the_same_error_as_without_a_trial(
         assert errors[0] == errors[1]
 
 
-def test_a_compilation_that_nobody_waits_for_ends(grammars: Grammars) -> None:
+def test_a_compilation_that_nobody_waits_for_ends(grammars):
     source, _ = HOSTILE["divisor"]
     ended = threading.Event()
 
-    def compile_it() -> None:
+    def compile_it():
         with pytest.raises(UsageError):
             grammars.mask(source)
         ended.set()
@@ -97,13 +83,11 @@ def test_a_compilation_that_nobody_waits_for_ends(grammars: Grammars) -> None:
     thread.join()
 
 
-def test_kept_grammars_are_counted_by_their_memory(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[GrammarSource] = []
+def test_kept_grammars_are_counted_by_their_memory(bundle, monkeypatch):
+    asked = []
     ask = _Process.ask
 
-    def count(self: _Process, source: GrammarSource) -> Any:
+    def count(self, source):
         asked.append(source)
         return ask(self, source)
 
@@ -119,14 +103,14 @@ def test_kept_grammars_are_counted_by_their_memory(
     assert asked == [*small, large, *small]
 
 
-def test_masks_that_take_long_end_their_own_request(bundle: Bundle, grammars: Grammars) -> None:
+def test_masks_that_take_long_end_their_own_request(bundle, grammars):
     """Each reading of the text is another parse, so the masks take ever longer."""
     source = lark_source('start: e\ne: e e | e e e | "a" | "b" | ')
     mask = grammars.mask(source)
     letter = bundle.tokenizer.encode("a")[:1]
     started = time.thread_time()
 
-    def follow() -> None:
+    def follow():
         for count in range(2_000):
             mask(letter * count)
 
@@ -136,9 +120,7 @@ def test_masks_that_take_long_end_their_own_request(bundle: Bundle, grammars: Gr
     assert grammars.mask(source)([]).any()
 
 
-def test_a_new_mask_of_a_grammar_begins_at_its_beginning(
-    bundle: Bundle, grammars: Grammars
-) -> None:
+def test_a_new_mask_of_a_grammar_begins_at_its_beginning(bundle, grammars):
     mask = grammars.mask(regex_source("ab?"))
     letters = bundle.tokenizer.encode("ab")
     assert mask.accepts(letters)

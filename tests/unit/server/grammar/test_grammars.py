@@ -1,34 +1,26 @@
 """Grammars of a bundle: what they take, what they refuse and how, and that each is compiled once."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from prejit.runtime import load
-from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import UsageError
 from prejit.server.grammar import grammars as module
-from prejit.server.grammar.grammar_sources import GrammarSource
 from prejit.server.grammar.grammars import Grammars
 from prejit.server.grammar.tool_call_grammar import ToolForm
 
 
-def nested(depth: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "object"}
+def nested(depth):
+    schema = {"type": "object"}
     for _ in range(depth):
         schema = {"type": "array", "items": schema}
     return schema
 
 
-def accepts(bundle: Bundle, mask: Any, text: str) -> bool:
+def accepts(bundle, mask, text):
     return bool(mask.accepts(bundle.tokenizer.encode(text)))
 
 
-TWO: dict[str, Any] = {
+TWO = {
     "type": "object", "required": ["b", "a"], "additionalProperties": False,
     "properties": {"b": {"type": "integer"}, "a": {"type": "null"}},
 }  # fmt: skip
@@ -51,9 +43,7 @@ BOOLEANS = {"type": "array", "uniqueItems": True, "items": {"type": "boolean"}}
         (lambda g: g.regex(r"\d+\.\w"), ("12.é",), ("12é",)),
     ],
 )  # fmt: skip
-def test_a_grammar_takes_its_texts_and_no_others(
-    bundle: Bundle, grammars: Grammars, make: Any, good: Sequence[str], bad: Sequence[str]
-) -> None:
+def test_a_grammar_takes_its_texts_and_no_others(bundle, grammars, make, good, bad):
     mask = make(grammars)
     assert [text for text in good if not accepts(bundle, mask, text)] == []
     assert [text for text in bad if accepts(bundle, mask, text)] == []
@@ -70,12 +60,12 @@ def test_a_grammar_takes_its_texts_and_no_others(
         (nested(100_000), "expected values of JSON"),
     ],
 )
-def test_what_is_no_schema_is_refused(grammars: Grammars, schema: Any, message: str) -> None:
+def test_what_is_no_schema_is_refused(grammars, schema, message):
     with pytest.raises(UsageError, match=message):
         grammars.json_schema(schema)
 
 
-def test_what_is_no_regular_expression_or_lark_grammar_is_refused(grammars: Grammars) -> None:
+def test_what_is_no_regular_expression_or_lark_grammar_is_refused(grammars):
     with pytest.raises(UsageError, match="look-around") as error:
         grammars.regex("(?<=b)a")
     assert "\n" not in str(error.value)
@@ -83,7 +73,7 @@ def test_what_is_no_regular_expression_or_lark_grammar_is_refused(grammars: Gram
         grammars.lark("start: foo")
 
 
-def test_a_hostile_expression_ends_with_an_error(bundle: Bundle, grammars: Grammars) -> None:
+def test_a_hostile_expression_ends_with_an_error(bundle, grammars):
     with pytest.raises(UsageError):
         grammars.regex("(" * 300 + "a" + "{1,900}){1,900}" * 300)
     letters, mask = bundle.tokenizer.encode("ab") * 200, grammars.regex("(.*a.{1,300}b){1,40}")
@@ -91,34 +81,26 @@ def test_a_hostile_expression_ends_with_an_error(bundle: Bundle, grammars: Gramm
         [mask(letters[:count]) for count in range(len(letters))]
 
 
-def test_a_grammar_is_compiled_once_and_few_are_kept(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sources: list[str] = []
-    compile_ = module.compiled
+def test_a_grammar_is_compiled_once_and_few_are_kept(bundle, monkeypatch):
+    sources, compile_ = [], module.compiled
 
-    def count(tokenizer: Any, source: GrammarSource, size_bytes: int | None) -> Any:
+    def count(tokenizer, source, size_bytes):
         sources.append(source.text)
         return compile_(tokenizer, source, 1 << 20)
 
     monkeypatch.setattr(module, "compiled", count)
     monkeypatch.setattr(module, "_KEPT_BYTES", 2 << 20)
     grammars = Grammars(bundle)
-    for pattern in ("a", "b", "a", "b"):
+    # In the end "b" was used later than "a", which made room.
+    for pattern, compiled in (("a", 1), ("b", 2), ("a", 2), ("b", 2), ("c", 3), ("b", 3), ("a", 4)):
         assert grammars.regex(pattern)([]).any()
-    assert len(sources) == 2
-    grammars.regex("c")
-    grammars.regex("b")  # used later than "a", which made room
-    assert len(sources) == 3
-    grammars.regex("a")
-    assert len(sources) == 4
+        assert len(sources) == compiled
 
 
-def test_a_bundle_without_text_has_no_grammars(bundle_dir: Path, decoder_dir: Path) -> None:
-    with pytest.raises(UsageError, match="holds no decoder"):
-        Grammars(load(bundle_dir))
-    with pytest.raises(UsageError, match="no tokenizer"):
-        Grammars(load(decoder_dir))
+def test_a_bundle_without_text_has_no_grammars(bundle_dir, decoder_dir):
+    for path, why in ((bundle_dir, "holds no decoder"), (decoder_dir, "no tokenizer")):
+        with pytest.raises(UsageError, match=why):
+            Grammars(load(path))
 
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 5}},
@@ -142,20 +124,13 @@ WRONG = CALL.replace('"ab"', "12")
         (False, False, ("", "no", CALL, "so: " + CALL), (WRONG, CALL + NOW, CALL + "no")),
     ],
 )  # fmt: skip
-def test_answers_call_tools_as_the_request_allows(
-    bundle: Bundle,
-    grammars: Grammars,
-    required: bool,
-    parallel: bool,
-    good: tuple[str, ...],
-    bad: tuple[str, ...],
-) -> None:
+def test_answers_call_tools_as_the_request_allows(bundle, grammars, required, parallel, good, bad):
     mask = grammars.tools(TOOLS, ToolForm(), required=required, parallel=parallel)
     assert [text for text in good if not accepts(bundle, mask, text)] == []
     assert [text for text in bad if accepts(bundle, mask, text)] == []
 
 
-def test_calls_without_a_marker_begin_with_a_brace(bundle: Bundle, grammars: Grammars) -> None:
+def test_calls_without_a_marker_begin_with_a_brace(bundle, grammars):
     form = ToolForm(begin="", end="", arguments_key="parameters")
     mask = grammars.tools(TOOLS, form)
     assert accepts(bundle, mask, '{"name": "now", "parameters": {}}')
@@ -165,11 +140,10 @@ def test_calls_without_a_marker_begin_with_a_brace(bundle: Bundle, grammars: Gra
     assert not accepts(bundle, grammars.tools(TOOLS, form, required=True), "a {")
 
 
-def test_a_marker_that_is_a_special_token_is_that_token(bundle: Bundle, grammars: Grammars) -> None:
+def test_a_marker_that_is_a_special_token_is_that_token(bundle, grammars):
     form = ToolForm(begin="[CALL]", end="")
     body = bundle.tokenizer.encode('{"name": "now", "arguments": {}}')
     marker = bundle.tokenizer.special_id("[CALL]")
-    assert marker is not None
     for required in (True, False):
         mask = grammars.tools(TOOLS, form, required=required)
         assert mask.accepts([marker, *body])
@@ -178,9 +152,7 @@ def test_a_marker_that_is_a_special_token_is_that_token(bundle: Bundle, grammars
     assert not grammars.tools(TOOLS, form, required=True).accepts([*letters, *body])
 
 
-def test_references_in_parameters_find_their_definitions(
-    bundle: Bundle, grammars: Grammars
-) -> None:
+def test_references_in_parameters_find_their_definitions(bundle, grammars):
     parameters = {"type": "object", "properties": {"x": {"$ref": "#/$defs/bit"}},
                   "required": ["x"], "$defs": {"bit": {"enum": [0, 1]}}}  # fmt: skip
     tool = {"function": {"name": "flip", "parameters": parameters, "strict": True}}
@@ -202,13 +174,11 @@ def test_references_in_parameters_find_their_definitions(
          r"tools\[2\].function.parameters/properties/x: .*not"),
     ],
 )  # fmt: skip
-def test_a_wrong_tool_is_named(grammars: Grammars, tools: Any, message: str) -> None:
+def test_a_wrong_tool_is_named(grammars, tools, message):
     with pytest.raises(UsageError, match=message):
         grammars.tools(tools, ToolForm())
 
 
-def test_a_function_that_is_not_strict_may_have_keywords_that_no_grammar_follows(
-    bundle: Bundle, grammars: Grammars
-) -> None:
+def test_a_function_that_is_not_strict_may_have_keywords_that_no_grammar_follows(bundle, grammars):
     tool = {"function": {"name": "f", "parameters": {"type": "object", "not": {}}}}
     assert grammars.tools([tool], ToolForm(), required=True)([]).any()

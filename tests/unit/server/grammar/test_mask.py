@@ -1,29 +1,21 @@
 """Masks of grammars: the tokens that they allow are those that a list of all texts allows."""
 
-from __future__ import annotations
-
 import itertools
 import random
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 from tests.threads import in_threads
 
-from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import UsageError
-from prejit.server.grammar.grammars import Grammars
-from prejit.server.grammar.mask import GrammarMask
-
-Make = Callable[[Grammars], GrammarMask]
 
 
-def product(*parts: Sequence[str]) -> set[str]:
+def product(*parts):
     return {"".join(each) for each in itertools.product(*parts)}
 
 
 LETTERS = ("ab", "a", "bc", "é")
-LANGUAGES: dict[str, tuple[Make, set[str]]] = {
+LANGUAGES = {
     "regex": (
         lambda g: g.regex("(ab|a|bc|é){1,3}x?"),
         {
@@ -48,9 +40,7 @@ LANGUAGES: dict[str, tuple[Make, set[str]]] = {
 
 
 @pytest.mark.parametrize("name", LANGUAGES)
-def test_a_mask_allows_what_a_list_of_all_texts_allows(
-    bundle: Bundle, grammars: Grammars, name: str
-) -> None:
+def test_a_mask_allows_what_a_list_of_all_texts_allows(bundle, grammars, name):
     make, texts = LANGUAGES[name]
     vocab_size = bundle.decoder.decoder.vocab_size
     table = bundle.tokenizer.vocabulary(vocab_size)
@@ -78,9 +68,7 @@ def test_a_mask_allows_what_a_list_of_all_texts_allows(
             text += table[token_id] or b""
 
 
-def test_a_stop_token_with_a_text_ends_a_text_and_is_no_part_of_it(
-    bundle: Bundle, grammars: Grammars
-) -> None:
+def test_a_stop_token_with_a_text_ends_a_text_and_is_no_part_of_it(bundle, grammars):
     (a,) = bundle.tokenizer.encode("a")
     mask = grammars.regex("a+b?", stop_token_ids=[a])
     assert not mask([]).take(a)  # it would end an empty text
@@ -92,9 +80,7 @@ def test_a_stop_token_with_a_text_ends_a_text_and_is_no_part_of_it(
     assert not grammars.regex("b", stop_token_ids=())([b]).any()
 
 
-def test_a_mask_that_requests_share_follows_each_of_them(
-    bundle: Bundle, grammars: Grammars
-) -> None:
+def test_a_mask_that_requests_share_follows_each_of_them(bundle, grammars):
     first, second = (bundle.tokenizer.encode(text) for text in ("abc1", "x12"))
     shared = grammars.regex("abc1(2|3)|x12(4|5)")
     for _ in range(2):
@@ -103,13 +89,11 @@ def test_a_mask_that_requests_share_follows_each_of_them(
         assert shared(second[:1]).any()  # shorter than before, as after a beginning was taken back
 
 
-def test_threads_that_share_a_mask_do_not_disturb_each_other(
-    bundle: Bundle, grammars: Grammars
-) -> None:
+def test_threads_that_share_a_mask_do_not_disturb_each_other(bundle, grammars):
     texts = [bundle.tokenizer.encode(text) for text in ("aaaa", "aabb", "abab", "bbaa")]
     shared = grammars.regex("[ab]{5}")
 
-    def follow(number: int) -> None:
+    def follow(number):
         for _ in range(50):
             assert shared(texts[number]).any()
             assert not shared.accepts(texts[number])
@@ -117,9 +101,7 @@ def test_threads_that_share_a_mask_do_not_disturb_each_other(
     in_threads(len(texts), follow)
 
 
-def test_tokens_outside_the_grammar_are_an_error_and_the_mask_works_again(
-    bundle: Bundle, grammars: Grammars
-) -> None:
+def test_tokens_outside_the_grammar_are_an_error_and_the_mask_works_again(bundle, grammars):
     mask = grammars.regex("ab")
     bad = bundle.tokenizer.encode("ax")
     with pytest.raises(UsageError, match="expected tokens that the grammar allows, found others"):

@@ -1,16 +1,11 @@
 """Where an error in a schema is."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from prejit.runtime.errors import UsageError
-from prejit.server.grammar.grammars import Grammars
 from prejit.server.grammar.schema_paths import error_path
 
-BAD: dict[str, Any] = {"type": "string", "pattern": "(?=a)b"}
+BAD = {"type": "string", "pattern": "(?=a)b"}
 
 
 @pytest.mark.parametrize(
@@ -29,9 +24,7 @@ BAD: dict[str, Any] = {"type": "string", "pattern": "(?=a)b"}
         ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, ""),
     ],
 )  # fmt: skip
-def test_an_error_names_the_part_of_the_schema(
-    grammars: Grammars, schema: dict[str, Any], path: str
-) -> None:
+def test_an_error_names_the_part_of_the_schema(grammars, schema, path):
     with pytest.raises(UsageError) as error:
         grammars.json_schema(schema)
     assert str(error.value).startswith(f"schema{path}: expected a JSON schema that a grammar can ")
@@ -39,14 +32,14 @@ def test_an_error_names_the_part_of_the_schema(
     assert error.value.hint
 
 
-def test_the_search_for_a_place_ends() -> None:
-    tried: list[Any] = []
+def test_the_search_for_a_place_ends():
+    tried = []
 
-    def error_of(schema: Any) -> str:
+    def error_of(schema):
         tried.append(schema)
         return "wrong"
 
-    deep: Any = {}
+    deep = {}
     for _ in range(2000):
         deep = {"items": deep}
     assert error_path({"anyOf": [{}] * 3}, "wrong", error_of) == "/anyOf/0"

@@ -1,9 +1,6 @@
 """A comparison that calls different tokens equal would make every replay green."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +13,7 @@ from prejit.server.telemetry.requestlog import Entry, RecordedCall, describe_arr
 ARRAY = np.linspace(0, 1, 12, dtype=np.float32)
 
 
-def compared(expected: list[RecordedCall], found: list[RecordedCall], status: int = 200) -> Report:
+def compared(expected, found, status=200):
     report = Report()
     entry = Entry("0", "POST", "/v1/completions", {}, 0.0, status=status, calls=found)
     line = {"id": "7", "path": "/v1/completions", "calls": [each.described() for each in expected]}
@@ -24,11 +21,11 @@ def compared(expected: list[RecordedCall], found: list[RecordedCall], status: in
     return report
 
 
-def tokens(*ids: int, reason: str = "length") -> RecordedCall:
+def tokens(*ids, reason="length"):
     return RecordedCall("generate", "demo", token_ids=list(ids), finish_reason=reason)
 
 
-def arrays(**values: Any) -> RecordedCall:
+def arrays(**values):
     described = {name: describe_array(np.asarray(value)) for name, value in values.items()}
     return RecordedCall("call", "demo", "score", arrays=described)
 
@@ -42,7 +39,7 @@ def arrays(**values: Any) -> RecordedCall:
         (arrays(x=ARRAY), arrays(x=ARRAY.copy())),
     ],
 )
-def test_the_same_results_are_equal(expected: RecordedCall, found: RecordedCall) -> None:
+def test_the_same_results_are_equal(expected, found):
     report = compared([expected], [found])
     assert (report.equal, report.rounded, report.differences) == (1, 0, [])
 
@@ -64,27 +61,25 @@ def test_the_same_results_are_equal(expected: RecordedCall, found: RecordedCall)
         (arrays(x=ARRAY), RecordedCall("call", "demo"), "found none"),
     ],
 )
-def test_other_results_differ_and_say_where(
-    expected: RecordedCall, found: RecordedCall, reason: str
-) -> None:
+def test_other_results_differ_and_say_where(expected, found, reason):
     report = compared([expected], [found])
     assert report.equal == 0
     assert [(each.id, each.path) for each in report.differences] == [("7", "/v1/completions")]
     assert reason in report.differences[0].reason
 
 
-def test_arrays_that_differ_by_rounding_are_counted_apart() -> None:
+def test_arrays_that_differ_by_rounding_are_counted_apart():
     report = compared([arrays(x=ARRAY)], [arrays(x=np.nextafter(ARRAY, np.float32(2)))])
     assert (report.equal, report.rounded, report.differences) == (0, 1, [])
 
 
-def test_a_request_that_fails_now_or_calls_otherwise_differs() -> None:
+def test_a_request_that_fails_now_or_calls_otherwise_differs():
     assert compared([tokens(1)], [tokens(1)], status=500).differences
     assert compared([tokens(1)], [tokens(1), tokens(1)]).differences
     assert compared([RecordedCall("generate", "demo")], [tokens(1)]).skipped == 1
 
 
-def test_a_bundle_takes_the_place_of_the_one_with_its_name() -> None:
+def test_a_bundle_takes_the_place_of_the_one_with_its_name():
     one = {"a": {"path": "/a"}}
     two = {"a": {"path": "/a"}, "b": {"path": "/b"}}
     assert _paths("log", one, [(None, "/new")]) == {"a": "/new"}
@@ -95,7 +90,7 @@ def test_a_bundle_takes_the_place_of_the_one_with_its_name() -> None:
         _paths("log", two, [("c", "/new")])
 
 
-def test_calls_of_a_log_are_read_as_they_were_written() -> None:
+def test_calls_of_a_log_are_read_as_they_were_written():
     for call in (tokens(1, 2), arrays(x=ARRAY), RecordedCall("generate", "demo", seed=5)):
         call.stats = {}
         line = json.loads(json.dumps(call.described() | {"prompt_tokens": 3}))

@@ -1,7 +1,5 @@
 """uvicorn as this project runs it."""
 
-from __future__ import annotations
-
 import asyncio
 
 from prejit.server.gate.server_settings import Settings
@@ -10,20 +8,20 @@ from prejit.server.http.uvicorn_server import _Server, configure
 from prejit.server.served.served import Models
 
 
-def test_an_idle_server_rests_and_ends_at_once_when_it_is_stopped() -> None:
+def test_an_idle_server_rests_and_ends_at_once_when_it_is_stopped():
     """uvicorn's own loop wakes ten times a second, and takes that time from a model that decodes."""
     models, settings = Models(), Settings()
 
-    async def count_until_stopped() -> int:
+    async def count_until_stopped():
         server = _Server(configure(make_app(models, settings)), models, settings, lambda: None)
-        ticks: list[int] = []
+        ticks = []
         on_tick = server.on_tick
 
-        async def counted(counter: int) -> bool:
+        async def counted(counter):
             ticks.append(counter)
             return await on_tick(counter)
 
-        server.on_tick = counted  # type: ignore[method-assign]
+        server.on_tick = counted
         running = asyncio.create_task(server.main_loop())
         await asyncio.sleep(0.5)
         seen = len(ticks)

@@ -1,20 +1,16 @@
 """Alerts fire when they should and queries of dashboards give data, by Prometheus' `promtool test rules`."""
 
-from __future__ import annotations
-
 import collections
 import json
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 from tests.monitoring import ALERTS, DASHBOARDS, RULES, RULES_FILE, panels, queries
+from tests.processes import ran
 from tests.served import StandIn, served
 
 from prejit.server.engine.histograms import FIRST_TOKEN_BOUNDS, REQUEST_BOUNDS
@@ -46,7 +42,7 @@ class Case:
     interval: str = "1m"
 
 
-def requests(points: int, **each: int) -> dict[str, str]:
+def requests(points, **each):
     """Return counters of requests by reason, each of which grows by so many in an interval."""
     return {
         f'prejit_requests_total{{{MODEL},{GENERATE},reason="{reason}"}}': f"0+{step}x{points}"
@@ -54,18 +50,18 @@ def requests(points: int, **each: int) -> dict[str, str]:
     }
 
 
-def first_tokens(quick: int, total: int, length: int) -> dict[str, str]:
+def first_tokens(quick, total, length):
     return latencies("vllm:time_to_first_token_seconds", MODEL, quick, total, length)
 
 
-def latencies(name: str, labels: str, quick: int, total: int, length: int) -> dict[str, str]:
+def latencies(name, labels, quick, total, length):
     return {
         f'{name}_bucket{{{labels},le="2.5"}}': f"0+{quick}x{length}",
         f"{name}_count{{{labels}}}": f"0+{total}x{length}",
     }
 
 
-def calls(quick: int, total: int, length: int) -> dict[str, str]:
+def calls(quick, total, length):
     """Return the times of calls, beside generations that all take longer."""
     name = "prejit_request_seconds"
     return {
@@ -74,9 +70,7 @@ def calls(quick: int, total: int, length: int) -> dict[str, str]:
     }
 
 
-def when(
-    alert: str, at: str, series: dict[str, str], *rows: tuple[object, ...], interval: str = "1m"
-) -> list[Case]:
+def when(alert, at, series, *rows, interval="1m"):
     """Return a case for each row: what fills the gaps of names and values, and last whether it fires."""
     return [
         Case(
@@ -260,32 +254,33 @@ CASES = (
 )
 
 
-def as_test(case: Case) -> dict[str, Any]:
+def as_series(series, interval="1m"):
+    given = [{"series": name, "values": values} for name, values in series.items()]
+    return {"interval": interval, "input_series": given}
+
+
+def as_test(case):
     """Return a case as promtool reads it. Prometheus has a series ALERTS for each alert that fires."""
     query = f'count by (alertname) (ALERTS{{alertname="{case.alert}",alertstate="firing"}})'
-    labels = f'{{alertname="{case.alert}"}}'
-    samples = [{"labels": labels, "value": 1}] if case.fires else []
+    samples = [{"labels": f'{{alertname="{case.alert}"}}', "value": 1}] if case.fires else []
     return {
+        **as_series(case.series, case.interval),
         "name": f"{case.alert} {'fires' if case.fires else 'is quiet'}",
-        "interval": case.interval,
-        "input_series": [{"series": name, "values": v} for name, v in case.series.items()],
         "promql_expr_test": [{"expr": query, "eval_time": case.at, "exp_samples": samples}],
     }
 
 
-def run_promtool(directory: Path, interval: str, tests: list[dict[str, Any]]) -> None:
+def run_promtool(directory, interval, tests):
     """Let promtool evaluate the rules once an interval, and check what it finds."""
     (directory / "rules.yml").write_text(files("https://wiki.example")[RULES_FILE])
     plan = {"rule_files": ["rules.yml"], "evaluation_interval": interval, "tests": tests}
     (directory / "tests.yml").write_text(json.dumps(plan))  # JSON is YAML
-    command = [str(PROMTOOL), "test", "rules", str(directory / "tests.yml")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran(PROMTOOL, "test", "rules", directory / "tests.yml")
 
 
 def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not():
-    assert {case.alert for case in CASES if case.fires} == ALERTS.keys()
-    assert {case.alert for case in CASES if not case.fires} == ALERTS.keys()
+    for fires in (True, False):
+        assert {case.alert for case in CASES if case.fires == fires} == ALERTS.keys()
 
 
 def test_the_time_of_a_slow_answer_is_a_bound_of_its_histogram():
@@ -354,13 +349,11 @@ def test_two_releases_at_a_time_are_told_apart_by_their_digests(tmp_path):
         ("c", "new", 25, 100),
     ):
         labels = f'job="prejit",instance="{instance}",model_name="demo"'
+        of = f"{labels},{GENERATE}"
         series[f'prejit_build_info{{{labels},digest="{digest}"}}'] = "1x20"
         for reason, step in (("error", failed), ("length", 100 - failed)):
-            name = f'prejit_requests_total{{{labels},{GENERATE},reason="{reason}"}}'
-            series[name] = f"0+{step}x20"
-        series[f"prejit_requests_waited_for_compile_total{{{labels},{GENERATE}}}"] = (
-            f"0+{failed}x20"
-        )
+            series[f'prejit_requests_total{{{of},reason="{reason}"}}'] = f"0+{step}x20"
+        series[f"prejit_requests_waited_for_compile_total{{{of}}}"] = f"0+{failed}x20"
         for bound, step in (("1", 100 - slow), ("10", 100), ("+Inf", 100)):
             name = f'vllm:time_to_first_token_seconds_bucket{{{labels},engine="0",le="{bound}"}}'
             series[name] = f"0+{step}x20"
@@ -369,27 +362,14 @@ def test_two_releases_at_a_time_are_told_apart_by_their_digests(tmp_path):
         "release:prejit_requests_compiled:ratio": (0, 0.25),
         "release:prejit_first_token_seconds:p95": (0.95, 9.55),
     }
-    tests = [
-        {
-            "interval": "1m",
-            "input_series": [{"series": name, "values": v} for name, v in series.items()],
-            "promql_expr_test": [
-                {
-                    "expr": f'round({name}{{model_name="demo", digest="{digest}"}}, 0.01)',
-                    "eval_time": "10m",
-                    "exp_samples": [
-                        {
-                            "labels": f'{{job="prejit", model_name="demo", digest="{digest}"}}',
-                            "value": v,
-                        }
-                    ],
-                }
-                for name, values in expected.items()
-                for digest, v in zip(("old", "new"), values, strict=True)
-            ],
-        }
-    ]
-    run_promtool(tmp_path, "1m", tests)
+    asked = []
+    for name, values in expected.items():
+        for digest, value in zip(("old", "new"), values, strict=True):
+            of = f'model_name="demo", digest="{digest}"}}'
+            sample = {"labels": f'{{job="prejit", {of}', "value": value}
+            query = {"expr": f"round({name}{{{of}, 0.01)", "eval_time": "10m"}
+            asked.append({**query, "exp_samples": [sample]})
+    run_promtool(tmp_path, "1m", [as_series(series) | {"promql_expr_test": asked}])
 
 
 ABSENT = {
@@ -399,7 +379,7 @@ ABSENT = {
 }
 
 
-def scraped_series() -> list[dict[str, str]]:
+def scraped_series():
     """Return every series of a server of two models after some requests, each growing by one in a minute."""
     engines = StandIn(), StandIn()
     for engine in engines:
@@ -408,21 +388,16 @@ def scraped_series() -> list[dict[str, str]]:
     models = Models(served("demo", engines[0]), served("other", engines[1]))
     client = TestClient(make_app(models, Settings()))
     client.get("/nothing")
-    samples = [
-        each
-        for family in text_string_to_metric_families(client.get("/metrics").text)
-        for each in family.samples
-    ]
-    named = [(each.name, TARGET | each.labels, int(each.value)) for each in samples]
-    series = []
-    for name, labels, first in [("up", TARGET, 1), *named]:
-        shown = ",".join(f"{key}={json.dumps(text)}" for key, text in labels.items())
-        series.append({"series": f"{name}{{{shown}}}", "values": f"{first}+1x10"})
-    return series
+    found = {f"up{{{SERVER}}}": "1+1x10"}
+    for family in text_string_to_metric_families(client.get("/metrics").text):
+        for each in family.samples:
+            labels = (TARGET | each.labels).items()
+            shown = ",".join(f"{key}={json.dumps(text)}" for key, text in labels)
+            found[f"{each.name}{{{shown}}}"] = f"{int(each.value)}+1x10"
+    return found
 
 
-def plain(query: str) -> str:
-    """Return a query as Grafana sends it, with everything chosen."""
+def plain(query):
     query = query.replace("$__rate_interval", "5m")
     return re.sub(r"\$(job|instance|model)\b", ".*", query)
 
@@ -438,5 +413,4 @@ def test_every_query_of_a_dashboard_gives_data(tmp_path):
         if not set(names.findall(query)) & ABSENT and "ALERTS" not in query
     ]
     assert len(asked) > 40
-    test = {"interval": "1m", "input_series": scraped_series(), "promql_expr_test": asked}
-    run_promtool(tmp_path, "1m", [test])
+    run_promtool(tmp_path, "1m", [as_series(scraped_series()) | {"promql_expr_test": asked}])

@@ -1,7 +1,5 @@
 """`prejit observe init`: nobody loses an edited file, and no link or name leads nowhere."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,9 +1,6 @@
 """Unknown fields of bodies are named with the nearest or left out; too many parts are never made."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import msgspec
 import pytest
@@ -43,8 +40,8 @@ UNKNOWN = [
 
 @pytest.mark.parametrize(("kind", "body", "path", "near"), UNKNOWN)
 def test_an_unknown_field_is_named_with_the_nearest_and_left_out_where_that_is_wanted(
-    kind: type[msgspec.Struct], body: dict[str, Any], path: str, near: str | None
-) -> None:
+    kind, body, path, near
+):
     decoder, content = msgspec.json.Decoder(kind), json.dumps(body).encode()
     with pytest.raises(ApiError) as raised:
         decode(content, decoder, ignore_unknown=False)
@@ -56,7 +53,7 @@ def test_an_unknown_field_is_named_with_the_nearest_and_left_out_where_that_is_w
         assert isinstance(decode(content, decoder, ignore_unknown=True), kind)
 
 
-def test_schemas_and_variables_of_templates_have_any_field() -> None:
+def test_schemas_and_variables_of_templates_have_any_field():
     function = {"name": "f", "parameters": {"x": {"y": 1}}}
     body = {
         "messages": [USER],
@@ -68,7 +65,7 @@ def test_schemas_and_variables_of_templates_have_any_field() -> None:
     assert decode(json.dumps(body).encode(), decoder, ignore_unknown=False).tools is not None
 
 
-def test_a_long_name_is_cut() -> None:
+def test_a_long_name_is_cut():
     content = json.dumps({"prompt": "a", "x" * 100_000: 1}).encode()
     with pytest.raises(ApiError) as raised:
         decode(content, msgspec.json.Decoder(CompletionRequest), ignore_unknown=False)
@@ -76,7 +73,7 @@ def test_a_long_name_is_cut() -> None:
     assert len(raised.value.param or "") < 300
 
 
-def parts(value: Any) -> int:
+def parts(value):
     """How many lists, objects, members and texts a value has, names of members included."""
     if isinstance(value, dict):
         return 1 + sum(2 + parts(each) for each in value.values())
@@ -96,7 +93,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES, st.integers(1, 9), st.booleans())
-def test_parts_are_counted_whatever_the_texts_hold(value: Any, piece: int, ascii: bool) -> None:
+def test_parts_are_counted_whatever_the_texts_hold(value, piece, ascii):
     content = json.dumps(value, ensure_ascii=ascii).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bodies, "_PIECE_BYTES", piece)
@@ -109,7 +106,7 @@ def test_parts_are_counted_whatever_the_texts_hold(value: Any, piece: int, ascii
             assert raised.value.status == 413
 
 
-def test_a_body_of_very_many_small_lists_is_refused_before_they_are_made() -> None:
+def test_a_body_of_very_many_small_lists_is_refused_before_they_are_made():
     with pytest.raises(ApiError, match="131072 lists"):
         check_parts(b'{"prompt":[' + b"[]," * (1 << 20) + b"[]]}")
     check_parts(b'{"prompt":[' + b"1," * (1 << 20) + b"1]}")

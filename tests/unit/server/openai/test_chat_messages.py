@@ -1,9 +1,5 @@
 """Messages become what chat templates take, and what templates could not take is refused by name."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import msgspec
 import pytest
 
@@ -13,26 +9,23 @@ from prejit.server.openai.responses import messages_of
 from prejit.server.openai.responses_schema import ResponseRequest
 
 
-def templated(*messages: dict[str, Any]) -> list[dict[str, Any]]:
+def templated(*messages):
     return for_template(msgspec.convert([*messages], list[Message]))
 
 
-def test_parts_become_text_and_a_developer_a_system() -> None:
+def test_parts_become_text_a_developer_a_system_and_arguments_of_calls_objects():
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert templated({"role": "developer", "content": parts}) == [
-        {"role": "system", "content": "one\ntwo"}
-    ]
-
-
-def test_arguments_of_earlier_calls_become_objects() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    [found] = templated({"role": "assistant", "tool_calls": [call]})
-    assert found["content"] is None
-    assert found["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    system, assistant = templated(
+        {"role": "developer", "content": parts}, {"role": "assistant", "tool_calls": [call]}
+    )
+    assert system == {"role": "system", "content": "one\ntwo"}
+    assert assistant["content"] is None
+    assert assistant["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", "[" * 100_000])
-def test_arguments_that_are_no_object_are_refused(arguments: str) -> None:
+def test_arguments_that_are_no_object_are_refused(arguments):
     call = {"function": {"name": "f", "arguments": arguments}}
     with pytest.raises(ApiError, match="arguments of the call of 'f'") as raised:
         templated({"role": "user"}, {"role": "assistant", "tool_calls": [call]})
@@ -48,31 +41,27 @@ def test_arguments_that_are_no_object_are_refused(arguments: str) -> None:
         ({"role": "assistant", "function_call": {"name": "f"}}, "function_call"),
     ],
 )
-def test_what_is_not_supported_is_named(message: dict[str, Any], path: str) -> None:
+def test_what_is_not_supported_is_named(message, path):
     with pytest.raises(msgspec.ValidationError) as raised:
         msgspec.json.decode(msgspec.json.encode([message]), type=list[Message])
     assert path in str(raised.value)
 
 
-def test_tools_have_parameters_whatever_the_request_says() -> None:
+def test_tools_have_parameters_whatever_the_request_says():
     [tool] = plain_tools([Function(name="f", strict=True)])
     assert tool["function"] == {"name": "f", "parameters": {"type": "object", "properties": {}}}
 
 
-def test_items_of_responses_become_messages() -> None:
-    body = msgspec.convert(
-        {
-            "instructions": "Be short.",
-            "input": [
-                {"role": "user", "content": [{"type": "input_text", "text": "1+1?"}]},
-                {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
-                {"type": "function_call", "call_id": "d", "name": "add", "arguments": ""},
-                {"type": "function_call_output", "call_id": "c", "output": "2"},
-            ],
-        },
-        ResponseRequest,
-    )
-    system, user, assistant, tool = messages_of(body)
+def test_items_of_responses_become_messages():
+    call = {"type": "function_call", "name": "add"}
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "1+1?"}]},
+        {**call, "call_id": "c", "arguments": "{}"},
+        {**call, "call_id": "d", "arguments": ""},
+        {"type": "function_call_output", "call_id": "c", "output": "2"},
+    ]
+    body = {"instructions": "Be short.", "input": items}
+    system, user, assistant, tool = messages_of(msgspec.convert(body, ResponseRequest))
     assert system == {"role": "system", "content": "Be short."}
     assert user == {"role": "user", "content": "1+1?"}
     assert [call["id"] for call in assistant["tool_calls"]] == ["c", "d"]
@@ -88,7 +77,7 @@ def test_items_of_responses_become_messages() -> None:
         ({"type": "function_call_output", "call_id": "c"}, "input[0].output"),
     ],
 )
-def test_items_that_lack_a_field_are_refused(item: dict[str, Any], param: str) -> None:
+def test_items_that_lack_a_field_are_refused(item, param):
     with pytest.raises(ApiError) as raised:
         messages_of(msgspec.convert({"input": [item]}, ResponseRequest))
     assert raised.value.param == param

@@ -1,9 +1,5 @@
 """The schema that forces calls of tools."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jsonschema
 import pytest
 
@@ -11,17 +7,16 @@ from prejit.server.gate.http_errors import ApiError
 from prejit.server.openai.chat_messages import Function
 from prejit.server.openai.constraints import chosen_tools, forced_calls
 
-POINT: dict[str, Any] = {
+POINT = {
     "type": "object",
     "properties": {"at": {"$ref": "#/$defs/Point"}},
     "$defs": {"Point": {"type": "array", "items": {"type": "number"}}},
 }
 
 
-def test_definitions_of_tools_stay_where_their_references_look() -> None:
+def test_definitions_of_tools_stay_where_their_references_look():
     tools = [Function(name="move", parameters=POINT), Function(name="stop")]
     schema = forced_calls(tools, only_one=False).schema
-    assert schema is not None
     jsonschema.validate([{"name": "move", "arguments": {"at": [1]}}], schema)
     jsonschema.validate([{"name": "stop", "arguments": {}}] * 2, schema)
     for wrong in (
@@ -37,7 +32,7 @@ def test_definitions_of_tools_stay_where_their_references_look() -> None:
         jsonschema.validate([{"name": "stop", "arguments": {}}] * 2, one)
 
 
-def test_two_definitions_of_one_name_are_refused() -> None:
+def test_two_definitions_of_one_name_are_refused():
     other = {"type": "object", "$defs": {"Point": {"type": "string"}}}
     with pytest.raises(ApiError, match="one definition of 'Point'"):
         forced_calls(
@@ -46,7 +41,7 @@ def test_two_definitions_of_one_name_are_refused() -> None:
         )
 
 
-def test_a_call_of_a_tool_that_is_not_there_is_refused() -> None:
+def test_a_call_of_a_tool_that_is_not_there_is_refused():
     there = [Function(name="there")]
     for functions, choice, name in (([], "required", None), (there, None, "missing")):
         with pytest.raises(ApiError) as raised:
@@ -56,7 +51,7 @@ def test_a_call_of_a_tool_that_is_not_there_is_refused() -> None:
         chosen_tools(there, "auto", None, allowed=["there", "missing"], parallel=None)
 
 
-def test_only_the_allowed_tools_are_shown() -> None:
+def test_only_the_allowed_tools_are_shown():
     functions = [Function(name="f"), Function(name="g")]
     assert chosen_tools(functions, "none", None, parallel=None).functions == ()
     some = chosen_tools(functions, "auto", None, allowed=["g"], parallel=None)

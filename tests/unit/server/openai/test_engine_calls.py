@@ -1,10 +1,7 @@
 """Several streams of one request: all of them end when one fails, is refused, or nobody reads."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -20,47 +17,45 @@ from prejit.server.openai.engine_calls import TextCall, pieces
 class Stream:
     """A stream of given pieces, which waits forever after them."""
 
-    def __init__(self, found: list[Piece]) -> None:
+    def __init__(self, found):
         self.found = found
         self.closed = False
 
-    def __aiter__(self) -> Stream:
+    def __aiter__(self):
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self):
         if not self.found:
             await asyncio.sleep(3600)
         return self.found.pop(0)
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True
 
-    async def aclose(self) -> None:
+    async def aclose(self):
         self.close()
 
 
 class Engine:
-    """Gives these streams, and refuses further ones."""
-
     queue_size = 4
 
-    def __init__(self, *streams: Stream) -> None:
+    def __init__(self, *streams):
         self.left = list(streams)
-        self.seeds: list[int] = []
+        self.seeds = []
 
-    def stream(self, prompt: Any, **options: Any) -> Stream:
+    def stream(self, prompt, **options):
         if not self.left:
             raise QueueFullError("full", retry_after=1)
         self.seeds.append(options["seed"])
         return self.left.pop(0)
 
 
-def call(engine: Any, choices: int, limits: Limits = NO_LIMITS) -> TextCall:
+def call(engine, choices, limits=NO_LIMITS):
     options = {"seed": 2**64 - 1}
     return TextCall(engine, [1], options, choices, None, 0, "", limits, None, "")
 
 
-async def take(calls: list[TextCall], count: int) -> list[tuple[int, str]]:
+async def take(calls, count):
     found = []
     async with pieces(calls) as given:
         async for place, piece in given:
@@ -71,7 +66,7 @@ async def take(calls: list[TextCall], count: int) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("choices", [1, 2])
-def test_streams_are_closed_when_nobody_reads_further(choices: int) -> None:
+def test_streams_are_closed_when_nobody_reads_further(choices):
     streams = [Stream([Piece(1, str(place))]) for place in range(choices)]
     engine = Engine(*streams)
     found = asyncio.run(take([call(engine, choices)], choices))
@@ -80,15 +75,15 @@ def test_streams_are_closed_when_nobody_reads_further(choices: int) -> None:
     assert engine.seeds == [2**64 - 1, 0][:choices]
 
 
-def test_streams_are_closed_when_a_later_one_is_refused() -> None:
-    first, second = Stream([]), Stream([])
+def test_streams_are_closed_when_a_later_one_is_refused():
+    streams = Stream([]), Stream([])
+    first, second = map(Engine, streams)
     with pytest.raises(QueueFullError):
-        asyncio.run(take([call(Engine(first), 1), call(Engine(second), 2)], 1))
-    assert first.closed
-    assert second.closed
+        asyncio.run(take([call(first, 1), call(second, 2)], 1))
+    assert all(stream.closed for stream in streams)
 
 
-def test_more_texts_than_may_wait_are_refused_for_ever() -> None:
+def test_more_texts_than_may_wait_are_refused_for_ever():
     """QueueFullError would say to try again."""
     for choices, limits, message in (
         ((2, 3), NO_LIMITS, r"n: expected at most 4 .*, found 5"),
@@ -102,16 +97,16 @@ def test_more_texts_than_may_wait_are_refused_for_ever() -> None:
 
 
 @pytest.mark.parametrize("choices", [1, 2])
-def test_logits_that_are_no_numbers_end_all(choices: int) -> None:
+def test_logits_that_are_no_numbers_end_all(choices):
     streams = [Stream([Piece(None, "", "nan")]), Stream([])][:choices]
     with pytest.raises(NumbersError):
         asyncio.run(take([call(Engine(*streams), choices)], 1))
     assert all(stream.closed for stream in streams)
 
 
-def test_a_logit_bias_is_checked_once_and_not_for_each_choice() -> None:
+def test_a_logit_bias_is_checked_once_and_not_for_each_choice():
     defaults = SimpleNamespace(options=dict)
-    served: Any = SimpleNamespace(bundle=SimpleNamespace(defaults=defaults))
+    served = SimpleNamespace(bundle=SimpleNamespace(defaults=defaults))
     options = CompletionRequest(prompt="", logit_bias={7: 1.0, 3: -100}).options(served)
     given = options["logit_bias"]
     assert given == ((3, -100.0), (7, 1.0))

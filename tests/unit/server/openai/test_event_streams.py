@@ -1,11 +1,7 @@
 """The response of a stream: what clients get when something fails, and what ends when they leave."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from collections.abc import AsyncGenerator
-from typing import Any
 
 import pytest
 
@@ -13,69 +9,68 @@ from prejit.runtime.errors import DeadlineError, NumbersError, QueueFullError
 from prejit.server.openai import event_streams as module
 from prejit.server.openai.event_streams import EventStream
 
+ENDS = {"type": "http.response.body", "body": b"", "more_body": False}
+
 
 class Client:
     """One side of an ASGI connection. It stays until `leave` is called."""
 
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
+    def __init__(self):
+        self.sent = []
         self._gone = asyncio.Event()
 
-    def leave(self) -> None:
+    def leave(self):
         self._gone.set()
 
-    async def receive(self) -> Any:
+    async def receive(self):
         await self._gone.wait()
         return {"type": "http.disconnect"}
 
-    async def send(self, message: Any) -> None:
+    async def send(self, message):
         self.sent.append(message)
 
+    async def read(self, events, **scope):
+        await EventStream(events)({"type": "http", **scope}, self.receive, self.send)
+
     @property
-    def body(self) -> bytes:
+    def body(self):
         return b"".join(message.get("body", b"") for message in self.sent)
 
 
-async def stream(client: Client, events: AsyncGenerator[bytes, None]) -> None:
-    await EventStream(events)({"type": "http"}, client.receive, client.send)
+async def of(*events):
+    """These events, of which an exception is raised."""
+    for event in events:
+        if isinstance(event, Exception):
+            raise event
+        yield event
 
 
-def test_events_come_one_by_one_and_the_body_ends() -> None:
-    async def events() -> AsyncGenerator[bytes, None]:
-        yield b"one"
-        yield b"two"
-
-    async def main() -> None:
-        client = Client()
-        await stream(client, events())
-        start, *bodies = client.sent
-        headers = dict(start["headers"])
-        assert headers[b"content-type"].startswith(b"text/event-stream")
-        assert b"content-length" not in headers
-        assert [(each["body"], each["more_body"]) for each in bodies] == [
-            (b"one", True),
-            (b"two", True),
-            (b"", False),
-        ]
-
-    asyncio.run(main())
+def test_events_come_one_by_one_and_the_body_ends():
+    client = Client()
+    asyncio.run(client.read(of(b"one", b"two")))
+    start, *bodies = client.sent
+    headers = dict(start["headers"])
+    assert headers[b"content-type"].startswith(b"text/event-stream")
+    assert b"content-length" not in headers
+    parts = [(each["body"], each["more_body"]) for each in bodies]
+    assert parts == [(b"one", True), (b"two", True), (b"", False)]
 
 
-def test_a_request_that_waits_has_a_head_and_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_waits_has_a_head_and_comments(monkeypatch):
     """A proxy cuts a connection on which nothing comes."""
-    monkeypatch.setattr(module, "COMMENT_SECONDS", 0.01, raising=False)
+    monkeypatch.setattr(module, "COMMENT_SECONDS", 0.01)
 
-    async def main() -> None:
+    async def main():
         client, slot = Client(), asyncio.Event()
 
-        async def events() -> AsyncGenerator[bytes, None]:
+        async def events():
             yield b""
             await slot.wait()
             yield b"one"
             await asyncio.sleep(0.05)
             yield b"two"
 
-        task = asyncio.ensure_future(stream(client, events()))
+        task = asyncio.ensure_future(client.read(events()))
         async with asyncio.timeout(60):
             while client.body.count(b": waiting\n\n") < 2:
                 await asyncio.sleep(0.001)
@@ -91,49 +86,27 @@ def test_a_request_that_waits_has_a_head_and_comments(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("error", "is_suspected"), [(NumbersError("not numbers"), True), (DeadlineError("late"), False)]
 )
-def test_an_error_behind_the_first_event_is_an_event_and_makes_the_server_look(
-    error: Exception, is_suspected: bool
-) -> None:
-    async def events() -> AsyncGenerator[bytes, None]:
-        yield b"data: 1\n\n"
-        raise error
-
-    suspected = threading.Event()
-
-    async def main() -> None:
-        client = Client()
-        scope = {"type": "http", "state": {"suspected": suspected}}
-        await EventStream(events())(scope, client.receive, client.send)
-        assert client.body.startswith(b'data: 1\n\ndata: {"error":{"message":"')
-        last = {"type": "http.response.body", "body": b"", "more_body": False}
-        assert client.sent[-1] == last
-
-    asyncio.run(main())
+def test_an_error_behind_the_first_event_is_an_event_and_makes_the_server_look(error, is_suspected):
+    client, suspected = Client(), threading.Event()
+    asyncio.run(client.read(of(b"data: 1\n\n", error), state={"suspected": suspected}))
+    assert client.body.startswith(b'data: 1\n\ndata: {"error":{"message":"')
+    assert client.sent[-1] == ENDS
     assert suspected.is_set() == is_suspected
 
 
-def test_an_error_before_the_first_event_has_its_own_status() -> None:
-    async def events() -> AsyncGenerator[bytes, None]:
-        raise QueueFullError("full", retry_after=1)
-        yield b""
-
-    async def main() -> None:
-        client = Client()
-        with pytest.raises(QueueFullError):
-            await stream(client, events())
-        assert client.sent == []
-
-    asyncio.run(main())
+def test_an_error_before_the_first_event_has_its_own_status():
+    client = Client()
+    with pytest.raises(QueueFullError):
+        asyncio.run(client.read(of(QueueFullError("full", retry_after=1))))
+    assert client.sent == []
 
 
 @pytest.mark.parametrize(("after", "leaves"), [(0, True), (1, True), (1, False)])
-def test_events_are_closed_when_the_client_leaves_or_the_request_is_cancelled(
-    after: int, leaves: bool
-) -> None:
-    async def main() -> None:
+def test_events_are_closed_when_the_client_leaves_or_the_request_is_cancelled(after, leaves):
+    async def main():
         client, closed = Client(), asyncio.Event()
 
-        async def events() -> AsyncGenerator[bytes, None]:
+        async def events():
             try:
                 for _ in range(after):
                     yield b"one"
@@ -142,7 +115,7 @@ def test_events_are_closed_when_the_client_leaves_or_the_request_is_cancelled(
             finally:
                 closed.set()
 
-        task = asyncio.ensure_future(stream(client, events()))
+        task = asyncio.ensure_future(client.read(events()))
         await asyncio.sleep(0.01)
         if leaves:
             client.leave()

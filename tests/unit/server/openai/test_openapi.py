@@ -1,7 +1,5 @@
 """The OpenAPI document describes the routes that there are, and nothing in it is dangling."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -14,7 +12,7 @@ from prejit.server.openai.openapi import document
 from prejit.server.served.served import Models
 
 
-def test_each_route_is_described_and_each_reference_leads_somewhere() -> None:
+def test_each_route_is_described_and_each_reference_leads_somewhere():
     made = document(OPERATIONS)
     text = json.dumps(made)
     for name in re.findall(r'"#/components/schemas/(\w+)"', text):
@@ -31,7 +29,7 @@ def test_each_route_is_described_and_each_reference_leads_somewhere() -> None:
     }
 
 
-def test_each_schema_is_a_schema_whose_properties_are_described() -> None:
+def test_each_schema_is_a_schema_whose_properties_are_described():
     made = document(OPERATIONS)["components"]["schemas"]
     for schema in made.values():
         jsonschema.Draft202012Validator.check_schema(schema)

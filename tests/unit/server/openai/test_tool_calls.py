@@ -1,7 +1,5 @@
 """Calls of tools are found in text, however it is cut into pieces; what is no call stays text."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -9,21 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prejit.server.openai.tool_calls import (
-    ForcedReader,
-    Parts,
-    ToolCall,
-    ToolReader,
-    alone,
-    new_call_id,
-)
+from prejit.server.openai.tool_calls import ForcedReader, ToolCall, ToolReader, alone, new_call_id
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'
 
 
-def plain(parts: Parts) -> list[object]:
+def plain(parts):
     """Texts joined; calls as name and arguments."""
-    found: list[object] = []
+    found = []
     for part in parts:
         if isinstance(part, ToolCall):
             found.append((part.name, json.loads(part.arguments)))
@@ -34,9 +25,7 @@ def plain(parts: Parts) -> list[object]:
     return found
 
 
-def read(
-    pieces: list[str], names: tuple[str, ...] = ("add",), *, one: bool = False
-) -> list[object]:
+def read(pieces, names=("add",), *, one=False):
     reader = ToolReader(names, only_one=one)
     parts = [part for piece in pieces for part in reader.push(piece)]
     return plain([*parts, *reader.finish()])
@@ -71,7 +60,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_calls_are_found_however_the_text_is_cut(case: str) -> None:
+def test_calls_are_found_however_the_text_is_cut(case):
     text, expected = CASES[case]
     assert read([text]) == expected
     assert read(list(text)) == expected
@@ -79,27 +68,27 @@ def test_calls_are_found_however_the_text_is_cut(case: str) -> None:
         assert read([text[i : i + width] for i in range(0, len(text), width)]) == expected
 
 
-def test_text_is_not_held_back_without_need() -> None:
+def test_text_is_not_held_back_without_need():
     reader = ToolReader(["add"])
     assert reader.push("Hello") == ["Hello"]
     assert reader.push(" <to") == [" "]
     assert reader.push("morrow") == ["<tomorrow"]
 
 
-def test_parallel_calls_are_dropped_where_one_is_the_most() -> None:
+def test_parallel_calls_are_dropped_where_one_is_the_most():
     assert read([f"{HERMES}\n{HERMES}"], one=True) == [CALL]
     both = '[{"name": "add", "arguments": {}}, {"name": "add", "arguments": {"a": 2}}]'
     assert read([both], one=True) == [("add", {})]
 
 
 @given(st.lists(st.text(alphabet='<tool_cal>/{}"name:[], \n', max_size=12), max_size=8))
-def test_nothing_is_lost_of_what_is_no_call(pieces: list[str]) -> None:
+def test_nothing_is_lost_of_what_is_no_call(pieces):
     found = read(pieces, names=("never",))
     assert "".join(str(each) for each in found) == "".join(pieces)
 
 
-def test_forced_answers_are_calls_and_a_cut_one_is_text() -> None:
-    def forced(name: str | None, text: str) -> list[object]:
+def test_forced_answers_are_calls_and_a_cut_one_is_text():
+    def forced(name, text):
         reader = ForcedReader(name)
         assert [part for letter in text for part in reader.push(letter)] == []
         return plain(reader.finish())
@@ -110,13 +99,13 @@ def test_forced_answers_are_calls_and_a_cut_one_is_text() -> None:
     assert forced(None, '[{"name": "add"') == ['[{"name": "add"']
 
 
-def test_ids_are_what_mistral_takes() -> None:
+def test_ids_are_what_mistral_takes():
     ids = {new_call_id() for _ in range(100)}
     assert len(ids) == 100
     assert all(re.fullmatch("[a-zA-Z0-9]{9}", each) for each in ids)
 
 
-def test_numbers_and_nesting_in_calls_cannot_raise() -> None:
+def test_numbers_and_nesting_in_calls_cannot_raise():
     deep = "[" * 100_000
     assert alone(deep, ["add"]) == []
     assert read([f"<tool_call>{deep}</tool_call>"]) == [f"<tool_call>{deep}</tool_call>"]

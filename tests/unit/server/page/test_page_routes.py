@@ -1,13 +1,7 @@
 """The files of the page: all are there, none needs another host, and no code can hide in text."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
@@ -19,7 +13,7 @@ from prejit.server.served.served import Models, Served
 
 
 @pytest.fixture(scope="module")
-def models(lettered_dir: Path) -> Iterator[Models]:
+def models(lettered_dir):
     bundle = load(lettered_dir)
     served = Models(Served("chatty", bundle, Engine(bundle, slots=2), 1))
     yield served
@@ -27,16 +21,14 @@ def models(lettered_dir: Path) -> Iterator[Models]:
 
 
 @pytest.fixture
-def get(models: Models) -> Any:
-    """Returns the response of a path."""
-
-    def send(path: str, models: Models = models) -> httpx.Response:
+def get(models):
+    def send(path, models=models):
         return TestClient(Starlette(routes=routes(models))).get(path)
 
     return send
 
 
-def test_every_file_that_the_page_names_is_served(get: Any) -> None:
+def test_every_file_that_the_page_names_is_served(get):
     named = set(re.findall(r'(?:href|src)="([^"]+)"', get("/").text))
     kinds = {name: get(f"/{name}").headers["content-type"].partition(";")[0] for name in named}
     assert kinds == {
@@ -46,7 +38,7 @@ def test_every_file_that_the_page_names_is_served(get: Any) -> None:
     }
 
 
-def test_nothing_is_loaded_from_elsewhere_or_run_from_the_html(get: Any) -> None:
+def test_nothing_is_loaded_from_elsewhere_or_run_from_the_html(get):
     for path in ("/", "/page/style.css", "/page/script.js", "/page/icon.svg"):
         answer = get(path)
         policy = answer.headers["content-security-policy"]
@@ -60,14 +52,14 @@ def test_nothing_is_loaded_from_elsewhere_or_run_from_the_html(get: Any) -> None
     assert "innerHTML" not in get("/page/script.js").text
 
 
-def test_every_element_that_the_script_uses_is_on_the_page(get: Any) -> None:
+def test_every_element_that_the_script_uses_is_on_the_page(get):
     html, script = get("/").text, get("/page/script.js").text
     there = set(re.findall(r'\bid="([^"]+)"', html))
     assert set(re.findall(r'\$\("([^"]+)"\)', script)) <= there
     assert set(re.findall(r'(?:for|aria-controls|aria-labelledby)="([^"]+)"', html)) <= there
 
 
-def test_the_page_gets_what_it_shows(get: Any, models: Models) -> None:
+def test_the_page_gets_what_it_shows(get, models):
     (found,) = get("/page/models").json()["models"]
     bundle = models.get("chatty").bundle
     assert found["digest"] == bundle.digest
@@ -86,7 +78,7 @@ def test_the_page_gets_what_it_shows(get: Any, models: Models) -> None:
     assert get("/page/figures", loading).json() == {"state": "loading", "models": {}}
 
 
-def test_the_functions_of_a_bundle_are_listed_once(get: Any, bundle_dir: Path) -> None:
+def test_the_functions_of_a_bundle_are_listed_once(get, bundle_dir):
     bundle = load(bundle_dir)
     models = Models(Served("example", bundle, Engine(bundle), 1))
     (found,) = get("/page/models", models).json()["models"]

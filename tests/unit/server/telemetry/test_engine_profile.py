@@ -1,19 +1,14 @@
 """Whether a recording shows what ran under the names that users know, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 from tests.unit.server.running import running, wait_for
 
-from prejit.runtime import Bundle, UsageError, load
+from prejit.runtime import UsageError, load
 from prejit.runtime.cli.commands import run
 from prejit.runtime.device.xla_profile import XlaEvent, XlaSession
 from prejit.server import Engine
@@ -22,39 +17,39 @@ from prejit.server.http.admin import make_admin
 from prejit.server.served.served import Models, Served
 from prejit.server.telemetry import profile_time_line
 from prejit.server.telemetry.engine_profile import Spans, read_recording, record
-from prejit.server.telemetry.profile_time_line import TimeLine, read_time_line, trace_events
+from prejit.server.telemetry.profile_time_line import read_time_line, trace_events
 
 NEW = 12
 
 
 @pytest.fixture(scope="module")
-def bundle(decoder_dir: Path) -> Iterator[Bundle]:
+def bundle(decoder_dir):
     with load(decoder_dir) as bundle:
         yield bundle
 
 
 @pytest.fixture(scope="module")
-def engine(bundle: Bundle) -> Iterator[Engine]:
+def engine(bundle):
     engine = Engine(bundle)
     ask(engine)  # programs are loaded and run once
     yield engine
     engine.close()
 
 
-def ask(engine: Engine) -> list[int]:
+def ask(engine):
     result = engine.submit([1, 5, 9], max_new_tokens=NEW, stop_token_ids=()).result()
     return list(result.token_ids)
 
 
 @pytest.fixture(scope="module")
-def recorded(bundle: Bundle, engine: Engine) -> TimeLine:
+def recorded(bundle, engine):
     expected, found = ask(engine), []
     recording = record([("tiny", bundle, engine)], lambda: found.append(ask(engine)))
     assert found == [expected]
     return read_time_line(*read_recording(recording))
 
 
-def test_programs_and_their_kernels_have_our_names(recorded: TimeLine, bundle: Bundle) -> None:
+def test_programs_and_their_kernels_have_our_names(recorded, bundle):
     table = {program.name for program in bundle.config.programs}
     names = {total.program for total in recorded.programs}
     assert names <= table
@@ -65,11 +60,11 @@ def test_programs_and_their_kernels_have_our_names(recorded: TimeLine, bundle: B
     assert all(0 < total.seconds < recorded.seconds for total in recorded.programs)
 
 
-def test_requests_and_steps_lie_inside_of_the_recording(recorded: TimeLine) -> None:
+def test_requests_and_steps_lie_inside_of_the_recording(recorded):
     assert recorded.tokens == NEW
     # Floats of so many nanoseconds have steps of 256.
     assert all(type(part.start) is type(part.end) is int for part in recorded.parts)
-    groups: dict[str, list[Any]] = {}
+    groups = {}
     for part in recorded.parts:
         groups.setdefault(part.group, []).append(part)
     whole, *parts = groups["requests"]
@@ -82,7 +77,7 @@ def test_requests_and_steps_lie_inside_of_the_recording(recorded: TimeLine) -> N
     assert {part.name for part in groups["programs"]} == {t.program for t in recorded.programs}
 
 
-def test_the_trace_is_one_that_perfetto_reads(recorded: TimeLine) -> None:
+def test_the_trace_is_one_that_perfetto_reads(recorded):
     trace = json.loads(json.dumps(trace_events(recorded)))
     named = {(e["pid"], e.get("tid")) for e in trace["traceEvents"] if e["name"] == "thread_name"}
     whole = [event for event in trace["traceEvents"] if event["ph"] == "X"]
@@ -92,11 +87,11 @@ def test_the_trace_is_one_that_perfetto_reads(recorded: TimeLine) -> None:
     assert {event["cat"] for event in whole} == {"requests", "steps", "programs", "kernels"}
 
 
-def test_nothing_is_left_when_a_recording_ends(bundle: Bundle, engine: Engine) -> None:
+def test_nothing_is_left_when_a_recording_ends(bundle, engine):
     programs = bundle.decoder.programs
     before = {name: programs[name] for name in programs.obtained()}
 
-    def fail() -> None:
+    def fail():
         assert all(programs[name] is not before[name] for name in before)
         with pytest.raises(UsageError, match="not profiled"):
             record([("tiny", bundle, engine)], ask)
@@ -108,9 +103,7 @@ def test_nothing_is_left_when_a_recording_ends(bundle: Bundle, engine: Engine) -
     XlaSession().stop()  # and the next one may begin
 
 
-def test_programs_of_two_models_are_told_apart(
-    bundle: Bundle, engine: Engine, decoder_dir: Path
-) -> None:
+def test_programs_of_two_models_are_told_apart(bundle, engine, decoder_dir):
     with load(decoder_dir) as other:
         second = Engine(other)
         ask(second)  # golden answers of first loads are no calls
@@ -127,12 +120,12 @@ def test_programs_of_two_models_are_told_apart(
     }
 
 
-def test_a_bundle_that_is_closed_meanwhile_spoils_nothing(decoder_dir: Path) -> None:
+def test_a_bundle_that_is_closed_meanwhile_spoils_nothing(decoder_dir):
     closing = load(decoder_dir)
     engine = Engine(closing)
     ask(engine)
 
-    def close() -> None:
+    def close():
         ask(engine)
         closing.close()
 
@@ -142,8 +135,8 @@ def test_a_bundle_that_is_closed_meanwhile_spoils_nothing(decoder_dir: Path) -> 
     XlaSession().stop()
 
 
-def test_runs_that_no_call_fits_have_the_name_of_their_module() -> None:
-    def event(kernel: str, run: int, start: int) -> XlaEvent:
+def test_runs_that_no_call_fits_have_the_name_of_their_module():
+    def event(kernel, run, start):
         return XlaEvent("lane", kernel, "jit_f", run, start, start + 1)
 
     kernels = {"a": {"add": ("prejit_norm.0123456789abcdef", "f/norm")}, "b": {"dot": ("", "")}}
@@ -154,9 +147,7 @@ def test_runs_that_no_call_fits_have_the_name_of_their_module() -> None:
     assert profile_time_line._kernel(events[1], names, kernels).name == "norm"
 
 
-def test_the_command_writes_a_trace_and_xprofs_files(
-    decoder_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_a_trace_and_xprofs_files(decoder_dir, tmp_path, capsys):
     trace, xprof = tmp_path / "trace.json.gz", tmp_path / "xprof"
     options = ["--seconds", "0.05", "-o", str(trace), "--xprof", str(xprof)]
     assert run(["profile", str(decoder_dir), *options]) == 0
@@ -168,17 +159,15 @@ def test_the_command_writes_a_trace_and_xprofs_files(
     assert plane.stat().st_size > 1000
 
 
-def test_functions_are_called_on_zeros(
-    bundle_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_functions_are_called_on_zeros(bundle_dir, capsys):
     assert run(["profile", str(bundle_dir), "--seconds", "0.02", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {"score/b2"} <= {total["program"] for total in found["programs"]}
 
 
-def test_a_server_is_asked_at_its_admin_address(bundle: Bundle, engine: Engine) -> None:
+def test_a_server_is_asked_at_its_admin_address(bundle, engine):
     models = Models(Served("tiny", bundle, engine, 0))
-    app = make_admin(models, Settings(), None, None, None)  # type: ignore[arg-type]
+    app = make_admin(models, Settings(), None, None, None)
     client = TestClient(app)
     answer = client.post("/profile", json={"seconds": 0.05})
     assert answer.status_code == 200
@@ -194,9 +183,9 @@ def test_a_server_is_asked_at_its_admin_address(bundle: Bundle, engine: Engine) 
     assert "not profiled" in busy.json()["error"]["message"]
 
 
-def test_a_recording_ends_with_the_connection_of_its_client(bundle: Bundle, engine: Engine) -> None:
+def test_a_recording_ends_with_the_connection_of_its_client(bundle, engine):
     models = Models(Served("tiny", bundle, engine, 0))
-    app = make_admin(models, Settings(), None, None, None)  # type: ignore[arg-type]
+    app = make_admin(models, Settings(), None, None, None)
     programs = bundle.decoder.programs
     name = next(iter(programs.obtained()))
     before = programs[name]
@@ -211,7 +200,7 @@ def test_a_recording_ends_with_the_connection_of_its_client(bundle: Bundle, engi
         assert time.monotonic() - began < 30
 
 
-def test_a_place_that_is_no_admin_address_is_named(tmp_path: Path) -> None:
+def test_a_place_that_is_no_admin_address_is_named(tmp_path):
     from prejit.runtime.errors import NetworkError
 
     with pytest.raises(NetworkError, match="cannot ask the server"):

@@ -1,11 +1,8 @@
 """/metrics: dashboards and gateways find nothing if a name, a label or a unit is another one."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from importlib.metadata import version
-from typing import Any
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -25,7 +22,7 @@ PROMTOOL = shutil.which("promtool")
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 VLLM = {
-    # Every name that issue 14 lists and two older ones, with their types (vllm/v1/metrics/loggers.py).
+    # With their types: those of vllm/v1/metrics/loggers.py, and two older ones.
     f"vllm:{name}": kind
     for kind, names in {
         "gauge": "num_requests_running num_requests_waiting kv_cache_usage_perc gpu_cache_usage_perc",
@@ -38,7 +35,7 @@ VLLM = {
 }
 
 
-def scrape(of: Models, accept: str = "") -> str:
+def scrape(of, accept=""):
     response = TestClient(Starlette(routes=list(operator_routes(of)))).get(
         "/metrics", headers={"accept": accept}
     )
@@ -46,11 +43,11 @@ def scrape(of: Models, accept: str = "") -> str:
     return response.text
 
 
-def families(of: Models) -> dict[str, Any]:
+def families(of):
     return {family.name: family for family in parse_text(scrape(of))}
 
 
-def value(of: Models, sample: str, **labels: str) -> float:
+def value(of, sample, **labels):
     [found] = [
         each.value
         for family in families(of).values()
@@ -60,8 +57,7 @@ def value(of: Models, sample: str, **labels: str) -> float:
     return found
 
 
-def named(requests: tuple[str, str]) -> dict[str, str]:
-    """Return the labels of a kind of requests."""
+def named(requests):
     return dict(zip(("kind", "program"), requests, strict=True))
 
 
@@ -78,13 +74,10 @@ def test_histograms_are_cumulative_and_count_every_request():
     engine = StandIn()
     for seconds in (0.12, 3.0):
         engine.request(first_token_seconds=seconds)
-    of = Models(served(engine=engine))
-    name = "vllm:time_to_first_token_seconds"
-    buckets = {
-        bound: value(of, f"{name}_bucket", le=bound) for bound in ("0.1", "0.25", "2.5", "5.0")
-    }
-    assert buckets == {"0.1": 0, "0.25": 1, "2.5": 1, "5.0": 2}
-    assert value(of, f"{name}_bucket", le="+Inf") == value(of, f"{name}_count") == 2
+    of, name = Models(served(engine=engine)), "vllm:time_to_first_token_seconds"
+    for bound, count in (("0.1", 0), ("0.25", 1), ("2.5", 1), ("5.0", 2), ("+Inf", 2)):
+        assert value(of, f"{name}_bucket", le=bound) == count
+    assert value(of, f"{name}_count") == 2
     assert value(of, f"{name}_sum") == pytest.approx(3.12)
 
 
@@ -114,7 +107,7 @@ def test_every_end_of_a_generation_is_counted_once_and_failures_do_not_make_late
     }
     assert ended == {"stop": 1, "length": 2, "abort": 2, "error": 2}
 
-    def ours(name: str, **labels: str) -> float:
+    def ours(name, **labels):
         return value(of, f"prejit_{name}", **named(GENERATE), **labels)
 
     ends = {reason: ours("requests_total", reason=reason) for reason in REASONS}
@@ -145,7 +138,7 @@ def test_encodings_are_requests_like_others():
     engine.encodings.admitted(0.5)
     of = Models(served(engine=engine))
 
-    def ours(name: str, **labels: str) -> float:
+    def ours(name, **labels):
         return value(of, f"prejit_{name}", **named(ENCODE), **labels)
 
     assert (ours("requests_total", reason="done"), ours("requests_total", reason="nan")) == (2, 1)
@@ -164,7 +157,9 @@ def test_encodings_are_requests_like_others():
 def test_only_what_was_compiled_counts_as_compiling_and_as_a_wait_for_it():
     engine = StandIn()
     for source in ("compiled", "kept", "loaded"):
-        reports = (ProgramReport("a", source, 1.0), ProgramReport("b", source, 2.0))
+        reports = tuple(
+            ProgramReport(name, source, took) for name, took in (("a", 1.0), ("b", 2.0))
+        )
         engine.request(obtained=reports)
         engine.state["programs"] += reports
     of = Models(served(engine=engine))
@@ -175,7 +170,6 @@ def test_only_what_was_compiled_counts_as_compiling_and_as_a_wait_for_it():
 
 @pytest.mark.skipif(PROMTOOL is None, reason="needs promtool (Debian: apt-get install prometheus)")
 def test_promtool_complains_of_no_name_but_those_of_vllm():
-    assert PROMTOOL is not None
     page = scrape(Models(served()))
     done = subprocess.run(
         [PROMTOOL, "check", "metrics"], input=page, capture_output=True, text=True
@@ -201,12 +195,11 @@ def test_what_runs_and_what_it_has_can_be_read():
 
 def test_a_server_that_loads_is_scraped_too():
     of = Models()
-    assert value(of, "prejit_server_state", state="loading") == 1
-    assert value(of, "prejit_server_state", state="ready") == 0
+    states = ("loading", "ready")
+    assert [value(of, "prejit_server_state", state=each) for each in states] == [1, 0]
     of.add(served())
     of.change("loading", "ready")
-    assert value(of, "prejit_server_state", state="ready") == 1
-    assert value(of, "prejit_server_state", state="loading") == 0
+    assert [value(of, "prejit_server_state", state=each) for each in states] == [0, 1]
 
 
 def test_the_parts_of_a_start_come_after_the_first_answer_and_without_idle_time():
@@ -235,34 +228,27 @@ def test_fallbacks_are_of_the_process_and_counted_once(monkeypatch):
 
 def test_swaps_and_lost_lines_are_counted_from_zero_and_a_wrong_answer_is_seen():
     of = Models(served("a"), served("b"))
-    assert value(of, "prejit_swaps_total", model_name="a", outcome="failed") == 0
-    assert value(of, "prejit_log_lines_lost_total") == 0
+    swaps = {"model_name": "a", "outcome": "failed"}
+    assert value(of, "prejit_swaps_total", **swaps) == value(of, "prejit_log_lines_lost_total") == 0
     of.swaps["a", "failed"] += 1
     of.wrong["b"] = "f"
-    assert value(of, "prejit_swaps_total", model_name="a", outcome="failed") == 1
-    assert value(of, "prejit_wrong_answers", model_name="a") == 0
-    assert value(of, "prejit_wrong_answers", model_name="b") == 1
+    assert value(of, "prejit_swaps_total", **swaps) == 1
+    assert [value(of, "prejit_wrong_answers", model_name=each) for each in "ab"] == [0, 1]
 
 
 def test_absent_memory_is_left_out_rather_than_zero():
     engine = StandIn()
     engine.state["cache_budget_bytes"] = None
-    text = scrape(Models(served(engine=engine)))
+    text = scrape(of := Models(served(engine=engine)))
     assert "\nprejit_device_memory_bytes" not in text
     assert "\nprejit_kv_cache_budget_bytes" not in text
     engine.state |= {"device_memory_bytes": 5, "cache_budget_bytes": 4000}
-    of = Models(served(engine=engine))
-    for name, size in (
-        ("prejit_device_memory_bytes", 5),
-        ("prejit_kv_cache_bytes", 1000),
-        ("prejit_kv_cache_budget_bytes", 4000),
-        ("prejit_prefix_cache_bytes", 10),
-        ("prejit_prefix_cache_budget_bytes", 100),
-        ("vllm:kv_cache_usage_perc", 0.25),
-        ("prejit_queue_size", 256),
-    ):
-        samples = families(of)[name].samples
-        assert {sample.value for sample in samples} == {size}, name
+    expected = {"prejit_device_memory_bytes": 5, "prejit_kv_cache_bytes": 1000}
+    expected |= {"prejit_kv_cache_budget_bytes": 4000, "prejit_prefix_cache_bytes": 10}
+    expected |= {"prejit_prefix_cache_budget_bytes": 100, "vllm:kv_cache_usage_perc": 0.25}
+    found = families(of)
+    for name, size in (expected | {"prejit_queue_size": 256}).items():
+        assert {sample.value for sample in found[name].samples} == {size}, name
 
 
 def test_openmetrics_is_given_to_who_asks_and_two_bundles_do_not_share_a_series():

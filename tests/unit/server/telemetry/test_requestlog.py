@@ -1,14 +1,10 @@
 """A line of the log without what an engine gave cannot be replayed; a full disk must stop nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json
 import os
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,24 +24,22 @@ from prejit.server.telemetry.requestlog import (
 from prejit.server.telemetry.watched_engine import WatchedEngine
 
 
-def entry() -> Entry:
+def entry():
     return Entry("id", "POST", "/v1/completions", {}, 0.0)
 
 
 @pytest.fixture
-def stand_in() -> StandIn:
+def stand_in():
     return StandIn()
 
 
 @pytest.fixture
-def engine(stand_in: StandIn) -> Any:
-    return WatchedEngine("demo", stand_in, record)  # type: ignore[arg-type]
+def engine(stand_in):
+    return WatchedEngine("demo", stand_in, record)
 
 
-def recorded(work: Any, seeds: list[int | None] | None = None) -> list[dict[str, Any]]:
-    """The calls of a task."""
-
-    async def go() -> list[dict[str, Any]]:
+def recorded(work, seeds=None):
+    async def go():
         one = entry()
         one.seeds = seeds
         current.set(one)
@@ -57,8 +51,8 @@ def recorded(work: Any, seeds: list[int | None] | None = None) -> list[dict[str,
     return asyncio.run(go())
 
 
-def test_tokens_of_futures_and_streams_are_recorded(engine: Any) -> None:
-    async def work() -> None:
+def test_tokens_of_futures_and_streams_are_recorded(engine):
+    async def work():
         engine.submit("a", seed=3)
         async for _ in engine.stream("b"):
             pass
@@ -77,7 +71,7 @@ def test_tokens_of_futures_and_streams_are_recorded(engine: Any) -> None:
     assert (cut["token_ids"], cut["finish_reason"]) == ([1], "")
 
 
-def test_arrays_of_programs_and_embeddings_are_recorded(engine: Any, stand_in: StandIn) -> None:
+def test_arrays_of_programs_and_embeddings_are_recorded(engine, stand_in):
     stand_in.result = {"a": (np.zeros(2), None), "b": np.array([True])}
     encoded, called = recorded(
         lambda: (
@@ -91,34 +85,33 @@ def test_arrays_of_programs_and_embeddings_are_recorded(engine: Any, stand_in: S
     assert called["arrays"].keys() == {"result.a.0", "result.b"}
 
 
-def test_a_replay_gives_each_call_its_seed(engine: Any, stand_in: StandIn) -> None:
+def test_a_replay_gives_each_call_its_seed(engine, stand_in):
     calls = recorded(lambda: [engine.submit("a", seed=1) for _ in range(3)], [7, None])
     assert [call["seed"] for call in calls] == [7, 1, 1]
     assert [options["seed"] for options in stand_in.options] == [7, 1, 1]
 
 
-def test_calls_outside_of_a_request_are_not_recorded(engine: Any) -> None:
+def test_calls_outside_of_a_request_are_not_recorded(engine):
     assert engine.submit("a").result().token_ids == (1, 2, 3)
     assert isinstance(engine.stream("a"), StandInStream)
     assert engine.metrics().slots == 8
 
 
-def test_requests_at_the_same_time_keep_their_calls_apart(engine: Any) -> None:
-    async def one(count: int) -> int:
-        mine = entry()
-        current.set(mine)
+def test_requests_at_the_same_time_keep_their_calls_apart(engine):
+    async def one(count):
+        current.set(mine := entry())
         for _ in range(count):
             await asyncio.sleep(0)
             engine.submit("a")
         return len(mine.calls)
 
-    async def all_() -> list[int]:
+    async def all_():
         return await asyncio.gather(*map(one, range(10)))
 
     assert asyncio.run(all_()) == list(range(10))
 
 
-def test_rounding_changes_the_digest_and_hardly_the_norm() -> None:
+def test_rounding_changes_the_digest_and_hardly_the_norm():
     array = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
     moved = np.nextafter(array, np.float32(2))
     one, other = describe_array(array), describe_array(moved)
@@ -130,7 +123,7 @@ def test_rounding_changes_the_digest_and_hardly_the_norm() -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_is_reported_once_and_stops_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_reported_once_and_stops_nothing(capsys):
     log, models = RequestLog("/dev/full"), Models()
     log.start(models, max_tokens=None)
     for _ in range(3):
@@ -140,12 +133,10 @@ def test_a_full_disk_is_reported_once_and_stops_nothing(capsys: pytest.CaptureFi
     assert models.log_lines_lost == 4
 
 
-def test_a_line_that_was_cut_takes_no_other_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_was_cut_takes_no_other_with_it(tmp_path, monkeypatch):
     path, room, write = tmp_path / "log", [0], os.write
 
-    def short_write(file: int, content: memoryview) -> int:
+    def short_write(file, content):
         if not room[0]:
             raise OSError(errno.ENOSPC, "no room")
         written = write(file, content[: room[0]])
@@ -163,13 +154,11 @@ def test_a_line_that_was_cut_takes_no_other_with_it(
     assert json.loads(whole)["id"] == "id"
 
 
-def test_a_log_that_was_moved_is_opened_again_and_can_be_replayed_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_that_was_moved_is_opened_again_and_can_be_replayed_alone(tmp_path, capsys):
     path, moved = tmp_path / "log", tmp_path / "log.1"
     log = RequestLog(str(path))
     bundle = SimpleNamespace(digest="sha256:0", target="cpu-host")
-    log.start([SimpleNamespace(name="demo", bundle=bundle, path="x")], max_tokens=None)  # type: ignore[arg-type]
+    log.start([SimpleNamespace(name="demo", bundle=bundle, path="x")], max_tokens=None)
     log.reopen()  # nobody has moved it
     path.rename(moved)
     log.end(entry())
@@ -183,14 +172,14 @@ def test_a_log_that_was_moved_is_opened_again_and_can_be_replayed_alone(
     log.reopen()
     log.close()
 
-    def events(file: Path) -> list[str]:
+    def events(file):
         return [json.loads(line)["event"] for line in file.read_text().splitlines()]
 
     assert events(moved) == ["start", "request"]
     assert events(path) == ["start"]
 
 
-def test_a_log_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_is_for_its_owner_alone(tmp_path, monkeypatch):
     path = tmp_path / "log"
     for mode in (0o644, 0o640, 0o604):
         path.touch()
@@ -198,7 +187,7 @@ def test_a_log_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.Monkey
         RequestLog(str(path)).close()
         assert path.stat().st_mode & 0o777 == 0o600
 
-    def refuse(file: int, mode: int) -> None:
+    def refuse(file, mode):
         raise PermissionError(1, "Operation not permitted")
 
     path.chmod(0o644)
@@ -209,7 +198,7 @@ def test_a_log_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.Monkey
         RequestLog(str(tmp_path / "no" / "log"))
 
 
-def test_lines_of_two_servers_stay_whole(tmp_path: Path) -> None:
+def test_lines_of_two_servers_stay_whole(tmp_path):
     path = tmp_path / "log"
     logs = [RequestLog(str(path)), RequestLog(str(path))]
     for turn in range(40):
@@ -222,10 +211,10 @@ def test_lines_of_two_servers_stay_whole(tmp_path: Path) -> None:
     assert [len(body) for body in bodies] == [10_000] * 40
 
 
-def test_a_line_that_a_crash_cut_is_noted_and_the_others_are_read(tmp_path: Path) -> None:
+def test_a_line_that_a_crash_cut_is_noted_and_the_others_are_read(tmp_path):
     path = tmp_path / "log"
     path.write_bytes(b'{"event":"start"}\n[]\n{"event":"request"}\n{"event":"requ')
-    notes: list[str] = []
+    notes = []
     assert [line["event"] for line in log_lines(str(path), notes)] == ["start", "request"]
     assert [note.partition("line ")[2] for note in notes] == [
         "2 is no JSON object",
