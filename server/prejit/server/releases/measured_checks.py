@@ -165,18 +165,18 @@ class PairedTimes:
 
 
 def time_checks(
-    times: PairedTimes, noise: PairedTimes | None, limits: ReleaseLimits
+    times: PairedTimes, noise: PairedTimes, limits: ReleaseLimits
 ) -> Iterator[ReleaseCheck]:
     """Yield whether requests are slower than before, and whether they keep the limits in milliseconds.
 
     Args:
         times: of the old and the new bundle.
-        noise: of two processes of the old bundle; None: they were not measured.
+        noise: of the old bundle beside itself.
         limits: the limits.
     """
     share = limits.share("max_slower")
     for name in times.names():
-        ratio, still = times.ratio(name), None if noise is None else noise.ratio(name)
+        ratio, still = times.ratio(name), noise.ratio(name)
         old, new = (float(np.median(times.side(name, place))) for place in (0, 1))
         yield slower_check(name, old, new, ratio, still, share)
     yield from absolute_checks({name: times.side(name, 1) for name in times.names()}, limits)

@@ -88,12 +88,13 @@ def is_slower(ratio: RatioInterval | None, noise: RatioInterval | None, limit: f
 
     Args:
         ratio: of new to old times; None: nothing was measured.
-        noise: of two processes of the old bundle; None: it was not measured.
+        noise: of two processes of the old bundle; None: it was not measured, so nothing tells what a
+            difference means.
         limit: 0.05 for 5 %.
     """
-    if ratio is None:
+    if ratio is None or noise is None:
         return False
-    floor = 1.0 if noise is None else max(1.0, noise.middle, 1 / noise.middle)
+    floor = max(1.0, noise.middle, 1 / noise.middle)
     return ratio.middle > 1 + limit and ratio.low > floor
 
 

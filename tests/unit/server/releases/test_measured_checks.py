@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from prejit.runtime.format.release_limits import ReleaseLimits
@@ -89,7 +91,7 @@ def test_limits_of_their_own_hold_for_the_new_bundle() -> None:
             times.add({FIRST: 0.1, NEXT: 0.01, WHOLE: 1}, {FIRST: 0.1, NEXT: 0.01, WHOLE: 1})
 
     def failed(**limits: int) -> list[str]:
-        checks = time_checks(times, None, ReleaseLimits(**limits))
+        checks = time_checks(times, PairedTimes(), ReleaseLimits(**limits))
         return [each.name for each in checks if each.outcome == "failed"]
 
     assert failed(first_token_ms=101, p95_ms=1001, tokens_per_second=99) == []
@@ -99,14 +101,17 @@ def test_limits_of_their_own_hold_for_the_new_bundle() -> None:
 
 
 def test_a_slower_bundle_fails_and_a_busy_machine_is_said() -> None:
-    times, busy = PairedTimes(), PairedTimes()
-    for _ in range(3):
-        times.begin_group()
-        busy.begin_group()
+    times, busy, itself = PairedTimes(), PairedTimes(), PairedTimes()
+    for _, each in itertools.product(range(3), (times, busy, itself)):
+        each.begin_group()
         for turn in range(20):
-            times.add({WHOLE: 1.0}, {WHOLE: 1.1})
-            busy.add({WHOLE: 1.0}, {WHOLE: 2.0 if turn % 2 else 0.5})
-    [slower], [unknown] = ([*time_checks(each, None, ReleaseLimits())] for each in (times, busy))
-    assert (slower.outcome, unknown.outcome) == ("failed", "passed")
+            varied = 2.0 if turn % 2 else 0.5
+            new = {id(times): 1.1, id(busy): varied, id(itself): 1.0}[id(each)]
+            each.add({WHOLE: 1.0}, {WHOLE: new})
+    [slower], [unknown], [alone] = (
+        [*time_checks(each, noise, ReleaseLimits())]
+        for each, noise in ((times, itself), (busy, itself), (times, PairedTimes()))
+    )
+    assert [each.outcome for each in (slower, unknown, alone)] == ["failed", "passed", "passed"]
     assert "expected at most 5 % more; +10.0 %" in slower.why
     assert "vary too much to rule out 5 % more" in unknown.why

@@ -57,9 +57,12 @@ def test_the_same_pairs_give_the_same_interval_around_its_estimate() -> None:
 
 def test_what_old_processes_show_among_themselves_proves_nothing() -> None:
     slower = paired_ratio(groups(np.random.default_rng(2), 1.08, 0.02))
-    unsteady = paired_ratio([[(1.0, 1.12)] * 9, [(1.0, 1.1)] * 9])
-    assert is_slower(slower, None, LIMIT)
+    steady, unsteady = (
+        paired_ratio([[(1.0, each)] * 9, [(1.0, 1.1 * each)] * 9]) for each in (0.96, 1.08)
+    )
+    assert is_slower(slower, steady, LIMIT)
     assert not is_slower(slower, unsteady, LIMIT)
+    assert not is_slower(slower, None, LIMIT)
     assert not is_slower(None, unsteady, LIMIT)
 
 
