@@ -259,6 +259,7 @@ def test_a_canary_stops_bad_releases_and_promotes_good_ones(build: Build, tmp_pa
     if IS_WHOLE:
         written = json.loads(figures_file("releases").read_text())
         written |= {
+            "canary: date": facts()["date"],
             "canary: bad that were promoted, or good that were rolled back": len(wrong),
             "canary: requests of clients": sum(live.requests for live in lives),
             "canary: failed requests": len(failures),
