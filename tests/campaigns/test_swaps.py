@@ -90,6 +90,15 @@ class Running:
             time.sleep(0.02)
         return state
 
+    def share(self, bundle: Path) -> None:
+        """Start a canary, and wait until it has its share. A busy machine may say that it is slower."""
+        for _ in range(5):
+            self.post("/canary", 202, bundle=str(bundle), share="99%")
+            state = self.wait_for("sharing", "rolled back")
+            if state["stage"] == "sharing":
+                return
+        raise AssertionError(state)
+
 
 @pytest.fixture
 def running(versions: list[Path], tmp_path: Path) -> Iterator[Running]:
@@ -186,8 +195,7 @@ def test_a_canary_leaves_the_others_alone_and_is_gone_within_seconds(
     dropped_after = time.monotonic() - began
     taken_back = []
     for _ in range(CANARIES):
-        running.post("/canary", 202, bundle=str(versions[2]), share="99%")
-        running.wait_for("sharing")
+        running.share(versions[2])
         time.sleep(PAUSE_SECONDS)
         began = time.monotonic()
         state = running.post("/canary", action="abort")
@@ -196,8 +204,7 @@ def test_a_canary_leaves_the_others_alone_and_is_gone_within_seconds(
     time.sleep(PAUSE_SECONDS)
     beside.end()
     again = start(server, 8).end()
-    running.post("/canary", 202, bundle=str(versions[2]), share="99%")
-    running.wait_for("sharing")
+    running.share(versions[2])
     sharing = start(server, AT_ONCE)
     running.post("/canary", action="promote")
     sharing.end()
