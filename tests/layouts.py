@@ -38,7 +38,7 @@ def subject_of(path: Path) -> Any:
 
 
 def attached_to(path: Path, kind: str | None = None) -> list[tuple[Any, Path]]:
-    """What is attached to a bundle, each with its file; of a kind only what is of the whole bundle."""
+    """The attachments of a bundle with their files; with a kind, only those of the whole bundle."""
     from prejit.runtime.format.layout import Layout
     from prejit.runtime.format.referrers import referrers
     from prejit.runtime.format.root import read_root

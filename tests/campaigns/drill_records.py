@@ -1,4 +1,4 @@
-"""What a drill is and what it found: a page of benchmarks/results shows the records of drills.json."""
+"""The records of drills in drills.json, and the page of benchmarks/results that shows them."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def test_programs_with_kernels_compile_from_their_portable_form():
 
 
 def test_programs_with_weights_in_chunks_compile_from_their_portable_form():
-    """Each result needs one of three tensors, of which two lie in two of the three chunks."""
+    """Three tensors lie in three chunks, two of them across a border. Each result needs one tensor."""
     loaded, wanted = fallen_back(HERE / "chunks"), expected_of("chunks")
     x = np.array(wanted["x"], np.float32)
     np.testing.assert_array_equal(loaded.call("score", x=x), wanted["score"])

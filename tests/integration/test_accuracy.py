@@ -57,7 +57,7 @@ def held_out_python(characters=12_000):
 
 
 def accuracy_of(run, manifest, at):
-    """What a build tells of the accuracy of its only bundle."""
+    """The accuracy that a build reports for its only bundle."""
     [told] = json.loads(run("build", manifest, "-o", at, "--json", quick=True).stdout)
     return told["accuracy"]
 

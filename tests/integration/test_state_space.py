@@ -70,7 +70,7 @@ def written(bundle, prompt, count):
 
 
 def goes_on(bundle, by, prompt, count, reused=None, **options):
-    """What `by` writes after a prompt, as the bundle alone does; of which so many tokens were kept."""
+    """Check that `by` writes what the bundle alone does, and reuses so many tokens; return the tokens."""
     found = by.generate(prompt, max_new_tokens=count, **options)
     assert list(found.token_ids) == written(bundle, prompt, count)
     assert reused is None or found.stats.reused_tokens == reused

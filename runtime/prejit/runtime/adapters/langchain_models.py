@@ -45,7 +45,7 @@ class LangChainEmbeddings(Embeddings):
 
 
 class _OfDecoder(BaseModel):
-    """What both models of a decoder have.
+    """The fields of both models.
 
     Attributes:
         bundle: the bundle.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prejit.server.inference.inference_schema import TensorMetadata
 
 OnMismatch = Literal["jit", "error"]
-"""What happens on a machine that matches no target: the argument of `load`."""
+"""The values of `on_mismatch`, as `load` takes them."""
 
 
 def load_models(

@@ -88,8 +88,8 @@ def is_slower(ratio: RatioInterval | None, noise: RatioInterval | None, limit: f
 
     Args:
         ratio: of new to old times; None: nothing was measured.
-        noise: of two processes of the old bundle; None: it was not measured, so nothing tells what a
-            difference means.
+        noise: of the old bundle beside itself; None: it was not measured. Without it no difference means
+            anything, and the answer is no.
         limit: 0.05 for 5 %.
     """
     if ratio is None or noise is None:

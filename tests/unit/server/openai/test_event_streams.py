@@ -38,7 +38,7 @@ class Client:
 
 
 async def of(*events):
-    """These events, of which an exception is raised."""
+    """Yield these events; raise the one that is an exception."""
     for event in events:
         if isinstance(event, Exception):
             raise event
