@@ -60,8 +60,10 @@ def options(rates: tuple[float, ...] = (), **changed: Any) -> LoadOptions:
     return LoadOptions(**{**values, **changed})
 
 
-def run(url: str, asked: LoadOptions) -> LoadReport:
-    return run_load(url, asked, lambda line: None)
+def run(url: str, asked: LoadOptions, *, refuses: bool = False) -> LoadReport:
+    report = run_load(url, asked, lambda line: None)
+    assert refuses or not any(each.failures for each in report.rates), report
+    return report
 
 
 def write(part: str, figures: dict[str, Any]) -> None:
@@ -77,17 +79,23 @@ def write(part: str, figures: dict[str, Any]) -> None:
         path.write_text(json.dumps(kept, indent=1) + "\n")
 
 
-def searched(url: str, grid: np.ndarray[Any, Any], **changed: Any) -> dict[str, Any]:
-    """Return the knee of a search, and that of every rate of a grid in turn."""
+def searched(
+    url: str, grid: np.ndarray[Any, Any], *, refuses: bool = False, **changed: Any
+) -> dict[str, Any]:
+    """Return the knee of a search, and that of every rate of a grid in turn.
+
+    A server that `refuses` may be sent more requests than its queue holds.
+    """
     began = time.monotonic()
-    found = run(url, options(**changed)).knee
+    found = run(url, options(**changed), refuses=refuses).knee
     seconds = time.monotonic() - began
     assert found is not None
     began = time.monotonic()
     rates = tuple(round(float(each * found.rate), 3) for each in grid)
     # Another seed, so that the two do not agree because both saw the same requests.
-    every = run(url, options(rates, seed=1000, **{"seconds": 2 * SECONDS, **changed})).rates
-    assert not every[0].failures, every[0]  # others may be more than the queue of the server holds
+    asked = options(rates, seed=1000, **{"seconds": 2 * SECONDS, **changed})
+    every = run(url, asked, refuses=refuses).rates
+    assert not every[0].failures, every[0]
     kept = np.array([each.growth is not None and each.growth <= 0.02 for each in every])
     # The rate that has the fewest others on the wrong side.
     agree = [kept[: at + 1].sum() + (~kept[at + 1 :]).sum() for at in range(len(every))]
@@ -119,7 +127,10 @@ def test_the_knee_of_a_real_server() -> None:
     grid = np.arange(0.88, 1.1201, 0.02)
     server = Process(bundle).wait_until_ready()
     try:
-        figures = {"bundle": bundle.name, **searched(server.url, grid, new=Lengths(16, 16))}
+        figures = {
+            "bundle": bundle.name,
+            **searched(server.url, grid, refuses=True, new=Lengths(16, 16)),
+        }
     finally:
         server.kill()
     write("demo", figures)

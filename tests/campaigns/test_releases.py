@@ -217,13 +217,11 @@ class Live:
 def tried(live: Live, bundle: Path, release: Release, wrong: list[str]) -> dict[str, Any]:
     """Try a release live, and note what is wrong with the outcome."""
     state = live.try_release(bundle)
-    for _ in range(
-        0 if IS_WHOLE or release.checks else 3
-    ):  # a busy machine may say that it is slower
-        if state["stage"] == "promoted":
-            break
-        state = live.try_release(bundle)
-    row = {"release": release.name, "stage": state["stage"]}
+    again = 0
+    # In `make test` a busy machine may say that it is slower.
+    while state["stage"] != "promoted" and not (IS_WHOLE or release.checks) and again < 3:
+        state, again = live.try_release(bundle), again + 1
+    row = {"release": release.name, "stage": state["stage"], "again": again}
     row |= {name: state[name] for name in ("sampled", "answered", "seconds", "why")}
     row |= {each["name"]: each["why"] for each in state["checks"] if each["name"] in _TIMES}
     print(json.dumps(row), flush=True)
@@ -250,8 +248,8 @@ def test_a_canary_stops_bad_releases_and_promotes_good_ones(build: Build, tmp_pa
             finally:
                 lives[-1].close()
             count = len([each for each in tries if each.checks])
-            assert wrong or ends["promoted"] == len(tries) - count
-            assert wrong or ends["rolled_back"] == count or not IS_WHOLE
+            again = sum(row["again"] for row in rows)
+            assert wrong or ends == {"promoted": len(tries) - count, "rolled_back": count + again}
     for release in (each for each in (*BAD, *GOOD) if IS_WHOLE and each.signed is not None):
         at = tmp_path / release.name.replace(" ", "-")
         at.mkdir()

@@ -7,10 +7,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.odd_weights import spoil_weights
 
 from prejit.runtime import load
 from prejit.runtime.cli.commands import run
-from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.errors import NumbersError
 from prejit.runtime.programs.finite_check import refuse_odd
 
@@ -28,12 +28,7 @@ def test_the_first_program_with_a_nan_is_named_with_its_run(decoder_dir: Path) -
     with load(decoder_dir) as bundle:
         bundle.check_finite()
         bundle.generate([1, 2, 3], **ASK)
-        programs = bundle.decoder.programs
-        decode = next(each for each in bundle.config.programs if each.kind == "decode")
-        weights = programs.weights(decode.weights)
-        values = [to_numpy(each) for each in weights]
-        place = next(n for n, each in enumerate(values) if each.ndim == 1)
-        weights[place] = programs.device.copy(np.full_like(values[place], np.nan))
+        spoil_weights(bundle)
         with pytest.raises(NumbersError) as error:
             bundle.generate([1, 2, 3], **ASK)
     assert "decoder: prefill/b1-t3-c24, run " in str(error.value)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.odd_weights import spoil_weights
 
 from prejit.runtime import load
-from prejit.runtime.device.transfer import to_numpy
 from prejit.server import Engine
 from prejit.server.served import number_checks
 from prejit.server.served.number_checks import check_numbers
@@ -35,12 +35,7 @@ def test_the_first_program_with_a_nan_is_said_and_every_run_counts(
         record([("m", bundle, engine)], ask)  # which watches runs itself, until it ends
         ask()
         assert (said, dict(odd_runs)) == ([], {})
-        programs = bundle.decoder.programs
-        decode = next(each for each in bundle.config.programs if each.kind == "decode")
-        weights = programs.weights(decode.weights)
-        values = [to_numpy(each) for each in weights]
-        place = next(n for n, each in enumerate(values) if each.ndim == 1)
-        weights[place] = programs.device.copy(np.full_like(values[place], np.nan))
+        spoil_weights(bundle)
         ask()
         once = odd_runs.total()
         ask()
