@@ -20,17 +20,24 @@ _EXCHANGE = 2
 """RENAME_EXCHANGE of renameat2."""
 
 
-def load_often(given: tuple[Sequence[Path], int, Sequence[float], Path]) -> int:
-    """Load bundles, call all programs of each, and print what they gave as JSON.
+def load_often(given: tuple[Sequence[Path], int, Sequence[float], Path, Path]) -> int:
+    """Load bundles until each was replaced in each way, call all programs, and print what they gave as JSON.
 
     Args:
-        given: the directories, of which each load takes the next; how many loads; the values, of which each
-            has to give one; and the runtime's cache.
+        given: the directories, of which each load takes the next; how many loads at least; the values, of
+            which each has to give one; the runtime's cache; and the file of how often each way of replacing
+            was done.
     """
-    paths, count, right, cache = given
+    paths, least, right, cache, counts_file = given
     counts: dict[str, int] = {}
     errors = []
-    for path, _ in zip(itertools.cycle(paths), range(count), strict=False):
+    for number, path in enumerate(itertools.cycle(paths)):
+        if (
+            number >= least
+            and counts_file.exists()
+            and all(json.loads(counts_file.read_text()).values())
+        ):
+            break
         try:
             found = faults.value_of(path, cache)
             assert found in right, f"{path}: {found}"

@@ -72,7 +72,7 @@ def test_a_bundle_that_is_replaced_while_it_loads_is_the_old_or_the_new_one(tmp_
     replacer.mkdir()
     replacing = (sources, direct, link, counts)
     right = (OLD + 1, NEW + 1)
-    loads = ((direct, direct, direct, link), LOADS // 2, right, tmp_path / "runtime")
+    loads = ((direct, direct, direct, link), LOADS // 2, right, tmp_path / "runtime", counts)
 
     def loaded(number: int) -> processes.Outcome:
         loader = tmp_path / f"loader-{number}"
@@ -103,5 +103,5 @@ def test_a_bundle_that_is_replaced_while_it_loads_is_the_old_or_the_new_one(tmp_
         },
     )
     check(errors)
-    assert values.total() == LOADS // 2 * 2
+    assert values.total() >= LOADS // 2 * 2
     assert all(replaced.values()), replaced
