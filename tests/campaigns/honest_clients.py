@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 from tests.integration.test_serve import Process
 
 from prejit.runtime import load
+from prejit.server.load.http_client import Exchange, HttpClient
+from prejit.server.load.workload import LoadRequest
 
 KEYS = [f"key-{number}-0123456789" for number in range(4)]
 TOKENS = 24
+LIMIT_SECONDS = 120
 
 
 class Clients(threading.Thread):
-    """Threads that send one request after the other, each with its own prompt.
+    """Clients that send one request after the other, each with its own prompt, in one event loop.
+
+    A thread for each of 200 clients measured how these threads waited for each other.
 
     Attributes:
-        gaps: seconds between two events of a stream.
+        gaps: seconds between two events of a stream, by the times when their bytes came.
         texts: each text with its prompt and the fingerprint of the bundle that gave it.
         failures: what should not have happened.
     """
@@ -35,51 +40,53 @@ class Clients(threading.Thread):
         self.failures: list[str] = []
 
     def run(self) -> None:
-        threads = [
-            threading.Thread(target=self._send, args=(at,), daemon=True)
-            for at in range(self._count)
-        ]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+        asyncio.run(self._send_all())
 
     def end(self) -> Clients:
         self._ends.set()
         self.join()
         return self
 
-    def _send(self, number: int) -> None:
+    async def _send_all(self) -> None:
+        client = HttpClient(self._server.url)
+        await asyncio.gather(*(self._send(client, number) for number in range(self._count)))
+        client.close()
+
+    async def _send(self, client: HttpClient, number: int) -> None:
         prompt = f"{number % 8} name abc 12 "
         body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "stream": True}
-        headers = {"Authorization": f"Bearer {KEYS[number % len(KEYS)]}"}
-        url = f"{self._server.url}/v1/completions"
-        with httpx.Client(timeout=120, headers=headers) as client:
-            while not self._ends.is_set():
-                try:
-                    with client.stream("POST", url, json={**body, "ignore_eos": True}) as answer:
-                        self._read(prompt, answer)
-                except Exception as error:
-                    self.failures.append(f"{type(error).__name__}: {error}"[:300])
-                    time.sleep(0.1)  # a server that has ended fails thousands a second
+        headers = {
+            "Authorization": f"Bearer {KEYS[number % len(KEYS)]}",
+            "Content-Type": "application/json",
+        }
+        content = json.dumps({**body, "ignore_eos": True}).encode()
+        request = LoadRequest("/v1/completions", content, headers, is_streamed=True)
+        while not self._ends.is_set():
+            answer = await client.exchange_within(request, LIMIT_SECONDS)
+            try:
+                self._read(prompt, answer)
+            except Exception as error:
+                self.failures.append(f"{type(error).__name__}: {error}"[:300])
+                await asyncio.sleep(0.1)  # a server that has ended fails thousands a second
 
-    def _read(self, prompt: str, answer: httpx.Response) -> None:
-        text, fingerprints, last, is_whole = "", set[str](), None, False
-        if answer.status_code != 200:
-            raise ValueError(f"{answer.status_code}: {answer.read()[-300:]!r}")
-        for line in answer.iter_lines():
-            if line == "data: [DONE]":
-                is_whole = True
-            elif line.startswith("data: "):
-                chunk = json.loads(line[6:])
-                if "error" in chunk:
-                    raise ValueError(chunk["error"])
-                now = time.monotonic()
-                if last is not None:
-                    self.gaps.append(now - last)
-                last = now
-                text += "".join(each["text"] for each in chunk["choices"])
-                fingerprints.add(chunk["system_fingerprint"])
+    def _read(self, prompt: str, answer: Exchange) -> None:
+        text, fingerprints, last, is_whole, rest = "", set[str](), None, False, b""
+        if answer.status != 200 or answer.failed:
+            raise ValueError(f"{answer.status}: {answer.failed} {answer.body[-300:]!r}")
+        for came, part in answer.parts:
+            *lines, rest = (rest + part).split(b"\n")
+            for line in lines:
+                if line == b"data: [DONE]":
+                    is_whole = True
+                elif line.startswith(b"data: "):
+                    chunk = json.loads(line[6:])
+                    if "error" in chunk:
+                        raise ValueError(chunk["error"])
+                    if last is not None:
+                        self.gaps.append(came - last)
+                    last = came
+                    text += "".join(each["text"] for each in chunk["choices"])
+                    fingerprints.add(chunk["system_fingerprint"])
         if not is_whole or len(fingerprints) != 1:
             raise ValueError(f"expected a whole text of one bundle, found {fingerprints}: {text!r}")
         self.texts.add((prompt, text, fingerprints.pop()))

@@ -6,7 +6,7 @@ import atexit
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
 from prejit.runtime.errors import ClosedError, DeadlineError, QueueFullError
@@ -91,9 +91,15 @@ class Loop:
         self._smaller_since: float | None = None
         self._has_rested = True  # whether the request that comes next comes after a pause
         self._request_seconds = 0.1  # how long a request has a slot, on average of the last ones
+        self._must_wait: Callable[[], bool] = lambda: False
         self.state = CacheState()
 
     # ------------------------------------------------------------------ from any thread
+
+    def begin_after(self, earlier: Loop, seconds: float) -> None:
+        """Begin nothing while requests wait in another loop, for so long at most."""
+        until, queue = time.monotonic() + seconds, earlier._queue
+        self._must_wait = lambda: bool(queue) and time.monotonic() < until
 
     def submit(self, ticket: Ticket) -> None:
         """Put a request into the queue.
@@ -205,9 +211,10 @@ class Loop:
                 if self._stops:
                     break
                 kept = self._is_idle()
-            has_begun = has_begun or self._sleeper.try_begin(wakes=not kept)
+            if not has_begun and not self._must_wait():
+                has_begun = self._sleeper.try_begin(wakes=not kept)
             if not has_begun:
-                self._wait_for_memory()
+                self._wait_to_begin()
                 continue
             try:
                 if kept:
@@ -238,8 +245,8 @@ class Loop:
         for ticket in left:
             self._abandon(ticket, closed, "error")
 
-    def _wait_for_memory(self) -> None:
-        """Let requests wait until other engines leave enough memory, for a moment."""
+    def _wait_to_begin(self) -> None:
+        """Let requests wait for a moment, until other engines leave enough memory or the first turn."""
         self._end_late()
         with self._changed:
             if self._is_idle():
@@ -385,8 +392,6 @@ class Loop:
             if between and self._decoder.can_copy((now, context), (size, context)):
                 return size
         return now
-
-    # ------------------------------------------------------------------ what comes
 
     def _deliver(self, tokens: Sequence[Token], now: float) -> None:
         """Hand the tokens of a step to those who wait for them, at once or while the next step runs.

@@ -110,6 +110,7 @@ class BundleSwaps:
                 if after.bundle.digest == before.bundle.digest:
                     _close(after)
                     return self._models.led_to(before, after.path)
+                after.engine.begin_after(before.engine)
                 self._put(after)
                 self._swapped(before, after, began)
                 return after

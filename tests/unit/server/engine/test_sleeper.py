@@ -163,6 +163,36 @@ def test_a_busy_engine_begins_nothing_while_another_one_asks_for_its_memory(engi
     assert (found.sleeps, found.wakes) == (1, 2)
 
 
+def test_an_engine_that_follows_another_begins_after_what_waits_there(bundle, monkeypatch):
+    held = Held()
+    with (
+        contextlib.closing(Engine(bundle, slots=1)) as earlier,
+        contextlib.closing(Engine(bundle, slots=1)) as later,
+    ):
+        running = earlier.submit([1, 2], token_mask=held, **FEW)
+        assert held.began.wait(60)
+        waiting = earlier.submit([3], **FEW)
+        monkeypatch.setattr("prejit.server.engine.engine._LONGEST_TURN_SECONDS", 60.0)
+        later.begin_after(earlier)
+        new = later.submit([4], **FEW)
+        time.sleep(0.1)
+        assert not new.done()
+        assert later.metrics().waiting == 1
+        held.ends.set()
+        for each in (running, waiting, new):
+            assert len(each.result(60).token_ids) == 4
+        held.began.clear()
+        held.ends.clear()
+        running = earlier.submit([1, 2], token_mask=held, **FEW)
+        assert held.began.wait(60)
+        waiting = earlier.submit([3], **FEW)
+        monkeypatch.setattr("prejit.server.engine.engine._LONGEST_TURN_SECONDS", 0.1)
+        later.begin_after(earlier)
+        assert len(later.generate([4], **FEW).token_ids) == 4  # it does not wait for long
+        held.ends.set()
+        assert len(waiting.result(60).token_ids) == 4
+
+
 def test_functions_wake_it_too(settled_dir, door):
     x = np.ones((2, 16), np.float32)
     with (

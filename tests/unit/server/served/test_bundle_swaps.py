@@ -60,6 +60,7 @@ def served(digest: str, name: str = "m", path: str = "v1", **options: Any) -> Se
         close=lambda: None,
         drain=lambda seconds: False,
         wake=lambda: bundle.done.append("wake"),
+        begin_after=lambda earlier: None,
         sleeper=SimpleNamespace(is_sleeping=False),
     )
     return Served(name, bundle, engine, 0, path=path)  # type: ignore[arg-type]
