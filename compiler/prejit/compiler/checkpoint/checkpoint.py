@@ -99,6 +99,40 @@ class _Source:
         return values
 
 
+@dataclass(frozen=True)
+class _Stack:
+    """The source of a parameter that a checkpoint holds as matrices of each expert.
+
+    Attributes:
+        parts: the matrices of each expert, whose outputs are joined.
+    """
+
+    parts: tuple[tuple[_Source, ...], ...]
+
+    @property
+    def published(self) -> str:
+        """The name of the first matrix."""
+        return self.parts[0][0].published
+
+    @property
+    def tensor(self) -> Tensor:
+        """The first matrix."""
+        return self.parts[0][0].tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter."""
+        of_one = [part.shape for part in self.parts[0]]
+        return (len(self.parts), sum(shape[0] for shape in of_one), *of_one[0][1:])
+
+    def __getitem__(self, part: slice) -> np.ndarray[Any, Any]:
+        each = [[matrix.read() for matrix in expert] for expert in self.parts[part]]
+        return np.stack([np.concatenate(matrices) for matrices in each])
+
+    def read(self) -> np.ndarray[Any, Any]:
+        return self[slice(None)]
+
+
 @final
 class Checkpoint:
     """The tensors of a model, with the names and in the layout of the module's parameters.
@@ -161,7 +195,7 @@ class Checkpoint:
         return self._sources[name]
 
     @cached_property
-    def _sources(self) -> dict[str, _Source]:
+    def _sources(self) -> dict[str, _Source | _Stack]:
         from prejit.compiler.models import config_file, model_registry
         from prejit.compiler.models.parameters import parameters_of
 
@@ -289,15 +323,21 @@ def _shards(index: Path) -> list[Path]:
 
 def _named(
     published: Mapping[str, Tensor], naming: Naming, parameters: Mapping[str, Parameter]
-) -> tuple[dict[str, _Source], list[str]]:
+) -> tuple[dict[str, _Source | _Stack], list[str]]:
     """Return published tensors by the names of the module's parameters, and problems."""
     kernels_in_out = not _kernels_are_out_in(published, naming, parameters)
-    found: dict[str, _Source] = {}
+    found: dict[str, _Source | _Stack] = {}
     problems = []
+    pieces: dict[str, dict[tuple[int, int], _Source]] = {}
     for name, tensor in published.items():
         if name.endswith(naming.buffers) or name.startswith(naming.ignored):
             continue
         ours = _our_name(name, naming)
+        if (piece := _piece(ours, naming)) is not None:
+            problems += _not_float(name, tensor)
+            ours, expert, part = piece
+            pieces.setdefault(ours, {})[expert, part] = _Source(name, tensor, transposed=False)
+            continue
         in_out = kernels_in_out if name.endswith(".kernel") else name.endswith(naming.in_out)
         parameter = parameters.get(ours)
         transposed = in_out != (parameter is not None and parameter.in_out)
@@ -306,7 +346,55 @@ def _named(
         else:
             problems += _not_float(name, tensor)
         found[ours] = _Source(name, tensor, transposed)
+    for ours, matrices in pieces.items():
+        if ours in found:
+            problems.append(f"both {found[ours].published} and parts of it are given")
+            continue
+        whole, missing = _stack(ours, matrices, naming)
+        problems += missing
+        if whole is not None:
+            found[ours] = whole
     return found, problems
+
+
+def _piece(name: str, naming: Naming) -> tuple[str, int, int] | None:
+    """Return the parameter that a matrix of an expert is a part of, its expert, and its place there."""
+    for stacked in naming.stacked:
+        block, found, rest = name.partition(stacked.experts)
+        number, _, _ = rest.partition(".")
+        suffix = rest.removeprefix(number)
+        if found and number.isdecimal() and suffix in stacked.parts:
+            return block + stacked.name, int(number), stacked.parts.index(suffix)
+    return None
+
+
+def _stack(
+    name: str, matrices: Mapping[tuple[int, int], _Source], naming: Naming
+) -> tuple[_Stack | None, list[str]]:
+    """Return matrices of experts as one source; None and the problems if they are not whole or differ."""
+    stacked = next(each for each in naming.stacked if name.endswith(each.name))
+    prefix = name.removesuffix(stacked.name) + stacked.experts
+    count = 1 + max(expert for expert, _ in matrices)
+    places = [(expert, part) for expert in range(count) for part in range(len(stacked.parts))]
+    missing = [
+        f"{prefix}{expert}{stacked.parts[part]}"
+        for expert, part in places
+        if (expert, part) not in matrices
+    ]
+    if missing:
+        return None, [f"missing {few(missing, _SHOWN)}"]
+    first = [matrices[0, part] for part in range(len(stacked.parts))]
+    other = [
+        f"{matrices[place].published} (expected {list(first[place[1]].shape)}, "
+        f"found {list(matrices[place].shape)})"
+        for place in places
+        if matrices[place].shape != first[place[1]].shape
+        or matrices[place].shape[1:] != first[0].shape[1:]
+    ]
+    if other:
+        return None, [f"of the wrong shape {few(other, _SHOWN)}"]
+    rows = range(count)
+    return _Stack(tuple(tuple(matrices[e, p] for p in range(len(first))) for e in rows)), []
 
 
 def _not_float(name: str, tensor: Tensor) -> list[str]:
@@ -322,10 +410,15 @@ def _our_name(published: str, naming: Naming) -> str:
     for end, ours in (_FLAX_ENDS | _TENSORFLOW_ENDS).items():
         if name.endswith(end):
             name = name.removesuffix(end) + ours
+    for end, ours in naming.renamed:
+        if name.endswith(end):
+            name = name.removesuffix(end) + ours
     for start, ours in naming.moved:
         if name.startswith(start):
             name = ours + name.removeprefix(start)
-    return name if name == naming.head or name.startswith(naming.prefix) else naming.prefix + name
+    head = naming.head.removesuffix("weight")
+    is_whole = (head and name.startswith(head)) or name.startswith(naming.prefix)
+    return name if is_whole else naming.prefix + name
 
 
 def _kernels_are_out_in(
@@ -340,7 +433,7 @@ def _kernels_are_out_in(
     return bool(out_in) and all(out_in)
 
 
-def _tie(found: dict[str, _Source], copy: str, naming: Naming) -> list[str]:
+def _tie(found: dict[str, _Source | _Stack], copy: str, naming: Naming) -> list[str]:
     """Keep one tensor for embedding and copy, as transformers does (modeling_utils.py, tie_weights)."""
     other = found.pop(copy, None)
     if other is None:
@@ -354,7 +447,9 @@ def _tie(found: dict[str, _Source], copy: str, naming: Naming) -> list[str]:
     return []
 
 
-def _misfits(found: Mapping[str, _Source], parameters: Mapping[str, Parameter]) -> Iterable[str]:
+def _misfits(
+    found: Mapping[str, _Source | _Stack], parameters: Mapping[str, Parameter]
+) -> Iterable[str]:
     """Yield what is missing, unexpected, or of another shape than the module's parameters."""
     if missing := sorted(parameters.keys() - found.keys()):
         yield f"missing {few(missing, _SHOWN)}"

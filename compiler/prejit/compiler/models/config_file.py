@@ -16,8 +16,9 @@ from prejit.compiler.models.layers.config_checks import Checks, check_config, ch
 from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN
 from prejit.runtime.errors import CheckpointError
 
-_TEXT_MODELS = {"gemma3": "gemma3_text"}
-"""Model types that contain a text model of a supported family, which is built; the rest is ignored."""
+_TEXT_MODELS = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}
+"""Model types that contain a text model of a supported family, which is built; the rest is ignored. The first
+family is that of a text_config without model_type."""
 
 _HEADS = {
     "[encode]": ("Model", "ForMaskedLM", "ForPreTraining"),
@@ -127,14 +128,23 @@ def _completed(file: Path, content: Mapping[str, Any]) -> Any:
                 f"{file}: text_config: expected an object, found {shown(part)}",
                 hint="correct config.json, or take the one that was published with the weights",
             )
-        text, prefix, family = part, "text_config.", _TEXT_MODELS[family]
+        families = _TEXT_MODELS[family]
+        text, prefix, family = part, "text_config.", part.get("model_type", families[0])
+        if family not in families:
+            raise CheckpointError(
+                f"{file}: text_config.model_type: expected {' or '.join(map(shown, families))}, found "
+                f"{shown(family)}",
+                hint=BRING_YOUR_OWN,
+            )
     check_file(file, text, _checks(family), CONFIG_MAPPING[family].attribute_map, prefix)
     read = {key: value for key, value in text.items() if key not in _UNREAD}
     try:
         config = CONFIG_MAPPING[family].from_dict(read)
         if text is not content:
-            # The only key that transformers' Gemma3Config reads beside text_config.
-            config.tie_word_embeddings = content.get("tie_word_embeddings", True)
+            # The only key that transformers reads beside text_config. Its default differs by family; a
+            # checkpoint that does not fit it is refused.
+            tied = text.get("tie_word_embeddings", content["model_type"] == "gemma3")
+            config.tie_word_embeddings = content.get("tie_word_embeddings", tied)
         if family == "t5":
             # transformers always says true, and 5.0.0 scales the head of every T5. In files that it wrote
             # scale_decoder_outputs says what tie_word_embeddings said in the first one.

@@ -63,6 +63,21 @@ class DecoderConfig:
 
 
 @dataclass(frozen=True)
+class Stacked:
+    """A parameter [E, outputs, inputs] that checkpoints hold as matrices of each of the E experts.
+
+    Attributes:
+        name: suffix of the parameter: `.mlp.experts.down_proj.weight`.
+        experts: what precedes the number of the expert in published names: `.mlp.experts.`.
+        parts: suffixes of the matrices of an expert, whose outputs are joined in this order.
+    """
+
+    name: str
+    experts: str
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Naming:
     """How the tensor names of a family's published checkpoints differ from its module's parameter names.
 
@@ -75,6 +90,8 @@ class Naming:
         ignored: prefixes of tensors that the model does not use, such as those of an image encoder.
         moved: pairs of a published prefix and the module's.
         copies: other names under which checkpoints may hold the embedding once more.
+        renamed: pairs of a published suffix and the module's.
+        stacked: the parameters that checkpoints hold in parts.
     """
 
     prefix: str
@@ -85,6 +102,8 @@ class Naming:
     ignored: tuple[str, ...] = ()
     moved: tuple[tuple[str, str], ...] = ()
     copies: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    stacked: tuple[Stacked, ...] = ()
 
 
 @dataclass(frozen=True)
