@@ -14,7 +14,6 @@ nothing stays fast.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -23,6 +22,15 @@ import numpy as np
 
 from prejit.compiler.base.json_file import read_json
 from prejit.compiler.base.suggestions import shown
+from prejit.compiler.checkpoint.parameter_sources import (
+    FLOATS,
+    Source,
+    TensorSource,
+    converted,
+    not_float,
+    piece_of,
+    stacked,
+)
 from prejit.compiler.checkpoint.tensor_files import Tensor, tensors
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
 from prejit.runtime.base.wording import few
@@ -36,7 +44,6 @@ if TYPE_CHECKING:
 _SINGLE = ("model.safetensors", "flax_model.safetensors", "flax_model.msgpack")
 _INDEX = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
-_FLOATS = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}
 _FLAX_ENDS = {".kernel": ".weight", ".scale": ".weight", ".embedding": ".weight"}
 _TENSORFLOW_ENDS = {".gamma": ".weight", ".beta": ".bias"}
 """Names of norms in files that were converted from TensorFlow: bert-base-uncased."""
@@ -48,89 +55,6 @@ _OTHER_FORMATS = {
 }
 """The hint for each kind of file, by its suffix, that holds weights and is not read."""
 _SHOWN = 8
-
-
-@dataclass(frozen=True)
-class _Source:
-    """The source of a parameter, whose rows are read when they are used (see `precision.Rows`).
-
-    Attributes:
-        published: its name in the file.
-        tensor: the tensor in the file.
-        transposed: whether it must be transposed.
-    """
-
-    published: str
-    tensor: Tensor
-    transposed: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the parameter."""
-        return self.tensor.shape[::-1] if self.transposed else self.tensor.shape
-
-    def __getitem__(self, part: slice) -> np.ndarray[Any, Any]:
-        return self._checked(
-            self.tensor.read().T[part] if self.transposed else self.tensor.read(part)
-        )
-
-    def read(self) -> np.ndarray[Any, Any]:
-        values = self.tensor.read()
-        return self._checked(values.T if self.transposed else values)
-
-    def _checked(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return values as C-contiguous float32.
-
-        Raises:
-            CheckpointError: some are NaN or infinite.
-        """
-        with np.errstate(over="ignore"):  # values beyond float32 are refused below
-            values = np.ascontiguousarray(values, np.float32)
-        # A sum is not finite if a value is not. It costs half as much as isfinite and makes no array. The sum
-        # of large values may also overflow, so the values decide.
-        with np.errstate(over="ignore", invalid="ignore"):
-            suspect = not np.isfinite(values.sum())
-        if suspect and (count := values.size - int(np.isfinite(values).sum())):
-            raise CheckpointError(
-                f"{self.tensor.path}: {self.published}: expected numbers that float32 holds, found "
-                f"{count} of {values.size} that are NaN or infinite",
-                hint="take a checkpoint from before training failed: such a model writes nothing",
-            )
-        return values
-
-
-@dataclass(frozen=True)
-class _Stack:
-    """The source of a parameter that a checkpoint holds as matrices of each expert.
-
-    Attributes:
-        parts: the matrices of each expert, whose outputs are joined.
-    """
-
-    parts: tuple[tuple[_Source, ...], ...]
-
-    @property
-    def published(self) -> str:
-        """The name of the first matrix."""
-        return self.parts[0][0].published
-
-    @property
-    def tensor(self) -> Tensor:
-        """The first matrix."""
-        return self.parts[0][0].tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the parameter."""
-        of_one = [part.shape for part in self.parts[0]]
-        return (len(self.parts), sum(shape[0] for shape in of_one), *of_one[0][1:])
-
-    def __getitem__(self, part: slice) -> np.ndarray[Any, Any]:
-        each = [[matrix.read() for matrix in expert] for expert in self.parts[part]]
-        return np.stack([np.concatenate(matrices) for matrices in each])
-
-    def read(self) -> np.ndarray[Any, Any]:
-        return self[slice(None)]
 
 
 @final
@@ -195,7 +119,7 @@ class Checkpoint:
         return self._sources[name]
 
     @cached_property
-    def _sources(self) -> dict[str, _Source | _Stack]:
+    def _sources(self) -> dict[str, Source]:
         from prejit.compiler.models import config_file, model_registry
         from prejit.compiler.models.parameters import parameters_of
 
@@ -220,13 +144,15 @@ class Checkpoint:
                 # torch stores (out, in)
                 ours = f"sentence.{part.name}.{name}"
                 transposed = ours in parameters and parameters[ours].in_out
-                problems += _not_float(f"{part.name}/{name}", tensor)
-                found[ours] = _Source(f"{part.name}/{name}", tensor, transposed)
+                problems += not_float(f"{part.name}/{name}", tensor)
+                found[ours] = TensorSource(f"{part.name}/{name}", tensor, transposed)
         problems += _misfits(found, parameters)
         if problems:
+            packed = tuple(end for rule in naming.converted for end in rule.published)
+            others = [each for name, each in published.items() if not name.endswith(packed)]
             raise CheckpointError(
                 f"{self.directory}: the tensors do not fit config.json: {'; '.join(problems)}",
-                hint=_hint(published.values(), complete=parameters.keys() <= found.keys()),
+                hint=_hint(others, complete=parameters.keys() <= found.keys()),
             )
         return dict(sorted(found.items()))
 
@@ -323,20 +249,22 @@ def _shards(index: Path) -> list[Path]:
 
 def _named(
     published: Mapping[str, Tensor], naming: Naming, parameters: Mapping[str, Parameter]
-) -> tuple[dict[str, _Source | _Stack], list[str]]:
+) -> tuple[dict[str, Source], list[str]]:
     """Return published tensors by the names of the module's parameters, and problems."""
     kernels_in_out = not _kernels_are_out_in(published, naming, parameters)
-    found: dict[str, _Source | _Stack] = {}
-    problems = []
-    pieces: dict[str, dict[tuple[int, int], _Source]] = {}
+    found: dict[str, Source] = {}
+    pieces: dict[str, dict[tuple[int, int], TensorSource]] = {}
+    whole, taken, problems = converted(published, naming)
     for name, tensor in published.items():
+        if name in taken:
+            continue
         if name.endswith(naming.buffers) or name.startswith(naming.ignored):
             continue
         ours = _our_name(name, naming)
-        if (piece := _piece(ours, naming)) is not None:
-            problems += _not_float(name, tensor)
+        if (piece := piece_of(ours, naming)) is not None:
+            problems += not_float(name, tensor)
             ours, expert, part = piece
-            pieces.setdefault(ours, {})[expert, part] = _Source(name, tensor, transposed=False)
+            pieces.setdefault(ours, {})[expert, part] = TensorSource(name, tensor)
             continue
         in_out = kernels_in_out if name.endswith(".kernel") else name.endswith(naming.in_out)
         parameter = parameters.get(ours)
@@ -344,64 +272,21 @@ def _named(
         if ours in found:
             problems.append(f"both {found[ours].published} and {name} are given")
         else:
-            problems += _not_float(name, tensor)
-        found[ours] = _Source(name, tensor, transposed)
+            problems += not_float(name, tensor)
+        found[ours] = TensorSource(name, tensor, transposed)
+    for ours, source in whole.items():
+        if ours in found or ours in pieces:
+            problems.append(f"both {source.published} and another form of it are given")
+        found[ours] = source
     for ours, matrices in pieces.items():
         if ours in found:
             problems.append(f"both {found[ours].published} and parts of it are given")
             continue
-        whole, missing = _stack(ours, matrices, naming)
+        stack, missing = stacked(ours, matrices, naming)
         problems += missing
-        if whole is not None:
-            found[ours] = whole
+        if stack is not None:
+            found[ours] = stack
     return found, problems
-
-
-def _piece(name: str, naming: Naming) -> tuple[str, int, int] | None:
-    """Return the parameter that a matrix of an expert is a part of, its expert, and its place there."""
-    for stacked in naming.stacked:
-        block, found, rest = name.partition(stacked.experts)
-        number, _, _ = rest.partition(".")
-        suffix = rest.removeprefix(number)
-        if found and number.isdecimal() and suffix in stacked.parts:
-            return block + stacked.name, int(number), stacked.parts.index(suffix)
-    return None
-
-
-def _stack(
-    name: str, matrices: Mapping[tuple[int, int], _Source], naming: Naming
-) -> tuple[_Stack | None, list[str]]:
-    """Return matrices of experts as one source; None and the problems if they are not whole or differ."""
-    stacked = next(each for each in naming.stacked if name.endswith(each.name))
-    prefix = name.removesuffix(stacked.name) + stacked.experts
-    count = 1 + max(expert for expert, _ in matrices)
-    places = [(expert, part) for expert in range(count) for part in range(len(stacked.parts))]
-    missing = [
-        f"{prefix}{expert}{stacked.parts[part]}"
-        for expert, part in places
-        if (expert, part) not in matrices
-    ]
-    if missing:
-        return None, [f"missing {few(missing, _SHOWN)}"]
-    first = [matrices[0, part] for part in range(len(stacked.parts))]
-    other = [
-        f"{matrices[place].published} (expected {list(first[place[1]].shape)}, "
-        f"found {list(matrices[place].shape)})"
-        for place in places
-        if matrices[place].shape != first[place[1]].shape
-        or matrices[place].shape[1:] != first[0].shape[1:]
-    ]
-    if other:
-        return None, [f"of the wrong shape {few(other, _SHOWN)}"]
-    rows = range(count)
-    return _Stack(tuple(tuple(matrices[e, p] for p in range(len(first))) for e in rows)), []
-
-
-def _not_float(name: str, tensor: Tensor) -> list[str]:
-    """Return the problems with a tensor's type."""
-    if tensor.dtype in _FLOATS:
-        return []
-    return [f"{name} is {tensor.dtype}, expected a float of 16 to 64 bits"]
 
 
 def _our_name(published: str, naming: Naming) -> str:
@@ -433,7 +318,7 @@ def _kernels_are_out_in(
     return bool(out_in) and all(out_in)
 
 
-def _tie(found: dict[str, _Source | _Stack], copy: str, naming: Naming) -> list[str]:
+def _tie(found: dict[str, Source], copy: str, naming: Naming) -> list[str]:
     """Keep one tensor for embedding and copy, as transformers does (modeling_utils.py, tie_weights)."""
     other = found.pop(copy, None)
     if other is None:
@@ -447,9 +332,7 @@ def _tie(found: dict[str, _Source | _Stack], copy: str, naming: Naming) -> list[
     return []
 
 
-def _misfits(
-    found: Mapping[str, _Source | _Stack], parameters: Mapping[str, Parameter]
-) -> Iterable[str]:
+def _misfits(found: Mapping[str, Source], parameters: Mapping[str, Parameter]) -> Iterable[str]:
     """Yield what is missing, unexpected, or of another shape than the module's parameters."""
     if missing := sorted(parameters.keys() - found.keys()):
         yield f"missing {few(missing, _SHOWN)}"
@@ -469,7 +352,7 @@ def _hint(published: Iterable[Tensor], *, complete: bool) -> str:
     """Return what to do about tensors that do not fit. `complete`: every parameter has one."""
     from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN
 
-    if any(tensor.dtype not in _FLOATS for tensor in published):
+    if any(tensor.dtype not in FLOATS for tensor in published):
         return "take the checkpoint in float32, bfloat16 or float16: this one is quantized"
     if complete:
         return f"the model may have a part that prejit does not build: {BRING_YOUR_OWN}"

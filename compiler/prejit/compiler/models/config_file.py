@@ -9,6 +9,7 @@ from typing import Any
 
 from prejit.compiler.base.json_file import read_json
 from prejit.compiler.base.suggestions import did_you_mean, shown
+from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.families.family_table import DECODERS, ENCODERS
 from prejit.compiler.models.families.sentence import EncoderSource
 from prejit.compiler.models.families.sentence_layout import read_layout
@@ -30,7 +31,7 @@ the heads with which it was pretrained; any other head is what the model is for.
 _UNREAD = frozenset(
     (
         *("num_labels", "id2label", "label2id", "dtype", "torch_dtype", "vision_config"),
-        *("name_or_path", "_name_or_path"),
+        *("name_or_path", "_name_or_path", "quantization_config"),
     )
 )
 """Keys that no family reads. transformers would act on them: it makes a name for each of a billion labels."""
@@ -95,8 +96,10 @@ def _load_config(directory: Path, known: list[str], section: str, *, other: bool
                 f"{shown(name)}, whose head prejit does not build",
                 hint=BRING_YOUR_OWN,
             )
-    if content.get("quantization_config"):
-        found = shown(content["quantization_config"])
+    quantized = content.get("quantization_config")
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+    if quantized and method not in _family(family).quantized:
+        found = shown(quantized)
         raise CheckpointError(
             f"{file}: quantization_config: expected none, found {found}",
             hint="take the checkpoint in float32, bfloat16 or float16",
@@ -104,6 +107,11 @@ def _load_config(directory: Path, known: list[str], section: str, *, other: bool
     config = _completed(file, content)
     check_config(file, config, _checks(config.model_type))
     return config
+
+
+def _family(model_type: str) -> Family:
+    """Return the family of a model type, or of the text model in it."""
+    return {**DECODERS, **ENCODERS}[_TEXT_MODELS.get(model_type, (model_type,))[0]]
 
 
 def _checks(family: str) -> Checks:

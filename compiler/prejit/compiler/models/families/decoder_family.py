@@ -9,6 +9,7 @@ from typing import Any, Literal
 from flax import nnx
 
 from prejit.compiler.models.layers import rope
+from prejit.compiler.models.layers.experts import Gate
 from prejit.compiler.models.layers.layer_config import Split, require, unsupported
 from prejit.compiler.models.layers.linear import RMSNorm
 
@@ -24,6 +25,7 @@ class DecoderNames:
         head_norms: norms of queries and keys; empty: none.
         after_attention, after_mlp: norms of what is added; empty: none.
         up: gate and up; one name if one matrix holds both, or if the MLP has no gate.
+        sinks: scores of each query head for no position at all; empty: none.
         router, experts_up, experts_down: of a mixture of experts; one matrix holds gate and up of an expert.
     """
 
@@ -42,6 +44,7 @@ class DecoderNames:
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     after_mlp: str = ""
+    sinks: str = ""
     router: str = ""
     experts_up: str = ""
     experts_down: str = ""
@@ -69,6 +72,8 @@ class Experts:
         inner: key of the width inside an expert.
         chosen: key of the number of experts for each token.
         is_normalized: whether the shares of a token's experts add up to 1.
+        has_biases: whether router and experts have biases.
+        swiglu: keys of alpha and limit of a Gate, each with what a missing key means; empty: there is none.
         layers: returns whether a layer has experts; the others have an MLP.
     """
 
@@ -76,6 +81,8 @@ class Experts:
     inner: str = "intermediate_size"
     chosen: str = "num_experts_per_tok"
     is_normalized: bool | str = True
+    has_biases: bool = False
+    swiglu: tuple[tuple[str, float], ...] = ()
     layers: Callable[[Any, int], bool] = lambda config, layer: True
 
     def require_enough(self, config: Any) -> None:
@@ -153,6 +160,7 @@ class DecoderFamily:
         fields = (self.bias, self.output_bias, self.mlp_bias, self.is_parallel, self.residual_scale)
         found = [self.epsilon, self.activation, self.inner, self.score_cap, self.logit_cap, *fields]
         if (mixture := self.experts) is not None:
+            found += [key for key, _ in mixture.swiglu]
             found += [mixture.count, mixture.inner, mixture.chosen, mixture.is_normalized]
         return tuple(key for key in found if isinstance(key, str) and key)
 
@@ -207,11 +215,12 @@ class DecoderFamily:
 
 
 @dataclass(frozen=True)
-class MixtureSizes:
-    """How many experts a token has, and whether their shares add up to 1."""
+class MixtureSettings:
+    """How many experts a token has, whether their shares add up to 1, and their gate."""
 
     chosen: int
     is_normalized: bool
+    gate: Gate
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ transformers 5, models/NAME/modeling_NAME.py, of the same name. Sources:
     glm, glm4   GLM Team 2024, arXiv 2406.12793 (GLM 4; GLM 4 of 0414 is glm4)
     gpt2        Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"
     gpt_neox    Black et al. 2022, arXiv 2204.06745; Biderman et al. 2023 (Pythia), 2304.01373
+    gpt_oss     OpenAI 2025, arXiv 2508.10925
     granitemoe  IBM 2024, Granite 3.0 Language Models (the mixtures)
     granite     IBM 2024, Granite 3.0 Language Models (Granite 3, and the dense ones of 4)
     helium      Kyutai 2025, Helium 1
@@ -47,7 +48,7 @@ from prejit.compiler.models.families.decoder_family import DecoderFamily, Decode
 from prejit.compiler.models.families.decoders import TextDecoder
 from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.layers.config_checks import checks_of
-from prejit.compiler.models.layers.layer_config import Naming, Stacked
+from prejit.compiler.models.layers.layer_config import Converted, Naming, Stacked
 from prejit.compiler.models.layers.linear import LayerNorm, RMSNorm
 
 _SIZES = (
@@ -359,6 +360,34 @@ def _stacked(names: DecoderNames, gate: str, up: str, down: str) -> Naming:
     )
 
 
+_GPT_OSS = DecoderFamily(
+    replace(_MIXTURE, router="mlp.router", sinks="self_attn.sinks"),
+    bias="attention_bias",
+    output_bias="attention_bias",
+    windows="by type",
+    experts=Experts(has_biases=True, swiglu=(("swiglu_alpha", 1.702), ("swiglu_limit", 7.0))),
+)
+_UP, _DOWN = (f".mlp.experts.{name}_proj" for name in ("gate_up", "down"))
+_GPT_OSS_NAMING = replace(
+    _NAMING,
+    renamed=((f"{_DOWN}_bias", f"{_DOWN}.bias"),),
+    converted=(
+        Converted(f"{_UP}.bias", (f"{_UP}_bias",), "vector", is_interleaved=True),
+        *(
+            Converted(f"{name}.weight", (name,), "in out", is_interleaved=name == _UP)
+            for name in (_UP, _DOWN)
+        ),
+        *(
+            Converted(
+                f"{name}.weight",
+                (f"{name}_blocks", f"{name}_scales"),
+                "mxfp4",
+                is_interleaved=name == _UP,
+            )
+            for name in (_UP, _DOWN)
+        ),
+    ),
+)
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _NOT_BOTH_WAYS: dict[str, Any] = {"use_bidirectional_attention": (None, False)}
 _QWEN_KEYS = ("use_sliding_window", "max_window_layers")
@@ -410,6 +439,7 @@ TEXT_DECODERS: Mapping[str, Family] = {
         ),
         grouped=False,
     ),
+    "gpt_oss": replace(_rotary(_GPT_OSS, naming=_GPT_OSS_NAMING), quantized=("mxfp4",)),
     "granite": _rotary(_GRANITE, *_MULTIPLIERS),
     "granitemoe": _rotary(_GRANITE_MOE, *_MULTIPLIERS),
     "helium": _rotary(replace(_LLAMA, output_bias=False, is_interleaved=True)),

@@ -21,11 +21,11 @@ from prejit.compiler.models.families.decoder_family import (
     DecoderFamily,
     Experts,
     Heads,
-    MixtureSizes,
+    MixtureSettings,
 )
 from prejit.compiler.models.layers import product_forms, rope
 from prejit.compiler.models.layers.attention import NewTokens
-from prejit.compiler.models.layers.experts import ExpertMatrices, Mixture, Router
+from prejit.compiler.models.layers.experts import ExpertMatrices, Gate, Mixture, Router
 from prejit.compiler.models.layers.layer_config import (
     KVCache,
     LayerCache,
@@ -145,7 +145,9 @@ class Block(nnx.Module):
         for name, size in zip(names.qkv, outputs, strict=True):
             place(self, name, Linear(width, size, bias=bias))
         place(self, names.output, Linear(queries, width, bias=output_bias))
-        self.mixture: MixtureSizes | None = None
+        if names.sinks:
+            place(self, names.sinks, nnx.Param(jnp.zeros(heads.queries)))
+        self.mixture: MixtureSettings | None = None
         if family.experts is not None and family.experts.layers(config, layer):
             self._place_experts(family, family.experts, config)
         else:
@@ -168,10 +170,13 @@ class Block(nnx.Module):
         names, width = self.names, config.hidden_size
         count, inner = getattr(config, experts.count), getattr(config, experts.inner)
         is_normalized = bool(family.of(config, experts.is_normalized))
-        self.mixture = MixtureSizes(getattr(config, experts.chosen), is_normalized)
-        place(self, names.router, Router(width, count))
-        place(self, names.experts_up, ExpertMatrices(count, width, 2 * inner))
-        place(self, names.experts_down, ExpertMatrices(count, inner, width))
+        swiglu = (getattr(config, key, None) or default for key, default in experts.swiglu)
+        gate = Gate(self.activation, *swiglu)
+        self.mixture = MixtureSettings(getattr(config, experts.chosen), is_normalized, gate)
+        bias = experts.has_biases
+        place(self, names.router, Router(width, count, bias=bias))
+        place(self, names.experts_up, ExpertMatrices(count, width, 2 * inner, bias=bias))
+        place(self, names.experts_down, ExpertMatrices(count, inner, width, bias=bias))
 
     def __call__(
         self, x: jax.Array, turns: Turns, new: NewTokens, layer: LayerCache, *, last: bool
@@ -237,6 +242,8 @@ class Block(nnx.Module):
             query = query if turned.growth is None else query * turned.growth
         if self.norms_heads == "turned":
             query, keys = self._normed_heads(query, keys)
+        if names.sinks:
+            options["sinks"] = part_of(self, names.sinks)[...]
         return new.attend(query, keys, values, layer, heads.scale, **options)
 
     def _normed_heads(self, query: jax.Array, keys: jax.Array) -> list[jax.Array]:
@@ -244,14 +251,14 @@ class Block(nnx.Module):
         names = self.names.head_norms or ("", "")
         return [self._norm(x, name) for x, name in zip((query, keys), names, strict=True)]
 
-    def _mix(self, sizes: MixtureSizes, x: jax.Array) -> jax.Array:
+    def _mix(self, sizes: MixtureSettings, x: jax.Array) -> jax.Array:
         """Return the results of each token's experts: [B, T, D] to [B, T, D]."""
         rows, names = x.reshape(-1, x.shape[-1]), self.names
         router, up, down = (
             part_of(self, name) for name in (names.router, names.experts_up, names.experts_down)
         )
         shares, chosen = router(rows, sizes.chosen, is_normalized=sizes.is_normalized)
-        return Mixture(up, down, self.activation)(rows, shares, chosen).reshape(x.shape)
+        return Mixture(up, down, sizes.gate)(rows, shares, chosen).reshape(x.shape)
 
     def _widen(self, x: jax.Array) -> jax.Array:
         """Map x [B, T, D] to the inner values of the MLP."""

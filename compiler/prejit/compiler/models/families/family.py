@@ -30,6 +30,7 @@ class Family:
         multiples: pairs of keys; the value of the first must be a multiple of that of the second.
         check: raises CheckpointError where a configuration is not supported for another reason.
         positions: returns the maximum number of tokens.
+        quantized: the values of `quant_method` in `quantization_config` that are read.
     """
 
     build: Callable[[Any, int | None], nnx.Module]
@@ -40,6 +41,7 @@ class Family:
     multiples: tuple[tuple[str, str], ...] = ()
     check: Callable[[Any], object] = lambda config: None
     positions: Callable[[Any], int] = _positions
+    quantized: tuple[str, ...] = ()
 
     def require_supported(self, config: Any) -> None:
         """Check a configuration.

@@ -118,6 +118,7 @@ _KEYS: Checks = {
     "no_rope_layers": _list(_integer(0, 1)),
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), _integer(1, 4096)),
     "moe_intermediate_size": INNER,
+    **dict.fromkeys(("swiglu_alpha", "swiglu_limit"), _ANY_FACTOR),
     "decoder_sparse_step": _integer(1, MAX_LAYERS),
     "mlp_only_layers": _list(_integer(0, MAX_LAYERS)),
     "final_logit_softcapping": _number(1e-6, 1e12, optional=True),

@@ -18,6 +18,7 @@ expert as in Gale et al. 2022 (MegaBlocks), arXiv 2211.15841.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -37,8 +38,9 @@ _BLOCKS = (8, 64)
 class Router(nnx.Module):
     """Scores of E experts. The matrix stays float32: a rounded score may choose another expert."""
 
-    def __init__(self, width: int, experts: int) -> None:
+    def __init__(self, width: int, experts: int, *, bias: bool = False) -> None:
         self.weight = nnx.Param(jnp.zeros((experts, width)))
+        self.bias = nnx.Param(jnp.zeros(experts)) if bias else None
 
     def __call__(
         self, x: jax.Array, chosen: int, *, is_normalized: bool
@@ -51,6 +53,7 @@ class Router(nnx.Module):
             the shares, float32 [R, chosen], largest first; the experts, int32 [R, chosen].
         """
         scores = lax.dot_general(x, self.weight[...], (((1,), (1,)), ((), ())))
+        scores = scores if self.bias is None else scores + self.bias[...]
         shares, experts = lax.top_k(jax.nn.softmax(scores), chosen)
         if is_normalized:
             shares = shares / shares.sum(-1, keepdims=True)
@@ -62,27 +65,53 @@ class ExpertMatrices(nnx.Module):
 
     contracted = 2
 
-    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
+    def __init__(self, experts: int, inputs: int, outputs: int, *, bias: bool = False) -> None:
         self.weight = nnx.Param(jnp.zeros((experts, outputs, inputs)))
         self.weight_scale: nnx.Param[jax.Array] | None = None
+        self.bias = nnx.Param(jnp.zeros((experts, outputs))) if bias else None
 
     def of_one(self, x: jax.Array, expert: jax.Array) -> jax.Array:
         """Return the product of x [in] with the matrix of an expert, float32 [out], in one loop."""
         weight = self.weight[...]
         matrix = lax.dynamic_index_in_dim(weight, expert, keepdims=False).astype(jnp.float32)
         y = (_as_kernels(x, weight) * matrix).sum(-1)
-        return y if self.weight_scale is None else y * self.weight_scale[...][expert]
+        y = y if self.weight_scale is None else y * self.weight_scale[...][expert]
+        return y if self.bias is None else y + self.bias[...][expert]
 
     def operand(self, expert: jax.Array, part: int, parts: int) -> kernel_calls.Operand:
-        """Return one of equal parts of an expert's outputs, with their scales."""
+        """Return one of equal parts of an expert's outputs, with their scales and biases."""
 
         def of(array: jax.Array) -> jax.Array:
             size = array.shape[1] // parts
             start = (expert, part * size, *[0] * (array.ndim - 2))
             return lax.dynamic_slice(array, start, (1, size, *array.shape[2:]))[0]
 
-        scale = None if self.weight_scale is None else of(self.weight_scale[...])
-        return kernel_calls.Operand(of(self.weight[...]), scale)
+        scale, bias = (
+            None if each is None else of(each[...]) for each in (self.weight_scale, self.bias)
+        )
+        return kernel_calls.Operand(of(self.weight[...]), scale, bias)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How gate and up of an MLP become one.
+
+    Attributes:
+        activation: a key of ACTIVATIONS.
+        alpha: instead of the activation gpt-oss has gate * sigmoid(alpha * gate), times up + 1; None: not so.
+        limit: bound of gate from above, and of up from both sides, if alpha is given.
+    """
+
+    activation: str
+    alpha: float | None = None
+    limit: float = math.inf
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Return the inner values of the MLP."""
+        if self.alpha is None:
+            return ACTIVATIONS[self.activation](gate) * up
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
 
 @dataclass(frozen=True)
@@ -92,12 +121,12 @@ class Mixture:
     Attributes:
         up: gate and up of each expert, [E, 2 I, D].
         down: [E, D, I].
-        activation: a key of ACTIVATIONS.
+        gate: how gate and up become one.
     """
 
     up: ExpertMatrices
     down: ExpertMatrices
-    activation: str
+    gate: Gate
 
     def __call__(self, x: jax.Array, shares: jax.Array, experts: jax.Array) -> jax.Array:
         """Return the sum of the results of each token's experts, times their shares.
@@ -148,23 +177,27 @@ class Mixture:
 
     def _of_expert(self, x: jax.Array, expert: jax.Array) -> jax.Array:
         """Return the result of one expert for x [R, D]."""
-        if product_forms.has_kernels() and kernel_calls.has_activation(self.activation):
-            gate, up = (self.up.operand(expert, part, 2) for part in (0, 1))
-            inner = kernel_calls.linear(x, gate, activation=self.activation, up=up)
+        activation = self.gate.activation
+        if product_forms.has_kernels():
+            if self.gate.alpha is None and kernel_calls.has_activation(activation):
+                gate, up = (self.up.operand(expert, part, 2) for part in (0, 1))
+                inner = kernel_calls.linear(x, gate, activation=activation, up=up)
+            else:
+                inner = self._gated(kernel_calls.linear(x, self.up.operand(expert, 0, 1)))
             return kernel_calls.linear(inner, self.down.operand(expert, 0, 1))
         inner = self._gated(_dot(x, self.up.operand(expert, 0, 1)))
         return _dot(inner, self.down.operand(expert, 0, 1))
 
     def _gated(self, x: jax.Array) -> jax.Array:
-        gate, up = jnp.split(x, 2, axis=-1)
-        return ACTIVATIONS[self.activation](gate) * up
+        return self.gate(*jnp.split(x, 2, axis=-1))
 
 
 def _dot(x: jax.Array, operand: kernel_calls.Operand) -> jax.Array:
     """Return the product of x [R, in] with a matrix [out, in], which is widened."""
     wide = operand.weight.astype(jnp.float32)
     y = lax.dot_general(_as_kernels(x, operand.weight), wide, (((1,), (1,)), ((), ())))
-    return y if operand.scale is None else y * operand.scale
+    y = y if operand.scale is None else y * operand.scale
+    return y if operand.bias is None else y + operand.bias
 
 
 def _as_kernels(x: jax.Array, weight: jax.Array) -> jax.Array:

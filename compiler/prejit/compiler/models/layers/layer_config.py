@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +78,23 @@ class Stacked:
 
 
 @dataclass(frozen=True)
+class Converted:
+    """A parameter of experts that checkpoints hold in another form (see checkpoint/parameter_sources.py).
+
+    Attributes:
+        name: suffix of the parameter.
+        published: suffixes of its tensors.
+        form: `mxfp4` for blocks and their exponents, `in out` for (inputs, outputs), or `vector`.
+        is_interleaved: whether outputs of gate and up come in turns.
+    """
+
+    name: str
+    published: tuple[str, ...]
+    form: Literal["mxfp4", "in out", "vector"]
+    is_interleaved: bool
+
+
+@dataclass(frozen=True)
 class Naming:
     """How the tensor names of a family's published checkpoints differ from its module's parameter names.
 
@@ -92,6 +109,7 @@ class Naming:
         copies: other names under which checkpoints may hold the embedding once more.
         renamed: pairs of a published suffix and the module's.
         stacked: the parameters that checkpoints hold in parts.
+        converted: the parameters that checkpoints hold in another form.
     """
 
     prefix: str
@@ -104,6 +122,7 @@ class Naming:
     copies: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     stacked: tuple[Stacked, ...] = ()
+    converted: tuple[Converted, ...] = ()
 
 
 @dataclass(frozen=True)
