@@ -56,9 +56,14 @@ class Case:
 
     def write(self, directory: Path) -> None:
         """Writes the checkpoint as torch's save_pretrained would."""
-        shapes = shapes_of(self.config)
+        shapes = self.tensor_shapes
         tensors = {name: _values(name, shape, self.seed) for name, shape in shapes.items()}
         write_checkpoint(directory, self.config, tensors)
+
+    @property
+    def tensor_shapes(self) -> Shapes:
+        """Of the tensors that torch publishes for the configuration."""
+        return shapes_of(self.config)
 
 
 def write_checkpoint(directory: Path, config: Config, tensors: dict[str, Any]) -> None:
@@ -94,7 +99,7 @@ _SEEDS = {
 
 
 _VOCABULARIES = [29, 31, 37, 41]
-_ACTIVATIONS = ["silu", "gelu", "relu", "gelu_pytorch_tanh"]
+ACTIVATIONS = ["silu", "gelu", "relu", "gelu_pytorch_tanh"]
 
 
 def _gpt2(count: int) -> Iterator[Case]:
@@ -121,7 +126,7 @@ def _gpt2(count: int) -> Iterator[Case]:
         yield Case(f"gpt2-{number:02}", config, 100 + number)
 
 
-def _sizes(random: np.random.Generator, *, even: bool = False) -> Config:
+def common_sizes(random: np.random.Generator, *, even: bool = False) -> Config:
     """What the configurations of all families after GPT-2 have in common."""
     kv_heads, groups = pick(random, [1, 2, 3]), pick(random, [1, 2, 3, 5])
     heads = kv_heads * groups
@@ -143,18 +148,18 @@ def _llama(count: int) -> Iterator[Case]:
     ropes = cycle(["default", "linear", "llama3", "dynamic", "yarn", "longrope"])
     for number, rope in enumerate(islice(ropes, count)):
         random = np.random.default_rng([2, number])
-        sizes = _sizes(random)
+        sizes = common_sizes(random)
         given = sizes["hidden_size"] // sizes["num_attention_heads"]
         head_size = pick(random, [4, 6, 10]) if given % 2 or number % 2 else given
         config = {
             "model_type": "llama",
             "architectures": ["LlamaForCausalLM"],
             **sizes,
-            "hidden_act": pick(random, _ACTIVATIONS),
+            "hidden_act": pick(random, ACTIVATIONS),
             "attention_bias": number % 3 == 1,
             "mlp_bias": number % 4 == 1,
             "tie_word_embeddings": number % 2 == 0,
-            **_rope(rope, number // 6, random, head_size // 2),
+            **rope_keys(rope, number // 6, random, head_size // 2),
         }
         if head_size != given:
             config["head_dim"] = head_size
@@ -167,12 +172,12 @@ def _mistral(count: int) -> Iterator[Case]:
         config = {
             "model_type": "mistral",
             "architectures": ["MistralForCausalLM"],
-            **_sizes(random, even=True),
-            "hidden_act": pick(random, _ACTIVATIONS),
+            **common_sizes(random, even=True),
+            "hidden_act": pick(random, ACTIVATIONS),
             # shorter than the prompt, ending while decoding, longer than all, none
             "sliding_window": [5, 1, 30, 200, None][number % 5],
             "tie_word_embeddings": number % 3 == 2,
-            **_rope(rope, number // 3, random),
+            **rope_keys(rope, number // 3, random),
         }
         if number % 2:
             config["head_dim"] = pick(random, [4, 6, 10])
@@ -185,11 +190,11 @@ def _qwen2(count: int) -> Iterator[Case]:
         config = {
             "model_type": "qwen2",
             "architectures": ["Qwen2ForCausalLM"],
-            **_sizes(random, even=True),
-            "hidden_act": pick(random, _ACTIVATIONS),
+            **common_sizes(random, even=True),
+            "hidden_act": pick(random, ACTIVATIONS),
             "tie_word_embeddings": number % 2 == 0,
             **_layers(number, random),
-            **_rope(rope, number // 3, random),
+            **rope_keys(rope, number // 3, random),
         }
         yield Case(f"qwen2-{number:02}-{rope}", config, 400 + number)
 
@@ -200,13 +205,13 @@ def _qwen3(count: int) -> Iterator[Case]:
         config = {
             "model_type": "qwen3",
             "architectures": ["Qwen3ForCausalLM"],
-            **_sizes(random),
+            **common_sizes(random),
             "head_dim": pick(random, [4, 6, 10]),
-            "hidden_act": pick(random, _ACTIVATIONS),
+            "hidden_act": pick(random, ACTIVATIONS),
             "attention_bias": number % 3 == 1,
             "tie_word_embeddings": number % 2 == 0,
             **_layers(number, random),
-            **_rope(rope, number // 4, random),
+            **rope_keys(rope, number // 4, random),
         }
         yield Case(f"qwen3-{number:02}-{rope}", config, 500 + number)
 
@@ -234,7 +239,7 @@ def _layers(number: int, random: np.random.Generator) -> Config:
 def _gemma(number: int, random: np.random.Generator) -> Config:
     """What Gemma 2 and 3 have in common."""
     return {
-        **_sizes(random),
+        **common_sizes(random),
         "head_dim": pick(random, [4, 6, 10]),
         "num_hidden_layers": 2 + number % 2,
         "hidden_activation": pick(random, ["gelu_pytorch_tanh", "silu"]),
@@ -254,7 +259,7 @@ def _gemma2(count: int) -> Iterator[Case]:
             "architectures": ["Gemma2ForCausalLM"],
             **_gemma(number, random),
             "attn_logit_softcapping": [1.5, 5.0, 50.0, None][number % 4],
-            **_rope("default" if number % 3 else "linear", number, random),
+            **rope_keys("default" if number % 3 else "linear", number, random),
         }
         if number % 4 == 3:
             kinds = islice(
@@ -291,7 +296,7 @@ def _gemma3(count: int) -> Iterator[Case]:
 def _phi3(count: int) -> Iterator[Case]:
     for number, rope in enumerate(islice(cycle(["longrope", "default"]), count)):
         random = np.random.default_rng([8, number])
-        sizes = _sizes(random)
+        sizes = common_sizes(random)
         head_size = pick(random, [4, 8, 16])
         partial = pick(random, [0.5, 0.75, 1.0] if head_size > 4 else [0.5, 1.0])
         sizes["hidden_size"] = head_size * sizes["num_attention_heads"]
@@ -299,12 +304,12 @@ def _phi3(count: int) -> Iterator[Case]:
             "model_type": "phi3",
             "architectures": ["Phi3ForCausalLM"],
             **sizes,
-            "hidden_act": pick(random, _ACTIVATIONS),
+            "hidden_act": pick(random, ACTIVATIONS),
             "sliding_window": [None, 7, 45][number % 3],
             "tie_word_embeddings": number % 4 == 1,
             "partial_rotary_factor": partial,
             "pad_token_id": 0,
-            **_rope(rope, number // 2, random, int(head_size * partial) // 2),
+            **rope_keys(rope, number // 2, random, int(head_size * partial) // 2),
         }
         if rope == "longrope":  # which Phi-3 says beside its other settings
             scaling = config.get("rope_parameters") or config["rope_scaling"]
@@ -316,7 +321,9 @@ def _phi3(count: int) -> Iterator[Case]:
         yield Case(f"phi3-{number:02}-{rope}", config, 800 + number)
 
 
-def _rope(kind: str, variant: int, random: np.random.Generator, pairs: int | None = None) -> Config:
+def rope_keys(
+    kind: str, variant: int, random: np.random.Generator, pairs: int | None = None
+) -> Config:
     """The keys of config.json, as files of transformers 4 (rope_scaling) or 5 (rope_parameters) say it."""
     theta = pick(random, [100.0, 10000.0, 500000.0])
     scaling: Config = {"rope_type": kind}
@@ -459,7 +466,7 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray[Any, np.
     """
     random = np.random.default_rng([seed, zlib.crc32(name.encode())])
     values = random.standard_normal(shape, dtype=np.float32)
-    if len(shape) == 2:
+    if len(shape) >= 2:
         embedding = shape[0] in _VOCABULARIES
         return values * np.float32(0.5 if embedding else min(0.25, 1.5 / max(shape) ** 0.5))
     return values * np.float32(0.2) + np.float32(name.endswith("weight"))

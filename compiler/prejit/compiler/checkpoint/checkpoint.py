@@ -14,7 +14,6 @@ nothing stays fast.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -23,6 +22,15 @@ import numpy as np
 
 from prejit.compiler.base.json_file import read_json
 from prejit.compiler.base.suggestions import shown
+from prejit.compiler.checkpoint.parameter_sources import (
+    FLOATS,
+    Source,
+    TensorSource,
+    converted,
+    not_float,
+    piece_of,
+    stacked,
+)
 from prejit.compiler.checkpoint.tensor_files import Tensor, tensors
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
 from prejit.runtime.base.wording import few
@@ -36,7 +44,6 @@ if TYPE_CHECKING:
 _SINGLE = ("model.safetensors", "flax_model.safetensors", "flax_model.msgpack")
 _INDEX = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
-_FLOATS = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}
 _FLAX_ENDS = {".kernel": ".weight", ".scale": ".weight", ".embedding": ".weight"}
 _TENSORFLOW_ENDS = {".gamma": ".weight", ".beta": ".bias"}
 """Names of norms in files that were converted from TensorFlow: bert-base-uncased."""
@@ -48,55 +55,6 @@ _OTHER_FORMATS = {
 }
 """The hint for each kind of file, by its suffix, that holds weights and is not read."""
 _SHOWN = 8
-
-
-@dataclass(frozen=True)
-class _Source:
-    """The source of a parameter, whose rows are read when they are used (see `precision.Rows`).
-
-    Attributes:
-        published: its name in the file.
-        tensor: the tensor in the file.
-        transposed: whether it must be transposed.
-    """
-
-    published: str
-    tensor: Tensor
-    transposed: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the parameter."""
-        return self.tensor.shape[::-1] if self.transposed else self.tensor.shape
-
-    def __getitem__(self, part: slice) -> np.ndarray[Any, Any]:
-        return self._checked(
-            self.tensor.read().T[part] if self.transposed else self.tensor.read(part)
-        )
-
-    def read(self) -> np.ndarray[Any, Any]:
-        values = self.tensor.read()
-        return self._checked(values.T if self.transposed else values)
-
-    def _checked(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return values as C-contiguous float32.
-
-        Raises:
-            CheckpointError: some are NaN or infinite.
-        """
-        with np.errstate(over="ignore"):  # values beyond float32 are refused below
-            values = np.ascontiguousarray(values, np.float32)
-        # A sum is not finite if a value is not. It costs half as much as isfinite and makes no array. The sum
-        # of large values may also overflow, so the values decide.
-        with np.errstate(over="ignore", invalid="ignore"):
-            suspect = not np.isfinite(values.sum())
-        if suspect and (count := values.size - int(np.isfinite(values).sum())):
-            raise CheckpointError(
-                f"{self.tensor.path}: {self.published}: expected numbers that float32 holds, found "
-                f"{count} of {values.size} that are NaN or infinite",
-                hint="take a checkpoint from before training failed: such a model writes nothing",
-            )
-        return values
 
 
 @final
@@ -161,7 +119,7 @@ class Checkpoint:
         return self._sources[name]
 
     @cached_property
-    def _sources(self) -> dict[str, _Source]:
+    def _sources(self) -> dict[str, Source]:
         from prejit.compiler.models import config_file, model_registry
         from prejit.compiler.models.parameters import parameters_of
 
@@ -186,13 +144,15 @@ class Checkpoint:
                 # torch stores (out, in)
                 ours = f"sentence.{part.name}.{name}"
                 transposed = ours in parameters and parameters[ours].in_out
-                problems += _not_float(f"{part.name}/{name}", tensor)
-                found[ours] = _Source(f"{part.name}/{name}", tensor, transposed)
+                problems += not_float(f"{part.name}/{name}", tensor)
+                found[ours] = TensorSource(f"{part.name}/{name}", tensor, transposed)
         problems += _misfits(found, parameters)
         if problems:
+            packed = tuple(end for rule in naming.converted for end in rule.published)
+            others = [each for name, each in published.items() if not name.endswith(packed)]
             raise CheckpointError(
                 f"{self.directory}: the tensors do not fit config.json: {'; '.join(problems)}",
-                hint=_hint(published.values(), complete=parameters.keys() <= found.keys()),
+                hint=_hint(others, complete=parameters.keys() <= found.keys()),
             )
         return dict(sorted(found.items()))
 
@@ -289,31 +249,44 @@ def _shards(index: Path) -> list[Path]:
 
 def _named(
     published: Mapping[str, Tensor], naming: Naming, parameters: Mapping[str, Parameter]
-) -> tuple[dict[str, _Source], list[str]]:
+) -> tuple[dict[str, Source], list[str]]:
     """Return published tensors by the names of the module's parameters, and problems."""
     kernels_in_out = not _kernels_are_out_in(published, naming, parameters)
-    found: dict[str, _Source] = {}
-    problems = []
+    found: dict[str, Source] = {}
+    pieces: dict[str, dict[tuple[int, int], TensorSource]] = {}
+    whole, taken, problems = converted(published, naming)
     for name, tensor in published.items():
+        if name in taken:
+            continue
         if name.endswith(naming.buffers) or name.startswith(naming.ignored):
             continue
         ours = _our_name(name, naming)
+        if (piece := piece_of(ours, naming)) is not None:
+            problems += not_float(name, tensor)
+            ours, expert, part = piece
+            pieces.setdefault(ours, {})[expert, part] = TensorSource(name, tensor)
+            continue
         in_out = kernels_in_out if name.endswith(".kernel") else name.endswith(naming.in_out)
         parameter = parameters.get(ours)
         transposed = in_out != (parameter is not None and parameter.in_out)
         if ours in found:
             problems.append(f"both {found[ours].published} and {name} are given")
         else:
-            problems += _not_float(name, tensor)
-        found[ours] = _Source(name, tensor, transposed)
+            problems += not_float(name, tensor)
+        found[ours] = TensorSource(name, tensor, transposed)
+    for ours, source in whole.items():
+        if ours in found or ours in pieces:
+            problems.append(f"both {source.published} and another form of it are given")
+        found[ours] = source
+    for ours, matrices in pieces.items():
+        if ours in found:
+            problems.append(f"both {found[ours].published} and parts of it are given")
+            continue
+        stack, missing = stacked(ours, matrices, naming)
+        problems += missing
+        if stack is not None:
+            found[ours] = stack
     return found, problems
-
-
-def _not_float(name: str, tensor: Tensor) -> list[str]:
-    """Return the problems with a tensor's type."""
-    if tensor.dtype in _FLOATS:
-        return []
-    return [f"{name} is {tensor.dtype}, expected a float of 16 to 64 bits"]
 
 
 def _our_name(published: str, naming: Naming) -> str:
@@ -322,10 +295,15 @@ def _our_name(published: str, naming: Naming) -> str:
     for end, ours in (_FLAX_ENDS | _TENSORFLOW_ENDS).items():
         if name.endswith(end):
             name = name.removesuffix(end) + ours
+    for end, ours in naming.renamed:
+        if name.endswith(end):
+            name = name.removesuffix(end) + ours
     for start, ours in naming.moved:
         if name.startswith(start):
             name = ours + name.removeprefix(start)
-    return name if name == naming.head or name.startswith(naming.prefix) else naming.prefix + name
+    head = naming.head.removesuffix("weight")
+    is_whole = (head and name.startswith(head)) or name.startswith(naming.prefix)
+    return name if is_whole else naming.prefix + name
 
 
 def _kernels_are_out_in(
@@ -340,7 +318,7 @@ def _kernels_are_out_in(
     return bool(out_in) and all(out_in)
 
 
-def _tie(found: dict[str, _Source], copy: str, naming: Naming) -> list[str]:
+def _tie(found: dict[str, Source], copy: str, naming: Naming) -> list[str]:
     """Keep one tensor for embedding and copy, as transformers does (modeling_utils.py, tie_weights)."""
     other = found.pop(copy, None)
     if other is None:
@@ -354,7 +332,7 @@ def _tie(found: dict[str, _Source], copy: str, naming: Naming) -> list[str]:
     return []
 
 
-def _misfits(found: Mapping[str, _Source], parameters: Mapping[str, Parameter]) -> Iterable[str]:
+def _misfits(found: Mapping[str, Source], parameters: Mapping[str, Parameter]) -> Iterable[str]:
     """Yield what is missing, unexpected, or of another shape than the module's parameters."""
     if missing := sorted(parameters.keys() - found.keys()):
         yield f"missing {few(missing, _SHOWN)}"
@@ -374,7 +352,7 @@ def _hint(published: Iterable[Tensor], *, complete: bool) -> str:
     """Return what to do about tensors that do not fit. `complete`: every parameter has one."""
     from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN
 
-    if any(tensor.dtype not in _FLOATS for tensor in published):
+    if any(tensor.dtype not in FLOATS for tensor in published):
         return "take the checkpoint in float32, bfloat16 or float16: this one is quantized"
     if complete:
         return f"the model may have a part that prejit does not build: {BRING_YOUR_OWN}"

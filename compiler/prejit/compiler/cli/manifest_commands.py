@@ -278,12 +278,17 @@ def _print_buckets(today: Buckets | None, suggested: Buckets, seconds: list[floa
     "check-model",
     epilog="Examples:\n\n\b\n  prejit check-model model:model\n"
     "  prejit check-model my_package.model:make_model --params weights.safetensors\n"
-    "  prejit check-model model:model --reference reference:logits\n\n"
+    "  prejit check-model model:model --reference reference:logits\n"
+    "  prejit check-model models/Qwen3-0.6B\n\n"
     "A reference takes tokens int32 [B, T] and returns the logits after each token, [B, T, V], as an array "
     "of NumPy, jax or torch. For an encoder-decoder it takes sources, their lengths, and tokens.\n\n"
     "Exit status: 0 the model passes all checks, 1 it does not.",
 )
-@click.argument("model", metavar="MODULE:MODEL", help="A decoder, or what makes one.")
+@click.argument(
+    "model",
+    metavar="MODEL",
+    help="module:object of a decoder, or of what makes one; or the directory of a published model.",
+)
 @click.option(
     "--params",
     **FILE,
@@ -312,9 +317,13 @@ def check_model(
 ) -> int:
     """Check that a model of yours generates the same text however the engine cuts, pads and batches it.
 
-    MODULE:MODEL is an object with the methods of a decoder, or a function or class that makes one without
-    arguments. The module is in this directory or installed.
+    MODEL is an object with the methods of a decoder, or a function or class that makes one without
+    arguments. The module is in this directory or installed. With the directory of a published model, in the
+    layout of Hugging Face, print what a build would make of it: its sizes, or what is not supported.
     """
+    if Path(model).is_dir():
+        _print_published(Path(model))
+        return 0
     from prejit.compiler.checking.kit import check_user_model
 
     findings = check_user_model(
@@ -322,6 +331,25 @@ def check_model(
     )
     _print_findings(findings)
     return 0 if all(finding.passed for finding in findings) else 1
+
+
+def _print_published(directory: Path) -> None:
+    """Print the sizes of a published model, and what is missing."""
+    from prejit.compiler.checking.published_model import check_published
+    from prejit.runtime.base.wording import size, table
+
+    found = check_published(directory)
+    rows = [(each.dtype, size(each.weights_bytes), size(each.read_bytes)) for each in found.sizes]
+    click.echo(table(("dtype", "weights", "read for a token"), rows))
+    click.echo(
+        f"\n{found.family}, for [{found.section}]: {found.parameters:,} parameters in {found.tensors} "
+        f"arrays, all used; texts up to {found.positions:,} tokens"
+    )
+    if found.cache_bytes is not None:
+        whole = size(found.cache_bytes * found.positions)
+        click.echo(f"KV cache in float32: {size(found.cache_bytes)} for a token, {whole} for all")
+    if not found.tokenizer:
+        click.echo(f"missing: {directory / 'tokenizer.json'}; requests have to give token ids")
 
 
 def _print_findings(findings: Sequence[Finding]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from prejit.compiler.base.json_file import read_json
 from prejit.compiler.base.suggestions import did_you_mean, shown
+from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.families.family_table import DECODERS, ENCODERS
 from prejit.compiler.models.families.sentence import EncoderSource
 from prejit.compiler.models.families.sentence_layout import read_layout
@@ -16,8 +17,9 @@ from prejit.compiler.models.layers.config_checks import Checks, check_config, ch
 from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN
 from prejit.runtime.errors import CheckpointError
 
-_TEXT_MODELS = {"gemma3": "gemma3_text"}
-"""Model types that contain a text model of a supported family, which is built; the rest is ignored."""
+_TEXT_MODELS = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}
+"""Model types that contain a text model of a supported family, which is built; the rest is ignored. The first
+family is that of a text_config without model_type."""
 
 _HEADS = {
     "[encode]": ("Model", "ForMaskedLM", "ForPreTraining"),
@@ -29,7 +31,7 @@ the heads with which it was pretrained; any other head is what the model is for.
 _UNREAD = frozenset(
     (
         *("num_labels", "id2label", "label2id", "dtype", "torch_dtype", "vision_config"),
-        *("name_or_path", "_name_or_path"),
+        *("name_or_path", "_name_or_path", "quantization_config"),
     )
 )
 """Keys that no family reads. transformers would act on them: it makes a name for each of a billion labels."""
@@ -94,8 +96,10 @@ def _load_config(directory: Path, known: list[str], section: str, *, other: bool
                 f"{shown(name)}, whose head prejit does not build",
                 hint=BRING_YOUR_OWN,
             )
-    if content.get("quantization_config"):
-        found = shown(content["quantization_config"])
+    quantized = content.get("quantization_config")
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+    if quantized and method not in _family(family).quantized:
+        found = shown(quantized)
         raise CheckpointError(
             f"{file}: quantization_config: expected none, found {found}",
             hint="take the checkpoint in float32, bfloat16 or float16",
@@ -103,6 +107,11 @@ def _load_config(directory: Path, known: list[str], section: str, *, other: bool
     config = _completed(file, content)
     check_config(file, config, _checks(config.model_type))
     return config
+
+
+def _family(model_type: str) -> Family:
+    """Return the family of a model type, or of the text model in it."""
+    return {**DECODERS, **ENCODERS}[_TEXT_MODELS.get(model_type, (model_type,))[0]]
 
 
 def _checks(family: str) -> Checks:
@@ -127,14 +136,23 @@ def _completed(file: Path, content: Mapping[str, Any]) -> Any:
                 f"{file}: text_config: expected an object, found {shown(part)}",
                 hint="correct config.json, or take the one that was published with the weights",
             )
-        text, prefix, family = part, "text_config.", _TEXT_MODELS[family]
+        families = _TEXT_MODELS[family]
+        text, prefix, family = part, "text_config.", part.get("model_type", families[0])
+        if family not in families:
+            raise CheckpointError(
+                f"{file}: text_config.model_type: expected {' or '.join(map(shown, families))}, found "
+                f"{shown(family)}",
+                hint=BRING_YOUR_OWN,
+            )
     check_file(file, text, _checks(family), CONFIG_MAPPING[family].attribute_map, prefix)
     read = {key: value for key, value in text.items() if key not in _UNREAD}
     try:
         config = CONFIG_MAPPING[family].from_dict(read)
         if text is not content:
-            # The only key that transformers' Gemma3Config reads beside text_config.
-            config.tie_word_embeddings = content.get("tie_word_embeddings", True)
+            # The only key that transformers reads beside text_config. Its default differs by family; a
+            # checkpoint that does not fit it is refused.
+            tied = text.get("tie_word_embeddings", content["model_type"] == "gemma3")
+            config.tie_word_embeddings = content.get("tie_word_embeddings", tied)
         if family == "t5":
             # transformers always says true, and 5.0.0 scales the head of every T5. In files that it wrote
             # scale_decoder_outputs says what tie_word_embeddings said in the first one.

@@ -12,7 +12,8 @@ from flax import nnx
 
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.models import quantizing
-from prejit.compiler.models.families.family_table import DECODERS, ENCODERS, Family
+from prejit.compiler.models.families.family import Family
+from prejit.compiler.models.families.family_table import DECODERS, ENCODERS
 from prejit.compiler.models.families.sentence import EncoderConfig, EncoderSource, PooledEncoder
 from prejit.compiler.models.layers import product_forms
 from prejit.compiler.models.layers.layer_config import DecoderConfig, Naming, unsupported

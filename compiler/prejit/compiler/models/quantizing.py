@@ -5,8 +5,9 @@
     int8        symmetric, one float32 scale for each output (Dettmers et al. 2022, arXiv 2208.07339, section
                 2.1, row-wise): w = q * scale, scale = max|w| / 127 over the inputs of an output
 
-The table of dtypes is base/stored_dtypes.py. Only the matrices of Linear and Embedding are stored so; norms
-and biases stay float32. An embedding, and a head that is tied to it, has a scale for each token.
+The table of dtypes is base/stored_dtypes.py. Only the matrices of Linear, Embedding and ExpertMatrices are
+stored so; norms, biases and routers stay float32. An embedding, and a head that is tied to it, has a scale
+for each token.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ import numpy as np
 from flax import nnx
 
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES, StoredDtype
+from prejit.compiler.models.layers.experts import ExpertMatrices
 from prejit.compiler.models.layers.linear import Embedding, Linear
 from prejit.runtime.errors import CheckpointError
 
 Values = np.ndarray[Any, Any]
 
+MATRICES = Linear | Embedding | ExpertMatrices
+"""The layers whose matrices are stored in fewer bits."""
 _SCALE = "_scale"
 _BLOCK_ELEMENTS = 1 << 20
 """Elements that are in memory in float32 at a time: 4 MB. An embedding may have a billion bytes."""
@@ -71,7 +75,8 @@ class Widened:
         wide = self.values[part].astype(np.float32)
         if self.scale is None:
             return wide
-        wide *= self.scale[part, None] if self.contracted else self.scale
+        scale = self.scale[part] if self.contracted else self.scale
+        wide *= np.expand_dims(scale, self.contracted)
         return wide
 
 
@@ -92,12 +97,12 @@ def store(module: nnx.Module, dtype: str) -> None:
     if not stored.is_narrow:
         return
     for _, part in nnx.iter_modules(module):
-        if not isinstance(part, Linear | Embedding):
+        if not isinstance(part, MATRICES):
             continue
         shape = part.weight.shape
         part.weight = nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
         if stored.has_scales:
-            outputs = (shape[1 - part.contracted],)
+            outputs = tuple(n for axis, n in enumerate(shape) if axis != part.contracted)
             scale = nnx.Param(jax.ShapeDtypeStruct(outputs, jnp.float32))
             part.weight_scale = nnx.data(scale)  # it was None, which flax holds as a constant
 
@@ -114,7 +119,7 @@ def readers(module: nnx.Module, read: Callable[[str], Rows]) -> dict[str, Callab
     """
     found: dict[str, Callable[[], Values]] = {}
     for path, part in nnx.iter_modules(module):
-        if not isinstance(part, Linear | Embedding):
+        if not isinstance(part, MATRICES):
             continue
         stored = STORED_DTYPES[str(part.weight.dtype)]
         if not stored.is_narrow:
@@ -136,7 +141,7 @@ def widened(module: nnx.Module, packed: Mapping[str, Values]) -> dict[str, Rows]
     """
     found: dict[str, Rows] = dict(packed)
     for path, part in nnx.iter_modules(module):
-        if isinstance(part, Linear | Embedding) and STORED_DTYPES[str(part.weight.dtype)].is_narrow:
+        if isinstance(part, MATRICES) and STORED_DTYPES[str(part.weight.dtype)].is_narrow:
             name = ".".join(map(str, (*path, "weight")))
             found.pop(name + _SCALE, None)
             found[name] = Widened(packed[name], packed.get(name + _SCALE), part.contracted)

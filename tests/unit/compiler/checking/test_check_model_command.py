@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import save_file
 from tests import own_decoders
+from tests.parity import sibling_cases
 
 from prejit.runtime.__main__ import main
+from prejit.runtime.base.wording import size
 
 from . import tiny_models
 
@@ -95,3 +99,28 @@ def test_wrong_arguments_are_errors_without_a_traceback(capsys: pytest.CaptureFi
             assert "check-model MODULE" not in printed.err
         else:
             assert hint in printed.err.partition("hint:")[2]
+
+
+def test_a_published_model_has_its_sizes_or_says_what_is_not_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = next(case for case in sibling_cases.cases() if case.name == "qwen3_moe-0")
+    case.write(tmp_path / "mixture")
+    assert main(["check-model", str(tmp_path / "mixture")]) == 0
+    printed, tensors = capsys.readouterr().out, case.tensor_shapes
+    parameters = sum(math.prod(shape) for shape in tensors.values())
+    assert f"qwen3_moe, for [generate]: {parameters:,} parameters" in printed
+    config = case.config
+    cache = 2 * 4 * 3 * config["num_key_value_heads"] * config["head_dim"]
+    assert f"KV cache in float32: {size(cache)} for a token, {size(128 * cache)} for all" in printed
+    assert f"missing: {tmp_path / 'mixture' / 'tokenizer.json'}" in printed
+    experts = sum(math.prod(each) for name, each in tensors.items() if ".experts." in name)
+    read = 4 * (parameters - experts * (4 - 2) // 4)
+    float32 = next(line for line in printed.splitlines() if line.startswith("float32"))
+    assert float32.split("  ")[-1] == size(read)
+    (tmp_path / "mixture" / "config.json").write_text(
+        json.dumps({**config, "num_experts_per_tok": 9})
+    )
+    assert main(["check-model", str(tmp_path / "mixture")]) != 0
+    said = "num_experts_per_tok: expected at most num_experts = 4, found 9"
+    assert said in capsys.readouterr().err

@@ -34,6 +34,10 @@ GEMMA3 = {
     "final_logit_softcapping": 20.0,
 }
 PHI3 = {**LLAMA, "model_type": "phi3", "hidden_size": 24, "sliding_window": 9, "pad_token_id": 0}
+QWEN3_MOE = {
+    **{**LLAMA, "model_type": "qwen3_moe", "moe_intermediate_size": 7, "num_experts": 5},
+    **{"num_experts_per_tok": 2, "mlp_only_layers": [0]},
+}
 BERT = {
     **{**SIZES, "model_type": "roberta", "num_attention_heads": 4, "pad_token_id": 1},
     **{"max_position_embeddings": CONTEXT, "type_vocab_size": 1},
@@ -55,7 +59,7 @@ WHISPER = {
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     str(each["model_type"]): each
-    for each in (GPT2, LLAMA, MISTRAL, GEMMA3, PHI3, BERT, T5, WHISPER)
+    for each in (GPT2, LLAMA, MISTRAL, GEMMA3, PHI3, QWEN3_MOE, BERT, T5, WHISPER)
 }
 
 

@@ -38,7 +38,7 @@ from .small_models import (
     sources,
 )
 
-DECODERS = ("gpt2", "gemma3_text", "phi3")
+DECODERS = ("gpt2", "gemma3_text", "phi3", "qwen3_moe")
 
 
 @pytest.mark.parametrize("family", [*DECODERS, *PLACES])

@@ -1,183 +1,47 @@
 """The decoder of every family that only writes: one module, and what differs between families as data.
 
-A block is attention and an MLP, each applied to the norm of its input and added to it. Families differ in the
-names of their tensors, in their norms, positions, windows, biases and bounds. Logits agree with those of
-transformers 5, models/NAME/modeling_NAME.py; family_table.py names the papers.
+A block is attention and an MLP, or a mixture of experts, each applied to the norm of its input and added to
+it. Families differ in the names of their tensors, in their norms, positions, windows, biases, factors and
+bounds. Logits agree with those of transformers 5, models/NAME/modeling_NAME.py; decoder_table.py names the
+papers.
 
 Shapes: B batch, T new positions, N query heads, K key/value heads, H head size, D model width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from prejit.compiler.models.families.decoder_family import (
+    DecoderFamily,
+    Experts,
+    Heads,
+    MixtureSettings,
+)
 from prejit.compiler.models.layers import product_forms, rope
 from prejit.compiler.models.layers.attention import NewTokens
+from prejit.compiler.models.layers.experts import ExpertMatrices, Gate, Mixture, Router
 from prejit.compiler.models.layers.layer_config import (
     KVCache,
     LayerCache,
-    Split,
     empty_cache,
-    require,
-    unsupported,
 )
 from prejit.compiler.models.layers.linear import (
     ACTIVATIONS,
     Embedding,
     Linear,
-    RMSNorm,
     gated,
     split,
 )
 from prejit.compiler.models.parameters import part_of, place
 
 Turns = Mapping[rope.Rotary, rope.Turns]
-"""Cosines and sines for each way in which layers of the model turn their heads."""
-
-
-@dataclass(frozen=True)
-class DecoderNames:
-    """How a family publishes its parts, Llama by default. Names from `attention_norm` on begin at the block.
-
-    Attributes:
-        positions: table of learned positions; empty: the family has none.
-        qkv: query, keys and values; one name if one matrix holds all.
-        head_norms: norms of queries and keys along the head; empty: none.
-        after_attention, after_mlp: norms of what is added; empty: none.
-        up: gate and up; one name if one matrix holds both, or if the MLP has no gate.
-    """
-
-    model: str = "model"
-    embedding: str = "embed_tokens"
-    positions: str = ""
-    layers: str = "layers"
-    norm: str = "norm"
-    head: str = "lm_head"
-    attention_norm: str = "input_layernorm"
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    head_norms: tuple[str, ...] = ()
-    output: str = "self_attn.o_proj"
-    after_attention: str = ""
-    mlp_norm: str = "post_attention_layernorm"
-    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    down: str = "mlp.down_proj"
-    after_mlp: str = ""
-
-    @property
-    def split(self) -> Split:
-        """The layers that a mesh splits."""
-
-        def last(*names: str) -> tuple[str, ...]:
-            return tuple(name.rpartition(".")[2] for name in names)
-
-        return Split(
-            outputs=last(*self.qkv, *self.up),
-            inputs=last(self.output, self.down),
-            vocabulary=(self.embedding, self.head),
-        )
-
-
-@dataclass(frozen=True)
-class DecoderFamily:
-    """Differences between families. The defaults are Llama's. A text is a key of config.json.
-
-    Attributes:
-        names: names of the tensors.
-        norm: makes a norm from its width and epsilon.
-        epsilon: key of the epsilon of norms.
-        activation: key of the MLP's activation.
-        inner: key of the width inside the MLP; where it is null, the width is four times the model's.
-        is_gated: whether the MLP has a gate.
-        bias, output_bias, mlp_bias: of query, keys and values, of attention's output, and of the MLP.
-        turns: whether heads turn with the position: each as a whole, a part of each, or by the layer's type.
-        windows: the layers with a `sliding_window`: none, each, or by the layer's type.
-        scale: returns the factor of scores of a layer; None: 1 / sqrt(H).
-        score_cap, logit_cap: keys of soft bounds of scores and logits; empty: there is none.
-        scales_embedding: whether embeddings are multiplied by sqrt(D).
-    """
-
-    names: DecoderNames = DecoderNames()
-    norm: Callable[[int, float], nnx.Module] = RMSNorm
-    epsilon: str = "rms_norm_eps"
-    activation: str = "hidden_act"
-    inner: str = "intermediate_size"
-    is_gated: bool = True
-    bias: bool | str = False
-    output_bias: bool | str = False
-    mlp_bias: bool | str = False
-    turns: Literal["", "whole", "part", "by type"] = "whole"
-    windows: Literal["", "each", "by type"] = ""
-    scale: Callable[[Any, int], float] | None = None
-    score_cap: str = ""
-    logit_cap: str = ""
-    scales_embedding: bool = False
-
-    def of(self, config: Any, value: bool | str) -> Any:
-        """Return a value of this family: that of its key in a configuration, or itself."""
-        return getattr(config, value) if isinstance(value, str) else value
-
-    def heads(self, config: Any, context: int | None = None) -> list[Heads]:
-        """Return the heads of each layer, in programs for contexts up to `context`.
-
-        Raises:
-            CheckpointError: a window or a kind of rotary positions is not supported.
-        """
-        count, queries = config.num_hidden_layers, config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // queries
-        windows: list[int | None] = [None] * count
-        if self.windows == "each":
-            windows = [_window(config)] * count
-        elif self.windows:
-            windows = _windows_by_type(config)
-        kinds = config.layer_types if self.turns == "by type" else [None] * count
-        partial = self.turns == "part"
-        rotary: dict[str | None, rope.Rotary | None] = {
-            kind: rope.frequencies(config, size, context=context, layer_type=kind, partial=partial)
-            if self.turns
-            else None
-            for kind in dict.fromkeys(kinds)
-        }
-        return [
-            Heads(
-                queries,
-                getattr(config, "num_key_value_heads", queries),
-                size,
-                rotary[kind],
-                size**-0.5 if self.scale is None else self.scale(config, layer),
-                window,
-                getattr(config, self.score_cap) if self.score_cap else None,
-            )
-            for layer, (kind, window) in enumerate(zip(kinds, windows, strict=True))
-        ]
-
-
-@dataclass(frozen=True)
-class Heads:
-    """The heads of a layer.
-
-    Attributes:
-        queries: N.
-        keys: K, which divides N.
-        size: H.
-        rotary: how they turn with the position; None: they do not.
-        scale: factor of the scores.
-        window: number of tokens that each one sees, itself included; None for all up to its own.
-        cap: soft bound of the scores; None for no bound.
-    """
-
-    queries: int
-    keys: int
-    size: int
-    rotary: rope.Rotary | None
-    scale: float
-    window: int | None = None
-    cap: float | None = None
+"""Angles for each way in which layers of the model turn their heads."""
 
 
 class TextDecoder(nnx.Module):
@@ -186,19 +50,18 @@ class TextDecoder(nnx.Module):
     def __init__(self, family: DecoderFamily, config: Any, context: int | None) -> None:
         """Build a decoder for contexts up to `context`; None: as long as the model was made for."""
         self.names = family.names
+        if family.experts is None:  # a mixture is not split over devices
+            self.mesh_split = family.names.split
         self.vocab_size: int = config.vocab_size
         self.max_positions: int | None = config.max_position_embeddings
         place(self, family.names.model, DecoderStack(family, config, context))
         if not config.tie_word_embeddings:
-            head = Linear(config.hidden_size, config.vocab_size, bias=False)
+            head = Linear(config.hidden_size, config.vocab_size, bias=family.head_bias)
             place(self, family.names.head, head)
         cap = family.logit_cap
         self.logit_cap: float | None = getattr(config, cap) if cap else None
-
-    @property
-    def mesh_split(self) -> Split:
-        """The layers that a mesh splits."""
-        return self.names.split
+        scale = family.logit_scale
+        self.logit_scale: float | None = None if scale is None else scale(config)
 
     def make_cache(self, rows: int, positions: int, dtype: str) -> KVCache:
         """See DecoderModel."""
@@ -221,6 +84,8 @@ class TextDecoder(nnx.Module):
         x, cache = model(tokens, new, cache)
         tied = part_of(model, self.names.embedding).logits
         logits = getattr(self, self.names.head, tied)(x if every else x[:, 0])
+        if self.logit_scale is not None:
+            logits = logits * self.logit_scale
         if self.logit_cap is not None:
             logits = self.logit_cap * jnp.tanh(logits / self.logit_cap)
         return logits, cache
@@ -235,10 +100,12 @@ class DecoderStack(nnx.Module):
         place(self, names.embedding, Embedding(config.vocab_size, width))
         if names.positions:
             place(self, names.positions, Embedding(config.max_position_embeddings, width))
-        blocks = [Block(family, config, heads) for heads in family.heads(config, context)]
+        each = enumerate(family.heads(config, context))
+        blocks = [Block(family, config, heads, layer) for layer, heads in each]
         place(self, names.layers, nnx.List(blocks))
         place(self, names.norm, family.norm(width, getattr(config, family.epsilon)))
-        self.scale: float | None = width**0.5 if family.scales_embedding else None
+        scale = family.embedding_scale
+        self.scale: float | None = None if scale is None else scale(config)
 
     def __call__(
         self, tokens: jax.Array, new: NewTokens, cache: KVCache
@@ -263,44 +130,88 @@ class DecoderStack(nnx.Module):
 class Block(nnx.Module):
     """Attention over the cache and an MLP, each added to its input."""
 
-    def __init__(self, family: DecoderFamily, config: Any, heads: Heads) -> None:
+    def __init__(self, family: DecoderFamily, config: Any, heads: Heads, layer: int) -> None:
         names, width = family.names, config.hidden_size
         self.names, self.heads, self.is_gated = names, heads, family.is_gated
+        self.norms_heads, self.has_qkv_by_head = family.norms_heads, family.has_qkv_by_head
+        self.is_parallel: bool = family.of(config, family.is_parallel)
+        self.scale: float | None = getattr(config, family.residual_scale or "", None)
         self.activation: str = getattr(config, family.activation)
-        inner = getattr(config, family.inner) or 4 * width
         queries, keys = heads.queries * heads.size, heads.keys * heads.size
-        bias, output_bias, mlp_bias = (
-            family.of(config, value) for value in (family.bias, family.output_bias, family.mlp_bias)
+        bias, output_bias = (
+            family.of(config, value) for value in (family.bias, family.output_bias)
         )
         outputs = [queries, keys, keys] if len(names.qkv) > 1 else [queries + 2 * keys]
         for name, size in zip(names.qkv, outputs, strict=True):
             place(self, name, Linear(width, size, bias=bias))
         place(self, names.output, Linear(queries, width, bias=output_bias))
-        fused = 2 if family.is_gated and len(names.up) == 1 else 1
-        for name in names.up:
-            place(self, name, Linear(width, fused * inner, bias=mlp_bias))
-        place(self, names.down, Linear(inner, width, bias=mlp_bias))
+        if names.sinks:
+            place(self, names.sinks, nnx.Param(jnp.zeros(heads.queries)))
+        self.mixture: MixtureSettings | None = None
+        if family.experts is not None and family.experts.layers(config, layer):
+            self._place_experts(family, family.experts, config)
+        else:
+            self._place_mlp(family, config)
         of_width = (names.attention_norm, names.after_attention, names.mlp_norm, names.after_mlp)
         norms = [(name, width) for name in of_width if name]
-        for name, size in (*norms, *((name, heads.size) for name in names.head_norms)):
+        of_heads = [queries, keys] if family.norms_heads == "all" else [heads.size] * 2
+        for name, size in (*norms, *zip(names.head_norms, of_heads, strict=False)):
             place(self, name, family.norm(size, getattr(config, family.epsilon)))
+
+    def _place_mlp(self, family: DecoderFamily, config: Any) -> None:
+        names, width = self.names, config.hidden_size
+        inner, bias = getattr(config, family.inner) or 4 * width, family.of(config, family.mlp_bias)
+        fused = 2 if family.is_gated and len(names.up) == 1 else 1
+        for name in names.up:
+            place(self, name, Linear(width, fused * inner, bias=bias))
+        place(self, names.down, Linear(inner, width, bias=bias))
+
+    def _place_experts(self, family: DecoderFamily, experts: Experts, config: Any) -> None:
+        names, width = self.names, config.hidden_size
+        count, inner = getattr(config, experts.count), getattr(config, experts.inner)
+        is_normalized = bool(family.of(config, experts.is_normalized))
+        swiglu = (getattr(config, key, None) or default for key, default in experts.swiglu)
+        gate = Gate(self.activation, *swiglu)
+        self.mixture = MixtureSettings(getattr(config, experts.chosen), is_normalized, gate)
+        bias = experts.has_biases
+        place(self, names.router, Router(width, count, bias=bias))
+        place(self, names.experts_up, ExpertMatrices(count, width, 2 * inner, bias=bias))
+        place(self, names.experts_down, ExpertMatrices(count, inner, width, bias=bias))
 
     def __call__(
         self, x: jax.Array, turns: Turns, new: NewTokens, layer: LayerCache, *, last: bool
     ) -> tuple[jax.Array, LayerCache]:
         """Map x [B, T, D] to [B, T, D], or [B, 1, D] in the last block; return it and the cache."""
         names, kept = self.names, new.wanted(x) if last else x
-        normed = part_of(self, names.attention_norm)(x)
+        normed = self._norm(x, names.attention_norm)
         mixed, layer = self._attend(normed, turns, new, layer, last=last)
         x = self._add(kept, names.output, mixed, names.after_attention)
-        inner = self._widen(part_of(self, names.mlp_norm)(x))
-        return self._add(x, names.down, inner, names.after_mlp), layer
+        if not self.is_parallel:
+            read = self._norm(x, names.mlp_norm)
+        elif names.mlp_norm:
+            read = self._norm(kept, names.mlp_norm)
+        else:
+            read = new.wanted(normed) if last else normed
+        if self.mixture is not None:
+            return self._joined(x, self._mix(self.mixture, read), names.after_mlp), layer
+        return self._add(x, names.down, self._widen(read), names.after_mlp), layer
+
+    def _norm(self, x: jax.Array, name: str) -> jax.Array:
+        """Return the norm of x; x itself for an empty name."""
+        normed: jax.Array = part_of(self, name)(x) if name else x
+        return normed
 
     def _add(self, x: jax.Array, product: str, inner: jax.Array, norm: str) -> jax.Array:
-        """Return x plus a linear layer of `inner`, or plus the norm of that."""
-        if norm:
-            return x + part_of(self, norm)(part_of(self, product)(inner))
-        return part_of(self, product)(inner, residual=x)
+        """Return x plus a linear layer of `inner`, or plus the norm of that, times the factor."""
+        if not norm and self.scale is None:
+            added: jax.Array = part_of(self, product)(inner, residual=x)
+            return added
+        return self._joined(x, part_of(self, product)(inner), norm)
+
+    def _joined(self, x: jax.Array, y: jax.Array, norm: str) -> jax.Array:
+        """Return x plus y, or plus the norm of y, times the factor."""
+        y = self._norm(y, norm)
+        return x + (y if self.scale is None else y * self.scale)
 
     def _attend(
         self, x: jax.Array, turns: Turns, new: NewTokens, layer: LayerCache, *, last: bool
@@ -309,21 +220,45 @@ class Block(nnx.Module):
         heads, names = self.heads, self.names
         options: dict[str, Any] = {"last": last, "window": heads.window, "cap": heads.cap}
         projected = [part_of(self, name)(x) for name in names.qkv]
-        if len(projected) == 1:
+        if self.has_qkv_by_head:
+            by_head = split(projected[0].reshape(*x.shape[:2], -1, 3 * heads.size), *_HEADS)
+            projected = jnp.split(by_head, 3, axis=-1)
+        elif len(projected) == 1:
             if heads.rotary is None and product_forms.has_kernels():
                 packed = projected[0].reshape(*x.shape[:2], -1, heads.size)
                 return new.attend_packed(packed, heads.queries, layer, heads.scale, **options)
             ends = [heads.queries * heads.size, (heads.queries + heads.keys) * heads.size]
             projected = _parts(projected[0], ends)
+        if self.norms_heads == "all":
+            projected[:2] = self._normed_heads(*projected[:2])
         query, keys, values = (part.reshape(*x.shape[:2], -1, heads.size) for part in projected)
         if len(names.qkv) == 1:
-            query, keys, values = (_split_heads(part) for part in (query, keys, values))
-        if names.head_norms:
-            of_queries, of_keys = (part_of(self, name) for name in names.head_norms)
-            query, keys = of_queries(query), of_keys(keys)
+            query, keys, values = (split(part, *_HEADS) for part in (query, keys, values))
+        if self.norms_heads == "each":
+            query, keys = self._normed_heads(query, keys)
         if heads.rotary is not None:
-            query, keys = (rope.turn(part, turns[heads.rotary]) for part in (query, keys))
+            turned = turns[heads.rotary]
+            query, keys = (rope.turn(part, turned) for part in (query, keys))
+            query = query if turned.growth is None else query * turned.growth
+        if self.norms_heads == "turned":
+            query, keys = self._normed_heads(query, keys)
+        if names.sinks:
+            options["sinks"] = part_of(self, names.sinks)[...]
         return new.attend(query, keys, values, layer, heads.scale, **options)
+
+    def _normed_heads(self, query: jax.Array, keys: jax.Array) -> list[jax.Array]:
+        """Return the norms of queries and keys; themselves if the family has no such norms."""
+        names = self.names.head_norms or ("", "")
+        return [self._norm(x, name) for x, name in zip((query, keys), names, strict=True)]
+
+    def _mix(self, sizes: MixtureSettings, x: jax.Array) -> jax.Array:
+        """Return the results of each token's experts: [B, T, D] to [B, T, D]."""
+        rows, names = x.reshape(-1, x.shape[-1]), self.names
+        router, up, down = (
+            part_of(self, name) for name in (names.router, names.experts_up, names.experts_down)
+        )
+        shares, chosen = router(rows, sizes.chosen, is_normalized=sizes.is_normalized)
+        return Mixture(up, down, sizes.gate)(rows, shares, chosen).reshape(x.shape)
 
     def _widen(self, x: jax.Array) -> jax.Array:
         """Map x [B, T, D] to the inner values of the MLP."""
@@ -333,8 +268,12 @@ class Block(nnx.Module):
         if second:
             return gated(first, second[0], x, self.activation)
         outputs = first(x)
-        gate, up = map(_split_heads, _parts(outputs, [outputs.shape[-1] // 2]))
+        gate, up = (split(x, *_HEADS) for x in _parts(outputs, [outputs.shape[-1] // 2]))
         return ACTIVATIONS[self.activation](gate) * up
+
+
+_HEADS = ("data", None, "tensor")
+"""The axes of a mesh that split [B, T, N, H], or [B, T, N * H]."""
 
 
 def _parts(outputs: jax.Array, ends: list[int]) -> list[jax.Array]:
@@ -343,30 +282,5 @@ def _parts(outputs: jax.Array, ends: list[int]) -> list[jax.Array]:
     A device's share of the outputs is no set of heads, nor a half with its other half. So the outputs are
     gathered once: without these steps XLA sends parts around, in 9 exchanges a layer for 8 devices.
     """
-    gathered = split(_split_heads(outputs), "data")
+    gathered = split(split(outputs, *_HEADS), "data")
     return [split(part, "data") for part in jnp.split(gathered, ends, axis=-1)]
-
-
-def _split_heads(x: jax.Array) -> jax.Array:
-    return split(x, "data", None, "tensor")
-
-
-def _window(config: Any) -> int | None:
-    size: int | None = config.sliding_window
-    if size is not None and size < 1:
-        raise unsupported(config, f"sliding_window: expected null or at least 1, found {size}")
-    return size
-
-
-def _windows_by_type(config: Any) -> list[int | None]:
-    """Return the window of each layer, by `layer_types`."""
-    kinds = config.layer_types
-    for kind in kinds:
-        require(config, "layer_types", kind, ["full_attention", "sliding_attention"])
-    size = _window(config)
-    if size is None and "sliding_attention" in kinds:
-        raise unsupported(
-            config,
-            'sliding_window: expected a number, as layer_types has "sliding_attention", found null',
-        )
-    return [size if kind == "sliding_attention" else None for kind in kinds]

@@ -55,6 +55,7 @@ class NewTokens:
         window: int | None = None,
         cap: float | None = None,
         bias: jax.Array | None = None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         """Write the new tokens into the cache and attend to it.
 
@@ -68,6 +69,7 @@ class NewTokens:
             window: number of tokens that each one sees, itself included; None for all up to its own.
             cap: soft bound of the scores: cap * tanh(score / cap); None for no bound.
             bias: float32 [B, T, N, S], added to the scores, which the kernel cannot do; None for none.
+            sinks: float32 [N], scores of no position, which the kernel does not have; None for none.
 
         Returns:
             float32 [B, T, N * H], or [B, 1, N * H] in the last layer; the cache.
@@ -75,11 +77,12 @@ class NewTokens:
         if last:
             query = self.wanted(query)
             bias = None if bias is None else self.wanted(bias)
-        if product_forms.has_kernels() and bias is None:
+        if product_forms.has_kernels() and bias is None and sinks is None:
             return self._call_kernel(query, (keys, values), layer, scale, window=window, cap=cap)
         layer = self.write(layer, keys, values)
         positions = self.wanted(self.positions) if last else self.positions
-        mixed = attention(query, layer, positions, scale, window=window, cap=cap, bias=bias)
+        bounds: dict[str, Any] = {"window": window, "cap": cap}
+        mixed = attention(query, layer, positions, scale, bias=bias, sinks=sinks, **bounds)
         return mixed, layer
 
     def attend_packed(
@@ -194,6 +197,7 @@ def attention(
     window: int | None = None,
     cap: float | None = None,
     bias: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Return attention of each token to the cache up to its own position.
 
@@ -208,6 +212,7 @@ def attention(
         window: as in `NewTokens.attend`.
         cap: as in `NewTokens.attend`.
         bias: as in `NewTokens.attend`; or [1, T, N, S], the same for all rows.
+        sinks: as in `NewTokens.attend`.
 
     Returns:
         float32 [B, T, N * H].
@@ -229,7 +234,14 @@ def attention(
         # Padding may stand beyond the end, where its window would be empty and its softmax NaN.
         last = jnp.minimum(positions, slots - 1)
         visible &= slot > last[:, None, None, :, None] - window
-    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf))
+    scores = jnp.where(visible, scores, -jnp.inf)
+    if sinks is None:
+        weights = jax.nn.softmax(scores)
+    else:
+        of_head = sinks.reshape(1, kv_heads, -1, 1, 1)
+        largest = jnp.maximum(scores.max(-1, keepdims=True), of_head)
+        exponents = jnp.exp(scores - largest)
+        weights = exponents / (exponents.sum(-1, keepdims=True) + jnp.exp(of_head - largest))
     mixed = _batched_dot(weights.reshape(*rows, slots), values, 2).reshape(*grouped, size)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, count, heads * size)
 

@@ -95,9 +95,12 @@ _KEYS: Checks = {
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), _SIZE),
     **dict.fromkeys(("n_head", "n_heads", "d_kv"), _SIZE),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), _EPSILON),
+    **dict.fromkeys(("norm_eps", "norm_epsilon"), _EPSILON),
     **dict.fromkeys(("hidden_act", "hidden_activation", "activation"), _TEXT),
     **dict.fromkeys(("activation_function", "dense_act_fn", "feed_forward_proj"), _TEXT),
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), _BOOL),
+    **dict.fromkeys(("attention_out_bias", "use_qkv_bias", "use_bias"), _BOOL),
+    **dict.fromkeys(("use_parallel_residual", "norm_topk_prob"), _BOOL),
     **dict.fromkeys(("use_sliding_window", "scale_decoder_outputs"), _BOOL),
     **dict.fromkeys(("scale_attn_weights", "scale_attn_by_inverse_layer_idx"), _BOOL),
     **dict.fromkeys(("is_gated_act", "is_encoder_decoder"), _BOOL),
@@ -110,7 +113,14 @@ _KEYS: Checks = {
     "sliding_window": _integer(0, _LARGEST, optional=True),
     "layer_types": _list(_TEXT),
     "max_window_layers": _integer(0, _LARGEST),
-    "query_pre_attn_scalar": _SCALE,
+    **dict.fromkeys(("query_pre_attn_scalar", "attention_multiplier", "logit_scale"), _SCALE),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), _SCALE),
+    "no_rope_layers": _list(_integer(0, 1)),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), _integer(1, 4096)),
+    "moe_intermediate_size": INNER,
+    **dict.fromkeys(("swiglu_alpha", "swiglu_limit"), _ANY_FACTOR),
+    "decoder_sparse_step": _integer(1, MAX_LAYERS),
+    "mlp_only_layers": _list(_integer(0, MAX_LAYERS)),
     "final_logit_softcapping": _number(1e-6, 1e12, optional=True),
     "attn_logit_softcapping": _number(1e-6, 1e12, optional=True),
     # Each of two directions has a bucket for the distance 0 and one for larger distances.
@@ -156,6 +166,12 @@ _ROPE_KINDS: Mapping[str, Checks] = {
     },
 }
 """The keys of `rope_parameters` that rope.py reads, with the check of each value, by rope_type."""
+ALPHA: Checks = {"alpha": _FACTOR}
+GROWTH: Checks = {
+    "llama_4_scaling_beta": _number(0, 1e6),
+    "original_max_position_embeddings": _PRETRAINED,
+}
+"""What some families read beside these (see rope.Extra)."""
 
 
 def check_file(
@@ -195,26 +211,31 @@ def check_config(file: Path, config: Any, checks: Checks) -> None:
         CheckpointError: as `check_file`.
     """
     _check(file, "", {key: getattr(config, key, None) for key in checks}, checks)
-    if "layer_types" in checks and len(config.layer_types) != config.num_hidden_layers:
-        raise CheckpointError(
-            f"{file}: layer_types: expected {config.num_hidden_layers} items, which is num_hidden_layers, "
-            f"found {len(config.layer_types)}",
-            hint=_HINT,
-        )
+    for key, is_exact in (("layer_types", True), ("no_rope_layers", False)):
+        if key not in checks:
+            continue
+        expected, found = config.num_hidden_layers, len(getattr(config, key))
+        if found < expected or (is_exact and found > expected):
+            raise CheckpointError(
+                f"{file}: {key}: expected {expected} items, which is num_hidden_layers, found {found}",
+                hint=_HINT,
+            )
 
 
-def check_rope(file: Path, key: str, parameters: Any, kind: str | None = None) -> None:
+def check_rope(file: Path, key: str, parameters: Any, kind: str | Checks | None = None) -> None:
     """Check `rope_parameters`, or one of its parts.
 
-    `key` is the key of the parameters, for errors, and `kind` their rope_type; None checks only the keys
-    that all kinds have.
+    `key` is the key of the parameters, for errors, and `kind` their rope_type, or checks of other keys; None
+    checks only the keys that all kinds have.
 
     Raises:
         CheckpointError: as `check_file`.
     """
     if not isinstance(parameters, dict):
         raise _error(file, key, _OBJECT, parameters)
-    checks = _ROPE if kind is None else _ROPE_KINDS.get(kind, {})
+    checks = _ROPE if kind is None else kind
+    if isinstance(checks, str):
+        checks = _ROPE_KINDS.get(checks, {})
     _check(file, f"{key}.", parameters, checks)
 
 

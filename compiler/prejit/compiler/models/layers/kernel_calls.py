@@ -16,6 +16,11 @@ _ACTIVATIONS["swish"] = _ACTIVATIONS["silu"]
 """Names of transformers/activations.py; the numbers are those of kernels/activation.h."""
 
 
+def has_activation(name: str | None) -> bool:
+    """Return whether the kernel computes an activation, or None for no activation."""
+    return name in _ACTIVATIONS
+
+
 @dataclass(frozen=True)
 class Operand:
     """The arrays of a linear layer, as the kernel takes them.

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,38 @@ class DecoderConfig:
 
 
 @dataclass(frozen=True)
+class Stacked:
+    """A parameter [E, outputs, inputs] that checkpoints hold as matrices of each of the E experts.
+
+    Attributes:
+        name: suffix of the parameter: `.mlp.experts.down_proj.weight`.
+        experts: what precedes the number of the expert in published names: `.mlp.experts.`.
+        parts: suffixes of the matrices of an expert, whose outputs are joined in this order.
+    """
+
+    name: str
+    experts: str
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A parameter of experts that checkpoints hold in another form (see checkpoint/parameter_sources.py).
+
+    Attributes:
+        name: suffix of the parameter.
+        published: suffixes of its tensors.
+        form: `mxfp4` for blocks and their exponents, `in out` for (inputs, outputs), or `vector`.
+        is_interleaved: whether outputs of gate and up come in turns.
+    """
+
+    name: str
+    published: tuple[str, ...]
+    form: Literal["mxfp4", "in out", "vector"]
+    is_interleaved: bool
+
+
+@dataclass(frozen=True)
 class Naming:
     """How the tensor names of a family's published checkpoints differ from its module's parameter names.
 
@@ -75,6 +107,9 @@ class Naming:
         ignored: prefixes of tensors that the model does not use, such as those of an image encoder.
         moved: pairs of a published prefix and the module's.
         copies: other names under which checkpoints may hold the embedding once more.
+        renamed: pairs of a published suffix and the module's.
+        stacked: the parameters that checkpoints hold in parts.
+        converted: the parameters that checkpoints hold in another form.
     """
 
     prefix: str
@@ -85,6 +120,9 @@ class Naming:
     ignored: tuple[str, ...] = ()
     moved: tuple[tuple[str, str], ...] = ()
     copies: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    stacked: tuple[Stacked, ...] = ()
+    converted: tuple[Converted, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "silu": jax.nn.silu,
     "swish": jax.nn.silu,
 }
@@ -56,9 +58,14 @@ class Linear(nnx.Module):
     ) -> jax.Array:
         """Map float32 [..., in] to [..., out], through one of ACTIVATIONS, plus a residual."""
         if self.form(x) == KERNEL:
-            return kernel_calls.linear(x, self.operand, activation=activation, residual=residual)
-        y = scaled(self._dot(x), self.weight_scale)
-        y = y if self.bias is None else y + self.bias[...]
+            if kernel_calls.has_activation(activation):
+                return kernel_calls.linear(
+                    x, self.operand, activation=activation, residual=residual
+                )
+            y = kernel_calls.linear(x, self.operand)
+        else:
+            y = scaled(self._dot(x), self.weight_scale)
+            y = y if self.bias is None else y + self.bias[...]
         y = y if activation is None else ACTIVATIONS[activation](y)
         return y if residual is None else residual + y
 
@@ -80,7 +87,8 @@ class Linear(nnx.Module):
 
 def gated(gate: Linear, up: Linear, x: jax.Array, activation: str) -> jax.Array:
     """Return `activation(gate(x)) * up(x)`: float32 [..., in] to [..., out]."""
-    if gate.form(x) == up.form(x) == KERNEL and (gate.bias is None) == (up.bias is None):
+    is_fused = gate.form(x) == up.form(x) == KERNEL and (gate.bias is None) == (up.bias is None)
+    if is_fused and kernel_calls.has_activation(activation):
         return kernel_calls.linear(x, gate.operand, activation=activation, up=up.operand)
     return gate(x, activation=activation) * up(x)
 
@@ -217,21 +225,27 @@ def split(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 class LayerNorm(nnx.Module):
-    """Layer norm (Ba et al. 2016)."""
+    """Layer norm (Ba et al. 2016). `offset` is added to the scale: Nemotron publishes scales minus 1."""
 
-    def __init__(self, width: int, epsilon: float) -> None:
-        self.weight = nnx.Param(jnp.ones(width))
-        self.bias = nnx.Param(jnp.zeros(width))
+    def __init__(
+        self, width: int, epsilon: float, *, bias: bool = True, offset: float = 0.0
+    ) -> None:
+        self.weight = nnx.Param(jnp.full(width, 1 - offset))
+        self.bias = nnx.Param(jnp.zeros(width)) if bias else None
         self.epsilon = epsilon
+        self.offset = offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return x [B, T, D] with mean 0 and variance 1 along D, then scaled and shifted."""
         if product_forms.has_kernels():
-            weight, bias = self.weight[...], self.bias[...]
-            return kernel_calls.norm(x, weight, bias, epsilon=self.epsilon, centred=True)
+            bias = None if self.bias is None else self.bias[...]
+            options: dict[str, Any] = {"epsilon": self.epsilon, "offset": self.offset}
+            return kernel_calls.norm(x, self.weight[...], bias, centred=True, **options)
         centred = x - x.mean(-1, keepdims=True)
         variance = jnp.square(centred).mean(-1, keepdims=True)
-        return centred * lax.rsqrt(variance + self.epsilon) * self.weight[...] + self.bias[...]
+        scale = self.weight[...] + self.offset if self.offset else self.weight[...]
+        y = centred * lax.rsqrt(variance + self.epsilon) * scale
+        return y if self.bias is None else y + self.bias[...]
 
 
 class RMSNorm(nnx.Module):

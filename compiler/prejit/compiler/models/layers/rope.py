@@ -21,23 +21,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from prejit.compiler.base.suggestions import shown
-from prejit.compiler.models.layers.config_checks import check_rope
+from prejit.compiler.models.layers.config_checks import ALPHA, GROWTH, check_rope
 from prejit.compiler.models.layers.layer_config import require, unsupported
 
 Frequencies = np.ndarray[Any, np.dtype[Any]]
 """Float32 [P], for the P pairs of a head that turn: H / 2 pairs, or fewer if a part of the head stays."""
 
-Turns = tuple[jax.Array, jax.Array]
-"""Cosines and sines of the angles at new positions, each float32 [B, T, 1, P]."""
+Extra = Literal["", "alpha", "growth"]
+"""What a family reads of `rope_parameters` beside the keys of all: `alpha`, which makes the base of `dynamic`
+larger, or `llama_4_scaling_beta`, with which queries grow by the logarithm of their position."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,33 @@ class Rotary:
     Attributes:
         frequencies: radians per position, for each of the P pairs.
         scale: factor of the turned vectors; it differs from 1 only for YaRN and LongRoPE.
+        is_interleaved: whether component 2i pairs with 2i + 1, rather than i with i + P.
+        growth: queries grow by 1 + growth * log(1 + position // growth_positions).
+        growth_positions: the context of pretraining, for the growth of queries.
     """
 
     frequencies: tuple[float, ...]
     scale: float = 1.0
+    is_interleaved: bool = False
+    growth: float = 0.0
+    growth_positions: int = 1
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How heads turn at new positions.
+
+    Attributes:
+        cos: cosines of the angles, float32 [B, T, 1, P].
+        sin: sines of the angles, of the same shape.
+        is_interleaved: as in Rotary.
+        growth: factor of queries, float32 [B, T, 1, 1]; None for 1.
+    """
+
+    cos: jax.Array
+    sin: jax.Array
+    is_interleaved: bool
+    growth: jax.Array | None
 
 
 def frequencies(
@@ -60,6 +84,8 @@ def frequencies(
     context: int | None = None,
     layer_type: str | None = None,
     partial: bool = False,
+    interleaved: bool = False,
+    extra: Extra = "",
 ) -> Rotary:
     """Return how the heads of a model turn.
 
@@ -69,6 +95,8 @@ def frequencies(
         context: the longest context of the programs; None for the longest that the model was made for.
         layer_type: the part of `rope_parameters` to read, for models that turn differently by layer.
         partial: whether the family uses `partial_rotary_factor`.
+        interleaved: whether neighbouring components pair.
+        extra: what else the family reads.
 
     Raises:
         CheckpointError: the kind of scaling is not supported, or its numbers give no frequencies.
@@ -88,11 +116,19 @@ def frequencies(
         name = f"head_dim x {key}.partial_rotary_factor" if partial else "head_dim"
         raise unsupported(config, f"{name}: expected an even number, found {turned}")
     check_rope(file, key, parameters, kind)
-    periods = _powers(parameters["rope_theta"], turned)
+    base, others = parameters["rope_theta"], Rotary((), is_interleaved=interleaved)
+    if extra == "alpha" and kind == "dynamic" and parameters.get("alpha"):
+        check_rope(file, key, parameters, ALPHA)
+        base *= parameters["alpha"] ** (size / (size - 2)) if size > 2 else 1
+    if extra == "growth":
+        check_rope(file, key, parameters, GROWTH)
+        growth, positions = (parameters[name] for name in GROWTH)
+        others = replace(others, growth=float(growth), growth_positions=positions)
+    periods = _powers(base, turned)
     if kind not in _SCALED:
         # `dynamic` scales only contexts beyond max_position_embeddings, where a bundle ends: beyond it the
         # frequencies, and so the keys in the cache, would change with every token.
-        return _rotary(1 / periods)
+        return replace(others, frequencies=_rotary(1 / periods).frequencies)
     longest = config.max_position_embeddings
     context = longest if context is None else context
     try:
@@ -115,24 +151,36 @@ def frequencies(
             f"{key}: expected {turned // 2} factors, one for each pair, in short_factor and long_factor, "
             f"found {len(rotary.frequencies)}",
         )
-    return rotary
+    return replace(others, frequencies=rotary.frequencies, scale=rotary.scale)
 
 
 def turns(rotary: Rotary, positions: jax.Array) -> Turns:
-    """Return cosines and sines for positions, int32 [B, T]."""
-    angles = positions[:, :, None, None] * jnp.asarray(rotary.frequencies, jnp.float32)
-    return jnp.cos(angles) * rotary.scale, jnp.sin(angles) * rotary.scale
+    """Return how heads turn at positions, int32 [B, T]."""
+    positions = positions[:, :, None, None]
+    angles = positions * jnp.asarray(rotary.frequencies, jnp.float32)
+    growth = None
+    if rotary.growth:
+        periods = (positions // rotary.growth_positions).astype(jnp.float32)
+        growth = 1 + rotary.growth * jnp.log(1 + periods)
+    cos, sin = jnp.cos(angles) * rotary.scale, jnp.sin(angles) * rotary.scale
+    return Turns(cos, sin, rotary.is_interleaved, growth)
 
 
 def turn(x: jax.Array, turns: Turns) -> jax.Array:
     """Return heads [B, T, N, H] turned: component i pairs with i + P, and those from 2P on stay.
 
-    This is rotate_half in transformers.
+    This is rotate_half in transformers. If the heads are interleaved, component 2i pairs with 2i + 1.
     """
-    cos, sin = turns
+    cos, sin = turns.cos, turns.sin
     pairs = cos.shape[-1]
-    first, second, kept = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
-    turned = [first * cos - second * sin, second * cos + first * sin]
+    kept = x[..., 2 * pairs :]
+    if turns.is_interleaved:
+        first, second = x[..., : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]
+        both = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        turned = [both.reshape(*x.shape[:-1], 2 * pairs)]
+    else:
+        first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
+        turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate([*turned, kept] if kept.size else turned, axis=-1)
 
 

@@ -1,0 +1,267 @@
+"""What differs between the families of decoders, as data (see decoders.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from flax import nnx
+
+from prejit.compiler.models.layers import rope
+from prejit.compiler.models.layers.experts import Gate
+from prejit.compiler.models.layers.layer_config import Split, require, unsupported
+from prejit.compiler.models.layers.linear import RMSNorm
+
+
+@dataclass(frozen=True)
+class DecoderNames:
+    """How a family publishes its parts, Llama by default. Names from `attention_norm` on begin at the block.
+
+    Attributes:
+        positions: table of learned positions; empty: the family has none.
+        attention_norm, mlp_norm: norms of what is read; empty: none.
+        qkv: query, keys and values; one name if one matrix holds all.
+        head_norms: norms of queries and keys; empty: none.
+        after_attention, after_mlp: norms of what is added; empty: none.
+        up: gate and up; one name if one matrix holds both, or if the MLP has no gate.
+        sinks: scores of each query head for no position at all; empty: none.
+        router, experts_up, experts_down: of a mixture of experts; one matrix holds gate and up of an expert.
+    """
+
+    model: str = "model"
+    embedding: str = "embed_tokens"
+    positions: str = ""
+    layers: str = "layers"
+    norm: str = "norm"
+    head: str = "lm_head"
+    attention_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    head_norms: tuple[str, ...] = ()
+    output: str = "self_attn.o_proj"
+    after_attention: str = ""
+    mlp_norm: str = "post_attention_layernorm"
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    after_mlp: str = ""
+    sinks: str = ""
+    router: str = ""
+    experts_up: str = ""
+    experts_down: str = ""
+
+    @property
+    def split(self) -> Split:
+        """The layers that a mesh splits."""
+
+        def last(*names: str) -> tuple[str, ...]:
+            return tuple(name.rpartition(".")[2] for name in names)
+
+        return Split(
+            outputs=last(*self.qkv, *self.up),
+            inputs=last(self.output, self.down),
+            vocabulary=(self.embedding, self.head),
+        )
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture of experts of a family. A text is a key of config.json.
+
+    Attributes:
+        count: key of the number of experts.
+        inner: key of the width inside an expert.
+        chosen: key of the number of experts for each token.
+        is_normalized: whether the shares of a token's experts add up to 1.
+        has_biases: whether router and experts have biases.
+        swiglu: keys of alpha and limit of a Gate, each with what a missing key means; empty: there is none.
+        layers: returns whether a layer has experts; the others have an MLP.
+    """
+
+    count: str = "num_local_experts"
+    inner: str = "intermediate_size"
+    chosen: str = "num_experts_per_tok"
+    is_normalized: bool | str = True
+    has_biases: bool = False
+    swiglu: tuple[tuple[str, float], ...] = ()
+    layers: Callable[[Any, int], bool] = lambda config, layer: True
+
+    def require_enough(self, config: Any) -> None:
+        """Check that there are as many experts as a token has.
+
+        Raises:
+            CheckpointError: there are fewer.
+        """
+        count, chosen = getattr(config, self.count), getattr(config, self.chosen)
+        if chosen > count:
+            raise unsupported(
+                config, f"{self.chosen}: expected at most {self.count} = {count}, found {chosen}"
+            )
+
+
+@dataclass(frozen=True)
+class DecoderFamily:
+    """Differences between families. The defaults are Llama's. A text is a key of config.json.
+
+    Attributes:
+        names: names of the tensors.
+        norm: makes a norm from its width and epsilon.
+        epsilon: key of the epsilon of norms.
+        activation: key of the MLP's activation.
+        inner: key of the width inside the MLP; where it is null, the width is four times the model's.
+        is_gated: whether the MLP has a gate.
+        bias, output_bias, mlp_bias: of query, keys and values, of attention's output, and of the MLP.
+        head_bias: whether the language-model head has a bias.
+        is_parallel: whether attention and the MLP read the same x. Without a norm of its own the MLP reads
+            what attention reads.
+        has_qkv_by_head: whether one matrix holds query, keys and values of the first head, then of the next.
+        norms_heads: what the norms of queries and keys see: each head before it turns, each after it turned,
+            or all heads as one vector.
+        turns: whether heads turn with the position: each as a whole, a part of each, or by the layer's type.
+        turns_layer: returns whether heads of a layer turn; None: those of all layers do.
+        is_interleaved: whether components 2i and 2i + 1 of a head turn together, rather than i and i + P.
+        rope_extra: what else the family reads of `rope_parameters`.
+        windows: the layers with a `sliding_window`: none, each, or by the layer's type.
+        scale: returns the factor of scores of a layer; None: 1 / sqrt(H).
+        score_cap, logit_cap: keys of soft bounds of scores and logits; empty: there is none.
+        embedding_scale, logit_scale: return the factor of embeddings and of logits; None: there is none.
+        residual_scale: key of the factor of what attention and the MLP add; empty: there is none.
+        experts: what takes the place of the MLP; None: nothing does.
+    """
+
+    names: DecoderNames = DecoderNames()
+    norm: Callable[[int, float], nnx.Module] = RMSNorm
+    epsilon: str = "rms_norm_eps"
+    activation: str = "hidden_act"
+    inner: str = "intermediate_size"
+    is_gated: bool = True
+    bias: bool | str = False
+    output_bias: bool | str = False
+    mlp_bias: bool | str = False
+    head_bias: bool = False
+    is_parallel: bool | str = False
+    has_qkv_by_head: bool = False
+    norms_heads: Literal["each", "turned", "all"] = "each"
+    turns: Literal["", "whole", "part", "by type"] = "whole"
+    turns_layer: Callable[[Any, int], bool] | None = None
+    is_interleaved: bool = False
+    rope_extra: rope.Extra = ""
+    windows: Literal["", "each", "by type"] = ""
+    scale: Callable[[Any, int], float] | None = None
+    score_cap: str = ""
+    logit_cap: str = ""
+    embedding_scale: Callable[[Any], float] | None = None
+    logit_scale: Callable[[Any], float] | None = None
+    residual_scale: str = ""
+    experts: Experts | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of config.json that the fields name."""
+        fields = (self.bias, self.output_bias, self.mlp_bias, self.is_parallel, self.residual_scale)
+        found = [self.epsilon, self.activation, self.inner, self.score_cap, self.logit_cap, *fields]
+        if (mixture := self.experts) is not None:
+            found += [key for key, _ in mixture.swiglu]
+            found += [mixture.count, mixture.inner, mixture.chosen, mixture.is_normalized]
+        return tuple(key for key in found if isinstance(key, str) and key)
+
+    def of(self, config: Any, value: bool | str) -> Any:
+        """Return a value of this family: that of its key in a configuration, or itself."""
+        return getattr(config, value) if isinstance(value, str) else value
+
+    def heads(self, config: Any, context: int | None = None) -> list[Heads]:
+        """Return the heads of each layer, in programs for contexts up to `context`.
+
+        Raises:
+            CheckpointError: a window or a kind of rotary positions is not supported.
+        """
+        count, queries = config.num_hidden_layers, config.num_attention_heads
+        if self.experts is not None:
+            self.experts.require_enough(config)
+        size = getattr(config, "head_dim", None) or config.hidden_size // queries
+        windows: list[int | None] = [None] * count
+        if self.windows == "each":
+            windows = [_window(config)] * count
+        elif self.windows:
+            windows = _windows_by_type(config)
+        kinds = config.layer_types if self.turns == "by type" else [None] * count
+        partial = self.turns == "part"
+        rotary: dict[str | None, rope.Rotary | None] = {
+            kind: rope.frequencies(
+                config,
+                size,
+                context=context,
+                layer_type=kind,
+                partial=partial,
+                interleaved=self.is_interleaved,
+                extra=self.rope_extra,
+            )
+            if self.turns
+            else None
+            for kind in dict.fromkeys(kinds)
+        }
+        turned = [self.turns_layer is None or self.turns_layer(config, n) for n in range(count)]
+        return [
+            Heads(
+                queries,
+                getattr(config, "num_key_value_heads", queries),
+                size,
+                rotary[kind] if turned[layer] else None,
+                size**-0.5 if self.scale is None else self.scale(config, layer),
+                window,
+                getattr(config, self.score_cap) if self.score_cap else None,
+            )
+            for layer, (kind, window) in enumerate(zip(kinds, windows, strict=True))
+        ]
+
+
+@dataclass(frozen=True)
+class MixtureSettings:
+    """How many experts a token has, whether their shares add up to 1, and their gate."""
+
+    chosen: int
+    is_normalized: bool
+    gate: Gate
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of a layer.
+
+    Attributes:
+        queries: N.
+        keys: K, which divides N.
+        size: H.
+        rotary: how they turn with the position; None: they do not.
+        scale: factor of the scores.
+        window: number of tokens that each one sees, itself included; None for all up to its own.
+        cap: soft bound of the scores; None for no bound.
+    """
+
+    queries: int
+    keys: int
+    size: int
+    rotary: rope.Rotary | None
+    scale: float
+    window: int | None = None
+    cap: float | None = None
+
+
+def _window(config: Any) -> int | None:
+    size: int | None = config.sliding_window
+    if size is not None and size < 1:
+        raise unsupported(config, f"sliding_window: expected null or at least 1, found {size}")
+    return size
+
+
+def _windows_by_type(config: Any) -> list[int | None]:
+    """Return the window of each layer, by `layer_types`."""
+    kinds = config.layer_types
+    for kind in kinds:
+        require(config, "layer_types", kind, ["full_attention", "sliding_attention"])
+    size = _window(config)
+    if size is None and "sliding_attention" in kinds:
+        raise unsupported(
+            config,
+            'sliding_window: expected a number, as layer_types has "sliding_attention", found null',
+        )
+    return [size if kind == "sliding_attention" else None for kind in kinds]

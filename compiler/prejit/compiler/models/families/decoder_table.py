@@ -1,0 +1,470 @@
+"""The table of decoders: for each model_type how it differs from Llama, and what it reads of config.json.
+
+A family that differs from one here in names, norms, biases or the like is a row. Logits agree with those of
+transformers 5, models/NAME/modeling_NAME.py, of the same name. Sources:
+
+    arcee       Arcee AI 2025, AFM-4.5B
+    cohere2     Cohere 2025, arXiv 2504.00698 (Command A, Command R7B)
+    cwm         FAIR CodeGen 2025, arXiv 2510.02387
+    ernie4_5    Baidu 2025, ERNIE 4.5 Technical Report; the dense models
+    exaone4     LG AI Research 2025, arXiv 2507.11407
+    gemma       Gemma Team 2024, arXiv 2403.08295
+    gemma2      Gemma Team 2024, arXiv 2408.00118
+    gemma3      Gemma Team 2025, arXiv 2503.19786; of a model that also reads images, the text model
+    glm, glm4   GLM Team 2024, arXiv 2406.12793 (GLM 4; GLM 4 of 0414 is glm4)
+    gpt2        Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"
+    gpt_neox    Black et al. 2022, arXiv 2204.06745; Biderman et al. 2023 (Pythia), 2304.01373
+    gpt_oss     OpenAI 2025, arXiv 2508.10925
+    granitemoe  IBM 2024, Granite 3.0 Language Models (the mixtures)
+    granite     IBM 2024, Granite 3.0 Language Models (Granite 3, and the dense ones of 4)
+    helium      Kyutai 2025, Helium 1
+    hunyuan_v1_dense    Tencent 2025, Hunyuan 0.5B to 7B
+    llama       Touvron et al. 2023 (Llama 2), arXiv 2307.09288; Grattafiori et al. 2024 (Llama 3), 2407.21783
+                (also Falcon 3, Yi, SmolLM 2)
+    ministral, ministral3   Mistral AI 2024 and 2025; of a model that also reads images, the text model
+    mistral     Jiang et al. 2023, arXiv 2310.06825
+    mixtral     Jiang et al. 2024, arXiv 2401.04088
+    nemotron    Parmar et al. 2024, arXiv 2402.16819 (Nemotron 4, Minitron)
+    olmo2, olmo3    OLMo Team 2024, arXiv 2501.00656; 2025, 2512.13961
+    olmoe       Muennighoff et al. 2024, arXiv 2409.02060
+    phi         Li et al. 2023, arXiv 2309.05463 (Phi 1, 1.5 and 2)
+    phi3        Abdin et al. 2024, arXiv 2404.14219 (Phi-3, 3.5 and 4)
+    qwen2       Yang et al. 2024, arXiv 2407.10671 (Qwen 2 and 2.5)
+    qwen3       Yang et al. 2025, arXiv 2505.09388; qwen3_moe, too
+    seed_oss    ByteDance Seed 2025, Seed-OSS
+    smollm3     Hugging Face 2025, SmolLM3
+    stablelm    Bellagente et al. 2024, arXiv 2402.17834 (StableLM 2 of 1.6 billion, StableLM 3B)
+    starcoder2  Lozhkov et al. 2024, arXiv 2402.19173
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames, Experts
+from prejit.compiler.models.families.decoders import TextDecoder
+from prejit.compiler.models.families.family import Family
+from prejit.compiler.models.layers.config_checks import checks_of
+from prejit.compiler.models.layers.layer_config import Converted, Naming, Stacked
+from prejit.compiler.models.layers.linear import LayerNorm, RMSNorm
+
+_SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("max_position_embeddings", "tie_word_embeddings", "rope_parameters", "head_dim"),
+)
+_NAMING = Naming(
+    prefix="model.",
+    head="lm_head.weight",
+    embedding="model.embed_tokens.weight",
+    buffers=(".rotary_emb.inv_freq",),
+)
+_IMAGES = ("vision_tower.", "multi_modal_projector.")
+_TEXT_PART = replace(
+    _NAMING,
+    ignored=(*_IMAGES, *(f"model.{part}" for part in _IMAGES)),
+    # the names in which transformers 5, 4.52 and older saved models that read images
+    moved=(
+        ("model.language_model.", "model."),
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+    ),
+)
+"""The names of a text model that is a part of one that reads images."""
+
+
+def _rotary(
+    family: DecoderFamily,
+    *keys: str,
+    naming: Naming = _NAMING,
+    grouped: bool = True,
+    **allowed: Any,
+) -> Family:
+    """Return a family whose heads turn.
+
+    `keys` are those that it reads beside the ones that its fields name, and `allowed` gives the supported
+    values of keys. `grouped`: whether query heads may share a key/value head.
+    """
+    groups = ("num_key_value_heads",) if grouped else ()
+    windows = {"": (), "each": ("sliding_window",), "by type": ("sliding_window", "layer_types")}
+    return Family(
+        partial(TextDecoder, family),
+        naming,
+        checks_of(*_SIZES, *groups, *family.keys, *windows[family.windows], *keys),
+        activation=family.activation,
+        allowed=allowed,
+        multiples=tuple(("num_attention_heads", key) for key in groups),
+        check=family.heads,
+    )
+
+
+def _in_sliding_layers(config: Any, layer: int) -> bool:
+    return bool(config.layer_types[layer] == "sliding_attention")
+
+
+def _gpt2_scale(config: Any, layer: int) -> float:
+    heads: int = config.num_attention_heads
+    scale = (config.hidden_size // heads) ** -0.5 if config.scale_attn_weights else 1.0
+    return scale / (layer + 1) if config.scale_attn_by_inverse_layer_idx else scale
+
+
+def _root_of_width(config: Any) -> float:
+    return float(config.hidden_size**0.5)
+
+
+_HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_GPT2 = DecoderFamily(
+    DecoderNames(
+        model="transformer",
+        embedding="wte",
+        positions="wpe",
+        layers="h",
+        norm="ln_f",
+        attention_norm="ln_1",
+        qkv=("attn.c_attn",),
+        output="attn.c_proj",
+        mlp_norm="ln_2",
+        up=("mlp.c_fc",),
+        down="mlp.c_proj",
+    ),
+    norm=LayerNorm,
+    epsilon="layer_norm_epsilon",
+    activation="activation_function",
+    inner="n_inner",
+    is_gated=False,
+    bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    turns="",
+    scale=_gpt2_scale,
+)
+_GEMMA2 = DecoderFamily(
+    DecoderNames(
+        after_attention="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        after_mlp="post_feedforward_layernorm",
+    ),
+    norm=partial(RMSNorm, offset=1.0),  # scales are published minus 1
+    activation="hidden_activation",
+    bias="attention_bias",
+    output_bias="attention_bias",
+    windows="by type",
+    scale=lambda config, layer: config.query_pre_attn_scalar**-0.5,
+    score_cap="attn_logit_softcapping",
+    logit_cap="final_logit_softcapping",
+    embedding_scale=_root_of_width,
+)
+_GEMMA3 = replace(
+    _GEMMA2,
+    names=replace(_GEMMA2.names, head_norms=_HEAD_NORMS),
+    turns="by type",
+    score_cap="",  # transformers' text model has no bound of the scores, whatever the configuration holds
+)
+_PHI3 = DecoderNames(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
+_LLAMA = DecoderFamily(bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias")
+_QWEN2 = DecoderFamily(bias=True, windows="by type")
+_QWEN3 = replace(
+    _QWEN2,
+    names=DecoderNames(head_norms=_HEAD_NORMS),
+    bias="attention_bias",
+    output_bias="attention_bias",
+)
+_NORMED_AFTER = DecoderNames(
+    attention_norm="",
+    head_norms=_HEAD_NORMS,
+    after_attention="post_attention_layernorm",
+    mlp_norm="",
+    after_mlp="post_feedforward_layernorm",
+)
+_OLMO2 = DecoderFamily(
+    _NORMED_AFTER, bias="attention_bias", output_bias="attention_bias", norms_heads="all"
+)
+_EXAONE4 = DecoderFamily(
+    _NORMED_AFTER,
+    windows="by type",
+    turns_layer=lambda config, layer: (
+        config.sliding_window is None or _in_sliding_layers(config, layer)
+    ),
+)
+_GRANITE = replace(
+    _LLAMA,
+    scale=lambda config, layer: config.attention_multiplier,
+    embedding_scale=lambda config: config.embedding_multiplier,
+    logit_scale=lambda config: 1 / config.logits_scaling,
+    residual_scale="residual_multiplier",
+)
+_MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling")
+_SMOLLM3 = replace(
+    _LLAMA,
+    windows="by type",
+    turns_layer=lambda config, layer: bool(config.no_rope_layers[layer]),
+)
+_HUNYUAN = DecoderFamily(
+    DecoderNames(head_norms=("self_attn.query_layernorm", "self_attn.key_layernorm")),
+    bias="attention_bias",
+    output_bias="attention_bias",
+    norms_heads="turned",
+    rope_extra="alpha",
+)
+_GLM = DecoderFamily(
+    DecoderNames(up=("mlp.gate_up_proj",)), bias="attention_bias", turns="part", is_interleaved=True
+)
+_GLM4 = replace(
+    _GLM,
+    names=replace(
+        _GLM.names, after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"
+    ),
+)
+_UNGATED = DecoderNames(up=("mlp.up_proj",))
+_NEMOTRON = replace(
+    _LLAMA,
+    names=_UNGATED,
+    norm=partial(LayerNorm, offset=1.0),  # scales are published minus 1
+    epsilon="norm_eps",
+    is_gated=False,
+    turns="part",
+)
+_STARCODER2 = DecoderFamily(
+    DecoderNames(up=("mlp.c_fc",), down="mlp.c_proj"),
+    norm=LayerNorm,
+    epsilon="norm_epsilon",
+    is_gated=False,
+    bias="use_bias",
+    output_bias="use_bias",
+    mlp_bias="use_bias",
+    windows="each",
+)
+_GPT_NEOX = DecoderFamily(
+    DecoderNames(
+        model="gpt_neox",
+        embedding="embed_in",
+        norm="final_layer_norm",
+        qkv=("attention.query_key_value",),
+        output="attention.dense",
+        up=("mlp.dense_h_to_4h",),
+        down="mlp.dense_4h_to_h",
+    ),
+    norm=LayerNorm,
+    epsilon="layer_norm_eps",
+    is_gated=False,
+    bias="attention_bias",
+    output_bias="attention_bias",
+    mlp_bias=True,
+    is_parallel="use_parallel_residual",
+    has_qkv_by_head=True,
+    turns="part",
+)
+_PHI = DecoderFamily(
+    DecoderNames(
+        norm="final_layernorm",
+        output="self_attn.dense",
+        mlp_norm="",
+        up=("mlp.fc1",),
+        down="mlp.fc2",
+    ),
+    norm=LayerNorm,
+    epsilon="layer_norm_eps",
+    is_gated=False,
+    bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    head_bias=True,
+    is_parallel=True,
+    turns="part",
+)
+_STABLELM = DecoderFamily(
+    norm=LayerNorm, epsilon="layer_norm_eps", bias="use_qkv_bias", turns="part"
+)
+_COHERE2 = DecoderFamily(
+    DecoderNames(mlp_norm=""),
+    norm=partial(LayerNorm, bias=False),
+    epsilon="layer_norm_eps",
+    bias="attention_bias",
+    output_bias="attention_bias",
+    is_parallel=True,
+    turns_layer=_in_sliding_layers,
+    is_interleaved=True,
+    windows="by type",
+    logit_scale=lambda config: config.logit_scale,
+)
+_GEMMA = DecoderFamily(
+    norm=_GEMMA2.norm,
+    bias="attention_bias",
+    output_bias="attention_bias",
+    embedding_scale=_root_of_width,
+)
+_SEED = replace(_LLAMA, output_bias="attention_out_bias")
+_ERNIE = DecoderFamily(
+    bias="use_bias", output_bias="use_bias", mlp_bias="use_bias", is_interleaved=True
+)
+_MIXTURE = DecoderNames(
+    router="mlp.gate", experts_up="mlp.experts.gate_up_proj", experts_down="mlp.experts.down_proj"
+)
+_MIXTRAL = DecoderFamily(
+    DecoderNames(
+        router="block_sparse_moe.gate",
+        experts_up="block_sparse_moe.experts.gate_up_proj",
+        experts_down="block_sparse_moe.experts.down_proj",
+    ),
+    windows="each",
+    experts=Experts(),
+)
+_QWEN3_MOE = replace(
+    _QWEN3,
+    names=replace(_MIXTURE, head_norms=_HEAD_NORMS),
+    windows="each",
+    experts=Experts(
+        "num_experts",
+        "moe_intermediate_size",
+        is_normalized="norm_topk_prob",
+        layers=lambda config, layer: (
+            layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+        ),
+    ),
+)
+_OLMOE = DecoderFamily(
+    replace(_MIXTURE, head_norms=_HEAD_NORMS),
+    bias="attention_bias",
+    output_bias="attention_bias",
+    norms_heads="all",
+    experts=Experts("num_experts", is_normalized="norm_topk_prob"),
+)
+_GRANITE_MOE = replace(
+    _GRANITE,
+    names=DecoderNames(
+        router="block_sparse_moe.router.layer",
+        experts_up="block_sparse_moe.input_linear",
+        experts_down="block_sparse_moe.output_linear",
+    ),
+    mlp_bias=False,
+    experts=Experts(),
+)
+
+
+def _stacked(names: DecoderNames, gate: str, up: str, down: str) -> Naming:
+    """Return the naming of checkpoints in which each matrix of each expert is a tensor."""
+    experts = names.experts_up.rpartition(".")[0]
+    return replace(
+        _NAMING,
+        renamed=tuple(
+            (f".{name}", f".{name}.weight") for name in (names.experts_up, names.experts_down)
+        ),
+        stacked=(
+            Stacked(
+                f".{names.experts_up}.weight", f".{experts}.", (f".{gate}.weight", f".{up}.weight")
+            ),
+            Stacked(f".{names.experts_down}.weight", f".{experts}.", (f".{down}.weight",)),
+        ),
+    )
+
+
+_GPT_OSS = DecoderFamily(
+    replace(_MIXTURE, router="mlp.router", sinks="self_attn.sinks"),
+    bias="attention_bias",
+    output_bias="attention_bias",
+    windows="by type",
+    experts=Experts(has_biases=True, swiglu=(("swiglu_alpha", 1.702), ("swiglu_limit", 7.0))),
+)
+_UP, _DOWN = (f".mlp.experts.{name}_proj" for name in ("gate_up", "down"))
+_GPT_OSS_NAMING = replace(
+    _NAMING,
+    renamed=((f"{_DOWN}_bias", f"{_DOWN}.bias"),),
+    converted=(
+        Converted(f"{_UP}.bias", (f"{_UP}_bias",), "vector", is_interleaved=True),
+        *(
+            Converted(f"{name}.weight", (name,), "in out", is_interleaved=name == _UP)
+            for name in (_UP, _DOWN)
+        ),
+        *(
+            Converted(
+                f"{name}.weight",
+                (f"{name}_blocks", f"{name}_scales"),
+                "mxfp4",
+                is_interleaved=name == _UP,
+            )
+            for name in (_UP, _DOWN)
+        ),
+    ),
+)
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_NOT_BOTH_WAYS: dict[str, Any] = {"use_bidirectional_attention": (None, False)}
+_QWEN_KEYS = ("use_sliding_window", "max_window_layers")
+
+TEXT_DECODERS: Mapping[str, Family] = {
+    "arcee": _rotary(replace(_LLAMA, names=_UNGATED, is_gated=False)),
+    "cohere2": _rotary(_COHERE2, "logit_scale"),
+    "cwm": _rotary(DecoderFamily(mlp_bias="mlp_bias", windows="by type")),
+    "ernie4_5": _rotary(_ERNIE),
+    "exaone4": _rotary(_EXAONE4),
+    "gemma": _rotary(_GEMMA, **_NOT_BOTH_WAYS),
+    "gemma2": _rotary(_GEMMA2, "query_pre_attn_scalar", **_NOT_BOTH_WAYS),
+    "gemma3_text": _rotary(
+        _GEMMA3,
+        *("query_pre_attn_scalar", "attn_logit_softcapping"),
+        naming=_TEXT_PART,
+        attn_logit_softcapping=(None,),
+        **_NOT_BOTH_WAYS,
+    ),
+    "glm": _rotary(_GLM),
+    "glm4": _rotary(_GLM4),
+    "gpt2": Family(
+        partial(TextDecoder, _GPT2),
+        Naming(
+            prefix="transformer.",
+            head="lm_head.weight",
+            embedding="transformer.wte.weight",
+            # transformers' Conv1D stores (in, out)
+            in_out=(".c_attn.weight", ".c_proj.weight", ".c_fc.weight"),
+            buffers=(".attn.bias", ".attn.masked_bias"),
+        ),
+        checks_of(
+            *("vocab_size", "n_positions", "n_embd", "n_head", "n_layer", "n_inner"),
+            *("layer_norm_epsilon", "activation_function", "tie_word_embeddings"),
+            *("scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
+        ),
+        activation=_GPT2.activation,
+        allowed={"add_cross_attention": (False,)},
+        multiples=(("n_embd", "n_head"),),
+    ),
+    "gpt_neox": _rotary(
+        _GPT_NEOX,
+        naming=Naming(
+            prefix="gpt_neox.",
+            head="lm_head.weight",
+            embedding="gpt_neox.embed_in.weight",
+            buffers=(".attention.bias", ".attention.masked_bias", *_NAMING.buffers),
+            moved=(("embed_out.", "lm_head."),),
+        ),
+        grouped=False,
+    ),
+    "gpt_oss": replace(_rotary(_GPT_OSS, naming=_GPT_OSS_NAMING), quantized=("mxfp4",)),
+    "granite": _rotary(_GRANITE, *_MULTIPLIERS),
+    "granitemoe": _rotary(_GRANITE_MOE, *_MULTIPLIERS),
+    "helium": _rotary(replace(_LLAMA, output_bias=False, is_interleaved=True)),
+    "hunyuan_v1_dense": _rotary(_HUNYUAN),
+    "llama": _rotary(_LLAMA),
+    "ministral": _rotary(DecoderFamily(windows="by type")),
+    "ministral3": _rotary(DecoderFamily(rope_extra="growth", windows="each"), naming=_TEXT_PART),
+    "mistral": _rotary(DecoderFamily(windows="each"), naming=_TEXT_PART),
+    "mixtral": _rotary(_MIXTRAL, naming=_stacked(_MIXTRAL.names, "w1", "w3", "w2")),
+    "nemotron": _rotary(_NEMOTRON),
+    "olmo2": _rotary(_OLMO2),
+    "olmo3": _rotary(replace(_OLMO2, turns="by type", windows="by type")),
+    "olmoe": _rotary(_OLMOE, naming=_stacked(_OLMOE.names, *_PROJECTIONS), clip_qkv=(None,)),
+    "phi": _rotary(_PHI, qk_layernorm=(False,), tie_word_embeddings=(False,)),
+    "phi3": _rotary(DecoderFamily(_PHI3, turns="part", windows="each")),
+    "qwen2": _rotary(_QWEN2, *_QWEN_KEYS),
+    "qwen3": _rotary(_QWEN3, *_QWEN_KEYS),
+    "qwen3_moe": _rotary(
+        _QWEN3_MOE,
+        *("use_sliding_window", "decoder_sparse_step", "mlp_only_layers"),
+        naming=_stacked(_QWEN3_MOE.names, *_PROJECTIONS),
+    ),
+    "seed_oss": _rotary(_SEED),
+    "smollm3": _rotary(_SMOLLM3, "no_rope_layers", "use_sliding_window"),
+    "stablelm": _rotary(_STABLELM, use_parallel_residual=(False,), qk_layernorm=(False,)),
+    "starcoder2": _rotary(_STARCODER2),
+}
+"""The decoders, by model_type."""

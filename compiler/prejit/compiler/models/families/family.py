@@ -1,0 +1,62 @@
+"""What every row of the tables of families says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flax import nnx
+
+from prejit.compiler.models.layers.config_checks import Checks
+from prejit.compiler.models.layers.layer_config import Naming, require, unsupported
+from prejit.compiler.models.layers.linear import ACTIVATIONS
+
+
+def _positions(config: Any) -> int:
+    return int(config.max_position_embeddings)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models.
+
+    Attributes:
+        build: returns the module for a configuration, and for programs up to a context; None: the longest.
+        naming: how published checkpoints name its tensors.
+        keys: the keys of config.json that it reads, with the check of each value.
+        activation: key of the activation; empty: `check` looks at it.
+        allowed: other keys, with the values that are supported; the first is that of a missing key.
+        multiples: pairs of keys; the value of the first must be a multiple of that of the second.
+        check: raises CheckpointError where a configuration is not supported for another reason.
+        positions: returns the maximum number of tokens.
+        quantized: the values of `quant_method` in `quantization_config` that are read.
+    """
+
+    build: Callable[[Any, int | None], nnx.Module]
+    naming: Naming
+    keys: Checks
+    activation: str = "hidden_act"
+    allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    multiples: tuple[tuple[str, str], ...] = ()
+    check: Callable[[Any], object] = lambda config: None
+    positions: Callable[[Any], int] = _positions
+    quantized: tuple[str, ...] = ()
+
+    def require_supported(self, config: Any) -> None:
+        """Check a configuration.
+
+        Raises:
+            CheckpointError: a setting is not supported; the error names file, key, value and what is allowed.
+        """
+        if self.activation:
+            require(config, self.activation, getattr(config, self.activation), ACTIVATIONS)
+        for key, values in self.allowed.items():
+            require(config, key, getattr(config, key, values[0]), values)
+        for key, divisor in self.multiples:
+            number, by = getattr(config, key), getattr(config, divisor)
+            if number % by:
+                raise unsupported(
+                    config, f"{key}: expected a multiple of {divisor} = {by}, found {number}"
+                )
+        self.check(config)

@@ -1,0 +1,328 @@
+"""Small random checkpoints of the decoders that are a row beside those of cases.py. No JAX, no torch.
+
+Each family has three: the first runs in `make test`. torch named their tensors: the record holds names and
+shapes beside the logits, so no list here can repeat a mistake of the table.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .cases import ACTIVATIONS, Case, Config, Shapes, common_sizes, pick, rope_keys
+
+PROMPT, STEPS = 17, 24
+"""Tokens of the prompt, and greedy ones after it."""
+
+EACH = 3
+"""Cases of a family."""
+
+REFERENCE = Path(__file__).parent / "sibling_reference.npz"
+
+
+@dataclass(frozen=True)
+class Sibling(Case):
+    """A case whose tensors torch named.
+
+    Attributes:
+        shapes: names and shapes of the tensors; empty: as recorded.
+    """
+
+    shapes: Shapes = field(default_factory=dict)
+
+    @property
+    def tensor_shapes(self) -> Shapes:
+        """Of the tensors that torch publishes for the configuration."""
+        shapes = self.shapes or _recorded_shapes()[shapes_key(self)]
+        return {name: tuple(shape) for name, shape in shapes.items()}
+
+
+def shapes_key(case: Case) -> str:
+    """The key in the reference of the shapes of a case."""
+    return f"{case.name}/shapes"
+
+
+@cache
+def _recorded_shapes() -> dict[str, Shapes]:
+    with np.load(REFERENCE) as recorded:
+        return {key: json.loads(str(recorded[key])) for key in recorded if "/" in key}
+
+
+def cases() -> tuple[Sibling, ...]:
+    """All of them, in a fixed order."""
+    return tuple(_case(family, number) for family in FAMILIES for number in range(EACH))
+
+
+def _case(family: str, number: int) -> Sibling:
+    name, crc = f"{family}-{number}", zlib.crc32(family.encode())
+    random = np.random.default_rng([9, crc, number])
+    kind, change = FAMILIES[family]
+    config = {
+        "model_type": family,
+        "architectures": [f"{kind}ForCausalLM"],
+        "pad_token_id": 0,
+        **common_sizes(random),
+        "num_hidden_layers": 2 + number % 2,
+        "hidden_act": pick(random, ACTIVATIONS),
+        "tie_word_embeddings": number % 2 == 0,
+        **rope_keys(["default", "yarn", "linear"][number], number, random),
+    }
+    heads = config["num_attention_heads"]
+    config["hidden_size"] = heads * pick(random, [4, 6])
+    changed = change(number, random, config)
+    config = {key: value for key, value in (config | changed).items() if value is not REMOVED}
+    return Sibling(name, config, _SEEDS.get(name, 3000 + crc % 1000 + number))
+
+
+_SEEDS: dict[str, int] = {
+    "gpt_oss-2": 5000,
+    "nemotron-1": 5001,
+    "nemotron-2": 5012,
+    "seed_oss-1": 4001,
+}
+"""Of cases where, with another seed, rounding would decide a token: see record.py."""
+
+REMOVED = object()
+"""A key that the configuration does not have."""
+
+Change = Callable[[int, np.random.Generator, Config], Config]
+
+
+def _biases(*keys: str) -> Change:
+    """Say by the number whether there are biases: none, all, the first."""
+
+    def change(number: int, random: np.random.Generator, config: Config) -> Config:
+        return {key: number == 1 or (number == 2 and key == keys[0]) for key in keys}
+
+    return change
+
+
+def _sizes_of_heads(number: int, random: np.random.Generator, config: Config) -> Config:
+    return {"head_dim": pick(random, [4, 6, 10])}
+
+
+def _windows(number: int, random: np.random.Generator, config: Config) -> Config:
+    """Windows in some layers, said by the default pattern or by each layer."""
+    change: Config = {"sliding_window": pick(random, [3, 9, 20]), "num_hidden_layers": 4}
+    if number:
+        layers = ["full_attention", "sliding_attention", "sliding_attention"]
+        change |= {"layer_types": layers, "num_hidden_layers": 3}
+    return change
+
+
+def _part_turns(number: int, random: np.random.Generator, config: Config) -> Config:
+    """Heads of which a part turns, as files of transformers 4 say it."""
+    share = [0.5, 0.25, 0.75][number]
+    return {
+        "hidden_size": 8 * config["num_attention_heads"],
+        "partial_rotary_factor": share,
+        **rope_keys("linear" if number == 2 else "default", 1, random),
+    }
+
+
+def _layer_norm(number: int, random: np.random.Generator, config: Config) -> Config:
+    return {"rms_norm_eps": REMOVED, "layer_norm_eps": pick(random, [1e-5, 1e-3])}
+
+
+def _all(*changes: Change) -> Change:
+    def change(number: int, random: np.random.Generator, config: Config) -> Config:
+        found: Config = {}
+        for each in changes:
+            found |= each(number, random, config | found)
+        return found
+
+    return change
+
+
+def _with(**values: Any) -> Change:
+    """Give keys these values; of a list the one at the number."""
+
+    def change(number: int, random: np.random.Generator, config: Config) -> Config:
+        return {
+            key: value[number] if isinstance(value, list) else value
+            for key, value in values.items()
+        }
+
+    return change
+
+
+def _by_types(number: int, random: np.random.Generator, config: Config) -> Config:
+    """Rotary positions by kinds of layers; the first as files of transformers 4 say it."""
+    if number == 0:
+        scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+        return {"rope_parameters": REMOVED, "rope_theta": 1000.0, "rope_scaling": scaling}
+    far = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}
+    near = {"rope_type": "default", "rope_theta": 100.0}
+    parameters = {"full_attention": far, "sliding_attention": near}
+    return {"rope_theta": REMOVED, "rope_scaling": REMOVED, "rope_parameters": parameters}
+
+
+def _ntk(number: int, random: np.random.Generator, config: Config) -> Config:
+    scaling = {"type": "dynamic", "alpha": 50.0, "factor": 1.0}
+    given = {"head_dim": pick(random, [4, 6, 10])}
+    if number:
+        return given
+    return {**given, "rope_parameters": REMOVED, "rope_theta": 100.0, "rope_scaling": scaling}
+
+
+def _grown(number: int, random: np.random.Generator, config: Config) -> Config:
+    parameters = {
+        **{"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "mscale": 1.0},
+        **{"original_max_position_embeddings": 8, "llama_4_scaling_beta": [0.1, 0.5, 0.0][number]},
+    }
+    return {"rope_parameters": parameters, "rope_theta": REMOVED, "rope_scaling": REMOVED}
+
+
+def _neox(number: int, random: np.random.Generator, config: Config) -> Config:
+    return {
+        "num_key_value_heads": REMOVED,
+        "use_parallel_residual": number != 2,
+        "attention_bias": number != 1,
+        "rotary_pct": [0.25, 0.5, 1.0][number],
+        "rotary_emb_base": 1000,
+        **dict.fromkeys(("rope_parameters", "rope_theta", "rope_scaling"), REMOVED),
+        "hidden_size": 8 * config["num_attention_heads"],
+    }
+
+
+def _experts(count: str, inner: str = "intermediate_size") -> Change:
+    """Few experts, of which a token has one, some or all but one."""
+
+    def change(number: int, random: np.random.Generator, config: Config) -> Config:
+        experts = [4, 7, 5][number]
+        inner_width = pick(random, [5, 8, 11])
+        return {count: experts, inner: inner_width, "num_experts_per_tok": [2, 6, 1][number]}
+
+    return change
+
+
+def _multipliers(number: int, random: np.random.Generator, config: Config) -> Config:
+    return {
+        "attention_multiplier": [0.3, 0.5, 1.0][number],
+        "embedding_multiplier": [3.0, 0.5, 2.0][number],
+        "logits_scaling": [0.5, 2.0, 1.5][number],
+        "residual_multiplier": [0.22, 1.5, 0.7][number],
+    }
+
+
+_BOTH = _biases("attention_bias", "mlp_bias")
+_ATTENTION = _biases("attention_bias")
+_RELU2 = _with(hidden_act="relu2")
+
+FAMILIES: dict[str, tuple[str, Change]] = {
+    "arcee": ("Arcee", _all(_BOTH, _RELU2)),
+    "cohere2": (
+        "Cohere2",
+        _all(_ATTENTION, _windows, _layer_norm, _with(logit_scale=[0.5, 0.25, 1.5])),
+    ),
+    "cwm": ("Cwm", _all(_sizes_of_heads, _windows, _biases("mlp_bias"))),
+    "ernie4_5": ("Ernie4_5", _all(_sizes_of_heads, _biases("use_bias"))),
+    "exaone4": ("Exaone4", _all(_windows, _with(sliding_window_pattern=[2, 4, 3]))),
+    "gemma": (
+        "Gemma",
+        _all(_sizes_of_heads, _ATTENTION, _with(hidden_act=["gelu", "gelu_pytorch_tanh", "silu"])),
+    ),
+    "glm": ("Glm", _all(_part_turns, _ATTENTION, _with(head_dim=8))),
+    "glm4": ("Glm4", _all(_part_turns, _ATTENTION, _with(head_dim=[8, 16, 8]))),
+    "gpt_neox": ("GPTNeoX", _all(_layer_norm, _neox)),
+    "gpt_oss": (
+        "GptOss",
+        _all(
+            _sizes_of_heads,
+            _ATTENTION,
+            _windows,
+            _experts("num_local_experts"),
+            _with(swiglu_limit=[7.0, 1.0, 7.0], attention_bias=[True, True, False]),
+        ),
+    ),
+    "granite": ("Granite", _all(_BOTH, _multipliers)),
+    "granitemoe": ("GraniteMoe", _all(_ATTENTION, _multipliers, _experts("num_local_experts"))),
+    "helium": (
+        "Helium",
+        _all(
+            _BOTH,
+            lambda number, random, config: {
+                "head_dim": config["hidden_size"] // config["num_attention_heads"]
+            },
+        ),
+    ),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", _all(_ATTENTION, _ntk)),
+    "ministral": ("Ministral", _all(_sizes_of_heads, _windows)),
+    "ministral3": (
+        "Ministral3",
+        _all(_sizes_of_heads, _grown, _with(sliding_window=[None, 9, None])),
+    ),
+    "mixtral": (
+        "Mixtral",
+        _all(_sizes_of_heads, _experts("num_local_experts"), _with(sliding_window=[None, 9, 30])),
+    ),
+    "nemotron": (
+        "Nemotron",
+        _all(
+            _part_turns,
+            _BOTH,
+            _with(hidden_act=["relu2", "silu", "relu2"], num_hidden_layers=[2, 1, 2]),
+            _with(rms_norm_eps=REMOVED, norm_eps=[1e-5, 1e-3, 1e-5]),
+        ),
+    ),
+    "olmo2": ("Olmo2", _ATTENTION),
+    "olmo3": ("Olmo3", _all(_ATTENTION, _windows, _by_types)),
+    "olmoe": (
+        "Olmoe",
+        _all(_ATTENTION, _experts("num_experts"), _with(norm_topk_prob=[False, True, False])),
+    ),
+    "phi": ("Phi", _all(_part_turns, _layer_norm, _with(tie_word_embeddings=False))),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        _all(
+            _sizes_of_heads,
+            _ATTENTION,
+            _experts("num_experts", "moe_intermediate_size"),
+            _with(
+                norm_topk_prob=[True, False, True],
+                num_hidden_layers=3,
+                decoder_sparse_step=[1, 2, 1],
+                mlp_only_layers=[[1], [], []],
+                use_sliding_window=[False, False, True],
+                sliding_window=9,
+            ),
+        ),
+    ),
+    "seed_oss": (
+        "SeedOss",
+        _all(_sizes_of_heads, _biases("attention_bias", "attention_out_bias", "mlp_bias")),
+    ),
+    "smollm3": (
+        "SmolLM3",
+        _all(
+            _BOTH,
+            _with(
+                no_rope_layers=[None, [1, 0, 0], None],
+                no_rope_layer_interval=[2, 4, 3],
+                num_hidden_layers=3,
+                use_sliding_window=[False, True, True],
+                sliding_window=[9, 5, 9],
+            ),
+        ),
+    ),
+    "stablelm": ("StableLm", _all(_part_turns, _layer_norm, _biases("use_qkv_bias"))),
+    "starcoder2": (
+        "Starcoder2",
+        _all(
+            _biases("use_bias"),
+            _with(
+                rms_norm_eps=REMOVED,
+                norm_epsilon=[1e-5, 1e-3, 1e-5],
+                sliding_window=[9, None, 30],
+            ),
+        ),
+    ),
+}
+"""The class of transformers, and what a configuration has, for each model_type."""

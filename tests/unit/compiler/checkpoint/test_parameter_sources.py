@@ -1,0 +1,101 @@
+"""Parameters of experts in the forms in which checkpoints hold them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from prejit.compiler.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from prejit.compiler.models import config_file, model_registry
+from prejit.compiler.models.parameters import parameters_of
+from prejit.runtime.errors import CheckpointError
+
+EXPERTS, WIDTH, INNER = 3, 32, 64
+CONFIG = {
+    **{"model_type": "gpt_oss", "vocab_size": 11, "hidden_size": WIDTH, "num_hidden_layers": 1},
+    **{"intermediate_size": INNER, "num_local_experts": EXPERTS, "num_experts_per_tok": 2},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "pad_token_id": 0},
+    **{"layer_types": ["full_attention"], "tie_word_embeddings": False},
+}
+PACKED = {**CONFIG, "quantization_config": {"quant_method": "mxfp4"}}
+BLOCK = "model.layers.0.mlp.experts"
+GRID = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+Tensors = dict[str, np.ndarray[Any, Any]]
+
+
+def packed(seed: int, outputs: int, inputs: int) -> tuple[Tensors, np.ndarray[Any, Any]]:
+    """Return blocks and exponents, and the matrices (out, in) that they stand for."""
+    random = np.random.default_rng(seed)
+    blocks = random.integers(0, 256, (EXPERTS, outputs, inputs // 32, 16), np.uint8)
+    scales = random.integers(120, 131, blocks.shape[:3]).astype(np.uint8)
+    wide = np.zeros((EXPERTS, outputs, inputs), np.float32)
+    for place, byte in np.ndenumerate(blocks):
+        factor = 2.0 ** (int(scales[place[:3]]) - 127)
+        at = place[2] * 32 + 2 * place[3]
+        wide[place[0], place[1], at] = GRID[byte % 16] * factor
+        wide[place[0], place[1], at + 1] = GRID[byte // 16] * factor
+    return {"blocks": blocks, "scales": scales}, wide
+
+
+def others(directory: Path) -> Tensors:
+    """Write config.json, and return the tensors that are no matrices of experts."""
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    module = model_registry.make_decoder(config_file.load_config(directory), out_in=True)
+    random = np.random.default_rng(0)
+    return {
+        name: random.standard_normal(parameter.shape, np.float32)
+        for name, parameter in parameters_of(module).items()
+        if BLOCK not in name
+    }
+
+
+def write(directory: Path, config: dict[str, Any], tensors: Tensors) -> Checkpoint:
+    (directory / "config.json").write_text(json.dumps(config))
+    values = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    save_file(values, directory / "model.safetensors")
+    return open_checkpoint(directory, out_in=True)
+
+
+def test_four_bits_and_gate_and_up_in_turns_are_read_as_what_they_stand_for(tmp_path: Path) -> None:
+    up, wide_up = packed(1, 2 * INNER, WIDTH)
+    down, wide_down = packed(2, WIDTH, INNER)
+    bias = np.arange(EXPERTS * 2 * INNER, dtype=np.float32).reshape(EXPERTS, -1)
+    common = others(tmp_path) | {
+        f"{BLOCK}.gate_up_proj_bias": bias,
+        f"{BLOCK}.down_proj_bias": np.ones((EXPERTS, WIDTH), np.float32),
+    }
+    in_bits = {f"{BLOCK}.gate_up_proj_{name}": values for name, values in up.items()} | {
+        f"{BLOCK}.down_proj_{name}": values for name, values in down.items()
+    }
+    plain = {
+        f"{BLOCK}.gate_up_proj": wide_up.swapaxes(1, 2),
+        f"{BLOCK}.down_proj": wide_down.swapaxes(1, 2),
+    }
+    in_turns = np.concatenate([wide_up[:, ::2], wide_up[:, 1::2]], axis=1)
+    for config, tensors in ((PACKED, in_bits), (CONFIG, plain)):
+        found = write(tmp_path, config, common | tensors)
+        assert np.array_equal(found.read(f"{BLOCK}.gate_up_proj.weight"), in_turns)
+        assert np.array_equal(found.rows(f"{BLOCK}.gate_up_proj.weight")[1:2], in_turns[1:2])
+        assert np.array_equal(found.read(f"{BLOCK}.down_proj.weight"), wide_down)
+        read = found.read(f"{BLOCK}.gate_up_proj.bias")
+        assert np.array_equal(read, np.concatenate([bias[:, ::2], bias[:, 1::2]], axis=1))
+    blocks, scales = (f"{BLOCK}.down_proj_{name}" for name in ("blocks", "scales"))
+    for change, said in (
+        ({scales: None}, f"missing {scales}"),
+        ({scales: in_bits[scales][:, :, :1]}, f"{blocks} and {scales} are"),
+        ({blocks: in_bits[blocks].astype(np.float32)}, f"{blocks} is F32, expected U8"),
+        ({f"{BLOCK}.down_proj": plain[f"{BLOCK}.down_proj"]}, "are given"),
+    ):
+        tensors = {
+            name: values
+            for name, values in (common | in_bits | change).items()
+            if values is not None
+        }
+        with pytest.raises(CheckpointError, match=re.escape(said)):
+            _ = write(tmp_path, PACKED, tensors).names

@@ -1,0 +1,67 @@
+"""A mixture of experts, beside its definition in NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from prejit.compiler.models.layers.experts import ExpertMatrices, Gate, Mixture, Router
+from prejit.compiler.models.layers.product_forms import Forms, using
+from prejit.compiler.models.quantizing import quantized
+
+EXPERTS, WIDTH, INNER, CHOSEN = 5, 19, 11, 3
+
+
+def matrices(seed: int, inputs: int, outputs: int, dtype: str) -> tuple[ExpertMatrices, Any]:
+    """Return matrices in a stored dtype, and what they stand for."""
+    wide = np.random.default_rng(seed).standard_normal((EXPERTS, outputs, inputs), np.float32)
+    made = ExpertMatrices(EXPERTS, inputs, outputs)
+    if dtype == "int8":
+        stored, scale = quantized(wide, 2)
+        made.weight = nnx.Param(jnp.asarray(stored))
+        made.weight_scale = nnx.data(nnx.Param(jnp.asarray(scale)))
+        return made, stored * scale[..., None]
+    made.weight = nnx.Param(jnp.asarray(wide, jnp.dtype(dtype)))
+    return made, np.asarray(made.weight[...], np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_a_token_gets_its_experts_however_many_others_there_are(
+    dtype: str, has_kernels: bool, request: pytest.FixtureRequest
+) -> None:
+    forms: Forms | None = request.getfixturevalue("with_kernels") if has_kernels else None
+    up, wide_up = matrices(1, WIDTH, 2 * INNER, dtype)
+    down, wide_down = matrices(2, INNER, WIDTH, dtype)
+    router = Router(WIDTH, EXPERTS)
+    random = np.random.default_rng(3)
+    router.weight = nnx.Param(jnp.asarray(random.standard_normal((EXPERTS, WIDTH), np.float32)))
+    graph, state = nnx.split((up, down, router))
+
+    @jax.jit
+    def run(state: Any, x: Any) -> Any:
+        with using(forms):
+            up, down, router = nnx.merge(graph, state)
+            shares, experts = router(x, CHOSEN, is_normalized=True)
+            return shares, experts, Mixture(up, down, Gate("silu"))(x, shares, experts)
+
+    x = random.standard_normal((41, WIDTH), np.float32)
+    x[7:] = x[7]  # all these have the same experts, in more than one block
+    shares, experts, found = (np.asarray(each) for each in run(state, x))
+    assert np.allclose(shares.sum(1), 1)
+    for row in range(9):
+        right = np.zeros(WIDTH, np.float32)
+        for share, expert in zip(shares[row], experts[row], strict=True):
+            gate, of_up = np.split(wide_up[expert] @ x[row], 2)
+            right += share * (wide_down[expert] @ (gate / (1 + np.exp(-gate)) * of_up))
+        # beside kernels x is rounded to bfloat16 for a narrow matrix
+        rounded = 0.0 if forms is None or dtype == "float32" else 0.02
+        assert np.abs(found[row] - right).max() <= 1e-4 + rounded * np.abs(right).max()
+        alone = np.asarray(run(state, x[row : row + 1])[2][0])
+        assert np.abs(found[row] - alone).max() <= 1e-5 * np.abs(right).max() + 2e-5
+    assert np.abs(found[7:] - found[7]).max() <= 1e-5 * np.abs(found[7]).max()
