@@ -83,6 +83,8 @@ def _case(family: str, number: int) -> Sibling:
 
 _SEEDS: dict[str, int] = {
     "gpt_oss-2": 5000,
+    "granitemoehybrid-1": 5000,
+    "granitemoeshared-1": 5000,
     "nemotron-1": 5001,
     "nemotron-2": 5012,
     "seed_oss-1": 4001,
@@ -212,6 +214,17 @@ def _multipliers(number: int, random: np.random.Generator, config: Config) -> Co
     }
 
 
+def _hybrid(number: int, random: np.random.Generator, config: Config) -> Config:
+    """Attention in all layers, with and without positions and experts."""
+    return {
+        "layer_types": ["full_attention"] * config["num_hidden_layers"],
+        "shared_intermediate_size": [9, 6, 16][number],
+        "position_embedding_type": ["rope", "rope", "nope"][number],
+        **({} if number else {"num_local_experts": 0}),
+        **{"mamba_n_heads": 2, "mamba_d_head": config["hidden_size"], "mamba_expand": 2},
+    }
+
+
 _BOTH = _biases("attention_bias", "mlp_bias")
 _ATTENTION = _biases("attention_bias")
 _RELU2 = _with(hidden_act="relu2")
@@ -244,6 +257,24 @@ FAMILIES: dict[str, tuple[str, Change]] = {
     ),
     "granite": ("Granite", _all(_BOTH, _multipliers)),
     "granitemoe": ("GraniteMoe", _all(_ATTENTION, _multipliers, _experts("num_local_experts"))),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        _all(
+            _ATTENTION,
+            _multipliers,
+            _experts("num_local_experts"),
+            _hybrid,
+        ),
+    ),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        _all(
+            _ATTENTION,
+            _multipliers,
+            _experts("num_local_experts"),
+            _with(shared_intermediate_size=[9, 0, 16]),
+        ),
+    ),
     "helium": (
         "Helium",
         _all(
@@ -279,6 +310,23 @@ FAMILIES: dict[str, tuple[str, Change]] = {
         _all(_ATTENTION, _experts("num_experts"), _with(norm_topk_prob=[False, True, False])),
     ),
     "phi": ("Phi", _all(_part_turns, _layer_norm, _with(tie_word_embeddings=False))),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        _all(
+            _experts("num_experts", "moe_intermediate_size"),
+            _with(
+                qkv_bias=[True, False, True],
+                shared_expert_intermediate_size=[9, 6, 16],
+                norm_topk_prob=[False, True, False],
+                num_hidden_layers=3,
+                decoder_sparse_step=[1, 2, 1],
+                mlp_only_layers=[[1], [], []],
+                use_sliding_window=[False, False, True],
+                sliding_window=9,
+                max_window_layers=2,
+            ),
+        ),
+    ),
     "qwen3_moe": (
         "Qwen3Moe",
         _all(

@@ -25,6 +25,7 @@ class DecoderNames:
         head_norms: norms of queries and keys; empty: none.
         after_attention, after_mlp: norms of what is added; empty: none.
         up: gate and up; one name if one matrix holds both, or if the MLP has no gate.
+        shared_up, shared_down: of the MLP beside experts; shared_gate: of its share; empty: none.
         sinks: scores of each query head for no position at all; empty: none.
         router, experts_up, experts_down: of a mixture of experts; one matrix holds gate and up of an expert.
     """
@@ -48,6 +49,9 @@ class DecoderNames:
     router: str = ""
     experts_up: str = ""
     experts_down: str = ""
+    shared_up: tuple[str, ...] = ()
+    shared_down: str = ""
+    shared_gate: str = ""
 
     @property
     def split(self) -> Split:
@@ -74,6 +78,7 @@ class Experts:
         is_normalized: whether the shares of a token's experts add up to 1.
         has_biases: whether router and experts have biases.
         swiglu: keys of alpha and limit of a Gate, each with what a missing key means; empty: there is none.
+        shared: key of the width of an MLP beside the experts, 0 for none; empty: there is none.
         layers: returns whether a layer has experts; the others have an MLP.
     """
 
@@ -83,6 +88,7 @@ class Experts:
     is_normalized: bool | str = True
     has_biases: bool = False
     swiglu: tuple[tuple[str, float], ...] = ()
+    shared: str = ""
     layers: Callable[[Any, int], bool] = lambda config, layer: True
 
     def require_enough(self, config: Any) -> None:
@@ -162,6 +168,7 @@ class DecoderFamily:
         if (mixture := self.experts) is not None:
             found += [key for key, _ in mixture.swiglu]
             found += [mixture.count, mixture.inner, mixture.chosen, mixture.is_normalized]
+            found.append(mixture.shared)
         return tuple(key for key in found if isinstance(key, str) and key)
 
     def of(self, config: Any, value: bool | str) -> Any:
@@ -175,7 +182,7 @@ class DecoderFamily:
             CheckpointError: a window or a kind of rotary positions is not supported.
         """
         count, queries = config.num_hidden_layers, config.num_attention_heads
-        if self.experts is not None:
+        if self.experts is not None and any(self.experts.layers(config, n) for n in range(count)):
             self.experts.require_enough(config)
         size = getattr(config, "head_dim", None) or config.hidden_size // queries
         windows: list[int | None] = [None] * count
@@ -258,8 +265,10 @@ def _windows_by_type(config: Any) -> list[int | None]:
     kinds = config.layer_types
     for kind in kinds:
         require(config, "layer_types", kind, ["full_attention", "sliding_attention"])
+    if "sliding_attention" not in kinds:
+        return [None] * len(kinds)
     size = _window(config)
-    if size is None and "sliding_attention" in kinds:
+    if size is None:
         raise unsupported(
             config,
             'sliding_window: expected a number, as layer_types has "sliding_attention", found null',

@@ -1,5 +1,7 @@
 """The table of decoders: for each model_type how it differs from Llama, and what it reads of config.json.
 
+mixture_table.py has those with experts.
+
 A family that differs from one here in names, norms, biases or the like is a row. Logits agree with those of
 transformers 5, models/NAME/modeling_NAME.py, of the same name. Sources:
 
@@ -14,23 +16,19 @@ transformers 5, models/NAME/modeling_NAME.py, of the same name. Sources:
     glm, glm4   GLM Team 2024, arXiv 2406.12793 (GLM 4; GLM 4 of 0414 is glm4)
     gpt2        Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"
     gpt_neox    Black et al. 2022, arXiv 2204.06745; Biderman et al. 2023 (Pythia), 2304.01373
-    gpt_oss     OpenAI 2025, arXiv 2508.10925
-    granitemoe  IBM 2024, Granite 3.0 Language Models (the mixtures)
-    granite     IBM 2024, Granite 3.0 Language Models (Granite 3, and the dense ones of 4)
+    granite     IBM 2024, Granite 3.0 Language Models
     helium      Kyutai 2025, Helium 1
     hunyuan_v1_dense    Tencent 2025, Hunyuan 0.5B to 7B
     llama       Touvron et al. 2023 (Llama 2), arXiv 2307.09288; Grattafiori et al. 2024 (Llama 3), 2407.21783
                 (also Falcon 3, Yi, SmolLM 2)
     ministral, ministral3   Mistral AI 2024 and 2025; of a model that also reads images, the text model
     mistral     Jiang et al. 2023, arXiv 2310.06825
-    mixtral     Jiang et al. 2024, arXiv 2401.04088
     nemotron    Parmar et al. 2024, arXiv 2402.16819 (Nemotron 4, Minitron)
     olmo2, olmo3    OLMo Team 2024, arXiv 2501.00656; 2025, 2512.13961
-    olmoe       Muennighoff et al. 2024, arXiv 2409.02060
     phi         Li et al. 2023, arXiv 2309.05463 (Phi 1, 1.5 and 2)
     phi3        Abdin et al. 2024, arXiv 2404.14219 (Phi-3, 3.5 and 4)
     qwen2       Yang et al. 2024, arXiv 2407.10671 (Qwen 2 and 2.5)
-    qwen3       Yang et al. 2025, arXiv 2505.09388; qwen3_moe, too
+    qwen3       Yang et al. 2025, arXiv 2505.09388
     seed_oss    ByteDance Seed 2025, Seed-OSS
     smollm3     Hugging Face 2025, SmolLM3
     stablelm    Bellagente et al. 2024, arXiv 2402.17834 (StableLM 2 of 1.6 billion, StableLM 3B)
@@ -44,18 +42,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames, Experts
+from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames
 from prejit.compiler.models.families.decoders import TextDecoder
 from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.layers.config_checks import checks_of
-from prejit.compiler.models.layers.layer_config import Converted, Naming, Stacked
+from prejit.compiler.models.layers.layer_config import Naming
 from prejit.compiler.models.layers.linear import LayerNorm, RMSNorm
 
 _SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("max_position_embeddings", "tie_word_embeddings", "rope_parameters", "head_dim"),
 )
-_NAMING = Naming(
+NAMING = Naming(
     prefix="model.",
     head="lm_head.weight",
     embedding="model.embed_tokens.weight",
@@ -63,7 +61,7 @@ _NAMING = Naming(
 )
 _IMAGES = ("vision_tower.", "multi_modal_projector.")
 _TEXT_PART = replace(
-    _NAMING,
+    NAMING,
     ignored=(*_IMAGES, *(f"model.{part}" for part in _IMAGES)),
     # the names in which transformers 5, 4.52 and older saved models that read images
     moved=(
@@ -75,10 +73,10 @@ _TEXT_PART = replace(
 """The names of a text model that is a part of one that reads images."""
 
 
-def _rotary(
+def rotary(
     family: DecoderFamily,
     *keys: str,
-    naming: Naming = _NAMING,
+    naming: Naming = NAMING,
     grouped: bool = True,
     **allowed: Any,
 ) -> Family:
@@ -114,7 +112,7 @@ def _root_of_width(config: Any) -> float:
     return float(config.hidden_size**0.5)
 
 
-_HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _GPT2 = DecoderFamily(
     DecoderNames(
         model="transformer",
@@ -158,22 +156,22 @@ _GEMMA2 = DecoderFamily(
 )
 _GEMMA3 = replace(
     _GEMMA2,
-    names=replace(_GEMMA2.names, head_norms=_HEAD_NORMS),
+    names=replace(_GEMMA2.names, head_norms=HEAD_NORMS),
     turns="by type",
     score_cap="",  # transformers' text model has no bound of the scores, whatever the configuration holds
 )
 _PHI3 = DecoderNames(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
 _LLAMA = DecoderFamily(bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias")
-_QWEN2 = DecoderFamily(bias=True, windows="by type")
-_QWEN3 = replace(
-    _QWEN2,
-    names=DecoderNames(head_norms=_HEAD_NORMS),
+QWEN2 = DecoderFamily(bias=True, windows="by type")
+QWEN3 = replace(
+    QWEN2,
+    names=DecoderNames(head_norms=HEAD_NORMS),
     bias="attention_bias",
     output_bias="attention_bias",
 )
 _NORMED_AFTER = DecoderNames(
     attention_norm="",
-    head_norms=_HEAD_NORMS,
+    head_norms=HEAD_NORMS,
     after_attention="post_attention_layernorm",
     mlp_norm="",
     after_mlp="post_feedforward_layernorm",
@@ -188,14 +186,14 @@ _EXAONE4 = DecoderFamily(
         config.sliding_window is None or _in_sliding_layers(config, layer)
     ),
 )
-_GRANITE = replace(
+GRANITE = replace(
     _LLAMA,
     scale=lambda config, layer: config.attention_multiplier,
     embedding_scale=lambda config: config.embedding_multiplier,
     logit_scale=lambda config: 1 / config.logits_scaling,
     residual_scale="residual_multiplier",
 )
-_MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling")
+MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling")
 _SMOLLM3 = replace(
     _LLAMA,
     windows="by type",
@@ -299,116 +297,26 @@ _SEED = replace(_LLAMA, output_bias="attention_out_bias")
 _ERNIE = DecoderFamily(
     bias="use_bias", output_bias="use_bias", mlp_bias="use_bias", is_interleaved=True
 )
-_MIXTURE = DecoderNames(
-    router="mlp.gate", experts_up="mlp.experts.gate_up_proj", experts_down="mlp.experts.down_proj"
-)
-_MIXTRAL = DecoderFamily(
-    DecoderNames(
-        router="block_sparse_moe.gate",
-        experts_up="block_sparse_moe.experts.gate_up_proj",
-        experts_down="block_sparse_moe.experts.down_proj",
-    ),
-    windows="each",
-    experts=Experts(),
-)
-_QWEN3_MOE = replace(
-    _QWEN3,
-    names=replace(_MIXTURE, head_norms=_HEAD_NORMS),
-    windows="each",
-    experts=Experts(
-        "num_experts",
-        "moe_intermediate_size",
-        is_normalized="norm_topk_prob",
-        layers=lambda config, layer: (
-            layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
-        ),
-    ),
-)
-_OLMOE = DecoderFamily(
-    replace(_MIXTURE, head_norms=_HEAD_NORMS),
-    bias="attention_bias",
-    output_bias="attention_bias",
-    norms_heads="all",
-    experts=Experts("num_experts", is_normalized="norm_topk_prob"),
-)
-_GRANITE_MOE = replace(
-    _GRANITE,
-    names=DecoderNames(
-        router="block_sparse_moe.router.layer",
-        experts_up="block_sparse_moe.input_linear",
-        experts_down="block_sparse_moe.output_linear",
-    ),
-    mlp_bias=False,
-    experts=Experts(),
-)
-
-
-def _stacked(names: DecoderNames, gate: str, up: str, down: str) -> Naming:
-    """Return the naming of checkpoints in which each matrix of each expert is a tensor."""
-    experts = names.experts_up.rpartition(".")[0]
-    return replace(
-        _NAMING,
-        renamed=tuple(
-            (f".{name}", f".{name}.weight") for name in (names.experts_up, names.experts_down)
-        ),
-        stacked=(
-            Stacked(
-                f".{names.experts_up}.weight", f".{experts}.", (f".{gate}.weight", f".{up}.weight")
-            ),
-            Stacked(f".{names.experts_down}.weight", f".{experts}.", (f".{down}.weight",)),
-        ),
-    )
-
-
-_GPT_OSS = DecoderFamily(
-    replace(_MIXTURE, router="mlp.router", sinks="self_attn.sinks"),
-    bias="attention_bias",
-    output_bias="attention_bias",
-    windows="by type",
-    experts=Experts(has_biases=True, swiglu=(("swiglu_alpha", 1.702), ("swiglu_limit", 7.0))),
-)
-_UP, _DOWN = (f".mlp.experts.{name}_proj" for name in ("gate_up", "down"))
-_GPT_OSS_NAMING = replace(
-    _NAMING,
-    renamed=((f"{_DOWN}_bias", f"{_DOWN}.bias"),),
-    converted=(
-        Converted(f"{_UP}.bias", (f"{_UP}_bias",), "vector", is_interleaved=True),
-        *(
-            Converted(f"{name}.weight", (name,), "in out", is_interleaved=name == _UP)
-            for name in (_UP, _DOWN)
-        ),
-        *(
-            Converted(
-                f"{name}.weight",
-                (f"{name}_blocks", f"{name}_scales"),
-                "mxfp4",
-                is_interleaved=name == _UP,
-            )
-            for name in (_UP, _DOWN)
-        ),
-    ),
-)
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _NOT_BOTH_WAYS: dict[str, Any] = {"use_bidirectional_attention": (None, False)}
-_QWEN_KEYS = ("use_sliding_window", "max_window_layers")
+QWEN_KEYS = ("use_sliding_window", "max_window_layers")
 
 TEXT_DECODERS: Mapping[str, Family] = {
-    "arcee": _rotary(replace(_LLAMA, names=_UNGATED, is_gated=False)),
-    "cohere2": _rotary(_COHERE2, "logit_scale"),
-    "cwm": _rotary(DecoderFamily(mlp_bias="mlp_bias", windows="by type")),
-    "ernie4_5": _rotary(_ERNIE),
-    "exaone4": _rotary(_EXAONE4),
-    "gemma": _rotary(_GEMMA, **_NOT_BOTH_WAYS),
-    "gemma2": _rotary(_GEMMA2, "query_pre_attn_scalar", **_NOT_BOTH_WAYS),
-    "gemma3_text": _rotary(
+    "arcee": rotary(replace(_LLAMA, names=_UNGATED, is_gated=False)),
+    "cohere2": rotary(_COHERE2, "logit_scale"),
+    "cwm": rotary(DecoderFamily(mlp_bias="mlp_bias", windows="by type")),
+    "ernie4_5": rotary(_ERNIE),
+    "exaone4": rotary(_EXAONE4),
+    "gemma": rotary(_GEMMA, **_NOT_BOTH_WAYS),
+    "gemma2": rotary(_GEMMA2, "query_pre_attn_scalar", **_NOT_BOTH_WAYS),
+    "gemma3_text": rotary(
         _GEMMA3,
         *("query_pre_attn_scalar", "attn_logit_softcapping"),
         naming=_TEXT_PART,
         attn_logit_softcapping=(None,),
         **_NOT_BOTH_WAYS,
     ),
-    "glm": _rotary(_GLM),
-    "glm4": _rotary(_GLM4),
+    "glm": rotary(_GLM),
+    "glm4": rotary(_GLM4),
     "gpt2": Family(
         partial(TextDecoder, _GPT2),
         Naming(
@@ -428,43 +336,34 @@ TEXT_DECODERS: Mapping[str, Family] = {
         allowed={"add_cross_attention": (False,)},
         multiples=(("n_embd", "n_head"),),
     ),
-    "gpt_neox": _rotary(
+    "gpt_neox": rotary(
         _GPT_NEOX,
         naming=Naming(
             prefix="gpt_neox.",
             head="lm_head.weight",
             embedding="gpt_neox.embed_in.weight",
-            buffers=(".attention.bias", ".attention.masked_bias", *_NAMING.buffers),
+            buffers=(".attention.bias", ".attention.masked_bias", *NAMING.buffers),
             moved=(("embed_out.", "lm_head."),),
         ),
         grouped=False,
     ),
-    "gpt_oss": replace(_rotary(_GPT_OSS, naming=_GPT_OSS_NAMING), quantized=("mxfp4",)),
-    "granite": _rotary(_GRANITE, *_MULTIPLIERS),
-    "granitemoe": _rotary(_GRANITE_MOE, *_MULTIPLIERS),
-    "helium": _rotary(replace(_LLAMA, output_bias=False, is_interleaved=True)),
-    "hunyuan_v1_dense": _rotary(_HUNYUAN),
-    "llama": _rotary(_LLAMA),
-    "ministral": _rotary(DecoderFamily(windows="by type")),
-    "ministral3": _rotary(DecoderFamily(rope_extra="growth", windows="each"), naming=_TEXT_PART),
-    "mistral": _rotary(DecoderFamily(windows="each"), naming=_TEXT_PART),
-    "mixtral": _rotary(_MIXTRAL, naming=_stacked(_MIXTRAL.names, "w1", "w3", "w2")),
-    "nemotron": _rotary(_NEMOTRON),
-    "olmo2": _rotary(_OLMO2),
-    "olmo3": _rotary(replace(_OLMO2, turns="by type", windows="by type")),
-    "olmoe": _rotary(_OLMOE, naming=_stacked(_OLMOE.names, *_PROJECTIONS), clip_qkv=(None,)),
-    "phi": _rotary(_PHI, qk_layernorm=(False,), tie_word_embeddings=(False,)),
-    "phi3": _rotary(DecoderFamily(_PHI3, turns="part", windows="each")),
-    "qwen2": _rotary(_QWEN2, *_QWEN_KEYS),
-    "qwen3": _rotary(_QWEN3, *_QWEN_KEYS),
-    "qwen3_moe": _rotary(
-        _QWEN3_MOE,
-        *("use_sliding_window", "decoder_sparse_step", "mlp_only_layers"),
-        naming=_stacked(_QWEN3_MOE.names, *_PROJECTIONS),
-    ),
-    "seed_oss": _rotary(_SEED),
-    "smollm3": _rotary(_SMOLLM3, "no_rope_layers", "use_sliding_window"),
-    "stablelm": _rotary(_STABLELM, use_parallel_residual=(False,), qk_layernorm=(False,)),
-    "starcoder2": _rotary(_STARCODER2),
+    "granite": rotary(GRANITE, *MULTIPLIERS),
+    "helium": rotary(replace(_LLAMA, output_bias=False, is_interleaved=True)),
+    "hunyuan_v1_dense": rotary(_HUNYUAN),
+    "llama": rotary(_LLAMA),
+    "ministral": rotary(DecoderFamily(windows="by type")),
+    "ministral3": rotary(DecoderFamily(rope_extra="growth", windows="each"), naming=_TEXT_PART),
+    "mistral": rotary(DecoderFamily(windows="each"), naming=_TEXT_PART),
+    "nemotron": rotary(_NEMOTRON),
+    "olmo2": rotary(_OLMO2),
+    "olmo3": rotary(replace(_OLMO2, turns="by type", windows="by type")),
+    "phi": rotary(_PHI, qk_layernorm=(False,), tie_word_embeddings=(False,)),
+    "phi3": rotary(DecoderFamily(_PHI3, turns="part", windows="each")),
+    "qwen2": rotary(QWEN2, *QWEN_KEYS),
+    "qwen3": rotary(QWEN3, *QWEN_KEYS),
+    "seed_oss": rotary(_SEED),
+    "smollm3": rotary(_SMOLLM3, "no_rope_layers", "use_sliding_window"),
+    "stablelm": rotary(_STABLELM, use_parallel_residual=(False,), qk_layernorm=(False,)),
+    "starcoder2": rotary(_STARCODER2),
 }
 """The decoders, by model_type."""

@@ -148,23 +148,28 @@ class Block(nnx.Module):
         if names.sinks:
             place(self, names.sinks, nnx.Param(jnp.zeros(heads.queries)))
         self.mixture: MixtureSettings | None = None
+        self.has_shared = False
         if family.experts is not None and family.experts.layers(config, layer):
             self._place_experts(family, family.experts, config)
         else:
-            self._place_mlp(family, config)
+            inner, bias = (
+                getattr(config, family.inner) or 4 * width,
+                family.of(config, family.mlp_bias),
+            )
+            self._place_mlp(names.up, names.down, inner, width, bias)
         of_width = (names.attention_norm, names.after_attention, names.mlp_norm, names.after_mlp)
         norms = [(name, width) for name in of_width if name]
         of_heads = [queries, keys] if family.norms_heads == "all" else [heads.size] * 2
         for name, size in (*norms, *zip(names.head_norms, of_heads, strict=False)):
             place(self, name, family.norm(size, getattr(config, family.epsilon)))
 
-    def _place_mlp(self, family: DecoderFamily, config: Any) -> None:
-        names, width = self.names, config.hidden_size
-        inner, bias = getattr(config, family.inner) or 4 * width, family.of(config, family.mlp_bias)
-        fused = 2 if family.is_gated and len(names.up) == 1 else 1
-        for name in names.up:
+    def _place_mlp(
+        self, names: tuple[str, ...], down: str, inner: int, width: int, bias: bool
+    ) -> None:
+        fused = 2 if self.is_gated and len(names) == 1 else 1
+        for name in names:
             place(self, name, Linear(width, fused * inner, bias=bias))
-        place(self, names.down, Linear(inner, width, bias=bias))
+        place(self, down, Linear(inner, width, bias=bias))
 
     def _place_experts(self, family: DecoderFamily, experts: Experts, config: Any) -> None:
         names, width = self.names, config.hidden_size
@@ -174,6 +179,11 @@ class Block(nnx.Module):
         gate = Gate(self.activation, *swiglu)
         self.mixture = MixtureSettings(getattr(config, experts.chosen), is_normalized, gate)
         bias = experts.has_biases
+        if experts.shared and (beside := getattr(config, experts.shared)):
+            self.has_shared = True
+            self._place_mlp(names.shared_up, names.shared_down, beside, width, False)
+            if names.shared_gate:
+                place(self, names.shared_gate, Linear(width, 1, bias=False))
         place(self, names.router, Router(width, count, bias=bias))
         place(self, names.experts_up, ExpertMatrices(count, width, 2 * inner, bias=bias))
         place(self, names.experts_down, ExpertMatrices(count, inner, width, bias=bias))
@@ -194,7 +204,7 @@ class Block(nnx.Module):
             read = new.wanted(normed) if last else normed
         if self.mixture is not None:
             return self._joined(x, self._mix(self.mixture, read), names.after_mlp), layer
-        return self._add(x, names.down, self._widen(read), names.after_mlp), layer
+        return self._add(x, names.down, self._widen(read, names.up), names.after_mlp), layer
 
     def _norm(self, x: jax.Array, name: str) -> jax.Array:
         """Return the norm of x; x itself for an empty name."""
@@ -258,11 +268,17 @@ class Block(nnx.Module):
             part_of(self, name) for name in (names.router, names.experts_up, names.experts_down)
         )
         shares, chosen = router(rows, sizes.chosen, is_normalized=sizes.is_normalized)
-        return Mixture(up, down, sizes.gate)(rows, shares, chosen).reshape(x.shape)
+        y = Mixture(up, down, sizes.gate)(rows, shares, chosen).reshape(x.shape)
+        if not self.has_shared:
+            return y
+        shared = part_of(self, names.shared_down)(self._widen(x, names.shared_up))
+        if names.shared_gate:
+            shared = shared * jax.nn.sigmoid(part_of(self, names.shared_gate)(x))
+        return y + shared
 
-    def _widen(self, x: jax.Array) -> jax.Array:
-        """Map x [B, T, D] to the inner values of the MLP."""
-        first, *second = (part_of(self, name) for name in self.names.up)
+    def _widen(self, x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+        """Map x [B, T, D] to the inner values of an MLP."""
+        first, *second = (part_of(self, name) for name in names)
         if not self.is_gated:
             return first(x, activation=self.activation)
         if second:

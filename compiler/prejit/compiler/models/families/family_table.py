@@ -7,7 +7,7 @@ transformers 5, models/NAME/modeling_NAME.py, of the same name. Sources:
     distilbert  Sanh et al. 2019, arXiv 1910.01108
     roberta     Liu et al. 2019, arXiv 1907.11692
 
-decoder_table.py has the decoders, encoder_decoders.py the sources of t5 and whisper.
+decoder_table.py and mixture_table.py have the decoders, encoder_decoders.py the sources of t5 and whisper.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from prejit.compiler.models.families import encoder_decoders
 from prejit.compiler.models.families.decoder_table import TEXT_DECODERS
 from prejit.compiler.models.families.encoders import EncoderFamily, EncoderNames, TextEncoder
 from prejit.compiler.models.families.family import Family
+from prejit.compiler.models.families.mixture_table import MIXTURES
 from prejit.compiler.models.layers.config_checks import INNER, Checks, checks_of
 from prejit.compiler.models.layers.layer_config import Naming
 
 DECODERS: Mapping[str, Family] = {
     **TEXT_DECODERS,
+    **MIXTURES,
     "t5": Family(
         lambda config, context: encoder_decoders.T5(config),
         Naming(
