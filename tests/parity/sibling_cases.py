@@ -225,6 +225,31 @@ def _hybrid(number: int, random: np.random.Generator, config: Config) -> Config:
     }
 
 
+def _latent(number: int, random: np.random.Generator, config: Config) -> Config:
+    """Attention to latents, with shared experts beside others, after a layer without experts."""
+    yarn = {
+        **{"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.9},
+        "original_max_position_embeddings": 16,
+    }
+    return {
+        "num_key_value_heads": config["num_attention_heads"],
+        "attention_bias": number == 1,
+        "kv_lora_rank": pick(random, [6, 10]),
+        "q_lora_rank": [None, 7, 11][number],
+        "qk_nope_head_dim": pick(random, [4, 6]),
+        "qk_rope_head_dim": pick(random, [2, 4]),
+        "v_head_dim": pick(random, [3, 5]),
+        "n_routed_experts": 6,
+        "n_shared_experts": 1 + number % 2,
+        "num_experts_per_tok": 2 + number % 2,
+        "moe_intermediate_size": pick(random, [5, 8]),
+        "first_k_dense_replace": number % 2,
+        "routed_scaling_factor": [1.0, 2.5, 0.5][number],
+        "num_nextn_predict_layers": 0,
+        **({"rope_scaling": yarn} if number == 1 else {}),
+    }
+
+
 _BOTH = _biases("attention_bias", "mlp_bias")
 _ATTENTION = _biases("attention_bias")
 _RELU2 = _with(hidden_act="relu2")
@@ -236,6 +261,30 @@ FAMILIES: dict[str, tuple[str, Change]] = {
         _all(_ATTENTION, _windows, _layer_norm, _with(logit_scale=[0.5, 0.25, 1.5])),
     ),
     "cwm": ("Cwm", _all(_sizes_of_heads, _windows, _biases("mlp_bias"))),
+    "deepseek_v2": (
+        "DeepseekV2",
+        _all(
+            _latent,
+            _with(
+                topk_method=["greedy", "group_limited_greedy", "greedy"],
+                n_group=[None, 3, None],
+                topk_group=[None, 2, None],
+                norm_topk_prob=False,
+            ),
+        ),
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        _all(
+            _latent,
+            _with(
+                n_group=[1, 3, 2],
+                topk_group=[1, 2, 1],
+                norm_topk_prob=[True, True, False],
+                rope_interleave=[True, True, False],
+            ),
+        ),
+    ),
     "ernie4_5": ("Ernie4_5", _all(_sizes_of_heads, _biases("use_bias"))),
     "exaone4": ("Exaone4", _all(_windows, _with(sliding_window_pattern=[2, 4, 3]))),
     "gemma": (

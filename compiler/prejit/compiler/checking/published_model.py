@@ -121,7 +121,7 @@ def _cache_bytes(module: Any) -> int | None:
 def _sizes(dtype: str, module: Any) -> StoredSizes:
     whole = _bytes(nnx.state(module))
     unread, parts = 0, dict(nnx.iter_modules(module))
-    chosen = next((part.mixture.chosen for part in parts.values() if _is_mixture(part)), 0)
+    chosen = next((part.mixture.routing.chosen for part in parts.values() if _is_mixture(part)), 0)
     has_head = any(path and path[-1] == "lm_head" for path in parts)
     for part in parts.values():
         if isinstance(part, ExpertMatrices):

@@ -144,6 +144,11 @@ def _completed(file: Path, content: Mapping[str, Any]) -> Any:
                 f"{shown(family)}",
                 hint=BRING_YOUR_OWN,
             )
+    if family not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{file}: {prefix}model_type: the transformers installed here does not have {shown(family)}",
+            hint="pip install --upgrade transformers",
+        )
     check_file(file, text, _checks(family), CONFIG_MAPPING[family].attribute_map, prefix)
     read = {key: value for key, value in text.items() if key not in _UNREAD}
     try:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from flax import nnx
 
 from prejit.compiler.models.layers import rope
-from prejit.compiler.models.layers.experts import Gate
+from prejit.compiler.models.layers.experts import Gate, Routing
 from prejit.compiler.models.layers.layer_config import Split, require, unsupported
 from prejit.compiler.models.layers.linear import RMSNorm
 
@@ -21,6 +21,7 @@ class DecoderNames:
     Attributes:
         positions: table of learned positions; empty: the family has none.
         attention_norm, mlp_norm: norms of what is read; empty: none.
+        attention: what latent attention's parts are in.
         qkv: query, keys and values; one name if one matrix holds all.
         head_norms: norms of queries and keys; empty: none.
         after_attention, after_mlp: norms of what is added; empty: none.
@@ -37,6 +38,7 @@ class DecoderNames:
     norm: str = "norm"
     head: str = "lm_head"
     attention_norm: str = "input_layernorm"
+    attention: str = "self_attn"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     head_norms: tuple[str, ...] = ()
     output: str = "self_attn.o_proj"
@@ -78,7 +80,8 @@ class Experts:
         is_normalized: whether the shares of a token's experts add up to 1.
         has_biases: whether router and experts have biases.
         swiglu: keys of alpha and limit of a Gate, each with what a missing key means; empty: there is none.
-        shared: key of the width of an MLP beside the experts, 0 for none; empty: there is none.
+        shared: returns the width of an MLP beside the experts, 0 for none; None: there is none.
+        routing: returns how the router chooses, for families that do more than the fields above say.
         layers: returns whether a layer has experts; the others have an MLP.
     """
 
@@ -88,7 +91,8 @@ class Experts:
     is_normalized: bool | str = True
     has_biases: bool = False
     swiglu: tuple[tuple[str, float], ...] = ()
-    shared: str = ""
+    shared: Callable[[Any], int] | None = None
+    routing: Callable[[Any], Routing] | None = None
     layers: Callable[[Any, int], bool] = lambda config, layer: True
 
     def require_enough(self, config: Any) -> None:
@@ -132,6 +136,7 @@ class DecoderFamily:
         embedding_scale, logit_scale: return the factor of embeddings and of logits; None: there is none.
         residual_scale: key of the factor of what attention and the MLP add; empty: there is none.
         experts: what takes the place of the MLP; None: nothing does.
+        is_latent: whether attention is that of latent_attention.py.
     """
 
     names: DecoderNames = DecoderNames()
@@ -149,7 +154,7 @@ class DecoderFamily:
     norms_heads: Literal["each", "turned", "all"] = "each"
     turns: Literal["", "whole", "part", "by type"] = "whole"
     turns_layer: Callable[[Any, int], bool] | None = None
-    is_interleaved: bool = False
+    is_interleaved: bool | str = False
     rope_extra: rope.Extra = ""
     windows: Literal["", "each", "by type"] = ""
     scale: Callable[[Any, int], float] | None = None
@@ -159,16 +164,17 @@ class DecoderFamily:
     logit_scale: Callable[[Any], float] | None = None
     residual_scale: str = ""
     experts: Experts | None = None
+    is_latent: bool = False
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys of config.json that the fields name."""
-        fields = (self.bias, self.output_bias, self.mlp_bias, self.is_parallel, self.residual_scale)
+        fields = [self.bias, self.output_bias, self.mlp_bias, self.is_parallel, self.residual_scale]
+        fields.append(self.is_interleaved)
         found = [self.epsilon, self.activation, self.inner, self.score_cap, self.logit_cap, *fields]
         if (mixture := self.experts) is not None:
             found += [key for key, _ in mixture.swiglu]
             found += [mixture.count, mixture.inner, mixture.chosen, mixture.is_normalized]
-            found.append(mixture.shared)
         return tuple(key for key in found if isinstance(key, str) and key)
 
     def of(self, config: Any, value: bool | str) -> Any:
@@ -199,7 +205,7 @@ class DecoderFamily:
                 context=context,
                 layer_type=kind,
                 partial=partial,
-                interleaved=self.is_interleaved,
+                interleaved=bool(self.of(config, self.is_interleaved)),
                 extra=self.rope_extra,
             )
             if self.turns
@@ -207,10 +213,13 @@ class DecoderFamily:
             for kind in dict.fromkeys(kinds)
         }
         turned = [self.turns_layer is None or self.turns_layer(config, n) for n in range(count)]
+        keys = getattr(config, "num_key_value_heads", queries)
+        if self.is_latent:  # all heads attend to the same latents
+            keys, size = 1, config.kv_lora_rank + size
         return [
             Heads(
                 queries,
-                getattr(config, "num_key_value_heads", queries),
+                keys,
                 size,
                 rotary[kind] if turned[layer] else None,
                 size**-0.5 if self.scale is None else self.scale(config, layer),
@@ -223,10 +232,9 @@ class DecoderFamily:
 
 @dataclass(frozen=True)
 class MixtureSettings:
-    """How many experts a token has, whether their shares add up to 1, and their gate."""
+    """How the router of a layer chooses experts, and their gate."""
 
-    chosen: int
-    is_normalized: bool
+    routing: Routing
     gate: Gate
 
 

@@ -23,9 +23,10 @@ from prejit.compiler.models.families.decoder_family import (
     Heads,
     MixtureSettings,
 )
+from prejit.compiler.models.families.latent_attention import LatentAttention
 from prejit.compiler.models.layers import product_forms, rope
 from prejit.compiler.models.layers.attention import NewTokens
-from prejit.compiler.models.layers.experts import ExpertMatrices, Gate, Mixture, Router
+from prejit.compiler.models.layers.experts import ExpertMatrices, Gate, Mixture, Router, Routing
 from prejit.compiler.models.layers.layer_config import (
     KVCache,
     LayerCache,
@@ -141,9 +142,14 @@ class Block(nnx.Module):
         bias, output_bias = (
             family.of(config, value) for value in (family.bias, family.output_bias)
         )
-        outputs = [queries, keys, keys] if len(names.qkv) > 1 else [queries + 2 * keys]
-        for name, size in zip(names.qkv, outputs, strict=True):
-            place(self, name, Linear(width, size, bias=bias))
+        self.is_latent = family.is_latent
+        if self.is_latent:
+            place(self, names.attention, LatentAttention(config))
+            queries = heads.queries * config.v_head_dim
+        else:
+            outputs = [queries, keys, keys] if len(names.qkv) > 1 else [queries + 2 * keys]
+            for name, size in zip(names.qkv, outputs, strict=True):
+                place(self, name, Linear(width, size, bias=bias))
         place(self, names.output, Linear(queries, width, bias=output_bias))
         if names.sinks:
             place(self, names.sinks, nnx.Param(jnp.zeros(heads.queries)))
@@ -177,14 +183,17 @@ class Block(nnx.Module):
         is_normalized = bool(family.of(config, experts.is_normalized))
         swiglu = (getattr(config, key, None) or default for key, default in experts.swiglu)
         gate = Gate(self.activation, *swiglu)
-        self.mixture = MixtureSettings(getattr(config, experts.chosen), is_normalized, gate)
+        routing = Routing(getattr(config, experts.chosen), is_normalized)
+        routing = routing if experts.routing is None else experts.routing(config)
+        self.mixture = MixtureSettings(routing, gate)
         bias = experts.has_biases
-        if experts.shared and (beside := getattr(config, experts.shared)):
+        if experts.shared is not None and (beside := experts.shared(config)):
             self.has_shared = True
             self._place_mlp(names.shared_up, names.shared_down, beside, width, False)
             if names.shared_gate:
                 place(self, names.shared_gate, Linear(width, 1, bias=False))
-        place(self, names.router, Router(width, count, bias=bias))
+        router = Router(width, count, bias=bias, correction=routing.is_corrected)
+        place(self, names.router, router)
         place(self, names.experts_up, ExpertMatrices(count, width, 2 * inner, bias=bias))
         place(self, names.experts_down, ExpertMatrices(count, inner, width, bias=bias))
 
@@ -228,6 +237,10 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, LayerCache]:
         """Map x [B, T, D] to [B, T, N * H], or [B, 1, N * H] if `last`, without the last product."""
         heads, names = self.heads, self.names
+        if self.is_latent:
+            assert heads.rotary is not None
+            attend: LatentAttention = part_of(self, names.attention)
+            return attend(x, turns[heads.rotary], new, layer, heads.scale, last=last)
         options: dict[str, Any] = {"last": last, "window": heads.window, "cap": heads.cap}
         projected = [part_of(self, name)(x) for name in names.qkv]
         if self.has_qkv_by_head:
@@ -267,7 +280,7 @@ class Block(nnx.Module):
         router, up, down = (
             part_of(self, name) for name in (names.router, names.experts_up, names.experts_down)
         )
-        shares, chosen = router(rows, sizes.chosen, is_normalized=sizes.is_normalized)
+        shares, chosen = router(rows, sizes.routing)
         y = Mixture(up, down, sizes.gate)(rows, shares, chosen).reshape(x.shape)
         if not self.has_shared:
             return y

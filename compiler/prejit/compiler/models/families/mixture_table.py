@@ -2,6 +2,7 @@
 
 Sources:
 
+deepseek_v2, deepseek_v3    DeepSeek-AI 2024, arXiv 2405.04434 and 2412.19437
 gpt_oss     OpenAI 2025, arXiv 2508.10925
 granitemoe, granitemoeshared    IBM 2024, Granite 3.0 Language Models
 granitemoehybrid    IBM 2025, Granite 4; the models without Mamba layers, with and without experts
@@ -13,10 +14,12 @@ qwen3_moe   Yang et al. 2025, arXiv 2505.09388
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from prejit.compiler.models.families import latent_attention
 from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames, Experts
 from prejit.compiler.models.families.decoder_table import (
     GRANITE,
@@ -29,7 +32,14 @@ from prejit.compiler.models.families.decoder_table import (
     rotary,
 )
 from prejit.compiler.models.families.family import Family
-from prejit.compiler.models.layers.layer_config import Converted, Naming, Stacked, require
+from prejit.compiler.models.layers.experts import Routing
+from prejit.compiler.models.layers.layer_config import (
+    Converted,
+    Naming,
+    Stacked,
+    require,
+    unsupported,
+)
 
 _MIXTURE = DecoderNames(
     router="mlp.gate", experts_up="mlp.experts.gate_up_proj", experts_down="mlp.experts.down_proj"
@@ -80,7 +90,7 @@ _SHARED = ("shared_mlp.input_linear",)
 _GRANITE_SHARED = replace(
     _GRANITE_MOE,
     names=replace(_GRANITE_MOE.names, shared_up=_SHARED, shared_down="shared_mlp.output_linear"),
-    experts=Experts(shared="shared_intermediate_size"),
+    experts=Experts(shared=lambda config: config.shared_intermediate_size),
 )
 _GRANITE_HYBRID = replace(
     _GRANITE_SHARED,
@@ -88,7 +98,7 @@ _GRANITE_HYBRID = replace(
     inner="shared_intermediate_size",
     turns_layer=lambda config, layer: config.position_embedding_type == "rope",
     experts=Experts(
-        shared="shared_intermediate_size",
+        shared=lambda config: config.shared_intermediate_size,
         layers=lambda config, layer: config.num_local_experts > 0,
     ),
 )
@@ -101,7 +111,9 @@ _QWEN2_MOE = replace(
         shared_gate="mlp.shared_expert_gate",
     ),
     bias="qkv_bias",
-    experts=replace(_QWEN3_MOE_EXPERTS, shared="shared_expert_intermediate_size"),
+    experts=replace(
+        _QWEN3_MOE_EXPERTS, shared=lambda config: config.shared_expert_intermediate_size
+    ),
 )
 
 
@@ -158,7 +170,102 @@ _GPT_OSS_NAMING = replace(
 )
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
+
+def _greedy(config: Any) -> Routing:
+    """Return the routing of DeepSeek V2."""
+    chosen, factor = config.num_experts_per_tok, float(config.routed_scaling_factor)
+    if config.topk_method == "greedy":
+        return Routing(chosen, is_normalized=False, factor=factor)
+    groups, kept = config.n_group, config.topk_group
+    return Routing(chosen, is_normalized=False, factor=factor, groups=groups, kept=kept)
+
+
+def _corrected(config: Any) -> Routing:
+    """Return the routing of DeepSeek V3."""
+    return Routing(
+        config.num_experts_per_tok,
+        is_normalized=config.norm_topk_prob,
+        factor=float(config.routed_scaling_factor),
+        is_corrected=True,
+        groups=config.n_group,
+        kept=config.topk_group,
+    )
+
+
+_DEEPSEEK_EXPERTS = Experts(
+    "n_routed_experts",
+    "moe_intermediate_size",
+    shared=lambda config: config.moe_intermediate_size * config.n_shared_experts,
+    routing=_greedy,
+    layers=lambda config, layer: layer >= config.first_k_dense_replace,
+)
+_DEEPSEEK2 = DecoderFamily(
+    replace(
+        _MIXTURE,
+        shared_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+        shared_down="mlp.shared_experts.down_proj",
+    ),
+    output_bias="attention_bias",
+    is_interleaved=True,
+    scale=lambda config, layer: latent_attention.scale(config),
+    experts=_DEEPSEEK_EXPERTS,
+    is_latent=True,
+)
+_DEEPSEEK3 = replace(
+    _DEEPSEEK2,
+    is_interleaved="rope_interleave",
+    experts=replace(_DEEPSEEK_EXPERTS, routing=_corrected),
+)
+
+
+def _check_deepseek(
+    family: DecoderFamily, routing_of: Callable[[Any], Routing], config: Any
+) -> None:
+    """Check what the keys of groups say together."""
+    heads, count = config.num_attention_heads, config.n_routed_experts
+    require(config, "num_key_value_heads", config.num_key_value_heads, [heads])
+    routing = routing_of(config)
+    if routing.groups is None or routing.kept is None:
+        raise unsupported(config, "n_group and topk_group: expected numbers, found null")
+    size, kept = count // routing.groups, routing.kept
+    fewest = 2 if routing.is_corrected and routing.groups > 1 else 1
+    if count % routing.groups or kept > routing.groups or size < fewest:
+        raise unsupported(
+            config,
+            f"n_group: expected a divisor of n_routed_experts = {count}, at least topk_group = {kept}, that "
+            f"leaves {fewest} or more experts in a group; found {routing.groups}",
+        )
+    if routing.chosen > size * kept:
+        raise unsupported(
+            config,
+            f"num_experts_per_tok: expected at most {size * kept}, the experts of topk_group groups, found "
+            f"{routing.chosen}",
+        )
+    family.heads(config)
+
+
+def _deepseek(
+    family: DecoderFamily, routing: Callable[[Any], Routing], *keys: str, **allowed: Any
+) -> Family:
+    of_experts = ("n_shared_experts", "first_k_dense_replace", "routed_scaling_factor")
+    made = rotary(
+        family,
+        *(*latent_attention.KEYS, *of_experts, "n_group", "topk_group", *keys),
+        naming=_stacked(family.names, *_PROJECTIONS),
+        **allowed,
+    )
+    return replace(made, check=partial(_check_deepseek, family, routing))
+
+
 MIXTURES: Mapping[str, Family] = {
+    "deepseek_v2": _deepseek(
+        _DEEPSEEK2,
+        _greedy,
+        topk_method=("greedy", "group_limited_greedy"),
+        norm_topk_prob=(False,),
+        mlp_bias=(False,),
+    ),
+    "deepseek_v3": _deepseek(_DEEPSEEK3, _corrected, "norm_topk_prob"),
     "gpt_oss": replace(rotary(_GPT_OSS, naming=_GPT_OSS_NAMING), quantized=("mxfp4",)),
     "granitemoe": rotary(_GRANITE_MOE, *MULTIPLIERS),
     "granitemoehybrid": replace(
@@ -169,12 +276,13 @@ MIXTURES: Mapping[str, Family] = {
         ),
         check=_check_granite_hybrid,
     ),
-    "granitemoeshared": rotary(_GRANITE_SHARED, *MULTIPLIERS),
+    "granitemoeshared": rotary(_GRANITE_SHARED, *MULTIPLIERS, "shared_intermediate_size"),
     "mixtral": rotary(_MIXTRAL, naming=_stacked(_MIXTRAL.names, "w1", "w3", "w2")),
     "olmoe": rotary(_OLMOE, naming=_stacked(_OLMOE.names, *_PROJECTIONS), clip_qkv=(None,)),
     "qwen2_moe": rotary(
         _QWEN2_MOE,
         *(*QWEN_KEYS, "decoder_sparse_step", "mlp_only_layers"),
+        "shared_expert_intermediate_size",
         naming=_stacked(_QWEN2_MOE.names, *_PROJECTIONS),
     ),
     "qwen3_moe": rotary(

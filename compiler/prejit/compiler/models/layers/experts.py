@@ -35,29 +35,66 @@ _BLOCKS = (8, 64)
 """The fewest and the most tokens of a block of one expert."""
 
 
+@dataclass(frozen=True)
+class Routing:
+    """How a router chooses.
+
+    Attributes:
+        chosen: number of experts for each token.
+        is_normalized: whether the shares of the chosen experts are divided by their sum.
+        factor: factor of the shares.
+        is_corrected: whether scores are sigmoids, to which a correction is added for the choice alone;
+            otherwise they are a softmax.
+        groups: groups of experts, of which `kept` have the experts to choose from. The score of a group is
+            the sum of its two best if scores are corrected, else its best.
+        kept: groups with experts to choose from.
+    """
+
+    chosen: int
+    is_normalized: bool = True
+    factor: float = 1.0
+    is_corrected: bool = False
+    groups: int = 1
+    kept: int = 1
+
+
 class Router(nnx.Module):
     """Scores of E experts. The matrix stays float32: a rounded score may choose another expert."""
 
-    def __init__(self, width: int, experts: int, *, bias: bool = False) -> None:
+    def __init__(
+        self, width: int, experts: int, *, bias: bool = False, correction: bool = False
+    ) -> None:
         self.weight = nnx.Param(jnp.zeros((experts, width)))
         self.bias = nnx.Param(jnp.zeros(experts)) if bias else None
+        self.e_score_correction_bias = nnx.Param(jnp.zeros(experts)) if correction else None
 
-    def __call__(
-        self, x: jax.Array, chosen: int, *, is_normalized: bool
-    ) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
         """Choose experts for tokens x [R, D].
-
-        `is_normalized`: whether the shares of the chosen experts are divided by their sum.
 
         Returns:
             the shares, float32 [R, chosen], largest first; the experts, int32 [R, chosen].
         """
         scores = lax.dot_general(x, self.weight[...], (((1,), (1,)), ((), ())))
         scores = scores if self.bias is None else scores + self.bias[...]
-        shares, experts = lax.top_k(jax.nn.softmax(scores), chosen)
-        if is_normalized:
+        correction = self.e_score_correction_bias
+        scores = jax.nn.softmax(scores) if correction is None else jax.nn.sigmoid(scores)
+        wanted = scores if correction is None else scores + correction[...]
+        if routing.kept < routing.groups:
+            wanted = jnp.where(_kept(wanted, routing), wanted, -jnp.inf)
+        _, experts = lax.top_k(wanted, routing.chosen)
+        shares = jnp.take_along_axis(scores, experts, axis=1)
+        if routing.is_normalized:
             shares = shares / shares.sum(-1, keepdims=True)
-        return shares, experts
+        return shares * routing.factor, experts
+
+
+def _kept(scores: jax.Array, routing: Routing) -> jax.Array:
+    """Return whether each expert is in one of the groups that a token keeps: [R, E]."""
+    groups = scores.reshape(len(scores), routing.groups, -1)
+    best, _ = lax.top_k(groups, 2 if routing.is_corrected else 1)
+    _, kept = lax.top_k(best.sum(-1), routing.kept)
+    is_kept = (kept[:, :, None] == jnp.arange(routing.groups)).any(1)
+    return jnp.repeat(is_kept, groups.shape[2], axis=1)
 
 
 class ExpertMatrices(nnx.Module):
