@@ -250,6 +250,23 @@ def _latent(number: int, random: np.random.Generator, config: Config) -> Config:
     }
 
 
+def _lfm2(number: int, random: np.random.Generator, config: Config) -> Config:
+    """Convolutions in the first layer, in the last one, and in between."""
+    kinds = ["conv", "full_attention", "conv", "full_attention"]
+    layers = [kinds[:2], kinds[:3], kinds[1:]][number]
+    return {
+        "hidden_act": REMOVED,
+        "norm_eps": pick(random, [1e-5, 1e-3]),
+        "num_hidden_layers": len(layers),
+        "layer_types": layers,
+        "conv_L_cache": [3, 4, 2][number],
+        "conv_bias": number == 1,
+        "block_auto_adjust_ff_dim": number != 2,
+        "block_ffn_dim_multiplier": [1.3, 0.7, 1.0][number],
+        "block_multiple_of": 7,
+    }
+
+
 _BOTH = _biases("attention_bias", "mlp_bias")
 _ATTENTION = _biases("attention_bias")
 _RELU2 = _with(hidden_act="relu2")
@@ -334,6 +351,7 @@ FAMILIES: dict[str, tuple[str, Change]] = {
         ),
     ),
     "hunyuan_v1_dense": ("HunYuanDenseV1", _all(_ATTENTION, _ntk)),
+    "lfm2": ("Lfm2", _all(_lfm2, _layer_norm, _with(layer_norm_eps=REMOVED))),
     "ministral": ("Ministral", _all(_sizes_of_heads, _windows)),
     "ministral3": (
         "Ministral3",

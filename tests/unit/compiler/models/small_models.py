@@ -38,6 +38,10 @@ QWEN3_MOE = {
     **{**LLAMA, "model_type": "qwen3_moe", "moe_intermediate_size": 7, "num_experts": 5},
     **{"num_experts_per_tok": 2, "mlp_only_layers": [0]},
 }
+LFM2 = {
+    **{**LLAMA, "model_type": "lfm2", "block_auto_adjust_ff_dim": False, "conv_L_cache": 3},
+    "layer_types": ["conv", "full_attention"],
+}
 BERT = {
     **{**SIZES, "model_type": "roberta", "num_attention_heads": 4, "pad_token_id": 1},
     **{"max_position_embeddings": CONTEXT, "type_vocab_size": 1},
@@ -59,7 +63,7 @@ WHISPER = {
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     str(each["model_type"]): each
-    for each in (GPT2, LLAMA, MISTRAL, GEMMA3, PHI3, QWEN3_MOE, BERT, T5, WHISPER)
+    for each in (GPT2, LLAMA, MISTRAL, GEMMA3, PHI3, QWEN3_MOE, LFM2, BERT, T5, WHISPER)
 }
 
 

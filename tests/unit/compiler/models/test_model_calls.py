@@ -38,7 +38,7 @@ from .small_models import (
     sources,
 )
 
-DECODERS = ("gpt2", "gemma3_text", "phi3", "qwen3_moe")
+DECODERS = ("gpt2", "gemma3_text", "phi3", "qwen3_moe", "lfm2")
 
 
 @pytest.mark.parametrize("family", [*DECODERS, *PLACES])

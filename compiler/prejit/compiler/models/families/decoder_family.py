@@ -21,6 +21,7 @@ class DecoderNames:
     Attributes:
         positions: table of learned positions; empty: the family has none.
         attention_norm, mlp_norm: norms of what is read; empty: none.
+        convolution, convolved: of a short convolution, and of its last product.
         attention: what latent attention's parts are in.
         qkv: query, keys and values; one name if one matrix holds all.
         head_norms: norms of queries and keys; empty: none.
@@ -46,6 +47,8 @@ class DecoderNames:
     mlp_norm: str = "post_attention_layernorm"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    convolution: str = "conv"
+    convolved: str = "conv.out_proj"
     after_mlp: str = ""
     sinks: str = ""
     router: str = ""
@@ -116,8 +119,9 @@ class DecoderFamily:
         names: names of the tensors.
         norm: makes a norm from its width and epsilon.
         epsilon: key of the epsilon of norms.
-        activation: key of the MLP's activation.
-        inner: key of the width inside the MLP; where it is null, the width is four times the model's.
+        activation: key of the MLP's activation; empty: silu.
+        inner: key of the width inside the MLP, or what returns it; where it is null, the width is four times
+            the model's.
         is_gated: whether the MLP has a gate.
         bias, output_bias, mlp_bias: of query, keys and values, of attention's output, and of the MLP.
         head_bias: whether the language-model head has a bias.
@@ -136,6 +140,7 @@ class DecoderFamily:
         embedding_scale, logit_scale: return the factor of embeddings and of logits; None: there is none.
         residual_scale: key of the factor of what attention and the MLP add; empty: there is none.
         experts: what takes the place of the MLP; None: nothing does.
+        convolves: returns whether a layer has a short convolution instead of attention; None: no layer has.
         is_latent: whether attention is that of latent_attention.py.
     """
 
@@ -143,7 +148,7 @@ class DecoderFamily:
     norm: Callable[[int, float], nnx.Module] = RMSNorm
     epsilon: str = "rms_norm_eps"
     activation: str = "hidden_act"
-    inner: str = "intermediate_size"
+    inner: str | Callable[[Any], int] = "intermediate_size"
     is_gated: bool = True
     bias: bool | str = False
     output_bias: bool | str = False
@@ -164,6 +169,7 @@ class DecoderFamily:
     logit_scale: Callable[[Any], float] | None = None
     residual_scale: str = ""
     experts: Experts | None = None
+    convolves: Callable[[Any, int], bool] | None = None
     is_latent: bool = False
 
     @property
@@ -176,6 +182,12 @@ class DecoderFamily:
             found += [key for key, _ in mixture.swiglu]
             found += [mixture.count, mixture.inner, mixture.chosen, mixture.is_normalized]
         return tuple(key for key in found if isinstance(key, str) and key)
+
+    def inner_width(self, config: Any) -> int:
+        """Return the width inside the MLP."""
+        inner = self.inner
+        found = getattr(config, inner) if isinstance(inner, str) else inner(config)
+        return int(found or 4 * config.hidden_size)
 
     def of(self, config: Any, value: bool | str) -> Any:
         """Return a value of this family: that of its key in a configuration, or itself."""

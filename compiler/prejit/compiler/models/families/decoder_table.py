@@ -19,6 +19,7 @@ transformers 5, models/NAME/modeling_NAME.py, of the same name. Sources:
     granite     IBM 2024, Granite 3.0 Language Models
     helium      Kyutai 2025, Helium 1
     hunyuan_v1_dense    Tencent 2025, Hunyuan 0.5B to 7B
+    lfm2        Liquid AI 2025, arXiv 2511.23404
     llama       Touvron et al. 2023 (Llama 2), arXiv 2307.09288; Grattafiori et al. 2024 (Llama 3), 2407.21783
                 (also Falcon 3, Yi, SmolLM 2)
     ministral, ministral3   Mistral AI 2024 and 2025; of a model that also reads images, the text model
@@ -46,7 +47,7 @@ from prejit.compiler.models.families.decoder_family import DecoderFamily, Decode
 from prejit.compiler.models.families.decoders import TextDecoder
 from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.layers.config_checks import checks_of
-from prejit.compiler.models.layers.layer_config import Naming
+from prejit.compiler.models.layers.layer_config import Naming, require
 from prejit.compiler.models.layers.linear import LayerNorm, RMSNorm
 
 _SIZES = (
@@ -297,6 +298,42 @@ _SEED = replace(_LLAMA, output_bias="attention_out_bias")
 _ERNIE = DecoderFamily(
     bias="use_bias", output_bias="use_bias", mlp_bias="use_bias", is_interleaved=True
 )
+
+
+def _lfm2_inner(config: Any) -> int:
+    """Return the width of LFM2's MLP, which its settings may round."""
+    inner, step = int(config.intermediate_size), config.block_multiple_of
+    if not config.block_auto_adjust_ff_dim:
+        return inner
+    inner = int(config.block_ffn_dim_multiplier * int(2 * inner / 3))
+    return int(step * ((inner + step - 1) // step))
+
+
+def _check_lfm2(config: Any) -> None:
+    for kind in config.layer_types:
+        require(config, "layer_types", kind, ["full_attention", "conv"])
+    _LFM2.heads(config)
+
+
+_LFM2 = DecoderFamily(
+    DecoderNames(
+        norm="embedding_norm",
+        attention_norm="operator_norm",
+        head_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"),
+        output="self_attn.out_proj",
+        mlp_norm="ffn_norm",
+        up=("feed_forward.w1", "feed_forward.w3"),
+        down="feed_forward.w2",
+    ),
+    epsilon="norm_eps",
+    activation="",
+    inner=_lfm2_inner,
+    convolves=lambda config, layer: bool(config.layer_types[layer] == "conv"),
+)
+_LFM2_KEYS = (
+    *("intermediate_size", "layer_types", "conv_L_cache", "conv_bias", "block_multiple_of"),
+    *("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier"),
+)
 _NOT_BOTH_WAYS: dict[str, Any] = {"use_bidirectional_attention": (None, False)}
 QWEN_KEYS = ("use_sliding_window", "max_window_layers")
 
@@ -350,6 +387,7 @@ TEXT_DECODERS: Mapping[str, Family] = {
     "granite": rotary(GRANITE, *MULTIPLIERS),
     "helium": rotary(replace(_LLAMA, output_bias=False, is_interleaved=True)),
     "hunyuan_v1_dense": rotary(_HUNYUAN),
+    "lfm2": replace(rotary(_LFM2, *_LFM2_KEYS), check=_check_lfm2),
     "llama": rotary(_LLAMA),
     "ministral": rotary(DecoderFamily(windows="by type")),
     "ministral3": rotary(DecoderFamily(rope_extra="growth", windows="each"), naming=_TEXT_PART),

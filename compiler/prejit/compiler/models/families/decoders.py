@@ -24,13 +24,14 @@ from prejit.compiler.models.families.decoder_family import (
     MixtureSettings,
 )
 from prejit.compiler.models.families.latent_attention import LatentAttention
+from prejit.compiler.models.families.short_convolution import ShortConvolution
 from prejit.compiler.models.layers import product_forms, rope
 from prejit.compiler.models.layers.attention import NewTokens
 from prejit.compiler.models.layers.experts import ExpertMatrices, Gate, Mixture, Router, Routing
 from prejit.compiler.models.layers.layer_config import (
     KVCache,
     LayerCache,
-    empty_cache,
+    empty_layer,
 )
 from prejit.compiler.models.layers.linear import (
     ACTIVATIONS,
@@ -51,7 +52,7 @@ class TextDecoder(nnx.Module):
     def __init__(self, family: DecoderFamily, config: Any, context: int | None) -> None:
         """Build a decoder for contexts up to `context`; None: as long as the model was made for."""
         self.names = family.names
-        if family.experts is None:  # a mixture is not split over devices
+        if family.experts is None and family.convolves is None:  # others are not split over devices
             self.mesh_split = family.names.split
         self.vocab_size: int = config.vocab_size
         self.max_positions: int | None = config.max_position_embeddings
@@ -67,8 +68,7 @@ class TextDecoder(nnx.Module):
     def make_cache(self, rows: int, positions: int, dtype: str) -> KVCache:
         """See DecoderModel."""
         blocks = part_of(part_of(self, self.names.model), self.names.layers)
-        heads = blocks[0].heads
-        return empty_cache(len(blocks), rows, heads.keys, positions, heads.size, dtype)
+        return tuple(block.make_cache(rows, positions, dtype) for block in blocks)
 
     def __call__(
         self,
@@ -137,12 +137,43 @@ class Block(nnx.Module):
         self.norms_heads, self.has_qkv_by_head = family.norms_heads, family.has_qkv_by_head
         self.is_parallel: bool = family.of(config, family.is_parallel)
         self.scale: float | None = getattr(config, family.residual_scale or "", None)
-        self.activation: str = getattr(config, family.activation)
-        queries, keys = heads.queries * heads.size, heads.keys * heads.size
-        bias, output_bias = (
-            family.of(config, value) for value in (family.bias, family.output_bias)
-        )
+        self.activation: str = getattr(config, family.activation) if family.activation else "silu"
         self.is_latent = family.is_latent
+        self.convolves = family.convolves is not None and family.convolves(config, layer)
+        if self.convolves:
+            taps, bias = config.conv_L_cache, config.conv_bias
+            place(self, names.convolution, ShortConvolution(width, taps, bias=bias))
+            place(self, names.convolved, Linear(width, width, bias=bias))
+        else:
+            self._place_attention(family, config)
+        self.mixture: MixtureSettings | None = None
+        self.has_shared = False
+        if family.experts is not None and family.experts.layers(config, layer):
+            self._place_experts(family, family.experts, config)
+        else:
+            inner, bias = family.inner_width(config), family.of(config, family.mlp_bias)
+            self._place_mlp(names.up, names.down, inner, width, bias)
+        epsilon = getattr(config, family.epsilon)
+        for name in (names.attention_norm, names.after_attention, names.mlp_norm, names.after_mlp):
+            if name:
+                place(self, name, family.norm(width, epsilon))
+
+    def make_cache(self, rows: int, positions: int, dtype: str) -> LayerCache:
+        """Return what the layer keeps of texts without a token."""
+        if self.convolves:
+            return self._convolution.make_cache(rows)
+        heads = self.heads
+        return empty_layer(rows, heads.keys, positions, heads.size, dtype)
+
+    @property
+    def _convolution(self) -> ShortConvolution:
+        found: ShortConvolution = part_of(self, self.names.convolution)
+        return found
+
+    def _place_attention(self, family: DecoderFamily, config: Any) -> None:
+        names, heads, width = self.names, self.heads, config.hidden_size
+        queries, keys = heads.queries * heads.size, heads.keys * heads.size
+        bias = family.of(config, family.bias)
         if self.is_latent:
             place(self, names.attention, LatentAttention(config))
             queries = heads.queries * config.v_head_dim
@@ -150,23 +181,12 @@ class Block(nnx.Module):
             outputs = [queries, keys, keys] if len(names.qkv) > 1 else [queries + 2 * keys]
             for name, size in zip(names.qkv, outputs, strict=True):
                 place(self, name, Linear(width, size, bias=bias))
-        place(self, names.output, Linear(queries, width, bias=output_bias))
+        output = Linear(queries, width, bias=family.of(config, family.output_bias))
+        place(self, names.output, output)
         if names.sinks:
             place(self, names.sinks, nnx.Param(jnp.zeros(heads.queries)))
-        self.mixture: MixtureSettings | None = None
-        self.has_shared = False
-        if family.experts is not None and family.experts.layers(config, layer):
-            self._place_experts(family, family.experts, config)
-        else:
-            inner, bias = (
-                getattr(config, family.inner) or 4 * width,
-                family.of(config, family.mlp_bias),
-            )
-            self._place_mlp(names.up, names.down, inner, width, bias)
-        of_width = (names.attention_norm, names.after_attention, names.mlp_norm, names.after_mlp)
-        norms = [(name, width) for name in of_width if name]
         of_heads = [queries, keys] if family.norms_heads == "all" else [heads.size] * 2
-        for name, size in (*norms, *zip(names.head_norms, of_heads, strict=False)):
+        for name, size in zip(names.head_norms, of_heads, strict=False):
             place(self, name, family.norm(size, getattr(config, family.epsilon)))
 
     def _place_mlp(
@@ -203,8 +223,12 @@ class Block(nnx.Module):
         """Map x [B, T, D] to [B, T, D], or [B, 1, D] in the last block; return it and the cache."""
         names, kept = self.names, new.wanted(x) if last else x
         normed = self._norm(x, names.attention_norm)
-        mixed, layer = self._attend(normed, turns, new, layer, last=last)
-        x = self._add(kept, names.output, mixed, names.after_attention)
+        if self.convolves:
+            mixed, layer = self._convolution(normed, new, layer, last=last)
+        else:
+            mixed, layer = self._attend(normed, turns, new, layer, last=last)
+        product = names.convolved if self.convolves else names.output
+        x = self._add(kept, product, mixed, names.after_attention)
         if not self.is_parallel:
             read = self._norm(x, names.mlp_norm)
         elif names.mlp_norm:

@@ -80,7 +80,7 @@ def attention(
     start: jax.Array,
     length: jax.Array,
     query_start: jax.Array,
-    layer: tuple[jax.Array, jax.Array],
+    layer: tuple[jax.Array, ...],
     *,
     scale: float,
     cap: float | None,
