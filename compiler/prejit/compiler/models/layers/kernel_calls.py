@@ -67,7 +67,9 @@ def linear(
         arrays.append(residual)
     return _call(
         "linear",
-        jax.ShapeDtypeStruct((*x.shape[:-1], operand.outputs or operand.weight.shape[0]), jnp.float32),
+        jax.ShapeDtypeStruct(
+            (*x.shape[:-1], operand.outputs or operand.weight.shape[0]), jnp.float32
+        ),
         *arrays,
         bias=np.int32(operand.bias is not None),
         gated=np.int32(up is not None),
