@@ -267,7 +267,7 @@ def llama(run: Run) -> tuple[list[Table], list[Target]]:
         run,
         "llama-1b",
         "Llama's shape with 1.24 billion parameters, batch 1, 32 tokens in, 64 out",
-        Work("generate", "llama-1b", dtypes=("bfloat16", "int8")),
+        Work("generate", "llama-1b", dtypes=("bfloat16", "int8", "int4")),
         (FIRST, LAST, DECODE, RSS, PRIVATE, CPU),
         [],
         workload.llama_bytes,

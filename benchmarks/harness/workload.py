@@ -66,8 +66,10 @@ PROMPT_TOKENS, NEW_TOKENS, CONTEXT = 32, 64, 128
 PREFILL_TOKENS, PREFILL_RUNS = 512, 7
 ENCODER_SHAPES = ((1, 16), (1, 128), (8, 128), (64, 128))
 """Shapes (sentences, tokens) of the encoder's rows."""
-BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
-"""Bytes of one stored weight by dtype."""
+BYTES: dict[str, float] = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 4.5 / 8}
+"""Bytes of one stored weight by dtype; those of int4 with the scale of each 32."""
+HEAD_BYTES = {**BYTES, "int4": 1}
+"""Bytes of one weight of the head, which int4 leaves in int8."""
 
 Sizes = dict[str, tuple[int, ...]]
 FEW: Sizes = {"batch": (1,), "prompt": (32,), "context": (128, 256)}
@@ -108,14 +110,18 @@ def decode_bytes(dtype: str = "float32") -> int:
     A step reads all matrices except the position embedding, where it reads one row. The head is the token
     embedding.
     """
-    matrices = LAYERS * 12 * WIDTH * WIDTH + VOCABULARY * WIDTH
     vectors = LAYERS * 13 * WIDTH + 2 * WIDTH + WIDTH
-    return BYTES[dtype] * matrices + 4 * vectors
+    return _matrix_bytes(dtype, LAYERS * 12 * WIDTH * WIDTH, VOCABULARY * WIDTH) + 4 * vectors
 
 
 def llama_bytes(dtype: str) -> int:
     """Return the bytes of matrices that one decode step of LLAMA_1B must read."""
-    return BYTES[dtype] * LLAMA_1B.matrix_weights
+    head = LLAMA_1B.vocabulary * LLAMA_1B.width
+    return _matrix_bytes(dtype, LLAMA_1B.matrix_weights - head, head)
+
+
+def _matrix_bytes(dtype: str, weights: int, head: int) -> int:
+    return int(BYTES[dtype] * weights + HEAD_BYTES[dtype] * head)
 
 
 def say_first() -> None:

@@ -221,6 +221,7 @@ ENTRANTS = (
             ("float32", _GPT2 | _LLAMA | _MINILM),
             ("bfloat16", _GPT2 | _LLAMA),
             ("int8", _GPT2 | _LLAMA),
+            ("int4", _GPT2 | _LLAMA),
         )
     ),
     Entrant(JAX_COLD, "float32", partial(jax, warm=False), _GPT2 | _MINILM, quick=True),
@@ -239,6 +240,7 @@ ENTRANTS = (
             ("f32", "float32", _GPT2),
             ("bf16", "bfloat16", _GPT2 | _LLAMA),
             ("q8_0", "int8", _GPT2 | _LLAMA),
+            ("q4_0", "int4", _GPT2 | _LLAMA),
         )
     ),
     *(

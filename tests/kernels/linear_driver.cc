@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "linear.h"
+#include "linear_int4.h"
 #include "linear_multiplier.h"
 #include "threads.h"
 
@@ -126,6 +127,41 @@ void check(Random& random, Dtype dtype, int64_t m, int64_t k, int64_t n, bool ga
     }
 }
 
+// int4: m rows, k groups of inputs.
+void check_int4(Random& random, int64_t m, int64_t k, int64_t n, bool gated, bool at_page) {
+  int64_t inputs = k * kInt4Group, tiles = (n + kInt4Tile - 1) / kInt4Tile;
+  Array<float> x(m * inputs, at_page), y(m * n, at_page);
+  Array<uint32_t> w(tiles * kInt4Tile * inputs / kInt4InWord, at_page);
+  Array<uint16_t> scales(tiles * kInt4Tile * k, at_page);
+  fill(random, x);
+  for (int64_t i = 0; i < w.size; ++i) w.data[i] = random.next() << 16 ^ random.next();
+  for (int64_t i = 0; i < scales.size; ++i) scales.data[i] = 0x3C00;  // 1
+  Linear product;
+  product.rows = m, product.inputs = inputs, product.outputs = n;
+  product.x = x.data, product.y = y.data;
+  product.weights.data = w.data, product.weights.dtype = Dtype::kInt4, product.weights.group_scales = scales.data;
+  product.gated = gated;
+  if (gated) product.up = product.weights;
+  if (!linear(product)) return void(wrong.fetch_add(1)), void(std::printf("no memory\n"));
+  for (int64_t i = 0; i < m; ++i)
+    for (int64_t j = 0; j < n; ++j) {
+      double sum = 0, size = 1;
+      for (int64_t l = 0; l < inputs; ++l) {
+        uint32_t word = w.data[((j / kInt4Tile) * inputs + l) / kInt4InWord * kInt4Tile + j % kInt4Tile];
+        int four = word >> (l % 8 / 2 * 4 + l % 2 * 16) & 15;
+        double term = rounded(x.data[i * inputs + l]) * (four < 8 ? four : four - 16);
+        sum += term, size += std::fabs(term);
+      }
+      double expected = gated ? sum * sum : sum;
+      if (!(std::fabs(y.data[i * n + j] - expected) <= 1e-5 * size * (gated ? size : 1))) {
+        if (wrong.fetch_add(1) == 0)
+          std::printf("int4, [%ld, %ld] x [%ld]: expected %g, found %g\n", long(m), long(inputs), long(n), expected,
+                      y.data[i * n + j]);
+        return;
+      }
+    }
+}
+
 void products(uint32_t seed) {
   Random random{seed};
   for (int i = 0; i < 30; ++i) {
@@ -134,10 +170,11 @@ void products(uint32_t seed) {
     if (i % 7 == 3) k += 380;
     if (i % 15 == 8) k += 2048;
     bool gated = random.below(2), at_page = random.below(2);
-    switch (random.below(3)) {
+    switch (random.below(4)) {
       case 0: check<float>(random, Dtype::kFloat32, m, k, n, gated, at_page); break;
       case 1: check<Bf16>(random, Dtype::kBfloat16, m, k, n, gated, at_page); break;
       case 2: check<int8_t>(random, Dtype::kInt8, m, k, n, gated, at_page); break;
+      case 3: check_int4(random, m, 1 + k / kInt4Group, n, gated, at_page); break;
     }
   }
 }

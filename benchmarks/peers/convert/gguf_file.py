@@ -1,10 +1,11 @@
 """Write a decoder of the benchmark as a GGUF file. Runs in the environment of llama.cpp.
 
-    peers/convert/gguf_file.py MODEL OUTPUT.gguf KIND     kinds: f32, bf16, q8_0
+    peers/convert/gguf_file.py MODEL OUTPUT.gguf KIND     kinds: f32, bf16, q8_0, q4_0
 
 MODEL is a directory of models.py. Norms, biases and GPT-2's positions stay float32, as llama.cpp's own
-converter leaves them; q8_0 is its package's quantization (blocks of 32 with one scale each). Tokens have
-meaningless names, because the benchmark uses ids.
+converter leaves them; q8_0 and q4_0 are its package's quantization (blocks of 32 with one scale each). With
+q4_0 the embedding, which is the head, is q8_0, as int8 in prejit's int4. Tokens have meaningless names,
+because the benchmark uses ids.
 
 Sources: the GGUF specification (ggml, docs/gguf.md); llama.cpp's convert_hf_to_gguf.py for names and for the
 order of the rotary rows.
@@ -21,7 +22,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-_FILE_TYPES = {"f32": 0, "bf16": 32, "q8_0": 7}
+_FILE_TYPES = {"f32": 0, "bf16": 32, "q8_0": 7, "q4_0": 2}
 _GPT2 = {
     **{"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm"},
     **{"ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output"},
@@ -35,6 +36,7 @@ _LLAMA = {
     **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
 }
 _KEPT = "position_embd.weight"
+_TIED = "token_embd.weight"
 
 
 def tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -94,7 +96,8 @@ def write(model: Path, output: Path, kind: str) -> None:
     _add_tokens(writer, config["vocab_size"])
     # GPT-2's weights (out, in) lie beside its directory.
     source = model.with_suffix(".safetensors") if gpt2 else model / "model.safetensors"
-    quantized = {"bf16": gguf.GGMLQuantizationType.BF16, "q8_0": gguf.GGMLQuantizationType.Q8_0}
+    types = gguf.GGMLQuantizationType
+    quantized = {"bf16": types.BF16, "q8_0": types.Q8_0, "q4_0": types.Q4_0}
     for name, values in tensors(source):
         if ".q_proj." in name:
             values = rotary_rows(values, config["num_attention_heads"])
@@ -104,7 +107,7 @@ def write(model: Path, output: Path, kind: str) -> None:
         if kind == "f32" or values.ndim == 1 or target == _KEPT:
             writer.add_tensor(target, np.ascontiguousarray(values))
         else:
-            form = quantized[kind]
+            form = types.Q8_0 if (kind, target) == ("q4_0", _TIED) else quantized[kind]
             writer.add_tensor(target, gguf.quants.quantize(values, form), raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

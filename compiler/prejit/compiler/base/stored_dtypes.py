@@ -20,9 +20,9 @@ These do not, and a new dtype needs a change in each:
                                         today does not know it, this is a new version of the format
     docs/bundle-format.md               the dtypes that a matrix may have
 
-int4 needs more, as its elements take less than a byte: `SAFETENSORS_DTYPES` and `bytes_of` count whole bytes,
-`write_weights` and `open_weights` write and map arrays of NumPy, which gives int4 a byte, and kernels find a
-row by pointers to elements. tests/kernels/linear_driver.cc and test_kernel_linear.py try each dtype.
+int4 is another way to store: words of 8 values and a scale for each group of 32 (models/layers/int4_words.py,
+models/int4_rounding.py, native/kernels/linear_int4*). A matrix that it does not fit, an embedding and the
+head are int8. tests/kernels/linear_driver.cc and test_kernel_linear.py try each dtype.
 """
 
 from __future__ import annotations
@@ -36,20 +36,24 @@ class StoredDtype:
     """A dtype that matrices can be stored in.
 
     Attributes:
-        name: NumPy's name, in the manifest, in StableHLO and in the bundle.
+        name: its name in the manifest, and NumPy's name of the elements unless `words` says otherwise.
         bits: bits of an element.
         largest: largest stored integer; values are the integers times a float32 scale for each output. None
-            for a dtype that stores the values themselves.
+            for a dtype that stores the values themselves, or that has scales of its own.
+        words: NumPy's name of what holds several elements, if elements are smaller than a byte.
+        otherwise: the dtype of matrices that it does not fit.
     """
 
     name: str
     bits: int
     largest: int | None = None
+    words: str | None = None
+    otherwise: str | None = None
 
     @property
     def has_scales(self) -> bool:
-        """True if a matrix has one float32 scale for each output."""
-        return self.largest is not None
+        """True if a matrix has scales: one for each output, or more."""
+        return self.largest is not None or self.words is not None
 
     @property
     def is_narrow(self) -> bool:
@@ -63,6 +67,13 @@ STORED_DTYPES: Mapping[str, StoredDtype] = {
         StoredDtype("float32", 32),
         StoredDtype("bfloat16", 16),
         StoredDtype("int8", 8, largest=127),
+        StoredDtype("int4", 4, words="uint32", otherwise="int8"),
     )
 }
 """Every stored dtype by name."""
+
+
+def stored_as(array: object) -> StoredDtype:
+    """Return the dtype of a matrix by the dtype of its array."""
+    name = str(array)
+    return next(each for each in STORED_DTYPES.values() if name == (each.words or each.name))

@@ -178,7 +178,7 @@ def lower_product(product: Product, form: str) -> bytes:
 
     def function(x: jax.Array, weight: jax.Array, *scale: jax.Array) -> jax.Array:
         if form == KERNEL:
-            return linear(x, Operand(weight, *scale))
+            return linear(x, Operand(weight, scale[0] if scale else None))
         y = dot(x, weight, contracted, form)
         return y * scale[0] if scale else y
 

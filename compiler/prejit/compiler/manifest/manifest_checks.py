@@ -155,6 +155,8 @@ def _mesh_problems(data: dict[str, Any]) -> Problems:
             yield ("mesh", name), _wrong(expected(f"mesh.{name}"), size)
     if mesh and "encode" in data:
         yield ("mesh",), "expected no [encode] beside it: a mesh splits a decoder only"
+    if mesh and _table(data.get("model")).get("dtype") == "int4":
+        yield ("mesh",), "expected none beside model.dtype int4: words of 8 values are not split"
     rows = mesh.get("data")
     if type(rows) is int and rows > 0 and is_int_list(batches):
         for index, batch in enumerate(batches):
@@ -217,10 +219,10 @@ def _own_model_problems(data: dict[str, Any], directory: Path) -> Problems:
     if "evaluation" in model and "source" not in model:
         yield ("model", "evaluation"), "expected source beside it, a directory with tokenizer.json"
     if "encode" in data:
-        problem = (
-            "expected [generate]: a model of your own is a decoder; an encoder is a [[program]]"
-        )
-        yield ("encode",), problem
+        yield ("encode",), "expected [generate]: an encoder of your own is a [[program]]"
+    if model.get("dtype") == "int4":
+        problem = "expected float32, bfloat16 or int8 for a model of your own; int4 is for a source"
+        yield ("model", "dtype"), problem
     if "mesh" in data:
         problem = (
             "expected none beside model.module: a mesh splits a model with a source, or a [[program]]; "

@@ -4,10 +4,11 @@
     bfloat16    rounded to nearest, ties to even
     int8        symmetric, one float32 scale for each output (Dettmers et al. 2022, arXiv 2208.07339, section
                 2.1, row-wise): w = q * scale, scale = max|w| / 127 over the inputs of an output
+    int4        symmetric, one float16 scale for each 32 inputs of an output: int4_rounding.py
 
 The table of dtypes is base/stored_dtypes.py. Only the matrices of Linear, Embedding and ExpertMatrices are
 stored so; norms, biases and routers stay float32. An embedding, and a head that is tied to it, has a scale
-for each token.
+for each token. With int4 embeddings, heads, experts and what `int4_rounding.fits` leaves out are int8.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from prejit.compiler.base.stored_dtypes import STORED_DTYPES, StoredDtype
+from prejit.compiler.base.stored_dtypes import STORED_DTYPES, StoredDtype, stored_as
+from prejit.compiler.models import int4_rounding
+from prejit.compiler.models.layers import int4_words
 from prejit.compiler.models.layers.experts import ExpertMatrices
 from prejit.compiler.models.layers.linear import Embedding, Linear
 from prejit.runtime.errors import CheckpointError
@@ -91,20 +94,34 @@ def store(module: nnx.Module, dtype: str) -> None:
 
     Args:
         module: the module; its matrices are float32.
-        dtype: a name in STORED_DTYPES. With int8 each `weight` gets a `weight_scale`, float32 [out].
+        dtype: a name in STORED_DTYPES. With int8 each `weight` gets a `weight_scale`, float32 [out]; with
+            int4 words and scales as in layers/int4_words.py.
     """
-    stored = STORED_DTYPES[dtype]
-    if not stored.is_narrow:
+    if not STORED_DTYPES[dtype].is_narrow:
         return
+    tokens = getattr(module, "vocab_size", None)
     for _, part in nnx.iter_modules(module):
         if not isinstance(part, MATRICES):
             continue
-        shape = part.weight.shape
-        part.weight = nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
+        stored, shape = _dtype_of(part, STORED_DTYPES[dtype], tokens), part.weight.shape
+        outputs = tuple(n for axis, n in enumerate(shape) if axis != part.contracted)
+        scales: tuple[tuple[int, ...], Any] = outputs, jnp.float32
+        if stored.words is not None and isinstance(part, Linear):
+            shape = int4_words.word_shape(part.inputs, part.outputs)
+            scales = int4_words.scale_shape(part.inputs, part.outputs), jnp.float16
+        part.weight = nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(stored.words or stored.name)))
         if stored.has_scales:
-            outputs = tuple(n for axis, n in enumerate(shape) if axis != part.contracted)
-            scale = nnx.Param(jax.ShapeDtypeStruct(outputs, jnp.float32))
+            scale = nnx.Param(jax.ShapeDtypeStruct(*scales))
             part.weight_scale = nnx.data(scale)  # it was None, which flax holds as a constant
+
+
+def _dtype_of(part: MATRICES, wanted: StoredDtype, tokens: int | None) -> StoredDtype:
+    """Return the dtype of a matrix of a model with so many tokens."""
+    if wanted.otherwise is None:
+        return wanted
+    is_inside = isinstance(part, Linear) and part.outputs != tokens
+    fits = is_inside and int4_rounding.fits(part.inputs, part.outputs)
+    return wanted if fits else STORED_DTYPES[wanted.otherwise]
 
 
 def readers(module: nnx.Module, read: Callable[[str], Rows]) -> dict[str, Callable[[], Values]]:
@@ -118,14 +135,12 @@ def readers(module: nnx.Module, read: Callable[[str], Rows]) -> dict[str, Callab
         Functions that raise CheckpointError if the dtype cannot hold a value.
     """
     found: dict[str, Callable[[], Values]] = {}
-    for path, part in nnx.iter_modules(module):
-        if not isinstance(part, MATRICES):
-            continue
-        stored = STORED_DTYPES[str(part.weight.dtype)]
-        if not stored.is_narrow:
-            continue
-        name = ".".join(map(str, (*path, "weight")))
-        if stored.has_scales:
+    for name, part, stored in _narrow_parts(module):
+        if stored.words is not None:
+            found[name], found[name + _SCALE] = int4_rounding.quantizing(
+                partial(read, name), part.contracted, name
+            )
+        elif stored.has_scales:
             found[name], found[name + _SCALE] = quantizing(
                 partial(read, name), part.contracted, stored
             )
@@ -140,12 +155,25 @@ def widened(module: nnx.Module, packed: Mapping[str, Values]) -> dict[str, Rows]
     The abstract module is from `store`; `packed` are its stored values by name.
     """
     found: dict[str, Rows] = dict(packed)
-    for path, part in nnx.iter_modules(module):
-        if isinstance(part, MATRICES) and STORED_DTYPES[str(part.weight.dtype)].is_narrow:
-            name = ".".join(map(str, (*path, "weight")))
-            found.pop(name + _SCALE, None)
-            found[name] = Widened(packed[name], packed.get(name + _SCALE), part.contracted)
+    for name, part, stored in _narrow_parts(module):
+        scale = packed.get(name + _SCALE)
+        found.pop(name + _SCALE, None)
+        if stored.words is not None:
+            assert scale is not None
+            assert isinstance(part, Linear)
+            found[name] = int4_rounding.Widened(packed[name], scale, part.outputs, part.contracted)
+        else:
+            found[name] = Widened(packed[name], scale, part.contracted)
     return found
+
+
+def _narrow_parts(module: nnx.Module) -> Iterator[tuple[str, MATRICES, StoredDtype]]:
+    """Yield the matrices of an abstract module that are not float32, each with its name and dtype."""
+    for path, part in nnx.iter_modules(module):
+        if isinstance(part, MATRICES):
+            stored = stored_as(part.weight.dtype)
+            if stored.is_narrow:
+                yield ".".join(map(str, (*path, "weight"))), part, stored
 
 
 def quantizing(

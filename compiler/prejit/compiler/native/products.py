@@ -49,6 +49,8 @@ class Product:
     @property
     def forms(self) -> tuple[str, ...]:
         """The forms that can compute it; the last one is the default."""
+        if STORED_DTYPES[self.dtype].words is not None:
+            return (KERNEL,)  # it has one order for any number of rows, on every level
         if not STORED_DTYPES[self.dtype].is_narrow:
             xla: tuple[str, ...] = (DOT,)
         else:

@@ -137,9 +137,13 @@ source = "demo-model" => module = "m:m"\nparams = "scores.safetensors"
 source = "demo-model"\ndtype = "float32"\n => module = "m:m"\n[mesh]\ntensor = 2\n
     6: mesh: expected none beside model.module: a mesh splits a model with ...
 source = "demo-model"\ndtype = "float32"\n\n[generate]\nbatch = [4, 1]\nprompt = [64, 16]\ncontext = [128]\n => module = "m:m"\n[encode]\nshapes = [[1, 8]]\n
-    6: encode: expected [generate]: a model of your own is a decoder; an encoder is a [[program]]
+    6: encode: expected [generate]: an encoder of your own is a [[program]]
+source = "demo-model"\ndtype = "float32" => module = "m:m"\ndtype = "int4"
+    6: model.dtype: expected float32, bfloat16 or int8 for a model of your own; int4 is for a source
+"float32"\n => "int4"\n[mesh]\ntensor = 2\n
+    7: mesh: expected none beside model.dtype int4: words of 8 values are not split
 "float32"\n => "float16"\n
-    6: model.dtype: expected "float32", "bfloat16" or "int8"; found "float16" (did you mean "bfloat16"?)
+    6: model.dtype: expected "float32", "bfloat16", "int8" or "int4"; found "float16" (did you mean "bfloat16"?)
 context = [128] => context = [128]\ncache_dtype = "int8"
     12: generate.cache_dtype: expected "float32" or "bfloat16"; found "int8"
 "float32"\n => "int8"\nevaluation = "LICENCE"\n

@@ -18,6 +18,7 @@ _NUMBERS = {
     np.int8: 2,
     np.int16: 3,
     np.int32: 4,
+    np.uint32: 8,
     np.float16: 10,
     np.float32: 11,
     ml_dtypes.bfloat16: 16,

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from scipy import special
 from tests.extent import examples
 
+from prejit.compiler.models.layers import int4_words
 from prejit.compiler.native.kernel_library import SOURCES
 from prejit.runtime.machine.fingerprint import Fingerprint
 
@@ -30,7 +31,8 @@ DRIVER, CHOICE = TESTS / "linear_driver.cc", TESTS / "linear_choice.cc"
 MULTIPLIERS = ("float32", "avx512bf16", "amx-bf16")
 """Of kernels/linear_multiplier.h, in its order; the others by the feature that they need."""
 NONE, GELU_ERF, GELU_TANH, RELU, SILU = range(5)
-DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.int8))
+INT4 = np.dtype(ml_dtypes.int4)
+DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.int8), INT4)
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,8 @@ def kernels(chosen: tuple[str, str], libraries: Callable[[str], ctypes.CDLL]) ->
 class Case:
     """What a linear layer is asked: x [..., K] and a weight [N, K], its factors and its bias.
 
+    The factors of int4 are [N, K / 32].
+
     Each is equal to itself alone, so that what is right is computed once for all kernels.
     """
 
@@ -94,7 +98,12 @@ class Case:
     def arrays(self) -> list[Any]:
         found = [self.x]
         for i, weight in enumerate(self.weights):
-            found += [weight, *self.scales[i : i + 1], *self.biases[i : i + 1]]
+            if weight.dtype == INT4:
+                found += [int4_words.packed(weight.astype(np.int8))]
+                found += [*map(int4_words.packed_scales, self.scales[i : i + 1])]
+            else:
+                found += [weight, *self.scales[i : i + 1]]
+            found += [*self.biases[i : i + 1]]
         return found if self.residual is None else [*found, self.residual]
 
 
@@ -133,6 +142,8 @@ def reference(case: Case) -> tuple[np.ndarray, np.ndarray]:
         scale = case.scales[i].astype(np.float64) if case.scales else 1.0
         bias = case.biases[i].astype(np.float64) if case.biases else 0.0
         wide = weight.astype(np.float64)
+        if weight.dtype == INT4:
+            wide, scale = wide * np.repeat(scale, int4_words.GROUP, axis=1), 1.0
         values.append(x @ wide.T * scale + bias)
         sizes.append(np.abs(x) @ np.abs(wide).T * scale + np.abs(bias))
     y, size = activated(case.activation, values[0]), sizes[0]
@@ -166,6 +177,8 @@ def drawn(
     activation: int = NONE,
 ) -> Case:
     rows, inputs, outputs = shape
+    if dtype == INT4:
+        inputs = -(-inputs // int4_words.GROUP) * int4_words.GROUP
     rng = np.random.default_rng(seed)
 
     def normal(*of: int) -> np.ndarray:
@@ -174,14 +187,19 @@ def drawn(
     def weight() -> np.ndarray:
         if dtype == np.int8:
             return rng.integers(-128, 128, (outputs, inputs)).astype(np.int8)
+        if dtype == INT4:
+            return rng.integers(-8, 8, (outputs, inputs)).astype(INT4)
         return normal(outputs, inputs).astype(dtype)
 
     products = 1 + gated
     factors = tuple(rng.uniform(0.001, 0.02, outputs).astype(np.float32) for _ in range(products))
+    if dtype == INT4:  # of either sign, and subnormal ones
+        sizes = rng.choice(np.float16([-0.11, 0, 0.07, 0.4, 3e-6]), (2, outputs, inputs // 32))
+        factors = tuple(sizes[:products])
     return Case(
         x=normal(rows, inputs),
         weights=tuple(weight() for _ in range(products)),
-        scales=factors if dtype == np.int8 else (),
+        scales=factors if dtype in (np.int8, INT4) else (),
         biases=tuple(normal(outputs) for _ in range(products)) if bias else (),
         residual=normal(rows, outputs) if residual else None,
         activation=activation,
@@ -251,6 +269,8 @@ def test_a_row_of_many_inputs_is_another_beside_others(
 
 def many_rows(multiplier: str, dtype: np.dtype[Any]) -> int | None:
     """From so many rows on a product is summed in another order: kernels/linear.h."""
+    if dtype == INT4:
+        return None
     if dtype == np.float32 or multiplier == "float32":
         return 128
     return {"amx-bf16": 8, "avx512bf16": None}[multiplier]
@@ -308,6 +328,8 @@ def test_wrong_arguments_are_an_error_and_no_crash(kernels: ctypes.CDLL) -> None
         (Case(case.x, case.weights, scales), "fewer arguments"),
         (Case(case.x, (*case.weights, narrow)), "two weights of one dtype"),
         (Case(case.x, (np.ones((6, 8), np.int16),)), "found another dtype"),
+        (Case(case.x, (np.ones((6, 8), np.uint32),)), "expected words"),
+        (Case(case.x, (np.ones((1, 1, 16), np.uint32),)), "float16 factors"),
     ):
         with pytest.raises(KernelError, match=message):
             run(wrong, kernels)

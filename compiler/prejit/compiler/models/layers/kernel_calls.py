@@ -26,14 +26,16 @@ class Operand:
     """The arrays of a linear layer, as the kernel takes them.
 
     Attributes:
-        weight: [out, in].
-        scale: float32 [out], if the stored dtype has scales.
+        weight: [out, in], or words (int4_words.py).
+        scale: float32 [out], if the stored dtype has scales; of words float16.
         bias: float32 [out].
+        outputs: the number of outputs, if weight is words.
     """
 
     weight: jax.Array
     scale: jax.Array | None = None
     bias: jax.Array | None = None
+    outputs: int | None = None
 
     @property
     def arrays(self) -> list[jax.Array]:
@@ -65,7 +67,9 @@ def linear(
         arrays.append(residual)
     return _call(
         "linear",
-        jax.ShapeDtypeStruct((*x.shape[:-1], operand.weight.shape[0]), jnp.float32),
+        jax.ShapeDtypeStruct(
+            (*x.shape[:-1], operand.outputs or operand.weight.shape[0]), jnp.float32
+        ),
         *arrays,
         bias=np.int32(operand.bias is not None),
         gated=np.int32(up is not None),

@@ -12,7 +12,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from prejit.compiler.models.layers import kernel_calls, product_forms
+from prejit.compiler.base.stored_dtypes import stored_as
+from prejit.compiler.models.layers import int4_words, kernel_calls, product_forms
 from prejit.compiler.native.products import KERNEL, LOOP, WIDENED, Product
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -31,13 +32,14 @@ class Linear(nnx.Module):
     """y = x W^T + b. W is one array, (out, in) or (in, out) as `is_stored_in_out` decides.
 
     It may be stored in bfloat16, or in int8 with `weight_scale`, a float32 scale for each output: see
-    quantizing.py.
+    quantizing.py. In int4 it is words with scales of groups, in an order of their own: see int4_words.py.
     """
 
     def __init__(
         self, inputs: int, outputs: int, *, bias: bool, in_out: bool | None = None
     ) -> None:
         """Create the matrix (in, out) if `in_out`; if that is None, as `is_stored_in_out` decides."""
+        self.inputs, self.outputs = inputs, outputs
         self.in_out = is_stored_in_out(inputs, outputs) if in_out is None else in_out
         shape = (inputs, outputs) if self.in_out else (outputs, inputs)
         self.weight = nnx.Param(jnp.zeros(shape))
@@ -46,7 +48,7 @@ class Linear(nnx.Module):
 
     @property
     def contracted(self) -> int:
-        """The axis of W that holds the inputs."""
+        """The axis of W that holds the inputs, unless W is words."""
         return 0 if self.in_out else 1
 
     def __call__(
@@ -64,25 +66,35 @@ class Linear(nnx.Module):
                 )
             y = kernel_calls.linear(x, self.operand)
         else:
-            y = scaled(self._dot(x), self.weight_scale)
+            y = self._dot(x)
             y = y if self.bias is None else y + self.bias[...]
         y = y if activation is None else ACTIVATIONS[activation](y)
         return y if residual is None else residual + y
 
     def form(self, x: jax.Array) -> str | None:
         """Return the form of the product with x; None if `dot` is to choose."""
-        return product_forms.form_of(_product(x, self.weight[...], self.contracted))
+        return product_forms.form_of(self.product(x))
+
+    def product(self, x: jax.Array) -> Product:
+        """Return the product with x."""
+        stored, rows = stored_as(self.weight.dtype), math.prod(x.shape[:-1])
+        in_out = self.in_out and stored.words is None
+        return Product(stored.name, rows, self.inputs, self.outputs, in_out)
 
     @property
     def operand(self) -> kernel_calls.Operand:
         """The arrays, as the kernel takes them."""
         scale = None if self.weight_scale is None else self.weight_scale[...]
-        return kernel_calls.Operand(
-            self.weight[...], scale, None if self.bias is None else self.bias[...]
-        )
+        bias = None if self.bias is None else self.bias[...]
+        return kernel_calls.Operand(self.weight[...], scale, bias, self.outputs)
 
     def _dot(self, x: jax.Array) -> jax.Array:
-        return dot(x, self.weight[...], self.contracted, self.form(x))
+        weight = self.weight[...]
+        if stored_as(weight.dtype).words is None:
+            y = dot(x, weight, self.contracted, self.form(x))
+            return scaled(y, self.weight_scale)
+        assert self.weight_scale is not None
+        return dot_of_words(x, weight, self.weight_scale[...], self.outputs)
 
 
 def gated(gate: Linear, up: Linear, x: jax.Array, activation: str) -> jax.Array:
@@ -173,13 +185,32 @@ def dot(x: jax.Array, weight: jax.Array, contracted: int, form: str | None = Non
         return lax.dot_general(x, weight, (((x.ndim - 1,), (contracted,)), ((), ())))
     rows = math.prod(x.shape[:-1])
     if form is None:
-        many = rows > REDUCED_ROWS * (4 if weight.size > LARGE_MATRIX else 1)
-        form = WIDENED if many else LOOP
+        form = WIDENED if are_many(rows, weight.size) else LOOP
     else:
         # XLA drops a pair of astype conversions, because it only loses precision.
         x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     y = _widened_dot(x.reshape(-1, x.shape[-1]), weight, contracted, form)
     return y.reshape(*x.shape[:-1], -1)
+
+
+def dot_of_words(x: jax.Array, words: jax.Array, scales: jax.Array, outputs: int) -> jax.Array:
+    """Return the product over the last axis of x and a matrix in four bits: float32 [..., out].
+
+    It is the form of portable programs, so x is not rounded. See `_widened_dot` for the barrier.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if are_many(len(rows), words.size * int4_words.IN_WORD):
+        words, rows = lax.optimization_barrier((words, rows))
+        wide = _after(rows, int4_words.widened(words, scales))
+        y = lax.dot_general(rows, wide, (((1,), (1,)), ((), ())))
+    else:
+        y = int4_words.summed(rows, words, scales)
+    return y.reshape(len(rows), -1)[:, :outputs].reshape(*x.shape[:-1], outputs)
+
+
+def are_many(rows: int, elements: int) -> bool:
+    """Return whether so many rows are worth a float32 copy of a matrix."""
+    return rows > REDUCED_ROWS * (4 if elements > LARGE_MATRIX else 1)
 
 
 REDUCED_ROWS = 8
@@ -206,14 +237,19 @@ def _widened_dot(x: jax.Array, weight: jax.Array, contracted: int, form: str) ->
     weight, x = lax.optimization_barrier((weight, x))
     wide = weight.astype(jnp.float32)
     if form == WIDENED:
-        if jax.sharding.get_abstract_mesh().empty:  # on a mesh not every device has x[0, 0]
-            infinite = x[0, 0] > jnp.finfo(jnp.float32).max
-            wide += jnp.where(infinite, jnp.float32(1), jnp.float32(0))
-        return lax.dot_general(x, wide, (((1,), (contracted,)), ((), ())))
+        return lax.dot_general(x, _after(x, wide), (((1,), (contracted,)), ((), ())))
     if rows > 1:
         return (x[:, None, :] * wide if contracted else x[:, :, None] * wide).sum(1 + contracted)
     # With a dimension of one row XLA would store all products in memory: 1400 ms instead of 30.
     return (x[0] * wide if contracted else x[0][:, None] * wide).sum(contracted)[None]
+
+
+def _after(x: jax.Array, wide: jax.Array) -> jax.Array:
+    """Return a matrix that XLA cannot convert to float32 before it has x [R, in]."""
+    if not jax.sharding.get_abstract_mesh().empty:  # on a mesh not every device has x[0, 0]
+        return wide
+    infinite = x[0, 0] > jnp.finfo(jnp.float32).max
+    return wide + jnp.where(infinite, jnp.float32(1), jnp.float32(0))
 
 
 def split(x: jax.Array, *axes: str | None) -> jax.Array:

@@ -7,6 +7,7 @@
 #include "linear_dot_bf16.h"
 #include "linear_finish.h"
 #include "linear_gemm.h"
+#include "linear_int4.h"
 #include "linear_multiplier.h"
 #include "threads.h"
 
@@ -47,6 +48,7 @@ void with_dtype(const Weights& weights, Run run) {
     case Dtype::kFloat32: return run(static_cast<const float*>(weights.data));
     case Dtype::kBfloat16: return run(static_cast<const Bf16*>(weights.data));
     case Dtype::kInt8: return run(static_cast<const int8_t*>(weights.data));
+    case Dtype::kInt4: return;  // linear_int4.h
   }
 }
 
@@ -227,6 +229,7 @@ bool linear_by_panels(const Linear& p) {
 
 bool linear(const Linear& product) {
   if (product.rows == 0 || product.outputs == 0) return true;
+  if (product.weights.dtype == Dtype::kInt4) return linear_int4(product);
   Multiplier by = rounds(product) ? multiplier() : Multiplier::kFloat32;
   if (by == Multiplier::kAvx512Bf16) return linear_by_bf16_dots(product);
   if (by == Multiplier::kAmx && product.rows >= kFewestTileRows) return linear_by_amx(product);

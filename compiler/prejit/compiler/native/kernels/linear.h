@@ -1,12 +1,13 @@
 // y = act(x W^T * scale + bias) [* (x U^T * uscale + ubias)] [+ residual], for weights as they are stored.
 //
-// If weights are bfloat16 or int8, x is rounded to bfloat16, to nearest and ties to even, and sums are float32: on every
+// If weights are bfloat16, int8 or int4, x is rounded to bfloat16, to nearest and ties to even, and sums are float32: on every
 // CPU and for any number of rows, so that results differ in the order of the sums only. With float32 weights everything
 // is float32. XLA's forms of a product in programs with kernels round x in the same way (models/layers/linear.py, dot).
 //
 // The sums of a row have one order among few rows and another among many, whatever the other rows are. Many rows begin
 // at 8 with AMX (linear_amx.h), else at 128 rows or 32 positions of a sequence (linear.cc). With AVX-512 BF16 the sums of
-// bfloat16 and int8 weights have one order for any number of rows (linear_dot_bf16.h).
+// bfloat16 and int8 weights have one order for any number of rows (linear_dot_bf16.h); those of int4 weights have one
+// everywhere.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +16,15 @@
 
 namespace prejit {
 
-enum class Dtype { kFloat32, kBfloat16, kInt8 };
+enum class Dtype { kFloat32, kBfloat16, kInt8, kInt4 };
 
-// W, [N, K] row-major: each row is an output.
+// W, [N, K] row-major: each row is an output. int4 has an order of its own (linear_int4.h).
 struct Weights {
   const void* data = nullptr;
   Dtype dtype = Dtype::kFloat32;
   const float* scale = nullptr;  // [N] scales, with int8 only.
   const float* bias = nullptr;   // [N], or null.
+  const uint16_t* group_scales = nullptr;  // float16, with int4 only.
 };
 
 struct Linear {

@@ -2,6 +2,7 @@
 #include <cstdint>
 
 #include "linear.h"
+#include "linear_int4.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace prejit {
@@ -21,20 +22,37 @@ bool is_vector(const ffi::AnyBuffer& buffer, int64_t size) {
   return buffer.element_type() == ffi::F32 && buffer.dimensions().size() == 1 && buffer.dimensions()[0] == size;
 }
 
+// Whether an array has 16 outputs beside each other, and an element for `each` inputs.
+bool is_tiled(const ffi::AnyBuffer& buffer, const Linear& product, int64_t each) {
+  auto dimensions = buffer.dimensions();
+  return dimensions.size() == 3 && dimensions[0] == (product.outputs + kInt4Tile - 1) / kInt4Tile &&
+         product.inputs % each == 0 && dimensions[1] == product.inputs / each && dimensions[2] == kInt4Tile;
+}
+
 // Reads a weight, its scales and its bias, and moves `at` behind them. The dtypes are those of base/stored_dtypes.py.
 ffi::Error read_weights(ffi::RemainingArgs arguments, size_t& at, bool has_bias, const Linear& product, Weights& weights) {
   auto next = [&] { return arguments.get<ffi::AnyBuffer>(at++); };
   auto matrix = next();
   if (matrix.has_error()) return wrong("prejit_linear: expected a weight, found no argument");
   auto dimensions = matrix->dimensions();
-  if (dimensions.size() != 2 || dimensions[0] != product.outputs || dimensions[1] != product.inputs)
+  bool are_words = matrix->element_type() == ffi::U32;
+  if (are_words && !is_tiled(*matrix, product, kInt4InWord))
+    return wrong("prejit_linear: expected words [outputs / 16, inputs / 8, 16], found another shape");
+  if (!are_words && (dimensions.size() != 2 || dimensions[0] != product.outputs || dimensions[1] != product.inputs))
     return wrong("prejit_linear: expected a weight [outputs, inputs], found another shape");
   weights.data = matrix->untyped_data();
   switch (matrix->element_type()) {
     case ffi::F32: weights.dtype = Dtype::kFloat32; break;
     case ffi::BF16: weights.dtype = Dtype::kBfloat16; break;
     case ffi::S8: weights.dtype = Dtype::kInt8; break;
-    default: return wrong("prejit_linear: expected a weight of float32, bfloat16 or int8, found another dtype");
+    case ffi::U32: weights.dtype = Dtype::kInt4; break;
+    default: return wrong("prejit_linear: expected a weight of float32, bfloat16, int8 or words, found another dtype");
+  }
+  if (are_words) {
+    auto scales = next();
+    if (scales.has_error() || scales->element_type() != ffi::F16 || !is_tiled(*scales, product, kInt4Group))
+      return wrong("prejit_linear: expected float16 factors [outputs / 16, inputs / 32, 16] of words");
+    weights.group_scales = static_cast<const uint16_t*>(scales->untyped_data());
   }
   if (weights.dtype == Dtype::kInt8) {
     auto scale = next();

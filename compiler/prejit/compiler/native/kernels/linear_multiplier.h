@@ -11,7 +11,7 @@ namespace prejit {
 #define PREJIT_HAS_PAIRS
 #endif
 
-// How bfloat16 and int8 weights are multiplied.
+// How bfloat16 and int8 weights are multiplied. int4 weights have no kAmx: they are multiplied by kFloat32 there.
 enum class Multiplier {
   kFloat32,     // Like float32 weights, with x rounded.
   kAvx512Bf16,  // vdpbf16ps: 16 pairs at once, twice the terms of an FMA (linear_dot_bf16.h).

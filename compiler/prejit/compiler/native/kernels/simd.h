@@ -69,6 +69,20 @@ PREJIT_INLINE Floats load(const int8_t* from) {
 #endif
 }
 
+// Loads finite float16 numbers.
+PREJIT_INLINE Floats load_halves(const uint16_t* from) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(load_as<__m256i>(from));
+#elif defined(__AVX2__)
+  return _mm256_cvtph_ps(load_as<__m128i>(from));
+#else
+  __m128i half = _mm_unpacklo_epi16(_mm_cvtsi64_si128(load_as<int64_t>(from)), _mm_setzero_si128());
+  Bits bits = reinterpret_cast<Bits>(half);
+  Floats size = reinterpret_cast<Floats>((bits & 0x7FFF) << 13) * 0x1p112f;  // subnormal numbers, too
+  return reinterpret_cast<Floats>(reinterpret_cast<Bits>(size) | (bits & 0x8000) << 16);
+#endif
+}
+
 // Loads the first `count` elements, 0 < count < kLanes, then zeros. Nothing behind the array is read.
 template <typename T>
 PREJIT_INLINE Floats load_first(const T* from, int64_t count) {

@@ -1,0 +1,164 @@
+"""Values of matrices in four bits: integers from -8 to 7 and a scale for each group of 32 inputs.
+
+The scale of a group is the one of a few with the least sum of squared errors. Each candidate puts the value
+of the largest magnitude at -6.4 to -9.6, so that some clip it, takes the scale that fits the integers best,
+and rounds it to float16. The sign of a scale is free: the integers reach further down than up. The error of
+normal numbers is 8.09 % (root of the mean square); that of llama.cpp's Q4_0, of the same size, is 8.59 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from prejit.compiler.models.layers import int4_words
+from prejit.compiler.models.layers.int4_words import GROUP, IN_WORD, TILE
+from prejit.runtime.errors import CheckpointError
+
+Values = np.ndarray[Any, Any]
+
+LEAST_INPUTS = 2 * GROUP
+"""Minimum inputs of a matrix in four bits."""
+LEAST_ELEMENTS = 1 << 12
+"""Minimum elements of a matrix in four bits: a smaller one would save less than 2 KB."""
+_PLACES = tuple(-place / 5 for place in range(32, 49, 2))
+"""The places of the largest value that are tried."""
+_BLOCK_ELEMENTS = 1 << 20
+"""Elements that are rounded at a time, in memory in float32."""
+
+
+class _Rows(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, part: slice, /) -> Values: ...
+
+
+def fits(inputs: int, outputs: int) -> bool:
+    """Return whether a matrix is stored in four bits: whole groups, and large enough."""
+    large = inputs >= LEAST_INPUTS and inputs * outputs >= LEAST_ELEMENTS
+    return inputs % GROUP == 0 and large
+
+
+def rounded(groups: Values) -> tuple[Values, Values]:
+    """Return the integers (int8) and scales (float16, without the last axis) of groups, float32 [..., 32].
+
+    Scales beyond float16 are infinite. An error is half a scale at most, or that of a value which is clipped.
+    """
+    flat = groups.reshape(-1, GROUP)
+    largest = np.take_along_axis(flat, np.abs(flat).argmax(1)[:, None], 1)
+    largest = np.where(np.abs(largest) < np.finfo(np.float32).tiny, 1, largest)
+    found, best = np.zeros((2, len(flat)), np.float32)
+    unit = flat / largest  # of a size whose squares float32 can hold
+    for place in _PLACES:
+        integers = np.clip(np.rint(unit * place), -8, 7)
+        products = np.einsum("ij,ij->i", unit, integers)
+        fitting = products / np.maximum(np.einsum("ij,ij->i", integers, integers), 1)
+        gained = products * fitting  # the sum of squares minus that of the errors
+        is_better = gained > best
+        best, found = np.where(is_better, gained, best), np.where(is_better, fitting, found)
+    with np.errstate(over="ignore"):
+        scales = (found * largest[:, 0]).astype(np.float16)
+    wide = scales.astype(np.float32)[:, None]
+    divided = flat / np.where(wide == 0, 1, wide) * (wide != 0)
+    integers = np.clip(np.rint(divided), -8, 7).astype(np.int8)
+    return integers.reshape(groups.shape), scales.reshape(groups.shape[:-1])
+
+
+def quantized(values: _Rows, contracted: int, name: str) -> tuple[Values, Values]:
+    """Return the words and the scales of a matrix (layers/int4_words.py).
+
+    Args:
+        values: float32 [out, in], or [in, out]; finite. It is read by blocks of rows.
+        contracted: the axis of the inputs.
+        name: its name, for the error.
+
+    Raises:
+        CheckpointError: float16 cannot hold a scale.
+    """
+    inputs, outputs = values.shape[contracted], values.shape[1 - contracted]
+    words = np.zeros(int4_words.word_shape(inputs, outputs), np.uint32)
+    scales = np.zeros(int4_words.scale_shape(inputs, outputs), np.float16)
+    unit, others = (TILE, inputs) if contracted else (GROUP, outputs)
+    step = max(1, _BLOCK_ELEMENTS // (unit * others)) * unit
+    for at in range(0, values.shape[0], step):
+        part = values[at : min(at + step, values.shape[0])]
+        part = part if contracted else part.T
+        integers, found = rounded(part.reshape(len(part), -1, GROUP))
+        if not np.isfinite(found).all():
+            raise CheckpointError(
+                f"{name}: expected values up to 390,000, as four bits with a float16 scale can hold, "
+                "found a larger one",
+                hint='build it with dtype = "int8"',
+            )
+        into = (
+            (slice(at // TILE, -(-(at + len(part)) // TILE)), slice(None))
+            if contracted
+            else (slice(None), slice(at // IN_WORD, (at + part.shape[1]) // IN_WORD))
+        )
+        words[into] = int4_words.packed(integers.reshape(part.shape))
+        into = (
+            into if contracted else (slice(None), slice(at // GROUP, at // GROUP + found.shape[1]))
+        )
+        scales[into] = int4_words.packed_scales(found)
+    return words, scales
+
+
+def quantizing(
+    read: Callable[[], _Rows], contracted: int, name: str
+) -> tuple[Callable[[], Values], Callable[[], Values]]:
+    """Return functions that return the words of a matrix, and its scales. See `quantized`.
+
+    Making the words keeps the scales for the call that follows, so that a matrix is read once.
+    """
+    kept: list[Values] = []
+
+    def words() -> Values:
+        found, scales = quantized(read(), contracted, name)
+        kept[:] = [scales]
+        return found
+
+    def scales() -> Values:
+        return kept.pop() if kept else quantized(read(), contracted, name)[1]
+
+    return words, scales
+
+
+@dataclass(frozen=True)
+class Widened:
+    """A matrix in four bits whose rows are float32, as those of the published one.
+
+    Attributes:
+        words, scales: the matrix as it is stored.
+        outputs: its outputs; the last tile may have more.
+        contracted: the axis of the inputs in the published matrix.
+    """
+
+    words: Values
+    scales: Values
+    outputs: int
+    contracted: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the published matrix."""
+        inputs = self.words.shape[1] * IN_WORD
+        return (self.outputs, inputs) if self.contracted else (inputs, self.outputs)
+
+    def __getitem__(self, part: slice) -> Values:
+        """Return a slice of the first axis."""
+        start, end, _ = part.indices(self.shape[0])
+        unit = TILE if self.contracted else GROUP
+        first, last = start // unit, -(-end // unit)
+        if self.contracted:
+            wide = int4_words.unpacked(
+                self.words[first:last], self.scales[first:last], (last - first) * TILE
+            )
+            return wide[start - first * unit : end - first * unit]
+        steps = slice(first * GROUP // IN_WORD, last * GROUP // IN_WORD)
+        words = np.ascontiguousarray(self.words[:, steps])
+        wide = int4_words.unpacked(words, self.scales[:, first:last], self.outputs).T
+        return wide[start - first * unit : end - first * unit]

@@ -1,0 +1,30 @@
+// Products with weights in four bits, for any number of rows, on every level.
+//
+//   words   [N / 16][K / 8][16] of 32 bits   8 inputs of one output, 16 outputs beside each other
+//   scales  [N / 16][K / 32][16] float16     one for each group of 32 inputs of an output
+//
+//   bits of a word    28..31  24..27  20..23  16..19  12..15   8..11    4..7    0..3
+//   input beside 8 n       7       5       3       1       6       4       2       0
+//
+// Values are -8 .. 7, in two's complement. models/layers/int4_words.py writes them.
+//
+// Lanes are outputs: x is broadcast, no sum crosses lanes, and a tile of 16 outputs is one stream of memory. A group has
+// two sums for each row and output; together they are multiplied with the scale and added to the sum of the groups before.
+// So a row has one order of sums, whatever the other rows are and how many.
+#pragma once
+
+#include "linear.h"
+
+namespace prejit {
+
+constexpr int64_t kInt4Group = 32;
+constexpr int64_t kInt4Tile = 16;
+constexpr int64_t kInt4InWord = 8;
+
+// Does what linear() does for int4 weights. Returns false if memory is exhausted.
+bool linear_int4(const Linear& p);
+
+// The same by AVX-512 BF16 (linear_multiplier.h); false without it.
+bool linear_int4_by_bf16(const Linear& p);
+
+}  // namespace prejit

@@ -1,0 +1,70 @@
+"""A trained decoder in four bits, from the manifest to the tokens of fresh processes."""
+
+import dataclasses
+import json
+
+import pytest
+from tests.encoders import bert_config
+from tests.parity.encoder_cases import Case
+
+from prejit.runtime import Fingerprint, load
+
+from .conftest import write_manifest
+from .test_accuracy import STORY, accuracy_of
+
+
+@pytest.fixture(scope="module")
+def built(run, stories, tmp_path_factory):
+    at = tmp_path_factory.mktemp("int4")
+    (at / "held.txt").write_text(STORY, encoding="utf-8")
+    manifest = write_manifest(
+        at / "four.toml", stories[0], name="four", batch=(1, 4), prompt=(32,), context=(128,)
+    )
+    text = manifest.read_text()
+    manifest.write_text(
+        text.replace("[generate]\n", 'dtype = "int4"\nevaluation = "held.txt"\n[generate]\n')
+    )
+    run("build", manifest, "-o", at, quick=True)
+    return at / "four"
+
+
+def test_a_story_in_four_bits_is_much_less_likely_or_another_in_a_fresh_process(run, built):
+    (target,) = json.loads(run("inspect", built, "--json").stdout)["targets"]
+    config = target["config"]
+    accuracy = config["accuracy"]
+    assert accuracy["weights"] == "int4"
+    # Of 64 inputs; the 172 of the MLP's last matrix are not whole groups.
+    rise = accuracy["perplexity_millionths"] / accuracy["float32_perplexity_millionths"] - 1
+    assert 0 < rise < 0.02
+    products = {each["product"].partition(" ")[0] for each in config.get("forms", ())}
+    assert products in ({"int4", "int8"}, set())
+    options = ("--prompt-ids", "1", "--max-new-tokens", "60", "--on-mismatch", "error", "--json")
+    first, second = (json.loads(run("generate", built, *options).stdout) for _ in range(2))
+    assert first["token_ids"] == second["token_ids"]
+    assert first["text"].startswith("Once upon a time")
+    bundle = load(built, on_mismatch="error")
+    prompts = [[1], [1, 403, 407], first["token_ids"][:20], first["token_ids"][:9]]
+    alone = [bundle.generate(each, max_new_tokens=30).token_ids for each in prompts]
+    assert alone[0] == tuple(first["token_ids"][:30])
+    assert [each.token_ids for each in bundle.generate_batch(prompts, max_new_tokens=30)] == alone
+
+
+def test_the_portable_programs_of_four_bits_give_another_answer(built, no_warnings_of_fallback):
+    other = dataclasses.replace(Fingerprint.current(), jaxlib="0.0.1")
+    with load(built, fingerprint=other) as bundle:
+        answers = list(bundle.check_answers())
+    assert {each.ran for each in answers} == {"portable"}
+    assert max(each.share for each in answers) < 0.5
+
+
+def test_an_encoder_in_four_bits_gives_other_embeddings(run, tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    Case("bert", bert_config(**sizes, num_hidden_layers=2), seed=0).write(tmp_path / "bert")
+    manifest = tmp_path / "bert.toml"
+    manifest.write_text(
+        '[bundle]\nname = "bert"\n[model]\nsource = "bert"\ndtype = "int4"\n'
+        '[encode]\nshapes = [[1, 16]]\n[[target]]\nname = "cpu-host"\n'
+    )
+    told = accuracy_of(run, manifest, tmp_path)
+    assert told["weights"] == "int4"
+    assert 900_000 < told["cosine_millionths"] < 999_999

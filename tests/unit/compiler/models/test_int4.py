@@ -1,0 +1,240 @@
+"""Matrices in four bits: words of any size, how they are rounded, and which matrices they are for."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.extent import examples
+
+from prejit.compiler.models import int4_rounding, model_registry, quantizing
+from prejit.compiler.models.layers import int4_words
+from prejit.compiler.models.layers.int4_words import GROUP
+from prejit.compiler.models.layers.linear import REDUCED_ROWS, Embedding, Linear, dot_of_words
+from prejit.compiler.models.parameters import flat_parameters, with_parameters
+from prejit.runtime.errors import CheckpointError
+
+from . import small_models
+
+Arrays = np.ndarray[Any, Any]
+quick = partial(settings, deadline=None, derandomize=True, max_examples=examples(20, 60))
+
+
+def wide_of(integers: Arrays, scales: Arrays) -> Arrays:
+    return integers.astype(np.float32) * np.repeat(scales.astype(np.float32), GROUP, axis=1)
+
+
+@quick()
+@given(outputs=st.integers(1, 50), groups=st.integers(1, 5), seed=st.integers(0, 99))
+def test_words_lose_a_value_or_xla_unpacks_another(outputs: int, groups: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    integers = rng.integers(-8, 8, (outputs, groups * GROUP)).astype(np.int8)
+    scales = rng.standard_normal((outputs, groups)).astype(np.float16)
+    words, tiled = int4_words.packed(integers), int4_words.packed_scales(scales)
+    assert words.shape == int4_words.word_shape(groups * GROUP, outputs)
+    assert tiled.shape == int4_words.scale_shape(groups * GROUP, outputs)
+    # By hand, as the kernel's header draws a word.
+    for output, at in (
+        (0, 0),
+        (outputs - 1, groups * GROUP - 1),
+        (outputs // 2, 3),
+        (outputs // 3, 12),
+    ):
+        word = int(words[output // 16, at // 8, output % 16])
+        four = word >> {0: 0, 2: 4, 4: 8, 6: 12, 1: 16, 3: 20, 5: 24, 7: 28}[at % 8] & 15
+        assert (four ^ 8) - 8 == integers[output, at]
+    expected = wide_of(integers, scales)
+    np.testing.assert_array_equal(int4_words.unpacked(words, tiled, outputs), expected)
+    found = np.asarray(int4_words.widened(jnp.asarray(words), jnp.asarray(tiled)))
+    found = found.swapaxes(1, 2).reshape(-1, groups * GROUP)
+    np.testing.assert_array_equal(found[:outputs], expected)
+    assert not found[outputs:].any()
+
+
+@quick()
+@given(
+    outputs=st.integers(1, 40),
+    groups=st.integers(1, 4),
+    contracted=st.sampled_from([0, 1]),
+    first=st.integers(0, 130),
+    size=st.integers(0, 130),
+)
+def test_rows_of_a_packed_matrix_are_others_than_those_of_the_published_one(
+    outputs: int, groups: int, contracted: int, first: int, size: int
+) -> None:
+    exact = np.random.default_rng(outputs).standard_normal((outputs, groups * GROUP)).astype("f4")
+    integers, scales = int4_rounding.rounded(exact.reshape(outputs, groups, GROUP))
+    expected = wide_of(integers.reshape(exact.shape), scales)
+    published = exact if contracted else exact.T
+    words, tiled = int4_rounding.quantized(published, contracted, "w")
+    rows = int4_rounding.Widened(words, tiled, outputs, contracted)
+    assert rows.shape == published.shape
+    expected = expected if contracted else expected.T
+    part = slice(min(first, published.shape[0]), first + size)
+    np.testing.assert_array_equal(rows[part], expected[part])
+
+
+def test_a_matrix_of_many_blocks_is_rounded_like_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = np.random.default_rng(0).standard_normal((70, 96), np.float32)
+    for contracted, values in ((1, exact), (0, np.ascontiguousarray(exact.T))):
+        whole = int4_rounding.quantized(values, contracted, "w")
+        monkeypatch.setattr(int4_rounding, "_BLOCK_ELEMENTS", 1)
+        for one, other in zip(whole, int4_rounding.quantized(values, contracted, "w"), strict=True):
+            np.testing.assert_array_equal(one, other)
+        monkeypatch.undo()
+
+
+def q4_0(groups: Arrays) -> Arrays:
+    """Return groups as llama.cpp's Q4_0 rounds them: the largest value becomes -8."""
+    largest = np.take_along_axis(groups, np.abs(groups).argmax(-1)[..., None], -1)
+    scale = largest / np.float32(-8)
+    integers = (
+        np.clip(np.floor(groups / np.where(scale == 0, 1, scale) + np.float32(8.5)), 0, 15) - 8
+    )
+    return integers * scale.astype(np.float16).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy tails", "one outlier", "tiny", "huge"])
+def test_the_error_is_larger_than_that_of_q4_0(kind: str) -> None:
+    rng = np.random.default_rng(3)
+    groups = rng.standard_normal((4000, GROUP)).astype(np.float32)
+    if kind == "heavy tails":
+        groups = rng.standard_t(4, groups.shape).astype(np.float32)
+    if kind == "one outlier":
+        groups[:, 5] *= 30
+    groups *= {"tiny": 1e-4, "huge": 1e5}.get(kind, 1)
+    integers, scales = int4_rounding.rounded(groups)
+    assert integers.min() == -8
+    assert integers.max() == 7
+    wide = integers * scales.astype(np.float32)[:, None]
+    ours, theirs = (np.sqrt(np.square(each - groups).sum(1)) for each in (wide, q4_0(groups)))
+    ratio = np.sqrt(np.square(ours).sum() / np.square(theirs).sum())
+    assert ratio < (1 if kind == "one outlier" else 0.97)
+    # No group loses by the search more than another rounding of its scale costs.
+    assert (ours <= 1.01 * theirs).all()
+
+
+def test_zeros_and_numbers_that_float16_cannot_scale_are_held() -> None:
+    groups = np.zeros((4, GROUP), np.float32)
+    groups[1, 3], groups[2, 4] = 1e-30, 3.9e5
+    integers, scales = int4_rounding.rounded(groups)
+    assert np.isfinite(scales).all()
+    wide = integers * scales.astype(np.float32)[:, None]
+    assert not wide[[0, 1, 3]].any()
+    assert abs(wide[2, 4] - 3.9e5) < 300
+    values = np.full((64, 64), 1e6, np.float32)
+    with pytest.raises(
+        CheckpointError, match=r"h\.weight: expected values up to 390,000"
+    ) as caught:
+        int4_rounding.quantized(values, 1, "h.weight")
+    assert 'dtype = "int8"' in str(caught.value.hint)
+
+
+class Model(nnx.Module):
+    """A model with matrices that four bits fit and others that they do not."""
+
+    def __init__(self) -> None:
+        self.vocab_size = 200
+        self.table = Embedding(200, 64)
+        self.head = Linear(64, 200, bias=False)
+        self.up = Linear(64, 172, bias=True)
+        self.down = Linear(172, 64, bias=True)  # 172 is not whole groups
+        self.small = Linear(64, 32, bias=True)
+        self.narrow = Linear(32, 640, bias=True)
+
+
+def test_a_matrix_is_stored_in_four_bits_that_they_do_not_fit() -> None:
+    module = nnx.eval_shape(Model)
+    quantizing.store(module, "int4")
+    found = {
+        ".".join(map(str, path)): (str(part.weight.dtype), str(part.weight_scale.dtype))
+        for path, part in nnx.iter_modules(module)
+        if isinstance(part, Linear | Embedding) and part.weight_scale is not None
+    }
+    int8 = ("int8", "float32")
+    expected = {name: int8 for name in ("table", "head", "down", "small", "narrow")}
+    assert found == {**expected, "up": ("uint32", "float16")}
+    assert module.up.weight.shape == (11, 8, 16)
+
+
+@pytest.mark.parametrize("rows", [1, 2, REDUCED_ROWS + 1])
+@pytest.mark.parametrize("sizes", [(64, 200), (1056, 70)])  # published (in, out) and (out, in)
+def test_each_portable_form_gives_the_same_values(rows: int, sizes: tuple[int, int]) -> None:
+    rng = np.random.default_rng(rows)
+    module = nnx.eval_shape(lambda: Linear(*sizes, bias=True))
+    exact = rng.standard_normal(module.weight.shape, np.float32)
+    assert module.in_out == (sizes == (64, 200))
+    quantizing.store(module, "int4")
+    reads = quantizing.readers(module, lambda name: exact)
+    weights = {"bias": rng.standard_normal(sizes[1], np.float32)}
+    weights |= {name: read() for name, read in reads.items()}
+    stored = quantizing.widened(module, weights)["weight"][: exact.shape[0]]
+    matrix = stored.astype(np.float64).T if not module.in_out else stored.astype(np.float64)
+    graph, state = nnx.split(module)
+    call = jax.jit(lambda w, x: nnx.merge(graph, with_parameters(state, w))(x))
+    x = rng.standard_normal((rows, sizes[0]), np.float32)
+    expected = x @ matrix + weights["bias"]
+    for shaped in (x, x[None], x[:, None]):
+        found = np.asarray(call(weights, shaped)).reshape(rows, -1)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "loops"), [(1, True), (REDUCED_ROWS + 1, True), (40, False)])
+def test_float32_copies_of_all_matrices_are_kept(rows: int, loops: bool) -> None:
+    width, depth = 256, 12
+    words = jax.ShapeDtypeStruct(int4_words.word_shape(width, width), jnp.uint32)
+    scales = jax.ShapeDtypeStruct(int4_words.scale_shape(width, width), jnp.float16)
+
+    def layers(x: jax.Array, weights: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
+        for words, scales in weights:
+            x = jnp.tanh(dot_of_words(x, words, scales, width))
+        return x
+
+    def steps(x: jax.Array, weights: Any, count: jax.Array) -> jax.Array:
+        looped = jax.lax.fori_loop
+        return looped(0, count, lambda _, x: layers(x, weights), x) if loops else layers(x, weights)
+
+    x, count = (jax.ShapeDtypeStruct(*each) for each in (((rows, width), "f4"), ((), "i4")))
+    compiled = jax.jit(steps).lower(x, [(words, scales)] * depth, count).compile()
+    kept, one = compiled.memory_analysis().temp_size_in_bytes, width * width * 4
+    assert kept < 3 * one, f"{kept / one:.1f} of {depth} matrices in float32"
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("t5", {"d_model": 64, "d_ff": 128, "d_kv": 32}),
+        ("whisper", {"d_model": 96, "decoder_ffn_dim": 128, "encoder_ffn_dim": 128}),
+    ],
+)
+def test_logits_in_four_bits_are_those_of_what_they_stand_for(
+    family: str, change: dict[str, int]
+) -> None:
+    read = small_models.config({**small_models.CONFIGS[family], **change})
+    random = np.random.default_rng(0)
+    module = model_registry.make_decoder(read)
+    exact = {
+        name: random.standard_normal(leaf.shape, np.float32) * np.float32(0.1)
+        for name, leaf in flat_parameters(nnx.state(module)).items()
+    }
+    narrow = small_models.Model(model_registry.make_decoder(read, dtype="int4"), exact)
+    dtypes = {str(each.dtype) for each in narrow.weights.values()}
+    assert dtypes == {"uint32", "float16", "int8", "float32"}
+    rows = quantizing.widened(narrow.module, narrow.weights)
+    wide = {name: rows[name][0 : exact[name].shape[0]] for name in exact}
+    meant = small_models.Model(module, wide)
+    source = (
+        random.integers(0, 29, (1, 9), dtype=np.int32)
+        if family == "t5"
+        else random.standard_normal((1, 5, 14), np.float32)
+    )
+    tokens = small_models.random_tokens(2, 7)
+    found, expected = (each.logits(source, tokens) for each in (narrow, meant))
+    assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
