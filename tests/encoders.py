@@ -1,7 +1,10 @@
 """A tiny BERT with random weights whose words are letters, for tests of encoders. No JAX."""
 
+import zlib
 from string import ascii_lowercase
 
+import numpy as np
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers.models import WordPiece
 
@@ -37,3 +40,21 @@ def write_encoder(directory, *, pieces=False, changes=None, **modules):
     made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     made.save(str(directory / "tokenizer.json"))
     return made
+
+
+def write_scorer(directory, labels=1):
+    """Write a cross-encoder of letters: a BERT with the head of BertForSequenceClassification."""
+    changes = {
+        "architectures": ["BertForSequenceClassification"],
+        "id2label": {str(label): f"label {label}" for label in range(labels)},
+    }
+    write_encoder(directory, changes=changes, published="bert.")
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for name, shape in {"bert.pooler.dense": (12, 12), "classifier": (labels, 12)}.items():
+        random = np.random.default_rng(zlib.crc32(name.encode()))
+        tensors[f"{name}.weight"] = random.standard_normal(shape, dtype=np.float32)
+        tensors[f"{name}.bias"] = random.standard_normal(shape[:1], dtype=np.float32)
+    save_file(tensors, file, metadata={"format": "pt"})
+    said = '{"tokenizer_class": "BertTokenizer", "model_max_length": 16}'
+    (directory / "tokenizer_config.json").write_text(said)

@@ -90,7 +90,7 @@ OPENAI = {
     "/v1/embeddings": (
         embedding_create_params.EmbeddingCreateParams,
         OF_EMBEDDINGS | {"user": "u"},
-        {"dimensions": 5},
+        {"dimensions": 13},
     ),
 }
 """For each endpoint: parameters of the openai package, values that are answered, and values that are not."""

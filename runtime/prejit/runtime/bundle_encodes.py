@@ -22,7 +22,12 @@ class BundleEncodes(LoadedBundle):
     """The methods of `Bundle` that encode."""
 
     def encode(
-        self, sentences: str | Sequence[Prompt], *, on_too_long: OnTooLong = "truncate"
+        self,
+        sentences: str | Sequence[Prompt],
+        *,
+        on_too_long: OnTooLong = "truncate",
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
     ) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Return embeddings of sentences, float32 [N, D] in their order.
 
@@ -32,24 +37,70 @@ class BundleEncodes(LoadedBundle):
             on_too_long: what to do with a sentence that has more tokens than the model or the longest shape
                 of the manifest takes. `truncate`: cut it before its last special tokens, with one
                 TruncationWarning per call. `error`: raise.
+            prompt_name: the prompt of the model to put before texts; None: its default, if it has one. An
+                empty name: no prompt.
+            dimensions: how many components to keep; vectors of length 1 get that length again. None: all.
 
         Raises:
-            UsageError: the bundle holds no encoder, or no tokenizer for a text; a token does not exist.
+            UsageError: the bundle holds no encoder, or no tokenizer for a text, or it scores texts; a token
+                or a prompt does not exist.
             ContextError: a sentence is too long, and on_too_long is `error`.
             RejectError: a program is damaged.
         """
-        return self.encode_batch(sentences, on_too_long=on_too_long).embeddings
+        return self.encode_batch(
+            sentences, on_too_long=on_too_long, prompt_name=prompt_name, dimensions=dimensions
+        ).embeddings
 
     def encode_batch(
-        self, sentences: str | Sequence[Prompt], *, on_too_long: OnTooLong = "truncate"
+        self,
+        sentences: str | Sequence[Prompt],
+        *,
+        on_too_long: OnTooLong = "truncate",
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
     ) -> Encoded:
         """Return embeddings as `encode` does, with statistics: tokens, padding, buckets, times, programs."""
         self._programs.ask()
-        from prejit.runtime.encoding.sentences import embed, tokenize
+        from prejit.runtime.encoding.sentences import embed, shortened, tokenize
 
-        encoded = embed(self.encoder, tokenize(self.encoder, self.text, sentences, on_too_long))
+        tokenized = tokenize(self.encoder, self.text, sentences, on_too_long, prompt_name)
+        encoded = shortened(self.encoder, embed(self.encoder, tokenized), dimensions)
         self.finish()
         return encoded
+
+    def score(
+        self,
+        query: str | Sequence[str] | None,
+        documents: str | Sequence[str],
+        *,
+        on_too_long: OnTooLong = "truncate",
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Return how relevant documents are to a query, float32 [N], as a cross-encoder finds.
+
+        Args:
+            query: a text, or as many as there are documents. None: each document is scored alone, as a
+                classifier reads it.
+            documents: a text, or any number of them.
+            on_too_long: what to do with a pair that is too long. `truncate`: its longer text loses tokens
+                until it fits, with one TruncationWarning per call. `error`: raise.
+
+        Returns:
+            A score for each document: of the model's sigmoid, 0 to 1, or as the model gives it. A model with
+            several labels gives [N, labels].
+
+        Raises:
+            UsageError: the bundle holds no model that scores texts, or no tokenizer.
+            ContextError: a pair is too long, and on_too_long is `error`.
+            RejectError: a program is damaged.
+        """
+        self._programs.ask()
+        from prejit.runtime.encoding.pairs import tokenize_pairs
+        from prejit.runtime.encoding.sentences import embed
+
+        tokenized = tokenize_pairs(self.encoder, self.text, query, documents, on_too_long)
+        found = embed(self.encoder, tokenized).embeddings
+        self.finish()
+        return found[:, 0] if found.shape[1] == 1 else found
 
     @once
     def encoder(self) -> EncoderPrograms:

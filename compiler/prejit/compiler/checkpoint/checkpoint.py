@@ -112,25 +112,29 @@ class Checkpoint:
         Raises:
             CheckpointError: as `names`, or the file is damaged, or values are NaN or infinite.
         """
-        return self._sources[name].read()
+        source = self._sources[name]
+        return source if isinstance(source, np.ndarray) else source.read()
 
     def rows(self, name: str) -> Rows:
         """Return a parameter as `read` does, but its slices are read when they are used."""
         return self._sources[name]
 
     @cached_property
-    def _sources(self) -> dict[str, Source]:
+    def _sources(self) -> dict[str, Source | np.ndarray[Any, Any]]:
         from prejit.compiler.models import config_file, model_registry
+        from prejit.compiler.models.families.rotary_encoders import derived_of
         from prejit.compiler.models.parameters import parameters_of
 
+        derived: Mapping[str, np.ndarray[Any, Any]] = {}
         if self._layout is None:
             config = config_file.load_config(self.directory)
             parameters = parameters_of(model_registry.make_decoder(config, out_in=self._out_in))
+            naming = model_registry.naming_of(config.model_type)
         else:
             encoder = config_file.load_encoder(self.directory)
-            config = encoder.config
-            parameters = parameters_of(model_registry.make_encoder(encoder, out_in=self._out_in))
-        naming = model_registry.naming_of(config.model_type)
+            module = model_registry.make_encoder(encoder, out_in=self._out_in)
+            parameters, derived = parameters_of(module), derived_of(module)
+            naming = model_registry.encoder_naming(encoder)
         published: dict[str, Tensor] = {}
         for file in self._model_files:
             if file.suffix != ".json":
@@ -146,15 +150,17 @@ class Checkpoint:
                 transposed = ours in parameters and parameters[ours].in_out
                 problems += not_float(f"{part.name}/{name}", tensor)
                 found[ours] = TensorSource(f"{part.name}/{name}", tensor, transposed)
-        problems += _misfits(found, parameters)
+        problems += [f"unexpected {name}" for name in derived if name in found]
+        problems += _misfits(found, {n: p for n, p in parameters.items() if n not in derived})
         if problems:
             packed = tuple(end for rule in naming.converted for end in rule.published)
             others = [each for name, each in published.items() if not name.endswith(packed)]
             raise CheckpointError(
                 f"{self.directory}: the tensors do not fit config.json: {'; '.join(problems)}",
-                hint=_hint(others, complete=parameters.keys() <= found.keys()),
+                hint=_hint(others, complete=parameters.keys() <= {*found, *derived}),
             )
-        return dict(sorted(found.items()))
+        sources: dict[str, Source | np.ndarray[Any, Any]] = {**found, **derived}
+        return dict(sorted(sources.items()))
 
 
 def open_checkpoint(directory: Path, *, out_in: bool = False) -> Checkpoint:
@@ -302,8 +308,8 @@ def _our_name(published: str, naming: Naming) -> str:
         if name.startswith(start):
             name = ours + name.removeprefix(start)
     head = naming.head.removesuffix("weight")
-    is_whole = (head and name.startswith(head)) or name.startswith(naming.prefix)
-    return name if is_whole else naming.prefix + name
+    is_whole = (head and name.startswith(head)) or name.rpartition(".")[0] in naming.beside
+    return name if is_whole or name.startswith(naming.prefix) else naming.prefix + name
 
 
 def _kernels_are_out_in(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from prejit.runtime.format.arrays import Array
 
 
 def lower_encoder(
-    model: sentence.PooledEncoder, spec: ProgramSpec, forms: Forms | None = None
+    model: sentence.WholeEncoder, spec: ProgramSpec, forms: Forms | None = None
 ) -> LoweredProgram:
     """Lower one of an encoder's three programs at one bucket.
 
@@ -34,37 +34,32 @@ def lower_encoder(
         forms: as in `lower_decoder`.
     """
     batch, count = spec.bucket["batch"], spec.bucket["length"]
-    transformer = model.transformer
-    stages = {
-        "embed": [transformer.embeddings],
-        "layer": list(transformer.layers),
-        "pool": [model.sentence],
-    }
-    parts = stages[spec.kind]
+    runs = model.parts(spec.kind)
     names = {id(part): ".".join(map(str, path)) for path, part in nnx.iter_modules(model)}
-    graph, state = nnx.split(parts[0])
-    weights: Shapes = flat_parameters(state)
-    tokens = jax.ShapeDtypeStruct((batch, count), jnp.int32)
-    length = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    width = transformer.embeddings.word_embeddings.weight.shape[1]
-    hidden = jax.ShapeDtypeStruct((batch, count, width), jnp.float32)
-
-    def function(weights: Mapping[str, jax.Array], *inputs: jax.Array) -> jax.Array:
-        module = nnx.merge(graph, with_parameters(state, weights))
-        result: jax.Array = module(*inputs) if len(inputs) == 1 else module(*reversed(inputs))
-        return result
-
-    inputs = {"tokens": tokens} if spec.kind == "embed" else {"length": length, "hidden": hidden}
+    weights, function = _program(model, spec.kind, runs[0])
+    inputs: dict[str, jax.ShapeDtypeStruct] = {
+        "tokens": jax.ShapeDtypeStruct((batch, count), jnp.int32)
+    }
+    if spec.kind != "embed":
+        embedding, embed = _program(model, "embed", model.parts("embed")[0])
+        embedded = jax.eval_shape(embed, embedding, *inputs.values())
+        inputs = {"length": jax.ShapeDtypeStruct((batch,), jnp.int32), "hidden": embedded}
     donated = "hidden" if spec.kind == "layer" else ""
     values = (weights, *inputs.values())
     exported = export_with(forms, function, values, donate_argnums=2 if donated else ())
     result = jax.eval_shape(function, *values)
-    whole = [flat_parameters(nnx.split(part)[1]) for part in parts]
     rows = batch if spec.kind == "pool" else batch * count
+    sets = [
+        tuple(
+            f"{names[id(parts[int(place)])]}.{name}"
+            for place, _, name in (each.partition(".") for each in weights)
+        )
+        for parts in runs
+    ]
     return LoweredProgram(
         exported.mlir_module_serialized,
         exported.platforms,
-        tuple(f"{names[id(parts[0])]}.{name}" for name in weights),
+        sets[0],
         tuple(
             Array((name,), str(value.dtype), value.shape, name == donated)
             for name, value in inputs.items()
@@ -75,13 +70,37 @@ def lower_encoder(
             ),
         ),
         weight_sets={
-            spec.kind if len(parts) == 1 else f"{spec.kind}{place}": tuple(
-                f"{names[id(part)]}.{name}" for name in flat
-            )
-            for place, (part, flat) in enumerate(zip(parts, whole, strict=True))
+            spec.kind if len(sets) == 1 else f"{spec.kind}{place}": names
+            for place, names in enumerate(sets)
         },
-        estimated_microseconds=_estimate(spec.kind, weights, rows, hidden.shape),
+        estimated_microseconds=_estimate(
+            spec.kind, weights, rows, (batch, count, result.shape[-1])
+        ),
     )
+
+
+def _program(
+    model: sentence.WholeEncoder, kind: str, parts: sentence.Parts
+) -> tuple[Shapes, Callable[..., jax.Array]]:
+    """Return the weights of a program, and its function of values of these weights and of its inputs.
+
+    The name of a weight begins with the number of its module among the parts, and a dot.
+    """
+    graphs, states = zip(*map(nnx.split, parts), strict=True)
+    weights = {
+        f"{place}.{name}": value
+        for place, state in enumerate(states)
+        for name, value in flat_parameters(state).items()
+    }
+
+    def function(weights: Mapping[str, jax.Array], *inputs: jax.Array) -> jax.Array:
+        bound = []
+        for place, (graph, state) in enumerate(zip(graphs, states, strict=True)):
+            values = {name: weights[f"{place}.{name}"] for name in flat_parameters(state)}
+            bound.append(nnx.merge(graph, with_parameters(state, values)))
+        return model.run(kind, bound, *inputs)
+
+    return dict(sorted(weights.items())), function
 
 
 def _estimate(kind: str, weights: Shapes, rows: int, hidden: tuple[int, ...]) -> int:

@@ -2,5 +2,6 @@
 
 `config_file` reads config.json, `model_registry` finds the family and makes the module, `parameters` names
 its parameters, `sharding` splits them over a mesh, `quantizing` computes the stored values. `families` holds
-the table of families and their modules, `layers` what these share. Begin with `families.family_table`.
+the table of families and their modules, `layers` what these share. Begin with `families.family_table`
+and `families.encoder_table`.
 """

@@ -9,11 +9,12 @@ from typing import Any
 
 from prejit.compiler.base.json_file import read_json
 from prejit.compiler.base.suggestions import did_you_mean, shown
+from prejit.compiler.models.families.encoder_table import ENCODERS, HEADS
 from prejit.compiler.models.families.family import Family
-from prejit.compiler.models.families.family_table import DECODERS, ENCODERS
+from prejit.compiler.models.families.family_table import DECODERS
 from prejit.compiler.models.families.sentence import EncoderSource
-from prejit.compiler.models.families.sentence_layout import read_layout
-from prejit.compiler.models.layers.config_checks import Checks, check_config, check_file
+from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
+from prejit.compiler.models.layers.config_checks import check_config, check_file
 from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN
 from prejit.runtime.errors import CheckpointError
 
@@ -22,11 +23,16 @@ _TEXT_MODELS = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3"
 family is that of a text_config without model_type."""
 
 _HEADS = {
-    "[encode]": ("Model", "ForMaskedLM", "ForPreTraining"),
+    "[encode]": ("Model", "ForMaskedLM", "ForPreTraining", "ForCausalLM"),
     "[generate]": ("Model", "ForCausalLM", "ForConditionalGeneration"),
 }
 """The last parts of the names of transformers' classes that each section builds. An encoder is built without
 the heads with which it was pretrained; any other head is what the model is for."""
+
+_SCORES = "ForSequenceClassification"
+"""The end of the names of classes that score texts."""
+
+_MOST_LABELS = 2**16
 
 _UNREAD = frozenset(
     (
@@ -47,7 +53,7 @@ def load_config(directory: Path) -> Any:
         CheckpointError: there is no config.json, transformers does not accept it, or its family is not
             supported.
     """
-    return _load_config(directory, sorted([*DECODERS, *_TEXT_MODELS]), "[generate]")
+    return _load_config(directory, DECODERS, "[generate]")
 
 
 def load_encoder(directory: Path) -> EncoderSource:
@@ -61,16 +67,47 @@ def load_encoder(directory: Path) -> EncoderSource:
     """
     layout = read_layout(directory)
     is_plain = layout.files[:1] != (directory / "modules.json",)
-    config = _load_config(layout.transformer, sorted(ENCODERS), "[encode]", other=is_plain)
-    return EncoderSource(config, layout)
+    families = {kind: row for kind, row in ENCODERS.items() if kind in HEADS or not layout.scores}
+    config = _load_config(
+        layout.transformer,
+        families,
+        "[encode]",
+        other=is_plain and not layout.scores,
+        scores=layout.scores,
+    )
+    return EncoderSource(config, layout, _labels(layout) if layout.scores else 0)
 
 
-def _load_config(directory: Path, known: list[str], section: str, *, other: bool = True) -> Any:
+def _labels(layout: SentenceLayout) -> int:
+    """Return how many scores of each text a model gives, as transformers' PreTrainedConfig counts them."""
+    file = layout.transformer / "config.json"
+    content = read_json(file, "")
+    names = content.get("id2label")
+    count = content.get("num_labels", 2) if names is None else names
+    count = len(count) if isinstance(count, dict) else count
+    if type(count) is not int or not 0 < count <= _MOST_LABELS:
+        raise CheckpointError(
+            f"{file}: id2label: expected an object of 1 to {_MOST_LABELS} labels, found {shown(names)}",
+            hint="correct config.json, or take the one that was published with the weights",
+        )
+    return count
+
+
+def _load_config(
+    directory: Path,
+    families: Mapping[str, Family],
+    section: str,
+    *,
+    other: bool = True,
+    scores: bool = False,
+) -> Any:
     """Return the configuration of a model that a section of a manifest builds.
 
-    `known` are the model types of the section; `other` is whether the hint may be to give the other
-    section.
+    `families` are those of the section; `other` is whether the hint may be to give the other section, and
+    `scores` whether the model has a head that scores.
     """
+    what = f"a model that scores, in {section}" if scores else section
+    known = sorted([*families, *(_TEXT_MODELS if section == "[generate]" else ())])
     file = directory / "config.json"
     content = read_json(
         file, "expected a directory in the Hugging Face layout, with config.json in it"
@@ -80,45 +117,37 @@ def _load_config(directory: Path, known: list[str], section: str, *, other: bool
         others = {"[encode]": [*DECODERS], "[generate]": [*ENCODERS]}[section] if other else []
         there = "encode" if section == "[generate]" else "generate"
         raise CheckpointError(
-            f"{file}: model_type: expected one of {', '.join(map(shown, known))} for {section}, found "
+            f"{file}: model_type: expected one of {', '.join(map(shown, known))} for {what}, found "
             f"{shown(family)}{did_you_mean(str(family), known)}",
             hint=f"give the manifest [{there}] instead of {section}"
             if str(family) in others
             else BRING_YOUR_OWN,
         )
     classes = content.get("architectures")
+    heads = (_SCORES,) if scores else _HEADS[section]
     for name in classes if isinstance(classes, list) else ():
         # The class of a base model, or of a model's own code, may have any name; its tensors decide.
-        if "For" in str(name) and not str(name).endswith(_HEADS[section]):
-            names = " or ".join(f"...{end}" for end in _HEADS[section])
+        if "For" in str(name) and not str(name).endswith(heads):
+            names = " or ".join(f"...{end}" for end in heads)
             raise CheckpointError(
-                f"{file}: architectures: expected {names} for {section}, found "
+                f"{file}: architectures: expected {names} for {what}, found "
                 f"{shown(name)}, whose head prejit does not build",
                 hint=BRING_YOUR_OWN,
             )
     quantized = content.get("quantization_config")
     method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-    if quantized and method not in _family(family).quantized:
+    if quantized and method not in families[_TEXT_MODELS.get(family, (family,))[0]].quantized:
         found = shown(quantized)
         raise CheckpointError(
             f"{file}: quantization_config: expected none, found {found}",
             hint="take the checkpoint in float32, bfloat16 or float16",
         )
-    config = _completed(file, content)
-    check_config(file, config, _checks(config.model_type))
+    config = _completed(file, content, families)
+    check_config(file, config, families[config.model_type].keys)
     return config
 
 
-def _family(model_type: str) -> Family:
-    """Return the family of a model type, or of the text model in it."""
-    return {**DECODERS, **ENCODERS}[_TEXT_MODELS.get(model_type, (model_type,))[0]]
-
-
-def _checks(family: str) -> Checks:
-    return {**DECODERS, **ENCODERS}[family].keys
-
-
-def _completed(file: Path, content: Mapping[str, Any]) -> Any:
+def _completed(file: Path, content: Mapping[str, Any], families: Mapping[str, Family]) -> Any:
     """Return the content of config.json as transformers' configuration of the text model.
 
     Raises:
@@ -136,11 +165,11 @@ def _completed(file: Path, content: Mapping[str, Any]) -> Any:
                 f"{file}: text_config: expected an object, found {shown(part)}",
                 hint="correct config.json, or take the one that was published with the weights",
             )
-        families = _TEXT_MODELS[family]
-        text, prefix, family = part, "text_config.", part.get("model_type", families[0])
-        if family not in families:
+        kinds = _TEXT_MODELS[family]
+        text, prefix, family = part, "text_config.", part.get("model_type", kinds[0])
+        if family not in kinds:
             raise CheckpointError(
-                f"{file}: text_config.model_type: expected {' or '.join(map(shown, families))}, found "
+                f"{file}: text_config.model_type: expected {' or '.join(map(shown, kinds))}, found "
                 f"{shown(family)}",
                 hint=BRING_YOUR_OWN,
             )
@@ -149,7 +178,8 @@ def _completed(file: Path, content: Mapping[str, Any]) -> Any:
             f"{file}: {prefix}model_type: the transformers installed here does not have {shown(family)}",
             hint="pip install --upgrade transformers",
         )
-    check_file(file, text, _checks(family), CONFIG_MAPPING[family].attribute_map, prefix)
+    checks = families[family].keys
+    check_file(file, text, checks, CONFIG_MAPPING[family].attribute_map, prefix)
     read = {key: value for key, value in text.items() if key not in _UNREAD}
     try:
         config = CONFIG_MAPPING[family].from_dict(read)

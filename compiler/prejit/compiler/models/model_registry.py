@@ -1,20 +1,29 @@
 """Find a model's family by its model_type, and make the model as an abstract flax nnx module.
 
-families/family_table.py lists the families. Parameters have the names of the published tensors, one array
-each; nothing is stacked.
+families/family_table.py and families/encoder_table.py list the families. Parameters have the names of the
+published tensors, one array each; nothing is stacked.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from flax import nnx
 
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.models import quantizing
+from prejit.compiler.models.families.encoder_table import ENCODERS, HEADS, WITH_SEGMENTS
 from prejit.compiler.models.families.family import Family
-from prejit.compiler.models.families.family_table import DECODERS, ENCODERS
-from prejit.compiler.models.families.sentence import EncoderConfig, EncoderSource, PooledEncoder
+from prejit.compiler.models.families.family_table import DECODERS
+from prejit.compiler.models.families.scoring import ScoringEncoder
+from prejit.compiler.models.families.sentence import (
+    EncoderConfig,
+    EncoderSource,
+    PooledEncoder,
+    WholeEncoder,
+)
+from prejit.compiler.models.families.sentence_layout import IDENTITY, SIGMOID
 from prejit.compiler.models.layers import product_forms
 from prejit.compiler.models.layers.layer_config import DecoderConfig, Naming, unsupported
 from prejit.runtime.errors import CheckpointError
@@ -92,19 +101,33 @@ def describe_encoder(source: EncoderSource) -> EncoderConfig:
             f"max_position_embeddings: expected more than pad_token_id + 1 = {config.pad_token_id + 1}, "
             f"found {config.max_position_embeddings}",
         )
+    limit = min(positions, layout.max_tokens or positions)
+    sizes = (config.model_type, config.vocab_size)
+    if source.labels:
+        pooling, _ = HEADS[config.model_type].chosen(config)
+        default = SIGMOID if source.labels == 1 else IDENTITY
+        scores = layout.score_activation or default
+        segments = _has_segments(source) or None
+        return EncoderConfig(
+            *sizes, source.labels, limit, pooling, False, scores=scores, segments=segments
+        )
     return EncoderConfig(
-        config.model_type,
-        config.vocab_size,
-        width,
-        min(positions, layout.max_tokens or positions),
-        "+".join(layout.pooling),
-        layout.normalized,
+        *(*sizes, width, limit, "+".join(layout.pooling), layout.normalized),
+        prompts=layout.prompts or None,
+        default_prompt=layout.default_prompt,
     )
+
+
+def _has_segments(source: EncoderSource) -> bool:
+    """Return whether a model that scores is given the segments of a pair of texts."""
+    config = source.config
+    is_read = config.model_type in WITH_SEGMENTS and config.type_vocab_size > 1
+    return is_read and source.layout.has_segments
 
 
 def make_encoder(
     source: EncoderSource, dtype: str = "float32", *, out_in: bool = False
-) -> PooledEncoder:
+) -> WholeEncoder:
     """Return an encoder as an abstract module: its parameters are shapes without values.
 
     `source` is from `config_file.load_encoder`, `dtype` a name in STORED_DTYPES, and `out_in` as in
@@ -116,16 +139,37 @@ def make_encoder(
     describe_encoder(source)
     family = ENCODERS[source.config.model_type]
     with product_forms.storing(out_in=out_in):
-        module: PooledEncoder = nnx.eval_shape(
-            lambda: PooledEncoder(source, family.naming.prefix, family.build(source.config, None))
-        )
+        module: WholeEncoder = nnx.eval_shape(lambda: _encoder(source, family))
     quantizing.store(module, dtype)
     return module
 
 
+def _encoder(source: EncoderSource, family: Family) -> WholeEncoder:
+    config, prefix = source.config, family.naming.prefix
+    transformer = family.build(config, None)
+    if not source.labels:
+        return PooledEncoder(source.layout, prefix, transformer)
+    head, segments = HEADS[config.model_type], _has_segments(source)
+    return ScoringEncoder(
+        head, config, prefix, transformer, labels=source.labels, segments=segments
+    )
+
+
 def naming_of(family: str) -> Naming:
-    """Return how published checkpoints of a family name their tensors."""
-    return {**DECODERS, **ENCODERS}[family].naming
+    """Return how published checkpoints of a family that generates name their tensors."""
+    return DECODERS[family].naming
+
+
+def encoder_naming(source: EncoderSource) -> Naming:
+    """Return how published checkpoints of an encoder name their tensors."""
+    kind = source.config.model_type
+    naming = ENCODERS[kind].naming
+    if not source.labels:
+        return naming
+    own = HEADS[kind].names
+    # What is a head of pretraining for an encoder that embeds, may be a part of this one.
+    ignored = [start for start in naming.ignored if not any(n.startswith(start) for n in own)]
+    return replace(naming, ignored=tuple(ignored), beside=own)
 
 
 def _decoder_family(config: Any) -> Family:

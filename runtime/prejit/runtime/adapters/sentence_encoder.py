@@ -51,9 +51,8 @@ class SentenceEncoder:
 
         Args:
             bundle: the bundle, its directory, or a reference to it.
-            prompts: texts to put before sentences, by name, as in config_sentence_transformers.json, which
-                bundles do not hold.
-            default_prompt_name: as there.
+            prompts: texts to put before sentences, by name, in place of the model's or beside them.
+            default_prompt_name: the name of the prompt of calls that name none; None: the model's default.
             similarity_fn_name: as there.
             **options: of `load`.
 
@@ -62,11 +61,12 @@ class SentenceEncoder:
             MismatchError, RejectError, StoreError, UntrustedError: as `load`.
         """
         self.bundle = bundle if isinstance(bundle, Bundle) else load(bundle, **options)
-        self.prompts = dict(prompts or {})
-        self.default_prompt_name = default_prompt_name
-        self.similarity_fn_name = similarity_fn_name
         self._encoder = self.bundle.encoder
-        self._prompt(default_prompt_name)
+        described = self._encoder.encoder
+        self.prompts = {**(described.prompts or {}), **(prompts or {})}
+        self.default_prompt_name = default_prompt_name or described.default_prompt
+        self.similarity_fn_name = similarity_fn_name
+        self._prompt(self.default_prompt_name)
         _one_of("similarity_fn_name", similarity_fn_name, _SIMILARITIES)
 
     def encode(
@@ -118,7 +118,7 @@ class SentenceEncoder:
         size = batch_size if show_progress_bar else max(1, len(texts))
         parts = [np.empty((0, self._encoder.encoder.width), np.float32)]
         for start in range(0, len(texts), size):
-            parts.append(self.bundle.encode(texts[start : start + size]))
+            parts.append(self.bundle.encode(texts[start : start + size], prompt_name=""))
             if show_progress_bar:
                 print(f"\r{min(start + size, len(texts))}/{len(texts)}", end="", file=sys.stderr)
         if show_progress_bar:

@@ -64,10 +64,10 @@ class EncodeStats:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Embeddings and what they cost.
+    """Embeddings, or scores, and what they cost.
 
     Attributes:
-        embeddings: float32 [N, D], in the order of the sentences.
+        embeddings: float32 [N, D], in the order of the sentences; or scores of pairs, [N, labels].
         stats: what they cost.
     """
 

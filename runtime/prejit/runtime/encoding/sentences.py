@@ -6,7 +6,9 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
 
 from prejit.runtime.base import arguments
 from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms
@@ -16,10 +18,12 @@ if TYPE_CHECKING:
     from prejit.runtime.text.bundle_text import BundleText
     from prejit.runtime.text.tokenizer import Tokenizer
 
+Embeddings = np.ndarray[Any, np.dtype[np.float32]]
+
 OnTooLong = Literal["truncate", "error"]
 """What to do with a sentence that is too long."""
 
-_CALLER = 5
+CALLER = 5
 """Stack level of the user's code for a warning from `shorten`: behind `tokenize`, its caller, and a method of
 the public API."""
 
@@ -43,17 +47,20 @@ def tokenize(
     text: BundleText,
     sentences: str | Sequence[str | Sequence[int]],
     on_too_long: OnTooLong,
+    prompt_name: str | None = None,
 ) -> Tokenized:
-    """Return the token ids of sentences, checked and cut.
+    """Return the token ids of sentences, checked and cut. A prompt is put before texts, not before ids.
 
     Raises:
         UsageError, ContextError, RejectError: as `Bundle.encode`.
     """
+    need(encoder, scores=False)
+    before = _prompt(encoder, prompt_name)
     one = [sentences] if isinstance(sentences, str) else sentences
     listed = arguments.items("sentences", one, "a text or a list of texts")
     arguments.choice("on_too_long", on_too_long, ("truncate", "error"))
     started = time.perf_counter()
-    texts = [sentence for sentence in listed if isinstance(sentence, str)]
+    texts = [before + sentence for sentence in listed if isinstance(sentence, str)]
     encoded = iter(text.need_tokenizer().encode_batch(texts) if texts else ())
     ids = [
         next(encoded)
@@ -63,24 +70,81 @@ def tokenize(
     ]
     seconds = time.perf_counter() - started
     check_ids(ids, encoder.encoder.vocab_size)
-    limit = encoder.max_tokens
-    of_model = limit == encoder.encoder.max_tokens
-    why = "the limit of the model" if of_model else "the longest shape of the manifest"
+    limit, why = encoder.max_tokens, reason_of_limit(encoder)
     truncated = shorten(ids, limit, lambda: text.tokenizer, on_too_long, why)
     return Tokenized(ids, truncated, seconds)
 
 
+def need(encoder: EncoderPrograms, *, scores: bool) -> None:
+    """Check that a model embeds sentences, or that it scores texts.
+
+    Raises:
+        UsageError: it does the other.
+    """
+    if scores and encoder.encoder.scores is None:
+        raise UsageError("expected a model that scores texts, found one that embeds", hint="encode")
+    if not scores and encoder.encoder.scores is not None:
+        raise UsageError(
+            "expected a model that embeds sentences, found one that scores pairs of texts",
+            hint="bundle.score(query, documents), or POST /v1/rerank",
+        )
+
+
+def reason_of_limit(encoder: EncoderPrograms) -> str:
+    """Return what sets the most tokens of a sentence, for errors."""
+    of_model = encoder.max_tokens == encoder.encoder.max_tokens
+    return "the limit of the model" if of_model else "the longest shape of the manifest"
+
+
+def _prompt(encoder: EncoderPrograms, name: str | None) -> str:
+    """Return the text to put before sentences: that of a name, or of the model's default."""
+    prompts = encoder.encoder.prompts or {}
+    name = encoder.encoder.default_prompt if name is None else name
+    if not name:
+        return ""
+    if name not in prompts:
+        known = ", ".join(map(repr, prompts)) or "no name: this model has no prompts"
+        raise UsageError(f"prompt_name: expected {known}; found {name!r:.80}")
+    return prompts[name]
+
+
+def shortened(encoder: EncoderPrograms, encoded: Encoded, dimensions: int | None) -> Encoded:
+    """Return embeddings with their first components only, of length 1 if those of the model have it.
+
+    That is of use with a model that was trained so (Kusupati et al. 2022, Matryoshka, arXiv 2205.13147).
+
+    Raises:
+        UsageError: the embeddings have fewer.
+    """
+    width = encoder.encoder.width
+    if dimensions is None or arguments.integer("dimensions", dimensions, 1, width) == width:
+        return encoded
+    vectors = encoded.embeddings[:, :dimensions]
+    if encoder.encoder.normalized:
+        lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+        vectors = (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
+    return replace(encoded, embeddings=vectors)
+
+
 def embed(encoder: EncoderPrograms, tokenized: Tokenized) -> Encoded:
-    """Return the embeddings of sentences and what they cost.
+    """Return the embeddings of sentences, or the scores of pairs, and what they cost.
 
     Raises:
         RejectError: a program is damaged.
     """
     embeddings, stats = encoder.encode(tokenized.ids)
     return Encoded(
-        embeddings,
+        activated(encoder, embeddings),
         replace(stats, truncated=tokenized.truncated, tokenize_seconds=tokenized.seconds),
     )
+
+
+def activated(encoder: EncoderPrograms, found: Embeddings) -> Embeddings:
+    """Return what a model found, with the activation of its scores, if it has one."""
+    if encoder.encoder.scores != "sigmoid":
+        return found
+    with np.errstate(over="ignore"):  # then the score is 0
+        return (1 / (1 + np.exp(-found))).astype(np.float32)
 
 
 def check_ids(sentences: Sequence[Sequence[int]], vocab_size: int) -> None:
@@ -136,7 +200,7 @@ def shorten(
         ids = sentences[place]
         kept = end if end and len(end) < limit and ids[-len(end) :] == end else []
         sentences[place] = [*ids[: limit - len(kept)], *kept]
-    warnings.warn(f"{what}: they are cut off there", TruncationWarning, stacklevel=_CALLER)
+    warnings.warn(f"{what}: they are cut off there", TruncationWarning, stacklevel=CALLER)
     return len(too_long)
 
 

@@ -99,10 +99,8 @@ class Memory:
     """The memory that a program needs on each device while it runs, in bytes, as the compiler reports it.
 
     Attributes:
-        argument_bytes: size of weights and inputs.
-        output_bytes: size of results.
-        alias_bytes: the part of the results that reuses donated arguments.
-        temp_bytes: size of intermediate values.
+        argument_bytes, output_bytes: size of weights and inputs, and of results.
+        alias_bytes, temp_bytes: size of results in donated arguments, and of intermediate values.
     """
 
     argument_bytes: int
@@ -296,8 +294,7 @@ class RecordedProgram:
     """A program that jax compiled while `prejit record` watched: one file of jax's compilation cache.
 
     Attributes:
-        name: jax's name of the program: `jit_score`.
-        file: jax's name of the file.
+        name, file: jax's names of the program, `jit_score`, and of the file.
         entry: the frame of the file's bytes in the pack of recorded files.
         ingredients: digests of the ingredients of jax's key, 64 hexadecimal digits each, by jax's names. They
             explain a miss; empty: the program hid them.
@@ -355,13 +352,14 @@ class Encoder:
     """The properties of an encoder that encoding needs.
 
     Attributes:
-        family: the model_type in its config.json: `bert`, `roberta`, `distilbert`.
-        vocab_size: number of tokens that it knows.
-        width: size of an embedding.
-        max_tokens: maximum length of a sentence, including special tokens.
-        pooling: how tokens become one vector: `mean`, `cls`, `max`, ...
-        normalized: whether embeddings have length 1.
+        family: the model_type in its config.json: `bert`, `modernbert`, `qwen3`.
+        vocab_size, max_tokens: number of tokens that it knows, and of a sentence, special ones included.
+        width: size of an embedding, or number of scores.
+        pooling, normalized: how tokens become one vector: `mean`, `cls`; and whether its length is 1.
         layers: weight sets of the layers, in order. A program of the kind `layer` runs with each in turn.
+        scores: activation of a text's scores, `sigmoid` or `identity`; None: the model embeds.
+        segments: True if a token of the second text of a pair is its id plus vocab_size; else None.
+        prompts, default_prompt: texts to put before sentences, by name, and the name of the default.
     """
 
     family: str
@@ -371,6 +369,10 @@ class Encoder:
     pooling: str
     normalized: bool
     layers: tuple[str, ...]
+    scores: str | None = None
+    segments: bool | None = None
+    prompts: dict[str, str] | None = None
+    default_prompt: str | None = None
 
     def __post_init__(self) -> None:
         _check_sizes(self, "encoder", "vocab_size", "width", "max_tokens")
@@ -389,8 +391,7 @@ class Portable:
     """Versions of the portable programs.
 
     Attributes:
-        jax: the version of jax that lowered them.
-        stablehlo: the version of StableHLO that they are written in.
+        jax, stablehlo: the versions of jax, which lowered them, and of StableHLO, their language.
         readable_until: a date, YYYY-MM-DD. Later jaxlibs do not promise to read them; None: not known.
     """
 
@@ -449,14 +450,12 @@ class Config:
 
     Attributes:
         format: the format of the bundle.
-        bundle: name of the bundle.
-        target: name of the target.
+        bundle, target: the names of both.
         requirement: the same as in the index's annotation.
         versions: versions of the packages that built the bundle: prejit, jax, jaxlib, stablehlo, ...
         programs: the program table.
         weight_sets: ordered names of tensors of the weights layer, by name of the set.
-        decoder: None: the bundle holds no decoder.
-        encoder: None: the bundle holds no encoder.
+        decoder, encoder: None: the bundle holds none.
         mesh: the mesh that its programs run on; None: one device.
         weight_shardings: how tensors are split over the mesh, in the notation of `Array`. Every device has
             the whole of all other tensors.

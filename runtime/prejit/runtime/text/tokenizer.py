@@ -37,7 +37,7 @@ _INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 @final
 class Tokenizer:
-    """The tokenizer of a bundle. Safe to use from many threads."""
+    """The tokenizer of a bundle: `library` is its object. Safe to use from many threads."""
 
     def __init__(self, content: bytes, path: str) -> None:
         """Read a tokenizer.json. Its truncation and padding are turned off, as transformers does.
@@ -46,10 +46,10 @@ class Tokenizer:
             RejectError: this version of `tokenizers` cannot read it.
         """
         try:
-            self._tokenizer = _Tokenizer.from_buffer(content)
-            self._tokenizer.no_truncation()
-            self._tokenizer.no_padding()
-            added = self._tokenizer.get_added_tokens_decoder()
+            self.library = _Tokenizer.from_buffer(content)
+            self.library.no_truncation()
+            self.library.no_padding()
+            added = self.library.get_added_tokens_decoder()
         except _INTERRUPTS:
             raise
         except BaseException as error:  # also a panic of Rust, which is no Exception
@@ -81,8 +81,8 @@ class Tokenizer:
             )
         if len(text) > _ALONE:
             return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
-        return self._encoded(
-            lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.encoded(
+            lambda: self.library.encode(text, add_special_tokens=add_special_tokens).ids
         )
 
     def encode_batch(
@@ -95,8 +95,8 @@ class Tokenizer:
         listed = [texts] if isinstance(texts, str) else list(texts)
         for text in listed:
             _check_unicode(text)
-        encodings = self._encoded(
-            lambda: self._tokenizer.encode_batch_fast(listed, add_special_tokens=add_special_tokens)
+        encodings = self.encoded(
+            lambda: self.library.encode_batch_fast(listed, add_special_tokens=add_special_tokens)
         )
         return [encoding.ids for encoding in encodings]
 
@@ -117,7 +117,7 @@ class Tokenizer:
         """The bytes of each token by its id."""
         from prejit.runtime.text.vocabulary import TokenBytes  # only log-probabilities need it
 
-        return TokenBytes(self._tokenizer)
+        return TokenBytes(self.library)
 
     def vocabulary(self, vocab_size: int) -> list[bytes | None]:
         """Return the bytes that each token adds to a text, in the order of token ids.
@@ -133,16 +133,16 @@ class Tokenizer:
         """
         from prejit.runtime.text.vocabulary import bytes_by_decoder  # only grammars need it
 
-        bytes_of = bytes_by_decoder(self._tokenizer)
+        bytes_of = bytes_by_decoder(self.library)
         table: list[bytes | None] = [None] * vocab_size
-        for token, token_id in self._tokenizer.get_vocab(with_added_tokens=True).items():
+        for token, token_id in self.library.get_vocab(with_added_tokens=True).items():
             if token_id < vocab_size and token_id not in self._special:
                 table[token_id] = bytes_of(token)
         return table
 
     def special_id(self, text: str) -> int | None:
         """Return the id of the special token that is written so, or None if there is none."""
-        token_id = self._tokenizer.token_to_id(text)
+        token_id = self.library.token_to_id(text)
         return token_id if token_id in self._special else None
 
     @property
@@ -152,9 +152,10 @@ class Tokenizer:
         Tokens that were added to the vocabulary do not count: some published models have no embedding for
         them.
         """
-        return max(self._tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
+        return max(self.library.get_vocab(with_added_tokens=False).values(), default=-1)
 
-    def _encoded(self, encode: Callable[[], T]) -> T:
+    def encoded(self, encode: Callable[[], T]) -> T:
+        """Return the result of a call of the library; what fails there is a UsageError."""
         try:
             return encode()
         except _INTERRUPTS:
@@ -166,13 +167,13 @@ class Tokenizer:
             ) from error
 
     def _decode(self, token_ids: list[int]) -> str:
-        library = self._tokenizer
+        library = self.library
         if len(token_ids) > _ALONE:  # other threads run while a batch is decoded
             return self._decoded(lambda: library.decode_batch([token_ids])[0], token_ids)
         return self._decoded(lambda: library.decode(token_ids), token_ids)
 
     def _token(self, token_id: int) -> str | None:
-        return self._decoded(lambda: self._tokenizer.id_to_token(token_id), [token_id])
+        return self._decoded(lambda: self.library.id_to_token(token_id), [token_id])
 
     def _decoded(self, decode: Callable[[], T], token_ids: Sequence[int]) -> T:
         try:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from prejit.runtime.encoding.encoder import Encoded
     from prejit.runtime.encoding.sentences import OnTooLong
     from prejit.server.engine.microbatch_calls import Calling
-    from prejit.server.engine.microbatch_encode import Encoding
+    from prejit.server.engine.microbatch_encode import Encoding, Pair
 
 _log = logging.getLogger(__name__)
 logging.getLogger("prejit.server").addHandler(logging.NullHandler())
@@ -251,16 +251,18 @@ class Engine(OneProcess):
 
     def encode(
         self,
-        sentences: str | Sequence[Prompt],
+        sentences: str | Sequence[Prompt | Pair],
         *,
         on_too_long: OnTooLong = "truncate",
+        prompt_name: str | None = None,
         timeout: float | None = None,
     ) -> Encoded:
         """Return embeddings of sentences, which share runs of the encoder with those of other callers.
 
         Args:
-            sentences: as of `Bundle.encode_batch`.
+            sentences: as of `Bundle.encode_batch`; of a model that scores, pairs of a query and a document.
             on_too_long: as of `Bundle.encode_batch`.
+            prompt_name: as of `Bundle.encode_batch`.
             timeout: seconds until they must be there; None: any.
 
         Raises:
@@ -269,13 +271,14 @@ class Engine(OneProcess):
             QueueFullError: too many calls wait; it says how long to wait.
             ClosedError: the engine is draining or closed.
         """
-        return self._encoding.encode(sentences, on_too_long=on_too_long, timeout=timeout)
+        return self._encoding.encode(sentences, on_too_long, prompt_name, timeout=timeout)
 
     def submit_encode(
         self,
-        sentences: str | Sequence[Prompt],
+        sentences: str | Sequence[Prompt | Pair],
         *,
         on_too_long: OnTooLong = "truncate",
+        prompt_name: str | None = None,
         timeout: float | None = None,
         client: str = "",
         limits: Limits = NO_LIMITS,
@@ -288,7 +291,7 @@ class Engine(OneProcess):
             UsageError, ContextError, QueueFullError, ClosedError: as `encode`.
         """
         return self._encoding.submit(
-            sentences, on_too_long=on_too_long, timeout=timeout, client=client, limits=limits
+            sentences, on_too_long, prompt_name, timeout=timeout, client=client, limits=limits
         )
 
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
 from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms, EncodeStats
-from prejit.runtime.encoding.sentences import OnTooLong, Tokenized, embed, tokenize
+from prejit.runtime.encoding.pairs import tokenize_pairs
+from prejit.runtime.encoding.sentences import OnTooLong, Tokenized, activated, embed, tokenize
 from prejit.server.engine.fair_queue import NO_LIMITS, Limits
 from prejit.server.engine.microbatch import Lane
 from prejit.server.engine.request_recorder import Cost, RequestRecorder
@@ -23,6 +24,10 @@ from prejit.server.engine.sleeper import Sleeper
 if TYPE_CHECKING:
     from prejit.runtime.generation.options import Prompt
     from prejit.runtime.text.bundle_text import BundleText
+
+
+Pair = tuple[str | None, str]
+"""A query and a document, for a model that scores; of all pairs of a call, or of none, the query is None."""
 
 
 class _Sentences(NamedTuple):
@@ -83,9 +88,10 @@ class Encoding:
 
     def submit(
         self,
-        sentences: str | Sequence[Prompt],
-        *,
+        sentences: str | Sequence[Prompt | Pair],
         on_too_long: OnTooLong = "truncate",
+        prompt_name: str | None = None,
+        *,
         timeout: float | None = None,
         client: str = "",
         limits: Limits = NO_LIMITS,
@@ -97,7 +103,7 @@ class Encoding:
             QueueFullError: too many calls wait.
             ClosedError: `close` or `drain` was called.
         """
-        tokenized = tokenize(self._encoder, self._text, sentences, on_too_long)
+        tokenized = self._tokenized(sentences, on_too_long, prompt_name)
         job = self._job(tokenized, timeout)
         job.client, job.limits = client, limits
         if job.rows:
@@ -108,9 +114,10 @@ class Encoding:
 
     def encode(
         self,
-        sentences: str | Sequence[Prompt],
-        *,
+        sentences: str | Sequence[Prompt | Pair],
         on_too_long: OnTooLong = "truncate",
+        prompt_name: str | None = None,
+        *,
         timeout: float | None = None,
     ) -> Encoded:
         """Return the embeddings of sentences. Arguments and errors as `submit`.
@@ -120,7 +127,7 @@ class Encoding:
         Raises:
             DeadlineError: the timeout has passed.
         """
-        tokenized = tokenize(self._encoder, self._text, sentences, on_too_long)
+        tokenized = self._tokenized(sentences, on_too_long, prompt_name)
         count = len(tokenized.ids)
         if timeout is None and count <= self._most:
             with self._lane.alone(count) as ran:
@@ -143,6 +150,15 @@ class Encoding:
     def close(self) -> None:
         """Refuse new calls, fail those that wait with ClosedError, and wait for those that run."""
         self._lane.close()
+
+    def _tokenized(
+        self, sentences: Any, on_too_long: OnTooLong, prompt_name: str | None
+    ) -> Tokenized:
+        if self._encoder.encoder.scores is None:
+            return tokenize(self._encoder, self._text, sentences, on_too_long, prompt_name)
+        queries, documents = zip(*sentences, strict=True) if sentences else ((), ())
+        query = None if queries and queries[0] is None else queries
+        return tokenize_pairs(self._encoder, self._text, query, documents, on_too_long)
 
     def _encoded(self, tokenized: Tokenized) -> Encoded:
         """Encode the sentences of one call now."""
@@ -167,7 +183,7 @@ class Encoding:
                 truncated=tokenized.truncated,
                 tokenize_seconds=tokenized.seconds,
             )
-            return Encoded(embeddings, stats)
+            return Encoded(activated(self._encoder, embeddings), stats)
 
         deadline = deadline_after(timeout)
         job: SharedJob[_Sentences] = SharedJob(

@@ -1,26 +1,24 @@
-"""POST /v1/embeddings: vectors of texts; /v1/score and /v1/rerank: how alike texts are, as vLLM has them."""
+"""POST /v1/embeddings: vectors of texts."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import time
-import uuid
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from prejit.runtime.encoding.sentences import shortened
 from prejit.runtime.errors import NumbersError
 from prejit.server.gate.api_keys import ApiKey
 from prejit.server.gate.http_errors import field_error, json_response
 from prejit.server.gate.request_clients import check_tokens, unless_gone
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.bodies import (
-    RequestFields,
     ResponseFields,
     Unused,
     check_only,
@@ -52,12 +50,14 @@ class EmbeddingRequest(EncodingRequest, frozen=True, kw_only=True):
     Attributes:
         input: a text, token ids, or a list of either.
         encoding_format: numbers, or the bytes of little-endian float32 in base64.
-        dimensions: the width of the model; no other is supported.
+        dimensions: how many components to keep; a vector of length 1 gets that length again.
+        prompt_name: the prompt of the model to put before texts; it may be missing: its default.
     """
 
     input: Inputs
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
+    prompt_name: str | None = None
 
 
 class EmbeddingVector(ResponseFields, frozen=True, kw_only=True):
@@ -84,91 +84,7 @@ class EmbeddingList(ResponseFields, frozen=True, kw_only=True):
     usage: EmbeddingUsage
 
 
-Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
-"""One text or several."""
-
-
-class ScoreRequest(EncodingRequest, frozen=True, kw_only=True):
-    """The body of POST /v1/score.
-
-    Attributes:
-        text_1: one text, or as many as `text_2` has.
-        text_2: the texts to compare with it.
-    """
-
-    text_1: Texts
-    text_2: Texts
-
-
-class Score(ResponseFields, frozen=True, kw_only=True):
-    """The similarity of two texts, -1 to 1."""
-
-    index: int
-    object: Literal["score"] = "score"
-    score: float
-
-
-class ScoreList(ResponseFields, frozen=True, kw_only=True):
-    """The response of POST /v1/score."""
-
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[Score]
-    usage: EmbeddingUsage
-
-
-class Document(RequestFields, frozen=True, kw_only=True):
-    """A document that is an object."""
-
-    text: str
-
-
-class RerankRequest(EncodingRequest, frozen=True, kw_only=True):
-    """The body of POST /v1/rerank.
-
-    Attributes:
-        query: a text.
-        documents: the texts to put in order.
-        top_n: how many of the best come back; 0 and none: all.
-        return_documents: whether their texts come back. Default: true.
-        max_tokens_per_doc: not supported.
-    """
-
-    query: str
-    documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_INPUTS)]
-    top_n: Annotated[int, Meta(ge=0)] | None = None
-    return_documents: bool | None = None
-    max_tokens_per_doc: None = None
-
-
-class RankedDocument(ResponseFields, frozen=True, kw_only=True):
-    """The text of a document."""
-
-    text: str
-
-
-class RerankResult(ResponseFields, frozen=True, kw_only=True):
-    """A document and how relevant it is, -1 to 1."""
-
-    index: int
-    relevance_score: float
-    document: RankedDocument | msgspec.UnsetType = msgspec.UNSET
-
-
-class Reranked(ResponseFields, frozen=True, kw_only=True):
-    """The response of POST /v1/rerank, the most relevant document first."""
-
-    id: str
-    model: str
-    results: list[RerankResult]
-    usage: EmbeddingUsage
-
-
 _EMBED = msgspec.json.Decoder(EmbeddingRequest)
-_SCORE = msgspec.json.Decoder(ScoreRequest)
-_RERANK = msgspec.json.Decoder(RerankRequest)
 
 
 async def embed(models: Models, settings: Settings, request: Request) -> Response:
@@ -176,14 +92,22 @@ async def embed(models: Models, settings: Settings, request: Request) -> Respons
     body = await read(request, _EMBED, settings)
     served = served_model(models, body.model)
     encoder = served.bundle.config.encoder
-    if encoder is not None and body.dimensions not in (None, encoder.width):
+    most = 0 if encoder is None else encoder.width
+    if encoder is not None and not 0 < (body.dimensions or most) <= most:
         raise field_error(
-            "dimensions",
-            f"expected {encoder.width}, the width of this model, found {body.dimensions}",
-            code="unsupported_parameter",
+            "dimensions", f"expected 1 to {most}, the width of this model, found {body.dimensions}"
+        )
+    if encoder is not None and encoder.scores is not None:
+        raise field_error(
+            "model",
+            f"expected a model that embeds, found {served.name!r}, which scores pairs of texts",
         )
     inputs = _inputs(body)
-    vectors, usage = await _encoded(request, settings, served, body, inputs)
+    vectors, usage = await encoded(
+        *(request, settings, served, body, inputs),
+        dimensions=body.dimensions,
+        prompt_name=body.prompt_name,
+    )
     return json_response(
         EmbeddingList(
             data=[
@@ -196,14 +120,17 @@ async def embed(models: Models, settings: Settings, request: Request) -> Respons
     )
 
 
-async def _encoded(
+async def encoded(
     request: Request,
     settings: Settings,
     served: Served,
     body: EncodingRequest,
-    inputs: list[str | list[int]],
+    inputs: Sequence[str | list[int] | tuple[str, str]],
+    *,
+    dimensions: int | None = None,
+    prompt_name: str | None = None,
 ) -> tuple[np.ndarray[Any, np.dtype[np.float32]], EmbeddingUsage]:
-    """Return the vectors of inputs, little-endian float32 [N, D], and the usage.
+    """Return the vectors of inputs, or the scores of pairs, little-endian float32 [N, D], and the usage.
 
     Raises:
         ApiError: the model is no encoder, the request wants them shorter than the model does, or its key has
@@ -221,22 +148,26 @@ async def _encoded(
     key: ApiKey = request.state.key
     check_tokens(key)
     is_cut = body.truncate_prompt_tokens is not None
-    characters = sum(len(each) for each in inputs)
+    characters = sum(
+        sum(map(len, each)) if isinstance(each, tuple) else len(each) for each in inputs
+    )
     # The engine tokenizes in the caller's thread.
     future = await off_loop(
         characters,
         lambda: served.engine.submit_encode(
             inputs,
             on_too_long="truncate" if is_cut else "error",
+            prompt_name=prompt_name,
             timeout=settings.timeout_seconds,
             client=key.name,
             limits=key.limits,
         ),
     )
     found = await unless_gone(request.receive, asyncio.wrap_future(future))
+    found = shortened(served.bundle.encoder, found, dimensions)
     vectors = np.ascontiguousarray(found.embeddings, np.dtype("<f4"))
     if not np.isfinite(vectors).all():
-        raise NumbersError("the model returned embeddings that are not numbers")
+        raise NumbersError("the model returned embeddings or scores that are not numbers")
     tokens = found.stats.tokens
     if key.meter is not None:
         key.meter.spend(tokens)
@@ -257,66 +188,3 @@ def _written(vector: np.ndarray[Any, Any], encoding: str | None) -> list[float] 
     if encoding == "base64":
         return base64.b64encode(vector.tobytes()).decode()
     return vector.tolist()  # type: ignore[no-any-return]
-
-
-async def score(models: Models, settings: Settings, request: Request) -> Response:
-    """Answer POST /v1/score."""
-    body = await read(request, _SCORE, settings)
-    served = served_model(models, body.model)
-    one, other = (
-        [texts] if isinstance(texts, str) else texts for texts in (body.text_1, body.text_2)
-    )
-    if len(one) not in (1, len(other)):
-        raise field_error(
-            "text_1", f"expected one text, or {len(other)} as text_2 has, found {len(one)}"
-        )
-    scores, usage = await _cosines(request, settings, served, body, one, other)
-    return json_response(
-        ScoreList(
-            id=f"score-{uuid.uuid4().hex}",
-            created=int(time.time()),
-            model=served.name,
-            data=[Score(index=place, score=each) for place, each in enumerate(scores)],
-            usage=usage,
-        )
-    )
-
-
-async def rerank(models: Models, settings: Settings, request: Request) -> Response:
-    """Answer POST /v1/rerank."""
-    body = await read(request, _RERANK, settings)
-    served = served_model(models, body.model)
-    texts = [each if isinstance(each, str) else each.text for each in body.documents]
-    scores, usage = await _cosines(request, settings, served, body, [body.query], texts)
-    best = sorted(range(len(texts)), key=lambda place: -scores[place])[: body.top_n or None]
-    shown = body.return_documents is not False
-    return json_response(
-        Reranked(
-            id=f"rerank-{uuid.uuid4().hex}",
-            model=served.name,
-            results=[
-                RerankResult(
-                    index=place,
-                    relevance_score=scores[place],
-                    document=RankedDocument(text=texts[place]) if shown else msgspec.UNSET,
-                )
-                for place in best
-            ],
-            usage=usage,
-        )
-    )
-
-
-async def _cosines(
-    request: Request,
-    settings: Settings,
-    served: Served,
-    body: EncodingRequest,
-    one: list[str],
-    other: list[str],
-) -> tuple[list[float], EmbeddingUsage]:
-    """Return the cosine of each pair of texts, and the usage; `one` may be a single text."""
-    vectors, usage = await _encoded(request, settings, served, body, [*one, *other])
-    long: np.ndarray[Any, np.dtype[np.float64]] = vectors.astype(np.float64)
-    long /= np.maximum(np.linalg.norm(long, axis=1, keepdims=True), np.finfo(np.float32).tiny)
-    return (long[: len(one)] * long[len(one) :]).sum(1).tolist(), usage

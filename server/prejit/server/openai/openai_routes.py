@@ -15,13 +15,7 @@ from prejit.server.openai.completions import Completion, CompletionRequest, comp
 from prejit.server.openai.embeddings import (
     EmbeddingList,
     EmbeddingRequest,
-    Reranked,
-    RerankRequest,
-    ScoreList,
-    ScoreRequest,
     embed,
-    rerank,
-    score,
 )
 from prejit.server.openai.models_and_tokens import (
     DetokenizeAnswer,
@@ -36,6 +30,14 @@ from prejit.server.openai.models_and_tokens import (
     tokenize,
 )
 from prejit.server.openai.openapi import Operation
+from prejit.server.openai.relevance import (
+    Reranked,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+    rerank,
+    score,
+)
 from prejit.server.openai.responses import respond
 from prejit.server.openai.responses_schema import ResponseObject, ResponseRequest
 from prejit.server.served.served import Models
@@ -74,12 +76,12 @@ _HANDLERS: dict[Operation, Handler] = {
         "post", "/v1/embeddings", "Return vectors of texts", EmbeddingRequest, EmbeddingList
     ): embed,
     **{
-        Operation("post", path, "Compare texts by their vectors", ScoreRequest, ScoreList): score
+        Operation("post", path, "Score pairs of texts", ScoreRequest, ScoreList): score
         for path in ("/v1/score", "/score")
     },
     **{
         Operation("post", path, "Order texts by relevance", RerankRequest, Reranked): rerank
-        for path in ("/v1/rerank", "/rerank")
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
     },
     Operation("post", "/tokenize", "Return token ids", TokenizeRequest, TokenizeAnswer): tokenize,
     Operation(

@@ -83,7 +83,9 @@ def _model(one: Served) -> dict[str, Any]:
     """Return what the page shows of a served bundle, and what it can do with it."""
     bundle = one.bundle
     functions = functions_of(bundle.config.programs)
-    has_decoder = bundle.config.decoder is not None and bundle.config.decoder.source is None
+    decoder, encoder = bundle.config.decoder, bundle.config.encoder
+    has_decoder = decoder is not None and decoder.source is None
+    embeds = encoder is not None and encoder.scores is None
     return {
         "name": one.name,
         "bundle": bundle.name,
@@ -94,7 +96,7 @@ def _model(one: Served) -> dict[str, Any]:
         "load_seconds": bundle.load_seconds,
         "chat": has_decoder and bundle.has_tokenizer and bundle.has_chat_template,
         "complete": has_decoder and bundle.has_tokenizer,
-        "embed": bundle.config.encoder is not None and bundle.has_tokenizer,
+        "embed": embeds and bundle.has_tokenizer,
         "max_tokens": longest(one) or None,
         "calls": sorted(functions),
         "static": {name: static_values(buckets) for name, buckets in functions.items()},

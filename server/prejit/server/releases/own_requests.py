@@ -17,18 +17,25 @@ _LETTERS = "etaoin shrdlu 0123 ETA."
 _SHORT, _MEDIUM = 40, 200
 """Characters of texts."""
 _PROMPTS = 4
-_COMPLETIONS, _CHATS, _EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+_COMPLETIONS, _CHATS = "/v1/completions", "/v1/chat/completions"
+_EMBEDDINGS, _SCORES = "/v1/embeddings", "/v1/score"
 
 
 def own_requests(served: Served, seed: int) -> list[dict[str, Any]]:
     """Return requests to a bundle; the same seed gives the same ones.
 
     For a decoder: short prompts, most likely tokens and seeded samples; one with the bundle's own sampling; a
-    conversation, where it has a template; and one that fills the longest context. For an encoder: sentences.
+    conversation, where it has a template; and one that fills the longest context. For an encoder: sentences
+    or, if it scores, a query and texts.
     None for functions: golden answers try these.
     """
     config = served.bundle.config
     random = np.random.default_rng(seed)
+    if config.encoder is not None and config.encoder.scores is not None:
+        query, *texts = _sentences(random)
+        if config.encoder.width > 1:  # the server has no route for several labels
+            return []
+        return [_line(_SCORES, {"text_1": query, "text_2": texts, "model": served.name})]
     if config.encoder is not None:
         return [
             _line(_EMBEDDINGS, {"input": each, "model": served.name}) for each in _sentences(random)

@@ -274,7 +274,7 @@ def _call_form(entry: ProgramEntry) -> tuple[Any, ...]:
 
 _BEHAVIOUR = {
     *("vocab_size", "eos_token_ids", "bos_token_id", "start_token_ids", "source"),
-    *("width", "pooling", "normalized"),
+    *("width", "pooling", "normalized", "scores", "prompts", "default_prompt"),
 }
 """Properties of a model that callers rely on."""
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _OPERATIONS = (
     (re.compile(r"/v1/chat/completions|/v1/responses"), "chat"),
     (re.compile(r"/v1/completions"), "text_completion"),
-    (re.compile(r"/v1/embeddings|(/v1)?/(score|rerank)"), "embeddings"),
+    (re.compile(r"/v1/embeddings|(/v[12])?/(score|rerank)"), "embeddings"),
     (re.compile(r"/v2/models/.+/infer"), "infer"),
 )
 """The operation of each path that is traced. `infer` is no name of the conventions: they have none for it."""

@@ -85,7 +85,7 @@ def made(
 def read_module(
     family: str, directory: Path, dtype: str = "float32", *, out_in: bool = False
 ) -> Any:
-    if family in model_registry.ENCODERS:
+    if family not in model_registry.DECODERS:
         return model_registry.make_encoder(config_file.load_encoder(directory))
     read = config_file.load_config(directory)
     return model_registry.make_decoder(read, dtype=dtype, out_in=out_in)

@@ -132,6 +132,53 @@ def test_what_is_not_built_is_told_with_file_key_and_value(directory: Path) -> N
         (directory / file).write_bytes(before)
 
 
+SCORES = {
+    **BERT,
+    **{"model_type": "bert", "architectures": ["BertForSequenceClassification"]},
+    "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"},
+}
+MPNET = {**BERT, "model_type": "mpnet", "architectures": ["MPNetModel"]}
+DEBERTA = {
+    **{**BERT, "model_type": "deberta-v2", "architectures": ["DebertaV2Model"]},
+    **{"relative_attention": True, "share_att_key": True, "norm_rel_ebd": "layer_norm"},
+    **{"position_buckets": 4, "pos_att_type": "p2c|c2p", "position_biased_input": False},
+}
+MODERN = {
+    **{**BERT, "model_type": "modernbert", "architectures": ["ModernBertModel"]},
+    "hidden_activation": "gelu",
+}
+
+
+def test_what_a_family_or_a_head_does_not_build_is_told_with_key_and_value(directory: Path) -> None:
+    (directory / "modules.json").unlink()
+    config, settings = "config.json", "config_sentence_transformers.json"
+    for base, file, changes, told in (
+        (MPNET, config, {"relative_attention_num_buckets": 16}, "num_buckets: expected 32"),
+        (DEBERTA, config, {"share_att_key": False}, "share_att_key: expected true, found false"),
+        (DEBERTA, config, {"pos_att_type": "c2p"}, 'pos_att_type: expected "p2c|c2p"'),
+        (DEBERTA, config, {"conv_kernel_size": 3}, "conv_kernel_size: expected 0 or null, found 3"),
+        (DEBERTA, config, {"position_buckets": 0}, "position_buckets: expected an integer from 4"),
+        (MODERN, config, {"norm_bias": True}, "norm_bias: expected false, found true"),
+        (SCORES, config, {"id2label": {}}, "id2label: expected an object of 1 to 65536 labels"),
+        (SCORES, config, {"model_type": "gemma3_text"}, 'a model that scores, .*"gemma3_text"'),
+        (
+            SCORES,
+            config,
+            {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Softmax"}},
+            r"activation_fn: expected .*Identity.* or .*Sigmoid.*; found .*Softmax",
+        ),
+        (SCORES, settings, {"default_prompt_name": "q", "prompts": {"q": "q: "}}, "default_prompt"),
+    ):
+        write(directory / config, base)
+        write(directory / settings, {})
+        shape = model_registry.describe_encoder(config_file.load_encoder(directory))
+        assert shape.scores == ("identity" if base is SCORES else None)
+        edit(directory / file, **changes)
+        with pytest.raises(CheckpointError, match=told) as raised:
+            model_registry.describe_encoder(config_file.load_encoder(directory))
+        assert file in str(raised.value)
+
+
 def test_an_order_of_modules_is_told(directory: Path) -> None:
     for kinds, told in (
         (("Transformer", "Pooling", "CNN"), r"\[2\].type: expected one of"),
@@ -199,8 +246,8 @@ def test_an_architecture_with_a_head_or_of_another_section_is_refused(directory:
     with pytest.raises(CheckpointError, match=r'for \[generate\], found "bert"') as raised:
         _ = open_checkpoint(directory).names
     assert "[encode]" in str(raised.value.hint)
-    edit(directory / "config.json", model_type="qwen3")  # one whose last token is pooled
-    with pytest.raises(CheckpointError, match=r'for \[encode\], found "qwen3"') as raised:
+    edit(directory / "config.json", model_type="phi3")
+    with pytest.raises(CheckpointError, match=r'for \[encode\], found "phi3"') as raised:
         _ = open_encoder(directory).names
     assert "[generate]" not in str(raised.value.hint)
 

@@ -2,21 +2,24 @@
 
 Only the transformer of a checkpoint is read: heads of pretraining, and poolers, which no embedding of
 sentence-transformers uses, are ignored. Every token belongs to the first segment, as when one sentence is
-tokenized. family_table.py names the papers.
+tokenized; a model that scores pairs of texts is given the segments. encoder_table.py names the papers.
 
-Shapes: B batch, T tokens, D width.
+Shapes: B batch, T tokens, N heads, D width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from prejit.compiler.models.families.sentence import attention, product
+from prejit.compiler.models.families.encoder_decoders import buckets
+from prejit.compiler.models.families.sentence import attention, biased_attention, product
 from prejit.compiler.models.layers.linear import Embedding, LayerNorm
 from prejit.compiler.models.parameters import part_of, place
 
@@ -43,7 +46,13 @@ class EncoderFamily:
         activation, inner: keys of the MLP's activation and of the width inside it.
         epsilon: key of the epsilon of norms, or the epsilon.
         has_segments: whether embeddings have a table of segments.
-        counts_padding: whether positions begin behind the id of the padding token, which takes none itself.
+        has_positions: whether embeddings have a table of positions.
+        padding: key of the id of the padding token, or the id. Positions begin behind that id, and the token
+            takes none itself. None: positions begin at 0.
+        narrow: key of the width of embeddings, which a linear layer widens if it is not the model's; empty:
+            it is.
+        shared: makes the modules that all layers use, by their names; None: there are none.
+        block: the class of layers; None: EncoderBlock.
     """
 
     names: EncoderNames = EncoderNames()
@@ -51,12 +60,16 @@ class EncoderFamily:
     inner: str = "intermediate_size"
     epsilon: str | float = "layer_norm_eps"
     has_segments: bool = True
-    counts_padding: bool = False
+    has_positions: bool = True
+    padding: str | int | None = None
+    narrow: str = ""
+    shared: Callable[[Any], dict[str, nnx.Module]] | None = None
+    block: type[EncoderBlock] | None = None
 
-    def norm(self, config: Any) -> LayerNorm:
-        """Return a norm of the model's width."""
+    def norm(self, config: Any, width: int) -> LayerNorm:
+        """Return a norm of a width."""
         epsilon = getattr(config, self.epsilon) if isinstance(self.epsilon, str) else self.epsilon
-        return LayerNorm(config.hidden_size, epsilon)
+        return LayerNorm(width, epsilon)
 
 
 class TextEncoder(nnx.Module):
@@ -65,33 +78,84 @@ class TextEncoder(nnx.Module):
     def __init__(self, family: EncoderFamily, config: Any) -> None:
         self.embeddings = Embeddings(family, config)
         self.name = family.names.layers
-        blocks = [EncoderBlock(family, config) for _ in range(config.num_hidden_layers)]
+        self.is_narrow = self.embeddings.width != config.hidden_size
+        if self.is_narrow:
+            self.embeddings_project = product(self.embeddings.width, config.hidden_size)
+        block = family.block or EncoderBlock
+        blocks = [block(family, config) for _ in range(config.num_hidden_layers)]
         place(self, self.name, nnx.List(blocks))
+        shared = family.shared(config) if family.shared else {}
+        self.names_of_shared = tuple(shared)
+        for name, part in shared.items():
+            place(self, name, part)
 
     @property
-    def layers(self) -> nnx.List[EncoderBlock]:
-        """The layers in order."""
+    def embedding(self) -> tuple[nnx.Module, ...]:
+        """See Transformer."""
+        return (self.embeddings, *([self.embeddings_project] if self.is_narrow else ()))
+
+    @property
+    def blocks(self) -> nnx.List[EncoderBlock]:
+        """See Transformer."""
         return part_of(self, self.name)
+
+    @property
+    def shared(self) -> tuple[nnx.Module, ...]:
+        """See Transformer."""
+        return tuple(part_of(self, name) for name in self.names_of_shared)
+
+    @property
+    def final(self) -> tuple[nnx.Module, ...]:
+        """See Transformer."""
+        return ()
+
+
+_FARTHEST = 128
+"""The distance from which on all share a bucket: a constant of modeling_mpnet.py."""
+
+
+class PositionBias(nnx.Module):
+    """A table of each head's bias for each bucket of distances; it is float32 in every stored dtype."""
+
+    def __init__(self, config: Any) -> None:
+        shape = (config.relative_attention_num_buckets, config.num_attention_heads)
+        self.weight = nnx.Param(jnp.zeros(shape))
+
+    def __call__(self, count: int) -> jax.Array:
+        """Return the bias of the scores of T tokens: float32 [N, T, T]; the last axis is of what is seen."""
+        far = min(_FARTHEST, count)
+        index = buckets(np.arange(-far, far + 1), self.weight.shape[0], _FARTHEST, causal=False)
+        distance = jnp.arange(count) - jnp.arange(count)[:, None]
+        of_distance = self.weight[...][index]
+        bias: jax.Array = of_distance[jnp.clip(distance, -far, far) + far]
+        return jnp.moveaxis(bias, 2, 0)
 
 
 class Embeddings(nnx.Module):
-    """Tokens, positions and the first segment, summed and normalized."""
+    """Tokens, positions and segments, summed and normalized."""
 
     def __init__(self, family: EncoderFamily, config: Any) -> None:
-        width = config.hidden_size
+        width = getattr(config, family.narrow or "hidden_size")
+        self.width: int = width
         self.word_embeddings = Embedding(config.vocab_size, width)
-        self.position_embeddings = Embedding(config.max_position_embeddings, width)
-        if family.has_segments:
+        if family.has_positions:
+            self.position_embeddings = Embedding(config.max_position_embeddings, width)
+        if family.has_segments and config.type_vocab_size:
             self.token_type_embeddings = Embedding(config.type_vocab_size, width)
-        self.LayerNorm = family.norm(config)
-        self.padding: int | None = config.pad_token_id if family.counts_padding else None
+        self.LayerNorm = family.norm(config, width)
+        padding = family.padding
+        self.padding: int | None = getattr(config, padding) if isinstance(padding, str) else padding
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Map tokens [B, T] to [B, T, D]."""
-        places = self.position_embeddings(self._positions(tokens))
+    def __call__(self, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+        """Map tokens [B, T] to [B, T, D]; segments [B, T] are of a pair of texts, None: all are the first."""
+        places = []
+        if hasattr(self, "position_embeddings"):
+            places.append(self.position_embeddings(self._positions(tokens)))
         if hasattr(self, "token_type_embeddings"):
-            places = places + self.token_type_embeddings(jnp.zeros((), jnp.int32))
-        return self.LayerNorm(self.word_embeddings(tokens) + places)
+            first = jnp.zeros((), jnp.int32)
+            places.append(self.token_type_embeddings(first if segments is None else segments))
+        x = self.word_embeddings(tokens)
+        return self.LayerNorm(x + sum(places[1:], places[0]) if places else x)
 
     def _positions(self, tokens: jax.Array) -> jax.Array:
         """Return the positions of tokens: int32 [T] or [B, T]."""
@@ -114,13 +178,23 @@ class EncoderBlock(nnx.Module):
         place(self, names.up, product(width, inner))
         place(self, names.down, product(inner, width))
         for name in (names.attention_norm, names.mlp_norm):
-            place(self, name, family.norm(config))
+            place(self, name, family.norm(config, width))
 
-    def __call__(self, x: jax.Array, length: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, length: jax.Array, *shared: Any) -> jax.Array:
         """Map x [B, T, D] to [B, T, D]; in row b the first length[b] tokens are valid."""
         names = self.names
-        query, keys, values = (part_of(self, name)(x) for name in names.qkv)
-        mixed = attention(query, keys, values, length, self.heads)
+        mixed = self.mix(x, length, *shared)
         x = part_of(self, names.attention_norm)(part_of(self, names.output)(mixed, residual=x))
         inner = part_of(self, names.up)(x, activation=self.activation)
         return part_of(self, names.mlp_norm)(part_of(self, names.down)(inner, residual=x))
+
+    def mix(self, x: jax.Array, length: jax.Array, *shared: Any) -> jax.Array:
+        """Map x [B, T, D] to [B, T, D] by attention, without the last product; `shared` may have a bias."""
+        query, keys, values = (part_of(self, name)(x) for name in self.names.qkv)
+        if not shared:
+            return attention(query, keys, values, length, self.heads)
+        split = (*x.shape[:2], self.heads, -1)
+        query, keys, values = (part.reshape(split) for part in (query, keys, values))
+        (bias,) = shared
+        query = query * query.shape[-1] ** -0.5
+        return biased_attention(query, keys, values, length, bias=bias(x.shape[1]))

@@ -8,9 +8,9 @@ Shapes: B batch, T tokens, N heads, H head size, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,13 @@ class EncoderConfig:
     """The sizes of an encoder, which lowering and encoding need.
 
     Attributes:
-        family: `bert`, `roberta`, `distilbert`.
+        family: `bert`, `modernbert`, `qwen3`.
         vocab_size: number of tokens in its vocabulary.
-        width: width of an embedding.
+        width: width of an embedding, or the number of scores.
         max_tokens: maximum tokens of a sentence, special tokens included.
         pooling: modes joined by `+`, as sentence-transformers names them: `mean`, `cls+max`.
         normalized: whether embeddings have length 1.
+        scores, segments, prompts, default_prompt: as of `bundle_schema.Encoder`.
     """
 
     family: str
@@ -43,6 +44,10 @@ class EncoderConfig:
     max_tokens: int
     pooling: str
     normalized: bool
+    scores: str | None = None
+    segments: bool | None = None
+    prompts: Mapping[str, str] | None = None
+    default_prompt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -52,65 +57,127 @@ class EncoderSource:
     Attributes:
         config: transformers' configuration of its transformer.
         layout: its modules.
+        labels: how many scores of a text it gives; 0: it embeds.
     """
 
     config: Any
     layout: SentenceLayout
+    labels: int = 0
 
 
 class Transformer(Protocol):
     """The interface of every encoder family's module.
 
     Attributes:
-        embeddings: maps tokens, int32 [B, T], to float32 [B, T, D].
+        embedding: modules that map tokens, int32 [B, T], to float32 [B, T, D], one after the other. The first
+            is given also segments, int32 [B, T], by a model that scores pairs of texts.
+        blocks: the layers in order. Each maps float32 [B, T, D] and the number of valid tokens, int32 [B],
+            to [B, T, D]; modules of `shared` are further arguments. Results for padding are meaningless, but
+            finite. Layers have the same parameters in the same shapes: one program runs with each.
+        shared: modules that all layers use.
+        final: modules that map the last layer's [B, T, D] to the hidden states, one after the other.
     """
 
-    embeddings: nnx.Module
-
-    @property
-    def layers(self) -> nnx.List[Any]:
-        """The layers in order. Each maps float32 [B, T, D] and the number of valid tokens, int32 [B].
-
-        It returns [B, T, D]. Results for padding are meaningless, but finite.
-        """
-        ...
+    embedding: Sequence[nnx.Module]
+    blocks: Sequence[nnx.Module]
+    shared: Sequence[nnx.Module]
+    final: Sequence[nnx.Module]
 
 
-class PooledEncoder(nnx.Module):
-    """A transformer, and the modules that make an embedding from its hidden states."""
+Parts = Sequence[Any]
+"""The modules that a program of an encoder uses."""
 
-    def __init__(self, source: EncoderSource, prefix: str, transformer: nnx.Module) -> None:
+
+class WholeEncoder(nnx.Module):
+    """A transformer and what follows it. Abstract: subclasses say what."""
+
+    def __init__(self, prefix: str, transformer: nnx.Module) -> None:
         """Build an encoder.
 
         Args:
-            source: describes the modules that follow the transformer.
             prefix: prefix of the transformer's tensors in a checkpoint with a head: `bert.`.
             transformer: the transformer of the family.
         """
         self.name = prefix.removesuffix(".")
         setattr(self, self.name, transformer)
-        self.sentence = Sentence(source.layout)
 
     @property
     def transformer(self) -> Any:
         """The transformer (see Transformer)."""
         return getattr(self, self.name)
 
+    @property
+    def ending(self) -> Parts:
+        """The modules that follow the transformer."""
+        raise NotImplementedError
+
+    def finish(self, ending: Parts, hidden: jax.Array, length: jax.Array) -> jax.Array:
+        """Map hidden states [B, T, D] to the result [B, D'], with the modules of `ending`."""
+        raise NotImplementedError
+
+    def parts(self, kind: str) -> list[Parts]:
+        """Return the modules of a kind of program, `embed`, `layer` or `pool`: for each of its runs."""
+        model = self.transformer
+        parts: dict[str, list[Parts]] = {
+            "embed": [tuple(model.embedding)],
+            "layer": [(layer, *model.shared) for layer in model.blocks],
+            "pool": [(*model.final, *self.ending)],
+        }
+        return parts[kind]
+
+    def run(self, kind: str, parts: Parts, *inputs: jax.Array) -> jax.Array:
+        """Return the result of a program: of `embed` from tokens, of the others from length and hidden."""
+        if kind == "embed":
+            return _chain(parts[0](*inputs), parts[1:])
+        length, x = inputs
+        if kind == "layer":
+            return parts[0](x, length, *parts[1:])
+        count = len(parts) - len(self.ending)
+        return self.finish(parts[count:], _chain(x, parts[:count]), length)
+
     def __call__(self, tokens: jax.Array, length: jax.Array) -> jax.Array:
-        """Return the embeddings, float32 [B, D'].
+        """Return the embeddings, or the scores, float32 [B, D'].
 
         Args:
             tokens: int32 [B, T]; in row b the first length[b] are valid, the rest is padding.
             length: int32 [B].
         """
-        return self.sentence(self.hidden(tokens, length), length)
+        return self.run("pool", self.parts("pool")[0], length, self._layers(tokens, length))
 
     def hidden(self, tokens: jax.Array, length: jax.Array) -> jax.Array:
-        """Return the hidden states of the last layer, float32 [B, T, D]; those of padding are meaningless."""
-        x: jax.Array = self.transformer.embeddings(tokens)
-        for layer in self.transformer.layers:
-            x = layer(x, length)
+        """Return the hidden states, float32 [B, T, D]; those of padding are meaningless."""
+        return _chain(self._layers(tokens, length), self.transformer.final)
+
+    def _layers(self, tokens: jax.Array, length: jax.Array) -> jax.Array:
+        x = self.run("embed", self.parts("embed")[0], tokens)
+        for parts in self.parts("layer"):
+            x = self.run("layer", parts, length, x)
         return x
+
+
+@final
+class PooledEncoder(WholeEncoder):
+    """A transformer, and the modules that make an embedding from its hidden states."""
+
+    def __init__(self, layout: SentenceLayout, prefix: str, transformer: nnx.Module) -> None:
+        """Build an encoder with the modules of a layout. Arguments else as `WholeEncoder`."""
+        super().__init__(prefix, transformer)
+        self.sentence = Sentence(layout)
+
+    @property
+    def ending(self) -> Parts:
+        """See WholeEncoder."""
+        return (self.sentence,)
+
+    def finish(self, ending: Parts, hidden: jax.Array, length: jax.Array) -> jax.Array:
+        """See WholeEncoder."""
+        return ending[0](hidden, length)
+
+
+def _chain(x: jax.Array, parts: Parts) -> jax.Array:
+    for part in parts:
+        x = part(x)
+    return x
 
 
 class Sentence(nnx.Module):
@@ -169,16 +236,45 @@ def attention(
     """
     batch, count, width = query.shape
     size = width // heads
-    split = (batch, count, heads, size)
+    query, keys, values = (x.reshape(batch, count, heads, size) for x in (query, keys, values))
     if product_forms.has_kernels():
-        query, keys, values = (x.reshape(split) for x in (query, keys, values))
         mixed = kernel_calls.encoder_attention(query, keys, values, length, size**-0.5)
         return mixed.reshape(batch, count, width)
-    query, keys, values = (x.reshape(split) for x in (query * size**-0.5, keys, values))
+    return biased_attention(query * size**-0.5, keys, values, length)
+
+
+def biased_attention(
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    length: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    visible: jax.Array | None = None,
+) -> jax.Array:
+    """Return attention of every token to valid tokens of its row, as XLA computes it.
+
+    Args:
+        query: float32 [B, T, N, H], multiplied by the factor of the scores.
+        keys: float32 [B, T, K, H]; K divides N.
+        values: float32 [B, T, K, H].
+        length: int32 [B].
+        bias: added to the scores, float32, of a shape that broadcasts to [B, N, T, T]; None: none.
+        visible: bool [T, T], which of all tokens (the last axis) each one sees; None: all.
+
+    Returns:
+        float32 [B, T, N * H].
+    """
+    batch, count, heads, size = query.shape
+    groups = heads // keys.shape[2]
+    if groups > 1:
+        keys, values = (jnp.repeat(x, groups, axis=2) for x in (keys, values))
     scores = jnp.einsum("bqnh,bknh->bnqk", query, keys)
-    visible = is_valid(count, length)[:, None, None]
-    weights = jax.nn.softmax(jnp.where(visible, scores, _LOWEST))
-    return jnp.einsum("bnqk,bknh->bqnh", weights, values).reshape(batch, count, width)
+    scores = scores if bias is None else scores + bias
+    seen = is_valid(count, length)[:, None, None]
+    seen = seen if visible is None else seen & visible
+    weights = jax.nn.softmax(jnp.where(seen, scores, _LOWEST))
+    return jnp.einsum("bnqk,bknh->bqnh", weights, values).reshape(batch, count, heads * size)
 
 
 def is_valid(count: int, length: jax.Array) -> jax.Array:

@@ -6,14 +6,17 @@
     1_Pooling/config.json        pooling modes
     2_Dense/config.json          a linear layer with an activation; its weights beside it
     2_Normalize                  empty
+    config_sentence_transformers.json   prompts; of a cross-encoder the activation of scores
 
-A directory without modules.json gets mean pooling and no normalization, as in sentence-transformers
-(sentence_transformers/SentenceTransformer.py, _load_auto_model).
+A directory without modules.json gets mean pooling and no normalization, or the last token of a model of the
+class ...ForCausalLM, as in sentence-transformers (sentence_transformer/model.py, _load_default_modules). The
+class ...ForSequenceClassification gives scores: a cross-encoder, whose layout is config.json alone, or one
+module Transformer (cross_encoder/model.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,13 @@ ACTIVATIONS = (
 )
 """Supported activations of a dense layer."""
 
+IDENTITY, SIGMOID = "identity", "sigmoid"
+"""Activations of scores."""
+
+_SCORE_ACTIVATIONS = {
+    "torch.nn.modules.linear.Identity": IDENTITY,
+    "torch.nn.modules.activation.Sigmoid": SIGMOID,
+}
 _MODULES = ("Transformer", "Pooling", "Dense", "Dropout", "Normalize")
 _TRANSFORMERS = ("Transformer", "BERT", "RoBERTa", "DistilBERT")
 """Names of the first module; files from before 2020 have the last three."""
@@ -50,6 +60,9 @@ _WIDEST = 2**20
 """Maximum width of a dense layer."""
 _UNLIMITED = 10**9
 """transformers writes a larger model_max_length where there is no limit."""
+_WITH_SEGMENTS = ("Bert", "Deberta", "Electra")
+"""How the names of transformers' classes of tokenizers begin that return token_type_ids."""
+_SETTINGS = "config_sentence_transformers.json"
 _LAYOUT = "expected a directory in the sentence-transformers layout"
 _HINT = "write the model as a JAX function or flax module and compile it as a [[program]]"
 
@@ -87,6 +100,11 @@ class SentenceLayout:
         dense: linear layers that follow pooling.
         normalized: whether embeddings are normalized to length 1 at the end.
         max_tokens: maximum tokens of a sentence; None if no file has it.
+        scores: whether the model scores texts: it has a head, and no pooling.
+        score_activation: IDENTITY or SIGMOID; None if no file has it.
+        has_segments: whether its tokenizer tells the tokens of a pair of texts apart.
+        prompts: texts to put before sentences, by name.
+        default_prompt: the name of the prompt of calls that name none; None: there is none.
         files: the JSON files that decide all this, in a fixed order.
     """
 
@@ -97,6 +115,11 @@ class SentenceLayout:
     dense: tuple[DenseModule, ...]
     normalized: bool
     max_tokens: int | None
+    scores: bool
+    score_activation: str | None
+    has_segments: bool
+    prompts: Mapping[str, str]
+    default_prompt: str | None
     files: tuple[Path, ...]
 
 
@@ -108,24 +131,38 @@ def read_layout(directory: Path) -> SentenceLayout:
             file, key, value and what is allowed.
     """
     file = directory / "modules.json"
-    if not file.is_file():
-        files = tuple(_present(directory, "config.json", "tokenizer_config.json"))
-        limit = _model_max_length(directory)
-        return SentenceLayout(directory, directory, ("mean",), None, (), False, limit, files)
-    modules = list(_modules(file))
+    is_plain = not file.is_file()
+    modules = [("Transformer", directory)] if is_plain else list(_modules(file))
     kinds = [kind for kind, _ in modules]
-    if kinds[:2] != ["Transformer", "Pooling"] or kinds.count("Normalize") > (
-        kinds[-1] == "Normalize"
+    transformer = modules[0][1] if modules else directory
+    settings = read_object(transformer / "config.json", _LAYOUT, required=False)
+    classes = settings.get("architectures")
+    kind = str(classes[0]) if isinstance(classes, list) and classes else ""
+    scores = kinds == ["Transformer"] and kind.endswith("ForSequenceClassification")
+    if not (is_plain or scores) and (
+        kinds[:2] != ["Transformer", "Pooling"]
+        or kinds.count("Normalize") > (kinds[-1] == "Normalize")
     ):
         raise CheckpointError(
-            f"{file}: expected Transformer, Pooling, then Dense layers, then at most Normalize; found "
-            f"{', '.join(kinds) or 'none'}",
+            f"{file}: expected Transformer, Pooling, then Dense layers, then at most Normalize, or one "
+            f"Transformer of the class ...ForSequenceClassification; found {', '.join(kinds) or 'none'}",
             hint=_HINT,
         )
-    transformer, pooling = modules[0][1], modules[1][1]
-    modes, width = _pooling(pooling / "config.json")
+    modes: tuple[str, ...] = ("lasttoken" if kind.endswith("ForCausalLM") else "mean",)
+    width, files = None, [*([] if is_plain else [file])]
+    files += _present(transformer, "config.json", "tokenizer_config.json")
+    if is_plain:
+        limit = _model_max_length(directory)
+    else:
+        limit = _max_seq_length(transformer, scores=scores)
+        files += _present(transformer, "sentence_bert_config.json")
+    if "Pooling" in kinds:
+        modes, width = _pooling(modules[1][1] / "config.json")
+        files.append(modules[1][1] / "config.json")
     dense = tuple(_dense(path) for kind, path in modules if kind == "Dense")
-    _check_prompts(directory / "config_sentence_transformers.json")
+    own = directory / _SETTINGS
+    activation = _score_activation(own, transformer / "config.json", settings) if scores else None
+    prompts, default = _prompts(own, modules, scores=scores)
     return SentenceLayout(
         directory,
         transformer,
@@ -133,13 +170,16 @@ def read_layout(directory: Path) -> SentenceLayout:
         width,
         dense,
         "Normalize" in kinds,
-        _max_seq_length(transformer),
+        limit,
+        scores,
+        activation,
+        _has_segments(transformer),
+        {} if scores else prompts,
+        None if scores else default,
         (
-            file,
-            *_present(transformer, "config.json", "tokenizer_config.json"),
-            *_present(transformer, "sentence_bert_config.json"),
-            pooling / "config.json",
+            *files,
             *(part.directory / "config.json" for part in dense),
+            *_present(directory, _SETTINGS),
         ),
     )
 
@@ -172,7 +212,7 @@ def _pooling(file: Path) -> tuple[tuple[str, ...], int | None]:
     """Return the modes, and the width that pooling expects."""
     settings = read_object(file, _LAYOUT)
     _known_keys(file, settings, (*POOLING_KEYS, *_WIDTHS, "pooling_mode", "include_prompt"))
-    # include_prompt concerns tokens of a prompt before the sentence, and _check_prompts refuses prompts.
+    # include_prompt concerns tokens of a prompt before the sentence: see _prompts.
     for key in (*POOLING_KEYS, "include_prompt"):
         _expect(file, settings, key, [True, False])
     if "pooling_mode" not in settings:
@@ -197,7 +237,8 @@ def _dense(directory: Path) -> DenseModule:
     file = directory / "config.json"
     settings = read_object(file, _LAYOUT)
     names = ("in_features", "out_features", "bias", "activation_function")
-    _known_keys(file, settings, (*names, "module_input_name", "module_output_name"))
+    _known_keys(file, settings, (*names, "module_input_name", "module_output_name", "use_residual"))
+    _expect(file, settings, "use_residual", [False])
     for key in ("module_input_name", "module_output_name"):
         _expect(file, settings, key, ["sentence_embedding", None])
     _expect(file, settings, "bias", [True, False])
@@ -218,18 +259,23 @@ def _dense(directory: Path) -> DenseModule:
     )
 
 
-def _max_seq_length(transformer: Path) -> int | None:
+def _max_seq_length(transformer: Path, *, scores: bool) -> int | None:
     """Return the limit of sentence_bert_config.json, or else the tokenizer's; check the other settings."""
     file = transformer / "sentence_bert_config.json"
     settings = read_object(file, _LAYOUT, required=False)
     defaults: dict[str, list[Any]] = {
         "do_lower_case": [False],
-        "transformer_task": ["feature-extraction"],
-        "module_output_name": ["token_embeddings"],
+        "transformer_task": ["sequence-classification" if scores else "feature-extraction"],
+        "module_output_name": ["scores" if scores else "token_embeddings"],
         "unpad_inputs": [False, None],
         "processing_kwargs": [{}, None],
         "modality_config": [
-            {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+            {
+                "text": {
+                    "method": "forward",
+                    "method_output_name": "logits" if scores else "last_hidden_state",
+                }
+            },
             None,
         ],
     }
@@ -253,12 +299,52 @@ def _model_max_length(directory: Path) -> int | None:
     return limit if type(limit) is int and 0 < limit < _UNLIMITED else None
 
 
-def _check_prompts(file: Path) -> None:
-    """Refuse a default prompt and truncation, which a bundle does not apply."""
-    if file.is_file():
-        settings = read_object(file, _LAYOUT)
-        _expect(file, settings, "default_prompt_name", [None])
-        _expect(file, settings, "truncate_dim", [None])
+def _prompts(
+    file: Path, modules: Sequence[tuple[str, Path]], *, scores: bool
+) -> tuple[Mapping[str, str], str | None]:
+    """Return the prompts and the default one's name; refuse truncation, which a bundle does not apply."""
+    settings = read_object(file, _LAYOUT, required=False)
+    _expect(file, settings, "truncate_dim", [None])
+    prompts, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(p, str) for p in prompts.values()):
+        raise CheckpointError(
+            f"{file}: prompts: expected an object of texts, found {shown(prompts)}", hint=_HINT
+        )
+    _expect(file, settings, "default_prompt_name", [None, *(() if scores else prompts)])
+    if any(prompts.values()) and len(modules) > 1:
+        # Then the tokens of a prompt take no part in pooling, which a bundle does not do.
+        pooling = modules[1][1] / "config.json"
+        _expect(pooling, read_object(pooling, _LAYOUT), "include_prompt", [True])
+    return prompts, default
+
+
+def _score_activation(own: Path, file: Path, settings: Mapping[str, Any]) -> str | None:
+    """Return the activation of a cross-encoder's scores, from the first file and key that has one."""
+    saved = read_object(own, _LAYOUT, required=False)
+    older = settings.get("sentence_transformers")
+    older = older if isinstance(older, dict) else {}
+    found: list[tuple[Path, str, Any]] = [
+        (own, "activation_fn", saved.get("activation_fn")),
+        (file, "sentence_transformers.activation_fn", older.get("activation_fn")),
+        (
+            file,
+            "sbert_ce_default_activation_function",
+            settings.get("sbert_ce_default_activation_function"),
+        ),
+    ]
+    for path, key, value in found:
+        if value is not None:
+            _expect(path, {key: value}, key, _SCORE_ACTIVATIONS)
+            return _SCORE_ACTIVATIONS[value]
+    return None
+
+
+def _has_segments(transformer: Path) -> bool:
+    settings = read_object(transformer / "tokenizer_config.json", _LAYOUT, required=False)
+    names, kind = settings.get("model_input_names"), settings.get("tokenizer_class")
+    if isinstance(names, list):
+        return "token_type_ids" in names
+    return kind is None or str(kind).startswith(_WITH_SEGMENTS)
 
 
 def _present(directory: Path, *names: str) -> list[Path]:

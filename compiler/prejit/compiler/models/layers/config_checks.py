@@ -71,6 +71,10 @@ _LARGEST = 2**31 - 1
 _WIDTH = _integer(1, 2**20)
 INNER = _integer(1, 2**22)
 """An inner width, or the number of rows of a table of positions."""
+NUMBER_OF_SEGMENTS = _integer(0, 2**24)
+"""The number of segments of a family that may have none."""
+FARTHEST = _integer(-1, 2**22)
+"""A distance from which on all are alike; below 1 it is the number of positions."""
 _SIZE = _integer(1, 2**14)
 _LAYERS = _integer(1, MAX_LAYERS)
 _BOOL = Check("true or false", lambda value: type(value) is bool)
@@ -84,7 +88,9 @@ _ANY_FACTOR = _number(1e-6, 1e9, optional=True)
 
 _KEYS: Checks = {
     **dict.fromkeys(("vocab_size", "type_vocab_size"), _integer(1, 2**24)),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "num_mel_bins"), _WIDTH),
+    **dict.fromkeys(
+        ("hidden_size", "n_embd", "d_model", "dim", "num_mel_bins", "embedding_size"), _WIDTH
+    ),
     **dict.fromkeys(("intermediate_size", "d_ff", "hidden_dim"), INNER),
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), INNER),
     **dict.fromkeys(("n_positions", "max_source_positions", "max_target_positions"), INNER),
@@ -109,6 +115,8 @@ _KEYS: Checks = {
     "head_dim": _integer(1, 2**14, optional=True),
     "pad_token_id": _integer(0, 2**22),
     "rope_parameters": _OBJECT,
+    # Half of it is a window on each side.
+    "local_attention": _integer(2, _LARGEST),
     # The family checks which windows and kinds of layers it supports.
     "sliding_window": _integer(0, _LARGEST, optional=True),
     "layer_types": _list(_TEXT),

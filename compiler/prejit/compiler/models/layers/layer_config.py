@@ -115,6 +115,7 @@ class Naming:
         renamed: pairs of a published suffix and the module's.
         stacked: the parameters that checkpoints hold in parts.
         converted: the parameters that checkpoints hold in another form.
+        beside: names of modules beside the transformer, such as a classifier, which get no prefix.
     """
 
     prefix: str
@@ -128,6 +129,7 @@ class Naming:
     renamed: tuple[tuple[str, str], ...] = ()
     stacked: tuple[Stacked, ...] = ()
     converted: tuple[Converted, ...] = ()
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

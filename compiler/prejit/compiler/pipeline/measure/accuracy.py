@@ -160,4 +160,5 @@ def _measure_published(
         model_comparison.ComparedModel(exact, packed),
         name,
         *sentences,
+        scores=model.shape.scores is not None,
     )

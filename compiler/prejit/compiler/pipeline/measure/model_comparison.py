@@ -236,8 +236,10 @@ def of_encoder(
     text: str,
     tokens: Arrays,
     length: Arrays,
+    *,
+    scores: bool = False,
 ) -> Accuracy:
-    """Compare the embeddings of a stored encoder with those of its float32 form.
+    """Compare the embeddings, or the scores, of a stored encoder with those of its float32 form.
 
     Tokens are int32 [B, T], of which a large encoder reads the last rows only; `length` int32 [B] is the
     number of valid tokens of each row.
@@ -249,13 +251,16 @@ def of_encoder(
     tokens, length = tokens[-rows:], length[-rows:]
     embeddings = partial(_evaluated, call=lambda model: model, arguments=(tokens, length))
     want, found = (each.astype(np.float64) for each in _both(embeddings, exact, stored))
-    lengths = np.linalg.norm(want, axis=-1) * np.linalg.norm(found, axis=-1)
-    cosine = float(((want * found).sum(-1) / np.maximum(lengths, 1e-30)).min())
-    if not math.isfinite(cosine):
+    if not np.isfinite(want - found).all():
         raise BuildError(
-            "the model's embeddings are infinite or NaN",
+            f"the model's {'scores' if scores else 'embeddings'} are infinite or NaN",
             hint="take a checkpoint from before training failed, or another dtype",
         )
+    if scores:
+        difference = _millionths(float(np.abs(want - found).max()))
+        return Accuracy(dtype, text, int(length.sum()), logit_difference_millionths=difference)
+    lengths = np.linalg.norm(want, axis=-1) * np.linalg.norm(found, axis=-1)
+    cosine = float(((want * found).sum(-1) / np.maximum(lengths, 1e-30)).min())
     return Accuracy(
         dtype, text, int(length.sum()), cosine_millionths=_millionths(np.clip(cosine, -1, 1))
     )

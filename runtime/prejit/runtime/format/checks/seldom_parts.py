@@ -126,6 +126,16 @@ def check_sources(
 
 def _check_encoder(config: Config, encoder: Encoder) -> None:
     """Check that each bucket has three programs, and that layers differ only in their weights."""
+    if encoder.scores not in (None, "sigmoid", "identity"):
+        raise ValueError(
+            f"encoder: scores: expected sigmoid or identity, found {encoder.scores!r:.80}"
+        )
+    if encoder.segments is not None and not (encoder.segments and encoder.scores):
+        raise ValueError("encoder: segments: expected true, of a model that scores, or nothing")
+    if encoder.default_prompt is not None and encoder.default_prompt not in (encoder.prompts or {}):
+        raise ValueError(
+            f"encoder: default_prompt: expected a name in prompts, found {encoder.default_prompt!r:.80}"
+        )
     buckets: dict[str, set[tuple[int, int]]] = {kind: set() for kind in ENCODER_KINDS}
     layers = dict.fromkeys(encoder.layers)  # models may share weights between layers
     for program in config.programs:

@@ -1,0 +1,82 @@
+"""Pairs of texts to scores: how relevant a document is to a query, as a cross-encoder finds."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer as Library
+
+from prejit.runtime.base import arguments
+from prejit.runtime.encoding.sentences import (
+    CALLER,
+    OnTooLong,
+    Tokenized,
+    need,
+    reason_of_limit,
+)
+from prejit.runtime.errors import ContextError, TruncationWarning, UsageError
+
+if TYPE_CHECKING:
+    from prejit.runtime.encoding.encoder import EncoderPrograms
+    from prejit.runtime.text.bundle_text import BundleText
+
+Queries = str | Sequence[str] | None
+"""One text for all documents, or as many as there are documents; None: documents are scored alone."""
+
+
+def tokenize_pairs(
+    encoder: EncoderPrograms,
+    text: BundleText,
+    query: Queries,
+    documents: str | Sequence[str],
+    on_too_long: OnTooLong,
+) -> Tokenized:
+    """Return the token ids of pairs, as transformers' tokenizers make them.
+
+    A pair that is too long loses tokens of its longer text, one after the other (`longest_first`).
+
+    Raises:
+        UsageError, ContextError, RejectError: as `Bundle.score`.
+    """
+    need(encoder, scores=True)
+    arguments.choice("on_too_long", on_too_long, ("truncate", "error"))
+    one = [documents] if isinstance(documents, str) else documents
+    listed = arguments.items("documents", one, "a text or a list of texts")
+    alone = query is None or isinstance(query, str)
+    queries = [query] * len(listed) if alone else arguments.items("query", query, "a text")
+    if len(queries) != len(listed):
+        raise UsageError(
+            f"query: expected one text, or {len(listed)} as documents has, found {len(queries)}"
+        )
+    named = (("query", queries if query is not None else ()), ("documents", listed))
+    for name, texts in named:
+        for place, each in enumerate(texts):
+            arguments.text(f"{name}[{place}]", each)
+    started = time.perf_counter()
+    tokenizer, limit = text.need_tokenizer(), encoder.max_tokens
+    pairs = listed if query is None else list(zip(queries, listed, strict=True))
+    found = tokenizer.encoded(lambda: tokenizer.library.encode_batch(pairs))
+    too_long = [place for place, each in enumerate(found) if len(each.ids) > limit]
+    if too_long:
+        what = (
+            f"{len(too_long)} of {len(found)} pairs are longer than {limit} tokens, "
+            f"{reason_of_limit(encoder)}; the first is number {too_long[0]} with "
+            f"{len(found[too_long[0]].ids)}"
+        )
+        if on_too_long == "error":
+            raise ContextError(f"expected pairs of at most {limit} tokens: {what}")
+        warnings.warn(f"{what}: they are cut off there", TruncationWarning, stacklevel=CALLER)
+        cutting = Library.from_str(tokenizer.library.to_str())
+        cutting.enable_truncation(limit)
+        cut = tokenizer.encoded(lambda: cutting.encode_batch([pairs[at] for at in too_long]))
+        for place, each in zip(too_long, cut, strict=True):
+            found[place] = each
+    second = encoder.encoder.vocab_size if encoder.encoder.segments else 0
+    ids = [
+        [token + second * kind for token, kind in zip(each.ids, each.type_ids, strict=True)]
+        for each in found
+    ]
+    return Tokenized(ids, len(too_long), time.perf_counter() - started)

@@ -1,0 +1,95 @@
+"""A cross-encoder, from its bundle and over HTTP. The scores are those of sentence-transformers 6.2."""
+
+import numpy as np
+import pytest
+from tests.encoders import write_scorer
+
+from prejit.runtime import ContextError, TruncationWarning, UsageError, load
+
+QUERY = "a b"
+LONG = "a b c d e f g h i j k l m n o p q r s t"
+DOCUMENTS = ["b c", "q r s t", "a", LONG]
+SCORES = [0.38731816, 0.49214369, 0.85673267, 0.39725924]
+"""CrossEncoder.predict of the pairs; the last one is cut to 16 tokens."""
+
+
+@pytest.fixture(scope="session")
+def scorer(run, once):
+    def make(directory):
+        (directory / "model").mkdir()
+        write_scorer(directory / "model")
+        manifest = directory / "scorer.toml"
+        manifest.write_text(
+            '[bundle]\nname = "scorer"\n[model]\nsource = "model"\n[encode]\nshapes = [[1, 8], [4, 16]]\n'
+            '[[target]]\nname = "cpu-host"\n'
+        )
+        run("build", manifest, "-o", directory, quick=True)
+
+    return load(once("letters-scorer", make) / "scorer")
+
+
+@pytest.fixture(scope="module")
+def models(scorer):
+    """The scorer, served as `scorer`: the server and the client of conftest.py have no other model."""
+    from prejit.server.engine.engine import Engine
+    from prejit.server.served.served import Models, Served
+
+    made = Models(Served("scorer", scorer, Engine(scorer), 1_700_000_000))
+    yield made
+    made.close()
+
+
+def test_scores_are_those_of_sentence_transformers(scorer):
+    with pytest.warns(
+        TruncationWarning, match=r"1 of 4 pairs are longer than 16 tokens.* number 3"
+    ):
+        found = scorer.score(QUERY, DOCUMENTS)
+    np.testing.assert_allclose(found, SCORES, atol=1e-5)
+    one = scorer.score([QUERY], "b c")  # one text is as good as a list of one
+    np.testing.assert_allclose(one, SCORES[:1], atol=1e-5)
+    assert scorer.score(QUERY, []).shape == (0,)
+    alone = scorer.score(None, ["b c", "a"])
+    assert alone.shape == (2,)
+    assert np.abs(alone - scorer.score("", ["b c", "a"])).min() > 1e-4, "no query is no empty query"
+
+
+def test_what_cannot_be_scored_is_an_error(scorer, encoder_bundle):
+    with pytest.raises(ContextError, match="pairs of at most 16 tokens: 1 of 1 pairs"):
+        scorer.score(QUERY, LONG, on_too_long="error")
+    for query, documents, why in (
+        ([QUERY] * 3, DOCUMENTS, r"query: expected one text, or 4 as documents has, found 3"),
+        (QUERY, [[2, 3]], r"documents\[0\]: expected"),
+        (QUERY, ["\ud800"], "cannot encode|Unicode|fails on"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            scorer.score(query, documents)
+    with pytest.raises(UsageError, match="found one that scores pairs"):
+        scorer.encode("a")
+    with pytest.raises(UsageError, match="found one that embeds"):
+        encoder_bundle.score("a", "b")
+
+
+@pytest.mark.filterwarnings("ignore::prejit.runtime.errors.TruncationWarning")
+def test_the_server_ranks_as_cohere_jina_and_vllm_do(post):
+    body = {"model": "scorer", "query": QUERY, "documents": [*DOCUMENTS[:2], {"text": "a"}]}
+    found = post("/v1/rerank", {**body, "top_n": 2}).json()
+    assert [each["index"] for each in found["results"]] == [2, 1]
+    scores = [each["relevance_score"] for each in found["results"]]
+    np.testing.assert_allclose(scores, [SCORES[2], SCORES[1]], atol=1e-5)
+    assert found["results"][0]["document"] == {"text": "a"}
+    assert found["usage"]["total_tokens"] == 7 + 9 + 6
+    pair = {"model": "scorer", "text_1": [QUERY, QUERY], "text_2": DOCUMENTS[:2]}
+    data = post("/v1/score", pair).json()["data"]
+    np.testing.assert_allclose([each["score"] for each in data], SCORES[:2], atol=1e-5)
+    for path, wrong, why in (
+        ("/v1/rerank", {**body, "documents": [LONG]}, "at most 16 tokens"),
+        ("/v1/rerank", {**body, "documents": []}, "documents"),
+        ("/v1/rerank", {**body, "top_n": -1}, "top_n"),
+        ("/v1/embeddings", {"model": "scorer", "input": "a"}, "which scores pairs of texts"),
+    ):
+        answer = post(path, wrong)
+        assert answer.status_code == 400, path
+        assert why in answer.text, answer.text
+    cut = {**body, "documents": [LONG], "truncate_prompt_tokens": -1}
+    (ranked,) = post("/rerank", cut).json()["results"]
+    assert abs(ranked["relevance_score"] - SCORES[3]) < 1e-5

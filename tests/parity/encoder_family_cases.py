@@ -1,0 +1,191 @@
+"""Small random encoders of the families of encoder_table.py, and heads that score. No JAX, no torch.
+
+A case is a configuration. Each tensor's values follow from its published name and its shape, so torch's
+module and ours have the same values if they have the same tensors.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROWS, TOKENS = 4, 29
+"""Of a case's batch. The first row is full, the second has one token."""
+
+REFERENCE = Path(__file__).parent / "encoder_family_reference.npz"
+
+
+@dataclass(frozen=True)
+class FamilyCase:
+    """A configuration with a seed for its weights.
+
+    Attributes:
+        name: `mpnet-0`, `scores-bert-1`.
+        config: of config.json.
+        seed: of weights and tokens.
+    """
+
+    name: str
+    config: dict[str, Any]
+    seed: int
+
+    @property
+    def scores(self) -> bool:
+        """Whether the model scores texts."""
+        return bool(self.config["architectures"][0].endswith("ForSequenceClassification"))
+
+    @property
+    def given(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Tokens as our models are given them: with the size of the vocabulary added in a second text."""
+        if self.segments is None:
+            return self.tokens
+        added: np.ndarray[Any, np.dtype[np.int32]] = self.segments * self.config["vocab_size"]
+        return self.tokens + added.astype(np.int32)
+
+    @property
+    def segments(self) -> np.ndarray[Any, np.dtype[np.int32]] | None:
+        """Int32 [ROWS, TOKENS] of a pair of texts; None: the family is not given them."""
+        if not self.scores or self.config["model_type"] not in ("bert", "electra", "nomic_bert"):
+            return None
+        return np.broadcast_to((np.arange(TOKENS) >= 5).astype(np.int32), (ROWS, TOKENS))
+
+    @property
+    def tokens(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Int32 [ROWS, TOKENS]; behind a row's length the padding token."""
+        random = np.random.default_rng([self.seed, 0])
+        padding = self.config["pad_token_id"]
+        tokens = random.integers(3, self.config["vocab_size"], (ROWS, TOKENS), dtype=np.int32)
+        tokens[np.arange(TOKENS) >= self.lengths[:, None]] = padding
+        return tokens
+
+    @property
+    def lengths(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Int32 [ROWS]."""
+        random = np.random.default_rng([self.seed, 1])
+        return np.array([TOKENS, 1, *random.integers(2, TOKENS, ROWS - 2)], np.int32)
+
+    def values(self, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Values of a tensor, large enough that each part of the model shows in the result.
+
+        The name is the published one, without the prefix of the transformer.
+        """
+        random = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
+        values = random.standard_normal(shape, dtype=np.float32)
+        if len(shape) == 2:
+            return values * np.float32(0.4)
+        is_norm = "norm" in name.lower() and name.endswith("weight")
+        return values * np.float32(0.2) + np.float32(is_norm and self.norms_begin_at)
+
+    def published(self, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Values of a tensor of a file, which has other names than torch's module if it is nomic-bert's."""
+        if self.config["model_type"] == "nomic_bert":
+            for old, new in _NOMIC_NAMES:
+                name = name.replace(old, new)
+        if "self_attn.qkv" not in name:
+            return self.values(name, shape)
+        part = (shape[0] // 3, *shape[1:])
+        names = (name.replace("qkv", f"{each}_proj") for each in "qkv")
+        return np.concatenate([self.values(each, part) for each in names])
+
+    @property
+    def norms_begin_at(self) -> float:
+        """The mean of the scales of norms as they are published: Gemma's are minus 1."""
+        return 0.0 if self.config["model_type"].startswith("gemma") else 1.0
+
+
+def family_cases() -> tuple[FamilyCase, ...]:
+    """All of them, in a fixed order."""
+    made = []
+    for number, (name, changes) in enumerate(_FAMILIES):
+        for at, sizes in enumerate(_SIZES):
+            architecture = changes["architectures"][0]
+            config = {**sizes, **_COMMON, **changes}
+            if "embedding_size" in changes and at:
+                config["embedding_size"] = sizes["hidden_size"]
+            made.append(FamilyCase(f"{name}-{at}", config, 100 * number + at + 1))
+            if architecture in _WITH_HEADS:
+                scoring = {
+                    **config,
+                    "architectures": [
+                        f"{architecture.removesuffix('Model')}ForSequenceClassification"
+                    ],
+                    "id2label": {str(label): f"l{label}" for label in range(1 + 2 * at)},
+                }
+                made.append(FamilyCase(f"scores-{name}-{at}", scoring, 100 * number + at + 11))
+    return tuple(made)
+
+
+_SIZES = (
+    {"hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 20, "num_hidden_layers": 3},
+    {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 11, "num_hidden_layers": 2},
+)
+_COMMON = {"vocab_size": 61, "max_position_embeddings": 48, "pad_token_id": 1}
+_FAMILIES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("xlm-roberta", {"model_type": "xlm-roberta", "architectures": ["XLMRobertaModel"]}),
+    ("camembert", {"model_type": "camembert", "architectures": ["CamembertModel"]}),
+    ("mpnet", {"model_type": "mpnet", "architectures": ["MPNetModel"]}),
+    (
+        "electra",
+        {"model_type": "electra", "architectures": ["ElectraModel"], "embedding_size": 7},
+    ),
+    (
+        "modernbert",
+        {
+            "model_type": "modernbert",
+            "architectures": ["ModernBertModel"],
+            "local_attention": 8,
+            "global_attn_every_n_layers": 2,
+            "global_rope_theta": 160000.0,
+            "local_rope_theta": 10000.0,
+        },
+    ),
+    ("bert", {"model_type": "bert", "architectures": ["BertModel"]}),
+    (
+        "distilbert",
+        {"model_type": "distilbert", "architectures": ["DistilBertModel"], "n_layers": 2},
+    ),
+    (
+        "deberta-v2",
+        {
+            "model_type": "deberta-v2",
+            "architectures": ["DebertaV2Model"],
+            **{"relative_attention": True, "share_att_key": True, "norm_rel_ebd": "layer_norm"},
+            **{"position_buckets": 8, "max_relative_positions": -1, "pos_att_type": "p2c|c2p"},
+            "position_biased_input": False,
+        },
+    ),
+    (
+        "qwen3",
+        {
+            "model_type": "qwen3",
+            "architectures": ["Qwen3Model"],
+            **{"num_key_value_heads": 1, "head_dim": 6},
+        },
+    ),
+    (
+        "gemma3",
+        {
+            "model_type": "gemma3_text",
+            "architectures": ["Gemma3TextModel"],
+            **{"num_key_value_heads": 1, "head_dim": 6, "query_pre_attn_scalar": 5},
+            **{"sliding_window": 8, "sliding_window_pattern": 2},
+            "use_bidirectional_attention": True,
+        },
+    ),
+    ("nomic-bert", {"model_type": "nomic_bert", "architectures": ["NomicBertModel"]}),
+)
+_NOMIC_NAMES = (
+    *(("encoder.layers", "layers"), ("emb_ln", "embeddings.LayerNorm")),
+    *(("attn.Wqkv", "self_attn.qkv"), ("attn.out_proj", "self_attn.o_proj")),
+    *(("fc11", "up_proj"), ("fc12", "gate_proj"), ("fc2", "down_proj")),
+    *(("norm1", "post_attention_layernorm"), ("norm2", "post_mlp_layernorm")),
+)
+"""Parts of the names of tensors in files, and in torch's module (transformers/conversion_mapping.py)."""
+_WITH_HEADS = (
+    *("XLMRobertaModel", "MPNetModel", "ElectraModel", "ModernBertModel", "NomicBertModel"),
+    *("BertModel", "DistilBertModel", "DebertaV2Model", "Qwen3Model"),
+)

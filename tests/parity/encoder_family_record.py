@@ -1,0 +1,48 @@
+"""Records what transformers' torch models say of the cases of encoder families, in float32.
+
+python -m tests.parity.encoder_family_record      # needs torch, transformers; writes the .npz
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .encoder_family_cases import REFERENCE, TOKENS, FamilyCase, family_cases
+
+
+def torch_result(case: FamilyCase) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Hidden states float32 [ROWS, TOKENS, D], zero behind each row's length; or scores [ROWS, labels]."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModel, AutoModelForSequenceClassification
+
+    config = CONFIG_MAPPING[case.config["model_type"]].from_dict(case.config)
+    kind = AutoModelForSequenceClassification if case.scores else AutoModel
+    model = kind.from_config(config, attn_implementation="eager").float().eval()
+    prefix = f"{model.base_model_prefix}."
+    model.load_state_dict(
+        {
+            name: torch.from_numpy(case.values(name.removeprefix(prefix), tuple(tensor.shape)))
+            for name, tensor in model.state_dict().items()
+        }
+    )
+    lengths = torch.from_numpy(case.lengths).long()
+    mask = (torch.arange(TOKENS) < lengths[:, None]).long()
+    given = {} if case.segments is None else {"token_type_ids": torch.tensor(case.segments).long()}
+    with torch.no_grad():
+        found = model(torch.from_numpy(case.tokens).long(), attention_mask=mask, **given)
+    wanted = found.logits if case.scores else found.last_hidden_state * mask[..., None]
+    result: np.ndarray[Any, np.dtype[np.float32]] = wanted.numpy()
+    return result
+
+
+def main() -> None:
+    """Writes REFERENCE."""
+    recorded = {case.name: torch_result(case) for case in family_cases()}
+    np.savez_compressed(REFERENCE, **recorded)  # type: ignore[arg-type]
+    print(f"{REFERENCE}: {len(recorded)} cases, {REFERENCE.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()
