@@ -17,7 +17,8 @@ from prejit.compiler.base.json_file import read_json
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint, open_encoder
 from prejit.compiler.models import config_file, model_registry
-from prejit.compiler.models.families.family_table import ENCODERS
+from prejit.compiler.models.families.encoder_table import ENCODERS
+from prejit.compiler.models.families.family_table import DECODERS
 from prejit.compiler.models.families.sentence_layout import read_layout
 from prejit.compiler.models.layers.experts import ExpertMatrices
 from prejit.compiler.models.layers.linear import Embedding
@@ -76,10 +77,12 @@ def check_published(directory: Path) -> PublishedModel:
         CheckpointError: a build refuses it: the family, a setting or a tensor is not supported, or tensors
             are missing. The error names each.
     """
-    folder = read_layout(directory).transformer if (directory / _MODULES).is_file() else directory
+    has_modules = (directory / _MODULES).is_file()
+    folder = read_layout(directory).transformer if has_modules else directory
     content = read_json(folder / "config.json", "expected a directory in the Hugging Face layout")
     family = content.get("model_type") if isinstance(content, dict) else None
-    if family in ENCODERS:
+    embeds = has_modules or family not in DECODERS or read_layout(directory).scores
+    if family in ENCODERS and embeds:
         source = config_file.load_encoder(directory)
         open_encoder(directory).names  # noqa: B018  # checks the tensors
         described = model_registry.describe_encoder(source)

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 logging.getLogger("prejit.server").addHandler(logging.NullHandler())
-_LONGEST_TURN_SECONDS = 1.0
-"""How long the requests that an engine follows may go first."""
+_LONGEST_TURN_SECONDS = 1.0  # how long the requests that an engine follows may go first
 CPU_PREFILL_TOKENS, ACCELERATOR_PREFILL_TOKENS = 64, 512
 """How many positions of prompts a step computes beside decoding, on a CPU and on an accelerator."""
 

@@ -1,7 +1,7 @@
 """The table of families that generate: for each model_type what it reads of config.json, and its module.
 
-decoder_table.py and mixture_table.py have the decoders, encoder_decoders.py the sources of t5 and whisper, and encoder_table.py the
-families that embed and score.
+decoder_table.py and mixture_table.py have the decoders, encoder_decoders.py the sources of t5 and whisper,
+and encoder_table.py the families that embed and score.
 """
 
 from __future__ import annotations
