@@ -225,6 +225,20 @@ def _hybrid(number: int, random: np.random.Generator, config: Config) -> Config:
     }
 
 
+def _groups(number: int, random: np.random.Generator, config: Config) -> Config:
+    """Experts in groups beside shared ones, after a layer without experts."""
+    return {
+        "n_routed_experts": 6,
+        "n_shared_experts": 1 + number % 2,
+        "num_experts_per_tok": 2 + number % 2,
+        "moe_intermediate_size": pick(random, [5, 8]),
+        "first_k_dense_replace": number % 2,
+        "routed_scaling_factor": [1.0, 2.5, 0.5][number],
+        "n_group": [1, 3, 2][number],
+        "topk_group": [1, 2, 1][number],
+    }
+
+
 def _latent(number: int, random: np.random.Generator, config: Config) -> Config:
     """Attention to latents, with shared experts beside others, after a layer without experts."""
     yarn = {
@@ -239,12 +253,7 @@ def _latent(number: int, random: np.random.Generator, config: Config) -> Config:
         "qk_nope_head_dim": pick(random, [4, 6]),
         "qk_rope_head_dim": pick(random, [2, 4]),
         "v_head_dim": pick(random, [3, 5]),
-        "n_routed_experts": 6,
-        "n_shared_experts": 1 + number % 2,
-        "num_experts_per_tok": 2 + number % 2,
-        "moe_intermediate_size": pick(random, [5, 8]),
-        "first_k_dense_replace": number % 2,
-        "routed_scaling_factor": [1.0, 2.5, 0.5][number],
+        **_groups(number, random, config),
         "num_nextn_predict_layers": 0,
         **({"rope_scaling": yarn} if number == 1 else {}),
     }
@@ -302,6 +311,15 @@ FAMILIES: dict[str, tuple[str, Change]] = {
             ),
         ),
     ),
+    "dots1": (
+        "Dots1",
+        _all(
+            _sizes_of_heads,
+            _ATTENTION,
+            _groups,
+            _with(sliding_window=[None, 9, 5], max_window_layers=1, norm_topk_prob=True),
+        ),
+    ),
     "ernie4_5": ("Ernie4_5", _all(_sizes_of_heads, _biases("use_bias"))),
     "exaone4": ("Exaone4", _all(_windows, _with(sliding_window_pattern=[2, 4, 3]))),
     "gemma": (
@@ -310,6 +328,15 @@ FAMILIES: dict[str, tuple[str, Change]] = {
     ),
     "glm": ("Glm", _all(_part_turns, _ATTENTION, _with(head_dim=8))),
     "glm4": ("Glm4", _all(_part_turns, _ATTENTION, _with(head_dim=[8, 16, 8]))),
+    "glm4_moe": (
+        "Glm4Moe",
+        _all(
+            _part_turns,
+            _ATTENTION,
+            _groups,
+            _with(head_dim=8, use_qk_norm=[True, False, True], norm_topk_prob=[True, True, False]),
+        ),
+    ),
     "gpt_neox": ("GPTNeoX", _all(_layer_norm, _neox)),
     "gpt_oss": (
         "GptOss",

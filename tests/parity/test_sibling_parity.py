@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -69,6 +70,19 @@ def test_a_tensor_that_is_unknown_or_missing_is_named(case: Sibling, tmp_path: P
     save_file({name: tensor for name, tensor in tensors.items() if name != missing}, file)
     with pytest.raises(CheckpointError, match=rf"missing {re.escape(missing)}"):
         _ = open_checkpoint(tmp_path).names
+
+
+def test_layers_that_draft_tokens_are_left_out_where_config_says_so(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "deepseek_v3-0")
+    case.write(tmp_path)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    names, behind = open_checkpoint(tmp_path).names, case.config["num_hidden_layers"]
+    drafting = {f"model.layers.{behind}.eh_proj.weight": np.zeros((3, 3), np.float32)}
+    save_file(load_file(file) | drafting, file)
+    with pytest.raises(CheckpointError, match=r"unexpected model.layers"):
+        _ = open_checkpoint(tmp_path).names
+    config.write_text(json.dumps({**case.config, "num_nextn_predict_layers": 1}))
+    assert open_checkpoint(tmp_path).names == names
 
 
 def test_every_case_is_recorded_and_they_differ(reference: dict[str, Logits]) -> None:

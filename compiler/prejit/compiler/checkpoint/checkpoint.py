@@ -14,6 +14,7 @@ nothing stays fast.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -130,6 +131,7 @@ class Checkpoint:
             config = config_file.load_config(self.directory)
             parameters = parameters_of(model_registry.make_decoder(config, out_in=self._out_in))
             naming = model_registry.naming_of(config.model_type)
+            naming = replace(naming, ignored=naming.ignored_in(config))
         else:
             encoder = config_file.load_encoder(self.directory)
             module = model_registry.make_encoder(encoder, out_in=self._out_in)

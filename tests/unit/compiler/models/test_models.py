@@ -20,6 +20,7 @@ from tests.extent import examples
 from tests.parity import t5_cases, whisper_cases
 from tests.parity.cases import cases
 from tests.parity.encoder_cases import cases as encoder_cases
+from tests.parity.sibling_cases import cases as siblings
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, model_registry
@@ -153,7 +154,7 @@ def test_a_setting_that_is_not_built_is_named(family: str, tmp_path: Path) -> No
 
 _DECODERS = {
     case.config["model_type"]: case.config
-    for case in (*cases(), *t5_cases.cases(), *whisper_cases.cases())
+    for case in (*cases(), *siblings(), *t5_cases.cases(), *whisper_cases.cases())
 }
 _ENCODERS = {case.config["model_type"]: case.config for case in encoder_cases()}
 _MORE = (

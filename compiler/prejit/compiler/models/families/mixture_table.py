@@ -3,6 +3,8 @@
 Sources:
 
 deepseek_v2, deepseek_v3    DeepSeek-AI 2024, arXiv 2405.04434 and 2412.19437
+dots1       rednote-hilab 2025, arXiv 2506.05767
+glm4_moe    GLM Team 2025, arXiv 2508.06471 (GLM 4.5 and 4.6)
 gpt_oss     OpenAI 2025, arXiv 2508.10925
 granitemoe, granitemoeshared    IBM 2024, Granite 3.0 Language Models
 granitemoehybrid    IBM 2025, Granite 4; the models without Mamba layers, with and without experts
@@ -31,6 +33,7 @@ from prejit.compiler.models.families.decoder_table import (
     QWEN_KEYS,
     rotary,
 )
+from prejit.compiler.models.families.decoders import TextDecoder
 from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.layers.experts import Routing
 from prejit.compiler.models.layers.layer_config import (
@@ -218,13 +221,30 @@ _DEEPSEEK3 = replace(
 )
 
 
+_DOTS1 = replace(
+    QWEN3,
+    names=replace(_DEEPSEEK2.names, head_norms=HEAD_NORMS),
+    experts=_DEEPSEEK3.experts,
+)
+_GLM4_MOE = DecoderFamily(
+    _DEEPSEEK2.names, bias="attention_bias", turns="part", experts=_DEEPSEEK3.experts
+)
+
+
+def _glm4_moe(config: Any, context: int | None) -> TextDecoder:
+    """Return GLM 4.5, of which the larger one has norms of heads."""
+    names = replace(_GLM4_MOE.names, head_norms=HEAD_NORMS if config.use_qk_norm else ())
+    return TextDecoder(replace(_GLM4_MOE, names=names), config, context)
+
+
 def _check_deepseek(
     family: DecoderFamily, routing_of: Callable[[Any], Routing], config: Any
 ) -> None:
     """Check what the keys of groups say together."""
-    heads, count = config.num_attention_heads, config.n_routed_experts
-    require(config, "num_key_value_heads", config.num_key_value_heads, [heads])
-    routing = routing_of(config)
+    if family.is_latent:
+        heads = config.num_attention_heads
+        require(config, "num_key_value_heads", config.num_key_value_heads, [heads])
+    routing, count = routing_of(config), config.n_routed_experts
     if routing.groups is None or routing.kept is None:
         raise unsupported(config, "n_group and topk_group: expected numbers, found null")
     size, kept = count // routing.groups, routing.kept
@@ -247,11 +267,13 @@ def _check_deepseek(
 def _deepseek(
     family: DecoderFamily, routing: Callable[[Any], Routing], *keys: str, **allowed: Any
 ) -> Family:
-    of_experts = ("n_shared_experts", "first_k_dense_replace", "routed_scaling_factor")
+    drafts = "num_nextn_predict_layers"
+    of_experts = ("n_shared_experts", "first_k_dense_replace", "routed_scaling_factor", drafts)
+    of_attention = latent_attention.KEYS if family.is_latent else ()
     made = rotary(
         family,
-        *(*latent_attention.KEYS, *of_experts, "n_group", "topk_group", *keys),
-        naming=_stacked(family.names, *_PROJECTIONS),
+        *(*of_attention, *of_experts, "n_group", "topk_group", *keys),
+        naming=replace(_stacked(family.names, *_PROJECTIONS), drafts=drafts),
         **allowed,
     )
     return replace(made, check=partial(_check_deepseek, family, routing))
@@ -266,6 +288,11 @@ MIXTURES: Mapping[str, Family] = {
         mlp_bias=(False,),
     ),
     "deepseek_v3": _deepseek(_DEEPSEEK3, _corrected, "norm_topk_prob"),
+    "dots1": _deepseek(_DOTS1, _corrected, "norm_topk_prob", "max_window_layers"),
+    "glm4_moe": replace(
+        _deepseek(_GLM4_MOE, _corrected, "norm_topk_prob", use_qk_norm=(False, True)),
+        build=_glm4_moe,
+    ),
     "gpt_oss": replace(rotary(_GPT_OSS, naming=_GPT_OSS_NAMING), quantized=("mxfp4",)),
     "granitemoe": rotary(_GRANITE_MOE, *MULTIPLIERS),
     "granitemoehybrid": replace(

@@ -135,6 +135,7 @@ _KEYS: Checks = {
     "routed_scaling_factor": _FACTOR,
     "first_k_dense_replace": _integer(0, MAX_LAYERS),
     **dict.fromkeys(("rope_interleave", "conv_bias", "block_auto_adjust_ff_dim"), _BOOL),
+    "num_nextn_predict_layers": _integer(0, MAX_LAYERS, optional=True),
     "conv_L_cache": _integer(2, 64),
     "block_multiple_of": _WIDTH,
     "block_ffn_dim_multiplier": _FACTOR,

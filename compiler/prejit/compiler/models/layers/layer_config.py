@@ -116,6 +116,8 @@ class Naming:
         stacked: the parameters that checkpoints hold in parts.
         converted: the parameters that checkpoints hold in another form.
         beside: names of modules beside the transformer, such as a classifier, which get no prefix.
+        drafts: key of the number of layers behind the last one that draft tokens, which are not used; empty:
+            there are none.
     """
 
     prefix: str
@@ -130,6 +132,15 @@ class Naming:
     stacked: tuple[Stacked, ...] = ()
     converted: tuple[Converted, ...] = ()
     beside: tuple[str, ...] = ()
+    drafts: str = ""
+
+    def ignored_in(self, config: Any) -> tuple[str, ...]:
+        """Return the prefixes of tensors that a model of this configuration does not use."""
+        drafts, last = getattr(config, self.drafts or "", None) or 0, 0
+        if drafts:
+            last = config.num_hidden_layers
+        layers = range(last, last + drafts)
+        return (*self.ignored, *(f"{self.prefix}layers.{layer}." for layer in layers))
 
 
 @dataclass(frozen=True)
