@@ -40,6 +40,7 @@ CALLS: dict[str, Callable[[Bundle], Any]] = {
     "apply_chat_template": lambda bundle: bundle.apply_chat_template([]),
     "encode": lambda bundle: bundle.encode("a"),
     "encode_batch": lambda bundle: bundle.encode_batch(["a"]),
+    "score": lambda bundle: bundle.score("a", ["b"]),
     "call": lambda bundle: bundle.call("f", np.ones(4, "f")),
     "call_async": lambda bundle: bundle.call_async("f", np.ones(4, "f")),
     "call_on_device": lambda bundle: bundle.call_on_device("f", np.ones(4, "f")),

@@ -287,7 +287,7 @@ def _print_buckets(today: Buckets | None, suggested: Buckets, seconds: list[floa
 @click.argument(
     "model",
     metavar="MODEL",
-    help="module:object of a decoder, or of what makes one; or the directory of a published model.",
+    help="A decoder as module:object, or what makes one; or the directory of a published model.",
 )
 @click.option(
     "--params",

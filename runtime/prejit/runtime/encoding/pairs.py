@@ -11,7 +11,6 @@ from tokenizers import Tokenizer as Library
 
 from prejit.runtime.base import arguments
 from prejit.runtime.encoding.sentences import (
-    CALLER,
     OnTooLong,
     Tokenized,
     need,
@@ -33,8 +32,11 @@ def tokenize_pairs(
     query: Queries,
     documents: str | Sequence[str],
     on_too_long: OnTooLong,
+    caller: int = 3,
 ) -> Tokenized:
     """Return the token ids of pairs, as transformers' tokenizers make them.
+
+    `caller` is the stack level of the user's code, for a warning.
 
     A pair that is too long loses tokens of its longer text, one after the other (`longest_first`).
 
@@ -68,7 +70,7 @@ def tokenize_pairs(
         )
         if on_too_long == "error":
             raise ContextError(f"expected pairs of at most {limit} tokens: {what}")
-        warnings.warn(f"{what}: they are cut off there", TruncationWarning, stacklevel=CALLER)
+        warnings.warn(f"{what}: they are cut off there", TruncationWarning, stacklevel=caller)
         cutting = Library.from_str(tokenizer.library.to_str())
         cutting.enable_truncation(limit)
         cut = tokenizer.encoded(lambda: cutting.encode_batch([pairs[at] for at in too_long]))

@@ -23,7 +23,7 @@ Embeddings = np.ndarray[Any, np.dtype[np.float32]]
 OnTooLong = Literal["truncate", "error"]
 """What to do with a sentence that is too long."""
 
-CALLER = 5
+_CALLER = 5
 """Stack level of the user's code for a warning from `shorten`: behind `tokenize`, its caller, and a method of
 the public API."""
 
@@ -200,7 +200,7 @@ def shorten(
         ids = sentences[place]
         kept = end if end and len(end) < limit and ids[-len(end) :] == end else []
         sentences[place] = [*ids[: limit - len(kept)], *kept]
-    warnings.warn(f"{what}: they are cut off there", TruncationWarning, stacklevel=CALLER)
+    warnings.warn(f"{what}: they are cut off there", TruncationWarning, stacklevel=_CALLER)
     return len(too_long)
 
 

@@ -103,7 +103,7 @@ class Encoding:
             QueueFullError: too many calls wait.
             ClosedError: `close` or `drain` was called.
         """
-        tokenized = self._tokenized(sentences, on_too_long, prompt_name)
+        tokenized = self._tokenizing(sentences, on_too_long, prompt_name)()
         job = self._job(tokenized, timeout)
         job.client, job.limits = client, limits
         if job.rows:
@@ -127,7 +127,7 @@ class Encoding:
         Raises:
             DeadlineError: the timeout has passed.
         """
-        tokenized = self._tokenized(sentences, on_too_long, prompt_name)
+        tokenized = self._tokenizing(sentences, on_too_long, prompt_name)()
         count = len(tokenized.ids)
         if timeout is None and count <= self._most:
             with self._lane.alone(count) as ran:
@@ -151,14 +151,16 @@ class Encoding:
         """Refuse new calls, fail those that wait with ClosedError, and wait for those that run."""
         self._lane.close()
 
-    def _tokenized(
+    def _tokenizing(
         self, sentences: Any, on_too_long: OnTooLong, prompt_name: str | None
-    ) -> Tokenized:
-        if self._encoder.encoder.scores is None:
-            return tokenize(self._encoder, self._text, sentences, on_too_long, prompt_name)
+    ) -> Callable[[], Tokenized]:
+        """Return what tokenizes sentences or pairs. Its caller calls it: warnings count the frames."""
+        encoder, text = self._encoder, self._text
+        if encoder.encoder.scores is None:
+            return partial(tokenize, encoder, text, sentences, on_too_long, prompt_name)
         queries, documents = zip(*sentences, strict=True) if sentences else ((), ())
         query = None if queries and queries[0] is None else queries
-        return tokenize_pairs(self._encoder, self._text, query, documents, on_too_long)
+        return partial(tokenize_pairs, encoder, text, query, documents, on_too_long, caller=4)
 
     def _encoded(self, tokenized: Tokenized) -> Encoded:
         """Encode the sentences of one call now."""

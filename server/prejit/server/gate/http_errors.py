@@ -162,7 +162,7 @@ def error_json(error: ApiError) -> ErrorBody:
 
 def response(error: ApiError, path: str) -> Response:
     """Return the response for an error, in the form that clients of the path read."""
-    of_inference = path == "/v2" or path.startswith("/v2/")
+    of_inference = path == "/v2" or (path.startswith("/v2/") and path != "/v2/rerank")
     content = {"error": error.message} if of_inference else error_json(error)
     return json_response(content, error.status, error.headers)
 
