@@ -42,13 +42,13 @@ global.timeout='5'
     assert found["HTTPS_PROXY"] == "http://proxy.example:3128"
     assert found["UV_INSECURE_HOST"] == "one.example two.example:8080"
     assert translated("global.require-hashes='1'\n", {}) is None
-    assert translated("global.constraint='limits.txt'\n", {}) is None
     assert translated(f"global.cert='{tmp_path}'\n", {}) is None
     assert translated("global.find-links='https://x.example/a,b'\n", {}) is None
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wheels").mkdir()
-    listed = ":env:.find-links='wheels'\n:env:.no-index='1'\n"
+    (tmp_path / "limits.txt").touch()
+    listed = "global.constraint='limits.txt'\n:env:.find-links='wheels'\n:env:.no-index='1'\n"
     found = translated(listed, {})
     assert found.environ["UV_FIND_LINKS"] == str(tmp_path / "wheels")
-    assert found.options == ("--no-index",)
+    assert found.options == (f"--constraint={tmp_path}/limits.txt", "--no-index")
     assert translated(":env:.no-index='0'\n", {}).options == ()
