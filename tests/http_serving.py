@@ -1,10 +1,6 @@
 """Small HTTP servers of tests, on a free port of this machine."""
 
-from __future__ import annotations
-
-import ssl
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -14,20 +10,20 @@ class QuietHandler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *args: object) -> None:
+    def log_message(self, *args):
         pass
 
-    def handle(self) -> None:
+    def handle(self):
         try:
             super().handle()
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
 
-    def content(self) -> bytes:
+    def content(self):
         """Return the body of the request."""
         return self.rfile.read(int(self.headers.get("content-length", 0)))
 
-    def reply(self, status: int, content: bytes = b"", /, **headers: str) -> None:
+    def reply(self, status, content=b"", /, **headers):
         """Answer. An underscore in a header's name stands for a hyphen."""
         self.send_response(status)
         self.send_header("content-length", str(len(content)))
@@ -39,9 +35,7 @@ class QuietHandler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(
-    handler: type[QuietHandler], address: str = "127.0.0.1", tls: ssl.SSLContext | None = None
-) -> Iterator[str]:
+def serving(handler, address="127.0.0.1", tls=None):
     """Serve requests on a free port. Yields `host:port`."""
     with ThreadingHTTPServer((address, 0), handler) as server:
         server.daemon_threads = True

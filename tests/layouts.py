@@ -1,32 +1,28 @@
 """The files of a bundle on disk, for tests that read or forge them."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 INDEX = "application/vnd.oci.image.index.v1+json"
 
 
-def blob(path: Path, digest: str) -> Path:
+def blob(path, digest):
     """The file of a blob."""
     return path / "blobs" / "sha256" / digest.removeprefix("sha256:")
 
 
-def index_file(path: Path) -> Path:
+def index_file(path):
     """The file of a bundle's index."""
     root = json.loads((path / "index.json").read_bytes())
     return blob(path, next(at["digest"] for at in root["manifests"] if at["mediaType"] == INDEX))
 
 
-def index_of(path: Path) -> Any:
+def index_of(path):
     """A bundle's index as plain data."""
     return json.loads(index_file(path).read_bytes())
 
 
-def subject_of(path: Path) -> Any:
+def subject_of(path):
     """The descriptor by which something is attached to a bundle."""
     from prejit.runtime.format.layout import Layout
     from prejit.runtime.format.root import read_root
@@ -37,7 +33,7 @@ def subject_of(path: Path) -> Any:
     return subject
 
 
-def attached_to(path: Path, kind: str | None = None) -> list[tuple[Any, Path]]:
+def attached_to(path, kind=None):
     """The attachments of a bundle with their files; with a kind, only those of the whole bundle."""
     from prejit.runtime.format.layout import Layout
     from prejit.runtime.format.referrers import referrers
@@ -53,13 +49,13 @@ def attached_to(path: Path, kind: str | None = None) -> list[tuple[Any, Path]]:
         ]
 
 
-def blobs_of(path: Path) -> dict[str, Path]:
+def blobs_of(path):
     """Every blob of a bundle but its index, by digest: what `write_layout` takes beside the index."""
     files = (path / "blobs" / "sha256").iterdir()
     return {f"sha256:{file.name}": file for file in files if file != index_file(path)}
 
 
-def write_files(path: Path, index: bytes, blobs: Mapping[str, bytes | Path]) -> Path:
+def write_files(path, index, blobs):
     """Write a bundle without care, and without `write_layout`, which would refuse a forged index."""
     (path / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
     for digest, content in blobs.items():
@@ -70,7 +66,7 @@ def write_files(path: Path, index: bytes, blobs: Mapping[str, bytes | Path]) -> 
     return path
 
 
-def write_index(path: Path, index: bytes) -> Path:
+def write_index(path, index):
     """Put another index in place, whatever it says. Return its file."""
     from prejit.runtime.base.files import digest_of
 
@@ -82,13 +78,13 @@ def write_index(path: Path, index: bytes) -> Path:
     return blob(path, digest)
 
 
-def write_root(path: Path, entries: list[Any]) -> None:
+def write_root(path, entries):
     """Write an `index.json` with these entries, as a tool other than prejit writes it."""
     root = {"schemaVersion": 2, "mediaType": INDEX, "manifests": entries}
     (path / "index.json").write_text(json.dumps(root))
 
 
-def copy_with_layers(golden: Path, path: Path, contents: Mapping[str, bytes]) -> Path:
+def copy_with_layers(golden, path, contents):
     """Write a bundle of the last target of another, whose layers of some media types have these bytes.
 
     It is valid as far as its digests go: no program of it runs.
@@ -109,5 +105,5 @@ def copy_with_layers(golden: Path, path: Path, contents: Mapping[str, bytes]) ->
     return write_files(path, _canonical(index), {**kept, at["digest"]: content})
 
 
-def _canonical(plain: object) -> bytes:
+def _canonical(plain):
     return json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()

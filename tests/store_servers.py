@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from email.utils import formatdate
@@ -62,7 +62,7 @@ class Server:
     env_server: Mapping[str, str] = field(default_factory=dict)
     _process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self):
         """Start the server, and wait until it answers."""
         if self.log is None:
             return
@@ -84,24 +84,24 @@ class Server:
             time.sleep(0.1)
         self.ready()
 
-    def kill(self) -> None:
+    def kill(self):
         """Kill the server."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
 
-    def stop(self) -> None:
+    def stop(self):
         """Let the server hang: it takes connections and answers nothing, until it is killed."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def go_on(self):
         """Let a server answer again that hangs."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGCONT)
 
-    def empty(self) -> None:
+    def empty(self):
         """Delete all files; a server is started again."""
         self.kill()
         if self.files is not None:
@@ -109,17 +109,17 @@ class Server:
             self.files.mkdir()
         self.start()
 
-    def requests(self) -> int:
+    def requests(self):
         """Return the number of requests that the server has had."""
         return 0 if self.log is None else len(_REQUEST.findall(self.log.read_bytes()))
 
 
-def directory_store(directory: Path) -> Server:
+def directory_store(directory):
     """Return a directory that machines share."""
     return Server("a directory", str(directory / "shared"), directory / "shared")
 
 
-def nginx(directory: Path) -> Server | None:
+def nginx(directory):
     """Return nginx with WebDAV; None: it is not installed."""
     program = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
     if program is None:
@@ -140,9 +140,7 @@ def nginx(directory: Path) -> Server | None:
     return Server("nginx, WebDAV", url, files, directory / "nginx.log", command)
 
 
-def docker_registry(
-    directory: Path, *, address: str = "127.0.0.1", http: str = "", more: str = ""
-) -> Server | None:
+def docker_registry(directory, *, address="127.0.0.1", http="", more=""):
     """Return an OCI registry; None: docker-registry is not installed.
 
     Args:
@@ -168,7 +166,7 @@ def docker_registry(
 
 
 @contextmanager
-def running_registry(directory: Path) -> Iterator[Server]:
+def running_registry(directory):
     """Run an OCI registry. Skip the test where it is not installed."""
     server = docker_registry(directory)
     if server is None:
@@ -180,7 +178,7 @@ def running_registry(directory: Path) -> Iterator[Server]:
         server.kill()
 
 
-def moto(directory: Path) -> Server | None:
+def moto(directory):
     """Return an S3 in memory; None: moto is not there."""
     paths = {"PYTHONPATH": os.environ.get("MOTO", "")}
     has_moto = [sys.executable, "-c", "import moto.server"]
@@ -189,7 +187,7 @@ def moto(directory: Path) -> Server | None:
     port = free_port()
     endpoint = f"http://127.0.0.1:{port}"
 
-    def make_bucket() -> None:
+    def make_bucket():
         urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bucket", method="PUT"))
 
     return Server(
@@ -209,12 +207,12 @@ def moto(directory: Path) -> Server | None:
     )
 
 
-def google_settings(endpoint: str) -> dict[str, str]:
+def google_settings(endpoint):
     """Return the environment variables of a client of Google's XML API at another place."""
     return {"GOOGLE_BASE_URL": endpoint, "GOOGLE_BEARER_TOKEN": "x"}
 
 
-def moto_as_google(directory: Path) -> Server | None:
+def moto_as_google(directory):
     """Return Google's storage in memory, as far as it has the requests of S3; None: moto is not there."""
     server = moto(directory)
     if server is None:
@@ -224,7 +222,7 @@ def moto_as_google(directory: Path) -> Server | None:
     return replace(server, name=name, url="gs://bucket/store", env=settings)
 
 
-def azurite(directory: Path) -> Server | None:
+def azurite(directory):
     """Return an Azure in memory; None: Azurite is not there."""
     program = Path(os.environ.get("AZURITE", ""), "node_modules", ".bin", "azurite-blob")
     if not program.is_file():
@@ -232,7 +230,7 @@ def azurite(directory: Path) -> Server | None:
     port = free_port()
     endpoint = f"http://127.0.0.1:{port}"
 
-    def make_container() -> None:
+    def make_container():
         # Azure's Shared Key: the method, eleven headers that are not there, ours, and the resource.
         headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
         ours = [f"{name}:{value}" for name, value in headers.items()]
@@ -256,7 +254,7 @@ def azurite(directory: Path) -> Server | None:
     )
 
 
-def s3rver(directory: Path) -> Server | None:
+def s3rver(directory):
     """Return an S3 on disk; None: s3rver is not there."""
     program = Path(os.environ.get("S3RVER", ""), "node_modules", ".bin", "s3rver")
     if not program.is_file():
@@ -280,6 +278,5 @@ def s3rver(directory: Path) -> Server | None:
     )
 
 
-KINDS: tuple[Callable[[Path], Server | None], ...]
 KINDS = (directory_store, nginx, docker_registry, moto, azurite, s3rver)
 """All kinds; each gives None where this machine cannot run it."""

@@ -1,17 +1,11 @@
 """uv installs what pip would: with its settings, or not at all."""
 
-from __future__ import annotations
-
 from pathlib import Path
-
-import pytest
 
 from prejit.compiler.targets.installing import install_command, translated
 
 
-def test_uv_gets_pips_settings_in_their_order_and_what_a_machine_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uv_gets_pips_settings_in_their_order_and_what_a_machine_needs(tmp_path, monkeypatch):
     listed = """
 :env:.find-links='https://c.example https://d.example'
 global.find-links='https://a.example'

@@ -3,8 +3,6 @@
 What is forged here has right digests everywhere, as whoever builds bundles could make it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -13,7 +11,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -75,22 +73,20 @@ NEXT = str(FORMAT_VERSION + 1)
 PATH = "somewhere/blob"
 
 
-def reject(path: Path, complaint: str) -> RejectError:
+def reject(path, complaint):
     with pytest.raises(RejectError, match=complaint) as caught:
         load(path).prepare()
     return caught.value
 
 
-def with_index(recipe: Any, path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+def with_index(recipe, path, change):
     index, blobs = recipe.assemble()
     plain = json.loads(index)
     change(plain)
     return write_files(path, to_json(plain), blobs)
 
 
-def with_manifest(
-    recipe: Any, path: Path, change: Callable[[dict[str, Any]], object]
-) -> tuple[Path, str]:
+def with_manifest(recipe, path, change):
     """A bundle of one target whose manifest says something else; gives the manifest's name too."""
     index, blobs = recipe.only("cpu-host").assemble()
     plain = json.loads(index)
@@ -107,7 +103,7 @@ def with_manifest(
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"imageLayoutVersion":"1.0.1"}', b"1" * 4096])
-def test_1_another_layout_version_is_rejected(content: bytes, bundle_dir: Path) -> None:
+def test_1_another_layout_version_is_rejected(content, bundle_dir):
     (bundle_dir / "oci-layout").write_bytes(content)
     assert reject(bundle_dir, "expected").path == str(bundle_dir / "oci-layout")
 
@@ -119,7 +115,7 @@ def test_1_another_layout_version_is_rejected(content: bytes, bundle_dir: Path) 
         *(("²", False), ("٢", False), ("9" * 5000, False)),
     ],
 )
-def test_2_another_format_says_which_side_is_older(written: str, newer: bool, recipe: Any) -> None:
+def test_2_another_format_says_which_side_is_older(written, newer, recipe):
     """It is named even where the index has keys of that format."""
     plain = json.loads(recipe.assemble()[0])
     plain["annotations"][BUNDLE_FORMAT] = written
@@ -129,10 +125,10 @@ def test_2_another_format_says_which_side_is_older(written: str, newer: bool, re
         assert (caught.value.hint == NEWER_FORMAT_HINT) == newer
 
 
-def annotated(name: str, value: Any, *, of_target: bool = False) -> Callable[[Any], object]:
+def annotated(name, value, *, of_target=False):
     """Change an annotation of the index or of its first target; None: it is missing."""
 
-    def change(index: Any) -> None:
+    def change(index):
         annotations = (index["manifests"][0] if of_target else index)["annotations"]
         annotations.pop(name)
         annotations |= {} if value is None else {name: value}
@@ -143,11 +139,11 @@ def annotated(name: str, value: Any, *, of_target: bool = False) -> Callable[[An
 of_target = functools.partial(annotated, of_target=True)
 
 
-def updated(**changes: Any) -> Callable[[dict[str, Any]], object]:
+def updated(**changes):
     return lambda plain: plain.update(changes)
 
 
-def endless(index: dict[str, Any]) -> None:
+def endless(index):
     [first, *_] = index["manifests"]
     index["manifests"] = [
         {**first, "annotations": {**first["annotations"], REF_NAME: f"t{name}"}}
@@ -155,7 +151,7 @@ def endless(index: dict[str, Any]) -> None:
     ]
 
 
-def at_first(**changes: Any) -> Callable[[dict[str, Any]], object]:
+def at_first(**changes):
     return lambda index: index["manifests"][0].update(changes)
 
 
@@ -183,19 +179,19 @@ def at_first(**changes: Any) -> Callable[[dict[str, Any]], object]:
         (at_first(size=1), "expected 1 bytes, found"),
     ],
 )
-def test_2_to_4_a_wrong_index(change: Any, complaint: str, recipe: Any, tmp_path: Path) -> None:
+def test_2_to_4_a_wrong_index(change, complaint, recipe, tmp_path):
     path = with_index(recipe, tmp_path / "b", change)
     error = reject(path, complaint)
     assert complaint.endswith("bytes, found") or error.path == str(index_file(path))
 
 
-def test_3_index_and_configs_say_the_same(recipe: Any, tmp_path: Path) -> None:
+def test_3_index_and_configs_say_the_same(recipe, tmp_path):
     """Else a policy for one name would let another bundle run."""
     path = with_index(recipe, tmp_path / "b", annotated(BUNDLE_NAME, "trusted"))
     reject(path, "expected bundle 'trusted', as the index, found 'example'")
 
     # The first fits this machine; by its name the loader would run the second.
-    def renamed(config: Any) -> Any:
+    def renamed(config):
         features = ("no-such-feature", *config.requirement.cpu_features)
         needs = dataclasses.replace(config.requirement, cpu_features=features)
         return dataclasses.replace(config, target="cpu-host", requirement=needs)
@@ -217,7 +213,7 @@ def test_3_index_and_configs_say_the_same(recipe: Any, tmp_path: Path) -> None:
         reject(write_files(tmp_path / "b", encoded, blobs), "with the requirement of the index")
 
 
-def test_a_cap_holds_at_its_edge_and_messages_are_short() -> None:
+def test_a_cap_holds_at_its_edge_and_messages_are_short():
     digest = digest_of(b"")
     for size in (0, 10):
         check_descriptor(Descriptor("a", digest, size), "a", 10, PATH)
@@ -229,7 +225,7 @@ def test_a_cap_holds_at_its_edge_and_messages_are_short() -> None:
     assert str(error).endswith("xxx...")
 
 
-def test_5_a_digest_is_checked_before_the_bytes_are_parsed(recipe: Any, tmp_path: Path) -> None:
+def test_5_a_digest_is_checked_before_the_bytes_are_parsed(recipe, tmp_path):
     """Or the error would be one of their JSON."""
     path = recipe.only("cpu-host").write(tmp_path / "b")
     manifest = blob(path, index_of(path)["manifests"][0]["digest"])
@@ -241,7 +237,7 @@ def test_5_a_digest_is_checked_before_the_bytes_are_parsed(recipe: Any, tmp_path
         file.write_bytes(content)
 
 
-def layer_of(manifest: dict[str, Any], media_type: str) -> dict[str, Any]:
+def layer_of(manifest, media_type):
     return next(layer for layer in manifest["layers"] if layer["mediaType"] == media_type)
 
 
@@ -261,7 +257,7 @@ LARGE_CHAT = {"mediaType": CHAT_MEDIA_TYPE, "size": limits.MAX_CHAT_BYTES + 1}
         (lambda m: m["layers"][0].update(LARGE_CHAT), "at most 4194304 bytes, found 4194305"),
     ],
 )
-def test_6_a_wrong_manifest(change: Any, complaint: str, recipe: Any, tmp_path: Path) -> None:
+def test_6_a_wrong_manifest(change, complaint, recipe, tmp_path):
     path, name = with_manifest(recipe, tmp_path / "b", change)
     assert reject(path, complaint).path == str(path / "blobs" / "sha256" / name)
 
@@ -271,7 +267,7 @@ Change = Callable[[Any], Any]
 
 
 @functools.cache
-def golden_config(name: str, wanted: str | None = None) -> Any:
+def golden_config(name, wanted=None):
     with Layout(GOLDEN / name) as layout:
         root = read_root(layout)
         target, *_ = (t for t in match(root, Fingerprint.current()) if wanted in (None, t.name))
@@ -281,35 +277,35 @@ def golden_config(name: str, wanted: str | None = None) -> Any:
 second_target = functools.cache(lambda name: second_reader.read(GOLDEN / name)[0])
 
 
-def check(changed: Any, like: Any = None) -> Any:
+def check(changed, like=None):
     """Check a config, or its JSON, as that of the target and the requirement of another one."""
     like = changed if isinstance(changed, Config) else like
     return check_config(to_json(changed), like.target, like.requirement, PATH)
 
 
-def rejected(config: Any, change: Change, complaint: str) -> None:
+def rejected(config, change, complaint):
     with pytest.raises(RejectError, match=complaint) as caught:
         check(change(config), config)
     assert caught.value.path == PATH
 
 
-def replaced(**changes: Any) -> Change:
+def replaced(**changes):
     return lambda config: dataclasses.replace(config, **changes)
 
 
-def on_devices(mesh: Mesh | None, platform: str, count: int | None) -> Change:
-    def change(config: Any) -> Any:
+def on_devices(mesh, platform, count):
+    def change(config):
         needs = dataclasses.replace(config.requirement, platform=platform, device_count=count)
         return dataclasses.replace(config, requirement=needs, mesh=mesh)
 
     return change
 
 
-def readable(until: str | None) -> Change:
+def readable(until):
     return replaced(portable=Portable("0.12.0.1", "1.17.0", until))
 
 
-def changed(config: Any, name: str, /, **changes: Any) -> Any:
+def changed(config, name, /, **changes):
     assert name in {program.name for program in config.programs}
     programs = (
         dataclasses.replace(program, **changes) if program.name == name else program
@@ -318,13 +314,13 @@ def changed(config: Any, name: str, /, **changes: Any) -> Any:
     return dataclasses.replace(config, programs=tuple(programs))
 
 
-def program(name: str, /, **changes: Any) -> Change:
+def program(name, /, **changes):
     return lambda config: changed(config, name, **changes)
 
 
-def without(*names: str) -> Change:
+def without(*names):
 
-    def change(config: Any) -> Any:
+    def change(config):
         kept = tuple(p for p in config.programs if not {p.name, p.kind} & {*names})
         assert len(kept) < len(config.programs)
         return dataclasses.replace(config, programs=kept)
@@ -332,13 +328,13 @@ def without(*names: str) -> Change:
     return change
 
 
-def program_of(config: Any, name: str) -> Any:
+def program_of(config, name):
     return next(program for program in config.programs if program.name == name)
 
 
-def lacking(name: str, argument: str) -> Change:
+def lacking(name, argument):
 
-    def change(config: Any) -> Any:
+    def change(config):
         arguments = program_of(config, name).arguments
         kept = tuple(text for text in arguments if not text.startswith(f'["{argument}"]'))
         assert len(kept) == len(arguments) - 1
@@ -347,15 +343,15 @@ def lacking(name: str, argument: str) -> Change:
     return change
 
 
-def with_programs(config: Any, *programs: Any) -> Any:
+def with_programs(config, *programs):
     return dataclasses.replace(config, programs=(*config.programs, *programs))
 
 
-def doubled(name: str) -> Change:
+def doubled(name):
     return lambda c: with_programs(c, dataclasses.replace(program_of(c, name), name="another"))
 
 
-def resized(config: Any, name: str, /, **sizes: int) -> Any:
+def resized(config, name, /, **sizes):
     program = program_of(config, name)
     program = dataclasses.replace(
         program,
@@ -366,14 +362,14 @@ def resized(config: Any, name: str, /, **sizes: int) -> Any:
     return dataclasses.replace(program, arguments=arguments, results=results)
 
 
-def also(name: str, /, **sizes: int) -> Change:
+def also(name, /, **sizes):
     return lambda config: with_programs(config, resized(config, name, **sizes))
 
 
-def model(kind: str, **changes: Any) -> Change:
+def model(kind, **changes):
     """JSON of a decoder or encoder that says something else; None: it does not say it."""
 
-    def change(config: Any) -> Any:
+    def change(config):
         plain = json.loads(to_json(config))
         plain[kind] = {k: v for k, v in {**plain[kind], **changes}.items() if v is not None}
         return plain
@@ -384,7 +380,7 @@ def model(kind: str, **changes: Any) -> Change:
 SCORE, LONG = "score/b2", {"batch": 2, "context": 32, "prompt": 33}
 DECODE, PREFILL, VERIFY = "decode/b2-c32", "prefill/b2-t8-c32", "verify/b2-k2-c32"
 READ, POOL, EMBED = "encode/b1-n4-c8", "encode/b1-t8/pool", "encode/b1-t8/embed"
-WRONG: dict[str, list[tuple[Change, str]]] = {
+WRONG = {
     "call": [
         (replaced(format=2), "format 1, as the index, found 2"),
         (lambda c: with_programs(c, c.programs[0]), "each program once"),
@@ -473,7 +469,7 @@ WRONG: dict[str, list[tuple[Change, str]]] = {
 }
 
 
-def retold(config: Any, name: str, which: str, old: str, new: str) -> Any:
+def retold(config, name, which, old, new):
     texts = (text.replace(old, new) for text in getattr(program_of(config, name), which))
     return changed(config, name, **{which: tuple(texts)})
 
@@ -481,7 +477,7 @@ def retold(config: Any, name: str, which: str, old: str, new: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "change", "complaint"), [(name, *row) for name, rows in WRONG.items() for row in rows]
 )
-def test_7_a_table_that_trips_its_reader(name: str, change: Change, complaint: str) -> None:
+def test_7_a_table_that_trips_its_reader(name, change, complaint):
     rejected(golden_config(name), change, complaint)
 
 
@@ -498,7 +494,7 @@ def test_7_a_table_that_trips_its_reader(name: str, change: Change, complaint: s
         *(("call", readable(until)) for until in (None, "2028-02-29")),
     ],
 )
-def test_7_what_a_model_may_do_without_it_may_do_without(name: str, change: Change) -> None:
+def test_7_what_a_model_may_do_without_it_may_do_without(name, change):
     fewer = change(golden_config(name))
     assert check(fewer) == fewer
 
@@ -518,8 +514,8 @@ def test_7_what_a_model_may_do_without_it_may_do_without(name: str, change: Chan
     ],
 )
 def test_7_an_array_that_its_mesh_does_not_split_evenly_or_that_is_none_is_rejected(
-    text: str, mesh: Mesh | None, complaint: str | None
-) -> None:
+    text, mesh, complaint
+):
     if complaint is None:
         assert str(check_array(text, mesh, PATH)) == text
     else:
@@ -536,9 +532,7 @@ def test_7_an_array_that_its_mesh_does_not_split_evenly_or_that_is_none_is_rejec
         replaced(mesh=Mesh(1, 2), weight_shardings={"score:bias": "tensor,"}),
     ],
 )
-def test_7_and_10_prejit_verify_reads_what_load_puts_off(
-    change: Change, recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_7_and_10_prejit_verify_reads_what_load_puts_off(change, recipe, tmp_path, capsys):
     """Of every target, also of those that this machine does not run."""
     _, other = (target.config.target for target in recipe.targets)
     forged = recipe.configured(lambda c: change(c) if c.target == other else c)
@@ -589,7 +583,7 @@ FORGED = [
         ("reader", {"source": '["source"] int32[1,7,1] ~batch,,source'}, r"arguments\[0\].*1,7,4"),
     ],
 )
-def test_7_a_decoder_lists_its_arrays(name: str, changes: dict[str, Any], complaint: str) -> None:
+def test_7_a_decoder_lists_its_arrays(name, changes, complaint):
     """Two readers refuse it, whose programs are right."""
     pytest.importorskip("safetensors")
     rejected(golden_config(name), model("decoder", **changes), complaint)
@@ -598,9 +592,7 @@ def test_7_a_decoder_lists_its_arrays(name: str, changes: dict[str, Any], compla
         second_reader.check_programs(plain, second_target(name).programs)
 
 
-def test_7_an_endless_cache_is_not_read_and_ends_and_levels_are_those_of_models(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_7_an_endless_cache_is_not_read_and_ends_and_levels_are_those_of_models(monkeypatch):
     """A model's files may name such tokens, and no program gives one. -1 is no token either."""
     config = golden_config("decoder")
     found = check(model("decoder", eos_token_ids=[-1, 10**9])(config), config)
@@ -617,7 +609,7 @@ def test_7_an_endless_cache_is_not_read_and_ends_and_levels_are_those_of_models(
     rejected(config, model("decoder", cache=endless), "cache: expected 1 to 16384 arrays, found 16")
 
 
-def test_7_a_grid_of_sources_takes_no_more_memory_than_its_programs() -> None:
+def test_7_a_grid_of_sources_takes_no_more_memory_than_its_programs():
     """Contexts times sources would be 640,000 buckets, of 100 MB."""
     config = golden_config("reader")
     sizes = range(1, 801)
@@ -632,7 +624,7 @@ def test_7_a_grid_of_sources_takes_no_more_memory_than_its_programs() -> None:
 
 
 @contextlib.contextmanager
-def in_little_memory(limit: int) -> Iterator[None]:
+def in_little_memory(limit):
     tracemalloc = pytest.importorskip("tracemalloc")
     tracemalloc.start()
     try:
@@ -645,7 +637,7 @@ def in_little_memory(limit: int) -> Iterator[None]:
 @settings(max_examples=examples(100, 400), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 @pytest.mark.parametrize("name", ["decoder", "reader", "encoder"])
-def test_7_whatever_a_table_says_the_engine_finds_all(name: str, seed: int) -> None:
+def test_7_whatever_a_table_says_the_engine_finds_all(name, seed):
     """Either it is rejected, or every program that the engine indexes is there, with its arguments."""
     golden, random = golden_config(name), Random(seed)
     plain = json.loads(to_json(golden))
@@ -696,7 +688,7 @@ def test_7_whatever_a_table_says_the_engine_finds_all(name: str, seed: int) -> N
 @pytest.mark.parametrize(
     "paths", [*(["[0,1]", "[0]"], ['["a","b","c"]', '["x"]', '["a"]'], [f"[{'0,' * 999}0]"])]
 )
-def test_7_paths_that_are_no_tree_are_rejected(paths: list[str], recipe: Any) -> None:
+def test_7_paths_that_are_no_tree_are_rejected(paths, recipe):
     """They would end in an AttributeError when the results are put together, or in too deep a recursion."""
     with pytest.raises(RejectError, match=r"of a tree|keys in a path"):
         check_arrays([f"{path} int8[]" for path in paths], "call", None, PATH)
@@ -704,12 +696,12 @@ def test_7_paths_that_are_no_tree_are_rejected(paths: list[str], recipe: Any) ->
         check_arrays([f"{path} int8[]"], "call", None, PATH)
 
 
-def test_7_kernels_need_every_feature_of_their_level() -> None:
+def test_7_kernels_need_every_feature_of_their_level():
     """Or their library would be mapped where its first instruction ends in SIGILL."""
     config, level = golden_config("kernels", "cpu-x86-64-v2"), "x86-64-v3"
     features = KERNEL_LEVELS[level]
 
-    def with_features(kept: Any) -> Any:
+    def with_features(kept):
         needs = dataclasses.replace(config.requirement, cpu_features=tuple(sorted(kept)))
         kernels = dataclasses.replace(config.kernels, level=level)
         return dataclasses.replace(config, requirement=needs, kernels=kernels)
@@ -724,7 +716,7 @@ def test_7_kernels_need_every_feature_of_their_level() -> None:
         rejected(config, replaced(kernels=kernels), "level: expected one of x86-64-v2")
 
 
-def forged_golden(path: Path, name: str, change: Callable[[Any], Any]) -> Path:
+def forged_golden(path, name, change):
     """A golden bundle of another config, with right digests everywhere."""
     from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, assemble, layer
 
@@ -740,7 +732,7 @@ def forged_golden(path: Path, name: str, change: Callable[[Any], Any]) -> Path:
     return write_files(path, *assemble(config.bundle, [PackedTarget(config, layers)]))
 
 
-def huge_vocabulary(config: Any) -> Any:
+def huge_vocabulary(config):
     """2**31 - 1 tokens: the logit bias and the history of a row are 8 GB each."""
     size = config.decoder.vocab_size
     plain = to_json(config).decode().replace(f'"vocab_size":{size}', '"vocab_size":2147483647')
@@ -750,8 +742,8 @@ def huge_vocabulary(config: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore:.*portable programs")  # how long they can be read
 def test_9_a_table_asks_for_no_memory_that_its_programs_do_not_take(
-    tmp_path: Path, no_warnings_of_fallback: None
-) -> None:
+    tmp_path, no_warnings_of_fallback
+):
     """A table that agrees with itself is compared with the program before anything is allocated."""
     loaded = load(forged_golden(tmp_path / "b", "decoder", huge_vocabulary))
     with in_little_memory(64 << 20), pytest.raises(RejectError, match=r"float32.*2147483647"):
@@ -761,17 +753,17 @@ def test_9_a_table_asks_for_no_memory_that_its_programs_do_not_take(
 RAW = bytes(range(256)) * 64
 
 
-def segment_of(frame: bytes, raw: bytes = RAW, **changes: Any) -> Segment:
+def segment_of(frame, raw=RAW, **changes):
     """The segment that makes a frame look right."""
     segment = Segment(0, len(frame), digest_of(frame), len(raw), digest_of(raw))
     return dataclasses.replace(segment, **changes)
 
 
-def frame_of(raw: bytes = RAW, **options: Any) -> bytes:
+def frame_of(raw=RAW, **options):
     return zstandard.ZstdCompressor(**{"write_checksum": True, **options}).compress(raw)
 
 
-def test_9_a_bomb_is_rejected_before_it_takes_memory() -> None:
+def test_9_a_bomb_is_rejected_before_it_takes_memory():
     """64 MB of zeros in 6 kB, said to be 1 kB."""
     for raw in (RAW, b"", b"x"):
         assert unpack(frame_of(raw), segment_of(frame_of(raw), raw), PATH) == raw
@@ -783,7 +775,7 @@ def test_9_a_bomb_is_rejected_before_it_takes_memory() -> None:
         unpack(bomb, segment_of(bomb, b"", raw_size=64 << 20), PATH)
 
 
-def lying(raw: bytes, said: int) -> bytes:
+def lying(raw, said):
     """A frame that says that its content has another length, as a bomb would."""
     frame = bytearray(frame_of(raw))
     # RFC 8878 3.1.1.1: magic, frame header descriptor, content size. A single segment has no window.
@@ -812,16 +804,14 @@ def lying(raw: bytes, said: int) -> bytes:
         (lying(RAW, len(RAW) + 100), {"raw_size": len(RAW) + 100}, "zstd frame"),
     ],
 )
-def test_9_a_frame_that_is_not_what_its_segment_says_is_rejected(
-    frame: bytes, changes: dict[str, Any], complaint: str
-) -> None:
+def test_9_a_frame_that_is_not_what_its_segment_says_is_rejected(frame, changes, complaint):
     segment = segment_of(frame, **changes)
     with pytest.raises(RejectError, match=complaint) as caught:
         unpack(frame, segment, PATH)
     assert caught.value.path == PATH
 
 
-def test_9_frames_are_checked_again_when_a_program_is_wanted(bundle_dir: Path, recipe: Any) -> None:
+def test_9_frames_are_checked_again_when_a_program_is_wanted(bundle_dir, recipe):
     """A pack that is changed after `load` hashed it must not reach the deserializer."""
     loaded = load(bundle_dir)
     programs = {p.name: p for p in loaded.config.programs}
@@ -841,27 +831,27 @@ def test_9_frames_are_checked_again_when_a_program_is_wanted(bundle_dir: Path, r
 
 
 @pytest.mark.parametrize("changes", [{"offset": -10}, {"size": 1 << 60}, {"raw_size": 1 << 29}])
-def test_9_a_wrong_segment_is_refused(changes: dict[str, int], recipe: Any, tmp_path: Path) -> None:
-    def change(config: Any) -> Any:
+def test_9_a_wrong_segment_is_refused(changes, recipe, tmp_path):
+    def change(config):
         segment = dataclasses.replace(program_of(config, SCORE).executable, **changes)
         return changed(config, SCORE, executable=segment)
 
     reject(recipe.configured(change).write(tmp_path / "b"), "expected")
 
 
-def other_weights(config: Any) -> Any:
+def other_weights(config):
     sets = {"score": tuple(reversed(config.weight_sets["score"]))}
     return dataclasses.replace(config, weight_sets=sets)
 
 
-def swapped(config: Any) -> Any:
+def swapped(config):
     one, other = program_of(config, "nest"), program_of(config, "tick")
     config = changed(config, "nest", executable=other.executable, portable=other.portable)
     return changed(config, "tick", executable=one.executable, portable=one.portable)
 
 
 X = '["x"] float32[2,16]'
-LIES: dict[str, tuple[Change, str]] = {
+LIES = {
     "another shape": (program(SCORE, arguments=('["x"] float32[2,17]',)), "2,17"),
     "another dtype": (program(SCORE, arguments=('["x"] int32[2,16]',)), "int32"),
     "one too few": (program(SCORE, arguments=()), "expected 2"),
@@ -882,8 +872,8 @@ LIES: dict[str, tuple[Change, str]] = {
     [*((lie, None) for lie in LIES), ("another shape", "0.0.1"), ("a larger result", "0.0.1")],
 )
 def test_9_a_table_that_contradicts_its_executable_is_rejected(
-    lie: str, jaxlib: str | None, recipe: Any, tmp_path: Path, no_warnings_of_fallback: None
-) -> None:
+    lie, jaxlib, recipe, tmp_path, no_warnings_of_fallback
+):
     """Loaded or compiled here: before anything runs, and never by an error of XLA's."""
     change, complaint = LIES[lie]
     path = recipe.only("cpu-host").configured(change).write(tmp_path / "bundle")
@@ -895,12 +885,12 @@ def test_9_a_table_that_contradicts_its_executable_is_rejected(
         found.prepare()
 
 
-def test_9_a_program_takes_what_the_table_keeps_and_splits() -> None:
+def test_9_a_program_takes_what_the_table_keeps_and_splits():
     """Or the weights would be gone after the first call."""
     arrays = [Array.parse(X), Array.parse(f"{X} donated")]
     shape = ("float32", (2, 16))
 
-    def check_with(donated: set[int]) -> None:
+    def check_with(donated):
         check_signature([shape] * 2, [], donated, takes=arrays, gives=[], mesh=None, path=PATH)
 
     check_with(set())
@@ -910,7 +900,7 @@ def test_9_a_program_takes_what_the_table_keeps_and_splits() -> None:
             check_with(donated)
     split = Array.parse('["x"] float32[4,6] @data,tensor')
 
-    def check_share(*shape: int) -> None:  # of a mesh, on each device
+    def check_share(*shape):  # of a mesh, on each device
         found = [("float32", shape)]
         check_signature(found, found, set(), takes=[split], gives=[split], mesh=Mesh(2, 3), path="")
 
@@ -919,13 +909,13 @@ def test_9_a_program_takes_what_the_table_keeps_and_splits() -> None:
         check_share(4, 6)
 
 
-def safetensors(header: bytes | dict[str, Any]) -> memoryview:
+def safetensors(header):
     encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
     encoded += b" " * (-(8 + len(encoded)) % 64)
     return memoryview(struct.pack("<Q", len(encoded)) + encoded + bytes(256))
 
 
-def entry(start: int, end: int, shape: Any = None, dtype: Any = "U8") -> dict[str, Any]:
+def entry(start, end, shape=None, dtype="U8"):
     shape = [end - start] if shape is None else shape
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
 
@@ -940,7 +930,7 @@ HEADER = {
 }
 
 
-def test_10_a_right_file_gives_where_its_tensors_lie_and_layers_have_one_shape() -> None:
+def test_10_a_right_file_gives_where_its_tensors_lie_and_layers_have_one_shape():
     """They run through one program: it would read beyond a tensor that is smaller."""
     slices = check_weights(safetensors(HEADER), PATH)
     data = slices["a"].start
@@ -987,7 +977,7 @@ def test_10_a_right_file_gives_where_its_tensors_lie_and_layers_have_one_shape()
         ),
     ],
 )
-def test_10_a_header_that_lies_is_rejected(header: Any, complaint: str) -> None:
+def test_10_a_header_that_lies_is_rejected(header, complaint):
     with pytest.raises(RejectError, match=complaint) as caught:
         check_weights(safetensors(header), PATH)
     assert caught.value.path == PATH
@@ -1002,14 +992,14 @@ def test_10_a_header_that_lies_is_rejected(header: Any, complaint: str) -> None:
         struct.pack("<Q", MAX_WEIGHTS_HEADER_BYTES + 1) + b"{}",
     ],
 )
-def test_10_a_header_that_does_not_lie_in_the_file_is_rejected(content: bytes) -> None:
+def test_10_a_header_that_does_not_lie_in_the_file_is_rejected(content):
     with pytest.raises(RejectError, match="safetensors"):
         check_weights(memoryview(content), PATH)
 
 
 @settings(max_examples=examples(40, 150), deadline=None)
 @given(header=mutated(HEADER))
-def test_10_whatever_a_header_says_its_arrays_lie_in_the_file(header: dict[str, Any]) -> None:
+def test_10_whatever_a_header_says_its_arrays_lie_in_the_file(header):
     """Either it is rejected, or NumPy makes every array of it: no other error, no other memory."""
     from prejit.runtime.format.blobs import Layer
     from prejit.runtime.programs.mapped_weights import open_weights
@@ -1019,13 +1009,13 @@ def test_10_whatever_a_header_says_its_arrays_lie_in_the_file(header: dict[str, 
         slices = check_weights(content, PATH)
     except RejectError:
         return
-    arrays = open_weights(Layer(content, PATH)).values  # type: ignore[arg-type]
+    arrays = open_weights(Layer(content, PATH)).values
     for name, array in arrays.items():
         assert array.nbytes == slices[name].end - slices[name].start
         assert array.nbytes == array.dtype.itemsize * math.prod(array.shape)
 
 
-def test_10_a_weight_set_of_missing_tensors_is_rejected(recipe: Any, tmp_path: Path) -> None:
+def test_10_a_weight_set_of_missing_tensors_is_rejected(recipe, tmp_path):
     sets = replaced(weight_sets={"score": ("score:bias", "score:nothing")})
     path = recipe.configured(sets).write(tmp_path / "b")
     weights = digest_of(recipe.content(WEIGHTS_MEDIA_TYPE))
@@ -1047,8 +1037,8 @@ def test_10_a_weight_set_of_missing_tensors_is_rejected(recipe: Any, tmp_path: P
     ],
 )
 def test_10_weights_that_the_mesh_cannot_split_so_are_rejected(
-    shardings: dict[str, str], complaint: str, recipe: Any, tmp_path: Path
-) -> None:
+    shardings, complaint, recipe, tmp_path
+):
     shapes = {"score:bias": (4,), "score:kernel": (16, 4)}
     config = recipe.targets[0].config
     even = {"score:bias": "data", "score:kernel": "tensor,data"}
@@ -1074,7 +1064,7 @@ def test_10_weights_that_the_mesh_cannot_split_so_are_rejected(
         (b"", "expected JSON"),
     ],
 )
-def test_11_chat_templates_that_are_none_are_rejected(content: bytes, complaint: str) -> None:
+def test_11_chat_templates_that_are_none_are_rejected(content, complaint):
     with pytest.raises(RejectError, match=complaint) as caught:
         check_chat(content, PATH)
     assert caught.value.path == PATH

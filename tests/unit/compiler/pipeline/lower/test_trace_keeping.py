@@ -15,10 +15,9 @@ import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache, partial
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -31,14 +30,13 @@ from prejit.compiler.lowering.user.observing import observing
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline.lower.program_lowering import lower
 from prejit.compiler.pipeline.lower.trace_keeping import remember
-from prejit.compiler.pipeline.plan import Lowered, plan_build
+from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.pipeline.reuse import planned_executables
 from prejit.compiler.pipeline.workspace import Workspace, find_code
 from prejit.compiler.progress import Quiet
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.shared_result import Tier
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.store_interface import Store
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import BuildError, ManifestError
 
@@ -46,32 +44,26 @@ Files = Mapping[str, str | bytes | None]
 """Contents by name below the manifest's directory."""
 
 
-def no_model() -> NoReturn:
+def no_model():
     raise AssertionError("the manifest has no model")
 
 
 class Project:
     """A manifest with modules beside it, and a store."""
 
-    def __init__(
-        self,
-        directory: Path,
-        functions: Mapping[str, str],
-        files: Files | None = None,
-        **modules: str,
-    ) -> None:
+    def __init__(self, directory, functions, files=None, **modules):
         """Write it. A function's value is `module:attribute`, and more lines of its section."""
         self.directory = directory
         self.write_manifest(functions)
         sources = {f"{name}.py": content for name, content in modules.items()}
         for name, content in {**(files or {}), **sources}.items():
             self.write(name, content)
-        self.notes: list[str] = []
+        self.notes = []
         self.find_code = find_code
-        self.store: Store = DirectoryStore.open(directory.parent / "cache")
-        self.lowered: dict[str, Lowered] = {}
+        self.store = DirectoryStore.open(directory.parent / "cache")
+        self.lowered = {}
 
-    def write_manifest(self, functions: Mapping[str, str]) -> None:
+    def write_manifest(self, functions):
         sections = []
         for name, text in functions.items():
             at, _, more = text.partition("\n")
@@ -81,7 +73,7 @@ class Project:
             "m.toml", f'[bundle]\nname = "m"\n{"".join(sections)}[[target]]\nname = "cpu-host"\n'
         )
 
-    def write(self, name: str, content: str | bytes | None) -> None:
+    def write(self, name, content):
         path = self.directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if content is None:
@@ -89,7 +81,7 @@ class Project:
         else:
             path.write_bytes(content.encode() if isinstance(content, str) else content)
 
-    def trace(self, *, retrace: bool = False) -> set[str]:
+    def trace(self, *, retrace=False):
         """Do what a build does before it compiles, and return the names of programs that were traced."""
         plan = plan_build(read_manifest(self.directory / "m.toml"), self.store, retrace=retrace)
         code = cache(partial(self.find_code, plan.manifest))
@@ -100,13 +92,13 @@ class Project:
         remember(space, self.lowered, space.parameters(), None)
         return {each.spec.name for each in plan.programs if each.lowered is None}
 
-    def why(self) -> str:
+    def why(self):
         """Return why the only program is not cached."""
         plan = plan_build(read_manifest(self.directory / "m.toml"), self.store)
         [planned] = planned_executables(plan, self.store)
         return planned.why
 
-    def changed(self) -> bool:
+    def changed(self):
         """Return whether the only program is traced, and gives another program."""
         [before] = self.lowered.values()
         traced = self.trace()
@@ -116,7 +108,7 @@ class Project:
 
 
 @pytest.fixture(autouse=True)
-def modules() -> Iterator[None]:
+def modules():
     """Forget modules that a test leaves in the process, because they are beside no manifest."""
     before = set(sys.modules)
     yield
@@ -125,7 +117,7 @@ def modules() -> Iterator[None]:
             sys.modules.pop(name, None)
 
 
-def project(tmp_path: Path, model: str, more: str = "", **modules: str) -> Project:
+def project(tmp_path, model, more="", **modules):
     """A project of one function that was traced, and that nothing traces again."""
     made = Project(tmp_path / "project", {"p": f"model:f\n{more}"}, model=model, **modules)
     assert made.trace() == {"p"}
@@ -133,7 +125,7 @@ def project(tmp_path: Path, model: str, more: str = "", **modules: str) -> Proje
     return made
 
 
-def times(factor: str, head: str = "") -> str:
+def times(factor, head=""):
     return f"{head}\n\n\ndef f(x):\n    return x * {factor}\n"
 
 
@@ -152,12 +144,12 @@ class Noticed(NamedTuple):
     more: str = ""
 
 
-def numbers(value: float) -> bytes:
+def numbers(value):
     np.save(written := io.BytesIO(), np.float32(value))
     return written.getvalue()
 
 
-def tensors(value: float) -> bytes:
+def tensors(value):
     return save({"w": np.full(3, value, np.float32)})
 
 
@@ -173,12 +165,12 @@ PARAMETERS = "def f(params, x):\n    return x * params['w']\n"
 ABSENT = "try:\n    {}\nexcept ImportError:\n    FACTOR = 2"
 
 
-def threads(factor: str) -> Noticed:
+def threads(factor):
     model, why = times("FACTOR", f"{THREADS}FACTOR = {factor}"), "file factor.npy: sha256:"
     return Noticed(model, {"factor.npy": numbers(2)}, {"factor.npy": numbers(3)}, why)
 
 
-def declared(name: str, content: str | None, why: str) -> Noticed:
+def declared(name, content, why):
     return Noticed(SAME, {"data/one.json": "1"}, {name: content}, why, 'reads = ["data/*.json"]')
 
 
@@ -223,7 +215,7 @@ NOTICED = {
 
 
 @pytest.mark.parametrize("case", NOTICED.values(), ids=NOTICED.keys())
-def test_what_a_trace_read_and_changes_is_noticed(tmp_path: Path, case: Noticed) -> None:
+def test_what_a_trace_read_and_changes_is_noticed(tmp_path, case):
     made = Project(
         tmp_path / "p", {"p": f"model:f\n{case.more}"}, {"model.py": case.model, **case.before}
     )
@@ -244,7 +236,7 @@ def test_what_a_trace_read_and_changes_is_noticed(tmp_path: Path, case: Noticed)
     assert not [text for text in kept if str(tmp_path) in text or os.path.expanduser("~/") in text]
 
 
-def test_an_earlier_import_is_no_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_import_is_no_input(tmp_path, monkeypatch):
     """It may be older than its file, and what it read is not known."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "helper.py").write_text(TWO)
@@ -258,14 +250,14 @@ def test_an_earlier_import_is_no_input(tmp_path: Path, monkeypatch: pytest.Monke
     assert made.trace() == set()
 
 
-def test_a_namespace_package_that_becomes_another_is_noticed(tmp_path: Path) -> None:
+def test_a_namespace_package_that_becomes_another_is_noticed(tmp_path):
     inner = {"space/inner/helper": TWO, "space/other/inner/helper": THREE}
     found = project(tmp_path, times("FACTOR", "from space.inner.helper import FACTOR"), **inner)
     found.write("space/__init__.py", "__path__ = [__path__[0] + '/other']\n")
     assert found.changed()
 
 
-def test_a_declared_file_that_is_none_is_a_mistake(tmp_path: Path) -> None:
+def test_a_declared_file_that_is_none_is_a_mistake(tmp_path):
     fifo = "data/fifo: expected a regular file.*found a FIFO"
     for pattern, said in (("vocab.txt", "reads.*vocab.txt"), ("data", fifo), ("**", fifo)):
         made = Project(tmp_path / "p", {"p": f'model:f\nreads = ["{pattern}"]'}, model=SAME)
@@ -276,7 +268,7 @@ def test_a_declared_file_that_is_none_is_a_mistake(tmp_path: Path) -> None:
             made.trace()
 
 
-def test_a_file_that_a_thread_reads_after_the_import_is_noticed(tmp_path: Path) -> None:
+def test_a_file_that_a_thread_reads_after_the_import_is_noticed(tmp_path):
     """A thread may begin in an import, and read while no code of the user runs in the build's own thread."""
     late = "builtins.late = LATE = ThreadPoolExecutor().submit(load)\n"
     head = (
@@ -286,7 +278,7 @@ def test_a_file_that_a_thread_reads_after_the_import_is_noticed(tmp_path: Path) 
     model = times("LATE.result()", f"{head}builtins.go = threading.Event()\n{load}{late}")
     made = Project(tmp_path / "p", {"p": "model:f"}, {"factor.npy": numbers(2)}, model=model)
 
-    def then_read(*args: Any, **options: Any) -> Any:
+    def then_read(*args, **options):
         found = find_code(*args, **options)
         builtins.go.set()
         builtins.late.result()
@@ -300,11 +292,11 @@ def test_a_file_that_a_thread_reads_after_the_import_is_noticed(tmp_path: Path) 
     assert made.changed()
 
 
-def test_what_the_store_and_jax_read_is_not_the_users(tmp_path: Path) -> None:
+def test_what_the_store_and_jax_read_is_not_the_users(tmp_path):
     """Threads of the store read while code of the user runs, and jax lists each directory of sys.path."""
     stop, store = threading.Event(), DirectoryStore.open(tmp_path / "other")
 
-    def write() -> None:
+    def write():
         while not stop.is_set():
             store.put_blob(b"content")
 
@@ -333,7 +325,7 @@ def f(x):
 
 
 @pytest.mark.parametrize("declares", [False, True])
-def test_files_that_nobody_sees_are_declared_or_read_again(tmp_path: Path, declares: bool) -> None:
+def test_files_that_nobody_sees_are_declared_or_read_again(tmp_path, declares):
     import tensorstore
 
     more = 'reads = ["array"]' if declares else ""
@@ -341,7 +333,7 @@ def test_files_that_nobody_sees_are_declared_or_read_again(tmp_path: Path, decla
     place = {"driver": "file", "path": str(made.directory / "array")}
     options = {"dtype": tensorstore.float32, "shape": [3], "create": True, "delete_existing": True}
 
-    def write(value: float) -> None:
+    def write(value):
         array = tensorstore.open({"driver": "zarr", "kvstore": place}, **options).result()
         array[:] = np.full(3, value, np.float32)
 
@@ -356,14 +348,14 @@ def test_files_that_nobody_sees_are_declared_or_read_again(tmp_path: Path, decla
     assert made.changed()
 
 
-def write_tokens(path: Path, count: int) -> None:
+def write_tokens(path, count):
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
     Tokenizer(WordLevel({str(each): each for each in range(count)}, "0")).save(str(path))
 
 
-def write_database(path: Path, value: int) -> None:
+def write_database(path, value):
     with sqlite3.connect(path) as database:
         database.execute("create table if not exists t (v)")
         database.execute("delete from t")
@@ -442,25 +434,23 @@ def f(x):
 
 
 @pytest.fixture(scope="module")
-def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def packages(tmp_path_factory):
     """One directory of distributions for all tests: the first look at each takes half a second."""
     return tmp_path_factory.mktemp("site-packages")
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_what_code_asks_without_opening_a_file_is_noticed(
-    tmp_path: Path, packages: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_what_code_asks_without_opening_a_file_is_noticed(tmp_path, packages, monkeypatch, name):
     made = Project(tmp_path / "p", {"p": "model:f"}, model=ASKING.format(ASKED[name]))
     monkeypatch.syspath_prepend(str(packages))
     shutil.rmtree(packages / "toynew.dist-info", ignore_errors=True)
 
-    def describe(name: str, version: int) -> None:
+    def describe(name, version):
         described = packages / f"{name}.dist-info" / "METADATA"
         described.parent.mkdir(parents=True, exist_ok=True)
         described.write_text(f"Name: {name}\nVersion: {version}\n")
 
-    def write(value: int) -> None:
+    def write(value):
         elsewhere, some, factor = tmp_path / f"from{value}", "x" * value, f"FACTOR = {value}\n"
         modules = ("helper.py", "space/inner/helper.py", "lib/added.py")
         texts = dict.fromkeys(("factor.txt", "my__pycache__.txt"), str(value))
@@ -507,7 +497,7 @@ def test_what_code_asks_without_opening_a_file_is_noticed(
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def installed(tmp_path, monkeypatch):
     """A distribution that provides `toylib`, and requires one that provides `toydeep`."""
     packages = tmp_path / "site-packages"
     for name, requires in (("toylib", "Requires-Dist: toydeep\n"), ("toydeep", "")):
@@ -520,7 +510,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return packages
 
 
-def test_another_version_is_noticed(tmp_path: Path, installed: Path) -> None:
+def test_another_version_is_noticed(tmp_path, installed):
     found = project(tmp_path, times("FACTOR", "from toylib import FACTOR"))
     unread = Project(tmp_path / "unread", {"q": "other:f"}, other=times("len(os.sep)", "import os"))
     assert unread.trace() == {"q"}
@@ -541,7 +531,7 @@ __pycache__/toylib.cpython-311.pyc,,
 """
 
 
-def test_the_same_version_installed_again_is_noticed(tmp_path: Path, installed: Path) -> None:
+def test_the_same_version_installed_again_is_noticed(tmp_path, installed):
     record = installed / "toylib-1.dist-info" / "RECORD"
     record.write_text(RECORD.format(content="abc", other="a machine"))
     found = project(tmp_path, times("FACTOR", "from toylib import FACTOR"))
@@ -554,20 +544,20 @@ def test_the_same_version_installed_again_is_noticed(tmp_path: Path, installed: 
 
 
 @pytest.fixture
-def x64() -> Iterator[None]:
+def x64():
     yield
     jax.config.update("jax_enable_x64", False)
 
 
 @pytest.mark.usefixtures("x64")
-def test_a_setting_of_jax_that_changes_is_noticed(tmp_path: Path) -> None:
+def test_a_setting_of_jax_that_changes_is_noticed(tmp_path):
     found = project(tmp_path, times("jnp.arange(3)", "import jax.numpy as jnp"))
     jax.config.update("jax_enable_x64", True)
     assert found.why() == "jax configuration: '' -> jax_enable_x64=True"
     assert found.changed()
 
 
-def test_the_number_of_devices_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_devices_is_noticed(tmp_path, monkeypatch):
     flag = "--xla_force_host_platform_device_count"
     monkeypatch.setenv("XLA_FLAGS", f"{flag}=2")
     found = project(tmp_path, times("len(jax.devices())", "import jax"))
@@ -579,7 +569,7 @@ def test_the_number_of_devices_is_noticed(tmp_path: Path, monkeypatch: pytest.Mo
         assert found.trace() == {"p"}
 
 
-def test_no_shared_store_learns_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_shared_store_learns_a_variable(tmp_path, monkeypatch):
     """A password has few values to try: not even its digest may leave this machine."""
     monkeypatch.setenv("MY_PIN", "1234")
     monkeypatch.setenv("JAX_MY_SETTING", "2")
@@ -617,7 +607,7 @@ def test_no_shared_store_learns_a_variable(tmp_path: Path, monkeypatch: pytest.M
     assert {name for name, found in manifests.items() if found.trace()} == {"pin"}
 
 
-def test_a_variable_is_always_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_is_always_noticed(tmp_path, monkeypatch):
     """Python 3.13 counts the changes of a class, and notices no more than a thousand."""
     noted = list[str]()
     observer = Observer(str(tmp_path))
@@ -630,7 +620,7 @@ def test_a_variable_is_always_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert noted.count("MY_FACTOR") == 600
 
 
-def test_an_unfinished_entry_is_not_used(tmp_path: Path) -> None:
+def test_an_unfinished_entry_is_not_used(tmp_path):
     """A build that is killed leaves the names of inputs without the trace, or a file that is cut off."""
     found = project(tmp_path, SCALED, helper=TWO)
     [trace] = tmp_path.glob("cache/v1/actions/trace/*.json")
@@ -644,7 +634,7 @@ def test_an_unfinished_entry_is_not_used(tmp_path: Path) -> None:
     assert found.trace() == {"p"}
 
 
-def test_a_file_that_changes_while_it_is_traced_is_not_remembered(tmp_path: Path) -> None:
+def test_a_file_that_changes_while_it_is_traced_is_not_remembered(tmp_path):
     """The trace is of what was loaded, not of what is there afterwards."""
     model = (
         "import pathlib\n\nimport helper\n\n\ndef f(x):\n"
@@ -657,7 +647,7 @@ def test_a_file_that_changes_while_it_is_traced_is_not_remembered(tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:os.fork:RuntimeWarning")
-def test_code_that_starts_a_process_is_traced_at_every_build(tmp_path: Path) -> None:
+def test_code_that_starts_a_process_is_traced_at_every_build(tmp_path):
     head = "import multiprocessing, subprocess\nfrom concurrent.futures import ProcessPoolExecutor"
     fork = "ProcessPoolExecutor(1, multiprocessing.get_context('fork')).submit(abs, -3).result()"
     runs = "len(subprocess.run(['echo', 'ab'], capture_output=True).stdout)"
@@ -706,11 +696,11 @@ def once(make):
 
 
 @pytest.mark.parametrize("modules", SHARED.values(), ids=SHARED.keys())
-def test_what_a_section_leaves_is_noticed(tmp_path: Path, modules: tuple[str, str]) -> None:
+def test_what_a_section_leaves_is_noticed(tmp_path, modules):
     one, b = modules
     found = Project(tmp_path / "p", {"one": "one:f", "two": "two:f"}, registry=REGISTRY, two=b)
 
-    def write(value: int) -> None:
+    def write(value):
         found.write("one.py", one.replace("{}", str(value), 1))
         found.write("factor.txt", str(value))
 
@@ -723,7 +713,7 @@ def test_what_a_section_leaves_is_noticed(tmp_path: Path, modules: tuple[str, st
     assert found.lowered["two"].portable != before.portable
 
 
-def test_a_section_that_changes_is_traced_again(tmp_path: Path) -> None:
+def test_a_section_that_changes_is_traced_again(tmp_path):
     model = "def f(x, n=2):\n    return x * (1.5 if n is True else n)\n"
     sizes = 'args = { x = "float32[{n}]" }\nbuckets = { n = [2] }'
     for turn, (before, after) in enumerate(
@@ -741,7 +731,7 @@ def test_a_section_that_changes_is_traced_again(tmp_path: Path) -> None:
         assert made.trace() == set()
 
 
-def test_an_impure_function_is_refused_with_its_operation(tmp_path: Path) -> None:
+def test_an_impure_function_is_refused_with_its_operation(tmp_path):
     for jit in ("", "@jax.jit\n"):
         module = f"import jax\nn = [0]\n\n{jit}def g(x):\n    n[0] += 1\n    return x * n[0]\n"
         module += "\ndef f(x):\n    return g(x)\n"
@@ -757,7 +747,7 @@ def test_an_impure_function_is_refused_with_its_operation(tmp_path: Path) -> Non
             )
 
 
-def test_retracing_finds_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retracing_finds_more(tmp_path, monkeypatch):
     """As the order of a set, which differs between processes."""
     monkeypatch.setattr(builtins, "hidden_factor", 2, raising=False)
     found = project(tmp_path, times("builtins.hidden_factor", "import builtins"))
@@ -769,13 +759,13 @@ def test_retracing_finds_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert str(caught.value.hint).startswith("a file that it reads by other means than open() may")
 
 
-def test_hooks_are_gone_after_a_trace(tmp_path: Path) -> None:
+def test_hooks_are_gone_after_a_trace(tmp_path):
     from importlib.machinery import SourceFileLoader
 
     import safetensors.numpy
     import tensorstore
 
-    def hooks() -> tuple[object, ...]:
+    def hooks():
         of_python = builtins.__import__, os.stat, type(os.environ).__getitem__
         of_imports = SourceFileLoader.get_code, sys.modules["_frozen_importlib"]._gcd_import
         starts = threading.Thread.start, sys.modules["_posixsubprocess"].fork_exec
