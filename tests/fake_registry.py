@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,13 +59,13 @@ class FakeRegistry:
     connected: int = 0
     host: str = ""
 
-    def count(self, method, part):
+    def count(self, method: str, part: str) -> int:
         """Return how many requests of a method had a path with a part."""
         return sum(each[0] == method and part in each[1] for each in self.seen)
 
 
 @contextmanager
-def fake_registry(**behaviour):
+def fake_registry(**behaviour: Any) -> Iterator[FakeRegistry]:
     """Serve a registry on a free port of this machine."""
     state = FakeRegistry(**behaviour)
 
@@ -83,23 +83,23 @@ class _RegistryHandler(QuietHandler):
     disable_nagle_algorithm = True  # else a body waits 40 ms behind its headers
     registry: FakeRegistry
 
-    def handle(self):
+    def handle(self) -> None:
         self.count_connection(1)
         try:
             super().handle()
         finally:
             self.count_connection(-1)
 
-    def count_connection(self, one):
+    def count_connection(self, one: int) -> None:
         with _counting:
             self.registry.connections += one
             self.registry.connected += max(0, one)
 
-    def finish(self):
+    def finish(self) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):
             super().finish()
 
-    def answer(self):
+    def answer(self) -> None:
         """Answer any request."""
         state, method = self.registry, self.command
         state.seen.append((method, self.path, self.headers.get("authorization", "")))
@@ -133,19 +133,21 @@ class _RegistryHandler(QuietHandler):
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = answer
 
-    def right(self):
+    def right(self) -> str:
         return self.basic() if self.registry.is_basic else "Bearer right"
 
-    def basic(self):
+    def basic(self) -> str:
         return f"Basic {base64.b64encode((self.registry.user or '').encode()).decode()}"
 
-    def token(self):
+    def token(self) -> None:
         if self.headers.get("authorization") == self.basic():
             self.reply(200, b'{"token": "right"}')
         else:
             self.reply(401)
 
-    def act(self, method, path, query, body, fault):
+    def act(
+        self, method: str, path: str, query: dict[str, list[str]], body: bytes, fault: Any
+    ) -> None:
         state = self.registry
         if not path.startswith("/v2/"):
             self.send(state.files.get(path), fault)
@@ -174,7 +176,7 @@ class _RegistryHandler(QuietHandler):
         else:
             self.reply(404)
 
-    def send(self, content, fault, **headers):
+    def send(self, content: bytes | None, fault: Any, **headers: str) -> None:
         asked = self.headers.get("range", "").removeprefix("bytes=").partition("-")[0]
         if callable(fault):
             fault(self, content, int(asked or 0))
@@ -204,12 +206,12 @@ class _RegistryHandler(QuietHandler):
             self.registry.sent[self.path] += len(part)
         self.reply(status, part, **headers)
 
-    def write(self, part):
+    def write(self, part: bytes) -> None:
         """Send a part of a blob or a file."""
         self.wfile.write(part)
         self.registry.sent[self.path] += len(part)
 
-    def upload(self, method, name, query, body):
+    def upload(self, method: str, name: str, query: dict[str, list[str]], body: bytes) -> None:
         state = self.registry
         if method == "POST":
             mounted = query.get("mount", [""])[0]
@@ -229,14 +231,14 @@ class _RegistryHandler(QuietHandler):
         else:
             self.reply(204)
 
-    def put_manifest(self, name, tag, body):
+    def put_manifest(self, name: str, tag: str, body: bytes) -> None:
         state, plain, headers = self.registry, json.loads(body), dict[str, str]()
         needed = [
             ("blobs", at) for at in [*filter(None, [plain.get("config")]), *plain.get("layers", ())]
         ]
         needed += [("manifests", at) for at in plain.get("manifests", ())]
         for kind, at in needed:
-            held = getattr(state, kind)
+            held: dict[tuple[str, str], bytes] = getattr(state, kind)
             if (name, at["digest"]) not in held:
                 self.reply(400, b'{"errors":[{"code":"MANIFEST_BLOB_UNKNOWN"}]}')
                 return
@@ -247,7 +249,7 @@ class _RegistryHandler(QuietHandler):
         self.reply(201, **headers)
 
 
-def referrers_index(state, name, digest):
+def referrers_index(state: FakeRegistry, name: str, digest: str) -> bytes:
     """Return the index of what refers to a digest."""
     found = []
     for (at, tag), content in list(state.manifests.items()):
@@ -264,7 +266,7 @@ def referrers_index(state, name, digest):
     return json.dumps({"schemaVersion": 2, "mediaType": INDEX, "manifests": found}).encode()
 
 
-def _media_type(content):
+def _media_type(content: bytes) -> str:
     try:
         return str(json.loads(content)["mediaType"])
     except (ValueError, KeyError):  # a test has damaged it

@@ -1,6 +1,10 @@
 """Small HTTP servers of tests, on a free port of this machine."""
 
+from __future__ import annotations
+
+import ssl
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -10,20 +14,20 @@ class QuietHandler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *args):
+    def log_message(self, *args: object) -> None:
         pass
 
-    def handle(self):
+    def handle(self) -> None:
         try:
             super().handle()
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
 
-    def content(self):
+    def content(self) -> bytes:
         """Return the body of the request."""
         return self.rfile.read(int(self.headers.get("content-length", 0)))
 
-    def reply(self, status, content=b"", /, **headers):
+    def reply(self, status: int, content: bytes = b"", /, **headers: str) -> None:
         """Answer. An underscore in a header's name stands for a hyphen."""
         self.send_response(status)
         self.send_header("content-length", str(len(content)))
@@ -35,7 +39,9 @@ class QuietHandler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(handler, address="127.0.0.1", tls=None):
+def serving(
+    handler: type[QuietHandler], address: str = "127.0.0.1", tls: ssl.SSLContext | None = None
+) -> Iterator[str]:
     """Serve requests on a free port. Yields `host:port`."""
     with ThreadingHTTPServer((address, 0), handler) as server:
         server.daemon_threads = True

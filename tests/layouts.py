@@ -1,28 +1,32 @@
 """The files of a bundle on disk, for tests that read or forge them."""
 
+from __future__ import annotations
+
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 INDEX = "application/vnd.oci.image.index.v1+json"
 
 
-def blob(path, digest):
+def blob(path: Path, digest: str) -> Path:
     """The file of a blob."""
     return path / "blobs" / "sha256" / digest.removeprefix("sha256:")
 
 
-def index_file(path):
+def index_file(path: Path) -> Path:
     """The file of a bundle's index."""
     root = json.loads((path / "index.json").read_bytes())
     return blob(path, next(at["digest"] for at in root["manifests"] if at["mediaType"] == INDEX))
 
 
-def index_of(path):
+def index_of(path: Path) -> Any:
     """A bundle's index as plain data."""
     return json.loads(index_file(path).read_bytes())
 
 
-def subject_of(path):
+def subject_of(path: Path) -> Any:
     """The descriptor by which something is attached to a bundle."""
     from prejit.runtime.format.layout import Layout
     from prejit.runtime.format.root import read_root
@@ -33,7 +37,7 @@ def subject_of(path):
     return subject
 
 
-def attached_to(path, kind=None):
+def attached_to(path: Path, kind: str | None = None) -> list[tuple[Any, Path]]:
     """The attachments of a bundle with their files; with a kind, only those of the whole bundle."""
     from prejit.runtime.format.layout import Layout
     from prejit.runtime.format.referrers import referrers
@@ -49,13 +53,13 @@ def attached_to(path, kind=None):
         ]
 
 
-def blobs_of(path):
+def blobs_of(path: Path) -> dict[str, Path]:
     """Every blob of a bundle but its index, by digest: what `write_layout` takes beside the index."""
     files = (path / "blobs" / "sha256").iterdir()
     return {f"sha256:{file.name}": file for file in files if file != index_file(path)}
 
 
-def write_files(path, index, blobs):
+def write_files(path: Path, index: bytes, blobs: Mapping[str, bytes | Path]) -> Path:
     """Write a bundle without care, and without `write_layout`, which would refuse a forged index."""
     (path / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
     for digest, content in blobs.items():
@@ -66,7 +70,7 @@ def write_files(path, index, blobs):
     return path
 
 
-def write_index(path, index):
+def write_index(path: Path, index: bytes) -> Path:
     """Put another index in place, whatever it says. Return its file."""
     from prejit.runtime.base.files import digest_of
 
@@ -78,13 +82,13 @@ def write_index(path, index):
     return blob(path, digest)
 
 
-def write_root(path, entries):
+def write_root(path: Path, entries: list[Any]) -> None:
     """Write an `index.json` with these entries, as a tool other than prejit writes it."""
     root = {"schemaVersion": 2, "mediaType": INDEX, "manifests": entries}
     (path / "index.json").write_text(json.dumps(root))
 
 
-def copy_with_layers(golden, path, contents):
+def copy_with_layers(golden: Path, path: Path, contents: Mapping[str, bytes]) -> Path:
     """Write a bundle of the last target of another, whose layers of some media types have these bytes.
 
     It is valid as far as its digests go: no program of it runs.
@@ -105,5 +109,5 @@ def copy_with_layers(golden, path, contents):
     return write_files(path, _canonical(index), {**kept, at["digest"]: content})
 
 
-def _canonical(plain):
+def _canonical(plain: object) -> bytes:
     return json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()

@@ -1,5 +1,7 @@
 """Ports for processes that bind them later than a test chooses them."""
 
+from __future__ import annotations
+
 import random
 import socket
 from contextlib import suppress
@@ -8,7 +10,7 @@ from pathlib import Path
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
-def free_port():
+def free_port() -> int:
     """Return a free port of this machine, which no connection gets by chance until it is bound.
 
     The system gives the ports of its own range to connections and to whoever binds port 0, so that one of

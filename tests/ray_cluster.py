@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +20,14 @@ _PATIENCE_SECONDS = 180
 class Node:
     """A node: `ray start --block` and all that it starts."""
 
-    def __init__(self, environ, *arguments):
+    def __init__(self, environ: dict[str, str], *arguments: str) -> None:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments]
         command += ["--object-store-memory=80000000"]
         self._process = subprocess.Popen(
             command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
 
-    def kill(self):
+    def kill(self) -> tuple[int, ...]:
         """End it at once, as when a machine loses its power; return the processes that it had."""
         found = (*descendants(self._process.pid), self._process.pid)
         for each in found:
@@ -35,11 +36,11 @@ class Node:
         self._process.wait()
         return found
 
-    def compiles(self):
+    def compiles(self) -> bool:
         """Return whether a worker that compiles runs there."""
         return any("prejit.compiler.compile.worker" in each for each in self._commands())
 
-    def _commands(self):
+    def _commands(self) -> list[str]:
         found = []
         for each in descendants(self._process.pid):
             with suppress(OSError):
@@ -61,7 +62,7 @@ class Cluster:
     environ: dict[str, str]
     logs: Path
 
-    def wait(self):
+    def wait(self) -> None:
         """Wait until the head node answers.
 
         Raises:
@@ -75,13 +76,13 @@ class Cluster:
             time.sleep(1)
         raise SystemExit(f"expected a head node at {self.address}, found none")
 
-    def join(self):
+    def join(self) -> Node:
         """Start a node with one core."""
         return Node(self.environ, f"--address={self.address}", "--num-cpus=1")
 
 
 @contextmanager
-def ray_cluster(directory, port, client_port):
+def ray_cluster(directory: Path, port: int, client_port: int) -> Iterator[Cluster]:
     """Run the head node of a cluster.
 
     Args:
@@ -111,9 +112,9 @@ def ray_cluster(directory, port, client_port):
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def descendants(parent):
+def descendants(parent: int) -> list[int]:
     """Return all processes that a process and its children started and that live."""
-    children = {}
+    children: dict[int, list[int]] = {}
     for each in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             fields = (each / "stat").read_text().rpartition(")")[2].split()

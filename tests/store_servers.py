@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from email.utils import formatdate
@@ -62,7 +62,7 @@ class Server:
     env_server: Mapping[str, str] = field(default_factory=dict)
     _process: subprocess.Popen[bytes] | None = None
 
-    def start(self):
+    def start(self) -> None:
         """Start the server, and wait until it answers."""
         if self.log is None:
             return
@@ -84,24 +84,24 @@ class Server:
             time.sleep(0.1)
         self.ready()
 
-    def kill(self):
+    def kill(self) -> None:
         """Kill the server."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
 
-    def stop(self):
+    def stop(self) -> None:
         """Let the server hang: it takes connections and answers nothing, until it is killed."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGSTOP)
 
-    def go_on(self):
+    def go_on(self) -> None:
         """Let a server answer again that hangs."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGCONT)
 
-    def empty(self):
+    def empty(self) -> None:
         """Delete all files; a server is started again."""
         self.kill()
         if self.files is not None:
@@ -109,17 +109,17 @@ class Server:
             self.files.mkdir()
         self.start()
 
-    def requests(self):
+    def requests(self) -> int:
         """Return the number of requests that the server has had."""
         return 0 if self.log is None else len(_REQUEST.findall(self.log.read_bytes()))
 
 
-def directory_store(directory):
+def directory_store(directory: Path) -> Server:
     """Return a directory that machines share."""
     return Server("a directory", str(directory / "shared"), directory / "shared")
 
 
-def nginx(directory):
+def nginx(directory: Path) -> Server | None:
     """Return nginx with WebDAV; None: it is not installed."""
     program = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
     if program is None:
@@ -140,7 +140,9 @@ def nginx(directory):
     return Server("nginx, WebDAV", url, files, directory / "nginx.log", command)
 
 
-def docker_registry(directory, *, address="127.0.0.1", http="", more=""):
+def docker_registry(
+    directory: Path, *, address: str = "127.0.0.1", http: str = "", more: str = ""
+) -> Server | None:
     """Return an OCI registry; None: docker-registry is not installed.
 
     Args:
@@ -166,7 +168,7 @@ def docker_registry(directory, *, address="127.0.0.1", http="", more=""):
 
 
 @contextmanager
-def running_registry(directory):
+def running_registry(directory: Path) -> Iterator[Server]:
     """Run an OCI registry. Skip the test where it is not installed."""
     server = docker_registry(directory)
     if server is None:
@@ -178,7 +180,7 @@ def running_registry(directory):
         server.kill()
 
 
-def moto(directory):
+def moto(directory: Path) -> Server | None:
     """Return an S3 in memory; None: moto is not there."""
     paths = {"PYTHONPATH": os.environ.get("MOTO", "")}
     has_moto = [sys.executable, "-c", "import moto.server"]
@@ -187,7 +189,7 @@ def moto(directory):
     port = free_port()
     endpoint = f"http://127.0.0.1:{port}"
 
-    def make_bucket():
+    def make_bucket() -> None:
         urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bucket", method="PUT"))
 
     return Server(
@@ -207,12 +209,12 @@ def moto(directory):
     )
 
 
-def google_settings(endpoint):
+def google_settings(endpoint: str) -> dict[str, str]:
     """Return the environment variables of a client of Google's XML API at another place."""
     return {"GOOGLE_BASE_URL": endpoint, "GOOGLE_BEARER_TOKEN": "x"}
 
 
-def moto_as_google(directory):
+def moto_as_google(directory: Path) -> Server | None:
     """Return Google's storage in memory, as far as it has the requests of S3; None: moto is not there."""
     server = moto(directory)
     if server is None:
@@ -222,7 +224,7 @@ def moto_as_google(directory):
     return replace(server, name=name, url="gs://bucket/store", env=settings)
 
 
-def azurite(directory):
+def azurite(directory: Path) -> Server | None:
     """Return an Azure in memory; None: Azurite is not there."""
     program = Path(os.environ.get("AZURITE", ""), "node_modules", ".bin", "azurite-blob")
     if not program.is_file():
@@ -230,7 +232,7 @@ def azurite(directory):
     port = free_port()
     endpoint = f"http://127.0.0.1:{port}"
 
-    def make_container():
+    def make_container() -> None:
         # Azure's Shared Key: the method, eleven headers that are not there, ours, and the resource.
         headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
         ours = [f"{name}:{value}" for name, value in headers.items()]
@@ -254,7 +256,7 @@ def azurite(directory):
     )
 
 
-def s3rver(directory):
+def s3rver(directory: Path) -> Server | None:
     """Return an S3 on disk; None: s3rver is not there."""
     program = Path(os.environ.get("S3RVER", ""), "node_modules", ".bin", "s3rver")
     if not program.is_file():
@@ -278,5 +280,6 @@ def s3rver(directory):
     )
 
 
+KINDS: tuple[Callable[[Path], Server | None], ...]
 KINDS = (directory_store, nginx, docker_registry, moto, azurite, s3rver)
 """All kinds; each gives None where this machine cannot run it."""

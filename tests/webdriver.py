@@ -3,6 +3,8 @@
 The protocol is HTTP with JSON: https://www.w3.org/TR/webdriver2/.
 """
 
+from __future__ import annotations
+
 import base64
 import json
 import re
@@ -11,6 +13,10 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 FLAGS = (
@@ -29,7 +35,7 @@ _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 _KEYS = {"Enter": "\ue007", "Escape": "\ue00c", "Tab": "\ue004", "ArrowRight": "\ue014"}
 
 
-def missing():
+def missing() -> str:
     """What a machine lacks for a browser; empty: nothing."""
     lacks = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
     return f"no {' and no '.join(lacks)}: apt-get install chromium chromium-driver" if lacks else ""
@@ -38,11 +44,11 @@ def missing():
 class Browser:
     """A browser with one tab. Use it in a `with` statement."""
 
-    def __init__(self, profile):
+    def __init__(self, profile: Path) -> None:
         """Start it with a profile directory of its own."""
         self._profile = profile
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         driver = shutil.which("chromedriver")
         assert driver is not None, missing()
         self._driver = subprocess.Popen(
@@ -68,46 +74,51 @@ class Browser:
         self._at += f"/session/{session['sessionId']}"
         return self
 
-    def __exit__(self, kind, error, trace):
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             self._send("DELETE", "")
         finally:
             self._driver.terminate()
             self._driver.communicate()
 
-    def open(self, url):
+    def open(self, url: str) -> None:
         self._send("POST", "/url", {"url": url})
 
-    def run(self, script, *arguments):
+    def run(self, script: str, *arguments: Any) -> Any:
         """What a JavaScript function body returns."""
         return self._send("POST", "/execute/sync", {"script": script, "args": [*arguments]})
 
-    def text(self, selector):
+    def text(self, selector: str) -> str:
         """The visible text of an element."""
         found = self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
         assert isinstance(found, str)
         return found
 
-    def visible(self, selector):
+    def visible(self, selector: str) -> bool:
         return bool(
             self.run(
                 "return document.querySelector(arguments[0])?.checkVisibility() ?? false", selector
             )
         )
 
-    def click(self, selector):
+    def click(self, selector: str) -> None:
         """Click an element as a user does: it must be visible, and nothing may cover it."""
         self._send("POST", f"/element/{self._find(selector)}/click", {})
 
-    def type(self, selector, text):
+    def type(self, selector: str, text: str) -> None:
         """Replace the content of a field."""
         element = self._find(selector)
         self._send("POST", f"/element/{element}/clear", {})
         self._send("POST", f"/element/{element}/value", {"text": text})
 
-    def press(self, *keys):
+    def press(self, *keys: str) -> None:
         """Press keys, one after the other, in whatever has the focus."""
-        actions = []
+        actions: list[dict[str, str]] = []
         for key in keys:
             value = _KEYS.get(key, key)
             actions += [{"type": "keyDown", "value": value}, {"type": "keyUp", "value": value}]
@@ -115,11 +126,11 @@ class Browser:
             "POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]}
         )
 
-    def choose(self, selector, value):
+    def choose(self, selector: str, value: str) -> None:
         """Choose an option of a select."""
         self.click(f'{selector} option[value="{value}"]')
 
-    def wait(self, holds, what, seconds=20):
+    def wait(self, holds: Callable[[], Any], what: str, seconds: float = 20) -> Any:
         """Wait until a condition holds; what is it, for the error."""
         until = time.monotonic() + seconds
         while not (found := holds()):
@@ -127,26 +138,26 @@ class Browser:
             time.sleep(0.02)
         return found
 
-    def size(self, width, height, *, scale=1):
+    def size(self, width: int, height: int, *, scale: float = 1) -> None:
         self._devtools(
             "Emulation.setDeviceMetricsOverride",
             {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False},
         )
 
-    def scheme(self, name):
+    def scheme(self, name: str) -> None:
         """Prefer `light` or `dark`."""
         features = [{"name": "prefers-color-scheme", "value": name}]
         self._devtools("Emulation.setEmulatedMedia", {"features": features})
 
-    def picture(self):
+    def picture(self) -> bytes:
         """A PNG of what is in view."""
         return base64.b64decode(self._send("GET", "/screenshot"))
 
-    def console(self):
+    def console(self) -> list[str]:
         """Messages of the console since the last call: warnings, errors, failed requests."""
         return [entry["message"] for entry in self._log("browser")]
 
-    def hosts(self):
+    def hosts(self) -> set[str]:
         """Hosts that the page sent requests to since the last call."""
         events = (json.loads(entry["message"])["message"] for entry in self._log("performance"))
         urls = (
@@ -156,17 +167,17 @@ class Browser:
         )
         return {urlsplit(url).netloc for url in urls if not url.startswith(("data:", "blob:"))}
 
-    def _log(self, kind):
+    def _log(self, kind: str) -> Iterator[dict[str, Any]]:
         yield from self._send("POST", "/se/log", {"type": kind})
 
-    def _devtools(self, command, params):
+    def _devtools(self, command: str, params: Mapping[str, Any]) -> Any:
         return self._send("POST", "/goog/cdp/execute", {"cmd": command, "params": params})
 
-    def _find(self, selector):
+    def _find(self, selector: str) -> str:
         found = self._send("POST", "/element", {"using": "css selector", "value": selector})
         return str(found[_ELEMENT])
 
-    def _send(self, method, path, body=None):
+    def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._at + path, data, method=method)
         try:
