@@ -123,18 +123,16 @@ def test_a_larger_context_or_batch_that_is_ready_serves(served, ids):
     ]
 
 
-def test_tokens_are_those_of_the_bundles_own_programs_in_every_state_of_the_compiling(
-    served, decoder_dir, ids
-):
+def test_tokens_are_those_of_waiting_in_every_state_of_the_compiling(served, decoder_dir, ids):
     """Without pauses, so that requests meet whatever is ready by then."""
     bundle, _ = served
-    loaded = load(decoder_dir, on_mismatch="error")
+    waiting = fallen_back(decoder_dir, "wait")
     sampled = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "seed": 1}
     requests = [(1, 5), (23, 20), (40, None)]
     for how in ({}, sampled):
         for length, count in requests:
             ours, theirs = (
-                b.generate(ids[:length], max_new_tokens=count, **how) for b in (bundle, loaded)
+                b.generate(ids[:length], max_new_tokens=count, **how) for b in (bundle, waiting)
             )
             assert (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
             pieces = list(bundle.stream(ids[:length], max_new_tokens=count, **how))
@@ -142,7 +140,7 @@ def test_tokens_are_those_of_the_bundles_own_programs_in_every_state_of_the_comp
         prompts, sampling = [ids[:30], ids[:2], ids[:9]], [Sampling(**how)] * 3
         together = [
             b.generate_batch(prompts, max_new_tokens=20, sampling=sampling)
-            for b in (bundle, loaded)
+            for b in (bundle, waiting)
         ]
         assert [r.token_ids for r in together[0]] == [r.token_ids for r in together[1]]
 
