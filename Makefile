@@ -199,22 +199,19 @@ clean: ## remove environments, bundles and caches of this checkout
 	rm -rf .venv .venv-other .venv-gpu .venv-docs .venv-tools site .site-source .environments artifacts/*/ .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# To compile all of 13,000 modules takes half a minute of CPU time; most of them are never imported.
-LATE := --no-compile
-
-# An empty environment. One of another version of Python, as those of older checkouts are, is made again.
+# An empty environment with uv. One of another version of Python, as those of older checkouts are, is made again.
 define venv
-	@echo 'setting up $(1) (a few minutes the first time)'
+	@echo 'setting up $(1) (a minute the first time)'
 	@test "$$($(1)/bin/python -V 2>&1)" = "$$($(2) -V 2>&1)" || rm -rf $(1)
 	@$(2) -m venv $(1)
-	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1' 'uv>=0.9'
 endef
 
 define environment
 	$(call venv,$(1),$(2))
-	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(3) $(HOUSES) --group test --group lint
+	@$(1)/bin/python -m scripts.install $(HOUSES) --group test --group lint
 	@# Its dependencies would hold back ml_dtypes; without them it works with the newest.
-	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'tritonclient>=2.60'
+	@$(1)/bin/python -m scripts.install --no-deps 'tritonclient>=2.60'
 	@touch $(1)/.ready
 endef
 
@@ -222,14 +219,14 @@ $(READY): $(SETTINGS)
 	$(call environment,$(VENV),$(PYTHON))
 
 $(OTHER_READY): $(SETTINGS)
-	$(call environment,$(OTHER_VENV),$(OTHER),$(LATE))
+	$(call environment,$(OTHER_VENV),$(OTHER))
 
 $(TOOLS_READY): pyproject.toml
 	$(call venv,$(TOOLS_VENV),$(PYTHON))
-	@$(TOOLS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(LATE) --group tools
+	@$(TOOLS_VENV)/bin/python -m scripts.install --group tools
 	@touch $@
 
 $(DOCS_READY): pyproject.toml
 	$(call venv,$(DOCS_VENV),$(PYTHON))
-	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --group docs
+	@$(DOCS_VENV)/bin/python -m scripts.install --group docs
 	@touch $@

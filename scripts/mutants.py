@@ -54,7 +54,7 @@ class Mutant:
         old: the text of an expression or a statement.
         new: what stands in its place.
         number: which of several equal texts of the file it is.
-        killed: whether a test failed; None: it did not run.
+        killed: whether a test failed; None: it did not run, because its file or its text is gone.
     """
 
     path: str
@@ -123,11 +123,13 @@ def is_python(mutant: Mutant) -> bool:
 def run(mutant: Mutant) -> Mutant:
     """Return a mutant with whether the nearest tests notice it. Its file is changed meanwhile."""
     path = REPOSITORY / mutant.path
+    if not path.exists():
+        return replace(mutant, killed=None)
     source = path.read_text(encoding="utf-8")
     changed = mutant.applied(source)
     tests = choose_tests([Path(mutant.path)], REPOSITORY)
     if changed is None or not tests:
-        return mutant
+        return replace(mutant, killed=None)
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider"]
     path.write_text(changed, encoding="utf-8")
     try:

@@ -32,14 +32,14 @@ for name, derandomize in (("tests", True), ("search", False)):
 settings.load_profile("tests")
 
 LONGEST = (
-    *("test_fleet.py", "test_mesh.py", "test_build.py", "test_own_decoder.py"),
+    *("test_fleet.py", "test_mesh.py", "test_crew.py", "test_build.py", "test_own_decoder.py"),
     *("test_invariance.py", "test_stories.py", "test_fallback_processes.py", "test_bench.py"),
     *("test_snippets.py", "test_kernel_linear.py", "test_checking.py", "test_model_calls.py"),
     *("test_kernel_attention.py", "test_state_space.py", "test_encoder_decoders.py"),
     *("test_encode.py", "test_accuracy.py", "test_parity.py", "test_openai_api.py"),
     *("test_recording.py", "test_serving.py", "test_environments.py", "test_executable.py"),
     *("test_wheel.py", "test_jax_coverage.py", "test_golden_answers.py", "test_examples.py"),
-    *("test_pool.py", "test_sampling_programs.py"),
+    *("test_pool.py", "test_sampling_programs.py", "test_any_program.py", "test_alerts.py"),
 )
 """The files that take longest, in the order in which workers of pytest-xdist take them: see durations.md."""
 

@@ -19,7 +19,8 @@ CHOSEN = {
     "unit/compiler/lowering/test_own_models.py": "decoders of flax and equinox, of older versions",
     "unit/compiler/lowering/test_user_code.py": "jax's errors, and what its tracing reads",
     "unit/compiler/pipeline/test_build_run.py": "a whole build, and its loading",
-    "unit/compiler/pipeline/lower/test_trace_keeping.py": "what Python and jax say of code that a trace ran",
+    "unit/compiler/pipeline/lower/test_observer.py": "what Python says of code that a trace ran",
+    "unit/compiler/pipeline/lower/test_trace_keeping.py": "what jax says of it",
     "unit/runtime/base": "errors and files of the standard library",
     "unit/runtime/device": "private parts of jaxlib: executables, arrays, dispatch, settings",
     "unit/runtime/jitted": "jax's own dispatch, which calls go around",
@@ -40,7 +41,6 @@ Other tests run with their first case only. It shows that the code works there; 
 values."""
 FAMILIES = {
     "test_logits_and_greedy_tokens_equal_those_that_torch_gave": r"[a-z]+\d?",
-    "test_the_portable_form_gives_the_same": r"[a-z]+\d?",
     "test_results_equal_those_that_torch_gave": r"[a-z]+-[a-z]+",
 }
 """Tests of all model families, and what of a case's id names the family: its first case runs."""

@@ -1,6 +1,7 @@
 """One small decoder as users of flax, equinox and plain Python write it, without prejit.
 
-The tests import it, and copy it beside a manifest.
+The tests import it, and copy it beside a manifest. Its weights are NumPy's: to draw them by jax takes longer
+than all else that these decoders compile.
 """
 
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import equinox
 import flax.linen
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 VOCAB, WIDTH, HEADS, LAYERS, LONGEST = 97, 64, 4, 2, 96
@@ -49,14 +51,32 @@ def empty(rows, positions, dtype):
     return ((one, one),) * LAYERS
 
 
+def _random(seed, *shape):
+    random = np.random.default_rng(seed)
+    return jnp.asarray(random.standard_normal(shape, np.float32) * np.float32(0.15))
+
+
+def _linear(seed, inputs, outputs, rngs):
+    def init(key, shape, dtype):
+        return _random(seed, *shape)
+
+    return nnx.Linear(inputs, outputs, kernel_init=init, rngs=rngs)
+
+
+def _embed(seed, count, rngs):
+    return nnx.Embed(
+        count, WIDTH, embedding_init=lambda key, shape, dtype: _random(seed, *shape), rngs=rngs
+    )
+
+
 class NnxLayer(nnx.Module):
-    def __init__(self, rngs):
+    def __init__(self, seed, rngs):
         self.norm1 = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.qkv = nnx.Linear(WIDTH, 3 * WIDTH, rngs=rngs)
-        self.out = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.qkv = _linear(seed, WIDTH, 3 * WIDTH, rngs)
+        self.out = _linear(seed + 1, WIDTH, WIDTH, rngs)
         self.norm2 = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
-        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+        self.up = _linear(seed + 2, WIDTH, 2 * WIDTH, rngs)
+        self.down = _linear(seed + 3, 2 * WIDTH, WIDTH, rngs)
 
 
 class NnxDecoder(nnx.Module):
@@ -64,11 +84,10 @@ class NnxDecoder(nnx.Module):
     max_positions = LONGEST
 
     def __init__(self, rngs):
-        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.places = nnx.Embed(LONGEST, WIDTH, rngs=rngs)
-        self.layers = nnx.List([NnxLayer(rngs) for _ in range(LAYERS)])
+        self.embed, self.places = _embed(1, VOCAB, rngs), _embed(2, LONGEST, rngs)
+        self.layers = nnx.List([NnxLayer(10 * (at + 1), rngs) for at in range(LAYERS)])
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.last = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
+        self.last = _linear(3, WIDTH, VOCAB, rngs)
         self.dropout = nnx.Dropout(0.5, deterministic=True, rngs=rngs)  # it holds random state
 
     def head(self, x):
@@ -133,10 +152,6 @@ class EquinoxLayer(equinox.Module):
     norm2: Norm
     up: Matrix
     down: Matrix
-
-
-def _random(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape) * 0.15
 
 
 def _layer(seed):
@@ -225,20 +240,30 @@ linen_decoder = LinenDecoder()
 def linen_variables():
     one = jnp.ones(1, jnp.int32)
     arguments = (one[:, None], one * 0, one, empty(1, 4, "float32"))
-    return linen_decoder.init(jax.random.key(0), *arguments)
+    shapes = jax.eval_shape(linen_decoder.init, jax.random.key(0), *arguments)
+    seeds = iter(range(1000))
+
+    def draw(path, shape):
+        value = _random(next(seeds), *shape.shape)
+        return value + 1 if path[-1].key == "scale" else value
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 def greedy(model, prompt, count, positions, source=None):
-    """What the model writes, step by step in plain Python, each time from an empty cache."""
-    tokens = list(prompt)
-    for _ in range(count):
+    """What the model writes, step by step, each time from an empty cache."""
+
+    @jax.jit
+    def logits_of(tokens, length):
         if source is None:
             cache = model.make_cache(1, positions, "float32")
         else:
             read = jnp.array([source], jnp.int32), jnp.array([len(source)], jnp.int32)
             cache = model.encode(*read, positions, "float32")
-        length = jnp.array([len(tokens)], jnp.int32)
-        padded = jnp.array([tokens + [0] * (positions - len(tokens))], jnp.int32)
-        logits, _ = model(padded, length * 0, length, cache)
-        tokens.append(int(logits[0].argmax()))
+        return model(tokens, length * 0, length, cache)[0]
+
+    tokens = list(prompt)
+    for _ in range(count):
+        padded = np.array([tokens + [0] * (positions - len(tokens))], np.int32)
+        tokens.append(int(logits_of(padded, np.array([len(tokens)], np.int32))[0].argmax()))
     return tokens[len(prompt) :]

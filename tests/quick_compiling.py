@@ -5,8 +5,6 @@ processes that tests start compile as users' do: the builds of test_stories.py, 
 test_forms.py, and whatever falls back to compiling in a process of its own.
 """
 
-from __future__ import annotations
-
 import os
 from importlib.metadata import version
 
@@ -22,7 +20,7 @@ XLA_FLAGS = " ".join(f"--{name}={value}" for name, value in _OPTIONS.items())
 """The settings as an environment variable."""
 
 
-def compile_quickly() -> None:
+def compile_quickly():
     """Give this process these settings, but neither its fingerprint nor the processes that it starts.
 
     XLA reads the variable once, when its options are first asked for.
@@ -38,7 +36,7 @@ def compile_quickly() -> None:
         os.environ["XLA_FLAGS"] = before
 
 
-def compile_children_quickly() -> None:
+def compile_children_quickly():
     """Give the processes that this one starts these settings, without a word of them in what they make."""
     from prejit.runtime.machine import fingerprint
 

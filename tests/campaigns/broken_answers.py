@@ -1,15 +1,10 @@
 """Answers of a registry, or of a web server, that break a transfer: `FakeRegistry.fault` returns them."""
 
-from __future__ import annotations
-
 import gzip
 import json
-import random
 import socket
 import struct
 import time
-from collections.abc import Callable
-from typing import Any
 
 STALL_SECONDS = 0.5
 """Longer than the time limit that the campaign's processes have for an answer."""
@@ -49,19 +44,8 @@ JUNK = (
 )
 """Documents that are none."""
 
-Answer = Callable[[Any, bytes | None, int], None]
-"""Answers a request: gets the handler, the right content (None: there is none), and the first byte."""
 
-
-def send(
-    handler: Any,
-    part: bytes,
-    status: int,
-    *,
-    length: int | None,
-    close: bool = True,
-    **headers: str,
-) -> None:
+def send(handler, part, status, *, length, close=True, **headers):
     """Send an answer whose Content-Length (None: it has none) need not be right."""
     handler.send_response(status)
     if length is not None:
@@ -74,10 +58,10 @@ def send(
     handler.close_connection = close
 
 
-def body(write: Callable[[Any, bytes, int], None]) -> Answer:
+def body(write):
     """Return an answer made of the right content from the first byte that is asked for, and the status."""
 
-    def answer(handler: Any, content: bytes | None, start: int) -> None:
+    def answer(handler, content, start):
         if content is None:
             handler.reply(404)
         else:
@@ -86,18 +70,18 @@ def body(write: Callable[[Any, bytes, int], None]) -> Answer:
     return answer
 
 
-def first(part: bytes, share: float) -> bytes:
+def first(part, share):
     """Return the first bytes of a part, as many as a share of it has."""
     return part[: int(len(part) * share)]
 
 
-def partly(end: Callable[[Any], object]) -> Callable[[random.Random], Answer]:
+def partly(end):
     """Return what draws a part of the answer; then `end` gets the handler."""
 
-    def draw(rng: random.Random) -> Answer:
+    def draw(rng):
         share = rng.random()
 
-        def write(handler: Any, part: bytes, status: int) -> None:
+        def write(handler, part, status):
             send(handler, first(part, share), status, length=len(part))
             end(handler)
 
@@ -106,58 +90,58 @@ def partly(end: Callable[[Any], object]) -> Callable[[random.Random], Answer]:
     return draw
 
 
-def close(handler: Any) -> None:
+def close(handler):
     """End the connection, as `send` does."""
 
 
-def reset(handler: Any) -> None:
+def reset(handler):
     """Let the connection end with a reset."""
     handler.wfile.flush()
     handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def stall(handler: Any) -> None:
+def stall(handler):
     """Send nothing for a while."""
     time.sleep(STALL_SECONDS)
 
 
-def too_short(rng: random.Random) -> Answer:
+def too_short(rng):
     """A Content-Length that is too small; the bytes behind it are sent, or not."""
     share, sends_all = rng.random(), rng.random() < 0.5
 
-    def write(handler: Any, part: bytes, status: int) -> None:
+    def write(handler, part, status):
         said = first(part, share)
         send(handler, part if sends_all else said, status, length=len(said), close=sends_all)
 
     return body(write)
 
 
-def too_long(rng: random.Random) -> Answer:
+def too_long(rng):
     """A Content-Length that is too large; bytes that fill it are sent, or not."""
     more, sends_more = rng.randint(1, 100_000), rng.random() < 0.5
 
-    def write(handler: Any, part: bytes, status: int) -> None:
+    def write(handler, part, status):
         filled = part + bytes(more) if sends_more else part
         send(handler, filled, status, length=len(part) + more)
 
     return body(write)
 
 
-def no_length(rng: random.Random) -> Answer:
+def no_length(rng):
     """No Content-Length: the end of the connection is that of the answer, which may be cut."""
     share = rng.choice((1.0, rng.random()))
 
-    def write(handler: Any, part: bytes, status: int) -> None:
+    def write(handler, part, status):
         send(handler, first(part, share), status, length=None, connection="close")
 
     return body(write)
 
 
-def chunks(rng: random.Random) -> Answer:
+def chunks(rng):
     """A chunked body whose last chunk is cut, or has no valid length."""
     share, ending = rng.random(), rng.choice((b"", b"zz\r\n", b"-1\r\n"))
 
-    def write(handler: Any, part: bytes, status: int) -> None:
+    def write(handler, part, status):
         sent = first(part, share)
         send(handler, b"", status, length=None, transfer_encoding="chunked")
         handler.wfile.write(b"%x\r\n" % max(1, len(sent)))
@@ -167,32 +151,32 @@ def chunks(rng: random.Random) -> Answer:
     return body(write)
 
 
-def range_ignored(rng: random.Random) -> Answer:
+def range_ignored(rng):
     """All bytes with status 200, or with 206, whatever was asked for."""
     status = rng.choice((200, 200, 206))
     headers = rng.choice(({}, {"content_range": "bytes 0-0/1"}, {"content_range": "x"}))
     share = rng.choice((1.0, rng.random()))
 
-    def answer(handler: Any, content: bytes | None, start: int) -> None:
+    def answer(handler, content, start):
         if content is None:
             handler.reply(404)
             return
-        given: dict[str, Any] = headers if status == 206 else {}
+        given = headers if status == 206 else {}
         send(handler, first(content, share), status, length=len(content), **given)
 
     return answer
 
 
-def not_satisfiable(_: random.Random) -> Answer:
+def not_satisfiable(_):
     """The refusal of a range."""
     return body(lambda handler, content, *_: handler.reply(416))
 
 
-def wrong(rng: random.Random) -> Answer:
+def wrong(rng):
     """One wrong byte, in all of the answer or in a part of it."""
     place, share = rng.random(), rng.choice((1.0, 0.9, rng.random()))
 
-    def write(handler: Any, part: bytes, status: int) -> None:
+    def write(handler, part, status):
         changed = bytearray(part)
         if part:
             changed[int(place * len(part))] ^= 1 << rng.randrange(8)
@@ -201,11 +185,11 @@ def wrong(rng: random.Random) -> Answer:
     return body(write)
 
 
-def swapped(rng: random.Random) -> Answer:
+def swapped(rng):
     """The bytes of another blob."""
     choice = rng.random()
 
-    def answer(handler: Any, content: bytes | None, start: int) -> None:
+    def answer(handler, content, start):
         held = handler.registry
         others = [*held.blobs.values(), *held.manifests.values(), *held.files.values()]
         part = others[int(choice * len(others))][start:]
@@ -214,52 +198,52 @@ def swapped(rng: random.Random) -> Answer:
     return answer
 
 
-def zipped(_: random.Random) -> Answer:
+def zipped(_):
     """Compressed bytes that nobody asked for."""
 
-    def write(handler: Any, part: bytes, status: int) -> None:
+    def write(handler, part, status):
         small = gzip.compress(part)
         send(handler, small, status, length=len(small), close=False, content_encoding="gzip")
 
     return body(write)
 
 
-def junk(rng: random.Random) -> Answer:
+def junk(rng):
     """A document that is none, of any type."""
     said = rng.choice(JUNK)
     kind = rng.choice(("text/html", "application/vnd.oci.image.index.v1+json", "", "x/y"))
 
-    def answer(handler: Any, content: bytes | None, start: int) -> None:
+    def answer(handler, content, start):
         send(handler, said, 200, length=len(said), close=False, content_type=kind)
 
     return answer
 
 
-def no_http(rng: random.Random) -> Answer:
+def no_http(rng):
     """Bytes that are not HTTP."""
     said = rng.choice((b"\x15\x03\x01\x00\x02\x02\x16", b"HTTP/1.1 abc\r\n\r\n", b"a: b\r\n" * 300))
 
-    def answer(handler: Any, content: bytes | None, start: int) -> None:
+    def answer(handler, content, start):
         handler.wfile.write(said)
         handler.close_connection = True
 
     return answer
 
 
-def busy(rng: random.Random) -> tuple[int, dict[str, str]]:
+def busy(rng):
     """A status that asks for another attempt, with any wait."""
     wait = rng.choice((None, *ABSURD_WAITS))
     headers = {} if wait is None else {"retry_after": wait}
     return rng.choice((408, 429, 429, 500, 502, 503, 504)), headers
 
 
-def refused(rng: random.Random) -> tuple[int, dict[str, str]]:
+def refused(rng):
     """A refusal, with any way to log in."""
     code = rng.choice((400, 401, 401, 403, 404, 405, 410, 413, 418, 451, 507, 599))
     return code, {"www_authenticate": rng.choice(CHALLENGES)} if code in (401, 403) else {}
 
 
-def lying_referrers(rng: random.Random) -> Answer:
+def lying_referrers(rng):
     """A list of what refers to a bundle, with entries for what is not there or is something else."""
     kind = "application/vnd.oci.image.manifest.v1+json"
     digest = rng.choice(("sha256:" + "0" * 64, "sha256:../../x", "sha512:" + "0" * 128, "", 7))
@@ -267,18 +251,18 @@ def lying_referrers(rng: random.Random) -> Answer:
     entry["artifactType"] = "application/vnd.cyclonedx+json"
     said = json.dumps({"manifests": [entry] * rng.choice((1, 2, 3000))}).encode()
 
-    def answer(handler: Any, content: bytes | None, start: int) -> None:
+    def answer(handler, content, start):
         send(handler, said, 200, length=len(said), close=False)
 
     return answer
 
 
-def absurd_redirect(rng: random.Random) -> tuple[int, dict[str, str]]:
+def absurd_redirect(rng):
     """A redirect, or the place of an upload, that leads nowhere."""
     return rng.choice((202, 301, 302, 307, 308)), {"location": rng.choice(ABSURD_PLACES)}
 
 
-OF_CONTENT: dict[str, Callable[[random.Random], Any]] = {
+OF_CONTENT = {
     "cut": partly(close),
     "reset": partly(reset),
     "stalled": partly(stall),
@@ -294,7 +278,7 @@ OF_CONTENT: dict[str, Callable[[random.Random], Any]] = {
     "a page or junk": junk,
 }
 """Faults of answers with content, by name."""
-OF_ANY: dict[str, Callable[[random.Random], Any]] = {
+OF_ANY = {
     "no HTTP": no_http,
     "429 and 5xx": busy,
     "refused": refused,

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -66,7 +66,7 @@ class Version:
     blobs: Mapping[str, bytes]
 
 
-def make_version(golden: Path, path: Path, seed: int) -> Version:
+def make_version(golden, path, seed):
     """Make a version of the bundle from a golden one. All have the same weights and other programs."""
     from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
     from prejit.runtime.format.names import (
@@ -106,7 +106,7 @@ LOOP, STORM, LOST, UPLOADS = (
 )
 EVERYWHERE = (*broken_answers.OF_CONTENT, *broken_answers.OF_ANY, KILLED, STOPPED, STORM, LOOP)
 OF_DISKS = (FULL, LIMITED)
-FAULTS: Mapping[str, tuple[str, ...]] = {
+FAULTS = {
     PULL: (*EVERYWHERE, *OF_DISKS, MOVED_TAG, UNLISTED, REFERRERS, ABROAD, ASKED_ABROAD),
     ARRIVE: (*EVERYWHERE, *OF_DISKS, MOVED_TAG, UNLISTED, ABROAD),
     HTTP: (*EVERYWHERE, *OF_DISKS, MOVED_TAG, ABROAD),
@@ -161,7 +161,7 @@ class Breaking:
     _seen: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __call__(self, method: str, path: str) -> Any:
+    def __call__(self, method, path):
         if self.name not in path or method not in self.methods or self.part not in path:
             return None
         with self._lock:
@@ -197,7 +197,7 @@ class Case:
     _is_clean: bool = True
     _gone: tuple[tuple[str, str], bytes, bytes | None] | None = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.rng = random.Random(self.number)
         self.name = f"case{self.number}x"
         self.at = self.place.scratch / self.name
@@ -205,7 +205,7 @@ class Case:
 
     # -------------------------------------------------------------- what is there before
 
-    def prepare(self) -> None:
+    def prepare(self):
         """Make the directory, and put both versions where they are pulled from."""
         (self.at / "disk").mkdir(parents=True)
         if self.way in INTO_REGISTRY:
@@ -222,7 +222,7 @@ class Case:
             [end] = self.attempt(1, source=self.source("v2"))
             assert not end, end
 
-    def _hold(self, version: Version, name: str, tag: str) -> None:
+    def _hold(self, version, name, tag):
         """Put a version into the registry, the other host and the web server."""
         for held in (self.place.registry, self.place.abroad):
             for digest, content in version.blobs.items():
@@ -237,13 +237,13 @@ class Case:
                 held.manifests[name, fallback] = referrers_index(held, name, version.digest)
             held.files[f"/{name}/tags/{tag}.json"] = (version.path / "index.json").read_bytes()
 
-    def _move_tag(self) -> None:
+    def _move_tag(self):
         held = self.place.registry
         held.manifests[self.name, "v1"] = held.manifests[self.name, "v2"]
         held.files[f"/{self.name}/tags/v1.json"] = held.files[f"/{self.name}/tags/v2.json"]
         self.wanted = self.versions[1]
 
-    def source(self, tag: str = "v1") -> str:
+    def source(self, tag="v1"):
         host = self.place.registry.host
         if self.way in (PUSH, PUSH_TAR):
             return str(self.versions[0].path if self.way == PUSH else self.versions[0].tar)
@@ -251,7 +251,7 @@ class Case:
         return f"{scheme}://{host}/{self.name}{'/from' if self.way == COPY else ''}:{tag}"
 
     @property
-    def target(self) -> Path:
+    def target(self):
         """The place to which a pull writes."""
         return self.at / (
             "out.tar" if self.way == TAR else "disk/store" if self.way in INTO_STORE else "out"
@@ -259,14 +259,7 @@ class Case:
 
     # -------------------------------------------------------------- attempts
 
-    def attempt(
-        self,
-        count: int,
-        *,
-        source: str = "",
-        file_bytes: int = 0,
-        after: tuple[int, float] | None = None,
-    ) -> list[str]:
+    def attempt(self, count, *, source="", file_bytes=0, after=None):
         """Transfer in some processes at once. Return how each ended: empty for well, else the error's class.
 
         `after`: a signal, and the seconds after which all get it.
@@ -302,7 +295,7 @@ class Case:
             time.sleep(0.005)
         return found
 
-    def signal(self, number: int) -> None:
+    def signal(self, number):
         """Send a signal to the processes of the attempt."""
         for pid in self.pids:
             try:
@@ -310,7 +303,7 @@ class Case:
             except ProcessLookupError:
                 continue
 
-    def _end(self, outcome: Path) -> str:
+    def _end(self, outcome):
         try:
             end = json.loads(outcome.read_text())
         except (FileNotFoundError, ValueError):
@@ -319,7 +312,7 @@ class Case:
             end["error"] if end["is_ours"] else f"a traceback: {end['error']}: {end['text']}"
         )
 
-    def break_it(self) -> None:
+    def break_it(self):
         """Do one or two attempts that break."""
         for _ in range(self.rng.choice((1, 1, 2))):
             breaking, after, file_bytes = self._breaking(), None, 0
@@ -338,14 +331,14 @@ class Case:
                 self.broken += breaking.happened
             self._restore()
 
-    def _breaking(self) -> Breaking:
+    def _breaking(self):
         """Return what breaks requests of the next attempt."""
         rng, fault = self.rng, self.fault
         first, times = rng.choice((0, 0, 1, 2, 5)), rng.choice((1, 2, 4, 4, 10**6, 10**6))
         part = rng.choice(("", "/blobs/", "/blobs/", "/manifests/", "/referrers/"))
         if self.way == HTTP:
             part = rng.choice(("", "/blobs/", "/blobs/", "/tags/"))
-        methods: tuple[str, ...] = ("GET",)
+        methods = ("GET",)
         if self.way in INTO_REGISTRY:
             methods = rng.choice((("PUT",), ("POST",), ("HEAD",), ("GET", "HEAD", "POST", "PUT")))
             part = ""
@@ -364,7 +357,7 @@ class Case:
             times = 0
         return Breaking(self.name, methods, part, first, times, make)
 
-    def _answers(self, fault: str) -> Callable[[str, str], Any]:
+    def _answers(self, fault):
         rng, place = self.rng, self.place
         if fault in (KILLED, STOPPED):
             return lambda method, path: self._kill_within
@@ -394,7 +387,7 @@ class Case:
         answer = (broken_answers.OF_CONTENT | broken_answers.OF_ANY)[fault](rng)
         return lambda method, path: answer
 
-    def _kill_within(self, handler: Any, content: bytes | None, start: int) -> None:
+    def _kill_within(self, handler, content, start):
         """Send a part of an answer, then the signal."""
         part = (content or b"")[start:]
         status = 404 if content is None else 206 if start else 200
@@ -407,7 +400,7 @@ class Case:
     # -------------------------------------------------------------- disks and missing blobs
 
     @contextmanager
-    def disk(self) -> Iterator[None]:
+    def disk(self):
         """Let the target be on a small disk, or take a blob from the registry, until `_restore`."""
         path = self.at / "disk"
         if self.fault == UNLISTED:
@@ -427,11 +420,11 @@ class Case:
         finally:
             subprocess.run(["umount", "--lazy", str(path)], check=True)
 
-    def _mount(self, *words: str) -> None:
+    def _mount(self, *words):
         device, *options = words
         subprocess.run(["mount", *options, device, str(self.at / "disk")], check=True)
 
-    def _restore(self) -> None:
+    def _restore(self):
         """Give the disk room and the registry its blob again."""
         if self.fault == FULL and self.place.can_mount and self.way in INTO_STORE:
             self._mount("tmpfs", "-o", "remount,size=16m,nr_inodes=0")
@@ -443,5 +436,5 @@ class Case:
             self._gone = None
 
 
-def _foreign(place: Place) -> str:
+def _foreign(place):
     return place.abroad.host.replace("127.0.0.1", "localhost")

@@ -1,40 +1,36 @@
 """The parts that campaigns share: how much one tries, where it works, how it ends, its file of figures."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
 import tempfile
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
 
-def setting(name: str, usual: int) -> int:
+def setting(name, usual):
     """Return the number that the environment gives for a campaign, such as PREJIT_FUZZ_EXAMPLES."""
     return int(os.environ.get(f"PREJIT_{name}", usual))
 
 
 @contextmanager
-def scratch_directory() -> Iterator[Path]:
+def scratch_directory():
     """Make a directory, in memory where this machine has some for files."""
     root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=root) as directory:
         yield Path(directory)
 
 
-def check(bad: Sequence[str]) -> None:
+def check(bad):
     """Fail if there are bad outcomes, and show the first of them."""
     assert not bad, f"{len(bad)} bad outcomes\n\n" + "\n\n".join(bad[:20])
 
 
-def facts(*packages: str) -> dict[str, Any]:
+def facts(*packages):
     """Return the date and the versions of Python, of packages and of the `kernel`."""
     return {
         "date": date.today().isoformat(),
@@ -43,7 +39,7 @@ def facts(*packages: str) -> dict[str, Any]:
     }
 
 
-def machine_facts() -> dict[str, Any]:
+def machine_facts():
     """Return what decides how fast a server is: the machine, and its load now."""
     return {
         "machine": f"{os.cpu_count()} CPUs, {platform.machine()}",
@@ -51,11 +47,11 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
-def figures_file(campaign: str) -> Path:
+def figures_file(campaign):
     """Return the file of a campaign's last figures."""
     return Path(__file__).with_name(f"{campaign}.json")
 
 
-def write_figures(campaign: str, figures: dict[str, Any]) -> None:
+def write_figures(campaign, figures):
     """Keep the figures of a whole campaign."""
     figures_file(campaign).write_text(json.dumps(figures, indent=1) + "\n")

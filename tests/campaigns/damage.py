@@ -14,11 +14,9 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from tests.layouts import blob, index_file, index_of
@@ -66,17 +64,17 @@ class Damage:
     other: Path | None = None
 
     @property
-    def role(self) -> str:
+    def role(self):
         """Return the role of the file, for counts."""
         return self.roles[0] if len(self.roles) == 1 else "two files"
 
     @property
-    def is_lenient(self) -> bool:
+    def is_lenient(self):
         """Return whether a load takes many spellings of a file."""
         return not {*self.roles}.isdisjoint(LENIENT)
 
 
-def build(arguments: tuple[str, str, str]) -> int:
+def build(arguments):
     """Build a manifest, with chunks of 1 MiB: the smallest ones that a load does not wait for. Sign it.
 
     Args:
@@ -100,13 +98,13 @@ def build(arguments: tuple[str, str, str]) -> int:
     return status
 
 
-def policy_of(bundle: Path) -> Path:
+def policy_of(bundle):
     """Return the trust policy beside a bundle."""
     return bundle.with_name("trust.toml")
 
 
 @cache
-def files(bundle: Path) -> dict[str, Path]:
+def files(bundle):
     """Return every file of a bundle by its role.
 
     `other` marks those of the target that is not served, and `attached` those that refer to the bundle.
@@ -137,7 +135,7 @@ LENIENT = ("index.json", "oci-layout")
 ATTACHED = "attached "
 
 
-def _attached(bundle: Path) -> dict[str, Path]:
+def _attached(bundle):
     """Return the files of the signatures, the provenance and the list of parts, by their roles."""
     from prejit.runtime.format.layout import Layout
     from prejit.runtime.format.referrers import referrers
@@ -158,14 +156,14 @@ _MEDIA = "application/vnd.prejit."
 
 
 @cache
-def chunked(bundle: Path) -> dict[Path, int]:
+def chunked(bundle):
     """Return the size of the chunks of each file that has chunks."""
     roles = files(bundle)
     chunks = json.loads(roles["config"].read_bytes())["chunks"]
     return {roles[name.removeprefix(_MEDIA)]: each["size"] for name, each in chunks.items()}
 
 
-def draw(bundle: Path, generator: random.Random, kinds: Sequence[str] = ()) -> Damage:
+def draw(bundle, generator, kinds=()):
     """Draw the damage of one file: in a third of all cases, of one with chunks.
 
     Args:
@@ -182,7 +180,7 @@ def draw(bundle: Path, generator: random.Random, kinds: Sequence[str] = ()) -> D
     at = generator.randrange(size)
     length = generator.randrange(1, min(MOST_BYTES, size) + 1)
     kind = generator.choice(kinds or (*IN_PLACE, *OF_DIRECTORIES))
-    writes: tuple[tuple[int, bytes], ...] = ()
+    writes = ()
     match kind:
         case "bit flipped":
             writes = ((at, bytes([content[at] ^ 1 << generator.randrange(8)])),)
@@ -217,7 +215,7 @@ def draw(bundle: Path, generator: random.Random, kinds: Sequence[str] = ()) -> D
     return Damage(kind, (role,), file, writes, size)
 
 
-def draw_position(bundle: Path, number: int) -> tuple[Damage, str]:
+def draw_position(bundle, number):
     """Return a flipped bit in one chunk, at its first, its last or any byte; and when it is found."""
     [(file, step)] = chunked(bundle).items()
     content = file.read_bytes()
@@ -232,7 +230,7 @@ def draw_position(bundle: Path, number: int) -> tuple[Damage, str]:
     return damage, ("beside", "early", "late")[when]
 
 
-def positions(bundle: Path) -> int:
+def positions(bundle):
     """Return the number of examples of `draw_position`."""
     [(file, step)] = chunked(bundle).items()
     return 9 * len(range(0, file.stat().st_size, step))
@@ -252,7 +250,7 @@ class Applied:
 
 
 @contextlib.contextmanager
-def applied(damage: Damage, *, hide: bool = False) -> Iterator[Applied]:
+def applied(damage, *, hide=False):
     """Damage a file, and restore it; `hide` sets the times of the file back."""
     if damage.kind in OF_DIRECTORIES:
         with _applied_to_directory(damage):
@@ -279,7 +277,7 @@ def applied(damage: Damage, *, hide: bool = False) -> Iterator[Applied]:
             file.truncate(len(before))
 
 
-def _may_pass(damage: Damage) -> str | None:
+def _may_pass(damage):
     """Return why a load may give tokens of a bundle that differs."""
     if all(_is_unread(role) for role in damage.roles):
         return "not read"  # a load looks at its size at most: `prejit verify` reads it
@@ -288,14 +286,14 @@ def _may_pass(damage: Damage) -> str | None:
     return None
 
 
-def _is_unread(role: str) -> bool:
+def _is_unread(role):
     """Return whether no load reads a file."""
     is_other = role.startswith("other ") and role != "other manifest"
     return is_other or role.startswith(ATTACHED) or role == "added file"
 
 
 @contextlib.contextmanager
-def _applied_to_directory(damage: Damage) -> Iterator[None]:
+def _applied_to_directory(damage):
     """Delete a file, put a link into its place, exchange it with another, or add it; then restore all."""
     file, other = damage.file, damage.other
     if damage.kind == "added":
@@ -323,14 +321,7 @@ def _applied_to_directory(damage: Damage) -> Iterator[None]:
             aside.rename(file)
 
 
-def judged(
-    bundle: Path,
-    damage: Damage,
-    done: Applied,
-    found: Sequence[Any],
-    expected: Sequence[Any],
-    rejection: tuple[str, str] | None,
-) -> str | None:
+def judged(bundle, damage, done, found, expected, rejection):
     """Return what is wrong with a use of a damaged bundle; None: nothing is.
 
     Args:
@@ -356,9 +347,7 @@ def judged(
     return _misleading(bundle, damage, done.differ, *rejection)
 
 
-def _misleading(
-    bundle: Path, damage: Damage, differ: frozenset[int], said: str, path: str
-) -> str | None:
+def _misleading(bundle, damage, differ, said, path):
     """Return what is wrong with the message of a rejection; None: it names file, place and sizes."""
     if path not in (str(damage.file), str(damage.other)) or path not in said:
         return f"expected {damage.file}, found: {said}"
@@ -372,7 +361,7 @@ def _misleading(
     return None
 
 
-def give_receipts(bundle: Path) -> None:
+def give_receipts(bundle):
     """Verify a sound bundle and leave receipts of every file, as a first start does after two seconds."""
     from prejit.runtime import load
     from prejit.runtime.machine import kept_files as receipts
@@ -382,12 +371,12 @@ def give_receipts(bundle: Path) -> None:
     gc.collect()
 
 
-def drop_receipts() -> None:
+def drop_receipts():
     """Remove the runtime cache, so that the next load is a first one."""
     shutil.rmtree(os.environ["PREJIT_RUNTIME_CACHE"], ignore_errors=True)
 
 
-def attempt(bundle: Path, campaign: str, number: int, expected: Sequence[int]) -> dict[str, Any]:
+def attempt(bundle, campaign, number, expected):
     """Try an example, and return number, kind, role, mode and result.
 
     The result is `rejected`, or `same bytes`, `not read` or `read leniently` if the tokens are right, or
@@ -418,14 +407,7 @@ def attempt(bundle: Path, campaign: str, number: int, expected: Sequence[int]) -
     return {**about, "result": result, "problem": problem}
 
 
-def _judged(
-    bundle: Path,
-    damage: Damage,
-    done: Applied,
-    tokens: list[int],
-    error: Exception | None,
-    expected: Sequence[int],
-) -> str | None:
+def _judged(bundle, damage, done, tokens, error, expected):
     from prejit.runtime.errors import RejectError, UntrustedError
 
     if error is not None and not isinstance(error, RejectError):
@@ -436,7 +418,7 @@ def _judged(
     return judged(bundle, damage, done, tokens, expected, rejection)
 
 
-def _audited(bundle: Path, damage: Damage, allowed: str | None) -> str | None:
+def _audited(bundle, damage, allowed):
     """Return what is wrong if `prejit verify` does not find the damage, or names another file."""
     from prejit.runtime.errors import RejectError
     from prejit.runtime.format.audit import audit
@@ -454,12 +436,12 @@ def _audited(bundle: Path, damage: Damage, allowed: str | None) -> str | None:
     return None if allowed == "same bytes" else "verify finds nothing"
 
 
-def _use(bundle: Path, mode: str) -> tuple[list[int], Exception | None]:
+def _use(bundle, mode):
     """Load a bundle and stream a reply. Return its tokens, and the error that ended it."""
     from prejit.runtime import load
     from prejit.runtime.format import blob_hashing
 
-    tokens: list[int] = []
+    tokens = []
     late = mock.patch.object(
         blob_hashing,
         "HashingVerification",
@@ -481,15 +463,15 @@ def _use(bundle: Path, mode: str) -> tuple[list[int], Exception | None]:
     return tokens, None
 
 
-def _without_threads(kind: Any, jobs: Any, **options: Any) -> Any:
+def _without_threads(kind, jobs, **options):
     return kind(jobs, **{**options, "threads": 0})
 
 
-def _is_over(verification: Any) -> bool:
+def _is_over(verification):
     return verification.is_finished or verification._failure is not None
 
 
-def try_all(given: tuple[Path, str, Sequence[int]]) -> int:
+def try_all(given):
     """Try examples of a bundle and a campaign. Print each number first, then its outcome as JSON."""
     bundle, campaign, numbers = given
     drop_receipts()

@@ -19,7 +19,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from prejit.compiler import Program, build, program
-from prejit.runtime import Bundle, FallbackWarning, PrejitError, jit, load
+from prejit.runtime import FallbackWarning, PrejitError, jit, load
 
 from .random_functions import (
     EXAMPLE,
@@ -44,7 +44,7 @@ from .random_functions import (
     variants,
 )
 
-SETTINGS: tuple[Callable[[], Any], ...] = (
+SETTINGS = (
     lambda: jax.enable_x64(True),
     lambda: jax.default_matmul_precision("highest"),
     lambda: jax.numpy_rank_promotion("raise"),
@@ -65,7 +65,7 @@ class DifferenceError(Exception):
     """A way gave something other than jax.jit."""
 
 
-def compare(found: Any, wanted: Any) -> None:
+def compare(found, wanted):
     """Raise DifferenceError unless a result is the same as that of jax.jit."""
     trees = [jax.tree.structure(each) for each in (found, wanted)]
     if trees[0] != trees[1]:
@@ -92,17 +92,17 @@ def compare(found: Any, wanted: Any) -> None:
             raise DifferenceError(f"{where}: {one.tolist()}, for {other.tolist()}")
 
 
-def plain(tree: Any) -> Any:
+def plain(tree):
     """Return a tree with OrderedDicts for dicts and records with names, and tuples for lists.
 
     Calls of a bundle return what was built. They take a record for a dict, in any order, and a list for a
     tuple. A dict has the order that it has.
     """
 
-    def is_other(node: Any) -> bool:
+    def is_other(node):
         return isinstance(node, dict | tuple | list)
 
-    def change(node: Any) -> Any:
+    def change(node):
         if isinstance(node, Pair | Turned):
             node = dict(sorted(node._asdict().items()))
         if isinstance(node, dict):
@@ -136,15 +136,7 @@ class Outcomes:
     counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     bad: dict[tuple[str, str], str] = field(default_factory=dict)
 
-    def add(
-        self,
-        variant: str,
-        way: str,
-        outcome: str,
-        function: Function,
-        arguments: Any,
-        text: str = "",
-    ) -> None:
+    def add(self, variant, way, outcome, function, arguments, text=""):
         """Count a check."""
         self.counts[variant, way, outcome] += 1
         if outcome in BAD:
@@ -161,7 +153,7 @@ BAD = (
 )
 
 
-def run_batch(seed: int, functions: int, checks: int, directory: Path) -> Outcomes:
+def run_batch(seed, functions, checks, directory):
     """Build random functions and check each a number of times, about."""
     chance = random.Random(seed)
     made = [random_function(f"f{number}", chance) for number in range(functions)]
@@ -188,7 +180,7 @@ def run_batch(seed: int, functions: int, checks: int, directory: Path) -> Outcom
     return outcomes
 
 
-def _module(functions: Sequence[Function], directory: Path, seed: int) -> Any:
+def _module(functions, directory, seed):
     """Write functions into a module, and import it."""
     file = directory / f"functions_{seed}.py"
     head = (
@@ -205,22 +197,22 @@ def _module(functions: Sequence[Function], directory: Path, seed: int) -> Any:
     return module
 
 
-def _program(function: Callable[..., Any], made: Function, chance: random.Random) -> Program:
+def _program(function, made, chance):
     if made.sizes is None:
         return program(function, *given(made.example, chance))
     rows, factors = made.example
     kinds = [f"{rows.dtype}[{{n}}, 3]", f"{factors.dtype}[3]"]
-    sizes: dict[str, Any] = {made.sizes: ("n",)}
+    sizes = {made.sizes: ("n",)}
     return Program(made.name, fn=function, args=kinds, buckets={"n": (2, 4)}, **sizes)
 
 
-def _subject(function: Callable[..., Any], made: Function, bundle: Bundle) -> Subject:
+def _subject(function, made, bundle):
     name = made.name
 
-    def on_device(*arguments: Any) -> Any:
+    def on_device(*arguments):
         return jax.tree.map(np.asarray, bundle.call_on_device(name, *arguments))
 
-    ways: dict[str, Callable[..., Any]] = {
+    ways = {
         "call": lambda *arguments: bundle.call(name, *arguments),
         "call_async": lambda *arguments: bundle.call_async(name, *arguments).result(),
         "call_on_device": on_device,
@@ -229,13 +221,13 @@ def _subject(function: Callable[..., Any], made: Function, bundle: Bundle) -> Su
     }
     if made.has_state:
 
-        def bound(state: Any, other: Any) -> Any:
+        def bound(state, other):
             step = bundle.bind(name, state)
             step(other)
             result = step(other)
             return step.read()[0], result
 
-        def all_bound(*arguments: Any) -> Any:
+        def all_bound(*arguments):
             step = bundle.bind(name, *arguments)
             for _ in range(4):
                 step()
@@ -245,7 +237,7 @@ def _subject(function: Callable[..., Any], made: Function, bundle: Bundle) -> Su
     return Subject(made, jax.jit(function), ways)
 
 
-def _check(subject: Subject, chance: random.Random, checks: int, outcomes: Outcomes) -> None:
+def _check(subject, chance, checks, outcomes):
     kinds = [
         (variant, tree, chance.randrange(1 << 30))
         for variant, tree in variants(subject.function, chance)
@@ -265,13 +257,7 @@ def _check(subject: Subject, chance: random.Random, checks: int, outcomes: Outco
                 _compare_ways(subject, variant, arguments, usual, outcomes)
 
 
-def _compare_ways(
-    subject: Subject,
-    variant: str,
-    arguments: tuple[Any, ...],
-    usual: tuple[Any, ...],
-    outcomes: Outcomes,
-) -> None:
+def _compare_ways(subject, variant, arguments, usual, outcomes):
     """Compare the answers of all ways to arguments with those of jax.jit.
 
     A dict with a record's names may stand for it, though the function cannot read it: the answer is that to
@@ -309,13 +295,7 @@ def _compare_ways(
         outcomes.add(variant, way, outcome, subject.function, arguments, text)
 
 
-def _outcome(
-    call: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    error: Exception | None,
-    wanted: Any,
-    form: Callable[[Any], Any],
-) -> tuple[str, str]:
+def _outcome(call, arguments, error, wanted, form):
     try:
         found = call(*arguments)
     except Exception as raised:
@@ -331,7 +311,7 @@ def _outcome(
     return SAME, ""
 
 
-def main() -> None:
+def main():
     """Run a batch."""
     seed, functions, checks = map(int, sys.argv[1:4])
     started = time.monotonic()

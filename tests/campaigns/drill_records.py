@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from .campaign import ROOT, facts, figures_file, write_figures
 
@@ -33,15 +32,15 @@ class Drill:
     recovery: str
 
 
-def keep(name: str, drill: Drill) -> None:
+def keep(name, drill):
     """Write the record of a drill into drills.json, beside those of the others."""
     file = figures_file("drills")
-    kept: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    kept = json.loads(file.read_text()) if file.exists() else {}
     found = {**facts("jax", "jaxlib", "kernel"), **asdict(drill)}
     write_figures("drills", dict(sorted({**kept, name: found}.items())))
 
 
-def table(records: dict[str, Any]) -> str:
+def table(records):
     """Return the records as a table of Markdown, with a line of their dates and versions."""
     columns = ("failure", "clients", "metric", "alert", "what ended it")
     rows = [
@@ -63,7 +62,7 @@ def table(records: dict[str, Any]) -> str:
     return f"{text}\n{shown}.\n"
 
 
-def with_table(text: str) -> str:
+def with_table(text):
     """Return the page with the table of the last figures."""
     before, _, rest = text.partition(_BEGIN)
     _, _, after = rest.partition(_END)
@@ -71,7 +70,7 @@ def with_table(text: str) -> str:
     return f"{before}{_BEGIN}{shown}{_END}{after}"
 
 
-def main() -> None:
+def main():
     """Write the table into the page."""
     PAGE.write_text(with_table(PAGE.read_text()))
 

@@ -1,7 +1,5 @@
 """Servers, honest clients and a Prometheus of a drill, and ways to break files, disks and versions."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -9,10 +7,8 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.integration.test_serve import Process
@@ -21,10 +17,9 @@ from tests.waiting import wait_for
 
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
 
-from .honest_clients import Clients, start
+from .honest_clients import start
 
 CLIENTS = 2
-Texts = set[tuple[str, str, str]]
 
 
 class Stage:
@@ -37,19 +32,19 @@ class Stage:
         answers: what the bundle answers to honest clients.
     """
 
-    def __init__(self, directory: Path, source: Path, answers: Texts) -> None:
+    def __init__(self, directory, source, answers):
         self.directory, self.source, self.answers = directory, source, answers
         self.bundle = Path(shutil.copytree(source, directory / "bundle", symlinks=True))
-        self._servers: list[Process] = []
-        self._clients: list[Clients] = []
+        self._servers = []
+        self._clients = []
         self._ends = contextlib.ExitStack()
 
-    def serve(self, *arguments: str | Path, **options: Any) -> Process:
+    def serve(self, *arguments, **options):
         """Start a server; without arguments, of the bundle."""
         self._servers.append(Process(*(arguments or (self.bundle,)), **options))
         return self._servers[-1]
 
-    def watch(self) -> Prometheus:
+    def watch(self):
         """Start a Prometheus that scrapes the servers, and wait until it has scraped all of them."""
         ports = {each.port for each in self._servers}
         found = Prometheus(self.directory / "watch", sorted(ports))
@@ -57,12 +52,12 @@ class Stage:
         wait_for(lambda: found.value("up") == len(ports), what="Prometheus does not reach all")
         return found
 
-    def load(self, server: Process, count: int = CLIENTS) -> Clients:
+    def load(self, server, count=CLIENTS):
         """Let honest clients use a server."""
         self._clients.append(start(server, count))
         return self._clients[-1]
 
-    def check(self, *clients: Clients, answers: Texts | None = None) -> int:
+    def check(self, *clients, answers=None):
         """End clients that saw no failure and no wrong answer. Return the number of their requests."""
         for each in clients:
             each.end()
@@ -70,7 +65,7 @@ class Stage:
             assert each.texts <= (self.answers if answers is None else answers)
         return sum(each.requests for each in clients)
 
-    def close(self) -> None:
+    def close(self):
         for clients in self._clients:
             clients.end()
         for server in self._servers:
@@ -78,7 +73,7 @@ class Stage:
         self._ends.close()
 
 
-def weights_file(bundle: Path) -> Path:
+def weights_file(bundle):
     """Return the file of the weights of a bundle that has one target."""
     files = bundle / "blobs" / "sha256"
     [digest] = {
@@ -91,7 +86,7 @@ def weights_file(bundle: Path) -> Path:
     return files / digest
 
 
-def damage(file: Path) -> None:
+def damage(file):
     """Change bytes of a file in place, as a broken disk or a careless copy does."""
     file.chmod(0o644)
     with file.open("r+b") as opened:
@@ -101,7 +96,7 @@ def damage(file: Path) -> None:
             opened.write(struct.pack("<f", -2.0))
 
 
-def another_jaxlib() -> tuple[str, Path]:
+def another_jaxlib():
     """Return the version and the directory of a jaxlib that is not ours. Skip the test without one."""
     root = Path(os.environ.get("PREJIT_TEST_ENVIRONMENTS", "."))
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -113,7 +108,7 @@ def another_jaxlib() -> tuple[str, Path]:
 
 
 @contextlib.contextmanager
-def small_disk(at: Path) -> Iterator[Path]:
+def small_disk(at):
     """Mount a file system of 256 KB in a directory. Skip the test where that is not allowed."""
     at.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "drill", at], check=False)

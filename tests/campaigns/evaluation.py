@@ -8,8 +8,6 @@ by `hf`. Log-likelihoods must agree within 1e-4, greedy flags and generated text
 before a text, which `hf` drops because it decodes the new tokens alone. The figures go to evaluation.json.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -17,9 +15,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tests.campaigns.campaign import ROOT, facts, figures_file, write_figures
 from tests.ports import free_port
@@ -42,11 +38,8 @@ context = [256]
 name = "cpu-host"
 """
 
-Answers = dict[str, list[Any]]
-"""The harness's answers of each task, in the order of its items."""
 
-
-def main(arguments: list[str]) -> int:
+def main(arguments):
     """Run the tasks both ways and write the figures; return 1 if they differ."""
     python, model = arguments[0], SHARED / "data" / "stories260k"
     with tempfile.TemporaryDirectory() as temporary:
@@ -103,7 +96,7 @@ def main(arguments: list[str]) -> int:
     )
 
 
-def _wait(url: str) -> None:
+def _wait(url):
     for _ in range(600):
         try:
             with urllib.request.urlopen(url, timeout=5):
@@ -113,9 +106,7 @@ def _wait(url: str) -> None:
     raise SystemExit(f"{url}: expected a server that is ready within a minute, found none")
 
 
-def _harness(
-    python: str, output: Path, kind: str, options: Mapping[str, Any], *more: str
-) -> Answers:
+def _harness(python, output, kind, options, *more):
     """Return what the harness found for each item of each task."""
     given = ",".join(f"{name}={value}" for name, value in options.items())
     command = [python, "-m", "lm_eval", "run", "--model", kind, "--model_args", given, *more]
@@ -124,7 +115,7 @@ def _harness(
     environment = {**os.environ, **offline, "HF_HOME": str(output / "cache")}
     # The tasks name their data by relative paths.
     subprocess.run([*command, "--output_path", str(output)], check=True, cwd=TASKS, env=environment)
-    answers: Answers = {}
+    answers = {}
     for name in _NAMES:
         [path] = output.glob(f"**/samples_{name}_*.jsonl")
         items = [json.loads(line) for line in path.read_text().splitlines()]
@@ -133,7 +124,7 @@ def _harness(
     return answers
 
 
-def _compared(found: list[Any], expected: list[Any]) -> dict[str, Any]:
+def _compared(found, expected):
     """Return how far answers differ. Each is a text, a log-likelihood, or one with a greedy flag."""
     difference, other = 0.0, 0
     for one, two in zip(found, expected, strict=True):

@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -69,7 +68,7 @@ class Fault:
     clock_seconds: int = 0
 
 
-def compile_shim(directory: Path) -> Path:
+def compile_shim(directory):
     """Return the shared library to preload.
 
     Raises:
@@ -84,31 +83,31 @@ def compile_shim(directory: Path) -> Path:
     return library
 
 
-def write_project(directory: Path, factor: int) -> None:
+def write_project(directory, factor):
     """Write the manifest and the function, with its factor."""
     (directory / "tiny.toml").write_text(MANIFEST)
     (directory / "tiny_model.py").write_text(f"def f(x):\n    return x * {factor:>20} + 1\n")
     shutil.rmtree(directory / "__pycache__", ignore_errors=True)  # it holds only for whole seconds
 
 
-def _main(*arguments: str | Path) -> int:
+def _main(*arguments):
     from prejit.runtime.__main__ import main
 
     return main([*map(str, arguments)])
 
 
-def build(directory: Path) -> int:
+def build(directory):
     """Build the project of a directory, with a cache of its own."""
     options = ("-o", directory / "out", "--cache", directory / "cache", "--json")
     return _main("build", directory / "tiny.toml", *options)
 
 
-def collect(directory: Path) -> int:
+def collect(directory):
     """Collect the garbage of the build cache, and of the programs that this machine compiled."""
     return _main("gc", "--cache", directory / "cache", "--days", "30")
 
 
-def write_key(directory: Path) -> None:
+def write_key(directory):
     """Write a key to sign with, and the policy that wants its signature."""
     from cryptography.hazmat.primitives import serialization
     from tests.signers import key_table, signer
@@ -120,12 +119,12 @@ def write_key(directory: Path) -> None:
     (directory / "trust.toml").write_text(key_table("chaos") + rule)
 
 
-def sign(directory: Path) -> int:
+def sign(directory):
     """Sign the bundle."""
     return _main("sign", directory / "out" / "tiny", "--key", directory / "key.pem")
 
 
-def use(directory: Path, *, other_machine: bool = False) -> int:
+def use(directory, *, other_machine=False):
     """Print what the bundle gives here, or on a machine that is no target: it compiles and keeps programs."""
     from prejit.runtime.errors import PrejitError
 
@@ -137,13 +136,13 @@ def use(directory: Path, *, other_machine: bool = False) -> int:
     return 0
 
 
-def value(directory: Path, *, other_machine: bool = False) -> float:
+def value(directory, *, other_machine=False):
     """Return what the bundle's programs give for ones, after all of it was verified."""
     bundle = directory / "out" / "tiny"
     return value_of(bundle, directory / "runtime", other_machine=other_machine)
 
 
-def value_of(path: Path, cache: Path, *, other_machine: bool = False) -> float:
+def value_of(path, cache, *, other_machine=False):
     """Return what the programs of a bundle give for ones.
 
     Args:
@@ -171,7 +170,7 @@ def value_of(path: Path, cache: Path, *, other_machine: bool = False) -> float:
     return one
 
 
-COMMANDS: Mapping[str, Callable[[Path], int]] = {
+COMMANDS = {
     "build": build,
     "collect": collect,
     "sign": sign,
@@ -180,7 +179,7 @@ COMMANDS: Mapping[str, Callable[[Path], int]] = {
 }
 
 
-def broken(order: tuple[str, Path, Fault]) -> int:
+def broken(order):
     """Run one of `COMMANDS` with a fault in a directory. The shim's files `state` and `log` are beside it."""
     command, directory, fault = order
     os.environ |= {
@@ -199,12 +198,12 @@ def broken(order: tuple[str, Path, Fault]) -> int:
     return COMMANDS[command](directory)
 
 
-def heal(root: Path) -> int:
+def heal(root):
     """Say what is there, build again, and say what is there then. The state is printed as JSON."""
     import contextlib
     import io
 
-    said: dict[str, object] = {"kept": len([*root.glob("cache/v1/actions/compile/*.json")])}
+    said = {"kept": len([*root.glob("cache/v1/actions/compile/*.json")])}
     bundle = root / "out" / "tiny"
     if (bundle / "index.json").exists():
         said["value"] = value(root)
@@ -229,7 +228,7 @@ def heal(root: Path) -> int:
     return 0
 
 
-def every_fault(calls: Sequence[str]) -> list[Fault]:
+def every_fault(calls):
     """Return all faults of a command: a kill at every call, each error at every call, and errors that last.
 
     Args:
@@ -246,7 +245,7 @@ def every_fault(calls: Sequence[str]) -> list[Fault]:
     return faults
 
 
-def random_kills(count: int, seconds: float, seed: int) -> list[Fault]:
+def random_kills(count, seconds, seed):
     """Return kills at random times of a command that takes so long."""
     pick = random.Random(seed)
     return [Fault(after_seconds=pick.uniform(0, seconds)) for _ in range(count)]

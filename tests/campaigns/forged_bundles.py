@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import random
 import struct
 from collections.abc import Callable
 from copy import deepcopy
@@ -46,7 +45,7 @@ class Draft:
     blobs: dict[str, bytes]
     hooks: dict[str, Callable[[bytes], bytes]] = field(default_factory=dict)
 
-    def files(self) -> dict[str, bytes]:
+    def files(self):
         """Return the bytes of every file by its name, with all digests right."""
         files = {"oci-layout": self._hooked("oci-layout", b'{"imageLayoutVersion":"1.0.0"}')}
         blobs = dict(self.blobs)
@@ -75,31 +74,31 @@ class Draft:
         named = {digest for digest in blobs if any(digest.encode() in text for text in texts)}
         return files | {f"blobs/sha256/{digest[7:]}": blobs[digest] for digest in named}
 
-    def _hooked(self, role: str, content: bytes) -> bytes:
+    def _hooked(self, role, content):
         return self.hooks.get(role, bytes)(content)
 
 
-def digest_of(content: bytes) -> str:
+def digest_of(content):
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
-def described(content: bytes) -> dict[str, Any]:
+def described(content):
     return {"digest": digest_of(content), "size": len(content)}
 
 
 @cache
-def sound(name: str) -> dict[str, bytes]:
+def sound(name):
     """Return the files of a golden bundle."""
     path = GOLDEN / name
     return {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()}
 
 
-def draft_of(name: str) -> Draft:
+def draft_of(name):
     """Return a golden bundle to change, without what is attached to it: that refers to its digest."""
     files = dict(sound(name))
     root = json.loads(files.pop("index.json"))
 
-    def read(at: Any) -> Any:
+    def read(at):
         return json.loads(files.pop(f"blobs/sha256/{at['digest'][7:]}"))
 
     index = read(root["manifests"][0])
@@ -119,7 +118,7 @@ def draft_of(name: str) -> Draft:
 # Damage: digests stay
 
 
-def damaged(name: str, generator: random.Random) -> tuple[str, dict[str, bytes]]:
+def damaged(name, generator):
     """Return a kind of damage, and the files of a bundle after it. No digest is set right."""
     files = dict(sound(name))
     at = generator.choice(sorted(files))
@@ -141,7 +140,7 @@ _DAMAGES = {"bit flips": flipped, "cut or longer": cut, "range written": zeroed}
 
 
 @cache
-def bomb(size: int) -> tuple[bytes, str]:
+def bomb(size):
     """Return a zstd frame of so many zeros, and the digest of what it decompresses to."""
     hasher = hashlib.sha256()
     compressor = zstandard.ZstdCompressor(level=1, write_checksum=True).compressobj(size=size)
@@ -152,14 +151,14 @@ def bomb(size: int) -> tuple[bytes, str]:
     return frame + compressor.flush(), f"sha256:{hasher.hexdigest()}"
 
 
-def layer_of(draft: Draft, generator: random.Random) -> tuple[Any, Any, bytes]:
+def layer_of(draft, generator):
     """Return a config, one of its target's layers, and the layer's bytes."""
     manifest, config = generator.choice(draft.targets)
     layer = generator.choice(manifest["layers"])
     return config, layer, draft.blobs[layer["digest"]]
 
 
-def put(draft: Draft, config: Any, layer: Any, content: bytes) -> None:
+def put(draft, config, layer, content):
     """Replace a layer's bytes in one target; all that names them is right."""
     old, new = layer["digest"], digest_of(content)
     draft.blobs[new] = content
@@ -173,13 +172,13 @@ def put(draft: Draft, config: Any, layer: Any, content: bytes) -> None:
         chunks.pop("verity", None)
 
 
-def frames_of(config: Any) -> list[Any]:
+def frames_of(config):
     """Return the segments of a config."""
     frames = [p[key] for p in config["programs"] for key in ("executable", "portable")]
     return [*frames, *(each["entry"] for each in config.get("recorded", []))]
 
 
-def attacked(name: str, generator: random.Random) -> tuple[str, dict[str, bytes]]:
+def attacked(name, generator):
     """Return a kind of attack, and the files of a bundle after it. All digests are right."""
     draft = draft_of(name)
     kind = generator.choice([*ATTACKS])
@@ -187,7 +186,7 @@ def attacked(name: str, generator: random.Random) -> tuple[str, dict[str, bytes]
     return kind, draft.files()
 
 
-def _edited_json(draft: Draft, generator: random.Random) -> None:
+def _edited_json(draft, generator):
     place = generator.randrange(len(draft.targets))
     manifest, config = draft.targets[place]
     match generator.choice(["config", "config", "config", "manifest", "index", "root", "needs"]):
@@ -205,26 +204,26 @@ def _edited_json(draft: Draft, generator: random.Random) -> None:
             draft.index["manifests"][place]["annotations"][REQUIREMENT] = encoded(needs).decode()
 
 
-def _hooked(make: Callable[[random.Random], Callable[[bytes], bytes]]) -> Any:
-    def change(draft: Draft, generator: random.Random) -> None:
+def _hooked(make):
+    def change(draft, generator):
         roles = ["config", "config", "manifest", "index", "root", "oci-layout"]
         draft.hooks[generator.choice(roles)] = make(generator)
 
     return change
 
 
-def _layer_changed(draft: Draft, generator: random.Random) -> None:
+def _layer_changed(draft, generator):
     config, layer, content = layer_of(draft, generator)
     put(draft, config, layer, damaged_bytes(content, generator))
 
 
-def _layer_of_another(draft: Draft, generator: random.Random) -> None:
+def _layer_of_another(draft, generator):
     config, layer, _ = layer_of(draft, generator)
     other = draft_of(generator.choice(BUNDLES))
     put(draft, config, layer, layer_of(other, generator)[2])
 
 
-def _layer_of_json(draft: Draft, generator: random.Random) -> None:
+def _layer_of_json(draft, generator):
     """In JSON layers, and in the header of weights."""
     config, layer, content = layer_of(draft, generator)
     change = generator.choice([huge_numbers, deep, wide])(generator)
@@ -238,7 +237,7 @@ def _layer_of_json(draft: Draft, generator: random.Random) -> None:
     put(draft, config, layer, content)
 
 
-def _frame_changed(draft: Draft, generator: random.Random) -> None:
+def _frame_changed(draft, generator):
     config, layer, content, segments = _frame_of(draft, generator)
     start, end = segments[0]["offset"], segments[0]["offset"] + segments[0]["size"]
     frame = damaged_bytes(content[start:end], generator)
@@ -247,7 +246,7 @@ def _frame_changed(draft: Draft, generator: random.Random) -> None:
     put(draft, config, layer, content[:start] + frame + content[end:])
 
 
-def _bomb(draft: Draft, generator: random.Random) -> None:
+def _bomb(draft, generator):
     config, layer, content, segments = _frame_of(draft, generator)
     size = generator.choice([1 << 20, 32 << 20, 256 << 20, 1 << 30])
     frame, raw = bomb(size)
@@ -258,7 +257,7 @@ def _bomb(draft: Draft, generator: random.Random) -> None:
     put(draft, config, layer, content + frame)
 
 
-def _frame_of(draft: Draft, generator: random.Random) -> tuple[Any, Any, bytes, list[Any]]:
+def _frame_of(draft, generator):
     """Return a config, one of its packs, the pack's bytes, and the segments of one of its frames."""
     manifest, config = generator.choice(draft.targets)
     segments = frames_of(config)
@@ -268,7 +267,7 @@ def _frame_of(draft: Draft, generator: random.Random) -> tuple[Any, Any, bytes, 
     return config, layer, draft.blobs[layer["digest"]], [chosen, *same]
 
 
-def pack_of(manifest: Any, config: Any, segment: Any) -> Any:
+def pack_of(manifest, config, segment):
     """Return the layer that has the frame of a segment."""
     names = {"executable": "executables", "portable": "stablehlo"}
     kind = "recorded"
@@ -279,7 +278,7 @@ def pack_of(manifest: Any, config: Any, segment: Any) -> Any:
     return next(at for at in manifest["layers"] if f"prejit.{kind}." in at["mediaType"])
 
 
-def _blobs_exchanged(draft: Draft, generator: random.Random) -> None:
+def _blobs_exchanged(draft, generator):
     """Layers of a target under each other's media types, or configs and manifests of another bundle."""
     place, how = generator.randrange(len(draft.targets)), generator.randrange(3)
     manifest, _ = draft.targets[place]
@@ -297,7 +296,7 @@ def _blobs_exchanged(draft: Draft, generator: random.Random) -> None:
         draft.blobs |= another.blobs
 
 
-ATTACKS: dict[str, Callable[[Draft, random.Random], None]] = {
+ATTACKS = {
     "edited": _edited_json,
     "huge numbers": _hooked(huge_numbers),
     "deep nesting": _hooked(deep),

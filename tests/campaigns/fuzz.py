@@ -22,10 +22,8 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from prejit.runtime.errors import PrejitError, RejectError
@@ -47,11 +45,11 @@ class NoDevice:
 
     in_cluster = False
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_):
         pass
 
 
-def read_as_loads_do(path: Path) -> None:
+def read_as_loads_do(path):
     """Load a bundle, and read all that programs, text and generation may read later. Runs nothing."""
     from prejit.runtime import load
     from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, PORTABLE_MEDIA_TYPE
@@ -101,15 +99,15 @@ class Tried:
 class Examples(contextlib.ExitStack):
     """Writes one bundle after the other into a directory in memory. Use it in a `with` statement."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.directory = self.enter_context(scratch_directory())
         self.cache = self.directory / "cache"
         variables = {"PREJIT_RUNTIME_CACHE": str(self.cache)}
         self.enter_context(mock.patch.dict(os.environ, variables))
-        self._written: dict[Path, dict[str, bytes]] = {}
+        self._written = {}
 
-    def write(self, name: str, files: dict[str, bytes]) -> Path:
+    def write(self, name, files):
         """Make a directory hold these files: write what differs from the ones before. Return its path."""
         path = self.directory / Path(name).name
         written = self._written.setdefault(path, {})
@@ -123,13 +121,13 @@ class Examples(contextlib.ExitStack):
         return path
 
 
-def allowed_seconds(name: str, files: Mapping[str, bytes]) -> float:
+def allowed_seconds(name, files):
     """Return the CPU time that changed files of a bundle may take beyond that of the sound ones."""
     more = sum(map(len, files.values())) - sum(map(len, sound(name).values()))
     return MOST_SECONDS + SECONDS_PER_BYTE * max(0, more)
 
 
-def beyond(seconds: float, allowed: float, more_bytes: int) -> str:
+def beyond(seconds, allowed, more_bytes):
     """Return what an example takes too much of; empty: nothing."""
     if seconds > allowed:
         return f"{seconds:.2f} s more than the sound bundle"
@@ -139,11 +137,11 @@ def beyond(seconds: float, allowed: float, more_bytes: int) -> str:
 class Fuzzer(Examples):
     """Asks `prejit verify` and loads in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self._usual: dict[str, tuple[float, int]] = {}
+        self._usual = {}
 
-    def attempt(self, number: int, *, show: bool = False) -> Tried:
+    def attempt(self, number, *, show=False):
         """Try one example; show: print the traceback of an error."""
         generator = random.Random(number)
         name = generator.choice(BUNDLES)
@@ -170,7 +168,7 @@ class Fuzzer(Examples):
         outcome = "accepted" if error is None else "rejected"
         return Tried(number, name, kind, outcome, problem, seconds, more)
 
-    def _usual_of(self, name: str) -> tuple[float, int]:
+    def _usual_of(self, name):
         if name not in self._usual:
             path = self.write(name, sound(name))
             tries = [self._verified(path) for _ in range(4)]
@@ -178,7 +176,7 @@ class Fuzzer(Examples):
             self._usual[name] = max(t[1] for t in tries[1:]), max(t[2] for t in tries[1:])
         return self._usual[name]
 
-    def _verified(self, path: Path) -> tuple[Exception | None, float, int]:
+    def _verified(self, path):
         from prejit.runtime.format.audit import audit
         from prejit.runtime.generation.options import check_generation
 
@@ -193,7 +191,7 @@ class Fuzzer(Examples):
         return error, seconds, memory_of("VmHWM") - before
 
 
-def memory_of(name: str) -> int:
+def memory_of(name):
     """Return a line of /proc/self/status in bytes."""
     status = Path("/proc/self/status").read_text()
     found = re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)
@@ -201,14 +199,14 @@ def memory_of(name: str) -> int:
     return int(found[1]) << 10
 
 
-def is_unfit(message: str) -> bool:
+def is_unfit(message):
     """Return whether no terminal should show a message."""
     return len(message) > 4000 or bool(
         re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", message)
     )
 
 
-def _differs(path: Path, error: Exception | None, show: bool) -> str:
+def _differs(path, error, show):
     """Return how a load differs from `prejit verify`; empty: it does not."""
     try:
         read_as_loads_do(path)
@@ -224,7 +222,7 @@ def _differs(path: Path, error: Exception | None, show: bool) -> str:
     return ""
 
 
-def try_all(attempt: Callable[[int], Any], count: int, every: int) -> list[Any]:
+def try_all(attempt, count, every):
     """Try so many examples, and print the bad ones and, after each `every`, how far it is."""
     found, bad = [], 0
     for number in range(count):
@@ -240,9 +238,7 @@ def try_all(attempt: Callable[[int], Any], count: int, every: int) -> list[Any]:
     return found
 
 
-def figures_of(
-    found: Sequence[Any], started: float, *packages: str, usual: Sequence[Any], **more: Any
-) -> dict[str, Any]:
+def figures_of(found, started, *packages, usual, **more):
     """Return the figures of a campaign, as its file has them.
 
     Args:
@@ -253,7 +249,7 @@ def figures_of(
         more: other figures.
     """
     problems = [each for each in found if each.problem]
-    by_kind: dict[str, dict[str, int]] = {}
+    by_kind = {}
     for (kind, outcome), count in sorted(Counter((t.kind, t.outcome) for t in found).items()):
         by_kind.setdefault(kind, {})[outcome] = count
     seconds = max([0.0, *(each.seconds for each in usual)])
@@ -271,7 +267,7 @@ def figures_of(
     }
 
 
-def main(numbers: Sequence[str]) -> int:
+def main(numbers):
     """Try some examples and show them, or as many as the environment says and write the figures."""
     started = time.monotonic()
     with Fuzzer() as fuzzer:

@@ -1,18 +1,12 @@
 """Clients that send one request after the other, and what a bundle should answer to them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
 import time
-from pathlib import Path
-from typing import Any
-
-from tests.integration.test_serve import Process
 
 from prejit.runtime import load
-from prejit.server.load.http_client import Exchange, HttpClient
+from prejit.server.load.http_client import HttpClient
 from prejit.server.load.workload import LoadRequest
 
 KEYS = [f"key-{number}-0123456789" for number in range(4)]
@@ -31,28 +25,28 @@ class Clients(threading.Thread):
         failures: what should not have happened.
     """
 
-    def __init__(self, server: Process, count: int) -> None:
+    def __init__(self, server, count):
         super().__init__(daemon=True)  # a test that fails does not wait for it
         self._server, self._count, self._ends = server, count, threading.Event()
-        self.gaps: list[float] = []
-        self.texts: set[tuple[str, str, str]] = set()
+        self.gaps = []
+        self.texts = set()
         self.requests = 0
-        self.failures: list[str] = []
+        self.failures = []
 
-    def run(self) -> None:
+    def run(self):
         asyncio.run(self._send_all())
 
-    def end(self) -> Clients:
+    def end(self):
         self._ends.set()
         self.join()
         return self
 
-    async def _send_all(self) -> None:
+    async def _send_all(self):
         client = HttpClient(self._server.url)
         await asyncio.gather(*(self._send(client, number) for number in range(self._count)))
         client.close()
 
-    async def _send(self, client: HttpClient, number: int) -> None:
+    async def _send(self, client, number):
         prompt = f"{number % 8} name abc 12 "
         body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "stream": True}
         headers = {
@@ -69,7 +63,7 @@ class Clients(threading.Thread):
                 self.failures.append(f"{type(error).__name__}: {error}"[:300])
                 await asyncio.sleep(0.1)  # a server that has ended fails thousands a second
 
-    def _read(self, prompt: str, answer: Exchange) -> None:
+    def _read(self, prompt, answer):
         text, fingerprints, last, is_whole, rest = "", set[str](), None, False, b""
         if answer.status != 200 or answer.failed:
             raise ValueError(f"{answer.status}: {answer.failed} {answer.body[-300:]!r}")
@@ -93,18 +87,18 @@ class Clients(threading.Thread):
         self.requests += 1
 
 
-def expected(bundle: Path) -> set[tuple[str, str, str]]:
+def expected(bundle):
     """Return what a bundle answers to every prompt, with its fingerprint."""
     with load(bundle, on_mismatch="error") as loaded:
         fingerprint = f"fp_{loaded.digest.removeprefix('sha256:')[:12]}"
-        options: dict[str, Any] = {"max_new_tokens": TOKENS, "temperature": 0, "stop_token_ids": ()}
+        options = {"max_new_tokens": TOKENS, "temperature": 0, "stop_token_ids": ()}
         return {
             (prompt, loaded.generate(prompt, **options).text, fingerprint)
             for prompt in (f"{number} name abc 12 " for number in range(8))
         }
 
 
-def start(server: Process, count: int) -> Clients:
+def start(server, count):
     """Start clients, and wait for their first answers."""
     clients = Clients(server, count)
     clients.start()

@@ -18,12 +18,10 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import cycle, product, repeat
 from socket import SO_LINGER, SOL_SOCKET
-from typing import Any
 
 HOST = "127.0.0.1"
 STREAMS = 4
@@ -42,10 +40,10 @@ OPENED_A_SECOND = 400
 KIB, MIB = 1 << 10, 1 << 20
 
 
-def request(path: str, body: bytes | dict[str, Any], key: str = "", **headers: str | int) -> bytes:
+def request(path, body, key="", **headers):
     """Return an HTTP request. A GET if the body is empty."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    fields: dict[str, str | int] = {"Host": HOST, "Connection": "close"}
+    fields = {"Host": HOST, "Connection": "close"}
     if content:
         fields |= {"Content-Type": "application/json", "Content-Length": len(content)}
     if key:
@@ -57,9 +55,7 @@ def request(path: str, body: bytes | dict[str, Any], key: str = "", **headers: s
 
 
 @asynccontextmanager
-async def connected(
-    port: int, **options: int
-) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def connected(port, **options):
     """Open a connection, and close it without waiting for the other side."""
     reader, writer = await asyncio.open_connection(HOST, port, **options)
     try:
@@ -68,7 +64,7 @@ async def connected(
         writer.transport.abort()
 
 
-async def status_of(reader: asyncio.StreamReader) -> str:
+async def status_of(reader):
     """Return the status of an answer, or how the connection ended without one."""
     line = await reader.readline()
     return line.split()[1].decode() if line.startswith(b"HTTP/1.1 ") else "closed"
@@ -97,7 +93,7 @@ class Honest:
     failures: list[str] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
 
-    async def run(self) -> dict[str, Any]:
+    async def run(self):
         """Send requests until the time is over, and return what was seen."""
         await asyncio.gather(self._scrape(), *map(self._read, range(STREAMS)))
         return {
@@ -111,7 +107,7 @@ class Honest:
             "ms of a scrape": in_ms(self.scrapes),
         }
 
-    async def _read(self, number: int) -> None:
+    async def _read(self, number):
         body = {"model": "decoder", "max_tokens": 64, "stream": True, "temperature": 0}
         body |= {"ignore_eos": True, "logit_bias": LETTERS}
         for turn in cycle(range(PROMPTS)):
@@ -126,7 +122,7 @@ class Honest:
                 self.failures.append(f"{type(error).__name__}: {error}"[:300])
                 await asyncio.sleep(0.5)
 
-    async def _text(self, body: dict[str, Any]) -> str:
+    async def _text(self, body):
         text, last = "", time.monotonic()
         times = self.firsts
         async with connected(self.port) as (reader, writer):
@@ -151,7 +147,7 @@ class Honest:
                     times, last = self.gaps, now
                     text += "".join(each["text"] for each in chunk["choices"])
 
-    async def _scrape(self) -> None:
+    async def _scrape(self):
         while time.monotonic() < self.until:
             begun = time.monotonic()
             try:
@@ -170,7 +166,7 @@ class Honest:
             await asyncio.sleep(SCRAPE_SECONDS)
 
 
-def in_ms(seconds: Iterable[float]) -> dict[str, float]:
+def in_ms(seconds):
     """Return the median, the 99th percentile and the most of some times."""
     ordered = sorted(seconds) or [0.0]
     places = {"median": len(ordered) // 2, "p99": len(ordered) * 99 // 100, "most": -1}
@@ -183,14 +179,14 @@ def in_ms(seconds: Iterable[float]) -> dict[str, float]:
 class Hostile:
     """Does all that a server should bear. Each method is a kind of request, and returns its outcome."""
 
-    def __init__(self, port: int, key: str, until: float, connections: int) -> None:
+    def __init__(self, port, key, until, connections):
         self._port, self._key, self._until = port, key, until
         self._connections = connections
         self._random = random.Random(30)
-        self._outcomes: Counter[tuple[str, str]] = Counter()
+        self._outcomes = Counter()
         self._open = self._most_open = self._opened = 0
 
-    async def run(self, kinds: Iterable[str]) -> dict[str, Any]:
+    async def run(self, kinds):
         """Send requests of these kinds until the time is over, and return how they ended."""
         tasks = [
             asyncio.create_task(self._again(kind, pause))
@@ -203,7 +199,7 @@ class Hostile:
         for each in (*tasks, crowd):
             each.cancel()
         await asyncio.gather(*tasks, crowd, return_exceptions=True)
-        found: dict[str, dict[str, int]] = {}
+        found = {}
         for (kind, outcome), count in sorted(self._outcomes.items()):
             found.setdefault(kind, {})[outcome] = count
         return {
@@ -211,8 +207,8 @@ class Hostile:
             "requests": found,
         }
 
-    async def _again(self, kind: str, pause: float) -> None:
-        act: Callable[[], Awaitable[str]] = getattr(self, kind)
+    async def _again(self, kind, pause):
+        act = getattr(self, kind)
         await asyncio.sleep(self._random.uniform(0, min(pause, 1)))
         while True:
             try:
@@ -225,13 +221,13 @@ class Hostile:
             self._outcomes[kind, outcome] += 1
             await asyncio.sleep(pause * self._random.uniform(0.5, 1.5))
 
-    async def _crowd(self) -> None:
+    async def _crowd(self):
         """Keep many connections open that send nothing, or the beginning of a head."""
         loop = asyncio.get_running_loop()
         hostile = self
 
         class Silent(asyncio.Protocol):
-            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            def connection_made(self, transport):
                 hostile._open += 1
                 hostile._opened += 1
                 hostile._most_open = max(hostile._most_open, hostile._open)
@@ -239,7 +235,7 @@ class Hostile:
                     assert isinstance(transport, asyncio.Transport)
                     transport.write(b"POST /v1/completions HTTP/1.1\r\nHost: ")
 
-            def connection_lost(self, error: Exception | None) -> None:
+            def connection_lost(self, error):
                 hostile._open -= 1
 
         while True:
@@ -248,9 +244,7 @@ class Hostile:
                     await loop.create_connection(Silent, HOST, self._port)
             await asyncio.sleep(1 / 20)
 
-    async def _send(
-        self, pieces: bytes | Iterable[bytes], *, pause: float = 0, leave_after: float | None = None
-    ) -> str:
+    async def _send(self, pieces, *, pause=0, leave_after=None):
         """Send pieces, and return the status of the answer or how the connection ended.
 
         Args:
@@ -276,12 +270,12 @@ class Hostile:
             finally:
                 answer.cancel()
 
-    def _completion(self, **fields: Any) -> bytes:
+    def _completion(self, **fields):
         prompt = "".join(self._random.choices(("abc ", "name", "12"), k=8))
         body = {"model": "decoder", "prompt": prompt, "max_tokens": 400, "ignore_eos": True}
         return request("/v1/completions", body | fields, self._key)
 
-    def _chat(self, schema: Any) -> bytes:
+    def _chat(self, schema):
         return request(
             "/v1/chat/completions",
             {
@@ -298,23 +292,23 @@ class Hostile:
 
     # ------------------------------------------------------------------ heads and bodies
 
-    async def slow_head(self) -> str:
+    async def slow_head(self):
         """Sends a line of a head every second."""
         head = request("/v1/models", b"", self._key)[:-2]
         return await self._send((head, *repeat(b"X-More: 1\r\n", 25)), pause=1)
 
-    async def slow_body(self) -> str:
+    async def slow_body(self):
         """Sends a byte of a body every second."""
         head = request("/v1/completions", b"{", self._key, Content_Length=10_000)
         return await self._send((head, *repeat(b" ", 25)), pause=1)
 
-    async def huge_head(self) -> str:
+    async def huge_head(self):
         """Sends 2 MB of headers, in many fields or in one."""
         start = request("/v1/models", b"")[:-2]
         line = self._random.choice((b"X-More: 1\r\n" * 1000, b"x" * 10_000))
         return await self._send((start, b"X: ", *repeat(line, 200)))
 
-    async def huge_body(self) -> str:
+    async def huge_body(self):
         """Announces 1 TB, or sends 32 MB in chunks, with a key or none."""
         key = self._random.choice((self._key, ""))
         if self._random.random() < 0.5:
@@ -323,23 +317,23 @@ class Hostile:
         chunk = b"%x\r\n%b\r\n" % (64 * KIB, bytes(64 * KIB))
         return await self._send((self._chunked(key), *repeat(chunk, 512)))
 
-    async def huge_trailers(self) -> str:
+    async def huge_trailers(self):
         """Sends 20 MB of trailers behind a body, with a key or none."""
         path = self._random.choice(("/v1/models", "/v1/completions"))
         start = self._chunked(self._random.choice((self._key, "")), path) + b"2\r\n{}\r\n0\r\n"
         line = b"X-More: " + b"x" * 1000 + b"\r\n"
         return await self._send((start, *repeat(line * 20, 1000)))
 
-    async def huge_extensions(self) -> str:
+    async def huge_extensions(self):
         """Sends chunks of one byte, each with an extension of 10 KB."""
         chunk = b"1;" + b"x" * 10_000 + b"\r\n \r\n"
         return await self._send((self._chunked(self._key), *repeat(chunk, 1000)))
 
-    async def tiny_chunks(self) -> str:
+    async def tiny_chunks(self):
         """Sends a body in 100,000 chunks of one byte."""
         return await self._send((self._chunked(self._key), *repeat(b"1\r\n \r\n" * 1000, 100)))
 
-    async def cancelled_upload(self) -> str:
+    async def cancelled_upload(self):
         """Goes in the middle of a body of 10 MB, with a reset."""
         async with connected(self._port) as (_, writer):
             writer.write(request("/v1/completions", b"{", self._key, Content_Length=10 * MIB))
@@ -349,7 +343,7 @@ class Hostile:
             writer.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_LINGER, lingering)
         return "left"
 
-    async def no_http(self) -> str:
+    async def no_http(self):
         """Sends what is no HTTP, or means two things."""
         both = b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
         junk = (
@@ -362,7 +356,7 @@ class Hostile:
         )
         return await self._send(self._random.choice(junk), leave_after=2)
 
-    async def unread_answers(self) -> str:
+    async def unread_answers(self):
         """Sends 500 requests in one connection and reads no answer."""
         one = request("/openapi.json", b"", Connection="")
         async with connected(self._port, limit=1) as (_, writer):
@@ -370,7 +364,7 @@ class Hostile:
             await asyncio.sleep(10)
         return "left"
 
-    async def nested(self) -> str:
+    async def nested(self):
         """Sends JSON that is deep, or has very many values or a very long number."""
         content = self._random.choice(
             (
@@ -384,15 +378,15 @@ class Hostile:
 
     # ------------------------------------------------------------------ bombs
 
-    async def schema_bomb(self) -> str:
+    async def schema_bomb(self):
         """Sends a new schema of 186 KB and goes after 2.5 seconds."""
         schema = wide_schema(self._random.getrandbits(40), 4000)
         return await self._send(self._chat(schema), leave_after=2.5)
 
-    async def schema_growth(self) -> str:
+    async def schema_growth(self):
         """Sends a small schema whose grammar is large."""
         depth = self._random.randint(12, 40)
-        kinds: list[Any] = [
+        kinds = [
             {
                 "$ref": "#/$defs/0",
                 "$defs": {
@@ -408,7 +402,7 @@ class Hostile:
         ]
         return await self._send(self._chat(self._random.choice(kinds)), leave_after=5)
 
-    async def regex_bomb(self) -> str:
+    async def regex_bomb(self):
         """Sends a pattern that is small and hard."""
         patterns = (
             "^(a+)+$",
@@ -422,19 +416,19 @@ class Hostile:
         schema = {"type": "string", "pattern": self._random.choice(patterns)}
         return await self._send(self._chat(schema), leave_after=5)
 
-    async def long_prompts(self) -> str:
+    async def long_prompts(self):
         """Sends 256 prompts of 9,000 characters, or fewer and shorter ones that the server takes."""
         number, length = self._random.choice(((256, 9000), (256, 300), (24, 9000), (24, 300)))
         letters = "".join(self._random.choices("abcn 12", k=length))
         body = {"model": "decoder", "prompt": [letters] * number, "max_tokens": 1}
         return await self._send(request("/v1/completions", body, self._key))
 
-    async def many_stops(self) -> str:
+    async def many_stops(self):
         """Asks for a text with 32 long stop strings."""
         stops = [f"{place}" + "abc " * 100 for place in range(32)]
         return await self._send(self._completion(stop=stops, max_tokens=60), leave_after=10)
 
-    async def many_texts(self) -> str:
+    async def many_texts(self):
         """Asks for 128 texts of a schema, or for as many as the server takes."""
         body = {"model": "decoder", "messages": [{"role": "user", "content": "abc"}]}
         body["n"] = self._random.choice((128, 24, 4))
@@ -445,16 +439,16 @@ class Hostile:
 
     # ------------------------------------------------------------------ floods
 
-    async def flood(self) -> str:
+    async def flood(self):
         """Asks for long texts, and reads the answer."""
         return await self._send(self._completion(), leave_after=self._random.uniform(0.2, 20))
 
-    async def flood_first(self) -> str:
+    async def flood_first(self):
         """Asks for several long texts, as important as they may be or more."""
         body = self._completion(priority=self._random.choice((-2_000_000_000, -1, 0)), n=4)
         return await self._send(body, leave_after=self._random.uniform(0.2, 20))
 
-    async def slow_reader(self) -> str:
+    async def slow_reader(self):
         """Reads a large stream slowly."""
         body = self._completion(logprobs=5, n=2, stream=True)
         async with connected(self._port, limit=1024) as (reader, writer):
@@ -465,18 +459,18 @@ class Hostile:
                 await asyncio.sleep(0.5)
         return "left"
 
-    async def no_key(self) -> str:
+    async def no_key(self):
         """Asks for texts and for paths without a key, or with a wrong one."""
         key = self._random.choice(("", "wrong"))
         path = self._random.choice(("/v1/completions", "/tokenize", "/v1/responses", "/none"))
         return await self._send(request(path, {"model": "decoder", "prompt": "abc"}, key))
 
-    async def looks(self) -> str:
+    async def looks(self):
         """Asks for open paths, without a key."""
         paths = ("/metrics", "/health/ready", "/health/live", "/openapi.json", "/")
         return await self._send(request(self._random.choice(paths), b""))
 
-    async def drain(self) -> str:
+    async def drain(self):
         """Wants the server to take no more requests: without a key, with its own, or from a web page."""
         page = {"Origin": "http://example.com", "Content_Type": "text/plain", "Host": "example.com"}
         found = set[str]()
@@ -485,12 +479,12 @@ class Hostile:
         return " ".join(sorted(found))
 
     @staticmethod
-    def _chunked(key: str, path: str = "/v1/completions") -> bytes:
+    def _chunked(key, path="/v1/completions"):
         head = request(path, b"{}", key, Content_Length="", Transfer_Encoding="chunked")
         return head.removesuffix(b"{}")
 
 
-KINDS: dict[str, tuple[int, float]] = {
+KINDS = {
     Hostile.slow_head.__name__: (20, 1),
     Hostile.slow_body.__name__: (20, 1),
     Hostile.huge_head.__name__: (1, 1),
@@ -518,21 +512,21 @@ KINDS: dict[str, tuple[int, float]] = {
 """How many tasks send each kind of request at once, and how many seconds each pauses between two."""
 
 
-def wide_schema(number: int, width: int) -> dict[str, Any]:
+def wide_schema(number, width):
     """Return a schema of an object of many fields, another one for each number."""
     names = (f"field_{number}_{place}" for place in range(width))
     return {"type": "object", "properties": {name: {"type": "string"} for name in names}}
 
 
-def nested_schema(depth: int) -> dict[str, Any]:
+def nested_schema(depth):
     """Return a schema of arrays in arrays."""
-    schema: dict[str, Any] = {"type": "null"}
+    schema = {"type": "null"}
     for _ in range(depth):
         schema = {"type": "array", "items": schema}
     return schema
 
 
-def main() -> None:
+def main():
     """Run a client; see the module."""
     name, port, key, seconds, *more = sys.argv[1:]
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

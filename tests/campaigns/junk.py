@@ -1,19 +1,12 @@
 """Damaged bytes, JSON and configuration, by a generator of random numbers; `mutated` is for Hypothesis."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
 from copy import deepcopy
 from random import Random
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from hypothesis.strategies import SearchStrategy
-
-HUGE: tuple[str, ...] = (
+HUGE = (
     *("9" * 5000, "1" + "0" * 400, "-1", "-0", "1e400", "1e5", "1.0", "0x10", "00", "NaN"),
     *("Infinity", "true", "null", "[]"),
     *(str(2**63), str(2**63 - 1), str(2**64), str(2**31), str(2**53 + 1)),
@@ -21,7 +14,7 @@ HUGE: tuple[str, ...] = (
 """Values that replace an integer."""
 NUMBERS = (-2, -1, 0, 1, 3, 7, 100_000, 2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**64, 10**30, 10**400)
 FLOATS = (-1.0, 0.0, 1e-300, 0.5, 1.5, 1e300, math.inf, -math.inf, math.nan)
-NASTY: tuple[Any, ...] = (
+NASTY = (
     *(None, True, *NUMBERS, *FLOATS, "", " ", "0", "1e9", "1" * 5000, "x" * 9000, "é" * 40),
     *("\0", "\x1b[31m", "\u202e", "\ud800", "cpu", "float32", "silu", "/dev/zero", "../../x"),
     *([], {}, [[]], [0], [""], {"a": {"b": []}}, {"rope_type": "a", "factor": -1}, "[" * 900),
@@ -34,7 +27,7 @@ NASTY: tuple[Any, ...] = (
 # Bytes
 
 
-def flipped(content: bytes, generator: Random) -> bytes:
+def flipped(content, generator):
     """Return bytes with one to three bits flipped, half of the time in the first 200."""
     changed = bytearray(content)
     for _ in range(generator.randrange(1, 4)):
@@ -44,14 +37,14 @@ def flipped(content: bytes, generator: Random) -> bytes:
     return bytes(changed)
 
 
-def cut(content: bytes, generator: Random) -> bytes:
+def cut(content, generator):
     """Return bytes without their end, or with more."""
     if generator.random() < 0.3:
         return content + generator.randbytes(generator.randrange(1, 100))
     return content[: generator.randrange(len(content) + 1)]
 
 
-def zeroed(content: bytes, generator: Random) -> bytes:
+def zeroed(content, generator):
     """Return bytes with a range of zeros or of noise."""
     start = generator.randrange(len(content) + 1)
     size = min(generator.randrange(1, 600), len(content) - start)
@@ -59,7 +52,7 @@ def zeroed(content: bytes, generator: Random) -> bytes:
     return content[:start] + middle + content[start + size :]
 
 
-def damaged(content: bytes, generator: Random) -> bytes:
+def damaged(content, generator):
     """Return bytes that are damaged in one of these ways."""
     return generator.choice([flipped, cut, zeroed])(content, generator)
 
@@ -67,13 +60,13 @@ def damaged(content: bytes, generator: Random) -> bytes:
 # Values
 
 
-def nasty(generator: Random) -> Any:
+def nasty(generator):
     """Return one of `NASTY`, or a few of them."""
     value = deepcopy(generator.choice(NASTY))
     return [value, nasty(generator)] if generator.random() < 0.1 else value
 
 
-def edited(plain: Any, generator: Random, more: Sequence[str] = ()) -> Any:
+def edited(plain, generator, more=()):
     """Return a JSON value with one to three of its parts changed, taken away, doubled or exchanged.
 
     Args:
@@ -97,11 +90,11 @@ def edited(plain: Any, generator: Random, more: Sequence[str] = ()) -> Any:
     return plain
 
 
-def _keys(holder: Any) -> list[Any]:
+def _keys(holder):
     return list(holder) if isinstance(holder, dict) else [*range(len(holder))]
 
 
-def _edit(holder: Any, key: Any, generator: Random) -> None:
+def _edit(holder, key, generator):
     value = holder[key]
     match generator.randrange(6):
         case 0:
@@ -127,7 +120,7 @@ def _edit(holder: Any, key: Any, generator: Random) -> None:
             holder[key] = nasty(generator)
 
 
-def mutated(plain: Any, more: tuple[str, ...] = ()) -> SearchStrategy[Any]:
+def mutated(plain, more=()):
     """Return a strategy that draws what `edited` returns."""
     from hypothesis import (
         strategies as st,
@@ -139,10 +132,10 @@ def mutated(plain: Any, more: tuple[str, ...] = ()) -> SearchStrategy[Any]:
 # JSON and TOML
 
 
-def huge_numbers(generator: Random) -> Callable[[bytes], bytes]:
+def huge_numbers(generator):
     """Return what puts a huge or strange number in place of an integer of some JSON."""
 
-    def change(content: bytes) -> bytes:
+    def change(content):
         places = list(re.finditer(rb"(?<=[:,\[])-?\d+(?=[,\]}])", content))
         if not places:
             return content
@@ -152,13 +145,13 @@ def huge_numbers(generator: Random) -> Callable[[bytes], bytes]:
     return change
 
 
-def deep(generator: Random) -> Callable[[bytes], bytes]:
+def deep(generator):
     """Return what puts deep JSON in place of some JSON, or of one of its values."""
     depth = generator.choice([200, 990, 5000, 100_000])
     open_, close = generator.choice([(b"[", b"]"), (b'{"a":', b"}")])
     inner = open_ * depth + (b"0" if close == b"}" else b"") + close * generator.choice([0, depth])
 
-    def change(content: bytes) -> bytes:
+    def change(content):
         places = list(re.finditer(rb'(?<=":)("[^"\\]*"|\d+)(?=[,}])', content))
         if not places or generator.random() < 0.3:
             return inner
@@ -168,28 +161,28 @@ def deep(generator: Random) -> Callable[[bytes], bytes]:
     return change
 
 
-def wide(generator: Random) -> Callable[[bytes], bytes]:
+def wide(generator):
     """Return what puts very many small values in place of some JSON."""
     piece = generator.choice([b"[]", b"{}", b'{"":0}', b"0", b'""', b'"\\u1234"', b"1.5", b"null"])
     size = generator.choice([64 << 10, 1 << 20, 4 << 20])
 
-    def change(_: bytes) -> bytes:
+    def change(_):
         return b'{"manifests":[' + b",".join([piece] * (size // (len(piece) + 1))) + b"]}"
 
     return change
 
 
-def encoded(plain: Any) -> bytes:
+def encoded(plain):
     """Return canonical JSON."""
     return _nested(json.dumps(plain, sort_keys=True, separators=(",", ":"))).encode()
 
 
-def to_json(value: Any) -> str:
+def to_json(value):
     """Return JSON, NaN as Python writes it."""
     return _nested(json.dumps(value))
 
 
-def to_toml(value: Any) -> str:
+def to_toml(value):
     """Return a value as TOML; null, which TOML lacks, becomes text."""
     match value:
         case dict():
@@ -204,6 +197,6 @@ def to_toml(value: Any) -> str:
     return _nested(json.dumps(value))
 
 
-def _nested(text: str) -> str:
+def _nested(text):
     """Write lists in lists where `NASTY` names them: json.dumps does not go as deep."""
     return re.sub(r'"nested (\d+)"', lambda m: "[" * int(m[1]) + "0" + "]" * int(m[1]), text)

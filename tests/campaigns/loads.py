@@ -35,10 +35,8 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import zstandard
 
@@ -47,7 +45,6 @@ from prejit.runtime.format.names import kernel_target
 
 from . import forged_bundles, fuzz, processes
 from .campaign import ROOT, setting, write_figures
-from .forged_bundles import Draft
 from .junk import damaged
 
 CPU_SECONDS = 20
@@ -70,7 +67,7 @@ PRELOADED = (
 # Attacks on code
 
 
-def _repacked(draft: Draft, place: int, key: str, change: Callable[[str, bytes], bytes]) -> None:
+def _repacked(draft, place, key, change):
     """Write a pack of a target again with changed programs, and set all digests right.
 
     Args:
@@ -82,7 +79,7 @@ def _repacked(draft: Draft, place: int, key: str, change: Callable[[str, bytes],
     manifest, config = draft.targets[place]
     layer = forged_bundles.pack_of(manifest, config, config["programs"][0][key])
     content, pack = draft.blobs[layer["digest"]], b""
-    written: dict[bytes, int] = {}
+    written = {}
     for program in config["programs"]:
         segment = program[key]
         frame = content[segment["offset"] : segment["offset"] + segment["size"]]
@@ -102,7 +99,7 @@ def _repacked(draft: Draft, place: int, key: str, change: Callable[[str, bytes],
     forged_bundles.put(draft, config, layer, pack)
 
 
-def _program_bytes(draft: Draft, generator: random.Random, key: str) -> None:
+def _program_bytes(draft, generator, key):
     """Change the bytes of one program."""
     place = generator.randrange(len(draft.targets))
     chosen = generator.choice(draft.targets[place][1]["programs"])["name"]
@@ -111,7 +108,7 @@ def _program_bytes(draft: Draft, generator: random.Random, key: str) -> None:
     )
 
 
-def _kernel_bytes(draft: Draft, generator: random.Random) -> None:
+def _kernel_bytes(draft, generator):
     """Change the bytes of the kernels. Executables call them by their digest, so bind these again."""
     place = generator.randrange(len(draft.targets))
     manifest, config = draft.targets[place]
@@ -128,7 +125,7 @@ def _kernel_bytes(draft: Draft, generator: random.Random) -> None:
         for name in kernels_of(before)
     ]
 
-    def rebind(_: str, raw: bytes) -> bytes:
+    def rebind(_, raw):
         for one, other in bound:
             raw = raw.replace(one, other)
         return raw
@@ -136,13 +133,13 @@ def _kernel_bytes(draft: Draft, generator: random.Random) -> None:
     _repacked(draft, place, "executable", rebind)
 
 
-def _programs_exchanged(draft: Draft, generator: random.Random) -> None:
+def _programs_exchanged(draft, generator):
     _, config = generator.choice(draft.targets)
     one, other = generator.choice(config["programs"]), generator.choice(config["programs"])
     one["executable"], other["executable"] = other["executable"], one["executable"]
 
 
-CODE: dict[str, Callable[[Draft, random.Random], None]] = {
+CODE = {
     "executable bytes": lambda draft, generator: _program_bytes(draft, generator, "executable"),
     "portable bytes": lambda draft, generator: _program_bytes(draft, generator, "portable"),
     "kernel bytes": _kernel_bytes,
@@ -151,7 +148,7 @@ CODE: dict[str, Callable[[Draft, random.Random], None]] = {
 """Kinds of attacks on the code itself."""
 
 
-def changed(name: str, generator: random.Random) -> tuple[str, dict[str, bytes]]:
+def changed(name, generator):
     """Return a kind of change, and the files of a bundle after it."""
     chosen = generator.random()
     if chosen < 0.25:
@@ -163,7 +160,7 @@ def changed(name: str, generator: random.Random) -> tuple[str, dict[str, bytes]]
     return kind, draft.files()
 
 
-def code_of(files: dict[str, bytes]) -> frozenset[str] | None:
+def code_of(files):
     """Return the digests of all code that the configs of a bundle name; None: it has no readable config."""
     found = set[str]()
     for content in files.values():
@@ -195,14 +192,14 @@ class Sound:
     answer: str = ""
 
 
-def identity(config: str, layers: Sequence[str]) -> str:
+def identity(config, layers):
     """Return the digest of all that a target is made of."""
     return hashlib.sha256(json.dumps([config, sorted(layers)]).encode()).hexdigest()
 
 
-def answer_of(bundle: Any) -> str:
+def answer_of(bundle):
     """Run what a bundle can do, and return the answers as text."""
-    said: list[object] = []
+    said = []
     if bundle.config.decoder is not None:
         result = bundle.generate([1, 2, 3], max_new_tokens=4, stop_token_ids=(), temperature=0)
         said.append(result.token_ids)
@@ -213,7 +210,7 @@ def answer_of(bundle: Any) -> str:
     return json.dumps(said)
 
 
-def _load(path: Path, *, falls_back: bool, trust: str | None = None) -> Any:
+def _load(path, *, falls_back, trust=None):
     from prejit.runtime import Fingerprint, load
 
     if not falls_back:
@@ -222,7 +219,7 @@ def _load(path: Path, *, falls_back: bool, trust: str | None = None) -> Any:
     return load(path, on_mismatch="jit", fingerprint=other, trust=trust)
 
 
-def use(given: tuple[Path, Sound, bool]) -> int:
+def use(given):
     """Ask the policy, then load the bundle and run it, in little memory. Print each step as JSON."""
     from prejit.runtime.base.files import digest_of
     from prejit.runtime.base.typed_json import to_json
@@ -260,10 +257,10 @@ def use(given: tuple[Path, Sound, bool]) -> int:
     return 0
 
 
-def use_apart(path: Path, sound: Sound, *, falls_back: bool, directory: Path) -> dict[str, Any]:
+def use_apart(path, sound, *, falls_back, directory):
     """Return what a child process reports, under `stderr` what it prints, and under `ended` how it ended."""
     ended = processes.run(use, (path, sound, falls_back), directory, limit_seconds=WALL_SECONDS)
-    found: dict[str, Any] = {"stderr": ended.stderr}
+    found = {"stderr": ended.stderr}
     for line in ended.stdout.splitlines():
         with contextlib.suppress(ValueError, TypeError):  # XLA writes there, too
             found |= json.loads(line)
@@ -297,7 +294,7 @@ class Tried(fuzz.Tried):
 class Loads(fuzz.Examples):
     """Tries examples of some bundles in child processes."""
 
-    def __init__(self, bundles: Sequence[Path], policy: Path) -> None:
+    def __init__(self, bundles, policy):
         super().__init__()
         found = [_sound(bundle, policy) for bundle in bundles]
         self._sound = [replace(each, answer=self._measure(each, False)[2]) for each in found]
@@ -307,7 +304,7 @@ class Loads(fuzz.Examples):
             for falls_back in ((False,) if each.has_decoder else (False, True))
         }
 
-    def _measure(self, sound: Sound, falls_back: bool) -> tuple[float, int, str]:
+    def _measure(self, sound, falls_back):
         """Return CPU time and memory of a sound bundle, and its answer."""
         path = self.write(sound.name, forged_bundles.sound(sound.name))
         tries = [self._use(path, sound, falls_back) for _ in range(3)]
@@ -317,11 +314,11 @@ class Loads(fuzz.Examples):
         seconds, more = (max(said[key] for said in tries) for key in ("seconds", "more_bytes"))
         return seconds, more, tries[0]["text"]
 
-    def _use(self, path: Path, sound: Sound, falls_back: bool) -> dict[str, Any]:
+    def _use(self, path, sound, falls_back):
         shutil.rmtree(self.cache, ignore_errors=True)
         return use_apart(path, sound, falls_back=falls_back, directory=self.directory)
 
-    def attempt(self, number: int, *, keep: Path | None = None) -> Tried:
+    def attempt(self, number, *, keep=None):
         """Try one example; keep: write its files into this directory, and show what its process prints."""
         generator = random.Random(number)
         sound = generator.choice(self._sound)
@@ -352,9 +349,7 @@ class Loads(fuzz.Examples):
         return Tried(number, name, kind, outcome, problem, seconds, more_bytes, policy, by_code)
 
 
-def judged(
-    said: dict[str, Any], excess: str, answer: str, *, kind: str, of_code: bool
-) -> tuple[str, str]:
+def judged(said, excess, answer, *, kind, of_code):
     """Return what is there because of bytes of code, and what is bad; empty: nothing.
 
     Args:
@@ -380,12 +375,12 @@ def judged(
     return "", ""
 
 
-def of_attacker(kind: str) -> bool:
+def of_attacker(kind):
     """Return whether all digests are right after a change of this kind."""
     return kind in CODE or kind in forged_bundles.ATTACKS
 
 
-def _sound(bundle: Path, policy: Path) -> Sound:
+def _sound(bundle, policy):
     draft = forged_bundles.draft_of(str(bundle))
     assert draft.root is not None
     found = [
@@ -396,7 +391,7 @@ def _sound(bundle: Path, policy: Path) -> Sound:
     return Sound(str(bundle), str(policy), tuple(found), has_decoder)
 
 
-def build(directory: Path) -> None:
+def build(directory):
     """Build and sign the bundles: a decoder with native kernels, and programs of a user."""
     from tests.recipes import make_example
 
@@ -417,7 +412,7 @@ def build(directory: Path) -> None:
     sign_all([out / "decoder", out / "example"], directory / "trust.toml")
 
 
-def sign_all(bundles: Sequence[Path], policy: Path) -> None:
+def sign_all(bundles, policy):
     """Sign bundles with a new key, and write the policy that wants its signature."""
     from tests.signers import key_table, signer, write_policy
 
@@ -428,7 +423,7 @@ def sign_all(bundles: Sequence[Path], policy: Path) -> None:
     write_policy(policy, key_table("a"), '[[rules]]\nnames = ["*"]\nkeys = ["a"]\n')
 
 
-def figures_of(bundles: Sequence[Path], policy: Path, count: int) -> dict[str, Any]:
+def figures_of(bundles, policy, count):
     """Try examples and return the figures."""
     started = time.monotonic()
     with Loads(bundles, policy) as loads:
@@ -438,7 +433,7 @@ def figures_of(bundles: Sequence[Path], policy: Path, count: int) -> dict[str, A
         if tried.by_code:
             short = re.sub(r" [\d.]+ (s|MB) more", r" more \1", tried.by_code)
             by_code[f"{tried.kind}: {short}"] += 1
-    more: dict[str, Any] = {
+    more = {
         BY_CODE: dict(sorted(by_code.items())),
         "policy": dict(sorted(Counter(tried.policy for tried in found).items())),
     }
@@ -446,7 +441,7 @@ def figures_of(bundles: Sequence[Path], policy: Path, count: int) -> dict[str, A
     return fuzz.figures_of(found, started, "jaxlib", usual=usual, **more)
 
 
-def main() -> int:
+def main():
     """Try one example and show it, some and print their figures, or all and write the figures."""
     reader = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     reader.add_argument("--bundles", type=Path, nargs="+", help="signed; else two are built")

@@ -9,8 +9,6 @@ should show, or takes more than a second of CPU (instrumented code takes some ti
 Half of the inputs are changes of earlier ones that keep their form; the other half are libFuzzer's own.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -19,9 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tests.campaigns import fuzz
 from tests.campaigns.campaign import ROOT, facts, scratch_directory, setting, write_figures
@@ -36,7 +32,7 @@ class FoundError(Exception):
     """A parser took too long, or its message is unfit."""
 
 
-def check(parse: Any, content: bytes) -> None:
+def check(parse, content):
     """Parse an input.
 
     Raises:
@@ -57,7 +53,7 @@ def check(parse: Any, content: bytes) -> None:
         raise FoundError(f"{seconds:.2f} s of CPU")
 
 
-def run_here(name: str, arguments: Sequence[str]) -> None:
+def run_here(name, arguments):
     """Let libFuzzer run in this process, which it ends."""
     import atheris
 
@@ -71,7 +67,7 @@ def run_here(name: str, arguments: Sequence[str]) -> None:
     for place, seed in enumerate(seeds):
         Path("corpus", str(place)).write_bytes(seed)
 
-    def mutate(content: bytes, most: int, seed: int) -> bytes:
+    def mutate(content, most, seed):
         generator = random.Random(seed)
         if generator.random() < 0.5:
             new = changed(bytes(content), parser.form, generator)
@@ -79,7 +75,7 @@ def run_here(name: str, arguments: Sequence[str]) -> None:
                 return new
         return bytes(atheris.Mutate(content, len(content)))
 
-    def one(content: bytes) -> None:
+    def one(content):
         check(parse, content)
 
     options = [f"-max_len={MOST_INPUT_BYTES}", f"-rss_limit_mb={MOST_MEGABYTES}", "-timeout=120"]
@@ -87,7 +83,7 @@ def run_here(name: str, arguments: Sequence[str]) -> None:
     atheris.Fuzz()
 
 
-def run_apart(name: str, seconds: int, keep: Path) -> dict[str, Any]:
+def run_apart(name, seconds, keep):
     """Let libFuzzer run in a process of its own, and return its figures.
 
     Args:
@@ -114,7 +110,7 @@ def run_apart(name: str, seconds: int, keep: Path) -> dict[str, Any]:
     if not lines:
         raise SystemExit(f"{name}: libFuzzer did not start:\n{said[-3000:]}")
     first, last = lines[0], lines[-1]
-    figures: dict[str, Any] = {
+    figures = {
         "executions": int(last[0]),
         "edges_of_seeds": int(first[1]),
         "edges": int(last[1]),
@@ -126,7 +122,7 @@ def run_apart(name: str, seconds: int, keep: Path) -> dict[str, Any]:
     return figures
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments):
     """Fuzz one parser or all, or parse one input again."""
     if arguments[:1] == ["--here"]:
         run_here(arguments[1], arguments[2:])

@@ -1,23 +1,19 @@
 """Inputs to begin with, for the parsers of `parsers`: golden ones, signed ones, and those of the pages."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import cache
-from typing import Any
 
 from tests.campaigns import junk
 from tests.campaigns.campaign import ROOT
-from tests.campaigns.forged_bundles import BUNDLES, Draft, draft_of
+from tests.campaigns.forged_bundles import BUNDLES, draft_of
 
 MOST_SEED_BYTES = 60_000
 
 
 @cache
-def golden_layers(media_type: str) -> tuple[bytes, ...]:
+def golden_layers(media_type):
     """Return the golden layers of a media type, each once."""
     found = dict[str, bytes]()
     for name in BUNDLES:
@@ -29,12 +25,12 @@ def golden_layers(media_type: str) -> tuple[bytes, ...]:
     return tuple(each for each in found.values() if len(each) <= MOST_SEED_BYTES)
 
 
-def of_drafts(choose: Callable[[Draft], Sequence[Any]]) -> list[bytes]:
+def of_drafts(choose):
     return [junk.encoded(each) for name in BUNDLES for each in choose(draft_of(name))]
 
 
 @cache
-def fixed_key() -> Any:
+def fixed_key():
     """Return a private key; the same one in every process, or a corpus would be of no use to the next."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -47,7 +43,7 @@ def fixed_key() -> Any:
     return parse_private_key(pem, "the key of the campaign")
 
 
-def policies() -> list[bytes]:
+def policies():
     page = (ROOT / "docs" / "how-to" / "trust.md").read_text()
     blocks = re.findall(r'```toml title="[a-z]+\.toml"\n(.*?)```', page, re.DOTALL)
     whole = '[[rules]]\nnames = ["a*b", "*"]\nlevel = "audit"\nkeys = ["release"]\nthreshold = 1\n'
@@ -55,7 +51,7 @@ def policies() -> list[bytes]:
     return [each.encode() for each in (*blocks, whole)]
 
 
-def statements() -> list[bytes]:
+def statements():
     from prejit.runtime.trust.signed_statements import (
         SIGNATURE_PREDICATE,
         SignedSubject,
@@ -67,7 +63,7 @@ def statements() -> list[bytes]:
     return [encode_statement(Statement(SIGNATURE_PREDICATE, (subject, subject), {"a": [1]}))]
 
 
-def sigstore_bundles() -> list[bytes]:
+def sigstore_bundles():
     from prejit.runtime.trust.signed_statements import Envelope, encode_bundle
 
     return [
@@ -77,30 +73,30 @@ def sigstore_bundles() -> list[bytes]:
 
 
 @cache
-def _sigstore() -> Any:
+def _sigstore():
     from tests.fake_sigstore import FakeSigstore
 
     return FakeSigstore()
 
 
-def keyless_bundles() -> list[bytes]:
+def keyless_bundles():
     return [json.dumps(_sigstore().sign(payload)).encode() for payload in (*statements(), b"{}")]
 
 
-def trusted_roots() -> list[bytes]:
+def trusted_roots():
     return [json.dumps(_sigstore().trusted_root()).encode()]
 
 
 _EXPIRES = datetime(2099, 1, 1, tzinfo=UTC)
 
 
-def channels() -> list[bytes]:
+def channels():
     from prejit.runtime.trust.channel import encode_channel, keys_statement, release_statement
     from prejit.runtime.trust.signed_statements import Envelope, SignedSubject
 
     key = fixed_key()
 
-    def signed(payload: bytes) -> Envelope:
+    def signed(payload):
         return Envelope(payload, (key.sign(payload),))
 
     subjects = (SignedSubject("sha256:" + "1" * 64, "demo", {}),)
@@ -116,7 +112,7 @@ def channels() -> list[bytes]:
     return found
 
 
-def channel_states() -> list[bytes]:
+def channel_states():
     state = {
         "keys": [fixed_key().public.pem],
         "keys_version": 0,
@@ -130,7 +126,7 @@ def channel_states() -> list[bytes]:
     return [json.dumps(state).encode(), json.dumps(state | {"expires": 4e9}).encode()]
 
 
-def chats() -> list[bytes]:
+def chats():
     templates = (
         "{% for m in messages %}{{ '<' ~ m['role'] ~ '>' ~ m.content | trim }}{% endfor %}",
         "{%- if tools %}{{ tools | tojson(indent=2) }}{% endif %}{% set x = namespace(a=0) %}"
@@ -145,7 +141,7 @@ def chats() -> list[bytes]:
     ]
 
 
-def request_bodies() -> list[bytes]:
+def request_bodies():
     chat_messages = [
         {"role": "system", "content": "a"},
         {"role": "user", "content": [{"type": "text", "text": "b"}]},
@@ -153,7 +149,7 @@ def request_bodies() -> list[bytes]:
         {"role": "tool", "tool_call_id": "1", "content": "c"},
     ]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    bodies: list[Any] = [
+    bodies = [
         {
             "model": "m",
             "messages": chat_messages,
@@ -175,7 +171,7 @@ def request_bodies() -> list[bytes]:
 _CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
 
-def infer_requests() -> list[bytes]:
+def infer_requests():
     tensors = [
         {"name": "x", "datatype": "FP32", "shape": [2, 2], "data": [1, 2.5, -3, 4]},
         {"name": "y", "datatype": "INT64", "shape": [1], "data": [2**40]},
@@ -188,7 +184,7 @@ def infer_requests() -> list[bytes]:
     return [plain, head + bytes(16)]
 
 
-def build_manifests() -> list[bytes]:
+def build_manifests():
     directory = ROOT / "manifests"
     texts = (path.read_text() for path in sorted(directory.glob("*.toml")))
     # Files and models are named beside the manifest, and the parser reads it in another directory.
@@ -200,7 +196,7 @@ def build_manifests() -> list[bytes]:
     ]
 
 
-def this_machine() -> list[bytes]:
+def this_machine():
     from prejit.runtime.base.typed_json import to_json
     from prejit.runtime.machine.fingerprint import Fingerprint
 

@@ -10,14 +10,13 @@ import contextlib
 import importlib
 import json
 import os
-import random
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Literal
 from unittest import mock
 
 from tests.campaigns import junk
@@ -63,12 +62,12 @@ class Parser:
 # Parsers
 
 
-def _by(name: str, *more: Any) -> Callable[[], Callable[[bytes], object]]:
+def _by(name, *more):
     """Return what imports `room.module:function` of the runtime, to be called with the bytes and more."""
 
-    def make() -> Callable[[bytes], object]:
+    def make():
         module, _, attribute = name.partition(":")
-        function: Any = importlib.import_module(f"prejit.{module}")
+        function = importlib.import_module(f"prejit.{module}")
         for part in attribute.split("."):
             function = getattr(function, part)
         return lambda content: function(content, *more)
@@ -76,14 +75,14 @@ def _by(name: str, *more: Any) -> Callable[[], Callable[[bytes], object]]:
     return make
 
 
-def _file_by(file: str, name: str) -> Callable[[], Callable[[bytes], object]]:
-    return lambda: _of_file(file, _by(name)())  # type: ignore[arg-type]
+def _file_by(file, name):
+    return lambda: _of_file(file, _by(name)())
 
 
-def _of_file(name: str, read: Callable[[str], object]) -> Callable[[bytes], object]:
+def _of_file(name, read):
     """Return a parser of bytes by one of a file, which lies in the working directory."""
 
-    def parse(content: bytes) -> object:
+    def parse(content):
         Path(name).write_bytes(content)
         Path(name).chmod(0o600)
         return read(name)
@@ -91,7 +90,7 @@ def _of_file(name: str, read: Callable[[str], object]) -> Callable[[bytes], obje
     return parse
 
 
-def _root() -> Callable[[bytes], object]:
+def _root():
     from prejit.runtime.format.layout import Layout
     from prejit.runtime.format.referrers import referrers
     from prejit.runtime.format.root import read_root
@@ -102,13 +101,13 @@ def _root() -> Callable[[bytes], object]:
         path.write_bytes(content)
     layout = Layout("layout")
 
-    def read(_: str) -> object:
+    def read(_):
         return referrers(layout, read_root(layout))
 
     return _of_file("layout/index.json", read)
 
 
-def _index() -> Callable[[bytes], object]:
+def _index():
     from prejit.runtime.fallback_reporting import closest_target
     from prejit.runtime.format.checks.oci import check_index
     from prejit.runtime.format.opening import match
@@ -117,7 +116,7 @@ def _index() -> Callable[[bytes], object]:
 
     machine = Fingerprint.current()
 
-    def parse(content: bytes) -> object:
+    def parse(content):
         index = check_index(content, "index")
         targets = match(Root("", index, "index", None, ()), machine)
         return closest_target(targets).verdict.reason()
@@ -125,7 +124,7 @@ def _index() -> Callable[[bytes], object]:
     return parse
 
 
-def _config() -> Callable[[bytes], object]:
+def _config():
     from prejit.runtime.base.typed_json import from_json, to_json
     from prejit.runtime.errors import RejectError
     from prejit.runtime.format.checks.call_programs import check_arrays, check_static, check_tree
@@ -138,7 +137,7 @@ def _config() -> Callable[[bytes], object]:
 
     whole = from_json(Requirement, to_json(draft_of("decoder").targets[0][1]["requirement"]), "")
 
-    def parse(content: bytes) -> object:
+    def parse(content):
         target, requirement = "", whole
         with contextlib.suppress(ValueError, RecursionError, RejectError, KeyError, TypeError):
             plain = json.loads(content)
@@ -160,31 +159,31 @@ def _config() -> Callable[[bytes], object]:
     return parse
 
 
-def _policy() -> Callable[[bytes], object]:
+def _policy():
     from prejit.runtime.trust.policy import parse_policy
 
     pem = fixed_key().public.pem.encode()
 
-    def parse(content: bytes) -> object:
+    def parse(content):
         policy = parse_policy(content, "trust.toml", lambda *_: pem, Path("/"))
         return [policy.rule_for(name) for name in ("demo", "a" * 300 + "b", "")]
 
     return parse
 
 
-def _sigstore_bundle() -> Callable[[bytes], object]:
+def _sigstore_bundle():
     from prejit.runtime.trust.signed_statements import read_bundle
 
     key = fixed_key().public
 
-    def parse(content: bytes) -> object:
+    def parse(content):
         envelope = read_bundle(content)
         return [key.verifies(each, envelope.payload) for each in envelope.signatures[:1]]
 
     return parse
 
 
-def _keyless() -> Callable[[bytes], object]:
+def _keyless():
     import sigstore.verify  # here, so that its coverage counts  # noqa: F401
     from tests.fake_sigstore import IDENTITY, ISSUER
 
@@ -193,14 +192,14 @@ def _keyless() -> Callable[[bytes], object]:
 
     trusted = TrustedIdentity("ci", IDENTITY, ISSUER, trusted_roots()[0], "trust.toml")
 
-    def parse(content: bytes) -> object:
+    def parse(content):
         envelope = read_bundle(content)
         return verify(content, envelope, trusted) if envelope.is_keyless else None
 
     return parse
 
 
-def _trusted_root() -> Callable[[bytes], object]:
+def _trusted_root():
     import sigstore.verify  # noqa: F401
     from tests.fake_sigstore import IDENTITY, ISSUER
 
@@ -210,7 +209,7 @@ def _trusted_root() -> Callable[[bytes], object]:
     signed = keyless_bundles()[0]
     envelope = read_bundle(signed)
 
-    def parse(content: bytes) -> object:
+    def parse(content):
         check_root(content, "trust.toml")
         trusted = TrustedIdentity("ci", IDENTITY, ISSUER, content, "trust.toml")
         return verify(signed, envelope, trusted)
@@ -218,12 +217,12 @@ def _trusted_root() -> Callable[[bytes], object]:
     return parse
 
 
-def _channel() -> Callable[[bytes], object]:
+def _channel():
     from prejit.runtime.trust import channel
 
     last = channel.Accepted(channel.KeySet(0, (fixed_key().public,), 1))
 
-    def parse(content: bytes) -> object:
+    def parse(content):
         # All signatures are right, whatever the payload is: else nothing behind them would be reached.
         with mock.patch.object(channel, "signers", lambda _, keys: {each.id for each in keys}):
             return channel.accept(content, "stable", last, 1.8e9)
@@ -231,11 +230,11 @@ def _channel() -> Callable[[bytes], object]:
     return parse
 
 
-def _library() -> Callable[[bytes], object]:
+def _library():
     from prejit.runtime.errors import RejectError
     from prejit.runtime.format.checks.elf import find_note, read_shared_library
 
-    def parse(content: bytes) -> object:
+    def parse(content):
         try:
             return read_shared_library(content), find_note(content, b"prejit")
         except ValueError as error:  # as `check_kernels` has it
@@ -244,13 +243,13 @@ def _library() -> Callable[[bytes], object]:
     return parse
 
 
-def _chat() -> Callable[[bytes], object]:
+def _chat():
     from prejit.runtime.format.checks.layers import check_chat
     from prejit.runtime.text.chat_template import ChatTemplates
 
     chat_messages = [{"role": "user", "content": "aab"}, {"role": "assistant", "content": "b"}]
 
-    def parse(content: bytes) -> object:
+    def parse(content):
         templates = ChatTemplates(check_chat(content, "chat"), "chat")
         return templates.render(
             chat_messages, add_generation_prompt=True, tools=[{"name": "f"}], variables={}
@@ -259,17 +258,17 @@ def _chat() -> Callable[[bytes], object]:
     return parse
 
 
-def _tokenizer() -> Callable[[bytes], object]:
+def _tokenizer():
     from prejit.runtime.text.tokenizer import Tokenizer
 
-    def parse(content: bytes) -> object:
+    def parse(content):
         tokenizer = Tokenizer(content, "tokenizer")
         return tokenizer.decode(tokenizer.encode("a golden bundle", max_tokens=100)[:50])
 
     return parse
 
 
-def _first_load() -> Callable[[bytes], object]:
+def _first_load():
     from prejit.runtime.trust.first_load import first_load_file, first_load_outcome
 
     key = "sha256:" + "1" * 64
@@ -278,7 +277,7 @@ def _first_load() -> Callable[[bytes], object]:
     return _of_file(str(first_load_file(key)), lambda _: first_load_outcome(key))
 
 
-def _request() -> Callable[[bytes], object]:
+def _request():
     import asyncio
 
     import msgspec
@@ -298,7 +297,7 @@ def _request() -> Callable[[bytes], object]:
     from prejit.server.openai.bodies import read
 
     expected = (ApiError, UsageError, msgspec.DecodeError, UnicodeDecodeError)
-    readers: list[tuple[Any, list[Callable[[Any], object]]]] = [
+    readers = [
         (
             chat_completions._DECODER,
             [
@@ -320,15 +319,15 @@ def _request() -> Callable[[bytes], object]:
         (models_and_tokens._DETOKENIZE, []),
     ]
 
-    settings: Any = SimpleNamespace(ignore_unknown_fields=False)
+    settings = SimpleNamespace(ignore_unknown_fields=False)
 
-    def parse(content: bytes) -> object:
-        async def body() -> bytes:
+    def parse(content):
+        async def body():
             return content
 
-        request: Any = SimpleNamespace(body=body)
+        request = SimpleNamespace(body=body)
 
-        async def read_all() -> None:
+        async def read_all():
             for decoder, uses in readers:
                 with contextlib.suppress(*expected):
                     found = await read(request, decoder, settings)
@@ -341,15 +340,15 @@ def _request() -> Callable[[bytes], object]:
     return parse
 
 
-def _infer_request() -> Callable[[bytes], object]:
+def _infer_request():
     import msgspec
 
     from prejit.runtime.errors import UsageError
     from prejit.server.inference.inference_routes import _read
 
-    model: Any = SimpleNamespace(inputs=[SimpleNamespace(name="x", datatype="FP32")])
+    model = SimpleNamespace(inputs=[SimpleNamespace(name="x", datatype="FP32")])
 
-    def parse(content: bytes) -> object:
+    def parse(content):
         end = str(content.rfind(b"}") + 1)
         for length in (None, end):
             try:
@@ -361,7 +360,7 @@ def _infer_request() -> Callable[[bytes], object]:
     return parse
 
 
-def _signature() -> Callable[[bytes], object]:
+def _signature():
     from prejit.runtime.device.device import _parse_signature
 
     return lambda content: _parse_signature(content.decode("latin-1"))
@@ -371,7 +370,7 @@ _FORMAT = ("prejit.runtime.format", "prejit.runtime.base", "prejit.runtime.machi
 _TRUST = ("prejit.runtime.trust", "prejit.runtime.base")
 
 _CHECKS = "runtime.format.checks"
-PARSERS: dict[str, Parser] = {
+PARSERS = {
     "root": Parser(_FORMAT, _root, lambda: [sound(n)["index.json"] for n in BUNDLES]),
     "index": Parser(
         (*_FORMAT, "prejit.runtime.verdict"), _index, lambda: of_drafts(lambda draft: [draft.index])
@@ -458,7 +457,7 @@ PARSERS: dict[str, Parser] = {
 # Changes that keep the form
 
 
-def changed(content: bytes, form: Form, generator: random.Random) -> bytes | None:
+def changed(content, form, generator):
     """Return a value with parts changed, taken away, doubled or exchanged; None: it has not this form."""
     with contextlib.suppress(ValueError, RecursionError):
         match form:
@@ -477,7 +476,7 @@ _WORDS = ("true", "-1", "0", "1e400", "9" * 30)
 _WORDS += ('""', '"*"', "[]", "{}", '["a"]', "2026-11-22", "nan")
 
 
-def _changed_lines(text: str, generator: random.Random) -> str:
+def _changed_lines(text, generator):
     """Return TOML with a line doubled, moved or taken away, or with another value."""
     lines = text.splitlines()
     if not lines:

@@ -15,22 +15,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
 
-PRELOADED: tuple[str, ...] = (
+PRELOADED = (
     *("prejit.compiler.cli.build_commands", "prejit.compiler.pipeline.build_run"),
     *("prejit.compiler.lowering.export", "prejit.compiler.models"),
     *("prejit.runtime.cli.inspect_command", "transformers", "tokenizers"),
 )
 """Modules that the server imports. A campaign may name others before its first process."""
-_of_server: tuple[tuple[str, ...], str | None] | None = None
+_of_server = None
 """The modules that the running fork server has imported, and its LD_PRELOAD; None: none runs."""
 UNEXPECTED = 70
 """Exit status after an exception that reached the top; `sysexits.h` calls it EX_SOFTWARE."""
@@ -58,16 +55,14 @@ class Outcome:
     growth_bytes: int
 
 
-def start(
-    function: Callable[..., object], *arguments: Any, daemon: bool = False
-) -> ForkServerProcess:
+def start(function, *arguments, daemon=False):
     """Start a function of a module that can be imported by name in a fork of the server."""
     global _of_server
     context = multiprocessing.get_context("forkserver")
     wanted = (PRELOADED, os.environ.get("LD_PRELOAD"))
     with one_reader:
         if _of_server not in (None, wanted):  # that of another campaign
-            forkserver._forkserver._stop()  # type: ignore[attr-defined]
+            forkserver._forkserver._stop()
         _of_server = wanted
     context.set_forkserver_preload(list(PRELOADED))
     process = context.Process(target=function, args=arguments, daemon=daemon)
@@ -76,9 +71,7 @@ def start(
     return process
 
 
-def run(
-    function: Callable[[Any], int], argument: Any, directory: Path, *, limit_seconds: float
-) -> Outcome:
+def run(function, argument, directory, *, limit_seconds):
     """Run a function in a fork.
 
     Args:
@@ -109,7 +102,7 @@ def run(
 
 
 @contextmanager
-def until_the_end(function: Callable[[Any], int], argument: Any, directory: Path) -> Iterator[None]:
+def until_the_end(function, argument, directory):
     """Run a function in a fork for as long as a block lasts, then kill it. Arguments as of `run`."""
     process = start(_child, function, argument, str(directory), dict(os.environ))
     try:
@@ -120,9 +113,7 @@ def until_the_end(function: Callable[[Any], int], argument: Any, directory: Path
             process.join()
 
 
-def _child(
-    function: Callable[[Any], int], argument: Any, directory: str, environ: dict[str, str]
-) -> None:
+def _child(function, argument, directory, environ):
     os.setsid()  # its compile workers are killed with it
     os.environ.clear()  # those of the server are of its first campaign
     os.environ.update(environ)

@@ -18,11 +18,8 @@ import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
 
 import zstandard
 
@@ -36,9 +33,7 @@ from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.blobs import check_blobs, read_whole
 from prejit.runtime.format.bundle_schema import RecordedProgram, Segment
-from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.opening import match, read_manifests
-from prejit.runtime.format.root import Root
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 from prejit.runtime.machine.kept_files import (
     SETTLED_SECONDS,
@@ -67,34 +62,34 @@ class Cache(ABC):
     where it finds something wrong. Any other error of either is a false rejection.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory):
         self._directory = directory
         self._cache = directory / "cache"
         os.environ["PREJIT_RUNTIME_CACHE"] = str(self._cache)
 
-    def prepare(self) -> None:
+    def prepare(self):
         """Make what has to be there before."""
         self._directory.mkdir()
 
     @abstractmethod
-    def write(self, number: int) -> None:
+    def write(self, number):
         """Write in the round of this number."""
 
     @abstractmethod
-    def read(self, number: int) -> None:
+    def read(self, number):
         """Read in the round of this number."""
 
     @abstractmethod
-    def left(self) -> list[str]:
+    def left(self):
         """Return what is left there that nobody wants, after one more use by a single process."""
 
 
-def content_of(name: str) -> bytes:
+def content_of(name):
     """Return the only right content of a name: some kilobytes that no other name has."""
     return random.Random(name).randbytes(3000)
 
 
-def _names(directory: Path, *patterns: str) -> list[str]:
+def _names(directory, *patterns):
     found = itertools.chain.from_iterable(directory.rglob(pattern) for pattern in patterns)
     return sorted(str(path.relative_to(directory)) for path in found)
 
@@ -103,19 +98,19 @@ class BuildCache(Cache):
     """The build's store: results that several builds make at once, while `prejit gc` runs."""
 
     @property
-    def _log(self) -> Path:
+    def _log(self):
         return self._directory / "made"
 
-    def prepare(self) -> None:
+    def prepare(self):
         super().prepare()
         self._log.touch()
 
-    def _key(self, number: int) -> tuple[str, bytes, Key]:
+    def _key(self, number):
         # New results appear all the time. Each is wanted in 40 rounds of every process.
         name = f"result {number // 5 + random.randrange(NAMES)}"
         return name, content_of(name), Key("compile", name, (("source", name),))
 
-    def write(self, number: int) -> None:
+    def write(self, number):
         name, content, key = self._key(number)
         store = DirectoryStore.open(self._cache)
         with store.making(key) as mine:
@@ -129,14 +124,14 @@ class BuildCache(Cache):
         if number % 10 == 0:
             collect(self._cache, days=1)
 
-    def read(self, number: int) -> None:
+    def read(self, number):
         name, content, key = self._key(number)
         store = DirectoryStore.open(self._cache)
         if (found := store.get(key)) is not None:
             assert found == {"name": name}
             assert store.read_blob(digest_of(content)) == content
 
-    def left(self) -> list[str]:
+    def left(self):
         made = self._log.read_text().splitlines()
         twice = {name for name in made if made.count(name) > 1}
         temporary = (DirectoryStore.open(self._cache).root / "v1" / "temp").iterdir()
@@ -146,7 +141,7 @@ class BuildCache(Cache):
 class CompiledHere(Cache):
     """Programs that this machine compiled: more than the cache may hold, so that it drops old ones."""
 
-    def write(self, number: int) -> None:
+    def write(self, number):
         os.environ["PREJIT_COMPILE_CACHE_BYTES"] = "20000"
         name = f"program {number // 20 + random.randrange(NAMES)}"
         key = PortableKey(digest_of(name.encode()), ("cpu",), "cpu", None)
@@ -155,7 +150,7 @@ class CompiledHere(Cache):
 
     read = write
 
-    def left(self) -> list[str]:
+    def left(self):
         self.write(1)
         return _names(self._directory, "*.tmp", "*.lock")
 
@@ -164,16 +159,16 @@ class ReceiptsOfFiles(Cache):
     """Receipts, and the names of first programs."""
 
     @property
-    def _files(self) -> Path:
+    def _files(self):
         return self._directory / "files"
 
-    def prepare(self) -> None:
+    def prepare(self):
         self._files.mkdir(parents=True)
         for number in range(NAMES):
             (self._files / str(number)).write_bytes(content_of(f"file {number}"))
         time.sleep(SETTLED_SECONDS + 0.1)  # what has just changed gets no receipt
 
-    def write(self, number: int) -> None:
+    def write(self, number):
         receipts = Receipts(self._files)
         for name in random.sample(range(NAMES), 3):
             expected = digest_of(content_of(f"file {name}"))
@@ -181,14 +176,14 @@ class ReceiptsOfFiles(Cache):
         receipts.save()
         remember_first_programs("sha256:0", [f"p{number}"] * 100)
 
-    def read(self, number: int) -> None:
+    def read(self, number):
         names = first_programs("sha256:0")
         assert len(set(names)) <= 1
         assert len(names) in (0, 100)
         for path in self._cache.glob("receipts/v1/*.json"):
             assert json.loads(path.read_bytes()), "a receipt that counts for nothing"
 
-    def left(self) -> list[str]:
+    def left(self):
         for path in self._files.iterdir():  # whose receipts end
             path.touch()
             os.utime(path, (0, 0))
@@ -204,7 +199,7 @@ class ReceiptsOfFiles(Cache):
 class ChannelStates(Cache):
     """What was accepted of a channel last: it never goes back."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory):
         from prejit.runtime.trust.channel_following import ChannelState  # needs cryptography
 
         super().__init__(directory)
@@ -213,13 +208,13 @@ class ChannelStates(Cache):
         self._state = ChannelState("/etc/trust.toml", "stable")
         self._newest = 0
 
-    def prepare(self) -> None:
+    def prepare(self):
         from tests.signers import signer
 
         super().prepare()
         self._key.write_text(signer("channel").public.pem)
 
-    def write(self, number: int) -> None:
+    def write(self, number):
         from prejit.runtime.trust.channel import Accepted, KeySet
         from prejit.runtime.trust.public_keys import read_key
 
@@ -233,13 +228,13 @@ class ChannelStates(Cache):
             digest = digest_of(str(self._newest).encode())
             self._state.write(kept._replace(version=self._newest, release_digest=digest))
 
-    def read(self, number: int) -> None:
+    def read(self, number):
         if (kept := self._state.read()) is not None:
             assert kept.version >= self._newest, "an older release came back"
             assert kept.release_digest == digest_of(str(kept.version).encode())
             self._newest = kept.version
 
-    def left(self) -> list[str]:
+    def left(self):
         self.write(0)
         return _names(self._directory, "*.tmp")
 
@@ -248,25 +243,25 @@ class BundleDirectory(Cache):
     """A bundle that builds replace and to which signatures are attached, and the files unpacked from it."""
 
     @property
-    def _bundle(self) -> Path:
+    def _bundle(self):
         return self._directory / "bundle"
 
     @property
-    def _unpacked(self) -> Path:
+    def _unpacked(self):
         return self._cache / "recorded" / "v1"
 
-    def prepare(self) -> None:
+    def prepare(self):
         super().prepare()
         self._write_bundle(0)
 
-    def _write_bundle(self, version: int) -> None:
+    def _write_bundle(self, version):
         files = {file.entry.file: file for file in self._files(version)}
         here = Fingerprint.current()
         needs = Requirement("cpu", here.architecture, here.cpu_features, here.jaxlib)
         target = RecordedTarget(needs, {"jax": "1"}, files)
         write_layout(self._bundle, *assemble("race", [packed(target, "race")]))
 
-    def _files(self, version: int) -> Iterator[RecordedFile]:
+    def _files(self, version):
         for number in range(3):
             name = f"jit_{version}_{number}"
             raw = content_of(name)
@@ -275,7 +270,7 @@ class BundleDirectory(Cache):
             file = f"{name}-{hashlib.sha256(name.encode()).hexdigest()}-cache"
             yield RecordedFile(RecordedProgram(name, file, segment, {}, {}), frame)
 
-    def write(self, number: int) -> None:
+    def write(self, number):
         if number % 3 == 0:
             self._write_bundle(random.randrange(NAMES))
         elif number % 3 == 1:
@@ -288,8 +283,8 @@ class BundleDirectory(Cache):
                         os.utime(directory, (0, time.time() - 31 * 86400))
             open_recorded(self._bundle)
 
-    def read(self, number: int) -> None:
-        def check(layout: Layout, root: Root) -> None:
+    def read(self, number):
+        def check(layout, root):
             targets = match(root, Fingerprint.current())
             check_blobs(layout, read_manifests(layout, targets).values(), None)
 
@@ -303,7 +298,7 @@ class BundleDirectory(Cache):
                 content = (found.directory / program.file).read_bytes()
                 assert content == content_of(program.name)
 
-    def left(self) -> list[str]:
+    def left(self):
         for directory in self._unpacked.glob("[0-9a-f]*"):
             os.utime(directory, (0, 0))
         self._write_bundle(NAMES)  # a new one, which has to be unpacked
@@ -320,14 +315,14 @@ class BundleDirectory(Cache):
         ]
 
 
-def attach_note(bundle: Path, number: int) -> None:
+def attach_note(bundle, number):
     """Attach something, as `prejit sign` does."""
     subject = read_whole(bundle, lambda layout, root: root.subject)
     assert subject is not None
     attach(bundle, subject, "text/plain", EMPTY, [Part("text/plain", str(number).encode())], {})
 
 
-CACHES: Mapping[str, type[Cache]] = {
+CACHES = {
     "the build cache": BuildCache,
     "programs compiled here": CompiledHere,
     "receipts": ReceiptsOfFiles,
@@ -358,7 +353,7 @@ class Lap:
     rounds: int
 
 
-def run_lap(lap: Lap) -> None:
+def run_lap(lap):
     """Do the rounds that are left. A successor of a killed process goes on where that one was killed."""
     random.seed()
     cache = CACHES[lap.cache](lap.directory)
@@ -375,9 +370,7 @@ def run_lap(lap: Lap) -> None:
         done.release()
 
 
-def race(
-    name: str, directory: Path, *, rounds: int, writers: int, seed: int
-) -> tuple[list[str], dict[str, Any]]:
+def race(name, directory, *, rounds, writers, seed):
     """Let processes write and read one cache, and kill writers at random moments.
 
     Args:
@@ -400,10 +393,10 @@ def race(
         Lap(name, directory / "cache", slot < writers, slot, rounds) for slot in range(2 * writers)
     ]
 
-    def start(lap: Lap) -> ForkServerProcess:
+    def start(lap):
         return processes.start(run_lap, lap, daemon=True)
 
-    def done(slot: int) -> int:
+    def done(slot):
         return int.from_bytes(counters.read_bytes()[8 * slot : 8 * slot + 8], sys.byteorder)
 
     started, kills = time.monotonic(), 0

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -63,11 +61,11 @@ class Leaf:
     kind: str = "numpy"
 
 
-def array_of(leaf: Leaf, chance: random.Random) -> Any:
+def array_of(leaf, chance):
     """Return random values, in which the special ones of the dtype are not rare."""
     count = math.prod(leaf.shape)
     if leaf.dtype == "bool":
-        values: list[Any] = [chance.random() < 0.5 for _ in range(count)]
+        values = [chance.random() < 0.5 for _ in range(count)]
     elif leaf.dtype == "complex64":
         values = [complex(chance.uniform(-4, 4), chance.uniform(-4, 4)) for _ in range(count)]
     elif "int" in leaf.dtype:
@@ -82,11 +80,11 @@ def array_of(leaf: Leaf, chance: random.Random) -> Any:
     return np.array(values, jnp.dtype(leaf.dtype)).reshape(leaf.shape)
 
 
-def _strided(given: Any) -> Any:
+def _strided(given):
     return np.repeat(given, 2, axis=0)[::2] if given.ndim else given
 
 
-def _weak(given: Any) -> Any:
+def _weak(given):
     """Return an array of jax with a weak type, where its dtype has one."""
     if given.dtype.name not in ("float32", "int32", "complex64"):
         return jnp.asarray(given)
@@ -98,7 +96,7 @@ def _weak(given: Any) -> Any:
     )
 
 
-KINDS: dict[str, Callable[[Any], Any]] = {
+KINDS = {
     "numpy": lambda given: given,
     "jax": jnp.asarray,
     "committed": lambda given: jax.device_put(given, jax.devices()[0]),
@@ -116,7 +114,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def given(tree: Any, chance: random.Random) -> Any:
+def given(tree, chance):
     """Return a tree of arguments with random values."""
     return jax.tree.map(lambda leaf: KINDS[leaf.kind](array_of(leaf, chance)), tree)
 
@@ -141,7 +139,7 @@ class Function:
     has_state: bool = False
 
 
-def container(parts: list[Any], chance: random.Random) -> Any:
+def container(parts, chance):
     """Return a random container of two parts."""
     first, second = parts
     return chance.choice(
@@ -157,7 +155,7 @@ def container(parts: list[Any], chance: random.Random) -> Any:
     )()
 
 
-def random_tree(chance: random.Random, depth: int) -> Any:
+def random_tree(chance, depth):
     """Return a tree of leaves."""
     if depth == 0 or chance.random() < 0.4:
         leaf = Leaf(chance.choice(DTYPES), chance.choice(SHAPES))
@@ -167,13 +165,13 @@ def random_tree(chance: random.Random, depth: int) -> Any:
     return container([random_tree(chance, depth - 1) for _ in range(2)], chance)
 
 
-def random_function(name: str, chance: random.Random) -> Function:
+def random_function(name, chance):
     """Return a random function of one of three kinds."""
     make = chance.choice((function_of_trees,) * 4 + (function_of_rows, function_of_state))
     return make(name, chance)
 
 
-def function_of_rows(name: str, chance: random.Random) -> Function:
+def function_of_rows(name, chance):
     """Return a function whose results for a row depend on no other row below it."""
     dtype = chance.choice(("float32", "int32", "bfloat16"))
     of_rows = [
@@ -193,7 +191,7 @@ def function_of_rows(name: str, chance: random.Random) -> Function:
     return Function(name, source, example, sizes=chance.choice(("pad", "open_sizes")))
 
 
-def function_of_state(name: str, chance: random.Random) -> Function:
+def function_of_state(name, chance):
     """Return a step: its first result is the next state."""
     state = container([Leaf("float32", shape) for shape in ((3,), (2, 3))], chance)
     weights = chance.sample(range(2, 9), 2)
@@ -205,11 +203,11 @@ def function_of_state(name: str, chance: random.Random) -> Function:
     return Function(name, source, (state, Leaf("float32", (4,), "jax")), has_state=True)
 
 
-def function_of_trees(name: str, chance: random.Random) -> Function:
+def function_of_trees(name, chance):
     """Return a function that reads each leaf by its place and name, and gives each a weight of its own."""
     example = tuple(random_tree(chance, 2) for _ in range(chance.randint(1, 3)))
-    lines: list[str] = []
-    results: list[str] = []
+    lines = []
+    results = []
     for place, tree in enumerate(example):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             read, result = f"{NAMES[place]}{jax.tree_util.keystr(path)}", f"r{len(results)}"
@@ -239,12 +237,12 @@ def function_of_trees(name: str, chance: random.Random) -> Function:
     return Function(name, source, example)
 
 
-def in_turn(read: str) -> str:
+def in_turn(read):
     """Return an expression of the arrays of a dict that depends on their order."""
     return f"sum(jnp.sum(part) * (place + 2) for place, part in enumerate({read}.values()))"
 
 
-def operation(read: str, leaf: Leaf, weight: int, chance: random.Random) -> str:
+def operation(read, leaf, weight, chance):
     """Return an expression of an array; many depend on dtypes, and on weak ones."""
     if leaf.dtype == "bool":
         return chance.choice(
@@ -272,17 +270,16 @@ def operation(read: str, leaf: Leaf, weight: int, chance: random.Random) -> str:
 # ---------------------------------------------------------------------- other arguments
 
 
-def variants(function: Function, chance: random.Random) -> Iterator[tuple[str, tuple[Any, ...]]]:
+def variants(function, chance):
     """Yield names of kinds of arguments with trees of leaves: the example's kind first."""
     example = function.example
     yield EXAMPLE, example
     leaves, structure = jax.tree.flatten(example)
 
-    def changed(change: Callable[[Leaf], Leaf]) -> tuple[Any, ...]:
+    def changed(change):
         place = chance.randrange(len(leaves))
         others = [*leaves[:place], change(leaves[place]), *leaves[place + 1 :]]
-        made: tuple[Any, ...] = jax.tree.unflatten(structure, others)
-        return made
+        return jax.tree.unflatten(structure, others)
 
     if function.sizes is not None:
         rows, factors = leaves
@@ -299,13 +296,13 @@ def variants(function: Function, chance: random.Random) -> Iterator[tuple[str, t
         yield SHARED, (example[0],) * len(example)
 
 
-def retreed(tree: Any, chance: random.Random) -> Any:
+def retreed(tree, chance):
     """Return a tree whose containers are of other classes, with the same or other names."""
     match tree:
         case dict():
             items = [(name, retreed(part, chance)) for name, part in tree.items()]
             chance.shuffle(items)
-            choices: list[Any] = [dict(items), OrderedDict(items)]
+            choices = [dict(items), OrderedDict(items)]
             if len(items) == 2:
                 choices.append(Pair(*(part for _, part in items)))
             return chance.choice(choices)

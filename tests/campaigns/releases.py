@@ -17,7 +17,6 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 from tests.layouts import blob, index_of
 from tests.lettered import write_lettered
-from tests.warm import WarmPython
 
 LAYERS = 2
 """Layers that compute; all others add nothing."""
@@ -63,7 +62,7 @@ class Manifest:
     license: str = ""
     more: str = ""
 
-    def text(self, model: Path) -> str:
+    def text(self, model):
         """Return the manifest of a model."""
         targets = "".join(
             each if "\n" in each else f'[[target]]\nname = "{each}"\n' for each in self.targets
@@ -108,12 +107,12 @@ class Release:
     signed: bool | None = None
 
 
-def base_of(release: Release) -> Release:
+def base_of(release):
     """Return the release beside which another one is judged."""
     return DEEP_BASE if release.idle else BASE
 
 
-def write_model(directory: Path, release: Release) -> Path:
+def write_model(directory, release):
     """Write the checkpoint of a release."""
     sizes = DEEP if release.idle else {}
     write_lettered(directory, n_layer=LAYERS + release.idle, **{**sizes, **release.config})
@@ -124,7 +123,7 @@ def write_model(directory: Path, release: Release) -> Path:
     return directory
 
 
-def build_release(warm: WarmPython, at: Path, cache: Path, release: Release) -> Path:
+def build_release(warm, at, cache, release):
     """Build a release in a directory, and return the directory of its bundle."""
     model = write_model(at / "model", release)
     manifest = at / "m.toml"
@@ -149,14 +148,14 @@ def build_release(warm: WarmPython, at: Path, cache: Path, release: Release) -> 
 # ---------------------------------------------------------------------- changes of a model
 
 
-def _change_tensors(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def _change_tensors(directory, change):
     path = directory / "model.safetensors"
     tensors = {name: value.copy() for name, value in load_file(path).items()}
     change(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def _silence(tensors: dict[str, Any]) -> None:
+def _silence(tensors):
     """Let all layers but the first ones add nothing."""
     for name, value in tensors.items():
         parts = name.split(".")
@@ -164,30 +163,30 @@ def _silence(tensors: dict[str, Any]) -> None:
             value[...] = 0
 
 
-def tensors(change: Callable[[dict[str, Any]], object]) -> Change:
+def tensors(change):
     """Return a change of the tensors of a checkpoint."""
     return lambda directory: _change_tensors(directory, change)
 
 
-def _scale(found: dict[str, Any]) -> None:
+def _scale(found):
     found[next(name for name in found if name.endswith("h.0.mlp.c_fc.weight"))] *= np.float32(1.1)
 
 
-def _other_seed(found: dict[str, Any]) -> None:
+def _other_seed(found):
     random = np.random.default_rng(5)
     for name, value in found.items():
         if value.ndim == 2 and ".h." in f".{name}" and value.any():
             value[...] = random.permutation(value)
 
 
-def _overflow_late(found: dict[str, Any]) -> None:
+def _overflow_late(found):
     found[next(name for name in found if name.endswith("wpe.weight"))][300:] = 3e38
 
 
-def change_json(name: str, change: Callable[[Any], Any]) -> Change:
+def change_json(name, change):
     """Return a change of a JSON file of a checkpoint."""
 
-    def write(directory: Path) -> None:
+    def write(directory):
         path = directory / name
         found = json.loads(path.read_text())
         path.write_text(json.dumps(change(found) or found, indent=3))
@@ -195,16 +194,16 @@ def change_json(name: str, change: Callable[[Any], Any]) -> Change:
     return write
 
 
-def _fewer_merges(tokenizer: Any) -> None:
+def _fewer_merges(tokenizer):
     tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:1]
 
 
-def _reordered(directory: Path) -> None:
+def _reordered(directory):
     """Write the same tensors in another order, in two files."""
     found = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     names = sorted(found, reverse=True)
-    where: dict[str, str] = {}
+    where = {}
     for number, part in enumerate((names[::2], names[1::2]), 1):
         file = f"model-{number:05}-of-00002.safetensors"
         save_file({name: found[name] for name in part}, directory / file, metadata={"format": "pt"})
@@ -216,7 +215,7 @@ def _reordered(directory: Path) -> None:
 # ---------------------------------------------------------------------- changes of a bundle
 
 
-def _corrupt(bundle: Path) -> None:
+def _corrupt(bundle):
     """Change a byte in the middle of the weights, the largest file."""
     path = max((bundle / "blobs" / "sha256").iterdir(), key=lambda each: each.stat().st_size)
     content = bytearray(path.read_bytes())
@@ -224,12 +223,12 @@ def _corrupt(bundle: Path) -> None:
     path.write_bytes(content)
 
 
-def _truncate(bundle: Path) -> None:
+def _truncate(bundle):
     """Lose the manifest of a target."""
     blob(bundle, index_of(bundle)["manifests"][0]["digest"]).unlink()
 
 
-def _copied(bundle: Path) -> None:
+def _copied(bundle):
     """Copy it file by file, as an archive does."""
     moved = bundle.with_name("moved")
     bundle.rename(moved)
@@ -246,7 +245,7 @@ buckets = { batch = [2] }
 """
 
 
-def twice(x: Any) -> Any:
+def twice(x):
     """A function that a release may have in addition."""
     return x + x
 

@@ -1,15 +1,11 @@
 """Loads of a bundle while another process replaces it, in each of the ways in which bundles are replaced."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import json
 import os
 import shutil
 import traceback
-from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from prejit.compiler.pipeline.layout_writing import write_layout
 
@@ -20,7 +16,7 @@ _EXCHANGE = 2
 """RENAME_EXCHANGE of renameat2."""
 
 
-def load_often(given: tuple[Sequence[Path], int, Sequence[float], Path, Path]) -> int:
+def load_often(given):
     """Load bundles until each was replaced in each way, call all programs, and print what they gave as JSON.
 
     Args:
@@ -29,7 +25,7 @@ def load_often(given: tuple[Sequence[Path], int, Sequence[float], Path, Path]) -
             was done.
     """
     paths, least, right, cache, counts_file = given
-    counts: dict[str, int] = {}
+    counts = {}
     errors = []
     for number, path in enumerate(itertools.cycle(paths)):
         if (
@@ -48,7 +44,7 @@ def load_often(given: tuple[Sequence[Path], int, Sequence[float], Path, Path]) -
     return 0
 
 
-def replace_often(given: tuple[Sequence[Path], Path, Path, Path]) -> int:
+def replace_often(given):
     """Replace bundles in each of the ways of `WAYS`, in turn, for ever.
 
     Args:
@@ -68,20 +64,20 @@ def replace_often(given: tuple[Sequence[Path], Path, Path, Path]) -> int:
     return 0
 
 
-def rebuild(source: Path, path: Path, number: int) -> None:
+def rebuild(source, path, number):
     """Write a bundle as a build does."""
     from tests.layouts import blobs_of, index_file
 
-    blobs: dict[str, bytes | Path] = {**blobs_of(source)}
+    blobs = {**blobs_of(source)}
     write_layout(path, index_file(source).read_bytes(), blobs)
 
 
-def annotate(source: Path, path: Path, number: int) -> None:
+def annotate(source, path, number):
     """Attach something to the bundle that is there."""
     attach_note(path, number % 5)
 
 
-def exchange(source: Path, path: Path, number: int) -> None:
+def exchange(source, path, number):
     """Exchange the directory for another one, and delete the old one."""
     new = path.with_name(f"{path.name}.new")
     shutil.rmtree(new, ignore_errors=True)
@@ -93,7 +89,7 @@ def exchange(source: Path, path: Path, number: int) -> None:
     shutil.rmtree(new)
 
 
-def pull(source: Path, path: Path, number: int) -> None:
+def pull(source, path, number):
     """Write as a client of a registry does: blobs by rename, then the index, then stale blobs go."""
     for file in [*(source / "blobs" / "sha256").iterdir(), source / "index.json"]:
         to = path / file.relative_to(source)
@@ -106,7 +102,7 @@ def pull(source: Path, path: Path, number: int) -> None:
             file.unlink()
 
 
-def link(source: Path, path: Path, number: int) -> None:
+def link(source, path, number):
     """Turn a link to a new copy, and delete the old copy."""
     copy = path.with_name(f"{path.name}.{number}")
     shutil.copytree(source, copy)
@@ -119,5 +115,5 @@ def link(source: Path, path: Path, number: int) -> None:
         shutil.rmtree(before)
 
 
-WAYS: Sequence[Callable[[Path, Path, int], None]] = (rebuild, annotate, exchange, pull, link)
+WAYS = (rebuild, annotate, exchange, pull, link)
 """How a bundle is replaced."""

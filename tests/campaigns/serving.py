@@ -16,7 +16,6 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,18 +79,18 @@ class Tally:
     _seen: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def answered(self, status: int) -> None:
+    def answered(self, status):
         with self._lock:
             self.statuses[status] += 1
 
-    def left(self, kind: str) -> None:
+    def left(self, kind):
         with self._lock:
             self.abandoned[kind] += 1
 
-    def fail(self, kind: str, problem: str) -> None:
+    def fail(self, kind, problem):
         self.failures.append(f"{kind}: {problem}")
 
-    def got(self, sample: Sample, new_tokens: int, generator: random.Random) -> None:
+    def got(self, sample, new_tokens, generator):
         with self._lock:
             self.texts += len(sample.texts)
             self.new_tokens += new_tokens
@@ -105,7 +104,7 @@ class Tally:
 class Client(threading.Thread):
     """Sends one request after the other until a time."""
 
-    def __init__(self, port: int, number: int, until: float, tally: Tally, *, pause: float) -> None:
+    def __init__(self, port, number, until, tally, *, pause):
         super().__init__(name=f"client {number}")
         self._port = port
         self._until = until
@@ -116,14 +115,14 @@ class Client(threading.Thread):
         self._sent = 0
         self._kind = ""
 
-    def run(self) -> None:
+    def run(self):
         """Send requests, of kinds that are drawn by their weights."""
         while time.monotonic() < self._until:
             [kind] = self._random.choices([*KINDS], [*KINDS.values()])
             self.send(kind)
             time.sleep(self._random.uniform(0, self._pause))
 
-    def send(self, kind: str) -> None:
+    def send(self, kind):
         self._kind = kind
         self._sent += 1
         try:
@@ -135,35 +134,35 @@ class Client(threading.Thread):
 
     # ------------------------------------------------------------------ texts
 
-    def whole(self) -> None:
+    def whole(self):
         self._text(self._completion())
 
-    def streamed(self) -> None:
+    def streamed(self):
         self._text(self._completion() | {"stream": True})
 
-    def chat(self) -> None:
+    def chat(self):
         self._text(self._conversation() | self._maybe_stream())
 
-    def several(self) -> None:
+    def several(self):
         number = self._random.randint(2, 6)
         self._text(self._completion(12) | {"n": number} | self._maybe_stream())
 
-    def stops(self) -> None:
+    def stops(self):
         stops = ["a", "tr", '":'][: self._random.randint(1, 3)]
         self._text(self._completion() | {"stop": stops} | self._maybe_stream())
 
-    def long_prompt(self) -> None:
+    def long_prompt(self):
         words = "".join(self._random.choices(WORDS, k=self._random.randint(30, 90)))
         self._text(self._completion(16) | {"prompt": SHARED + words})
 
-    def to_the_end_of_the_context(self) -> None:
+    def to_the_end_of_the_context(self):
         self._text(self._completion() | {"max_tokens": 4000, "ignore_eos": True})
 
-    def too_slow(self) -> None:
+    def too_slow(self):
         """The time of a request may not be enough for it, behind all others."""
         self._text(self._completion(450) | {"n": 10, "priority": 5, "ignore_eos": True})
 
-    def follows_a_schema(self) -> None:
+    def follows_a_schema(self):
         schema = {"name": "answer", "schema": SCHEMA, "strict": True}
         form = {"type": "json_schema", "json_schema": schema}
         body = self._conversation() | {"max_tokens": 60, "response_format": form}
@@ -175,7 +174,7 @@ class Client(threading.Thread):
 
     # ------------------------------------------------------------------ clients that go
 
-    def cancels(self) -> None:
+    def cancels(self):
         with self._asked(self._completion(450) | {"stream": True}) as answer:
             self._expect(answer.status, SERVED)
             for _ in range(self._random.randint(0, 40)):
@@ -183,7 +182,7 @@ class Client(threading.Thread):
                     break
             self._tally.left(self._kind)
 
-    def closes(self) -> None:
+    def closes(self):
         """Goes while it waits for the whole answer, in order or with a reset."""
         body = self._completion(450) | {"n": self._random.randint(1, 3)}
         with self._connected() as connection:
@@ -196,21 +195,21 @@ class Client(threading.Thread):
 
     # ------------------------------------------------------------------ refusals and other paths
 
-    def wrong(self) -> None:
+    def wrong(self):
         change = self._random.choice(({"temperature": -3}, {"stop": {"a": 1}}, {"seed": 2**70}))
         self._refused(COMPLETIONS, self._completion() | change, 400)
 
-    def too_long(self) -> None:
+    def too_long(self):
         prompt = "name " * self._random.randint(600, 3000)
         self._refused(COMPLETIONS, self._completion() | {"prompt": prompt}, 400)
 
-    def full_queue(self) -> None:
+    def full_queue(self):
         self._refused(COMPLETIONS, self._completion(30) | {"n": 100} | self._maybe_stream(), 400)
 
-    def unknown_path(self) -> None:
+    def unknown_path(self):
         self._refused("/v1/none", {}, 404)
 
-    def looks(self) -> None:
+    def looks(self):
         paths = ("/metrics", "/health/ready", "/health/live", "/v1/models", "/openapi.json", "/")
         with self._connected() as connection:
             connection.request("GET", self._random.choice(paths), headers=self._headers())
@@ -218,7 +217,7 @@ class Client(threading.Thread):
             answer.read()
             self._expect(answer.status, {200})
 
-    def tokenizes(self) -> None:
+    def tokenizes(self):
         text = "".join(self._random.choices(WORDS, k=20))
         with self._connected() as connection:
             tokens = self._exchange(connection, "/tokenize", {"prompt": text})["tokens"]
@@ -226,7 +225,7 @@ class Client(threading.Thread):
             found = self._exchange(connection, "/detokenize", {"tokens": tokens}, "-again")
             assert found["prompt"] == text, f"expected {text!r}, found {found['prompt']!r}"
 
-    def responds(self) -> None:
+    def responds(self):
         body = {"model": "decoder", "input": self._prompt(), "max_output_tokens": 12}
         with self._asked(body | self._maybe_stream(), path="/v1/responses") as answer:
             content = answer.read()
@@ -236,15 +235,15 @@ class Client(threading.Thread):
 
     # ------------------------------------------------------------------ requests
 
-    def _maybe_stream(self) -> dict[str, Any]:
+    def _maybe_stream(self):
         return {"stream": self._random.random() < 0.5}
 
-    def _prompt(self) -> str:
+    def _prompt(self):
         words = "".join(self._random.choices(WORDS, k=self._random.randint(1, 12)))
         return (SHARED if self._random.random() < 0.3 else "") + words
 
-    def _sampling(self, most_tokens: int) -> dict[str, Any]:
-        options: dict[str, Any] = {
+    def _sampling(self, most_tokens):
+        options = {
             "model": "decoder",
             "max_tokens": self._random.randint(1, most_tokens),
             "seed": self._random.getrandbits(32),
@@ -258,13 +257,13 @@ class Client(threading.Thread):
             options["frequency_penalty"] = 0.5
         return options
 
-    def _completion(self, most_tokens: int = 40) -> dict[str, Any]:
+    def _completion(self, most_tokens=40):
         return {**self._sampling(most_tokens), "prompt": self._prompt()}
 
-    def _conversation(self) -> dict[str, Any]:
+    def _conversation(self):
         return {**self._sampling(40), "messages": [{"role": "user", "content": self._prompt()}]}
 
-    def _headers(self, more: str = "") -> dict[str, str]:
+    def _headers(self, more=""):
         return {
             "Content-Type": "application/json",
             "X-Request-Id": f"{self._number}-{self._sent}{more}",
@@ -272,46 +271,38 @@ class Client(threading.Thread):
         }
 
     @contextlib.contextmanager
-    def _connected(self) -> Iterator[http.client.HTTPConnection]:
+    def _connected(self):
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_SECONDS)
         with contextlib.closing(connection):
             yield connection
 
     @contextlib.contextmanager
-    def _asked(
-        self, body: Mapping[str, Any], *, path: str = COMPLETIONS
-    ) -> Iterator[http.client.HTTPResponse]:
+    def _asked(self, body, *, path=COMPLETIONS):
         with self._connected() as connection:
             connection.request("POST", path, json.dumps(body), self._headers())
             with connection.getresponse() as answer:
                 yield answer
 
-    def _exchange(
-        self,
-        connection: http.client.HTTPConnection,
-        path: str,
-        body: dict[str, Any],
-        more: str = "",
-    ) -> Any:
+    def _exchange(self, connection, path, body, more=""):
         content = json.dumps(body | {"model": "decoder"})
         connection.request("POST", path, content, self._headers(more))
         answer = connection.getresponse()
         self._expect(answer.status, {200})
         return json.loads(answer.read())
 
-    def _expect(self, status: int, expected: frozenset[int] | set[int]) -> None:
+    def _expect(self, status, expected):
         self._tally.answered(status)
         if status not in expected:
             number = f"{self._number}-{self._sent}"
             self._tally.fail(self._kind, f"{number}: expected {sorted(expected)}, found {status}")
 
-    def _refused(self, path: str, body: Mapping[str, Any], status: int) -> None:
+    def _refused(self, path, body, status):
         with self._asked(body, path=path) as answer:
             content = answer.read()
             self._expect(answer.status, {status})
         assert json.loads(content)["error"]["message"], "an error without a message"
 
-    def _text(self, body: dict[str, Any], *, is_sample: bool = True) -> Sample | None:
+    def _text(self, body, *, is_sample=True):
         """Ask for texts; return them, or None if the server refused or ended the request."""
         is_streamed = body.get("stream", False)
         if is_streamed:
@@ -332,7 +323,7 @@ class Client(threading.Thread):
         return sample
 
 
-KINDS: dict[str, float] = {
+KINDS = {
     Client.whole.__name__: 20,
     Client.streamed.__name__: 20,
     Client.chat.__name__: 20,
@@ -355,7 +346,7 @@ KINDS: dict[str, float] = {
 """How often a client sends each kind of request, relative to the others."""
 
 
-def _events(content: bytes) -> list[dict[str, Any]] | None:
+def _events(content):
     """Return the chunks of a stream; None: it says that the time of the request was over."""
     lines = [line[6:] for line in content.split(b"\n\n") if line.startswith(b"data: ")]
     found = [json.loads(line) for line in lines if line != b"[DONE]"]
@@ -367,12 +358,10 @@ def _events(content: bytes) -> list[dict[str, Any]] | None:
     return found
 
 
-def _texts(
-    chunks: list[dict[str, Any]], count: int
-) -> tuple[tuple[str, ...], tuple[str, ...], int]:
+def _texts(chunks, count):
     """Return the texts of an answer, why each ended, and how many tokens they have."""
     texts, reasons = [""] * count, [""] * count
-    usage: dict[str, Any] = {}
+    usage = {}
     for chunk in chunks:
         usage = chunk.get("usage") or usage
         for choice in chunk["choices"]:
@@ -405,20 +394,20 @@ class Look:
 class Watcher(threading.Thread):
     """Looks at a process again and again."""
 
-    def __init__(self, process: int, kept_bytes: Callable[[], float], every: float) -> None:
+    def __init__(self, process, kept_bytes, every):
         super().__init__(name="watcher")
         self._process = process
         self._kept_bytes = kept_bytes
         self._every = every
         self._ends = threading.Event()
         self._begun = time.monotonic()
-        self.looks: list[Look] = []
+        self.looks = []
 
-    def run(self) -> None:
+    def run(self):
         while not self._ends.wait(self._every):
             self.looks.append(self.look())
 
-    def look(self) -> Look:
+    def look(self):
         kept = self._kept_bytes()
         at = Path("/proc") / str(self._process)
         pages = int((at / "statm").read_text().split()[1])
@@ -426,12 +415,12 @@ class Watcher(threading.Thread):
         files, threads = (len(os.listdir(at / name)) for name in ("fd", "task"))
         return Look(time.monotonic() - self._begun, resident, files, threads)
 
-    def end(self) -> None:
+    def end(self):
         self._ends.set()
         self.join()
 
 
-def slope_per_minute(looks: list[Look], of: Callable[[Look], float]) -> float:
+def slope_per_minute(looks, of):
     """Return the slope of the line through what was seen (least squares), per minute."""
     times = [look.seconds / 60 for look in looks]
     values = [of(look) for look in looks]
@@ -440,7 +429,7 @@ def slope_per_minute(looks: list[Look], of: Callable[[Look], float]) -> float:
     return above / sum((t - time_mean) ** 2 for t in times)
 
 
-def metric(text: str, name: str, label: str = "") -> float:
+def metric(text, name, label=""):
     """Return the sum of the values of a metric, of those lines that have this label."""
     lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
     assert lines, f"no metric {name}"

@@ -4,22 +4,17 @@
 writes its figures to broken_transfers.json beside this file; `make test` tries a few.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import accumulate
-from pathlib import Path
 from queue import SimpleQueue
 from random import Random
-from typing import Any
 
 import pytest
 from tests.fake_registry import fake_registry
@@ -42,7 +37,7 @@ AT_ONCE = setting("BROKEN_AT_ONCE", 6)
 GOLDEN = ROOT / "tests" / "format" / "v1" / "call"
 
 
-def can_mount(directory: Path) -> bool:
+def can_mount(directory):
     """Return whether this process may mount disks."""
     directory.mkdir()
     command = ["mount", "-t", "tmpfs", "tmpfs", str(directory)]
@@ -52,7 +47,7 @@ def can_mount(directory: Path) -> bool:
     return True
 
 
-def cases() -> Iterator[tuple[int, str, str]]:
+def cases():
     """Yield the number, the way and the fault of each case. All faults of a way come in turn."""
     ways, sums = list(WAYS), list(accumulate(WAYS.values()))
     turns = Counter[str]()
@@ -62,7 +57,7 @@ def cases() -> Iterator[tuple[int, str, str]]:
         turns[way] += 1
 
 
-def test_broken_transfers_leave_nothing_wrong_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_transfers_leave_nothing_wrong_and_go_on(monkeypatch):
     monkeypatch.setattr(processes, "PRELOADED", transfer_processes.PRELOADED)
     began = time.monotonic()
     results = list[tuple[int, str, str, Result]]()
@@ -79,7 +74,7 @@ def test_broken_transfers_leave_nothing_wrong_and_go_on(monkeypatch: pytest.Monk
             registry = stack.enter_context(fake_registry(user=user, has_referrers=number < 2))
             abroad = stack.enter_context(fake_registry())
             asked = {"www_authenticate": f'Bearer realm="http://{abroad.host}/token",service="s"'}
-            abroad.fault = lambda method, path, asked=asked: (  # type: ignore[misc]
+            abroad.fault = lambda method, path, asked=asked: (
                 (401, asked) if path.startswith("/deny") else None
             )
             directory = scratch / f"worker{number}"
@@ -90,7 +85,7 @@ def test_broken_transfers_leave_nothing_wrong_and_go_on(monkeypatch: pytest.Monk
             env = {"REGISTRY_AUTH_FILE": str(logins), "PREJIT_STORE_TOKEN": "secret", "HOME": "/"}
             places.put(Place(registry, abroad, directory, env, mounts))
 
-        def run(number: int, way: str, fault: str) -> Result:
+        def run(number, way, fault):
             place = places.get()
             try:
                 return run_case(Case(number, way, fault, versions, place))
@@ -113,9 +108,9 @@ def test_broken_transfers_leave_nothing_wrong_and_go_on(monkeypatch: pytest.Monk
     )
 
 
-def keep(results: list[tuple[int, str, str, Result]], seconds: float, mounts: bool) -> None:
+def keep(results, seconds, mounts):
     """Write the figures of a whole campaign."""
-    figures: dict[str, Any] = {
+    figures = {
         **facts("kernel"),
         "cases": len(results),
         "processes that broke": sum(len(each.ends) for *_, each in results),

@@ -14,7 +14,6 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,9 +88,7 @@ class Campaign:
     directory: Path
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def run(
-        self, scenario: str, number: object, fault: Fault
-    ) -> tuple[processes.Outcome, list[str]]:
+    def run(self, scenario, number, fault):
         """Run a scenario in a directory of its own, which stays. Return the outcome, and its calls."""
         directory = self.place(scenario, number)
         directory.mkdir()
@@ -103,17 +100,17 @@ class Campaign:
         outcome = processes.run(faults.broken, order, directory, limit_seconds=LIMIT_SECONDS)
         return outcome, (directory / "log").read_text().split()
 
-    def place(self, scenario: str, number: object) -> Path:
+    def place(self, scenario, number):
         """Return the directory of a fault."""
         return self.directory / f"{scenario.replace(' ', '-')}-{number}"
 
-    def sound(self, scenario: str, number: object) -> list[str]:
+    def sound(self, scenario, number):
         """Run a scenario without a fault. Return its calls."""
         outcome, calls = self.run(scenario, number, Fault())
         assert outcome.status == 0, outcome.stderr
         return calls
 
-    def try_one(self, scenario: str, number: object, fault: Fault) -> tuple[str, str | None]:
+    def try_one(self, scenario, number, fault):
         """Break a command, look at what is left, mend it, and judge both.
 
         Returns:
@@ -133,14 +130,7 @@ class Campaign:
         said = "\n".join((outcome.stdout, outcome.stderr, healed.stdout, healed.stderr))
         return f"{kind}, {ended}", f"{scenario}, {fault}, {where}: {problem}\n{said[-2500:]}"
 
-    def problem(
-        self,
-        scenario: Scenario,
-        fault: Fault,
-        where: str,
-        outcome: processes.Outcome,
-        healed: processes.Outcome,
-    ) -> str | None:
+    def problem(self, scenario, fault, where, outcome, healed):
         """Return what is wrong after a command and its mending; None: nothing is.
 
         `where` is the call that broke in this run: threads make calls in another order each time, so it need
@@ -178,9 +168,7 @@ class Campaign:
             return f"files were left: {said['left']}"
         return None
 
-    def check(
-        self, scenario: str, when: str, tried: list[Fault], calls: Sequence[str] = ()
-    ) -> None:
+    def check(self, scenario, when, tried, calls=()):
         """Try faults, keep their figures, and fail if one had a bad outcome."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
             found = list(pool.map(lambda each: self.try_one(scenario, *each), enumerate(tried)))
@@ -195,7 +183,7 @@ class Campaign:
         check(bad)
         assert tried
 
-    def write_figures(self) -> None:
+    def write_figures(self):
         """Write the figures of this run, and keep those of scenarios that only an earlier run tried."""
         scenarios = json.loads(figures_file("chaos").read_text())["scenarios"]
         for name, results in self.results.items():
@@ -208,7 +196,7 @@ class Campaign:
 
 
 @pytest.fixture(scope="module")
-def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
+def campaign(tmp_path_factory):
     """The three prepared directories, and the figures at the end."""
     directory = tmp_path_factory.mktemp("chaos")
     try:
@@ -225,7 +213,7 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
         made.write_figures()
 
 
-def _prepare(campaign: Campaign) -> None:
+def _prepare(campaign):
     """Make the directories that scenarios start from.
 
     `new` has no bundle. `built` has one, and the next one's programs are in the cache. `signed` has a key as
@@ -250,9 +238,7 @@ def _prepare(campaign: Campaign) -> None:
 
 
 @pytest.mark.parametrize("scenario", BROKEN)
-def test_a_command_that_breaks_at_any_call_leaves_nothing_wrong(
-    campaign: Campaign, scenario: str
-) -> None:
+def test_a_command_that_breaks_at_any_call_leaves_nothing_wrong(campaign, scenario):
     pick = random.Random(7)
     if IS_SAMPLE:
         last = json.loads(figures_file("chaos").read_text())["scenarios"][scenario][AT_CALLS]
@@ -266,9 +252,7 @@ def test_a_command_that_breaks_at_any_call_leaves_nothing_wrong(
 
 
 @pytest.mark.parametrize("scenario", TIMED)
-def test_a_command_killed_at_any_time_leaves_nothing_wrong(
-    campaign: Campaign, scenario: str
-) -> None:
+def test_a_command_killed_at_any_time_leaves_nothing_wrong(campaign, scenario):
     started = time.monotonic()
     if not IS_SAMPLE:
         campaign.sound(scenario, "timed")
@@ -278,9 +262,7 @@ def test_a_command_killed_at_any_time_leaves_nothing_wrong(
 
 @pytest.mark.parametrize("years", YEARS)
 @pytest.mark.parametrize("scenario", ("gc",) if IS_SAMPLE else SCENARIOS)
-def test_a_command_with_a_wrong_clock_does_the_same(
-    campaign: Campaign, scenario: str, years: int
-) -> None:
+def test_a_command_with_a_wrong_clock_does_the_same(campaign, scenario, years):
     fault = Fault(clock_seconds=years * 365 * 86_400)
     ended, problem = campaign.try_one(scenario, f"clock{years}", fault)
     assert (ended, problem) == ("killed, exit 0", None)

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,24 +51,24 @@ class Campaign:
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     failures: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, part: str, *names: str) -> None:
+    def add(self, part, *names):
         """Count an outcome."""
         self.counts.setdefault(part, Counter())[", ".join(names)] += 1
 
-    def fail(self, part: str, number: object, problem: str) -> None:
+    def fail(self, part, number, problem):
         """Record a bad outcome."""
         again = f"PREJIT_DAMAGE_ONLY={number} .venv/bin/python -m pytest {Path(__file__).relative_to(ROOT)}"
         said = f"{part} {number}: {problem}\nrepeat it: {again} -k test_{part}"
         self.failures.setdefault(part, []).append(said)
 
-    def check(self, part: str, tried: int) -> None:
+    def check(self, part, tried):
         """Fail if a part had a bad outcome, or was not tried."""
         check(self.failures.get(part, []))
         assert tried > 0
 
 
 @pytest.fixture(scope="module")
-def campaign(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Iterator[Campaign]:
+def campaign(tmp_path_factory, build_cache):
     """The demo model for two targets, in chunks of 1 MiB; and the figures at the end."""
     directory = tmp_path_factory.mktemp("damage")
     source = ROOT / "manifests" / "demo-model"
@@ -100,23 +99,23 @@ def campaign(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Ite
         write_figures("damage", figures)
 
 
-def numbers(count: int) -> Iterable[int]:
+def numbers(count):
     """Return the numbers of the examples to try."""
     return range(count) if ONLY is None else (int(ONLY),)
 
 
-def test_positions(campaign: Campaign, tmp_path: Path) -> None:
+def test_positions(campaign, tmp_path):
     """A bit in each chunk: the first, the last and any byte; found early, late and meanwhile."""
     count = damages.positions(campaign.bundle)
     step = 1 if EXAMPLES >= WHOLE_EXAMPLES or ONLY is not None else 19  # of each kind of place
     try_in_workers(campaign, "positions", [*numbers(count)][::step], tmp_path)
 
 
-def test_random(campaign: Campaign, tmp_path: Path) -> None:
+def test_random(campaign, tmp_path):
     try_in_workers(campaign, "random", [*numbers(EXAMPLES)], tmp_path)
 
 
-def try_in_workers(campaign: Campaign, part: str, wanted: list[int], directory: Path) -> None:
+def try_in_workers(campaign, part, wanted, directory):
     """Try examples in processes, one after the other."""
     tried = 0
     while wanted:
@@ -142,7 +141,7 @@ def try_in_workers(campaign: Campaign, part: str, wanted: list[int], directory: 
     campaign.check(part, tried)
 
 
-def start(command: str, bundle: Path, *options: str) -> subprocess.Popen[str]:
+def start(command, bundle, *options):
     """Start a command of `python -m prejit.runtime`."""
     return subprocess.Popen(
         [sys.executable, "-m", "prejit.runtime", command, str(bundle), *options],
@@ -152,19 +151,19 @@ def start(command: str, bundle: Path, *options: str) -> subprocess.Popen[str]:
     )
 
 
-def generate(bundle: Path, *, tokens: int = damages.NEW_TOKENS) -> subprocess.Popen[str]:
+def generate(bundle, *, tokens=damages.NEW_TOKENS):
     """Start `python -m prejit.runtime generate`."""
     options = ("--prompt", damages.PROMPT, "--max-new-tokens", str(tokens), "--temperature", "0")
     return start("generate", bundle, *options, "--on-mismatch", "error")
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def ended(process):
     """Wait for a process. Return its status and output."""
     out, errors = process.communicate(timeout=LIMIT_SECONDS)
     return process.returncode, out, errors
 
 
-def sound_text(campaign: Campaign, tokens: int = damages.NEW_TOKENS) -> str:
+def sound_text(campaign, tokens=damages.NEW_TOKENS):
     """Return what the sound bundle writes."""
     damages.drop_receipts()
     status, text, errors = ended(generate(campaign.bundle, tokens=tokens))
@@ -172,7 +171,7 @@ def sound_text(campaign: Campaign, tokens: int = damages.NEW_TOKENS) -> str:
     return text
 
 
-def with_receipts(campaign: Campaign, number: int) -> bool:
+def with_receipts(campaign, number):
     """Give every second example receipts from before its damage; return whether it has them."""
     damages.drop_receipts()
     if number % 2 == 1:
@@ -180,7 +179,7 @@ def with_receipts(campaign: Campaign, number: int) -> bool:
     return number % 2 == 1
 
 
-def test_command_line(campaign: Campaign) -> None:
+def test_command_line(campaign):
     """Half of them have receipts from before the damage, and the times of the file set back."""
     expected, tried = sound_text(campaign), 0
     for number in numbers(CHILDREN):
@@ -192,7 +191,7 @@ def test_command_line(campaign: Campaign) -> None:
         if verified != (0 if done.allowed == "same bytes" else 4) or "Traceback" in said:
             campaign.fail("command_line", number, f"verify: exit {verified}\n{damage}\n{said}")
         if status not in (0, 4) or "Traceback" in errors:
-            problem: str | None = f"exit status {status}, or a traceback"
+            problem = f"exit status {status}, or a traceback"
         else:
             said = errors.removeprefix("error[reject]: ")
             rejection = (said, said.partition(": ")[0]) if status else None
@@ -205,7 +204,7 @@ def test_command_line(campaign: Campaign) -> None:
     campaign.check("command_line", tried)
 
 
-def test_cut(campaign: Campaign) -> None:
+def test_cut(campaign):
     """A file is cut at a random moment. After its verification only its map is read: that is a SIGBUS."""
     tokens, tried, started = 40, 0, time.monotonic()
     expected = sound_text(campaign, tokens)

@@ -4,14 +4,11 @@
 test` a few. Each failure prints a command that repeats its batch. PREJIT_DIFFERENTIAL_SEED is the first seed.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -28,8 +25,8 @@ BATCH_FUNCTIONS = min(25, BATCH_CHECKS // 200)
 pytestmark = pytest.mark.timeout(900 + CHECKS)
 
 
-def test_every_way_answers_as_jax_does_or_refuses() -> None:
-    batches: list[dict[str, Any]] = []
+def test_every_way_answers_as_jax_does_or_refuses():
+    batches = []
     done = 0  # a batch may end before it has all of its checks
     with ThreadPoolExecutor(AT_ONCE) as pool:
         while done < CHECKS:
@@ -38,7 +35,7 @@ def test_every_way_answers_as_jax_does_or_refuses() -> None:
             done = sum(count for batch in batches for *_, count in batch["counts"])
     rows = [row for batch in batches for row in batch["counts"]]
 
-    def counted(place: int, *, only: str = "") -> Counter[str]:
+    def counted(place, *, only=""):
         found = Counter[str]()
         for row in rows:
             if only in ("", row[0]):
@@ -64,7 +61,7 @@ def test_every_way_answers_as_jax_does_or_refuses() -> None:
     assert counted(2, only=EXAMPLE)[SAME] > 0
 
 
-def run(seed: int) -> dict[str, Any]:
+def run(seed):
     """Run a batch in a process of its own: what jax and XLA keep of its functions goes with it."""
     words = (
         *("-m", "tests.campaigns.differential"),
@@ -73,6 +70,6 @@ def run(seed: int) -> dict[str, Any]:
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     again = " ".join((".venv/bin/python", *words))
     assert done.returncode == 0, f"{again}\n{done.stderr[-3000:]}"
-    found: dict[str, Any] = json.loads(done.stdout)
+    found = json.loads(done.stdout)
     found["bad"] = [f"{text}\nrepeat it: {again}" for text in found["bad"]]
     return found

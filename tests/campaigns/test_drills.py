@@ -5,8 +5,6 @@ Each drill runs real servers, honest clients beside, and a Prometheus with the r
 all and writes drills.json beside this file; `make test` runs the first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -16,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,7 @@ from tests.waiting import wait_for
 
 from .campaign import ROOT, setting
 from .drill_records import Drill, keep
-from .drill_stage import Stage, Texts, another_jaxlib, damage, small_disk, weights_file
+from .drill_stage import Stage, another_jaxlib, damage, small_disk, weights_file
 from .faults import compile_shim
 from .honest_clients import KEYS, expected, start
 
@@ -41,22 +38,22 @@ DAY = 86_400
 
 
 @pytest.fixture(scope="module")
-def answers(lettered_dir: Path) -> Texts:
+def answers(lettered_dir):
     return expected(lettered_dir)
 
 
 @pytest.fixture
-def stage(lettered_dir: Path, answers: Texts, tmp_path: Path) -> Iterator[Stage]:
+def stage(lettered_dir, answers, tmp_path):
     found = Stage(tmp_path, lettered_dir, answers)
     yield found
     found.close()
 
 
 @pytest.fixture
-def record(request: pytest.FixtureRequest) -> Callable[..., None]:
+def record(request):
     """Keep what a drill found, if all are run."""
 
-    def kept(*found: Any) -> None:
+    def kept(*found):
         drill = Drill(*found)
         print(drill)
         if IS_WHOLE:
@@ -65,7 +62,7 @@ def record(request: pytest.FixtureRequest) -> Callable[..., None]:
     return kept
 
 
-def test_a_killed_server(stage: Stage, record: Callable[..., None]) -> None:
+def test_a_killed_server(stage, record):
     killed, other = stage.serve(), stage.serve()
     for each in (killed, other):
         each.wait_until_ready()
@@ -96,7 +93,7 @@ def test_a_killed_server(stage: Stage, record: Callable[..., None]) -> None:
 
 
 @pytest.mark.thorough
-def test_a_bundle_damaged_before_a_restart(stage: Stage, record: Callable[..., None]) -> None:
+def test_a_bundle_damaged_before_a_restart(stage, record):
     restarted, other = stage.serve(), stage.serve(stage.source)
     for each in (restarted, other):
         each.wait_until_ready()
@@ -131,7 +128,7 @@ def test_a_bundle_damaged_before_a_restart(stage: Stage, record: Callable[..., N
 
 
 @pytest.mark.thorough
-def test_a_bundle_damaged_under_a_server(stage: Stage, record: Callable[..., None]) -> None:
+def test_a_bundle_damaged_under_a_server(stage, record):
     admin = stage.directory / "admin"
     damaged = stage.serve(stage.bundle, "--check-seconds", "1", "--admin", admin)
     other = stage.serve(stage.source)
@@ -166,7 +163,7 @@ def test_a_bundle_damaged_under_a_server(stage: Stage, record: Callable[..., Non
 
 
 @pytest.mark.thorough
-def test_a_swap_to_a_damaged_bundle(stage: Stage, record: Callable[..., None]) -> None:
+def test_a_swap_to_a_damaged_bundle(stage, record):
     admin = stage.directory / "admin"
     server = stage.serve(f"m={stage.source}", "--admin", admin).wait_until_ready()
     watch = stage.watch()
@@ -193,9 +190,7 @@ def test_a_swap_to_a_damaged_bundle(stage: Stage, record: Callable[..., None]) -
 
 
 @pytest.mark.thorough
-def test_shapes_that_no_bucket_has(
-    make_recipe: Callable[..., Any], tmp_path: Path, record: Callable[..., None]
-) -> None:
+def test_shapes_that_no_bucket_has(make_recipe, tmp_path, record):
     before = make_recipe().write(tmp_path / "before")
     after = make_recipe(buckets=(2, 8, 32)).write(tmp_path / "after")
     admin = tmp_path / "admin"
@@ -207,7 +202,7 @@ def test_shapes_that_no_bucket_has(
         right = infer(server).json()["outputs"][0]["data"]
         ends, seen = threading.Event(), list[Any]()
 
-        def send() -> None:
+        def send():
             with httpx.Client(timeout=120) as client:
                 while not ends.is_set():
                     answer = client.post(url, json=INFER)
@@ -250,7 +245,7 @@ def test_shapes_that_no_bucket_has(
 
 
 @pytest.mark.thorough
-def test_another_jaxlib_at_a_restart(stage: Stage, record: Callable[..., None]) -> None:
+def test_another_jaxlib_at_a_restart(stage, record):
     other, packages = another_jaxlib()
     changed, beside = stage.serve(), stage.serve()
     for each in (changed, beside):
@@ -287,7 +282,7 @@ def test_another_jaxlib_at_a_restart(stage: Stage, record: Callable[..., None]) 
 
 
 @pytest.mark.thorough
-def test_a_full_disk(stage: Stage, record: Callable[..., None]) -> None:
+def test_a_full_disk(stage, record):
     with small_disk(stage.directory / "disk") as disk:
         log, other = disk / "log.jsonl", disk / "of another program"
         server = stage.serve(f"m={stage.bundle}", "--log", log).wait_until_ready()
@@ -326,7 +321,7 @@ def test_a_full_disk(stage: Stage, record: Callable[..., None]) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("days", [1, -1])
-def test_a_clock_that_jumps(stage: Stage, record: Callable[..., None], days: int) -> None:
+def test_a_clock_that_jumps(stage, record, days):
     state = stage.directory / "state"
     state.write_bytes(bytes(64))
     try:
@@ -370,7 +365,7 @@ CGROUP = Path("/sys/fs/cgroup/memory")
 
 
 @pytest.mark.thorough
-def test_memory_short(stage: Stage, record: Callable[..., None]) -> None:
+def test_memory_short(stage, record):
     group = CGROUP / f"prejit-drill-{os.getpid()}"
     try:
         group.mkdir()
@@ -405,7 +400,7 @@ def test_memory_short(stage: Stage, record: Callable[..., None]) -> None:
 
 
 @pytest.mark.thorough
-def test_wedged_clients(stage: Stage, record: Callable[..., None]) -> None:
+def test_wedged_clients(stage, record):
     keys = stage.directory / "keys"
     wedged_key = "wedged-0123456789abcdef"
     keys.write_text("".join(f"{at}: {key}\n" for at, key in enumerate((*KEYS, wedged_key))))
@@ -435,7 +430,7 @@ STORM = 16
 
 
 @pytest.mark.thorough
-def test_a_storm_of_cold_servers(stage: Stage, record: Callable[..., None]) -> None:
+def test_a_storm_of_cold_servers(stage, record):
     with running_registry(stage.directory) as registry:
         reference = f"{registry.url}/drill:v1"
         command = [sys.executable, "-m", "prejit.runtime", "push", str(stage.source), reference]

@@ -5,15 +5,11 @@ Every process must end by itself within the time limit, with a documented exit s
 and without growing by more than a gigabyte. What a build accepts must also run.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 from tests.quick_compiling import compile_children_quickly
@@ -38,13 +34,13 @@ DOCUMENTED = frozenset((0, 1, 2, 3, 4, 6, 7, 8))
 class Campaign:
     """What became of the configurations of a run."""
 
-    def __init__(self) -> None:
-        self.outcomes: dict[str, Counter[str]] = {}
-        self.slowest_seconds: Counter[str] = Counter()
-        self.largest_growth_bytes: Counter[str] = Counter()
-        self.failures: list[str] = []
+    def __init__(self):
+        self.outcomes = {}
+        self.slowest_seconds = Counter()
+        self.largest_growth_bytes = Counter()
+        self.failures = []
 
-    def explore(self, draw: Callable[[Random], Any], attempt: Callable[[Any], None]) -> None:
+    def explore(self, draw, attempt):
         """Try EXAMPLES configurations, then fail if one of them had a bad outcome.
 
         `make test` tries the same ones each time, `make hostile` others.
@@ -55,7 +51,7 @@ class Campaign:
             attempt(draw(Random(seed)))
         check(self.failures[before:])
 
-    def judge(self, kind: str, outcome: processes.Outcome, configuration: object) -> bool:
+    def judge(self, kind, outcome, configuration):
         """Record an outcome. Returns whether the process did what it should."""
         status = "time limit" if outcome.status is None else f"exit {outcome.status}"
         self.outcomes.setdefault(kind, Counter())[status] += 1
@@ -75,14 +71,12 @@ class Campaign:
             self.fail(kind, problem, outcome, configuration)
         return problem is None
 
-    def fail(
-        self, kind: str, problem: str, outcome: processes.Outcome, configuration: object
-    ) -> None:
+    def fail(self, kind, problem, outcome, configuration):
         """Record a bad outcome."""
         said = (outcome.stdout[-500:] + outcome.stderr[-1500:]).strip()
         self.failures.append(f"{kind}: {problem}\n{str(configuration)[:3000]}\n{said}")
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self):
         """Return the content of hostile.json."""
         return {
             **facts("jax"),
@@ -101,7 +95,7 @@ class Campaign:
 
 
 @pytest.fixture(scope="module")
-def campaign(build_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
+def campaign(build_cache, tmp_path_factory):
     """The campaign of this run, with a build cache that holds the native kernels."""
     caches = tmp_path_factory.mktemp("caches")
     with pytest.MonkeyPatch.context() as patch:
@@ -117,7 +111,7 @@ def campaign(build_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         write_figures("hostile", made.figures())
 
 
-_CASES: dict[str, Any] = {
+_CASES = {
     **{case.config["model_type"]: case for case in reversed(cases.cases())},
     **{
         ("sentence-" if case.pooling else "") + case.config["model_type"]: case
@@ -135,7 +129,7 @@ _OPTIONAL = (
 )
 
 
-def _write_model(directory: Path, family: str, dtype: str = "float32") -> Path:
+def _write_model(directory, family, dtype="float32"):
     """Write a family's checkpoint and the manifest m.toml that builds it."""
     _CASES[family].write(directory / "model")
     buckets = "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [32]"
@@ -150,14 +144,14 @@ def _write_model(directory: Path, family: str, dtype: str = "float32") -> Path:
     return directory
 
 
-def _built(directory: Path) -> Path:
+def _built(directory):
     """Build a good manifest."""
     built = processes.run(_main, ("build", "m.toml", "-o", "out"), directory, limit_seconds=300)
     assert built.status == 0, built.stderr
     return directory / "out" / "m"
 
 
-def _main(arguments: Sequence[str]) -> int:
+def _main(arguments):
     from prejit.runtime.__main__ import main
 
     if arguments[0] == "build" and EXAMPLES < WHOLE_EXAMPLES:
@@ -166,7 +160,7 @@ def _main(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
-def _model_configs(random: Random) -> tuple[str, str, bytes]:
+def _model_configs(random):
     """Draw a family, a dtype and the content of config.json."""
     family = random.choice([*_CASES])
     dtype = random.choice(("float32", "bfloat16", "int8"))
@@ -176,8 +170,8 @@ def _model_configs(random: Random) -> tuple[str, str, bytes]:
     return family, dtype, to_json(edited(config, random, _OPTIONAL)).encode()
 
 
-def test_any_config_json_is_refused_or_makes_a_bundle_that_runs(campaign: Campaign) -> None:
-    def attempt(drawn: tuple[str, str, bytes]) -> None:
+def test_any_config_json_is_refused_or_makes_a_bundle_that_runs(campaign):
+    def attempt(drawn):
         family, dtype, config = drawn
         with tempfile.TemporaryDirectory() as name:
             directory = _write_model(Path(name), family, dtype)
@@ -196,9 +190,7 @@ _ENCODE = ("encode", "out/m")
 _READ = ("read", "out/m")
 
 
-def _build_and_run(
-    campaign: Campaign, kind: str, directory: Path, drawn: object, command: Sequence[str]
-) -> None:
+def _build_and_run(campaign, kind, directory, drawn, command):
     """Build m.toml and run what comes out."""
     build = ("build", "m.toml", "-o", "out", "--no-measure")
     built = processes.run(_main, build, directory, limit_seconds=LIMIT_SECONDS)
@@ -218,7 +210,7 @@ def _build_and_run(
         campaign.fail(kind, "built, but its results are not finite", ran, drawn)
 
 
-def _encode(_: object) -> int:
+def _encode(_):
     """Print an embedding of token ids, which the command line does not take."""
     from prejit.runtime import load
 
@@ -226,7 +218,7 @@ def _encode(_: object) -> int:
     return 0
 
 
-def _read(_: object) -> int:
+def _read(_):
     """Print what a model writes about token ids, which the command line does not take as a source."""
     from prejit.runtime import load
 
@@ -236,7 +228,7 @@ def _read(_: object) -> int:
     return 0
 
 
-def _tokenizers() -> list[dict[str, Any]]:
+def _tokenizers():
     """Return tokenizer.json of the four kinds of models; their token ids are below 29."""
     words = ["[UNK]", "<s>", "</s>", *"abcdefghijklmnopqrst", " ", "th", "he"]
     vocabulary = {word: place for place, word in enumerate(words)}
@@ -261,7 +253,7 @@ def _tokenizers() -> list[dict[str, Any]]:
     return found
 
 
-_BESIDE: dict[str, dict[str, Any]] = {
+_BESIDE = {
     "tokenizer_config.json": {
         "tokenizer_class": "LlamaTokenizerFast",
         "add_bos_token": True,
@@ -286,7 +278,7 @@ _BESIDE: dict[str, dict[str, Any]] = {
 """Files beside tokenizer.json."""
 
 
-def _tokenizer_files(random: Random) -> dict[str, bytes]:
+def _tokenizer_files(random):
     """Draw tokenizer.json and the files beside it, one or two of them damaged."""
     trees = {"tokenizer.json": random.choice(_tokenizers()), **_BESIDE}
     files = {name: to_json(tree).encode() for name, tree in trees.items()}
@@ -300,10 +292,10 @@ def _tokenizer_files(random: Random) -> dict[str, bytes]:
     return files
 
 
-def test_any_tokenizer_is_refused_or_makes_a_bundle_that_takes_text(campaign: Campaign) -> None:
+def test_any_tokenizer_is_refused_or_makes_a_bundle_that_takes_text(campaign):
     command = ("--prompt", "the cat: é", *_GENERATE[4:])
 
-    def attempt(files: dict[str, bytes]) -> None:
+    def attempt(files):
         with tempfile.TemporaryDirectory() as name:
             directory = _write_model(Path(name), "gpt2")
             for file, content in files.items():
@@ -314,7 +306,7 @@ def test_any_tokenizer_is_refused_or_makes_a_bundle_that_takes_text(campaign: Ca
     campaign.explore(_tokenizer_files, attempt)
 
 
-_MANIFEST: dict[str, Any] = {
+_MANIFEST = {
     "bundle": {"name": "m"},
     "model": {"source": "model", "dtype": "float32"},
     "generate": {
@@ -337,7 +329,7 @@ _MANIFEST: dict[str, Any] = {
 """A manifest of a decoder and a function."""
 
 
-def _manifests(random: Random) -> bytes:
+def _manifests(random):
     """Draw the content of a manifest."""
     tree = edited(_MANIFEST, random)
     lines = (f"{json.dumps(name)} = {to_toml(value)}" for name, value in tree.items())
@@ -345,8 +337,8 @@ def _manifests(random: Random) -> bytes:
     return junk.damaged(content, random) if random.random() < 0.1 else content
 
 
-def test_any_manifest_is_refused_or_builds(campaign: Campaign) -> None:
-    def attempt(manifest: bytes) -> None:
+def test_any_manifest_is_refused_or_builds(campaign):
+    def attempt(manifest):
         with tempfile.TemporaryDirectory() as name:
             directory = _write_model(Path(name), "gpt2")
             (directory / "m.toml").write_bytes(manifest)
@@ -379,7 +371,7 @@ _METHODS = {
 """Methods of Bundle and names of their arguments; the first is passed by position."""
 
 
-def _calls(random: Random) -> tuple[str, list[Any], dict[str, Any]]:
+def _calls(random):
     """Draw a method and its arguments, some of them junk."""
     method = random.choice([*_METHODS])
     _, *others = _METHODS[method]
@@ -393,15 +385,13 @@ def _calls(random: Random) -> tuple[str, list[Any], dict[str, Any]]:
     return method, [random.choice((nasty(random), ids, [1, 2], "abc"))], given
 
 
-def test_any_argument_of_the_api_gives_a_result_or_an_error_of_prejit(
-    campaign: Campaign, tmp_path: Path
-) -> None:
+def test_any_argument_of_the_api_gives_a_result_or_an_error_of_prejit(campaign, tmp_path):
     directory = _write_model(tmp_path / "api", "gpt2")
     for name, tree in {"tokenizer.json": _tokenizers()[1], **_BESIDE}.items():
         (directory / "model" / name).write_text(json.dumps(tree))
     bundle = _built(directory)
 
-    def attempt(drawn: tuple[str, list[Any], dict[str, Any]]) -> None:
+    def attempt(drawn):
         with tempfile.TemporaryDirectory() as name:
             argument = (str(bundle), *drawn)
             outcome = processes.run(_call, argument, Path(name), limit_seconds=LIMIT_SECONDS)
@@ -410,7 +400,7 @@ def test_any_argument_of_the_api_gives_a_result_or_an_error_of_prejit(
     campaign.explore(_calls, attempt)
 
 
-def _call(argument: tuple[str, str, list[Any], dict[str, Any]]) -> int:
+def _call(argument):
     from prejit.runtime import load
     from prejit.runtime.errors import PrejitError
 

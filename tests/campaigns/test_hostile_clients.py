@@ -5,17 +5,12 @@ hostile_clients.json beside this file; `make test` for some seconds with 200 con
 speed. PREJIT_HOSTILE_SECONDS is the length; PREJIT_HOSTILE_KINDS names the kinds of hostile requests to send.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -24,7 +19,7 @@ from tests.lettered import write_lettered
 
 from .campaign import ROOT, facts, machine_facts, setting, write_figures
 from .hostile_clients import wide_schema
-from .serving import MIB, Look, Watcher, metric
+from .serving import MIB, Watcher, metric
 
 SECONDS = setting("HOSTILE_SECONDS", 5)
 KINDS = os.environ.get("PREJIT_HOSTILE_KINDS", "").split()
@@ -48,14 +43,14 @@ pytestmark = pytest.mark.timeout(900 + 4 * SECONDS)
 
 
 @pytest.fixture(scope="module")
-def bundle_dir(make_decoder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle_dir(make_decoder, tmp_path_factory):
     """A decoder for eight texts at once. Where the figures count, a step takes some milliseconds."""
     sizes = {"n_embd": 512, "n_head": 8, "n_layer": 8} if IS_WHOLE else {}
     source = write_lettered(tmp_path_factory.mktemp("lettered") / "model", **sizes)
     return make_decoder(source, batch=(1, 8), prompt=(16, 64), context=(512,))
 
 
-def test_an_honest_client_beside_hostile_ones(bundle_dir: Path, tmp_path: Path) -> None:
+def test_an_honest_client_beside_hostile_ones(bundle_dir, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("".join(f"{name}: {key}\n" for name, key in KEYS.items()))
     server = Process(f"decoder={bundle_dir}", "--keys", keys, "--queue", "64", "--timeout", "60")
@@ -105,12 +100,12 @@ def test_an_honest_client_beside_hostile_ones(bundle_dir: Path, tmp_path: Path) 
         check_figures(figures, before, after)
 
 
-def spread(values: list[float]) -> list[int]:
+def spread(values):
     """Return the first value, the most and the last."""
     return [round(each) for each in (values[0], max(values), values[-1])]
 
 
-def check_figures(figures: dict[str, Any], before: Look, after: Look) -> None:
+def check_figures(figures, before, after):
     assert figures["p99 between tokens, times of alone"] <= MOST_SLOWER
     assert figures["honest client beside the hostile ones"]["ms of a scrape"]["most"] < SCRAPE_MS
     assert after.resident_bytes <= MOST_MEMORY * before.resident_bytes
@@ -118,7 +113,7 @@ def check_figures(figures: dict[str, Any], before: Look, after: Look) -> None:
     assert figures["hostile clients"]["connections"]["opened"] >= CONNECTIONS
 
 
-def client(kind: str, server: Process, name: str, *options: object) -> subprocess.Popen[str]:
+def client(kind, server, name, *options):
     """Start clients."""
     words = ["-m", "tests.campaigns.hostile_clients", kind, server.port, KEYS[name], *options]
     return subprocess.Popen(
@@ -126,15 +121,14 @@ def client(kind: str, server: Process, name: str, *options: object) -> subproces
     )
 
 
-def told(process: subprocess.Popen[str]) -> dict[str, Any]:
+def told(process):
     """Wait for the end of clients, and return what they have seen."""
     output, _ = process.communicate()
     assert process.returncode == 0
-    found: dict[str, Any] = json.loads(output)
-    return found
+    return json.loads(output)
 
 
-def fill_grammars(server: Process) -> None:
+def fill_grammars(server):
     """Let a server keep as much of grammars as it ever does: that is on purpose."""
     for number in range(20 if IS_WHOLE else 1):
         body = {"model": "decoder", "prompt": "abc", "max_tokens": 1}
@@ -147,17 +141,17 @@ def fill_grammars(server: Process) -> None:
         assert answer.status_code == 200, answer.text
 
 
-def look(server: Process) -> Look:
+def look(server):
     """Return what a server has now, without what it keeps of prompts on purpose."""
     text = httpx.get(f"{server.url}/metrics", timeout=60).text
     kept = metric(text, "prejit_prefix_cache_bytes")
     return Watcher(server.process.pid, lambda: kept, 1.0).look()
 
 
-def rested(server: Process) -> Look:
+def rested(server):
     """Wait until a server at rest gives no more back, and return what it has then."""
     until = time.monotonic() + REST_SECONDS
-    looks: list[Look] = []
+    looks = []
     while time.monotonic() < until:
         with suppress(httpx.TimeoutException):
             looks.append(look(server))
@@ -167,7 +161,7 @@ def rested(server: Process) -> Look:
     return looks[-1]
 
 
-def is_steady(looks: list[Look]) -> bool:
+def is_steady(looks):
     """Return whether the last looks, a second apart, saw neither memory nor files given back."""
     first, last = looks[0], looks[-1]
     has_more = first.resident_bytes > last.resident_bytes + MIB or first.files > last.files

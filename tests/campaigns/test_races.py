@@ -5,16 +5,11 @@ killed, and loads a bundle 2,000 times while it is replaced. It writes the figur
 file; `make test` tries a few.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -35,13 +30,13 @@ LIMIT_SECONDS = 3600
 
 
 @pytest.fixture(autouse=True)
-def own_environment() -> Iterator[None]:
+def own_environment():
     """Gives later tests their own variables back: a cache sets those of its race."""
     with mock.patch.dict(os.environ):
         yield
 
 
-def keep(name: str, figures: dict[str, Any]) -> None:
+def keep(name, figures):
     """Write the figures of a whole campaign."""
     if EXAMPLES >= WHOLE_EXAMPLES:
         found = json.loads(figures_file("races").read_text())
@@ -49,7 +44,7 @@ def keep(name: str, figures: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", races.CACHES)
-def test_processes_that_share_a_directory_read_nothing_wrong(name: str, tmp_path: Path) -> None:
+def test_processes_that_share_a_directory_read_nothing_wrong(name, tmp_path):
     if name == "the state of a channel":
         pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
     bad, figures = races.race(name, tmp_path, rounds=ROUNDS, writers=PROCESSES, seed=1)
@@ -57,7 +52,7 @@ def test_processes_that_share_a_directory_read_nothing_wrong(name: str, tmp_path
     check(bad)
 
 
-def test_a_bundle_that_is_replaced_while_it_loads_is_the_old_or_the_new_one(tmp_path: Path) -> None:
+def test_a_bundle_that_is_replaced_while_it_loads_is_the_old_or_the_new_one(tmp_path):
     for name, factor in (("old", OLD), ("new", NEW)):
         directory = tmp_path / name
         directory.mkdir()
@@ -74,7 +69,7 @@ def test_a_bundle_that_is_replaced_while_it_loads_is_the_old_or_the_new_one(tmp_
     right = (OLD + 1, NEW + 1)
     loads = ((direct, direct, direct, link), LOADS // 2, right, tmp_path / "runtime", counts)
 
-    def loaded(number: int) -> processes.Outcome:
+    def loaded(number):
         loader = tmp_path / f"loader-{number}"
         loader.mkdir()
         return processes.run(

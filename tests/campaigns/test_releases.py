@@ -4,33 +4,28 @@
 this file; `make test` judges some, of a smaller model.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from tests.integration.test_serve import Process
 from tests.signers import key_table, signer, write_policy
-from tests.warm import WarmPython
 
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.compiler.targets.target_classes import catalogue
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.fleet_machines import Machine
-from prejit.server.releases.gate_run import GateOptions, GateVerdict, run_gate
+from prejit.server.releases.gate_run import GateOptions, run_gate
 
 from .campaign import check, facts, figures_file, machine_facts, setting, write_figures
-from .releases import BAD, BASE, DEEP_BASE, GOOD, Release, base_of, build_release
+from .releases import BAD, BASE, DEEP_BASE, GOOD, base_of, build_release
 
 IS_WHOLE = bool(setting("RELEASES", 0))
 SECONDS = 30.0 if IS_WHOLE else 0.0
@@ -43,15 +38,13 @@ _PAUSE_SECONDS = 0.01
 _TIMES = ("first token", "next token", "whole request")
 pytestmark = pytest.mark.timeout(14_000 if IS_WHOLE else 900)
 
-Build = Callable[[Release], Path]
-
 
 @pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory, build_cache: Path, warm: WarmPython) -> Build:
+def build(tmp_path_factory, build_cache, warm):
     """Builds a release, once."""
-    built: dict[str, Path] = {}
+    built = {}
 
-    def build(release: Release) -> Path:
+    def build(release):
         if release.name not in built:
             at = tmp_path_factory.mktemp("release")
             built[release.name] = build_release(warm, at, build_cache, release)
@@ -60,19 +53,19 @@ def build(tmp_path_factory: pytest.TempPathFactory, build_cache: Path, warm: War
     return build
 
 
-def chosen() -> list[Release]:
+def chosen():
     """Return all releases, or some of them."""
     return [each for each in (*BAD, *GOOD) if IS_WHOLE or each.name in _SAMPLE]
 
 
-def fleet() -> list[Machine]:
+def fleet():
     """Return the fingerprints of a fleet: this machine, and one with the CPU of 2009."""
     here = Fingerprint.current()
     old = replace(here, cpu_features=catalogue()["cpu-x86-64-v2"].cpu_features or ())
     return [Machine("new", "new.json", here), Machine("old", "old.json", old)]
 
 
-def signed(build: Build, release: Release, at: Path) -> tuple[Path, Path, Path]:
+def signed(build, release, at):
     """Return copies of the base, which is signed, and of a release, and a policy that wants signatures."""
     old = Path(shutil.copytree(build(BASE), at / "old"))
     new = Path(shutil.copytree(build(release), at / "new"))
@@ -82,7 +75,7 @@ def signed(build: Build, release: Release, at: Path) -> tuple[Path, Path, Path]:
     return old, new, write_policy(at / "trust.toml", key_table("release"), rule)
 
 
-def judged(build: Build, release: Release, at: Path) -> GateVerdict:
+def judged(build, release, at):
     """Return the verdict of the gate on a release beside the base."""
     with pytest.MonkeyPatch.context() as patch:
         if release.signed is None:
@@ -94,7 +87,7 @@ def judged(build: Build, release: Release, at: Path) -> GateVerdict:
         return run_gate(str(old), str(new), options, lambda _: None)
 
 
-def outcome_of(release: Release, failed: Sequence[str]) -> str:
+def outcome_of(release, failed):
     """Return what is wrong with the checks that failed for a release; empty: nothing."""
     if bool(failed) != bool(release.checks):
         return f"{release.name}: expected {release.checks or 'nothing'} to stop it, found {failed}"
@@ -103,7 +96,7 @@ def outcome_of(release: Release, failed: Sequence[str]) -> str:
     return ""
 
 
-def test_the_gate_stops_bad_releases_and_lets_good_ones_pass(build: Build, tmp_path: Path) -> None:
+def test_the_gate_stops_bad_releases_and_lets_good_ones_pass(build, tmp_path):
     before, began = machine_facts(), time.monotonic()
     rows, wrong = [], []
     for number, release in enumerate(chosen()):
@@ -142,7 +135,7 @@ class Live:
         failures: requests that failed.
     """
 
-    def __init__(self, base: Path, at: Path, **environment: str) -> None:
+    def __init__(self, base, at, **environment):
         self._base = base
         socket_path = at / "admin"
         self.server = Process(f"m={base}", "--admin", socket_path, **environment)
@@ -150,15 +143,15 @@ class Live:
         transport = httpx.HTTPTransport(uds=str(socket_path))
         self._admin = httpx.Client(transport=transport, base_url="http://admin", timeout=300)
         self._ends = threading.Event()
-        self._right: dict[str, str] = {}
-        self.changed: list[str] = []
-        self.failures: list[str] = []
+        self._right = {}
+        self.changed = []
+        self.failures = []
         self.requests = 0
         self._threads = [threading.Thread(target=self._ask_on) for _ in range(_CLIENTS)]
         for each in self._threads:
             each.start()
 
-    def _ask_on(self) -> None:
+    def _ask_on(self):
         with httpx.Client(timeout=120) as client:
             for prompt in itertools.cycle(_PROMPTS):
                 if self._ends.is_set():
@@ -169,7 +162,7 @@ class Live:
                     self.failures.append(f"{type(error).__name__}: {error}"[:300])
                 self._ends.wait(_PAUSE_SECONDS)
 
-    def _ask(self, client: httpx.Client, prompt: str) -> None:
+    def _ask(self, client, prompt):
         body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
         answer = client.post(f"{self.server.url}/v1/completions", json=body)
         self.requests += 1
@@ -181,7 +174,7 @@ class Live:
         if self._right.setdefault(at, text) != text:
             self.changed.append(f"{at}: expected {self._right[at]!r}, found {text!r}")
 
-    def try_release(self, bundle: Path) -> dict[str, Any]:
+    def try_release(self, bundle):
         """Return how a canary of a release ends. The base serves again after it."""
         began = time.monotonic()
         answer = self._admin.post("/canary", json={"bundle": str(bundle), "share": "50%"})
@@ -197,13 +190,13 @@ class Live:
             assert answer.status_code == 200, answer.text
         return {**state, "seconds": round(time.monotonic() - began, 1)}
 
-    def ends(self) -> dict[str, int]:
+    def ends(self):
         """Return how many canaries ended in each way, by the metrics of the server."""
         text = httpx.get(f"{self.server.url}/metrics", timeout=60).text
         found = re.findall(r'^prejit_canaries_total{.*outcome="(\w+)"} (\d+)', text, re.MULTILINE)
         return {"promoted": 0, "rolled_back": 0} | {name: int(count) for name, count in found}
 
-    def close(self) -> None:
+    def close(self):
         self._ends.set()
         for each in self._threads:
             each.join()
@@ -214,7 +207,7 @@ class Live:
             self.server.kill()
 
 
-def tried(live: Live, bundle: Path, release: Release, wrong: list[str]) -> dict[str, Any]:
+def tried(live, bundle, release, wrong):
     """Try a release live, and note what is wrong with the outcome."""
     state = live.try_release(bundle)
     again = 0
@@ -230,10 +223,10 @@ def tried(live: Live, bundle: Path, release: Release, wrong: list[str]) -> dict[
     return row
 
 
-def test_a_canary_stops_bad_releases_and_promotes_good_ones(build: Build, tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = []
-    wrong: list[str] = []
-    lives: list[Live] = []
+def test_a_canary_stops_bad_releases_and_promotes_good_ones(build, tmp_path):
+    rows = []
+    wrong = []
+    lives = []
     for base in (BASE, DEEP_BASE):
         tries = [each for each in chosen() if each.signed is None and base_of(each) is base]
         if tries:

@@ -4,8 +4,6 @@
 some seconds. PREJIT_SOAK_SECONDS is the length. The load of the machine is in the figures.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -15,21 +13,19 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import CancelledError
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from tests.integration.test_serve import Process
 from tests.threads import in_threads
 
-from prejit.runtime import Bundle, load
+from prejit.runtime import load
 from prejit.runtime.errors import DeadlineError, QueueFullError
 from prejit.server.engine.engine import Engine
 
 from . import serving
 from .campaign import facts, machine_facts, setting, write_figures
-from .serving import MIB, Client, Look, Sample, Tally, Watcher, metric, slope_per_minute
+from .serving import MIB, Client, Tally, Watcher, metric, slope_per_minute
 
 SECONDS = setting("SOAK_SECONDS", 4)
 pytestmark = pytest.mark.timeout(900 + 4 * SECONDS)
@@ -45,27 +41,27 @@ THREADS = 40
 
 
 @pytest.fixture(scope="module")
-def bundle(lettered_dir: Path) -> Bundle:
+def bundle(lettered_dir):
     return load(lettered_dir, on_mismatch="error")
 
 
 @pytest.fixture(scope="module")
-def figures() -> dict[str, Any]:
+def figures():
     return facts("jax", "uvicorn", "kernel") | machine_facts()
 
 
 class Leaving:
     """Uses an engine in every way in which a caller may wait for a text, or leave it."""
 
-    def __init__(self, bundle: Bundle, engine: Engine) -> None:
+    def __init__(self, bundle, engine):
         self._engine = engine
-        self.outcomes: Counter[str] = Counter()
-        self.failures: list[str] = []
+        self.outcomes = Counter()
+        self.failures = []
         self._prompts = [
             [(place * 7 + number) % 250 for place in range(1 + number * 11 % 80)]
             for number in range(24)
         ]
-        self._options: list[dict[str, Any]] = [
+        self._options = [
             {"max_new_tokens": 2 + n * 13 % 60, "temperature": n % 3 / 2, "seed": n}
             for n in range(24)
         ]
@@ -74,7 +70,7 @@ class Leaving:
             for prompt, options in zip(self._prompts, self._options, strict=True)
         ]
 
-    def work(self, seed: int, until: float) -> None:
+    def work(self, seed, until):
         """Use it until a time."""
         generator = random.Random(seed)
         while time.monotonic() < until:
@@ -88,17 +84,16 @@ class Leaving:
             except BaseException as error:
                 self.failures.append(f"{type(error).__name__}: {error}")
 
-    def _use(self, generator: random.Random) -> str:
+    def _use(self, generator):
         number, engine = generator.randrange(24), self._engine
         prompt = self._prompts[number]
-        options: dict[str, Any] = {
+        options = {
             **self._options[number],
             "stop_token_ids": (),
             "priority": generator.randint(-1, 1),
             "client": generator.choice("abc"),
         }
         way = generator.choice(["wait", "wait", "read", "cancel", "close", "drop", "late", "task"])
-        tokens: tuple[int | None, ...]
         match way:
             case "wait":
                 tokens = engine.generate(prompt, **options).token_ids
@@ -129,9 +124,7 @@ class Leaving:
         return way
 
 
-def test_an_engine_that_threads_use_and_leave_at_random(
-    bundle: Bundle, figures: dict[str, Any]
-) -> None:
+def test_an_engine_that_threads_use_and_leave_at_random(bundle, figures):
     """Threads submit, stream, cancel, drop streams and set deadlines; then all slots are free."""
     engine = Engine(bundle, slots=3, queue=12, prefix_memory=MIB)
     leaving = Leaving(bundle, engine)
@@ -153,12 +146,10 @@ def test_an_engine_that_threads_use_and_leave_at_random(
     figures["engine"] = dict(sorted(outcomes.items()))
 
 
-async def _leave(
-    engine: Engine, prompt: list[int], arguments: dict[str, Any], generator: random.Random
-) -> str:
+async def _leave(engine, prompt, arguments, generator):
     """Read a stream in a task that is cancelled."""
 
-    async def read() -> None:
+    async def read():
         async for _ in engine.stream(prompt, **arguments):
             pass
 
@@ -170,9 +161,7 @@ async def _leave(
     return "task"
 
 
-def test_a_server_under_mixed_load(
-    bundle: Bundle, lettered_dir: Path, tmp_path: Path, figures: dict[str, Any]
-) -> None:
+def test_a_server_under_mixed_load(bundle, lettered_dir, tmp_path, figures):
     keys, log = tmp_path / "keys", tmp_path / "requests.jsonl"
     keys.write_text("".join(f"client-{n}: {key}\n" for n, key in enumerate(serving.KEYS)))
     arguments = ("--log", log, "--keys", keys, "--queue", "32", "--timeout", "4")
@@ -213,7 +202,7 @@ def test_a_server_under_mixed_load(
     _check_the_process(watcher.looks[0], rested, process)
 
 
-def _load(server: Process) -> tuple[Tally, Watcher]:
+def _load(server):
     """Let clients send every kind of request at least once, and then at random until the time is over."""
     tally, watcher = Tally(SAMPLES), _watcher(server, max(0.25, SECONDS / 400))
     until = time.monotonic() + SECONDS
@@ -230,16 +219,16 @@ def _load(server: Process) -> tuple[Tally, Watcher]:
     return tally, watcher
 
 
-def _watcher(server: Process, every: float) -> Watcher:
+def _watcher(server, every):
     kept = "prejit_prefix_cache_bytes"
     return Watcher(server.process.pid, lambda: metric(_metrics(server), kept), every)
 
 
-def _metrics(server: Process) -> str:
+def _metrics(server):
     return httpx.get(f"{server.url}/metrics", timeout=serving.ANSWER_SECONDS).text
 
 
-def _rest(server: Process) -> Look:
+def _rest(server):
     """Wait until nothing runs and waits, and return what the process has then."""
     until = time.monotonic() + IDLE_SECONDS
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
@@ -250,7 +239,7 @@ def _rest(server: Process) -> Look:
     return _watcher(server, 1.0).look()
 
 
-def _of_the_process(watcher: Watcher, rested: Look) -> dict[str, Any]:
+def _of_the_process(watcher, rested):
     """Return how memory, files and threads changed after a quarter of the time, and what is left at rest."""
     looks = [each for each in watcher.looks if each.seconds > SECONDS / 4]
     return {
@@ -269,7 +258,7 @@ def _of_the_process(watcher: Watcher, rested: Look) -> dict[str, Any]:
     }
 
 
-def _check_the_process(first: Look, rested: Look, found: dict[str, Any]) -> None:
+def _check_the_process(first, rested, found):
     """Check that memory, files and threads are flat, and few at rest."""
     assert rested.files <= first.files, found
     assert rested.threads <= first.threads + THREADS, found
@@ -280,7 +269,7 @@ def _check_the_process(first: Look, rested: Look, found: dict[str, Any]) -> None
         assert abs(slopes["threads"]) < 5, found
 
 
-def _entries(log: Path) -> dict[str, dict[str, Any]]:
+def _entries(log):
     """Return the requests of a log by id: each must be there once."""
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     requests = [line for line in lines if line["event"] == "request"]
@@ -289,7 +278,7 @@ def _entries(log: Path) -> dict[str, dict[str, Any]]:
     return {line["id"]: line for line in requests}
 
 
-def _check_the_log(entries: dict[str, dict[str, Any]], text: str, tally: Tally) -> None:
+def _check_the_log(entries, text, tally):
     """Check that metrics, log and clients agree on how many requests there were."""
     calls = [call for each in entries.values() if each["status"] != 400 for call in each["calls"]]
     assert len(calls) == metric(text, "prejit_requests_total"), text
@@ -305,11 +294,11 @@ def _check_the_log(entries: dict[str, dict[str, Any]], text: str, tally: Tally) 
         assert metric(text, "prejit_requests_total", f'reason="{reason}"') == 0
 
 
-def _check_tokens(bundle: Bundle, sample: Sample, entry: dict[str, Any]) -> None:
+def _check_tokens(bundle, sample, entry):
     """Check that `Bundle.generate` gives the tokens that a client of the server got."""
     body = sample.body
     if "messages" in body:
-        prompt: Any = bundle.apply_chat_template(body["messages"])
+        prompt = bundle.apply_chat_template(body["messages"])
     else:
         prompt = bundle.tokenizer.encode(body["prompt"])
     names = ("temperature", "top_p", "frequency_penalty", "stop")

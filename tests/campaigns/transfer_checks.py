@@ -7,7 +7,6 @@ import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from prejit.runtime.format.referrers import reached
 from prejit.runtime.format.root import read_root
 from prejit.runtime.ship.machine_store import MachineStore
 
-from .broken_transfers import KILLED, STOPPED, Case
+from .broken_transfers import KILLED, STOPPED
 from .transfer_processes import DIRECTORY, INTO_REGISTRY, INTO_STORE, TAR
 
 FOREVER = float("inf")
@@ -43,7 +42,7 @@ class Result:
     fetched: int
 
 
-def run_case(case: Case) -> Result:
+def run_case(case):
     """Break a transfer, look at what it left, let it go on, and look at what is there then."""
     bad = list[str]()
     case.prepare()
@@ -71,14 +70,14 @@ def run_case(case: Case) -> Result:
     return Result(tuple(bad), tuple(case.ends), case.broken, missing, fetched)
 
 
-def is_bad(end: str, fault: str) -> bool:
+def is_bad(end, fault):
     """Return whether a process may not end so: without a word, or with an error that is not prejit's."""
     is_killed = end == "killed" and fault not in (KILLED, STOPPED)
     is_stopped = end == "KeyboardInterrupt" and fault != STOPPED
     return is_killed or is_stopped or end == "a hang" or end.startswith("a traceback")
 
 
-def forget(case: Case) -> Iterator[str]:
+def forget(case):
     """Empty the servers of a case's blobs, and yield what another host got of our logins."""
     for held in (case.place.registry, case.place.abroad):
         for kind in (held.blobs, held.manifests):
@@ -96,7 +95,7 @@ def forget(case: Case) -> Iterator[str]:
 # ---------------------------------------------------------------------- what is there
 
 
-def wrong(case: Case) -> list[str]:
+def wrong(case):
     """Return blobs with other bytes than their names say, and bundles that lack blobs."""
     if case.way in INTO_STORE:
         found = wrong_blobs(case.target)
@@ -117,7 +116,7 @@ def wrong(case: Case) -> list[str]:
     ]
 
 
-def wrong_blobs(directory: Path) -> list[str]:
+def wrong_blobs(directory):
     """Return the blobs of a directory whose bytes are not those of their names."""
     files = (directory / "blobs" / "sha256").glob("*")
     return [
@@ -125,7 +124,7 @@ def wrong_blobs(directory: Path) -> list[str]:
     ]
 
 
-def wrong_bundle(directory: Path) -> list[str]:
+def wrong_bundle(directory):
     """Return what a bundle lacks."""
     try:
         with Layout(directory) as layout:
@@ -137,7 +136,7 @@ def wrong_bundle(directory: Path) -> list[str]:
     return [f"a bundle lacks {digest}" for path, digest in there if not Path(path).is_file()]
 
 
-def wrong_tar(path: Path) -> list[str]:
+def wrong_tar(path):
     """Return what is wrong with the bundle of a tar."""
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         try:
@@ -148,7 +147,7 @@ def wrong_tar(path: Path) -> list[str]:
         return wrong_blobs(Path(directory)) + wrong_bundle(Path(directory))
 
 
-def unlike_source(case: Case) -> list[str]:
+def unlike_source(case):
     """Return the blobs that are not as they are at the source."""
     version = case.wanted
     if case.way in INTO_REGISTRY:
@@ -178,7 +177,7 @@ def unlike_source(case: Case) -> list[str]:
     return _unlike(case.target, case) + ([] if at.exists() else ["the bundle is not there"])
 
 
-def _unlike(directory: Path, case: Case) -> list[str]:
+def _unlike(directory, case):
     return [
         f"{digest} is not there"
         for digest, content in case.wanted.blobs.items()
@@ -186,7 +185,7 @@ def _unlike(directory: Path, case: Case) -> list[str]:
     ]
 
 
-def left_in(directory: Path) -> list[str]:
+def left_in(directory):
     """Return the files of a layout to which its bundle does not lead."""
     with Layout(directory) as layout:
         known = {digest[7:] for digest in reached(layout, read_root(layout))}
@@ -195,7 +194,7 @@ def left_in(directory: Path) -> list[str]:
     return [str(each.relative_to(directory)) for each in found if each.name not in known]
 
 
-def collected(case: Case) -> list[str]:
+def collected(case):
     """Collect what no bundle of a store leads to, and return what is left nevertheless."""
     store = MachineStore(case.target)
     try:
@@ -223,7 +222,7 @@ def collected(case: Case) -> list[str]:
 # ---------------------------------------------------------------------- bytes
 
 
-def missing_bytes(case: Case, processes: int) -> tuple[int, int]:
+def missing_bytes(case, processes):
     """Return the bytes of blobs that are missing, and how many processes may move at most.
 
     A partial blob with wrong bytes is fetched to its end before that shows, and then again. Where the store
@@ -253,7 +252,7 @@ def missing_bytes(case: Case, processes: int) -> tuple[int, int]:
     return missing, missing + more
 
 
-def moved_bytes(case: Case) -> int:
+def moved_bytes(case):
     """Return how many bytes of blobs the server has sent, or taken."""
     held = case.place.registry
     if case.way in INTO_REGISTRY:
@@ -269,10 +268,10 @@ def moved_bytes(case: Case) -> int:
     )
 
 
-def _is_document(path: str, case: Case) -> bool:
+def _is_document(path, case):
     digest = f"sha256:{path.rpartition('/')[2].removeprefix('sha256:')}"
     return any(b'"schemaVersion"' in each.blobs.get(digest, b"")[:4096] for each in case.versions)
 
 
-def _digest(content: bytes) -> str:
+def _digest(content):
     return f"sha256:{hashlib.sha256(content).hexdigest()}"

@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import PrejitError, RejectError
 from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.pulling import Wanted, arrive, pull, pull_into
-from prejit.runtime.ship.reference import Reference, parse_reference
+from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.shipping import ship
 
 PRELOADED = (
@@ -64,7 +63,7 @@ class Job:
     file_bytes: int = 0
 
 
-def transfer(job: Job) -> None:
+def transfer(job):
     """Do a transfer and write how it ended."""
     os.environ.update(job.env)
     os.umask(0o022)
@@ -94,7 +93,7 @@ def transfer(job: Job) -> None:
     os._exit(0)
 
 
-def _read_while_it_arrives(source: Reference, store: MachineStore) -> None:
+def _read_while_it_arrives(source, store):
     """Read the weights of a bundle as `load` reads them, and check that their bytes are right."""
     path, _, bundle = arrive(source, store, Wanted())
     if bundle is None:
@@ -115,13 +114,13 @@ def _read_while_it_arrives(source: Reference, store: MachineStore) -> None:
     bundle.close()
 
 
-def _drop_rights() -> None:
+def _drop_rights():
     """Give up what root may do, such as to write files that are read-only."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0)
     ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)())
 
 
-def _hurry(answer_seconds: float) -> None:
+def _hurry(answer_seconds):
     """Make pauses, time limits and pieces small in this process."""
     from prejit.runtime.ship import (
         blob_directory,
@@ -132,7 +131,7 @@ def _hurry(answer_seconds: float) -> None:
         remote_files,
     )
 
-    changes: list[tuple[Any, str, object]] = [
+    changes = [
         (remote_files, "PAUSES_SECONDS", (0.0, 0.0, 0.01)),
         (registry_client, "PAUSES_SECONDS", (0.0, 0.0, 0.01)),
         (registry_client, "_MOST_PAUSE_SECONDS", 0.02),
@@ -147,5 +146,5 @@ def _hurry(answer_seconds: float) -> None:
     for module, name, value in changes:
         getattr(module, name)
         setattr(module, name, value)
-    defaults: Any = registry.Registry.__init__.__kwdefaults__
+    defaults = registry.Registry.__init__.__kwdefaults__
     defaults["answer_seconds"] = answer_seconds

@@ -147,9 +147,18 @@ def stories_dir(run, stories, once):
 
 @pytest.fixture(scope="session")
 def demo(run, once):
-    """The demo bundle, built for this machine alone: test_fleet.py builds for the other levels."""
-    command = ("build", ROOT / "manifests" / "demo.toml", "--target", "cpu-host", "-o")
-    return once("demo", lambda at: run(*command, at, quick=True)) / "demo"
+    """The demo, built for this machine alone and with its smallest sizes, as the tests of pages build it."""
+
+    def make(directory):
+        (directory / "demo-model").symlink_to(ROOT / "manifests" / "demo-model")
+        text = (ROOT / "manifests" / "demo.toml").read_text()
+        for sizes, smallest in (("[16, 64]", "[16]"), ("[128, 512]", "[128]")):
+            assert sizes in text
+            text = text.replace(sizes, smallest)
+        (directory / "demo.toml").write_text(text)
+        run("build", directory / "demo.toml", "--target", "cpu-host", "-o", directory, quick=True)
+
+    return once("demo", make) / "demo"
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ from tests.layouts import attached_to, blob
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.root import read_root
 
-from .conftest import ROOT
 from .test_signing_tools import TOOLS, tool
 
 PARTS = "application/vnd.cyclonedx+json"
@@ -63,7 +62,7 @@ def test_the_provenance_names_manifest_sources_and_versions(demo):
     assert digests == {root.digest, *(at.digest for at in root.bundle.manifests)}
     definition = found["predicate"]["buildDefinition"]
     manifest = definition["externalParameters"]["manifest"]
-    assert base64.b64decode(manifest["content"]) == (ROOT / "manifests" / "demo.toml").read_bytes()
+    assert base64.b64decode(manifest["content"]) == (demo.parent / "demo.toml").read_bytes()
     assert definition["externalParameters"]["targets"] == ["cpu-host"]
     names = {each.get("name") for each in definition["resolvedDependencies"]}
     assert any("config.json" in str(name) for name in names)

@@ -29,6 +29,7 @@ name = "{name}"
 [model]
 module = "own_decoders:{attribute}"
 dtype = "{dtype}"
+accuracy = false
 {more}
 [generate]
 {sizes}

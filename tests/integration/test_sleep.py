@@ -89,7 +89,7 @@ def server(models, tmp_path):
     found.process.kill()
 
 
-def test_two_models_take_turns_in_the_memory_of_one(server, demo):
+def test_two_models_take_turns_in_the_memory_of_one(server, lettered_dir):
     assert server.sleeping() == ["a", "b"]
     for number in range(4):
         name = "ab"[number % 2]
@@ -110,7 +110,7 @@ def test_two_models_take_turns_in_the_memory_of_one(server, demo):
     assert again < first + (awake - first) / 2, (first, awake, again)
     # What cannot fit is refused with the numbers, and the others go on.
     for path, body in (("/add", {"model": "c"}), ("/swap", {"model": "b"})):
-        refused = server.change(path, bundle=str(demo), **body)
+        refused = server.change(path, bundle=str(lettered_dir), **body)
         assert refused.status_code == 507, refused.text
         assert "bytes for its programs, found " in refused.json()["error"]["message"]
     assert server.change("/sleep", model="c").status_code == 404

@@ -1,7 +1,5 @@
 """Which tests `make check` chooses, on a small made-up repository."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
@@ -13,7 +11,7 @@ RUNTIME = Path("runtime", "prejit", "runtime")
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Path:
+def repository(tmp_path):
     for name, text in {
         "unit/runtime/store/test_receipts.py": "",
         "unit/runtime/store/test_other.py": "from prejit.runtime.store import cache",
@@ -27,13 +25,11 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def chosen(repository: Path, *changed: Path) -> list[str]:
+def chosen(repository, *changed):
     return [str(path.relative_to("tests/unit")) for path in choose_tests(changed, repository)]
 
 
-def test_a_module_runs_the_test_of_its_name_in_its_room_and_then_those_that_import_it(
-    repository: Path,
-) -> None:
+def test_a_module_runs_the_test_of_its_name_in_its_room_and_then_those_that_import_it(repository):
     assert chosen(repository, RUNTIME / "store" / "receipts.py") == [
         "runtime/store/test_receipts.py",
         "runtime/text/test_stop.py",
@@ -41,13 +37,11 @@ def test_a_module_runs_the_test_of_its_name_in_its_room_and_then_those_that_impo
     assert chosen(repository, RUNTIME / "store" / "cache.py") == ["runtime/store/test_other.py"]
 
 
-def test_a_module_that_no_test_imports_runs_the_tests_of_its_room(repository: Path) -> None:
+def test_a_module_that_no_test_imports_runs_the_tests_of_its_room(repository):
     assert chosen(repository, RUNTIME / "text" / "chat.py") == ["runtime/text/test_stop.py"]
 
 
-def test_a_test_runs_when_it_changes_itself_and_when_what_its_directory_shares_does(
-    repository: Path,
-) -> None:
+def test_a_test_runs_when_it_changes_itself_and_when_what_its_directory_shares_does(repository):
     changed = Path("tests", "unit", "runtime", "text", "test_stop.py")
     assert chosen(repository, changed) == ["runtime/text/test_stop.py"]
     shared = Path("tests", "unit", "runtime", "store", "conftest.py")
@@ -57,12 +51,12 @@ def test_a_test_runs_when_it_changes_itself_and_when_what_its_directory_shares_d
     ]
 
 
-def test_a_page_and_a_test_that_is_gone_run_nothing(repository: Path) -> None:
+def test_a_page_and_a_test_that_is_gone_run_nothing(repository):
     assert chosen(repository, Path("README.md"), Path("tests", "unit", "test_gone.py")) == []
 
 
-def test_changes_are_those_of_the_working_tree_or_of_the_last_commit(tmp_path: Path) -> None:
-    def git(*command: str) -> None:
+def test_changes_are_those_of_the_working_tree_or_of_the_last_commit(tmp_path):
+    def git(*command):
         identity = ("-c", "user.name=a", "-c", "user.email=a@example.invalid")
         subprocess.run(["git", "-C", str(tmp_path), *identity, *command], check=True)
 

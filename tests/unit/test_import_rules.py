@@ -1,7 +1,5 @@
 """`make lint` finds every import that the rules in pyproject.toml forbid, wherever the import stands."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,7 +38,7 @@ BREAKS = [
 """Imports that break each rule: where, how and of what."""
 
 
-def lint(directory: Path) -> str:
+def lint(directory):
     """Return what import-linter prints about a checkout."""
     paths = [
         *(str(directory / root) for root in ("runtime", "server", "compiler")),
@@ -60,7 +57,7 @@ def lint(directory: Path) -> str:
     return done.stdout
 
 
-def test_every_forbidden_import_is_found_and_every_rule_can_be_broken(tmp_path: Path) -> None:
+def test_every_forbidden_import_is_found_and_every_rule_can_be_broken(tmp_path):
     for root in ("runtime", "server", "compiler"):
         ignored = shutil.ignore_patterns("__pycache__", "kernels")
         shutil.copytree(REPOSITORY / root, tmp_path / root, ignore=ignored)
@@ -86,7 +83,7 @@ def test_every_forbidden_import_is_found_and_every_rule_can_be_broken(tmp_path: 
             assert f" {module} -> {target} (" in printed
 
 
-def test_the_drawing_shows_the_layers_of_the_rules() -> None:
+def test_the_drawing_shows_the_layers_of_the_rules():
     page = (REPOSITORY / "docs" / "architecture" / "index.md").read_text(encoding="utf-8")
     for root in ("runtime", "server", "compiler"):
         drawn = page.partition(f"+- {root}/prejit/{root} -")[2].partition("\n+-")[0]
@@ -97,7 +94,7 @@ def test_the_drawing_shows_the_layers_of_the_rules() -> None:
         assert rooms == [layer.split(" | ") for layer in layers]
 
 
-def test_importing_rooms_without_jax_imports_no_numpy_either(run_python: Any) -> None:
+def test_importing_rooms_without_jax_imports_no_numpy_either(run_python):
     """One of their functions imports NumPy, which its rule allows, and no rule says where in a file."""
     rule = RULES["Files are read and checked without jax and NumPy"]
     run_python(

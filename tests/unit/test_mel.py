@@ -1,11 +1,8 @@
 """The spectrogram of the transcriber example against transformers' WhisperFeatureExtractor."""
 
-from __future__ import annotations
-
 import runpy
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,24 +12,22 @@ ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-4
 SAMPLES = 480_000
 
-Sound = np.ndarray[Any, np.dtype[np.float32]]
-
 
 @cache
-def mel() -> dict[str, Any]:
+def mel():
     return runpy.run_path(str(ROOT / "examples" / "transcriber" / "mel.py"))
 
 
 @cache
-def log_mel() -> Any:
+def log_mel():
     return jax.jit(mel()["log_mel"], static_argnames="bins")
 
 
-def noise() -> Sound:
+def noise():
     return np.random.default_rng(0).uniform(-1, 1, SAMPLES)
 
 
-def bursts() -> Sound:
+def bursts():
     """Short sounds with silence between and after, as of speech."""
     loud = np.random.default_rng(1).integers(0, 2, 20).repeat(12_000)
     time = np.arange(loud.size) / 16_000
@@ -40,18 +35,18 @@ def bursts() -> Sound:
     return np.pad(0.2 * loud * voice, (0, SAMPLES - loud.size))
 
 
-def click() -> Sound:
+def click():
     return np.eye(1, SAMPLES, 1_000)[0]
 
 
-def silence() -> Sound:
+def silence():
     return np.zeros(SAMPLES)
 
 
 @pytest.mark.parametrize(
     ("sound", "bins"), [(bursts, 80), (click, 80), (silence, 80), (noise, 128)]
 )
-def test_the_spectrogram_equals_transformers(sound: Any, bins: int) -> None:
+def test_the_spectrogram_equals_transformers(sound, bins):
     from transformers import WhisperFeatureExtractor
 
     samples = sound().astype(np.float32)
@@ -62,7 +57,7 @@ def test_the_spectrogram_equals_transformers(sound: Any, bins: int) -> None:
     assert np.abs(found - expected).max() < TOLERANCE
 
 
-def test_the_sounds_differ_and_the_loudest_frames_are_where_the_sound_is() -> None:
+def test_the_sounds_differ_and_the_loudest_frames_are_where_the_sound_is():
     quiet = np.asarray(log_mel()(silence().astype(np.float32)))
     assert np.ptp(quiet) == 0
     clicked = np.asarray(log_mel()(click().astype(np.float32)))

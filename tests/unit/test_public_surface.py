@@ -1,13 +1,10 @@
 """The public names of the three doors. A name that is added or removed here is a promise that changes."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,7 +28,7 @@ ROOTS = [Path(importlib.import_module(door).__path__[0]) for door in DOORS]
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_door_has_these_names_and_no_others(door: str) -> None:
+def test_a_door_has_these_names_and_no_others(door):
     module = importlib.import_module(door)
     assert sorted(module.__all__) == sorted(DOORS[door])
     for name in module.__all__:
@@ -42,15 +39,15 @@ def test_a_door_has_these_names_and_no_others(door: str) -> None:
         module.nothing  # noqa: B018
 
 
-def test_a_name_of_both_doors_is_one_thing() -> None:
+def test_a_name_of_both_doors_is_one_thing():
     doors = [importlib.import_module(door) for door in ("prejit.runtime", "prejit.compiler")]
     for name in set(DOORS["prejit.runtime"]) & set(DOORS["prejit.compiler"]):
         assert getattr(doors[0], name) is getattr(doors[1], name), name
 
 
 def test_importing_the_build_side_imports_nothing_else_and_no_module_hides_a_public_name(
-    run_python: Any,
-) -> None:
+    run_python,
+):
     """Importing `prejit.compiler.build` would replace the function of that name by a module."""
     run_python(
         "import sys, prejit.compiler\n"
@@ -68,7 +65,7 @@ def test_importing_the_build_side_imports_nothing_else_and_no_module_hides_a_pub
     )
 
 
-def test_a_class_name_stands_for_one_thing() -> None:
+def test_a_class_name_stands_for_one_thing():
     files = defaultdict[str, list[str]](list)
     for root in ROOTS:
         for file in sorted(root.rglob("*.py")):
@@ -79,7 +76,7 @@ def test_a_class_name_stands_for_one_thing() -> None:
     assert shared == {}
 
 
-def test_a_file_name_stands_for_one_file() -> None:
+def test_a_file_name_stands_for_one_file():
     files = defaultdict[str, list[str]](list)
     for root in ROOTS:
         for file in sorted(root.rglob("*.py")):

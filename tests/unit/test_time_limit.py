@@ -1,7 +1,5 @@
 """A test that hangs fails and shows where, with the settings of this project."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +13,7 @@ IN_C = "import ctypes\n\ndef test_hangs():\n    ctypes.PyDLL(None).sleep(600)\n"
 """No handler of a signal runs meanwhile, because the call keeps the interpreter's lock."""
 
 
-def test_every_test_has_a_time_limit(request: pytest.FixtureRequest) -> None:
+def test_every_test_has_a_time_limit(request):
     config = request.config
     assert 0 < float(config.getini("timeout")) < float(config.getini("faulthandler_timeout"))
 
@@ -28,9 +26,7 @@ FAULT = (IN_C, "faulthandler_timeout", "Timeout (0:00:01)")
     ("code", "limit", "shown", "workers"),
     cases([(*TIMEOUT, 1), (*FAULT, 0)], others=[(*TIMEOUT, 0), (*FAULT, 1)]),
 )
-def test_a_hang_ends_the_test_with_its_stack(
-    tmp_path: Path, code: str, limit: str, shown: str, workers: int
-) -> None:
+def test_a_hang_ends_the_test_with_its_stack(tmp_path, code, limit, shown, workers):
     (tmp_path / "test_one.py").write_text(code)
     options = ["-c", SETTINGS, "--noconftest", "-n", str(workers), "-o", f"{limit}=1"]
     done = subprocess.run(

@@ -1,10 +1,6 @@
 """The benchmark's arithmetic: what would make a table claim more than was measured."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
-from typing import Any
 
 from benchmarks.harness import comparison, fresh_processes, report
 from benchmarks.harness.comparison import DECODE, FIRST, Goal
@@ -14,11 +10,11 @@ MINE, PEER, SLOW = "prejit float32", "llama.cpp f32", "JAX, persistent cache"
 PYTHON = (sys.executable, "-S", "-c")
 
 
-def rows(*names: str, dtype: str = "float32") -> list[Row]:
+def rows(*names, dtype="float32"):
     return [Row(name, ("-",), {}, dtype) for name in names]
 
 
-def samples(**figures: list[float]) -> list[dict[str, Any]]:
+def samples(**figures):
     count = len(next(iter(figures.values())))
     return [{key: values[place] for key, values in figures.items()} for place in range(count)]
 
@@ -30,7 +26,7 @@ TWO = {
 """prejit starts in twice the time of its peer, and decodes 1.2 times as fast."""
 
 
-def test_a_ratio_is_of_processes_of_one_round_not_of_medians() -> None:
+def test_a_ratio_is_of_processes_of_one_round_not_of_medians():
     found = {
         MINE: samples(first_seconds=[1.0, 4.0, 2.0]),
         PEER: samples(first_seconds=[2.0, 2.0, 1.0]),
@@ -39,21 +35,21 @@ def test_a_ratio_is_of_processes_of_one_round_not_of_medians() -> None:
     assert report.ratio_within_rounds(found, MINE, PEER, "first_seconds") == 2.0
 
 
-def test_the_best_peer_is_the_fastest_where_more_is_better_and_the_least_where_less_is() -> None:
+def test_the_best_peer_is_the_fastest_where_more_is_better_and_the_least_where_less_is():
     everybody = rows(MINE, PEER, SLOW)
     found = {**TWO, SLOW: samples(first_seconds=[1.1], decode_tokens_per_second=[70.0])}
     assert comparison.best_peer(found, everybody, FIRST, "float32") == PEER
     assert comparison.best_peer(found, everybody, DECODE, "float32") == SLOW
 
 
-def test_prejit_is_not_its_own_peer_and_dtypes_are_not_compared_with_each_other() -> None:
+def test_prejit_is_not_its_own_peer_and_dtypes_are_not_compared_with_each_other():
     found = {MINE: samples(first_seconds=[0.1]), "llama.cpp q8_0": samples(first_seconds=[0.2])}
     everybody = [*rows(MINE), *rows("llama.cpp q8_0", dtype="int8")]
     assert comparison.best_peer(found, everybody, FIRST, "float32") is None
     assert comparison.compare(found, everybody, [FIRST]) == []
 
 
-def test_a_peer_that_failed_is_no_peer_and_is_named_below_the_table() -> None:
+def test_a_peer_that_failed_is_no_peer_and_is_named_below_the_table():
     found = {MINE: samples(first_seconds=[0.1])}
     everybody = rows(MINE, PEER)
     [table] = comparison.tables("t", everybody, found, [FIRST], {PEER: "no compiler"})
@@ -61,7 +57,7 @@ def test_a_peer_that_failed_is_no_peer_and_is_named_below_the_table() -> None:
     assert f"Not there: {PEER}: no compiler." in table.markdown()
 
 
-def test_a_goal_is_met_on_the_right_side_of_its_limit() -> None:
+def test_a_goal_is_met_on_the_right_side_of_its_limit():
     goals = [Goal(FIRST, "float32", 1.0), Goal(DECODE, "float32", 1.1, ("llama.cpp",))]
     start, decode = comparison.targets("decode, ", goals, rows(MINE, PEER), TWO)
     assert (start.found, start.met) == (2.0, False)
@@ -72,7 +68,7 @@ def test_a_goal_is_met_on_the_right_side_of_its_limit() -> None:
     assert comparison.targets("", of_another, rows(MINE, PEER), TWO) == [], "it did not run"
 
 
-def test_tokens_that_differ_once_in_one_process_are_counted_up_to_there() -> None:
+def test_tokens_that_differ_once_in_one_process_are_counted_up_to_there():
     found = {
         SLOW: samples(tokens=[[1, 2, 3, 4], [1, 2, 3, 4]]),
         MINE: samples(tokens=[[1, 2, 3, 4], [1, 2, 9, 4]]),
@@ -81,7 +77,7 @@ def test_tokens_that_differ_once_in_one_process_are_counted_up_to_there() -> Non
     assert agree == {SLOW: "4/4", MINE: "2/4"}
 
 
-def test_a_row_whose_embeddings_are_another_models_is_named() -> None:
+def test_a_row_whose_embeddings_are_another_models_is_named():
     found = {
         SLOW: samples(sums=[{"1x16": 0.5, "64x128": 2.0}]),
         MINE: samples(sums=[{"1x16": 0.5, "64x128": 2.0001}]),
@@ -90,14 +86,12 @@ def test_a_row_whose_embeddings_are_another_models_is_named() -> None:
     assert comparison.different_embeddings(found, rows(SLOW, MINE, PEER)) == [PEER]
 
 
-def test_rows_take_turns_after_a_probe_and_one_that_fails_is_left_out_with_its_reason(
-    tmp_path: Path,
-) -> None:
+def test_rows_take_turns_after_a_probe_and_one_that_fails_is_left_out_with_its_reason(tmp_path):
     count = tmp_path / "count"
     code = f"open({str(count)!r}, 'a').write('x'); print('LAST {{\"bytes_per_second\": 7}}')"
     good = Row("good", (*PYTHON, "print('LAST {\"x\": 1}')"))
     bad = Row("bad", (*PYTHON, "raise SystemExit('no such model')"))
-    failures: dict[str, str] = {}
+    failures = {}
     probe = Row("probe", (*PYTHON, code))
     found = fresh_processes.interleave([bad, good], 2, probe, failures)
     assert failures == {"bad": "exit status 1: no such model"}

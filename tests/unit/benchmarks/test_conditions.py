@@ -1,31 +1,29 @@
 """Conditions of a start: what would make a first start less first than its column says."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
 
-from benchmarks.harness.conditions import ONE_CPU, RECEIPTS, WARM, Condition, Start, fresh_root
+from benchmarks.harness.conditions import ONE_CPU, RECEIPTS, WARM, Start, fresh_root
 from benchmarks.harness.fresh_processes import Row
 
 
-def start(tmp_path: Path, condition: Condition) -> Start:
+def start(tmp_path, condition):
     return Start(condition, tmp_path, tmp_path / "no-receipts", {}, {})
 
 
-def row(code: str) -> Row:
+def row(code):
     return Row("row", (sys.executable, "-S", "-c", code))
 
 
-def test_receipts_of_an_earlier_process_are_gone(tmp_path: Path) -> None:
+def test_receipts_of_an_earlier_process_are_gone(tmp_path):
     receipts = tmp_path / "no-receipts"
     receipts.mkdir()
     code = f"import os; print('FIRST {{\"kept\": %d}}' % os.path.exists({str(receipts)!r}))"
     assert start(tmp_path, WARM).run(row(code))["kept"] == 0
 
 
-def test_a_process_on_one_cpu_sees_one_and_is_stopped_at_its_first_token(tmp_path: Path) -> None:
+def test_a_process_on_one_cpu_sees_one_and_is_stopped_at_its_first_token(tmp_path):
     code = (
         "import os, time; print('FIRST {\"cpus\": %d}' % len(os.sched_getaffinity(0)), flush=True)"
     )
@@ -36,7 +34,7 @@ def test_a_process_on_one_cpu_sees_one_and_is_stopped_at_its_first_token(tmp_pat
         assert "last_seconds" not in sample
 
 
-def test_a_fresh_root_keeps_no_receipts_and_writes_no_bytecode(tmp_path: Path) -> None:
+def test_a_fresh_root_keeps_no_receipts_and_writes_no_bytecode(tmp_path):
     variables = fresh_root({RECEIPTS: "/somewhere", "PYTHONPATH": "/checkout"}, tmp_path)
     assert RECEIPTS not in variables
     assert variables["PYTHONPATH"] == "/checkout"

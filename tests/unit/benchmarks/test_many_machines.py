@@ -1,17 +1,13 @@
 """What the study of a cluster counts: a compile that is made again, and whose fault it was."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from benchmarks.studies.many_machines import Attempts, count
 
 
-def line(program: str, target: str = "cpu-x86-64-v3") -> str:
+def line(program, target="cpu-x86-64-v3"):
     return f"compiled sha256:{program * 64} for {target} (jaxlib 0.12.0, 1 CPUs that XLA sees)\n"
 
 
-def test_only_what_a_killed_node_had_compiled_may_be_compiled_again(tmp_path: Path) -> None:
+def test_only_what_a_killed_node_had_compiled_may_be_compiled_again(tmp_path):
     logs = {
         "old/worker-aa-01000000-11.err": line("a") + "a warning\n" + line("b"),
         "worker-bb-01000000-12.err": line("b") + line("c") + line("d"),

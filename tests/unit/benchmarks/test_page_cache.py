@@ -1,7 +1,5 @@
 """The page cache: what a figure of a cold disk rests on."""
 
-from __future__ import annotations
-
 import mmap
 from pathlib import Path
 
@@ -10,7 +8,7 @@ from benchmarks.harness.page_cache import Range, evict, ranges_of
 PAGE = mmap.PAGESIZE
 
 
-def test_runs_of_present_pages_become_ranges_and_the_last_ends_with_the_file() -> None:
+def test_runs_of_present_pages_become_ranges_and_the_last_ends_with_the_file():
     path = Path("weights")
     pages = bytes([1, 3, 2, 1])  # the lowest bit counts
     assert ranges_of(path, 3 * PAGE + 10, pages) == [
@@ -19,7 +17,7 @@ def test_runs_of_present_pages_become_ranges_and_the_last_ends_with_the_file() -
     ]
 
 
-def test_eviction_never_changes_what_a_file_holds(tmp_path: Path) -> None:
+def test_eviction_never_changes_what_a_file_holds(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"x" * 3 * PAGE)
     evict(path)

@@ -1,12 +1,5 @@
 """A slow disk: its counters, the disk below a file, and the figures that the study makes of them."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
-import pytest
-
 from benchmarks.harness import limited_disk
 from benchmarks.harness.fresh_processes import Row
 from benchmarks.harness.limited_disk import Counters
@@ -18,20 +11,18 @@ FIRST, READING = (
 )
 
 
-def samples(*figures: tuple[float, float, float]) -> list[dict[str, Any]]:
+def samples(*figures):
     return [
         {"first_seconds": first, "disk_busy_seconds": busy, "disk_read_bytes": size}
         for first, busy, size in figures
     ]
 
 
-def rows() -> list[Row]:
+def rows():
     return [Row(name, ("-",), {}, "float32") for name in (FIRST, READING, "llama.cpp f32")]
 
 
-def test_the_work_of_a_disk_counts_from_the_start_of_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_work_of_a_disk_counts_from_the_start_of_the_process(tmp_path, monkeypatch):
     monkeypatch.setattr(limited_disk, "_SYSTEM", tmp_path)
     (tmp_path / "7:0").mkdir()
     (tmp_path / "7:0" / "stat").write_text("0 0 30 0 0 0 0 0 0 2500")
@@ -39,7 +30,7 @@ def test_the_work_of_a_disk_counts_from_the_start_of_the_process(
     assert work == {"disk_busy_seconds": 1.5, "disk_read_bytes": 20 * 512}
 
 
-def test_the_table_divides_by_the_time_of_the_same_process() -> None:
+def test_the_table_divides_by_the_time_of_the_same_process():
     found = {
         "slow disk": {
             FIRST: samples((4.0, 3.0, 8e8), (2.0, 2.0, 8e8), (4.0, 3.2, 8e8)),
@@ -56,7 +47,7 @@ def test_the_table_divides_by_the_time_of_the_same_process() -> None:
     ]
 
 
-def test_a_start_is_compared_with_reading_only_where_both_ran() -> None:
+def test_a_start_is_compared_with_reading_only_where_both_ran():
     found = {study.SLOW.name: {FIRST: samples((3.0, 3.0, 1.0))}, study.SLOW_ONE_CPU.name: {}}
     assert study.targets("GPT-2", found) == []
     found[study.SLOW.name][READING] = samples((2.0, 2.0, 1.0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,24 +19,24 @@ from prejit.runtime import load
 from prejit.runtime.errors import BuildError, ManifestError, StoreError, UsageError
 
 
-def score(params: Any, x: Any) -> Any:
+def score(params, x):
     return jnp.tanh(x @ params["layer"]["weight"]) + params["bias"]
 
 
-def tree() -> dict[str, Any]:
+def tree():
     random = np.random.default_rng(0)
     weight = random.standard_normal((4, 3), dtype=np.float32)
     return {"layer": {"weight": weight}, "bias": jnp.ones(3, jnp.float32)}
 
 
-def scoring(params: Any = None, **changes: Any) -> Program:
-    given: dict[str, Any] = {"fn": score, "args": {"x": "float32[{batch}, 4]"}}
+def scoring(params=None, **changes):
+    given = {"fn": score, "args": {"x": "float32[{batch}, 4]"}}
     given |= {"buckets": {"batch": [2, 1]}, "params": tree() if params is None else params}
     return Program("score", **{**given, **changes})
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> dict[str, Any]:
+def options(tmp_path):
     return {"cache": tmp_path / "cache", "workers": 1, "quiet": True}
 
 
@@ -53,12 +52,12 @@ class Scaled:
 
     factor: Any
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x):
         return x * self.factor
 
 
-def test_functions_get_the_pytrees_that_were_given(tmp_path: Path, options: dict[str, Any]) -> None:
-    def add(params: Any, x: Any) -> Any:
+def test_functions_get_the_pytrees_that_were_given(tmp_path, options):
+    def add(params, x):
         assert isinstance(params, Pair)
         assert isinstance(params.right, list)
         return x * params.left + params.right[0] - params.right[1]
@@ -78,7 +77,7 @@ def test_functions_get_the_pytrees_that_were_given(tmp_path: Path, options: dict
     np.testing.assert_allclose(loaded.call("applied", model, x), np.full(3, 2.0))
 
 
-def test_python_and_toml_give_the_same_bundle(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_python_and_toml_give_the_same_bundle(tmp_path, options):
     params = tree()
     flat = {"layer.weight": params["layer"]["weight"], "bias": np.asarray(params["bias"])}
     save_file(flat, tmp_path / "params.safetensors")
@@ -101,7 +100,7 @@ def test_python_and_toml_give_the_same_bundle(tmp_path: Path, options: dict[str,
 DOTTED = {"a.b": np.ones(1, np.float32), "a": {"b": np.ones(1, np.float32)}}
 
 
-def mistakes() -> list[tuple[dict[str, Any], list[str]]]:
+def mistakes():
     return [
         (
             {"programs": [scoring(buckets={"batch": [0]})]},
@@ -131,7 +130,7 @@ def mistakes() -> list[tuple[dict[str, Any], list[str]]]:
     ]
 
 
-def test_a_mistake_in_python_is_told_as_in_a_file(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_mistake_in_python_is_told_as_in_a_file(tmp_path, options):
     for given, problems in mistakes():
         manifest = Manifest("s", **{"targets": ["cpu-host"], **given})
         with pytest.raises(ManifestError) as caught:
@@ -144,7 +143,7 @@ def test_a_mistake_in_python_is_told_as_in_a_file(tmp_path: Path, options: dict[
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_file_target_or_name_is_an_error(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_missing_file_target_or_name_is_an_error(tmp_path, options):
     with pytest.raises(StoreError, match=r"missing\.toml: cannot read the manifest"):
         prejit.compiler.plan(tmp_path / "missing.toml", cache=options["cache"])
     manifest = Manifest("score", programs=[scoring()], targets=["cpu-host"])
@@ -159,15 +158,15 @@ def test_a_missing_file_target_or_name_is_an_error(tmp_path: Path, options: dict
         prejit.compiler.build(tmp_path / "m.toml", tmp_path, name="other", **options)
 
 
-def keyed(x: Any, *, y: Any, mode: str = "sum") -> Any:
+def keyed(x, *, y, mode="sum"):
     return x + y if mode == "sum" else x - y
 
 
-def leaves(tree: Any) -> Any:
+def leaves(tree):
     return jax.tree.leaves(tree)
 
 
-def test_a_program_has_the_arguments_of_an_example_call() -> None:
+def test_a_program_has_the_arguments_of_an_example_call():
     x, y = np.ones(3, np.float32), "float32[3]"
     by_place = prejit.compiler.program(score, tree(), x)
     assert (by_place.name, by_place.fn, len(by_place.args)) == ("score", score, 2)
@@ -199,7 +198,7 @@ class Settings:
     factor: int = 2
 
 
-def test_what_no_bundle_can_hold_is_an_error(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_what_no_bundle_can_hold_is_an_error(tmp_path, options):
     for key in (1.5, (1, 2), b"a", None):
         one = prejit.compiler.program(leaves, {"a": {key: "float32[2]"}})
         with pytest.raises(BuildError, match=r"keys are texts or integers, found the k") as caught:
@@ -210,7 +209,7 @@ def test_what_no_bundle_can_hold_is_an_error(tmp_path: Path, options: dict[str, 
         prejit.compiler.build(prejit.compiler.program(leaves, shape), tmp_path, **options)
     assert not (tmp_path / "leaves").exists()
 
-    def placed(a: Any, /, *, b: Any) -> Any:
+    def placed(a, /, *, b):
         return a + b
 
     missing = "args: missing a required argument: "

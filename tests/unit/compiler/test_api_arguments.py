@@ -1,10 +1,6 @@
 """What callers give `build`, `plan` and `program`: it works as in jax.jit, or an error says what to give."""
 
-from __future__ import annotations
-
 from collections import namedtuple
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,40 +9,40 @@ import pytest
 from flax import nnx
 
 from prejit.compiler import Program, build, plan, program
-from prejit.runtime import Bundle, FallbackWarning, jit, load
+from prejit.runtime import FallbackWarning, jit, load
 from prejit.runtime.errors import BuildError, ManifestError, UsageError
 
 X = np.arange(4, dtype=np.float32)
 Renamed = namedtuple("Renamed", ["class", "kept", "def"], rename=True)
 
 
-def double(x: Any) -> Any:
+def double(x):
     return x * 2
 
 
-def scaled(by: Any, x: Any) -> Any:
+def scaled(by, x):
     return x if by["factor"] is None else x * by["factor"]
 
 
-def renamed(pair: Any) -> Any:
+def renamed(pair):
     return Renamed(pair[0] + 1, {"a": pair.kept}, pair[2])
 
 
-def told_apart(x: Any, k: Any) -> Any:
+def told_apart(x, k):
     factors = {int: 5, bool: 10, str: 7}
     return x * (factors[type(k)] + len(str(k)))
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> dict[str, Any]:
+def options(tmp_path):
     return {"output": tmp_path / "out", "cache": tmp_path / "cache", "workers": 1, "quiet": True}
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
+def path(tmp_path_factory, build_cache):
     """A bundle of all functions that a test calls: one build for all tests."""
     output = tmp_path_factory.mktemp("functions")
-    opened: dict[str, Any] = {"buckets": {"n": (2,), "m": (2,)}, "open_sizes": ("n", "m")}
+    opened = {"buckets": {"n": (2,), "m": (2,)}, "open_sizes": ("n", "m")}
     programs = [
         program(double, X),
         *(Program(name, fn=scaled, args=[each, X]) for name, each in NONES.items()),
@@ -63,11 +59,11 @@ def path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bundle(path: Path) -> Bundle:
+def bundle(path):
     return load(path, on_mismatch="error")
 
 
-def test_a_function_needs_examples(options: dict[str, Any]) -> None:
+def test_a_function_needs_examples(options):
     for given in (double, jax.jit(double), 3, None):
         for step, more in ((build, options), (plan, {})):
             with pytest.raises(UsageError, match="expected a manifest or programs") as caught:
@@ -79,7 +75,7 @@ def test_a_function_needs_examples(options: dict[str, Any]) -> None:
 NONES = {"none": {"factor": None}, "array": {"factor": np.float32(3)}}
 
 
-def test_trees_and_static_values_that_look_alike_are_told_apart(bundle: Bundle, path: Path) -> None:
+def test_trees_and_static_values_that_look_alike_are_told_apart(bundle, path):
     for name, each in NONES.items():
         function = jit(scaled, bundle=bundle, name=name, on_miss="error")
         for found in (bundle.call(name, each, X), function(each, X)):
@@ -101,13 +97,13 @@ def test_trees_and_static_values_that_look_alike_are_told_apart(bundle: Bundle, 
                 np.testing.assert_array_equal(function(x, k=value), expected)
 
 
-STATIC: dict[str, list[Any]] = {
+STATIC = {
     **{"bools": [1, True, 0], "texts": ["1", 1, True, "True"]},
     **{"signs": [-1, 0, 1], "spaces": ["a b", "0"]},
 }
 
 
-def test_a_size_that_xla_does_not_index_is_refused(options: dict[str, Any]) -> None:
+def test_a_size_that_xla_does_not_index_is_refused(options):
     for one in (
         program(double, jax.ShapeDtypeStruct((2**31,), np.int8)),
         Program("f", fn=lambda x: jnp.zeros(2**31, jnp.int8) + x, args=["int8[]"]),
@@ -118,10 +114,10 @@ def test_a_size_that_xla_does_not_index_is_refused(options: dict[str, Any]) -> N
     assert not options["output"].exists()
 
 
-def test_a_ref_that_no_bundle_changes_is_refused(bundle: Bundle, options: dict[str, Any]) -> None:
+def test_a_ref_that_no_bundle_changes_is_refused(bundle, options):
     ref = jax.new_ref(jnp.asarray(X))
 
-    def adding(x: Any) -> Any:
+    def adding(x):
         ref[...] += x
         return x
 
@@ -139,16 +135,16 @@ def test_a_ref_that_no_bundle_changes_is_refused(bundle: Bundle, options: dict[s
 
 
 class Dropping(nnx.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         rngs = nnx.Rngs(0)
         self.linear = nnx.Linear(4, 3, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs, deterministic=True)
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x):
         return self.dropout(self.linear(x))
 
 
-def test_params_that_no_bundle_has_can_be_left_out(options: dict[str, Any]) -> None:
+def test_params_that_no_bundle_has_can_be_left_out(options):
     kernel, ones = np.ones((4, 3), np.float32), np.ones(3, np.float32)
     kept, other = {"kernel": kernel, "bias": ones}, {"kernel": kernel, "scale": ones}
     of_params = {"linear": kept, "dropout": {"rngs": {"count": np.uint32(0)}}}
@@ -169,11 +165,11 @@ def test_params_that_no_bundle_has_can_be_left_out(options: dict[str, Any]) -> N
     assert ".eval()" in str(training.value.hint)
 
 
-def drifting(state: Any, x: Any) -> Any:
+def drifting(state, x):
     return {"state": jnp.asarray(state, jnp.float32) * 1.001, "y": x * state}
 
 
-def test_a_carry_whose_weak_type_changes_is_refused(tmp_path: Path) -> None:
+def test_a_carry_whose_weak_type_changes_is_refused(tmp_path):
     """The second step of jax.jit has other types than the first."""
     args = {"state": "weak float32[]", "x": "bfloat16[2]"}
     one = Program("step", fn=drifting, args=args, repeat=(1, 2), carry=("state",))
@@ -182,7 +178,7 @@ def test_a_carry_whose_weak_type_changes_is_refused(tmp_path: Path) -> None:
         build(one, tmp_path, quiet=True, cache=tmp_path / "cache")
 
 
-BY_SIZES: dict[str, tuple[Any, tuple[int, int], tuple[int, int]]] = {
+BY_SIZES = {
     "power": (lambda x: x.sum() * x.shape[0] ** 4, (215, 1), (216, 1)),
     "product": (lambda x: x.sum() * (x.size * 65536), (4, 4095), (4, 8192)),
     "sum": (lambda x: x.sum() * (x.shape[0] ** 2 + x.shape[1] * 10**6), (3, 1000), (3, 2200)),
@@ -190,7 +186,7 @@ BY_SIZES: dict[str, tuple[Any, tuple[int, int], tuple[int, int]]] = {
 }
 
 
-def test_a_number_of_open_sizes_that_no_integer_holds_is_refused(path: Path) -> None:
+def test_a_number_of_open_sizes_that_no_integer_holds_is_refused(path):
     """jax.jit refuses it too."""
     bundle = load(path)
     for name, (fn, fits, wraps) in BY_SIZES.items():

@@ -1,17 +1,13 @@
 """The commands of the build side: what they print, and the exit status."""
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
 
 import pytest
 from tests.layouts import index_of
 
 from prejit.compiler.cli.build_commands import PLAN_HAS_CHANGES
 from prejit.compiler.pipeline import plan
-from prejit.compiler.targets.target_classes import Target
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import ManifestError, PrejitError, UsageError
 
@@ -30,8 +26,8 @@ name = "cpu-x86-64-v4"
 
 
 @pytest.fixture
-def manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    def can_build(wanted: Target) -> str | None:
+def manifest(tmp_path, monkeypatch):
+    def can_build(wanted):
         return "it lacks avx512f" if wanted.name == "cpu-x86-64-v4" else None
 
     monkeypatch.setattr(plan, "can_build", can_build)
@@ -41,13 +37,13 @@ def manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> list[str]:
+def places(tmp_path):
     return ["-o", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
 
 
 def test_a_target_that_cannot_be_built_is_left_out_when_asked_and_named(
-    manifest: Path, tmp_path: Path, places: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+    manifest, tmp_path, places, capsys
+):
     options = [*places, "--skip-unbuildable"]
     assert run(["build", str(manifest), *options]) == 0
     assert f"{manifest}: left out cpu-x86-64-v4: it lacks avx512f" in capsys.readouterr().err
@@ -56,7 +52,7 @@ def test_a_target_that_cannot_be_built_is_left_out_when_asked_and_named(
     assert run(["build", str(manifest), *options, "--target", "cpu-x86-64-v4"]) == 0
 
 
-def test_wrong_manifests_build_nothing(manifest: Path, tmp_path: Path, places: list[str]) -> None:
+def test_wrong_manifests_build_nothing(manifest, tmp_path, places):
     other = tmp_path / "other.toml"
     other.write_text(manifest.read_text())
     with pytest.raises(UsageError) as caught:
@@ -79,9 +75,7 @@ def test_wrong_manifests_build_nothing(manifest: Path, tmp_path: Path, places: l
     assert not (tmp_path / "out").exists()
 
 
-def test_a_variable_with_a_wrong_value_is_named(
-    manifest: Path, places: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variable_with_a_wrong_value_is_named(manifest, places, monkeypatch):
     monkeypatch.delitem(sys.modules, "jax", raising=False)  # as in a process that begins
     for name, value, expected in (
         ("JAX_ENABLE_X64", "maybe", "expected true or false"),
@@ -96,8 +90,8 @@ def test_a_variable_with_a_wrong_value_is_named(
 
 
 def test_patterns_that_match_nothing_are_named_and_a_plan_tells_its_limits(
-    manifest: Path, places: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+    manifest, places, capsys
+):
     text = manifest.read_text().replace("args =", 'reads = ["[", "*.none"]\nargs =')
     manifest.write_text(text)
     command = ["plan", str(manifest), *places[2:], "--target", "cpu-host"]

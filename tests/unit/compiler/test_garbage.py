@@ -1,7 +1,5 @@
 """`prejit gc`: what is used stays, whoever uses it and whenever; what nobody used goes."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -10,14 +8,12 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from tests.unit.compiler.store.test_directory_store import python as started
 
-from prejit.compiler.garbage import Collection, collect
+from prejit.compiler.garbage import collect
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import ZIG, DirectoryStore
 from prejit.compiler.targets import environments
@@ -27,46 +23,46 @@ OLD, NEW = Key("compile", "old", (("n", "1"),)), Key("compile", "new", (("n", "2
 
 
 @pytest.fixture(autouse=True)
-def environments_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def environments_root(tmp_path, monkeypatch):
     monkeypatch.setenv("PREJIT_ENVIRONMENTS", str(tmp_path / "environments"))
     return tmp_path / "environments" / "v1"
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     """A cache that nobody has open, with a result and its two contents, all written just now."""
     cache = DirectoryStore.open(tmp_path / "cache")
     store(cache, OLD, b"shared", b"old")
     return cache.root
 
 
-def store(cache: DirectoryStore, key: Key, *contents: bytes) -> None:
+def store(cache, key, *contents):
     cache.put(key, {"key": key.name}, blobs=[cache.put_blob(content) for content in contents])
 
 
 @pytest.fixture
-def default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def default(tmp_path, monkeypatch):
     monkeypatch.setenv("PREJIT_CACHE", str(tmp_path / "none"))
     return tmp_path / "none"
 
 
-def age(directory: Path, days: float) -> None:
+def age(directory, days):
     for path in directory.rglob("*"):
         if not path.is_symlink():
             then = path.stat().st_mtime - days * 86_400
             os.utime(path, (then, then))
 
 
-def files(root: Path) -> set[str]:
+def files(root):
     return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
 
 
-def gone(collection: Collection) -> dict[str, int]:
+def gone(collection):
     return dict(Counter(found.kind for found in collection.found if found.reason))
 
 
 @contextmanager
-def python(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+def python(code, *arguments):
     """A process that has printed "ready"; it ends with the block."""
     with started(code, *arguments) as process:
         assert process.stdout.readline() == "ready\n"
@@ -76,7 +72,7 @@ def python(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_what_is_used_every_day_stays_and_what_was_not_goes(root: Path) -> None:
+def test_what_is_used_every_day_stays_and_what_was_not_goes(root):
     age(root, 0.02)
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*.json")}
     assert DirectoryStore.open(root).get(OLD) is not None
@@ -100,7 +96,7 @@ def test_what_is_used_every_day_stays_and_what_was_not_goes(root: Path) -> None:
     assert gone(collect(root, days=30)) == {}
 
 
-def test_what_zig_keeps_goes_whole_when_no_build_has_the_cache_open(root: Path) -> None:
+def test_what_zig_keeps_goes_whole_when_no_build_has_the_cache_open(root):
     for name in ("global/o/1.o", "local/h/2.txt"):
         (root / ZIG / name).parent.mkdir(parents=True)
         (root / ZIG / name).write_bytes(b"12345")
@@ -115,9 +111,7 @@ def test_what_zig_keeps_goes_whole_when_no_build_has_the_cache_open(root: Path) 
     assert not (root / ZIG).exists()
 
 
-def test_a_dry_run_tells_the_same_and_removes_nothing(
-    root: Path, environments_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_tells_the_same_and_removes_nothing(root, environments_root, monkeypatch):
     monkeypatch.setenv("PREJIT_CACHE", str(root))
     age(root, 31)
     (environments_root / "half").mkdir(parents=True)
@@ -137,7 +131,7 @@ def test_a_dry_run_tells_the_same_and_removes_nothing(
     assert files(environments_root) == set()
 
 
-def test_a_running_build_keeps_what_it_writes_and_what_was_used_in_the_last_day(root: Path) -> None:
+def test_a_running_build_keeps_what_it_writes_and_what_was_used_in_the_last_day(root):
     age(root, 3)
     code = """
 from prejit.compiler.store.build_cache_key import Key
@@ -159,7 +153,7 @@ with cache.blob_writer() as blob:
     assert not list((root / "v1" / "temp").iterdir())
 
 
-def test_files_in_use_stay_and_nobody_opens_a_collected_cache(root: Path, tmp_path: Path) -> None:
+def test_files_in_use_stay_and_nobody_opens_a_collected_cache(root, tmp_path):
     code = 'print("ready", flush=True)\nDirectoryStore.open(Path(sys.argv[1]))\n'
     with DirectoryStore(root).alone() as alone:
         assert alone
@@ -169,7 +163,7 @@ def test_files_in_use_stay_and_nobody_opens_a_collected_cache(root: Path, tmp_pa
     path, other = tmp_path / "file", tmp_path / "new"
     cache = DirectoryStore.open(root)
 
-    def replaced(seen: os.stat_result) -> None:
+    def replaced(seen):
         other.touch()
         os.utime(other, ns=(seen.st_mtime_ns, seen.st_mtime_ns))
         os.replace(other, path)
@@ -196,7 +190,7 @@ def test_files_in_use_stay_and_nobody_opens_a_collected_cache(root: Path, tmp_pa
     assert not path.exists()
 
 
-def environment(root: Path, name: str, *, python: str = sys.executable) -> Path:
+def environment(root, name, *, python=sys.executable):
     path = root / name
     (path / "bin").mkdir(parents=True)
     (path / "bin" / "python").symlink_to(python)
@@ -207,7 +201,7 @@ def environment(root: Path, name: str, *, python: str = sys.executable) -> Path:
     return path
 
 
-def test_unused_and_half_environments_go(default: Path, environments_root: Path) -> None:
+def test_unused_and_half_environments_go(default, environments_root):
     used, unused, half, running = (
         environment(environments_root, name) for name in ("used", "unused", "half", "running")
     )
@@ -236,11 +230,8 @@ def test_unused_and_half_environments_go(default: Path, environments_root: Path)
 
 
 def test_gc_of_a_cache_that_is_named_touches_nothing_outside_it_and_says_what_it_freed(
-    root: Path,
-    environments_root: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    root, environments_root, monkeypatch, capsys
+):
     outside = environment(environments_root, "old")
     environments.lock_path(environments_root / "left").touch()
     age(environments_root, 40)

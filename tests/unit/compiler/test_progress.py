@@ -9,17 +9,16 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 from tests.waiting import wait_for
 
 from prejit.compiler import progress as progress_module
-from prejit.compiler.progress import Plain, Progress, Quiet, open_progress
+from prejit.compiler.progress import Plain, Quiet, open_progress
 
 
 @pytest.fixture(autouse=True)
-def silent_log() -> Iterator[None]:
+def silent_log():
     """The log is off: where it is on the display is plain, and another test may have left it on."""
     logger = logging.getLogger("prejit")
     level = logger.level
@@ -29,11 +28,11 @@ def silent_log() -> Iterator[None]:
 
 
 class Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
-def build(progress: Progress) -> None:
+def build(progress):
     progress.add(4)
     progress.cached()
     for program in ("a", "b", "c"):
@@ -43,11 +42,11 @@ def build(progress: Progress) -> None:
     progress.finished("c", "cpu-host", 0.0)
 
 
-def without_times(text: str) -> str:
+def without_times(text):
     return re.sub(r"\d+(\.\d+)? s\b", "N s", text)
 
 
-def test_plain_lines_tell_every_program_once_and_break_silence() -> None:
+def test_plain_lines_tell_every_program_once_and_break_silence():
     stream = io.StringIO()
     with Plain(stream) as progress:
         build(progress)
@@ -78,7 +77,7 @@ def test_plain_lines_tell_every_program_once_and_break_silence() -> None:
     assert "p4" not in many.getvalue()
 
 
-def test_quiet_is_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quiet_is_so(capsys, monkeypatch):
     """So is a process without a stream at all."""
     with Quiet() as progress:
         build(progress)
@@ -94,7 +93,7 @@ class Broken(Terminal):
     error: Exception
     has_failed = False
 
-    def write(self, text: str) -> int:
+    def write(self, text):
         if self.tell():
             self.has_failed = True
             raise self.error
@@ -102,7 +101,7 @@ class Broken(Terminal):
 
 
 @pytest.mark.parametrize("term", ["dumb", "xterm-256color"])
-def test_a_broken_stream_breaks_no_build(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_stream_breaks_no_build(term, monkeypatch):
     monkeypatch.setenv("TERM", term)
     for error in (BrokenPipeError(32, "Broken pipe"), OSError(28, "disk full")):
         stream = Broken()
@@ -115,7 +114,7 @@ def test_a_broken_stream_breaks_no_build(term: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_process_whose_reader_has_gone_ends_well(stream: str) -> None:
+def test_a_process_whose_reader_has_gone_ends_well(stream):
     reader, writer = os.pipe()
     os.close(reader)
     code = f"import sys\nfrom prejit.compiler.progress import tell\ntell('a line', sys.{stream})"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -15,7 +14,7 @@ import pytest
 from flax import struct
 
 from prejit.compiler import Program, build, program
-from prejit.runtime import Bundle, jit, load
+from prejit.runtime import jit, load
 from prejit.runtime.errors import ManifestError, UsageError
 from prejit.runtime.format.trees import Leaf, Node
 from prejit.runtime.programs.pytree import unflatten
@@ -26,7 +25,7 @@ X = np.ones(2, np.float32)
 class After(eqx.Module):
     w: Any
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.w = jnp.asarray(self.w) * 10
 
 
@@ -39,7 +38,7 @@ class Sized(eqx.Module):
 
     w: Any
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         self.w = jnp.ones(size)
 
 
@@ -49,14 +48,14 @@ class Scaled:
 
     w: Any
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         if isinstance(self.w, np.ndarray | jax.Array):
             object.__setattr__(self, "w", self.w * 7)
 
 
 @struct.dataclass
 class Callable(Scaled):
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x):
         return x * self.w
 
 
@@ -66,7 +65,7 @@ class Counted:
     w: Any
     k: int = 1
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.k += 1
 
 
@@ -75,7 +74,7 @@ class Counted:
 class Converting:
     w: Any
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         if isinstance(self.w, np.ndarray | jax.Array):
             self.w = jnp.asarray(self.w)
 
@@ -83,18 +82,18 @@ class Converting:
 GIVEN = (After(X), Converted(X), Sized(2), Scaled(X), Counted(X))
 
 
-def name_of(given: Any) -> str:
+def name_of(given):
     return type(given).__name__.lower()
 
 
-def doubled(given: Any) -> Any:
+def doubled(given):
     """Return an object of the class of the argument, of all that this class holds."""
     made = jax.tree.map(lambda leaf: leaf * 2 * getattr(given, "k", 1), given)
     return made, given
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bundle:
+def bundle(tmp_path_factory, build_cache):
     programs = [
         *(Program(name_of(given), fn=doubled, args=[given]) for given in GIVEN),
         Program("of_function", fn=doubled, args=lambda: [Counted(X)]),
@@ -105,7 +104,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bundl
 
 
 @pytest.mark.parametrize("given", GIVEN, ids=name_of)
-def test_the_code_of_a_class_runs_as_often_as_with_jax(bundle: Bundle, given: Any) -> None:
+def test_the_code_of_a_class_runs_as_often_as_with_jax(bundle, given):
     expected = jax.jit(lambda one: doubled(one))(given)
     names = [name_of(given), *["of_function"] * isinstance(given, Counted)]
     for name in names:
@@ -117,9 +116,9 @@ def test_the_code_of_a_class_runs_as_often_as_with_jax(bundle: Bundle, given: An
                 assert getattr(one, "k", None) == getattr(other, "k", None)
 
 
-def test_other_classes_and_modules_that_change_themselves_are_refused(tmp_path: Path) -> None:
+def test_other_classes_and_modules_that_change_themselves_are_refused(tmp_path):
     class Other:
-        def __init__(self, size: int) -> None:
+        def __init__(self, size):
             raise NotImplementedError
 
     tree = Node("record", ("w",), (Leaf(),), "app:Other")
@@ -129,14 +128,14 @@ def test_other_classes_and_modules_that_change_themselves_are_refused(tmp_path: 
         build(Program("p", fn=Callable(X), args=[X]), tmp_path, quiet=True)
 
 
-def step(state: Any) -> Any:
+def step(state):
     return jax.tree.map(lambda leaf: leaf + 1, state)
 
 
 def test_other_steps_are_refused_and_a_class_that_converts_its_parts_is_taken(
-    tmp_path: Path, build_cache: Path
-) -> None:
-    options: dict[str, Any] = {"cache": build_cache, "quiet": True}
+    tmp_path, build_cache
+):
+    options = {"cache": build_cache, "quiet": True}
     found = "code changes its parts each time"
     for given in (Scaled(X), Counted(X)):
         repeated = Program("step", fn=step, args=[given], repeat=(1, 2), carry=(0,))

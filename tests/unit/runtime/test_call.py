@@ -1,44 +1,38 @@
 """Calling programs: nested arguments and results, buckets, and errors that say what was wrong."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
 from tests.threads import in_threads
 
 from prejit.runtime import load
-from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import UsageError
 
 X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
 
 
 @pytest.fixture(scope="module")
-def example(settled_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def example(settled_dir, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path_factory.mktemp("cache")))
         return load(settled_dir)
 
 
-def tree(half: Any = None, count: Any = None, flag: Any = True) -> dict[str, Any]:
+def tree(half=None, count=None, flag=True):
     half = np.array([1, 2, 3], ml_dtypes.bfloat16) if half is None else half
     count = np.array([[1, 2], [3, 4]], np.int32) if count is None else count
     return {"half": half, "pair": (count, flag)}
 
 
-def test_the_right_bucket_answers_in_many_threads_too(example: Bundle, recipe: Any) -> None:
+def test_the_right_bucket_answers_in_many_threads_too(example, recipe):
     kernel, bias = recipe.weights["score:kernel"], recipe.weights["score:bias"]
 
-    def check(random: np.random.Generator, size: int) -> None:
+    def check(random, size):
         x = random.standard_normal((size, 16), np.float32)
         expected = np.tanh(x @ kernel) + bias
         np.testing.assert_allclose(example.call("score", x=x), expected, rtol=1e-4, atol=1e-5)
 
-    def work(seed: int) -> None:
+    def work(seed):
         random = np.random.default_rng(seed)
         for _ in range(25):
             check(random, random.choice([2, 8]))
@@ -50,7 +44,7 @@ def test_the_right_bucket_answers_in_many_threads_too(example: Bundle, recipe: A
     in_threads(6, work)
 
 
-def test_results_are_nested_as_the_functions_and_others_are_refused(example: Bundle) -> None:
+def test_results_are_nested_as_the_functions_and_others_are_refused(example):
     result = example.call("nest", tree=tree())
     assert result.keys() == {"scalar", "sums"}
     assert (result["scalar"], result["scalar"].shape) == (np.float32(2.5), ())
@@ -87,9 +81,7 @@ def test_results_are_nested_as_the_functions_and_others_are_refused(example: Bun
         ("nest", {"tree": tree(flag=1)}, r"\[1\]: expected bool\[\], found (int64|weak int32)\[\]"),
     ],
 )
-def test_wrong_arguments_say_what_was_expected_and_found(
-    name: str, arguments: dict[str, Any], complaint: str, example: Bundle
-) -> None:
+def test_wrong_arguments_say_what_was_expected_and_found(name, arguments, complaint, example):
     with pytest.raises(UsageError, match=complaint) as caught:
         example.call(name, **arguments)
     assert caught.value.hint is not None
@@ -102,7 +94,7 @@ def test_wrong_arguments_say_what_was_expected_and_found(
         (X[:0], "pass at least one row: axis 0 of x has none"),
     ],
 )
-def test_a_hint_names_the_wrong_axis(x: np.ndarray[Any, Any], hint: str, example: Bundle) -> None:
+def test_a_hint_names_the_wrong_axis(x, hint, example):
     with pytest.raises(UsageError) as caught:
         example.call("score", x=x)
     assert caught.value.hint == hint

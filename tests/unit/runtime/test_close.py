@@ -1,14 +1,9 @@
 """`Bundle.close`: memory, files and threads are given back, and a closed bundle says that it is closed."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json
 import pickle
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +13,9 @@ from prejit.compiler import Program
 from prejit.runtime import Bundle, ClosedError, jit, load
 from prejit.server.engine.engine import Engine
 
-from .conftest import BuildPrograms
-
 PROMPT = [1, 2, 3]
 
-CALLS: dict[str, Callable[[Bundle], Any]] = {
+CALLS = {
     "generate": lambda bundle: bundle.generate(PROMPT, max_new_tokens=1),
     "generate_n": lambda bundle: bundle.generate_n(PROMPT, 2, max_new_tokens=1),
     "generate_batch": lambda bundle: bundle.generate_batch([PROMPT]),
@@ -61,12 +54,12 @@ CALLS: dict[str, Callable[[Bundle], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def functions_dir(build_programs: BuildPrograms) -> Path:
+def functions_dir(build_programs):
     weights = np.arange(4.0, dtype="f")
     return build_programs(Program("f", lambda w, x: x * w, ["float32[4]"], params=weights))
 
 
-def test_a_closed_bundle_says_that_it_is_closed(decoder_dir: Path) -> None:
+def test_a_closed_bundle_says_that_it_is_closed(decoder_dir):
     bundle = load(decoder_dir)
     bundle.close()
     for way, call in CALLS.items():
@@ -79,7 +72,7 @@ def test_a_closed_bundle_says_that_it_is_closed(decoder_dir: Path) -> None:
     assert bundle.name == "decoder"
 
 
-def test_every_public_method_is_tried() -> None:
+def test_every_public_method_is_tried():
     """A new method must be closed too."""
     others = {"close", "defaults", "encoder", "has_chat_template", "render_chat_template"}
     others |= {"runner_with_zeros", "check_finite", "timed_runner", "watch_runs", "finish"}
@@ -124,19 +117,17 @@ print(os.waitstatus_to_exitcode(status))
 """
 
 
-def test_a_fork_neither_waits_nor_crashes(
-    functions_dir: Path, run_python: Callable[..., Any]
-) -> None:
+def test_a_fork_neither_waits_nor_crashes(functions_dir, run_python):
     """It has none of the threads of XLA: a call waited for ever, and so did its end."""
     found = run_python(_FORKING, functions_dir, env={"PYTHONWARNINGS": "ignore"}, timeout=60)
     assert found.stdout == "7\n"
 
 
-def _doubled(x: Any) -> Any:
+def _doubled(x):
     return x * 2
 
 
-def test_a_closed_bundle_is_dispatched_and_sent_no_more(functions_dir: Path) -> None:
+def test_a_closed_bundle_is_dispatched_and_sent_no_more(functions_dir):
     with load(functions_dir) as bundle:
         held = bundle.bind("f", np.ones(4, np.float32))
         pending = bundle.call_async("f", np.ones(4, np.float32))
@@ -156,7 +147,7 @@ def test_a_closed_bundle_is_dispatched_and_sent_no_more(functions_dir: Path) -> 
     np.testing.assert_array_equal(kept, np.arange(4))
 
 
-def test_a_bundle_is_closed_while_it_generates_twice_and_loaded_again(decoder_dir: Path) -> None:
+def test_a_bundle_is_closed_while_it_generates_twice_and_loaded_again(decoder_dir):
     bundle = load(decoder_dir)
     stream = bundle.stream(PROMPT, max_new_tokens=60)
     next(stream)
@@ -175,11 +166,11 @@ def test_a_bundle_is_closed_while_it_generates_twice_and_loaded_again(decoder_di
     assert len(found) == 1
 
 
-def test_threads_that_call_while_it_closes_get_a_result_or_the_error(functions_dir: Path) -> None:
+def test_threads_that_call_while_it_closes_get_a_result_or_the_error(functions_dir):
     for _ in range(2):
         bundle = load(functions_dir)
 
-        def call(number: int, bundle: Bundle = bundle) -> None:
+        def call(number, bundle=bundle):
             if not number:
                 bundle.close()
                 return
@@ -230,8 +221,8 @@ print(json.dumps(found))
 
 @pytest.mark.parametrize("kind", ["decoder", "functions"])
 def test_memory_files_and_threads_stay_flat_over_twelve_loads(
-    decoder_dir: Path, functions_dir: Path, kind: str, run_python: Callable[..., Any]
-) -> None:
+    decoder_dir, functions_dir, kind, run_python
+):
     path = decoder_dir if kind == "decoder" else functions_dir
     rounds = json.loads(run_python(ROUNDS, path, timeout=600).stdout)
     memory, files, threads, tasks, maps = zip(*rounds, strict=True)

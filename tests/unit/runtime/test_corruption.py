@@ -1,17 +1,13 @@
 """Damaged bundles: each ends in a RejectError that names the file. None runs, none crashes."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,18 +25,17 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 
 
 @pytest.fixture
-def bundle_dir(recipe: Any, tmp_path: Path) -> Path:
-    path: Path = recipe.only("cpu-host").write(tmp_path / "example")
-    return path
+def bundle_dir(recipe, tmp_path):
+    return recipe.only("cpu-host").write(tmp_path / "example")
 
 
-def files_of(path: Path) -> list[Path]:
+def files_of(path):
     """Every file that has one spelling. index.json has many: test_root.py changes each of its bytes."""
     return sorted((path / "blobs" / "sha256").iterdir())
 
 
 @contextmanager
-def changed(file: Path, content: bytes) -> Iterator[None]:
+def changed(file, content):
     before = file.read_bytes()
     file.write_bytes(content)
     try:
@@ -49,7 +44,7 @@ def changed(file: Path, content: bytes) -> Iterator[None]:
         file.write_bytes(before)
 
 
-def corrupt(content: bytes, generator: random.Random) -> bytes:
+def corrupt(content, generator):
     at = generator.randrange(len(content))
     if generator.random() < 0.5:
         byte = content[at] ^ 1 << generator.randrange(8)
@@ -59,20 +54,20 @@ def corrupt(content: bytes, generator: random.Random) -> bytes:
 
 
 @pytest.fixture
-def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_runs(monkeypatch):
 
-    def reached(*_: object) -> None:
+    def reached(*_):
         raise AssertionError("a damaged bundle reached XLA")
 
     for name in ("__init__", "put", "load", "compile"):
         monkeypatch.setattr(Device, name, reached)
 
 
-def names_the_file(error: RejectError, file: Path) -> bool:
+def names_the_file(error, file):
     return error.path == str(file) and str(file) in str(error) and error.hint is not None
 
 
-def test_damage_in_every_file_is_rejected(bundle_dir: Path, nothing_runs: None) -> None:
+def test_damage_in_every_file_is_rejected(bundle_dir, nothing_runs):
     files = files_of(bundle_dir)
     generator = random.Random(500)
     tried = Counter[str]()
@@ -103,7 +98,7 @@ GOLDEN = Path(__file__).parents[2] / "format" / "v1"
 
 
 @pytest.mark.parametrize("name", ["decoder", "kernels"])
-def test_changes_in_every_layer_are_rejected(name: str, tmp_path: Path, nothing_runs: None) -> None:
+def test_changes_in_every_layer_are_rejected(name, tmp_path, nothing_runs):
     """Tokenizer, chat templates, generation config and kernels among them, which are read long after load."""
     path = tmp_path / "bundle"
     shutil.copytree(GOLDEN / name, path)
@@ -130,15 +125,12 @@ def test_changes_in_every_layer_are_rejected(name: str, tmp_path: Path, nothing_
             assert names_the_file(caught.value, file)
 
 
-Damage = Callable[[bytes, random.Random], bytes]
-
-
-def block_lost(content: bytes, generator: random.Random) -> bytes:
+def block_lost(content, generator):
     at = generator.randrange(len(content))
     return (content[:at] + bytes(512) + content[at + 512 :])[: len(content)]
 
 
-DAMAGES: dict[str, Damage] = {
+DAMAGES = {
     "truncated": lambda content, generator: content[: generator.randrange(len(content))],
     "without its end": lambda content, _: content[:-1],
     "emptied": lambda content, _: b"",
@@ -151,15 +143,13 @@ DAMAGES: dict[str, Damage] = {
 }
 
 
-def other_bytes(content: bytes) -> bytes:
+def other_bytes(content):
     """As many bytes, all of them others: what nobody would take for the same file."""
     return bytes(255 - byte for byte in content)
 
 
 @pytest.mark.parametrize("receipts", [False, True])
-def test_files_replaced_after_the_check_are_not_used(
-    receipts: bool, bundle_dir: Path, recipe: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_replaced_after_the_check_are_not_used(receipts, bundle_dir, recipe, monkeypatch):
     """Every file is exchanged between its hash and its use: the one that was hashed counts."""
     if receipts:
         monkeypatch.setattr("prejit.runtime.machine.kept_files.SETTLED_SECONDS", -1.0)
@@ -168,7 +158,7 @@ def test_files_replaced_after_the_check_are_not_used(
     expected = load(bundle_dir).call("score", x=x)
     begin = blobs.Blobs.begin
 
-    def then_replace(opened: blobs.Blobs, *args: Any) -> None:
+    def then_replace(opened, *args):
         begin(opened, *args)
         opened.verification.finish()
         for file in sorted((bundle_dir / "blobs" / "sha256").iterdir()):

@@ -1,12 +1,9 @@
 """Errors and warnings, wherever they are printed: a traceback, a log, a terminal."""
 
-from __future__ import annotations
-
 import copy
 import json
 import traceback
 import warnings
-from pathlib import Path
 
 import pytest
 from tests.layouts import index_of, write_index
@@ -26,7 +23,7 @@ SPELT = "a\\x1b]0;pwned\\x07b\\u202ec\\x9b31m"
 
 
 @pytest.mark.parametrize("kind", [PrejitError, StoreError, MismatchError])
-def test_a_message_cannot_move_the_cursor_of_whoever_prints_it(kind: type[PrejitError]) -> None:
+def test_a_message_cannot_move_the_cursor_of_whoever_prints_it(kind):
     """As a traceback does, which never asks for `describe`."""
     error = kind(HOSTILE, hint=HOSTILE)
     assert str(error) == SPELT
@@ -34,7 +31,7 @@ def test_a_message_cannot_move_the_cursor_of_whoever_prints_it(kind: type[Prejit
     assert str(RejectError(HOSTILE, HOSTILE)) == f"{SPELT}: {SPELT}"
 
 
-def test_a_traceback_shows_the_hint_once_and_in_plain_characters() -> None:
+def test_a_traceback_shows_the_hint_once_and_in_plain_characters():
     error = PrejitError("no such thing", hint="an older one")
     error.hint = HOSTILE
     shown = "".join(traceback.format_exception(error))
@@ -45,7 +42,7 @@ def test_a_traceback_shows_the_hint_once_and_in_plain_characters() -> None:
     assert "hint" not in "".join(traceback.format_exception(PrejitError("no such thing")))
 
 
-def test_a_warning_cannot_either(bundle_dir: Path) -> None:
+def test_a_warning_cannot_either(bundle_dir):
     plain = index_of(bundle_dir)
     for target in plain["manifests"]:
         needs = json.loads(target["annotations"]["dev.prejit.requirement"])

@@ -1,14 +1,9 @@
 """MISMATCH: programs compile from their portable form, loudly, once, and right."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
-import subprocess
 from datetime import date
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,17 +15,16 @@ from prejit.runtime.device.device import Device
 from prejit.runtime.errors import FallbackWarning, MismatchError, RejectError, UsageError
 from prejit.runtime.fallback_reporting import expiry_notice
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.verdict import Axis
 
 XLA_SAYS_WHAT_IT_COMPILES = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "cpu_compiler=1"}
 X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
 
 
-def compiled_by_xla(process: subprocess.CompletedProcess[str]) -> list[str]:
+def compiled_by_xla(process):
     return re.findall(r"cpu_compiler\.cc:\d+\] Compiling: (\S+)", process.stderr)
 
 
-def v2_machine() -> Fingerprint:
+def v2_machine():
     """This machine without anything newer than SSE4.2."""
     machine = Fingerprint.current()
     newer = re.compile("avx|fma|f16c|bmi|vaes|vpclmul|gfni|movbe|lzcnt|xsave")
@@ -39,7 +33,7 @@ def v2_machine() -> Fingerprint:
     return dataclasses.replace(machine, cpu_features=kept)
 
 
-def test_a_mismatch_warns_of_its_axis(settled_dir: Path) -> None:
+def test_a_mismatch_warns_of_its_axis(settled_dir):
     loaded = load(settled_dir)
     with pytest.warns(FallbackWarning, match=r"none of the bundle's targets.*cpu_features: needs"):
         fallen_back = load(settled_dir, fingerprint=v2_machine())
@@ -54,11 +48,11 @@ def test_a_mismatch_warns_of_its_axis(settled_dir: Path) -> None:
     assert [r.source for r in loaded.report()] == ["loaded", "unused", "unused", "unused"]
 
 
-def test_a_declared_machine_lends_this_one_no_instructions(recipe: Any, tmp_path: Path) -> None:
+def test_a_declared_machine_lends_this_one_no_instructions(recipe, tmp_path):
     """A saved fingerprint of a better machine, and code that would die of SIGILL here."""
     machine = Fingerprint.current()
 
-    def change(config: Any) -> Any:
+    def change(config):
         needs = dataclasses.replace(config.requirement, cpu_features=("avx10.9", "sse2"))
         return dataclasses.replace(config, requirement=needs)
 
@@ -72,9 +66,7 @@ def test_a_declared_machine_lends_this_one_no_instructions(recipe: Any, tmp_path
 
 
 @pytest.mark.parametrize("axis", ["cpu_features", "platform"])
-def test_error_compiles_nothing(
-    axis: str, settled_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_compiles_nothing(axis, settled_dir, monkeypatch):
     on_tpu = dataclasses.replace(Fingerprint.current(), platform="tpu")
     machine = {"cpu_features": v2_machine(), "platform": on_tpu}[axis]
     monkeypatch.setattr(Device, "__init__", lambda *_: pytest.fail("made a device"))
@@ -85,8 +77,8 @@ def test_error_compiles_nothing(
     assert {m.name for v in caught.value.verdicts for m in v.mismatches} == {axis}
 
 
-def test_fallbacks_are_counted_told_once_and_nothing_else(settled_dir: Path) -> None:
-    told: list[Axis] = []
+def test_fallbacks_are_counted_told_once_and_nothing_else(settled_dir):
+    told = []
     machine = dataclasses.replace(v2_machine(), jaxlib="0.9.9")
     before = fallback_counts()
     with pytest.warns(FallbackWarning):
@@ -110,9 +102,9 @@ def test_fallbacks_are_counted_told_once_and_nothing_else(settled_dir: Path) -> 
         load(settled_dir, fingerprint=v2_machine())
     assert fallback_counts()["cpu_features"] == before.get("cpu_features", 0) + 1
     with pytest.raises(UsageError, match="expected 'jit' or 'error', found 'ignore'"):
-        load(settled_dir, on_mismatch="ignore")  # type: ignore[arg-type]
+        load(settled_dir, on_mismatch="ignore")
     with pytest.raises(UsageError, match="expected 'wait' or 'smaller', found 'hope'"):
-        load(settled_dir, while_compiling="hope")  # type: ignore[arg-type]
+        load(settled_dir, while_compiling="hope")
 
 
 RUN_ALL = """
@@ -130,13 +122,13 @@ print(json.dumps({"y": y.tolist(), "how": {r.program: r.source for r in bundle.r
 
 
 @pytest.fixture
-def foreign(tmp_path: Path) -> Path:
+def foreign(tmp_path):
     path = tmp_path / "foreign.json"
     path.write_bytes(to_json(v2_machine()))
     return path
 
 
-def test_a_second_start_compiles_nothing(settled_dir: Path, foreign: Path, run_python: Any) -> None:
+def test_a_second_start_compiles_nothing(settled_dir, foreign, run_python):
     first, second, matching = (
         run_python(RUN_ALL, settled_dir, *machine, env=XLA_SAYS_WHAT_IT_COMPILES)
         for machine in ([foreign], [foreign], [])
@@ -150,16 +142,16 @@ def test_a_second_start_compiles_nothing(settled_dir: Path, foreign: Path, run_p
         np.testing.assert_allclose(found["y"], said[2]["y"], rtol=1e-5)
 
 
-def fallen_back(path: Path) -> Any:
+def fallen_back(path):
     with pytest.warns(FallbackWarning):
         return load(path, fingerprint=v2_machine())
 
 
 @pytest.mark.parametrize("part", ["portable", "executable"])
-def test_a_damaged_program_is_rejected_late(part: str, recipe: Any, tmp_path: Path) -> None:
+def test_a_damaged_program_is_rejected_late(part, recipe, tmp_path):
     """Not a mismatch, not a failed build: the frame is wrong although the layer's digest is right."""
 
-    def change(config: Any) -> Any:
+    def change(config):
         first = config.programs[0]
         damaged = dataclasses.replace(getattr(first, part), raw_digest=digest_of(b"other"))
         changed = dataclasses.replace(first, **{part: damaged})
@@ -185,7 +177,7 @@ def test_a_damaged_program_is_rejected_late(part: str, recipe: Any, tmp_path: Pa
         ("2026-12-15", "that ended on 2026-12-14"),
     ],
 )
-def test_somebody_is_told_before_portable_programs_expire(today: str, says: str | None) -> None:
+def test_somebody_is_told_before_portable_programs_expire(today, says):
     said = expiry_notice("0.10.2", "2026-12-14", date.fromisoformat(today))
     assert (said is None) == (says is None)
     assert (says or "") in (said or "")

@@ -1,10 +1,5 @@
 """What comes with an import: the first call's time is imports."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 import prejit.runtime
@@ -19,7 +14,7 @@ LIGHT = (
 )
 
 
-def test_every_public_name_is_there_and_comes_when_wanted(run_python: Any) -> None:
+def test_every_public_name_is_there_and_comes_when_wanted(run_python):
     run_python(
         "import sys, prejit.runtime as runtime\n"
         f"heavy = set({LIGHT!r}) & set(sys.modules)\n"
@@ -36,7 +31,7 @@ def test_every_public_name_is_there_and_comes_when_wanted(run_python: Any) -> No
         prejit.runtime.nothing  # noqa: B018
 
 
-def test_the_errors_of_the_package_are_all_of_one_base() -> None:
+def test_the_errors_of_the_package_are_all_of_one_base():
     kinds = [each for each in vars(errors).values() if isinstance(each, type)]
     warnings = [each for each in kinds if issubclass(each, Warning)]
     found = [each for each in kinds if issubclass(each, Exception) and each not in warnings]
@@ -52,7 +47,7 @@ NOT_TO_LOAD = {
 }
 
 
-def test_loading_imports_no_build_side_and_not_all_jax(settled_dir: Path, run_python: Any) -> None:
+def test_loading_imports_no_build_side_and_not_all_jax(settled_dir, run_python):
     run_python(
         "import sys\n"
         "import numpy as np\n"

@@ -1,7 +1,5 @@
 """What a load says in the log, and what it never says."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from pathlib import Path
@@ -18,15 +16,13 @@ DECODER = Path(__file__).parents[2] / "format" / "v1" / "decoder"
 X = np.ones((2, 16), np.float32)
 
 
-def said(caplog: pytest.LogCaptureFixture) -> str:
+def said(caplog):
     lines = [f"{r.name.rpartition('.')[2]}: {r.getMessage()}" for r in caplog.records]
     caplog.clear()
     return "\n".join(lines)
 
 
-def test_a_load_says_what_it_did_and_why(
-    settled_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_load_says_what_it_did_and_why(settled_dir, caplog):
     caplog.set_level(logging.INFO, "prejit")
     with load(settled_dir) as bundle:
         bundle.call("score", x=X)
@@ -46,7 +42,7 @@ def test_a_load_says_what_it_did_and_why(
 
 
 @pytest.mark.usefixtures("no_warnings_of_fallback")
-def test_nothing_is_printed_unasked_and_never_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_printed_unasked_and_never_a_prompt(capsys):
     log = logging.getLogger("prejit")
     before = [*log.handlers], log.level
     asked = ["generate", str(DECODER), "--prompt", "sesame", "--max-new-tokens", "1"]

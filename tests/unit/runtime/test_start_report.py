@@ -1,7 +1,5 @@
 """A start in parts that add up, and hints: each cause gives one, where its part was slow and nowhere else."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import os
@@ -9,7 +7,6 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -25,13 +22,13 @@ PARTS = ("process", "imports", "reading", "verifying", "loading", "first_run", "
 ME, OTHER = 1, 2
 
 
-def parts(found: StartReport) -> dict[str, float]:
+def parts(found):
     return {name: getattr(found, f"{name}_seconds") for name in PARTS}
 
 
-def parts_of(*spans: Span, **options: Any) -> dict[str, float]:
+def parts_of(*spans, **options):
     """Parts of a start from 0 to 100: loads from 20 to 60, first request from 70, by thread 1."""
-    given: dict[str, Any] = {
+    given = {
         "loaded": Span("loading", ME, 20, 60),
         "asked": (70.0, ME),
         "answered": (100.0, ME),
@@ -44,14 +41,14 @@ def parts_of(*spans: Span, **options: Any) -> dict[str, float]:
 
 
 @pytest.fixture
-def at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def at_zero(monkeypatch):
     """The process started at 0, and the first line of prejit ran at 5."""
     monkeypatch.setattr(process_facts, "exec_time", lambda: 0.0)
     monkeypatch.setattr(prejit.runtime, "first_line", 5.0)
     monkeypatch.setattr(process_facts, "imports", [])
 
 
-def test_a_start_is_process_load_and_first_run_of_one_thread(at_zero: None) -> None:
+def test_a_start_is_process_load_and_first_run_of_one_thread(at_zero):
     """One thread loads, another makes the first request, and waits while the first still prepares."""
     assert parts_of() == {"process": 5, "loading": 40, "first_run": 30, "other": 25}
     busy = [Span("verification", OTHER, 22, 59), Span("loading", OTHER, 70, 99)]
@@ -63,9 +60,7 @@ def test_a_start_is_process_load_and_first_run_of_one_thread(at_zero: None) -> N
         assert parts_of(**unfinished) == {"process": 5, "loading": 40, "other": 15}
 
 
-def test_the_inner_part_has_the_time_and_a_later_load_begins_later(
-    at_zero: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_inner_part_has_the_time_and_a_later_load_begins_later(at_zero, monkeypatch):
     monkeypatch.setattr(
         process_facts, "imports", [Span("imports", ME, 6, 18), Span("imports", ME, 21, 24)]
     )
@@ -93,7 +88,7 @@ def test_the_inner_part_has_the_time_and_a_later_load_begins_later(
 
 
 @pytest.mark.parametrize("forked", [10.0, 50.0, 90.0])
-def test_a_fork_begins_later(forked: float, at_zero: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_begins_later(forked, at_zero, monkeypatch):
     monkeypatch.setattr(process_facts, "exec_time", lambda: forked)
     found = parts_of()
     assert "process" not in found
@@ -108,7 +103,7 @@ BLOB = "/srv/my models/demo/blobs/sha256/1234"
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     """/proc of a process on a local disk that is quick and has nothing to wait for."""
     proc = tmp_path / "kernel" / "proc" / "self"
     proc.mkdir(parents=True)
@@ -119,7 +114,7 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def quiet(tmp_path, monkeypatch):
     """A module with bytecode and 4 CPUs: no reason to be slow. Gives the bytecode."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
     monkeypatch.delenv("PREJIT_PLAIN_START", raising=False)
@@ -136,24 +131,24 @@ def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return bytecode
 
 
-def slow(part: str, seconds: float = 2.0, **changes: Any) -> StartReport:
+def slow(part, seconds=2.0, **changes):
     name = f"{part}_seconds"
     whole = QUICK.total_seconds - getattr(QUICK, name) + seconds
     return dataclasses.replace(QUICK, **{name: seconds, "total_seconds": whole, **changes})
 
 
-def found(report: StartReport, root: Path, blob: str = BLOB, *programs: ProgramReport) -> str:
+def found(report, root, blob=BLOB, *programs):
     return "\n".join(hints(report, blob, programs, str(root)))
 
 
-def test_a_part_that_is_slow_without_a_cause_has_no_hint(root: Path) -> None:
+def test_a_part_that_is_slow_without_a_cause_has_no_hint(root):
     for part in ("process", "imports", "reading", "verifying", "loading", "first_run", "other"):
         for kernel in (root, root / "none"):  # also of a kernel that says nothing
             assert not found(slow(part), kernel)
 
 
 @pytest.mark.parametrize(("kind", "what"), [("nfs4", "network"), ("fuse.gcsfuse", "FUSE")])
-def test_a_network_file_system(kind: str, what: str, quiet: Path, root: Path) -> None:
+def test_a_network_file_system(kind, what, quiet, root):
     mountinfo = root / "proc/self/mountinfo"
     mounts = LOCAL + f"40 22 0:50 / /srv/my\\040models rw shared:9 master:2 - {kind} host:/a rw\n"
     mountinfo.write_text(mounts)
@@ -188,16 +183,14 @@ WAITED = "5000000000 1500000000 7\n"
         ("schedstat", WAITED, "other", ""),
     ],
 )
-def test_a_cold_disk_and_full_cpus(
-    file: str, content: str, part: str, said: str, root: Path
-) -> None:
+def test_a_cold_disk_and_full_cpus(file, content, part, said, root):
     (root / "proc/self" / file).write_text(content)
     told = found(slow(part), root)
     assert said in told if said else not told
     assert file == "io" or not found(slow("imports", 20.0), root)
 
 
-def test_missing_bytecode(quiet: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_bytecode(quiet, root, monkeypatch):
     quiet.write_bytes(b"")  # this start had to make it
     for forbidden, said in (
         (True, "PYTHONDONTWRITEBYTECODE or -B forbids to keep it"),
@@ -211,7 +204,7 @@ def test_missing_bytecode(quiet: Path, root: Path, monkeypatch: pytest.MonkeyPat
         quiet.unlink(missing_ok=True)
 
 
-def test_no_receipt(root: Path, runtime_cache: Path) -> None:
+def test_no_receipt(root, runtime_cache):
     for part in ("verifying", "reading"):
         said = found(slow(part, hashed_bytes=500_000_000), root)
         assert "500 MB had no receipt, as in every first start. The next start" in said
@@ -221,7 +214,7 @@ def test_no_receipt(root: Path, runtime_cache: Path) -> None:
     assert f"{runtime_cache} cannot be written, so no receipt is kept" in said
 
 
-def test_compiled_programs_one_cpu_plain_start(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_programs_one_cpu_plain_start(root, monkeypatch):
     programs = [ProgramReport("a", "compiled", 1.0), ProgramReport("b", "kept", 0.1)]
     assert "1 of the programs was compiled" in found(slow("loading"), root, BLOB, *programs)
     assert not found(slow("loading"), root, BLOB, programs[1])
@@ -234,7 +227,7 @@ def test_compiled_programs_one_cpu_plain_start(root: Path, monkeypatch: pytest.M
     assert not found(QUICK, root)
 
 
-def test_the_real_files_of_the_kernel_have_the_form_of_those_above() -> None:
+def test_the_real_files_of_the_kernel_have_the_form_of_those_above():
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     kinds = {line.split(" ")[4]: line.partition(" - ")[2].split(" ")[0] for line in lines}
     assert kinds["/proc"] == "proc"

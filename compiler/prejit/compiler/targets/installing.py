@@ -102,9 +102,11 @@ def translated(listed: str, environ: Mapping[str, str]) -> UvSettings | None:
         elif name == "proxy":
             proxy = value if "://" in value else f"http://{value}"
             found |= dict.fromkeys(("ALL_PROXY", "HTTP_PROXY", "HTTPS_PROXY"), proxy)
+        elif name == "constraint":  # an option, because another --constraint hides uv's variable
+            options += tuple(f"--constraint={_absolute(each)}" for each in value.split())
         elif name == "no-index":
             if value.lower() not in _OFF:
-                options = ("--no-index",)
+                options += ("--no-index",)
         elif name == "pre":
             if value.lower() not in _OFF:
                 found["UV_PRERELEASE"] = "allow"

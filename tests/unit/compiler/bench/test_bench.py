@@ -1,11 +1,6 @@
 """Measuring, comparing and showing: what passes for a regression, and what a file or a name may do."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +15,6 @@ from prejit.compiler.bench.bench_report import (
     MIN_QUARTILE_SAMPLES,
     YARDSTICK,
     BenchReport,
-    BenchRow,
-    Comparison,
     Head,
     Ratio,
     better_of,
@@ -37,12 +30,12 @@ MACHINE = {"platform": "cpu", "cpu_model": "X", "cpu_count": 2, "cpu_features": 
 times = st.floats(1e-6, 1e3)
 
 
-def row(name: str, samples: Sequence[float], **changes: Any) -> BenchRow:
+def row(name, samples, **changes):
     return summarize(Head(**{"group": "decode", "name": name, "work": "w", **changes}), samples)
 
 
-def report(*rows: BenchRow, **changes: Any) -> BenchReport:
-    values: dict[str, Any] = {
+def report(*rows, **changes):
+    values = {
         **{"report_version": 1, "bundle": "b", "digest": "sha256:0", "target": "t"},
         **{"matched": True, "date": "2026-01-01T00:00:00+00:00", "machine": MACHINE},
         **{"versions": {"jax": "0.10.2"}, "runs": 3, "seconds": 1.0},
@@ -51,18 +44,16 @@ def report(*rows: BenchRow, **changes: Any) -> BenchReport:
     return BenchReport(**{**values, **changes})
 
 
-def beside(
-    before: BenchReport, after: BenchReport, tolerance: float = 0.25, **rest: Any
-) -> Comparison:
+def beside(before, after, tolerance=0.25, **rest):
     return compare_reports(before, after, other="other", tolerance=tolerance, **rest)
 
 
-def verdict(before: Sequence[float], after: Sequence[float], tolerance: float = 0.25) -> str:
+def verdict(before, after, tolerance=0.25):
     rows = row("r", before), row("r", after)
     return beside(report(rows[0]), report(rows[1]), tolerance).deltas[0].verdict
 
 
-def test_a_row_has_the_percentiles_that_its_samples_allow() -> None:
+def test_a_row_has_the_percentiles_that_its_samples_allow():
     for count in (1, 2, MIN_P95_SAMPLES, MIN_P99_SAMPLES):
         samples = np.random.default_rng(0).exponential(size=count) + 0.1
         found = row("r", samples.tolist(), items=8, item="tokens")
@@ -81,8 +72,8 @@ samples_of_one_speed = st.lists(st.floats(0.99, 1.01), min_size=3, max_size=40)
 
 @given(samples_of_one_speed, samples_of_one_speed, st.floats(0.01, 1), times, st.floats(1.05, 20))
 def test_what_is_slower_beyond_tolerance_and_spread_is_worse(
-    before: list[float], after: list[float], tolerance: float, speed: float, beyond: float
-) -> None:
+    before, after, tolerance, speed, beyond
+):
     slower = [speed * x * (1 + tolerance) * beyond for x in after]
     faster = [speed * x for x in before]
     assert verdict(faster, slower, tolerance) == "worse"
@@ -90,7 +81,7 @@ def test_what_is_slower_beyond_tolerance_and_spread_is_worse(
 
 
 @given(st.data(), times, st.integers(3, 40))
-def test_a_busy_neighbour_is_no_regression(data: st.DataObject, speed: float, count: int) -> None:
+def test_a_busy_neighbour_is_no_regression(data, speed, count):
     """However many samples it hits: where one of them shows the old speed, the bundle still has it."""
     noise = st.lists(st.floats(1, 50), min_size=count, max_size=count)
     noisy = [speed * x for x in data.draw(noise)]
@@ -98,7 +89,7 @@ def test_a_busy_neighbour_is_no_regression(data: st.DataObject, speed: float, co
     assert verdict([speed] * count, noisy) == "same"
 
 
-def test_samples_that_overlap_or_are_few_are_noise_and_memory_is_not() -> None:
+def test_samples_that_overlap_or_are_few_are_noise_and_memory_is_not():
     many = MIN_QUARTILE_SAMPLES
     assert verdict([1, 1, 3.5], [2, 3, 3]) == "same"  # few: 3.5 was seen before
     assert verdict([1.0] * many + [3.5], [2.0] * many) == "worse"  # one in many counts for nothing
@@ -108,8 +99,8 @@ def test_samples_that_overlap_or_are_few_are_noise_and_memory_is_not() -> None:
     assert beside(after, before).deltas[0].verdict == "better"
 
 
-def test_a_machine_that_slowed_down_as_a_whole_fails_no_bundle() -> None:
-    def measured(speed: float, yardstick: float) -> BenchReport:
+def test_a_machine_that_slowed_down_as_a_whole_fails_no_bundle():
+    def measured(speed, yardstick):
         return report(row("r", [speed] * 5), row(YARDSTICK, [yardstick] * 5, group="machine"))
 
     assert beside(measured(1, 1), measured(2, 1)).deltas[0].verdict == "worse"
@@ -119,7 +110,7 @@ def test_a_machine_that_slowed_down_as_a_whole_fails_no_bundle() -> None:
     assert any("2.00 x" in note for note in notes(slowed))
     assert beside(measured(1, 1), measured(4, 2)).deltas[0].verdict == "worse"
 
-    def used(size: float, slowness: float) -> BenchReport:
+    def used(size, slowness):
         yardstick = row(YARDSTICK, [slowness] * 3, group="machine")
         return report(row("m", [size] * 3, unit="bytes", group="memory"), yardstick)
 
@@ -133,7 +124,7 @@ def test_a_machine_that_slowed_down_as_a_whole_fails_no_bundle() -> None:
     assert (in_turns.deltas[0].verdict, in_turns.drift) == ("worse", 1)
 
 
-def test_times_of_another_machine_are_shown_and_those_of_another_version_judged() -> None:
+def test_times_of_another_machine_are_shown_and_those_of_another_version_judged():
     before = report(
         row("r", [1.0] * 5),
         row("m", [1.0] * 5, unit="bytes", group="memory"),
@@ -155,7 +146,7 @@ def test_times_of_another_machine_are_shown_and_those_of_another_version_judged(
 
 
 @given(st.lists(st.tuples(times, times), min_size=1, max_size=60))
-def test_ratios_in_turns_cancel_what_slows_a_turn_down(turns: list[tuple[float, float]]) -> None:
+def test_ratios_in_turns_cancel_what_slows_a_turn_down(turns):
     before = [[speed * x for x in (1.0, 1.1, 5.0)] for speed, _ in turns]
     after = [[speed * x for x in (2.0, 2.2, 9.0)] for speed, _ in turns]
     found = ratio_in_turns(after, before)
@@ -164,7 +155,7 @@ def test_ratios_in_turns_cancel_what_slows_a_turn_down(turns: list[tuple[float, 
     assert ratio_in_turns([[2.0], [], [2.0]], [[1.0], [1.0], []]) == Ratio(2, 2, 2, 2), "both sides"
 
 
-def test_the_error_names_every_row_that_is_worse_by_its_better_time() -> None:
+def test_the_error_names_every_row_that_is_worse_by_its_better_time():
     first = report(row("a", [2.0] * 3), row("b", [1.0] * 3))
     found = better_of(first, report(row("a", [1.0] * 3), row("c", [1.0] * 3)))
     assert [(one.name, one.p50) for one in found.rows] == [("a", 1.0), ("b", 1.0)]
@@ -184,7 +175,7 @@ FULL = report(
     row("m", [1e6], unit="bytes", group="memory"),
     row("p", [1.5], unit="x", group="serving"),
 )
-DAMAGES: list[tuple[str, Any, str]] = [
+DAMAGES = [
     ("rows.0.p50", "fast", "rows[0].p50: expected float, found 'fast'"),
     ("rows.0.p50", 1e9, "rows[0]: expected 0 < minimum <= p25"),
     ("rows.0.unit", "m", "rows[0].unit: expected s, bytes or x"),
@@ -194,14 +185,14 @@ DAMAGES: list[tuple[str, Any, str]] = [
 ]
 
 
-def test_a_damaged_key_is_told(tmp_path: Path) -> None:
+def test_a_damaged_key_is_told(tmp_path):
     path = tmp_path / "b.json"
     path.write_text(json.dumps({**FULL.described(), "comparison": None}))
     assert read(str(path)) == FULL
     for where, value, complaint in DAMAGES:
         plain = json.loads(json.dumps(FULL.described()))
         *outer, last = [int(key) if key.isdecimal() else key for key in where.split(".")]
-        at: Any = plain
+        at = plain
         for key in outer:
             at = at[key]
         at[last] = value
@@ -221,7 +212,7 @@ def test_a_damaged_key_is_told(tmp_path: Path) -> None:
         read(str(tmp_path / "none.json"))
 
 
-def test_names_stay_text_on_the_page() -> None:
+def test_names_stay_text_on_the_page():
     machine = {"cpu_model": EVIL, "cpu_count": EVIL}
     before = report(row(EVIL, [1.0] * 3, work=EVIL), row("gone" + EVIL, [1.0]), machine=machine)
     after = report(

@@ -1,7 +1,5 @@
 """`prejit check-model`: what it prints, its exit status, and errors of its arguments."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -31,14 +29,14 @@ def zeros(tokens):
 
 
 @pytest.fixture(autouse=True)
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(tmp_path, monkeypatch):
     code = Path(tiny_models.__file__).read_text()
     (tmp_path / "model.py").write_text(code + MODELS)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_a_model_that_passes_ends_with_status_0(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_passes_ends_with_status_0(capsys):
     assert main(["check-model", "model:make_model"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "check       result  worst difference"
@@ -47,7 +45,7 @@ def test_a_model_that_passes_ends_with_status_0(capsys: pytest.CaptureFixture[st
     assert lines[-1] == "15 checks: 15 passed, 0 failed"
 
 
-def test_a_failed_check_says_a_change(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_check_says_a_change(directory, capfd):
     (directory / "loud.py").write_text("print('hello')\nfrom model import narrow as model\n")
     assert main(["check-model", "loud:model"]) == 1
     printed = capfd.readouterr()
@@ -60,7 +58,7 @@ def test_a_failed_check_says_a_change(directory: Path, capfd: pytest.CaptureFixt
     ]
 
 
-def test_params_and_a_reference_count(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_params_and_a_reference_count(directory, capsys):
     model = tiny_models.random_model(tiny_models.Tiny)
     values = {"places": model.places, "mixing": model.mixing}
     save_file({**values, "embedding": 0 * model.embedding}, directory / "zeros.safetensors")
@@ -76,7 +74,7 @@ def test_params_and_a_reference_count(directory: Path, capsys: pytest.CaptureFix
     assert "embedding is in the module alone" in capsys.readouterr().err
 
 
-WRONG: list[tuple[list[str], str, str | None]] = [  # arguments, error, hint
+WRONG = [  # arguments, error, hint
     (["model"], "MODEL: expected package.module:attribute, found 'model'", "is the object"),
     (["modle:model"], "cannot import 'modle'", "did you mean 'model'?"),
     (["model:modle"], "'model' has no 'modle'", "did you mean 'model'?"),
@@ -87,7 +85,7 @@ WRONG: list[tuple[list[str], str, str | None]] = [  # arguments, error, hint
 ]
 
 
-def test_wrong_arguments_are_errors_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_errors_without_a_traceback(capsys):
     Path("own.py").write_text(Path(own_decoders.__file__).read_text())
     for arguments, error, hint in WRONG:
         assert main(["check-model", *arguments]) in (1, 2)
@@ -101,9 +99,7 @@ def test_wrong_arguments_are_errors_without_a_traceback(capsys: pytest.CaptureFi
             assert hint in printed.err.partition("hint:")[2]
 
 
-def test_a_published_model_has_its_sizes_or_says_what_is_not_built(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_published_model_has_its_sizes_or_says_what_is_not_built(tmp_path, capsys):
     case = next(case for case in sibling_cases.cases() if case.name == "qwen3_moe-0")
     case.write(tmp_path / "mixture")
     assert main(["check-model", str(tmp_path / "mixture")]) == 0

@@ -1,9 +1,6 @@
 """The checks of the decoder protocol: right models pass, and each broken rule is found under its name."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +8,15 @@ import numpy as np
 import pytest
 
 from prejit.compiler.checking.kit import RULES, SHAPES, check_model, compare_with
-from prejit.compiler.checking.subject import TOLERANCE, Finding, Subject, difference
+from prejit.compiler.checking.subject import TOLERANCE, Subject, difference
 
-from .tiny_models import BROKEN, LONGEST, Layer, Tiny, TinyWriter, apart, random_model
+from .tiny_models import BROKEN, LONGEST, Tiny, TinyWriter, apart, random_model
 
 _CHECKS = {check.__name__: check for check in (*SHAPES, *RULES)}
 _OF_DECODERS = [*_CHECKS][:-1]
 
 
-def check(kind: type[Layer], name: str, **changed: Any) -> Finding | None:
+def check(kind, name, **changed):
     model, values = apart(replace(random_model(kind), **changed))
     return _CHECKS[name](Subject(model, values, TOLERANCE, 16))
 
@@ -29,7 +26,7 @@ class Short(Tiny):
 
     max_positions = 13
 
-    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+    def make_cache(self, rows, positions, dtype):
         assert positions <= 13
         return super().make_cache(rows, positions, dtype)
 
@@ -37,13 +34,13 @@ class Short(Tiny):
 class Fixed(TinyWriter):
     """It takes one size of sources, and needs no mask."""
 
-    def encode(self, source: Any, length: Any, positions: int, dtype: str) -> Any:
+    def encode(self, source, length, positions, dtype):
         if source.shape[1] != 30:
             raise ValueError("expected 30 places")
         return super().encode(source, jnp.full_like(length, 30), positions, dtype)
 
 
-def test_models_that_keep_the_rules_pass_every_check() -> None:
+def test_models_that_keep_the_rules_pass_every_check():
     assert LONGEST > 13
     *found, against_none = check_model(*apart(random_model(Short)), against=lambda: None)
     assert [one for one in found if not one.passed] == []
@@ -64,7 +61,7 @@ def test_models_that_keep_the_rules_pass_every_check() -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "says"), BROKEN, ids=[f"{name} {says:.50}" for name, _, says in BROKEN]
 )
-def test_a_broken_rule_is_found_by_its_check(name: str, kind: type[Layer], says: str) -> None:
+def test_a_broken_rule_is_found_by_its_check(name, kind, says):
     found = check(kind, name)
     assert (found.name, found.passed) == (name, False)
     assert says in found.found
@@ -72,9 +69,9 @@ def test_a_broken_rule_is_found_by_its_check(name: str, kind: type[Layer], says:
     assert found.change
 
 
-def test_what_a_model_raises_or_hides_is_a_failed_check_and_an_interrupt_none() -> None:
+def test_what_a_model_raises_or_hides_is_a_failed_check_and_an_interrupt_none():
     class Raises(Tiny):
-        def last(self, x: Any, length: Any) -> Any:
+        def last(self, x, length):
             raise KeyError("no last token")
 
     assert {name for name, _, _ in BROKEN} == {*_CHECKS}, "each check has a model that breaks it"
@@ -84,7 +81,7 @@ def test_what_a_model_raises_or_hides_is_a_failed_check_and_an_interrupt_none() 
     assert last.found == "expected a result, found <KeyError('no last token')>"
 
     class Interrupted(Tiny):
-        def last(self, x: Any, length: Any) -> Any:
+        def last(self, x, length):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -94,7 +91,7 @@ def test_what_a_model_raises_or_hides_is_a_failed_check_and_an_interrupt_none() 
     assert "--params" in found.change
 
 
-def reference(tokens: Any) -> Any:
+def reference(tokens):
     """Logits of Tiny after each token, in one call over texts."""
     model = random_model(Tiny)
     rows, count = tokens.shape
@@ -103,11 +100,11 @@ def reference(tokens: Any) -> Any:
     return model(jnp.asarray(tokens), zeros, zeros + count, cache, every=True)[0]
 
 
-def against(function: Any, kind: type[Layer] = Tiny, tolerance: float = TOLERANCE) -> Finding:
+def against(function, kind=Tiny, tolerance=TOLERANCE):
     return compare_with(Subject(*apart(random_model(kind)), tolerance, 16), function)
 
 
-def test_a_model_is_compared_with_a_reference_after_each_token() -> None:
+def test_a_model_is_compared_with_a_reference_after_each_token():
     assert against(reference).passed
     assert against(lambda tokens: np.asarray(reference(tokens), np.float64)).passed
     wrong = against(lambda tokens: np.asarray(reference(tokens)) * np.linspace(1, 2, 12)[:, None])
@@ -117,7 +114,7 @@ def test_a_model_is_compared_with_a_reference_after_each_token() -> None:
     assert against(lambda tokens: 1.01 * reference(tokens), tolerance=0.1).passed
     assert not against(lambda tokens: 1.01 * reference(tokens), tolerance=1e-3).passed
 
-    def written(source: Any, length: Any, tokens: Any) -> Any:
+    def written(source, length, tokens):
         model = random_model(TinyWriter)
         rows, count = tokens.shape
         cache = model.encode(source, length, count, "float32")

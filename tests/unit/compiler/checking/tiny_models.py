@@ -5,7 +5,6 @@ Both attend to a cache of positions and carry a state of the whole text. Each br
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -29,13 +28,11 @@ class Layer:
     vocab_size = V
     max_positions = LONGEST
 
-    def zeros(self, rows: int, positions: int, dtype: str) -> Any:
+    def zeros(self, rows, positions, dtype):
         keys = jnp.zeros((rows, positions, D), dtype)
         return {"keys": keys, "values": keys, "state": jnp.zeros((rows, D))}
 
-    def __call__(
-        self, tokens: Any, start: Any, length: Any, cache: Any, *, every: bool = False
-    ) -> Any:
+    def __call__(self, tokens, start, length, cache, *, every=False):
         positions = self.positions(start, tokens.shape[1])
         x = self.normalized(self.embedding[tokens] + self.places[positions])
         query, keys, values = x @ self.mixing[0], x @ self.mixing[1], x @ self.mixing[2]
@@ -49,23 +46,23 @@ class Layer:
         wanted = mixed if every else self.last(mixed, length)
         return (wanted @ self.embedding.T).astype(jnp.float32), cache
 
-    def positions(self, start: Any, count: int) -> Any:
+    def positions(self, start, count):
         return start[:, None] + jnp.arange(count)
 
-    def normalized(self, x: Any) -> Any:
+    def normalized(self, x):
         return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True))
 
-    def write(self, array: Any, new: Any, start: Any, length: Any) -> Any:
+    def write(self, array, new, start, length):
         token = jnp.arange(new.shape[1])
         places = jnp.where(token < length[:, None], start[:, None] + token, array.shape[1])
         rows = jnp.arange(len(new))[:, None]
         return array.at[rows, places].set(new.astype(array.dtype), mode="drop")
 
-    def visible(self, positions: Any, cache: Any) -> Any:
+    def visible(self, positions, cache):
         return jnp.arange(cache["keys"].shape[1]) <= positions[..., None]
 
-    def summed(self, state: Any, x: Any, length: Any) -> Any:
-        def step(state: Any, inputs: Any) -> Any:
+    def summed(self, state, x, length):
+        def step(state, inputs):
             token, valid = inputs
             state = jnp.where(valid[:, None], 0.7 * state + token, state)
             return state, state
@@ -74,32 +71,32 @@ class Layer:
         state, found = jax.lax.scan(step, state, (x.swapaxes(0, 1), valid))
         return found.swapaxes(0, 1), state
 
-    def with_source(self, x: Any, cache: Any) -> Any:
+    def with_source(self, x, cache):
         return x
 
-    def last(self, x: Any, length: Any) -> Any:
+    def last(self, x, length):
         return x[jnp.arange(len(x)), jnp.maximum(length - 1, 0)]
 
 
 class Tiny(Layer):
-    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+    def make_cache(self, rows, positions, dtype):
         return self.zeros(rows, positions, dtype)
 
 
 class TinyWriter(Layer):
     """An encoder-decoder, which also attends to a source of tokens."""
 
-    def source(self, rows: int, size: int) -> Any:
+    def source(self, rows, size):
         return jax.ShapeDtypeStruct((rows, size), jnp.int32)
 
-    def encode(self, source: Any, length: Any, positions: int, dtype: str) -> Any:
+    def encode(self, source, length, positions, dtype):
         cache = self.zeros(len(source), positions, dtype)
         return {**cache, "source": self.embedding[source].astype(dtype), "length": length}
 
-    def summed(self, state: Any, x: Any, length: Any) -> Any:
+    def summed(self, state, x, length):
         return jnp.zeros_like(x), state  # arrays without positions do not change
 
-    def with_source(self, x: Any, cache: Any) -> Any:
+    def with_source(self, x, cache):
         places = jnp.arange(cache["source"].shape[1])
         seen = jnp.broadcast_to(
             places < cache["length"][:, None, None], (*x.shape[:2], len(places))
@@ -107,13 +104,13 @@ class TinyWriter(Layer):
         return x + attention(x, cache["source"], cache["source"], seen)
 
 
-def attention(query: Any, keys: Any, values: Any, seen: Any) -> Any:
+def attention(query, keys, values, seen):
     scores = jnp.einsum("btd,bsd->bts", query, keys.astype(jnp.float32))
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
     return jnp.einsum("bts,bsd->btd", weights, values.astype(jnp.float32))
 
 
-def random_model(kind: type[Layer]) -> Any:
+def random_model(kind):
     random = np.random.default_rng(0)
     shapes = {"embedding": (V, D), "places": (LONGEST, D), "mixing": (4, D, D)}
     return kind(
@@ -121,26 +118,26 @@ def random_model(kind: type[Layer]) -> Any:
     )
 
 
-def apart(model: Layer) -> tuple[Parametrized, dict[str, Any]]:
+def apart(model):
     """The model apart from its parameters, and their values."""
     values = {field.name: getattr(model, field.name) for field in fields(model)}
     shapes = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in values.items()}
     return Parametrized(shapes, lambda bound: replace(model, **bound)), values
 
 
-BROKEN: list[tuple[str, type[Layer], str]] = []
+BROKEN = []
 """The check that must find it, the model, and a part of what the finding says."""
 
 
-def breaks(check: str, says: str) -> Callable[[type[Layer]], type[Layer]]:
-    def add(kind: type[Layer]) -> type[Layer]:
+def breaks(check, says):
+    def add(kind):
         BROKEN.append((check, kind, says))
         return kind
 
     return add
 
 
-def _no_vocabulary(model: Any) -> int:
+def _no_vocabulary(model):
     raise AttributeError
 
 
@@ -157,14 +154,12 @@ for _of, _changes, _says in (
 ):
     breaks("attributes", _says)(type("Broken", (_of,), _changes))
 
-MakeCache = Callable[[Callable[[int, int], dict[str, Any]], int, int], dict[str, Any]]
 
-
-def breaks_cache(says: str) -> Callable[[MakeCache], None]:
+def breaks_cache(says):
     """Another cache of `Tiny`: the function gets what makes a right one, rows and positions."""
 
-    def add(change: MakeCache) -> None:
-        def make_cache(self: Tiny, rows: int, positions: int, dtype: str) -> Any:
+    def add(change):
+        def make_cache(self, rows, positions, dtype):
             return change(lambda r, s: Tiny.make_cache(self, r, s, dtype), rows, positions)
 
         breaks("cache", says)(type("Cache", (Tiny,), {"make_cache": make_cache}))
@@ -191,20 +186,20 @@ breaks_cache("cache['key']: expected a dtype that a bundle can hold, found key<f
 
 @breaks("logits", "expected float32 with B = 1, T = 1, every = False, found bfloat16")
 class NarrowLogits(Tiny):
-    def __call__(self, *inputs: Any, every: bool = False) -> Any:
+    def __call__(self, *inputs, every=False):
         logits, cache = super().__call__(*inputs, every=every)
         return logits.astype(jnp.bfloat16), cache
 
 
 @breaks("returned", "cache['keys']: expected bfloat16 [3, 16, 8], as it went in with dtype 'bfl")
 class WidenedCache(Tiny):
-    def write(self, array: Any, new: Any, start: Any, length: Any) -> Any:
+    def write(self, array, new, start, length):
         return super().write(array.astype(jnp.float32), new, start, length)
 
 
 @breaks("finite", "found NaN or infinity in cache['state']")
 class MeanOfNothing(Tiny):
-    def summed(self, state: Any, x: Any, length: Any) -> Any:
+    def summed(self, state, x, length):
         found, _ = super().summed(state, x, length)
         valid = jnp.arange(x.shape[1]) < length[:, None]
         return found, jnp.sum(x * valid[..., None], 1) / length[:, None]
@@ -212,9 +207,7 @@ class MeanOfNothing(Tiny):
 
 @breaks("sensitive", "expected other logits where the tokens before the last differ")
 class WithoutMemory(Tiny):
-    def __call__(
-        self, tokens: Any, start: Any, length: Any, cache: Any, *, every: bool = False
-    ) -> Any:
+    def __call__(self, tokens, start, length, cache, *, every=False):
         _, cache = super().__call__(tokens, start, length, cache)
         x = self.embedding[tokens] @ self.mixing[0]
         return (x if every else self.last(x, length)) @ self.embedding.T, cache
@@ -222,21 +215,21 @@ class WithoutMemory(Tiny):
 
 @breaks("chunks", "between the whole prompt and single tokens")
 class IgnoresStart(Tiny):
-    def positions(self, start: Any, count: int) -> Any:
+    def positions(self, start, count):
         return super().positions(0 * start, count)
 
 
 @breaks("padding", "after the prompt, with other padding")
 class SumsPadding(Tiny):
-    def summed(self, state: Any, x: Any, length: Any) -> Any:
+    def summed(self, state, x, length):
         found, new = super().summed(state, x, jnp.full_like(length, x.shape[1]))
         return found, jnp.where((length > 0)[:, None], new, state)
 
 
 @breaks("end", "expected padding that runs past the last of 16 positions to change nothing")
 class WritesBlocks(Tiny):
-    def write(self, array: Any, new: Any, start: Any, length: Any) -> Any:
-        def row(array: Any, new: Any, start: Any, length: Any) -> Any:
+    def write(self, array, new, start, length):
+        def row(array, new, start, length):
             block = jax.lax.dynamic_slice(array, (start, 0), new.shape)
             valid = (jnp.arange(len(new)) < length)[:, None]
             return jax.lax.dynamic_update_slice(array, jnp.where(valid, new, block), (start, 0))
@@ -246,43 +239,41 @@ class WritesBlocks(Tiny):
 
 @breaks("batch", "expected a row alone to give what it gives beside others")
 class NormalizesOverRows(Tiny):
-    def normalized(self, x: Any) -> Any:
+    def normalized(self, x):
         return x / jnp.sqrt(jnp.mean(x * x, (0, 2), keepdims=True))
 
 
 @breaks("idle", "found a change in cache['state'] at its own start, with T = 1")
 class DecaysIdleRows(Tiny):
-    def summed(self, state: Any, x: Any, length: Any) -> Any:
+    def summed(self, state, x, length):
         found, new = super().summed(state, x, length)
         return found, jnp.where((length > 0)[:, None], new, 0.99 * new)
 
 
 @breaks("fresh", "expected a text at start 0 to ignore what another text left in the cache")
 class SeesAllPositions(Tiny):
-    def visible(self, positions: Any, cache: Any) -> Any:
+    def visible(self, positions, cache):
         return jnp.ones((*positions.shape, cache["keys"].shape[1]), bool)
 
 
 @breaks("rewind", "expected a text to go on as if rejected drafts had never been in the cache")
 class StateOfText(TinyWriter):
-    def summed(self, state: Any, x: Any, length: Any) -> Any:
+    def summed(self, state, x, length):
         return Layer.summed(self, state, x, length)
 
 
 @breaks("context", "from one of 12")
 class FillsFromTheEnd(Tiny):
-    def write(self, array: Any, new: Any, start: Any, length: Any) -> Any:
+    def write(self, array, new, start, length):
         return super().write(array[:, ::-1], new, start, length)[:, ::-1]
 
-    def visible(self, positions: Any, cache: Any) -> Any:
+    def visible(self, positions, cache):
         return super().visible(positions, cache)[..., ::-1]
 
 
 @breaks("every", "at the tokens before")
 class EveryIsLast(Tiny):
-    def __call__(
-        self, tokens: Any, start: Any, length: Any, cache: Any, *, every: bool = False
-    ) -> Any:
+    def __call__(self, tokens, start, length, cache, *, every=False):
         logits, cache = super().__call__(tokens, start, length, cache)
         if every:
             logits = jnp.repeat(logits[:, None], tokens.shape[1], 1)
@@ -291,31 +282,29 @@ class EveryIsLast(Tiny):
 
 @breaks("every", "in the next call")
 class EveryKeepsTheCache(Tiny):
-    def __call__(
-        self, tokens: Any, start: Any, length: Any, cache: Any, *, every: bool = False
-    ) -> Any:
+    def __call__(self, tokens, start, length, cache, *, every=False):
         logits, after = super().__call__(tokens, start, length, cache, every=every)
         return logits, cache if every else after
 
 
 @breaks("encode", "with other padding of the source")
 class SeesSourcePadding(TinyWriter):
-    def encode(self, source: Any, length: Any, positions: int, dtype: str) -> Any:
+    def encode(self, source, length, positions, dtype):
         whole = jnp.full_like(length, source.shape[1])
         return super().encode(source, whole, positions, dtype)
 
 
 @breaks("encode", "expected other logits for other sources")
 class BlindToSource(TinyWriter):
-    def with_source(self, x: Any, cache: Any) -> Any:
+    def with_source(self, x, cache):
         return x
 
 
 @breaks("encode", "after the cache was padded")
 class CountsSourcePlaces(TinyWriter):
-    def with_source(self, x: Any, cache: Any) -> Any:
+    def with_source(self, x, cache):
         return super().with_source(x, cache) / cache["source"].shape[1]
 
-    def encode(self, source: Any, length: Any, positions: int, dtype: str) -> Any:
+    def encode(self, source, length, positions, dtype):
         cache = super().encode(source, length, positions, dtype)
         return {**cache, "source": cache["source"] * source.shape[1]}

@@ -1,11 +1,8 @@
 """Chat templates are found where transformers finds them; one that does not parse fails the build."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +17,7 @@ NAMED = [{"name": name, "template": text} for name, text in TEMPLATES.items()]
 PRINTS_TOKENS = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}"
 
 
-def model(directory: Path, config: dict[str, Any] | None, **files: str) -> Path:
+def model(directory, config, **files):
     """A model directory: tokenizer_config.json, and others with their names spelled `a__b_json`."""
     shutil.copy(DEMO, directory / "tokenizer.json")
     config = None if config is None else {"tokenizer_class": "PreTrainedTokenizerFast", **config}
@@ -50,9 +47,7 @@ END = {"eos_token": "<end>", "pad_token": ADDED}
         (None, {}, {}),
     ],
 )
-def test_templates_and_tokens_are_those_of_transformers(
-    tmp_path: Path, template: Any, more: dict[str, Any], files: dict[str, str]
-) -> None:
+def test_templates_and_tokens_are_those_of_transformers(tmp_path, template, more, files):
     from transformers import PreTrainedTokenizerFast
 
     config = more if template is None else {**more, "chat_template": template}
@@ -66,7 +61,7 @@ def test_templates_and_tokens_are_those_of_transformers(
         assert found.special_tokens == said
 
 
-def test_a_template_of_a_processor_counts_where_there_is_no_other(tmp_path: Path) -> None:
+def test_a_template_of_a_processor_counts_where_there_is_no_other(tmp_path):
     of_processor = json.dumps({"chat_template": "processor"})
     directory = model(tmp_path, {}, chat_template_json=of_processor)
     assert read_chat(directory).templates == {"default": "processor"}
@@ -74,7 +69,7 @@ def test_a_template_of_a_processor_counts_where_there_is_no_other(tmp_path: Path
     assert read_chat(directory).templates == {"default": "config"}
 
 
-WRONG: list[tuple[str, Any, str]] = [  # a file, its text or the template in the configuration
+WRONG = [  # a file, its text or the template in the configuration
     ("chat_template_jinja", "a\n{% if %}", r"chat_template\.jinja: line 2: "),
     ("additional_chat_templates__rag_jinja", "{{ x", r"_chat_templates/rag\.jinja: line 1: "),
     ("", "x\n\n{% endfor %}", r"tokenizer_config\.json: template 'default', line 3: "),
@@ -86,7 +81,7 @@ WRONG: list[tuple[str, Any, str]] = [  # a file, its text or the template in the
 
 
 @pytest.mark.parametrize(("file", "template", "says"), WRONG)
-def test_a_wrong_template_is_told(tmp_path: Path, file: str, template: Any, says: str) -> None:
+def test_a_wrong_template_is_told(tmp_path, file, template, says):
     files = {file: template} if file else {}
     with pytest.raises(CheckpointError, match=says):
         read_chat(model(tmp_path, {} if file else {"chat_template": template}, **files))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -25,7 +23,6 @@ from prejit.compiler.models import config_file, model_registry
 from prejit.compiler.models.parameters import parameters_of
 from prejit.runtime.errors import CheckpointError, ManifestError, NetworkError
 
-Tensors = dict[str, np.ndarray[Any, Any]]
 GPT2 = {
     **{**small_models.GPT2, "vocab_size": 11, "n_positions": 8, "n_embd": 6, "n_head": 2},
     **{"n_layer": 1, "n_inner": None, "tie_word_embeddings": True},
@@ -37,47 +34,47 @@ LLAMA = {
 }
 
 
-def drawn(config: dict[str, Any]) -> Tensors:
+def drawn(config):
     """Random tensors as torch's models publish them: Conv1D matrices (in, out)."""
     random = np.random.default_rng(0)
     shapes = shapes_of(config)
     return {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
-def gpt2() -> Tensors:
+def gpt2():
     """The parameters of GPT2 with random values, matrices (out, in)."""
     return as_torch(drawn(GPT2))
 
 
-def llama() -> Tensors:
+def llama():
     """The parameters of LLAMA with random values, matrices (out, in)."""
     return drawn(LLAMA)
 
 
-def is_conv1d(name: str) -> bool:
+def is_conv1d(name):
     return name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
 
 
-def as_torch(ours: Tensors) -> Tensors:
+def as_torch(ours):
     """As transformers' torch models publish it, or back: Conv1D matrices (in, out)."""
     return {n: np.ascontiguousarray(v.T) if is_conv1d(n) else v for n, v in ours.items()}
 
 
-def write(directory: Path, config: dict[str, Any], tensors: Tensors) -> Path:
+def write(directory, config, tensors):
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     save_file(tensors, directory / "model.safetensors")
     return directory
 
 
-def write_flax(directory: Path, config: dict[str, Any], tensors: Tensors) -> Path:
+def write_flax(directory, config, tensors):
     (directory / "config.json").write_text(json.dumps(config))
     nested = traverse_util.unflatten_dict(tensors, sep=".")
     (directory / "flax_model.msgpack").write_bytes(serialization.msgpack_serialize(nested))
     return directory
 
 
-def assert_reads(directory: Path, ours: Tensors) -> None:
+def assert_reads(directory, ours):
     checkpoint = open_checkpoint(directory)
     parameters = parameters_of(model_registry.make_decoder(config_file.load_config(directory)))
     assert list(checkpoint.names) == list(parameters) == sorted(ours)
@@ -88,7 +85,7 @@ def assert_reads(directory: Path, ours: Tensors) -> None:
         assert np.array_equal(read.T if parameter.in_out else read, ours[name]), name
 
 
-def test_torch_names_and_a_tied_head_as_published(tmp_path: Path) -> None:
+def test_torch_names_and_a_tied_head_as_published(tmp_path):
     assert_reads(write(tmp_path, GPT2, as_torch(gpt2())), gpt2())
     assert_reads(write(tmp_path, LLAMA, llama()), llama())
     published = {n.removeprefix("transformer."): v for n, v in as_torch(gpt2()).items()}
@@ -106,13 +103,13 @@ def test_torch_names_and_a_tied_head_as_published(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16, ml_dtypes.bfloat16])
-def test_other_float_types_are_cast(dtype: Any, tmp_path: Path) -> None:
+def test_other_float_types_are_cast(dtype, tmp_path):
     stored = {name: values.astype(dtype) for name, values in llama().items()}
     cast = {name: values.astype(np.float32) for name, values in stored.items()}
     assert_reads(write(tmp_path, LLAMA, stored), cast)
 
 
-def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
+def test_shards_are_read_through_their_index(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     names = sorted(llama())
     where = {name: f"model-0000{i % 3 + 1}-of-00003.safetensors" for i, name in enumerate(names)}
@@ -127,10 +124,10 @@ def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_names_and_layouts_of_flax(tmp_path: Path) -> None:
+def test_names_and_layouts_of_flax(tmp_path):
     """Kernels of FlaxConv1D are (out, in), those of nn.Dense (in, out), square ones too."""
 
-    def of_flax(name: str) -> str:
+    def of_flax(name):
         if ".wte." in name or ".wpe." in name:
             return name.replace(".weight", ".embedding")
         return name.replace(".weight", ".kernel" if is_conv1d(name) else ".scale")
@@ -152,7 +149,7 @@ def test_names_and_layouts_of_flax(tmp_path: Path) -> None:
     assert_reads(write_flax(tmp_path, LLAMA, named), llama())
 
 
-def test_everything_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
+def test_everything_that_does_not_fit_is_said_at_once(tmp_path):
     tensors = as_torch(gpt2())
     del tensors["transformer.ln_f.bias"]
     tensors["transformer.h.1.ln_1.bias"] = np.zeros(6, np.float32)
@@ -184,7 +181,7 @@ def test_everything_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [write, write_flax])
-def test_a_truncated_file_is_named(how: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_truncated_file_is_named(how, tmp_path):
     [file] = {*how(tmp_path, LLAMA, llama()).iterdir()} - {tmp_path / "config.json"}
     content = file.read_bytes()
     for kept in (0, 5, 100, -1):
@@ -193,7 +190,7 @@ def test_a_truncated_file_is_named(how: Callable[..., Path], tmp_path: Path) -> 
             _ = open_checkpoint(tmp_path).names
 
 
-def test_an_index_of_another_form_is_refused(tmp_path: Path) -> None:
+def test_an_index_of_another_form_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(GPT2))
     file = tmp_path / "model.safetensors.index.json"
     for index, said in (
@@ -212,7 +209,7 @@ def test_an_index_of_another_form_is_refused(tmp_path: Path) -> None:
         assert str(file) in str(caught.value)
 
 
-def test_weights_that_are_no_numbers_or_beyond_float32_are_refused(tmp_path: Path) -> None:
+def test_weights_that_are_no_numbers_or_beyond_float32_are_refused(tmp_path):
     tensors, name = as_torch(gpt2()), "transformer.h.0.mlp.c_fc.weight"
     for value in (np.nan, -np.inf):
         tensors[name][2, 3] = value
@@ -227,7 +224,7 @@ def test_weights_that_are_no_numbers_or_beyond_float32_are_refused(tmp_path: Pat
         checkpoint.read("transformer.wpe.weight")
 
 
-def test_missing_files_are_named(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path):
     for name, content, said, hint in (
         ("", "", r"config\.json: expected a file, found none", ""),
         ("config.json", json.dumps(GPT2), r"expected weights in one of .* found none", ""),
@@ -251,7 +248,7 @@ class Hub(QuietHandler):
     files: dict[str, bytes] = {}  # noqa: RUF012
     fetched: list[str] = []  # noqa: RUF012
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         name = self.path.partition(f"/org/model/resolve/{self.commit}/")[2]
         digests = {file: sha256(content).hexdigest() for file, content in self.files.items()}
         if self.path.startswith("/api/models/org/model/tree/"):
@@ -278,7 +275,7 @@ class Hub(QuietHandler):
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+def hub(tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     Hub.files, Hub.fetched = {"config.json": b"{}", "README.md": b"", "model.safetensors": b"1"}, []
@@ -291,7 +288,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
         yield Hub
 
 
-def test_a_source_is_beside_the_manifest_or_refused(tmp_path: Path) -> None:
+def test_a_source_is_beside_the_manifest_or_refused(tmp_path):
     (tmp_path / "demo-model").mkdir()
     assert resolve_source("demo-model", tmp_path) == tmp_path / "demo-model"
     assert resolve_source(str(tmp_path), Path("elsewhere")) == tmp_path
@@ -300,7 +297,7 @@ def test_a_source_is_beside_the_manifest_or_refused(tmp_path: Path) -> None:
             resolve_source(source, tmp_path)
 
 
-def test_a_snapshot_holds_what_a_build_reads_and_one_format(hub: type[Hub], tmp_path: Path) -> None:
+def test_a_snapshot_holds_what_a_build_reads_and_one_format(hub, tmp_path):
     read = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     read |= {"chat_template.jinja", "additional_chat_templates/tool_use.jinja", "LICENSE.md"}
     read |= {"1_Pooling/config.json", "model.safetensors.index.json"}
@@ -317,9 +314,7 @@ def test_a_snapshot_holds_what_a_build_reads_and_one_format(hub: type[Hub], tmp_
             resolve_source(f"hf://org/{name}", tmp_path)
 
 
-def test_what_the_cache_holds_needs_no_network(
-    hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_cache_holds_needs_no_network(hub, tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     online = resolve_source("hf://org/model", tmp_path)
@@ -333,11 +328,11 @@ def test_what_the_cache_holds_needs_no_network(
 
 
 LAYER = {"w": np.ones((2, 3), np.float32), "steps": np.arange(3)}
-NESTED: dict[str, Any] = {"layer": LAYER, "scale": np.float32(2)}
+NESTED = {"layer": LAYER, "scale": np.float32(2)}
 FLAT = {f"layer.{name}": leaf for name, leaf in LAYER.items()} | {"scale": NESTED["scale"]}
 
 
-def assert_equal(read: Tensors, expected: dict[str, Any]) -> None:
+def assert_equal(read, expected):
     assert sorted(read) == sorted(expected)
     for name, values in expected.items():
         assert isinstance(read[name], np.ndarray)
@@ -345,7 +340,7 @@ def assert_equal(read: Tensors, expected: dict[str, Any]) -> None:
         assert np.array_equal(read[name], values)
 
 
-def test_parameters_keep_their_types_and_have_known_formats(tmp_path: Path) -> None:
+def test_parameters_keep_their_types_and_have_known_formats(tmp_path):
     tensors = {"layer.w": np.ones((2, 3), ml_dtypes.bfloat16), "layer.steps": np.arange(3)}
     save_file(tensors, tmp_path / "p.safetensors")
     assert_equal(read_parameters(tmp_path / "p.safetensors"), tensors)
@@ -355,7 +350,7 @@ def test_parameters_keep_their_types_and_have_known_formats(tmp_path: Path) -> N
             read_parameters(tmp_path / name)
 
 
-def test_parameters_from_orbax(tmp_path: Path) -> None:
+def test_parameters_from_orbax(tmp_path):
     from flax import nnx
     from orbax import checkpoint as ocp
 

@@ -1,17 +1,14 @@
 """Parameters of experts in the forms in which checkpoints hold them."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from prejit.compiler.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, model_registry
 from prejit.compiler.models.parameters import parameters_of
 from prejit.runtime.errors import CheckpointError
@@ -29,7 +26,7 @@ GRID = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 Tensors = dict[str, np.ndarray[Any, Any]]
 
 
-def packed(seed: int, outputs: int, inputs: int) -> tuple[Tensors, np.ndarray[Any, Any]]:
+def packed(seed, outputs, inputs):
     """Return blocks and exponents, and the matrices (out, in) that they stand for."""
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (EXPERTS, outputs, inputs // 32, 16), np.uint8)
@@ -43,7 +40,7 @@ def packed(seed: int, outputs: int, inputs: int) -> tuple[Tensors, np.ndarray[An
     return {"blocks": blocks, "scales": scales}, wide
 
 
-def others(directory: Path) -> Tensors:
+def others(directory):
     """Write config.json, and return the tensors that are no matrices of experts."""
     (directory / "config.json").write_text(json.dumps(CONFIG))
     module = model_registry.make_decoder(config_file.load_config(directory), out_in=True)
@@ -55,14 +52,14 @@ def others(directory: Path) -> Tensors:
     }
 
 
-def write(directory: Path, config: dict[str, Any], tensors: Tensors) -> Checkpoint:
+def write(directory, config, tensors):
     (directory / "config.json").write_text(json.dumps(config))
     values = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     save_file(values, directory / "model.safetensors")
     return open_checkpoint(directory, out_in=True)
 
 
-def test_four_bits_and_gate_and_up_in_turns_are_read_as_what_they_stand_for(tmp_path: Path) -> None:
+def test_four_bits_and_gate_and_up_in_turns_are_read_as_what_they_stand_for(tmp_path):
     up, wide_up = packed(1, 2 * INNER, WIDTH)
     down, wide_down = packed(2, WIDTH, INNER)
     bias = np.arange(EXPERTS * 2 * INNER, dtype=np.float32).reshape(EXPERTS, -1)

@@ -1,10 +1,7 @@
 """A tokenizer that would fail where the bundle runs fails the build, with the file and the reason."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,22 +13,22 @@ DEMO = Path(__file__).resolve().parents[4] / "manifests" / "demo-model" / "token
 WORDS = {"a": 0, "[UNK]": 1, "[CLS]": 2}
 
 
-def crafted(model: dict[str, Any] | None = None, **parts: Any) -> bytes:
+def crafted(model=None, **parts):
     """A tokenizer.json with this model and nothing else but the given parts."""
     empty = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
     tree = {"version": "1.0", "added_tokens": [], **dict.fromkeys(empty), **parts}
     return json.dumps({**tree, "model": model or word_level()}).encode()
 
 
-def word_level(**changes: Any) -> dict[str, Any]:
+def word_level(**changes):
     return {"type": "WordLevel", "vocab": WORDS, "unk_token": "[UNK]", **changes}
 
 
-def split(pattern: str) -> dict[str, Any]:
+def split(pattern):
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
-def begun_with(token: str, token_id: int) -> dict[str, Any]:
+def begun_with(token, token_id):
     sequence = {"Sequence": {"id": "A", "type_id": 0}}
     return {
         "type": "TemplateProcessing",
@@ -44,7 +41,7 @@ def begun_with(token: str, token_id: int) -> dict[str, Any]:
 PRECOMPILED = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
 NO_JSON, BEYOND = r"expected a tokenizer\.json: ", "expected token ids of 0 to 4, "
 UNIGRAM = {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": None}
-BROKEN: list[tuple[bytes, str]] = [
+BROKEN = [
     (b"", f"{NO_JSON}.*EOF"),
     (bytes(range(256)), NO_JSON),
     (crafted(normalizer=PRECOMPILED), f"{NO_JSON}.*Precompiled"),  # it panics when it is read
@@ -64,7 +61,7 @@ BROKEN: list[tuple[bytes, str]] = [
 
 
 @pytest.mark.parametrize(("content", "message"), BROKEN)
-def test_a_tokenizer_that_would_fail_a_server_fails_the_build(content: bytes, message: str) -> None:
+def test_a_tokenizer_that_would_fail_a_server_fails_the_build(content, message):
     check_tokenizer(DEMO, DEMO.read_bytes(), 4096)
     with pytest.raises(CheckpointError, match=message) as caught:
         check_tokenizer(Path("dir/tokenizer.json"), content, 5)
@@ -72,9 +69,7 @@ def test_a_tokenizer_that_would_fail_a_server_fails_the_build(content: bytes, me
     assert "\n" not in str(caught.value)
 
 
-def test_a_tokenizer_that_takes_all_memory_or_time_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_tokenizer_that_takes_all_memory_or_time_fails(monkeypatch):
     monkeypatch.setattr(tokenizer_check, "_MEMORY_BYTES", 1 << 30)
     grow = {"type": "Replace", "pattern": {"Regex": "."}, "content": "a" * 400}
     content = crafted(normalizer={"type": "Sequence", "normalizers": [grow] * 4})

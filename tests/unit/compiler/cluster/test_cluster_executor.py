@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.waiting import wait_for
@@ -33,7 +31,7 @@ EXACT = host_toolchain(target("cpu-x86-64-v3"), {"jax": "0.12.0", "jaxlib": "0.1
 Behave = Callable[[Order], Ended | None]
 
 
-def compiled_by(store: DirectoryStore, order: Order) -> Ended:
+def compiled_by(store, order):
     program = store.read_blob(order.source.program)
     content = program * 2
     digest = store.put_blob(content)
@@ -54,22 +52,22 @@ class FakeCluster:
     is_closed: bool = False
     broken: bool = False
 
-    def __post_init__(self) -> None:
-        self._answers: list[Ended] = []
+    def __post_init__(self):
+        self._answers = []
 
-    def size(self) -> Size:
+    def size(self):
         return Size(4, 4, 1 << 40, self.addresses)
 
-    def start(self, order: Order, need: Need) -> None:
+    def start(self, order, need):
         self.orders.append(order)
         self.needs.append(need)
         if (answer := self.behave(order)) is not None:
             self._answers.append(answer)
 
-    def cancel(self, attempt: int) -> None:
+    def cancel(self, attempt):
         self.cancelled.append(attempt)
 
-    def wait(self, seconds: float) -> list[Ended]:
+    def wait(self, seconds):
         if self.broken:
             raise ConnectionError("gone")
         found, self._answers = self._answers, []
@@ -77,10 +75,10 @@ class FakeCluster:
             time.sleep(0.01)
         return found
 
-    def begun(self) -> list[tuple[int, str]]:
+    def begun(self):
         return []
 
-    def close(self) -> None:
+    def close(self):
         self.is_closed = True
 
 
@@ -90,25 +88,25 @@ class Site:
     patch: pytest.MonkeyPatch
     progress: Progress = field(default_factory=Quiet)
 
-    def executor(self, cluster: FakeCluster, shared: str | None = None) -> ClusterExecutor:
+    def executor(self, cluster, shared=None):
         self.patch.setattr(cluster_executor, "RayConnection", lambda address: cluster)
-        options: Any = {"shared": shared, "workers": 1, "progress": self.progress}
+        options = {"shared": shared, "workers": 1, "progress": self.progress}
         return ClusterExecutor("ray://auto", self.store, **options)
 
-    def job(self, program: str) -> CompileJob:
+    def job(self, program):
         digest = self.store.put_blob(program.encode())
         key = Key("compile", program, (("program", program),))
         return CompileJob(program, EXACT, Source(digest, ()), key)
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+def site(tmp_path, monkeypatch):
     monkeypatch.delenv("PREJIT_STORE", raising=False)
     monkeypatch.setattr(cluster_executor, "check_address", lambda address: None)
     return Site(DirectoryStore.open(tmp_path / "cache"), monkeypatch)
 
 
-def test_a_job_is_compiled_on_the_cluster_once_by_a_node_that_is_named(site: Site) -> None:
+def test_a_job_is_compiled_on_the_cluster_once_by_a_node_that_is_named(site):
     """Also where the cluster does not say that it began."""
     cluster = FakeCluster(lambda order: compiled_by(site.store, order))
     jobs, stream = [site.job(f"p{number}") for number in range(20)], io.StringIO()
@@ -124,7 +122,7 @@ def test_a_job_is_compiled_on_the_cluster_once_by_a_node_that_is_named(site: Sit
     assert shown.startswith("compiled p7 for cpu-x86-64-v3 on node7 in ")
 
 
-def test_a_job_that_does_not_compile_or_kills_its_workers_is_named(site: Site) -> None:
+def test_a_job_that_does_not_compile_or_kills_its_workers_is_named(site):
     error = {"code": BuildError.code, "message": "no such operation", "hint": "change it"}
     for ended, said, hint in (
         ({"body": {"error": error}}, "p for cpu-x86-64-v3: no such operation", "change it"),
@@ -139,7 +137,7 @@ def test_a_job_that_does_not_compile_or_kills_its_workers_is_named(site: Site) -
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
-def test_no_job_waits_for_a_cluster_that_is_closed_or_gone(site: Site, is_broken: bool) -> None:
+def test_no_job_waits_for_a_cluster_that_is_closed_or_gone(site, is_broken):
     cluster = FakeCluster(lambda order: None)
     with site.executor(cluster) as executor:
         futures = [executor.submit(site.job(f"p{number}")) for number in range(30)]
@@ -156,7 +154,7 @@ def test_no_job_waits_for_a_cluster_that_is_closed_or_gone(site: Site, is_broken
     assert cluster.is_closed
 
 
-def test_other_machines_exchange_all_through_a_shared_store(site: Site, tmp_path: Path) -> None:
+def test_other_machines_exchange_all_through_a_shared_store(site, tmp_path):
     cluster = FakeCluster(lambda order: None, addresses=frozenset({"192.0.2.99"}))
     with (
         site.executor(cluster) as executor,
@@ -167,7 +165,7 @@ def test_other_machines_exchange_all_through_a_shared_store(site: Site, tmp_path
     shared, node = str(tmp_path / "shared"), DirectoryStore.open(tmp_path / "node")
     remote = open_exchange(shared)
 
-    def behave(order: Order) -> Ended:
+    def behave(order):
         assert (order.store, order.root) == (shared, None)
         for digest in inputs_of(order.source):
             bring(remote, node, digest)
@@ -181,14 +179,14 @@ def test_other_machines_exchange_all_through_a_shared_store(site: Site, tmp_path
     assert site.store.read_blob(found.executable.digest) == b"pp"
 
 
-def test_code_for_this_cpu_is_not_taken_from_a_node_with_another(site: Site) -> None:
+def test_code_for_this_cpu_is_not_taken_from_a_node_with_another(site):
     old = host_toolchain(target("cpu-x86-64-v3"), {"jax": "0.10.2", "jaxlib": "0.10.2"})
     job = replace(site.job("p"), toolchain=old)
     cluster = FakeCluster(lambda order: Ended(order.attempt, body={"other": "node7"}))
     executor = site.executor(cluster)
 
-    def compile_here(job: CompileJob) -> Any:
-        future: Future[str] = Future()
+    def compile_here(job):
+        future = Future()
         future.set_result("compiled here")
         return future
 
@@ -200,7 +198,7 @@ def test_code_for_this_cpu_is_not_taken_from_a_node_with_another(site: Site) -> 
     assert cluster.orders[0].host is not None
 
 
-def test_contents_must_be_those_that_were_asked_for(tmp_path: Path) -> None:
+def test_contents_must_be_those_that_were_asked_for(tmp_path):
     remote, store = open_exchange(str(tmp_path / "s")), DirectoryStore.open(tmp_path / "c")
     digest = digest_of(b"good")
     remote.write(f"cas/{digest.removeprefix('sha256:')}", b"bad")
@@ -210,7 +208,7 @@ def test_contents_must_be_those_that_were_asked_for(tmp_path: Path) -> None:
         assert store.blob_path(wanted) is None
 
 
-def test_an_address_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_is_none_is_refused(monkeypatch):
     for address in ("slurm", "ray://", "http://a:1", "Ray://a:1"):
         with pytest.raises(UsageError, match="expected local, ray://HOST:PORT or ray://auto"):
             check_address(address)

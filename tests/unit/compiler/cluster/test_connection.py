@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -35,10 +34,10 @@ ERRORS = {
 class Remote:
     """What `ray.remote` returns: it notes a call under a new reference."""
 
-    def __init__(self, call: Callable[..., str]) -> None:
+    def __init__(self, call):
         self.remote = call
 
-    def options(self, **given: Any) -> Remote:
+    def options(self, **given):
         return self
 
 
@@ -51,23 +50,23 @@ class Cluster:
     board: Board = field(default_factory=Board)
     handed: list[str] = field(default_factory=list)
 
-    def remote(self, what: Any) -> Remote:
+    def remote(self, what):
         if what is Board:
             return Remote(lambda: SimpleNamespace(news=Remote(self._news)))
         return Remote(self._hand)
 
-    def _hand(self, order: Order, board: Any) -> str:
+    def _hand(self, order, board):
         self.handed.append(f"attempt {order.attempt}")
         return self.handed[-1]
 
-    def _news(self) -> str:
+    def _news(self):
         self.outcomes["news"] = self.board.news()
         return "news"
 
-    def is_initialized(self) -> bool:
+    def is_initialized(self):
         return True
 
-    def nodes(self) -> list[dict[str, Any]]:
+    def nodes(self):
         return [
             {
                 "NodeID": name,
@@ -78,16 +77,16 @@ class Cluster:
             for name in "abc"
         ]
 
-    def wait(self, refs: list[str], **given: Any) -> tuple[list[str], list[str]]:
+    def wait(self, refs, **given):
         return [each for each in refs if each in self.outcomes], []
 
-    def get(self, ref: str) -> Any:
+    def get(self, ref):
         found = self.outcomes.pop(ref)
         if isinstance(found, Exception):
             raise found
         return found
 
-    def cancel(self, ref: str, *, force: bool) -> None:
+    def cancel(self, ref, *, force):
         self.handed.remove(ref)
 
 
@@ -97,7 +96,7 @@ ORDER = Order(
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+def cluster(monkeypatch):
     made, module = Cluster(), ModuleType("ray")
     for name in ("remote", "is_initialized", "nodes", "wait", "get", "cancel"):
         setattr(module, name, getattr(made, name))
@@ -110,7 +109,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 @pytest.fixture
-def ray(cluster: Cluster) -> RayConnection:
+def ray(cluster):
     """A connection with one attempt, number 7, that was handed to the cluster."""
     made = RayConnection("ray://auto")
     made.size()
@@ -119,14 +118,14 @@ def ray(cluster: Cluster) -> RayConnection:
 
 
 @pytest.mark.parametrize("error", ["NodeDiedError", "ObjectLostError", "OutOfMemoryError"])
-def test_what_ray_says_of_loss_counts(cluster: Cluster, ray: RayConnection, error: str) -> None:
+def test_what_ray_says_of_loss_counts(cluster, ray, error):
     cluster.outcomes["attempt 7"] = ERRORS[error]("gone")
     loss = Loss.MEMORY if error == "OutOfMemoryError" else Loss.NODE
     assert ray.wait(0.0) == [Ended(7, loss=loss)]
 
 
 @pytest.mark.parametrize("error", ["WorkerCrashedError", "RaySystemError"])
-def test_a_worker_may_die_with_its_node(cluster: Cluster, ray: RayConnection, error: str) -> None:
+def test_a_worker_may_die_with_its_node(cluster, ray, error):
     """A job may end two workers, and five nodes. Ray notices the death of the node seconds later."""
     cluster.board.take(7, "b")
     assert ray.begun() == []
@@ -138,9 +137,7 @@ def test_a_worker_may_die_with_its_node(cluster: Cluster, ray: RayConnection, er
     assert ray.wait(0.0) == []
 
 
-def test_a_worker_that_died_on_a_node_that_lives_counts_against_the_job(
-    cluster: Cluster, ray: RayConnection, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_died_on_a_node_that_lives_counts_against_the_job(cluster, ray, monkeypatch):
     monkeypatch.setattr(connection, "_DOUBT_SECONDS", 0.2)
     cluster.board.take(7, "b")
     ray.begun()
@@ -151,7 +148,7 @@ def test_a_worker_that_died_on_a_node_that_lives_counts_against_the_job(
     assert ray.wait(0.0) == [Ended(7, loss=Loss.WORKER)]
 
 
-def test_what_ray_cannot_run_is_an_error_of_the_job(cluster: Cluster, ray: RayConnection) -> None:
+def test_what_ray_cannot_run_is_an_error_of_the_job(cluster, ray):
     """A connection that breaks is not: each job would say that Ray cannot run it."""
     cluster.outcomes["attempt 7"] = {"result": 1}
     assert ray.wait(0.0) == [Ended(7, body={"result": 1})]

@@ -1,11 +1,8 @@
 """Whether `prejit diff` names what differs between two bundles, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -22,7 +19,7 @@ GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 
 
 @pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def bundles(tmp_path_factory):
     """A bundle, and the same one with a function added, one removed and one changed."""
     root = tmp_path_factory.mktemp("diff")
     paths = []
@@ -37,12 +34,12 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             Program(added, fn=other, args=[x]),
             Program("scaled", fn=lambda params, x: params["w"] * x, args=[dtype], params=w),
         ]
-        options: dict[str, Any] = {"cache": root / "cache", "workers": 1, "quiet": True}
+        options = {"cache": root / "cache", "workers": 1, "quiet": True}
         paths.append(build(programs, root / added, name="demo", **options).path)
     return paths[0], paths[1]
 
 
-def test_programs_are_named_with_what_changed(bundles: tuple[Path, Path]) -> None:
+def test_programs_are_named_with_what_changed(bundles):
     found = compare_bundles(*map(read_bundle, bundles))
     assert not found.is_equal
     assert found.added == ("new for cpu-host",)
@@ -64,9 +61,7 @@ def test_programs_are_named_with_what_changed(bundles: tuple[Path, Path]) -> Non
     assert "weights" in layer
 
 
-def test_the_command_says_what_differs_and_has_the_status_of_diff(
-    bundles: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_what_differs_and_has_the_status_of_diff(bundles, capsys):
     before, after = map(str, bundles)
     assert run(["diff", before, before]) == 0
     assert capsys.readouterr().out.startswith("equal: sha256:")
@@ -81,7 +76,7 @@ def test_the_command_says_what_differs_and_has_the_status_of_diff(
     assert changed["score"] == {"stablehlo.dot_general tensor<64x64xf32>": [1, 2]}
 
 
-def test_damage_is_an_error_no_difference(bundles: tuple[Path, Path], tmp_path: Path) -> None:
+def test_damage_is_an_error_no_difference(bundles, tmp_path):
     found = compare_bundles(read_bundle(GOLDEN / "kernels"), read_bundle(GOLDEN / "decoder"))
     assert not found.is_equal
     assert found.added or found.changed
@@ -99,10 +94,8 @@ def test_damage_is_an_error_no_difference(bundles: tuple[Path, Path], tmp_path: 
         compare_bundles(read_bundle(bundles[0]), damaged)
 
 
-def test_both_bundles_are_measured_in_turns_and_slower_exceeds_spread_and_tolerance(
-    bundles: tuple[Path, Path],
-) -> None:
-    said: list[str] = []
+def test_both_bundles_are_measured_in_turns_and_slower_exceeds_spread_and_tolerance(bundles):
+    said = []
     speed = compare_speed(*map(read_bundle, bundles), said.append, rounds=2)
     assert speed.why_not == ""
     assert {row.name for row in speed.rows} == {"call score", "call same", "call scaled"}

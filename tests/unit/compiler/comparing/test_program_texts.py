@@ -1,7 +1,5 @@
 """Whether `prejit inspect` shows the programs of a bundle as they are, and what they cost."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -23,19 +21,19 @@ SIDE = 64
 
 
 @pytest.fixture(scope="module")
-def product(build_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def product(build_cache, tmp_path_factory):
     """A bundle for this machine with one product of matrices."""
     program = Program("product", fn=lambda x: jnp.tanh(x @ x), args=[f"float32[{SIDE}, {SIDE}]"])
     directory = tmp_path_factory.mktemp("product")
     return str(build([program], directory, name="product", cache=build_cache, quiet=True).path)
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def printed(capsys, *arguments):
     assert run(["inspect", *arguments]) == 0
     return capsys.readouterr().out
 
 
-def test_texts_are_those_of_the_program_and_the_target(capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_are_those_of_the_program_and_the_target(capsys):
     stablehlo = printed(capsys, CALL, "--stablehlo", "score/b2")
     assert "stablehlo.tanh" in stablehlo
     assert "tensor<2x16xf32>" in stablehlo
@@ -52,16 +50,14 @@ def test_texts_are_those_of_the_program_and_the_target(capsys: pytest.CaptureFix
     assert set(found) == {"program", "target", "asm"}
 
 
-def test_a_server_without_the_build_side_hears_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_server_without_the_build_side_hears_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "prejit.compiler.cli.program_views", None)
     with pytest.raises(UsageError) as error:
         run(["inspect", CALL, "--hlo", "nest"])
     assert error.value.hint == "pip install 'prejit[compiler]'"
 
 
-def test_mistakes_are_named() -> None:
+def test_mistakes_are_named():
     kernels = str(Path(CALL).parent / "kernels")  # whose executables are stand-ins
     other_form = "scale: expected an executable of XLA:CPU as jaxlib"
     for bundle, arguments, message in (
@@ -82,9 +78,7 @@ def test_mistakes_are_named() -> None:
         find_target(read_bundle(Path(CALL).parent / "recorded"), None)
 
 
-def test_costs_count_what_the_function_says_and_the_roofline_runs_it(
-    product: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_costs_count_what_the_function_says_and_the_roofline_runs_it(product, capsys, monkeypatch):
     bundle = read_bundle(product)
     [cost] = costs(bundle, find_target(bundle, None))
     assert cost.flops == pytest.approx(2 * SIDE**3 + SIDE**2, rel=0.02)

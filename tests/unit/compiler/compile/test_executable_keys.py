@@ -1,16 +1,11 @@
 """Compile keys: everything that decides an executable is in them, and nothing else."""
 
-from __future__ import annotations
-
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
-import pytest
 from jax import export
 from tests.unit.compiler.toolchains import HOST, L4, V3, for_gpu, new, old
 
@@ -26,14 +21,12 @@ from prejit.compiler.targets.toolchain import Toolchain, Tuned, gpu_config
 SOURCE = Source("sha256:0", ("cpu",))
 
 
-def ingredients(
-    toolchain: Toolchain, environ: Mapping[str, str], source: Source = SOURCE
-) -> tuple[tuple[str, str], ...]:
+def ingredients(toolchain, environ, source=SOURCE):
     return executable_key("name", toolchain, source, environ).ingredients
 
 
-def test_what_decides_an_executable_is_in_its_key_and_nothing_else() -> None:
-    def of(toolchain: Toolchain, source: Source = SOURCE, **environ: str) -> Any:
+def test_what_decides_an_executable_is_in_its_key_and_nothing_else():
+    def of(toolchain, source=SOURCE, **environ):
         return ingredients(toolchain, environ, source)
 
     others = [replace(SOURCE, program="sha256:1"), replace(SOURCE, platforms=("cpu", "tpu"))]
@@ -58,7 +51,7 @@ def test_what_decides_an_executable_is_in_its_key_and_nothing_else() -> None:
     assert of(new(replace(V3, name="web-servers"))) == of(new(V3))
 
 
-def test_cpus_count_by_kind_and_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cpus_count_by_kind_and_number(monkeypatch, tmp_path):
     """One kind has many names: AMD EPYC 9R14, AMD EPYC 9654."""
     lines = Path("/proc/cpuinfo").read_text()
     found = []
@@ -83,7 +76,7 @@ def test_cpus_count_by_kind_and_number(monkeypatch: pytest.MonkeyPatch, tmp_path
         assert dict(ingredients(new(replace(HOST, cpus=2)), {}))["cpus"] == "2"
 
 
-def test_a_worker_for_cpus_imports_no_jax(tmp_path: Path, run_python: Any) -> None:
+def test_a_worker_for_cpus_imports_no_jax(tmp_path, run_python):
     """This is why jax is in no key of theirs."""
     portable = tmp_path / "portable"
     exported = export.export(jax.jit(jax.numpy.sin), platforms=["cpu"])
@@ -103,7 +96,7 @@ def test_a_worker_for_cpus_imports_no_jax(tmp_path: Path, run_python: Any) -> No
     )
 
 
-def test_flags_and_measurements_count_by_what_they_say(tmp_path: Path) -> None:
+def test_flags_and_measurements_count_by_what_they_say(tmp_path):
     both = {"XLA_FLAGS": "--xla_b=1 --xla_a=1", "HOME": "/a"}
     turned = {"XLA_FLAGS": "--xla_a=1 --xla_dump_to=/tmp/x --xla_dump_hlo_as_text --xla_b=1"}
     found = ingredients(new(V3), both)
@@ -123,7 +116,7 @@ def test_flags_and_measurements_count_by_what_they_say(tmp_path: Path) -> None:
     assert flags.endswith('--xla_gpu_load_autotune_results_from="/a user/x"'), "it stays one flag"
 
 
-def test_what_describes_a_gpu_and_our_code_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_describes_a_gpu_and_our_code_are_in_the_key(monkeypatch):
     flags = ("--xla_gpu_autotune_level=0",)
     others = {"memory_bytes": 1, "xla_flags": flags, "device_count": 2, "compute_capability": "9.0"}
     changed = [replace(L4, **{name: value}) for name, value in others.items()]

@@ -1,9 +1,5 @@
 """Jobs and results without a process: a job is compiled once, and its need is what it took last."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
@@ -18,19 +14,19 @@ TOOLCHAIN = host_toolchain(target("cpu-host"), {"jax": "0.12.0", "jaxlib": "0.12
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> DirectoryStore:
+def store(tmp_path):
     return DirectoryStore.open(tmp_path)
 
 
-def job(program: str, source: str = "sha256:0") -> CompileJob:
+def job(program, source="sha256:0"):
     return CompileJob(program, TOOLCHAIN, Source(source, ()), key_of(program))
 
 
-def key_of(program: str) -> Key:
+def key_of(program):
     return Key("compile", program, (("program", program),))
 
 
-def test_a_program_needs_what_its_last_compile_took(store: DirectoryStore) -> None:
+def test_a_program_needs_what_its_last_compile_took(store):
     """Also when the executable is gone, and not where another prejit wrote the result."""
     new = job("f", store.put_blob(b"x" * 1000))
     assert need_of(store, new) == size_need(1000)

@@ -9,11 +9,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +28,6 @@ from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets import cpu_count
 from prejit.compiler.targets.build_host import jaxlib_version
-from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain, host_toolchain
 from prejit.runtime.errors import BuildError, StoreError
@@ -107,7 +104,6 @@ answers = open(os.dup(1), "wb")
 worker_requests.import_compiler = lambda platform: None  # nothing here needs jaxlib
 worker_requests.main(compile_program)
 """
-Results = dict[tuple[str, str], Compiled]
 
 
 @dataclass(frozen=True)
@@ -118,9 +114,7 @@ class Place:
     cache: DirectoryStore
     command: tuple[str, ...]
 
-    def job(
-        self, program: str, portable: str | bytes, on: Target = HOST, *, real: bool = False
-    ) -> CompileJob:
+    def job(self, program, portable, on=HOST, *, real=False):
         """A job for a portable program, which is put into the store; `real`: for XLA itself."""
         digest = self.cache.put_blob(portable.encode() if isinstance(portable, str) else portable)
         key = Key("compile", f"{program}/{on.name}", (("portable", digest), ("target", on.name)))
@@ -129,24 +123,24 @@ class Place:
             toolchain = host_toolchain(on, {"jaxlib": jaxlib_version()})
         return CompileJob(program, toolchain, Source(digest, ()), key)
 
-    def run(self, *jobs: CompileJob, **options: Any) -> Results:
+    def run(self, *jobs, **options):
         with WorkerPool(self.cache, **{"workers": 2, **options}) as workers:
             return results(workers, *jobs)
 
 
-def results(workers: WorkerPool, *jobs: CompileJob) -> Results:
+def results(workers, *jobs):
     return collect({(one.program, one.target.name): workers.submit(one) for one in jobs})
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     (tmp_path / "fake_worker.py").write_text(FAKE_WORKER)
     command = (sys.executable, str(tmp_path / "fake_worker.py"))
     return Place(tmp_path, DirectoryStore.open(tmp_path / "cache"), command)
 
 
-def is_alive(process: int) -> bool:
+def is_alive(process):
     """Whether a process runs; a zombie that nobody has waited for does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -154,7 +148,7 @@ def is_alive(process: int) -> bool:
         return False
 
 
-def exported(function: Callable[..., Any], *shape: int) -> bytes:
+def exported(function, *shape):
     import jax
     from jax import export
 
@@ -162,7 +156,7 @@ def exported(function: Callable[..., Any], *shape: int) -> bytes:
     return bytes(made(jax.ShapeDtypeStruct(shape, "float32")).mlir_module_serialized)
 
 
-def test_a_real_program_is_compiled_for_each_target_and_runs(place: Place) -> None:
+def test_a_real_program_is_compiled_for_each_target_and_runs(place):
     from prejit.runtime.device.device import Device
     from prejit.runtime.device.transfer import to_numpy
 
@@ -189,12 +183,12 @@ def test_a_real_program_is_compiled_for_each_target_and_runs(place: Place) -> No
     assert find_compiled(place.cache, jobs[0].key) is None
 
 
-def test_a_program_is_split_for_the_cpus_of_its_target(tmp_path: Path, place: Place) -> None:
+def test_a_program_is_split_for_the_cpus_of_its_target(tmp_path, place):
     """They decided into how many parts loops are split, and in which order kernels are in the file."""
     import jax
     import jax.numpy as jnp
 
-    def program(x: jax.Array) -> tuple[jax.Array, ...]:
+    def program(x):
         y = x
         for _ in range(20):
             y = y * y * 0.5 - x * y + 1.25  # enough for a part on every CPU
@@ -217,7 +211,7 @@ def test_a_program_is_split_for_the_cpus_of_its_target(tmp_path: Path, place: Pl
     assert cpu_count.seen_by_xla(HOST.cpus) == HOST.cpus, "without this, cores are in the key"
 
 
-def test_without_a_filter_a_process_gives_up_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_filter_a_process_gives_up_cpus(monkeypatch):
     """A build for fewer CPUs than the host has is exact, and none is for other CPUs than its key."""
     monkeypatch.setattr(cpu_count, "_can_answer", lambda: False)
     host = os.sched_getaffinity(0)
@@ -245,7 +239,7 @@ BAD = {
 }
 
 
-def test_a_bad_program_costs_no_other(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_program_costs_no_other(place, monkeypatch):
     monkeypatch.setattr(worker_process, "_ANSWER_SECONDS", 0.1)
     start = time.monotonic()
     good = [place.job(f"good{n}", f"noise:{n}", on) for n in range(2) for on in (HOST, V3)]
@@ -273,9 +267,7 @@ def test_a_bad_program_costs_no_other(place: Place, monkeypatch: pytest.MonkeyPa
         assert each in hint
 
 
-def test_a_store_or_worker_without_use_is_told(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_or_worker_without_use_is_told(place, monkeypatch):
     nowhere = replace(place, command=("/nonexistent",))
     with pytest.raises(BuildError, match="3 of 3 programs") as caught:
         place.run(*(nowhere.job(f"p{n}", f"ok:{n}") for n in range(3)))
@@ -292,7 +284,7 @@ def test_a_store_or_worker_without_use_is_told(
         whole.run(whole.job("f", b"whatever", real=True))
 
 
-def test_jobs_come_while_others_run(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jobs_come_while_others_run(place, capsys):
     a, b = place.path / "a", place.path / "b"
     with (
         Plain(sys.stderr, heartbeat_seconds=0.05) as progress,
@@ -324,13 +316,13 @@ place.run(*jobs, workers=len(jobs))
 """
 
 
-def building(place: Place, *portables: str) -> subprocess.Popen[str]:
+def building(place, *portables):
     command = [sys.executable, "-c", BUILD, str(place.cache.root), place.command[1], *portables]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_worker_outlives_its_build(place: Place, number: signal.Signals) -> None:
+def test_no_worker_outlives_its_build(place, number):
     marks = [place.path / "a", place.path / "b"]
     build = building(place, *(f"sleep:{mark}" for mark in marks))
     wait_for(lambda: all(mark.exists() and mark.read_text() for mark in marks))
@@ -344,7 +336,7 @@ def test_no_worker_outlives_its_build(place: Place, number: signal.Signals) -> N
     assert list((DirectoryStore.open(place.cache.root).root / "v1" / "temp").iterdir()) == []
 
 
-def test_a_worker_that_does_not_answer_is_killed_at_the_time_limit(place: Place) -> None:
+def test_a_worker_that_does_not_answer_is_killed_at_the_time_limit(place):
     mark = place.path / "mark"
     late = [place.job("sleep", f"sleep:{mark}", V3), place.job("stop", "stop:", V3)]
     with pytest.raises(BuildError) as caught:
@@ -356,7 +348,7 @@ def test_a_worker_that_does_not_answer_is_killed_at_the_time_limit(place: Place)
     wait_for(lambda: not any(is_alive(int(text)) for text in mark.read_text().split()))
 
 
-def test_a_worker_may_die_while_it_measures(place: Place) -> None:
+def test_a_worker_may_die_while_it_measures(place):
     large = [{"executable": "x" * (1 << 20)}]  # more than a pipe holds
     for code, seconds, reason in (
         (
@@ -378,7 +370,7 @@ def test_a_worker_may_die_while_it_measures(place: Place) -> None:
         assert caught.value.hint
 
 
-def test_a_build_that_is_killed_leaves_its_program_to_those_that_wait(place: Place) -> None:
+def test_a_build_that_is_killed_leaves_its_program_to_those_that_wait(place):
     mark, count = place.path / "mark", place.path / "count"
     text = f"once:{mark},{count}"  # it sleeps the first time that it is compiled
     first = building(place, text)
@@ -393,7 +385,7 @@ def test_a_build_that_is_killed_leaves_its_program_to_those_that_wait(place: Pla
     assert count.read_text() == "compiled\n"
 
 
-def test_closing_a_pool_cancels_what_runs_and_what_waits(place: Place) -> None:
+def test_closing_a_pool_cancels_what_runs_and_what_waits(place):
     mark, workers = place.path / "mark", WorkerPool(place.cache, workers=1)
     futures = [workers.submit(place.job(name, f"sleep:{mark}")) for name in ("runs", "waits")]
     wait_for(mark.exists)
@@ -403,7 +395,7 @@ def test_closing_a_pool_cancels_what_runs_and_what_waits(place: Place) -> None:
             future.result(timeout=60)
 
 
-def test_a_job_of_another_build_stops_no_other_job_and_ends_with_the_pool(place: Place) -> None:
+def test_a_job_of_another_build_stops_no_other_job_and_ends_with_the_pool(place):
     """The only lane must not wait for the other build while it could compile something."""
     first, second, third = (place.job(name, f"ok:{name}") for name in "abc")
     with place.cache.making(first.key) as held:
@@ -427,14 +419,14 @@ def test_a_job_of_another_build_stops_no_other_job_and_ends_with_the_pool(place:
     assert workers.compiled == {first.key.digest, third.key.digest}
 
 
-def test_a_small_machine_has_fewer_workers_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_machine_has_fewer_workers_than_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     for available, workers in ((0, 1), (3 * size_need(0).bytes, 3), (1 << 50, 16)):
         monkeypatch.setattr(pool, "_available_bytes", lambda found=available: found)
         assert default_workers() == workers
 
 
-def remember(place: Place, program: str, seconds: float, peak_mb: int, on: Target = HOST) -> None:
+def remember(place, program, seconds, peak_mb, on=HOST):
     """Puts a compile of an older version of a program into the cache."""
     digest, time_ms = place.cache.put_blob(b"executable"), round(1000 * seconds)
     segment = Segment(0, 10, digest, 10, digest)
@@ -444,16 +436,16 @@ def remember(place: Place, program: str, seconds: float, peak_mb: int, on: Targe
 
 
 @pytest.fixture
-def beside(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+def beside(monkeypatch):
     """Gets, for each compile that begins, the programs that are compiled then."""
     found, pools = list[tuple[str, ...]](), set[WorkerPool]()
     compile_really, lane_begins = WorkerProcess.compile, WorkerPool._run_lane
 
-    def run_lane(self: WorkerPool) -> None:
+    def run_lane(self):
         pools.add(self)
         lane_begins(self)
 
-    def watch(self: WorkerProcess, *request: Any) -> Compiled:
+    def watch(self, *request):
         [only] = pools
         found.append(tuple(sorted(each.job.program for each in only._running)))
         return compile_really(self, *request)
@@ -464,9 +456,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("peak_mb", [3000, 30_000])
-def test_jobs_that_do_not_fit_together_never_run_together(
-    place: Place, monkeypatch: pytest.MonkeyPatch, beside: list[tuple[str, ...]], peak_mb: int
-) -> None:
+def test_jobs_that_do_not_fit_together_never_run_together(place, monkeypatch, beside, peak_mb):
     """Also those that alone need more than the machine has: they must run, and beside nothing."""
     monkeypatch.setattr(pool, "_available_bytes", lambda: 6 << 30)
     for number, name in enumerate("ab"):
@@ -480,7 +470,7 @@ def test_jobs_that_do_not_fit_together_never_run_together(
         assert all(len(each) == 1 for each in beside if set(each) & set("ab"))
 
 
-def test_a_killed_job_runs_again_alone(place: Place, beside: list[tuple[str, ...]]) -> None:
+def test_a_killed_job_runs_again_alone(place, beside):
     """Its estimate was too low, or another program took the memory."""
     greedy = place.job("greedy", f"greedy:{place.path / 'mark'}")
     others = [place.job(f"p{n}", f"count:{place.path}/{n}") for n in range(4)]

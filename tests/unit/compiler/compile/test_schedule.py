@@ -1,7 +1,5 @@
 """The schedule of compile jobs: every job ends, whatever dies, and no more runs than there is room for."""
 
-from __future__ import annotations
-
 import random
 
 from hypothesis import given, settings
@@ -13,7 +11,6 @@ from prejit.compiler.compile.schedule import (
     MAX_WORKER_LOSSES,
     STRAGGLER_SECONDS,
     Cancel,
-    Decision,
     GiveUp,
     Loss,
     Need,
@@ -22,24 +19,24 @@ from prejit.compiler.compile.schedule import (
 )
 
 
-def starts(decisions: list[Decision]) -> list[Start]:
+def starts(decisions):
     return [each for each in decisions if isinstance(each, Start)]
 
 
-def a_schedule(slots: int = 1, window: float = 1.0, **seconds: float) -> Schedule:
+def a_schedule(slots=1, window=1.0, **seconds):
     schedule = Schedule(slots=slots, window=window)
     for name, value in seconds.items():
         schedule.add(name, Need(value, 100))
     return schedule
 
 
-def running(schedule: Schedule, now: float = 0.0) -> Start:
+def running(schedule, now=0.0):
     [start] = starts(schedule.decide(now))
     schedule.began(start.attempt, now, "a")
     return start
 
 
-def test_jobs_start_in_the_order_that_fills_the_cores() -> None:
+def test_jobs_start_in_the_order_that_fills_the_cores():
     schedule = a_schedule(slots=2, short=1, long=9, middle=5)
     assert [each.job for each in starts(schedule.decide(0))] == ["long", "middle"]
     jobs = {f"j{number}": 1.0 for number in range(100)}
@@ -58,7 +55,7 @@ def test_jobs_start_in_the_order_that_fills_the_cores() -> None:
     schedule.drop("two")  # again
 
 
-def test_a_job_runs_again_for_as_long_as_a_loss_may_be_no_fault_of_its_own() -> None:
+def test_a_job_runs_again_for_as_long_as_a_loss_may_be_no_fault_of_its_own():
     why = "2 attempts ended without an answer: the worker died on a, the worker died on a"
     for loss, most, expected in (
         (Loss.WORKER, MAX_WORKER_LOSSES, GiveUp("job", why, (Loss.WORKER, Loss.WORKER))),
@@ -82,7 +79,7 @@ def test_a_job_runs_again_for_as_long_as_a_loss_may_be_no_fault_of_its_own() -> 
     assert schedule.unfinished == 0
 
 
-def test_only_a_job_that_has_begun_and_is_late_by_the_speed_of_all_runs_again() -> None:
+def test_only_a_job_that_has_begun_and_is_late_by_the_speed_of_all_runs_again():
     schedule = a_schedule(slots=2, slow=2)
     first = running(schedule)
     assert schedule.decide(STRAGGLER_SECONDS) == [], "three times 2 s are not over"
@@ -116,13 +113,13 @@ def test_only_a_job_that_has_begun_and_is_late_by_the_speed_of_all_runs_again() 
     window=st.sampled_from([1.0, 2.0]),
     seed=st.integers(0, 1 << 32),
 )
-def test_every_job_ends_once(jobs: list[float], slots: int, window: float, seed: int) -> None:
+def test_every_job_ends_once(jobs, slots, window, seed):
     chance = random.Random(seed)
     schedule = Schedule(slots=slots, window=window)
     for number, seconds in enumerate(jobs):
         schedule.add(f"{number}", Need(seconds))
-    live: dict[int, str] = {}
-    ended: list[str] = []
+    live = {}
+    ended = []
     now = 0.0
     for _ in range(10_000):
         for decision in schedule.decide(now):

@@ -1,14 +1,10 @@
 """A rollout that takes a target from a machine must not happen by accident, and each one can be undone."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.fake_registry import FakeRegistry, fake_registry
+from tests.fake_registry import fake_registry
 from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, s3_store
 
 from prejit.compiler.fleet.channel_rollout import Rollout
@@ -30,7 +26,7 @@ FLEET = (Machine("old-1", "", OLD), Machine("old-2", "", OLD), Machine("arm", ""
 
 
 @pytest.fixture(params=["registry", "bucket"])
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def place(request, monkeypatch):
     """A repository with a bundle of six targets, and one of another bundle that serves no old CPU."""
     if request.param == "registry":
         with fake_registry() as registry:
@@ -43,28 +39,28 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @pytest.fixture
-def registry() -> Iterator[FakeRegistry]:
+def registry():
     with fake_registry() as found:
         filled(f"oci://{found.host}/demo")
         yield found
 
 
-def filled(at: str) -> str:
+def filled(at):
     ship(parse_reference(str(GOLDEN / "fleet")), parse_reference(f"{at}:all"))
     ship(parse_reference(str(GOLDEN / "call")), parse_reference(f"{at}:other"))
     ship(parse_reference(f"{at}:all"), parse_reference(f"{at}:prod"))
     return at
 
 
-def tags(at: str) -> dict[str, str]:
+def tags(at):
     return {each.tag: each.digest for each in open_repository(parse_reference(at)).tags()}
 
 
-def digest(at: str, tag: str) -> str:
+def digest(at, tag):
     return open_repository(parse_reference(at)).resolve(tag)
 
 
-def test_a_channel_goes_forward_and_back_and_a_new_one_has_no_way_back(place: str) -> None:
+def test_a_channel_goes_forward_and_back_and_a_new_one_has_no_way_back(place):
     first, other = digest(place, "all"), digest(place, "other")
     found = Rollout(f"{place}:prod", f"{place}:other", ())
     assert (found.plan.before, found.plan.after, found.plan.copied_bytes) == (first, other, 0)
@@ -87,7 +83,7 @@ def test_a_channel_goes_forward_and_back_and_a_new_one_has_no_way_back(place: st
     assert set(tags(new)) == {"prod"}
 
 
-def test_what_is_attached_to_a_bundle_goes_with_it(place: str, tmp_path: Path) -> None:
+def test_what_is_attached_to_a_bundle_goes_with_it(place, tmp_path):
     Rollout(f"{place}:prod", digest(place, "other"), ()).move()
     ship(parse_reference(f"{place}:prod"), parse_reference(str(tmp_path / "back")))
     found = audit(tmp_path / "back", check_generation)
@@ -95,7 +91,7 @@ def test_what_is_attached_to_a_bundle_goes_with_it(place: str, tmp_path: Path) -
     assert found.attached_count == 2
 
 
-def test_of_two_rollouts_at_once_the_second_changes_nothing(place: str) -> None:
+def test_of_two_rollouts_at_once_the_second_changes_nothing(place):
     slow = Rollout(f"{place}:prod", str(GOLDEN / "chunks"), ())
     Rollout(f"{place}:prod", f"{place}:other", ()).move()
     before = tags(place)
@@ -104,11 +100,11 @@ def test_of_two_rollouts_at_once_the_second_changes_nothing(place: str) -> None:
     assert tags(place) == before
 
 
-def test_a_tag_that_another_takes_at_the_same_moment_is_noticed(registry: FakeRegistry) -> None:
+def test_a_tag_that_another_takes_at_the_same_moment_is_noticed(registry):
     at = f"oci://{registry.host}/demo"
     found = Rollout(f"{at}:prod", f"{at}:other", ())
 
-    def taken(method: str, path: str) -> None:
+    def taken(method, path):
         if registry.count("PUT", "/manifests/prod") and path.endswith("/manifests/prod"):
             registry.manifests["demo", "prod"] = registry.manifests["demo", "all"]
 
@@ -118,7 +114,7 @@ def test_a_tag_that_another_takes_at_the_same_moment_is_noticed(registry: FakeRe
         found.move()
 
 
-def test_who_is_served_by_a_channel_which_is_a_tag_elsewhere(place: str) -> None:
+def test_who_is_served_by_a_channel_which_is_a_tag_elsewhere(place):
     for channel in (str(GOLDEN / "fleet"), f"{place}:prod@{digest(place, 'prod')}"):
         with pytest.raises(UsageError, match="expected a tag of a registry or a bucket"):
             Rollout(channel, f"{place}:all", ())
@@ -138,11 +134,11 @@ def test_who_is_served_by_a_channel_which_is_a_tag_elsewhere(place: str) -> None
     assert not Rollout(f"{place}:prod", "", FLEET).plan.losing
 
 
-def run(*words: object) -> int:
+def run(*words):
     return __main__.main(["rollout", *map(str, words)])
 
 
-def test_the_command(registry: FakeRegistry, tmp_path: Path, capsys: Any) -> None:
+def test_the_command(registry, tmp_path, capsys):
     at, saved = f"oci://{registry.host}/demo", tmp_path / "saved"
     saved.mkdir()
     for machine in FLEET:

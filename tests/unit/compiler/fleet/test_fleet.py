@@ -1,14 +1,9 @@
 """Fleets: what each machine loads, and advice that must be right and the least there is."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
 import tomllib
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +11,7 @@ from hypothesis import strategies as st
 from tests.extent import examples
 from tests.html_pages import EVIL, Elements, alone
 
-from prejit.compiler.fleet.fleet_report import FleetReport, explain_fleet, fleet_page
+from prejit.compiler.fleet.fleet_report import explain_fleet, fleet_page
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.targets.target_classes import catalogue
 from prejit.runtime import __main__
@@ -36,42 +31,42 @@ HOST = Fingerprint("cpu", "x86_64", LEVELS["v3"], "0.12.0.1", "Some CPU", 4, 1 <
 DEFAULTS = {"xla_flags": (), "environment": ()}
 
 
-def device(target: str, **told: Any) -> Fingerprint:
+def device(target, **told):
     known = catalogue()[target]
     same = {"device_kind": known.device_kind, "device_memory_bytes": known.memory_bytes}
     return dataclasses.replace(HOST, **{**same, "platform": known.platform, **told})
 
 
-def gpu(target: str = "cuda-l4", **other: Any) -> Fingerprint:
-    told: dict[str, Any] = {"cuda": "13.0.96", "driver": "580.95.05", "device_count": 1}
+def gpu(target="cuda-l4", **other):
+    told = {"cuda": "13.0.96", "driver": "580.95.05", "device_count": 1}
     told["plugin"] = f"jax-cuda13-pjrt {other.get('jaxlib', HOST.jaxlib)}"
     told["compute_capability"] = catalogue()[target].compute_capability
     return device(target, **{**told, **other})
 
 
-def tpu(target: str = "tpu-v5e", **other: Any) -> Fingerprint:
+def tpu(target="tpu-v5e", **other):
     known = catalogue()[target]
     told = {"device_count": known.device_count, "topology": known.topology}
     return device(target, **{"plugin": "libtpu 0.0.50", **told, **other})
 
 
-def cpu(level: Sequence[str], odd: set[str], architecture: str, **other: Any) -> Fingerprint:
+def cpu(level, odd, architecture, **other):
     features = tuple(sorted(set(level) - odd)) if architecture == "x86_64" else ()
     return dataclasses.replace(HOST, architecture=architecture, cpu_features=features, **other)
 
 
-def needs(target: str, jaxlib: str = "0.12.0.1", **other: Any) -> tuple[str, Requirement]:
+def needs(target, jaxlib="0.12.0.1", **other):
     known = catalogue()[target]
     plugin = {"cuda": f"jax-cuda13-pjrt {jaxlib}", "tpu": "libtpu 0.0.50"}.get(known.platform)
     cuda = "13.0" if known.platform == "cuda" else None
     return target, known.requirement(jaxlib, plugin=plugin, cuda=cuda, **other)
 
 
-def named(machines: Sequence[Fingerprint]) -> tuple[Machine, ...]:
+def named(machines):
     return tuple(Machine(f"m{i}", f"fleet/m{i}.json", m) for i, m in enumerate(machines))
 
 
-def save(machines: Sequence[Machine], directory: Path) -> Path:
+def save(machines, directory):
     for machine in machines:
         path = directory / f"{machine.name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +74,7 @@ def save(machines: Sequence[Machine], directory: Path) -> Path:
     return directory
 
 
-def helped(report: FleetReport) -> dict[str, Fingerprint]:
+def helped(report):
     beyond = {name for group in report.beyond_help for name in group.machines}
     lost = [machine for machine, verdict in report.verdicts if not verdict.matches]
     return {each.name: each.fingerprint for each in lost if each.name not in beyond}
@@ -114,9 +109,7 @@ TARGETS = st.lists(st.sampled_from(KNOWN), min_size=1, unique_by=lambda target: 
 
 @settings(max_examples=examples(50, 150), deadline=None)
 @given(TARGETS, st.lists(MACHINES, min_size=1, max_size=30))
-def test_with_what_is_advised_every_machine_matches(
-    targets: list[tuple[str, Requirement]], machines: list[Fingerprint]
-) -> None:
+def test_with_what_is_advised_every_machine_matches(targets, machines):
     report = explain_fleet(targets, named(machines))
     added = [(f"added-{i}", a.requirement) for i, a in enumerate(report.additions)]
     again = explain_fleet([*targets, *added], named(machines))
@@ -134,7 +127,7 @@ def test_with_what_is_advised_every_machine_matches(
     assert len(set(zip(names, jaxlibs, strict=True))) == len(names), "a name is unique"
 
 
-def test_what_no_target_can_mend_is_told_by_its_axis_or_described_by_the_machine() -> None:
+def test_what_no_target_can_mend_is_told_by_its_axis_or_described_by_the_machine():
     """Rather than a target that is built for nothing."""
     targets = [
         needs("cpu-x86-64-v4", "0.11.2", **DEFAULTS),
@@ -162,7 +155,7 @@ def test_what_no_target_can_mend_is_told_by_its_axis_or_described_by_the_machine
     assert tomllib.loads(addition.toml())["target"][0]["fingerprint"] == "fleet/m0.json"
 
 
-def test_the_tables_are_targets_that_a_manifest_takes(tmp_path: Path) -> None:
+def test_the_tables_are_targets_that_a_manifest_takes(tmp_path):
     """Pasted into a manifest and read by the compiler, they serve the machines they were said to."""
     same = dataclasses.replace
     odd = same(HOST, cpu_features=tuple(f for f in LEVELS["v2"] if f != "popcnt"))
@@ -200,7 +193,7 @@ def test_the_tables_are_targets_that_a_manifest_takes(tmp_path: Path) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(machines=st.lists(MACHINES, min_size=1, max_size=5))
-def test_it_is_what_a_loader_would_choose(machines: list[Fingerprint], fleet_bundle: Path) -> None:
+def test_it_is_what_a_loader_would_choose(machines, fleet_bundle):
     with Layout(fleet_bundle) as layout:
         root = read_root(layout)
         needs = []
@@ -215,21 +208,20 @@ def test_it_is_what_a_loader_would_choose(machines: list[Fingerprint], fleet_bun
 
 
 @pytest.fixture(scope="session")
-def fleet_bundle(recipe: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fleet_bundle(recipe, tmp_path_factory):
     """A bundle of two targets, of a GPU and of a CPU; and of programs that nobody runs here."""
     requirements = {
         "cpu-host": needs("cuda-h100", device_memory_bytes=1 << 30, **DEFAULTS)[1],
         "cpu-x86-64-v3": needs("cpu-x86-64-v3", **DEFAULTS)[1],
     }
 
-    def change(config: Any) -> Any:
+    def change(config):
         return dataclasses.replace(config, requirement=requirements[config.target])
 
-    written: Path = recipe.configured(change).write(tmp_path_factory.mktemp("fleet") / "bundle")
-    return written
+    return recipe.configured(change).write(tmp_path_factory.mktemp("fleet") / "bundle")
 
 
-def test_machines_are_named_by_their_files_and_no_fleet_is_an_error(tmp_path: Path) -> None:
+def test_machines_are_named_by_their_files_and_no_fleet_is_an_error(tmp_path):
     save([Machine("b/c", "", HOST), Machine("a", "", gpu())], tmp_path)
     (tmp_path / "notes.txt").write_text("no fingerprint")
     (tmp_path / "empty.json").write_text("{}")
@@ -256,19 +248,17 @@ def test_machines_are_named_by_their_files_and_no_fleet_is_an_error(tmp_path: Pa
             read_fleet(tmp_path / path)
 
 
-def run(*argv: object) -> int:
+def run(*argv):
     return __main__.main([str(argument) for argument in argv])
 
 
 @pytest.fixture
-def small_fleet(tmp_path: Path) -> Path:
+def small_fleet(tmp_path):
     machines = [HOST, HOST, HOST, HOST, gpu("cuda-h200"), gpu("cuda-l4"), tpu("tpu-v5e-2x2")]
     return save(named(machines), tmp_path / "fleet")
 
 
-def test_the_table_says_who_loads_what_and_what_to_add(
-    small_fleet: Path, fleet_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_says_who_loads_what_and_what_to_add(small_fleet, fleet_bundle, tmp_path, capsys):
     page = tmp_path / "p.html"
     assert run("fleet", fleet_bundle, small_fleet, "--page", page) == 0
     shown = alone(page.read_text(encoding="utf-8"))
@@ -293,8 +283,8 @@ def test_the_table_says_who_loads_what_and_what_to_add(
 
 
 def test_one_bad_file_is_named_after_the_report_of_all_others(
-    small_fleet: Path, fleet_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    small_fleet, fleet_bundle, tmp_path, capsys
+):
     bad, path = small_fleet / "edited.json", tmp_path / "p.html"
     bad.write_text("{")
     argv = ("fleet", fleet_bundle, small_fleet)
@@ -308,7 +298,7 @@ def test_one_bad_file_is_named_after_the_report_of_all_others(
     assert (said["machines"], [file["path"] for file in said["unreadable"]]) == (7, [str(bad)])
 
 
-def test_text_from_files_stays_text_on_the_page() -> None:
+def test_text_from_files_stays_text_on_the_page():
     machine = gpu("cuda-l4", device_kind=EVIL, xla_flags=(f"--{EVIL}".replace(" ", ""),))
     host = dataclasses.replace(HOST, cpu_model=EVIL, jaxlib="0.11.2")
     machines = (Machine(EVIL, EVIL, machine), Machine(f"{EVIL}2", EVIL, host))

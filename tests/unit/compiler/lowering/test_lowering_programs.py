@@ -1,12 +1,7 @@
 """Lowering functions of the user's: what cannot be in a bundle is refused, with its line."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
-from prejit.compiler.lowering.export import LoweredProgram
 from prejit.compiler.lowering.user.found_function import find_function
 from prejit.compiler.lowering.user.function_lowering import lower_function
 from prejit.compiler.lowering.user.modules import UserModules
@@ -28,9 +23,7 @@ from jax.experimental import pallas as pl
 LINES = HEAD.count("\n")
 
 
-def lower(
-    directory: Path, module: str, platforms: tuple[str, ...] = ("cpu",), args: object = None
-) -> LoweredProgram:
+def lower(directory, module, platforms=("cpu",), args=None):
     """Lowers `f` of a module, whose first line is line `LINES + 1` of its file."""
     (directory / "mymodel.py").write_text(HEAD + module)
     at = directory / "m.toml"
@@ -61,7 +54,7 @@ AROUND = [
         *(("jax.debug.print('{}', x)", around) for around in AROUND),
     ],
 )
-def test_a_callback_is_refused_by_its_name_and_line(line: str, around: str, tmp_path: Path) -> None:
+def test_a_callback_is_refused_by_its_name_and_line(line, around, tmp_path):
     with pytest.raises(BuildError) as caught:
         lower(tmp_path, f"def g(x):\n    {line}\n    return x\n{around}\n")
     message = str(caught.value)
@@ -78,7 +71,7 @@ def f(x):
 """
 
 
-def test_a_function_is_lowered_for_the_platforms_that_have_it(tmp_path: Path) -> None:
+def test_a_function_is_lowered_for_the_platforms_that_have_it(tmp_path):
     assert lower(tmp_path, KERNEL.format(""), ("tpu",)).platforms == ("tpu",)
     assert lower(tmp_path, KERNEL.format(", interpret=True")).platforms == PLATFORMS
     for platforms in (("cpu",), ("cpu", "tpu")):
@@ -101,7 +94,7 @@ def f(x):
     assert "platform_dependent" in str(caught.value.hint)
 
 
-def test_a_result_keeps_its_structure(tmp_path: Path) -> None:
+def test_a_result_keeps_its_structure(tmp_path):
     rng, empty = "jax.random.key(0)", "collections.namedtuple('EmptyState', '', module='m')()"
     for returned, tree in (
         (rng, '"key:threefry2x32"'),
@@ -119,7 +112,7 @@ def test_a_result_keeps_its_structure(tmp_path: Path) -> None:
         assert lower(tmp_path, module).results_tree == tree
 
 
-def test_an_odd_result_is_refused(tmp_path: Path) -> None:
+def test_an_odd_result_is_refused(tmp_path):
     dtypes = r"expected one of bool, .*, found"
     for returned, message, hint in (
         ("{('a', 'b'): x}", r"found the key \('a', 'b'\)", "a list"),

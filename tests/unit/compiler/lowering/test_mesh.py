@@ -1,22 +1,17 @@
 """How a decoder is split over a mesh: what is split, and what devices send each other in the end."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.extent import sampled
 from tests.unit.compiler.models import small_models
 
 from prejit.compiler.lowering.decoder import MeshSplit, lower_decoder
-from prejit.compiler.lowering.export import LoweredProgram
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models import config_file, model_registry
-from prejit.compiler.models.layers import layer_config
 from prejit.compiler.models.parameters import parametrized
 from prejit.compiler.models.sharding import check_mesh, shardings
 from prejit.runtime.device.device import Device
@@ -53,13 +48,13 @@ SAMPLE = (
 )
 
 
-def model_of(config: dict[str, Any], directory: Path) -> tuple[Any, layer_config.DecoderConfig]:
+def model_of(config, directory):
     (directory / "config.json").write_text(json.dumps(config))
     loaded = config_file.load_config(directory)
     return model_registry.make_decoder(loaded), model_registry.describe(loaded)
 
 
-def test_what_cannot_be_split_is_told(tmp_path: Path) -> None:
+def test_what_cannot_be_split_is_told(tmp_path):
     for tensor, inner, told, fitting in (
         (
             3,
@@ -80,7 +75,7 @@ def test_what_cannot_be_split_is_told(tmp_path: Path) -> None:
         assert caught.value.hint == f"{fitting} would fit"
 
 
-def _lowered(family: str, kind: str, mesh: Mesh, directory: Path) -> LoweredProgram:
+def _lowered(family, kind, mesh, directory):
     model, shape = model_of(CONFIGS[family], directory)
     split = MeshSplit(mesh, shardings(model, mesh))
     return lower_decoder(parametrized(model), shape, SPECS[kind], split=split)
@@ -91,7 +86,7 @@ def _lowered(family: str, kind: str, mesh: Mesh, directory: Path) -> LoweredProg
     sampled(itertools.product((ROW, SQUARE), CONFIGS, SPECS), lambda case: case in SAMPLE),
     ids=str,
 )
-def test_devices_send_activations_alone(family: str, kind: str, mesh: Mesh, tmp_path: Path) -> None:
+def test_devices_send_activations_alone(family, kind, mesh, tmp_path):
     lowered = _lowered(family, kind, mesh, tmp_path)
     compiled = Device("cpu", mesh).compile(lowered.portable, lowered.platforms, lowered.results)
     text = "\n".join(module.to_string() for module in compiled.loaded.hlo_modules())
@@ -113,7 +108,7 @@ def test_devices_send_activations_alone(family: str, kind: str, mesh: Mesh, tmp_
     assert sorted(others) == sorted(gathered)
 
 
-def test_the_program_table_says_what_is_split_and_one_device_has_no_mesh(tmp_path: Path) -> None:
+def test_the_program_table_says_what_is_split_and_one_device_has_no_mesh(tmp_path):
     lowered = _lowered("llama", "decode", Mesh(2, 2), tmp_path)
     cache = [a for a in lowered.arguments if a.path[0] == "cache"]
     assert {a.sharding for a in cache} == {("data", "tensor", "", "")}

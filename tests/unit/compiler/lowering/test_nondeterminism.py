@@ -1,7 +1,5 @@
 """Clocks and random numbers in a traced function are refused by name: those of the user's own code alone."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import logging
@@ -10,17 +8,15 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from random import random as drawn
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prejit.compiler import Manifest, Program, build
+from prejit.compiler import Program, build
 from prejit.compiler.lowering.user.modules import UserModules
 from prejit.compiler.lowering.user.nondeterminism import refusing_nondeterminism
 from prejit.compiler.manifest.reading import read_manifest
@@ -35,18 +31,18 @@ class Later(datetime.datetime):
     pass
 
 
-def seeded_here() -> Any:
+def seeded_here():
     random.seed(3)
     return random.random(), random.Random(4).gauss(0, 1), np.random.default_rng(5).normal()
 
 
-def logged() -> Any:
+def logged():
     logging.getLogger("prejit.test").warning("its record has a time")
     with tempfile.TemporaryDirectory() as directory:
         return directory
 
 
-DRAWS: list[tuple[Callable[[], Any], str]] = [
+DRAWS = [
     (lambda: time.time(), "time.time"),
     (lambda: NOW(), "datetime.now"),
     (lambda: random.random(), "random.random"),
@@ -63,7 +59,7 @@ DRAWS: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "name"), DRAWS)
-def test_each_is_refused_by_name_and_line(call: Callable[[], Any], name: str) -> None:
+def test_each_is_refused_by_name_and_line(call, name):
     with pytest.raises(BuildError) as caught, refusing_nondeterminism("here"):
         call()
     line = call.__code__.co_firstlineno
@@ -73,7 +69,7 @@ def test_each_is_refused_by_name_and_line(call: Callable[[], Any], name: str) ->
     assert sys.getprofile() is None
 
 
-def test_what_is_the_same_each_time_is_allowed() -> None:
+def test_what_is_the_same_each_time_is_allowed():
     normal = jax.jit(lambda x: jax.random.normal(jax.random.key(0), x.shape))
     with refusing_nondeterminism("here"):
         SEEDED.random()
@@ -87,12 +83,12 @@ def test_what_is_the_same_each_time_is_allowed() -> None:
         normal(jnp.ones(3))
 
 
-def test_an_error_of_the_code_itself_comes_first_and_another_profiler_stays() -> None:
+def test_an_error_of_the_code_itself_comes_first_and_another_profiler_stays():
     with pytest.raises(ZeroDivisionError), refusing_nondeterminism("here"):
         1 / (time.time() * 0)
     assert sys.getprofile() is None
 
-    def profile(*_: Any) -> None:
+    def profile(*_):
         pass
 
     sys.setprofile(profile)
@@ -108,13 +104,13 @@ def test_an_error_of_the_code_itself_comes_first_and_another_profiler_stays() ->
             call()
 
 
-def stamped(x: Any) -> Any:
+def stamped(x):
     return x * round(time.time() / 1e12)  # the same number at each trace
 
 
-def test_a_build_refuses_what_two_traces_do_not_show(tmp_path: Path, build_cache: Path) -> None:
+def test_a_build_refuses_what_two_traces_do_not_show(tmp_path, build_cache):
     """Also inside of jitted functions, which jax traces once."""
-    options: dict[str, Any] = {"name": "stamped", "cache": build_cache, "quiet": True}
+    options = {"name": "stamped", "cache": build_cache, "quiet": True}
     inner = jax.jit(stamped)
     for function in (stamped, lambda x: inner(x) + 1):
         program = Program("stamped", fn=function, args=["float32[3]"])
@@ -126,7 +122,7 @@ def test_a_build_refuses_what_two_traces_do_not_show(tmp_path: Path, build_cache
 
 
 @pytest.mark.parametrize("generator", [SEEDED, np.random.default_rng()])
-def test_python_objects_are_traced_twice(tmp_path: Path, build_cache: Path, generator: Any) -> None:
+def test_python_objects_are_traced_twice(tmp_path, build_cache, generator):
     """Each trace draws the next number, with or without a seed."""
     kept = jax.jit(lambda x: x + 1)
     kept(1)
@@ -147,11 +143,11 @@ def f(x):
 """
 
 
-def test_a_manifest_allows_it_and_forbids_it_again(tmp_path: Path, build_cache: Path) -> None:
+def test_a_manifest_allows_it_and_forbids_it_again(tmp_path, build_cache):
     """A trace that was kept while it was allowed is no reason to allow it."""
     (tmp_path / "timed.py").write_text(MODULE)
 
-    def manifest(impure: str) -> Manifest:
+    def manifest(impure):
         (tmp_path / "m.toml").write_text(
             '[bundle]\nname = "timed"\n[[program]]\nname = "f"\nfunction = "timed:f"\n'
             f'args = ["float32[2]"]\n{impure}\n[[target]]\nname = "cpu-host"\n'
@@ -163,7 +159,7 @@ def test_a_manifest_allows_it_and_forbids_it_again(tmp_path: Path, build_cache: 
         build(manifest(""), tmp_path / "out", cache=build_cache, quiet=True)
 
 
-def test_a_module_that_draws_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_draws_is_refused(tmp_path, monkeypatch):
     drawing = tmp_path / "drawing.py"
     (tmp_path / "drawn.py").write_text("from drawing import S\n\n\ndef f(x):\n    return x * S\n")
     for draws, name in (

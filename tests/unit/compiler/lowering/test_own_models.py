@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,35 +17,26 @@ from tests.extent import sampled
 from tests.own_decoders import VOCAB
 
 from prejit.compiler.lowering.user.modules import UserModules
-from prejit.compiler.lowering.user.own_decoder import OwnModel, find_model
+from prejit.compiler.lowering.user.own_decoder import find_model
 from prejit.compiler.manifest.manifest import Model
 from prejit.compiler.models.layers.linear import Embedding, Linear
 from prejit.compiler.models.layers.product_forms import Forms, using
-from prejit.compiler.models.own_decoder_narrowing import Stored
 from prejit.compiler.models.protocol import DecoderModel
 from prejit.compiler.native.products import KERNEL
 from prejit.runtime.errors import BuildError, ManifestError
 
-Arrays = np.ndarray[Any, Any]
 
-
-def flat(variables: Any) -> dict[str, Arrays]:
+def flat(variables):
     named = traverse_util.flatten_dict(variables, sep=".")
     return {name: np.asarray(value) for name, value in named.items()}
 
 
-def find(
-    module: Any,
-    dtype: str = "float32",
-    params: dict[str, Arrays] | None = None,
-    *,
-    out_in: bool = False,
-) -> OwnModel:
+def find(module, dtype="float32", params=None, *, out_in=False):
     model = Model(module=module, dtype=dtype)
     return find_model(model, "m.toml", params, UserModules(None), out_in=out_in)
 
 
-KINDS: dict[str, tuple[Any, Callable[[], dict[str, Arrays] | None]]] = {
+KINDS = {
     "nnx": (own_decoders.nnx_decoder, lambda: None),
     "linen variables": (own_decoders.LinenDecoder, lambda: flat(own_decoders.linen_variables())),
     "linen params": (
@@ -58,12 +48,12 @@ KINDS: dict[str, tuple[Any, Callable[[], dict[str, Arrays] | None]]] = {
 }
 
 
-def logits(stored: Stored, tokens: Arrays) -> Arrays:
+def logits(stored, tokens):
     """What a stored model returns after each of the tokens, int32 [B, T]."""
     rows, count = tokens.shape
     length = np.full(rows, count, np.int32)
 
-    def call(weights: Any, tokens: Any) -> Any:
+    def call(weights, tokens):
         model = stored.model.bind(weights)
         assert isinstance(model, DecoderModel)
         cache = model.make_cache(rows, count, "float32")
@@ -80,7 +70,7 @@ TOKENS = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], np.int32)
 
 
 @pytest.mark.parametrize("kind", sampled(KINDS, lambda kind: "linen" not in kind))
-def test_every_kind_computes_with_stored_values_what_it_computes_itself(kind: str) -> None:
+def test_every_kind_computes_with_stored_values_what_it_computes_itself(kind):
     module, params = KINDS[kind]
     wide, bfloat16, int8 = (find(module, d, params()) for d in ("float32", "bfloat16", "int8"))
     assert (wide.vocab_size, wide.max_positions) in ((VOCAB, own_decoders.LONGEST), (VOCAB, None))
@@ -94,7 +84,7 @@ def test_every_kind_computes_with_stored_values_what_it_computes_itself(kind: st
 
 
 @pytest.mark.parametrize("kind", sampled(KINDS, lambda kind: "linen" not in kind))
-def test_matrices_for_products_alone_are_stored_out_in(kind: str) -> None:
+def test_matrices_for_products_alone_are_stored_out_in(kind):
     module, params = KINDS[kind]
     given, out_in = (find(module, "int8", params(), out_in=each).stored for each in (False, True))
     narrow = {name for name, leaf in given.model.weights.items() if leaf.dtype == jnp.int8}
@@ -111,13 +101,13 @@ def test_matrices_for_products_alone_are_stored_out_in(kind: str) -> None:
     np.testing.assert_allclose(logits(out_in, TOKENS), logits(given, TOKENS), atol=2e-5)
 
 
-def bound_logits(stored: Stored) -> Any:
+def bound_logits(stored):
     model = stored.model.bind({name: jnp.asarray(read()) for name, read in stored.values.items()})
     one = jnp.ones(1, jnp.int32)
     return model(one[:, None], one * 0, one, model.make_cache(1, 8, "float32"))
 
 
-def size(stored: Stored) -> int:
+def size(stored):
     return sum(read().nbytes for read in stored.values.values())
 
 
@@ -126,10 +116,10 @@ class Shaped(nnx.Module):
 
     vocab_size, max_positions = 66, None
 
-    def __init__(self) -> None:
+    def __init__(self):
         random = np.random.default_rng(0)
 
-        def made(*shape: int) -> nnx.Param[jax.Array]:
+        def made(*shape):
             return nnx.Param(jnp.asarray(random.standard_normal(shape, np.float32) * 0.2))
 
         self.layers, self.heads, self.last = made(3, 66, 66), made(66, 4, 17), made(68, 66)
@@ -138,12 +128,10 @@ class Shaped(nnx.Module):
         self.half = nnx.Param(jnp.ones((80, 80), jnp.float16))
         self.angles = nnx.Variable(jnp.ones((80, 80)))
 
-    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+    def make_cache(self, rows, positions, dtype):
         return (jnp.zeros((rows, positions)),)
 
-    def __call__(
-        self, tokens: Any, start: Any, length: Any, cache: Any, *, every: bool = False
-    ) -> Any:
+    def __call__(self, tokens, start, length, cache, *, every=False):
         x = jax.nn.one_hot(tokens, 66)
         x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, self.layers[...])
         x = jnp.einsum("btd,dnh->btnh", x, self.heads[...])
@@ -151,7 +139,7 @@ class Shaped(nnx.Module):
         return x if every else x[:, -1], cache
 
 
-def test_only_what_is_a_matrix_and_can_be_held_is_narrowed_and_stored_out_in() -> None:
+def test_only_what_is_a_matrix_and_can_be_held_is_narrowed_and_stored_out_in():
     found, out_in = (find(Shaped, "int8", out_in=each) for each in (False, True))
     weights = found.stored.model.weights
     narrow = {name: leaf.shape for name, leaf in weights.items() if leaf.dtype == jnp.int8}
@@ -174,7 +162,7 @@ class OurLayers(nnx.Module):
 
     vocab_size, max_positions = 70, None
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.table, self.head = Embedding(70, 64), Linear(64, 70, bias=True)
         random = np.random.default_rng(0)
         for part in (self.table, self.head):
@@ -182,17 +170,15 @@ class OurLayers(nnx.Module):
             part.weight = nnx.Param(jnp.asarray(values))
         self.middle = nnx.Param(jnp.asarray(random.standard_normal((64, 64), np.float32)))
 
-    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+    def make_cache(self, rows, positions, dtype):
         return (jnp.zeros((rows, positions)),)
 
-    def __call__(
-        self, tokens: Any, start: Any, length: Any, cache: Any, *, every: bool = False
-    ) -> Any:
+    def __call__(self, tokens, start, length, cache, *, every=False):
         assert every
         return self.head(jnp.tanh(self.table(tokens) @ self.middle[...])), cache
 
 
-def test_layers_of_prejit_and_params_give_the_stored_values() -> None:
+def test_layers_of_prejit_and_params_give_the_stored_values():
     found = find(OurLayers, "int8")
     weights = found.stored.model.weights
     assert weights["table.weight_scale"].shape == (70,)  # for each token, as in our own models
@@ -210,7 +196,7 @@ def test_layers_of_prejit_and_params_give_the_stored_values() -> None:
     )
 
 
-def breaks() -> None:
+def breaks():
     raise ValueError("no such file")
 
 
@@ -219,15 +205,15 @@ class Wrong:
     vocab_size: Any = 5
     max_positions: Any = None
 
-    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+    def make_cache(self, rows, positions, dtype):
         return ()
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments):
         return ()
 
 
 EQUINOX = own_decoders.equinox_decoder
-MISTAKES: list[tuple[Any, dict[str, Arrays] | None, str]] = [
+MISTAKES = [
     (own_decoders.NnxDecoder, None, "expected a class that takes no"),
     (breaks, None, "cannot make the model of breaks: ValueError: no"),
     (partial(lambda: jnp.ones(3)), None, "has no make_cache, no __call__"),
@@ -246,7 +232,7 @@ MISTAKES: list[tuple[Any, dict[str, Arrays] | None, str]] = [
 ]
 
 
-def test_a_mistake_is_explained() -> None:
+def test_a_mistake_is_explained():
     for module, params, expected in MISTAKES:
         with pytest.raises((ManifestError, BuildError)) as caught:
             find(module, params=params)

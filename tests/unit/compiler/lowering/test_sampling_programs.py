@@ -1,10 +1,5 @@
 """Sampling on the device against a plain float64 NumPy account of what transformers and OpenAI do."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,21 +30,13 @@ sampled = jax.jit(sample)
 kept = jax.jit(lambda logits, inputs, h: _kept(_adjusted(logits, inputs, lambda: h), inputs))
 
 
-def inputs_of(rows: Sequence[Sampling], vocab: int, logprobs: int = 0) -> SamplingInputs:
+def inputs_of(rows, vocab, logprobs=0):
     found = arrays(rows, vocab, [logprobs] * len(rows))
     bias = np.zeros((len(rows), vocab), np.float32)
     return SamplingInputs(**{"bias": bias} | {k: v for k, v in found.items() if v is not None})
 
 
-def choose(
-    logits: np.ndarray,
-    rows: Sequence[Sampling],
-    *,
-    prompt: Sequence[int] = (),
-    generated: Sequence[int] = (),
-    position: Any = None,
-    logprobs: int = 0,
-) -> Chosen:
+def choose(logits, rows, *, prompt=(), generated=(), position=None, logprobs=0):
     """Of logits [B, V]; the text is the same in every row."""
     count, vocab = logits.shape
     history = np.tile(history_row(prompt, generated, vocab), (count, 1))
@@ -63,9 +50,7 @@ def choose(
     return Chosen(*(np.asarray(value) for value in chosen))
 
 
-def reference(
-    logits: np.ndarray, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]
-) -> tuple[np.ndarray, float]:
+def reference(logits, sampling, prompt, generated):
     """The probability of each token, and how near (in probability) the nearest cut was to going otherwise."""
     scores = logits.astype(np.float64)
     for token in {*prompt, *generated}:
@@ -100,7 +85,7 @@ def reference(
     return probabilities / probabilities.sum(), margin
 
 
-def chi_squared(counts: np.ndarray, probabilities: np.ndarray) -> tuple[float, int]:
+def chi_squared(counts, probabilities):
     """Pearson's statistic and its degrees of freedom; rare outcomes are counted as one."""
     possible = probabilities > 0
     assert not counts[~possible].any()
@@ -113,13 +98,13 @@ def chi_squared(counts: np.ndarray, probabilities: np.ndarray) -> tuple[float, i
     return float(((counts - expected) ** 2 / expected).sum()), len(counts) - 1
 
 
-def critical(freedom: int) -> float:
+def critical(freedom):
     """What chi-squared exceeds once in 10,000 times (Wilson and Hilferty 1931); seeds here are fixed."""
     part = 2 / (9 * freedom)
     return freedom * (1 - part + 3.719 * np.sqrt(part)) ** 3
 
 
-def seeded(number: int, **options: Any) -> list[Sampling]:
+def seeded(number, **options):
     return [Sampling(seed=seed, **options) for seed in range(number)]
 
 
@@ -145,9 +130,7 @@ samplings = st.builds(
     seed=st.integers(0, 2**32 - 1),
     scale=st.sampled_from([0.1, 1.0, 10.0]),
 )
-def test_all_processors_together_leave_what_the_reference_leaves(
-    rows: tuple[Sampling, ...], text: tuple[list[int], list[int]], seed: int, scale: float
-) -> None:
+def test_all_processors_together_leave_what_the_reference_leaves(rows, text, seed, scale):
     logits = np.random.default_rng(seed).standard_normal((len(rows), V)).astype(np.float32) * scale
     expected = [reference(row, each, *text) for row, each in zip(logits, rows, strict=True)]
     # At the very edge of a cut float32 may decide otherwise than float64, and both are right.
@@ -165,7 +148,7 @@ def test_all_processors_together_leave_what_the_reference_leaves(
             assert probabilities[tokens[row]] > 0
 
 
-PROCESSORS: dict[str, dict[str, Any]] = {
+PROCESSORS = {
     "filters": {"temperature": 1.4, "top_k": 12, "top_p": 0.8, "min_p": 0.05},
     "penalties": {
         **{"repetition_penalty": 1.7, "presence_penalty": 1.3, "frequency_penalty": -0.6},
@@ -176,7 +159,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_draws_follow_the_distribution_of_the_reference(name: str) -> None:
+def test_draws_follow_the_distribution_of_the_reference(name):
     options = {"temperature": 1.0, **PROCESSORS[name]}
     logits = np.random.default_rng(3).standard_normal(V).astype(np.float32)
     logits[[5, 7, 30]] = [1.5, 1.0, -2.0]  # penalties show where the text is likely
@@ -184,7 +167,7 @@ def test_draws_follow_the_distribution_of_the_reference(name: str) -> None:
     rows, position = seeded(DRAWS, **options), None
     if "positions" in name:
         rows, position = [Sampling(seed=2**63 + 5, **options)] * DRAWS, np.arange(DRAWS)
-    text: Any = {"prompt": PROMPT, "generated": GENERATED, "position": position}
+    text = {"prompt": PROMPT, "generated": GENERATED, "position": position}
     drawn = choose(np.tile(logits, (DRAWS, 1)), rows, **text)
     statistic, freedom = chi_squared(np.bincount(drawn.token, minlength=V), expected)
     assert statistic < critical(freedom)
@@ -195,7 +178,7 @@ def test_draws_follow_the_distribution_of_the_reference(name: str) -> None:
 
 
 @pytest.mark.parametrize("other", ["next seed", "upper half", "next position"])
-def test_seeds_and_positions_give_independent_draws(other: str) -> None:
+def test_seeds_and_positions_give_independent_draws(other):
     """Pairs of draws against the product of their distributions."""
     vocab = 6
     logits = np.tile(np.linspace(-1, 1, vocab, dtype=np.float32), (DRAWS, 1))
@@ -212,7 +195,7 @@ def test_seeds_and_positions_give_independent_draws(other: str) -> None:
     assert statistic < critical(freedom)
 
 
-def test_the_same_seed_gives_the_same_token_in_any_row_of_any_batch() -> None:
+def test_the_same_seed_gives_the_same_token_in_any_row_of_any_batch():
     generator = np.random.default_rng(1)
     logits = generator.standard_normal((6, V)).astype(np.float32)
     rows = [
@@ -225,7 +208,7 @@ def test_the_same_seed_gives_the_same_token_in_any_row_of_any_batch() -> None:
     ]
     for position in range(20):
 
-        def tokens(order: Sequence[int], at: int = position) -> dict[int, int]:
+        def tokens(order, at=position):
             chosen = choose(
                 logits[order],
                 [rows[row] for row in order],
@@ -243,7 +226,7 @@ def test_the_same_seed_gives_the_same_token_in_any_row_of_any_batch() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-30, 1.0, 1e30, 3e38])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.5, "min_p": 0.5}])
-def test_a_forbidden_token_is_never_chosen(temperature: float, filters: dict[str, Any]) -> None:
+def test_a_forbidden_token_is_never_chosen(temperature, filters):
     rows = 200
     logits = np.random.default_rng(5).standard_normal((rows, V)).astype(np.float32) * 10
     forbidden = np.random.default_rng(6).random(V) < 0.9
@@ -256,7 +239,7 @@ def test_a_forbidden_token_is_never_chosen(temperature: float, filters: dict[str
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_without_choice_or_numbers_disturbs_nobody(temperature: float) -> None:
+def test_a_row_without_choice_or_numbers_disturbs_nobody(temperature):
     logits = np.random.default_rng(7).standard_normal((2, V)).astype(np.float32)
     forbidden = {token: -np.inf for token in range(V)}
     filters = {"top_k": 3, "top_p": 0.5, "min_p": 0.1}
@@ -275,7 +258,7 @@ def test_a_row_without_choice_or_numbers_disturbs_nobody(temperature: float) -> 
         assert tokens[1] >= 0
 
 
-def test_extreme_values_give_tokens_not_nan() -> None:
+def test_extreme_values_give_tokens_not_nan():
     logits = np.tile(np.float32([[5, -90, 90, 0]]), (8, 1))
     for options in (
         {"repetition_penalty": 1e-38},
@@ -297,7 +280,7 @@ def test_extreme_values_give_tokens_not_nan() -> None:
     assert (top == 2).all()
 
 
-def test_greedy_takes_the_first_of_equal_logits_beside_a_sampled_row_too() -> None:
+def test_greedy_takes_the_first_of_equal_logits_beside_a_sampled_row_too():
     logits = np.zeros((40, V), np.float32)
     logits[1::2, [8, 12]] = 2
     rows = [Sampling(seed=seed) for seed in range(40)]
@@ -313,7 +296,7 @@ def test_greedy_takes_the_first_of_equal_logits_beside_a_sampled_row_too() -> No
 
 
 @pytest.mark.parametrize("vocab", [7, TOP_LOGPROBS, V])
-def test_logprobs_are_of_the_models_own_logits(vocab: int) -> None:
+def test_logprobs_are_of_the_models_own_logits(vocab):
     logits = np.random.default_rng(8).standard_normal((3, vocab)).astype(np.float32) * 20
     rows = [
         Sampling(temperature=5.0, top_k=6, seed=1),
@@ -336,7 +319,7 @@ def test_logprobs_are_of_the_models_own_logits(vocab: int) -> None:
     assert not any(np.any(value) for value in chosen[1:])
 
 
-def test_history_counts_tokens_of_live_rows_as_the_host_does() -> None:
+def test_history_counts_tokens_of_live_rows_as_the_host_does():
     history = np.stack([history_row(PROMPT, GENERATED, V)] * 65)  # many rows go in a loop
     token, live = np.resize([7, 7, -1, V - 1], 65), np.resize([1, 0, 1, 1], 65)
     recorded = jax.jit(record)(history, token.astype(np.int32), live.astype(np.int32))
@@ -349,7 +332,7 @@ def test_history_counts_tokens_of_live_rows_as_the_host_does() -> None:
 
 @settings(deadline=None, max_examples=examples(15, 50))
 @given(words=st.tuples(*[st.integers(0, 2**32 - 1)] * 4))
-def test_random_bits_are_those_of_threefry(words: tuple[int, ...]) -> None:
+def test_random_bits_are_those_of_threefry(words):
     from jax.extend.random import threefry_2x32
 
     key, counter = jnp.array(words[:2], jnp.uint32), jnp.array(words[2:], jnp.uint32)
@@ -359,7 +342,7 @@ def test_random_bits_are_those_of_threefry(words: tuple[int, ...]) -> None:
 
 @settings(deadline=None, max_examples=examples(10, 25))
 @given(seed=st.integers(0, 2**32 - 1), penalised=st.booleans(), greedy=st.booleans())
-def test_choosing_after_several_is_after_each(seed: int, penalised: bool, greedy: bool) -> None:
+def test_choosing_after_several_is_after_each(seed, penalised, greedy):
     random = np.random.default_rng(seed)
     rows, count = 2, 4
     logits = jnp.asarray(3 * random.standard_normal((rows, count, V)), jnp.float32)

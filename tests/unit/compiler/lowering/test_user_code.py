@@ -6,23 +6,18 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from subprocess import CompletedProcess
-from typing import NoReturn
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tests.warm import WarmPython
 
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline.lower import program_lowering
 from prejit.compiler.pipeline.lower.model_checks import check_planned
-from prejit.compiler.pipeline.plan import Lowered, Plan, plan_build
-from prejit.compiler.pipeline.workspace import UserCode, Workspace, find_code, values_of
+from prejit.compiler.pipeline.plan import Plan, plan_build
+from prejit.compiler.pipeline.workspace import Workspace, find_code, values_of
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime.errors import BuildError, CheckpointError, ManifestError
@@ -47,11 +42,11 @@ class Project:
     store: DirectoryStore
 
     @cached_property
-    def code(self) -> UserCode:
+    def code(self):
         return find_code(self.plan.manifest)
 
 
-def project(directory: Path, module: str, **others: str) -> Project:
+def project(directory, module, **others):
     """A manifest with a module beside it, and other files by name."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "m.toml").write_text(MANIFEST)
@@ -64,11 +59,11 @@ def project(directory: Path, module: str, **others: str) -> Project:
     return Project(plan_build(read_manifest(directory / "m.toml"), store), store)
 
 
-def no_model() -> NoReturn:
+def no_model():
     raise AssertionError("the manifest has no model")
 
 
-def lower(found: Project) -> Lowered:
+def lower(found):
     [program] = found.plan.programs
     space = Workspace(found.plan, no_model, lambda: found.code, found.store, Quiet())
     return program_lowering.lower(space, program)
@@ -90,7 +85,7 @@ class PanicException(BaseException):  # as pyo3's
         ("raise KeyboardInterrupt", ""),
     ],
 )
-def test_a_module_that_fails_has_its_line(tmp_path: Path, line: str, message: str) -> None:
+def test_a_module_that_fails_has_its_line(tmp_path, line, message):
     kind = ManifestError if message else KeyboardInterrupt
     with pytest.raises(kind) as caught:
         lower(project(tmp_path, f"{PANIC}\n\n{line}\n"))
@@ -100,7 +95,7 @@ def test_a_module_that_fails_has_its_line(tmp_path: Path, line: str, message: st
         assert text.endswith(f"({tmp_path / 'mymodel.py'}, line 6)")
 
 
-def test_what_is_not_found_as_meant_is_an_error_with_its_place(tmp_path: Path) -> None:
+def test_what_is_not_found_as_meant_is_an_error_with_its_place(tmp_path):
     with pytest.raises(ManifestError, match=r"ZeroDivisionError.*helper.py, line 2\)"):
         lower(project(tmp_path, "import helper\n", helper="\n1 / 0\n"))
     module = "def __getattr__(name):\n    raise SystemExit(4)\n"
@@ -125,7 +120,7 @@ def test_what_is_not_found_as_meant_is_an_error_with_its_place(tmp_path: Path) -
         ("raise KeyboardInterrupt", ""),
     ],
 )
-def test_a_trace_that_fails_has_its_line(tmp_path: Path, line: str, message: str) -> None:
+def test_a_trace_that_fails_has_its_line(tmp_path, line, message):
     with pytest.raises(BuildError if message else KeyboardInterrupt) as caught:
         lower(project(tmp_path, f"import jax, sys{PANIC}\ndef f(x):\n    {line}\n"))
     if message:
@@ -135,7 +130,7 @@ def test_a_trace_that_fails_has_its_line(tmp_path: Path, line: str, message: str
         assert re.search(rf"\({tmp_path / 'mymodel.py'}, line {number}\)", text)
 
 
-def test_unreadable_parameters_are_named_with_the_program(tmp_path: Path) -> None:
+def test_unreadable_parameters_are_named_with_the_program(tmp_path):
     project(tmp_path, "def f(params, x):\n    return x\n")
     (tmp_path / "p.safetensors").touch()
     (tmp_path / "directory").mkdir()
@@ -149,10 +144,10 @@ def test_unreadable_parameters_are_named_with_the_program(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def built(warm: WarmPython, tmp_path: Path) -> Callable[[str], CompletedProcess[str]]:
+def built(warm, tmp_path):
     """Builds a project of a module in a process of its own, which the user's code may break."""
 
-    def built(module: str) -> CompletedProcess[str]:
+    def built(module):
         project(tmp_path, module)
         places = ("--cache", tmp_path / "cache", "-o", tmp_path / "artifacts", "--json")
         return warm.prejit("build", tmp_path / "m.toml", *places, timeout=120, quick=True)
@@ -160,10 +155,7 @@ def built(warm: WarmPython, tmp_path: Path) -> Callable[[str], CompletedProcess[
     return built
 
 
-Built = Callable[[str], CompletedProcess[str]]
-
-
-def assert_written(done: CompletedProcess[str]) -> None:
+def assert_written(done):
     """One process has written the bundle, and said so."""
     assert done.returncode == 0, done.stderr
     [found] = json.loads(done.stdout)
@@ -171,7 +163,7 @@ def assert_written(done: CompletedProcess[str]) -> None:
 
 
 @pytest.mark.parametrize("where", ["import", "call"])
-def test_code_cannot_end_prejit_without_an_error(tmp_path: Path, built: Built, where: str) -> None:
+def test_code_cannot_end_prejit_without_an_error(tmp_path, built, where):
     module = "import os\nos._exit(0)\n"
     if where == "call":
         module = "import os\ndef f(x):\n    os._exit(0)\n"
@@ -181,7 +173,7 @@ def test_code_cannot_end_prejit_without_an_error(tmp_path: Path, built: Built, w
 
 
 @pytest.mark.parametrize(("ends", "code"), [("return x * 3", 1), ("os._exit(3)", 3)])
-def test_a_fork_ends_where_it_leaves_a_function(built: Built, ends: str, code: int) -> None:
+def test_a_fork_ends_where_it_leaves_a_function(built, ends, code):
     module = f"""
 import os
 
@@ -197,7 +189,7 @@ def f(x):
     assert ("prejit ends that process" in done.stderr) == (code == 1)
 
 
-def test_what_code_replaces_in_python_is_put_back(built: Built) -> None:
+def test_what_code_replaces_in_python_is_put_back(built):
     imported = "builtins.__dict__.pop('open'); sys.modules.pop('hashlib'); os.replace = print"
     called = "builtins.open = sys.modules['hashlib'] = None"
     module = f"import builtins, os, sys\n{imported}\ndef f(x):\n    {called}\n    return x * 2\n"
@@ -221,7 +213,7 @@ head = Head()
 """
 
 
-def test_names_are_checked_before_a_trace(tmp_path: Path) -> None:
+def test_names_are_checked_before_a_trace(tmp_path):
     found, path = project(tmp_path, NAMED), tmp_path / "m.toml"
     save_file({"kernel": np.ones((8, 4), np.float32)}, tmp_path / "w.safetensors")
     both = 'args = { state = "float32[3]", x = "float32[3]" }'
@@ -261,7 +253,7 @@ f = """
 @pytest.mark.parametrize(
     "made", ["jax.jit(jax.vmap(g, in_axes=1))", "jax.grad(lambda x: x.sum())", "by_rows(g)"]
 )
-def test_a_wrapper_may_treat_names_otherwise_than_places(tmp_path: Path, made: str) -> None:
+def test_a_wrapper_may_treat_names_otherwise_than_places(tmp_path, made):
     found = project(tmp_path, WRAPPED + made)
     (tmp_path / "m.toml").write_text(MANIFEST.replace("[3]", "[3, 3]"))
     plan = plan_build(read_manifest(tmp_path / "m.toml"), found.store)
@@ -273,7 +265,7 @@ def test_a_wrapper_may_treat_names_otherwise_than_places(tmp_path: Path, made: s
         assert len(lower(project(tmp_path / alike, WRAPPED + alike)).results) == 1
 
 
-def test_a_modules_own_arrays_of_64_bits_become_those_of_32(tmp_path: Path) -> None:
+def test_a_modules_own_arrays_of_64_bits_become_those_of_32(tmp_path):
     module = """
 import jax, numpy as np
 @jax.tree_util.register_dataclass
@@ -293,7 +285,7 @@ f = Scale(np.linspace(0, 1, 3))
 SCALED = "import jax\nimport helper\n\ndef f(x):\n    return x * helper.FACTOR\n"
 
 
-def test_manifests_with_modules_of_one_name_each_have_their_own(tmp_path: Path) -> None:
+def test_manifests_with_modules_of_one_name_each_have_their_own(tmp_path):
     path, modules = list(sys.path), set(sys.modules)
     both = [project(tmp_path / f"{n}", SCALED, helper=f"FACTOR = {n}\n") for n in (2, 3, 3)]
     first, second, again = (lower(each).portable.raw_digest for each in both)
@@ -322,7 +314,7 @@ def f(x):
 """
 
 
-def test_settings_of_modules_stay_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_modules_stay_apart(tmp_path, monkeypatch):
     monkeypatch.setenv("PREJIT_TEST_VARIABLE", "1")
     environ, directory = dict(os.environ), os.getcwd()
     both = [project(tmp_path / x64, SETTING.replace("{x64}", x64)) for x64 in ("True", "False")]
@@ -361,7 +353,7 @@ class Scale:
 """
 
 
-def test_relative_imports_and_names_of_modules_work(tmp_path: Path) -> None:
+def test_relative_imports_and_names_of_modules_work(tmp_path):
     files = {"lib__scales": SCALES, "lib__late": "LATE = 1\n", "more__added": "ADDED = {}\n"}
     lowered = []
     for n in (1, 2):
@@ -372,7 +364,7 @@ def test_relative_imports_and_names_of_modules_work(tmp_path: Path) -> None:
     assert not {"mymodel", "lib", "lib.scales", "added"} & set(sys.modules)
 
 
-def test_what_a_module_prints_does_not_come_between_json(built: Built) -> None:
+def test_what_a_module_prints_does_not_come_between_json(built):
     module = """
 import os, subprocess, sys
 print("printed on import")

@@ -1,23 +1,18 @@
 """Manifests: what is right is read as it was meant, and what is wrong is told with its place."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import string
 import tomllib
-from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import ALL, examples
 
-from prejit.compiler.manifest.manifest import Generate, Manifest
+from prejit.compiler.manifest.manifest import Generate
 from prejit.compiler.manifest.manifest_tables import SECTIONS
 from prejit.compiler.manifest.reading import key_lines, read_manifest
 from prejit.compiler.manifest.shape_string import parse_shape
@@ -53,7 +48,7 @@ name = "cpu-x86-64-v3"
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("manifests")
     (path / "demo-model").mkdir()
     (path / "checkpoint").mkdir()
@@ -63,13 +58,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def read(directory: Path, text: str) -> Manifest:
+def read(directory, text):
     path = directory / "m.toml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     return read_manifest(path)
 
 
-def read_or_refuse(directory: Path, text: str) -> None:
+def read_or_refuse(directory, text):
     """Anything but a manifest or a ManifestError with a place and a hint is a failure."""
     try:
         read(directory, text)
@@ -81,13 +76,13 @@ def read_or_refuse(directory: Path, text: str) -> None:
     assert refused.hint
 
 
-def problems(directory: Path, text: str) -> list[str]:
+def problems(directory, text):
     with pytest.raises(ManifestError) as caught:
         read(directory, text)
     return str(caught.value).replace(f"{directory}/", "").split("\n")
 
 
-def test_a_good_manifest_says_what_it_means(directory: Path) -> None:
+def test_a_good_manifest_says_what_it_means(directory):
     manifest = read(directory, GOOD)
     assert manifest.bundle.name == "demo"
     assert manifest.resolve(manifest.model.source) == directory / "demo-model"
@@ -223,7 +218,7 @@ LARGE = (
 )
 
 
-def mistakes() -> Iterator[tuple[str, str, str, list[str]]]:
+def mistakes():
     """A good manifest, what is written in place of what, and the lines of the error."""
     for old, new, told in LARGE:
         yield GOOD, old, new, [told]
@@ -234,13 +229,13 @@ def mistakes() -> Iterator[tuple[str, str, str, list[str]]]:
             yield good, old, new.replace("(nothing)", ""), lines
 
 
-def is_told(line: str, expected: str) -> bool:
+def is_told(line, expected):
     place = "m.toml:" if expected[0].isdecimal() else "m.toml: "
     pattern = re.escape(place + expected).replace(r"\ \.\.\.\ ", ".*").replace(r"\ \.\.\.", ".*")
     return re.fullmatch(pattern, line) is not None
 
 
-def test_a_mistake_is_told_with_its_place(directory: Path) -> None:
+def test_a_mistake_is_told_with_its_place(directory):
     for good, old, new, expected in mistakes():
         assert good.count(old) == 1, old
         told = problems(directory, good.replace(old, new))
@@ -284,7 +279,7 @@ shapes = => shape =
 """
 
 
-def test_bad_toml_is_told_with_line_and_column(directory: Path) -> None:
+def test_bad_toml_is_told_with_line_and_column(directory):
     for text, place in (
         ('[bundle]\nname "demo"\n', "m.toml:2:6: not TOML: "),
         ("[bundle]\nname = ", "m.toml:2:8: not TOML: "),
@@ -297,7 +292,7 @@ def test_bad_toml_is_told_with_line_and_column(directory: Path) -> None:
         assert line.startswith(place)
 
 
-def test_a_shape_string_has_a_dtype_of_jax_and_sizes() -> None:
+def test_a_shape_string_has_a_dtype_of_jax_and_sizes():
     assert parse_shape("float32[{batch}, 128]", {"batch": 8}) == ("float32", (8, 128), False)
     assert parse_shape("int32[]", {}) == ("int32", (), False)
     assert parse_shape(" bfloat16 [ 2 ]", {}) == ("bfloat16", (2,), False)
@@ -319,7 +314,7 @@ def test_a_shape_string_has_a_dtype_of_jax_and_sizes() -> None:
     assert of_jax - refused == set(DTYPES)
 
 
-def toml_value(value: Any) -> str:
+def toml_value(value):
     if isinstance(value, dict):
         pairs = (f"{toml_key(key)} = {toml_value(item)}" for key, item in value.items())
         return "{" + ", ".join(pairs) + "}"
@@ -328,12 +323,12 @@ def toml_value(value: Any) -> str:
     return json.dumps(value)
 
 
-def toml_key(key: str) -> str:
+def toml_key(key):
     bare = key and not set(key) - set(string.ascii_letters + string.digits + "_-")
     return key if bare else json.dumps(key)
 
 
-def toml(data: dict[str, Any]) -> str:
+def toml(data):
     return "".join(f"{toml_key(key)} = {toml_value(value)}\n" for key, value in data.items())
 
 
@@ -341,7 +336,7 @@ ODD = (-1, 1.5, True, "x", "\0", "a/\0/*", "x" * 5000, "fifo", "/dev/zero", [], 
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_a_key_with_any_value_is_read_or_refused(directory: Path, section: str) -> None:
+def test_a_key_with_any_value_is_read_or_refused(directory, section):
     for place, key in enumerate(fields(SECTIONS[section][0])):
         more = {"encode": {"shapes": [[1, 4]]}, "mesh": {}, "slo": {}}
         more["library"] = [{"path": "LICENSE", "handlers": {"a": "b"}}]
@@ -360,11 +355,11 @@ def test_a_key_with_any_value_is_read_or_refused(directory: Path, section: str) 
     inserted=st.text("[]{}\"'=.,#\n\\ab1-\0\N{EURO SIGN}", max_size=4),
 )
 @settings(max_examples=examples(60, 300), deadline=None)
-def test_a_damaged_text_is_refused(directory: Path, at: int, length: int, inserted: str) -> None:
+def test_a_damaged_text_is_refused(directory, at, length, inserted):
     read_or_refuse(directory, GOOD[:at] + inserted + GOOD[at + length :])
 
 
-def test_lines_of_keys_are_found_in_every_kind_of_toml() -> None:
+def test_lines_of_keys_are_found_in_every_kind_of_toml():
     text = '''\
 # a = 1
 a.b = """

@@ -1,17 +1,12 @@
 """The JSON Schema of manifests accepts what `read_manifest` accepts, and shows mistakes of form."""
 
-from __future__ import annotations
-
 import copy
 import json
 import tomllib
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import jsonschema
-import pytest
 
 from prejit.compiler.manifest.manifest_tables import SECTIONS, manifest_schema
 from prejit.runtime.cli.commands import run
@@ -23,7 +18,7 @@ SCHEMA = manifest_schema()
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 
 
-def test_every_manifest_here_follows_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_manifest_here_follows_it(capsys):
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     assert run(["schema"]) == 0
     assert json.loads(capsys.readouterr().out) == SCHEMA
@@ -33,8 +28,7 @@ def test_every_manifest_here_follows_it(capsys: pytest.CaptureFixture[str]) -> N
         VALIDATOR.validate(tomllib.loads(text))
 
 
-Change = Callable[[dict[str, Any]], Any]
-WRONG: dict[str, Change] = {
+WRONG = {
     "unknown section": lambda m: m.update(genrate={}),
     "no target": lambda m: m.pop("target"),
     "name with capitals": lambda m: m["bundle"].update(name="Demo"),
@@ -55,7 +49,7 @@ WRONG: dict[str, Change] = {
 }
 
 
-def test_mistakes_of_form_do_not_follow_it_and_every_key_is_described() -> None:
+def test_mistakes_of_form_do_not_follow_it_and_every_key_is_described():
     for mistake, change in WRONG.items():
         data = copy.deepcopy(tomllib.loads(GOOD))
         change(data)

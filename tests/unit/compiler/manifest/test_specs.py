@@ -1,19 +1,15 @@
 """Which programs a manifest asks for."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from prejit.compiler.manifest.manifest import Generate, Manifest, Model, Program
 from prejit.compiler.manifest.specs import program_specs
 
 
-def manifest(generate: Generate | None, programs: Any = ()) -> Manifest:
+def manifest(generate, programs=()):
     model = Model("model") if generate else None
     return Manifest("b", model=model, generate=generate, programs=programs, targets=())
 
 
-def test_every_bucket_gets_a_program_and_no_name_twice() -> None:
+def test_every_bucket_gets_a_program_and_no_name_twice():
     specs = program_specs(manifest(Generate((1, 4), (16, 64), (32, 128))))
     names = [spec.name for spec in specs]
     assert len(set(names)) == len(names)
@@ -42,7 +38,7 @@ def test_every_bucket_gets_a_program_and_no_name_twice() -> None:
     assert found == ["embed/batch2=4", "embed/batch2=16"], "a digit does not run into the size"
 
 
-def test_caches_can_be_copied_between_batches_and_grow_into_the_next_context() -> None:
+def test_caches_can_be_copied_between_batches_and_grow_into_the_next_context():
     specs = program_specs(manifest(Generate((2, 4, 8), (16,), (32, 64, 128))))
     axes = ("source_batch", "source_context", "batch", "context")
     copies = {(*(each.bucket[name] for name in axes),) for each in specs if each.kind == "copy"}

@@ -1,11 +1,6 @@
 """An executor whose futures a test completes: nothing is compiled."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from concurrent.futures import Future
-
-from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
 
 
 class HeldExecutor:
@@ -14,27 +9,25 @@ class HeldExecutor:
     compiled = frozenset[str]()
     lowering_processes = 0
 
-    def __init__(
-        self, answer: Callable[[CompileJob, Future[Compiled]], object] | None = None
-    ) -> None:
+    def __init__(self, answer=None):
         self.answer = answer
-        self.taken: list[tuple[CompileJob, Future[Compiled]]] = []
+        self.taken = []
         self.closed = False
 
-    def submit(self, job: CompileJob) -> Future[Compiled]:
-        future: Future[Compiled] = Future()
+    def submit(self, job):
+        future = Future()
         if self.answer is not None:
             self.answer(job, future)
         self.taken.append((job, future))
         return future
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True
         for _, future in self.taken:
             future.cancel()
 
-    def __enter__(self) -> HeldExecutor:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, *raised):
         self.close()

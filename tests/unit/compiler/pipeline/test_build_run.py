@@ -1,20 +1,14 @@
 """A build fails as a whole, and replaces a bundle only where it is not whole."""
 
-from __future__ import annotations
-
 import shutil
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from tests.layouts import blobs_of, index_file
 
-from prejit.compiler.compile.compile_jobs import Compiled, CompileJob
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.manifest import Manifest, Program
-from prejit.compiler.pipeline.build_interface import Built
 from prejit.compiler.pipeline.build_run import build
 from prejit.compiler.pipeline.pack.bundle_writing import is_current, write
 from prejit.compiler.pipeline.pack.contents import PackedBundle
@@ -27,26 +21,26 @@ from .held_executor import HeldExecutor
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+def built(tmp_path_factory):
     """A bundle of one function with parameters."""
     tmp_path = tmp_path_factory.mktemp("built")
     store = DirectoryStore.open(tmp_path / "store")
     weights = {"w": np.ones(2, np.float32)}
     program = Program("f", fn=lambda p, x: p["w"] * x, args={"x": "float32[2]"}, params=weights)
-    services: Any = {"store": store, "executor": WorkerPool(store, workers=1), "progress": Quiet()}
+    services = {"store": store, "executor": WorkerPool(store, workers=1), "progress": Quiet()}
     manifest = Manifest("one", programs=[program], targets=["cpu-host"])
     return build(manifest, tmp_path / "out", **services)
 
 
-def refuse(job: CompileJob, future: Future[Compiled]) -> None:
+def refuse(job, future):
     future.set_exception(BuildError(f"{job.program}: no compiler", hint="install one"))
 
 
-def twice(x: Any) -> Any:
+def twice(x):
     return x * 2
 
 
-def test_a_build_whose_programs_fail_names_them_all_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_build_whose_programs_fail_names_them_all_and_writes_nothing(tmp_path):
     sizes = {"a": 2, "b": 3}  # equal programs would be one job
     programs = [Program(name, fn=twice, args=[f"float32[{n}]"]) for name, n in sizes.items()]
     executor = HeldExecutor(refuse)
@@ -67,7 +61,7 @@ def test_a_build_whose_programs_fail_names_them_all_and_writes_nothing(tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_bundle_is_written_unless_it_is_current(built: Built, tmp_path: Path) -> None:
+def test_a_bundle_is_written_unless_it_is_current(built, tmp_path):
     packed = PackedBundle("one", index_file(built.path).read_bytes(), blobs_of(built.path))
     path, written = write(packed, tmp_path / "copy", Quiet())
     assert (path, written) == (tmp_path / "copy" / "one", True)

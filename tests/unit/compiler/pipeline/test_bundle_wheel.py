@@ -1,7 +1,5 @@
 """A bundle as a wheel is whole where pip has installed it, and `load` finds it by name."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import subprocess
@@ -28,13 +26,13 @@ print(bundle.digest, bundle.call("score", x=numpy.ones((2, 16), numpy.float32)).
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     if importlib.util.find_spec("hatchling") is None:
         pytest.skip("hatchling is not installed")
     return write_wheel(str(GOLDEN / "call"), tmp_path_factory.mktemp("dist") / "new")
 
 
-def installed(wheel: Path, into: Path) -> Path:
+def installed(wheel, into):
     """A fresh environment with a wheel, which also sees what this environment has. Return its Python."""
     venv.create(into, symlinks=True)
     python = into / "bin" / "python"
@@ -47,7 +45,7 @@ def installed(wheel: Path, into: Path) -> Path:
     return python
 
 
-def test_a_wheel_loads_by_its_name_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
+def test_a_wheel_loads_by_its_name_in_a_fresh_environment(wheel, tmp_path):
     python = installed(wheel, tmp_path / "environment")
     command = [python, "-W", "ignore", "-c", CALL]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -67,9 +65,7 @@ def test_a_wheel_loads_by_its_name_in_a_fresh_environment(wheel: Path, tmp_path:
     assert found == whole | {"index.json", "oci-layout"}
 
 
-def test_the_same_bundle_gives_the_same_wheel(
-    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_bundle_gives_the_same_wheel(wheel, tmp_path, monkeypatch):
     shutil.copytree(GOLDEN / "call", tmp_path / "call")
     (tmp_path / "call" / "left by somebody").write_text("")
     monkeypatch.chdir(tmp_path)
@@ -79,7 +75,7 @@ def test_the_same_bundle_gives_the_same_wheel(
     assert again.name.endswith("-py3-none-any.whl")
 
 
-def test_the_command(wheel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(wheel, tmp_path, capsys):
     words = ["wheel", str(GOLDEN / "call"), "-o", str(tmp_path), "--version", "1.2"]
     assert main(words) == 0
     path = tmp_path / "call_bundle-1.2-py3-none-any.whl"
@@ -91,9 +87,7 @@ def test_the_command(wheel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "expected a version such as 1.2.0, found 'next'" in capsys.readouterr().err
 
 
-def test_a_package_without_a_bundle_or_a_place_without_room_is_named(
-    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_without_a_bundle_or_a_place_without_room_is_named(wheel, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError, match="file: cannot write the wheel"):
         write_wheel(str(GOLDEN / "call"), tmp_path / "file")

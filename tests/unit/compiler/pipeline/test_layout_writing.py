@@ -1,14 +1,10 @@
 """What is attached to a bundle: it names what it refers to, and changes no name."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.layouts import blob, subject_of, write_root
@@ -28,7 +24,7 @@ from prejit.runtime.format import limits
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.referrers import Referrer, referrers
+from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import read_root
 from prejit.runtime.loader import load
 
@@ -36,26 +32,26 @@ TYPE = "application/vnd.example+json"
 NOTES = {"org.example.note": "a note"}
 
 
-def targets_of(path: Path) -> dict[str, Descriptor]:
+def targets_of(path):
     with Layout(path) as layout:
         found = read_root(layout).bundle.manifests
     return {(at.annotations or {})["org.opencontainers.image.ref.name"]: at for at in found}
 
 
-def attached(path: Path, digest: str | None = None) -> tuple[Referrer, ...]:
+def attached(path, digest=None):
     with Layout(path) as layout:
         return referrers(layout, read_root(layout), digest)
 
 
-def described(at: Descriptor) -> dict[str, Any]:
+def described(at):
     return {"mediaType": at.mediaType, "digest": at.digest, "size": at.size}
 
 
-def attach_text(path: Path, subject: Descriptor, text: str = "signed") -> Descriptor:
+def attach_text(path, subject, text="signed"):
     return attach(path, subject, TYPE, EMPTY, [Part(TYPE, text.encode())], NOTES)
 
 
-def test_what_is_attached_is_found_and_as_oci_says(bundle_dir: Path) -> None:
+def test_what_is_attached_is_found_and_as_oci_says(bundle_dir):
     bundle, target = subject_of(bundle_dir), targets_of(bundle_dir)["cpu-host"]
     before = load(bundle_dir).digest
     title = {"org.opencontainers.image.title": "signature"}
@@ -86,7 +82,7 @@ def test_what_is_attached_is_found_and_as_oci_says(bundle_dir: Path) -> None:
     assert listed["annotations"] == {"org.opencontainers.image.ref.name": name}
 
 
-def test_attaching_again_changes_nothing(bundle_dir: Path) -> None:
+def test_attaching_again_changes_nothing(bundle_dir):
     subject = subject_of(bundle_dir)
     first = attach_text(bundle_dir, subject)
     before = {file: file.stat() for file in bundle_dir.rglob("*") if file.is_file()}
@@ -98,7 +94,7 @@ def test_attaching_again_changes_nothing(bundle_dir: Path) -> None:
     assert len(attached(bundle_dir, subject.digest)) == 1
 
 
-def test_two_that_attach_at_once_lose_nothing(bundle_dir: Path) -> None:
+def test_two_that_attach_at_once_lose_nothing(bundle_dir):
     subject = subject_of(bundle_dir)
     in_threads(8, lambda number: attach_text(bundle_dir, subject, str(number)))
     found = attached(bundle_dir, subject.digest)
@@ -107,8 +103,8 @@ def test_two_that_attach_at_once_lose_nothing(bundle_dir: Path) -> None:
 
 
 def test_whoever_is_killed_while_attaching_leaves_it_attached_or_not(
-    bundle_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    bundle_dir, tmp_path, monkeypatch
+):
     class Killed(BaseException):
         pass
 
@@ -116,8 +112,8 @@ def test_whoever_is_killed_while_attaching_leaves_it_attached_or_not(
     for limit in range(100):
         path, left = Path(shutil.copytree(bundle_dir, tmp_path / str(limit))), [limit]
 
-        def stepping(real: Callable[..., Any], left: list[int] = left) -> Callable[..., Any]:
-            def step(*args: Any, **kwargs: Any) -> Any:
+        def stepping(real, left=left):
+            def step(*args, **kwargs):
                 left[0] -= 1
                 if left[0] < 0:
                     raise Killed
@@ -140,12 +136,12 @@ def test_whoever_is_killed_while_attaching_leaves_it_attached_or_not(
     assert set(outcomes) == {0, 1}
 
 
-def test_a_full_disk_loses_nothing(bundle_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_loses_nothing(bundle_dir, monkeypatch):
     subject = subject_of(bundle_dir)
     attach_text(bundle_dir, subject)
     write = writing.write_file
 
-    def failing(path: Path, content: bytes | Path) -> None:
+    def failing(path, content):
         if path.name == "index.json":
             raise OSError(28, "No space left on device")
         write(path, content)
@@ -157,7 +153,7 @@ def test_a_full_disk_loses_nothing(bundle_dir: Path, monkeypatch: pytest.MonkeyP
     assert load(bundle_dir).call("tick") == 7
 
 
-def test_what_is_gone_gets_nothing(bundle_dir: Path, recipe: Any, make_recipe: Any) -> None:
+def test_what_is_gone_gets_nothing(bundle_dir, recipe, make_recipe):
     subject = subject_of(bundle_dir)
     stranger = Descriptor(subject.mediaType, digest_of(b""), 0)
     with pytest.raises(UsageError, match="expected the bundle or one of its targets, found no"):
@@ -176,7 +172,7 @@ def test_what_is_gone_gets_nothing(bundle_dir: Path, recipe: Any, make_recipe: A
         attach_text(bundle_dir, subject)
 
 
-def test_an_index_json_of_another_tool_keeps_what_it_has(bundle_dir: Path) -> None:
+def test_an_index_json_of_another_tool_keeps_what_it_has(bundle_dir):
     root = json.loads((bundle_dir / "index.json").read_bytes())
     root["annotations"] = {"org.example": "kept"}
     root["manifests"][0]["urls"] = ["kept"]
@@ -187,7 +183,7 @@ def test_an_index_json_of_another_tool_keeps_what_it_has(bundle_dir: Path) -> No
     assert after["manifests"][:-1] == root["manifests"]
 
 
-def test_writing_the_same_bundle_keeps_what_refers_to_it(bundle_dir: Path, recipe: Any) -> None:
+def test_writing_the_same_bundle_keeps_what_refers_to_it(bundle_dir, recipe):
     of_bundle = attach_text(bundle_dir, subject_of(bundle_dir))
     attach_text(bundle_dir, of_bundle)
     before = attached(bundle_dir)
@@ -201,7 +197,7 @@ def test_writing_the_same_bundle_keeps_what_refers_to_it(bundle_dir: Path, recip
             assert blob(bundle_dir, at.digest).stat().st_size == at.size
 
 
-def test_another_bundle_keeps_what_refers_to_its_target(bundle_dir: Path, recipe: Any) -> None:
+def test_another_bundle_keeps_what_refers_to_its_target(bundle_dir, recipe):
     """Its signature is right: the target is the same."""
     attach_text(bundle_dir, subject_of(bundle_dir), "bundle")
     kept = attach_text(bundle_dir, targets_of(bundle_dir)["cpu-host"], "host")
@@ -216,7 +212,7 @@ def test_another_bundle_keeps_what_refers_to_its_target(bundle_dir: Path, recipe
     assert files == {each.removeprefix("sha256:") for each in (*kept_files, *of_layers)}
 
 
-def listed(path: Path, content: bytes, **changes: Any) -> None:
+def listed(path, content, **changes):
     """Lists a manifest in `index.json` whatever it says."""
     blob(path, digest_of(content)).write_bytes(content)
     kind = "application/vnd.oci.image.manifest.v1+json"
@@ -226,13 +222,13 @@ def listed(path: Path, content: bytes, **changes: Any) -> None:
     write_root(path, [*root["manifests"], {**at, **changes}])
 
 
-def manifest_of(subject: Any, changes: Any = None) -> bytes:
+def manifest_of(subject, changes=None):
     config = {"mediaType": TYPE, "digest": digest_of(b"{}"), "size": 2}
     plain = {"schemaVersion": 2, "config": config, "layers": [], "subject": subject}
     return json.dumps(plain | (changes or {})).encode()
 
 
-def test_other_entries_are_passed(bundle_dir: Path) -> None:
+def test_other_entries_are_passed(bundle_dir):
     subject = described(subject_of(bundle_dir))
     index = (bundle_dir / "index.json").read_bytes()
     for refers, changes in (
@@ -249,7 +245,7 @@ def test_other_entries_are_passed(bundle_dir: Path) -> None:
     assert (found.artifact_type, found.annotations) == (TYPE, {})
 
 
-def test_a_damaged_referrer_is_rejected_where_it_is_read_and_loads(bundle_dir: Path) -> None:
+def test_a_damaged_referrer_is_rejected_where_it_is_read_and_loads(bundle_dir):
     layers, index = "expected a manifest with layers", (bundle_dir / "index.json").read_bytes()
     for written, complaint in (
         ({"layers": None}, layers),

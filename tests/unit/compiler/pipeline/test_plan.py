@@ -6,11 +6,9 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.decoders import LARGEST_CONTEXT, write_random
@@ -23,11 +21,10 @@ from prejit.compiler.native.kernel_library import KernelLibrary, build_kernels
 from prejit.compiler.pipeline import result_keys
 from prejit.compiler.pipeline.build_run import build
 from prejit.compiler.pipeline.lower.program_lowering import lower, source_of
-from prejit.compiler.pipeline.model import ModelSource, read_model
+from prejit.compiler.pipeline.model import read_model
 from prejit.compiler.pipeline.plan import (
     Native,
     Plan,
-    TargetKernels,
     choose_source,
     find_toolchain,
     kernels_of,
@@ -44,7 +41,7 @@ from ..native.test_kernel_library import write_compiler
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return write_random("gpt2", tmp_path_factory.mktemp("plan") / "gpt2")
 
 
@@ -54,21 +51,21 @@ class Planned:
     store: DirectoryStore
 
     @cached_property
-    def model(self) -> ModelSource:
+    def model(self):
         return read_model(self.plan.manifest, self.plan.model)
 
     @property
-    def space(self) -> Workspace:
+    def space(self):
         return Workspace(self.plan, lambda: self.model, UserCode, self.store, Quiet())
 
-    def lower_all(self) -> None:
+    def lower_all(self):
         for program in self.plan.programs:
             lower(self.space, program)
 
-    def reasons(self) -> set[str]:
+    def reasons(self):
         return {each.why for each in planned_executables(self.plan, self.store)}
 
-    def kernels(self) -> TargetKernels:
+    def kernels(self):
         [target] = self.plan.targets
         toolchain = find_toolchain(target)
         library = build_kernels(toolchain, self.store)
@@ -76,14 +73,7 @@ class Planned:
         return kernels_of(library, toolchain, self.plan.forms)
 
 
-def planned(
-    at: Path,
-    model: Path,
-    *targets: str,
-    context: int = 24,
-    only: tuple[str, ...] = (),
-    mesh: str = "",
-) -> Planned:
+def planned(at, model, *targets, context=24, only=(), mesh=""):
     at.mkdir(exist_ok=True)
     manifest = at / "m.toml"
     manifest.write_text(
@@ -95,7 +85,7 @@ def planned(
     return Planned(plan_build(read_manifest(manifest), store, only=only), store)
 
 
-def compile_digests(found: Planned, name: str) -> dict[str, str]:
+def compile_digests(found, name):
     """The keys of the executables of a target, by program."""
     [target] = (each for each in found.plan.targets if each.name == name)
     toolchain = find_toolchain(target)
@@ -115,8 +105,8 @@ def compile_digests(found: Planned, name: str) -> dict[str, str]:
 
 
 def test_another_target_and_its_missing_kernels_change_no_executable(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: tuple[Any, bytes]
-) -> None:
+    model, tmp_path, monkeypatch, toy_library
+):
     (tmp_path / "made.so").write_bytes(toy_library[1])
     copies = f"cp {tmp_path}/made.so $out"
     v2, v3 = "cpu-x86-64-v2", "cpu-x86-64-v3"
@@ -133,13 +123,13 @@ def test_another_target_and_its_missing_kernels_change_no_executable(
 
 
 def test_a_plan_makes_nothing_and_names_what_a_build_compiles(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: tuple[Any, bytes]
-) -> None:
+    model, tmp_path, monkeypatch, toy_library
+):
     """No kernels, no program and no process; with kernels it looks for the executables that a build makes."""
     (tmp_path / "made.so").write_bytes(toy_library[1])
     compiled = write_compiler(tmp_path, monkeypatch, f"cp {tmp_path}/made.so $out")
 
-    def fresh() -> Planned:
+    def fresh():
         with monkeypatch.context() as patch:
             patch.setattr(subprocess, "Popen", None)
             found = planned(tmp_path / "m", model, "cpu-x86-64-v2")
@@ -179,10 +169,10 @@ def test_a_plan_makes_nothing_and_names_what_a_build_compiles(
         )
 
 
-def test_a_plan_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_needs_no_network(tmp_path, monkeypatch):
     import huggingface_hub
 
-    def snapshot(repository: str, **options: Any) -> str:
+    def snapshot(repository, **options):
         assert options["local_files_only"], "it asked the Hub"
         raise huggingface_hub.errors.LocalEntryNotFoundError("not here")
 
@@ -209,8 +199,8 @@ def test_a_plan_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_what_the_model_does_not_allow_is_refused_by_a_plan_and_before_anything_compiles(
-    change: str, said: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    change, said, model, tmp_path, monkeypatch
+):
     compiled = write_compiler(tmp_path, monkeypatch, "exit 1")
     copy = Path(shutil.copytree(model, tmp_path / "model"))
     if change == "weights":
@@ -222,14 +212,14 @@ def test_what_the_model_does_not_allow_is_refused_by_a_plan_and_before_anything_
     errors = (ManifestError, CheckpointError)
     with pytest.raises(errors, match=said) as refused:
         plan_of_user(tmp_path / "m" / "m.toml", cache=found.store.root)
-    services: Any = {"executor": WorkerPool(found.store, workers=1), "progress": Quiet()}
+    services = {"executor": WorkerPool(found.store, workers=1), "progress": Quiet()}
     with pytest.raises(errors) as caught:
         build(found.plan.manifest, tmp_path / "out", store=found.store, **services)
     assert not compiled.exists()
     assert str(refused.value) == str(caught.value)
 
 
-def changed(model: Path, **config: Any) -> Path:
+def changed(model, **config):
     """Change the configuration of a model."""
     before = json.loads((model / "config.json").read_bytes())
     (model / "config.json").write_text(json.dumps({**before, **config}))
@@ -237,17 +227,17 @@ def changed(model: Path, **config: Any) -> Path:
 
 
 def test_code_configuration_and_config_json_are_in_the_key_of_a_lowering(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model, tmp_path, monkeypatch
+):
     monkeypatch.delitem(sys.modules, "jax", raising=False)  # else its configuration counts
     settings = {"JAX_ENABLE_X64": "1", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
     for name in settings:
         monkeypatch.delenv(name, raising=False)
 
-    def key(at: Path = model) -> Mapping[str, str]:
+    def key(at=model):
         return dict(planned(tmp_path / "m", at, "cpu-host").plan.programs[0].key.ingredients)
 
-    def changes(at: Path = model) -> list[str]:
+    def changes(at=model):
         return [name for name, value in key(at).items() if value != before[name]]
 
     before = key()

@@ -24,7 +24,7 @@ from prejit.runtime.format.bundle_schema import Memory, Segment
 from .held_executor import HeldExecutor
 
 
-def finish(executor: HeldExecutor, store: DirectoryStore) -> None:
+def finish(executor, store):
     """Give each job a result, without XLA."""
     for job, future in executor.taken:
         frame = store.put_blob(job.key.digest.encode())
@@ -44,7 +44,7 @@ class Project:
     helper: int = 1
     damages: tuple[tuple[str, int], ...] = field(default=())
 
-    def write(self, directory: Path) -> None:
+    def write(self, directory):
         """Write its files, and delete or damage files of the build cache."""
         programs = [
             f'[[program]]\nname = "f{n}"\nfunction = "m{n}:f"\nargs = {{ x = "float32[{{n}}]" }}\n'
@@ -79,9 +79,7 @@ PROJECTS = st.builds(
 )
 
 
-def begin_build(
-    directory: Path, store: DirectoryStore
-) -> tuple[HeldExecutor, set[tuple[str, str]]]:
+def begin_build(directory, store):
     """Begin a build, and return its executor and what it takes from the store, by program and target."""
     executor = HeldExecutor()
     service = Services(
@@ -103,14 +101,14 @@ def begin_build(
 
 @settings(max_examples=examples(6, 60))
 @given(st.lists(PROJECTS, min_size=2, max_size=3))
-def test_a_build_does_what_the_plan_said(projects: list[Project]) -> None:
+def test_a_build_does_what_the_plan_said(projects):
     with TemporaryDirectory() as name:
         directory = Path(name)
         store = DirectoryStore.open(directory / "cache")
         for project in projects:
             project.write(directory)
 
-            def states() -> dict[tuple[str, str], str]:
+            def states():
                 plan = plan_build(read_manifest(directory / "m.toml"), store)
                 found = planned_executables(plan, store)
                 return {(each.spec.name, each.target.name): each.state for each in found}

@@ -1,9 +1,5 @@
 """Shards: every program has one that begins with it, and one shard packs each build."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from tests.threads import in_threads
 
@@ -13,7 +9,7 @@ from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime.errors import UsageError
 
 
-def test_a_shard_is_named_by_its_number_from_one_and_their_count() -> None:
+def test_a_shard_is_named_by_its_number_from_one_and_their_count():
     assert Shard.parse("1/4") == Shard(1, 4)
     assert str(Shard.parse(f"{MAX_SHARDS}/{MAX_SHARDS}")) == f"{MAX_SHARDS}/{MAX_SHARDS}"
     for text in ("", "0/4", "5/4", "1", "1/", "-1/2", "1/0", "a/b", "1/2/3", f"1/{MAX_SHARDS + 1}"):
@@ -22,7 +18,7 @@ def test_a_shard_is_named_by_its_number_from_one_and_their_count() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 20])
-def test_all_programs_are_begun_and_shards_help_from_different_ends(count: int) -> None:
+def test_all_programs_are_begun_and_shards_help_from_different_ends(count):
     """A program that no shard begins with would wait until all others are done."""
     items = list(range(10))
     begun = list[int]()
@@ -37,18 +33,18 @@ def test_all_programs_are_begun_and_shards_help_from_different_ends(count: int) 
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> DirectoryStore:
+def store(tmp_path):
     return DirectoryStore.open(tmp_path)
 
 
-def packing(store: DirectoryStore, number: int, bundle: str = "demo") -> Packing:
+def packing(store, number, bundle="demo"):
     return Packing(Shard(number, 4), bundle, store)
 
 
-def test_one_shard_packs_and_the_others_learn_of_it(store: DirectoryStore) -> None:
+def test_one_shard_packs_and_the_others_learn_of_it(store):
     found = list[tuple[int, Packed | Turn]]()
 
-    def run(number: int) -> None:
+    def run(number):
         with packing(store, number) as mine:
             other = mine.wait("x", Quiet())
             if other is Turn.NOW:
@@ -61,7 +57,7 @@ def test_one_shard_packs_and_the_others_learn_of_it(store: DirectoryStore) -> No
     assert packed == {Packed(packer, f"digest {packer}")}
 
 
-def test_a_build_on_another_day_packs_its_own_bundle(store: DirectoryStore) -> None:
+def test_a_build_on_another_day_packs_its_own_bundle(store):
     """Its shards find all executables there, and the mark of the last build too."""
     with packing(store, 3) as failing:
         assert failing.wait("x", Quiet()) is Turn.NOW  # and it never finishes

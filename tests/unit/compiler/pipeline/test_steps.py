@@ -4,8 +4,6 @@ As a program, `python -m` this module MANIFEST OUTPUT, it builds and writes ran.
 `prejit.compiler.store.prejit_code` the modules whose code ran, with their top-level functions and classes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
@@ -16,10 +14,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 from tests import own_decoders, quick_compiling
@@ -79,7 +74,7 @@ RUN = {
     "encoder": PUBLISHED,
     "own": {"PACKING", "OWN_WEIGHTS", "OWN_ACCURACY", "COMPILING", "GOLDEN"},
 }
-ran: dict[str, dict[str, set[str]]] = {}
+ran = {}
 """The code that ran, by step and module."""
 WITHIN = (
     # The functions that make the result of each step, and where the build finds them.
@@ -96,12 +91,12 @@ WITHIN = (
 
 
 @contextlib.contextmanager
-def watching(step: str) -> Iterator[None]:
+def watching(step):
     """Notes what code of prejit runs, in threads that start meanwhile too."""
     found = ran.setdefault(step, {})
     before = sys.getprofile()
 
-    def note(frame: FrameType, event: str, _: Any) -> None:
+    def note(frame, event, _):
         module = str(frame.f_globals.get("__name__", ""))
         name = frame.f_code.co_qualname.partition(".")[0]
         # Neither the bodies of modules and classes, nor methods that dataclasses generate.
@@ -118,25 +113,25 @@ def watching(step: str) -> Iterator[None]:
         threading.setprofile(before)
 
 
-def watched(step: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def watched(step, function):
     @functools.wraps(function)
-    def run_watched(*args: Any, **options: Any) -> Any:
+    def run_watched(*args, **options):
         with watching(step):
             return function(*args, **options)
 
     return run_watched
 
 
-def main(manifest_file: Path, output: Path) -> None:
-    asked: list[dict[str, Any]] = []
-    questions: list[bytes] = []
+def main(manifest_file, output):
+    asked = []
+    questions = []
     compile_in_worker, start = worker_process.WorkerProcess._ask, golden_answers.run_child
 
-    def compile_twice(worker: Any, request: Any, seconds: float) -> Any:
+    def compile_twice(worker, request, seconds):
         asked.append(request)
         return compile_in_worker(worker, request, seconds)
 
-    def answer_twice(command: Any, content: bytes, **options: Any) -> Any:
+    def answer_twice(command, content, **options):
         if "golden_child" in command[-1]:
             questions.append(content)
         return start(command, content, **options)
@@ -167,14 +162,14 @@ def main(manifest_file: Path, output: Path) -> None:
     (output / "ran.json").write_text(json.dumps(said))
 
 
-def code_of(step: str) -> dict[str, set[str]]:
+def code_of(step):
     """The names of the code that is in the digest of a step, by module."""
     found = prejit_code.reached(*getattr(prejit_code, step))
     return {module: {n for each in of for n in each.names} for module, of in found.items()}
 
 
 @pytest.mark.parametrize("kind", sampled(MANIFESTS, lambda kind: kind == "decoder"))
-def test_no_step_runs_code_that_its_digest_lacks(kind: str, tmp_path: Path) -> None:
+def test_no_step_runs_code_that_its_digest_lacks(kind, tmp_path):
     if kind == "own":
         shutil.copy(own_decoders.__file__, tmp_path / "own_decoders.py")
     elif kind == "encoder":

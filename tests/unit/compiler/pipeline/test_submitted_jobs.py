@@ -1,9 +1,6 @@
 """Jobs of one build and of several: each key is compiled once, and who waits for an equal one learns all."""
 
-from __future__ import annotations
-
-from concurrent.futures import CancelledError, Future
-from pathlib import Path
+from concurrent.futures import CancelledError
 
 import pytest
 
@@ -24,21 +21,21 @@ DIGEST = f"sha256:{'0' * 64}"
 RESULT = Compiled(Segment(0, 1, DIGEST, 1, DIGEST), (), Memory(0, 0, 0, 0), 1, 1, 1)
 
 
-def refuse(job: CompileJob, future: Future[Compiled]) -> None:
+def refuse(job, future):
     raise StoreError("no room")
 
 
-def job(program: str, content: str = "same") -> CompileJob:
+def job(program, content="same"):
     key = Key("compile", program, (("stablehlo", content),))
     return CompileJob(program, TOOLCHAIN, Source(content, ("cpu",)), key)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> DirectoryStore:
+def store(tmp_path):
     return DirectoryStore.open(tmp_path)
 
 
-def test_equal_programs_take_one_worker_and_each_gets_its_error(store: DirectoryStore) -> None:
+def test_equal_programs_take_one_worker_and_each_gets_its_error(store):
     executor = HeldExecutor()
     jobs = Jobs(executor, store, Quiet())
     first, new = jobs.submit("a", job("f"))
@@ -62,9 +59,7 @@ def test_equal_programs_take_one_worker_and_each_gets_its_error(store: Directory
     assert caught.value.hint == "try again"
 
 
-def test_nobody_waits_for_a_job_that_was_ended_and_programs_are_looked_at_before(
-    store: DirectoryStore,
-) -> None:
+def test_nobody_waits_for_a_job_that_was_ended_and_programs_are_looked_at_before(store):
     executor = HeldExecutor()
     jobs = Jobs(executor, store, Quiet())
     waiting = [jobs.submit("a", job(name))[0] for name in ("f", "g")]

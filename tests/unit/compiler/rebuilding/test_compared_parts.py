@@ -1,12 +1,7 @@
 """What differs is a finding, its cause is named, and nothing is called harmless that is not."""
 
-from __future__ import annotations
-
 import dataclasses
 import struct
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +10,10 @@ import pytest
 import zstandard
 from safetensors.numpy import save
 from tests.kernel_bundles import with_library
-from tests.recipes import Recipe, export, framed
+from tests.recipes import export, framed
 
 from prejit.compiler.rebuilding.build_record import Recorded
 from prejit.compiler.rebuilding.compared_parts import (
-    ComparedPart,
     compare,
     in_executables,
     in_programs,
@@ -38,10 +32,10 @@ CONDITIONS = {
 }
 
 
-def recorded(recipe: Recipe, at: Path, kernels: Mapping[str, str] = CONDITIONS) -> Recorded:
+def recorded(recipe, at, kernels=CONDITIONS):
     path = recipe.write(at)
 
-    def read(layout: Any, root: Any) -> dict[str, Any]:
+    def read(layout, root):
         targets = match(root, Fingerprint.current())
         return {each.name: read_contents(layout, each) for each in targets}
 
@@ -50,17 +44,17 @@ def recorded(recipe: Recipe, at: Path, kernels: Mapping[str, str] = CONDITIONS) 
     return Recorded(path, "", contents, "m.toml", "", (), same, versions, conditions)
 
 
-def by_kind(parts: tuple[ComparedPart, ...]) -> dict[str, ComparedPart]:
+def by_kind(parts):
     return {each.kind: each for each in parts}
 
 
 @pytest.fixture
-def old(kernel_recipe: Recipe, tmp_path: Path) -> Recorded:
+def old(kernel_recipe, tmp_path):
     return recorded(kernel_recipe, tmp_path / "old")
 
 
 @pytest.fixture
-def other_library(toy_library: tuple[Any, bytes]) -> bytes:
+def other_library(toy_library):
     """The toy kernels with another byte in their code."""
     content = bytearray(toy_library[1])
     sections = read_sections(toy_library[1])
@@ -70,12 +64,12 @@ def other_library(toy_library: tuple[Any, bytes]) -> bytes:
 
 
 def test_equal_kernels_are_equal_and_a_rebuild_without_says_what_made_them(
-    kernel_recipe: Recipe, old: Recorded, tmp_path: Path
-) -> None:
+    kernel_recipe, old, tmp_path
+):
     new = recorded(kernel_recipe, tmp_path / "new", {**CONDITIONS, "flags": "-O2"})
     assert {each.verdict for each in compare(old, new)} == {"equal"}
 
-    def without(config: Any) -> Any:
+    def without(config):
         [program] = config.programs
         program = dataclasses.replace(program, kernels=None)
         return dataclasses.replace(config, kernels=None, programs=(program,))
@@ -97,8 +91,8 @@ DECIDED = {  # what decided the kernels: its value here, and how both are shown
 
 
 def test_other_kernels_are_a_finding_whatever_decided_them_and_explain_programs_that_call_them(
-    kernel_recipe: Recipe, old: Recorded, other_library: bytes, tmp_path: Path
-) -> None:
+    kernel_recipe, old, other_library, tmp_path
+):
     new = recorded(with_library(kernel_recipe, other_library), tmp_path / "new")
     found = by_kind(compare(old, new))
     kernels = found["kernels.so"]
@@ -117,15 +111,15 @@ def test_other_kernels_are_a_finding_whatever_decided_them_and_explain_programs_
 
 
 def test_a_program_that_differs_beside_its_kernels_is_a_finding(
-    kernel_recipe: Recipe, old: Recorded, other_library: bytes, tmp_path: Path
-) -> None:
+    kernel_recipe, old, other_library, tmp_path
+):
     """Or whoever changes a kernel could change all programs that call it."""
     changed = with_library(kernel_recipe, other_library)
     raw = bytearray(zstandard.decompress(changed.content(EXECUTABLES_MEDIA_TYPE)))
     raw[-1] ^= 1
     segment, frame = framed(bytes(raw))
 
-    def with_frame(config: Any) -> Any:
+    def with_frame(config):
         [program] = config.programs
         programs = (dataclasses.replace(program, executable=segment),)
         return dataclasses.replace(config, programs=programs)
@@ -135,7 +129,7 @@ def test_a_program_that_differs_beside_its_kernels_is_a_finding(
     assert by_kind(compare(old, new))["executable"].verdict == "differs"
 
 
-def elf(content: bytes) -> bytes:
+def elf(content):
     """An object file without sections, but for their table, which is last."""
     header = bytearray(64)
     header[:6] = b"\x7fELF\x02\x01"
@@ -144,12 +138,12 @@ def elf(content: bytes) -> bytes:
     return bytes(header) + content + bytes(64)
 
 
-def serialized(*objects: bytes, tail: bytes = b"options") -> bytes:
+def serialized(*objects, tail=b"options"):
     """Objects, each with its length before it, between other fields."""
     return b"head" + b"".join(bytes([66, len(each) % 128]) + each for each in objects) + tail
 
 
-def test_differences_are_named_and_those_of_order_are_harmless() -> None:
+def test_differences_are_named_and_those_of_order_are_harmless():
     a, b, c = elf(b"aa"), elf(b"bbbb"), elf(b"cc")
     swapped = in_executables(serialized(a, b), serialized(b, a))
     assert swapped.harmless
@@ -168,7 +162,7 @@ def test_differences_are_named_and_those_of_order_are_harmless() -> None:
     assert in_programs(plain, more, (), "cpu").text == "stablehlo.sine 1 -> 2"
     assert "2.000000e+00" in in_programs(plain, other, (), "cpu").text
 
-    def layer(values: dict[str, float], note: str) -> bytes:
+    def layer(values, note):
         arrays = {name: np.full(3, value, np.float32) for name, value in values.items()}
         return save(arrays, {"note": note})
 

@@ -1,22 +1,17 @@
 """A bundle is built again from what it records: equal, explained, or a finding that is named."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tests.recipes import Recipe
 
 import prejit.compiler
 from prejit.compiler import Manifest, Program
 from prejit.compiler.pipeline.pack.attaching import attach_descriptions
 from prejit.compiler.pipeline.pack.provenance import recording_provenance
 from prejit.compiler.progress import Quiet
-from prejit.compiler.rebuilding.rebuilt import Rebuilt, rebuild
+from prejit.compiler.rebuilding.rebuilt import rebuild
 from prejit.runtime import load
 from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import BuildError, UsageError
@@ -49,25 +44,23 @@ FILES = {
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(tmp_path_factory):
     """A project with its bundle in `out/again`. Who changes it puts it right again."""
     directory = tmp_path_factory.mktemp("project")
     for name, content in FILES.items():
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_text(content)
     save_file({"w": np.ones(2, np.float32)}, directory / "params.safetensors")
-    options: dict[str, Any] = {"cache": directory / "cache", "workers": 1, "quiet": True}
+    options = {"cache": directory / "cache", "workers": 1, "quiet": True}
     prejit.compiler.build(directory / "m.toml", directory / "out", **options)
     return directory
 
 
-def again(project: Path) -> Rebuilt:
+def again(project):
     return rebuild(project / "out" / "again", project / "m.toml", progress=Quiet(), workers=1)
 
 
-def test_a_rebuild_is_equal_and_takes_nothing_from_the_cache(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rebuild_is_equal_and_takes_nothing_from_the_cache(project, monkeypatch, capsys):
     monkeypatch.setenv("PREJIT_CACHE", "/nonexistent/cache")  # it would have to be made
     bundle = project / "out" / "again"
     monkeypatch.chdir(project / "out")
@@ -86,7 +79,7 @@ def test_a_rebuild_is_equal_and_takes_nothing_from_the_cache(
     assert {each["verdict"] for each in found["parts"]} == {"equal"}
 
 
-def test_changed_sources_are_named_before_anything_compiles(project: Path) -> None:
+def test_changed_sources_are_named_before_anything_compiles(project):
     names = ("functions/second.py", "params.safetensors", "m.toml", "data/declared.txt")
     contents = {project / name: (project / name).read_bytes() for name in names}
     try:
@@ -107,7 +100,7 @@ def test_changed_sources_are_named_before_anything_compiles(project: Path) -> No
             file.write_bytes(content)
 
 
-def test_a_hidden_input_is_a_finding(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hidden_input_is_a_finding(project, capsys):
     hidden = project / "functions" / "factor.txt"
     try:
         hidden.write_text("3")
@@ -124,7 +117,7 @@ def test_a_hidden_input_is_a_finding(project: Path, capsys: pytest.CaptureFixtur
     assert "dense<3.000000e+00>" in out
 
 
-def test_conditions_explain_executables(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conditions_explain_executables(project, monkeypatch):
     flags = "--xla_cpu_enable_fast_min_max=true --xla_cpu_prefer_vector_width=128"
     monkeypatch.setenv("XLA_FLAGS", flags)
     found = again(project)
@@ -139,7 +132,7 @@ def test_conditions_explain_executables(project: Path, monkeypatch: pytest.Monke
             assert "xla_flags" in each.reason
 
 
-def test_what_cannot_be_rebuilt_says_so(tmp_path: Path, recipe: Recipe) -> None:
+def test_what_cannot_be_rebuilt_says_so(tmp_path, recipe):
     without = recipe.write(tmp_path / "without")
     with pytest.raises(BuildError, match="expected the provenance of its build, found none"):
         rebuild(without, None, progress=Quiet())

@@ -1,14 +1,10 @@
 """The manifest of a recording: which calls are buckets of one section, and what is said of the others."""
 
-from __future__ import annotations
-
 import itertools
 import tomllib
 from pathlib import Path
-from typing import Any
 
 from prejit.compiler.recording.manifest_text import (
-    RecordedManifest,
     examples_path,
     recorded_manifest,
 )
@@ -17,34 +13,33 @@ from prejit.runtime.recorded.hook_events import JaxRequest
 PATH = Path("my.serve-1.toml")
 
 
-def array(shape: str) -> dict[str, Any]:
+def array(shape):
     return {"kind": "array", "of": shape}
 
 
-def call(*shapes: str, name: str | None = "serve:score", **more: Any) -> dict[str, Any]:
+def call(*shapes, name="serve:score", **more):
     arguments = [["xyz"[place], array(shape)] for place, shape in enumerate(shapes)]
     none = {"by_place": False, "static": {}, "fixed": {}, "donated": [], "trouble": ""}
     return {"name": name, "home": "/app", "arguments": arguments, **none, **more}
 
 
-def request(call: dict[str, Any] | None, name: str = "jit_score") -> JaxRequest:
+def request(call, name="jit_score"):
     return JaxRequest(name, None, "miss", 0.1, None, None, {}, {}, "serve.py:7", None, call)
 
 
-def made(*calls: dict[str, Any] | None) -> RecordedManifest:
+def made(*calls):
     return recorded_manifest("serve", map(request, calls), PATH)
 
 
-def programs(*calls: dict[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = tomllib.loads(made(*calls).text).get("program", [])
-    return found
+def programs(*calls):
+    return tomllib.loads(made(*calls).text).get("program", [])
 
 
-def buckets(*calls: dict[str, Any]) -> list[tuple[dict[str, str], dict[str, list[int]]]]:
+def buckets(*calls):
     return [(each["args"], each.get("buckets", {})) for each in programs(*calls)]
 
 
-def test_calls_of_other_sizes_are_buckets() -> None:
+def test_calls_of_other_sizes_are_buckets():
     one, two = call("float32[8,3]", "int32[8]"), call("float32[2,3]", "int32[2]")
     for case, calls, found in (
         ("one size", [call("float32[8,8]")] * 2, [({"x": "float32[8, 8]"}, {})]),
@@ -80,7 +75,7 @@ def test_calls_of_other_sizes_are_buckets() -> None:
         assert buckets(*calls) == found, case
 
 
-def test_static_values_are_combined_and_other_dtypes_are_sections_of_their_own() -> None:
+def test_static_values_are_combined_and_other_dtypes_are_sections_of_their_own():
     both = itertools.product((1, 2), ("fast", "exact"))
     calls = [call(f"float32[{n}]", static={"mode": mode, "deep": True}) for n, mode in both]
     [found] = programs(*calls)
@@ -94,21 +89,21 @@ def test_static_values_are_combined_and_other_dtypes_are_sections_of_their_own()
     assert found[3]["donate"] == ["x"]
 
 
-def test_what_toml_cannot_write_is_made_by_python() -> None:
+def test_what_toml_cannot_write_is_made_by_python():
     pair = {"kind": "tuple", "items": [[0, array("float32[1]")], [1, {"kind": "none"}]]}
     more = {"kind": "tuple", "items": [[0, array("float32[2]")], [1, {"kind": "none"}]]}
     found = made(*(call(arguments=[["pair", each]]) for each in (pair, more)))
     [program] = tomllib.loads(found.text)["program"]
     assert program["args"] == "my_serve_1_examples:score_args"
     assert examples_path(PATH) == Path("my_serve_1_examples.py")
-    namespace: dict[str, Any] = {}
+    namespace = {}
     exec(found.examples, namespace)
     example = namespace["score_args"](batch=3)
     assert example["pair"][0].shape == (3,)
     assert example["pair"][1] is None
 
 
-def test_what_is_left_out_is_named_with_its_reason() -> None:
+def test_what_is_left_out_is_named_with_its_reason():
     for given, reason in (
         (call(name=None, trouble="no name was found"), "no name was found"),
         (call("float32[0]"), "expected an integer from 1"),

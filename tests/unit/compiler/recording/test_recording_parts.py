@@ -1,12 +1,9 @@
 """What a recording keeps, and how recordings merge."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import zlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zstandard
@@ -14,7 +11,6 @@ import zstandard
 from prejit.compiler.pipeline.layout_writing import write_layout
 from prejit.compiler.pipeline.pack.bundle_files import assemble
 from prejit.compiler.recording.jax_cache_packing import (
-    RecordedTarget,
     bundle_name,
     collect,
     default_name,
@@ -36,12 +32,12 @@ GPU = dataclasses.replace(
 )
 
 
-def key_of(name: str) -> str:
+def key_of(name):
     return f"{name}-{hashlib.sha256(name.encode()).hexdigest()}"
 
 
-def request(name: str, **more: object) -> JaxRequest:
-    made: dict[str, Any] = {
+def request(name, **more):
+    made = {
         **{"name": name, "key": key_of(name), "outcome": "miss", "seconds": 0.1},
         **{"saved_seconds": None, "arguments": ("float32[8]",), "where": "serve.py:7"},
         **{"ingredients": {"computation": "0" * 64}, "conditions": {"platform": "cpu"}},
@@ -50,17 +46,17 @@ def request(name: str, **more: object) -> JaxRequest:
     return JaxRequest(**{**made, **more})
 
 
-def process(*requests: JaxRequest, jaxlib: str = "1.2.3") -> WatchedProcess:
+def process(*requests, jaxlib="1.2.3"):
     return WatchedProcess({"jax": "1", "jaxlib": jaxlib, "python": "3"}, None, requests)
 
 
-def put(cache: Path, name: str, content: bytes | None = None) -> bytes:
+def put(cache, name, content=None):
     content = zstandard.compress(name.encode() * 50) if content is None else content
     (cache / f"{key_of(name)}-cache").write_bytes(content)
     return content
 
 
-def test_files_go_to_the_target_of_the_process_that_made_them(tmp_path: Path) -> None:
+def test_files_go_to_the_target_of_the_process_that_made_them(tmp_path):
     contents = [put(tmp_path, name) for name in ("jit_a", "jit_b", "jit_c")]
     (tmp_path / "something else").write_text("")
     why = "Not writing persistent cache entry for 'jit_d' because it uses host callbacks"
@@ -86,7 +82,7 @@ def test_files_go_to_the_target_of_the_process_that_made_them(tmp_path: Path) ->
     assert collect(tmp_path, [], MACHINE, known=known) == ((), ())
 
 
-def test_a_torn_file_is_left_out(tmp_path: Path) -> None:
+def test_a_torn_file_is_left_out(tmp_path):
     for compress in (zstandard.compress, zlib.compress):
         content = compress(b"what a program is" * 9)
         for damaged in (content + b"rest", content[:-3], b""):
@@ -98,7 +94,7 @@ def test_a_torn_file_is_left_out(tmp_path: Path) -> None:
             assert "record again" in reason
 
 
-def test_a_recording_requires_what_jax_does_not_compare_and_has_a_name() -> None:
+def test_a_recording_requires_what_jax_does_not_compare_and_has_a_name():
     needs = requirement_of(process(), request("jit_a"), MACHINE)
     assert (needs.platform, needs.cpu_features, needs.jaxlib) == ("cpu", ("avx2", "sse"), "1.2.3")
     on_gpu = requirement_of(process(), request("jit_a", conditions={"platform": "gpu"}), GPU)
@@ -118,7 +114,7 @@ def test_a_recording_requires_what_jax_does_not_compare_and_has_a_name() -> None
         assert default_name(command.split()) == bundle_name(name) == name
 
 
-def target_with(*names: str, jaxlib: str = "1.2.3", at: Path) -> RecordedTarget:
+def target_with(*names, jaxlib="1.2.3", at):
     at.mkdir(exist_ok=True)
     for old in at.iterdir():
         old.unlink()
@@ -129,7 +125,7 @@ def target_with(*names: str, jaxlib: str = "1.2.3", at: Path) -> RecordedTarget:
     return target
 
 
-def test_recordings_are_merged_and_read_back(tmp_path: Path) -> None:
+def test_recordings_are_merged_and_read_back(tmp_path):
     first = target_with("jit_a", "jit_b", at=tmp_path / "cache")
     second = target_with("jit_b", "jit_c", at=tmp_path / "cache")
     other = target_with("jit_a", jaxlib="4.5.6", at=tmp_path / "cache")

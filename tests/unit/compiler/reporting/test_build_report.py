@@ -1,10 +1,7 @@
 """What buckets cost and buy, what changed, and the page."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
-from typing import Any
 
 from tests.html_pages import EVIL, alone
 
@@ -21,7 +18,7 @@ from prejit.compiler.reporting.build_report import (
 from prejit.compiler.reporting.time_line import critical_path, place
 
 
-def program(name: str = "p", **changes: Any) -> ReportedProgram:
+def program(name="p", **changes):
     digest = f"sha256:{'0' * 64}"
     made = ReportedProgram(
         name, "call", {}, "cpu-host", "compiled", 2.0, 100, 10, 5, 50, digest, digest
@@ -29,7 +26,7 @@ def program(name: str = "p", **changes: Any) -> ReportedProgram:
     return replace(made, **changes)
 
 
-def report(*programs: ReportedProgram, **changes: Any) -> BuildReport:
+def report(*programs, **changes):
     compiling = Step("compiling p", 1.0, 3.0, "p", "cpu-host")
     steps = [Step("lowering p", 0.0, 1.0), compiling, Step("packing weights", 1.0, 4.0)]
     made = BuildReport(
@@ -42,7 +39,7 @@ def report(*programs: ReportedProgram, **changes: Any) -> BuildReport:
     return replace(made, **changes)
 
 
-def test_a_report_names_changes_and_what_buckets_cost() -> None:
+def test_a_report_names_changes_and_what_buckets_cost():
     programs = [
         program(bucket={"batch": 1, "prompt": 16}),
         program(bucket={"batch": 1, "prompt": 64}, compile_seconds=3.0),
@@ -71,7 +68,7 @@ def test_a_report_names_changes_and_what_buckets_cost() -> None:
     )
 
 
-def test_the_page_needs_nothing_beside_itself_and_names_stay_text() -> None:
+def test_the_page_needs_nothing_beside_itself_and_names_stay_text():
     evil = Change("sha256:0", EVIL, (EVIL,), (), (), (), -5, True, {EVIL: "1 -> 2"})
     named = program(EVIL, target=EVIL, bucket={EVIL: 3}, origin=EVIL)
     page = alone(report_page(report(named, bundle=EVIL, change=evil, origins={EVIL: 1})))

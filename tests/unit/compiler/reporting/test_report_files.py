@@ -1,55 +1,50 @@
 """When a build writes its report, and what is in it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
 from prejit.compiler.api import build, program
-from prejit.compiler.manifest.manifest import Program
 from prejit.compiler.pipeline.build_interface import Built
 from prejit.compiler.progress import Quiet
 from prejit.compiler.reporting import report_files
 
 
-def twice(x: Any) -> Any:
+def twice(x):
     return x + x
 
 
-def thrice(x: Any) -> Any:
+def thrice(x):
     return x * 3
 
 
-def made(output: Path, *programs: Program, **options: Any) -> Built:
+def made(output, *programs, **options):
     options = {"cache": output / "cache", "quiet": True, **options}
     given = programs or (program(twice, jnp.ones(3)),)
     return build(given, output / "out", name="demo", workers=1, **options)
 
 
-def read(output: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((output / "out" / "demo.report.json").read_bytes())
-    return found
+def read(output):
+    return json.loads((output / "out" / "demo.report.json").read_bytes())
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def first(tmp_path_factory):
     directory = tmp_path_factory.mktemp("first")
     made(directory)
     return directory
 
 
 @pytest.fixture
-def here(first: Path, tmp_path: Path) -> Path:
+def here(first, tmp_path):
     return Path(shutil.copytree(first, tmp_path / "here", symlinks=True))
 
 
-def test_a_build_reports_what_it_did_and_what_changed(first: Path, here: Path) -> None:
+def test_a_build_reports_what_it_did_and_what_changed(first, here):
     report = read(first)
     assert report["change"] is None
     assert report["origins"] == {"compiled": 1}
@@ -70,7 +65,7 @@ def test_a_build_reports_what_it_did_and_what_changed(first: Path, here: Path) -
     assert not found["change"]["changed"]
 
 
-def test_the_report_of_no_change_stays_and_a_damaged_one_is_no_report(here: Path) -> None:
+def test_the_report_of_no_change_stays_and_a_damaged_one_is_no_report(here):
     path = here / "out" / "demo.report.json"
     before = path.stat().st_ino, path.stat().st_mtime_ns
     built = made(here)

@@ -1,7 +1,5 @@
 """Whether lanes and the critical path tell how a build went."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from hypothesis import given, settings
@@ -17,7 +15,7 @@ from prejit.compiler.reporting.time_line import BETWEEN, critical_path, place
     st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20), st.booleans()), max_size=12),
     st.integers(0, 5),
 )
-def test_a_critical_path_covers_a_build(spans: list[tuple[int, int, bool]], rest: int) -> None:
+def test_a_critical_path_covers_a_build(spans, rest):
     steps = [
         Step(f"s{n}", float(start), float(start + length), "p" if worker else "")
         for n, (start, length, worker) in enumerate(spans)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import formatdate
-from typing import BinaryIO, Literal
 from urllib.parse import parse_qs, unquote
 
 from cryptography.hazmat.primitives import serialization
@@ -18,16 +16,16 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from tests.http_serving import QuietHandler, serving
 
 from prejit.compiler.sharing.remote import RemoteError, RemoteFile
-from prejit.compiler.signing.private_key import PrivateKey, parse_private_key
+from prejit.compiler.signing.private_key import parse_private_key
 
 
-def private_pem() -> bytes:
+def private_pem():
     return ec.generate_private_key(ec.SECP256R1()).private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
 
 
-def private_key() -> PrivateKey:
+def private_key():
     return parse_private_key(private_pem(), "key")
 
 
@@ -41,7 +39,7 @@ class Memory:
     reads: int = 0
     deletes: bool = True
 
-    def read(self, path: str, most: int) -> bytes | None:
+    def read(self, path, most):
         self.reads += 1
         self._check()
         content = self.files.get(path)
@@ -49,7 +47,7 @@ class Memory:
             raise RemoteError(f"{path}: too large")
         return content
 
-    def download(self, path: str, write: Callable[[memoryview], object]) -> bool:
+    def download(self, path, write):
         self._check()
         if path not in self.files:
             return False
@@ -58,50 +56,45 @@ class Memory:
             write(memoryview(content[start : start + 1000]))
         return True
 
-    def has(self, path: str) -> bool:
+    def has(self, path):
         self._check()
         return path in self.files
 
-    def write(self, path: str, content: bytes | BinaryIO) -> None:
+    def write(self, path, content):
         self._check()
         self.files[path] = content if isinstance(content, bytes) else content.read()
 
-    def create(self, path: str, content: bytes) -> bool:
+    def create(self, path, content):
         self._check()
         return self.files.setdefault(path, content) == content
 
-    def remove(self, path: str) -> bool:
+    def remove(self, path):
         self._check()
         if self.deletes:
             self.files.pop(path, None)
         return self.deletes
 
-    def listed(self) -> Iterator[RemoteFile]:
+    def listed(self):
         self._check()
         for number, (path, content) in enumerate([*self.files.items()]):
             yield RemoteFile(path, len(content), float(number))
 
-    def _check(self) -> None:
+    def _check(self):
         if self.fails:
             raise RemoteError(self.fails)
 
 
 @contextmanager
-def http_store(
-    files: dict[str, bytes],
-    seen: list[str],
-    is_down: Callable[[], bool] = lambda: False,
-    upload_seconds: float = 0.0,
-) -> Iterator[str]:
+def http_store(files, seen, is_down=lambda: False, upload_seconds=0.0):
     """Serve files over HTTP; PUT adds one, after a time. Yields the URL."""
 
     class Handler(QuietHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             self.answer(self.path in files, files.get(self.path, b""))
 
         do_HEAD = do_GET
 
-        def do_PUT(self) -> None:
+        def do_PUT(self):
             seen.append(f"{self.path[:8]} {self.headers.get('content-type')}")
             time.sleep(upload_seconds)
             content = self.content()
@@ -109,7 +102,7 @@ def http_store(
                 files[self.path] = content
             self.answer(True, b"")
 
-        def answer(self, found: bool, content: bytes) -> None:
+        def answer(self, found, content):
             seen.append(f"{self.command} {self.headers.get('authorization')}")
             if is_down():
                 self.reply(503)
@@ -121,7 +114,7 @@ def http_store(
 
 
 @contextmanager
-def s3_store(conditions: Literal["kept", "ignored", "refused"] = "kept") -> Iterator[str]:
+def s3_store(conditions="kept"):
     """Serve a bucket of the S3 API, without signatures. Yields the endpoint; the bucket is `bucket`.
 
     Google's XML API has the same requests.
@@ -130,17 +123,17 @@ def s3_store(conditions: Literal["kept", "ignored", "refused"] = "kept") -> Iter
         conditions: what a PUT with `If-None-Match: *` does where the object exists. S3 itself keeps the
             condition; older servers of its API ignore it or refuse every request that has one.
     """
-    files: dict[str, tuple[bytes, float]] = {}
-    parts: dict[int, bytes] = {}  # of the one multipart upload that a test may do
+    files = {}
+    parts = {}  # of the one multipart upload that a test may do
     lock = threading.Lock()
 
     class Handler(QuietHandler):
-        def parse_request(self) -> bool:
+        def parse_request(self):
             is_sound = super().parse_request()
             self.path = unquote(self.path)  # a client of Google's encodes slashes
             return is_sound
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             path, _, query = self.path.partition("?")
             if "list-type=2" in query:
                 self.answer(200, self.listing(parse_qs(query).get("prefix", [""])[0]))
@@ -151,7 +144,7 @@ def s3_store(conditions: Literal["kept", "ignored", "refused"] = "kept") -> Iter
 
         do_HEAD = do_GET
 
-        def do_PUT(self) -> None:
+        def do_PUT(self):
             content = self.content()
             if "uploadId=" in self.path:
                 parts[int(parse_qs(self.path.partition("?")[2])["partNumber"][0])] = content
@@ -165,7 +158,7 @@ def s3_store(conditions: Literal["kept", "ignored", "refused"] = "kept") -> Iter
                     files[self.path] = (content, time.time())
             self.answer(412 if taken else 200)
 
-        def do_POST(self) -> None:
+        def do_POST(self):
             path, _, query = self.path.partition("?")
             found = self.content().decode()
             if query.startswith("uploads"):
@@ -179,11 +172,11 @@ def s3_store(conditions: Literal["kept", "ignored", "refused"] = "kept") -> Iter
             deleted = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
             self.answer(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
 
-        def do_DELETE(self) -> None:
+        def do_DELETE(self):
             files.pop(self.path, None)
             self.answer(204)
 
-        def listing(self, prefix: str) -> bytes:
+        def listing(self, prefix):
             entries = ""
             for path, (content, written) in sorted(files.items()):
                 if path.startswith(f"/bucket/{prefix}"):
@@ -193,7 +186,7 @@ def s3_store(conditions: Literal["kept", "ignored", "refused"] = "kept") -> Iter
                     entries += f"<LastModified>{date}</LastModified></Contents>"
             return f"<ListBucketResult>{entries}</ListBucketResult>".encode()
 
-        def answer(self, status: int, content: bytes = b"") -> None:
+        def answer(self, status, content=b""):
             written = formatdate(files.get(self.path, (b"", 0.0))[1], usegmt=True)
             self.reply(status, content, last_modified=written, etag='"x"')
 

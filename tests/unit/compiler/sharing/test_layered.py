@@ -1,10 +1,6 @@
 """A store with shared ones behind it: what they hold is checked, and a build goes on without them."""
 
-from __future__ import annotations
-
 import threading
-from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 from tests.threads import in_threads
@@ -25,12 +21,12 @@ CONTENT = b"executable" * 1000
 class Machine:
     """A machine with a cache of its own, and the shared stores of `tiers`."""
 
-    def __init__(self, directory: Path, *tiers: Tier, namespace: str = "") -> None:
-        self.notes: list[str] = []
+    def __init__(self, directory, *tiers, namespace=""):
+        self.notes = []
         self.local = DirectoryStore.open(directory, namespace)
         self.store = LayeredStore(self.local, tiers, self.notes.append)
 
-    def make(self, key: Key = KEY, content: bytes = CONTENT) -> str:
+    def make(self, key=KEY, content=CONTENT):
         digest = self.store.put_blob(content)
         self.store.put(key, {"executable": digest}, blobs=[digest])
         self.store.finish()
@@ -38,11 +34,11 @@ class Machine:
 
 
 @pytest.fixture
-def place() -> Memory:
+def place():
     return Memory()
 
 
-def test_a_result_under_a_sealed_key_stays_on_this_machine(tmp_path: Path, place: Memory) -> None:
+def test_a_result_under_a_sealed_key_stays_on_this_machine(tmp_path, place):
     machine = Machine(tmp_path / "a", Tier(place))
     key = Key("trace", "demo/f", (("variable PIN", machine.store.seal("1234")),))
     assert machine.store.get(key) is None
@@ -56,7 +52,7 @@ def test_a_result_under_a_sealed_key_stays_on_this_machine(tmp_path: Path, place
     assert not place.files
 
 
-def test_where_a_result_is_can_be_asked_without_fetching_it(tmp_path: Path, place: Memory) -> None:
+def test_where_a_result_is_can_be_asked_without_fetching_it(tmp_path, place):
     """One without its contents is nowhere: a store that makes room drops them, and they are sent again."""
     first, second = (Machine(tmp_path / name, Tier(place)) for name in "ab")
     assert first.store.where(KEY) is None
@@ -76,12 +72,12 @@ def test_where_a_result_is_can_be_asked_without_fetching_it(tmp_path: Path, plac
     assert (third.store.traffic[0].found, third.store.traffic[0].read_bytes) == (1, len(CONTENT))
 
 
-def test_contents_that_disappear_here_stop_nothing(tmp_path: Path, place: Memory) -> None:
+def test_contents_that_disappear_here_stop_nothing(tmp_path, place):
     machine = Machine(tmp_path / "a", Tier(place))
     digests = [machine.store.put_blob(CONTENT), machine.store.put_blob(b"other")]
     has = place.has
 
-    def gone(path: str) -> bool:
+    def gone(path):
         for digest in digests:  # the first while it is sent, the second before
             if (found := machine.local.blob_path(digest)) is not None:
                 found.unlink()
@@ -94,7 +90,7 @@ def test_contents_that_disappear_here_stop_nothing(tmp_path: Path, place: Memory
     assert not machine.notes
 
 
-def test_a_result_is_written_after_its_contents(tmp_path: Path, place: Memory) -> None:
+def test_a_result_is_written_after_its_contents(tmp_path, place):
     """A machine that finds the result must find what it names."""
     Machine(tmp_path / "a", Tier(place)).make()
     assert [path.partition("/")[0] for path in place.files] == ["cas", "ac", "ac"]  # and its key
@@ -107,7 +103,7 @@ def test_a_result_is_written_after_its_contents(tmp_path: Path, place: Memory) -
     assert again.store.traffic[0].sent == 0
 
 
-def test_damaged_contents_are_named(tmp_path: Path, place: Memory) -> None:
+def test_damaged_contents_are_named(tmp_path, place):
     digest = Machine(tmp_path / "a", Tier(place)).make()
     for number, damage in enumerate((CONTENT[:-1], CONTENT + b"x", b"y" + CONTENT[1:])):
         place.files[f"cas/{digest.removeprefix('sha256:')}"] = damage
@@ -118,7 +114,7 @@ def test_damaged_contents_are_named(tmp_path: Path, place: Memory) -> None:
         assert digest in second.notes[0]
 
 
-def test_a_place_that_fails_is_told_once_and_asked_no_more(tmp_path: Path, place: Memory) -> None:
+def test_a_place_that_fails_is_told_once_and_asked_no_more(tmp_path, place):
     place.fails = "memory://: no route to host"
     machine = Machine(tmp_path / "a", Tier(place))
     keys = [Key("compile", str(n), (("n", str(n)),)) for n in range(50)]
@@ -129,7 +125,7 @@ def test_a_place_that_fails_is_told_once_and_asked_no_more(tmp_path: Path, place
     assert place.reads <= 16  # those that were under way
 
 
-def test_namespaces_meet_only_where_a_tier_reads_another(tmp_path: Path, place: Memory) -> None:
+def test_namespaces_meet_only_where_a_tier_reads_another(tmp_path, place):
     """What a branch wrote must not get into a release, here or there."""
     Machine(tmp_path / "a", Tier(place, "release"), namespace="release").make()
     assert Machine(tmp_path / "b", Tier(place, "branch")).store.get(KEY) is None
@@ -142,7 +138,7 @@ def test_namespaces_meet_only_where_a_tier_reads_another(tmp_path: Path, place: 
     assert branch.store.fetched == {KEY.digest: "memory:// (release)"}
 
 
-def test_only_what_a_believed_key_signed_is_read(tmp_path: Path, place: Memory) -> None:
+def test_only_what_a_believed_key_signed_is_read(tmp_path, place):
     signer, stranger = private_key(), private_key()
     believing = Tier(place, believed=(signer.public,), writes=False)
     for number, wrong in enumerate((None, stranger)):
@@ -154,7 +150,7 @@ def test_only_what_a_believed_key_signed_is_read(tmp_path: Path, place: Memory) 
     assert Machine(tmp_path / "reader", believing).store.get(KEY) is not None
 
 
-def test_a_build_alone_sends_what_the_store_lacks(tmp_path: Path, place: Memory) -> None:
+def test_a_build_alone_sends_what_the_store_lacks(tmp_path, place):
     """A build whose results are all on its machine still fills a new store; a plan or a reader does not."""
     digest = Machine(tmp_path / "a", Tier(Memory())).make()
     for writes, offers in ((True, False), (False, True), (True, True)):
@@ -169,7 +165,7 @@ def test_a_build_alone_sends_what_the_store_lacks(tmp_path: Path, place: Memory)
 
 
 @pytest.mark.parametrize("ingredients", [None, [["a"]], [["a", "b"], ["a", "c"]], [1]])
-def test_a_strangers_key_explains_none(tmp_path: Path, place: Memory, ingredients: object) -> None:
+def test_a_strangers_key_explains_none(tmp_path, place, ingredients):
     tier = Tier(place)
     key = Key("last", "compile demo", (("kind", "compile"), ("name", "demo")))
     tier.write(key, {"ingredients": ingredients}, {})
@@ -180,22 +176,22 @@ def test_a_strangers_key_explains_none(tmp_path: Path, place: Memory, ingredient
 
 
 class Sharing(Machine):
-    def __init__(self, directory: Path, tier: Tier) -> None:
+    def __init__(self, directory, tier):
         super().__init__(directory, tier)
         leases = Leases(tier, str(directory))
         self.store = LayeredStore(self.local, [tier], self.notes.append, leases=leases)
 
-    def put(self) -> str:
+    def put(self):
         digest = self.store.put_blob(CONTENT)
         self.store.put(KEY, {"executable": digest}, blobs=[digest])
         return digest
 
 
-def test_machines_that_share_a_build_make_a_result_once(tmp_path: Path, place: Memory) -> None:
+def test_machines_that_share_a_build_make_a_result_once(tmp_path, place):
     first, second = (Sharing(tmp_path / name, Tier(place)) for name in "ab")
     made = list[Sharing]()
 
-    def build(machine: Sharing) -> None:
+    def build(machine):
         assert machine.store.get(KEY) is None
         with machine.store.making(KEY) as held:
             assert held
@@ -210,15 +206,15 @@ def test_machines_that_share_a_build_make_a_result_once(tmp_path: Path, place: M
         each.store.finish()
 
 
-def test_a_store_that_lies_gives_nobody_a_wrong_result(tmp_path: Path) -> None:
+def test_a_store_that_lies_gives_nobody_a_wrong_result(tmp_path):
     """It says of every file that it created it: both machines make the result, and both have it."""
 
     class Liar(Memory):
-        def create(self, path: str, content: bytes) -> bool:
+        def create(self, path, content):
             self.write(path, content)
             return True
 
-        def read(self, path: str, most: int) -> bytes | None:
+        def read(self, path, most):
             return None if path.startswith(LEASES) else super().read(path, most)
 
     place = Liar()
@@ -236,7 +232,7 @@ def test_a_store_that_lies_gives_nobody_a_wrong_result(tmp_path: Path) -> None:
     assert third.store.get(KEY, verify=True) == {"executable": digests[0]}
 
 
-def test_who_makes_something_else_does_not_wait(tmp_path: Path, place: Memory) -> None:
+def test_who_makes_something_else_does_not_wait(tmp_path, place):
     first, second = (Sharing(tmp_path / name, Tier(place)) for name in "ab")
     with first.store.making(KEY), second.store.making(KEY, give_up=lambda: True) as held:
         assert not held
@@ -246,12 +242,12 @@ def test_who_makes_something_else_does_not_wait(tmp_path: Path, place: Memory) -
     second.store.finish()
 
 
-def test_a_lease_lasts_until_the_others_find_the_result(tmp_path: Path) -> None:
+def test_a_lease_lasts_until_the_others_find_the_result(tmp_path):
     """A lease that ends when the result is made, and not yet sent, lets another machine make it again."""
     may_send = threading.Event()
 
     class Slow(Memory):
-        def write(self, path: str, content: bytes | BinaryIO) -> None:
+        def write(self, path, content):
             may_send.wait(60)
             super().write(path, content)
 
@@ -269,7 +265,7 @@ def test_a_lease_lasts_until_the_others_find_the_result(tmp_path: Path) -> None:
     second.store.finish()
 
 
-def test_machines_that_cannot_agree_make_nothing(tmp_path: Path, place: Memory) -> None:
+def test_machines_that_cannot_agree_make_nothing(tmp_path, place):
     machine = Sharing(tmp_path / "a", Tier(place))
     place.fails = "memory://: no route to host"
     with pytest.raises(StoreError, match="no route to host"), machine.store.making(KEY):

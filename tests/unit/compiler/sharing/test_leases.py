@@ -1,9 +1,6 @@
 """Leases: one machine at a time makes a result, and that of a machine that died goes to another one."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Iterator
 
 import pytest
 from tests.unit.compiler.sharing.fixtures import Memory, private_key
@@ -15,20 +12,19 @@ from prejit.compiler.store.build_cache_key import Key
 
 KEY = Key("compile", "demo/decode", (("stablehlo", "x"),))
 LONG, SHORT = 3600.0, 0.2
-Machine = Callable[..., Leases]
 
 
 @pytest.fixture(params=[True, False], ids=["deletes", "deletes nothing"])
-def place(request: pytest.FixtureRequest) -> Memory:
+def place(request):
     return Memory(deletes=request.param)
 
 
 @pytest.fixture
-def machine(place: Memory) -> Iterator[Machine]:
+def machine(place):
     """`machine(seconds)`: the leases of a new machine, which are closed after the test."""
     made = list[Leases]()
 
-    def new(seconds: float = LONG, tier: Tier | None = None) -> Leases:
+    def new(seconds=LONG, tier=None):
         made.append(Leases(tier or Tier(place), f"machine {len(made)}", seconds))
         return made[-1]
 
@@ -37,7 +33,7 @@ def machine(place: Memory) -> Iterator[Machine]:
         each.close()
 
 
-def test_two_machines_never_hold_the_same_lease(place: Memory, machine: Machine) -> None:
+def test_two_machines_never_hold_the_same_lease(place, machine):
     first, second = machine(), machine()
     lease = first.take(KEY)
     assert lease is not None
@@ -52,7 +48,7 @@ def test_two_machines_never_hold_the_same_lease(place: Memory, machine: Machine)
         assert machine(LONG, Tier(place, name)).take(KEY) is not None
 
 
-def test_the_lease_of_a_machine_that_died_is_taken_over(place: Memory, machine: Machine) -> None:
+def test_the_lease_of_a_machine_that_died_is_taken_over(place, machine):
     dead = machine(LONG)
     assert dead.take(KEY) is not None  # it never writes it again within this test
     second = machine(SHORT)
@@ -61,7 +57,7 @@ def test_the_lease_of_a_machine_that_died_is_taken_over(place: Memory, machine: 
     assert machine(LONG).take(KEY) is None  # now it is the second one's
 
 
-def test_a_machine_that_lives_keeps_its_lease(machine: Machine) -> None:
+def test_a_machine_that_lives_keeps_its_lease(machine):
     first = machine(SHORT)
     assert first.take(KEY) is not None
     second = machine(10 * SHORT)
@@ -71,9 +67,7 @@ def test_a_machine_that_lives_keeps_its_lease(machine: Machine) -> None:
         time.sleep(SHORT / 4)
 
 
-def test_one_that_awakes_takes_nothing_from_its_successor(
-    place: Memory, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_awakes_takes_nothing_from_its_successor(place, machine, monkeypatch):
     """A machine that was suspended must not delete the lease of the one that has taken over."""
     asleep = machine(LONG)
     lease = asleep.take(KEY)
@@ -86,7 +80,7 @@ def test_one_that_awakes_takes_nothing_from_its_successor(
     assert machine(LONG).take(KEY) is None
 
 
-def test_a_stranger_stops_nobody(place: Memory, machine: Machine) -> None:
+def test_a_stranger_stops_nobody(place, machine):
     """Who may write into the store, but not sign, must not be able to stop a build."""
     signer = private_key()
     assert machine(LONG, Tier(place)).take(KEY) is not None  # signed by nobody

@@ -1,14 +1,10 @@
 """Places that obstore reaches: an HTTP server and a directory, and those that do not answer."""
 
-from __future__ import annotations
-
 import io
 import os
 import socket
 import stat
 import time
-from pathlib import Path
-from typing import Any
 
 import obstore
 import pytest
@@ -25,16 +21,16 @@ LARGE = bytes(range(256)) * (40 << 10)  # 10 MiB: more than a part of a multipar
 
 
 class Unreadable(io.BytesIO):
-    def read(self, size: int | None = -1, /) -> bytes:
+    def read(self, size=-1, /):
         raise OSError("a disk that fails")
 
 
-def test_a_file_is_on_disk_before_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_on_disk_before_named(tmp_path, monkeypatch):
     """A power cut would leave a file without its bytes, which every machine then finds."""
     synced = dict[int, int]()  # by inode: the size
     fsync, place = os.fsync, Objects(tmp_path.as_uri())
 
-    def note(descriptor: int) -> None:
+    def note(descriptor):
         status = os.fstat(descriptor)
         synced[status.st_ino] = status.st_size
         assert not (tmp_path / CAS).exists() or stat.S_ISDIR(status.st_mode)
@@ -50,10 +46,8 @@ def test_a_file_is_on_disk_before_named(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / CAS).read_bytes() == LARGE
 
 
-def test_credentials_are_in_no_message_and_a_result_has_its_type(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[str] = []
+def test_credentials_are_in_no_message_and_a_result_has_its_type(tmp_path, monkeypatch):
+    seen = []
     with http_store({}, seen) as url:
         place = Objects(url.replace("//", "//me:secret@"))
         assert place.read(AC, 1) is None
@@ -72,7 +66,7 @@ def test_credentials_are_in_no_message_and_a_result_has_its_type(
         assert (place.read(AC, 2), place.read(AC, 1)) == (b"{}", b"")
 
 
-def test_a_server_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer_is_given_up(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody listens
         with pytest.raises(RemoteError, match=r"127\.0\.0\.1"):
@@ -97,21 +91,21 @@ def test_a_server_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPat
         assert time.monotonic() - started < 60  # a bound against an hour
 
 
-def test_a_slow_network_is_not_a_store_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_network_is_not_a_store_that_is_down(monkeypatch):
     """An executable of many megabytes takes longer to arrive than an answer may."""
     monkeypatch.setattr(objects, "ANSWER_SECONDS", 2.0)  # the test's server may be slow to answer
-    files: dict[str, bytes] = {}
+    files = {}
     with http_store(files, [], upload_seconds=3.0) as url:
         place = Objects(url)
         place.write(CAS, LARGE[: 2 << 20])
         assert len(files[f"/{CAS}"]) == 2 << 20
 
 
-def test_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_hard_links(tmp_path, monkeypatch):
     """SMB and FUSE refuse what creates a file only if there is none."""
     put = obstore.put
 
-    def refuse(*args: Any, **options: Any) -> Any:
+    def refuse(*args, **options):
         if options.get("mode") == "create":
             text = "Generic LocalFileSystem error: Unable to rename file: {} (os error {})"
             raise obstore.exceptions.GenericError(text.format(os.strerror(number), number))

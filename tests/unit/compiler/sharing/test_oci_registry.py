@@ -1,11 +1,8 @@
 """Results in an OCI registry: its layers keep what they need, and its login is that of docker."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
-from pathlib import Path
 
 import pytest
 from tests.fake_registry import fake_registry
@@ -23,7 +20,7 @@ RESULT = encode(SharedResult(KEY, {"size": 3}, {digest_of(CONTENT): len(CONTENT)
 AC, CAS = f"ac/{'a' * 64}", f"cas/{digest_of(CONTENT).removeprefix('sha256:')}"
 
 
-def test_the_login_of_docker_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_login_of_docker_is_used(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     with fake_registry(user="me:secret", is_basic=True) as registry:
         host = registry.host
@@ -39,17 +36,17 @@ def test_the_login_of_docker_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert place.read(AC, 10_000) == RESULT
 
 
-def test_a_slow_blob_is_waited_for_and_a_manifest_that_finds_half_of_it_is_sent_again() -> None:
+def test_a_slow_blob_is_waited_for_and_a_manifest_that_finds_half_of_it_is_sent_again():
     """A registry on a file system answers 400 while another machine writes the same blob."""
 
-    def slow(method: str, path: str) -> float | None:
+    def slow(method, path):
         return 1.5 * ANSWER_SECONDS if method == "PUT" and "/uploads/" in path else None
 
     with fake_registry(fault=slow) as registry:
         RegistryStore(f"oci://{registry.host}/store").write(CAS, CONTENT)
     left = [400] * 3
 
-    def refuses(method: str, path: str) -> int | None:
+    def refuses(method, path):
         return left.pop() if method == "PUT" and "/manifests/" in path and left else None
 
     with fake_registry(fault=refuses) as registry:

@@ -4,15 +4,11 @@ And what is built on any of them: a store that hiccups is asked again, and makin
 last.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 from tests.fake_registry import fake_registry
@@ -26,7 +22,7 @@ from prejit.compiler.sharing import remote as remote_module
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.leases import Leases
 from prejit.compiler.sharing.objects import Objects
-from prejit.compiler.sharing.remote import Patient, Remote, RemoteError, claim, evict
+from prejit.compiler.sharing.remote import Patient, RemoteError, claim, evict
 from prejit.compiler.sharing.shared_result import SharedResult, Tier, encode
 from prejit.compiler.sharing.sharing_settings import read_stores
 from prejit.compiler.store.build_cache_key import Key
@@ -54,28 +50,22 @@ KINDS = (
 )
 DELETING = ("directory", "s3, conditions kept")
 """Kinds of which prejit may delete files."""
-Connect = Callable[[], Remote]
 CONTENTS = (b"executable" * 1000, os.urandom(100_000))
 LARGE = bytes(range(256)) * (40 << 10)  # 10 MiB: more than a part of a multipart upload
 
 
 @pytest.fixture
-def files() -> tuple[dict[tuple[str, str], bytes], ...]:
+def files():
     """What the small registry holds: blobs and manifests."""
     return {}, {}
 
 
 @pytest.fixture(params=KINDS)
-def connect(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    files: tuple[dict[tuple[str, str], bytes], ...],
-) -> Iterator[Connect]:
+def connect(request, tmp_path, monkeypatch, files):
     """`connect()`: one store of a kind, as another machine sees it each time."""
     for module in (objects, registry_module):  # a busy machine is not a store that is down
         monkeypatch.setattr(module, "ANSWER_SECONDS", 60.0)
-    kind: str = request.param
+    kind = request.param
     with ExitStack() as stack:
         if kind == "memory":
             place = Memory()
@@ -105,11 +95,11 @@ def connect(
         yield lambda: read_stores(url, {}).tiers[0].remote
 
 
-def lease(owner: str) -> bytes:
+def lease(owner):
     return encode(SharedResult(KEY, {"owner": owner}, {}), None)
 
 
-def test_results_and_contents_come_back_as_they_were_sent(connect: Connect, tmp_path: Path) -> None:
+def test_results_and_contents_come_back_as_they_were_sent(connect, tmp_path):
     place, result, got = connect(), lease("a"), bytearray()
     path, file = f"cas/{digest_of(LARGE).removeprefix('sha256:')}", tmp_path / "large"
     assert place.read(AC, 10_000) is None
@@ -126,11 +116,11 @@ def test_results_and_contents_come_back_as_they_were_sent(connect: Connect, tmp_
     assert other.read(AC, 10_000) == result
 
 
-def test_of_machines_that_create_at_once_one_succeeds_and_all_see_it(connect: Connect) -> None:
+def test_of_machines_that_create_at_once_one_succeeds_and_all_see_it(connect):
     machines = [(connect(), lease(f"machine {number}")) for number in range(4)]
     created = dict[bytes, bool]()
 
-    def create(number: int) -> None:
+    def create(number):
         machine, content = machines[number]
         created[content] = machine.create(AC, content)
 
@@ -155,16 +145,11 @@ def test_of_machines_that_create_at_once_one_succeeds_and_all_see_it(connect: Co
     assert other.create(AC, lease("second"))
 
 
-def test_who_makes_a_damaged_result_again_replaces_it(
-    connect: Connect,
-    files: tuple[dict[tuple[str, str], bytes], ...],
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-) -> None:
+def test_who_makes_a_damaged_result_again_replaces_it(connect, files, tmp_path, request):
     if "docker-registry" in request.node.name:
         pytest.skip("it takes no contents that it has: its operator deletes them")
 
-    def make(store: LayeredStore) -> None:
+    def make(store):
         store.put(KEY, {}, blobs=map(store.put_blob, CONTENTS))
         store.finish()
 
@@ -188,7 +173,7 @@ def test_who_makes_a_damaged_result_again_replaces_it(
         assert notes == []
 
 
-def test_one_machine_has_the_lease_until_it_gives_it_back(connect: Connect) -> None:
+def test_one_machine_has_the_lease_until_it_gives_it_back(connect):
     """Two machines that hold one lease compile the same program. Making room takes no lease in use."""
     machines = [Leases(Tier(connect()), f"machine {number}", 3600.0) for number in range(4)]
     held = dict[int, object]()
@@ -212,18 +197,18 @@ def test_one_machine_has_the_lease_until_it_gives_it_back(connect: Connect) -> N
             each.close()
 
 
-def test_a_slow_store_still_gives_a_file_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_store_still_gives_a_file_to_one(monkeypatch):
     """Every write takes longer than the time that machines wait for each other's."""
     monkeypatch.setattr(remote_module, "SETTLE_SECONDS", 0.01)
     found_none = threading.Barrier(2)
 
     class Slow(Memory):
-        def read(self, path: str, most: int) -> bytes | None:
+        def read(self, path, most):
             if (content := super().read(path, most)) is None:
                 found_none.wait(60)
             return content
 
-        def write(self, path: str, content: object) -> None:
+        def write(self, path, content):
             slow = content == b"machine 1"
             threading.Event().wait(0.6 if slow else 0.3)
             super().write(path, content)
@@ -234,13 +219,13 @@ def test_a_slow_store_still_gives_a_file_to_one(monkeypatch: pytest.MonkeyPatch)
     assert created[1], "the last one that wrote has it"
 
 
-def test_a_request_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_fails_is_tried_again(monkeypatch):
     monkeypatch.setattr(remote_module, "PAUSES_SECONDS", (0.0, 0.0))
 
     class Hiccup(Memory):
         left = 1
 
-        def _check(self) -> None:
+        def _check(self):
             if self.left:
                 self.left -= 1
                 raise RemoteError("hiccup")
@@ -265,13 +250,13 @@ def test_a_request_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) ->
         Patient(Memory(fails="down")).read("ac/x", 1)
 
 
-def test_a_cut_download_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_download_goes_on(monkeypatch):
     """A server that is restarted must not end the build of a machine that was just reading from it."""
     monkeypatch.setattr(remote_module, "PAUSES_SECONDS", (0.0, 0.0))
     content = bytes(range(250)) * 12
 
     class Cut(Memory):
-        def download(self, path: str, write: Callable[[memoryview], object]) -> bool:
+        def download(self, path, write):
             most = cuts.pop(0) if cuts else len(content) + 1
             for start in range(0, min(most, len(content)), 333):
                 write(memoryview(content[start : min(start + 333, most)]))
@@ -286,7 +271,7 @@ def test_a_cut_download_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("connect", DELETING, indirect=True)
-def test_the_lease_of_a_machine_that_died_stays_for_its_successor(connect: Connect) -> None:
+def test_the_lease_of_a_machine_that_died_stays_for_its_successor(connect):
     """Without it a third machine would begin with the first lease, beside the owner of the second."""
     dead, second, third = (Leases(Tier(connect()), name, 3600.0) for name in "abc")
     assert dead.take(KEY) is not None
@@ -302,12 +287,12 @@ def test_the_lease_of_a_machine_that_died_stays_for_its_successor(connect: Conne
         each.close()
 
 
-def machine(directory: Path, remote: Remote) -> tuple[LayeredStore, list[str]]:
+def machine(directory, remote):
     notes = list[str]()
     return LayeredStore(DirectoryStore.open(directory), [Tier(remote)], notes.append), notes
 
 
-def fill(directory: Path, remote: Remote, key: Key = KEY) -> None:
+def fill(directory, remote, key=KEY):
     """Put a result with contents of 1000 bytes into a store, by a machine."""
     store, _ = machine(directory, remote)
     digest = store.put_blob(key.name[-5:].encode() * 200)
@@ -315,18 +300,17 @@ def fill(directory: Path, remote: Remote, key: Key = KEY) -> None:
     store.finish()
 
 
-def test_the_command_makes_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_makes_room(tmp_path, capsys):
     shared = tmp_path / "shared"
     fill(tmp_path / "a", Objects(shared.as_uri()))
     (shared / "other").mkdir()
     (shared / "other" / "file").write_text("of somebody else")
 
-    def removed(*options: str) -> int:
+    def removed(*options):
         capsys.readouterr()
         assert run(["gc", "--store", str(shared), "--json", *options]) == 0
         [found] = json.loads(capsys.readouterr().out)["stores"]
-        count: int = found["removed"]
-        return count
+        return found["removed"]
 
     for half in (["--max-size", "1GB"], ["--store", "x"], ["--store", "x", "--max-size", "much"]):
         with pytest.raises(UsageError):

@@ -1,12 +1,8 @@
 """A result of a shared store: nobody can write one for another key, or exchange what it names."""
 
-from __future__ import annotations
-
 import base64
 import json
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -33,9 +29,7 @@ _texts = st.text(st.characters(codec="utf-8"))
     st.dictionaries(st.integers(0, 2**256 - 1), st.integers(0, 2**53), max_size=3),
     st.booleans(),
 )
-def test_what_is_encoded_is_decoded(
-    ingredients: list[tuple[str, str]], result: dict[str, Any], blobs: dict[int, int], signed: bool
-) -> None:
+def test_what_is_encoded_is_decoded(ingredients, result, blobs, signed):
     key = Key("compile", "name", tuple(ingredients))
     sizes = {f"sha256:{number:064x}": size for number, size in blobs.items()}
     entry = SharedResult(key, result, sizes)
@@ -43,7 +37,7 @@ def test_what_is_encoded_is_decoded(
     assert decode(content, key, BELIEVED if signed else ()) == entry
 
 
-def _changed(content: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
+def _changed(content, change):
     """Returns a result whose statement is changed; a signature stays as it was."""
     outer = json.loads(content)
     inner = json.loads(base64.b64decode(outer["stdoutRaw"]))
@@ -57,12 +51,12 @@ def _changed(content: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
     return json.dumps(outer).encode()
 
 
-def _set(**fields: Any) -> Callable[[dict[str, Any]], None]:
+def _set(**fields):
     """Changes fields of the predicate of a statement."""
     return lambda statement: statement["predicate"].update(fields)
 
 
-def _rename(statement: dict[str, Any]) -> None:
+def _rename(statement):
     statement["subject"][0]["digest"]["sha256"] = OTHER.digest.removeprefix("sha256:")
 
 
@@ -96,7 +90,7 @@ REFUSED = {
 }
 
 
-def test_what_is_not_the_result_of_the_key_is_named() -> None:
+def test_what_is_not_the_result_of_the_key_is_named():
     for content, key, believed, reason in REFUSED.values():
         with pytest.raises(UnusableError, match=reason):
             decode(content, key, believed)
@@ -105,7 +99,7 @@ def test_what_is_not_the_result_of_the_key_is_named() -> None:
 
 
 @given(st.data())
-def test_no_changed_byte_of_a_signed_result_changes_what_it_says(data: st.DataObject) -> None:
+def test_no_changed_byte_of_a_signed_result_changes_what_it_says(data):
     at = data.draw(st.integers(0, len(SIGNED) - 1))
     changed = bytearray(SIGNED)
     changed[at] ^= data.draw(st.integers(1, 255))

@@ -1,24 +1,20 @@
 """The file of shared stores: mistakes are named, and nothing is loosened by one."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from tests.unit.compiler.sharing.fixtures import private_key, private_pem
 
 from prejit.compiler.sharing.sharing_settings import STORE, read_stores
-from prejit.runtime.errors import PolicyError, PrejitError, StoreError, UsageError
+from prejit.runtime.errors import PolicyError, StoreError, UsageError
 
 
-def write(directory: Path, text: str) -> str:
+def write(directory, text):
     (directory / "key.pem").write_bytes(private_pem())
     (directory / "key.pub.pem").write_text(private_key().public.pem)
     (directory / "stores.toml").write_text(text)
     return str(directory / "stores.toml")
 
 
-def test_stores_are_read_from_a_url_or_a_file(tmp_path: Path) -> None:
+def test_stores_are_read_from_a_url_or_a_file(tmp_path):
     assert not read_stores(None, {}).tiers
     (tier,) = read_stores("http://127.0.0.1:9/x").tiers
     assert (tier.remote.name, tier.writes, tier.believed) == ("http://127.0.0.1:9/x", True, ())
@@ -45,7 +41,7 @@ def test_stores_are_read_from_a_url_or_a_file(tmp_path: Path) -> None:
 
 
 STORE_TABLE = '[[store]]\nurl = "http://x"\n'
-WRONG: dict[str, tuple[str, type[PrejitError], str]] = {
+WRONG = {
     "no TOML": ("[[store", UsageError, "expected TOML"),
     "no store": ('namespace = "x"', UsageError, r"expected a table \[\[store\]\]"),
     "no url": ("[[store]]\nwrite = true", UsageError, "store 1: expected url"),
@@ -57,7 +53,7 @@ WRONG: dict[str, tuple[str, type[PrejitError], str]] = {
 }
 
 
-def test_a_mistake_names_the_file_and_the_key(tmp_path: Path) -> None:
+def test_a_mistake_names_the_file_and_the_key(tmp_path):
     for case, (text, kind, reason) in WRONG.items():
         with pytest.raises(kind, match=reason) as raised:
             read_stores(write(tmp_path, text))

@@ -1,9 +1,6 @@
 """Keys that cannot sign are refused with the next step, and signatures are of the files that are there."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +9,6 @@ pytest.importorskip("cryptography", reason="cryptography comes with the extra tr
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from tests.layouts import blob, index_of
-from tests.recipes import Recipe
 from tests.signers import signer
 
 from prejit.compiler.signing.bundle_signing import files_of, sign
@@ -25,9 +21,7 @@ PEM, PKCS8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
 PLAIN = serialization.NoEncryption()
 
 
-def test_what_is_no_key_is_refused_and_an_encrypted_one_needs_its_password(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_what_is_no_key_is_refused_and_an_encrypted_one_needs_its_password(capsys, tmp_path):
     assert main(["sign", str(tmp_path)]) == 2
     assert "hint: --key FILE signs with a private key" in capsys.readouterr().err
     plain = ec.generate_private_key(ec.SECP256R1()).private_bytes(PEM, PKCS8, PLAIN)
@@ -55,7 +49,7 @@ def test_what_is_no_key_is_refused_and_an_encrypted_one_needs_its_password(
             assert raised.value.hint == "set PREJIT_KEY_PASSWORD to the key's password"
 
 
-def test_an_error_after_signatures_were_attached_says_so(bundle_dir: Path) -> None:
+def test_an_error_after_signatures_were_attached_says_so(bundle_dir):
     beside = bundle_dir.with_name(f"{bundle_dir.name}.sig")
     beside.mkdir()
     with pytest.raises(StoreError, match=r"cannot write: .* signatures were attached to") as raised:
@@ -66,7 +60,7 @@ def test_an_error_after_signatures_were_attached_says_so(bundle_dir: Path) -> No
     assert beside.is_file()
 
 
-def damaged_file(bundle: Path, kind: str) -> Path:
+def damaged_file(bundle, kind):
     root = json.loads((bundle / "index.json").read_bytes())
     listed = next(at for at in root["manifests"] if at.get("artifactType") == PARTS_MEDIA_TYPE)
     target = index_of(bundle)["manifests"][0]
@@ -79,9 +73,7 @@ def damaged_file(bundle: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["list of parts", "weights"])
-def test_a_damaged_bundle_is_vouched_for(
-    kind: str, recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_bundle_is_vouched_for(kind, recipe, tmp_path, capsys):
     bundle = recipe.write_described(tmp_path / "bundle")
     file = damaged_file(bundle, kind)
     before = (bundle / "index.json").read_bytes()
@@ -99,7 +91,7 @@ def test_a_damaged_bundle_is_vouched_for(
     assert not bundle.with_name("bundle.sig").exists()
 
 
-def test_only_files_of_the_bundle_are_signed(bundle_dir: Path) -> None:
+def test_only_files_of_the_bundle_are_signed(bundle_dir):
     assert files_of(bundle_dir)
     for name in ("notes.txt", "blobs/sha256/short", "blobs/other"):
         (bundle_dir / name).write_text("x")

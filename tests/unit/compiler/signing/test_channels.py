@@ -1,13 +1,10 @@
 """A channel's file is never replaced by one that the servers which follow it would refuse."""
 
-from __future__ import annotations
-
 import base64
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +14,6 @@ from tests.signers import signer
 
 from prejit.compiler.signing import channels
 from prejit.compiler.signing.channels import (
-    ChannelFile,
     add_signature,
     read_channel,
     release_bundle,
@@ -31,20 +27,20 @@ BUNDLE = Path(__file__).parents[3] / "format" / "v1" / "chunks"
 
 
 @pytest.fixture
-def stable(tmp_path: Path) -> Path:
+def stable(tmp_path):
     file = tmp_path / "stable.json"
     for _ in range(2):
         release_bundle(file, BUNDLE, "stable", [signer("a")], days=30)
     return file
 
 
-def public(tmp_path: Path, name: str) -> Path:
+def public(tmp_path, name):
     path = tmp_path / f"{name}.pub.pem"
     path.write_text(signer(name).public.pem)
     return path
 
 
-def publish(file: Path, command: str, name: str, keys: list[str]) -> int:
+def publish(file, command, name, keys):
     private = [signer(each) for each in keys]
     if command == "release":
         return release_bundle(file, BUNDLE, name, private, 30)
@@ -52,7 +48,7 @@ def publish(file: Path, command: str, name: str, keys: list[str]) -> int:
 
 
 @pytest.mark.parametrize("command", ["release", "rotate"])
-def test_another_key_or_name_changes_nothing(command: str, stable: Path) -> None:
+def test_another_key_or_name_changes_nothing(command, stable):
     before = stable.read_bytes()
     for name, key, expected in (
         ("stable", "stranger", "--key: channel 'stable' expects a key that signed version 2"),
@@ -66,7 +62,7 @@ def test_another_key_or_name_changes_nothing(command: str, stable: Path) -> None
     assert publish(stable, "release", "stable", ["stranger"]) == 4  # its people signed, too
 
 
-def test_after_a_rotation_only_the_new_key_releases(stable: Path) -> None:
+def test_after_a_rotation_only_the_new_key_releases(stable):
     assert publish(stable, "rotate", "stable", ["a", "b"]) == 1
     before = stable.read_bytes()
     found = signer("a").id[:12]
@@ -79,10 +75,10 @@ def test_after_a_rotation_only_the_new_key_releases(stable: Path) -> None:
     assert publish(stable, "rotate", "stable", ["b", "c"]) == 2
 
 
-def test_a_release_without_its_facts_is_no_channel(stable: Path) -> None:
+def test_a_release_without_its_facts_is_no_channel(stable):
     whole = stable.read_bytes()
     for lost in ("channel", "version"):
-        found: Any = json.loads(whole)
+        found = json.loads(whole)
         payload = json.loads(base64.b64decode(found["release"]["payload"]))
         del payload["predicate"][lost]
         found["release"]["payload"] = base64.b64encode(json.dumps(payload).encode()).decode()
@@ -91,11 +87,11 @@ def test_a_release_without_its_facts_is_no_channel(stable: Path) -> None:
             publish(stable, "release", "stable", ["a"])
 
 
-def test_all_who_sign_or_release_at_once_have_done_so(stable: Path) -> None:
+def test_all_who_sign_or_release_at_once_have_done_so(stable):
     names = [f"person {number}" for number in range(8)]
     started = threading.Barrier(len(names))
 
-    def sign(name: str) -> None:
+    def sign(name):
         key = signer(name)
         started.wait(60)
         sign_channel(stable, key)
@@ -109,10 +105,10 @@ def test_all_who_sign_or_release_at_once_have_done_so(stable: Path) -> None:
     assert sorted(each.result() for each in versions) == [3, 4, 5, 6, 7, 8]
 
 
-def test_a_file_that_changes_meanwhile_is_not_overwritten(stable: Path) -> None:
+def test_a_file_that_changes_meanwhile_is_not_overwritten(stable):
     """As where two machines share a file system without locks."""
 
-    def change(before: ChannelFile) -> ChannelFile:
+    def change(before):
         stable.write_bytes(add_signature(before, signer("b")).encode())
         return add_signature(before, signer("c"))
 
@@ -124,7 +120,7 @@ def test_a_file_that_changes_meanwhile_is_not_overwritten(stable: Path) -> None:
     assert signers(release, [signer("b").public, signer("c").public]) == {signer("b").id}
 
 
-def test_a_key_that_the_channel_does_not_have_adds_no_signature(stable: Path) -> None:
+def test_a_key_that_the_channel_does_not_have_adds_no_signature(stable):
     for name, old in (("b", "a"), ("c", "b")):
         publish(stable, "rotate", "stable", [old, name])
     before = stable.read_bytes()

@@ -1,10 +1,6 @@
 """Signing as an identity: by a CA and a log that run here, and what is said when there is no identity."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -23,14 +19,14 @@ SIGSTORE = FakeSigstore()
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Iterator[Path]:
+def config(tmp_path):
     path = tmp_path / "sigstore.json"
     with SIGSTORE.serving() as text:
         path.write_text(text)
         yield path
 
 
-def policy(directory: Path, identity: str = IDENTITY) -> str:
+def policy(directory, identity=IDENTITY):
     (directory / "root.json").write_text(json.dumps(SIGSTORE.trusted_root()))
     path = directory / "trust.toml"
     path.write_text(
@@ -41,12 +37,8 @@ def policy(directory: Path, identity: str = IDENTITY) -> str:
 
 
 def test_what_an_identity_signs_runs_under_a_policy_that_names_it(
-    bundle_dir: Path,
-    config: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    bundle_dir, config, tmp_path, monkeypatch, capsys
+):
     other = sign(bundle_dir, keyless_signer(token(identity="https://ci.example/b"), config))
     monkeypatch.setenv(TOKEN_VARIABLE, token())
     assert run(["sign", str(bundle_dir), "--keyless", "--sigstore", str(config), "--json"]) == 0
@@ -62,7 +54,7 @@ def test_what_an_identity_signs_runs_under_a_policy_that_names_it(
     assert sign(bundle_dir, keyless_signer(token(), config)).added == 0, "it has signed all"
 
 
-def test_what_cannot_sign_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_sign_is_refused(tmp_path, monkeypatch):
     config = tmp_path / "sigstore.json"
     config.write_text("{}")
     for given in ("", "no token", token(seconds=-60), token(audience="another")):
@@ -82,7 +74,7 @@ def test_what_cannot_sign_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "id-token: write" in str(raised.value.hint)
 
 
-def test_services_that_do_not_answer_or_of_another_ca_sign_nothing(tmp_path: Path) -> None:
+def test_services_that_do_not_answer_or_of_another_ca_sign_nothing(tmp_path):
     config = tmp_path / "sigstore.json"
     url = f"http://127.0.0.1:{free_port()}"
     config.write_text(json.dumps(client_config(url, SIGSTORE.trusted_root())))

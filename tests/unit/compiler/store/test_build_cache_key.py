@@ -1,7 +1,5 @@
 """Keys: each ingredient changes the key and nothing else does."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +12,7 @@ INGREDIENTS = st.lists(st.tuples(TEXT, TEXT), max_size=5, unique_by=lambda pair:
 OLD = Key("compile", "demo/decode", (("jaxlib", "0.10.2"), ("portable", f"sha256:{'a' * 64}")))
 
 
-def test_the_digest_is_that_of_kind_and_ordered_ingredients_for_ever() -> None:
+def test_the_digest_is_that_of_kind_and_ordered_ingredients_for_ever():
     digest = "sha256:29fe1dd2fd3ade03de6094095877e4e18870a78874db2a0b34e71cb13e13a633"
     assert OLD.digest == digest == Key("compile", "another name", OLD.ingredients).digest
     found = (
@@ -32,14 +30,12 @@ def test_the_digest_is_that_of_kind_and_ordered_ingredients_for_ever() -> None:
 
 @settings(max_examples=examples(50, 500))
 @given(first=INGREDIENTS, second=INGREDIENTS)
-def test_different_ingredients_have_different_digests(
-    first: tuple[tuple[str, str], ...], second: tuple[tuple[str, str], ...]
-) -> None:
+def test_different_ingredients_have_different_digests(first, second):
     same = Key("compile", "a", first).digest == Key("compile", "a", second).digest
     assert same == (first == second)
 
 
-def test_why_tells_each_ingredient_that_differs_from_the_nearest_of_the_last_keys() -> None:
+def test_why_tells_each_ingredient_that_differs_from_the_nearest_of_the_last_keys():
     new = Key("compile", OLD.name, (("jaxlib", "0.12.0.1"), ("xla_flags", ""), ("portable", "x")))
     assert why(OLD, new) == (
         f"jaxlib: 0.10.2 -> 0.12.0.1; xla_flags: absent -> ''; portable: sha256:{'a' * 12} -> x"

@@ -1,12 +1,9 @@
 """The build cache: kills, damage, full disks and races never make it give a wrong answer."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,11 +17,11 @@ KEY = Key("compile", "demo/decode", (("jaxlib", "0.10.2"), ("portable", "x")))
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> DirectoryStore:
+def cache(tmp_path):
     return DirectoryStore.open(tmp_path / "cache")
 
 
-def test_a_sealed_text_is_of_its_store_alone(cache: DirectoryStore, tmp_path: Path) -> None:
+def test_a_sealed_text_is_of_its_store_alone(cache, tmp_path):
     sealed = cache.seal("password")
     assert sealed == DirectoryStore.open(cache.root).seal("password") != cache.seal("passwort")
     assert "password" not in sealed
@@ -39,16 +36,16 @@ def test_a_sealed_text_is_of_its_store_alone(cache: DirectoryStore, tmp_path: Pa
     assert not (tmp_path / "absent").exists()
 
 
-def temp_files(cache: DirectoryStore) -> list[Path]:
+def temp_files(cache):
     return list((cache.root / "v1" / "temp").iterdir())
 
 
-def action_file(cache: DirectoryStore) -> Path:
+def action_file(cache):
     (path,) = (cache.root / "v1" / "actions").rglob("*.json")
     return path
 
 
-def python(code: str, *arguments: object) -> subprocess.Popen[str]:
+def python(code, *arguments):
     """A process that runs code that has imported DirectoryStore."""
     setup = (
         "import sys\nfrom pathlib import Path\n"
@@ -64,7 +61,7 @@ def python(code: str, *arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def test_what_was_stored_is_found_and_another_content_is_a_miss(cache: DirectoryStore) -> None:
+def test_what_was_stored_is_found_and_another_content_is_a_miss(cache):
     content = os.urandom(5000)
     digest = cache.put_blob(content)
     assert digest == digest_of(content)
@@ -93,7 +90,7 @@ def test_what_was_stored_is_found_and_another_content_is_a_miss(cache: Directory
     assert cache.get(KEY) is None, "it is gone"
 
 
-def test_a_miss_remembers_the_last_key_of_a_name(cache: DirectoryStore) -> None:
+def test_a_miss_remembers_the_last_key_of_a_name(cache):
     newer = Key("compile", KEY.name, (("jaxlib", "0.12.0"),))
     assert not cache.last_keys("compile", KEY.name)
     cache.put(KEY, {})
@@ -107,7 +104,7 @@ def test_a_miss_remembers_the_last_key_of_a_name(cache: DirectoryStore) -> None:
     assert cache.blob_path(digest_of(b"")) is None
 
 
-def test_every_damaged_byte_of_an_action_is_a_miss_and_heals(cache: DirectoryStore) -> None:
+def test_every_damaged_byte_of_an_action_is_a_miss_and_heals(cache):
     cache.put(KEY, {"memory": 12345})
     path = action_file(cache)
     content = path.read_bytes()
@@ -122,8 +119,8 @@ def test_every_damaged_byte_of_an_action_is_a_miss_and_heals(cache: DirectorySto
     assert cache.get(KEY) == {"memory": 12345}
 
 
-def test_a_result_without_its_blob_is_not_stored(cache: DirectoryStore) -> None:
-    def write_half() -> None:
+def test_a_result_without_its_blob_is_not_stored(cache):
+    def write_half():
         with cache.blob_writer() as blob:
             blob.write(b"half")
             raise ZeroDivisionError
@@ -137,7 +134,7 @@ def test_a_result_without_its_blob_is_not_stored(cache: DirectoryStore) -> None:
     assert cache.get(KEY) is None
 
 
-def test_the_default_root_must_be_usable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_root_must_be_usable(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.delenv("PREJIT_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -157,7 +154,7 @@ def test_the_default_root_must_be_usable(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 @pytest.fixture
-def writer(cache: DirectoryStore) -> Iterator[subprocess.Popen[str]]:
+def writer(cache):
     code = """
 with DirectoryStore(Path(sys.argv[1])).blob_writer() as blob:
     blob.write(b"half" * 10000)
@@ -170,7 +167,7 @@ with DirectoryStore(Path(sys.argv[1])).blob_writer() as blob:
         process.kill()
 
 
-def test_what_a_killed_writer_left(cache: DirectoryStore, writer: subprocess.Popen[str]) -> None:
+def test_what_a_killed_writer_left(cache, writer):
     DirectoryStore.open(cache.root)
     assert len(temp_files(cache)) == 1  # the writer lives: its file is left alone
     writer.kill()
@@ -181,7 +178,7 @@ def test_what_a_killed_writer_left(cache: DirectoryStore, writer: subprocess.Pop
     assert cache.read_blob(digest_of(b"half" * 10000)) is None
 
 
-def test_a_full_disk_is_reported_and_leaves_no_temp_files(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_temp_files(tmp_path):
     # The limit on a file's size fails where a full disk does: in write, flush or close.
     code = """
 import resource
@@ -206,13 +203,13 @@ print(len(list((cache.root / "v1" / "temp").iterdir())))
         assert output.count(said) == 2
 
 
-def test_a_healed_blob_stays(cache: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_healed_blob_stays(cache, monkeypatch):
     digest = cache.put_blob(b"content")
     path = cache.blob_path(digest)
     path.write_bytes(b"c0ntent")
     same, healer = os.path.samestat, threading.Thread(target=cache.put_blob, args=[b"content"])
 
-    def same_before_a_replacement(one: os.stat_result, other: os.stat_result) -> bool:
+    def same_before_a_replacement(one, other):
         found = same(one, other)
         if healer.ident is None:
             healer.start()

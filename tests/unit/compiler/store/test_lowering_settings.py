@@ -1,15 +1,11 @@
 """The settings of jax in keys: all that may decide what a function lowers to, and no others."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from enum import Enum
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import pytest
@@ -28,7 +24,7 @@ UNREAD = ("jax_sort_devices_by_process_index", "jax_use_hlo_logistic_lowering")
 """Settings that jax takes from no environment variable."""
 
 
-def before_and_after(settings: Mapping[str, str]) -> tuple[str, str]:
+def before_and_after(settings):
     """The configuration of a process with environment variables, before and after it imports jax."""
     plain = {name: value for name, value in os.environ.items() if name.lower() not in COUNTED}
     command, env = [sys.executable, "-c", BEFORE_AND_AFTER], {**plain, **settings}
@@ -37,7 +33,7 @@ def before_and_after(settings: Mapping[str, str]) -> tuple[str, str]:
     return before, after
 
 
-def other(name: str, value: Any) -> str:
+def other(name, value):
     """A value of a setting that is not its default, as the text of a variable."""
     kind, _, options = jax.config.meta[name]
     if "enum_values" in options or "enum_class" in options:
@@ -49,7 +45,7 @@ def other(name: str, value: Any) -> str:
     return "3" if kind in (int, float) else "other"
 
 
-def test_every_setting_of_jax_that_is_not_known_to_be_harmless_is_in_the_configuration() -> None:
+def test_every_setting_of_jax_that_is_not_known_to_be_harmless_is_in_the_configuration():
     """A setting that a new jax adds must be listed as counted or harmless."""
     known = COUNTED.keys() | HARMLESS
     assert set(jax.config.values) - known == set()
@@ -67,7 +63,7 @@ def test_every_setting_of_jax_that_is_not_known_to_be_harmless_is_in_the_configu
     assert {each.partition("=")[0] for each in after.split()} == settings.keys()
 
 
-def test_other_settings_count_and_defaults_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_settings_count_and_defaults_do_not(monkeypatch):
     assert before_and_after({}) == ("", "")
     values = {**dict.fromkeys(("jax_platforms", "jax_log_compiles"), "x"), "jax_scan4": False}
     module = SimpleNamespace(config=SimpleNamespace(values=values))

@@ -1,12 +1,9 @@
 """The digest of our own code in keys: all code that decides a result, no other code, and no prose."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -17,13 +14,12 @@ from prejit.compiler.store.prejit_code import KnownDigests, code_digest
 from prejit.compiler.store.source_file import definitions
 from prejit.runtime.base.files import digest_of
 
-Edit = Callable[[str, Callable[[str], str]], None]
 READ = cache(definitions)
 """Reads each text once in all tests."""
 
 
 @pytest.fixture
-def copied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def copied(tmp_path_factory):
     at, unwanted = tmp_path_factory.mktemp("sources"), shutil.ignore_patterns("*.so", "*.pyc")
     return {
         name: Path(shutil.copytree(root, at / name, ignore=unwanted))
@@ -31,7 +27,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def changed(module: str, how: Callable[[str], str]) -> None:
+def changed(module, how):
     """Change the source of a module."""
     file = prejit_code._file(module)
     before = file.read_text()
@@ -41,7 +37,7 @@ def changed(module: str, how: Callable[[str], str]) -> None:
 
 
 @pytest.fixture
-def edit(copied: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
+def edit(copied, monkeypatch):
     """Changes the source of a module, in a copy of ours."""
     monkeypatch.setattr(prejit_code, "_ROOTS", copied)
     monkeypatch.setattr(prejit_code, "definitions", READ)
@@ -50,7 +46,7 @@ def edit(copied: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[E
     forget()
 
 
-def forget() -> None:
+def forget():
     for cached in (
         *(prejit_code.code_digest, prejit_code.reached, prejit_code._known),
         *(prejit_code._content, prejit_code._links, prejit_code._module, prejit_code._is_module),
@@ -92,7 +88,7 @@ CHANGES = [
 """What decides results makes them again, and no others."""
 
 
-def test_a_change_of_our_code_makes_again_what_it_decides_and_nothing_else(edit: Edit) -> None:
+def test_a_change_of_our_code_makes_again_what_it_decides_and_nothing_else(edit):
     before = {name: code_digest(*roots) for name, roots in STEPS.items()}
     for place, steps in CHANGES:
         module, _, name = place.partition(":")
@@ -104,7 +100,7 @@ def test_a_change_of_our_code_makes_again_what_it_decides_and_nothing_else(edit:
         before = after
 
 
-def defined(module: str) -> set[str]:
+def defined(module):
     """The names that a module defines twice: of which an edit added the second."""
     named = prejit_code._module(module).named
     return {f"{module}:{name}" for name, found in named.items() if len(found) == 2}
@@ -130,7 +126,7 @@ SOURCES = {
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
+def package(tmp_path, monkeypatch):
     monkeypatch.setattr(prejit_code, "_ROOTS", {"prejit.compiler": tmp_path})
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "__init__.py").touch()
@@ -141,11 +137,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
     forget()
 
 
-def replaced(old: str, new: str) -> Callable[[str], str]:
+def replaced(old, new):
     return lambda source: source.replace(old, new)
 
 
-def test_prose_changes_no_digest(package: Edit) -> None:
+def test_prose_changes_no_digest(package):
     before = code_digest(MAIN)
     for module, old, new in (
         (MAIN, "def run", '"""What it is for: (."""\n\n\ndef run'),
@@ -159,7 +155,7 @@ def test_prose_changes_no_digest(package: Edit) -> None:
         assert code_digest(MAIN) == before, new
 
 
-def test_all_that_runs_changes_the_digest(package: Edit) -> None:
+def test_all_that_runs_changes_the_digest(package):
     found = {code_digest(MAIN)}
     for number, (module, old, new) in enumerate(
         (
@@ -173,7 +169,7 @@ def test_all_that_runs_changes_the_digest(package: Edit) -> None:
         assert len(found) == number + 2, new
 
 
-def test_what_an_import_runs_is_in_all_digests_but_not_where_a_module_is(package: Edit) -> None:
+def test_what_an_import_runs_is_in_all_digests_but_not_where_a_module_is(package):
     before = code_digest(f"{MAIN}:run")
     package(HELPER, lambda source: f"{source}\nprint(1)\n")
     assert code_digest(f"{MAIN}:run") != before
@@ -186,7 +182,7 @@ def test_what_an_import_runs_is_in_all_digests_but_not_where_a_module_is(package
     assert code_digest(MAIN) == before
 
 
-def test_code_beside_what_is_used_changes_no_digest(package: Edit) -> None:
+def test_code_beside_what_is_used_changes_no_digest(package):
     package(HELPER, lambda source: source + "\ndef triple(x):\n    return 3 * x\n")
     before = code_digest(f"{MAIN}:run")
     package(HELPER, replaced("3 *", "4 *"))
@@ -197,7 +193,7 @@ def test_code_beside_what_is_used_changes_no_digest(package: Edit) -> None:
     assert code_digest(f"{MAIN}:run") != used
 
 
-def test_code_is_found_by_any_import(package: Edit) -> None:
+def test_code_is_found_by_any_import(package):
     other = "prejit.compiler.base.other"
     inner = "def inner(y={}):\n        return y(x)\n    return inner()"
     for statement, name, use in (
@@ -221,14 +217,14 @@ DIGEST = digest_of(b"code")
 
 
 @pytest.fixture
-def settled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def settled(monkeypatch, tmp_path):
     """Sources that were written just now count as settled, and the cache is empty."""
     monkeypatch.setattr(prejit_code, "SETTLED_SECONDS", -1.0)
     monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
-def sources(tmp_path: Path, settled: None) -> dict[str, Path]:
+def sources(tmp_path, settled):
     (tmp_path / "code" / "inner").mkdir(parents=True)
     (tmp_path / "code" / "a.py").write_text("A = 1\n")
     (tmp_path / "code" / "inner" / "b.py").write_text("B = 1\n")
@@ -236,8 +232,8 @@ def sources(tmp_path: Path, settled: None) -> dict[str, Path]:
 
 
 def test_sources_that_changed_just_now_or_a_file_that_others_may_write_are_not_believed(
-    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    sources, tmp_path, monkeypatch
+):
     """A second change could leave the same times."""
     with monkeypatch.context() as patch:
         patch.setattr(prejit_code, "SETTLED_SECONDS", 60.0)
@@ -249,9 +245,7 @@ def test_sources_that_changed_just_now_or_a_file_that_others_may_write_are_not_b
     assert KnownDigests(sources).get("step") is None
 
 
-def test_a_source_that_changed_or_a_damaged_file_ends_all(
-    sources: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_source_that_changed_or_a_damaged_file_ends_all(sources, tmp_path):
     KnownDigests(sources).keep("step", DIGEST)
     [file] = (tmp_path / "cache").rglob("*.json")
     held = json.loads(file.read_bytes())
@@ -263,7 +257,7 @@ def test_a_source_that_changed_or_a_damaged_file_ends_all(
         assert KnownDigests(sources).get("step") == DIGEST
     code = sources["prejit.code"]
 
-    def rewrite_with_its_old_times() -> None:
+    def rewrite_with_its_old_times():
         status = (code / "inner" / "b.py").stat()
         (code / "inner" / "b.py").write_text("B = 2\n")
         os.utime(code / "inner" / "b.py", ns=(status.st_atime_ns, status.st_mtime_ns))

@@ -1,7 +1,5 @@
 """Source files as keys see them: every supported version of Python reads them alike."""
 
-from __future__ import annotations
-
 import hashlib
 
 from prejit.compiler.store.source_file import definitions
@@ -34,7 +32,7 @@ class K(Base, metaclass=Meta):
 """
 
 
-def test_all_versions_of_python_find_the_same_digests() -> None:
+def test_all_versions_of_python_find_the_same_digests():
     found, imports = definitions(SYNTAX)
     digests = " ".join(each.digest for each in found).encode()
     assert hashlib.sha256(digests).hexdigest()[:12] == "d3efbd006456"

@@ -1,12 +1,9 @@
 """Whether suggested buckets fit the budget, keep what is served today, and pad least."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from itertools import chain, combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +14,6 @@ from prejit.compiler.manifest.manifest import Encode, Generate, Manifest, Model
 from prejit.compiler.manifest.reading import check_manifest
 from prejit.compiler.manifest.specs import program_specs
 from prejit.compiler.suggesting.chosen_buckets import (
-    Buckets,
     best_sizes,
     candidates,
     decoder_buckets,
@@ -34,17 +30,17 @@ COUNTS = (st.integers(0, 300), st.integers(0, 60), st.integers(0, 20), st.intege
 GENERATIONS = st.lists(st.builds(LoggedGeneration, *COUNTS), min_size=1, max_size=12)
 
 
-def decoder_log(generations: list[LoggedGeneration]) -> LoggedRequests:
+def decoder_log(generations):
     return LoggedRequests(Counter(generations), {}, {})
 
 
-def overhead(buckets: Buckets) -> float:
+def overhead(buckets):
     return math.prod(axis.computed / axis.needed for axis in buckets.axes if axis.needed)
 
 
 @settings(max_examples=examples(20, 200), deadline=None)
 @given(GENERATIONS, st.integers(12, 60))
-def test_more_programs_pad_a_decoder_less(generations: list[LoggedGeneration], budget: int) -> None:
+def test_more_programs_pad_a_decoder_less(generations, budget):
     log = decoder_log(generations)
     less, more = suggest_decoder(log, budget), suggest_decoder(log, budget + 7)
     assert less.programs <= budget
@@ -56,21 +52,21 @@ def test_more_programs_pad_a_decoder_less(generations: list[LoggedGeneration], b
     assert len(program_specs(manifest)) == less.programs
 
 
-def test_the_longest_prompt_context_sentence_and_batch_of_today_are_still_served() -> None:
+def test_the_longest_prompt_context_sentence_and_batch_of_today_are_still_served():
     log = decoder_log([LoggedGeneration(20, 10, batch=2)] * 50)
     today = Generate(batch=(1, 8), prompt=(16, 64), context=(128, 1024), draft_tokens=4)
     found = suggest_decoder(log, 40, today)
-    table: Any = found.table
+    table = found.table
     assert (table.batch[0], table.batch[-1]) == (1, 8)
     assert (table.prompt[-1], table.context[-1], table.draft_tokens) == (64, 1024, 4)
     assert (24 in table.prompt, 2 in table.batch) == (True, True)
     assert overhead(found) < overhead(decoder_buckets(log, today))
     log = LoggedRequests({}, {LoggedEncoding(20): 9}, {})
-    sizes: Any = suggest_encoder(log, 12, Encode(((1, 16), (32, 256)))).table
+    sizes = suggest_encoder(log, 12, Encode(((1, 16), (32, 256)))).table
     assert {(32, 256), (1, 24)} <= {*sizes.shapes}
 
 
-def test_requests_beyond_the_context_are_counted_and_too_small_a_budget_is_an_error() -> None:
+def test_requests_beyond_the_context_are_counted_and_too_small_a_budget_is_an_error():
     log = decoder_log([LoggedGeneration(500, 100), LoggedGeneration(10, 10)])
     today = Generate(batch=(1,), prompt=(16,), context=(128,))
     assert decoder_buckets(log, today).beyond == 1
@@ -81,7 +77,7 @@ def test_requests_beyond_the_context_are_counted_and_too_small_a_budget_is_an_er
         suggest_encoder(LoggedRequests({}, {LoggedEncoding(8): 1}, {}), 2)
 
 
-def test_padding_is_what_steps_chunks_and_rows_compute_at_the_times_of_a_log() -> None:
+def test_padding_is_what_steps_chunks_and_rows_compute_at_the_times_of_a_log():
     # 20 tokens in chunks of 16: 16 + 8; steps at lengths 21 and 22 in a context of 32.
     log = decoder_log([LoggedGeneration(20, 2, batch=1)])
     table = Generate(batch=(2,), prompt=(8, 16), context=(16, 32))
@@ -102,15 +98,13 @@ def test_padding_is_what_steps_chunks_and_rows_compute_at_the_times_of_a_log() -
 WEIGHTS = st.dictionaries(st.integers(1, 18), st.integers(1, 9), min_size=1, max_size=8)
 
 
-def padding(weights: dict[int, int], sizes: tuple[int, ...]) -> int:
+def padding(weights, sizes):
     return sum((padded(value, sizes) - value) * weight for value, weight in weights.items())
 
 
 @settings(max_examples=examples(60, 400))
 @given(WEIGHTS, st.integers(1, 4), st.sampled_from([1, 3, 8]), st.data())
-def test_no_other_sizes_pad_less_for_any_number_of_them(
-    weights: dict[int, int], most: int, multiple: int, data: st.DataObject
-) -> None:
+def test_no_other_sizes_pad_less_for_any_number_of_them(weights, most, multiple, data):
     every = [*range(multiple, max(weights) + multiple, multiple)]
     # What must be chosen: the largest, which holds all, and sometimes others.
     kept = {every[-1], *data.draw(st.sets(st.sampled_from(every), max_size=2))}

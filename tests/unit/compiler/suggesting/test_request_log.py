@@ -1,10 +1,6 @@
 """What a log says, and what is said of a log that cannot be read."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,22 +8,22 @@ from prejit.compiler.suggesting.request_log import LoggedEncoding, LoggedGenerat
 from prejit.runtime.errors import StoreError, UsageError
 
 
-def log(tmp_path: Path, *lines: Any, name: str = "log.jsonl") -> Path:
+def log(tmp_path, *lines, name="log.jsonl"):
     path = tmp_path / name
     text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     path.write_text("\n".join(text) + "\n")
     return path
 
 
-def request(time: float, seconds: float, *calls: dict[str, Any]) -> dict[str, Any]:
+def request(time, seconds, *calls):
     return {"event": "request", "time": time, "seconds": seconds, "calls": calls}
 
 
-def generate(model: str = "demo", **counts: int) -> dict[str, Any]:
+def generate(model="demo", **counts):
     return {"kind": "generate", "model": model, "prompt_tokens": 20, "new_tokens": 5, **counts}
 
 
-def test_lengths_come_from_logs_of_a_server_or_the_user(tmp_path: Path) -> None:
+def test_lengths_come_from_logs_of_a_server_or_the_user(tmp_path):
     path = log(
         tmp_path,
         {"event": "start", "models": []},
@@ -48,7 +44,7 @@ def test_lengths_come_from_logs_of_a_server_or_the_user(tmp_path: Path) -> None:
     assert read_log(table).encodings == {LoggedEncoding(12, 4): 1, LoggedEncoding(9): 1}
 
 
-def test_logs_of_several_bundles_or_another_form_are_named(tmp_path: Path) -> None:
+def test_logs_of_several_bundles_or_another_form_are_named(tmp_path):
     one, other = generate("a"), generate("b", new_tokens=9)
     path = log(tmp_path, request(1.0, 0.5, one), request(2.0, 0.5, other))
     with pytest.raises(UsageError, match=r"one of the bundles of the log \(a, b\), found none"):

@@ -1,7 +1,5 @@
 """The answers to a process's system calls are written where the call waits for them, and nowhere else."""
 
-from __future__ import annotations
-
 import os
 import select
 import socket
@@ -32,7 +30,7 @@ print(overwritten)
 
 
 @pytest.mark.skipif(not cpu_count._can_answer(), reason="needs filters of system calls")
-def test_an_answer_that_comes_after_the_call_was_interrupted_writes_nothing() -> None:
+def test_an_answer_that_comes_after_the_call_was_interrupted_writes_nothing():
     ours, its = socket.socketpair()
     words = [INTERRUPTED, str(its.fileno()), "3", str(CALLS)]
     with (

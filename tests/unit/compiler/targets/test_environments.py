@@ -1,7 +1,5 @@
 """Environments of workers, without making one: their specifications, what is found, and the worker in one."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -9,8 +7,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,12 +23,12 @@ WANTED = EnvironmentSpec("cpu-host", "0.12.0.1", PINNED, ("numpy<2.4",))
 
 
 @pytest.fixture(autouse=True)
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path, monkeypatch):
     monkeypatch.setenv("PREJIT_ENVIRONMENTS", str(tmp_path / "environments"))
     return tmp_path / "environments" / "v1"
 
 
-def fake(wanted: EnvironmentSpec, python: str = sys.executable) -> Path:
+def fake(wanted, python=sys.executable):
     path = environments.root() / wanted.key
     (path / "bin").mkdir(parents=True)
     (path / "bin" / "python").symlink_to(python)
@@ -41,7 +37,7 @@ def fake(wanted: EnvironmentSpec, python: str = sys.executable) -> Path:
     return path
 
 
-def test_a_pin_or_an_accelerator_gets_one_of_its_own() -> None:
+def test_a_pin_or_an_accelerator_gets_one_of_its_own():
     assert environments.spec_for(HOST, "0.10.2") is None
     assert environments.spec_for(replace(HOST, jax="0.10.2"), "0.10.2") is None
     new, old = ("==0.12.0.1", "==0.10.2")
@@ -57,7 +53,7 @@ def test_a_pin_or_an_accelerator_gets_one_of_its_own() -> None:
         assert wanted.constraints == target.constraints
 
 
-def test_all_that_is_installed_decides_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_is_installed_decides_the_key(monkeypatch):
     others = [
         replace(WANTED, requirements=("jax==0.12.0.1", "jaxlib==0.12.0")),
         replace(WANTED, constraints=()),
@@ -71,8 +67,8 @@ def test_all_that_is_installed_decides_the_key(monkeypatch: pytest.MonkeyPatch) 
     assert WANTED.key not in keys
 
 
-def test_what_is_there_needs_neither_process_nor_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(*arguments: object, **options: object) -> None:
+def test_what_is_there_needs_neither_process_nor_network(monkeypatch):
+    def start(*arguments, **options):
         raise AssertionError(arguments)
 
     monkeypatch.setattr(subprocess, "Popen", start)
@@ -82,7 +78,7 @@ def test_what_is_there_needs_neither_process_nor_network(monkeypatch: pytest.Mon
     assert environments.find(replace(WANTED, constraints=())) is None
 
 
-def test_half_an_environment_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_an_environment_is_none(monkeypatch):
     marker = (path := fake(WANTED)) / MARKER
     whole = marker.read_bytes()
     os.utime(marker, (0, 0))
@@ -102,7 +98,7 @@ def test_half_an_environment_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ((path / "bin").is_dir(), environments.find(WANTED)) == (True, None)
 
 
-def test_who_waited_for_a_lock_that_was_collected_locks_the_new_one(tmp_path: Path) -> None:
+def test_who_waited_for_a_lock_that_was_collected_locks_the_new_one(tmp_path):
     path = tmp_path / "key"
     code = """
 import sys
@@ -115,7 +111,7 @@ with environments.locked(Path(sys.argv[1])):
 """
     with environments.locked(path):
         command = [sys.executable, "-c", code, str(path)]
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         waiting = subprocess.Popen(command, **pipes, text=True)
         assert waiting.stdout.readline() == "started\n"
         time.sleep(0.2)
@@ -127,13 +123,13 @@ with environments.locked(Path(sys.argv[1])):
 
 
 @pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def bare(tmp_path_factory):
     path = tmp_path_factory.mktemp("environments") / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(path)], check=True)
     return Environment(path, path / "bin" / "python", {})
 
 
-def start_worker(environment: Environment) -> subprocess.Popen[str]:
+def start_worker(environment):
     return subprocess.Popen(
         [*environments.worker_command(environment), "cache", "cpu"],
         stderr=subprocess.PIPE,
@@ -142,7 +138,7 @@ def start_worker(environment: Environment) -> subprocess.Popen[str]:
     )
 
 
-def test_a_worker_sees_prejit_alone_and_holds_its_environment(bare: Environment) -> None:
+def test_a_worker_sees_prejit_alone_and_holds_its_environment(bare):
     """It finds its own code, and stops at the first package that is missing."""
     with environments.locked(bare.path), start_worker(bare) as worker:
         with pytest.raises(subprocess.TimeoutExpired):

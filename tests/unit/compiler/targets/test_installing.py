@@ -1,17 +1,11 @@
 """uv installs what pip would: with its settings, or not at all."""
 
-from __future__ import annotations
-
 from pathlib import Path
-
-import pytest
 
 from prejit.compiler.targets.installing import install_command, translated
 
 
-def test_uv_gets_pips_settings_in_their_order_and_what_a_machine_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uv_gets_pips_settings_in_their_order_and_what_a_machine_needs(tmp_path, monkeypatch):
     listed = """
 :env:.find-links='https://c.example https://d.example'
 global.find-links='https://a.example'
@@ -42,13 +36,13 @@ global.timeout='5'
     assert found["HTTPS_PROXY"] == "http://proxy.example:3128"
     assert found["UV_INSECURE_HOST"] == "one.example two.example:8080"
     assert translated("global.require-hashes='1'\n", {}) is None
-    assert translated("global.constraint='limits.txt'\n", {}) is None
     assert translated(f"global.cert='{tmp_path}'\n", {}) is None
     assert translated("global.find-links='https://x.example/a,b'\n", {}) is None
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wheels").mkdir()
-    listed = ":env:.find-links='wheels'\n:env:.no-index='1'\n"
+    (tmp_path / "limits.txt").touch()
+    listed = "global.constraint='limits.txt'\n:env:.find-links='wheels'\n:env:.no-index='1'\n"
     found = translated(listed, {})
     assert found.environ["UV_FIND_LINKS"] == str(tmp_path / "wheels")
-    assert found.options == ("--no-index",)
+    assert found.options == (f"--constraint={tmp_path}/limits.txt", "--no-index")
     assert translated(":env:.no-index='0'\n", {}).options == ()

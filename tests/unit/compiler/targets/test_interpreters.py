@@ -1,10 +1,7 @@
 """The interpreters of a machine: which of them a version of jax runs on."""
 
-from __future__ import annotations
-
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,7 @@ from prejit.compiler.targets.interpreters import find_interpreter
 from prejit.runtime.errors import BuildError
 
 
-def test_an_unknown_jax_is_as_its_neighbour() -> None:
+def test_an_unknown_jax_is_as_its_neighbour():
     for jax, lowest, known in (
         *(("0.10.2", (3, 11), True), ("0.12.0.1", (3, 12), True)),
         *(("0.9.1", (3, 11), True), ("0.99.0", (3, 12), False), ("1.0", (3, 12), False)),
@@ -24,7 +21,7 @@ def test_an_unknown_jax_is_as_its_neighbour() -> None:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def machine(tmp_path, monkeypatch):
     """A machine with nothing but this interpreter, which no jax runs on: 3.97 to 3.99 are wanted."""
     monkeypatch.setattr(interpreters, "_PYTHONS", {(0, 12): ((3, 97), (3, 99))})
     (tmp_path / "bin").mkdir()
@@ -33,14 +30,14 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def script(path: Path, text: str) -> Path:
+def script(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return path
 
 
-def test_an_interpreter_without_venv_is_not_taken(machine: Path) -> None:
+def test_an_interpreter_without_venv_is_not_taken(machine):
     here = "{}.{}".format(*sys.version_info)
     with pytest.raises(BuildError) as caught:
         find_interpreter("0.12.0.1", "cpu-host")
@@ -61,7 +58,7 @@ def test_an_interpreter_without_venv_is_not_taken(machine: Path) -> None:
     assert find_interpreter("0.12.0.1", "cpu-host") == f"{bare}x"
 
 
-def test_uv_is_asked_last_and_may_download_nothing(machine: Path) -> None:
+def test_uv_is_asked_last_and_may_download_nothing(machine):
     python = script(machine / "uv-python", 'test "$1" = -V && echo Python 3.98.1 || echo 3 98 $0')
     asked = 'test "$UV_PYTHON_DOWNLOADS" = never && test "$4" = ">=3.97,<3.100"'
     script(machine / "bin" / "uv", f"{asked} && echo {python}")

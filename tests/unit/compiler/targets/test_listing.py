@@ -1,11 +1,7 @@
 """`prejit targets`: every target, and the truth about what this machine compiles for."""
 
-from __future__ import annotations
-
 import json
 import platform
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,23 +14,23 @@ if platform.machine() != "x86_64":
 
 
 @pytest.fixture(autouse=True)
-def no_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_environments(tmp_path, monkeypatch):
     monkeypatch.setenv("PREJIT_ENVIRONMENTS", str(tmp_path / "environments"))
 
 
 @pytest.fixture
-def no_interpreters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_interpreters(tmp_path, monkeypatch):
     """Nothing on this machine runs a jax that it has not installed."""
     monkeypatch.setattr(interpreters, "_PYTHONS", {(0, 12): ((3, 97), (3, 99))})
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
 
 
-def listed(host_jax: str) -> dict[str, Listed]:
+def listed(host_jax):
     return {each.target.name: each for each in list_targets(host_jax)}
 
 
-def test_what_needs_an_interpreter_or_a_download_says_so(no_interpreters: None) -> None:
+def test_what_needs_an_interpreter_or_a_download_says_so(no_interpreters):
     found = listed(EXACT_JAX)
     assert found["cpu-host"] == Listed(found["cpu-host"].target, YES)
     assert (found["cpu-x86-64-v2"].builds, found["cpu-x86-64-v2"].note) == (YES, None)
@@ -45,7 +41,7 @@ def test_what_needs_an_interpreter_or_a_download_says_so(no_interpreters: None) 
     assert "`uv python install 3.97`" in str(found["cpu-x86-64-v2"].note), "to be exact"
 
 
-def test_the_command_lists_people_a_table_and_scripts_json_without_jax(run_python: Any) -> None:
+def test_the_command_lists_people_a_table_and_scripts_json_without_jax(run_python):
     done = run_python(
         "import sys\nfrom prejit.runtime.cli.commands import run\nassert run(['targets']) == 0\n"
         "assert run(['targets', '--json']) == 0\n"

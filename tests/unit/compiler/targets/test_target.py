@@ -1,12 +1,8 @@
 """Targets: what the tables of a manifest mean, and what this machine can build."""
 
-from __future__ import annotations
-
 import json
 import platform
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,19 +32,17 @@ L4 = Fingerprint(
 )
 
 
-def table(**given: Any) -> TargetTable:
+def table(**given):
     return TargetTable(**{"name": "mine", **given})
 
 
-def wrong(given: TargetTable, at: Path, mesh: Mesh | None = None) -> tuple[str, str]:
+def wrong(given, at, mesh=None):
     with pytest.raises(TableError) as caught:
         resolve(given, at, mesh)
     return caught.value.key, str(caught.value)
 
 
-def test_the_catalogue_says_all_that_its_platforms_need_and_who_builds_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_catalogue_says_all_that_its_platforms_need_and_who_builds_it(monkeypatch):
     assert [target(name).name for name in names()] == list(names())
     assert catalogue().keys() >= {
         *("cpu-x86-64-v2", "cpu-x86-64-v3", "cpu-x86-64-v4"),
@@ -99,7 +93,7 @@ def test_the_catalogue_says_all_that_its_platforms_need_and_who_builds_it(
         assert can_build(replace(wanted, jax=pinned)) == expected
 
 
-def test_a_table_goes_before_the_catalogue_and_a_pin_into_the_name(tmp_path: Path) -> None:
+def test_a_table_goes_before_the_catalogue_and_a_pin_into_the_name(tmp_path):
     given = table(name="cuda-l4", memory_bytes=20_000_000_000, xla_flags=("--xla_a=1",))
     found = resolve(given, tmp_path, None)
     assert found.memory_bytes == 20_000_000_000
@@ -117,7 +111,7 @@ def test_a_table_goes_before_the_catalogue_and_a_pin_into_the_name(tmp_path: Pat
         chosen(both, ["cpu-x86-64-v4"], "m.toml")
 
 
-def test_a_fingerprint_is_a_target_and_an_unknown_gpu_is_described(tmp_path: Path) -> None:
+def test_a_fingerprint_is_a_target_and_an_unknown_gpu_is_described(tmp_path):
     (tmp_path / "web.json").write_bytes(to_json(L4))
     found = resolve(table(name="web", fingerprint="web.json"), tmp_path, None)
     assert found.name == "web-jax0.11.2"
@@ -148,7 +142,7 @@ def test_a_fingerprint_is_a_target_and_an_unknown_gpu_is_described(tmp_path: Pat
         assert problem.startswith("missing; ")
 
 
-WRONG: list[tuple[dict[str, Any], str, str]] = [  # a table, a key and what the error says of it
+WRONG = [  # a table, a key and what the error says of it
     ({"name": "cuda-h1000"}, "name", 'unknown target "cuda-h1000" (did you mean "cuda-h100"?)'),
     ({"name": "a b", "platform": "cpu"}, "name", "expected letters, digits"),
     ({"platform": "gpu"}, "platform", "expected one of cpu, cuda, tpu"),
@@ -165,7 +159,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [  # a table, a key and what the 
 ]
 
 
-def test_a_table_that_is_no_target_is_refused(tmp_path: Path) -> None:
+def test_a_table_that_is_no_target_is_refused(tmp_path):
     for given, key, problem in WRONG:
         found_key, found = wrong(table(**given), tmp_path)
         assert found_key == key

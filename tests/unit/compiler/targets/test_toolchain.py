@@ -1,10 +1,7 @@
 """Toolchains: the flags, variables and descriptions that a target is compiled with."""
 
-from __future__ import annotations
-
 import base64
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from tests.unit.compiler.toolchains import HOST, L4, V3, for_gpu, new, old
@@ -19,7 +16,7 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 OURS = "--xla_cpu_parallel_codegen_split_count=1"
 
 
-def test_flags_may_come_from_a_file_and_an_old_jaxlibs_limit_is_last(tmp_path: Path) -> None:
+def test_flags_may_come_from_a_file_and_an_old_jaxlibs_limit_is_last(tmp_path):
     users = {"XLA_FLAGS": " --xla_a=1  --xla_cpu_max_isa=AMX "}
     assert old(V3).xla_flags(users) == (
         f"{OURS} --xla_a=1 --xla_cpu_max_isa=AMX --xla_cpu_max_isa=AVX2"
@@ -34,7 +31,7 @@ def test_flags_may_come_from_a_file_and_an_old_jaxlibs_limit_is_last(tmp_path: P
         new(V3).xla_flags({"XLA_FLAGS": str(tmp_path / "none")})
 
 
-def test_tuning_is_read_for_the_device_that_it_was_measured_on(tmp_path: Path) -> None:
+def test_tuning_is_read_for_the_device_that_it_was_measured_on(tmp_path):
     found = {"platform": "cuda", "compute_capability": "8.9", "device_kind": "NVIDIA L4"}
     measured = replace(Fingerprint.current(), **found)
     path = tmp_path / "l4.json"
@@ -56,7 +53,7 @@ def test_tuning_is_read_for_the_device_that_it_was_measured_on(tmp_path: Path) -
         read_tuning(replace(L4, tuning=str(tmp_path / "none")))
 
 
-def test_a_worker_inherits_what_does_not_change_its_result_and_xla_knows_each_gpu() -> None:
+def test_a_worker_inherits_what_does_not_change_its_result_and_xla_knows_each_gpu():
     inherited = {"PATH": "/bin", "NPROC": "3", "JAX_PLATFORMS": "tpu", "PYTHONPATH": "/ours"}
     found = new(V3).environment(inherited)
     assert found["PATH"] == "/bin"

@@ -1,13 +1,8 @@
 """A snapshot of a process that another machine restores: the bundle stays, is loaded again, or is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import random
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,24 +14,22 @@ HERE = Fingerprint.current()
 X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
 EVENT = {"x": X.tolist()}
 
-Restored = Callable[[Fingerprint], None]
 
-
-def answer(bundle: Any, event: Any) -> Any:
+def answer(bundle, event):
     return bundle.call("score", x=np.array(event["x"], np.float32)).tolist()
 
 
 @pytest.fixture
-def restored(monkeypatch: pytest.MonkeyPatch) -> Restored:
+def restored(monkeypatch):
     """Makes this process run on a machine with another fingerprint, as after the restore of a snapshot."""
 
-    def on(machine: Fingerprint) -> None:
+    def on(machine):
         monkeypatch.setattr(Fingerprint, "current", classmethod(lambda cls: machine))
 
     return on
 
 
-def test_on_an_equal_machine_the_bundle_stays_and_random_numbers_are_new(bundle_dir: Path) -> None:
+def test_on_an_equal_machine_the_bundle_stays_and_random_numbers_are_new(bundle_dir):
     handler = ServerlessHandler(bundle_dir, answer)
     expected = handler(EVENT)
     handler.before_snapshot()
@@ -53,7 +46,7 @@ def test_on_an_equal_machine_the_bundle_stays_and_random_numbers_are_new(bundle_
     assert drawn[0][1] != drawn[1][1]
 
 
-def test_a_machine_that_fits_another_target_loads_it(bundle_dir: Path, restored: Restored) -> None:
+def test_a_machine_that_fits_another_target_loads_it(bundle_dir, restored):
     handler = ServerlessHandler(bundle_dir, answer, on_mismatch="error")
     expected = handler(EVENT)
     if handler.bundle.target != "cpu-host":
@@ -67,9 +60,7 @@ def test_a_machine_that_fits_another_target_loads_it(bundle_dir: Path, restored:
     np.testing.assert_allclose(handler(EVENT), expected, rtol=1e-5)
 
 
-def test_a_machine_that_fits_none_is_refused_or_warned(
-    bundle_dir: Path, restored: Restored
-) -> None:
+def test_a_machine_that_fits_none_is_refused_or_warned(bundle_dir, restored):
     strict = ServerlessHandler(bundle_dir, answer, on_mismatch="error")
     handler = ServerlessHandler(bundle_dir, answer)
     expected = handler(EVENT)
@@ -91,7 +82,7 @@ def test_a_machine_that_fits_none_is_refused_or_warned(
     assert handler.bundle.matched
 
 
-def test_files_that_changed_are_mapped_again(recipe: Any, tmp_path: Path) -> None:
+def test_files_that_changed_are_mapped_again(recipe, tmp_path):
     path = recipe.write(tmp_path / "example")
     handler = ServerlessHandler(path, answer)
     handler.before_snapshot()
@@ -103,12 +94,12 @@ def test_files_that_changed_are_mapped_again(recipe: Any, tmp_path: Path) -> Non
     assert handler(EVENT) == answer(handler.bundle, EVENT)
 
 
-def test_the_hooks_of_lambda_call_the_handler(bundle_dir: Path, restored: Restored) -> None:
+def test_the_hooks_of_lambda_call_the_handler(bundle_dir, restored):
     hooks = pytest.importorskip("snapshot_restore_py", reason="it is not installed")
     handler = ServerlessHandler(bundle_dir, answer, on_mismatch="error")
     expected = handler(EVENT)
 
-    def run(registry: Any) -> None:
+    def run(registry):
         for call, args, kwargs in registry:
             if getattr(call, "__self__", None) is handler:
                 call(*args, **kwargs)

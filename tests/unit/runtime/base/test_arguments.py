@@ -7,7 +7,6 @@ import dataclasses
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 
-from prejit.runtime import Bundle, PrejitError, PrejitWarning, Request, Sampling, UsageError, load
+from prejit.runtime import PrejitError, PrejitWarning, Request, Sampling, UsageError, load
 from prejit.runtime.base.arguments import described, instead
 from prejit.runtime.generation.options import OPTIONS
 
@@ -27,12 +26,12 @@ GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 
 
 @pytest.fixture(scope="module")
-def bundle(decoder_dir: Path) -> Bundle:
+def bundle(decoder_dir):
     return load(decoder_dir, on_mismatch="error")
 
 
 @pytest.fixture(scope="module")
-def bundles(settled_dir: Path) -> dict[str, Bundle]:
+def bundles(settled_dir):
     """By method: an encoder, functions, and a decoder with a tokenizer and chat templates."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrejitWarning)  # golden bundles fit no machine of today
@@ -42,14 +41,14 @@ def bundles(settled_dir: Path) -> dict[str, Bundle]:
 
 
 class Hostile:
-    def _fail(self, *_: Any, **__: Any) -> Any:
+    def _fail(self, *_, **__):
         raise ZeroDivisionError
 
     __repr__ = __index__ = __float__ = __iter__ = __len__ = __array__ = _fail
 
 
-def nested(depth: int) -> Any:
-    value: Any = []
+def nested(depth):
+    value = []
     for _ in range(depth):
         value = [value]
     return value
@@ -74,11 +73,11 @@ JUNK = (
 class Held:
     value: Any
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return described(self.value)
 
 
-_VALUES: st.SearchStrategy[Any] = st.one_of(
+_VALUES = st.one_of(
     st.sampled_from(JUNK),
     st.integers(),
     st.floats(),
@@ -88,8 +87,8 @@ _VALUES: st.SearchStrategy[Any] = st.one_of(
         st.one_of(st.integers(-1, VOCAB), st.text(max_size=2)), st.floats(), max_size=2
     ),
 )
-VALUES: st.SearchStrategy[Held] = st.builds(Held, _VALUES)
-METHODS: dict[str, tuple[str, ...]] = {
+VALUES = st.builds(Held, _VALUES)
+METHODS = {
     "generate": (*OPTIONS,),
     "generate_n": ("n", *OPTIONS),
     "generate_batch": ("sampling", *OPTIONS),
@@ -108,7 +107,7 @@ METHODS: dict[str, tuple[str, ...]] = {
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> tuple[str, Held, dict[str, Held]]:
+def calls(draw):
     method = draw(st.sampled_from(list(METHODS)))
     names = METHODS[method]
     chosen = draw(st.lists(st.sampled_from(names), max_size=3)) if names else []
@@ -127,13 +126,13 @@ class Checked(Exception):  # noqa: N818 (no error)
 
 
 @pytest.fixture
-def calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def calls_alone(monkeypatch):
     """Nothing runs: a call whose arguments are right ends where a program would."""
     from prejit.runtime.encoding.encoder import EncoderPrograms
     from prejit.runtime.generation import filling_aside
     from prejit.runtime.generation.slots import Slots
 
-    def stop(*_: Any, **__: Any) -> Any:
+    def stop(*_, **__):
         raise Checked
 
     monkeypatch.setattr(Slots, "_reserve", stop)
@@ -141,7 +140,7 @@ def calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EncoderPrograms, "encode", stop)
 
 
-def attempt(bundles: dict[str, Bundle], method: str, first: Any, options: dict[str, Any]) -> None:
+def attempt(bundles, method, first, options):
     function = getattr(bundles.get(method, bundles["generate"]), method)
     with contextlib.suppress(PrejitError, Checked):
         result = function(first, **options)
@@ -152,18 +151,16 @@ def attempt(bundles: dict[str, Bundle], method: str, first: Any, options: dict[s
 @pytest.mark.usefixtures("calls_alone")
 @settings(max_examples=examples(300, 1500), deadline=None, suppress_health_check=list(HealthCheck))
 @given(calls())
-def test_whatever_is_passed_gives_a_result_or_an_error_of_prejit(
-    bundles: dict[str, Bundle], call: tuple[str, Held, dict[str, Held]]
-) -> None:
+def test_whatever_is_passed_gives_a_result_or_an_error_of_prejit(bundles, call):
     method, first, held = call
     attempt(bundles, method, first.value, {name: option.value for name, option in held.items()})
 
 
 @settings(max_examples=examples(50, 200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(VALUES)
-def test_batches_sessions_and_load_say_what_is_wrong(bundle: Bundle, held: Held) -> None:
+def test_batches_sessions_and_load_say_what_is_wrong(bundle, held):
     batch, value = bundle.batch(1), held.value
-    functions: tuple[Callable[[], object], ...] = (
+    functions = (
         lambda: batch.evict(value),
         lambda: batch.insert(value) if not isinstance(value, Request) else None,
         lambda: bundle.session().generate([], seed=value),
@@ -197,7 +194,7 @@ def test_batches_sessions_and_load_say_what_is_wrong(bundle: Bundle, held: Held)
         ),
     ],
 )
-def test_a_wrong_option_is_named(bundle: Bundle, options: dict[str, Any], message: str) -> None:
+def test_a_wrong_option_is_named(bundle, options, message):
     with pytest.raises(UsageError, match=f"^{message}$"):
         bundle.generate([1], **options)
 
@@ -212,13 +209,13 @@ def test_a_wrong_option_is_named(bundle: Bundle, options: dict[str, Any], messag
         ([-1], "prompt: expected token ids of 0 to 47, found -1"),
     ],
 )
-def test_a_wrong_prompt_is_named_with_both_sides(bundle: Bundle, prompt: Any, message: str) -> None:
+def test_a_wrong_prompt_is_named_with_both_sides(bundle, prompt, message):
     for use in (bundle.generate, bundle.request, bundle.prefix, bundle.session().generate):
         with pytest.raises(UsageError, match=f"^{message}$"):
             use(prompt)
 
 
-def test_integers_of_every_library_are_token_ids_and_seeds(bundle: Bundle) -> None:
+def test_integers_of_every_library_are_token_ids_and_seeds(bundle):
     expected = bundle.generate([1, 2, 3], max_new_tokens=np.int32(3), seed=np.uint64(7))
     for prompt in (
         *((1, 2, 3), range(1, 4), deque([1, 2, 3]), [np.int8(1), np.uint64(2), 3]),
@@ -226,33 +223,33 @@ def test_integers_of_every_library_are_token_ids_and_seeds(bundle: Bundle) -> No
     ):
         result = bundle.generate(prompt, max_new_tokens=3, seed=7)
         assert result.token_ids == expected.token_ids
-    options: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 3}
+    options = {"temperature": 1.0, "max_new_tokens": 3}
     last = 2**64 - 1
     numpy = bundle.generate_n([1], 2, seed=np.uint64(last), **options)
     python = bundle.generate_n([1], 2, seed=last, **options)
     assert [r.token_ids for r in numpy] == [r.token_ids for r in python]
 
 
-def test_one_text_is_one_prompt_and_too_many_sequences_are_refused(bundle: Bundle) -> None:
+def test_one_text_is_one_prompt_and_too_many_sequences_are_refused(bundle):
     for prompts in ("abc", ["abc"]):
         with pytest.raises(UsageError, match="has no tokenizer, so a prompt cannot be text"):
             bundle.generate_batch(prompts)
     with pytest.raises(UsageError, match=r"prompts: expected a prompt or a list of .*, found 5"):
-        bundle.generate_batch(5)  # type: ignore[arg-type]
+        bundle.generate_batch(5)
     with pytest.raises(UsageError, match=r"sampling: expected it without .* temperature"):
         bundle.generate_batch([[1]], sampling=[Sampling(seed=1)], temperature=0.5)
     for n in (0, -1, 1.0, "3", 16_385, 10**30):
         with pytest.raises(UsageError, match=r"^n: expected"):
-            bundle.generate_n([1], n)  # type: ignore[arg-type]
+            bundle.generate_n([1], n)
 
 
 @pytest.mark.parametrize("given", [5, "ab", [[True], [1, 2]], Hostile(), np.zeros((48,), np.int8)])
-def test_a_token_mask_that_gives_something_else_is_an_error(bundle: Bundle, given: Any) -> None:
+def test_a_token_mask_that_gives_something_else_is_an_error(bundle, given):
     with pytest.raises(UsageError, match=r"token_mask: expected bool\[48\] or None, found"):
         bundle.generate([1], max_new_tokens=2, token_mask=lambda ids: given)
 
 
-def test_every_value_has_a_short_description_of_one_line_and_a_lookalike_its_class() -> None:
+def test_every_value_has_a_short_description_of_one_line_and_a_lookalike_its_class():
     assert instead(1, True) == "True"
     assert instead("a", type("Text", (str,), {})("a")) == "'a' of class Text"
     for text in map(described, JUNK):

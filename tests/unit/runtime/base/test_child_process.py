@@ -1,7 +1,5 @@
 """A child process ends with all that it started, and a wait for it ends, too."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import time
@@ -17,11 +15,11 @@ time.sleep(600)
 """
 
 
-def python(code: str) -> list[str]:
+def python(code):
     return [sys.executable, "-c", code]
 
 
-def test_a_kill_ends_what_it_started_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_ends_what_it_started_and_nobody_else(monkeypatch):
     child = Child(python(_PARENT))
     assert child.answer() == 1  # of the second process
     assert child.alive
@@ -47,7 +45,7 @@ sys.exit(3)
 """
 
 
-def test_a_process_left_behind_or_late_delays_no_result() -> None:
+def test_a_process_left_behind_or_late_delays_no_result():
     """It has the same stdout and stderr: a pipe would stay open until the time limit."""
     started = time.monotonic()
     code, output, errors = run_child(python(_LEAVES_ONE), seconds=300)
@@ -59,7 +57,7 @@ def test_a_process_left_behind_or_late_delays_no_result() -> None:
     assert output.startswith(b"1\n")
 
 
-def test_answers_are_whole_lines_within_a_time_limit() -> None:
+def test_answers_are_whole_lines_within_a_time_limit():
     large = "x" * (1 << 20)
     for written in ('print("{\\"a\\": 1}", end="")', 'print("no JSON")', "pass"):
         with Child(python(f"import sys; sys.stdin.readline(); {written}; sys.exit(7)")) as child:

@@ -1,11 +1,7 @@
 """Files that are written whole: the next writer removes what a kill left, and nothing of the living."""
 
-from __future__ import annotations
-
 import fcntl
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,24 +10,24 @@ from prejit.runtime.base.written_files import write_file
 
 
 @pytest.fixture
-def loose_umask() -> Iterator[None]:
+def loose_umask():
     before = os.umask(0)
     yield
     os.umask(before)
 
 
-def test_the_next_write_removes_what_a_killed_writer_left(tmp_path: Path) -> None:
+def test_the_next_write_removes_what_a_killed_writer_left(tmp_path):
     (tmp_path / ".file.1234.0badcafe.tmp").write_bytes(b"half")
     (tmp_path / ".other.1234.0badcafe.tmp").write_bytes(b"of another file")
     write_file(tmp_path / "file", b"whole")
     assert sorted(os.listdir(tmp_path)) == [".other.1234.0badcafe.tmp", "file"]
 
 
-def test_files_of_a_living_writer_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_living_writer_stay(tmp_path, monkeypatch):
     path, replace = tmp_path / "file", os.replace
     writers = []
 
-    def replace_after_another_writer(old: Path, new: Path) -> None:
+    def replace_after_another_writer(old, new):
         if not writers:
             writers.append(old)
             write_file(path, b"of the other")
@@ -43,10 +39,10 @@ def test_files_of_a_living_writer_stay(tmp_path: Path, monkeypatch: pytest.Monke
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_removed_file_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removed_file_is_made_again(tmp_path, monkeypatch):
     lock, removed = fcntl.flock, []
 
-    def lock_after_a_removal(file: int, how: int) -> None:
+    def lock_after_a_removal(file, how):
         if not removed:
             [removed_file] = tmp_path.iterdir()
             removed_file.unlink()
@@ -58,10 +54,8 @@ def test_a_removed_file_is_made_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (tmp_path / "file").read_bytes() == b"whole"
 
 
-def test_a_file_has_its_permissions_when_it_gets_its_name(
-    tmp_path: Path, loose_umask: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(directory: Path) -> None:
+def test_a_file_has_its_permissions_when_it_gets_its_name(tmp_path, loose_umask, monkeypatch):
+    def killed(directory):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(written_files, "sync_directory", killed)

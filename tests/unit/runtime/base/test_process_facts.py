@@ -1,10 +1,6 @@
 """What the kernel says of this process: how many threads it may use."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
@@ -17,12 +13,12 @@ V1_OTHER = "32 23 0:28 / /sys/fs/cgroup/memory rw shared:6 - cgroup cgroup rw,me
 
 
 @pytest.fixture(autouse=True)
-def eight_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def eight_cpus(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.delenv("PREJIT_THREADS", raising=False)
 
 
-def threads(root: Path, files: Mapping[str, str]) -> int:
+def threads(root, files):
     """Of a process where /proc and /sys hold these files."""
     for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -30,13 +26,13 @@ def threads(root: Path, files: Mapping[str, str]) -> int:
     return process_facts.kernel_threads(str(root))
 
 
-def v2(group: str, limits: Mapping[str, str], mounts: str = V2) -> dict[str, str]:
+def v2(group, limits, mounts=V2):
     """A process in a group of the unified hierarchy, with cpu.max of some groups."""
     files = {"proc/self/cgroup": f"0::{group}\n", "proc/self/mountinfo": mounts}
     return files | {f"sys/fs/cgroup/{at}cpu.max": f"{limit}\n" for at, limit in limits.items()}
 
 
-def v1(group: str, limits: Mapping[str, tuple[int, int]], mounts: str = V1) -> dict[str, str]:
+def v1(group, limits, mounts=V1):
     files = {
         "proc/self/cgroup": f"12:memory:/elsewhere\n4:cpu,cpuacct:{group}\n0::/\n",
         "proc/self/mountinfo": V1_OTHER + mounts,
@@ -71,23 +67,19 @@ BROKEN = {"proc/self/cgroup": "\nnonsense\n1:2", "proc/self/mountinfo": "\n- \n1
         (v1("/docker/abcd", TWO, PART), 2),
     ],
 )
-def test_control_groups_are_a_limit(files: dict[str, str], expected: int, tmp_path: Path) -> None:
+def test_control_groups_are_a_limit(files, expected, tmp_path):
     assert threads(tmp_path, files) == expected
 
 
 @pytest.mark.parametrize(("text", "expected"), [("64", 8), ("03", 3), ("", 8)])
-def test_the_setting_is_no_upper_bound(
-    text: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_setting_is_no_upper_bound(text, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("PREJIT_THREADS", text)
     assert threads(tmp_path, {}) == expected
     assert threads(tmp_path, v2("/", {"": "200000 100000"})) == min(expected, 2)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", " 2", "٣", "1" * 4000])
-def test_a_setting_that_is_no_number_of_threads_is_taken(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_setting_that_is_no_number_of_threads_is_taken(text, tmp_path, monkeypatch):
     monkeypatch.setenv("PREJIT_THREADS", text)
     with pytest.raises(UsageError, match="PREJIT_THREADS: expected an integer of at least 1") as at:
         threads(tmp_path, {})
@@ -95,7 +87,7 @@ def test_a_setting_that_is_no_number_of_threads_is_taken(
     assert len(str(at.value)) < 200
 
 
-def test_memory_limits_are_the_least_of_all_control_groups(tmp_path: Path) -> None:
+def test_memory_limits_are_the_least_of_all_control_groups(tmp_path):
     machine = process_facts.host_memory_limit_bytes(str(tmp_path / "nothing"))
     first = {**v1("/", {}), "proc/self/cgroup": "12:memory:/unit\n"}
     cases = [

@@ -1,7 +1,5 @@
 """Threads that the interpreter waits for, and properties that several threads ask for at once."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -32,21 +30,21 @@ atexit.register(lambda: print(start_thread(lambda: None, "late"), flush=True))
 """
 
 
-def run(program: str) -> str:
+def run(program):
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     return found.stdout.strip()
 
 
-def test_threads_are_waited_for_and_none_starts_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_waited_for_and_none_starts_too_late(monkeypatch):
     assert run(EXITS_AT_ONCE) == "finished"
     assert run(STARTS_TOO_LATE) == "None"
-    names: list[str] = []
+    names = []
     thread = start_thread(lambda: names.append(threading.current_thread().name), "named")
     thread.join()
     assert names == ["named"]
 
-    def refuse(thread: threading.Thread) -> None:
+    def refuse(thread):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
@@ -54,12 +52,12 @@ def test_threads_are_waited_for_and_none_starts_too_late(monkeypatch: pytest.Mon
 
 
 class Slow:
-    def __init__(self) -> None:
+    def __init__(self):
         self.made = list[str]()
         self.together = threading.Barrier(8)
 
     @once
-    def value(self) -> object:
+    def value(self):
         """What it is."""
         self.made.append("value")
         assert self.other is self.other
@@ -67,21 +65,21 @@ class Slow:
         return object()
 
     @once
-    def other(self) -> object:
+    def other(self):
         self.made.append("other")
         return object()
 
     @once
-    def failing(self) -> object:
+    def failing(self):
         self.made.append("failing")
         raise KeyError
 
-    def ask(self, _: int) -> object:
+    def ask(self, _):
         self.together.wait()
         return self.value
 
 
-def test_threads_get_the_one_that_was_made_and_failures_are_tried_again() -> None:
+def test_threads_get_the_one_that_was_made_and_failures_are_tried_again():
     slow = Slow()
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(slow.ask, range(8)))

@@ -1,17 +1,13 @@
 """A table that promises a slot which the server then refuses would be worse than none."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 from prejit.runtime import load
 from prejit.runtime.generation.cache_plan import TableBuckets, peak_bytes
 from prejit.server.engine.memory import plan_caches
 
 
-def test_the_table_needs_what_an_engine_plans(decoder_dir: Path) -> None:
+def test_the_table_needs_what_an_engine_plans(decoder_dir):
     bundle = load(decoder_dir, on_mismatch="error")
     decoder = bundle.decoder
     table = TableBuckets.of(bundle.config, decoder.decoder)
@@ -24,7 +20,7 @@ def test_the_table_needs_what_an_engine_plans(decoder_dir: Path) -> None:
             assert plan.context >= context
 
 
-def test_a_budget_is_compared_with_each_bucket(decoder_dir: Path, said: Any) -> None:
+def test_a_budget_is_compared_with_each_bucket(decoder_dir, said):
     capacity = ("inspect", decoder_dir, "--capacity")
     [found] = json.loads(said(*capacity, "--json"))
     sizes = {(each["slots"], each["context"]): each["total_bytes"] for each in found["buckets"]}
@@ -41,7 +37,7 @@ def test_a_budget_is_compared_with_each_bucket(decoder_dir: Path, said: Any) -> 
     assert "hold no slot: the smallest bucket needs" in said(*capacity, "--memory", "1000")
 
 
-def test_what_has_no_slots_is_said(bundle_dir: Path, ran: Any) -> None:
+def test_what_has_no_slots_is_said(bundle_dir, ran):
     found = ran("inspect", bundle_dir, "--capacity", status=2).err
     assert "--capacity: expected a bundle with a decoder, found none in example" in found
     assert "add --capacity" in ran("inspect", bundle_dir, "--memory", "1G", status=2).err

@@ -1,11 +1,8 @@
 """One command line: all commands in one listing, one style of help, one name for one thing."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys
-from collections.abc import Iterator
 from importlib.metadata import version
 
 import click
@@ -18,7 +15,7 @@ from prejit.runtime.cli.commands import HOUSES, commands
 TOP = click.Context(commands, **commands.context_settings)
 
 
-def every_command() -> Iterator[tuple[str, click.Command]]:
+def every_command():
     for name in commands.commands:
         _, command, _ = commands.resolve_command(TOP, [name])
         if isinstance(command, click.Group):
@@ -30,16 +27,16 @@ def every_command() -> Iterator[tuple[str, click.Command]]:
 LEAVES = dict(every_command())
 
 
-def options_of(command: click.Command) -> list[click.Option]:
+def options_of(command):
     return [each for each in command.params if isinstance(each, click.Option)]
 
 
-def kind_of(option: click.Option) -> tuple[str, bool, bool]:
+def kind_of(option):
     kind = re.sub("(integer|float)( range)?", "number", option.type.name)
     return kind, option.is_flag, option.multiple
 
 
-def test_help_and_versions_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_versions_are_listed(capsys):
     assert __main__.main(["--help"]) == 0
     printed = capsys.readouterr().out
     _, *parts = re.split(r"^Commands that .*:$", printed, flags=re.MULTILINE)
@@ -54,9 +51,7 @@ def test_help_and_versions_are_listed(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("name", LEAVES)
-def test_every_command_has_help_with_examples_that_it_takes(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_has_help_with_examples_that_it_takes(name, capsys, monkeypatch):
     monkeypatch.setenv("PREJIT_TRUST", "")  # --trust changes it
     assert __main__.main([*name.split(), "-h"]) == 0
     printed = capsys.readouterr().out
@@ -71,8 +66,8 @@ def test_every_command_has_help_with_examples_that_it_takes(
         assert re.fullmatch(r"[A-Z].*\.", parameter.help or ""), parameter.name
 
 
-def test_a_name_means_one_thing_in_all_commands() -> None:
-    kinds: dict[str, set[tuple[str, bool, bool]]] = {}
+def test_a_name_means_one_thing_in_all_commands():
+    kinds = {}
     for option in (each for command in LEAVES.values() for each in options_of(command)):
         for spelling in option.opts:
             kinds.setdefault(spelling, set()).add(kind_of(option))
@@ -80,7 +75,7 @@ def test_a_name_means_one_thing_in_all_commands() -> None:
     assert {spelling for spelling, found in kinds.items() if len(found) > 1} <= {"--key"}
 
 
-def test_a_forbidden_file_is_an_error_of_whoever_opens_it_and_no_wrong_usage() -> None:
+def test_a_forbidden_file_is_an_error_of_whoever_opens_it_and_no_wrong_usage():
     parameters = (each for command in LEAVES.values() for each in command.params)
     paths = [each.type for each in parameters if isinstance(each.type, click.Path)]
     assert paths
@@ -98,7 +93,7 @@ def test_a_forbidden_file_is_an_error_of_whoever_opens_it_and_no_wrong_usage() -
         ["sign", "b"],
     ],
 )
-def test_wrong_usage_ends_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_ends_with_2(argv, capsys):
     assert __main__.main(argv) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -112,11 +107,11 @@ def test_wrong_usage_ends_with_2(argv: list[str], capsys: pytest.CaptureFixture[
         *(("10GB", 10**10), ("1.5kB", 1500)),
     ],
 )
-def test_a_size_is_read_as_dd_reads_it(text: str, expected: int) -> None:
+def test_a_size_is_read_as_dd_reads_it(text, expected):
     assert byte_count(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "-1", "G", "1X", "1iB", "1e3", "0x10", "9" * 16, "many"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_what_is_no_size_is_refused(text):
     with pytest.raises(click.BadParameter, match="expected a number of bytes or a size such as"):
         byte_count(text)

@@ -1,16 +1,11 @@
 """The command line of the server side: what scripts parse, exit codes, and errors that help."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -27,28 +22,25 @@ X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
 
 
 @pytest.fixture
-def x_file(tmp_path: Path) -> Path:
+def x_file(tmp_path):
     np.save(tmp_path / "x.npy", X)
     return tmp_path / "x.npy"
 
 
 @pytest.fixture
-def foreign(tmp_path: Path) -> Path:
+def foreign(tmp_path):
     """A saved fingerprint of a machine that is none of the targets."""
     path = tmp_path / "foreign.json"
     path.write_bytes(to_json(dataclasses.replace(Fingerprint.current(), jaxlib="0.0.1")))
     return path
 
 
-def run(*argv: object) -> int:
+def run(*argv):
     """In this process: for what needs none of its own."""
     return __main__.main([str(argument) for argument in argv])
 
 
-Said = Callable[..., str]
-
-
-def test_inspect_and_verify_say_what_is_there(settled_dir: Path, recipe: Any, said: Said) -> None:
+def test_inspect_and_verify_say_what_is_there(settled_dir, recipe, said):
     shown = said("inspect", settled_dir)
     for part in (
         *("example", "cpu-host: fits this machine", "cpu-x86-64-v3", "score/b8", "nest", "jaxlib"),
@@ -72,7 +64,7 @@ def test_inspect_and_verify_say_what_is_there(settled_dir: Path, recipe: Any, sa
     assert plain["bytes"] > 10_000
 
 
-def test_explain_shows_every_axis(settled_dir: Path, foreign: Path, said: Said) -> None:
+def test_explain_shows_every_axis(settled_dir, foreign, said):
     shown = said("explain", settled_dir)
     assert "this machine loads cpu-host: nothing is compiled" in shown
     assert shown.count(" cpu_features ") == shown.count(" architecture ") == 2
@@ -87,11 +79,11 @@ def test_explain_shows_every_axis(settled_dir: Path, foreign: Path, said: Said) 
 
 
 @pytest.fixture
-def named(recipe: Any, tmp_path: Path) -> Callable[..., Path]:
+def named(recipe, tmp_path):
 
-    def write(**paths: dict[str, str]) -> Path:
-        def renamed(program: Any) -> Any:
-            changes: dict[str, tuple[str, ...]] = {}
+    def write(**paths):
+        def renamed(program):
+            changes = {}
             for which, names in paths.items():
                 texts = getattr(program, which)
                 for old, new in names.items():
@@ -99,7 +91,7 @@ def named(recipe: Any, tmp_path: Path) -> Callable[..., Path]:
                 changes[which] = texts
             return with_trees(dataclasses.replace(program, **changes))
 
-        def change(config: Any) -> Any:
+        def change(config):
             return dataclasses.replace(config, programs=tuple(map(renamed, config.programs)))
 
         return recipe.configured(change).write(tmp_path / "named")
@@ -107,7 +99,7 @@ def named(recipe: Any, tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def nest(bundle: Path, tmp_path: Path, half: str = "tree.half") -> int:
+def nest(bundle, tmp_path, half="tree.half"):
     np.save(tmp_path / "half.npy", np.array([1, 2, 3], ml_dtypes.bfloat16))
     np.save(tmp_path / "count.npy", np.ones((2, 2), np.int32))
     np.save(tmp_path / "flag.npy", np.True_)
@@ -117,8 +109,8 @@ def nest(bundle: Path, tmp_path: Path, half: str = "tree.half") -> int:
 
 
 def test_missing_and_damaged_and_foreign_end_differently(
-    settled_dir: Path, recipe: Any, foreign: Path, x_file: Path, tmp_path: Path
-) -> None:
+    settled_dir, recipe, foreign, x_file, tmp_path
+):
     (tmp_path / "empty").mkdir()
     bundle_dir = recipe.only("cpu-host").write(tmp_path / "damaged")
     blob = max((bundle_dir / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
@@ -141,9 +133,7 @@ def test_missing_and_damaged_and_foreign_end_differently(
         assert run(*argv) == status, argv
 
 
-def test_an_error_is_a_sentence_and_a_hint_with_the_nearest_path(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_is_a_sentence_and_a_hint_with_the_nearest_path(tmp_path, capsys):
     assert run("verify", tmp_path / "none") == 6
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -163,9 +153,7 @@ def test_an_error_is_a_sentence_and_a_hint_with_the_nearest_path(
     assert "give the directory of a bundle" in capsys.readouterr().err
 
 
-def test_call_says_where_time_went(
-    settled_dir: Path, x_file: Path, tmp_path: Path, prejit: Any
-) -> None:
+def test_call_says_where_time_went(settled_dir, x_file, tmp_path, prejit):
     call = ("call", settled_dir, "score", "--arg", f"x={x_file}", "-o", tmp_path / "out")
     assert run(*call) == 0
     start = json.loads(prejit(*call, "--json").stdout)["start"]
@@ -182,9 +170,7 @@ def test_call_says_where_time_went(
     assert re.fullmatch(r"verified 0\.0 MB; receipts for \d+\.\d MB", verified)
 
 
-def test_call_takes_nested_arguments_and_writes_nested_results(
-    settled_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_call_takes_nested_arguments_and_writes_nested_results(settled_dir, tmp_path, capsys):
     assert nest(settled_dir, tmp_path) == 0
     assert "sums.1.npy  int32[2, 2]" in capsys.readouterr().out
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
@@ -193,9 +179,7 @@ def test_call_takes_nested_arguments_and_writes_nested_results(
     assert np.load(tmp_path / "out" / "sums.1.npy").tolist() == [[2, 2], [2, 2]]
 
 
-def test_an_option_that_is_0_or_empty_is_given(
-    decoder_dir: Path, settled_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_option_that_is_0_or_empty_is_given(decoder_dir, settled_dir, capsys):
     for option in ("max-new-tokens", "top-p", "repetition-penalty"):
         assert run("generate", decoder_dir, "--prompt-ids", "1,2", f"--{option}", "0") == 2
         captured = capsys.readouterr()
@@ -206,9 +190,7 @@ def test_an_option_that_is_0_or_empty_is_given(
         assert run(name, settled_dir, option, "") == 6
 
 
-def test_call_refuses_arguments_that_make_no_sense(
-    settled_dir: Path, x_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_call_refuses_arguments_that_make_no_sense(settled_dir, x_file, tmp_path, capsys):
     (tmp_path / "empty.npy").write_bytes(b"")
     (tmp_path / "text.npy").write_bytes(b"text")
     (tmp_path / "short.npy").write_bytes(x_file.read_bytes()[:-5])
@@ -238,15 +220,15 @@ def test_call_refuses_arguments_that_make_no_sense(
         *('["nul\\u0000"]', '[""]', '[".hidden"]', '["%2F"]'),
     ],
 )
-def test_results_stay_in_their_place(path: str, recipe: Any, tmp_path: Path, x_file: Path) -> None:
+def test_results_stay_in_their_place(path, recipe, tmp_path, x_file):
     """Their names come out of the bundle, and whoever wrote it need not be a friend."""
     path = path.replace("{tmp}", str(tmp_path))
 
-    def change(config: Any) -> Any:
+    def change(config):
         first = dataclasses.replace(config.programs[0], results=(f"{path} float32[2,4]",))
         return dataclasses.replace(config, programs=(first, *config.programs[1:]))
 
-    def files() -> set[Path]:
+    def files():
         return {each for each in tmp_path.rglob("*") if "runtime-cache" not in each.parts}
 
     forged = recipe.configured(change).write(tmp_path / "forged")
@@ -268,18 +250,14 @@ def test_results_stay_in_their_place(path: str, recipe: Any, tmp_path: Path, x_f
         ('["a/b"]', '["a%2Fb"]'),
     ],
 )
-def test_results_share_none(
-    first: str, second: str, named: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_results_share_none(first, second, named, tmp_path):
     bundle = named(results={'["scalar"]': first, '["sums",0]': second, '["sums",1]': '["c"]'})
     assert nest(bundle, tmp_path) == 0
     sizes = sorted(np.load(file).size for file in (tmp_path / "out").iterdir())
     assert sizes == [1, 3, 4]
 
 
-def test_an_argument_may_have_a_dot_in_a_key(
-    named: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_argument_may_have_a_dot_in_a_key(named, tmp_path, capsys):
     bundle = named(arguments={'["tree","half"]': '["tree","h.0/x"]'})
     assert nest(bundle, tmp_path, "tree.h%2E0%2Fx") == 0
     for wrong in ("tree.h.0/x", "tree.half"):
@@ -291,7 +269,7 @@ def test_an_argument_may_have_a_dot_in_a_key(
     assert nest(seven, tmp_path, "tree.7") == 0
 
 
-def test_a_reader_that_goes_away_ends_it_quietly(settled_dir: Path) -> None:
+def test_a_reader_that_goes_away_ends_it_quietly(settled_dir):
     command = [sys.executable, "-m", "prejit.runtime", "inspect", str(settled_dir)]
     read, write = os.pipe()
     os.close(read)  # gone before it begins
@@ -303,9 +281,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(settled_dir: Path) -> None:
     assert done.returncode == 141
 
 
-def test_a_full_disk_behind_stdout_is_told_and_a_closed_one_is_no_failure(
-    settled_dir: Path,
-) -> None:
+def test_a_full_disk_behind_stdout_is_told_and_a_closed_one_is_no_failure(settled_dir):
     command = f"exec {sys.executable} -m prejit.runtime inspect {settled_dir}"
     full, closed = (
         subprocess.run(["/bin/sh", "-c", f"{command} {to}"], capture_output=True, check=False)
@@ -317,19 +293,17 @@ def test_a_full_disk_behind_stdout_is_told_and_a_closed_one_is_no_failure(
     assert (closed.returncode, closed.stderr) == (0, b"")
 
 
-def test_output_is_readable_without_unicode(make_recipe: Any, tmp_path: Path, prejit: Any) -> None:
+def test_output_is_readable_without_unicode(make_recipe, tmp_path, prejit):
     path = make_recipe(name="modèle-日本").write(tmp_path / "b")
     done = prejit("inspect", path, env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
     assert "cpu-host" in done.stdout
 
 
-def test_what_a_bundle_says_moves_no_cursor(
-    make_recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_bundle_says_moves_no_cursor(make_recipe, tmp_path, capsys):
     control = "\x1b[2J\x9b2J\b\b\r\u202e"
     evil = f"{control}all is well"
 
-    def change(config: Any) -> Any:
+    def change(config):
         versions = {**config.versions, evil: evil}
         first = dataclasses.replace(config.programs[0], name=f"score/{evil}")
         programs = (first, *config.programs[1:])
@@ -348,7 +322,7 @@ def test_what_a_bundle_says_moves_no_cursor(
 
 
 @pytest.mark.parametrize(("command", "house"), [("build", "compiler"), ("serve", "server")])
-def test_a_wheel_is_named_where_it_is_missing(command: str, house: str, run_python: Any) -> None:
+def test_a_wheel_is_named_where_it_is_missing(command, house, run_python):
     code = (
         "import sys\n"
         f"sys.modules['prejit.{house}'] = None\n"

@@ -1,9 +1,5 @@
 """Calls of a jitted function, dispatched by jaxlib's C++, on every version of jax."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,15 +10,15 @@ from prejit.runtime.device.device import Device
 
 
 @pytest.fixture(scope="module")
-def device() -> Device:
+def device():
     return Device(of_jax=True)
 
 
 class Doubling:
     """A function `x * 2` whose executable is our own, and the number of its misses."""
 
-    def __init__(self, device: Device, *, donate: bool = False) -> None:
-        options: dict[str, Any] = {"donate_argnums": 0} if donate else {}
+    def __init__(self, device, *, donate=False):
+        options = {"donate_argnums": 0} if donate else {}
         self.jitted = jax.jit(lambda x, n=0: x * 2, static_argnames="n", **options)
         exported = jax.export.export(
             jax.jit(lambda x: x * 2, keep_unused=True, **options), platforms=("cpu",)
@@ -34,7 +30,7 @@ class Doubling:
         self.function = dispatch.function(self.jitted, self.miss)
         self.misses = 0
 
-    def miss(self, x: Any, n: int = 0) -> _jit_dispatch.Missed:
+    def miss(self, x, n=0):
         self.misses += 1
         x = jnp.asarray(x)
         avals = [((4,), np.dtype("float32"), n == 1)]
@@ -44,7 +40,7 @@ class Doubling:
         return result, self.dispatch.path(self.loaded, whole, result, whole), False
 
 
-def test_a_signature_misses_once_and_donated_arguments_are_deleted(device: Device) -> None:
+def test_a_signature_misses_once_and_donated_arguments_are_deleted(device):
     doubling, x = Doubling(device), jnp.arange(4.0)
     results = [doubling.function(x) for _ in range(5)]
     assert doubling.misses == 1
@@ -64,7 +60,7 @@ def test_a_signature_misses_once_and_donated_arguments_are_deleted(device: Devic
     np.testing.assert_array_equal(x, np.full(4, 8))
 
 
-def test_only_a_jitted_function_of_this_jax_has_a_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_jitted_function_of_this_jax_has_a_dispatch(monkeypatch):
     dispatch = _jit_dispatch.Dispatch.of(
         jax.jit(lambda x, mode, y: x, static_argnames="mode", donate_argnums=(0, 2))
     )

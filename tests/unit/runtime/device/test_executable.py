@@ -1,11 +1,6 @@
 """Executables on a device: the one module on private parts of jax and jaxlib, on every version of them."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,11 +27,11 @@ MANIFEST_DTYPES = sorted(set(DTYPES) | set(TABLE_DTYPES))
 
 
 @pytest.fixture(scope="module")
-def device() -> Device:
+def device():
     return Device()
 
 
-def export(function: Callable[..., Any], *arguments: Any, **options: Any) -> bytes:
+def export(function, *arguments, **options):
     import jax
     from jax import export
 
@@ -45,21 +40,21 @@ def export(function: Callable[..., Any], *arguments: Any, **options: Any) -> byt
     return bytes(export.export(jitted, platforms=("cpu",))(*shapes).mlir_module_serialized)
 
 
-def aligned(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def aligned(values):
     copy = aligned_zeros(values.shape, values.dtype)
     copy[...] = values
     return copy
 
 
-def address(array: np.ndarray[Any, Any]) -> int:
+def address(array):
     return int(array.ctypes.data)
 
 
-def same_bytes(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+def same_bytes(one, other):
     return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
 
 
-def test_mapped_weights_are_taken_without_a_copy(settled_dir: Path, device: Device) -> None:
+def test_mapped_weights_are_taken_without_a_copy(settled_dir, device):
     """As they come from a bundle: a private map of the file."""
     bundle = load(settled_dir)
     for name, values in bundle._programs._weights.values.items():
@@ -77,15 +72,15 @@ def test_mapped_weights_are_taken_without_a_copy(settled_dir: Path, device: Devi
         lambda x: x.tobytes() and np.frombuffer(x.tobytes(), x.dtype).reshape(x.shape),
     ],
 )
-def test_memory_that_is_not_shared_is_copied(change: Callable[[Any], Any], device: Device) -> None:
+def test_memory_that_is_not_shared_is_copied(change, device):
     values = change(aligned(np.arange(70, dtype=np.float32).reshape(7, 10)))
     assert same_bytes(to_numpy(device.put(values)), np.ascontiguousarray(values))
 
 
-def test_memory_outlives_the_array_it_came_from(device: Device) -> None:
+def test_memory_outlives_the_array_it_came_from(device):
     count = 1 << 18
 
-    def overwritten() -> list[Any]:
+    def overwritten():
         gc.collect()
         return [np.full(count, 7, np.float32) for _ in range(8)]
 
@@ -106,7 +101,7 @@ def test_memory_outlives_the_array_it_came_from(device: Device) -> None:
     assert len(noise) == 16
 
 
-def test_donated_memory_is_reused_and_the_argument_is_gone(device: Device) -> None:
+def test_donated_memory_is_reused_and_the_argument_is_gone(device):
     """Neither a caller's memory nor what was read changes."""
     cache, one = aligned_zeros((1 << 16,), np.dtype(np.float32)), np.float32(1)
     function = export(lambda cache, x: (cache.at[0].add(x), x), cache, one, donate_argnums=0)
@@ -124,7 +119,7 @@ def test_donated_memory_is_reused_and_the_argument_is_gone(device: Device) -> No
             use()
 
 
-def test_zeros_are_the_devices_own(device: Device) -> None:
+def test_zeros_are_the_devices_own(device):
     """They are written where they lie, and the next ones are zeros again."""
     for dtype in ("float32", "bfloat16", "bool"):
         for shape in ((3, 0), (300, 70)):
@@ -143,7 +138,7 @@ def test_zeros_are_the_devices_own(device: Device) -> None:
         assert (found[1], found.sum()) == (7, 7)
 
 
-def test_wrong_arguments_and_bytes_are_refused_and_never_read_outside(device: Device) -> None:
+def test_wrong_arguments_and_bytes_are_refused_and_never_read_outside(device):
     """The program table may lie about shapes; the compiled program does not believe it."""
     x, y = (np.ones(shape, np.float32) for shape in ((4, 16), (16, 8)))
     program = device.compile(export(lambda x, y: x @ y, x, y))
@@ -161,7 +156,7 @@ def test_wrong_arguments_and_bytes_are_refused_and_never_read_outside(device: De
         compile_portable(b"")
 
 
-def for_all_platforms(function: Callable[..., Any], *shapes: Any, reverse: bool = False) -> Any:
+def for_all_platforms(function, *shapes, reverse=False):
     """A function exported for all platforms."""
     from jax import export
 
@@ -170,7 +165,7 @@ def for_all_platforms(function: Callable[..., Any], *shapes: Any, reverse: bool 
     return export.export(function, platforms=platforms, disabled_checks=unchecked)(*shapes)
 
 
-def check_on_cpu(function: Callable[..., Any], *arguments: Any, device: Device) -> None:
+def check_on_cpu(function, *arguments, device):
     """Compiles a program for all platforms here, and compares it with jax."""
     import jax
 
@@ -189,24 +184,24 @@ def check_on_cpu(function: Callable[..., Any], *arguments: Any, device: Device) 
             np.testing.assert_allclose(to_numpy(ours), theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_a_platform_is_chosen_and_no_branch_for_another_is_left(device: Device) -> None:
+def test_a_platform_is_chosen_and_no_branch_for_another_is_left(device):
     """There XLA looks for the custom calls of every platform, unless their branches are dropped."""
     import jax
     from jax import lax
     from jax.scipy.linalg import expm
 
     @jax.jit
-    def elsewhere(x: Any) -> Any:
+    def elsewhere(x):
         return jax.ffi.ffi_call("nobody_has_this", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 
-    def choose(x: Any) -> Any:
+    def choose(x):
         """The second branch is on CPUs; a default of other places alone is never reached."""
         return lax.platform_dependent(x, cuda=elsewhere, cpu=lambda x: x + 2, default=elsewhere)
 
-    def thrice(x: Any) -> Any:
+    def thrice(x):
         return lax.fori_loop(0, 3, lambda _, y: choose(y), x)
 
-    def often(x: Any) -> Any:
+    def often(x):
         return lax.fori_loop(0, 2, lambda _, y: expm(y) / 10, x)
 
     x = np.arange(4, dtype=np.float32)
@@ -225,7 +220,7 @@ def test_a_platform_is_chosen_and_no_branch_for_another_is_left(device: Device) 
     )
 
 
-def test_what_does_not_load_here_is_not_called_damaged(kernel_recipe: Any, device: Device) -> None:
+def test_what_does_not_load_here_is_not_called_damaged(kernel_recipe, device):
     """The bytes are right, and a library that they call is not here: no fault of the bundle."""
     config = kernel_recipe.targets[0].config
     segment = config.programs[0].executable
@@ -250,9 +245,7 @@ SIGNATURES = [
 
 
 @pytest.mark.parametrize(("function", "arguments", "donated"), SIGNATURES)
-def test_a_program_tells_what_it_takes_and_gives(
-    function: Callable[..., Any], arguments: Any, donated: tuple[int, ...], device: Device
-) -> None:
+def test_a_program_tells_what_it_takes_and_gives(function, arguments, donated, device):
     import jax
 
     program = device.compile(export(function, *arguments, donate_argnums=donated))
@@ -266,7 +259,7 @@ def test_a_program_tells_what_it_takes_and_gives(
 
 
 @pytest.mark.parametrize("dtype", every_second(MANIFEST_DTYPES))
-def test_every_dtype_of_a_manifest_goes_in_and_comes_out(dtype: str, device: Device) -> None:
+def test_every_dtype_of_a_manifest_goes_in_and_comes_out(dtype, device):
     """Also those of less than a byte, which devices pack and DLPack does not know."""
     import jax
 
@@ -292,7 +285,7 @@ def test_every_dtype_of_a_manifest_goes_in_and_comes_out(dtype: str, device: Dev
                 assert same_bytes(np.asarray(to_jax(same)), values)
 
 
-def test_a_host_executable_asks_for_what_this_machine_has() -> None:
+def test_a_host_executable_asks_for_what_this_machine_has():
     """Else a bundle would not even match the machine that built it."""
     compiled = compile_portable(export(lambda x: x + 1, np.float32(1)))
     declared = declared_features(compiled.serialized)
@@ -352,12 +345,12 @@ assert not found, found
         ("import os; os.environ['PREJIT_PLAIN_START'] = '1'\nimport jax.numpy", ""),
     ],
 )
-def test_a_host_that_uses_jax_gets_all_of_it(before: str, after: str, run_python: Any) -> None:
+def test_a_host_that_uses_jax_gets_all_of_it(before, after, run_python):
     run_python(f"{before}{START}{after}{USE}")
 
 
 @pytest.mark.parametrize("calls", [0, 1])
-def test_a_process_may_end_in_the_middle(settled_dir: Path, run_python: Any, calls: int) -> None:
+def test_a_process_may_end_in_the_middle(settled_dir, run_python, calls):
     """XLA's threads and ours must not abort it: the exit status is what a supervisor looks at."""
     run_python(f"""
 import numpy as np
@@ -369,7 +362,7 @@ if {calls}:
 """)
 
 
-def test_one_thread_at_a_time_imports_jaxlibs_mlir(run_python: Any, tmp_path: Path) -> None:
+def test_one_thread_at_a_time_imports_jaxlibs_mlir(run_python, tmp_path):
     """A first array and a first compile import it from two ends: Python may end that as a deadlock."""
     (tmp_path / "program").write_bytes(export(lambda x: x + 1, np.float32(1)))
     run_python(

@@ -1,33 +1,23 @@
 """Programs of a user run under the settings of jax that their traces depended on, and under no others."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from prejit.compiler import Program
-from prejit.runtime import Bundle, UsageError, jit, load
+from prejit.runtime import UsageError, jit, load
 from prejit.runtime.device import _jax_parts, jax_settings
 
-from ..conftest import BuildPrograms
-
 HOST, ON_DEVICE = np.arange(4, dtype=np.float32), jnp.arange(4.0)
-Setting = Callable[[], AbstractContextManager[Any]]
 
 
-def noisy(x: Any) -> Any:
+def noisy(x):
     return {"x": x * jnp.arange(4), "noise": jax.random.normal(jax.random.key(0), x.shape)}
 
 
 @pytest.fixture(scope="module")
-def path(build_programs: BuildPrograms) -> Path:
+def path(build_programs):
     programs = [
         Program("noisy", fn=noisy, args={"x": "float32[4]"}),
         Program(
@@ -38,16 +28,16 @@ def path(build_programs: BuildPrograms) -> Path:
 
 
 @pytest.fixture
-def bundle(path: Path) -> Bundle:
+def bundle(path):
     return load(path, on_mismatch="error")
 
 
-SETTINGS: dict[str, Setting] = {
+SETTINGS = {
     "jax_enable_x64": lambda: jax.enable_x64(True),
     "jax_default_matmul_precision": lambda: jax.default_matmul_precision("highest"),
     "jax_default_prng_impl": lambda: jax.default_prng_impl("rbg"),
 }
-WAYS: dict[str, Callable[[Bundle], Any]] = {
+WAYS = {
     "call": lambda bundle: bundle.call("noisy", x=HOST),
     "call on jax's arrays": lambda bundle: bundle.call("noisy", x=ON_DEVICE),
     "call in Python": lambda bundle: bundle.call("placed", HOST),
@@ -60,7 +50,7 @@ WAYS: dict[str, Callable[[Bundle], Any]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_other_settings_than_those_of_the_trace_are_refused(bundle: Bundle, name: str) -> None:
+def test_other_settings_than_those_of_the_trace_are_refused(bundle, name):
     """At the first call, after calls that fit, and again and again; not when they are as before."""
     changed = SETTINGS[name]
     for way, call in WAYS.items():
@@ -72,7 +62,7 @@ def test_other_settings_than_those_of_the_trace_are_refused(bundle: Bundle, name
             assert way
 
 
-def test_the_build_decides_which_settings_a_call_needs(build_programs: BuildPrograms) -> None:
+def test_the_build_decides_which_settings_a_call_needs(build_programs):
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
         path = build_programs(Program("noisy", fn=noisy, args={"x": "float32[4]"}))
     bundle = load(path)
@@ -91,7 +81,7 @@ def test_the_build_decides_which_settings_a_call_needs(build_programs: BuildProg
                 np.testing.assert_allclose(found[key], value, rtol=1e-6)
 
 
-def test_guards_refuse_the_transfers_that_jax_refuses(path: Path) -> None:
+def test_guards_refuse_the_transfers_that_jax_refuses(path):
     """Also at the first call. Arrays that are on the device pass, and so does what prejit puts there."""
     bundle = load(path)
     jitted = jit(noisy, bundle=bundle, on_miss="error")
@@ -107,10 +97,10 @@ def test_guards_refuse_the_transfers_that_jax_refuses(path: Path) -> None:
         bundle.call("noisy", x=HOST)
 
 
-def test_guards_let_arrays_of_jax_pass(build_programs: BuildPrograms) -> None:
+def test_guards_let_arrays_of_jax_pass(build_programs):
     """They are on the device for jax.jit, wherever the bundle puts them: keys and donated ones too."""
 
-    def step(key: Any, x: Any) -> Any:
+    def step(key, x):
         return {"key": jax.random.split(key)[0], "x": x.astype("bfloat16") * 2}
 
     key, x = jax.random.key(0), jnp.ones(4)
@@ -130,7 +120,7 @@ def test_guards_let_arrays_of_jax_pass(build_programs: BuildPrograms) -> None:
         np.testing.assert_array_equal(np.asarray(found, np.float32), np.full(4, 2, np.float32))
 
 
-def test_the_defaults_are_those_of_this_jax(run_python: Any) -> None:
+def test_the_defaults_are_those_of_this_jax(run_python):
     """A setting that a new jax adds, or whose default it changes, must be listed."""
     run_python(
         "import jax; from prejit.runtime.device import jax_settings\n"
@@ -139,7 +129,7 @@ def test_the_defaults_are_those_of_this_jax(run_python: Any) -> None:
     )
 
 
-def test_a_process_without_jax_has_no_settings(path: Path, run_python: Any) -> None:
+def test_a_process_without_jax_has_no_settings(path, run_python):
     run_python(
         "import os, sys, numpy as np\n"
         "from prejit.runtime import UsageError, load\n"
@@ -156,7 +146,7 @@ def test_a_process_without_jax_has_no_settings(path: Path, run_python: Any) -> N
     )
 
 
-def test_each_context_of_the_user_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_context_of_the_user_has_a_name(monkeypatch):
     from jax._src import config
 
     names, values = ("user_context", "jax_enable_x64", "user_context"), (None, False, 7)

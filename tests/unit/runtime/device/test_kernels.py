@@ -1,13 +1,9 @@
 """Native kernels of a bundle: verified, loaded, registered before the executables that call them."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,14 +21,14 @@ X = np.arange(5, dtype=np.float32)
 
 
 @pytest.fixture
-def kernels_dir(kernel_recipe: Any, tmp_path: Path) -> Path:
+def kernels_dir(kernel_recipe, tmp_path):
     return kernel_recipe.write(tmp_path / "kernels")
 
 
 @pytest.fixture
-def nothing_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_is_mapped(monkeypatch):
 
-    def reached(*_: object) -> None:
+    def reached(*_):
         raise AssertionError("a damaged library reached the dynamic linker")
 
     monkeypatch.setattr(kernels, "_open_sealed", reached)
@@ -40,8 +36,8 @@ def nothing_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_changed_library_never_reaches_the_dynamic_linker(
-    kernels_dir: Path, kernel_recipe: Any, nothing_is_mapped: None
-) -> None:
+    kernels_dir, kernel_recipe, nothing_is_mapped
+):
     """Even behind a receipt: its digest is taken of the very bytes that would be loaded."""
     with pytest.raises(AssertionError, match="reached the dynamic linker"):
         load(kernels_dir)  # whole kernels get there, or the fixture would show nothing
@@ -55,11 +51,11 @@ def test_a_changed_library_never_reaches_the_dynamic_linker(
     assert __main__.main(["verify", str(kernels_dir)]) == RejectError.exit_code
 
 
-def forged(recipe: Any, **changes: Any) -> Any:
+def forged(recipe, **changes):
     return recipe.configured(lambda config: dataclasses.replace(config, **changes))
 
 
-def rejected(forgeries: dict[str, Any], tmp_path: Path) -> None:
+def rejected(forgeries, tmp_path):
     """Load each bundle, which is refused for the reason that is its key."""
     for place, (complaint, forgery) in enumerate(forgeries.items()):
         with pytest.raises(RejectError, match=complaint):
@@ -67,8 +63,8 @@ def rejected(forgeries: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_kernels_that_a_manifest_and_a_config_do_not_both_have_are_rejected(
-    kernel_recipe: Any, tmp_path: Path, nothing_is_mapped: None
-) -> None:
+    kernel_recipe, tmp_path, nothing_is_mapped
+):
     (program,) = kernel_recipe.targets[0].config.programs
     silent = (dataclasses.replace(program, kernels=None),)
     untrue = (dataclasses.replace(program, kernels=False),)
@@ -86,14 +82,14 @@ def test_kernels_that_a_manifest_and_a_config_do_not_both_have_are_rejected(
 
 
 def test_a_library_that_is_not_what_the_config_says_is_rejected(
-    kernel_recipe: Any, tmp_path: Path, nothing_is_mapped: None
-) -> None:
+    kernel_recipe, tmp_path, nothing_is_mapped
+):
     kernels_of = kernel_recipe.targets[0].config.kernels
 
-    def naming(**changes: Any) -> Any:
+    def naming(**changes):
         return forged(kernel_recipe, kernels=dataclasses.replace(kernels_of, **changes))
 
-    def holding(content: bytes) -> Any:
+    def holding(content):
         return naming(digest=digest_of(content)).with_content(KERNELS_MEDIA_TYPE, content)
 
     forgeries = {
@@ -109,13 +105,13 @@ def test_a_library_that_is_not_what_the_config_says_is_rejected(
     rejected(forgeries, tmp_path)
 
 
-def refused(*_: object) -> None:
+def refused(*_):
     raise KernelError("cannot load native kernels: no")
 
 
 def test_kernels_that_cannot_be_loaded_are_a_mismatch_and_the_portable_program_runs(
-    kernels_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kernels_dir, monkeypatch
+):
     monkeypatch.setattr(kernels, "load", refused)
     with pytest.raises(MismatchError, match=r"kernels: needs a library for x86-64-v2 by .*native"):
         load(kernels_dir, on_mismatch="error")
@@ -129,8 +125,8 @@ def test_kernels_that_cannot_be_loaded_are_a_mismatch_and_the_portable_program_r
 
 
 def test_a_target_without_kernels_serves_where_they_cannot_be_loaded(
-    kernel_recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kernel_recipe, tmp_path, monkeypatch
+):
     (with_kernels,) = kernel_recipe.targets
     (program,) = with_kernels.config.programs
     layers = tuple(x for x in with_kernels.layers if x.media_type != KERNELS_MEDIA_TYPE)
@@ -145,8 +141,8 @@ def test_a_target_without_kernels_serves_where_they_cannot_be_loaded(
 
 
 def test_a_library_for_another_machine_is_a_mismatch_before_it_is_read(
-    kernel_recipe: Any, tmp_path: Path, nothing_is_mapped: None, kernels_dir: Path
-) -> None:
+    kernel_recipe, tmp_path, nothing_is_mapped, kernels_dir
+):
     """The library itself is for v2; a machine without sse4.2 must not see it."""
     needs = dataclasses.replace(kernel_recipe.targets[0].config.requirement, glibc="99.1")
     path = forged(kernel_recipe, requirement=needs).write(tmp_path / "later")
@@ -180,7 +176,7 @@ except Exception as error:
 
 
 @pytest.fixture(scope="module")
-def compiled(toy_library: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def compiled(toy_library, tmp_path_factory):
     """Files: the library, a program that calls it, and that program compiled with the library itself."""
     library, content = toy_library
     at = tmp_path_factory.mktemp("compiled")
@@ -209,9 +205,7 @@ open(compiled, "wb").write(compile_portable(bytes(portable)).serialized)
 """
 
 
-def test_a_worker_compiles_with_a_stand_in_what_the_library_itself_gives(
-    compiled: list[Path], run_python: Any
-) -> None:
+def test_a_worker_compiles_with_a_stand_in_what_the_library_itself_gives(compiled, run_python):
     """And maps no code of it: the build host may lack the instructions. A call fails, and does not crash."""
     assert run_python(STAND_IN, *compiled).stdout in ("XlaRuntimeError\n", "JaxRuntimeError\n")
 
@@ -230,8 +224,8 @@ print(len({line.split()[4] for line in lines}), len([line for line in lines if "
 
 
 def test_a_descriptor_that_comes_again_is_not_taken_for_the_first_library(
-    toy_library: Any, tmp_path: Path, run_python: Any
-) -> None:
+    toy_library, tmp_path, run_python
+):
     """The dynamic linker knows what it loaded by its name, and /proc/self/fd/3 is used three times."""
     (tmp_path / "kernels.so").write_bytes(toy_library[1])
     handlers, mapped = run_python(DESCRIPTORS, tmp_path / "kernels.so").stdout.splitlines()
@@ -239,7 +233,7 @@ def test_a_descriptor_that_comes_again_is_not_taken_for_the_first_library(
     assert mapped == "3 3"
 
 
-def test_a_library_may_lack_a_symbol(toy_library: Any) -> None:
+def test_a_library_may_lack_a_symbol(toy_library):
     """As with an older glibc: the same message of the dynamic linker."""
     content = toy_library[1].replace(b"GLIBC_2.3\0", b"GLIBC_9.3\0")
     assert content != toy_library[1]
@@ -249,13 +243,13 @@ def test_a_library_may_lack_a_symbol(toy_library: Any) -> None:
 
 
 def test_a_system_that_forbids_files_in_memory_is_told_as_such_and_an_old_one_makes_them(
-    toy_library: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    toy_library, monkeypatch
+):
     """A kernel before Linux 6.3 does not know the new flag."""
     make = os.memfd_create
 
-    def failing(errno: int, flag: int = -1) -> None:
-        def made(name: str, flags: int) -> int:
+    def failing(errno, flag=-1):
+        def made(name, flags):
             if flags & flag:
                 raise OSError(errno, os.strerror(errno))
             return make(name, flags)
@@ -270,7 +264,7 @@ def test_a_system_that_forbids_files_in_memory_is_told_as_such_and_an_old_one_ma
     assert len(kernels.load(toy_library[1] + b"\0\0\0").handlers) == 2
 
 
-def test_what_is_loaded_cannot_be_changed_and_has_its_exports(toy_library: Any) -> None:
+def test_what_is_loaded_cannot_be_changed_and_has_its_exports(toy_library):
     descriptor = kernels._memory_file(toy_library[1], "test")
     try:
         with pytest.raises(PermissionError):

@@ -1,12 +1,8 @@
 """A start is quick, and a host program does not notice how."""
 
-from __future__ import annotations
-
 import gc
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,7 +33,7 @@ assert bundle.call("score", x=np.ones((2, 16), np.float32)).shape == (2, 4)
 """
 
 
-def test_a_start_is_quick_and_leaves_nothing_behind(settled_dir: Path, run_python: Any) -> None:
+def test_a_start_is_quick_and_leaves_nothing_behind(settled_dir, run_python):
     """The collector looks at nothing between numpy, which comes with `load`, and the end of a load."""
     done = run_python(
         WATCHED
@@ -92,8 +88,8 @@ AS_EVER = [("numpy", True, None), ("jaxlib._jax", True, None)]
     ids=["one switch turns all off", "beside threads of the host", "settings of the host"],
 )
 def test_nothing_is_set_where_a_host_would_notice_it(
-    before: str, env: dict[str, str], seen: Any, after: str, settled_dir: Path, run_python: Any
-) -> None:
+    before, env, seen, after, settled_dir, run_python
+):
     """Threads of the host make garbage, read the environment, and start processes that inherit it."""
     code = CALL.format(path=str(settled_dir))
     run_python(f"{before}{WATCHED}{code}{after}\nassert seen == {seen!r}, seen", env=env)
@@ -102,7 +98,7 @@ def test_nothing_is_set_where_a_host_would_notice_it(
 @pytest.mark.parametrize(
     "host", ["import jax; jax.numpy.ones(3)", "import numpy, ml_dtypes, tokenizers, zstandard"]
 )
-def test_a_host_may_import_in_a_thread(host: str, settled_dir: Path, run_python: Any) -> None:
+def test_a_host_may_import_in_a_thread(host, settled_dir, run_python):
     run_python(
         "import threading\nfrom prejit.runtime import load\nerrors = []\n"
         f"def other():\n    try:\n        {host}\n"
@@ -128,9 +124,7 @@ def tokens(prompt):
 """
 
 
-def test_a_start_loads_at_once_what_the_last_one_wanted(
-    decoder_dir: Path, runtime_cache: Path, run_python: Any
-) -> None:
+def test_a_start_loads_at_once_what_the_last_one_wanted(decoder_dir, runtime_cache, run_python):
     """It is a guess and no more: in a file of anybody's making, it fails nothing."""
     code = GENERATE.format(path=str(decoder_dir))
     nothing = "assert not bundle._programs._working, 'nothing is known yet'\n"
@@ -156,13 +150,13 @@ def test_a_start_loads_at_once_what_the_last_one_wanted(
 
 
 @pytest.fixture
-def alone(collector_on: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(collector_on, monkeypatch):
     """As in a process without other threads; pytest-xdist has one."""
     monkeypatch.setattr("prejit.runtime.device.quick_start.is_alone", lambda: True)
 
 
 @pytest.fixture
-def collector_on() -> Iterator[None]:
+def collector_on():
     assert gc.isenabled()
     assert not gc.get_freeze_count()
     yield
@@ -171,8 +165,8 @@ def collector_on() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alone")
-def test_nothing_looks_through_the_new_objects_afterwards() -> None:
-    def collections() -> int:
+def test_nothing_looks_through_the_new_objects_afterwards():
+    def collections():
         return sum(one["collections"] for one in gc.get_stats())
 
     gc.collect()
@@ -188,7 +182,7 @@ def test_nothing_looks_through_the_new_objects_afterwards() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_settings_of_the_host_stay_and_an_error_turns_it_on_again() -> None:
+def test_settings_of_the_host_stay_and_an_error_turns_it_on_again():
     gc.freeze()
     frozen = gc.get_freeze_count()
     with pytest.raises(ValueError, match="broken"), collector_off():
@@ -204,7 +198,7 @@ def test_settings_of_the_host_stay_and_an_error_turns_it_on_again() -> None:
 # --- pages of jaxlib's library are read ahead where they are not in memory --------------------------------
 
 
-def test_the_recorded_lists_name_pages_of_their_libraries() -> None:
+def test_the_recorded_lists_name_pages_of_their_libraries():
     lines = Path(quick_start._LISTED).read_text(encoding="ascii").splitlines()
     assert any(each.endswith("# jaxlib 0.10.2, Python 3.11") for each in lines)
     for each in lines:

@@ -1,9 +1,6 @@
 """Which buckets sentences are put into, in which order buckets are loaded, and how a sentence is cut off."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import example, given
@@ -24,11 +21,11 @@ BUCKETS = st.lists(
 )
 
 
-def cheapest(lengths: Sequence[int], buckets: Sequence[Bucket]) -> int:
+def cheapest(lengths, buckets):
     """The cost of the best set of runs: every bucket, with every choice of the sentences that it takes."""
 
     @functools.cache
-    def cost(left: tuple[int, ...]) -> int:
+    def cost(left):
         if not left:
             return 0
         # Some run must take the first; it may take any of the others that fit with it.
@@ -45,8 +42,8 @@ def cheapest(lengths: Sequence[int], buckets: Sequence[Bucket]) -> int:
     return cost(tuple(lengths))
 
 
-def _subsets(items: list[int], at_most: int) -> list[set[int]]:
-    found: list[set[int]] = [set()]
+def _subsets(items, at_most):
+    found = [set()]
     for item in items:
         found += [one | {item} for one in found if len(one) < at_most]
     return found
@@ -54,7 +51,7 @@ def _subsets(items: list[int], at_most: int) -> list[set[int]]:
 
 @given(BUCKETS, st.lists(st.integers(1, 9), max_size=6))
 @example([Bucket(1, 4, 10), Bucket(4, 4, 15), Bucket(4, 9, 16)], [9, 3, 3, 3, 2])
-def test_no_set_of_runs_costs_less(buckets: list[Bucket], lengths: list[int]) -> None:
+def test_no_set_of_runs_costs_less(buckets, lengths):
     longest = max(bucket.length for bucket in buckets)
     lengths = sorted((min(length, longest) for length in lengths), reverse=True)
     runs = partition(lengths, buckets)
@@ -66,10 +63,10 @@ def test_no_set_of_runs_costs_less(buckets: list[Bucket], lengths: list[int]) ->
         assert lengths[first] <= bucket.length
 
 
-def _ordered_plainly(buckets: Sequence[Bucket]) -> list[Bucket]:
+def _ordered_plainly(buckets):
     unserved, order = list(buckets), list[Bucket]()
 
-    def serves(bucket: Bucket, other: Bucket) -> bool:
+    def serves(bucket, other):
         holds = bucket.batch >= other.batch and bucket.length >= other.length
         return holds and bucket.cost <= 2 * other.cost
 
@@ -83,19 +80,19 @@ def _ordered_plainly(buckets: Sequence[Bucket]) -> list[Bucket]:
 
 @given(BUCKETS)
 @example([Bucket(1, 4, 0), Bucket(2, 4, 0), Bucket(1, 2, 2**70), Bucket(9, 9, 10**400)])
-def test_the_order_is_the_one_that_is_defined(buckets: list[Bucket]) -> None:
+def test_the_order_is_the_one_that_is_defined(buckets):
     assert loading_order(buckets) == _ordered_plainly(buckets)
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
+def tokenizer():
     made = Tokenizers(models.WordPiece({"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "a": 3, "b": 4}))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
     return Tokenizer(made.to_str().encode(), "tokenizer.json")
 
 
-def test_a_sentence_that_is_too_long_is_cut_or_an_error(tokenizer: Tokenizer) -> None:
+def test_a_sentence_that_is_too_long_is_cut_or_an_error(tokenizer):
     sentences = [tokenizer.encode("a b " * 4), tokenizer.encode("b"), [3, 4, 3, 4, 3, 4]]
     with pytest.warns(TruncationWarning, match="2 of 3 sentences are longer than 5") as told:
         assert shorten(sentences, 5, lambda: tokenizer, "truncate", "it says") == 2
@@ -112,6 +109,6 @@ def test_a_sentence_that_is_too_long_is_cut_or_an_error(tokenizer: Tokenizer) ->
 
 
 @pytest.mark.parametrize("ids", [[], [5], [-1], [0, 1, 99]])
-def test_tokens_that_do_not_exist_are_told(ids: list[int]) -> None:
+def test_tokens_that_do_not_exist_are_told(ids):
     with pytest.raises(UsageError, match="sentence 1"):
         check_ids([[0], ids], 5)

@@ -1,12 +1,7 @@
 """`prejit verify` reaches every file of a bundle, and names those that are not the bundle's."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +9,6 @@ import pytest
 pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
 
 from tests.layouts import blob, subject_of
-from tests.recipes import Recipe
 from tests.signers import signer
 
 from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach, remove_abandoned
@@ -23,9 +17,9 @@ from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import RejectError, load
 from prejit.runtime.__main__ import main
 from prejit.runtime.base.files import digest_of
-from prejit.runtime.format.audit import Audit, audit, check_index_file
+from prejit.runtime.format.audit import audit, check_index_file
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.referrers import Referrer, referrers
+from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import read_root
 
 X = np.ones((2, 16), np.float32)
@@ -34,7 +28,7 @@ SIGNATURE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 
 
 @pytest.fixture(scope="session")
-def described(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def described(recipe, tmp_path_factory):
     """A signed bundle of two targets, with list of parts and provenance."""
     path = recipe.write_described(tmp_path_factory.mktemp("described") / "example")
     sign(path, signer("a"))
@@ -42,21 +36,21 @@ def described(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def bundle(described: Path, tmp_path: Path) -> Path:
+def bundle(described, tmp_path):
     return shutil.copytree(described, tmp_path / "bundle")
 
 
-def audited(path: Path) -> Audit:
+def audited(path):
     return audit(path, lambda *_: None)
 
 
-def attached(path: Path, kind: str = "") -> list[Referrer]:
+def attached(path, kind=""):
     with Layout(path) as layout:
         found = referrers(layout, read_root(layout))
     return [each for each in found if kind in ("", each.artifact_type)]
 
 
-def rejected(path: Path, file: Path | None = None) -> RejectError:
+def rejected(path, file=None):
     with pytest.raises(RejectError) as raised:
         audited(path)
     if file is not None:
@@ -65,18 +59,18 @@ def rejected(path: Path, file: Path | None = None) -> RejectError:
     return raised.value
 
 
-def still_loads(path: Path) -> None:
+def still_loads(path):
     with load(path) as loaded:
         assert np.isfinite(loaded.call("score", x=X)).all()
 
 
-def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def rewritten(path, change):
     root = json.loads((path / "index.json").read_bytes())
     change(root)
     (path / "index.json").write_text(json.dumps(root, separators=(",", ":")))
 
 
-def test_a_sound_bundle_is_refused_or_other_spaces_pass(bundle: Path) -> None:
+def test_a_sound_bundle_is_refused_or_other_spaces_pass(bundle):
     kinds = sorted(each.artifact_type for each in attached(bundle))
     assert audited(bundle).attached_count == len(kinds)
     assert {*kinds} == {PARTS, STATEMENT, SIGNATURE}
@@ -93,7 +87,7 @@ def test_a_sound_bundle_is_refused_or_other_spaces_pass(bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "part"), [(PARTS, "layer"), (STATEMENT, "config"), (SIGNATURE, "manifest")]
 )
-def test_a_damaged_attached_file_passes(kind: str, part: str, bundle: Path, tmp_path: Path) -> None:
+def test_a_damaged_attached_file_passes(kind, part, bundle, tmp_path):
     each = attached(bundle, kind)[0]
     at = {"layer": each.layers[0], "manifest": each.descriptor, "config": each.config}[part]
     file = blob(bundle, at.digest)
@@ -111,7 +105,7 @@ def test_a_damaged_attached_file_passes(kind: str, part: str, bundle: Path, tmp_
     still_loads(bundle)
 
 
-def test_a_file_that_nothing_leads_to_passes(bundle: Path) -> None:
+def test_a_file_that_nothing_leads_to_passes(bundle):
     for name in ("notes.txt", "blobs/other", "blobs/sha256/short", f"blobs/sha256/{'0' * 64}"):
         file = bundle / name
         for make, remove in (
@@ -134,9 +128,7 @@ def test_a_file_that_nothing_leads_to_passes(bundle: Path) -> None:
         (lambda root: root.update(annotations={"a": "b"}), r"other values of \['annotations'\]"),
     ],
 )
-def test_an_index_json_of_another_form_is_called_what_it_is(
-    change: Callable[[dict[str, Any]], object], said: str, bundle: Path
-) -> None:
+def test_an_index_json_of_another_form_is_called_what_it_is(change, said, bundle):
     with Layout(bundle) as layout:
         root, found = read_root(layout), attached(bundle)
         rewritten(bundle, change)
@@ -144,7 +136,7 @@ def test_an_index_json_of_another_form_is_called_what_it_is(
             check_index_file(layout, root, found)
 
 
-def detached(path: Path, kind: str) -> None:
+def detached(path, kind):
     root = json.loads((path / "index.json").read_bytes())
     kept = [at for at in root["manifests"] if at.get("artifactType") != kind]
     rewritten(path, lambda root: root.update(manifests=kept))
@@ -152,7 +144,7 @@ def detached(path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [PARTS, STATEMENT])
-def test_a_bundle_passes_without_what_its_build_attached(kind: str, bundle: Path) -> None:
+def test_a_bundle_passes_without_what_its_build_attached(kind, bundle):
     detached(bundle, SIGNATURE)
     audited(bundle)  # signatures come later, and a policy asks for them
     detached(bundle, kind)
@@ -169,13 +161,13 @@ def test_a_bundle_passes_without_what_its_build_attached(kind: str, bundle: Path
         (SIGNATURE, b"\xff", "expected JSON"),
     ],
 )
-def test_a_lying_attachment_passes(kind: str, content: bytes, complaint: str, bundle: Path) -> None:
+def test_a_lying_attachment_passes(kind, content, complaint, bundle):
     subject = subject_of(bundle)
     attach(bundle, subject, kind, EMPTY, [Part(kind, content)], {})
     assert complaint in str(rejected(bundle, blob(bundle, digest_of(content))))
 
 
-def test_what_refers_to_another_bundle_passes(bundle: Path) -> None:
+def test_what_refers_to_another_bundle_passes(bundle):
     at = attach(bundle, subject_of(bundle), "text/x", EMPTY, [Part("text/plain", b"x")], {})
     for change, complaint in (
         ({"digest": digest_of(b"y")}, "as subject, found"),
@@ -197,10 +189,10 @@ def test_what_refers_to_another_bundle_passes(bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["", "flipped", "gone"])
-def test_a_signature_by_an_older_cosign_is_checked_as_all_else(bundle: Path, damage: str) -> None:
+def test_a_signature_by_an_older_cosign_is_checked_as_all_else(bundle, damage):
     """Older cosigns attach by a tag, `sha256-DIGEST.sig`, and not by a subject."""
 
-    def written(media_type: str, content: bytes) -> dict[str, Any]:
+    def written(media_type, content):
         digest = digest_of(content)
         blob(bundle, digest).write_bytes(content)
         return {"mediaType": media_type, "digest": digest, "size": len(content)}

@@ -1,12 +1,8 @@
 """The order of verifying, who waits for what, and what happens after a failure."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from tests.threads import in_threads
@@ -17,7 +13,7 @@ from prejit.runtime.format.blob_hashing import SMALL_BYTES, HashingVerification,
 LARGE = SMALL_BYTES
 
 
-def jobs(*names: str, run: Callable[[str], None], size: int = LARGE) -> list[Job]:
+def jobs(*names, run, size=LARGE):
     return [
         Job(name, part * size, (part + 1) * size, lambda at=f"{name}{part}": run(at) or 0.0)
         for name in names
@@ -25,7 +21,7 @@ def jobs(*names: str, run: Callable[[str], None], size: int = LARGE) -> list[Job
     ]
 
 
-def test_one_thread_runs_all_jobs_and_wakes_who_waits() -> None:
+def test_one_thread_runs_all_jobs_and_wakes_who_waits():
     ran, finished = list[str](), threading.Event()
     verification = HashingVerification(
         jobs("a", "b", run=ran.append), threads=1, finished=finished.set
@@ -37,7 +33,7 @@ def test_one_thread_runs_all_jobs_and_wakes_who_waits() -> None:
     verification.wait("nothing of that name")
     begun, fail = threading.Event(), threading.Event()
 
-    def run(at: str) -> None:
+    def run(at):
         begun.set()
         fail.wait(10)
         raise RejectError("/b", "damaged")
@@ -49,7 +45,7 @@ def test_one_thread_runs_all_jobs_and_wakes_who_waits() -> None:
         verification.wait("a")
 
 
-def test_whoever_waits_runs_what_it_needs_and_a_load_small_jobs() -> None:
+def test_whoever_waits_runs_what_it_needs_and_a_load_small_jobs():
     ran = list[str]()
     verification = HashingVerification(jobs("a", "b", run=ran.append))
     verification.wait("b", LARGE, LARGE + 1)
@@ -76,10 +72,10 @@ def test_whoever_waits_runs_what_it_needs_and_a_load_small_jobs() -> None:
     ("threads", "error"),
     [(0, RejectError("/b", "damaged")), (1, StoreError("EIO")), (3, KeyError("bug"))],
 )
-def test_a_failure_is_raised_to_everyone_and_ends_the_work(threads: int, error: Exception) -> None:
+def test_a_failure_is_raised_to_everyone_and_ends_the_work(threads, error):
     ran, finished = list[str](), threading.Event()
 
-    def run(at: str) -> None:
+    def run(at):
         ran.append(at)
         if at == "a1":
             raise error
@@ -100,18 +96,18 @@ def test_a_failure_is_raised_to_everyone_and_ends_the_work(threads: int, error: 
     assert len(ran) <= 2 + threads, "threads went on after the failure"
 
 
-def test_many_threads_that_wait_get_verified_bytes_alone() -> None:
+def test_many_threads_that_wait_get_verified_bytes_alone():
     generator = random.Random(0)
     for threads in (0, 1, 2) * 4:
         done = set[str]()
 
-        def run(at: str, done: set[str] = done) -> None:
+        def run(at, done=done):
             time.sleep(generator.random() * 1e-3)
             done.add(at)
 
         verification = HashingVerification(jobs("a", "b", "c", run=run), threads=threads)
 
-        def wait(seed: int, verification: Any = verification, done: set[str] = done) -> None:
+        def wait(seed, verification=verification, done=done):
             mine = random.Random(seed)
             for _ in range(4):
                 name, part = mine.choice("abc"), mine.randrange(3)

@@ -3,16 +3,12 @@
 Whatever they say, all of their digests are right.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools
 import struct
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.extent import ALL
@@ -21,7 +17,6 @@ from prejit.runtime import __main__
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import audit, limits
-from prejit.runtime.format.bundle_schema import Config
 from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.format.checks.program_table import (
     _check_decoder,
@@ -40,7 +35,7 @@ SECONDS = 5.0
 MEGABYTES = 256
 
 
-def names(count: int) -> Iterator[str]:
+def names(count):
     letters = "abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     return map("".join, itertools.islice(itertools.product(letters, repeat=4), count))
 
@@ -49,18 +44,18 @@ NEEDS = '{"architecture":"x","cpu_features":[],"jaxlib":"1","platform":"cpu"}'
 MAX = limits.MAX_CONFIG_BYTES - 300
 
 
-def config_of(versions: str, weight_sets: str) -> bytes:
+def config_of(versions, weight_sets):
     head = f'{{"bundle":"x","format":1,"programs":[],"requirement":{NEEDS},"target":"x"'
     return f'{head},"versions":{versions},"weight_sets":{weight_sets}}}'.encode()
 
 
-def header_of(text: str) -> bytes:
+def header_of(text):
     content = text.encode()
     return len(content).to_bytes(8, "little") + content
 
 
 TENSOR = '"%s":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
-LARGE: dict[str, tuple[str, Callable[[], bytes]]] = {
+LARGE = {
     # What the reader was told to expect, and bytes that take as much as they can as Python values.
     "lists": ("Config", lambda: config_of("{}", f"[{','.join(['[]'] * (MAX // 3))}]")),
     "objects": ("Config", lambda: config_of(f"[{','.join(['{}'] * (MAX // 3))}]", "{}")),
@@ -108,7 +103,7 @@ for kind, path in zip(*[iter(sys.argv[1:])] * 2):
 """
 
 
-def test_nothing_refused_takes_more_memory_than_this(tmp_path: Path, run_python: Any) -> None:
+def test_nothing_refused_takes_more_memory_than_this(tmp_path, run_python):
     arguments, tried = [], [*LARGE] if ALL else [*LARGE][::2]
     for name in tried:
         kind, make = LARGE[name]
@@ -122,7 +117,7 @@ def test_nothing_refused_takes_more_memory_than_this(tmp_path: Path, run_python:
         assert int(megabytes) < MEGABYTES + held * (name == "long header"), name
 
 
-def elf(*sections: tuple[int, int, int, int], data: bytes = b"", start: int = 64) -> bytes:
+def elf(*sections, data=b"", start=64):
     """A 64-bit ELF file with these section headers (kind, offset, size, link) and data behind them."""
     header = b"\x7fELF\x02\x01".ljust(40, b"\0") + struct.pack("<Q", start)
     header = header.ljust(58, b"\0") + struct.pack("<HH", 64, len(sections)) + bytes(2)
@@ -151,7 +146,7 @@ LIBRARIES = {
 }
 
 
-def in_no_time(read: Callable[[], object]) -> None:
+def in_no_time(read):
     started = time.thread_time()
     with contextlib.suppress(ValueError, RejectError):
         read()
@@ -159,7 +154,7 @@ def in_no_time(read: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_a_library_is_read_in_no_time_or_not(name: str) -> None:
+def test_a_library_is_read_in_no_time_or_not(name):
     in_no_time(lambda: read_shared_library(LIBRARIES[name]))
 
 
@@ -167,7 +162,7 @@ VERSIONS = ["1" + ".1" * 20000 + "!", "1." * 20000 + "!", "1" * 40000 + "!", "1"
 
 
 @pytest.mark.parametrize("text", VERSIONS)
-def test_a_version_is_read_in_no_time(text: str) -> None:
+def test_a_version_is_read_in_no_time(text):
     for axis in ("jaxlib", "cuda", "driver"):
         plain = {"architecture": "x86_64", "cpu_features": [], "platform": "cpu", "jaxlib": "1"}
         needs = to_json({**plain, axis: text})
@@ -176,19 +171,19 @@ def test_a_version_is_read_in_no_time(text: str) -> None:
             from_json(Requirement, needs, PATH)
 
 
-def config_with(part: str) -> Config:
+def config_with(part):
     """The config of a golden bundle with a decoder or an encoder."""
     with Layout(GOLDEN / part) as layout:
         [target] = match(read_root(layout), Fingerprint.current())
         return read_contents(layout, target).config
 
 
-def test_forged_grids_and_repeated_layers_are_refused_in_no_time() -> None:
+def test_forged_grids_and_repeated_layers_are_refused_in_no_time():
     """10,000 batches and 10,000 contexts, a program each: of their grid nothing may be made."""
     config = config_with("decoder")
     decode = next(program for program in config.programs if program.kind == "decode")
 
-    def resized(batch: int, context: int) -> Any:
+    def resized(batch, context):
         texts = {
             which: tuple(text.replace("[1,", f"[{batch},") for text in getattr(decode, which))
             for which in ("arguments", "results")
@@ -216,12 +211,12 @@ def test_forged_grids_and_repeated_layers_are_refused_in_no_time() -> None:
     assert time.thread_time() - started < SECONDS
 
 
-def test_verify_unpacks_each_frame_once(bundle_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_unpacks_each_frame_once(bundle_dir, monkeypatch):
     """Not once for every target and program: a small bundle could name one frame a million times."""
     unpacked = []
     unpack = audit.unpack
 
-    def counting(frame: bytes, segment: Any, path: str) -> bytes:
+    def counting(frame, segment, path):
         unpacked.append((path, segment.offset))
         return unpack(frame, segment, path)
 

@@ -1,11 +1,7 @@
 """The format's text: canonical JSON in both directions, and the notation of arrays."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -26,7 +22,7 @@ from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 PATH = "somewhere/index.json"
 
 
-def written() -> Iterator[tuple[type[Any], Any]]:
+def written():
     """Yield JSON of every class that the format has, of golden bundles."""
     for draft in map(draft_of, ("stored", "mesh", "encoder", "kernels")):
         manifest, config = draft.targets[0]
@@ -43,7 +39,7 @@ quick = settings(max_examples=examples(20, 60), deadline=None)
 @pytest.mark.parametrize(("cls", "sound"), [*written()])
 @quick
 @given(data=st.data())
-def test_what_is_written_is_read_back(cls: type[Any], sound: Any, data: st.DataObject) -> None:
+def test_what_is_written_is_read_back(cls, sound, data):
     value = from_json(cls, encoded(sound), PATH)
     with suppress(RejectError):
         value = from_json(cls, encoded(data.draw(mutated(sound))), PATH)
@@ -76,7 +72,7 @@ GOOD = b'{"architecture":"x86_64","cpu_features":["avx"],"jaxlib":"1","platform"
         ),
     ],
 )
-def test_other_spellings_and_types_are_rejected(content: bytes, complaint: str) -> None:
+def test_other_spellings_and_types_are_rejected(content, complaint):
     assert from_json(Requirement, GOOD, PATH).cpu_features == ("avx",)
     with pytest.raises(RejectError, match=complaint) as caught:
         from_json(Requirement, content, PATH)
@@ -86,14 +82,14 @@ def test_other_spellings_and_types_are_rejected(content: bytes, complaint: str) 
 @pytest.mark.parametrize(
     "number", ["true", "1.0", "1e3", "-0", "01", "NaN", "Infinity", "null", '"1"', "9" * 5000]
 )
-def test_a_size_that_is_not_plainly_an_integer_is_rejected(number: str) -> None:
+def test_a_size_that_is_not_plainly_an_integer_is_rejected(number):
     content = to_json(Descriptor("type", "digest", 55555))
     assert from_json(Descriptor, content, PATH).size == 55555
     with pytest.raises(RejectError):
         from_json(Descriptor, content.replace(b"55555", number.encode()), PATH)
 
 
-def test_null_and_floats_are_never_written() -> None:
+def test_null_and_floats_are_never_written():
     absent = to_json(Descriptor("type", "digest", 1))
     assert b"annotations" not in absent
     for null in (b'{"annotations":null,', b'{"artifactType":null,', b'{"platform":null,'):
@@ -108,7 +104,7 @@ keys = st.one_of(st.text(max_size=8), st.integers())
 
 
 @st.composite
-def arrays(draw: st.DrawFn) -> Array:
+def arrays(draw):
     shape = tuple(draw(st.lists(st.integers(0, limits.MAX_SIZE), max_size=5)))
     axes = [""] * len(shape)
     for axis in draw(st.sets(st.sampled_from(MESH_AXES), max_size=len(shape))):
@@ -128,7 +124,7 @@ def arrays(draw: st.DrawFn) -> Array:
 
 @quick
 @given(array=arrays())
-def test_arrays_survive_their_notation(array: Array) -> None:
+def test_arrays_survive_their_notation(array):
     assert Array.parse(str(array)) == array
 
 
@@ -148,7 +144,7 @@ def test_arrays_survive_their_notation(array: Array) -> None:
         ('["rate"] weak float32[] donated', Array(("rate",), "float32", (), True, weak=True)),
     ],
 )
-def test_the_notation_of_an_array_stays_as_documented(text: str, array: Array) -> None:
+def test_the_notation_of_an_array_stays_as_documented(text, array):
     assert (Array.parse(text), str(array)) == (array, text)
 
 
@@ -166,7 +162,7 @@ def test_the_notation_of_an_array_stays_as_documented(text: str, array: Array) -
         *("[] float32[1] @data donated", "[" * 100_000),
     ],
 )
-def test_another_spelling_of_an_array_is_refused(text: str) -> None:
+def test_another_spelling_of_an_array_is_refused(text):
     with pytest.raises(ValueError, match="expected"):
         Array.parse(text)
 
@@ -179,7 +175,7 @@ def test_another_spelling_of_an_array_is_refused(text: str) -> None:
         *("SHA256:" + "0" * 64, " sha256:" + "0" * 64),
     ],
 )
-def test_what_is_no_digest_never_becomes_a_file_name(text: str) -> None:
+def test_what_is_no_digest_never_becomes_a_file_name(text):
     assert is_digest(digest_of(b""))
     assert not is_digest(text)
 
@@ -192,6 +188,6 @@ def test_what_is_no_digest_never_becomes_a_file_name(text: str) -> None:
         '{"text":"a.txt","tokens":9,"top1_agreement_millionths":1000001,"weights":"int8"}',
     ],
 )
-def test_an_accuracy_that_nothing_could_have_is_read(found: str) -> None:
+def test_an_accuracy_that_nothing_could_have_is_read(found):
     with pytest.raises(RejectError, match="expected"):
         from_json(Accuracy, found.encode(), "config")

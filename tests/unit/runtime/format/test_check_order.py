@@ -1,16 +1,10 @@
 """The table of rules is what the code does: each function is there, and they run in the table's order."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,18 +13,18 @@ from tests.signers import key_table, signer, write_policy
 from prejit.runtime import load
 from prejit.runtime.format import checks
 from prejit.runtime.format.audit import audit
-from prejit.runtime.format.check_order import ATTACHED, LOADING, NumberedRule
+from prejit.runtime.format.check_order import ATTACHED, LOADING
 from prejit.runtime.generation.options import check_generation
 
 RULES = (*LOADING, *ATTACHED)
 X = np.ones((2, 16), np.float32)
 
 
-def function_of(name: str) -> Any:
+def function_of(name):
     module, attributes = f"prejit.runtime.{name}", list[str]()
     while True:
         try:
-            found: Any = importlib.import_module(module)
+            found = importlib.import_module(module)
             break
         except ModuleNotFoundError:
             module, _, last = module.rpartition(".")
@@ -40,7 +34,7 @@ def function_of(name: str) -> Any:
     return inspect.unwrap(found)
 
 
-def test_the_functions_of_the_rules_are_those_that_have_their_numbers() -> None:
+def test_the_functions_of_the_rules_are_those_that_have_their_numbers():
     listed = {(rule.number, function_of(name)) for rule in RULES for name in rule.functions}
     numbered = set()
     inner = pkgutil.iter_modules(checks.__path__, f"{checks.__name__}.")
@@ -57,7 +51,7 @@ def test_the_functions_of_the_rules_are_those_that_have_their_numbers() -> None:
         assert said is None or said[1] == number, function
 
 
-def order_of(run: Callable[[], object], rules: Sequence[NumberedRule]) -> list[str]:
+def order_of(run, rules):
     """The numbers of rules, as functions of theirs are first called while something runs."""
     rows = {
         function_of(name).__code__: place
@@ -66,7 +60,7 @@ def order_of(run: Callable[[], object], rules: Sequence[NumberedRule]) -> list[s
     }
     found = dict[int, None]()
 
-    def watch(frame: FrameType, event: str, _: object) -> None:
+    def watch(frame, event, _):
         if event == "call" and frame.f_code in rows:
             found.setdefault(rows[frame.f_code])
 
@@ -80,7 +74,7 @@ def order_of(run: Callable[[], object], rules: Sequence[NumberedRule]) -> list[s
 
 
 @pytest.fixture
-def signed(bundle_dir: Path) -> Path:
+def signed(bundle_dir):
     pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
     from prejit.compiler.signing.bundle_signing import sign
 
@@ -88,18 +82,18 @@ def signed(bundle_dir: Path) -> Path:
     return bundle_dir
 
 
-def test_a_load_keeps_order(signed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_keeps_order(signed, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     rule = '[[rules]]\nnames = ["example"]\nkeys = ["a"]\n'
     policy = write_policy(tmp_path / "trust.toml", key_table("a"), rule)
 
-    def use() -> None:
+    def use():
         with load(signed, trust=policy) as bundle:
             bundle.call("score", x=X)
 
     assert order_of(use, LOADING) == [*"142356", "P1", "P2", "P3", *"78", "10", *"79"]
 
 
-def test_an_audit_comes_to_what_is_attached_in_its_order(signed: Path) -> None:
+def test_an_audit_comes_to_what_is_attached_in_its_order(signed):
     found = order_of(lambda: audit(signed, check_generation), ATTACHED)
     assert found == ["14", "15", "16", "17"]

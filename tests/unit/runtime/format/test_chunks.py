@@ -1,7 +1,5 @@
 """Large layers are verified in chunks: damage at any place is found, early or late, and nothing uses it."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import fcntl
@@ -9,8 +7,6 @@ import json
 import os
 import random
 import struct
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -35,7 +31,7 @@ CHUNK = 64 << 10
 X = np.ones((2, 16), np.float32)
 
 
-def chunked(content: bytes, size: int = CHUNK) -> Chunks:
+def chunked(content, size=CHUNK):
     pieces = [content[start : start + size] for start in range(0, len(content), size)]
     verity = VerityHash()
     verity.update(content)
@@ -43,7 +39,7 @@ def chunked(content: bytes, size: int = CHUNK) -> Chunks:
     return Chunks("blake3", size, digests, verity.digest())
 
 
-def weights_with_filler(good: bytes) -> bytes:
+def weights_with_filler(good):
     size = int.from_bytes(good[:8], "little")
     header, data = json.loads(good[8 : 8 + size]), good[8 + size :]
     gap, filler = -len(data) % 64, random.Random(0).randbytes(3 << 20)
@@ -58,22 +54,22 @@ def weights_with_filler(good: bytes) -> bytes:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_is_small(monkeypatch):
     """A load waits for no chunk, as if each had a size that chunks of real bundles have."""
     monkeypatch.setattr("prejit.runtime.format.blob_hashing.SMALL_BYTES", 0)
 
 
 @pytest.fixture(scope="module")
-def content(recipe: Any) -> bytes:
+def content(recipe):
     return weights_with_filler(recipe.content(WEIGHTS_MEDIA_TYPE))
 
 
 @pytest.fixture(scope="module")
-def chunks_recipe(recipe: Any, content: bytes) -> Any:
+def chunks_recipe(recipe, content):
     return recipe_of_chunks(recipe, content)
 
 
-def recipe_of_chunks(recipe: Any, content: bytes) -> Any:
+def recipe_of_chunks(recipe, content):
     chunks = {WEIGHTS_MEDIA_TYPE: chunked(content)}
     return recipe.with_content(WEIGHTS_MEDIA_TYPE, content).configured(
         lambda config: dataclasses.replace(config, chunks=chunks)
@@ -81,28 +77,28 @@ def recipe_of_chunks(recipe: Any, content: bytes) -> Any:
 
 
 @pytest.fixture
-def path(chunks_recipe: Any, tmp_path: Path) -> Path:
+def path(chunks_recipe, tmp_path):
     return chunks_recipe.write(tmp_path / "chunks")
 
 
-def weights_of(path: Path) -> Path:
+def weights_of(path):
     return max((path / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
 
 
-def flip(file: Path, place: int, bit: int = 1) -> None:
+def flip(file, place, bit=1):
     with open(file, "r+b") as opened:
         byte = os.pread(opened.fileno(), 1, place)[0]
         os.pwrite(opened.fileno(), bytes([byte ^ bit]), place)
 
 
 def test_a_bundle_with_chunks_gives_the_results_of_one_without_and_is_read_once(
-    path: Path, content: bytes, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    path, content, recipe, tmp_path, monkeypatch
+):
     expected = load(recipe.write(tmp_path / "plain")).call("score", x=X)
     np.testing.assert_array_equal(load(path).call("score", x=X), expected)
     preadv, counts = os.preadv, list[int]()
 
-    def counting(descriptor: int, *args: Any) -> int:
+    def counting(descriptor, *args):
         count = preadv(descriptor, *args)
         if os.fstat(descriptor).st_size == len(content):
             counts.append(count)
@@ -113,7 +109,7 @@ def test_a_bundle_with_chunks_gives_the_results_of_one_without_and_is_read_once(
     assert sum(counts) == len(content)
 
 
-def test_damage_in_every_chunk_is_found_with_file_and_place(path: Path, content: bytes) -> None:
+def test_damage_in_every_chunk_is_found_with_file_and_place(path, content):
     file = weights_of(path)
     generator = random.Random(0)
     starts = range(0, len(content), CHUNK)
@@ -129,7 +125,7 @@ def test_damage_in_every_chunk_is_found_with_file_and_place(path: Path, content:
     load(path).call("score", x=X)
 
 
-def test_late_damage_is_found(path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_damage_is_found(path, content, monkeypatch):
     """The last chunk is not verified before everything else is done, and still no result comes."""
     real = blob_hashing.HashingVerification
     monkeypatch.setattr(
@@ -143,10 +139,10 @@ def test_late_damage_is_found(path: Path, content: bytes, monkeypatch: pytest.Mo
         loaded.call("tick")
 
 
-def test_no_weights_reach_a_device_unverified(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_weights_reach_a_device_unverified(path, monkeypatch):
     put, shapes = Device.put, list[Any]()
 
-    def noted(device: Any, array: Any, *args: Any) -> Any:
+    def noted(device, array, *args):
         shapes.append(array.shape)
         return put(device, array, *args)
 
@@ -179,8 +175,8 @@ for path, file, left in zip(*[iter(sys.argv[1:])] * 3):
 
 
 def test_a_file_that_is_cut_after_it_was_opened_is_an_error_and_no_sigbus(
-    chunks_recipe: Any, tmp_path: Path, run_python: Any
-) -> None:
+    chunks_recipe, tmp_path, run_python
+):
     arguments = list[Any]()
     for left in (0, 1, CHUNK, CHUNK + 1, 3 << 20):
         path = chunks_recipe.write(tmp_path / str(left))
@@ -189,8 +185,8 @@ def test_a_file_that_is_cut_after_it_was_opened_is_an_error_and_no_sigbus(
     assert run_python(CUT, *arguments).stdout == expected
 
 
-def with_chunks(recipe: Any, change: Callable[[Chunks], Chunks]) -> Any:
-    def changed(config: Any) -> Any:
+def with_chunks(recipe, change):
+    def changed(config):
         [(media_type, chunks)] = config.chunks.items()
         return dataclasses.replace(config, chunks={media_type: change(chunks)})
 
@@ -198,9 +194,7 @@ def with_chunks(recipe: Any, change: Callable[[Chunks], Chunks]) -> Any:
 
 
 @pytest.mark.parametrize("read", [load, lambda path: audit(path, lambda *_: None)])
-def test_7_chunks_that_do_not_cover_their_layer_are_rejected(
-    read: Callable[[Path], object], chunks_recipe: Any, tmp_path: Path
-) -> None:
+def test_7_chunks_that_do_not_cover_their_layer_are_rejected(read, chunks_recipe, tmp_path):
     forged = with_chunks(
         chunks_recipe, lambda c: dataclasses.replace(c, digests=c.digests[:-1])
     ).write(tmp_path / "forged")
@@ -212,7 +206,7 @@ def test_7_chunks_that_do_not_cover_their_layer_are_rejected(
         read(forged.write(tmp_path / "layer"))
 
 
-def test_8_chunks_that_do_not_fit_the_whole_are_found(chunks_recipe: Any, tmp_path: Path) -> None:
+def test_8_chunks_that_do_not_fit_the_whole_are_found(chunks_recipe, tmp_path):
     """Of every target: they share a layer, and each has chunks of its own for it, which may differ."""
     one, other = chunks_recipe.targets
     forged = with_chunks(chunks_recipe, forged_first)
@@ -227,13 +221,13 @@ def test_8_chunks_that_do_not_fit_the_whole_are_found(chunks_recipe: Any, tmp_pa
             audit(found.write(tmp_path / at), lambda *_: None)
 
 
-def forged_first(chunks: Chunks) -> Chunks:
+def forged_first(chunks):
     return dataclasses.replace(chunks, digests=("0" * 64, *chunks.digests[1:]))
 
 
 def test_a_receipt_of_chunks_is_none_for_the_whole_file(
-    chunks_recipe: Any, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    chunks_recipe, content, tmp_path, monkeypatch
+):
     """A forged table may name chunks of another content: nobody may take that file for the right one."""
     from prejit.runtime.machine.kept_files import Receipts
 
@@ -253,27 +247,22 @@ OTHER = f"sha256:{'0' * 64}"
 
 
 @pytest.fixture(scope="module")
-def verity(content: bytes) -> str:
+def verity(content):
     return chunked(content).verity
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+def measured(monkeypatch):
 
-    def answer(digest: str | None) -> None:
+    def answer(digest):
         monkeypatch.setattr(blobs, "measure", lambda _: digest)
 
     return answer
 
 
 def test_a_file_that_the_kernel_verifies_is_not_hashed(
-    path: Path,
-    content: bytes,
-    verity: str,
-    measured: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    path, content, verity, measured, monkeypatch, capsys
+):
     expected = load(path).call("score", x=X)
     measured(verity)
     monkeypatch.setattr(blob_hashing, "check_chunk", None)
@@ -288,7 +277,7 @@ def test_a_file_that_the_kernel_verifies_is_not_hashed(
     assert "; receipts for 0.0 MB; fs-verity for 3.1 MB\n" in capsys.readouterr().err
 
 
-def served_files(path: Path, target: str) -> list[Path]:
+def served_files(path, target):
     for at in index_of(path)["manifests"]:
         manifest = json.loads(blob(path, at["digest"]).read_bytes())
         found = [blob(path, each["digest"]) for each in (manifest["config"], *manifest["layers"])]
@@ -298,9 +287,7 @@ def served_files(path: Path, target: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("read", [load, lambda path: audit(path, lambda *_: None)])
-def test_8_a_file_with_another_digest_is_rejected(
-    read: Callable[[Path], object], path: Path, verity: str, measured: Any
-) -> None:
+def test_8_a_file_with_another_digest_is_rejected(read, path, verity, measured):
     """Its bytes may be right: `prejit verify` refuses it too, so that what it accepts can be served."""
     measured(OTHER)
     with pytest.raises(RejectError) as caught:
@@ -310,8 +297,8 @@ def test_8_a_file_with_another_digest_is_rejected(
 
 
 def test_verify_hashes_all_the_same_and_a_receipt_hides_no_digest(
-    path: Path, measured: Any, monkeypatch: pytest.MonkeyPatch, content: bytes, verity: str
-) -> None:
+    path, measured, monkeypatch, content, verity
+):
     monkeypatch.setattr("prejit.runtime.machine.kept_files.SETTLED_SECONDS", -1.0)
     load(path).call("score", x=X)
     assert load(path).start_report().receipt_bytes
@@ -325,7 +312,7 @@ def test_verify_hashes_all_the_same_and_a_receipt_hides_no_digest(
         audit(path, lambda *_: None)
 
 
-def test_any_error_of_the_kernel_means_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_error_of_the_kernel_means_no_digest(monkeypatch):
     for code in (errno.ENOTTY, errno.ENODATA, errno.EPERM):
         error = OSError(code, "")
         monkeypatch.setattr(fcntl, "ioctl", mock.Mock(side_effect=error))
@@ -335,12 +322,10 @@ def test_any_error_of_the_kernel_means_no_digest(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("algorithm", "size", "expected"), [(1, 32, f"sha256:{'ab' * 32}"), (2, 64, None)]
 )
-def test_only_digests_by_sha256_are_compared(
-    algorithm: int, size: int, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_digests_by_sha256_are_compared(algorithm, size, expected, monkeypatch):
     """As the kernel writes them: struct fsverity_digest of linux/fsverity.h."""
 
-    def answer(_: int, request: int, buffer: bytearray) -> int:
+    def answer(_, request, buffer):
         assert request == (3 << 30 | 4 << 16 | ord("f") << 8 | 134)
         assert struct.unpack_from("=HH", buffer) == (0, 64)
         buffer[: 4 + size] = struct.pack("=HH", algorithm, size) + b"\xab" * size
@@ -351,7 +336,7 @@ def test_only_digests_by_sha256_are_compared(
 
 
 @pytest.mark.parametrize("matches", [True, False])
-def test_a_load_reads_no_file_of_another_target(recipe: Any, tmp_path: Path, matches: bool) -> None:
+def test_a_load_reads_no_file_of_another_target(recipe, tmp_path, matches):
     """Damage there is found by `prejit verify`. What could be served is opened, and not read."""
     first, second = recipe.targets
     if not matches:

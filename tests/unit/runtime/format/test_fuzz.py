@@ -1,10 +1,7 @@
 """A sample of `make fuzz`: hostile bundles are rejected or right, soon, in little memory."""
 
-from __future__ import annotations
-
 from collections import Counter
 
-import pytest
 from tests.campaigns.fuzz import Fuzzer
 from tests.extent import examples
 
@@ -13,7 +10,7 @@ from prejit.runtime.format import audit
 EXAMPLES = examples(90, 150)
 
 
-def test_verify_and_load_reject_the_same_hostile_bundles() -> None:
+def test_verify_and_load_reject_the_same_hostile_bundles():
     outcomes, problems = Counter[str](), []
     with Fuzzer() as fuzzer:
         for number in range(EXAMPLES):
@@ -26,7 +23,7 @@ def test_verify_and_load_reject_the_same_hostile_bundles() -> None:
     assert outcomes["accepted"] > 5
 
 
-def test_a_missing_check_or_another_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_check_or_another_error_is_found(monkeypatch):
     """Or the sample would show nothing."""
     with Fuzzer() as fuzzer:
         for number in range(20):  # it measures each sound bundle first

@@ -1,7 +1,5 @@
 """The disk: what is read is a regular file of the expected size, and what is written is there whole."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -11,9 +9,6 @@ import re
 import resource
 import shutil
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -30,19 +25,19 @@ from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import LICENSE_MEDIA_TYPE
 from prejit.runtime.format.opening import match, read_manifest
-from prejit.runtime.format.root import Root, read_root
+from prejit.runtime.format.root import read_root
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 
-def blob_of(directory: Path) -> tuple[Path, str, int]:
+def blob_of(directory):
     path = max((directory / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
     return path, f"sha256:{path.name}", path.stat().st_size
 
 
-def ways(layout: Layout, digest: str, size: int) -> list[Callable[[], Any]]:
+def ways(layout, digest, size):
 
-    def opened() -> str:
+    def opened():
         with layout.open_blob(digest, size) as (descriptor, _):
             return digest_file(descriptor)
 
@@ -50,14 +45,14 @@ def ways(layout: Layout, digest: str, size: int) -> list[Callable[[], Any]]:
     return [opened, lambda: layout.map_blob(digest, size), lambda: layout.read_blob(descriptor)]
 
 
-def read_blob(directory: Path, digest: str, size: int) -> None:
+def read_blob(directory, digest, size):
     with Layout(directory) as layout:
         opened, mapped, read = (way() for way in ways(layout, digest, size))
     assert digest == opened == digest_of(read)
     assert len(mapped) == size
 
 
-def rejected(directory: Path, digest: str, size: int) -> list[RejectError]:
+def rejected(directory, digest, size):
     errors = []
     with Layout(directory) as layout:
         for way in ways(layout, digest, size):
@@ -67,21 +62,21 @@ def rejected(directory: Path, digest: str, size: int) -> list[RejectError]:
     return errors
 
 
-def instead(make: Callable[[Path, Path], object]) -> Callable[[Path, Path], None]:
+def instead(make):
     """Remove a file, then make something in its place; the second path is one elsewhere."""
 
-    def replace(path: Path, aside: Path) -> None:
+    def replace(path, aside):
         path.rename(aside)
         make(path, aside)
 
     return replace
 
 
-def cut_to(size: Callable[[int], int]) -> Callable[[Path, Path], None]:
+def cut_to(size):
     return lambda path, _: os.truncate(path, size(path.stat().st_size))
 
 
-REPLACEMENTS: dict[str, Callable[[Path, Path], None]] = {
+REPLACEMENTS = {
     "a link": instead(lambda path, aside: path.symlink_to(aside)),
     "a FIFO": instead(lambda path, _: os.mkfifo(path)),
     "nothing": instead(lambda *_: None),
@@ -92,9 +87,7 @@ REPLACEMENTS: dict[str, Callable[[Path, Path], None]] = {
 
 
 @pytest.mark.parametrize("replace", REPLACEMENTS.values(), ids=REPLACEMENTS)
-def test_what_is_not_the_expected_regular_file_is_rejected_at_once(
-    replace: Callable[[Path, Path], None], bundle_dir: Path, tmp_path: Path
-) -> None:
+def test_what_is_not_the_expected_regular_file_is_rejected_at_once(replace, bundle_dir, tmp_path):
     path, digest, size = blob_of(bundle_dir)
     read_blob(bundle_dir, digest, size)
     replace(path, tmp_path / "aside")
@@ -105,7 +98,7 @@ def test_what_is_not_the_expected_regular_file_is_rejected_at_once(
 
 @pytest.mark.parametrize("replaced", ["a link", "nothing"])
 @pytest.mark.parametrize("name", ["index.json", "oci-layout"])
-def test_top_level_files_too(name: str, replaced: str, bundle_dir: Path, tmp_path: Path) -> None:
+def test_top_level_files_too(name, replaced, bundle_dir, tmp_path):
     REPLACEMENTS[replaced](bundle_dir / name, tmp_path / "aside")
     with pytest.raises(RejectError) as caught:
         load(bundle_dir)
@@ -113,14 +106,14 @@ def test_top_level_files_too(name: str, replaced: str, bundle_dir: Path, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["blobs", "blobs/sha256"])
-def test_linked_directories_are_rejected(name: str, bundle_dir: Path, tmp_path: Path) -> None:
+def test_linked_directories_are_rejected(name, bundle_dir, tmp_path):
     (bundle_dir / name).rename(tmp_path / "elsewhere")
     (bundle_dir / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RejectError, match="expected an OCI image layout"):
         Layout(bundle_dir)
 
 
-def test_a_bundle_may_lie_behind_a_link_and_move(bundle_dir: Path, tmp_path: Path) -> None:
+def test_a_bundle_may_lie_behind_a_link_and_move(bundle_dir, tmp_path):
     (tmp_path / "current").symlink_to(bundle_dir)
     assert load(tmp_path / "current").call("tick") == 7
     _, digest, size = blob_of(bundle_dir)
@@ -132,12 +125,12 @@ def test_a_bundle_may_lie_behind_a_link_and_move(bundle_dir: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("gone", ["index.json", "everything"])
 def test_a_directory_that_is_replaced_and_deleted_while_it_opens_is_no_damage(
-    gone: str, bundle_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    gone, bundle_dir, tmp_path, monkeypatch
+):
     shutil.copytree(bundle_dir, tmp_path / "new")
     pin = Layout._pinned_index
 
-    def pin_after_a_replacement(self: Layout) -> Any:
+    def pin_after_a_replacement(self):
         if (tmp_path / "new").exists():
             bundle_dir.rename(tmp_path / "old")
             (tmp_path / "new").rename(bundle_dir)
@@ -151,7 +144,7 @@ def test_a_directory_that_is_replaced_and_deleted_while_it_opens_is_no_damage(
     assert (tmp_path / "old").exists()
 
 
-def test_a_writer_that_waited_locks_what_is_there_now(recipe: Any, tmp_path: Path) -> None:
+def test_a_writer_that_waited_locks_what_is_there_now(recipe, tmp_path):
     path = recipe.write(tmp_path / "example")
     shutil.copytree(path, tmp_path / "new")
     index, blobs = recipe.assemble()
@@ -173,9 +166,7 @@ def test_a_writer_that_waited_locks_what_is_there_now(recipe: Any, tmp_path: Pat
     assert (path / "index.json").exists()
 
 
-def test_a_missing_bundle_is_no_damage_an_oversized_one_is(
-    tmp_path: Path, bundle_dir: Path
-) -> None:
+def test_a_missing_bundle_is_no_damage_an_oversized_one_is(tmp_path, bundle_dir):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "none", tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(StoreError, match="cannot open a bundle") as caught:
@@ -190,13 +181,11 @@ def test_a_missing_bundle_is_no_damage_an_oversized_one_is(
 
 
 @pytest.mark.parametrize("name", ["bundle", "blobs", "sha256", "index.json", "oci-layout", "blob"])
-def test_a_forbidden_file_is_a_store_error_not_a_damaged_bundle(
-    name: str, bundle_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forbidden_file_is_a_store_error_not_a_damaged_bundle(name, bundle_dir, monkeypatch):
     names = {"bundle": str(bundle_dir), "blob": blob_of(bundle_dir)[0].name}
     forbidden, opened = names.get(name, name), os.open
 
-    def refusing(path: Any, *args: Any, **options: Any) -> int:
+    def refusing(path, *args, **options):
         if str(path) == forbidden:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return opened(path, *args, **options)
@@ -206,7 +195,7 @@ def test_a_forbidden_file_is_a_store_error_not_a_damaged_bundle(
         load(bundle_dir)
 
 
-def test_a_map_outlives_its_file_which_is_not_cut_before(bundle_dir: Path, tmp_path: Path) -> None:
+def test_a_map_outlives_its_file_which_is_not_cut_before(bundle_dir, tmp_path):
     path, digest, size = blob_of(bundle_dir)
     with Layout(bundle_dir) as layout:
         content = layout.map_blob(digest, size)
@@ -226,7 +215,7 @@ def test_a_map_outlives_its_file_which_is_not_cut_before(bundle_dir: Path, tmp_p
         os.close(descriptor)
 
 
-def test_a_file_is_replaced_whole_and_a_link_is_not_written_through(tmp_path: Path) -> None:
+def test_a_file_is_replaced_whole_and_a_link_is_not_written_through(tmp_path):
     path, source = tmp_path / "file", tmp_path / "source"
     (tmp_path / "precious").write_bytes(b"precious")
     path.symlink_to(tmp_path / "precious")
@@ -239,7 +228,7 @@ def test_a_file_is_replaced_whole_and_a_link_is_not_written_through(tmp_path: Pa
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "precious", "source"]
 
 
-def test_writing_where_nothing_can_be_written_is_a_store_error(recipe: Any, tmp_path: Path) -> None:
+def test_writing_where_nothing_can_be_written_is_a_store_error(recipe, tmp_path):
     (tmp_path / "a-file").write_bytes(b"")
     (tmp_path / "a-directory").mkdir()
     index, blobs = recipe.assemble()
@@ -255,7 +244,7 @@ def test_writing_where_nothing_can_be_written_is_a_store_error(recipe: Any, tmp_
     assert not (tmp_path / "bundle" / "index.json").exists()
 
 
-def test_replacing_drops_what_is_not_needed(recipe: Any, make_recipe: Any, tmp_path: Path) -> None:
+def test_replacing_drops_what_is_not_needed(recipe, make_recipe, tmp_path):
     path = recipe.write(tmp_path / "example")
     blobs = path / "blobs" / "sha256"
     for killed in (blobs / ".0123", path / ".index.json", path / ".oci-layout"):
@@ -270,14 +259,12 @@ def test_replacing_drops_what_is_not_needed(recipe: Any, make_recipe: Any, tmp_p
 
 
 @pytest.fixture(scope="module")
-def old_and_new(
-    recipe: Any, make_recipe: Any, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Path]:
+def old_and_new(recipe, make_recipe, tmp_path_factory):
     root = tmp_path_factory.mktemp("kill")
     return recipe.write(root / "old"), make_recipe(score_scale=2.0).write(root / "new")
 
 
-def digest_of_bundle(path: Path) -> str | None:
+def digest_of_bundle(path):
     """Return the digest of a whole bundle; None: there is none yet, as a writer adds its index last."""
     if not (path / "index.json").exists():
         return None
@@ -291,8 +278,8 @@ def digest_of_bundle(path: Path) -> str | None:
 
 @pytest.mark.parametrize("replacing", [True, False])
 def test_a_writer_killed_at_each_of_its_steps_never_leaves_a_broken_bundle(
-    replacing: bool, old_and_new: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    replacing, old_and_new, tmp_path, monkeypatch
+):
     """Stops at every system call that shows on disk. `make chaos` kills at random."""
     old, new = old_and_new
     index, blobs = index_file(new).read_bytes(), blobs_of(new)
@@ -303,8 +290,8 @@ def test_a_writer_killed_at_each_of_its_steps_never_leaves_a_broken_bundle(
     steps_done = limit = 0
     real = {name: getattr(os, name) for name in ("replace", "unlink", "fsync")}
 
-    def stepping(name: str) -> Callable[..., Any]:
-        def step(*args: Any, **kwargs: Any) -> Any:
+    def stepping(name):
+        def step(*args, **kwargs):
             nonlocal steps_done
             steps_done += 1
             if steps_done > limit:
@@ -313,7 +300,7 @@ def test_a_writer_killed_at_each_of_its_steps_never_leaves_a_broken_bundle(
 
         return step
 
-    found: list[str | None] = []
+    found = []
     finished = False
     while not finished:
         path = tmp_path / f"limit{limit}"
@@ -338,9 +325,7 @@ def test_a_writer_killed_at_each_of_its_steps_never_leaves_a_broken_bundle(
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EFBIG])
-def test_a_full_disk_or_a_limit_loses_nothing(
-    code: int, recipe: Any, make_recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_or_a_limit_loses_nothing(code, recipe, make_recipe, tmp_path, monkeypatch):
     path = recipe.write(tmp_path / "example")
     before = digest_of_bundle(path)
     index, blobs = make_recipe(score_scale=2.0).assemble()
@@ -358,12 +343,7 @@ def test_a_full_disk_or_a_limit_loses_nothing(
     assert not list(path.rglob("*.tmp"))
 
 
-def test_a_load_while_the_bundle_is_replaced(
-    old_and_new: tuple[Path, Path],
-    make_recipe: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_load_while_the_bundle_is_replaced(old_and_new, make_recipe, tmp_path, monkeypatch):
     """It gets one bundle whole, the old one or the new one, at whichever step the other takes its place."""
     old, new = old_and_new
     x = np.ones((2, 16), np.float32)
@@ -372,7 +352,7 @@ def test_a_load_while_the_bundle_is_replaced(
     opened, seen = Layout._open_file, list[str]()
     path, steps = tmp_path, iter(range(0))
 
-    def then_replace(layout: Layout, name: str, directory: int, where: str) -> Any:
+    def then_replace(layout, name, directory, where):
         if next(steps, None) == 0:
             write_layout(path, index_file(new).read_bytes(), blobs_of(new))
         return opened(layout, name, directory, where)
@@ -390,28 +370,26 @@ def test_a_load_while_the_bundle_is_replaced(
     assert [digest for digest, _ in itertools.groupby(seen)] == [load(new).digest, load(old).digest]
 
 
-def test_a_missing_file_is_no_damage_while_the_bundle_is_being_replaced(bundle_dir: Path) -> None:
-    def read(layout: Layout, root: Root) -> None:
+def test_a_missing_file_is_no_damage_while_the_bundle_is_being_replaced(bundle_dir):
+    def read(layout, root):
         attempts.append(root.digest)
         if is_replaced:
             (bundle_dir / "index.json").touch()
         raise RejectError("blob", "expected a file, found: No such file or directory")
 
     for is_replaced, kind, count in ((True, StoreError, 20), (False, RejectError, 1)):
-        attempts: list[str] = []
+        attempts = []
         with pytest.raises(kind, match=f"replaced {count} times" if is_replaced else "No such"):
             read_whole(bundle_dir, read)
         assert len(attempts) == count
 
 
-def test_a_disk_that_fails_while_hashing_is_named(
-    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_disk_that_fails_while_hashing_is_named(recipe, tmp_path, monkeypatch, capsys):
     bundle_dir = recipe.only("cpu-host").write(tmp_path / "bundle")
     blob = blob_of(bundle_dir)[0]
     read = os.preadv
 
-    def failing(descriptor: int, buffers: Any, offset: int) -> int:
+    def failing(descriptor, buffers, offset):
         if os.path.samestat(os.fstat(descriptor), blob.stat()):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return read(descriptor, buffers, offset)
@@ -425,7 +403,7 @@ def test_a_disk_that_fails_while_hashing_is_named(
         load(bundle_dir)
 
 
-def test_an_empty_layer_is_read_and_no_blob_written_again(recipe: Any, tmp_path: Path) -> None:
+def test_an_empty_layer_is_read_and_no_blob_written_again(recipe, tmp_path):
     """As a model's empty LICENSE makes one: what `verify` takes, `load` takes."""
     path = recipe.with_content(LICENSE_MEDIA_TYPE, b"").write(tmp_path / "bundle")
     assert __main__.main(["verify", str(path)]) == 0
@@ -438,7 +416,7 @@ def test_an_empty_layer_is_read_and_no_blob_written_again(recipe: Any, tmp_path:
     assert before == {file.name: file.stat().st_ino for file in (path / "blobs/sha256").iterdir()}
 
 
-def open_below(directory: Path) -> list[str]:
+def open_below(directory):
     found = []
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
@@ -446,7 +424,7 @@ def open_below(directory: Path) -> list[str]:
     return [name for name in found if name.startswith(str(directory))]
 
 
-def test_every_blob_is_closed_again(bundle_dir: Path) -> None:
+def test_every_blob_is_closed_again(bundle_dir):
     _, digest, size = blob_of(bundle_dir)
     read_blob(bundle_dir, digest, size)
     rejected(bundle_dir, digest, size + 1)

@@ -1,7 +1,5 @@
 """A sample of `make fuzz`: the parsers of what others write take no input badly."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from pathlib import Path
@@ -20,9 +18,7 @@ EXAMPLES = examples(30, 60)
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_an_input_of_others_is_refused_in_our_own_words(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_input_of_others_is_refused_in_our_own_words(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path))
     parser = PARSERS[name]

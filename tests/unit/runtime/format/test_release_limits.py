@@ -1,9 +1,6 @@
 """A release that loosens its own gate, or limits that nobody reads, would stop nothing."""
 
-from __future__ import annotations
-
 from dataclasses import fields
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,11 +22,11 @@ from prejit.runtime.format.release_limits import (
 NAMES = [each.name for each in fields(ReleaseLimits)]
 
 
-def manifest(annotations: dict[str, str]) -> ImageManifest:
+def manifest(annotations):
     return ImageManifest(2, "", "", Descriptor("", "", 0), (), annotations)
 
 
-def limits() -> st.SearchStrategy[ReleaseLimits]:
+def limits():
     shares = st.none() | st.integers(0, 2000).map(lambda each: f"{each / 10:g}%")
     numbers = st.none() | st.integers(1, 2**40)
     values = {name: shares if name in DEFAULT_SHARES else numbers for name in NAMES}
@@ -37,11 +34,11 @@ def limits() -> st.SearchStrategy[ReleaseLimits]:
 
 
 @given(limits())
-def test_a_bundle_carries_limits_as_they_are(given_limits: ReleaseLimits) -> None:
+def test_a_bundle_carries_limits_as_they_are(given_limits):
     assert limits_of(manifest(limits_annotation(given_limits)), "m") == given_limits
 
 
-def test_a_bundle_without_limits_has_no_annotation() -> None:
+def test_a_bundle_without_limits_has_no_annotation():
     assert limits_annotation(None) == limits_annotation(ReleaseLimits()) == {}
     assert described_limits(ReleaseLimits(start_ms=5)) == DEFAULT_SHARES | {"start_ms": 5}
 
@@ -49,23 +46,23 @@ def test_a_bundle_without_limits_has_no_annotation() -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"p95_ms":"5"}', '{"max_slower":"5"}', '{"new":1}', '{ "p95_ms":5}', "ä"]
 )
-def test_limits_that_no_build_writes_are_refused(text: str) -> None:
+def test_limits_that_no_build_writes_are_refused(text):
     with pytest.raises(RejectError, match="m: "):
         limits_of(manifest({SLO: text}), "m")
 
 
 @pytest.mark.parametrize("text", ["5", "5 %", "-5%", "five%", "1e3%", "5%\n", "%", "1" * 9 + "%"])
-def test_a_share_has_one_form(text: str) -> None:
+def test_a_share_has_one_form(text):
     with pytest.raises(ValueError, match="such as"):
         fraction_of(text)
     assert fraction_of("2.5%") == pytest.approx(0.025)
 
 
 @given(limits(), limits())
-def test_the_stricter_limit_of_each_name_holds(old: ReleaseLimits, new: ReleaseLimits) -> None:
+def test_the_stricter_limit_of_each_name_holds(old, new):
     found, loosened = stricter(old, new)
     for name in NAMES:
-        values: list[Any] = [getattr(each, name) for each in (old, new, found)]
+        values = [getattr(each, name) for each in (old, new, found)]
         if name in DEFAULT_SHARES:
             was, now, holds = (each.share(name) for each in (old, new, found))
             assert holds == min(was, now)

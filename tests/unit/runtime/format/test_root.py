@@ -1,14 +1,9 @@
 """`index.json` of a layout, as prejit and as other tools write it: which bundle it holds."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.extent import examples
@@ -20,33 +15,32 @@ from prejit.runtime.errors import RejectError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import ARTIFACT_TYPE, MANIFEST_MEDIA_TYPE, REF_NAME
-from prejit.runtime.format.root import Root, read_root
+from prejit.runtime.format.root import read_root
 from prejit.runtime.loader import load
 
 ZEROS = "sha256:" + "0" * 64
 
 
-def root_of(path: Path) -> Root:
+def root_of(path):
     with Layout(path) as layout:
         return read_root(layout)
 
 
-def rejected(path: Path, complaint: str) -> RejectError:
+def rejected(path, complaint):
     with pytest.raises(RejectError, match=complaint) as caught:
         root_of(path)
     return caught.value
 
 
-def entries(path: Path) -> list[Any]:
-    found: list[Any] = json.loads((path / "index.json").read_bytes())["manifests"]
-    return found
+def entries(path):
+    return json.loads((path / "index.json").read_bytes())["manifests"]
 
 
-def names(root: Root) -> list[str]:
+def names(root):
     return [(at.annotations or {})[REF_NAME] for at in root.bundle.manifests]
 
 
-def test_a_bundle_is_named_by_the_digest_of_its_index(bundle_dir: Path) -> None:
+def test_a_bundle_is_named_by_the_digest_of_its_index(bundle_dir):
     root = root_of(bundle_dir)
     content = index_file(bundle_dir).read_bytes()
     assert root.digest == digest_of(content) == load(bundle_dir).digest
@@ -59,24 +53,24 @@ def test_a_bundle_is_named_by_the_digest_of_its_index(bundle_dir: Path) -> None:
     assert (root.digest, root.subject) == (digest_of(content), None)
 
 
-def without_artifact_types(path: Path) -> None:
+def without_artifact_types(path):
     """As skopeo writes it."""
     kept = ("mediaType", "digest", "size")
     write_root(path, [{key: each[key] for key in kept} for each in entries(path)])
 
 
-def index_alone(path: Path) -> None:
+def index_alone(path):
     write_root(path, entries(path)[:1])
 
 
-def with_keys_of_others(path: Path) -> None:
+def with_keys_of_others(path):
     found = [{**each, "urls": [], "data": "e30=", "x": 1.5} for each in entries(path)]
     root = {"schemaVersion": 2, "manifests": found, "annotations": {"a": "b"}, "subject": None}
     (path / "index.json").write_text(json.dumps(root, indent=2))
     (path / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}\n')
 
 
-def with_strangers(path: Path) -> None:
+def with_strangers(path):
     """Entries that are not prejit's, and whose blobs are not here."""
     stranger = {"mediaType": MANIFEST_MEDIA_TYPE, "digest": ZEROS, "size": 5}
     other = {"mediaType": "text/plain", "digest": "sha256:" + "1" * 64, "size": 1 << 60}
@@ -88,7 +82,7 @@ def with_strangers(path: Path) -> None:
 @pytest.mark.parametrize(
     "write", [without_artifact_types, index_alone, with_keys_of_others, with_strangers]
 )
-def test_whoever_writes_it_it_is_the_same(write: Callable[[Path], None], bundle_dir: Path) -> None:
+def test_whoever_writes_it_it_is_the_same(write, bundle_dir):
     before = root_of(bundle_dir)
     write(bundle_dir)
     after = root_of(bundle_dir)
@@ -101,7 +95,7 @@ def test_whoever_writes_it_it_is_the_same(write: Callable[[Path], None], bundle_
         assert audit(bundle_dir, lambda *_: None).digest == before.digest
 
 
-def test_a_pull_of_one_target_keeps_the_name_of_the_bundle(bundle_dir: Path) -> None:
+def test_a_pull_of_one_target_keeps_the_name_of_the_bundle(bundle_dir):
     """The index has both targets, index.json one, and only its files are there."""
     digest = load(bundle_dir).digest
     bundle, *targets = entries(bundle_dir)
@@ -123,7 +117,7 @@ def test_a_pull_of_one_target_keeps_the_name_of_the_bundle(bundle_dir: Path) -> 
     assert (found.digest, found.target_count) == (digest, 1)
 
 
-def test_a_target_that_is_listed_and_not_here_is_damage(bundle_dir: Path) -> None:
+def test_a_target_that_is_listed_and_not_here_is_damage(bundle_dir):
     blob(bundle_dir, entries(bundle_dir)[1]["digest"]).unlink()
     for write in (lambda path: None, index_alone):
         write(bundle_dir)
@@ -149,9 +143,7 @@ def test_a_target_that_is_listed_and_not_here_is_damage(bundle_dir: Path) -> Non
         (lambda root: root["manifests"][1].update(digest=ZEROS), "expected targets of the bundle"),
     ],
 )
-def test_an_index_json_that_leads_to_no_bundle_is_rejected(
-    change: Callable[[Any], object], complaint: str, bundle_dir: Path
-) -> None:
+def test_an_index_json_that_leads_to_no_bundle_is_rejected(change, complaint, bundle_dir):
     root = json.loads((bundle_dir / "index.json").read_bytes())
     change(root)
     (bundle_dir / "index.json").write_text(json.dumps(root))
@@ -159,8 +151,8 @@ def test_an_index_json_that_leads_to_no_bundle_is_rejected(
 
 
 def test_two_bundles_or_one_of_another_format_are_rejected(
-    bundle_dir: Path, make_recipe: Any, tmp_path: Path, recipe: Any
-) -> None:
+    bundle_dir, make_recipe, tmp_path, recipe
+):
     other = make_recipe(score_scale=2.0).write(tmp_path / "other")
     for file in (other / "blobs" / "sha256").iterdir():
         (bundle_dir / "blobs" / "sha256" / file.name).write_bytes(file.read_bytes())
@@ -173,7 +165,7 @@ def test_two_bundles_or_one_of_another_format_are_rejected(
     assert "upgrade" in (rejected(path, "expected bundle format 1, found '2'").hint or "")
 
 
-def test_entries_of_others_are_no_bundle_and_not_read_without_end(bundle_dir: Path) -> None:
+def test_entries_of_others_are_no_bundle_and_not_read_without_end(bundle_dir):
     """Each may be an index of 1 MiB, so that reading all would take gigabytes."""
     found = []
     for number in range(5):
@@ -189,7 +181,7 @@ def test_entries_of_others_are_no_bundle_and_not_read_without_end(bundle_dir: Pa
     rejected(bundle_dir, f"expected an entry of {ARTIFACT_TYPE}, found none")
 
 
-def test_a_changed_byte_of_index_json_changes_no_bundle(bundle_dir: Path) -> None:
+def test_a_changed_byte_of_index_json_changes_no_bundle(bundle_dir):
     """It is rejected, or the same bundle is read: what is in it leads to checked bytes or to nothing."""
     before = root_of(bundle_dir)
     file = bundle_dir / "index.json"

@@ -1,48 +1,28 @@
 """Slots: what comes out of them is the model's, whatever is asked for and whatever goes wrong."""
 
-from __future__ import annotations
-
 import json
-import os
-from collections.abc import Callable, Sequence
-from functools import cache
-from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from tests.extent import sampled
 
-from prejit.runtime import Bundle, Sampling, load
+from prejit.runtime import Sampling, load
 from prejit.runtime.__main__ import main
 from prejit.runtime.errors import ContextError, UsageError
-from prejit.runtime.generation import decode, kv_cache
-from prejit.runtime.generation.continuous_batch import Batch
+from prejit.runtime.generation import decode
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
-from prejit.runtime.generation.options import Request
-from prejit.runtime.generation.prefixes import PrefixCache
-from prejit.runtime.generation.rows import Token
-from prejit.runtime.generation.sampling import Logprob
 
-VOCAB, CONTEXT = 48, 72
-TEXT = np.random.default_rng(3).integers(0, VOCAB, CONTEXT).tolist()
+from .batches import CONTEXT, TEXT, VOCAB, Found, finish, ids, request, step
+
 GREEDY = Sampling()
 REPEATING = [7, 8, 9, 10] * 4
-
-
-@pytest.fixture(scope="module")
-def bundle(decoder_dir: Path) -> Bundle:
-    return load(decoder_dir, on_mismatch="error")
 
 
 class Reference:
     """The model itself, run by jax as a whole on every text, and tokens chosen by NumPy."""
 
-    def __init__(self, source: Path) -> None:
+    def __init__(self, source):
         import jax
         import jax.numpy as jnp
         from flax import nnx
@@ -56,22 +36,22 @@ class Reference:
         checkpoint = open_checkpoint(source)
         weights = {name: jnp.asarray(checkpoint.read(name)) for name in checkpoint.names}
 
-        def forward(tokens: Any, length: Any) -> Any:
+        def forward(tokens, length):
             model = nnx.merge(graph, with_parameters(state, weights))
             cache = model.make_cache(1, CONTEXT, "float32")
             return model(tokens, np.zeros(1, np.int32), length, cache)[0][0]
 
         self._forward = jax.jit(forward)
 
-    def logits(self, text: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def logits(self, text):
         """Of the next token, float32 [V]."""
         tokens = np.zeros((1, CONTEXT), np.int32)
         tokens[0, : len(text)] = text
         return np.asarray(self._forward(tokens, np.array([len(text)], np.int32)))
 
-    def greedy(self, prompt: Sequence[int], count: int, sampling: Sampling = GREEDY) -> list[int]:
+    def greedy(self, prompt, count, sampling=GREEDY):
         """Tokens by the definitions of the penalties, from the text alone."""
-        generated: list[int] = []
+        generated = []
         for _ in range(count):
             logits = self.logits([*prompt, *generated]).astype(np.float64)
             for token in {*prompt, *generated}:
@@ -85,46 +65,17 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def reference(decoder_dir: Path) -> Reference:
+def reference(decoder_dir):
     return Reference(decoder_dir.parent / "gpt2")
 
 
 @pytest.fixture
-def sixteen_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def sixteen_steps(monkeypatch):
     """As many steps a call as there is room for: else the measured time of a step decides."""
     monkeypatch.setattr(decode, "CALL_SECONDS", 1e9)
 
 
-def request(prompt: Sequence[int], count: int | None = 8, **options: Any) -> Request:
-    return Request(prompt, max_new_tokens=count, **{"stop_token_ids": (), **options})
-
-
-Found = dict[int, list[Token]]
-"""What came of each slot."""
-
-
-def step(batch: Batch, found: Found) -> list[Token]:
-    """Add what the next step gives."""
-    tokens = batch.step()
-    for token in tokens:
-        found.setdefault(token.slot, []).append(token)
-    return tokens
-
-
-def finish(batch: Batch, found: Found | None = None) -> Found:
-    """What comes of each slot until all are free."""
-    found = {} if found is None else found
-    while step(batch, found):
-        pass
-    assert batch.free == batch.slots
-    return found
-
-
-def ids(tokens: Sequence[Token]) -> list[int]:
-    return [token.token_id for token in tokens if token.token_id is not None]
-
-
-def greedy(bundle: Bundle, prompt: Sequence[int], count: int | None = 8, **options: Any) -> Any:
+def greedy(bundle, prompt, count=8, **options):
     return bundle.generate(prompt, max_new_tokens=count, **{"stop_token_ids": (), **options})
 
 
@@ -136,16 +87,14 @@ def greedy(bundle: Bundle, prompt: Sequence[int], count: int | None = 8, **optio
         (CONTEXT, 1, "length"),
     ],
 )
-def test_greedy_tokens_are_those_of_the_model(
-    bundle: Bundle, reference: Reference, length: int, count: int | None, reason: str
-) -> None:
+def test_greedy_tokens_are_those_of_the_model(bundle, reference, length, count, reason):
     expected = reference.greedy(TEXT[:length], count or CONTEXT - length + 1)
     for lookup in (False, True):
         result = greedy(bundle, TEXT[:length], count, prompt_lookup=lookup)
         assert (list(result.token_ids), result.finish_reason) == (expected, reason)
 
 
-def test_a_long_prompt_and_a_foreign_prefix_are_refused(bundle: Bundle, decoder_dir: Path) -> None:
+def test_a_long_prompt_and_a_foreign_prefix_are_refused(bundle, decoder_dir):
     with pytest.raises(ContextError, match=r"at most 72 tokens \(the longest context\), found 73"):
         greedy(bundle, [*TEXT, 1])
     prefix = load(decoder_dir, on_mismatch="error").prefix(TEXT[:5])
@@ -154,7 +103,7 @@ def test_a_long_prompt_and_a_foreign_prefix_are_refused(bundle: Bundle, decoder_
 
 
 @pytest.mark.parametrize("length", [1, 5])
-def test_a_stop_token_may_be_the_first_or_any_of_several(bundle: Bundle, length: int) -> None:
+def test_a_stop_token_may_be_the_first_or_any_of_several(bundle, length):
     tokens = list(greedy(bundle, TEXT[:length], 20).token_ids)
     for stops in ({tokens[0]}, {tokens[9], tokens[5]}):
         first = min(map(tokens.index, stops))
@@ -163,7 +112,7 @@ def test_a_stop_token_may_be_the_first_or_any_of_several(bundle: Bundle, length:
         assert len(result.logprobs) == result.stats.new_tokens == first
 
 
-def test_rows_finish_inside_a_call_and_others_go_on(bundle: Bundle, sixteen_steps: None) -> None:
+def test_rows_finish_inside_a_call_and_others_go_on(bundle, sixteen_steps):
     batch = bundle.batch(3)
     counts = (1, 5, 18)
     slots = batch.insert(*[request(TEXT[: 4 + n], n) for n in counts])
@@ -178,21 +127,19 @@ def test_rows_finish_inside_a_call_and_others_go_on(bundle: Bundle, sixteen_step
 
 
 @pytest.mark.parametrize(("error", "at"), [(KeyboardInterrupt, "prefill"), (OSError, "decode")])
-def test_a_program_that_fails_frees_all_slots(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], at: str
-) -> None:
+def test_a_program_that_fails_frees_all_slots(bundle, monkeypatch, error, at):
     """Its donated cache is gone: nothing of it may be used again."""
     batch = bundle.batch(3)
     batch.insert(request(TEXT[:12], 20))
     run = DecoderPrograms.run
 
-    def fail(decoder: DecoderPrograms, program: Any, *arguments: Any) -> Any:
+    def fail(decoder, program, *arguments):
         results = run(decoder, program, *arguments)
         if program.kind == at:
             raise error
         return results
 
-    def go_on() -> None:
+    def go_on():
         batch.insert(request(TEXT[:13], 20))
         for _ in range(3):
             batch.step()
@@ -209,9 +156,7 @@ def test_a_program_that_fails_frees_all_slots(
 
 
 @pytest.fixture(scope="module")
-def broken_dir(
-    make_decoder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, decoder_dir: Path
-) -> Path:
+def broken_dir(make_decoder, tmp_path_factory, decoder_dir):
     """A decoder that has no numbers for token 47: the sum of its embedding is beyond float32."""
     source, broken = decoder_dir.parent / "gpt2", tmp_path_factory.mktemp("broken")
     tensors = load_file(source / "model.safetensors")
@@ -230,7 +175,7 @@ def broken_dir(
     ],
     ids=["plain", "bias", "mask"],
 )
-def test_no_number_in_one_row_spoils_no_other(broken_dir: Path, options: dict[str, Any]) -> None:
+def test_no_number_in_one_row_spoils_no_other(broken_dir, options):
     """A row whose logits are no numbers leaves none behind in its slot."""
     broken = load(broken_dir)
     batch = broken.batch(3)
@@ -245,9 +190,7 @@ def test_no_number_in_one_row_spoils_no_other(broken_dir: Path, options: dict[st
             assert tuple(ids(found[slot])) == greedy(broken, TEXT[:n], 6).token_ids
 
 
-def test_no_numbers_are_an_error_there(
-    broken_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_numbers_are_an_error_there(broken_dir, capsys):
     """Not with a blank line and exit status 0."""
     command = ["generate", str(broken_dir), "--prompt-ids", "1,47,2", "--max-new-tokens", "3"]
     assert main([*command, "--json"]) == 1
@@ -256,22 +199,22 @@ def test_no_numbers_are_an_error_there(
     assert json.loads(said.out)["finish_reason"] == "nan"
 
 
-def allow(*tokens: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def allow(*tokens):
     mask = np.zeros(VOCAB, np.bool_)
     mask[list(tokens)] = True
     return mask
 
 
 @pytest.mark.parametrize("length", [1, 30])
-def test_only_allowed_tokens_come(bundle: Bundle, reference: Reference, length: int) -> None:
-    asked: list[list[int]] = []
+def test_only_allowed_tokens_come(bundle, reference, length):
+    asked = []
 
-    def mask(generated: Sequence[int]) -> Any:
+    def mask(generated):
         asked.append(list(generated))
         return None if len(generated) == 2 else allow(3, 5 + len(generated), 40)
 
     result = greedy(bundle, TEXT[:length], 6, token_mask=mask)
-    expected: list[int] = []
+    expected = []
     for place in range(6):
         logits = reference.logits([*TEXT[:length], *expected])
         if place != 2:
@@ -283,7 +226,7 @@ def test_only_allowed_tokens_come(bundle: Bundle, reference: Reference, length: 
 
 
 @pytest.mark.parametrize("length", [1, 5])
-def test_a_mask_that_allows_nothing_ends_the_text(bundle: Bundle, length: int) -> None:
+def test_a_mask_that_allows_nothing_ends_the_text(bundle, length):
     expected = greedy(bundle, TEXT[:length], 8).token_ids
     batch = bundle.batch(3)
     for after in (0, 2):
@@ -305,8 +248,8 @@ def test_a_mask_that_allows_nothing_ends_the_text(bundle: Bundle, length: int) -
         (np.ones(VOCAB, np.float32), UsageError, 2),
     ],
 )
-def test_a_mask_that_fails(bundle: Bundle, after: int, says: Any, error: type[Exception]) -> None:
-    def mask(generated: Sequence[int]) -> Any:
+def test_a_mask_that_fails(bundle, after, says, error):
+    def mask(generated):
         if len(generated) != after:
             return None
         if isinstance(says, Exception):
@@ -317,7 +260,7 @@ def test_a_mask_that_fails(bundle: Bundle, after: int, says: Any, error: type[Ex
     (other,) = batch.insert(request(TEXT[:9], 12))
     got = ids(batch.step())
 
-    def go_on() -> None:
+    def go_on():
         batch.insert(request(TEXT[:5], 6, token_mask=mask))
         while True:
             got.extend(ids([token for token in batch.step() if token.slot == other]))
@@ -337,9 +280,7 @@ PENALTIES = (
 
 
 @pytest.mark.parametrize("penalty", sampled(PENALTIES, lambda each: len(each) > 1), ids=str)
-def test_penalties_are_by_the_text_however_it_was_computed(
-    bundle: Bundle, reference: Reference, penalty: dict[str, float]
-) -> None:
+def test_penalties_are_by_the_text_however_it_was_computed(bundle, reference, penalty):
     sampling = Sampling(**penalty)
     for prompt in ([5], REPEATING, TEXT[:20]):
         expected = reference.greedy(prompt, 14, sampling)
@@ -365,8 +306,8 @@ def test_penalties_are_by_the_text_however_it_was_computed(
         assert ids(found[slot]) == expected
 
 
-def test_further_continuations_have_the_next_seeds(bundle: Bundle) -> None:
-    options: dict[str, Any] = {"temperature": 1.3, "max_new_tokens": 12, "stop_token_ids": ()}
+def test_further_continuations_have_the_next_seeds(bundle):
+    options = {"temperature": 1.3, "max_new_tokens": 12, "stop_token_ids": ()}
     last = 2**64 - 1
     results = bundle.generate_n(TEXT[:20], 7, seed=last - 2, **options)  # in 3 slots
     assert len({result.token_ids for result in results}) == 7
@@ -378,8 +319,8 @@ def test_further_continuations_have_the_next_seeds(bundle: Bundle) -> None:
 
 @pytest.mark.parametrize("lookup", [False, True])
 def test_logprobs_are_those_of_the_model_before_anything_is_done_to_its_logits(
-    bundle: Bundle, reference: Reference, lookup: bool
-) -> None:
+    bundle, reference, lookup
+):
     for prompt in ([5], REPEATING, TEXT[:20]):
         result = bundle.generate(
             prompt,
@@ -402,7 +343,7 @@ def test_logprobs_are_those_of_the_model_before_anything_is_done_to_its_logits(
     assert [one.top for one in none] == [(), ()]
 
 
-def check_logprob(one: Logprob, logits: np.ndarray[Any, Any], count: int) -> None:
+def check_logprob(one, logits, count):
     wide = logits.astype(np.float64)
     expected = wide - np.log(np.exp(wide - wide.max()).sum()) - wide.max()
     assert one.logprob == pytest.approx(expected[one.token_id], abs=1e-4)
@@ -411,8 +352,8 @@ def check_logprob(one: Logprob, logits: np.ndarray[Any, Any], count: int) -> Non
     assert [value for _, value in one.top] == pytest.approx(expected[best].tolist(), abs=1e-4)
 
 
-def test_what_prompts_share_is_computed_once_and_more_wait(bundle: Bundle) -> None:
-    def generated(prompts: list[list[int]], count: int) -> list[Any]:
+def test_what_prompts_share_is_computed_once_and_more_wait(bundle):
+    def generated(prompts, count):
         results = bundle.generate_batch(prompts, max_new_tokens=count, stop_token_ids=())
         for prompt, result in zip(prompts, results, strict=True):
             assert result.token_ids == greedy(bundle, prompt, count).token_ids
@@ -428,7 +369,7 @@ def test_what_prompts_share_is_computed_once_and_more_wait(bundle: Bundle) -> No
         assert [each.reused_tokens for each in stats] == reused
 
 
-def test_a_prefix_serves_whatever_begins_so(bundle: Bundle) -> None:
+def test_a_prefix_serves_whatever_begins_so(bundle):
     prefix = bundle.prefix(TEXT[:30])
     for prompt, reused in (
         (TEXT[:40], 30),
@@ -447,7 +388,7 @@ def test_a_prefix_serves_whatever_begins_so(bundle: Bundle) -> None:
         assert together[0].token_ids == plain.token_ids
 
 
-def test_figures_add_up(decoder_dir: Path, sixteen_steps: None) -> None:
+def test_figures_add_up(decoder_dir, sixteen_steps):
     bundle = load(decoder_dir, on_mismatch="error")
     first = greedy(bundle, TEXT[:12], 17).stats
     assert (first.prompt_tokens, first.new_tokens, first.reused_tokens) == (12, 17, 0)
@@ -469,7 +410,7 @@ def test_figures_add_up(decoder_dir: Path, sixteen_steps: None) -> None:
     assert [row.stats.padding for row in rows] == pytest.approx([1 / 3, 1 / 3])  # 3 slots
 
 
-def test_drafts_save_passes_change_no_token_and_do_not_go_round_a_mask(bundle: Bundle) -> None:
+def test_drafts_save_passes_change_no_token_and_do_not_go_round_a_mask(bundle):
     saved = 0
     for start in range(6):
         prompt = [*TEXT[start : start + 4]] * 4
@@ -479,16 +420,16 @@ def test_drafts_save_passes_change_no_token_and_do_not_go_round_a_mask(bundle: B
         saved += drafted.stats.accepted_tokens
     assert saved > 0
     forbidden = greedy(bundle, REPEATING, 3).token_ids[2]
-    masked: dict[str, Any] = {"token_mask": lambda _: ~allow(forbidden)}
+    masked = {"token_mask": lambda _: ~allow(forbidden)}
     result = greedy(bundle, REPEATING, 12, **masked, prompt_lookup=True)
     assert forbidden not in result.token_ids
     assert result.token_ids == greedy(bundle, REPEATING, 12, **masked).token_ids
 
 
-def test_a_session_does_one_generation_at_a_time(bundle: Bundle) -> None:
+def test_a_session_does_one_generation_at_a_time(bundle):
     """Two at a time would take each other's tokens."""
     session = bundle.session()
-    ask: dict[str, Any] = {"max_new_tokens": 20, "stop_token_ids": ()}
+    ask = {"max_new_tokens": 20, "stop_token_ids": ()}
     stream, late = (session.stream(TEXT[:6], **ask) for _ in range(2))
     first = next(stream).token_id
     for other in (lambda: session.generate(TEXT[:6]), lambda: next(late)):
@@ -500,9 +441,9 @@ def test_a_session_does_one_generation_at_a_time(bundle: Bundle) -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "drop", "close session"])
-def test_a_stream_that_is_left_frees_its_slot(bundle: Bundle, how: str) -> None:
+def test_a_stream_that_is_left_frees_its_slot(bundle, how):
     session = bundle.session()
-    stream: Any = session.stream(TEXT[:6], max_new_tokens=20, stop_token_ids=())
+    stream = session.stream(TEXT[:6], max_new_tokens=20, stop_token_ids=())
     next(stream)
     if how == "close":
         stream.close()
@@ -514,204 +455,3 @@ def test_a_stream_that_is_left_frees_its_slot(bundle: Bundle, how: str) -> None:
     result = session.generate(TEXT[:6], max_new_tokens=8, stop_token_ids=())
     assert result.token_ids == greedy(bundle, TEXT[:6]).token_ids
     assert result.stats.reused_tokens == (0 if how == "close session" else 5)
-
-
-# ---------------------------------------------------------------------- prompts in chunks, other sizes
-
-
-@pytest.fixture(autouse=True)
-def _copies_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of steps does not depend on how fast the machine is."""
-    monkeypatch.setattr("prejit.runtime.generation.continuous_batch._PREPARING_SECONDS", 100.0)
-
-
-@pytest.fixture
-def short_chunks(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Batch:
-    """Steps of one token, and at most 3 positions of prompts in each."""
-    monkeypatch.setattr(decode, "CALL_SECONDS", 0.0)
-    bundle.prepare()
-    return Batch(bundle.decoder, 3, prefill_tokens=3)
-
-
-def order_of(batch: Batch, positions: int) -> list[tuple[str, int]]:
-    """What the next steps do until all prompts are computed: first tokens, or tokens of the others."""
-    order = []
-    while batch.entering:
-        tokens = batch.step(prefill_tokens=positions)
-        is_decode = any(token.usage.passes for token in tokens)
-        order.append(("decode" if is_decode else "first", len(tokens)))
-    return order
-
-
-@pytest.mark.parametrize(
-    ("stall_seconds", "decodes"), [(100.0, []), (0.0, [("decode", 1), ("decode", 2)])]
-)
-def test_each_first_token_comes_when_its_prompt_is_computed_and_a_long_stall_ends(
-    short_chunks: Batch, monkeypatch: pytest.MonkeyPatch, stall_seconds: float, decodes: list[Any]
-) -> None:
-    """Not when the prompts behind it are computed too; a decode step comes between them after a while."""
-    name = "prejit.runtime.generation.continuous_batch._LONGEST_STALL_SECONDS"
-    monkeypatch.setattr(name, stall_seconds)
-    for number in range(3):
-        short_chunks.begin(request(TEXT[number : number + 3], 9))
-    order = order_of(short_chunks, 1000)
-    assert order[:: 2 if decodes else 1] == [("first", 1)] * 3
-    assert not decodes or order[1::2] == decodes
-
-
-@pytest.fixture(scope="module")
-def wide(wide_dir: Path) -> Bundle:
-    bundle = load(wide_dir, on_mismatch="error")
-    bundle.prepare()
-    return bundle
-
-
-def test_prompts_are_computed_together(wide: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "CALL_SECONDS", 0.0)
-    batch = Batch(wide.decoder, 4, together=2)
-    for asked, call in {
-        (7, 1, 100): (1, 7),
-        (7, 3, 100): (2, 10),  # a batch of two is the largest that they fill
-        (7, 4, 100): (4, 10),  # all slots are free: computed in place
-        (7, 4, 39): (2, 10),
-        (7, 4, 19): (1, 7),
-        (11, 4, 100): (1, 11),  # no program takes it in one call
-    }.items():
-        assert batch.call_for(*asked) == call, asked
-    assert Batch(wide.decoder, 4).call_for(7, 3, 100) == (1, 7)
-    all_slots = Batch(wide.decoder, 4, together=2)
-    all_slots.begin(*(request(TEXT[n : n + 8], 2) for n in range(4)))
-    programs = [list(token.usage.programs) for token in all_slots.step()]
-    assert programs == [["prefill/b4-t10-c24"]] * 4
-    [first] = batch.insert(request([1, 2, 3], 20))
-    asked = [request(TEXT[n : n + 8], 6, sampling=Sampling(temperature=0.5 * n)) for n in (0, 1)]
-    slots = batch.begin(*asked)
-    found = Found()
-    for _ in range(3):  # the first token of the one, those of the two, and a decode step
-        step(batch, found)
-    assert [len(found[slot]) for slot in (first, *slots)] == [2, 2, 2]
-    assert next(iter(found[slots[1]][0].usage.programs)) == "prefill/b2-t10-c24"
-    finish(batch, found)
-    for slot, one in zip(slots, asked, strict=True):
-        alone = Batch(wide.decoder, 1)
-        alone.insert(one)
-        assert ids(found[slot]) == ids(finish(alone)[0])
-
-
-def test_slots_are_as_many_as_a_bucket_has_and_move_only_when_they_may(bundle: Bundle) -> None:
-    def refused(message: str, call: Callable[..., object], *arguments: Any) -> None:
-        with pytest.raises(UsageError, match=message):
-            call(*arguments)
-
-    batch = bundle.batch(2)
-    assert batch.slots == 3, "rounded up to a bucket"
-    slots = batch.insert(*[request(TEXT[: 3 + place], 1) for place in range(3)])
-    assert (batch.free, batch.insert()) == (0, ())
-    message = "at most 0 requests, as many as slots are free; found 1"
-    refused(message, batch.insert, request([1]))
-    for slot in (-1, 3):
-        refused(f"slot: expected 0 to 2, found {slot}", batch.evict, slot)
-    batch.evict(slots[0])  # its token was not given out
-    assert {token.slot for token in batch.step()} == {*slots[1:]}
-    assert (batch.step(), batch.free) == ([], 3)
-    batch.insert(request([1], 9), request([2], 9))
-    batch.step()
-    refused("found 2 live slots", batch.resize, 1)
-    batch.begin(request([3], 9))
-    refused("no prompt on its way", batch.resize, 3)
-    batch.close()
-    assert batch.resize(1) == {}
-    refused("at most 3 rows at once, found 4", bundle.batch, 4)
-    refused("slots: expected 1 or more, found 0", bundle.batch, 0)
-
-
-_ACTIONS = st.lists(
-    st.one_of(
-        st.tuples(st.sampled_from(["insert", "begin"]), st.integers(0, 11)),
-        st.tuples(st.just("step"), st.integers(1, 3)),
-        st.tuples(st.just("evict"), st.integers(0, 2)),
-        st.tuples(st.just("resize"), st.sampled_from([1, 3])),
-        st.tuples(st.just("keep"), st.just(0)),
-    ),
-    min_size=4,
-    max_size=25,
-)
-
-
-@settings(max_examples=int(os.environ.get("PREJIT_BATCH_EXAMPLES", "25")), deadline=None)
-@given(actions=_ACTIONS, prefixes=st.booleans(), piece_bytes=st.sampled_from([1, 64 << 20]))
-def test_texts_do_not_depend_on_what_happens_beside_them(
-    bundle: Bundle,
-    expected: Callable[[int], list[int]],
-    actions: list[Any],
-    prefixes: bool,
-    piece_bytes: int,
-) -> None:
-    """Requests come whole or in chunks, leave early, and move between batches, in any order."""
-    with mock.patch.object(kv_cache, "_PIECE_BYTES", piece_bytes):
-        ended = _in_any_order(bundle, actions, prefixes)
-    for number, tokens in ended:
-        assert ids(tokens) == expected(number)
-
-
-def _in_any_order(
-    bundle: Bundle, actions: list[Any], prefixes: bool
-) -> list[tuple[int, list[Token]]]:
-    """Return the number and the tokens of each request that ended."""
-    bundle.prepare()
-    kept = PrefixCache(bundle.decoder, 1 << 20) if prefixes else None
-    batch = Batch(bundle.decoder, 1, prefill_tokens=3, prefixes=kept)
-    running: dict[int, tuple[int, list[Token]]] = {}
-    ended: list[tuple[int, list[Token]]] = []
-
-    def step() -> None:
-        for token in batch.step():
-            running[token.slot][1].append(token)
-            if token.finish_reason is not None:
-                ended.append(running.pop(token.slot))
-
-    for name, number in [*actions, ("step", 40)]:
-        if name in ("insert", "begin") and batch.free:
-            asked = numbered(number)
-            [slot] = batch.begin(asked) if name == "begin" else batch.insert(asked)
-            running[slot] = number, []
-        elif name == "evict":
-            batch.evict(number % batch.slots)
-            running.pop(number % batch.slots, None)
-        elif name == "resize":
-            step()  # no token waits any more
-            fits = batch.entering == 0 and len(running) <= number
-            fits = fits and any(batch.is_ready_for(number) for _ in bundle.decoder.cache)
-            moved = batch.resize(number) if fits else {}
-            if moved:
-                running = {moved[slot]: one for slot, one in running.items()}
-        elif name == "keep":
-            batch.keep()
-        elif name == "step":
-            for _ in range(number):
-                step()
-    while running:
-        step()
-    assert batch.free == batch.slots
-    return ended
-
-
-def numbered(number: int) -> Request:
-    """One of twelve requests; some begin alike, some sample, some have penalties or logprobs."""
-    prompt = [*TEXT[:20], number] if number % 3 == 0 else TEXT[number : number * 4 + 1]
-    temperature, penalty = (0.0 if number % 2 else 0.8), (0.7 if number % 4 == 1 else 0.0)
-    sampling = Sampling(temperature=temperature, seed=number, frequency_penalty=penalty)
-    return request(prompt, 2 + number, sampling=sampling, logprobs=None if number % 5 else 1)
-
-
-@pytest.fixture(scope="module")
-def expected(bundle: Bundle) -> Callable[[int], list[int]]:
-    """The tokens of each numbered request in a batch of its own."""
-
-    @cache
-    def find(number: int) -> list[int]:
-        batch = Batch(bundle.decoder, 1)
-        batch.insert(numbered(number))
-        return ids(finish(batch)[0])
-
-    return find

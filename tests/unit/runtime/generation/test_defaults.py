@@ -1,16 +1,11 @@
 """A bundle generates as its publisher's generation_config.json says, where the caller says nothing."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from prejit.runtime import Bundle, Sampling, load
+from prejit.runtime import Sampling, load
 from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.generation.options import Defaults, check_generation, parse_defaults
 
@@ -25,13 +20,11 @@ SAID = {
     "max_new_tokens": 9,
     "min_new_tokens": 3,
 }
-SAMPLED: dict[str, Any] = {name: value for name, value in SAID.items() if name != "do_sample"}
+SAMPLED = {name: value for name, value in SAID.items() if name != "do_sample"}
 
 
 @pytest.fixture(scope="module")
-def sampling_dir(
-    make_decoder: Callable[..., Path], decoder_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def sampling_dir(make_decoder, decoder_dir, tmp_path_factory):
     """The model of a bundle with a generation_config.json."""
     source = tmp_path_factory.mktemp("sampling")
     shutil.copytree(decoder_dir.parent / "gpt2", source, dirs_exist_ok=True)
@@ -40,23 +33,23 @@ def sampling_dir(
 
 
 @pytest.fixture(scope="module")
-def sampling(sampling_dir: Path) -> Bundle:
+def sampling(sampling_dir):
     return load(sampling_dir)
 
 
 @pytest.fixture(scope="module")
-def plain(decoder_dir: Path) -> Bundle:
+def plain(decoder_dir):
     """The same model without a generation config."""
     return load(decoder_dir)
 
 
 def test_a_bundle_generates_as_its_config_says_unless_a_load_ignores_it(
-    sampling: Bundle, plain: Bundle, sampling_dir: Path
-) -> None:
+    sampling, plain, sampling_dir
+):
     expected = plain.generate(PROMPT, seed=5, **SAMPLED).token_ids
     assert len(expected) == 9
     assert expected != plain.generate(PROMPT, max_new_tokens=9).token_ids
-    none: dict[str, Any] = dict.fromkeys((*SAMPLED, "stop", "stop_token_ids", "logprobs", "prefix"))
+    none = dict.fromkeys((*SAMPLED, "stop", "stop_token_ids", "logprobs", "prefix"))
     for result in (
         sampling.generate(PROMPT, seed=5),
         sampling.generate(PROMPT, seed=5, **none),  # None: not given
@@ -69,7 +62,7 @@ def test_a_bundle_generates_as_its_config_says_unless_a_load_ignores_it(
     request = sampling.request(PROMPT, seed=5)
     assert (request.sampling.temperature, request.sampling.min_p) == (1.3, 0.01)
     assert request.max_new_tokens == 9
-    given: dict[str, Any] = {"temperature": 0, "repetition_penalty": 1, "max_new_tokens": 5}
+    given = {"temperature": 0, "repetition_penalty": 1, "max_new_tokens": 5}
     found = sampling.generate(PROMPT, **given)
     assert found.token_ids == plain.generate(PROMPT, max_new_tokens=5).token_ids
     [found] = sampling.generate_batch([PROMPT], sampling=[Sampling(temperature=0.7, seed=3)])
@@ -82,12 +75,10 @@ def test_a_bundle_generates_as_its_config_says_unless_a_load_ignores_it(
     assert bare.generate(PROMPT, **given).token_ids == expected
     assert bare.session().generate(PROMPT, **given).token_ids == expected
     with pytest.raises(UsageError, match="generation_config: expected True or False, found 'no'"):
-        load(sampling_dir, generation_config="no")  # type: ignore[arg-type]
+        load(sampling_dir, generation_config="no")
 
 
-def test_the_commands_use_and_show_the_defaults(
-    sampling: Bundle, sampling_dir: Path, decoder_dir: Path, said: Callable[..., str]
-) -> None:
+def test_the_commands_use_and_show_the_defaults(sampling, sampling_dir, decoder_dir, said):
     ran = said("generate", sampling_dir, "--prompt-ids", "1,2,3", "--seed", "5", "--json")
     assert json.loads(ran)["token_ids"] == list(sampling.generate(PROMPT, seed=5).token_ids)
     assert json.loads(said("inspect", sampling_dir, "--json"))["defaults"] == SAID
@@ -109,7 +100,7 @@ def test_the_commands_use_and_show_the_defaults(
         (SAID, SAMPLED),
     ],
 )
-def test_options_of_a_generation_config(said: dict[str, Any], options: dict[str, Any]) -> None:
+def test_options_of_a_generation_config(said, options):
     assert parse_defaults(json.dumps(said).encode()).options() == options
 
 
@@ -126,6 +117,6 @@ def test_options_of_a_generation_config(said: dict[str, Any], options: dict[str,
         (b'{"max_new_tokens": 0}', "max_new_tokens: expected 1 or more, found 0"),
     ],
 )
-def test_a_generation_config_that_cannot_be_used_is_rejected(content: bytes, message: str) -> None:
+def test_a_generation_config_that_cannot_be_used_is_rejected(content, message):
     with pytest.raises(RejectError, match=f"somewhere: {message}"):
         check_generation(content, "somewhere")

@@ -1,26 +1,20 @@
 """Copies between caches: the rows that were asked for, at the beginning, and nothing else."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from prejit.runtime import Bundle, load
+from prejit.runtime import load
 from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.kv_cache import KVCache
 
-Arrays = list["np.ndarray[object, np.dtype[np.float32]]"]
-
 
 @pytest.fixture(scope="module")
-def bundle(decoder_dir: Path) -> Bundle:
+def bundle(decoder_dir):
     return load(decoder_dir, on_mismatch="error")
 
 
-def numbered(bundle: Bundle, batch: int, context: int, offset: int = 0) -> KVCache:
+def numbered(bundle, batch, context, offset=0):
     """A cache in which all values differ."""
     cache = KVCache(bundle.decoder, batch, context)
     for place, array in enumerate(values(cache)):
@@ -30,16 +24,14 @@ def numbered(bundle: Bundle, batch: int, context: int, offset: int = 0) -> KVCac
     return cache
 
 
-def values(cache: KVCache) -> Arrays:
+def values(cache):
     return [np.array(to_numpy(array)) for array in cache.arrays]
 
 
 @pytest.mark.parametrize(
     ("batch", "context", "rows"), [(3, 24, {0: 2, 2: 1}), (1, 72, {0: 0, 1: 0})]
 )
-def test_rows_are_copied_to_their_slots_and_the_others_stay(
-    bundle: Bundle, batch: int, context: int, rows: dict[int, int]
-) -> None:
+def test_rows_are_copied_to_their_slots_and_the_others_stay(bundle, batch, context, rows):
     source, target = numbered(bundle, batch, context), numbered(bundle, 3, 72, offset=7)
     given, expected = values(source), values(target)
     target.copy_rows(source, rows)
@@ -51,7 +43,7 @@ def test_rows_are_copied_to_their_slots_and_the_others_stay(
         np.testing.assert_array_equal(now, then)
 
 
-def test_a_cache_that_grows_keeps_its_rows_and_is_kept_once(bundle: Bundle) -> None:
+def test_a_cache_that_grows_keeps_its_rows_and_is_kept_once(bundle):
     cache = numbered(bundle, 3, 24)
     before = values(cache)
     grown = cache.grown(72)

@@ -1,7 +1,5 @@
 """Each option of a generation is defined once: what spells it again must agree with the definition."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import click
@@ -15,7 +13,7 @@ from prejit.runtime.generation.decode import CALL_SECONDS, steps_per_call
 from prejit.runtime.generation.options import OPTIONS, resolve
 
 
-def test_options_are_typed_published_and_flags() -> None:
+def test_options_are_typed_published_and_flags():
     assert Options.__annotations__.keys() == OPTIONS.keys()
     defined = {
         field.name: str(field.type) for kind in (Sampling, Request) for field in fields(kind)
@@ -39,7 +37,7 @@ def test_options_are_typed_published_and_flags() -> None:
             resolve({option.name: found})
 
 
-def test_every_option_has_a_check_that_takes_its_default_and_refuses_nonsense() -> None:
+def test_every_option_has_a_check_that_takes_its_default_and_refuses_nonsense():
     for name, option in OPTIONS.items():
         assert option.check(name, option.default) == option.default
         with pytest.raises(UsageError, match=name):
@@ -56,5 +54,5 @@ def test_every_option_has_a_check_that_takes_its_default_and_refuses_nonsense() 
         (CALL_SECONDS, 1, 1),
     ],
 )
-def test_a_call_takes_the_steps_that_fit(step_seconds: float, most: int, steps: int) -> None:
+def test_a_call_takes_the_steps_that_fit(step_seconds, most, steps):
     assert steps_per_call(step_seconds, most) == steps

@@ -1,16 +1,10 @@
 """Prompts that were computed before are found again, and take no more memory than they may."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from tests.decoders import VOCABULARY
 
-from prejit.runtime import Bundle, load
+from prejit.runtime import load
 from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.generation.kv_cache import KVCache, cache_bytes
 from prejit.runtime.generation.prefixes import CompactPrefix, PrefixCache
@@ -21,35 +15,35 @@ MINE = ("me", "")
 
 
 @pytest.fixture(scope="module")
-def bundle(wide_dir: Path) -> Bundle:
+def bundle(wide_dir):
     return load(wide_dir, on_mismatch="error")
 
 
 @pytest.fixture
-def whole_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+def whole_caches(monkeypatch):
     """Prefixes are kept as on an accelerator."""
     monkeypatch.setattr("prejit.runtime.generation.prefixes.can_compact", lambda _: False)
 
 
 @pytest.fixture(params=["compact", "whole caches"])
-def both(request: pytest.FixtureRequest) -> None:
+def both(request):
     if request.param == "whole caches":
         request.getfixturevalue("whole_caches")
 
 
-def prefix(bundle: Bundle, first: int, context: int = 24) -> Prefix:
+def prefix(bundle, first, context=24):
     tokens = [(first + place) % VOCABULARY for place in range(20)]
     return Prefix(tokens, KVCache(bundle.decoder, 1, context))
 
 
-def found_tokens(kept: PrefixCache, prompt: Sequence[int], context: int = 24) -> Any:
+def found_tokens(kept, prompt, context=24):
     """The tokens of the prefix that is found."""
     found = kept.find(prompt, context, MINE)
     return None if found is None else found.token_ids
 
 
 @pytest.mark.usefixtures("whole_caches")
-def test_a_prefix_that_grew_counts_and_the_oldest_go(bundle: Bundle) -> None:
+def test_a_prefix_that_grew_counts_and_the_oldest_go(bundle):
     first, second, third = (prefix(bundle, number) for number in range(3))
     kept = PrefixCache(bundle.decoder, 3 * first.size_bytes)
     for each in (first, second, third):
@@ -74,7 +68,7 @@ def test_a_prefix_that_grew_counts_and_the_oldest_go(bundle: Bundle) -> None:
 
 
 @pytest.mark.usefixtures("both")
-def test_a_small_model_keeps_not_all(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_model_keeps_not_all(bundle, monkeypatch):
     monkeypatch.setattr("prejit.runtime.generation.prefixes._MOST_PREFIXES", 3)
     kept = PrefixCache(bundle.decoder, 1 << 20)
     texts = [prefix(bundle, number).token_ids for number in range(5)]
@@ -85,7 +79,7 @@ def test_a_small_model_keeps_not_all(bundle: Bundle, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("both")
-def test_the_prefix_that_saves_most_is_found(bundle: Bundle) -> None:
+def test_the_prefix_that_saves_most_is_found(bundle):
     kept = PrefixCache(bundle.decoder, 1 << 30)
     common = [number % VOCABULARY for number in range(5, 23)]
     shorter, longer, other = ([*common, *rest] for rest in ([1], [2, 3, 4], [9, 9]))
@@ -100,7 +94,7 @@ def test_the_prefix_that_saves_most_is_found(bundle: Bundle) -> None:
 # ---------------------------------------------------------------------- the memory of the tokens alone
 
 
-def filled(bundle: Bundle, batch: int, context: int) -> KVCache:
+def filled(bundle, batch, context):
     """A cache with another number at each place."""
     cache = KVCache(bundle.decoder, batch, context)
     numbers = [to_numpy(array) for array in cache.arrays]
@@ -112,9 +106,7 @@ def filled(bundle: Bundle, batch: int, context: int) -> KVCache:
 
 
 @pytest.mark.parametrize(("context", "places"), [(24, 20), (72, 20), (24, 24)])
-def test_a_prefix_takes_the_memory_of_its_tokens_and_comes_back_as_it_was(
-    bundle: Bundle, context: int, places: int
-) -> None:
+def test_a_prefix_takes_the_memory_of_its_tokens_and_comes_back_as_it_was(bundle, context, places):
     source = filled(bundle, 2, 72)
     expected = [to_numpy(array)[1:2, :, :places].copy() for array in source.arrays]
     tokens = [number % VOCABULARY for number in range(20 if places == 20 else 40)]
@@ -128,7 +120,7 @@ def test_a_prefix_takes_the_memory_of_its_tokens_and_comes_back_as_it_was(
         assert not to_numpy(array)[:, :, places:].any()
 
 
-def test_prefixes_never_take_more_than_they_may(bundle: Bundle) -> None:
+def test_prefixes_never_take_more_than_they_may(bundle):
     source = filled(bundle, 1, 24)
     size = cache_bytes(bundle.decoder.cache, 1, 20)
     kept = PrefixCache(bundle.decoder, 2 * size)

@@ -1,9 +1,5 @@
 """The host's side of sampling: what a request may ask for, and the arrays that say it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -29,7 +25,7 @@ from prejit.runtime.generation.sampling import arrays, bias_row, history_row
         ("logit_bias", ((7, 1.0), (7, 2.0))),
     ],
 )
-def test_a_value_out_of_range_is_refused_by_its_name_with_both_sides(name: str, value: Any) -> None:
+def test_a_value_out_of_range_is_refused_by_its_name_with_both_sides(name, value):
     with pytest.raises(
         UsageError, match=rf"^{name}( of token \S+)?: expected .*, found "
     ) as caught:
@@ -38,7 +34,7 @@ def test_a_value_out_of_range_is_refused_by_its_name_with_both_sides(name: str, 
     assert str(found) in str(caught.value)
 
 
-def test_ends_of_ranges_and_biases_are_taken_however_written() -> None:
+def test_ends_of_ranges_and_biases_are_taken_however_written():
     for options in (
         {"temperature": 3e38, "top_k": 2**31 - 1, "top_p": 1e-9, "seed": 2**64 - 1, "min_p": 1},
         {"repetition_penalty": 1e-38, "presence_penalty": -2, "frequency_penalty": 2},
@@ -59,7 +55,7 @@ def test_ends_of_ranges_and_biases_are_taken_however_written() -> None:
         arrays([mapping], 4, [0])
 
 
-def test_arrays_and_history_are_the_programs_arguments() -> None:
+def test_arrays_and_history_are_the_programs_arguments():
     other = Sampling(0.5, 3, 0.9, 2**40 + 7, 0.1, 1.2, 1.0, -0.5, {2: -np.inf, 0: 1.5})
     found = arrays([Sampling(), other], 4, [0, 5])
     expected = {

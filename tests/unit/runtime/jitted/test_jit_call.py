@@ -1,31 +1,21 @@
 """A call of a jitted function by its parameters."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import pytest
 
-from prejit.runtime.jitted.jit_call import JittedCall, Parameters
+from prejit.runtime.jitted.jit_call import Parameters
 
 
-def plain(x: Any, y: Any = 0, *, z: Any = 0, **more: Any) -> None: ...
-def static_between(x: Any, mode: str, y: Any) -> None: ...
-def many(first: Any, *others: Any) -> None: ...
-def placed(x: Any, /, y: Any) -> None: ...
+def plain(x, y=0, *, z=0, **more): ...
+def static_between(x, mode, y): ...
+def many(first, *others): ...
+def placed(x, /, y): ...
 
 
 wrapped = jax.vmap(static_between, in_axes=1)
 
 
-def call(
-    function: Any,
-    *args: Any,
-    static: Any = (None, None),
-    donated: Any = (None, None),
-    **kwargs: Any,
-) -> JittedCall:
+def call(function, *args, static=(None, None), donated=(None, None), **kwargs):
     return Parameters(function, static=static, donated=donated).bind(args, kwargs)
 
 
@@ -46,7 +36,7 @@ def call(
         (call(wrapped, 1, mode="m", static=(1, None)), "args[0]", "args[0]", False),
     ],
 )
-def test_the_order_of_jax(bound: JittedCall, placed_: str, order: str, nameable: bool) -> None:
+def test_the_order_of_jax(bound, placed_, order, nameable):
     assert bound.placed == tuple(placed_.split())
     assert bound.order == tuple(order.split())
     assert bound.nameable == nameable
@@ -66,13 +56,11 @@ def test_the_order_of_jax(bound: JittedCall, placed_: str, order: str, nameable:
 @pytest.mark.parametrize(
     ("args", "kwargs"), [((0, 1, 2), {}), ((0, 1), {"k": 2}), ((0,), {"n": 1, "k": 2})]
 )
-def test_static_and_donated_are_those_of_jax(
-    options: dict[str, Any], args: tuple[int, ...], kwargs: dict[str, int]
-) -> None:
+def test_static_and_donated_are_those_of_jax(options, args, kwargs):
     """jax tells by the argument's place or by its name, whichever the call has."""
-    kinds: dict[str, type] = {}
+    kinds = {}
 
-    def function(x: Any, n: Any, k: Any = 0, **rest: Any) -> Any:
+    def function(x, n, k=0, **rest):
         kinds.update(x=type(x), n=type(n), k=type(k))
         return x, n, k
 
@@ -94,7 +82,7 @@ def test_static_and_donated_are_those_of_jax(
     assert found.donated == {name for name, info in donated.items() if info.donated}
 
 
-def test_the_same_call_in_other_forms_and_wrong_ones() -> None:
+def test_the_same_call_in_other_forms_and_wrong_ones():
     bound = call(plain, 1, y=2, static=(None, ["z"]), z=3)
     assert bound.by_place() == ((1, 2), {"z": 3})
     assert bound.by_name() == ((), {"x": 1, "y": 2, "z": 3})
@@ -104,7 +92,7 @@ def test_the_same_call_in_other_forms_and_wrong_ones() -> None:
     bound = call(many, 1, 2, 3, static=(1, None))
     assert (dict(bound.arrays), bound.static) == ({"first": 1, "args[1]": 3}, {"args[0]": 2})
 
-    def function(x: Any, /, **more: Any) -> None: ...
+    def function(x, /, **more): ...
 
     with pytest.raises(TypeError, match="found two of 'x'"):
         call(function, 1, x=2)

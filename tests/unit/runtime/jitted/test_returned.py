@@ -32,7 +32,7 @@ class Checked:
 
     x: Any
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         if self.x.shape != (2,):
             raise ValueError("expected two numbers")
 
@@ -44,12 +44,12 @@ class Scaled:
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
 
 
-def node(kind: Any, type_: str, *keys: str, constants: Any = ()) -> Node:
+def node(kind, type_, *keys, constants=()):
     return Node(kind, keys, tuple(Leaf() for _ in keys), type_, constants)
 
 
-def test_containers_classes_and_random_keys() -> None:
-    def returned(tree: Node, *leaves: Any) -> Any:
+def test_containers_classes_and_random_keys():
+    def returned(tree, *leaves):
         return from_bundle(tree).value([*leaves])
 
     one, two = jnp.ones(1), jnp.ones(2)
@@ -65,7 +65,7 @@ def test_containers_classes_and_random_keys() -> None:
 
 
 @pytest.mark.parametrize("keys", [(), ("a", "b"), ("b", "a")])
-def test_an_ordered_dict_is_told_from_a_dict(keys: tuple[str, ...]) -> None:
+def test_an_ordered_dict_is_told_from_a_dict(keys):
     tree = Node("dict", keys, tuple(Leaf() for _ in keys), aux=ORDERED)
     returned = from_bundle(tree)
     value = returned.value([jnp.ones(1) for _ in keys])
@@ -82,13 +82,13 @@ def test_an_ordered_dict_is_told_from_a_dict(keys: tuple[str, ...]) -> None:
         Node("node", (0,), (Leaf(),), f"{HERE}:Point"),
     ],
 )
-def test_what_the_bundle_does_not_tell(tree: Node) -> None:
+def test_what_the_bundle_does_not_tell(tree):
     assert OrderedDict.__module__ == "collections"
     assert from_bundle(tree) is None
     assert from_bundle(Node("list", (0,), (tree,))) is None
 
 
-def test_a_trace_is_compared_with_the_program() -> None:
+def test_a_trace_is_compared_with_the_program():
     traced = jax.jit(lambda x: {"a": x, "k": jax.random.key(0)}).trace(1.0)
     tree = Node("dict", ("a", "k"), (Leaf(), Leaf("threefry2x32")))
     arrays = [Array(("a",), "float32", (), weak=True), Array(("k",), "uint32", (2,))]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pynvml
 import pytest
@@ -33,25 +31,25 @@ class Gpu:
 class FakeNvml(ModuleType):
     """The part of pynvml that we call; as strict as NVML itself about what a handle may be asked."""
 
-    def __init__(self, gpus: list[Gpu], parts: list[Gpu]) -> None:
+    def __init__(self, gpus, parts):
         super().__init__("pynvml")
         self.open = 0
 
-        def count(change: int) -> None:
+        def count(change):
             self.open += change
 
-        def by_uuid(uuid: str) -> Gpu:
+        def by_uuid(uuid):
             for gpu in (*gpus, *parts):
                 if gpu.uuid == uuid:
                     return gpu
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
 
-        def whole_of(gpu: Gpu) -> Gpu:
+        def whole_of(gpu):
             if gpu.part_of is None:
                 raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
             return gpu.part_of
 
-        def capability(gpu: Gpu) -> tuple[int, int]:
+        def capability(gpu):
             if gpu.part_of is not None:
                 raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
             return gpu.capability
@@ -80,12 +78,12 @@ class Box:
     monkeypatch: pytest.MonkeyPatch
     packages: Path = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.packages = self.root / "site-packages"
         self.packages.mkdir()
         self.monkeypatch.syspath_prepend(str(self.packages))
 
-    def install(self, name: str, version: str) -> None:
+    def install(self, name, version):
         folder = self.packages / f"{name.replace('-', '_')}-{version}.dist-info"
         folder.mkdir()
         described = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
@@ -94,30 +92,30 @@ class Box:
             (self.packages / "libtpu.py").touch()
         self.monkeypatch.syspath_prepend(str(self.packages))  # tells the import system to look anew
 
-    def add_gpus(self, *gpus: Gpu, parts: Sequence[Gpu] = ()) -> FakeNvml:
+    def add_gpus(self, *gpus, parts=()):
         (self.root / "dev").mkdir(exist_ok=True)
         (self.root / "dev/nvidiactl").touch()
         nvml = FakeNvml([*gpus], [*parts])
         self.monkeypatch.setitem(sys.modules, "pynvml", nvml)
         return nvml
 
-    def add_pci(self, vendor: str, *devices: str) -> None:
+    def add_pci(self, vendor, *devices):
         for number, device in enumerate(devices):
             at = self.root / f"sys/bus/pci/devices/0000:{vendor[2:]}:{number:02}.0"
             at.mkdir(parents=True)
             (at / "vendor").write_text(f"{vendor}\n")
             (at / "device").write_text(f"{device}\n")
 
-    def find(self, **environ: str) -> Any:
+    def find(self, **environ):
         return find_accelerator(environ, self.root)
 
 
 @pytest.fixture
-def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
+def box(tmp_path, monkeypatch):
     return Box(tmp_path, monkeypatch)
 
 
-def test_devices_without_a_plugin_or_the_reverse_do_not_count(box: Box, tmp_path: Path) -> None:
+def test_devices_without_a_plugin_or_the_reverse_do_not_count(box, tmp_path):
     """jax would run on the CPU as well."""
     box.add_gpus(Gpu())
     box.add_pci("0x1ae0", "0x0063")
@@ -131,7 +129,7 @@ def test_devices_without_a_plugin_or_the_reverse_do_not_count(box: Box, tmp_path
     assert empty.find() is None
 
 
-def test_a_gpu_is_told_with_all_that_compare_asks_for(box: Box) -> None:
+def test_a_gpu_is_told_with_all_that_compare_asks_for(box):
     box.install("jax-cuda13-pjrt", "0.12.0.1")
     box.install("nvidia-cuda-runtime", "13.0.96")
     nvml = box.add_gpus(Gpu(total=24_000_000_001), Gpu(uuid="GPU-1"))
@@ -156,9 +154,7 @@ def test_a_gpu_is_told_with_all_that_compare_asks_for(box: Box) -> None:
         ("jax-cuda12-pjrt", {"nvidia-cuda-runtime-cu12": "12.9.79"}, "12.9.79"),
     ],
 )
-def test_the_cuda_runtime_is_the_one_that_the_plugin_loads(
-    plugin: str, runtimes: dict[str, str], cuda: str, box: Box
-) -> None:
+def test_the_cuda_runtime_is_the_one_that_the_plugin_loads(plugin, runtimes, cuda, box):
     box.install(plugin, "0.12.0.1")
     for name, version in runtimes.items():
         box.install(name, version)
@@ -174,7 +170,7 @@ def test_the_cuda_runtime_is_the_one_that_the_plugin_loads(
         *(("GPU-a1", 1), ("GPU-a", 0), ("0,GPU-b", 2)),
     ],
 )
-def test_cuda_visible_devices_hides_what_cuda_hides(visible: str, count: int, box: Box) -> None:
+def test_cuda_visible_devices_hides_what_cuda_hides(visible, count, box):
     """An empty list hides all; what follows the first that is none does not count."""
     box.install("jax-cuda13-pjrt", "0.12.0.1")
     box.add_gpus(*(Gpu(uuid=f"GPU-{name}") for name in ("a1", "a2", "b1")))
@@ -182,9 +178,7 @@ def test_cuda_visible_devices_hides_what_cuda_hides(visible: str, count: int, bo
     assert (found.device_count if found else 0) == count
 
 
-def test_unlike_gpus_and_parts_are_told_by_the_least_and_none_is_secret(
-    box: Box, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unlike_gpus_and_parts_are_told_by_the_least_and_none_is_secret(box, monkeypatch):
     box.install("jax-cuda13-pjrt", "0.12.0.1")
     box.add_gpus(Gpu("NVIDIA H200", (9, 0), 150_000_000_000), Gpu("Tesla T4", (7, 5), 16, "GPU-1"))
     both, second = box.find(), box.find(CUDA_VISIBLE_DEVICES="1")
@@ -214,9 +208,7 @@ def test_unlike_gpus_and_parts_are_told_by_the_least_and_none_is_secret(
         ("0x0063", 3, "TPU v5 lite", None),
     ],
 )
-def test_a_tpu_on_the_bus(
-    device: str, chips: int, kind: str, topology: str | None, box: Box
-) -> None:
+def test_a_tpu_on_the_bus(device, chips, kind, topology, box):
     box.install("libtpu", "0.0.51")
     box.add_pci("0x8086", "0x0063", "0x1237")  # Intel's device of the same number is no TPU
     box.add_pci("0x1ae0", "0x0042", *[device] * chips)  # Google's network card is none either
@@ -228,7 +220,7 @@ def test_a_tpu_on_the_bus(
     assert found.device_memory_bytes == known.get(kind)
 
 
-def test_every_tpu_of_the_catalogue_is_found_as_it_stands_there(box: Box) -> None:
+def test_every_tpu_of_the_catalogue_is_found_as_it_stands_there(box):
     """Or no machine would ever load what was compiled for it."""
     box.install("libtpu", "0.0.51")
     ids = {chip.kind: pci for pci, chip in accelerator._CHIPS.items()}
@@ -254,7 +246,7 @@ def test_every_tpu_of_the_catalogue_is_found_as_it_stands_there(box: Box) -> Non
         ({"TPU_VISIBLE_CHIPS": "0", "TPU_TOPOLOGY": "4x4"}, 1, "1x1"),
     ],
 )
-def test_its_environment(environ: dict[str, str], count: int, topology: str, box: Box) -> None:
+def test_its_environment(environ, count, topology, box):
     box.install("libtpu", "0.0.51")
     box.add_pci("0x1ae0", *["0x0063"] * 4)
     found = box.find(**environ)
@@ -268,7 +260,7 @@ def test_its_environment(environ: dict[str, str], count: int, topology: str, box
         *(("cpu,tpu", None), ("rocm,cpu", None)),
     ],
 )
-def test_jax_platforms_chooses(platforms: str | None, chosen: str | None, box: Box) -> None:
+def test_jax_platforms_chooses(platforms, chosen, box):
     for name in ("jax-cuda13-pjrt", "libtpu"):
         box.install(name, "1.0")
     box.add_gpus(Gpu())
@@ -277,14 +269,14 @@ def test_jax_platforms_chooses(platforms: str | None, chosen: str | None, box: B
     assert (found and found.platform) == chosen
 
 
-def test_a_platform_that_is_not_there_is_an_error(box: Box) -> None:
+def test_a_platform_that_is_not_there_is_an_error(box):
     for platforms in ("tpu", "cuda,tpu", "gpuu", "CPU", ","):
         with pytest.raises(UsageError, match="JAX_PLATFORMS: expected a platform of this") as it:
             box.find(JAX_PLATFORMS=platforms)
         assert "JAX_PLATFORMS" in (it.value.hint or "")
 
 
-def test_the_accelerator_is_in_the_fingerprint(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_accelerator_is_in_the_fingerprint(box, monkeypatch):
     """Through the environment alone: what `current` calls is not replaced."""
     box.install("libtpu", "0.0.51")
     box.add_pci("0x1ae0", "0x0063")

@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +44,7 @@ MACHINE = Fingerprint(
 NEEDS = Requirement("cpu", "x86_64", ("avx", "avx2"), "0.12.0")
 
 
-def test_mismatches_are_named_at_once_flag_by_flag() -> None:
+def test_mismatches_are_named_at_once_flag_by_flag():
     other = Fingerprint("tpu", "aarch64", ("avx",), "1", "", 1, 1)
     needs = dataclasses.replace(NEEDS, cpu_features=("avx", "gfni", "bmi2"))
     verdict = compare("t", needs, other)
@@ -59,7 +58,7 @@ def test_mismatches_are_named_at_once_flag_by_flag() -> None:
     assert not compare("t", needs, machine).matches
 
 
-def test_features_are_told_as_the_kernel_tells_them() -> None:
+def test_features_are_told_as_the_kernel_tells_them():
     machine = Fingerprint.current()
     assert machine == Fingerprint.current(), "it must not change from one look to the next"
     assert (machine.platform, machine.architecture) == ("cpu", platform.machine())
@@ -75,11 +74,11 @@ def test_features_are_told_as_the_kernel_tells_them() -> None:
 
 
 @pytest.fixture
-def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cpuinfo(tmp_path, monkeypatch):
     """What this process takes for /proc/cpuinfo; it is not there yet."""
     real, path = builtins.open, tmp_path / "cpuinfo"
 
-    def opened(name: Any, *args: Any, **kwargs: Any) -> Any:
+    def opened(name, *args, **kwargs):
         return real(path if name == "/proc/cpuinfo" else name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "open", opened)
@@ -87,7 +86,7 @@ def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
-def test_features_are_those_of_the_flags_line(cpuinfo: Path) -> None:
+def test_features_are_those_of_the_flags_line(cpuinfo):
     assert Fingerprint.current().cpu_features == ()  # there is none yet
     cpuinfo.write_text("""processor\t: 0
 vendor_id\t: AuthenticAMD
@@ -105,7 +104,7 @@ flags\t\t: fpu avx2
     assert machine.cpu_model == "Some: CPU"
 
 
-def test_saved_ones_are_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_saved_ones_are_read_back(tmp_path, capsys):
     """As jq, an editor or a form of one's own leave them: it is a person's file, and none of a bundle's."""
     file = tmp_path / "machine.json"
     assert main(["fingerprint"]) == 0
@@ -133,7 +132,7 @@ def test_saved_ones_are_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[
         to_json(MACHINE).replace(b'"Some CPU"', b"[" * 900 + b"]" * 900),
     ],
 )
-def test_what_is_no_fingerprint_says_how_to_get_one(content: bytes, tmp_path: Path) -> None:
+def test_what_is_no_fingerprint_says_how_to_get_one(content, tmp_path):
     (tmp_path / "machine.json").write_bytes(content)
     with pytest.raises(RejectError) as caught:
         Fingerprint.read(tmp_path / "machine.json")
@@ -151,7 +150,7 @@ CPU = (
     ),
     dataclasses.replace(MACHINE, xla_flags=("--xla_a=1",), glibc="2.36"),
 )
-L4: dict[str, Any] = {
+L4 = {
     "plugin": "jax-cuda13-pjrt 0.12.0",
     "driver": "580.65.06",
     "device_kind": "NVIDIA L4",
@@ -160,7 +159,7 @@ L4: dict[str, Any] = {
     "device_memory_bytes": 10_000_000_000,
     "environment": ("NVIDIA_TF32_OVERRIDE=0",),
 }
-V5: dict[str, Any] = {
+V5 = {
     "plugin": "libtpu 0.0.50",
     "device_kind": "TPU v5 lite",
     "device_count": 4,
@@ -230,7 +229,7 @@ CASES = {
         "environment": Case((None, ("A=1",)), (SAME, ("LIBTPU_INIT_ARGS=--a --b",))),
     },
 }
-ELSEWHERE: dict[str, Any] = {
+ELSEWHERE = {
     **{"plugin": "any 1.0", "cuda": "12.0", "driver": "1", "device_kind": "NVIDIA L4"},
     **{"compute_capability": "7.5", "topology": "2x2", "device_memory_bytes": 1, "glibc": "2.17"},
 }
@@ -259,7 +258,7 @@ REFUSED = {
 AXES = [field.name for field in dataclasses.fields(Requirement)]
 
 
-def changed(platform: str, field: str, change: tuple[Any, Any]) -> tuple[Requirement, Fingerprint]:
+def changed(platform, field, change):
     needs, machine = BASES[platform]
     needed, found = change
     if needed is not SAME:
@@ -277,12 +276,12 @@ FALLING_BACK = [
 ]
 
 
-def axis_of(field: str) -> str:
+def axis_of(field):
     """The name in a verdict; the unit is in the values."""
     return field.removesuffix("_bytes")
 
 
-def test_no_axis_is_forgotten() -> None:
+def test_no_axis_is_forgotten():
     """A field that is added to Requirement needs a rule, a form, a place in Fingerprint and cases here."""
     for cases in (*CASES.values(), REFUSED):
         assert sorted(cases) == sorted(AXES)
@@ -296,7 +295,7 @@ def test_no_axis_is_forgotten() -> None:
 
 @pytest.mark.parametrize("field", AXES)
 @pytest.mark.parametrize("platform", BASES)
-def test_what_fits_is_not_turned_away(platform: str, field: str) -> None:
+def test_what_fits_is_not_turned_away(platform, field):
     case = CASES[platform][field]
     assert compare("t", *BASES[platform]).matches
     needs, machine = changed(platform, field, case.fits)
@@ -310,7 +309,7 @@ def test_what_fits_is_not_turned_away(platform: str, field: str) -> None:
 
 
 @pytest.mark.parametrize(("platform", "field", "change"), FALLING_BACK)
-def test_what_does_not_fit_falls_back(platform: str, field: str, change: tuple[Any, Any]) -> None:
+def test_what_does_not_fit_falls_back(platform, field, change):
     [axis] = compare("t", *changed(platform, field, change)).mismatches
     assert axis.name == axis_of(field)
     assert axis.needed != axis.found, "both sides must show what differs"
@@ -319,7 +318,7 @@ def test_what_does_not_fit_falls_back(platform: str, field: str, change: tuple[A
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_an_axis_without_meaning_is_rejected(field: str, recipe: Any, tmp_path: Path) -> None:
+def test_an_axis_without_meaning_is_rejected(field, recipe, tmp_path):
     """It never falls back: who wrote it did not write a bundle. A saved fingerprint is held to the same."""
     path = recipe.only("cpu-host").write(tmp_path / "bundle")
     index = from_json(Index, index_file(path).read_bytes(), "")
@@ -350,13 +349,13 @@ def test_an_axis_without_meaning_is_rejected(field: str, recipe: Any, tmp_path: 
         ("driver", "0" * 5000 + "580", "580", True),
     ],
 )
-def test_versions_are_numbers(axis: str, needed: Any, found: str | None, fits: bool) -> None:
+def test_versions_are_numbers(axis, needed, found, fits):
     """CUDA is compatible within a major version."""
     needs, machine = changed("cuda", axis, (needed, found))
     assert compare("t", needs, machine).matches == fits
 
 
-def test_flags_that_change_nothing_do_not_count() -> None:
+def test_flags_that_change_nothing_do_not_count():
     for flags, effective in {
         "": (),
         "--xla_b=1 --xla_a=2": ("--xla_a=2", "--xla_b=1"),
@@ -366,7 +365,7 @@ def test_flags_that_change_nothing_do_not_count() -> None:
         assert effective_xla_flags(flags) == effective
 
 
-def test_flags_are_in_the_fingerprint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_flags_are_in_the_fingerprint(monkeypatch, tmp_path):
     monkeypatch.setenv("XLA_FLAGS", "--xla_b=1 --xla_dump_to=x")
     assert Fingerprint.current().xla_flags == ("--xla_b=1",)
     (tmp_path / "flags").write_text("--xla_a=1\n--xla_b=1\n")
@@ -377,17 +376,17 @@ def test_flags_are_in_the_fingerprint(monkeypatch: pytest.MonkeyPatch, tmp_path:
         Fingerprint.current()
 
 
-def targets_of(path: Path, machine: Fingerprint) -> list[tuple[str, bool]]:
+def targets_of(path, machine):
     with Layout(path) as layout:
         root = read_root(layout)
         return [(t.name, t.verdict.matches) for t in match(root, machine)]
 
 
-def test_the_target_that_uses_most_is_taken_or_all_is_told(recipe: Any, tmp_path: Path) -> None:
+def test_the_target_that_uses_most_is_taken_or_all_is_told(recipe, tmp_path):
     """The poorer target is listed first."""
     needs = {"cpu-host": ("avx",), "cpu-x86-64-v3": ("avx", "avx2")}
 
-    def change(config: Any) -> Any:
+    def change(config):
         needed = dataclasses.replace(NEEDS, cpu_features=needs[config.target])
         return dataclasses.replace(config, requirement=needed)
 
@@ -406,15 +405,15 @@ def test_the_target_that_uses_most_is_taken_or_all_is_told(recipe: Any, tmp_path
     assert "[[target]]" in (caught.value.hint or "")
 
 
-def test_what_is_tuned_for_the_very_device_goes_first(recipe: Any, tmp_path: Path) -> None:
+def test_what_is_tuned_for_the_very_device_goes_first(recipe, tmp_path):
     kinds = {"cpu-host": "NVIDIA L40S", "cpu-x86-64-v3": "NVIDIA L4"}
     features = {"cpu-host": ("avx", "avx2"), "cpu-x86-64-v3": ()}
 
-    def change(config: Any) -> Any:
+    def change(config):
         told = {"device_kind": kinds[config.target], "cpu_features": features[config.target]}
         return dataclasses.replace(config, requirement=dataclasses.replace(CUDA[0], **told))
 
-    def order(kind: str) -> list[str]:
+    def order(kind):
         machine = dataclasses.replace(CUDA[1], device_kind=kind)
         return [name for name, matches in targets_of(path, machine) if matches]
 

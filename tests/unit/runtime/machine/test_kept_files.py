@@ -1,15 +1,11 @@
 """Receipts: what ends one, who gets none, and whose are not believed."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os
 import time
-from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,18 +26,18 @@ CONTENT = b"some weights" * 1000
 
 
 @pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def at_once(monkeypatch):
     monkeypatch.setattr(receipts, "SETTLED_SECONDS", -1.0)
 
 
 @pytest.fixture
-def bundle_dir(recipe: Any, tmp_path: Path) -> Path:
+def bundle_dir(recipe, tmp_path):
     """A bundle of one target: a load verifies every file."""
     return recipe.only("cpu-host").write(tmp_path / "example")
 
 
 @pytest.fixture
-def file(tmp_path: Path, at_once: None) -> Path:
+def file(tmp_path, at_once):
     """A file that has a receipt."""
     path = tmp_path / "bundle" / "file"
     path.parent.mkdir()
@@ -53,39 +49,39 @@ def file(tmp_path: Path, at_once: None) -> Path:
     return path
 
 
-def held(path: Path) -> bool:
+def held(path):
     return Receipts(path.parent).holds(digest_of(CONTENT), Identity.of(os.stat(path)))
 
 
-def receipt_file(cache: Path) -> Path:
+def receipt_file(cache):
     [path] = (cache / "receipts" / "v1").iterdir()
     return path
 
 
-def write_and_set_times_back(path: Path) -> None:
+def write_and_set_times_back(path):
     status = path.stat()
     with open(path, "r+b") as out:
         out.write(b"X")
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def write_through_a_map(path: Path) -> None:
+def write_through_a_map(path):
     with open(path, "r+b") as out, mmap.mmap(out.fileno(), 0) as content:
         content[0] ^= 1
         content.flush()
 
 
-def rename_another_over(path: Path) -> None:
+def rename_another_over(path):
     path.with_name("other").write_bytes(CONTENT)
     path.with_name("other").rename(path)
 
 
-def truncate_and_extend(path: Path) -> None:
+def truncate_and_extend(path):
     os.truncate(path, 10)
     os.truncate(path, len(CONTENT))
 
 
-CHANGES: dict[str, Callable[[Path], object]] = {
+CHANGES = {
     "write, and set times back": write_and_set_times_back,
     "write through a map": write_through_a_map,
     "touch": Path.touch,
@@ -97,13 +93,13 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_receipt_ends_with_any_change(change: Callable[[Path], None], file: Path) -> None:
+def test_a_receipt_ends_with_any_change(change, file):
     time.sleep(0.02)  # the kernel's clock for files may tick every 10 ms
     change(file)
     assert not held(file)
 
 
-def test_a_receipt_is_for_one_directory_digest_and_identity(file: Path, tmp_path: Path) -> None:
+def test_a_receipt_is_for_one_directory_digest_and_identity(file, tmp_path):
     good, digest = Identity.of(os.stat(file)), digest_of(CONTENT)
     receipts = Receipts(file.parent)
     assert receipts.holds(digest, good)
@@ -116,7 +112,7 @@ def test_a_receipt_is_for_one_directory_digest_and_identity(file: Path, tmp_path
         assert not receipts.holds(digest, Identity(*changed))
 
 
-def kept(path: Path) -> bool:
+def kept(path):
     """Hash a file, save its receipt if it gets one, and return whether it has one."""
     receipts = Receipts(path.parent)
     assert receipts.digest_of(path) == digest_of(CONTENT)
@@ -124,9 +120,7 @@ def kept(path: Path) -> bool:
     return held(path)
 
 
-def test_a_file_gets_its_receipt_when_it_has_settled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime_cache: Path
-) -> None:
+def test_a_file_gets_its_receipt_when_it_has_settled(tmp_path, monkeypatch, runtime_cache):
     """It may still change within its clock's tick, and its time may lie in the future."""
     path = tmp_path / "file"
     path.write_bytes(CONTENT)
@@ -142,7 +136,7 @@ def test_a_file_gets_its_receipt_when_it_has_settled(
     "content",
     [*(b"", b"{", b"\xff\xfe", b"[" * 100_000), *(b'{"%s":null}', b'{"%s":[1,2,3,4,NaN]}')],
 )
-def test_a_senseless_receipt_is_none(content: bytes, file: Path, runtime_cache: Path) -> None:
+def test_a_senseless_receipt_is_none(content, file, runtime_cache):
     digest = digest_of(CONTENT).encode()
     receipt_file(runtime_cache).write_bytes(content.replace(b"%s", digest))
     assert not held(file)
@@ -154,8 +148,8 @@ def test_a_senseless_receipt_is_none(content: bytes, file: Path, runtime_cache: 
 
 @pytest.mark.parametrize(("mode", "above"), [(0o620, 0o770), (0o602, 0o707), (0o666, 0o1777)])
 def test_receipts_that_others_write_or_that_a_link_leads_to_do_not_count(
-    mode: int, above: int, file: Path, runtime_cache: Path, tmp_path: Path
-) -> None:
+    mode, above, file, runtime_cache, tmp_path
+):
     """In a directory of theirs they could put a link to a file of ours that they had us write."""
     path = receipt_file(runtime_cache)
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
@@ -173,16 +167,14 @@ def test_receipts_that_others_write_or_that_a_link_leads_to_do_not_count(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a file away")
 @pytest.mark.parametrize("which", [".", "the file"])
-def test_receipts_of_other_users_do_not_count(which: str, file: Path, runtime_cache: Path) -> None:
+def test_receipts_of_other_users_do_not_count(which, file, runtime_cache):
     path = receipt_file(runtime_cache)
     os.chown(path if which == "the file" else path.parent, 12345, 12345)
     assert not held(file)
 
 
 @pytest.mark.parametrize("root", ["/dev/null", "a file", "a file/below"])
-def test_a_cache_that_cannot_be_written_costs_no_error(
-    root: str, tmp_path: Path, at_once: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written_costs_no_error(root, tmp_path, at_once, monkeypatch):
     (tmp_path / "a file").write_bytes(b"")
     monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path / root))
     path = tmp_path / "file"
@@ -193,11 +185,11 @@ def test_a_cache_that_cannot_be_written_costs_no_error(
 
 
 @pytest.fixture
-def largest(bundle_dir: Path) -> Path:
+def largest(bundle_dir):
     return max((bundle_dir / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
 
 
-def hashed(path: Path, receipts: Receipts | None) -> int:
+def hashed(path, receipts):
     with Layout(path) as layout:
         root = read_root(layout)
         targets = match(root, Fingerprint.current())
@@ -206,8 +198,8 @@ def hashed(path: Path, receipts: Receipts | None) -> int:
 
 
 def test_one_changed_layer_is_all_that_is_hashed_again_and_verify_hashes_everything(
-    bundle_dir: Path, largest: Path, at_once: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+    bundle_dir, largest, at_once, capsys
+):
     every_layer = hashed(bundle_dir, None)
     assert hashed(bundle_dir, Receipts(bundle_dir)) == every_layer
     assert hashed(bundle_dir, Receipts(bundle_dir)) == 0
@@ -221,8 +213,8 @@ def test_one_changed_layer_is_all_that_is_hashed_again_and_verify_hashes_everyth
 
 
 def test_a_rejected_bundle_leaves_no_receipt_for_the_damaged_file(
-    bundle_dir: Path, largest: Path, at_once: None, runtime_cache: Path
-) -> None:
+    bundle_dir, largest, at_once, runtime_cache
+):
     largest.write_bytes(bytes(largest.stat().st_size))
     for _ in range(2):
         with pytest.raises(RejectError, match=largest.name):
@@ -232,11 +224,11 @@ def test_a_rejected_bundle_leaves_no_receipt_for_the_damaged_file(
 
 
 def test_a_file_that_changes_while_it_is_hashed_gets_no_receipt(
-    bundle_dir: Path, largest: Path, at_once: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    bundle_dir, largest, at_once, monkeypatch
+):
     """The identity is taken before the hash, so a change during it shows at the next start."""
 
-    def digest_then_change(descriptor: int) -> tuple[str, float]:
+    def digest_then_change(descriptor):
         digest, seconds = timed_digest_file(descriptor)
         if digest == f"sha256:{largest.name}":
             time.sleep(0.02)

@@ -1,19 +1,13 @@
 """An executable that computes wrong numbers is found out before it is used, and never runs here again."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from tests.extent import sampled as sampled_cases
 from tests.golden import forged
-from tests.recipes import Recipe
 
 import prejit.runtime
 from prejit.runtime import AnswerError, FallbackWarning, PrejitWarning, fallback_counts
@@ -38,27 +32,27 @@ MISCOMPILED = (*SUBTLE, "operands swapped", "tanh dropped", "bias dropped")
 
 
 @pytest.fixture(scope="session")
-def swapped(make_recipe: Callable[..., Recipe]) -> Recipe:
+def swapped(make_recipe):
     """The same programs, compiled from a function with two operands swapped."""
     return make_recipe(miscompiled="operands swapped")
 
 
 @pytest.fixture
-def wrong(answering: Recipe, swapped: Recipe, tmp_path: Path) -> Path:
+def wrong(answering, swapped, tmp_path):
     """A bundle whose executables compute something else than its portable programs and golden answers."""
     return forged(answering, swapped, "executable").write(tmp_path / "wrong")
 
 
-def expected(recipe: Recipe) -> np.ndarray[Any, Any]:
-    values: np.ndarray[Any, Any] = np.tanh(X @ recipe.weights["score:kernel"])
+def expected(recipe):
+    values = np.tanh(X @ recipe.weights["score:kernel"])
     return values + recipe.weights["score:bias"]
 
 
-def kept(cache: Path) -> list[dict[str, Any]]:
+def kept(cache):
     return [json.loads(each.read_bytes()) for each in sorted(cache.glob("canary/v1/*.json"))]
 
 
-def score(path: Path, **options: Any) -> tuple[Any, str]:
+def score(path, **options):
     """Return a result, and how its program was obtained."""
     with prejit.runtime.load(path, **options) as bundle:
         result = bundle.call("score", x=X)
@@ -66,8 +60,8 @@ def score(path: Path, **options: Any) -> tuple[Any, str]:
 
 
 def test_a_wrong_result_is_given_out_or_quarantine_ends_with_its_load(
-    wrong: Path, answering: Recipe, runtime_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    wrong, answering, runtime_cache, monkeypatch
+):
     """A later load does not even load what is in quarantine, also one that asks no executable."""
     before, told = fallback_counts().get("canary", 0), list[str]()
     with pytest.warns(FallbackWarning, match=r"score/b2: .*golden answer.*quarantine"):
@@ -82,14 +76,12 @@ def test_a_wrong_result_is_given_out_or_quarantine_ends_with_its_load(
         assert score(wrong, canary="off")[1] == "kept"
 
 
-def test_one_wrong_answer_is_kept_for_ever(
-    wrong: Path, answering: Recipe, runtime_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_wrong_answer_is_kept_for_ever(wrong, answering, runtime_cache, monkeypatch):
     """It is not used in this process, and the next one asks again."""
     found = [False, True]
     real = quarantine.compare
 
-    def once(*given: Any) -> Any:
+    def once(*given):
         difference = real(*given)
         is_right = found.pop(0) if found else difference.share <= 1
         return dataclasses.replace(difference, share=0.0) if is_right else difference
@@ -100,7 +92,7 @@ def test_one_wrong_answer_is_kept_for_ever(
     assert kept(runtime_cache) == []
 
 
-def test_a_caller_who_wants_no_compiling_gets_a_wrong_result(wrong: Path) -> None:
+def test_a_caller_who_wants_no_compiling_gets_a_wrong_result(wrong):
     with pytest.raises(AnswerError, match="golden answer") as caught:
         score(wrong, on_mismatch="error")
     assert caught.value.exit_code == 3
@@ -108,8 +100,8 @@ def test_a_caller_who_wants_no_compiling_gets_a_wrong_result(wrong: Path) -> Non
 
 
 def test_wrong_weights_or_programs_run_or_put_those_of_others_into_quarantine(
-    answering: Recipe, swapped: Recipe, make_recipe: Callable[..., Recipe], tmp_path: Path
-) -> None:
+    answering, swapped, make_recipe, tmp_path
+):
     for other, layers in ((make_recipe(1.5), ["weights"]), (swapped, ["executable", "portable"])):
         path = forged(answering, other, *layers).write(tmp_path / layers[0])
         with (
@@ -121,9 +113,7 @@ def test_wrong_weights_or_programs_run_or_put_those_of_others_into_quarantine(
 
 
 @pytest.mark.parametrize("how", sampled_cases(MISCOMPILED, lambda how: how in SUBTLE))
-def test_a_miscompiled_program_is_within_the_tolerance(
-    how: str, answering: Recipe, make_recipe: Callable[..., Recipe], tmp_path: Path
-) -> None:
+def test_a_miscompiled_program_is_within_the_tolerance(how, answering, make_recipe, tmp_path):
     path = forged(answering, make_recipe(miscompiled=how), "executable").write(tmp_path / "wrong")
     with prejit.runtime.load(path, canary="off") as bundle:
         found = {each.program: each for each in bundle.check_answers()}
@@ -132,8 +122,8 @@ def test_a_miscompiled_program_is_within_the_tolerance(
 
 
 def test_other_programs_than_these_are_asked_at_other_starts_than_these(
-    answering: Recipe, tmp_path: Path, runtime_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    answering, tmp_path, runtime_cache, monkeypatch
+):
     path = answering.write(tmp_path / "right")
     count = len(answering.targets[0].config.programs)
     for options, asked in (({"canary": "off"}, 0), ({}, 1), ({"canary": "all"}, count)):
@@ -152,7 +142,7 @@ def test_other_programs_than_these_are_asked_at_other_starts_than_these(
 
 
 @pytest.mark.filterwarnings("ignore::prejit.runtime.PrejitWarning")
-def test_verify_run_says_ok_to_wrong_programs(wrong: Path, said: Callable[..., str]) -> None:
+def test_verify_run_says_ok_to_wrong_programs(wrong, said):
     said("verify", wrong)  # every byte is as it was built
     told = said("verify", wrong, "--run", status=3)
     assert "WRONG" in told
@@ -165,14 +155,12 @@ def test_verify_run_says_ok_to_wrong_programs(wrong: Path, said: Callable[..., s
 
 
 @pytest.mark.filterwarnings("ignore::prejit.runtime.PrejitWarning")
-def test_nothing_lifts_a_quarantine(
-    answering: Recipe, tmp_path: Path, said: Callable[..., str], runtime_cache: Path
-) -> None:
+def test_nothing_lifts_a_quarantine(answering, tmp_path, said, runtime_cache):
     path = answering.write(tmp_path / "right")
     assert "quarantine" not in said("verify", path, "--run")
     files = {file: json.loads(file.read_bytes()) for file in runtime_cache.glob("canary/v1/*.json")}
 
-    def quarantine() -> None:
+    def quarantine():
         for file, answer in files.items():
             file.write_text(json.dumps({**answer, "right": False, "difference": "[] found 1"}))
             file.chmod(0o600)
@@ -187,7 +175,7 @@ def test_nothing_lifts_a_quarantine(
     assert "in quarantine" not in said("inspect", path)
 
 
-def test_the_recipe_changes_and_old_answers_are_wrong() -> None:
+def test_the_recipe_changes_and_old_answers_are_wrong():
     # Version 1, for ever: a change needs a new version.
     assert [*map(int, words(1, 0, 4))] == [301794027, 2789948889, 2117216093, 1959625965]
     entry = ProgramEntry(
@@ -197,7 +185,7 @@ def test_the_recipe_changes_and_old_answers_are_wrong() -> None:
         "",
         (),
         (),
-        *(None,) * 3,  # type: ignore[arg-type]
+        *(None,) * 3,
     )
     texts = ('["x"] float32[2,2]', '["n"] int32[3]', '["m"] bool[2]', '["b"] bfloat16[2]')
     arrays = tuple(check_array(text, None, "") for text in texts)
@@ -224,9 +212,7 @@ def test_the_recipe_changes_and_old_answers_are_wrong() -> None:
         ([3, -1], [4, 0], False),
     ],
 )
-def test_a_difference_is_missed_or_made(
-    value: list[float], other: list[float], right: bool
-) -> None:
+def test_a_difference_is_missed_or_made(value, other, right):
     kinds = ("float32", "complex64") if value != [3, -1] else ("int32",)
     for dtype in kinds:
         one, two = np.array(value, dtype), np.array(other, dtype)
@@ -237,7 +223,7 @@ def test_a_difference_is_missed_or_made(
         assert (found <= 1) == right
 
 
-def test_a_text_is_read_as_other_than_it_was_written() -> None:
+def test_a_text_is_read_as_other_than_it_was_written():
     results = (None, GoldenResult(None, 0, (3, -4)), GoldenResult(-2, 271, (-54, "n", "p", "m")))
     text = format_results(results)
     assert text == "- =3,-4 -2:271,-54,n,p,m"

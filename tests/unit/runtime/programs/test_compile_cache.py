@@ -1,18 +1,13 @@
 """What a fallback compiled is kept: for this machine only, bounded, and whatever happens to it heals."""
 
-from __future__ import annotations
-
 import dataclasses
 import fcntl
 import hashlib
 import os
 import stat
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,40 +24,40 @@ from prejit.runtime.programs.compile_cache import PortableKey, compiled_here, is
 MACHINE = Fingerprint.current()
 
 
-def program(number: int) -> PortableKey:
+def program(number):
     return PortableKey(f"sha256:{number:064x}", ("cpu", "cuda"), "cpu", None)
 
 
 PROGRAM = program(1)
 
 
-def made(content: bytes) -> Callable[[], bytes]:
+def made(content):
     return lambda: content
 
 
-def never() -> bytes:
+def never():
     pytest.fail("compiled again")
 
 
-def noise(size: int, seed: int = 0) -> bytes:
+def noise(size, seed=0):
     """What zstd cannot make smaller."""
     return np.random.default_rng(seed).bytes(size)
 
 
 @pytest.fixture
-def directory(runtime_cache: Path) -> Path:
+def directory(runtime_cache):
     return runtime_cache / "compiled" / "v1"
 
 
-def keep(number: int, content: bytes) -> None:
+def keep(number, content):
     assert compiled_here(program(number), MACHINE, made(content)) == (content, True)
 
 
-def kept(number: int) -> bool:
+def kept(number):
     return is_kept(program(number), MACHINE)
 
 
-DECIDE: dict[str, Any] = {
+DECIDE = {
     "jaxlib": "0.0.1",
     "cpu_features": ("avx",),
     "cpu_count": MACHINE.cpu_count + 1,
@@ -76,13 +71,13 @@ DECIDE: dict[str, Any] = {
     "xla_flags": ("--xla_cpu_enable_fast_math=true",),
     "environment": ("NVIDIA_TF32_OVERRIDE=0",),
 }
-CHANGE_NOTHING: dict[str, Any] = {
+CHANGE_NOTHING = {
     **{"memory_bytes": 1 << 30, "cpu_model": "Another", "driver": "999.1", "cuda": "12.9"},
     **{"device_memory_bytes": 1 << 30, "glibc": "2.28"},
 }
 
 
-def test_another_machine_never_takes_a_kept_executable() -> None:
+def test_another_machine_never_takes_a_kept_executable():
     """A home directory may be shared by machines that are not alike."""
     keep(1, b"ours")
     for axis, value in DECIDE.items():
@@ -92,7 +87,7 @@ def test_another_machine_never_takes_a_kept_executable() -> None:
     assert compiled_here(PROGRAM, MACHINE, never) == (b"ours", False)
 
 
-def test_what_changes_no_executable_costs_no_compile() -> None:
+def test_what_changes_no_executable_costs_no_compile():
     """A container that is given more memory, a driver that is updated."""
     keep(1, b"ours")
     for axis, value in CHANGE_NOTHING.items():
@@ -102,10 +97,10 @@ def test_what_changes_no_executable_costs_no_compile() -> None:
     assert axes == {*DECIDE, *CHANGE_NOTHING}, "a new axis belongs in one of the two"
 
 
-def test_what_a_bundle_says_of_a_program_is_in_the_key() -> None:
+def test_what_a_bundle_says_of_a_program_is_in_the_key():
     """Another bundle may hold the same program and say something else of it."""
     keep(1, b"ours")
-    changes: list[dict[str, Any]] = [{"device": "cuda"}, {"mesh": Mesh(2, 1)}]
+    changes = [{"device": "cuda"}, {"mesh": Mesh(2, 1)}]
     changes += [{"platforms": platforms} for platforms in ((), ("cuda", "cpu"))]
     for number, other in enumerate((program(2), *(replace(PROGRAM, **each) for each in changes))):
         assert not is_kept(other, MACHINE)
@@ -114,7 +109,7 @@ def test_what_a_bundle_says_of_a_program_is_in_the_key() -> None:
     assert compiled_here(PROGRAM, MACHINE, never) == (b"ours", False)
 
 
-def test_threads_flags_and_our_own_code_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_flags_and_our_own_code_are_in_the_key(monkeypatch):
     """Slow code of a capped start is not served to others."""
     keep(1, b"plain")
     for name, value in (("NPROC", "1"), ("XLA_FLAGS", "--xla_cpu_max_isa=SSE4_2")):
@@ -127,8 +122,8 @@ def test_threads_flags_and_our_own_code_are_in_the_key(monkeypatch: pytest.Monke
     assert compiled_here(PROGRAM, MACHINE, never) == (b"plain", False)
 
 
-def test_a_compile_that_fails_leaves_nothing_and_releases_the_lock(directory: Path) -> None:
-    def failing() -> bytes:
+def test_a_compile_that_fails_leaves_nothing_and_releases_the_lock(directory):
+    def failing():
         raise ValueError("out of luck")
 
     with pytest.raises(ValueError, match="out of luck"):
@@ -138,7 +133,7 @@ def test_a_compile_that_fails_leaves_nothing_and_releases_the_lock(directory: Pa
     assert [path.suffix for path in directory.iterdir()] == [""]
 
 
-def test_what_xla_refused_is_replaced_and_nothing_else_is() -> None:
+def test_what_xla_refused_is_replaced_and_nothing_else_is():
     keep(1, b"of another build")
     refused = b"of another build"
     again = compiled_here(PROGRAM, MACHINE, made(b"ours"), refused=refused)
@@ -152,9 +147,7 @@ def test_what_xla_refused_is_replaced_and_nothing_else_is() -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(where=st.floats(0, 1, exclude_max=True), bits=st.integers(1, 255), cut=st.booleans())
-def test_no_damaged_file_is_ever_served(
-    directory: Path, where: float, bits: int, cut: bool
-) -> None:
+def test_no_damaged_file_is_ever_served(directory, where, bits, cut):
     content = b"machine code " * 40
     compiled_here(PROGRAM, MACHINE, made(content))
     [path] = directory.iterdir()
@@ -165,9 +158,7 @@ def test_no_damaged_file_is_ever_served(
     assert compiled_here(PROGRAM, MACHINE, never) == (content, False)
 
 
-def test_the_cache_stays_in_its_limit_and_keeps_what_was_used_last(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_stays_in_its_limit_and_keeps_what_was_used_last(directory, monkeypatch):
     monkeypatch.setenv("PREJIT_COMPILE_CACHE_BYTES", "3500")
     for number in (1, 2, 3):
         keep(number, noise(1000, number))
@@ -190,13 +181,13 @@ def test_the_cache_stays_in_its_limit_and_keeps_what_was_used_last(
 
 
 @pytest.mark.parametrize("text", ["2GB", "-1", "9" * 19])
-def test_a_limit_that_is_no_number_is_told(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_that_is_no_number_is_told(text, monkeypatch):
     monkeypatch.setenv("PREJIT_COMPILE_CACHE_BYTES", text)
     with pytest.raises(UsageError, match=r"PREJIT_COMPILE_CACHE_BYTES: expected a number of bytes"):
         compiled_here(PROGRAM, MACHINE, never)
 
 
-def test_what_is_not_ours_is_left_alone(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_ours_is_left_alone(directory, monkeypatch):
     monkeypatch.setenv("PREJIT_COMPILE_CACHE_BYTES", "1500")
     directory.mkdir(parents=True, mode=0o700)
     (directory / "README").write_text("notes")
@@ -211,7 +202,7 @@ def test_what_is_not_ours_is_left_alone(directory: Path, monkeypatch: pytest.Mon
     keep(2, b"now")
 
 
-def test_leftovers_of_killed_processes_go_and_those_of_living_ones_stay(directory: Path) -> None:
+def test_leftovers_of_killed_processes_go_and_those_of_living_ones_stay(directory):
     directory.mkdir(parents=True, mode=0o700)
     dead, alive = f"{8:064x}", f"{9:064x}"
     for key in (dead, alive):
@@ -227,12 +218,12 @@ def test_leftovers_of_killed_processes_go_and_those_of_living_ones_stay(director
     assert len(list(directory.iterdir())) == 2
 
 
-def replaced_by(make: Callable[[Path], object], path: Path) -> None:
+def replaced_by(make, path):
     path.rename(path.with_name("aside"))
     make(path)
 
 
-SPOILED: dict[str, Callable[[Path], object]] = {
+SPOILED = {
     "its group may write it": lambda path: path.chmod(0o620),
     "others may write it": lambda path: path.chmod(0o602),
     "of another user": lambda path: os.geteuid() or os.chown(path, 12345, 12345),
@@ -243,7 +234,7 @@ SPOILED: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("spoiled", SPOILED)
-def test_what_somebody_else_may_have_made_is_never_served(directory: Path, spoiled: str) -> None:
+def test_what_somebody_else_may_have_made_is_never_served(directory, spoiled):
     """It is machine code."""
     keep(1, b"ours")
     [path] = directory.iterdir()
@@ -259,9 +250,9 @@ def test_what_somebody_else_may_have_made_is_never_served(directory: Path, spoil
 
 @pytest.mark.parametrize("obstacle", ["a directory in its place", "a file above", "a full disk"])
 def test_a_cache_that_cannot_be_written_costs_only_time_and_says_so_once(
-    obstacle: str, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object, **__: object) -> None:
+    obstacle, directory, monkeypatch
+):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     keep(1, b"ours")

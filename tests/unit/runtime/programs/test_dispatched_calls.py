@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,12 +12,10 @@ import numpy as np
 import pytest
 
 from prejit.compiler import Program
-from prejit.runtime import Bundle, UsageError, load
+from prejit.runtime import UsageError, load
 from prejit.runtime.device import _jit_dispatch
 
-from ..conftest import BuildPrograms, Called
-
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS = {
     "nested": lambda z, a: {"z": [z["one"] * 2, None], "a": (a + 1, z["two"].astype(jnp.bfloat16))},
     "ordered": lambda p: OrderedDict(w=p["w"] * 10 + p["b"], b=p["b"] * 2),
     "stepped": lambda state, x: {"state": state + 1, "y": x * 2},
@@ -27,10 +23,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.fixture(scope="module")
-def path(build_programs: BuildPrograms) -> Path:
+def path(build_programs):
     z = {"one": "float32[{n}]", "two": "int32[3]"}
     two, four, rows = np.ones(2, "f"), "float32[4]", "float32[{n}]"
-    padded: dict[str, Any] = {"buckets": {"n": (4,)}, "pad": ["n"]}
+    padded = {"buckets": {"n": (4,)}, "pad": ["n"]}
     nested, ordered, stepped = FUNCTIONS.values()
     programs = [
         Program("named", fn=nested, args={"z": z, "a": "float32[2]"}, buckets={"n": (2, 4)}),
@@ -50,21 +46,21 @@ def path(build_programs: BuildPrograms) -> Path:
 
 
 @pytest.fixture
-def bundle(path: Path) -> Bundle:
+def bundle(path):
     return load(path, on_mismatch="error")
 
 
 @pytest.fixture
-def entered(called: Called) -> list[str]:
+def entered(called):
     return called("call_in_bucket")
 
 
-def z_of(size: int) -> dict[str, Any]:
+def z_of(size):
     return {"two": np.arange(3, dtype=np.int32), "one": np.arange(size, dtype=np.float32)}
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_results_are_those_of_the_first_call(bundle: Bundle, entered: list[str], size: int) -> None:
+def test_results_are_those_of_the_first_call(bundle, entered, size):
     z, a = z_of(size), np.ones(2, np.float32)
     first, *others = (bundle.call("named", a=a, z=z) for _ in range(4))
     assert entered == ["named"]
@@ -89,7 +85,7 @@ class Layer:
 @pytest.mark.parametrize("name", ["ordered", "returned"])
 @pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
 @pytest.mark.parametrize("kind", [None, Layer, lambda w, b: namedtuple("Layer", "b w")(b, w)])
-def test_parts_keep_their_names(bundle: Bundle, of: Any, kind: Any, name: str) -> None:
+def test_parts_keep_their_names(bundle, of, kind, name):
     """Also after a call that had one array in two places, which tells no order."""
     kind = kind or (OrderedDict if name == "ordered" else dict)
     once = of(np.ones(2, np.float32))
@@ -101,7 +97,7 @@ def test_parts_keep_their_names(bundle: Bundle, of: Any, kind: Any, name: str) -
             np.testing.assert_array_equal(found["b"], b * 2)
 
 
-def test_what_python_must_see_is_called_in_python(bundle: Bundle, entered: list[str]) -> None:
+def test_what_python_must_see_is_called_in_python(bundle, entered):
     x = np.ones(4, np.float32)
     for _ in range(2):
         np.testing.assert_array_equal(bundle.call("donated", x), x + 1)
@@ -113,7 +109,7 @@ def test_what_python_must_see_is_called_in_python(bundle: Bundle, entered: list[
     np.testing.assert_array_equal(x, np.ones(4))
 
 
-def test_mistakes_are_found_after_calls_that_fit(bundle: Bundle) -> None:
+def test_mistakes_are_found_after_calls_that_fit(bundle):
     x = np.ones((2, 8), np.float32)
     bundle.call("weighted", x)
     halves, ints, swapped = x.astype("f2"), x.astype("i8"), x.astype(">f4")
@@ -123,11 +119,11 @@ def test_mistakes_are_found_after_calls_that_fit(bundle: Bundle) -> None:
                 bundle.call("weighted", *wrong)
     for name in ("nothing", ["weighted"], 3):
         with pytest.raises(UsageError):
-            bundle.call(name, x)  # type: ignore[arg-type]
+            bundle.call(name, x)
     np.testing.assert_array_equal(bundle.call("weighted", x), x * 3)
 
 
-def test_settings_of_jax_that_change_no_trace_do_not_matter(bundle: Bundle) -> None:
+def test_settings_of_jax_that_change_no_trace_do_not_matter(bundle):
     x = np.ones((2, 8), np.float32)
     for _ in range(2):
         for setting in (
@@ -143,15 +139,15 @@ def test_settings_of_jax_that_change_no_trace_do_not_matter(bundle: Bundle) -> N
 
 @pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
 @pytest.mark.parametrize("name", ["divided", "donated", "mixed", "cut", "stepped"])
-def test_what_jax_is_set_to_look_for(bundle: Bundle, name: str, of: Any) -> None:
+def test_what_jax_is_set_to_look_for(bundle, name, of):
     """At the first call, after others, and in each way; in all that is no padding."""
-    ways: list[Any] = [bundle.call, bundle.call_async]
+    ways = [bundle.call, bundle.call_async]
     if name == "stepped":
         ways = [lambda _, x: bundle.bind("stepped", state=np.zeros(4, "f"))(x=x)]
     elif name != "cut":
         ways.append(bundle.call_on_device)
 
-    def given(value: float) -> tuple[Any, ...]:
+    def given(value):
         x = of(np.full(3 if name == "cut" else 4, value, np.float32))
         return (x, (jnp if of is np.asarray else np).float32(2)) if name == "mixed" else (x,)
 
@@ -164,7 +160,7 @@ def test_what_jax_is_set_to_look_for(bundle: Bundle, name: str, of: Any) -> None
             way(name, *given(value))
 
 
-def test_the_first_call_of_a_process_may_be_one_without_jit(path: Path) -> None:
+def test_the_first_call_of_a_process_may_be_one_without_jit(path):
     _jit_dispatch._has_jit_state.cache_clear()
     x = np.ones((2, 8), np.float32)
     with jax.disable_jit():
@@ -191,11 +187,11 @@ assert not jax.config.jax_enable_x64
 """
 
 
-def test_it_needs_no_jax_and_leaves_jax_as_it_is(path: Path, run_python: Any) -> None:
+def test_it_needs_no_jax_and_leaves_jax_as_it_is(path, run_python):
     run_python(NO_JAX, path)
 
 
-def test_other_jaxlibs(bundle: Bundle, monkeypatch: pytest.MonkeyPatch, entered: list[str]) -> None:
+def test_other_jaxlibs(bundle, monkeypatch, entered):
     monkeypatch.setattr(_jit_dispatch, "cpu_function", lambda *_: None)
     x = np.ones((2, 8), np.float32)
     for _ in range(2):
@@ -204,12 +200,12 @@ def test_other_jaxlibs(bundle: Bundle, monkeypatch: pytest.MonkeyPatch, entered:
 
 
 @pytest.fixture
-def copied(called: Called) -> list[str]:
+def copied(called):
     return called("call")
 
 
 @pytest.mark.parametrize("name", ["named", "placed"])
-def test_arrays_of_jax_stay_on_its_client(bundle: Bundle, copied: list[str], name: str) -> None:
+def test_arrays_of_jax_stay_on_its_client(bundle, copied, name):
     z, a = jax.tree.map(jnp.asarray, (z_of(2), np.ones(2, np.float32)))
     expected = FUNCTIONS["nested"](z, a)
     for _ in range(3):
@@ -223,7 +219,7 @@ def test_arrays_of_jax_stay_on_its_client(bundle: Bundle, copied: list[str], nam
     assert copied == []
 
 
-def test_arrays_of_jax_that_no_program_takes_as_they_are(bundle: Bundle, copied: list[str]) -> None:
+def test_arrays_of_jax_that_no_program_takes_as_they_are(bundle, copied):
     x = jnp.ones(4)
     for _ in range(2):
         np.testing.assert_array_equal(bundle.call("donated", x), x + 1)

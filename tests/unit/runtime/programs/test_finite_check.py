@@ -1,9 +1,5 @@
 """Whether the first program that returns NaN or infinity is named, and no other."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -17,14 +13,14 @@ from prejit.runtime.programs.finite_check import refuse_odd
 ASK = {"max_new_tokens": 4, "stop_token_ids": ()}
 
 
-def test_a_model_that_computes_numbers_is_left_alone(decoder_dir: Path) -> None:
+def test_a_model_that_computes_numbers_is_left_alone(decoder_dir):
     with load(decoder_dir) as plain, load(decoder_dir) as checked:
         checked.check_finite()
         expected = plain.generate([1, 2, 3], logprobs=2, **ASK)
         assert checked.generate([1, 2, 3], logprobs=2, **ASK).token_ids == expected.token_ids
 
 
-def test_the_first_program_with_a_nan_is_named_with_its_run(decoder_dir: Path) -> None:
+def test_the_first_program_with_a_nan_is_named_with_its_run(decoder_dir):
     with load(decoder_dir) as bundle:
         bundle.check_finite()
         bundle.generate([1, 2, 3], **ASK)
@@ -44,12 +40,12 @@ def test_the_first_program_with_a_nan_is_named_with_its_run(decoder_dir: Path) -
         (np.array([1, complex(0, np.inf)]), r"at y\[1\]"),
     ],
 )
-def test_the_index_is_that_of_the_first_one(value: np.ndarray, message: str) -> None:
+def test_the_index_is_that_of_the_first_one(value, message):
     with pytest.raises(NumbersError, match=message):
         refuse_odd("bundle: program", ("y",), np.asarray(value))
 
 
-def test_what_has_no_nan_passes() -> None:
+def test_what_has_no_nan_passes():
     for value in (np.arange(3), np.array([True]), np.zeros((0, 2)), np.ones(3, ml_dtypes.bfloat16)):
         refuse_odd("bundle: program", ("y",), value)
     impossible = np.array([0.0, -np.inf])
@@ -58,7 +54,7 @@ def test_what_has_no_nan_passes() -> None:
         refuse_odd("bundle: program", ("logprobs",), np.array([np.nan]))
 
 
-def test_the_command_checks_a_call(bundle_dir: Path, tmp_path: Path) -> None:
+def test_the_command_checks_a_call(bundle_dir, tmp_path):
     x = np.zeros((2, 16), np.float32)
     np.save(tmp_path / "x.npy", x)
     arguments = ["call", str(bundle_dir), "score", "--arg", f"x={tmp_path / 'x.npy'}"]

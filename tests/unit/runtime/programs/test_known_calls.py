@@ -8,7 +8,6 @@ import enum
 import random
 from fractions import Fraction
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,12 +16,10 @@ import numpy as np
 import pytest
 
 from prejit.compiler import Program
-from prejit.runtime import Bundle, UsageError, jit, load
-
-from ..conftest import BuildPrograms
+from prejit.runtime import UsageError, jit, load
 
 
-def mixed(given: Any) -> Any:
+def mixed(given):
     """The type of each leaf decides the dtype of a product with it, and whether a result is weak."""
     narrow = jnp.ones(2, jnp.bfloat16)
     return {
@@ -32,7 +29,7 @@ def mixed(given: Any) -> Any:
     }
 
 
-def same(found: Any, expected: Any) -> None:
+def same(found, expected):
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert mine.dtype == theirs.dtype
@@ -43,13 +40,13 @@ SEED = 11
 
 
 @pytest.fixture(scope="module")
-def bundle(build_programs: BuildPrograms) -> Bundle:
+def bundle(build_programs):
     """Random arguments with weak and strong types: tests/campaigns/differential.py."""
     example = {"a": np.float64(2), "b": [0.5, np.int64(3)]}
     return load(build_programs(Program("mixed", fn=mixed, args=[example])))
 
 
-def test_scalars_of_numpy_are_no_python_numbers(bundle: Bundle) -> None:
+def test_scalars_of_numpy_are_no_python_numbers(bundle):
     """The class of np.float64 is a subclass of float's."""
     name, given = "mixed", {"a": np.float32(2), "b": [0.5, np.int32(3)]}
     same(bundle.call(name, given), jax.jit(mixed)(given))
@@ -60,7 +57,7 @@ def test_scalars_of_numpy_are_no_python_numbers(bundle: Bundle) -> None:
     assert "Python numbers are weak" in str(error.value.hint)
 
 
-def test_arrays_of_requests_and_results_on_the_device_keep_their_types(bundle: Bundle) -> None:
+def test_arrays_of_requests_and_results_on_the_device_keep_their_types(bundle):
     given = {(0, "a"): np.float32(2), (0, "b", 0): np.asarray(0.5, "f"), (0, "b", 1): np.int32(3)}
     for _ in range(2):
         found = bundle.call_by_path("mixed", given)[1]
@@ -84,7 +81,7 @@ class Level(enum.IntEnum):
     LOW = 1
 
 
-def tripled(x: Any) -> Any:
+def tripled(x):
     return x * 3
 
 
@@ -98,7 +95,7 @@ class Record:
 class Plain:
     """A class that is no dataclass."""
 
-    def __init__(self, w: Any, k: Any) -> None:
+    def __init__(self, w, k):
         self.w, self.k = w, k
 
 
@@ -109,14 +106,14 @@ class Attributes(Plain):
 class Mapped(Plain):
     """Its part has a key, as one of a dict."""
 
-    def keys(self) -> list[str]:
+    def keys(self):
         return ["w"]
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key):
         return {"w": self.w}[key]
 
 
-def rebuilt(kind: type[Any]) -> Any:
+def rebuilt(kind):
     return lambda k, parts: kind(parts[0], k)
 
 
@@ -130,29 +127,29 @@ for kind, key in (
     )
 
 KINDS = (Record, Plain, Attributes, Mapped)
-CONSTANTS: list[Any] = [
+CONSTANTS = [
     *(None, 2, 50, True, 1, 1.0, 0.0, -0.0, 2.5, float("inf"), "a", b"a", 1j),
     *((1, 2), (1, 2.0), (), frozenset({1}), Color.RED, Color.BLUE, Level.LOW),
     *(tripled, len, Color, Fraction(1, 3), partial(tripled, 2)),
 ]
 
 
-def spelled(constant: Any) -> str:
+def spelled(constant):
     return f"{type(constant).__name__} {constant!r}"
 
 
-def by_constant(given: Any) -> Any:
+def by_constant(given):
     """Return another value for each constant, and an object that has the constant."""
     factor = [spelled(each) for each in CONSTANTS].index(spelled(given.k))
     return given.w * factor, Record(given.w, given.k)
 
 
-def fresh() -> Any:
+def fresh():
     """Return a function that jax has not traced: it takes 1 for True once it has traced one of them."""
     return lambda given: by_constant(given)
 
 
-def in_turn(k: Any) -> list[Any]:
+def in_turn(k):
     """Return all constants: that of the build before others, but after those that equal it, as 1 equals True.
 
     Once jax.jit has traced one of these it takes it for the other, and so does a call that fitted.
@@ -160,13 +157,13 @@ def in_turn(k: Any) -> list[Any]:
     return sorted(CONSTANTS, key=lambda each: (hash(each) != hash(k), spelled(each) == spelled(k)))
 
 
-def built_constants() -> list[tuple[Any, Any]]:
+def built_constants():
     rng = random.Random(SEED)
     return [(kind, k) for kind in KINDS for k in rng.sample(CONSTANTS, 4)] + [(Plain, None)]
 
 
 @pytest.fixture(scope="module")
-def constants_path(build_programs: BuildPrograms) -> Path:
+def constants_path(build_programs):
     programs = [
         Program(f"p{number}", fn=by_constant, args=[kind(jnp.ones(2), k)])
         for number, (kind, k) in enumerate(built_constants())
@@ -175,12 +172,12 @@ def constants_path(build_programs: BuildPrograms) -> Path:
 
 
 @pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
-def test_auxiliary_data_is_part_of_the_signature(constants_path: Path, of: Any) -> None:
+def test_auxiliary_data_is_part_of_the_signature(constants_path, of):
     """Every class with every constant: as jax.jit, or a refusal where jax.jit traces again."""
     w, bundle = of(np.arange(2, dtype="f")), load(constants_path, types=[Record])
     for number, (kind, k) in enumerate(built_constants()):
         name = f"p{number}"
-        options: dict[str, Any] = {"bundle": bundle, "name": name, "on_miss": "error"}
+        options = {"bundle": bundle, "name": name, "on_miss": "error"}
         jitted, calling = jit(fresh(), **options), partial(bundle.call, name)
         for constant in in_turn(k):
             given = kind(w, copy.deepcopy(constant))
@@ -200,18 +197,18 @@ def test_auxiliary_data_is_part_of_the_signature(constants_path: Path, of: Any) 
                     calling(given)
 
 
-def counted(state: Any, x: Any) -> Any:
+def counted(state, x):
     return {"step": state["step"] + 1, "total": state["total"] + x}, x * state["step"]
 
 
 @pytest.fixture(scope="module")
-def kept_bundle(build_programs: BuildPrograms) -> Bundle:
+def kept_bundle(build_programs):
     state = {"step": 0, "total": jnp.zeros(2)}
     programs = [Program("counted", fn=counted, args={"state": state, "x": "float32[2]"})]
     return load(build_programs(programs))
 
 
-def test_a_bound_state_keeps_its_types(kept_bundle: Bundle) -> None:
+def test_a_bound_state_keeps_its_types(kept_bundle):
     x, state = np.ones(2, "f"), {"step": 0, "total": np.zeros(2, "f")}
     bound = kept_bundle.bind("counted", state=state)
     for number in range(3):

@@ -14,28 +14,26 @@ import numpy as np
 import pytest
 
 from prejit.compiler import Program
-from prejit.runtime import Bundle, UsageError, load
-
-from ..conftest import BuildPrograms
+from prejit.runtime import UsageError, load
 
 X = np.ones(2, np.float32)
 
 
-def counted(t: Any) -> Any:
+def counted(t):
     return t["a"] * (2 if "b" in t else 3)
 
 
-def scaled(*, x: Any, scale: Any = 2.0) -> Any:
+def scaled(*, x, scale=2.0):
     return x if scale is None else x * scale
 
 
-def layers(x: Any, d: Any) -> Any:
+def layers(x, d):
     for value in d.values():
         x = x * value + 1
     return {"x": x, "d": d}
 
 
-def size(x: Any) -> Any:
+def size(x):
     return x.sum() if hasattr(x, "shape") else jnp.float32(len(x))
 
 
@@ -61,7 +59,7 @@ CALLS = {
 
 
 @pytest.fixture(scope="module")
-def bundle(build_programs: BuildPrograms) -> Bundle:
+def bundle(build_programs):
     examples = {name: (each.function, each.example) for name, each in CALLS.items()}
     examples |= {name: (size, [np.ones(n, "f")]) for name, n in (("row", 2), ("number", ()))}
     examples |= {"kept": (lambda x: x + 1, {"x": X})}
@@ -72,7 +70,7 @@ def bundle(build_programs: BuildPrograms) -> Bundle:
     return load(build_programs(programs), on_mismatch="error")
 
 
-def made(example: Any) -> Callable[[], Any]:
+def made(example):
     return lambda: example
 
 
@@ -83,7 +81,7 @@ def made(example: Any) -> Callable[[], Any]:
         *(("row", each) for each in (array("f", [1, 2]), memoryview(X), (ctypes.c_float * 2)())),
     ],
 )
-def test_a_container_is_no_array(bundle: Bundle, name: str, value: Any) -> None:
+def test_a_container_is_no_array(bundle, name, value):
     """NumPy would make an array of it; jax takes its parts, or refuses it."""
     right = np.asarray(value, np.float32)
     for _ in range(2):
@@ -100,31 +98,31 @@ def test_a_container_is_no_array(bundle: Bundle, name: str, value: Any) -> None:
 class Readable:
     """An array of another library."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 2
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+    def __array__(self, dtype=None, copy=None):
         return X.astype(dtype or X.dtype)
 
 
-def test_arrays_of_other_libraries_are_taken(bundle: Bundle) -> None:
+def test_arrays_of_other_libraries_are_taken(bundle):
     for value in (Readable(), X[:], jnp.asarray(X)):
         np.testing.assert_array_equal(bundle.call("row", value), 2)
     np.testing.assert_array_equal(bundle.call("number", np.float32(2)), 2)
 
 
-def called(way: Callable[..., Any], *name: str, given: Any) -> Any:
+def called(way, *name, given):
     return way(*name, **given) if isinstance(given, dict) else way(*name, *given)
 
 
-def same(found: Any, wanted: Any) -> None:
+def same(found, wanted):
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 @pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
 @pytest.mark.parametrize("name", CALLS)
-def test_another_structure_is_refused(bundle: Bundle, name: str, of: Any) -> None:
+def test_another_structure_is_refused(bundle, name, of):
     """At the first call, and after calls that fit."""
     call = CALLS[name]
     example, other = (jax.tree.map(of, given) for given in (call.example, call.other))

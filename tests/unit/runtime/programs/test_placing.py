@@ -1,16 +1,10 @@
 """Results lie where jax.jit leaves them, or the call is refused by name."""
 
-from __future__ import annotations
-
 import inspect
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from prejit.compiler import Program
-
-from ..conftest import BuildPrograms
 
 CODE = """
 import sys
@@ -108,24 +102,24 @@ engine.close()
 """
 
 
-def add(x: Any, y: Any) -> Any:
+def add(x, y):
     return {"sum": x + y, "weak": 3}
 
 
-def drawn(key: Any, x: Any) -> Any:
+def drawn(key, x):
     import jax
 
     return {"sum": jax.random.normal(key, x.shape) + x, "weak": 3}
 
 
-def step(state: Any, x: Any) -> Any:
+def step(state, x):
     return {"state": state + x, "sum": x * 2, "weak": 3}
 
 
 @pytest.fixture(scope="module")
-def path(build_programs: BuildPrograms) -> Path:
+def path(build_programs):
     rows, four = "float32[{batch}]", "float32[4]"
-    padded: dict[str, Any] = {"buckets": {"batch": (8,)}, "pad": ["batch"]}
+    padded = {"buckets": {"batch": (8,)}, "pad": ["batch"]}
     programs = [
         Program("add", fn=add, args=[four, four]),
         Program("padded", fn=lambda x, y: {"sum": x + y}, args=[rows, rows], **padded),
@@ -135,6 +129,6 @@ def path(build_programs: BuildPrograms) -> Path:
     return build_programs(programs)
 
 
-def test_results_lie_where_those_of_jax_do(path: Path, run_python: Any) -> None:
+def test_results_lie_where_those_of_jax_do(path, run_python):
     functions = "".join(map(inspect.getsource, (add, drawn, step)))
     run_python(f"from typing import Any\n{functions}{CODE}", path, env={"JAX_NUM_CPU_DEVICES": "2"})

@@ -17,7 +17,7 @@ from tests.extent import examples
 
 from prejit.runtime import UsageError
 from prejit.runtime.format import constants, trees
-from prejit.runtime.format.trees import NONE, Leaf, Node, Tree
+from prejit.runtime.format.trees import NONE, Leaf, Node
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.pytree import MisfitError
 
@@ -39,16 +39,16 @@ kept = st.recursive(
 )
 
 
-def named(kind: trees.Kind, type_: str, fields: dict[Any, Tree], kept: dict[str, Any]) -> Node:
+def named(kind, type_, fields, kept):
     return Node(kind, tuple(fields), tuple(fields.values()), type_, tuple(kept.items()))
 
 
-def nodes(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
+def nodes(inner):
     several = st.lists(inner, max_size=3).map(tuple)
     fields = st.dictionaries(names, inner, max_size=3)
     more = st.dictionaries(names.map("{}_kept".format), kept.map(constants.encode), max_size=2)
 
-    def placed(kind: Any, parts: tuple[Tree, ...], type_: str = "") -> Node:
+    def placed(kind, parts, type_=""):
         return Node(kind, tuple(range(len(parts))), parts, type_)
 
     return st.one_of(
@@ -68,7 +68,7 @@ any_tree = st.recursive(leaves, nodes, max_leaves=12)
 
 @settings(max_examples=examples(100, 1000), deadline=None)
 @given(one=kept, other=kept)
-def test_constants_are_equal_if_their_values_and_types_are(one: Any, other: Any) -> None:
+def test_constants_are_equal_if_their_values_and_types_are(one, other):
     """repr tells True from 1, 0.0 from -0.0, and lists from tuples."""
     encoded = constants.encode(one)
     assert repr(constants.decode(encoded)) == repr(one)
@@ -79,7 +79,7 @@ def test_constants_are_equal_if_their_values_and_types_are(one: Any, other: Any)
 
 @settings(max_examples=examples(50, 200), deadline=None)
 @given(tree=any_tree)
-def test_a_tree_survives_its_text_and_its_values_survive_being_nested(tree: Tree) -> None:
+def test_a_tree_survives_its_text_and_its_values_survive_being_nested(tree):
     assert trees.parse(trees.to_text(tree)) == tree
     count = sum(1 for _ in trees.leaves(tree))
     assert len(list(trees.paths(tree))) == count
@@ -89,7 +89,7 @@ def test_a_tree_survives_its_text_and_its_values_survive_being_nested(tree: Tree
 
 @settings(max_examples=examples(50, 200), deadline=None)
 @given(text=st.text(max_size=30) | st.from_regex(r'\["(list|dict|record|node)",[\[\]",*a-z]{0,12}'))
-def test_other_texts_are_refused_with_one_error(text: str) -> None:
+def test_other_texts_are_refused_with_one_error(text):
     try:
         tree = trees.parse(text)
     except ValueError:
@@ -119,7 +119,7 @@ def test_other_texts_are_refused_with_one_error(text: str) -> None:
         '["list",[' * 300 + '"*"' + "]]" * 300,
     ],
 )
-def test_a_tree_that_no_build_writes_is_refused(text: str) -> None:
+def test_a_tree_that_no_build_writes_is_refused(text):
     with pytest.raises(ValueError, match="expected"):
         trees.parse(text)
 
@@ -148,13 +148,13 @@ PAIR = Node("dict", ("b", "w"), (Leaf(), Leaf()))
 class State:
     """As flax.nnx.State, which is no Mapping."""
 
-    def __init__(self, **parts: Any) -> None:
+    def __init__(self, **parts):
         self._parts = parts
 
-    def keys(self) -> Any:
+    def keys(self):
         return self._parts.keys()
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name):
         return self._parts[name]
 
 
@@ -172,7 +172,7 @@ class State:
         (PAIR, dataclasses.make_dataclass("Layer", ["w", "b"])(2, 1)),
     ],
 )
-def test_a_record_or_a_dict_is_anything_with_its_parts(tree: Tree, value: Any) -> None:
+def test_a_record_or_a_dict_is_anything_with_its_parts(tree, value):
     assert pytree.flatten(tree, value) == [1, 2, 3][: sum(1 for _ in trees.leaves(tree))]
 
 
@@ -192,12 +192,12 @@ def test_a_record_or_a_dict_is_anything_with_its_parts(tree: Tree, value: Any) -
         (Node("dict"), [1], "expected value as a mapping, found list"),
     ],
 )
-def test_a_part_that_is_missing_or_too_many_is_named(tree: Tree, value: Any, problem: str) -> None:
+def test_a_part_that_is_missing_or_too_many_is_named(tree, value, problem):
     with pytest.raises(MisfitError, match=problem):
         pytree.flatten(tree, value)
 
 
-def test_constants_that_nobody_can_compare_are_refused() -> None:
+def test_constants_that_nobody_can_compare_are_refused():
     unknown = constants.encode(threading.Lock())
     tree = dataclasses.replace(CIRCLE, constants=(("name", unknown),))
     assert trees.parse(trees.to_text(tree)) == tree
@@ -217,25 +217,25 @@ FACTOR = 2.0
 HELPER = lambda v: v * FACTOR  # noqa: E731
 
 
-def inner_code() -> Any:
+def inner_code():
     return lambda v: [part * FACTOR for part in v]
 
 
-def with_attribute(factor: float) -> Any:
-    def scaled(v: Any) -> Any:
-        return v * scaled.factor  # type: ignore[attr-defined]
+def with_attribute(factor):
+    def scaled(v):
+        return v * scaled.factor
 
-    scaled.factor = factor  # type: ignore[attr-defined]
+    scaled.factor = factor
     return scaled
 
 
-def of_two(first: float, second: float) -> Any:
+def of_two(first, second):
     """Return a function that calls itself by way of another one."""
 
-    def one(v: Any) -> Any:
+    def one(v):
         return v * first if v else other(v)
 
-    def other(v: Any) -> Any:
+    def other(v):
         return one(v) * second
 
     return other
@@ -250,27 +250,27 @@ class ByIdentity:
 class ByOwnRule:
     k: float = dataclasses.field(compare=False)
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         return self is other
 
     __hash__ = object.__hash__
 
 
 class NoState:
-    def __init__(self, k: float) -> None:
+    def __init__(self, k):
         self.k = k
 
-    def __getstate__(self) -> Any:
+    def __getstate__(self):
         return {}
 
 
 class Reduced:
     __slots__ = ("__k",)
 
-    def __init__(self, k: float) -> None:
+    def __init__(self, k):
         self.__k = k
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return Reduced, (1.0,)
 
 
@@ -278,7 +278,7 @@ class Labelled(np.ndarray[Any, Any]):
     """NumPy's own way to pickle an array drops the attributes of a class like this."""
 
 
-def labelled(k: float) -> Any:
+def labelled(k):
     found = np.ones(2).view(Labelled)
     found.k = k
     return found
@@ -295,7 +295,7 @@ def labelled(k: float) -> Any:
         *((kind(2.0), kind(5.0)) for kind in (ByIdentity, ByOwnRule, NoState, Reduced, labelled)),
     ],
 )
-def test_no_part_of_a_constant_is_left_out(one: Any, other: Any) -> None:
+def test_no_part_of_a_constant_is_left_out(one, other):
     encoded = constants.encode(one)
     assert constants.same(encoded, constants.encode(one))
     assert not isinstance(encoded, constants.EncodedConstant) or not encoded.is_unknown
@@ -305,7 +305,7 @@ def test_no_part_of_a_constant_is_left_out(one: Any, other: Any) -> None:
 @pytest.mark.parametrize(
     "made", [lambda: lambda v: v * FACTOR, lambda: lambda v: HELPER(v), inner_code]
 )
-def test_globals_of_a_function_are_parts_of_it(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_globals_of_a_function_are_parts_of_it(made, monkeypatch):
     before, again = constants.encode(made()), constants.encode(made())
     monkeypatch.setitem(globals(), "FACTOR", 5.0)
     monkeypatch.setitem(globals(), "HELPER", lambda v: v * FACTOR)
@@ -316,7 +316,7 @@ def test_globals_of_a_function_are_parts_of_it(made: Any, monkeypatch: pytest.Mo
     assert refused.is_unknown
 
 
-def test_functions_with_globals_in_cycles_are_compared_whole() -> None:
+def test_functions_with_globals_in_cycles_are_compared_whole():
     pairs = [of_two(2, 3), of_two(5, 3)]
     for pair in pairs:  # the one function first, of which the other is a part
         constants.encode(pair.__closure__[0].cell_contents)
@@ -324,7 +324,7 @@ def test_functions_with_globals_in_cycles_are_compared_whole() -> None:
     assert constants.encode(pairs[0]) == constants.encode(of_two(2, 3))
 
 
-def test_known_classes_come_back_and_others_get_a_substitute() -> None:
+def test_known_classes_come_back_and_others_get_a_substitute():
     known = pytree.unflatten(CIRCLE, iter([1, 2, 3]), {"shapes:Circle": Circle})
     assert isinstance(known, Circle)
     assert (known.radius, known.name) == (3, "round")
@@ -336,7 +336,7 @@ def test_known_classes_come_back_and_others_get_a_substitute() -> None:
         unknown.radius = 4
 
 
-def test_own_classes_lists_and_none_stand_for_nodes() -> None:
+def test_own_classes_lists_and_none_stand_for_nodes():
     """The parts of another class may come in another order."""
     tree = Node("node", (0, 1), (Leaf(), Leaf()), "shapes:Turned")
     for value in ([1, 2], (1, 2), namedtuple("Turned", "b z")(1, 2)):

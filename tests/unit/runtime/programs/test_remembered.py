@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +18,6 @@ from prejit.runtime import Bundle, UsageError, load
 from prejit.runtime.device.transfer import aligned_zeros
 from prejit.runtime.programs import known_calls
 from prejit.server.engine.engine import Engine
-
-from ..conftest import BuildPrograms, Called
 
 
 class Named(NamedTuple):
@@ -37,7 +33,7 @@ class Turned(NamedTuple):
 class Tagged:
     """A class with auxiliary data."""
 
-    def __init__(self, w: Any, k: Any) -> None:
+    def __init__(self, w, k):
         self.w, self.k = w, k
 
 
@@ -47,7 +43,7 @@ class TaggedTuple(namedtuple("TaggedTuple", "w")):
     k: Any = 2
 
     @classmethod
-    def of(cls, w: Any, k: Any) -> TaggedTuple:
+    def of(cls, w, k):
         made = cls(w)
         made.k = k
         return made
@@ -68,7 +64,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS = {
     "joined": lambda p: p["a"] * 10 + p["b"],
     "weakly": lambda x, r: x * r,
     "scaled": lambda x, factor: x * factor,
@@ -79,7 +75,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def busy(x: Any) -> Any:
+def busy(x):
     turned = jax.lax.fori_loop(0, 1_000_000, lambda _, v: jnp.sin(v) + 1, jnp.float32(1))
     return x + jnp.where(turned > 9, 1, 0)
 
@@ -88,12 +84,12 @@ TWO = np.arange(2, dtype="f")
 
 
 @pytest.fixture(scope="module")
-def path(build_programs: BuildPrograms) -> Path:
-    def program(name: str, args: Any, fn: str = "", **options: Any) -> Program:
+def path(build_programs):
+    def program(name, args, fn="", **options):
         return Program(name, fn=FUNCTIONS[fn or name], args=args, **options)
 
     pair = {"a": "float32[2]", "b": "float32[2]"}
-    sizes: dict[str, Any] = {"static": {"factor": (1, 2)}, "buckets": {"n": (2, 3)}}
+    sizes = {"static": {"factor": (1, 2)}, "buckets": {"n": (2, 3)}}
     programs = [
         program("joined", [pair]),
         program("weakly", ["bfloat16[2]", "weak float32[]"]),
@@ -111,11 +107,11 @@ def path(build_programs: BuildPrograms) -> Path:
 
 
 @pytest.fixture
-def bundle(path: Path) -> Bundle:
+def bundle(path):
     return load(path, on_mismatch="error")
 
 
-WAYS: dict[str, Callable[..., Any]] = {
+WAYS = {
     "call": Bundle.call,
     "call_async": lambda *args, **kwargs: Bundle.call_async(*args, **kwargs).result(),
     "call_on_device": lambda *args, **kwargs: jax.tree.map(
@@ -125,7 +121,7 @@ WAYS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.fixture(scope="module", params=[*WAYS, "engine"])
-def way(request: pytest.FixtureRequest, path: Path) -> Iterator[Callable[..., Any]]:
+def way(request, path):
     bundle = load(path, on_mismatch="error")
     if request.param != "engine":
         yield lambda *args, **kwargs: WAYS[request.param](bundle, *args, **kwargs)
@@ -135,7 +131,7 @@ def way(request: pytest.FixtureRequest, path: Path) -> Iterator[Callable[..., An
     engine.close()
 
 
-def deleted() -> Any:
+def deleted():
     gone = jnp.ones(2)
     gone.delete()
     return gone
@@ -143,7 +139,7 @@ def deleted() -> Any:
 
 ONES, HALF = jnp.ones(2), jnp.ones(2, jnp.bfloat16)
 OF_NUMPY, OF_JAX = ({"a": TWO, "b": TWO},), ({"a": ONES, "b": ONES},)
-WRONG: dict[str, tuple[str, tuple[Any, ...], Callable[[], tuple[Any, ...]], str]] = {
+WRONG = {
     "deleted": ("joined", OF_JAX, lambda: ({"a": ONES, "b": deleted()},), "deleted or donated"),
     "mask": ("joined", OF_NUMPY, lambda: ({"a": TWO, "b": np.ma.masked_array(TWO)},), "a mask"),
     "bytes": ("joined", OF_NUMPY, lambda: ({"a": TWO, "b": TWO.astype(">f4")},), "found >f4"),
@@ -161,7 +157,7 @@ WRONG: dict[str, tuple[str, tuple[Any, ...], Callable[[], tuple[Any, ...]], str]
 
 
 @pytest.mark.parametrize("kind", [*WRONG])
-def test_what_the_first_call_refuses_later_ones_refuse(way: Callable[..., Any], kind: str) -> None:
+def test_what_the_first_call_refuses_later_ones_refuse(way, kind):
     name, right, wrong, match = WRONG[kind]
     for _ in range(2):
         for _ in range(3):
@@ -171,7 +167,7 @@ def test_what_the_first_call_refuses_later_ones_refuse(way: Callable[..., Any], 
 
 
 @pytest.mark.parametrize("wrong", [True, 1.0, "1", 3, np.int64(1), (1,), None])
-def test_equal_static_values_of_other_types(way: Callable[..., Any], wrong: Any) -> None:
+def test_equal_static_values_of_other_types(way, wrong):
     for _ in range(2):
         for x in (TWO, jnp.asarray(TWO)):
             np.testing.assert_array_equal(way("scaled", x, factor=1), TWO)
@@ -179,7 +175,7 @@ def test_equal_static_values_of_other_types(way: Callable[..., Any], wrong: Any)
                 way("scaled", x, factor=wrong)
 
 
-def test_containers_of_equal_content_and_lists_of_other_parts(way: Callable[..., Any]) -> None:
+def test_containers_of_equal_content_and_lists_of_other_parts(way):
     for of in (np.asarray, jnp.asarray):
         a, b = of(TWO), of(TWO + 5)
         kinds = [{"a": a, "b": b}, {"b": b, "a": a}, OrderedDict(a=a, b=b)]
@@ -195,9 +191,7 @@ def test_containers_of_equal_content_and_lists_of_other_parts(way: Callable[...,
             way("backwards", Backwards([a, b, a]))
 
 
-def test_the_newest_signatures_are_remembered(
-    bundle: Bundle, called: Called, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_newest_signatures_are_remembered(bundle, called, monkeypatch):
     """Also after many that never come again, such as those of padded sizes or of new classes."""
     chosen = called("choose")
     monkeypatch.setattr(known_calls, "_MOST", 8)
@@ -212,11 +206,11 @@ def test_the_newest_signatures_are_remembered(
 
 
 @pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
-def test_no_argument_is_kept(bundle: Bundle, of: Any) -> None:
+def test_no_argument_is_kept(bundle, of):
     """Not by what is remembered, nor by results that a caller keeps."""
     steps = bundle.bind("step", state=of(TWO))
-    kept: list[Any] = []
-    given: list[weakref.ref[Any]] = []
+    kept = []
+    given = []
     for call in (
         lambda x: bundle.call("joined", {"a": x, "b": x}),
         lambda x: bundle.call_async("joined", {"a": x, "b": x}),
@@ -234,7 +228,7 @@ def test_no_argument_is_kept(bundle: Bundle, of: Any) -> None:
     assert [each() for each in given] == [None] * 10
 
 
-def test_arguments_may_change_after_a_call(bundle: Bundle) -> None:
+def test_arguments_may_change_after_a_call(bundle):
     given = aligned_zeros((1024,), np.dtype("f"))
     for call in (
         lambda: partial(np.asarray, bundle.call_on_device("busy", given)),

@@ -1,21 +1,13 @@
 """A bound or repeated function goes on from the result that is meant, or is refused where several may be."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from prejit.compiler import ManifestError, Program, build
-from prejit.runtime import Bundle, UsageError, load
+from prejit.runtime import UsageError, load
 
-from ..conftest import BuildPrograms
-
-FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {
+FUNCTIONS = {
     "in_a_tuple": (lambda a, b: (a + 1, b * 2), "0, 1"),
     "in_a_list": (lambda a, b: [b * 2, a + 1], "0, 1"),
     "of_other_names": (lambda a, b: {"x": a + 1, "y": b * 2}, "'x', 'y'"),
@@ -33,12 +25,12 @@ UNCLEAR = [name for name, (_, several) in FUNCTIONS.items() if several]
 CLEAR = [name for name in FUNCTIONS if name not in UNCLEAR]
 
 
-def placed(function: Callable[..., Any]) -> Callable[..., Any]:
+def placed(function):
     return lambda a, b: function(a, b)
 
 
 @pytest.fixture(scope="module")
-def bundle(build_programs: BuildPrograms) -> Bundle:
+def bundle(build_programs):
     programs = [
         program
         for name, (function, _) in FUNCTIONS.items()
@@ -51,7 +43,7 @@ def bundle(build_programs: BuildPrograms) -> Bundle:
 
 
 @pytest.mark.parametrize("name", UNCLEAR)
-def test_a_state_in_doubt(name: str, bundle: Bundle, tmp_path: Path, build_cache: Path) -> None:
+def test_a_state_in_doubt(name, bundle, tmp_path, build_cache):
     function, several = FUNCTIONS[name]
     several = f"expected one result .* can be the next 'a', found {several} with the same"
     with pytest.raises(UsageError, match=several) as caught:
@@ -66,7 +58,7 @@ def test_a_state_in_doubt(name: str, bundle: Bundle, tmp_path: Path, build_cache
 
 
 @pytest.mark.parametrize("name", CLEAR)
-def test_a_state_whose_next_value_is_clear(name: str, bundle: Bundle) -> None:
+def test_a_state_whose_next_value_is_clear(name, bundle):
     for step in (
         bundle.bind(name, a=A),
         *([bundle.bind(f"placed_{name}", A)] if "name" not in name and "no_" not in name else []),
@@ -77,7 +69,7 @@ def test_a_state_whose_next_value_is_clear(name: str, bundle: Bundle) -> None:
         np.testing.assert_array_equal(state, A + 3)
 
 
-def test_repeated_steps_take_it_too(build_programs: BuildPrograms) -> None:
+def test_repeated_steps_take_it_too(build_programs):
     arguments = {"a": A, "b": B}
     programs = [
         Program(name, fn=FUNCTIONS[name][0], args=arguments, repeat=(3,), carry=("a",))
@@ -92,7 +84,7 @@ def test_repeated_steps_take_it_too(build_programs: BuildPrograms) -> None:
         assert any(np.array_equal(part, A + 3) for part in arrays), name
 
 
-def test_two_arguments_of_one_type(bundle: Bundle) -> None:
+def test_two_arguments_of_one_type(bundle):
     """Both are kept: each name has its own result."""
     step = bundle.bind("of_its_name", b=B, a=A)
     for _ in range(2):

@@ -1,11 +1,6 @@
 """Arguments of 64 bits are those of 32 where jax takes them so, and never other values."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,27 +8,25 @@ import numpy as np
 import pytest
 
 from prejit.compiler import Program, build
-from prejit.runtime import Bundle, UsageError, jit, load
-
-from ..conftest import BuildPrograms
+from prejit.runtime import UsageError, jit, load
 
 X = np.random.default_rng(0).standard_normal((4, 3))
 LABELS = X.argmax(1)
 
 
-def loss(x: Any, labels: Any) -> Any:
+def loss(x, labels):
     return jnp.take_along_axis(x, labels[:, None], 1).sum(), labels + 1
 
 
-def step(state: Any, x: Any) -> Any:
+def step(state, x):
     return state + x.sum()
 
 
-def examples(batch: int) -> Any:
+def examples(batch):
     return {"x": np.ones((batch, 3)), "labels": np.zeros(batch, np.int64)}
 
 
-def program(name: str, args: Any, **options: Any) -> Program:
+def program(name, args, **options):
     return Program(name, fn=loss, args=args, **options)
 
 
@@ -55,18 +48,16 @@ NOTE = "is built with ['labels'] as int32 and not int64, ['x'] as float32 and no
 
 
 @pytest.fixture(scope="module")
-def path(build_programs: BuildPrograms) -> Path:
+def path(build_programs):
     return build_programs(PROGRAMS)
 
 
 @pytest.fixture
-def bundle(path: Path) -> Bundle:
+def bundle(path):
     return load(path, on_mismatch="error")
 
 
-def test_the_build_says_what_is_narrower_and_its_state_is_kept_so(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], bundle: Bundle
-) -> None:
+def test_the_build_says_what_is_narrower_and_its_state_is_kept_so(tmp_path, capfd, bundle):
     build(PROGRAMS[1:3], tmp_path, name="said", cache=tmp_path / "cache")
     said = capfd.readouterr().err
     assert said.count(NOTE) == 2
@@ -81,12 +72,12 @@ def test_the_build_says_what_is_narrower_and_its_state_is_kept_so(
 
 
 @pytest.mark.parametrize("name", ["loss", "made", "shaped", "padded"])
-def test_arrays_of_64_bits_give_what_jax_gives(bundle: Bundle, name: str) -> None:
+def test_arrays_of_64_bits_give_what_jax_gives(bundle, name):
     """Again and again, and by all ways: no way remembers that a program takes them as they are."""
     count = 3 if name == "padded" else 4
     wide = X[:count], LABELS[:count]
     narrow = wide[0].astype("f"), wide[1].astype(np.int32)
-    ways: list[Callable[..., Any]] = [
+    ways = [
         lambda **given: bundle.call(name, **given),
         lambda **given: bundle.call_async(name, **given).result(),
     ]
@@ -110,7 +101,7 @@ SAME = [
 @pytest.mark.parametrize(
     ("place", "value"), [(0, 2**31), (0, -(2**31) - 1), (1, 2**32), (2, 1e300), (3, 1e300j)]
 )
-def test_values_beyond_32_bits_are_refused(bundle: Bundle, place: int, value: Any) -> None:
+def test_values_beyond_32_bits_are_refused(bundle, place, value):
     """jax wraps integers and makes numbers infinite, without an error."""
     given = list(SAME)
     for _ in range(2):
@@ -125,7 +116,7 @@ def test_values_beyond_32_bits_are_refused(bundle: Bundle, place: int, value: An
     bundle.call("same", *given)
 
 
-def test_with_64_bits_no_array_becomes_narrower(build_programs: BuildPrograms) -> None:
+def test_with_64_bits_no_array_becomes_narrower(build_programs):
     with jax.enable_x64(True):
         programs = [
             Program("wide", fn=jnp.sum, args=[X]),
@@ -141,7 +132,7 @@ def test_with_64_bits_no_array_becomes_narrower(build_programs: BuildPrograms) -
 
 
 @pytest.fixture(scope="module")
-def others(build_programs: BuildPrograms) -> Bundle:
+def others(build_programs):
     programs = [
         Program("halved", fn=lambda x: x / 2, args=[0.5]),
         Program("doubled", fn=lambda x: x * 2, args=[3]),
@@ -161,9 +152,7 @@ def others(build_programs: BuildPrograms) -> Bundle:
         ("turned", 1e300j, "complex64"),
     ],
 )
-def test_numbers_that_their_dtype_does_not_hold_are_refused(
-    others: Bundle, name: str, value: complex, dtype: str
-) -> None:
+def test_numbers_that_their_dtype_does_not_hold_are_refused(others, name, value, dtype):
     if not dtype:
         expected = jax.jit(lambda x: x / 2)(value)
         np.testing.assert_array_equal(others.call(name, value), expected)
@@ -172,7 +161,7 @@ def test_numbers_that_their_dtype_does_not_hold_are_refused(
         others.call(name, value)
 
 
-def test_the_data_of_a_key_is_no_key(others: Bundle) -> None:
+def test_the_data_of_a_key_is_no_key(others):
     """An array of jax has a type; NumPy has no keys, so their data stands for them."""
     key = jax.random.key(3)
     wanted = jax.random.key_data(jax.jit(jax.random.split)(key))
@@ -188,7 +177,7 @@ def test_the_data_of_a_key_is_no_key(others: Bundle) -> None:
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.vmap])
-def test_a_tracer_is_refused_in_one_sentence(others: Bundle, transform: Any) -> None:
+def test_a_tracer_is_refused_in_one_sentence(others, transform):
     x = np.ones((2, 2), "f") if transform is jax.vmap else np.ones(2, "f")
     others.call("summed", np.ones(2, "f"))
     with pytest.raises(UsageError, match="0: expected an array, found a tracer") as caught:

@@ -1,28 +1,25 @@
 """A store of this machine for each test, a registry with golden bundles, and no pauses between attempts."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.fake_registry import FakeRegistry, fake_registry
+from tests.fake_registry import fake_registry
 
 from prejit.runtime.base import process_facts
 from prejit.runtime.ship import registry_client, remote_files
 from prejit.runtime.ship.machine_store import BUNDLES, MachineStore
 from prejit.runtime.ship.reference import parse_reference
-from prejit.runtime.ship.shipping import Moved, ship
+from prejit.runtime.ship.shipping import ship
 
 GOLDEN = Path(__file__).parents[3] / "format" / "v1"
 
 
-def moved(source: object, target: object, *targets: str, form: str = "") -> Moved:
+def moved(source, target, *targets, form=""):
     return ship(parse_reference(str(source)), parse_reference(str(target)), targets, form=form)
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def quick(monkeypatch, tmp_path):
     monkeypatch.setattr(remote_files, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
     monkeypatch.setattr(registry_client, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
     monkeypatch.setattr(process_facts, "SYSTEM_POLICY", tmp_path / "system.toml")
@@ -31,13 +28,13 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MachineStore:
+def store(tmp_path, monkeypatch):
     monkeypatch.setenv(BUNDLES, str(tmp_path / "store"))
     return MachineStore(tmp_path / "store")
 
 
 @pytest.fixture
-def registry() -> Iterator[FakeRegistry]:
+def registry():
     """A registry that holds golden bundles, as NAME:v1. It has seen no request."""
     with fake_registry() as found:
         for name in ("fleet", "call", "decoder"):

@@ -10,18 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.fake_registry import FakeRegistry, fake_registry
+from tests.fake_registry import fake_registry
 from tests.waiting import wait_for
 
 from prejit.compiler import Program
@@ -35,25 +31,23 @@ from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship import blob_directory
 from prejit.runtime.ship.blob_directory import ArrivingBlob, BlobDirectory
-from prejit.runtime.ship.machine_store import MachineStore
 
-from ..conftest import BuildPrograms
 from .conftest import moved
 
 X = np.arange(4, dtype=np.float32)
 ROWS = 1 << 20
 
 
-def total(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def total(weights, x):
     return (weights["rows"] @ x).sum()
 
 
-def expected(scale: int) -> np.ndarray:
+def expected(scale):
     return scale * ROWS * X.sum()
 
 
 @pytest.fixture(scope="module")
-def bundle_dir(build_programs: BuildPrograms) -> Path:
+def bundle_dir(build_programs):
     return build_programs(
         [
             Program(name, total, args=[X], params={"rows": np.full((ROWS, 4), scale, np.float32)})
@@ -70,12 +64,12 @@ class Sent:
     fault: object
     held: threading.Event
 
-    def __call__(self, method: str, path: str) -> object:
+    def __call__(self, method, path):
         return self.fault if self.digest in path and method == "GET" else None
 
 
 @pytest.fixture
-def sent(bundle_dir: Path) -> Sent:
+def sent(bundle_dir):
     with Layout(bundle_dir) as layout:
         manifest = read_manifest(layout, match(read_root(layout), Fingerprint.current())[0])
     held = threading.Event()
@@ -83,7 +77,7 @@ def sent(bundle_dir: Path) -> Sent:
 
 
 @pytest.fixture
-def registry(sent: Sent, bundle_dir: Path) -> Iterator[FakeRegistry]:
+def registry(sent, bundle_dir):
     with fake_registry() as found:
         moved(bundle_dir, f"oci://{found.host}/sums:v1")
         found.seen.clear()
@@ -92,20 +86,18 @@ def registry(sent: Sent, bundle_dir: Path) -> Iterator[FakeRegistry]:
         sent.held.set()
 
 
-def answers(registry: FakeRegistry) -> None:
+def answers(registry):
     with load(f"oci://{registry.host}/sums:v1") as bundle:
         np.testing.assert_allclose(bundle.call("late", X), expected(2), rtol=1e-5)
 
 
-def arrivals() -> list[threading.Thread]:
+def arrivals():
     return [each for each in threading.enumerate() if each.name == "prejit-arrival"]
 
 
-def test_it_is_loaded_before_its_weights_are_here_and_answers_after_that(
-    registry: FakeRegistry, store: MachineStore, sent: Sent
-) -> None:
+def test_it_is_loaded_before_its_weights_are_here_and_answers_after_that(registry, store, sent):
     with load(f"oci://{registry.host}/sums:v1") as bundle:
-        got: list[object] = []
+        got = []
         asking = threading.Thread(target=lambda: got.append(bundle.call("late", X)))
         asking.start()
         asking.join(0.2)
@@ -125,8 +117,8 @@ def test_it_is_loaded_before_its_weights_are_here_and_answers_after_that(
 
 @pytest.mark.parametrize(("fault", "error"), [("wrong", RejectError), (503, StoreError)])
 def test_weights_that_do_not_arrive_are_an_error_of_whoever_waits(
-    registry: FakeRegistry, store: MachineStore, sent: Sent, fault: object, error: type[Exception]
-) -> None:
+    registry, store, sent, fault, error
+):
     sent.fault = fault
     with pytest.raises(error):
         answers(registry)
@@ -135,12 +127,10 @@ def test_weights_that_do_not_arrive_are_an_error_of_whoever_waits(
     answers(registry)
 
 
-def test_wrong_beginnings_are_not_kept(
-    registry: FakeRegistry, store: MachineStore, sent: Sent
-) -> None:
+def test_wrong_beginnings_are_not_kept(registry, store, sent):
     loaded, ends = threading.Event(), list[bool]()
 
-    def wrong(handler: Any, content: bytes, start: int) -> None:
+    def wrong(handler, content, start):
         handler.send_response(200)
         handler.send_header("content-length", str(len(content)))
         handler.end_headers()
@@ -163,9 +153,7 @@ def test_wrong_beginnings_are_not_kept(
     answers(registry)
 
 
-def test_a_bundle_that_is_closed_fetches_no_more_and_the_next_load_goes_on(
-    registry: FakeRegistry, store: MachineStore, sent: Sent
-) -> None:
+def test_a_bundle_that_is_closed_fetches_no_more_and_the_next_load_goes_on(registry, store, sent):
     with load(f"oci://{registry.host}/sums:v1"):
         threading.Timer(0.2, sent.held.set).start()
     assert not arrivals()
@@ -175,9 +163,7 @@ def test_a_bundle_that_is_closed_fetches_no_more_and_the_next_load_goes_on(
     answers(registry)
 
 
-def test_closing_does_not_wait_for_a_network_that_is_silent(
-    registry: FakeRegistry, store: MachineStore, sent: Sent
-) -> None:
+def test_closing_does_not_wait_for_a_network_that_is_silent(registry, store, sent):
     bundle = load(f"oci://{registry.host}/sums:v1")
     closing = threading.Thread(target=bundle.close)
     closing.start()
@@ -198,8 +184,8 @@ if sys.argv[2] == "answers":
 
 @pytest.mark.parametrize("does", ["answers", "ends"])
 def test_a_process_that_ends_leaves_the_bundle_if_it_is_here_and_no_traceback(
-    registry: FakeRegistry, store: MachineStore, sent: Sent, does: str
-) -> None:
+    registry, store, sent, does
+):
     command = [sys.executable, "-W", "ignore", "-c", SHORT, f"oci://{registry.host}/sums:v1", does]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -220,21 +206,21 @@ AT = Descriptor("x", f"sha256:{hashlib.sha256(CONTENT).hexdigest()}", SIZE)
 
 
 @pytest.fixture(autouse=True)
-def steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def steps(monkeypatch):
     monkeypatch.setattr(blob_directory, "PIECE_BYTES", STEP)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, SIZE - 1), st.booleans()), max_size=4))
 def test_what_arrived_is_not_fetched_again_whether_it_was_read_meanwhile_or_not(
-    tmp_path_factory: pytest.TempPathFactory, cuts: list[tuple[int, bool]]
-) -> None:
+    tmp_path_factory, cuts
+):
     directory = BlobDirectory(tmp_path_factory.mktemp("store"))
     reached = 0
     for cut, is_read in [*cuts, (SIZE, True)]:
-        asked: list[int] = []
+        asked = []
 
-        def pieces(start: int, cut: int = cut, asked: list[int] = asked) -> Iterator[bytes]:
+        def pieces(start, cut=cut, asked=asked):
             asked.append(start)
             for place in range(start, max(start, cut), 5000):
                 yield CONTENT[place : min(cut, place + 5000)]
@@ -252,7 +238,7 @@ def test_what_arrived_is_not_fetched_again_whether_it_was_read_meanwhile_or_not(
 
 
 @pytest.mark.parametrize("content", [bytes(SIZE), CONTENT[:-1]])
-def test_what_is_hashed_later_gets_no_name_if_it_is_wrong(tmp_path: Path, content: bytes) -> None:
+def test_what_is_hashed_later_gets_no_name_if_it_is_wrong(tmp_path, content):
     directory, arrival = BlobDirectory(tmp_path), ArrivingBlob()
     with pytest.raises(RejectError):
         directory.write(AT, lambda start: iter([content[start:]]), arrival)
@@ -261,15 +247,15 @@ def test_what_is_hashed_later_gets_no_name_if_it_is_wrong(tmp_path: Path, conten
 
 
 def test_a_full_disk_is_told_to_readers_and_a_file_without_holes_is_fetched_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     directory = BlobDirectory(tmp_path / "holes")
     directory.partial.mkdir(parents=True)
     (directory.partial / AT.digest.removeprefix("sha256:")).write_bytes(bytes(SIZE))
     directory.write(AT, lambda start: iter([CONTENT[start:]]))
     assert directory.blob(AT.digest).read_bytes() == CONTENT
 
-    def full(file: object, piece: object) -> None:
+    def full(file, piece):
         os.close(pool.submit(arrival.open).result(20))  # before any byte
         raise OSError(errno.ENOSPC, "No space left on device")
 

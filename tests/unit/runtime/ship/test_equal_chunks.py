@@ -1,14 +1,9 @@
 """Of a layer that changed in some places, a server fetches these places, and never ends with other bytes."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.fake_registry import FakeRegistry, fake_registry
+from tests.fake_registry import fake_registry
 from tests.layouts import blob
 from tests.unit.runtime.format.test_chunks import CHUNK, recipe_of_chunks, weights_with_filler
 
@@ -20,7 +15,7 @@ from prejit.runtime.format.root import read_root
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship.machine_store import MachineStore
-from prejit.runtime.ship.pulling import Pulled, Wanted, pull
+from prejit.runtime.ship.pulling import Wanted, pull
 from prejit.runtime.ship.reference import parse_reference
 
 from .conftest import moved
@@ -30,7 +25,7 @@ CHANGED = (3, 4, 5, 20, 40)
 
 
 class Versions:
-    def __init__(self, registry: FakeRegistry, recipe: Any, directory: Path) -> None:
+    def __init__(self, registry, recipe, directory):
         self.registry = registry
         before = weights_with_filler(recipe.content(WEIGHTS_MEDIA_TYPE))
         after = bytearray(before)
@@ -46,24 +41,24 @@ class Versions:
             self.weights.append(manifest.layer(WEIGHTS_MEDIA_TYPE).digest)
             moved(path, self.at(tag))
 
-    def at(self, tag: str) -> Any:
+    def at(self, tag):
         return parse_reference(f"oci://{self.registry.host}/b:{tag}")
 
-    def pull(self, tag: str, store: MachineStore) -> Pulled:
+    def pull(self, tag, store):
         self.registry.seen.clear()
         return pull(self.at(tag), store, Wanted(Fingerprint.current()))
 
-    def requests(self) -> int:
+    def requests(self):
         return self.registry.count("GET", self.weights[1])
 
 
 @pytest.fixture
-def versions(recipe: Any, tmp_path: Path) -> Iterator[Versions]:
+def versions(recipe, tmp_path):
     with fake_registry() as registry:
         yield Versions(registry, recipe, tmp_path)
 
 
-def test_only_the_chunks_that_differ_are_fetched(versions: Versions, store: MachineStore) -> None:
+def test_only_the_chunks_that_differ_are_fetched(versions, store):
     versions.pull("v1", store)
     found = versions.pull("v2", store)
     assert audit(found.path, check_generation).target_count == 1
@@ -72,9 +67,7 @@ def test_only_the_chunks_that_differ_are_fetched(versions: Versions, store: Mach
     assert blob(store.path, versions.weights[0]).stat().st_size == versions.size
 
 
-def test_a_transfer_goes_on_in_the_middle_of_a_chunk(
-    versions: Versions, store: MachineStore
-) -> None:
+def test_a_transfer_goes_on_in_the_middle_of_a_chunk(versions, store):
     expected = blob(versions.pull("v2", store).path.parents[1], versions.weights[1]).read_bytes()
     for place in (1, 2 * CHUNK + 5, 3 * CHUNK, 4 * CHUNK + 9, 30 * CHUNK + 1, versions.size - 1):
         other = MachineStore(store.path.with_name(f"store-{place}"))
@@ -85,7 +78,7 @@ def test_a_transfer_goes_on_in_the_middle_of_a_chunk(
         assert blob(other.path, versions.weights[1]).read_bytes() == expected
 
 
-def test_a_chunk_that_is_damaged_here_is_fetched(versions: Versions, store: MachineStore) -> None:
+def test_a_chunk_that_is_damaged_here_is_fetched(versions, store):
     versions.pull("v1", store)
     file = blob(store.path, versions.weights[0])
     content = bytearray(file.read_bytes())

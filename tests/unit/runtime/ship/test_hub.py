@@ -6,7 +6,6 @@ The hub here keeps to its rules: a file of a revision is redirected to another h
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.ship import object_repository
-from prejit.runtime.ship.machine_store import MachineStore
 from prejit.runtime.ship.pulling import OFFLINE, Wanted, pull
 from prejit.runtime.ship.reference import parse_reference
 
@@ -42,13 +40,13 @@ class Hub:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(tmp_path, monkeypatch):
     state = Hub(tmp_path / "hub")
     for revision in ("main", "v1"):
         shutil.copytree(GOLDEN / "call", state.root / "me" / "demo" / revision / "bundle")
 
     class Files(QuietHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             wanted = self.headers.get("range", "")
             state.stored.append((self.path, wanted, self.headers.get("authorization", "")))
             start = int(wanted.removeprefix("bytes=").removesuffix("-") or 0)
@@ -73,7 +71,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with serving(Files, "127.0.0.2") as elsewhere:
 
         class Resolving(QuietHandler):
-            def do_GET(self) -> None:
+            def do_GET(self):
                 authorization = self.headers.get("authorization", "")
                 state.asked.append((self.path, self.headers.get("range", ""), authorization))
                 owner, name, _, revision, *path = self.path.strip("/").split("/")
@@ -95,9 +93,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             yield state
 
 
-def test_a_revision_of_a_repository_loads_and_the_hub_alone_gets_the_token(
-    hub: Hub, store: MachineStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_revision_of_a_repository_loads_and_the_hub_alone_gets_the_token(hub, store, monkeypatch):
     hub.token = "secret"
     with pytest.raises(StoreError, match="401") as raised:
         load("hf://me/demo/bundle")
@@ -111,9 +107,7 @@ def test_a_revision_of_a_repository_loads_and_the_hub_alone_gets_the_token(
     assert any("/resolve/v1/bundle/index.json" in each[0] for each in hub.asked)
 
 
-def test_a_transfer_that_was_cut_goes_on_by_range(
-    hub: Hub, store: MachineStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transfer_that_was_cut_goes_on_by_range(hub, store, monkeypatch):
     monkeypatch.setattr(object_repository, "PIECE_BYTES", 100)  # what is less is fetched again
     hub.cuts = 2
     found = pull(parse_reference("hf://me/demo/bundle"), store, Wanted())
@@ -121,9 +115,7 @@ def test_a_transfer_that_was_cut_goes_on_by_range(
     assert any(each[1] for each in hub.stored)
 
 
-def test_what_is_not_there_what_is_another_and_what_is_offline(
-    hub: Hub, store: MachineStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_there_what_is_another_and_what_is_offline(hub, store, tmp_path, monkeypatch):
     for place in ("hf://me/demo", "hf://me/none", "hf://me/demo/bundle:v9"):
         with pytest.raises(StoreError, match=r"not found: no index\.json there"):
             load(place)

@@ -1,18 +1,14 @@
 """A store that this user may only read gives what it has, and one without locks gets what it lacks."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.fake_registry import FakeRegistry
 
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import StoreError
@@ -67,7 +63,7 @@ print(len(store.bundles()))
 
 
 @pytest.fixture
-def filled(registry: FakeRegistry) -> Iterator[MachineStore]:
+def filled(registry):
     """A store with one bundle, in a directory that every user can reach."""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o755)
@@ -77,7 +73,7 @@ def filled(registry: FakeRegistry) -> Iterator[MachineStore]:
         yield found
 
 
-def pulls(store: MachineStore, registry: FakeRegistry, user: int) -> list[str]:
+def pulls(store, registry, user):
     """Pull in a fresh process that cannot write to a store; return what it printed."""
     command = [sys.executable, "-c", PULLS, str(store.path), registry.host, str(user)]
     env = {**os.environ, "HOME": str(store.path)}
@@ -86,7 +82,7 @@ def pulls(store: MachineStore, registry: FakeRegistry, user: int) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_a_store_of_another_user_is_read(filled: MachineStore, registry: FakeRegistry) -> None:
+def test_a_store_of_another_user_is_read(filled, registry):
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
     said = pulls(filled, registry, 65534)
@@ -94,10 +90,8 @@ def test_a_store_of_another_user_is_read(filled: MachineStore, registry: FakeReg
     assert said[3] == "1"
 
 
-def test_a_file_system_without_locks_gets_bundles_and_loses_none(
-    registry: FakeRegistry, store: MachineStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
+def test_a_file_system_without_locks_gets_bundles_and_loses_none(registry, store, monkeypatch):
+    def refuse(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
@@ -110,7 +104,7 @@ def test_a_file_system_without_locks_gets_bundles_and_loses_none(
     assert len(store.bundles()) == 1
 
 
-def test_what_an_unreadable_bundle_needs_stays(registry: FakeRegistry, store: MachineStore) -> None:
+def test_what_an_unreadable_bundle_needs_stays(registry, store):
     at = parse_reference(f"oci://{registry.host}/call:v1")
     found = pull(at, store, Wanted(Fingerprint.current()))
     store.pin(found.digest, is_pinned=True)
@@ -123,7 +117,7 @@ def test_what_an_unreadable_bundle_needs_stays(registry: FakeRegistry, store: Ma
     assert store.collect(0, 0).bundles == 1
 
 
-def test_the_disk_needs_room_for_what_has_not_arrived(store: MachineStore) -> None:
+def test_the_disk_needs_room_for_what_has_not_arrived(store):
     blobs = BlobDirectory(store.path)
     at = Descriptor("application/octet-stream", digest_of(bytes(1 << 20)), 1 << 20)
     assert blobs.lacking_bytes(at) == 1 << 20

@@ -1,18 +1,13 @@
 """A bundle arrives whole in the forms that platforms mount, and its layers depend on its blobs alone."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
 import tarfile
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.fake_registry import FakeRegistry, fake_registry
+from tests.fake_registry import fake_registry
 
 from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.format.audit import audit
@@ -24,7 +19,6 @@ from prejit.runtime.generation.options import check_generation
 from prejit.runtime.ship import mounted_forms
 from prejit.runtime.ship.mounted_forms import IMAGE, MODELPACK, form_of
 from prejit.runtime.ship.reference import parse_reference
-from prejit.runtime.ship.repository import BlobSource, Shipment
 from prejit.runtime.ship.shipping import open_repository
 
 from .conftest import GOLDEN, moved
@@ -33,19 +27,17 @@ LAYER = "application/vnd.oci.image.layer.v1.tar"
 
 
 @pytest.fixture
-def registry() -> Iterator[FakeRegistry]:
+def registry():
     with fake_registry() as found:
         yield found
 
 
 @pytest.fixture(autouse=True)
-def small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_layers(monkeypatch):
     monkeypatch.setattr(mounted_forms, "_OWN_LAYER_BYTES", 1000)
 
 
-def formed(
-    bundle: Path, form: str, architectures: tuple[str, ...] = ()
-) -> tuple[BlobSource, Shipment]:
+def formed(bundle, form, architectures=()):
     files = open_repository(parse_reference(str(bundle))).open("", "")
     root = read_root(files)
     targets = list(root.bundle.manifests)
@@ -54,17 +46,17 @@ def formed(
     return form_of(form, files, root, targets)
 
 
-def content_of(source: BlobSource, at: dict[str, Any]) -> bytes:
+def content_of(source, at):
     whole = b"".join(source.pieces(Descriptor(at["mediaType"], at["digest"], at["size"]), 0))
     assert len(whole) == at["size"]
     return whole
 
 
-def documents(shipment: Shipment) -> dict[str, Any]:
+def documents(shipment):
     return {each.at.digest: json.loads(each.content) for each in shipment.documents}
 
 
-def unpacked(source: BlobSource, manifest: dict[str, Any], into: Path) -> Path:
+def unpacked(source, manifest, into):
     for layer in manifest["layers"]:
         with tarfile.open(fileobj=io.BytesIO(content_of(source, layer)), mode="r:") as tar:
             assert {(each.uid, each.gid, each.mtime) for each in tar} == {(0, 0, 0)}
@@ -72,7 +64,7 @@ def unpacked(source: BlobSource, manifest: dict[str, Any], into: Path) -> Path:
     return into / "models"
 
 
-def flat(source: BlobSource, shipment: Shipment, into: Path) -> Path:
+def flat(source, shipment, into):
     """What CRI-O, podman and oras make of an artifact: its layers by their titles."""
     into.mkdir()
     [manifest] = documents(shipment).values()
@@ -85,9 +77,7 @@ def flat(source: BlobSource, shipment: Shipment, into: Path) -> Path:
 
 @pytest.mark.parametrize("most", [100, 3, 0])
 @pytest.mark.parametrize("name", ["fleet", "call", "decoder"])
-def test_the_layers_of_an_image_are_the_bundle(
-    name: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_layers_of_an_image_are_the_bundle(name, most, tmp_path, monkeypatch):
     monkeypatch.setattr(mounted_forms, "_MOST_LAYERS", most)
     source, shipment = formed(GOLDEN / name, IMAGE)
     [manifest] = documents(shipment).values()
@@ -100,7 +90,7 @@ def test_the_layers_of_an_image_are_the_bundle(
     assert audit(models, check_generation) == audit(GOLDEN / name, check_generation)
 
 
-def test_a_layer_depends_on_its_blob_alone_and_that_of_the_weights_is_the_first() -> None:
+def test_a_layer_depends_on_its_blob_alone_and_that_of_the_weights_is_the_first():
     source, shipment = formed(GOLDEN / "decoder", IMAGE)
     [manifest] = documents(shipment).values()
     first = manifest["layers"][0]
@@ -115,7 +105,7 @@ def test_a_layer_depends_on_its_blob_alone_and_that_of_the_weights_is_the_first(
     assert index.digest.removeprefix("sha256:") not in names[-1]
 
 
-def test_each_platform_has_an_image_and_shares_the_layers_of_its_blobs(tmp_path: Path) -> None:
+def test_each_platform_has_an_image_and_shares_the_layers_of_its_blobs(tmp_path):
     source, shipment = formed(GOLDEN / "fleet", IMAGE, ("arm64",))
     *manifests, index = documents(shipment).values()
     assert [each["platform"]["architecture"] for each in index["manifests"]] == ["arm64", "amd64"]
@@ -132,7 +122,7 @@ def test_each_platform_has_an_image_and_shares_the_layers_of_its_blobs(tmp_path:
     assert counts == [1, 5]
 
 
-def test_a_transfer_goes_on_in_the_middle_of_a_layer_also_above_8_gib() -> None:
+def test_a_transfer_goes_on_in_the_middle_of_a_layer_also_above_8_gib():
     source, shipment = formed(GOLDEN / "decoder", IMAGE)
     at = next(each for each in shipment.blobs if each.size > 40_000)
     whole = b"".join(source.pieces(at, 0))
@@ -145,7 +135,7 @@ def test_a_transfer_goes_on_in_the_middle_of_a_layer_also_above_8_gib() -> None:
 
 
 @pytest.mark.parametrize("form", [IMAGE, MODELPACK])
-def test_a_damaged_blob_is_not_pushed(form: str, registry: FakeRegistry, tmp_path: Path) -> None:
+def test_a_damaged_blob_is_not_pushed(form, registry, tmp_path):
     shutil.copytree(GOLDEN / "decoder", tmp_path / "decoder")
     blob = max((tmp_path / "decoder/blobs/sha256").iterdir(), key=lambda each: each.stat().st_size)
     blob.write_bytes(blob.read_bytes()[:-1] + b"x")
@@ -155,7 +145,7 @@ def test_a_damaged_blob_is_not_pushed(form: str, registry: FakeRegistry, tmp_pat
 
 
 @pytest.mark.parametrize("form", [IMAGE, MODELPACK])
-def test_forms_are_for_registries_and_files(form: str, tmp_path: Path) -> None:
+def test_forms_are_for_registries_and_files(form, tmp_path):
     with pytest.raises(UsageError, match=f"for the form {form}, found a bucket"):
         moved(GOLDEN / "decoder", "s3://bucket/decoder:v1", form=form)
     digest = moved(GOLDEN / "decoder", tmp_path / "form", form=form).digest
@@ -164,7 +154,7 @@ def test_forms_are_for_registries_and_files(form: str, tmp_path: Path) -> None:
     assert [each["digest"] for each in index["manifests"]] == [digest]
 
 
-def test_an_artifact_has_the_bundles_own_blobs_and_no_others_move(registry: FakeRegistry) -> None:
+def test_an_artifact_has_the_bundles_own_blobs_and_no_others_move(registry):
     at = f"oci://{registry.host}/call"
     moved(GOLDEN / "call", f"{at}:v1")
     uploads = registry.count("PUT", "/uploads/")
@@ -180,7 +170,7 @@ def test_an_artifact_has_the_bundles_own_blobs_and_no_others_move(registry: Fake
 
 @pytest.mark.parametrize("parent", ["mounted", "bundles"])
 @pytest.mark.parametrize("name", ["fleet", "call", "decoder"])
-def test_files_side_by_side_are_the_bundle(name: str, parent: str, tmp_path: Path) -> None:
+def test_files_side_by_side_are_the_bundle(name, parent, tmp_path):
     (tmp_path / parent).mkdir()
     path = flat(*formed(GOLDEN / name, MODELPACK), tmp_path / parent / name)
     assert audit(path, check_generation) == audit(GOLDEN / name, check_generation)

@@ -1,7 +1,5 @@
 """Places behind private CAs and proxies, and the logins that other tools keep."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json
@@ -30,14 +28,14 @@ PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "no_proxy",
 
 
 @pytest.fixture(autouse=True)
-def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def plain(monkeypatch, tmp_path):
     for name in (*VARIABLES, *PROXIES, "REGISTRY_AUTH_FILE", "DOCKER_CONFIG", "XDG_CONFIG_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
 
 
 class Files(QuietHandler):
-    def do_GET(self) -> None:
+    def do_GET(self):
         file = CALL / self.path.removeprefix("/call/")
         found = file.is_file()
         self.reply(200 if found else 404, file.read_bytes() if found else b"")
@@ -45,7 +43,7 @@ class Files(QuietHandler):
     do_HEAD = do_GET
 
 
-def test_a_certificate_of_a_private_ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_certificate_of_a_private_ca(tmp_path, monkeypatch):
     authority = trustme.CA()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.2").configure_cert(context)
@@ -60,16 +58,14 @@ def test_a_certificate_of_a_private_ca(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("place", ["oci://inside.example/call:v1", "http://inside.example/call"])
-def test_a_place_behind_proxies(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[str] = []
+def test_a_place_behind_proxies(place, tmp_path, monkeypatch):
+    seen = []
     with fake_registry() as registry, serving(Files) as files:
         inside = registry.host if place.startswith("oci") else files
         moved(CALL, f"oci://{registry.host}/call:v1")
 
         class Proxy(QuietHandler):
-            def do_GET(self) -> None:
+            def do_GET(self):
                 seen.append(self.path)
                 url = self.path.replace("inside.example", inside)
                 asked = urllib.request.Request(url, headers=dict(self.headers), method=self.command)
@@ -93,16 +89,16 @@ def test_a_place_behind_proxies(
     assert any("inside.example" in each for each in seen)
 
 
-def keep(file: Path, logins: object) -> None:
+def keep(file, logins):
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"auths": logins}))
 
 
-def login(user: str, **more: str) -> dict[str, str]:
+def login(user, **more):
     return {"auth": base64.b64encode(f"{user}:secret".encode()).decode(), **more}
 
 
-def test_the_login_of_the_narrowest_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_login_of_the_narrowest_place(tmp_path, monkeypatch):
     """In the first file that is there."""
     assert find_login("host", "team/demo") is None
     docker, named = tmp_path / "docker" / "config.json", tmp_path / "named.json"
@@ -129,9 +125,7 @@ def test_the_login_of_the_narrowest_place(tmp_path: Path, monkeypatch: pytest.Mo
         ('{"credsStore": "none-such"}', "expected its helper docker-credential-none-such"),
     ],
 )
-def test_a_file_of_logins_that_is_damaged_is_named(
-    content: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_logins_that_is_damaged_is_named(content, said, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(content)
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     with pytest.raises(StoreError, match=said) as raised:
@@ -149,9 +143,7 @@ def test_a_file_of_logins_that_is_damaged_is_named(
         ("exec sleep 60", r"did not answer in 0\.3 s"),
     ],
 )
-def test_a_helper_that_knows_no_login_and_one_that_fails(
-    script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_helper_that_knows_no_login_and_one_that_fails(script, said, tmp_path, monkeypatch):
     monkeypatch.setattr(registry_login, "_HELPER_SECONDS", 0.3 if "sleep" in script else 60.0)
     helper = tmp_path / "docker-credential-tests"
     helper.write_text(f"#!/bin/sh\n{script}\n")
@@ -164,8 +156,8 @@ def test_a_helper_that_knows_no_login_and_one_that_fails(
 
 
 def test_an_answer_that_nobody_reads_leaves_its_connection_to_the_next_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "auth.json"))
     busy = iter([503, 503])
     with fake_registry(user="me:secret", fault=lambda *_: next(busy, None)) as registry:

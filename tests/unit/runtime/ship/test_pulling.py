@@ -1,17 +1,12 @@
 """The store of a machine holds each blob once, gets what the machine needs, and nothing not allowed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from tests.fake_registry import FakeRegistry, fake_registry
+from tests.fake_registry import fake_registry
 from tests.signers import key_table, signer, write_policy
 from tests.threads import in_threads
 
@@ -23,8 +18,7 @@ from prejit.runtime.format.audit import audit
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.ship import object_repository, repository
-from prejit.runtime.ship.machine_store import MachineStore
-from prejit.runtime.ship.pulling import OFFLINE, Pulled, Wanted, pull
+from prejit.runtime.ship.pulling import OFFLINE, Wanted, pull
 from prejit.runtime.ship.reference import parse_reference
 
 from .conftest import GOLDEN, moved
@@ -32,15 +26,15 @@ from .conftest import GOLDEN, moved
 HERE = Fingerprint.current()
 
 
-def pulled(registry: FakeRegistry, store: MachineStore, name: str, **wanted: Any) -> Pulled:
+def pulled(registry, store, name, **wanted):
     return pull(parse_reference(f"oci://{registry.host}/{name}"), store, Wanted(**wanted))
 
 
 @pytest.fixture
-def signed(registry: FakeRegistry, tmp_path: Path) -> Callable[[str], str]:
+def signed(registry, tmp_path):
     """Pushes a signed copy of the bundle `call` to a tag; returns its reference."""
 
-    def push(name: str) -> str:
+    def push(name):
         at = f"oci://{registry.host}/{name}"
         shutil.copytree(GOLDEN / "call", tmp_path / "signed")
         sign(tmp_path / "signed", signer("a"))
@@ -50,9 +44,7 @@ def signed(registry: FakeRegistry, tmp_path: Path) -> Callable[[str], str]:
     return push
 
 
-def test_only_the_target_of_this_machine_is_fetched_then_others_beside_it(
-    registry: FakeRegistry, store: MachineStore
-) -> None:
+def test_only_the_target_of_this_machine_is_fetched_then_others_beside_it(registry, store):
     one = pulled(registry, store, "fleet:v1", machine=HERE)
     assert audit(one.path, check_generation).target_count == 1
     assert one.moved is not None
@@ -66,9 +58,7 @@ def test_only_the_target_of_this_machine_is_fetched_then_others_beside_it(
     assert not list((store.path / ".partial").iterdir())
 
 
-def test_a_digest_that_is_here_asks_nobody_and_a_tag_always_does(
-    registry: FakeRegistry, store: MachineStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_digest_that_is_here_asks_nobody_and_a_tag_always_does(registry, store, monkeypatch):
     digest = pulled(registry, store, "call:v1", machine=HERE).digest
     registry.seen.clear()
     assert pulled(registry, store, f"call@{digest}", machine=HERE).moved is None
@@ -82,9 +72,7 @@ def test_a_digest_that_is_here_asks_nobody_and_a_tag_always_does(
         pulled(registry, store, "call:v2", machine=HERE)
 
 
-def test_a_policy_decides_before_the_weights_are_fetched(
-    registry: FakeRegistry, store: MachineStore, signed: Callable[[str], str], tmp_path: Path
-) -> None:
+def test_a_policy_decides_before_the_weights_are_fetched(registry, store, signed, tmp_path):
     at = signed("signed:v1")
     rule = '[[rules]]\nnames = ["*"]\nkeys = ["a"]\n'
     policy = write_policy(tmp_path / "trust.toml", key_table("a"), rule)
@@ -98,7 +86,7 @@ def test_a_policy_decides_before_the_weights_are_fetched(
         assert loaded.digest
 
 
-def test_who_want_the_same_fetch_it_once(registry: FakeRegistry, store: MachineStore) -> None:
+def test_who_want_the_same_fetch_it_once(registry, store):
     registry.fault = lambda method, path: time.sleep(0.05 * ("/blobs/" in path))
     in_threads(8, lambda _: pulled(registry, store, "decoder:v1"))
     blobs = [each[1] for each in registry.seen if each[0] == "GET" and "/blobs/" in each[1]]
@@ -106,9 +94,7 @@ def test_who_want_the_same_fetch_it_once(registry: FakeRegistry, store: MachineS
     assert len(store.bundles()) == 1
 
 
-def test_making_room_removes_the_last_used_and_what_killed_transfers_left(
-    registry: FakeRegistry, store: MachineStore
-) -> None:
+def test_making_room_removes_the_last_used_and_what_killed_transfers_left(registry, store):
     found = {name: pulled(registry, store, f"{name}:v1") for name in ("call", "decoder", "fleet")}
     for age, name in enumerate(found):
         os.utime(found[name].path / "index.json", (1e9 + age, 1e9 + age))
@@ -130,11 +116,8 @@ def test_making_room_removes_the_last_used_and_what_killed_transfers_left(
 
 
 def test_what_is_attached_later_arrives_with_the_next_pull_within_a_limit(
-    registry: FakeRegistry,
-    store: MachineStore,
-    signed: Callable[[str], str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    registry, store, signed, monkeypatch
+):
     first = pulled(registry, store, "call:v1")
     signed("call:v1")
     with monkeypatch.context() as patch:
@@ -148,7 +131,7 @@ def test_what_is_attached_later_arrives_with_the_next_pull_within_a_limit(
     assert pulled(registry, store, "call:v1").moved is None
 
 
-def test_only_what_is_named_by_a_digest_is_pinned_and_removed(store: MachineStore) -> None:
+def test_only_what_is_named_by_a_digest_is_pinned_and_removed(store):
     (store.path / "bundles" / "notes").mkdir(parents=True)
     with pytest.raises(StoreError, match="expected a bundle"):
         store.pin("../notes", is_pinned=True)
@@ -162,9 +145,7 @@ def test_only_what_is_named_by_a_digest_is_pinned_and_removed(store: MachineStor
 
 
 @pytest.mark.parametrize("name", ["bundles", "blobs", ".partial"])
-def test_a_link_in_the_store_leads_nowhere(
-    registry: FakeRegistry, store: MachineStore, tmp_path: Path, name: str
-) -> None:
+def test_a_link_in_the_store_leads_nowhere(registry, store, tmp_path, name):
     pulled(registry, store, "call:v1", machine=HERE)
     home = tmp_path / "home"
     (home / "alice").mkdir(parents=True)
@@ -175,9 +156,7 @@ def test_a_link_in_the_store_leads_nowhere(
     assert (home / "alice").is_dir()
 
 
-def test_a_pull_writes_to_no_url_and_fetches_what_is_lacking(
-    registry: FakeRegistry, capsys: pytest.CaptureFixture[str], store: MachineStore
-) -> None:
+def test_a_pull_writes_to_no_url_and_fetches_what_is_lacking(registry, capsys, store):
     at = f"oci://{registry.host}/call:v1"
     assert main(("pull", at, "-o", f"oci://{registry.host}/other:v1")) == 2
     assert f"prejit copy {at}" in capsys.readouterr().err
@@ -190,8 +169,8 @@ def test_a_pull_writes_to_no_url_and_fetches_what_is_lacking(
 
 
 def test_no_login_of_netrc_goes_to_a_registry_or_to_where_it_points(
-    registry: FakeRegistry, store: MachineStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    registry, store, tmp_path, monkeypatch
+):
     (tmp_path / ".netrc").write_text("default login me password secret\n")
     monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
     with fake_registry() as other:
@@ -199,7 +178,7 @@ def test_no_login_of_netrc_goes_to_a_registry_or_to_where_it_points(
         other.blobs |= registry.blobs
         asked = {"www_authenticate": f'Bearer realm="http://{other.host}/token",service="s"'}
 
-        def fault(method: str, path: str) -> Any:
+        def fault(method, path):
             if "/blobs/" in path:
                 return f"http://{other.host}{path}"
             return (401, asked) if "decoder" in path else None
@@ -213,13 +192,11 @@ def test_no_login_of_netrc_goes_to_a_registry_or_to_where_it_points(
     assert {authorization for *_, authorization in seen} == {""}
 
 
-def test_a_bundle_that_is_exchanged_after_it_was_found_is_not_loaded(
-    registry: FakeRegistry, store: MachineStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bundle_that_is_exchanged_after_it_was_found_is_not_loaded(registry, store, monkeypatch):
     call, other = (pulled(registry, store, f"{n}:v1", machine=HERE) for n in ("call", "decoder"))
-    opens: Callable[..., Any] = loader.read_whole
+    opens = loader.read_whole
 
-    def exchanged(path: Path, read: Any) -> Any:
+    def exchanged(path, read):
         shutil.copy(other.path / "index.json", call.path / "index.json")
         return opens(path, read)
 
@@ -238,9 +215,7 @@ def test_a_bundle_that_is_exchanged_after_it_was_found_is_not_loaded(
         ("a.example=x=", "public.example", False, None),
     ],
 )
-def test_a_token_goes_to_the_server_that_it_is_for(
-    monkeypatch: pytest.MonkeyPatch, given: str, host: str, is_chosen: bool, sent: str | None
-) -> None:
+def test_a_token_goes_to_the_server_that_it_is_for(monkeypatch, given, host, is_chosen, sent):
     monkeypatch.setenv(object_repository.TOKEN, given)
     found = object_repository._authorization(urlsplit(f"https://{host}/x"), is_chosen=is_chosen)
     assert found.get("Authorization") == sent

@@ -1,7 +1,5 @@
 """A reference means one thing and prints as it was written. A wrong one is refused, and the form is named."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import pytest
@@ -25,7 +23,7 @@ DIGEST = "sha256:" + "a" * 64
         ("artifacts/demo", ("dir", "artifacts/demo", "", "")),
     ],
 )
-def test_what_a_reference_means(text: str, expected: tuple[str, ...]) -> None:
+def test_what_a_reference_means(text, expected):
     found = parse_reference(text)
     assert (found.scheme, found.place, found.tag, found.digest) == expected
     assert parse_reference(str(found)) == found
@@ -42,12 +40,12 @@ def test_what_a_reference_means(text: str, expected: tuple[str, ...]) -> None:
         ("oci://host/a@sha256:abc", "64 hexadecimal digits"),
     ],
 )
-def test_a_wrong_reference(text: str, said: str) -> None:
+def test_a_wrong_reference(text, said):
     with pytest.raises(UsageError, match=said):
         parse_reference(text)
 
 
-def test_a_password_is_not_printed() -> None:
+def test_a_password_is_not_printed():
     assert str(parse_reference("https://me:secret@host/a")) == "https://host/a"
 
 
@@ -56,13 +54,13 @@ def test_a_password_is_not_printed() -> None:
     st.from_regex(r"([A-Za-z0-9_][A-Za-z0-9._-]{0,9})?", fullmatch=True),
     st.booleans(),
 )
-def test_what_is_printed_is_read_back(path: str, tag: str, has_digest: bool) -> None:
+def test_what_is_printed_is_read_back(path, tag, has_digest):
     at = Reference("s3", f"s3://bucket/{path}", tag, DIGEST if has_digest else "")
     assert parse_reference(str(at)) == at
 
 
 @given(st.text(max_size=60))
-def test_any_text_is_a_reference_or_refused(text: str) -> None:
+def test_any_text_is_a_reference_or_refused(text):
     for each in (text, f"oci://{text}", f"https://{text}"):
         with suppress(UsageError):
             parse_reference(each)

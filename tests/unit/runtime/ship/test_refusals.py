@@ -1,10 +1,6 @@
 """What a registry, a bucket or a web server refuses is an error in words, with the next step."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from tests.fake_registry import fake_registry
@@ -21,22 +17,21 @@ from prejit.runtime.ship import registry, repository
 from prejit.runtime.ship.object_repository import ObjectRepository, open_objects
 from prejit.runtime.ship.reference import parse_reference
 from prejit.runtime.ship.registry_client import certificate_hint
-from prejit.runtime.ship.repository import Shipment
 from prejit.runtime.ship.shipping import open_repository
 
 from .conftest import GOLDEN, moved
 
 
-def push(place: str) -> str:
+def push(place):
     with pytest.raises((StoreError, UsageError)) as raised:
         moved(GOLDEN / "call", place)
     return f"{raised.value} {raised.value.hint}"
 
 
 @pytest.fixture
-def use_bucket(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def use_bucket(monkeypatch):
 
-    def use(endpoint: str) -> None:
+    def use(endpoint):
         for name, value in (S3_SETTINGS | {"AWS_ENDPOINT": endpoint}).items():
             monkeypatch.setenv(name, value)
 
@@ -52,9 +47,9 @@ def use_bucket(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         (413, "EntityTooLarge", "of this size"),
     ],
 )
-def test_a_bucket(status: int, code: str, said: str, use_bucket: Callable[[str], None]) -> None:
+def test_a_bucket(status, code, said, use_bucket):
     class Refusing(QuietHandler):
-        def answer(self) -> None:
+        def answer(self):
             self.content()
             found = 404 if self.command == "HEAD" else status
             self.reply(found, f"<Error><Code>{code}</Code></Error>".encode())
@@ -76,7 +71,7 @@ def test_a_bucket(status: int, code: str, said: str, use_bucket: Callable[[str],
         (500, "try again"),
     ],
 )
-def test_a_registry(fault: object, said: str) -> None:
+def test_a_registry(fault, said):
     with fake_registry(fault=lambda method, path: fault if method == "POST" else None) as found:
         assert said in push(f"oci://{found.host}/call:v1")
 
@@ -91,16 +86,14 @@ def test_a_registry(fault: object, said: str) -> None:
         ({"tags": [1]}, "expected a list of tags, found"),
     ],
 )
-def test_an_endless_list_of_tags_or_none(
-    page: object, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_endless_list_of_tags_or_none(page, said, monkeypatch):
     monkeypatch.setattr(registry, "_MOST_PAGES", 3)
     monkeypatch.setattr(registry, "_MOST_PAGE_BYTES", 4096)
     monkeypatch.setattr(repository, "MOST_TAGS", 20)
     asked = []
 
     class Pages(QuietHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             asked.append(self.path)
             link = f'</v2/demo/tags/list?last={len(asked)}>; rel="next"'
             more = {"link": link} if len(asked) < 50 else {}  # else it would take for ever
@@ -111,7 +104,7 @@ def test_an_endless_list_of_tags_or_none(
     assert len(asked) <= 3
 
 
-def test_a_server_that_does_not_answer_or_takes_no_chunks() -> None:
+def test_a_server_that_does_not_answer_or_takes_no_chunks():
     objects = ObjectRepository(parse_reference(f"http://127.0.0.1:{free_port()}/demo"))
     objects._objects = open_objects(objects._url, answer_seconds=1.0, retries=False)
     with pytest.raises(StoreError, match=r"\(Connection refused\)\n"):
@@ -130,9 +123,7 @@ def test_a_server_that_does_not_answer_or_takes_no_chunks() -> None:
         ("gs://b/x", google_settings("no URL"), "request must be valid"),
     ],
 )
-def test_wrong_settings_of_a_cloud(
-    place: str, settings: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_settings_of_a_cloud(place, settings, said, monkeypatch):
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     with pytest.raises((StoreError, UsageError), match=said):
@@ -148,24 +139,24 @@ def test_wrong_settings_of_a_cloud(
         ("connection refused", ""),
     ],
 )
-def test_a_certificate(text: str, said: str) -> None:
+def test_a_certificate(text, said):
     assert said in certificate_hint(text)
 
 
 @pytest.fixture
-def files() -> dict[str, bytes]:
+def files():
     return {}
 
 
 @pytest.fixture
-def web(files: dict[str, bytes]) -> Iterator[str]:
+def web(files):
     with http_store(files, []) as url:
         yield url
 
 
-def test_a_web_server_that_takes_nothing_or_lacks_a_file_says_what_to_do(web: str) -> None:
+def test_a_web_server_that_takes_nothing_or_lacks_a_file_says_what_to_do(web):
     class Static(QuietHandler):
-        def answer(self) -> None:
+        def answer(self):
             self.content()
             self.reply(404 if self.command in ("GET", "HEAD") else 405)
 
@@ -178,7 +169,7 @@ def test_a_web_server_that_takes_nothing_or_lacks_a_file_says_what_to_do(web: st
     assert "prejit ls" not in str(raised.value.hint)
 
 
-def test_a_server_without_ranges_goes_on(web: str, files: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_server_without_ranges_goes_on(web, files, tmp_path):
     for file in (GOLDEN / "call").rglob("*"):
         if file.is_file():
             files[f"/call/{file.relative_to(GOLDEN / 'call')}"] = file.read_bytes()
@@ -191,9 +182,7 @@ def test_a_server_without_ranges_goes_on(web: str, files: dict[str, bytes], tmp_
     assert audit(tmp_path / "back", check_generation) == expected
 
 
-def test_the_last_tag_of_a_bucket_leaves_blobs_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_bucket: Callable[[str], None]
-) -> None:
+def test_the_last_tag_of_a_bucket_leaves_blobs_and_says_so(tmp_path, monkeypatch, use_bucket):
     expected = audit(GOLDEN / "fleet", check_generation)
     with s3_store() as endpoint:
         use_bucket(endpoint)
@@ -213,7 +202,7 @@ def test_the_last_tag_of_a_bucket_leaves_blobs_and_says_so(
         # A push that found the blobs of a tag which goes before its own is there.
         write, removed = ObjectRepository.publish, []
 
-        def publish(place: ObjectRepository, shipment: Shipment, tag: str) -> None:
+        def publish(place, shipment, tag):
             removed.append(place.remove("v2"))
             write(place, shipment, tag)
 

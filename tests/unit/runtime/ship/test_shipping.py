@@ -1,16 +1,12 @@
 """A bundle moves between all kinds of places with all its bytes, and only what is missing moves."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from tests.fake_registry import FakeRegistry, fake_registry
+from tests.fake_registry import fake_registry
 from tests.store_servers import google_settings
 from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, s3_store
 
@@ -28,7 +24,7 @@ from .conftest import GOLDEN, moved
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Path:
+def fleet(tmp_path):
     """A bundle of four targets, to which something is attached, and something to that."""
     path = tmp_path / "fleet"
     shutil.copytree(GOLDEN / "fleet", path)
@@ -42,18 +38,18 @@ def fleet(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(params=["referrers", "tags"])
-def registry(request: pytest.FixtureRequest) -> Iterator[FakeRegistry]:
+def registry(request):
     with fake_registry(has_referrers=request.param == "referrers") as found:
         yield found
 
 
-def content(path: Path) -> dict[str, bytes]:
+def content(path):
     return {
         str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()
     }
 
 
-def test_a_registry_has_every_byte(fleet: Path, registry: FakeRegistry, tmp_path: Path) -> None:
+def test_a_registry_has_every_byte(fleet, registry, tmp_path):
     at = f"oci://{registry.host}/team/fleet:v1"
     first = moved(fleet, at)
     assert first.present_bytes == 0
@@ -69,7 +65,7 @@ def test_a_registry_has_every_byte(fleet: Path, registry: FakeRegistry, tmp_path
     assert audit(tmp_path / "back", check_generation).attached_count == 2
 
 
-def test_between_repositories_of_a_registry_blobs_are_mounted(fleet: Path, tmp_path: Path) -> None:
+def test_between_repositories_of_a_registry_blobs_are_mounted(fleet, tmp_path):
     with fake_registry() as registry:
         moved(fleet, f"oci://{registry.host}/a:v1")
         uploads = registry.count("PUT", "/uploads/")
@@ -82,9 +78,7 @@ def test_between_repositories_of_a_registry_blobs_are_mounted(fleet: Path, tmp_p
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
-def test_a_bucket_keeps_versions_under_tags_and_blobs_once(
-    scheme: str, fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bucket_keeps_versions_under_tags_and_blobs_once(scheme, fleet, tmp_path, monkeypatch):
     with s3_store() as endpoint:
         of_s3 = S3_SETTINGS | {"AWS_ENDPOINT": endpoint}
         for name, value in (of_s3 if scheme == "s3" else google_settings(endpoint)).items():
@@ -104,7 +98,7 @@ def test_a_bucket_keeps_versions_under_tags_and_blobs_once(
     assert content(tmp_path / "back") == content(tmp_path / "named") == content(fleet)
 
 
-def test_a_tar_for_sites_without_a_network_and_several_writers(fleet: Path, tmp_path: Path) -> None:
+def test_a_tar_for_sites_without_a_network_and_several_writers(fleet, tmp_path):
     moved(fleet, tmp_path / "one.tar")
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: moved(fleet, tmp_path / "two.tar"), range(8)))
@@ -118,7 +112,7 @@ def test_a_tar_for_sites_without_a_network_and_several_writers(fleet: Path, tmp_
             moved(tmp_path / name, tmp_path / "other")
 
 
-def test_some_targets(fleet: Path, tmp_path: Path) -> None:
+def test_some_targets(fleet, tmp_path):
     moved(GOLDEN / "call", tmp_path / "some")  # another bundle takes its place
     moved(fleet, tmp_path / "some", "cuda-l4", "cpu-x86-64-v3")
     assert audit(tmp_path / "some", check_generation).target_count == 2
@@ -133,7 +127,7 @@ def test_some_targets(fleet: Path, tmp_path: Path) -> None:
     assert audit(tmp_path / "one", check_generation).target_count == 1
 
 
-def test_tags_lead_to_bundles_and_are_removed(fleet: Path) -> None:
+def test_tags_lead_to_bundles_and_are_removed(fleet):
     with fake_registry(has_referrers=False) as registry:
         at = f"oci://{registry.host}/fleet"
         digest = moved(fleet, f"{at}:v1").digest
@@ -150,10 +144,10 @@ def test_tags_lead_to_bundles_and_are_removed(fleet: Path) -> None:
 
 
 @pytest.fixture
-def log_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeRegistry], None]:
+def log_in(tmp_path, monkeypatch):
     """Keeps the login of a registry, as docker and podman do."""
 
-    def log_in(registry: FakeRegistry) -> None:
+    def log_in(registry):
         logins = {"auths": {registry.host: {"auth": "bWU6c2VjcmV0"}}}
         (tmp_path / "auth.json").write_text(json.dumps(logins))
         monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "auth.json"))
@@ -163,8 +157,8 @@ def log_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeReg
 
 @pytest.mark.parametrize("user", ["", "me:secret"])
 def test_a_login_goes_to_the_registry_alone_and_not_to_a_host_behind_a_redirect(
-    user: str, fleet: Path, tmp_path: Path, log_in: Callable[[FakeRegistry], None]
-) -> None:
+    user, fleet, tmp_path, log_in
+):
     with fake_registry(user="me:secret") as registry, fake_registry(user=user) as elsewhere:
         at = f"oci://{registry.host}/fleet:v1"
         with pytest.raises(StoreError, match="401") as raised:
@@ -182,9 +176,7 @@ def test_a_login_goes_to_the_registry_alone_and_not_to_a_host_behind_a_redirect(
     assert user or content(tmp_path / "back") == content(fleet)
 
 
-def test_a_token_that_ends_during_a_push_is_asked_for_again(
-    fleet: Path, tmp_path: Path, log_in: Callable[[FakeRegistry], None]
-) -> None:
+def test_a_token_that_ends_during_a_push_is_asked_for_again(fleet, tmp_path, log_in):
     with fake_registry(user="me:secret") as registry:
         log_in(registry)
         asked = f'Bearer realm="http://{registry.host}/token",service="s",scope="x"'
@@ -197,7 +189,7 @@ def test_a_token_that_ends_during_a_push_is_asked_for_again(
     assert content(tmp_path / "back") == content(fleet)
 
 
-def test_what_is_no_bundle_and_what_is_another(fleet: Path, tmp_path: Path) -> None:
+def test_what_is_no_bundle_and_what_is_another(fleet, tmp_path):
     with fake_registry() as registry:
         at = f"oci://{registry.host}/fleet"
         digest = moved(fleet, f"{at}:v1").digest

@@ -1,14 +1,11 @@
 """Chat templates: transformers' text and tokens, out of a sandbox that a template cannot leave or exhaust."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -119,15 +116,15 @@ TEXT = st.text(
 
 
 @st.composite
-def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
+def conversations(draw):
     """Mostly as models expect them; sometimes roles in any order, parts, None, reasoning, calls."""
-    messages: list[dict[str, Any]] = []
+    messages = []
     if draw(st.booleans()):
         messages.append({"role": "system", "content": draw(TEXT)})
     for turn in range(draw(st.integers(1, 4))):
         role = draw(st.sampled_from(["user", "assistant"] * 4 + ["tool", "system"]))
         usual = "assistant" if turn % 2 else "user"
-        message: dict[str, Any] = {
+        message = {
             "role": draw(st.sampled_from([usual, usual, usual, role])),
             "content": draw(TEXT),
         }
@@ -144,31 +141,31 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 @cache
-def reference() -> Any:
+def reference():
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(tokenizer_file=str(DEMO), **SPECIAL)
 
 
 @cache
-def token_reference() -> Any:
+def token_reference():
     """Without tokens that the vocabulary lacks, which transformers would add to it."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(tokenizer_file=str(DEMO), **IN_VOCABULARY)
 
 
-def templates(source: str, **others: str) -> ChatTemplates:
+def templates(source, **others):
     chat = Chat({"default": source, **others}, SPECIAL)
     return ChatTemplates(check_chat(to_json(chat), "chat.json"), "chat.json")
 
 
 @cache
-def known(name: str) -> ChatTemplates:
+def known(name):
     return templates(TEMPLATES[name])
 
 
-def render(source: str, messages: Any = None, **options: Any) -> str:
+def render(source, messages=None, **options):
     given = {"add_generation_prompt": False, "variables": {}, **options}
     return templates(source).render(messages or [{"role": "user", "content": "hi"}], **given)
 
@@ -183,13 +180,7 @@ def render(source: str, messages: Any = None, **options: Any) -> str:
         [{}, {"enable_thinking": False}, {"date_string": "1 May"}, {"bos_token": "<B>"}]
     ),
 )
-def test_the_text_is_that_of_transformers(
-    name: str,
-    messages: list[dict[str, Any]],
-    add_generation_prompt: bool,
-    tools: list[dict[str, Any]] | None,
-    variables: dict[str, Any],
-) -> None:
+def test_the_text_is_that_of_transformers(name, messages, add_generation_prompt, tools, variables):
     options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
     before = json.dumps(messages)
     try:
@@ -198,9 +189,9 @@ def test_the_text_is_that_of_transformers(
         )
     except Exception as error:
         with pytest.raises(UsageError, match=re.escape(str(error))):
-            known(name).render(messages, **options, variables=variables)  # type: ignore[arg-type]
+            known(name).render(messages, **options, variables=variables)
     else:
-        found = known(name).render(messages, **options, variables=variables)  # type: ignore[arg-type]
+        found = known(name).render(messages, **options, variables=variables)
         assert found == expected
     assert json.dumps(messages) == before, "the caller's messages were changed"
 
@@ -211,12 +202,12 @@ def test_the_text_is_that_of_transformers(
     content=TEXT.filter(lambda text: text.strip()),
     parts=st.booleans(),
 )
-def test_a_message_is_continued_as_by_transformers(name: str, content: str, parts: bool) -> None:
-    said: Any = [{"type": "text", "text": content}] if parts and name == "llama 3" else content
+def test_a_message_is_continued_as_by_transformers(name, content, parts):
+    said = [{"type": "text", "text": content}] if parts and name == "llama 3" else content
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": said}]
 
-    def render() -> str:
-        options: Any = {"add_generation_prompt": False, "continue_final_message": True}
+    def render():
+        options = {"add_generation_prompt": False, "continue_final_message": True}
         return known(name).render(messages, **options, variables={})
 
     try:
@@ -230,7 +221,7 @@ def test_a_message_is_continued_as_by_transformers(name: str, content: str, part
         assert render() == expected
 
 
-def test_dates_documents_and_json_are_those_of_transformers() -> None:
+def test_dates_documents_and_json_are_those_of_transformers():
     source = (
         "{{ strftime_now('%Y-%m-%d') }} {{ {'b': \"<'é>\", 'a': [1, none]} | tojson(sort_keys=true) }}"
         "{{ tools }} {{ documents | tojson(indent=1) }} {{ dict(a=1) }} {{ dict.fromkeys('ab') }}"
@@ -246,16 +237,16 @@ def test_dates_documents_and_json_are_those_of_transformers() -> None:
         "{{ tools is not none }} {{ tools | tojson }}"
     )
     messages = [{"role": "user", "content": "x", "sub": [{"role": "inner"}]}]
-    options: dict[str, Any] = {"documents": [{"title": "a", "text": "b"}], "tools": [TOOL]}
+    options = {"documents": [{"title": "a", "text": "b"}], "tools": [TOOL]}
     expected = reference().apply_chat_template(
         messages, chat_template=source, tokenize=False, **options
     )
     assert render(source, messages, **options) == expected
 
 
-def test_tools_choose_the_template_and_what_cannot_be_rendered_is_told() -> None:
+def test_tools_choose_the_template_and_what_cannot_be_rendered_is_told():
     made = templates("plain", tool_use="with tools", rag="cites")
-    given: dict[str, Any] = {"add_generation_prompt": False, "variables": {}}
+    given = {"add_generation_prompt": False, "variables": {}}
     messages = [{"role": "user", "content": ""}]
     assert made.render(messages, **given) == "plain"
     assert made.render(messages, **given, tools=[]) == "with tools"
@@ -264,7 +255,7 @@ def test_tools_choose_the_template_and_what_cannot_be_rendered_is_told() -> None
         made.render(messages, **given, template="other")
     number = [{"role": "assistant", "content": 3}]
     tool = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]
-    last: dict[str, Any] = {"continue_final_message": True}
+    last = {"continue_final_message": True}
     for source, said, options, message in (
         (CHATML, None, {**last, "add_generation_prompt": True}, "found both"),
         ("nothing", None, last, "expected the last message unchanged"),
@@ -299,7 +290,7 @@ def test_tools_choose_the_template_and_what_cannot_be_rendered_is_told() -> None
         "{% import 'os' as os %}",
     ],
 )
-def test_a_template_does_not_get_out_of_the_sandbox(source: str) -> None:
+def test_a_template_does_not_get_out_of_the_sandbox(source):
     try:
         text = render(source)
     except UsageError as error:
@@ -347,14 +338,14 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("what", ENDLESS)
-def test_a_template_takes_no_server_down(what: str) -> None:
+def test_a_template_takes_no_server_down(what):
     started = time.perf_counter()
     with pytest.raises(UsageError, match="chat template 'default'"):
         render(ENDLESS[what])
     assert time.perf_counter() - started < 20
 
 
-def test_what_is_long_or_shared_is_not_taken_for_endless() -> None:
+def test_what_is_long_or_shared_is_not_taken_for_endless():
     turns = [{"role": ("user", "assistant")[i % 2], "content": "x" * 1000} for i in range(4000)]
     for name in TEMPLATES:
         text = known(name).render(turns, add_generation_prompt=True, variables={})
@@ -365,7 +356,7 @@ def test_what_is_long_or_shared_is_not_taken_for_endless() -> None:
     assert render(source, variables=data).startswith("1790000000000 1790000000000 1790000000000")
     made = templates("{% for i in range(60000) %}{% for j in 'ab' %}{% endfor %}{% endfor %}ok")
 
-    def work(_: int) -> str:
+    def work(_):
         return made.render(
             [{"role": "user", "content": ""}], add_generation_prompt=False, variables={}
         )
@@ -386,7 +377,7 @@ def test_what_is_long_or_shared_is_not_taken_for_endless() -> None:
         ),
     ],
 )
-def test_messages_of_another_shape_are_a_usage_error(messages: Any, says: str) -> None:
+def test_messages_of_another_shape_are_a_usage_error(messages, says):
     with pytest.raises(UsageError, match=says):
         templates(CHATML).render(messages, add_generation_prompt=True, variables={})
 
@@ -394,20 +385,20 @@ def test_messages_of_another_shape_are_a_usage_error(messages: Any, says: str) -
 @pytest.mark.parametrize(
     "source", ["a\nb {% if %}", "a\n{{ 'x }}", "x\n{% endfor %}", "\n{{ x | no_such_filter }}"]
 )
-def test_a_template_that_does_not_parse_says_its_line(source: str) -> None:
+def test_a_template_that_does_not_parse_says_its_line(source):
     with pytest.raises(ValueError, match=r"^line 2: "):
         check_template(source)
     with pytest.raises(RejectError, match=r"chat\.json: chat template 'default': line 2: "):
         render(source)
 
 
-def test_deep_nesting_is_no_crash_of_the_parser() -> None:
+def test_deep_nesting_is_no_crash_of_the_parser():
     for source in ("{{ " + "(" * 50_000, "{% if x %}" * 5_000 + "{% endif %}" * 5_000):
         with pytest.raises(ValueError, match="line 1"):
             check_template(source)
 
 
-def with_chat(recipe: Any, content: bytes, *, tokenizer: bool = True) -> Any:
+def with_chat(recipe, content, *, tokenizer=True):
     from prejit.compiler.pipeline.pack.bundle_files import layer
 
     added = [layer(CHAT_MEDIA_TYPE, content, "chat.json")]
@@ -419,12 +410,12 @@ def with_chat(recipe: Any, content: bytes, *, tokenizer: bool = True) -> Any:
 CHAT = Chat({"default": PHI_3, "tool_use": QWEN}, IN_VOCABULARY)
 
 
-def test_a_bundle_gives_the_tokens_of_transformers(recipe: Any, tmp_path: Path) -> None:
+def test_a_bundle_gives_the_tokens_of_transformers(recipe, tmp_path):
     loaded = load(with_chat(recipe, to_json(CHAT)).write(tmp_path / "chat"))
     assert loaded.has_chat_template
     messages = [{"role": "user", "content": "def f(x):"}]
     open_ended = [*messages, {"role": "assistant", "content": "Sure, "}]
-    cases: list[tuple[str, Any, dict[str, Any]]] = [
+    cases = [
         (PHI_3, messages, {}),
         (PHI_3, messages, {"add_generation_prompt": False}),
         (PHI_3, open_ended, {"continue_final_message": True}),
@@ -439,7 +430,7 @@ def test_a_bundle_gives_the_tokens_of_transformers(recipe: Any, tmp_path: Path) 
     assert text == "<|user|>\ndef f(x):<|end|>\n<|assistant|>\n"
 
 
-def test_a_bundle_without_template_or_tokenizer_says_so(recipe: Any, tmp_path: Path) -> None:
+def test_a_bundle_without_template_or_tokenizer_says_so(recipe, tmp_path):
     messages = [{"role": "user", "content": "hi"}]
     plain = load(recipe.write(tmp_path / "plain"))
     assert not plain.has_chat_template

@@ -1,7 +1,5 @@
 """Stop strings: what is given out does not depend on how the text was cut, and no part of one leaks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ DEMO = Path(__file__).resolve().parents[4] / "manifests" / "demo-model" / "token
 LETTERS = "ab\n🙂"  # few, so that stop strings come, overlap and repeat
 
 
-def cut(text: str, stops: list[str]) -> tuple[str, str | None]:
+def cut(text, stops):
     """The text before the match that ends first, by looking at every place."""
     for end in range(len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
@@ -34,7 +32,7 @@ def cut(text: str, stops: list[str]) -> tuple[str, str | None]:
 @example("aab", ["aab", "ab", "b"], [1])  # one ends another
 @example("aaab", ["aab"], [1])  # a match begins inside a false start
 @example("abab", ["abc", "b"], [2])  # one lies inside another
-def test_text_is_cut_at_the_first_match(text: str, stops: list[str], sizes: list[int]) -> None:
+def test_text_is_cut_at_the_first_match(text, stops, sizes):
     stream = StopStrings(stops)
     longest = max(map(len, stops), default=1)
     given_out, place, turn = "", 0, 0
@@ -56,7 +54,7 @@ def test_text_is_cut_at_the_first_match(text: str, stops: list[str], sizes: list
 
 
 @pytest.mark.parametrize("stops", [[""], ["a", ""], "", [3], [None]])
-def test_an_empty_stop_string_is_refused(stops: list[str]) -> None:
+def test_an_empty_stop_string_is_refused(stops):
     with pytest.raises(UsageError, match="stop: expected strings of at least one character"):
         StopStrings(stops)
 
@@ -65,7 +63,7 @@ def test_an_empty_stop_string_is_refused(stops: list[str]) -> None:
     st.text(st.sampled_from("aé…😀你 \n�") | st.characters(codec="utf-8"), max_size=30),
     st.text(st.sampled_from("aé…😀你 \n"), min_size=1, max_size=3),
 )
-def test_stop_strings_span_tokens_and_characters_span_tokens(text: str, stop: str) -> None:
+def test_stop_strings_span_tokens_and_characters_span_tokens(text, stop):
     tokenizer = Tokenizer(DEMO.read_bytes(), str(DEMO))
     pieces, stream = tokenizer.stream([]), StopStrings([stop])
     given_out = "".join(stream.push(pieces.push(token)) for token in tokenizer.encode(text))

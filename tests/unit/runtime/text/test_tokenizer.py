@@ -1,9 +1,6 @@
 """Text of tokens as they come: whole characters, the same text as decoding all at once, at a flat cost."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Library
 
 from prejit.runtime.errors import ContextError, RejectError, UsageError
-from prejit.runtime.text.tokenizer import TextStream, Tokenizer
+from prejit.runtime.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[4] / "manifests" / "demo-model" / "tokenizer.json"
 VOCAB = 4096
@@ -22,12 +19,12 @@ TEXT = st.text(st.sampled_from("aé…😀你好 \n�") | st.sampled_from(list(
 
 
 @cache
-def byte_level() -> Tokenizer:
+def byte_level():
     return Tokenizer(DEMO.read_bytes(), str(DEMO))
 
 
 @cache
-def sentencepiece() -> Tokenizer:
+def sentencepiece():
     """In the manner of Llama 2: a space before the text, words with their space, bytes for the rest."""
     vocab = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
     vocab += [*"abcdefxy():\n", "ab", "▁a", "▁▁", "de", "def", "▁def"]
@@ -50,11 +47,11 @@ def sentencepiece() -> Tokenizer:
 TOKENIZERS = pytest.mark.parametrize("made", [byte_level, sentencepiece])
 
 
-def streamed(stream: TextStream, tokens: list[int]) -> str:
+def streamed(stream, tokens):
     return "".join(map(stream.push, tokens)) + stream.finish()
 
 
-def readings(tokenizer: Tokenizer, prompt: list[int], piece: str) -> list[str]:
+def readings(tokenizer, prompt, piece):
     """The whole text by a piece that follows a prompt: what the prompt leaves unfinished comes whole."""
     before = [tokenizer.decode(prompt[: len(prompt) - begun]) for begun in range(4)]
     return [text + piece for text in (*before, before[0].rstrip("\ufffd"))]
@@ -62,7 +59,7 @@ def readings(tokenizer: Tokenizer, prompt: list[int], piece: str) -> list[str]:
 
 @TOKENIZERS
 @given(text=TEXT, share=st.floats(0, 1))
-def test_pieces_are_the_text(made: type[Tokenizer], text: str, share: float) -> None:
+def test_pieces_are_the_text(made, text, share):
     tokenizer = made()
     ids = tokenizer.encode(text)
     prompt, new = ids[: int(share * len(ids))], ids[int(share * len(ids)) :]
@@ -73,7 +70,7 @@ def test_pieces_are_the_text(made: type[Tokenizer], text: str, share: float) -> 
 
 @TOKENIZERS
 @pytest.mark.parametrize("text", ["\ufffdéé:", "é\ufffdé", "\ufffd\ufffd😀é", "\ufffd😀\ufffdé"])
-def test_pieces_after_replacement_characters(made: Callable[[], Tokenizer], text: str) -> None:
+def test_pieces_after_replacement_characters(made, text):
     """A prompt may end in a character begun that follows U+FFFD itself."""
     tokenizer = made()
     ids = tokenizer.encode(text)
@@ -86,7 +83,7 @@ def test_pieces_after_replacement_characters(made: Callable[[], Tokenizer], text
     prompt=st.lists(st.integers(0, VOCAB - 1), max_size=20),
     new=st.lists(st.integers(0, VOCAB - 1), max_size=60),
 )
-def test_tokens_of_bytes_give_the_text_of_all_at_once(prompt: list[int], new: list[int]) -> None:
+def test_tokens_of_bytes_give_the_text_of_all_at_once(prompt, new):
     tokenizer = byte_level()
     whole = tokenizer.decode(prompt + new)
     piece = streamed(tokenizer.stream(prompt), new)
@@ -94,7 +91,7 @@ def test_tokens_of_bytes_give_the_text_of_all_at_once(prompt: list[int], new: li
 
 
 @given(st.lists(st.integers(0, 276), max_size=60))
-def test_bytes_that_are_no_text_end_no_stream(tokens: list[int]) -> None:
+def test_bytes_that_are_no_text_end_no_stream(tokens):
     """`tokenizers.decoders.DecodeStream` raises on some."""
     tokenizer = sentencepiece()
     stream = tokenizer.stream([1])
@@ -104,7 +101,7 @@ def test_bytes_that_are_no_text_end_no_stream(tokens: list[int]) -> None:
         assert text == tokenizer.decode([1, *tokens])
 
 
-def test_a_prompt_ends_at_a_space_within_a_character_or_in_special_tokens() -> None:
+def test_a_prompt_ends_at_a_space_within_a_character_or_in_special_tokens():
     tokenizer = sentencepiece()
     word = tokenizer.encode("def")[1:]
     assert streamed(tokenizer.stream([1]), word) == "def"
@@ -122,7 +119,7 @@ def test_a_prompt_ends_at_a_space_within_a_character_or_in_special_tokens() -> N
     assert streamed(tokenizer.stream([1]), [a, 2, b, 1, a, *[b] * 40, a]) == "ababab"
 
 
-def test_special_tokens_truncation_and_padding_do_not_change_prompts() -> None:
+def test_special_tokens_truncation_and_padding_do_not_change_prompts():
     """sentence-transformers publishes tokenizer.json with both."""
     tokenizer = sentencepiece()
     assert tokenizer.encode("<s>ab")[:2] == [1, 1]
@@ -137,7 +134,7 @@ def test_special_tokens_truncation_and_padding_do_not_change_prompts() -> None:
     assert tokenizer.encode_batch(text) == [tokenizer.encode(text)]  # and not of each letter
 
 
-def test_texts_that_cannot_be_encoded_are_errors_also_where_the_library_panics() -> None:
+def test_texts_that_cannot_be_encoded_are_errors_also_where_the_library_panics():
     for encode in (byte_level().encode, lambda text: byte_level().encode_batch(["a", text])):
         with pytest.raises(UsageError, match=r"lone surrogate '\\ud800' at character 1"):
             encode("a\ud800")
@@ -159,7 +156,7 @@ def test_texts_that_cannot_be_encoded_are_errors_also_where_the_library_panics()
             Tokenizer(content, "somewhere")
 
 
-def crafted(model: Mapping[str, object], **parts: object) -> bytes:
+def crafted(model, **parts):
     empty = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
     tree = {"version": "1.0", "added_tokens": [], **dict.fromkeys(empty), **parts, "model": model}
     return json.dumps(tree).encode()
@@ -171,7 +168,7 @@ SLOW = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated",
 
 
 @pytest.mark.parametrize("token_id", [-1, 2**32, 2**70])
-def test_ids_that_the_library_does_not_take_are_usage_errors(token_id: int) -> None:
+def test_ids_that_the_library_does_not_take_are_usage_errors(token_id):
     for made in (byte_level, sentencepiece):
         for decode in (made().decode, made().stream):
             with pytest.raises(UsageError, match=rf"the tokenizer can decode, found \[{token_id}"):

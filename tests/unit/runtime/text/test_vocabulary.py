@@ -1,10 +1,6 @@
 """The bytes of tokens: together they are the text that the tokenizer's own decoder makes."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from tests.lettered import PADDED, SPECIAL, tokenizer_json
@@ -24,11 +20,11 @@ LLAMA_2 = [
 ]
 
 
-def byte_level() -> dict[str, Any]:
+def byte_level():
     return tokenizer_json()
 
 
-def llama_2() -> dict[str, Any]:
+def llama_2():
     words = ["▁", "▁a", "a▁", "é", "你", "▁▁", ANCHOR]
     tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     vocab = {token: place for place, token in enumerate(tokens)}
@@ -36,14 +32,14 @@ def llama_2() -> dict[str, Any]:
     return {**_base(), "decoder": {"type": "Sequence", "decoders": LLAMA_2}, "model": model}
 
 
-def metaspace() -> dict[str, Any]:
+def metaspace():
     pieces = [["<unk>", 0.0], ["▁", -1.0], ["▁a", -2.0], ["é", -3.0], [ANCHOR, -3.0]]
     decoder = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
     model = {"type": "Unigram", "unk_id": 0, "vocab": pieces}
     return {**_base(), "decoder": decoder, "model": model}
 
 
-def _base() -> dict[str, Any]:
+def _base():
     return {
         "version": "1.0",
         "added_tokens": [],
@@ -54,7 +50,7 @@ def _base() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("made", [byte_level, llama_2, metaspace])
-def test_bytes_of_a_token_are_what_it_adds_to_a_text(made: Callable[[], dict[str, Any]]) -> None:
+def test_bytes_of_a_token_are_what_it_adds_to_a_text(made):
     described = made()
     tokenizer = Tokenizer(json.dumps(described).encode(), "tokenizer.json")
     size = tokenizer.largest_id + 1
@@ -76,7 +72,7 @@ def test_bytes_of_a_token_are_what_it_adds_to_a_text(made: Callable[[], dict[str
     assert checked > 3
 
 
-def test_special_tokens_and_padding_have_no_bytes() -> None:
+def test_special_tokens_and_padding_have_no_bytes():
     tokenizer = Tokenizer(json.dumps(tokenizer_json()).encode(), "tokenizer.json")
     size = tokenizer.largest_id + 1
     table = tokenizer.vocabulary(size + len(SPECIAL) + PADDED)
@@ -96,7 +92,7 @@ def test_special_tokens_and_padding_have_no_bytes() -> None:
           "word_delimiter_token": "|", "cleanup": True}]}, '"CTC"'),
     ],
 )  # fmt: skip
-def test_a_tokenizer_whose_tokens_depend_on_others_is_refused(decoder: Any, found: str) -> None:
+def test_a_tokenizer_whose_tokens_depend_on_others_is_refused(decoder, found):
     described = json.dumps({**metaspace(), "decoder": decoder})
     tokenizer = Tokenizer(described.encode(), "model/tokenizer.json")
     with pytest.raises(UsageError, match=r"decoder of the tokenizer: expected ByteLevel") as error:
@@ -104,7 +100,7 @@ def test_a_tokenizer_whose_tokens_depend_on_others_is_refused(decoder: Any, foun
     assert found in str(error.value)
 
 
-def test_tokens_are_bytes() -> None:
+def test_tokens_are_bytes():
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Library(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

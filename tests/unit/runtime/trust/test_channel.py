@@ -1,13 +1,8 @@
 """A channel never goes back: releases, expiry, thresholds, and the rotation of its keys."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +16,6 @@ from prejit.runtime.trust.channel import (
     Accepted,
     KeyMark,
     KeySet,
-    Outcome,
     accept,
     encode_channel,
     keys_statement,
@@ -42,41 +36,41 @@ NOW = datetime(2026, 11, 22, tzinfo=UTC)
 LATER = datetime(2027, 11, 22, tzinfo=UTC)
 
 
-def keys_of(*names: str) -> tuple[Any, ...]:
+def keys_of(*names):
     return tuple(signer(name).public for name in names)
 
 
-def trusted(*names: str, threshold: int = 1, version: int = 0) -> Accepted:
+def trusted(*names, threshold=1, version=0):
     return Accepted(KeySet(version, keys_of(*names), threshold))
 
 
-def signed(payload: bytes, names: Sequence[str]) -> Envelope:
+def signed(payload, names):
     return Envelope(payload, tuple(signer(name).sign(payload) for name in names))
 
 
-def release(version: int, digest: str = NEW, by: Sequence[str] = ("a",), **said: Any) -> Envelope:
+def release(version, digest=NEW, by=("a",), **said):
     name, keys = said.get("name", "stable"), said.get("keys", 0)
     options = {"version": version, "keys_version": keys, "expires": said.get("expires", LATER)}
     return signed(release_statement(name, "demo", (SignedSubject(digest),), **options), by)
 
 
-def rotation(version: int, names: Sequence[str], by: Sequence[str], **said: Any) -> Envelope:
+def rotation(version, names, by, **said):
     name, threshold = said.get("name", "stable"), said.get("threshold", 1)
     options = {"version": version, "threshold": threshold, "expires": said.get("expires", LATER)}
     return signed(keys_statement(name, keys_of(*names), **options), by)
 
 
-def run(last: Accepted, current: Envelope, *rotations: Envelope, **options: Any) -> Outcome:
+def run(last, current, *rotations, **options):
     return accept(encode_channel(rotations, current), "stable", last, NOW.timestamp(), **options)
 
 
-def refused(last: Accepted, current: Envelope, *rotations: Envelope, **options: Any) -> str:
+def refused(last, current, *rotations, **options):
     with pytest.raises(RefusedError) as raised:
         run(last, current, *rotations, **options)
     return raised.value.reason.case
 
 
-def test_a_release_is_accepted_and_remembered_from_a_minimum_on() -> None:
+def test_a_release_is_accepted_and_remembered_from_a_minimum_on():
     found = run(trusted("a"), release(7))
     assert found.expired is None
     assert found.release.digests == {NEW}
@@ -93,14 +87,14 @@ def test_a_release_is_accepted_and_remembered_from_a_minimum_on() -> None:
 @pytest.mark.parametrize(
     ("threshold", "by"), [(1, ["stranger"]), (2, ["a"]), (2, ["a", "a"]), (2, ["a", "stranger"])]
 )
-def test_too_few_signers_are_refused(threshold: int, by: list[str]) -> None:
+def test_too_few_signers_are_refused(threshold, by):
     last = trusted("a", "b", threshold=threshold)
     assert refused(last, release(1, by=by)) == "channel-signature"
     enough = trusted("a", "b", "c", threshold=2)
     assert run(enough, release(1, by=["c", "a"])).release.version == 1
 
 
-def test_an_expired_release_says_so_and_another_statement_is_none() -> None:
+def test_an_expired_release_says_so_and_another_statement_is_none():
     late = release(7, expires=NOW)
     found = run(trusted("a"), late)
     assert found.expired.case == "channel-expired"
@@ -116,7 +110,7 @@ def test_an_expired_release_says_so_and_another_statement_is_none() -> None:
 # --- rotation ---------------------------------------------------------------------------------------------
 
 
-def test_rotations_are_walked_and_need_the_old_keys_and_the_new_ones() -> None:
+def test_rotations_are_walked_and_need_the_old_keys_and_the_new_ones():
     first = rotation(1, ["b", "c"], by=["a", "b", "c"], threshold=2)
     second = rotation(2, ["d"], by=["b", "c", "d"])
     found = run(trusted("a"), release(1, by=["d"], keys=2), first, second)
@@ -142,7 +136,7 @@ def test_rotations_are_walked_and_need_the_old_keys_and_the_new_ones() -> None:
     assert refused(trusted("a"), by_new, elsewhere) == "channel-name"
 
 
-def test_old_and_stolen_keys_neither_sign_nor_block() -> None:
+def test_old_and_stolen_keys_neither_sign_nor_block():
     turn = rotation(1, ["b"], by=["a", "b"])
     last = run(trusted("a"), release(1, by=["b"], keys=1), turn).accepted
     assert refused(last, release(9)) == "channel-signature"
@@ -154,9 +148,6 @@ def test_old_and_stolen_keys_neither_sign_nor_block() -> None:
     turn = rotation(1, ["b"], by=["a", "b"])
     found = run(blocked, release(1, by=["b"], keys=1), turn)
     assert found.release.version == 1
-
-
-Change = Callable[[dict[str, Any]], None]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +162,7 @@ Change = Callable[[dict[str, Any]], None]
         ("channel-name", lambda p: p.pop("channel")),
     ],
 )
-def test_a_release_that_is_signed_and_wrong_is_refused(case: str, change: Change) -> None:
+def test_a_release_that_is_signed_and_wrong_is_refused(case, change):
     found = json.loads(release(1).payload)
     change(found["predicate"])
     assert refused(trusted("a"), signed(json.dumps(found).encode(), ["a"])) == case
@@ -187,7 +178,7 @@ def test_a_release_that_is_signed_and_wrong_is_refused(case: str, change: Change
         lambda p: p.update(keys=p["keys"] * 20),
     ],
 )
-def test_keys_that_are_signed_and_wrong_are_refused(change: Change) -> None:
+def test_keys_that_are_signed_and_wrong_are_refused(change):
     found = json.loads(rotation(1, ["b"], by=["a", "b"]).payload)
     change(found["predicate"])
     turn = signed(json.dumps(found).encode(), ["a", "b"])
@@ -210,7 +201,7 @@ def test_keys_that_are_signed_and_wrong_are_refused(change: Change) -> None:
         (b" " * (5 << 20), "channel-json-size"),
     ],
 )
-def test_files_that_are_no_channel_are_refused(content: bytes, case: str) -> None:
+def test_files_that_are_no_channel_are_refused(content, case):
     with pytest.raises(RefusedError) as raised:
         accept(content, "stable", trusted("a"), NOW.timestamp())
     assert raised.value.reason.case == case
@@ -220,13 +211,11 @@ def test_files_that_are_no_channel_are_refused(content: bytes, case: str) -> Non
 
 
 @pytest.fixture
-def state() -> ChannelState:
+def state():
     return ChannelState("/etc/trust.toml", "stable")
 
 
-def test_what_was_accepted_is_read_again_and_a_state_must_be_kept(
-    state: ChannelState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_accepted_is_read_again_and_a_state_must_be_kept(state, tmp_path, monkeypatch):
     turn = rotation(1, ["b", "c"], by=["a", "b"])
     accepted = run(trusted("a"), release(5, by=["b"], keys=1), turn).accepted
     with state.locked():
@@ -243,7 +232,7 @@ def test_what_was_accepted_is_read_again_and_a_state_must_be_kept(
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b'{"keys":["\\ud800"]}', b"\xff"])
-def test_a_damaged_state_is_an_error_and_no_first_time(state: ChannelState, damage: bytes) -> None:
+def test_a_damaged_state_is_an_error_and_no_first_time(state, damage):
     with state.locked():
         state.write(trusted("a"))
     state.path.write_bytes(damage)
@@ -257,7 +246,7 @@ def test_a_damaged_state_is_an_error_and_no_first_time(state: ChannelState, dama
 
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b'{"keys_version": "1"}'])
-def test_a_damaged_mark_is_an_error_and_no_first_time(state: ChannelState, damage: bytes) -> None:
+def test_a_damaged_mark_is_an_error_and_no_first_time(state, damage):
     mark = KeyMark(1, OLD, 1, 3, NEW)
     with state.locked():
         assert state.mark("1" * 64) == KeyMark()
@@ -269,10 +258,8 @@ def test_a_damaged_mark_is_an_error_and_no_first_time(state: ChannelState, damag
         state.mark("1" * 64)
 
 
-def test_a_kill_right_after_a_state_got_its_name_locks_nobody_out(
-    state: ChannelState, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(directory: Path) -> None:
+def test_a_kill_right_after_a_state_got_its_name_locks_nobody_out(state, monkeypatch):
+    def killed(directory):
         raise KeyboardInterrupt
 
     before = os.umask(0o002)  # with which a new file may be written by its group

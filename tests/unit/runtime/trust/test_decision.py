@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,8 +23,8 @@ from prejit.runtime.trust.channel import (
     Verified,
     release_statement,
 )
-from prejit.runtime.trust.decision import Attached, CurrentRelease, Decision, TrustTarget, decide
-from prejit.runtime.trust.policy import Policy, parse_policy
+from prejit.runtime.trust.decision import Attached, CurrentRelease, TrustTarget, decide
+from prejit.runtime.trust.policy import parse_policy
 from prejit.runtime.trust.reasons import Reason
 from prejit.runtime.trust.signed_statements import (
     PROVENANCE_PREDICATE,
@@ -46,7 +44,7 @@ NOW = datetime(2026, 11, 22, tzinfo=UTC).timestamp()
 STATEMENTS = signature_statements(INDEX, [("cpu", MANIFEST)])
 
 
-def no_file(name: str, of: str, max_bytes: int) -> bytes:
+def no_file(name, of, max_bytes):
     raise AssertionError(f"{of}: {name} is read")
 
 
@@ -63,15 +61,15 @@ class Scene:
     current: Outcome | Reason | None = None
     now: float = NOW
 
-    def policy(self) -> Policy:
+    def policy(self):
         text = f"{self.keys}\n[[rules]]\nnames = {self.names}\n{self.rule}\n{self.more}"
         return parse_policy(text.encode(), "trust.toml", no_file, Path())
 
-    def decide(self) -> Decision:
+    def decide(self):
         return decide(self.policy(), self.target, self.attached, self.current, self.now)
 
 
-def signed(statement: Statement | bytes, *names: str, curve: str = "SECP256R1") -> bytes:
+def signed(statement, *names, curve="SECP256R1"):
     payload = statement if isinstance(statement, bytes) else encode_statement(statement)
     envelopes = [signer(name, curve).envelope(payload) for name in names]
     return encode_bundle(
@@ -79,27 +77,27 @@ def signed(statement: Statement | bytes, *names: str, curve: str = "SECP256R1") 
     )
 
 
-def of_index(*names: str) -> bytes:
+def of_index(*names):
     return signed(STATEMENTS[INDEX], *names)
 
 
-def of_manifest(*names: str) -> bytes:
+def of_manifest(*names):
     return signed(STATEMENTS[MANIFEST], *names)
 
 
-def edited(content: bytes, change: Callable[[Any], None]) -> bytes:
+def edited(content, change):
     found = json.loads(content)
     change(found)
     return json.dumps(found).encode()
 
 
-def repayload(change: Callable[[Any], None], *names: str) -> bytes:
+def repayload(change, *names):
     found = json.loads(encode_statement(STATEMENTS[INDEX]))
     change(found)
     return signed(json.dumps(found).encode(), *(names or ("a",)))
 
 
-def placed(found: Any, place: str, value: Any) -> None:
+def placed(found, place, value):
     """Put a value at a place such as `dsseEnvelope.signatures.0.sig`; a function makes it of the old one."""
     *path, last = (int(key) if key.isdigit() else key for key in place.split("."))
     for key in path:
@@ -107,15 +105,15 @@ def placed(found: Any, place: str, value: Any) -> None:
     found[last] = value(found[last]) if callable(value) else value
 
 
-def envelope(place: str, value: Any, by: str = "a") -> dict[str, Any]:
+def envelope(place, value, by="a"):
     return {"attached": [edited(of_index(by), lambda found: placed(found, place, value))]}
 
 
-def statement(place: str, value: Any) -> dict[str, Any]:
+def statement(place, value):
     return {"attached": [repayload(lambda found: placed(found, place, value))]}
 
 
-def made(signature: Callable[[Any, bytes], bytes]) -> dict[str, Any]:
+def made(signature):
     """A signature of the right payload, with the hint of the right key, that is made in another way."""
     payload, key = encode_statement(STATEMENTS[INDEX]), signer("a")
     content = encode_bundle(
@@ -124,41 +122,38 @@ def made(signature: Callable[[Any, bytes], bytes]) -> dict[str, Any]:
     return {"attached": [content]}
 
 
-def ecdsa(key: Any, message: bytes, algorithm: str = "SHA256") -> bytes:
+def ecdsa(key, message, algorithm="SHA256"):
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    found: bytes = key.private.sign(message, ec.ECDSA(getattr(hashes, algorithm)()))
-    return found
+    return key.private.sign(message, ec.ECDSA(getattr(hashes, algorithm)()))
 
 
-def by(*contents: Attached, **changes: Any) -> dict[str, Any]:
+def by(*contents, **changes):
     return {"attached": [*contents], **changes}
 
 
-def two(*contents: Attached, **changes: Any) -> dict[str, Any]:
+def two(*contents, **changes):
     return by(*contents, **{"rule": 'keys = ["a", "b"]\nthreshold = 2', **changes})
 
 
-def b64(content: bytes) -> str:
+def b64(content):
     return base64.b64encode(content).decode()
 
 
-def release(
-    *digests: str, bundle: str = "demo", expired: Reason | None = None, version: int = 3
-) -> Outcome:
+def release(*digests, bundle="demo", expired=None, version=3):
     accepted, ids = Accepted(KeySet(0, (A,), 1)), frozenset({A.id})
     verified = Verified("sha256:" + "0" * 64, ids, 0, version)
     current = Release(version, bundle, frozenset(digests), NOW + 1)
     return Outcome(current, accepted, expired, (verified,), ids)
 
 
-def channel(found: Outcome | Reason, rule: str = 'channel = "stable"') -> dict[str, Any]:
+def channel(found, rule='channel = "stable"'):
     more = '[channels.stable]\nfile = "stable.json"\nkeys = ["a"]'
     return {"rule": rule, "more": more, "current": found}
 
 
-def named(name: str) -> dict[str, Any]:
+def named(name):
     return by(of_index("a"), target=TrustTarget(name, INDEX, MANIFEST))
 
 
@@ -191,7 +186,7 @@ EXPIRED = key_table("a", expires="2026-11-21")
 PARTIAL = TrustTarget("demo", MANIFEST, MANIFEST)
 CH_AND_KEY = 'keys = ["a"]\nchannel = "stable"'
 PERMISSIVE = 'level = "permissive"\nthreshold = 2\nkeys = '
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "unsigned": {},
     "unsigned: partial copy without its signature": {"target": PARTIAL},
     "unsigned: channel, and keys too": channel(release(INDEX), CH_AND_KEY),
@@ -293,7 +288,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_refused(name: str) -> None:
+def test_refused(name):
     decision = Scene(**CASES[name]).decide()
     assert decision.refusal is not None, f"{name} runs"
     assert decision.refusal.case == name.partition(": ")[0], decision.refusal.text
@@ -303,14 +298,14 @@ def test_refused(name: str) -> None:
 # --- what is allowed --------------------------------------------------------------------------------------
 
 
-def allowed(scene: Scene, *signers: str) -> Decision:
+def allowed(scene, *signers):
     decision = scene.decide()
     assert decision.refusal is None, decision.refusal
     assert decision.signers == signers
     return decision
 
 
-def as_cosign(found: Any) -> None:
+def as_cosign(found):
     """protojson leaves out empty fields, and the statement has no name and no annotations."""
     del found["dsseEnvelope"]["signatures"][0]["keyid"]
     del found["verificationMaterial"]["tlogEntries"]
@@ -323,7 +318,7 @@ PROVENANCE = signed(Statement(PROVENANCE_PREDICATE, (SignedSubject(INDEX),)), "a
 DAMAGED = Reason("referrer-damaged", "integrity", "damaged")
 PLAIN = Statement(SIGNATURE_PREDICATE, (SignedSubject(INDEX),))
 SHARED = signature_statements(OTHER_INDEX, [("cpu", MANIFEST)])[MANIFEST]
-ALLOWED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+ALLOWED = {
     **{
         curve: (
             ("a",),
@@ -361,12 +356,12 @@ ALLOWED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_allowed(name: str) -> None:
+def test_allowed(name):
     signers, changes = ALLOWED[name]
     assert not allowed(Scene(**changes), *signers).reported
 
 
-def test_whole_names_and_the_current_release_are_allowed() -> None:
+def test_whole_names_and_the_current_release_are_allowed():
     for names, name in (
         ('["*"]', "anything\nat all"),
         ('["team-*"]', "team-"),
@@ -380,8 +375,8 @@ def test_whole_names_and_the_current_release_are_allowed() -> None:
         assert allowed(scene).release == CurrentRelease("stable", 3, ("a",))
 
 
-def test_audit_and_permissive_report_and_let_run() -> None:
-    def reported(*signers: str, **changes: Any) -> list[str]:
+def test_audit_and_permissive_report_and_let_run():
+    def reported(*signers, **changes):
         return [reason.case for reason in allowed(Scene(**changes), *signers).reported]
 
     for attached, case in (([], "unsigned"), ([of_index("b")], "unknown-key")):

@@ -1,18 +1,13 @@
 """A policy can demand a signed provenance, with builder, source and materials, and a signed list of parts."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
 
 from tests.layouts import blob, subject_of
-from tests.recipes import Recipe
 from tests.signers import key_table, signer, write_policy
 
 from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
@@ -33,17 +28,17 @@ BOTH = "sbom = true\nprovenance = {}\n"
 
 
 @pytest.fixture
-def described(recipe: Recipe, tmp_path: Path) -> Path:
+def described(recipe, tmp_path):
     return recipe.write_described(tmp_path / "described")
 
 
 @pytest.fixture
-def signed(described: Path) -> Path:
+def signed(described):
     sign(described, signer("a"))
     return described
 
 
-def case_of(bundle: Path, *demands: str) -> str:
+def case_of(bundle, *demands):
     """Load under a policy that demands something. Return why that is refused; empty: it is not."""
     policy = write_policy(bundle.with_name("trust.toml"), KEYS, RULE, *demands)
     try:
@@ -67,11 +62,11 @@ def case_of(bundle: Path, *demands: str) -> str:
         ("threshold = 2\nsbom = true", "threshold"),
     ],
 )
-def test_a_demand_is_not_compared_with_what_is_signed(demand: str, case: str, signed: Path) -> None:
+def test_a_demand_is_not_compared_with_what_is_signed(demand, case, signed):
     assert case_of(signed, demand) == case
 
 
-def test_descriptions_that_nobody_of_the_rule_signed_count(described: Path, tmp_path: Path) -> None:
+def test_descriptions_that_nobody_of_the_rule_signed_count(described, tmp_path):
     """They are attached, and whoever may write to the bundle can write them."""
     assert case_of(described, BOTH) == "unsigned"
     sign(described, signer("c"))
@@ -83,7 +78,7 @@ def test_descriptions_that_nobody_of_the_rule_signed_count(described: Path, tmp_
     assert case_of(described, "threshold = 2", BOTH) == ""
 
 
-def test_a_bundle_without_descriptions_is_let_in_or_with_later_ones_not(bundle_dir: Path) -> None:
+def test_a_bundle_without_descriptions_is_let_in_or_with_later_ones_not(bundle_dir):
     sign(bundle_dir, signer("a"))
     assert case_of(bundle_dir) == ""
     assert case_of(bundle_dir, "sbom = true") == "sbom"
@@ -96,7 +91,7 @@ def test_a_bundle_without_descriptions_is_let_in_or_with_later_ones_not(bundle_d
     assert case_of(bundle_dir, "sbom = true") == ""
 
 
-def test_other_descriptions_count(signed: Path, make_recipe: Any, tmp_path: Path) -> None:
+def test_other_descriptions_count(signed, make_recipe, tmp_path):
     other = make_recipe(name="other").write(tmp_path / "other")
     sign(other, signer("a"))
     with Layout(signed) as layout:
@@ -110,7 +105,7 @@ def test_other_descriptions_count(signed: Path, make_recipe: Any, tmp_path: Path
     assert case_of(other, BOTH) == "provenance"
 
 
-def test_a_load_reads_descriptions_that_no_rule_demands(signed: Path, tmp_path: Path) -> None:
+def test_a_load_reads_descriptions_that_no_rule_demands(signed, tmp_path):
     """A damaged list of parts is found by `prejit verify`, and by no load."""
     copy = shutil.copytree(signed, tmp_path / "copy")
     for file in (copy / "blobs" / "sha256").iterdir():
@@ -133,7 +128,7 @@ GIT = "git+https://example.com/acme"
         ([HF, "pkg:pypi/jax@1"], ("hf:*",), ""),
     ],
 )
-def test_a_foreign_source_passes(uris: list[str], source: tuple[str, ...], complaint: str) -> None:
+def test_a_foreign_source_passes(uris, source, complaint):
     key = TrustedKey("a", signer("a").public)
     rule = Rule(("*",), "strict", (key,), 1, provenance=ProvenanceRule("", source, ()))
     predicate = {"buildDefinition": {"resolvedDependencies": [{"uri": uri} for uri in uris]}}
@@ -144,9 +139,9 @@ def test_a_foreign_source_passes(uris: list[str], source: tuple[str, ...], compl
     assert complaint in "".join(reasons)
 
 
-def test_a_material_without_a_digest_fits_no_pattern_of_digests() -> None:
+def test_a_material_without_a_digest_fits_no_pattern_of_digests():
     rule = ProvenanceRule("", (), ("sha256:*",))
-    material: dict[str, Any] = {"uri": "pkg:pypi/jax@0.10.2"}
+    material = {"uri": "pkg:pypi/jax@0.10.2"}
     predicate = {"buildDefinition": {"resolvedDependencies": [material]}}
     assert _why_not_built_so(rule, predicate) is not None
     material["digest"] = {"sha256": "0" * 64}

@@ -1,10 +1,7 @@
 """Envelopes and statements from anybody: they are read as signed, or refused; nothing else is ever raised."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -51,7 +48,7 @@ POLICY = parse_policy(
 )
 
 
-def test_the_encoding_that_is_signed_is_that_of_dsse() -> None:
+def test_the_encoding_that_is_signed_is_that_of_dsse():
     # The example of the specification (secure-systems-lab/dsse, protocol.md).
     assert (
         pae(b"hello world", "http://example.com/HelloWorld")
@@ -65,7 +62,7 @@ def test_the_encoding_that_is_signed_is_that_of_dsse() -> None:
     st.lists(st.binary(min_size=1, max_size=139), min_size=1, max_size=16),
     st.text(max_size=20, alphabet=st.characters(codec="utf-8")),
 )
-def test_an_envelope_is_read_back(payload: bytes, signatures: list[bytes], hint: str) -> None:
+def test_an_envelope_is_read_back(payload, signatures, hint):
     envelope = Envelope(payload, tuple(signatures), hint)
     assert read_bundle(encode_bundle(envelope)) == envelope
 
@@ -82,33 +79,33 @@ def test_an_envelope_is_read_back(payload: bytes, signatures: list[bytes], hint:
         max_size=3,
     )
 )
-def test_a_statement_is_read_as_it_was_written(subjects: list[SignedSubject]) -> None:
+def test_a_statement_is_read_as_it_was_written(subjects):
     statement = Statement(SIGNATURE_PREDICATE, tuple(subjects), {"n": 1})
     assert read_statement(encode_statement(statement), SIGNATURE_PREDICATE) == statement
 
 
 @given(st.binary(max_size=300) | JSON.map(lambda found: json.dumps(found).encode()))
-def test_any_bytes_are_refused_and_never_raise_anything_else(content: bytes) -> None:
+def test_any_bytes_are_refused_and_never_raise_anything_else(content):
     with pytest.raises(RefusedError):
         read_bundle(content)
     with pytest.raises(RefusedError):
         read_statement(content, SIGNATURE_PREDICATE)
 
 
-def decided(content: bytes) -> Any:
+def decided(content):
     """Return why a bundle is refused; None: it is allowed."""
     return decide(POLICY, TrustTarget("demo", INDEX, INDEX), [content], None, 0.0).refusal
 
 
 @given(mutated(json.loads(GOOD)))
-def test_any_value_in_a_bundle_is_refused_or_does_not_matter(changed: Any) -> None:
+def test_any_value_in_a_bundle_is_refused_or_does_not_matter(changed):
     content = json.dumps(changed).encode()
     if decided(content) is None:
         assert read_bundle(content).payload == read_bundle(GOOD).payload
 
 
 @given(mutated(json.loads(read_bundle(GOOD).payload)))
-def test_any_value_in_a_statement_is_refused_or_does_not_matter(changed: Any) -> None:
+def test_any_value_in_a_statement_is_refused_or_does_not_matter(changed):
     payload = json.dumps(changed).encode()
     if decided(encode_bundle(signer("a").envelope(payload))) is None:
         assert read_statement(payload, SIGNATURE_PREDICATE).about(INDEX) is not None
@@ -116,7 +113,7 @@ def test_any_value_in_a_statement_is_refused_or_does_not_matter(changed: Any) ->
 
 @settings(max_examples=examples(100, 300))
 @given(st.integers(0, len(GOOD) - 1), st.integers(1, 255))
-def test_any_byte_that_is_changed_is_refused_or_does_not_matter(place: int, bits: int) -> None:
+def test_any_byte_that_is_changed_is_refused_or_does_not_matter(place, bits):
     content = bytearray(GOOD)
     content[place] ^= bits
     if decided(bytes(content)) is None:
@@ -124,6 +121,6 @@ def test_any_byte_that_is_changed_is_refused_or_does_not_matter(place: int, bits
 
 
 @given(st.binary(max_size=80))
-def test_any_signature_by_nobody_verifies_with_no_key(signature: bytes) -> None:
+def test_any_signature_by_nobody_verifies_with_no_key(signature):
     keys = [signer("a").public, signer("b-521", "SECP521R1").public]
     assert signers(Envelope(b"payload", (signature,)), keys) == set()

@@ -1,12 +1,8 @@
 """Nothing of a bundle is loaded before every policy allows it, however the bundle came there."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,41 +30,40 @@ X = np.ones((2, 16), np.float32)
 KEYS = key_table("a") + key_table("b")
 
 
-def rule(text: str = 'keys = ["a"]', names: str = '["example"]') -> str:
+def rule(text='keys = ["a"]', names='["example"]'):
     return f"[[rules]]\nnames = {names}\n{text}\n"
 
 
 @pytest.fixture
-def policy(tmp_path: Path) -> Path:
+def policy(tmp_path):
     return write_policy(tmp_path / "trust.toml", KEYS, rule())
 
 
-def case_of(bundle: Path, policy: Path | None) -> str:
+def case_of(bundle, policy):
     with pytest.raises(UntrustedError) as raised:
         load(bundle, trust=policy)
     assert raised.value.exit_code == 5
     return raised.value.case
 
 
-def runs(bundle: Path, policy: Path | None) -> None:
+def runs(bundle, policy):
     load(bundle, trust=policy).close()
 
 
-def released(file: Path, bundle: Path, key: str = "a") -> int:
+def released(file, bundle, key="a"):
     return release_bundle(file, bundle, "stable", [signer(key)], 1)
 
 
-def entries(bundle: Path) -> list[Any]:
-    found: list[Any] = json.loads((bundle / "index.json").read_bytes())["manifests"]
-    return found
+def entries(bundle):
+    return json.loads((bundle / "index.json").read_bytes())["manifests"]
 
 
-def signatures(bundle: Path, digest: str | None = None) -> tuple[Any, ...]:
+def signatures(bundle, digest=None):
     with Layout(bundle) as layout:
         return referrers(layout, read_root(layout), digest)
 
 
-def test_no_stripped_and_no_unsigned_bundle_is_opened(bundle_dir: Path, policy: Path) -> None:
+def test_no_stripped_and_no_unsigned_bundle_is_opened(bundle_dir, policy):
     before = entries(bundle_dir)
     with Layout(bundle_dir) as layout:
         digest = read_root(layout).digest
@@ -91,9 +86,7 @@ def test_no_stripped_and_no_unsigned_bundle_is_opened(bundle_dir: Path, policy: 
 # --- which policies apply ---------------------------------------------------------------------------------
 
 
-def test_no_policy_loosens_another_and_a_missing_one_is_an_error(
-    bundle_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_policy_loosens_another_and_a_missing_one_is_an_error(bundle_dir, tmp_path, monkeypatch):
     write_policy(process_facts.SYSTEM_POLICY, KEYS, rule())
     loose = write_policy(tmp_path / "loose.toml", rule('level = "skip"', '["*"]'))
     monkeypatch.setenv("PREJIT_TRUST", str(loose))
@@ -109,9 +102,7 @@ def test_no_policy_loosens_another_and_a_missing_one_is_an_error(
         load(bundle_dir)
 
 
-def test_each_policy_can_refuse_what_the_others_allow(
-    bundle_dir: Path, tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_policy_can_refuse_what_the_others_allow(bundle_dir, tmp_path, policy, monkeypatch):
     other = write_policy(tmp_path / "other.toml", KEYS, rule('keys = ["b"]'))
     sign(bundle_dir, signer("a"))
     monkeypatch.setenv("PREJIT_TRUST", f"{policy}:{other}")
@@ -121,13 +112,13 @@ def test_each_policy_can_refuse_what_the_others_allow(
     assert case_of(bundle_dir, other) == "unknown-key"
 
 
-def test_audit_warns_and_runs(bundle_dir: Path, tmp_path: Path) -> None:
+def test_audit_warns_and_runs(bundle_dir, tmp_path):
     audit = write_policy(tmp_path / "audit.toml", KEYS, rule('level = "audit"\nkeys = ["a"]'))
     with pytest.warns(UntrustedWarning, match=r"reports about target cpu-\S+ \(unsigned\)"):
         runs(bundle_dir, audit)
 
 
-def test_recorded_bundles_are_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_bundles_are_asked_about(tmp_path, monkeypatch):
     bundle = shutil.copytree(GOLDEN / "recorded", tmp_path / "recorded")
     name = index_of(bundle)["annotations"]["dev.prejit.name"]
     policy = write_policy(tmp_path / "t.toml", KEYS, rule(names=json.dumps([name])))
@@ -141,7 +132,7 @@ def test_recorded_bundles_are_asked_about(tmp_path: Path, monkeypatch: pytest.Mo
 # --- copies, and what can be done to them -----------------------------------------------------------------
 
 
-def one_target(bundle: Path, to: Path, place: int = 0, *, signed: bool) -> Path:
+def one_target(bundle, to, place=0, *, signed):
     """Copy one target as a tool does, with or without what refers to it."""
     shutil.copytree(bundle, to)
     target = index_of(bundle)["manifests"][place]
@@ -155,8 +146,8 @@ def one_target(bundle: Path, to: Path, place: int = 0, *, signed: bool) -> Path:
 
 
 def test_a_copy_of_a_target_has_its_signature_and_no_other_bundle_has_it(
-    bundle_dir: Path, tmp_path: Path, policy: Path, make_recipe: Callable[..., Any]
-) -> None:
+    bundle_dir, tmp_path, policy, make_recipe
+):
     sign(bundle_dir, signer("a"))
     runs(one_target(bundle_dir, tmp_path / "signed", signed=True), policy)
     assert case_of(one_target(bundle_dir, tmp_path / "bare", signed=False), policy) == "unsigned"
@@ -173,8 +164,8 @@ def test_a_copy_of_a_target_has_its_signature_and_no_other_bundle_has_it(
 
 
 def test_a_damaged_signature_does_not_count_and_a_damaged_manifest_is_a_damaged_bundle(
-    bundle_dir: Path, policy: Path
-) -> None:
+    bundle_dir, policy
+):
     sign(bundle_dir, signer("a"))
     damaged = signatures(bundle_dir)
     for at in (*(each.layers[0] for each in damaged), damaged[0].descriptor):
@@ -197,8 +188,8 @@ def test_a_damaged_signature_does_not_count_and_a_damaged_manifest_is_a_damaged_
     ],
 )
 def test_what_is_attached_as_a_signature_and_is_none_does_not_count(
-    parts: list[Part], case: str, bundle_dir: Path, policy: Path
-) -> None:
+    parts, case, bundle_dir, policy
+):
     subject = subject_of(bundle_dir)
     signed = shutil.copytree(bundle_dir, bundle_dir.with_name("signed"))
     sign(signed, signer("a"))
@@ -208,7 +199,7 @@ def test_what_is_attached_as_a_signature_and_is_none_does_not_count(
     runs(signed, policy)
 
 
-def test_signatures_without_end_are_not_all_read(bundle_dir: Path, policy: Path) -> None:
+def test_signatures_without_end_are_not_all_read(bundle_dir, policy):
     sign(bundle_dir, signer("a"))
     found = entries(bundle_dir)
     [mine] = [each.descriptor.digest for each in signatures(bundle_dir, found[0]["digest"])]
@@ -233,8 +224,8 @@ def test_signatures_without_end_are_not_all_read(bundle_dir: Path, policy: Path)
 
 
 def test_a_channel_goes_forward_back_by_a_higher_version_and_never_down(
-    bundle_dir: Path, make_recipe: Callable[..., Any], tmp_path: Path
-) -> None:
+    bundle_dir, make_recipe, tmp_path
+):
     newer = make_recipe(score_scale=2.0).write(tmp_path / "newer")
     policy, file = channel_policy(tmp_path / "trust.toml"), tmp_path / "stable.json"
     assert case_of(bundle_dir, policy) == "channel-missing"
@@ -251,7 +242,7 @@ def test_a_channel_goes_forward_back_by_a_higher_version_and_never_down(
     runs(bundle_dir, policy)  # back, by a higher version
 
 
-def channel_policy(path: Path, keys: str = '["a"]', more: str = "") -> Path:
+def channel_policy(path, keys='["a"]', more=""):
     path.parent.mkdir(exist_ok=True)
     stable = path.parents[1] if path.parent.name == "moved" else path.parent
     return write_policy(
@@ -265,9 +256,7 @@ def channel_policy(path: Path, keys: str = '["a"]', more: str = "") -> Path:
 @pytest.mark.parametrize(
     ("place", "keys"), [("moved/c10.toml", '["a"]'), ("trust.toml", '["b", "a"]')]
 )
-def test_a_policy_that_is_renamed_moved_or_edited_goes_not_back(
-    bundle_dir: Path, tmp_path: Path, place: str, keys: str
-) -> None:
+def test_a_policy_that_is_renamed_moved_or_edited_goes_not_back(bundle_dir, tmp_path, place, keys):
     file, public = tmp_path / "stable.json", public_of("b", tmp_path)
     policy = channel_policy(tmp_path / "trust.toml")
     other = channel_policy(tmp_path / place, keys)
@@ -292,11 +281,11 @@ def test_a_policy_that_is_renamed_moved_or_edited_goes_not_back(
         runs(bundle_dir, other)
 
 
-def test_a_stolen_key_rotates_nothing_under_a_renamed_one(bundle_dir: Path, tmp_path: Path) -> None:
+def test_a_stolen_key_rotates_nothing_under_a_renamed_one(bundle_dir, tmp_path):
     """The thief of the first key signs other keys of the version that the machine has accepted."""
     file = tmp_path / "stable.json"
 
-    def rotated(to: str) -> None:
+    def rotated(to):
         rotate_keys(file, "stable", [public_of(to, tmp_path)], 1, [signer("a"), signer(to)], 1)
 
     released(file, bundle_dir)
@@ -310,7 +299,7 @@ def test_a_stolen_key_rotates_nothing_under_a_renamed_one(bundle_dir: Path, tmp_
     assert case_of(bundle_dir, channel_policy(tmp_path / "c10.toml")) == "channel-two-keys"
 
 
-def test_a_vendor_of_the_same_name_does_not_block(bundle_dir: Path, tmp_path: Path) -> None:
+def test_a_vendor_of_the_same_name_does_not_block(bundle_dir, tmp_path):
     file = tmp_path / "stable.json"
     for _ in range(3):
         released(file, bundle_dir, "b")
@@ -323,13 +312,13 @@ def test_a_vendor_of_the_same_name_does_not_block(bundle_dir: Path, tmp_path: Pa
     runs(bundle_dir, channel_policy(tmp_path / "ours.toml"))
 
 
-def public_of(name: str, directory: Path) -> Path:
+def public_of(name, directory):
     path = directory / f"{name}.public"
     path.write_text(signer(name).public.pem)
     return path
 
 
-def test_edited_policies_count_and_damage_has_a_hint(bundle_dir: Path, tmp_path: Path) -> None:
+def test_edited_policies_count_and_damage_has_a_hint(bundle_dir, tmp_path):
     policy = channel_policy(tmp_path / "trust.toml")
     released(tmp_path / "stable.json", bundle_dir)
     for keys, more in (('["a", "b"]', "threshold = 2"), ('["b"]', "")):
@@ -351,13 +340,11 @@ def test_edited_policies_count_and_damage_has_a_hint(bundle_dir: Path, tmp_path:
 # --- the command line -------------------------------------------------------------------------------------
 
 
-def test_the_command_line_ends_with_status_5(
-    bundle_dir: Path, policy: Path, tmp_path: Path, ran: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_line_ends_with_status_5(bundle_dir, policy, tmp_path, ran, monkeypatch):
     np.save(tmp_path / "x.npy", X)
     call = ("call", bundle_dir, "score", "--arg", f"x={tmp_path / 'x.npy'}", "-o", tmp_path / "out")
 
-    def called(trust: object, *options: object, status: int = 0) -> str:
+    def called(trust, *options, status=0):
         with monkeypatch.context() as patch:
             patch.setenv("PREJIT_TRUST", str(trust))  # --trust adds to it
             return str(ran(*call, *options, status=status).err)
@@ -375,9 +362,7 @@ def test_the_command_line_ends_with_status_5(
     assert "lets it run, signed by a" in ran("verify", bundle_dir, "--trust", policy).out
 
 
-def test_verify_asks_every_policy_that_applies(
-    bundle_dir: Path, policy: Path, tmp_path: Path, ran: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_asks_every_policy_that_applies(bundle_dir, policy, tmp_path, ran, monkeypatch):
     digest = sign(bundle_dir, signer("a")).digest
     other = write_policy(tmp_path / "other.toml", KEYS, rule())
     monkeypatch.setenv("PREJIT_TRUST", str(other))

@@ -1,14 +1,11 @@
 """Where a policy says so, code that crashes ends a child process and never this one."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -58,18 +55,17 @@ __attribute__((constructor)) static void Begin() {
 
 
 @pytest.fixture
-def policy(tmp_path: Path) -> Path:
+def policy(tmp_path):
     return write_policy(tmp_path / "trust.toml", RULE + 'first_load = "child"')
 
 
 @pytest.fixture
-def sound(kernel_recipe: Any, tmp_path: Path) -> Path:
-    path: Path = kernel_recipe.write(tmp_path / "sound")
-    return path
+def sound(kernel_recipe, tmp_path):
+    return kernel_recipe.write(tmp_path / "sound")
 
 
 @pytest.fixture(scope="session")
-def crashing_kernels(build_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def crashing_kernels(build_cache, tmp_path_factory):
     """A library that does what `TEST_FIRST_LOAD` says as soon as it is loaded."""
     directory = tmp_path_factory.mktemp("sources") / "kernels"
     shutil.copytree(TOY_KERNELS, directory)
@@ -79,46 +75,41 @@ def crashing_kernels(build_cache: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture
-def crashing(kernel_recipe: Any, crashing_kernels: bytes, tmp_path: Path) -> Path:
-    path: Path = with_library(kernel_recipe, crashing_kernels).write(tmp_path / "crashing")
-    return path
+def crashing(kernel_recipe, crashing_kernels, tmp_path):
+    return with_library(kernel_recipe, crashing_kernels).write(tmp_path / "crashing")
 
 
 @pytest.fixture
-def one_try(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_try(monkeypatch):
     """One crash is proof enough, which takes half of the processes."""
     monkeypatch.setattr(first_load, "_TRIES", 1)
 
 
-def refused(bundle: Path, policy: Path) -> UntrustedError:
+def refused(bundle, policy):
     with pytest.raises(UntrustedError) as raised:
         load(bundle, trust=policy)
     assert (raised.value.case, raised.value.exit_code) == ("first-load", 5)
     return raised.value
 
 
-def runs(bundle: Path, policy: Path | None) -> None:
+def runs(bundle, policy):
     with load(bundle, trust=policy) as loaded:
         assert loaded.matched
         np.testing.assert_array_equal(loaded.call("scale", x=X), X * np.float32(2.5))
 
 
 @pytest.fixture
-def no_more_processes(monkeypatch: pytest.MonkeyPatch) -> Any:
+def no_more_processes(monkeypatch):
 
-    def forbid() -> None:
+    def forbid():
         monkeypatch.setattr(first_load, "CHILD_MODULE", "prejit.no_such_module")
 
     return forbid
 
 
 def test_a_library_that_crashes_ends_the_child_process_and_is_not_tried_again(
-    crashing: Path,
-    policy: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    no_more_processes: Any,
-    one_try: None,
-) -> None:
+    crashing, policy, monkeypatch, no_more_processes, one_try
+):
     for how, ending in (("abort", "SIGABRT"), ("write", "SIGSEGV")):
         monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(policy.parent / how))
         monkeypatch.setenv("TEST_FIRST_LOAD", how)
@@ -129,13 +120,8 @@ def test_a_library_that_crashes_ends_the_child_process_and_is_not_tried_again(
 
 
 def test_a_crash_is_forgotten_by_the_command_that_its_hint_names(
-    crashing: Path,
-    policy: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    runtime_cache: Path,
-    capsys: pytest.CaptureFixture[str],
-    one_try: None,
-) -> None:
+    crashing, policy, monkeypatch, runtime_cache, capsys, one_try
+):
     monkeypatch.setenv("TEST_FIRST_LOAD", "abort")
     hint = str(refused(crashing, policy).hint)
     [kept] = (runtime_cache / "first-loads" / "v1").iterdir()
@@ -153,8 +139,8 @@ def test_a_crash_is_forgotten_by_the_command_that_its_hint_names(
 
 
 def test_a_process_that_is_ended_from_outside_is_nothing_against_the_bundle(
-    crashing: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, runtime_cache: Path
-) -> None:
+    crashing, policy, monkeypatch, runtime_cache
+):
     monkeypatch.setenv("TEST_FIRST_LOAD", f"SIG{signal.SIGKILL:d}")
     assert "ended by SIGKILL from outside" in str(refused(crashing, policy))
     assert not (runtime_cache / "first-loads").exists()
@@ -162,7 +148,7 @@ def test_a_process_that_is_ended_from_outside_is_nothing_against_the_bundle(
     runs(crashing, policy)
 
 
-def test_a_crash_is_no_proof(crashing: Path, policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_is_no_proof(crashing, policy, monkeypatch):
     processes = policy.with_name("processes")
     monkeypatch.setenv("TEST_FIRST_LOADS", str(processes))
     monkeypatch.setenv("TEST_FIRST_LOAD", "write")
@@ -172,8 +158,8 @@ def test_a_crash_is_no_proof(crashing: Path, policy: Path, monkeypatch: pytest.M
 
 
 def test_a_library_that_hangs_or_ends_the_process_quietly_is_refused(
-    crashing: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, one_try: None
-) -> None:
+    crashing, policy, monkeypatch, one_try
+):
     monkeypatch.setenv("TEST_FIRST_LOAD", "exit")
     assert "ended the process with status 0" in str(refused(crashing, policy))
     monkeypatch.setenv("TEST_FIRST_LOAD", "hang")
@@ -184,8 +170,8 @@ def test_a_library_that_hangs_or_ends_the_process_quietly_is_refused(
 
 
 def test_a_damaged_memory_of_the_first_load_is_not_believed(
-    sound: Path, policy: Path, runtime_cache: Path, no_more_processes: Any
-) -> None:
+    sound, policy, runtime_cache, no_more_processes
+):
     policy = policy.rename(policy.with_name("a:b.toml"))  # also this name reaches the child
     runs(sound, policy)
     [kept] = (runtime_cache / "first-loads" / "v1").iterdir()
@@ -203,8 +189,8 @@ def test_a_damaged_memory_of_the_first_load_is_not_believed(
 
 
 def test_a_damaged_bundle_and_one_that_xla_does_not_load_keep_their_errors(
-    kernel_recipe: Any, sound: Path, policy: Path, runtime_cache: Path, tmp_path: Path
-) -> None:
+    kernel_recipe, sound, policy, runtime_cache, tmp_path
+):
     content = kernel_recipe.content(KERNELS_MEDIA_TYPE)
     unbound = kernel_recipe.with_content(KERNELS_MEDIA_TYPE, content + b"\0").configured(
         lambda config: replace(
@@ -223,9 +209,7 @@ def test_a_damaged_bundle_and_one_that_xla_does_not_load_keep_their_errors(
     assert not (runtime_cache / "first-loads").exists()  # neither is for ever
 
 
-def test_without_the_rule_no_process_is_started(
-    sound: Path, tmp_path: Path, no_more_processes: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_rule_no_process_is_started(sound, tmp_path, no_more_processes, monkeypatch):
     no_more_processes()
     runs(sound, None)
     runs(sound, write_policy(tmp_path / "plain.toml", RULE))
@@ -237,9 +221,7 @@ def test_without_the_rule_no_process_is_started(
     assert said.split(": ", 1)[1].startswith(f"{child} wants")
 
 
-def test_a_recorded_bundle_is_refused_where_its_first_load_would_not_be_tried(
-    policy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recorded_bundle_is_refused_where_its_first_load_would_not_be_tried(policy, monkeypatch):
     monkeypatch.setenv("PREJIT_TRUST", str(policy))
     with pytest.raises(UntrustedError, match="recorded bundle are loaded by jax"):
         open_recorded(GOLDEN / "recorded")

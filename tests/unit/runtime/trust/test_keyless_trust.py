@@ -1,13 +1,9 @@
 """Keyless signatures: what a policy with identities lets run, offline, and every way to be refused."""
 
-from __future__ import annotations
-
 import functools
 import json
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,8 +13,8 @@ from tests.fake_sigstore import IDENTITY, ISSUER, FakeSigstore, b64
 from tests.signers import key_table, signer
 
 from prejit.runtime.errors import PolicyError
-from prejit.runtime.trust.decision import Decision, TrustTarget, decide
-from prejit.runtime.trust.policy import Policy, parse_policy, read_policy
+from prejit.runtime.trust.decision import TrustTarget, decide
+from prejit.runtime.trust.policy import parse_policy, read_policy
 from prejit.runtime.trust.signed_statements import (
     PROVENANCE_PREDICATE,
     SignedSubject,
@@ -37,7 +33,7 @@ SIGSTORE = FakeSigstore()
 OTHER = FakeSigstore()
 
 
-def identity(name: str = "ci", who: str = IDENTITY, issuer: str = ISSUER, more: str = "") -> str:
+def identity(name="ci", who=IDENTITY, issuer=ISSUER, more=""):
     return (
         f'[identities.{name}]\nidentity = "{who}"\nissuer = "{issuer}"\n'
         f'trusted_root = "root.json"\n{more}\n'
@@ -47,28 +43,30 @@ def identity(name: str = "ci", who: str = IDENTITY, issuer: str = ISSUER, more: 
 RULE = '[[rules]]\nnames = ["demo"]\nidentities = ["ci"]\n'
 
 
-def policy(text: str = identity() + RULE, root: object = None) -> Policy:
+def policy(text=None, root=None):
     found = SIGSTORE.trusted_root() if root is None else root
     content = found if isinstance(found, bytes) else json.dumps(found).encode()
-    return parse_policy(text.encode(), "trust.toml", lambda *file: content, Path())
+    return parse_policy(
+        (text or identity() + RULE).encode(), "trust.toml", lambda *file: content, Path()
+    )
 
 
-def decided(*signed: Any, by: Policy | None = None, now: float | None = None) -> Decision:
+def decided(*signed, by=None, now=None):
     target = TrustTarget("demo", INDEX, MANIFEST)
     attached = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in signed]
     return decide(by or policy(), target, attached, None, SIGSTORE.now if now is None else now)
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+def offline(monkeypatch):
+    def refuse(*_):
         raise AssertionError("the network is asked")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
 @pytest.mark.parametrize("subject", [INDEX, MANIFEST])
-def test_a_signature_of_the_bundle_or_the_target_lets_it_run(subject: str) -> None:
+def test_a_signature_of_the_bundle_or_the_target_lets_it_run(subject):
     """Also long after the certificate has expired."""
     signed = SIGSTORE.sign(STATEMENTS[subject])
     for now in (None, SIGSTORE.now + 1e8):
@@ -76,7 +74,7 @@ def test_a_signature_of_the_bundle_or_the_target_lets_it_run(subject: str) -> No
         assert (decision.refusal, decision.signers) == (None, ("ci",))
 
 
-def test_a_key_and_an_identity_are_two_signers_and_one_identity_is_one() -> None:
+def test_a_key_and_an_identity_are_two_signers_and_one_identity_is_one():
     by = policy(key_table("a") + identity() + RULE + 'keys = ["a"]\nthreshold = 2\n')
     keyless, again = (SIGSTORE.sign(STATEMENTS[INDEX]) for _ in range(2))
     keyed = encode_bundle(signer("a").envelope(STATEMENTS[INDEX]))
@@ -87,31 +85,31 @@ def test_a_key_and_an_identity_are_two_signers_and_one_identity_is_one() -> None
         assert "of the keys a and the identities ci" in refusal.text
 
 
-def material(signed: Any) -> Any:
+def material(signed):
     return signed["verificationMaterial"]
 
 
-def entry(signed: Any) -> Any:
+def entry(signed):
     return material(signed)["tlogEntries"][0]
 
 
-def made(**options: Any) -> Any:
+def made(**options):
     return SIGSTORE.sign(STATEMENTS[INDEX], **options)
 
 
-def swapped(key: str, payload: bytes = STATEMENTS[INDEX]) -> Any:
+def swapped(key, payload=STATEMENTS[INDEX]):
     signed, another = made(), SIGSTORE.sign(payload)
     material(signed)[key] = material(another)[key]
     return signed
 
 
-def edited(change: Callable[[Any], object]) -> Any:
+def edited(change):
     signed = made()
     change(signed)
     return signed
 
 
-def other_checkpoint(signed: Any) -> None:
+def other_checkpoint(signed):
     proof = entry(signed)["inclusionProof"]
     proof["checkpoint"]["envelope"] = proof["checkpoint"]["envelope"].replace("\n2\n", "\n3\n")
 
@@ -120,7 +118,7 @@ OTHER_SUBJECT = encode_statement(
     signature_statements("sha256:" + "3" * 64, [])["sha256:" + "3" * 64]
 )
 PROVENANCE = encode_statement(Statement(PROVENANCE_PREDICATE, (SignedSubject(INDEX),)))
-MADE: dict[str, tuple[str, Callable[[], Any]]] = {
+MADE = {
     "another identity": ("unknown-identity", lambda: made(identity="https://ci.example/evil")),
     "an identity that begins alike": ("unknown-identity", lambda: made(identity=IDENTITY + "x")),
     "another issuer": ("unknown-identity", lambda: made(issuer="https://evil.example")),
@@ -135,7 +133,7 @@ MADE: dict[str, tuple[str, Callable[[], Any]]] = {
 }
 """What is made in another way: the reason that must refuse it."""
 OLDER = "application/vnd.dev.sigstore.bundle+json;version=0.1"
-EDITED: dict[str, Callable[[Any], object]] = {
+EDITED = {
     "no log entry": lambda s: material(s).pop("tlogEntries"),
     "no inclusion proof": lambda s: entry(s).pop("inclusionProof"),
     "no promise, so no time": lambda s: entry(s).pop("inclusionPromise"),
@@ -161,13 +159,13 @@ REFUSED = MADE | {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
+def test_refused(name):
     expected, make = REFUSED[name]
     refusal = decided(make()).refusal
     assert refusal.case == expected, refusal.text
 
 
-def test_revoked_bundles_late_identities_and_rules_of_keys() -> None:
+def test_revoked_bundles_late_identities_and_rules_of_keys():
     keys = key_table("a") + '[[rules]]\nnames = ["demo"]\nkeys = ["a"]\n'
     for digest, text, case in (
         (MANIFEST, identity() + RULE + f'[revoked]\ndigests = ["{INDEX}"]\n', "digest-revoked"),
@@ -177,7 +175,7 @@ def test_revoked_bundles_late_identities_and_rules_of_keys() -> None:
         assert decided(SIGSTORE.sign(STATEMENTS[digest]), by=policy(text)).refusal.case == case
 
 
-WRONG: list[tuple[str, object, str]] = [
+WRONG = [
     (identity().replace("identity =", "who ="), None, "expected only identity"),
     (identity() + identity("b"), None, "expected another one than"),
     (identity("b"), None, "expected the name of an identity"),
@@ -187,21 +185,19 @@ WRONG: list[tuple[str, object, str]] = [
 
 
 @pytest.mark.parametrize(("text", "root", "message"), WRONG)
-def test_a_wrong_policy_is_an_error(text: str, root: object, message: str) -> None:
+def test_a_wrong_policy_is_an_error(text, root, message):
     with pytest.raises(PolicyError, match=message):
         policy(text + RULE, root)
 
 
 @pytest.mark.parametrize("key", ["tlogs", "certificateAuthorities"])
-def test_a_root_without_a_log_or_a_ca_lets_nothing_run(key: str) -> None:
+def test_a_root_without_a_log_or_a_ca_lets_nothing_run(key):
     root = {**SIGSTORE.trusted_root(), key: []}
     with pytest.raises(PolicyError, match="trusted_root: expected sigstore's"):
         decided(SIGSTORE.sign(STATEMENTS[INDEX]), by=policy(root=root))
 
 
-def test_without_the_package_a_policy_with_identities_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_the_package_a_policy_with_identities_is_an_error(monkeypatch, tmp_path):
     (tmp_path / "trust.toml").write_text(identity() + RULE)
     (tmp_path / "root.json").write_text(json.dumps(SIGSTORE.trusted_root()))
     assert read_policy(tmp_path / "trust.toml").rules

@@ -1,10 +1,7 @@
 """A policy that is wrong is an error that names file, key and fix; it is never one that allows more."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,17 +12,17 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from tests.signers import key_table, signer, write_policy
 
 from prejit.runtime.errors import PolicyError
-from prejit.runtime.trust.policy import Policy, read_policy
+from prejit.runtime.trust.policy import read_policy
 
 RULE = '[[rules]]\nnames = ["demo"]\nkeys = ["a"]\n'
 KEY = key_table("a")
 
 
-def read(tmp_path: Path, *texts: str) -> Policy:
+def read(tmp_path, *texts):
     return read_policy(write_policy(tmp_path / "trust.toml", *texts))
 
 
-def test_a_whole_policy_is_read(tmp_path: Path) -> None:
+def test_a_whole_policy_is_read(tmp_path):
     (tmp_path / "keys").mkdir()
     (tmp_path / "keys" / "b.pem").write_text(signer("b").public.pem)
     policy = read(
@@ -49,7 +46,7 @@ def test_a_whole_policy_is_read(tmp_path: Path) -> None:
     assert policy.revoked_digests == {f"sha256:{'0' * 64}"}
 
 
-def pem(key: Any) -> str:
+def pem(key):
     encoding, form = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
     text = key.public_key().public_bytes(encoding, form).decode()
     return f'[keys.a]\npem = """{text}"""\n'
@@ -88,9 +85,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_a_wrong_policy_is_an_error_that_names_its_file(
-    text: str, message: str, tmp_path: Path
-) -> None:
+def test_a_wrong_policy_is_an_error_that_names_its_file(text, message, tmp_path):
     with pytest.raises(PolicyError, match=message) as raised:
         read(tmp_path, text)
     assert str(raised.value).startswith(str(tmp_path / "trust.toml"))
@@ -100,13 +95,13 @@ def test_a_wrong_policy_is_an_error_that_names_its_file(
 
 
 @pytest.mark.parametrize("make", [lambda path: None, Path.mkdir])
-def test_a_policy_that_cannot_be_read_is_an_error(tmp_path: Path, make: object) -> None:
-    make(tmp_path / "trust.toml")  # type: ignore[operator]
+def test_a_policy_that_cannot_be_read_is_an_error(tmp_path, make):
+    make(tmp_path / "trust.toml")
     with pytest.raises(PolicyError, match="cannot read"):
         read_policy(tmp_path / "trust.toml")
 
 
-def test_no_policy_without_cryptography(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_policy_without_cryptography(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)
     with pytest.raises(PolicyError, match="expected the package cryptography") as raised:
         read(tmp_path, KEY, RULE)

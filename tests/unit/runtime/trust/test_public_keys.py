@@ -1,9 +1,6 @@
 """Public keys are read as `cryptography` reads them, whichever way is taken."""
 
-from __future__ import annotations
-
 import hashlib
-from typing import Any
 
 import pytest
 
@@ -22,7 +19,7 @@ FORM = serialization.PublicFormat.SubjectPublicKeyInfo
 
 
 @pytest.mark.parametrize("curve", CURVES)
-def test_the_quick_way_gives_what_cryptography_gives(curve: str) -> None:
+def test_the_quick_way_gives_what_cryptography_gives(curve):
     private = signer(f"k-{curve}", curve).private
     public = private.public_key()
     pem = public.public_bytes(serialization.Encoding.PEM, FORM)
@@ -34,7 +31,7 @@ def test_the_quick_way_gives_what_cryptography_gives(curve: str) -> None:
         assert found.id == hashlib.sha256(der).hexdigest()
 
 
-def test_a_point_that_is_not_on_the_curve_is_refused() -> None:
+def test_a_point_that_is_not_on_the_curve_is_refused():
     lines = signer("k").public.pem.splitlines()
     lines[2] = "A" * len(lines[2])
     with pytest.raises(PolicyError, match="here: expected a public key in PEM"):
@@ -47,6 +44,6 @@ def test_a_point_that_is_not_on_the_curve_is_refused() -> None:
         lambda raw: b"-----BEGIN PUBLIC KEY-----\n" + raw + b"\n-----END PUBLIC KEY-----"
     )
 )
-def test_any_bytes_are_refused(content: Any) -> None:
+def test_any_bytes_are_refused(content):
     with pytest.raises(PolicyError):
         read_key(content, "here")

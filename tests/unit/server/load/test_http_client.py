@@ -1,19 +1,16 @@
 """A client that waits without end, or asks at another place than it was given, hides what a server does."""
 
-from __future__ import annotations
-
 import asyncio
-from pathlib import Path
 
-from prejit.server.load.http_client import Exchange, HttpClient
+from prejit.server.load.http_client import HttpClient
 from prejit.server.load.workload import LoadRequest
 
 
-def test_a_unix_socket_is_asked_and_an_answer_has_a_time_limit(tmp_path: Path) -> None:
+def test_a_unix_socket_is_asked_and_an_answer_has_a_time_limit(tmp_path):
     path = tmp_path / "admin"
-    heads: list[bytes] = []
+    heads = []
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(reader, writer):
         while head := await reader.readline():
             await reader.readuntil(b"\r\n\r\n")
             heads.append(head)
@@ -21,7 +18,7 @@ def test_a_unix_socket_is_asked_and_an_answer_has_a_time_limit(tmp_path: Path) -
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
         writer.close()
 
-    async def asked() -> tuple[Exchange, Exchange]:
+    async def asked():
         client = HttpClient(f"unix:{path}")
         quick, slow = (LoadRequest(f"/{name}", b"", {}, False) for name in ("quick", "slow"))
         async with await asyncio.start_unix_server(answer, path):

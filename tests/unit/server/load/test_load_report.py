@@ -1,7 +1,5 @@
 """Percentiles of all samples, failures that count, and a page that needs nothing beside itself."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -16,15 +14,15 @@ from prejit.server.load.load_window import LoadAnswer
 LIMITS = LoadLimits(first_token_ms=100)
 
 
-def answer(at: float, first: float = 0.05, lag: float = 0.0) -> LoadAnswer:
+def answer(at, first=0.05, lag=0.0):
     return LoadAnswer(at, lag, first, first + 0.2, (0.1, 0.1), 0.1, 8, 3)
 
 
-def failed(at: float, reason: str = "status 429") -> LoadAnswer:
+def failed(at, reason="status 429"):
     return LoadAnswer(at, 0.0, math.inf, math.inf, failed=reason)
 
 
-def test_percentiles_are_of_all_windows_together() -> None:
+def test_percentiles_are_of_all_windows_together():
     fast, slow = ([answer(at / 10, first) for at in range(1, 11)] for first in (0.05, 0.15))
     found = measures(10, [fast, fast, fast, slow], LIMITS)
     assert found.ttft_ms == {"p50": 50, "p95": 150, "p99": 150, "max": 150}
@@ -36,7 +34,7 @@ def test_percentiles_are_of_all_windows_together() -> None:
     assert found.tokens_rate == pytest.approx(120 / 5.1)
 
 
-def test_a_failure_is_no_sample_and_not_good() -> None:
+def test_a_failure_is_no_sample_and_not_good():
     found = measures(10, [[answer(0.1), failed(0.2), failed(0.3), failed(0.4, "x")]], LIMITS)
     assert (found.failed, found.failures) == (3, {"status 429": 2, "x": 1})
     assert found.good_share == 0.25
@@ -46,7 +44,7 @@ def test_a_failure_is_no_sample_and_not_good() -> None:
     assert (nothing.e2e_ms, nothing.answered_rate, nothing.new_tokens) == (None, 0.0, 0.0)
 
 
-def report(server: str = "demo") -> LoadReport:
+def report(server="demo"):
     windows = {
         5.0: [answer(float(at), lag=0.02) for at in np.arange(1, 21) / 5],
         20.0: [answer(at, 0.4) for at in np.arange(1, 21) / 20] + [failed(1.0, EVIL)],
@@ -57,7 +55,7 @@ def report(server: str = "demo") -> LoadReport:
     )
 
 
-def test_the_text_has_the_answers_and_what_to_know_before_using_them() -> None:
+def test_the_text_has_the_answers_and_what_to_know_before_using_them():
     text = as_text(report())
     assert "knee: the server keeps up with 10 requests a second, not 10.2\n" in text
     assert "95% of the requests" not in text
@@ -67,7 +65,7 @@ def test_the_text_has_the_answers_and_what_to_know_before_using_them() -> None:
     assert "Infinity" not in json.dumps(report().to_json())
 
 
-def test_the_page_needs_nothing_and_escapes_names() -> None:
+def test_the_page_needs_nothing_and_escapes_names():
     page = alone(as_page(report(EVIL)))
     page.check_harmless(2)
     lines = [attributes["points"] for tag, attributes in page.found if tag == "polyline"]

@@ -1,10 +1,7 @@
 """The search against computed queues: their capacity is known, and an exhaustive search costs little."""
 
-from __future__ import annotations
-
 import heapq
 import math
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -25,13 +22,11 @@ SERVICE = 0.02
 WORKERS = 2
 CAPACITY = WORKERS / SERVICE
 
-Measure = Callable[[float, int], Sequence[LoadAnswer]]
 
-
-def queue(spread: float, seconds: float = SECONDS) -> Measure:
+def queue(spread, seconds=SECONDS):
     """A queue with Poisson arrivals, whose service times are lognormal with this spread."""
 
-    def measure(rate: float, number: int) -> list[LoadAnswer]:
+    def measure(rate, number):
         count = max(2, round(rate * seconds))
         pair, order = number // 2, -1 if number % 2 else 1
         gaps = np.random.default_rng([pair, 0]).gamma(1.0, size=count)
@@ -49,7 +44,7 @@ def queue(spread: float, seconds: float = SECONDS) -> Measure:
 
 
 @pytest.mark.parametrize(("spread", "start"), [(0.0, 1.0), (0.0, 400.0), (0.5, 10.0)])
-def test_the_knee_is_where_the_queue_cannot_keep_up(spread: float, start: float) -> None:
+def test_the_knee_is_where_the_queue_cannot_keep_up(spread, start):
     search = LoadSearch(queue(spread), LoadLimits())
     found = search.knee(start)
     assert found.rate == pytest.approx(CAPACITY, rel=0.05)
@@ -57,7 +52,7 @@ def test_the_knee_is_where_the_queue_cannot_keep_up(spread: float, start: float)
     assert sum(map(len, search.windows.values())) < 50
 
 
-def test_the_highest_rate_within_limits_is_that_of_an_exhaustive_search() -> None:
+def test_the_highest_rate_within_limits_is_that_of_an_exhaustive_search():
     limits = LoadLimits(whole_ms=80)
     long = queue(0.5, 60)
     grid = [rate for rate in np.arange(0.7, 1.05, 0.02) * CAPACITY]
@@ -71,19 +66,19 @@ def test_the_highest_rate_within_limits_is_that_of_an_exhaustive_search() -> Non
     assert found.rate == pytest.approx(exhaustive, rel=0.05)
 
 
-def test_limits_that_no_rate_keeps_are_said() -> None:
+def test_limits_that_no_rate_keeps_are_said():
     search = LoadSearch(queue(0.0, 1), LoadLimits(whole_ms=1))
     found = search.within_limits(50)
     assert found.rate == 0
     assert found.above < 1
 
 
-def test_a_search_is_repeatable() -> None:
+def test_a_search_is_repeatable():
     found = [LoadSearch(queue(0.5, 5), LoadLimits()).knee(10) for _ in range(2)]
     assert found[0] == found[1]
 
 
-def test_few_requests_prove_little() -> None:
+def test_few_requests_prove_little():
     few = [LoadAnswer(float(at), 0.0, 0.1, 0.2) for at in range(20)]
     limits = LoadLimits(whole_ms=1000)
     assert bad_share([few], limits).is_at_most(0.05) is None
@@ -92,11 +87,11 @@ def test_few_requests_prove_little() -> None:
     assert bad_share([late], limits).is_at_most(0.05) is False
 
 
-def test_requests_that_are_late_together_count_as_fewer() -> None:
+def test_requests_that_are_late_together_count_as_fewer():
     """One pause makes a tenth of the requests late: they are one event, not a tenth of the evidence."""
     limits = LoadLimits(whole_ms=1000)
 
-    def window(is_late: Callable[[int], bool]) -> list[LoadAnswer]:
+    def window(is_late):
         return [LoadAnswer(at / 10, 0.0, 0.1, 2.0 if is_late(at) else 0.1) for at in range(200)]
 
     spread_out = bad_share([window(lambda at: at % 10 == 0)], limits)
@@ -105,7 +100,7 @@ def test_requests_that_are_late_together_count_as_fewer() -> None:
     assert together.high - together.low > 1.5 * (spread_out.high - spread_out.low)
 
 
-def test_a_server_that_refuses_requests_does_not_keep_up() -> None:
+def test_a_server_that_refuses_requests_does_not_keep_up():
     refused = [
         LoadAnswer(at / 10, 0.0, 0.1, 0.1, failed="status 429" if at % 20 == 0 else "")
         for at in range(200)
@@ -124,5 +119,5 @@ def test_a_server_that_refuses_requests_does_not_keep_up() -> None:
         (LoadAnswer(0, 0, math.inf, math.inf, failed="status 500"), False),
     ],
 )
-def test_a_request_must_keep_every_limit(answer: LoadAnswer, allowed: bool) -> None:
+def test_a_request_must_keep_every_limit(answer, allowed):
     assert LoadLimits(200, 50, 1000).allow(answer) is allowed

@@ -1,23 +1,20 @@
 """Latency that leaves out what a stalled server costs would make every server look well."""
 
-from __future__ import annotations
-
 import asyncio
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 from tests.queued_server import queued_server
 
 from prejit.server.load.http_client import Exchange, HttpClient
-from prejit.server.load.load_window import LoadAnswer, measure, send_window
+from prejit.server.load.load_window import measure, send_window
 from prejit.server.load.workload import DrawnLoad, Lengths
 
 LOAD = DrawnLoad("completions", "queue", 1.0, Lengths(8, 8), Lengths(2, 2))
 
 
-def event(content: str) -> bytes:
+def event(content):
     return f"data: {content}\n\n".encode()
 
 
@@ -26,11 +23,11 @@ USAGE = event('{"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3}}'
 DONE = event("[DONE]")
 
 
-def exchange(*parts: tuple[float, bytes], status: int = 200, failed: str = "") -> Exchange:
+def exchange(*parts, status=200, failed=""):
     return Exchange(10.0, 10.001, status, list(parts), 11.0, failed)
 
 
-def test_a_stream_is_measured_from_when_it_was_due() -> None:
+def test_a_stream_is_measured_from_when_it_was_due():
     role = event('{"choices":[{"delta":{"role":"assistant","content":""}}]}')
     chat = event('{"choices":[{"delta":{"content":"b"}}]}')
     parts = (
@@ -50,12 +47,12 @@ def test_a_stream_is_measured_from_when_it_was_due() -> None:
     assert found.per_token == pytest.approx(0.2)
 
 
-def test_without_a_usage_parts_are_counted() -> None:
+def test_without_a_usage_parts_are_counted():
     found = measure(exchange((10.2, TOKEN), (10.3, TOKEN + DONE)), True, 9.0)
     assert (found.new_tokens, found.failed) == (2, "")
 
 
-def test_a_whole_answer_has_no_first_token() -> None:
+def test_a_whole_answer_has_no_first_token():
     content = b'{"choices":[{"text":"abc"}],"usage":{"prompt_tokens":7,"completion_tokens":3}}'
     found = measure(exchange((10.9, content)), False, 9.0)
     assert math.isnan(found.first)
@@ -77,16 +74,14 @@ def test_a_whole_answer_has_no_first_token() -> None:
         (exchange((10.1, b"<html>")), False, "found another"),
     ],
 )
-def test_a_failure_has_a_reason_and_no_latency(
-    found: Exchange, is_streamed: bool, reason: str
-) -> None:
+def test_a_failure_has_a_reason_and_no_latency(found, is_streamed, reason):
     answer = measure(found, is_streamed, 9.0)
     assert reason in answer.failed
     assert answer.whole == math.inf
 
 
-def window(url: str, rate: float, seconds: float) -> list[LoadAnswer]:
-    async def run() -> list[LoadAnswer]:
+def window(url, rate, seconds):
+    async def run():
         client = HttpClient(url)
         try:
             return await send_window(client, LOAD, rate, seconds, 0, 0, lambda line: None)
@@ -96,7 +91,7 @@ def window(url: str, rate: float, seconds: float) -> list[LoadAnswer]:
     return asyncio.run(run())
 
 
-def test_a_stalled_server_costs_every_request_of_its_pause() -> None:
+def test_a_stalled_server_costs_every_request_of_its_pause():
     """The pause is half of the window, so that half of the requests wait a quarter of it in the mean.
 
     A closed loop of 4 would have 4 slow ones.
@@ -110,7 +105,7 @@ def test_a_stalled_server_costs_every_request_of_its_pause() -> None:
     assert whole.max() > 0.9
 
 
-def test_a_server_that_is_not_there_is_a_reason() -> None:
+def test_a_server_that_is_not_there_is_a_reason():
     found = window("http://127.0.0.1:1", 20, 0.2)
     assert {each.failed for each in found} == {"cannot connect: Connection refused"}
 
@@ -123,9 +118,9 @@ def test_a_server_that_is_not_there_is_a_reason() -> None:
         b"",
     ],
 )
-def test_a_broken_server_is_a_reason(content: bytes) -> None:
-    async def run() -> list[LoadAnswer]:
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+def test_a_broken_server_is_a_reason(content):
+    async def run():
+        async def handle(reader, writer):
             await reader.readline()
             writer.write(content)
             writer.close()
@@ -139,13 +134,13 @@ def test_a_broken_server_is_a_reason(content: bytes) -> None:
         assert each.failed
 
 
-def test_a_connection_that_the_server_closed_meanwhile_is_replaced() -> None:
+def test_a_connection_that_the_server_closed_meanwhile_is_replaced():
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 
-    async def run() -> tuple[int, list[Any]]:
+    async def run():
         count = 0
 
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def handle(reader, writer):
             nonlocal count
             count += 1
             await reader.readuntil(b"\r\n\r\n")

@@ -1,10 +1,6 @@
 """The load is what was asked for: its rate, its bursts, its lengths, and the same for the same seed."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,17 +11,17 @@ from prejit.runtime.errors import StoreError, UsageError
 from prejit.server.load.workload import DrawnLoad, Lengths, LoggedLoad, arrival_times
 
 
-def drawn(api: str = "completions", **options: Any) -> DrawnLoad:
-    values: dict[str, Any] = {"burstiness": 1.0, "prompt": Lengths(8, 8), "new": Lengths(4, 16)}
+def drawn(api="completions", **options):
+    values = {"burstiness": 1.0, "prompt": Lengths(8, 8), "new": Lengths(4, 16)}
     return DrawnLoad(api, "demo", **{**values, **options})
 
 
-def bodies(load: DrawnLoad, count: int = 50, seed: int = 0) -> list[dict[str, Any]]:
+def bodies(load, count=50, seed=0):
     return [json.loads(each.body) for each in load.requests(count, np.random.default_rng(seed))]
 
 
 @given(st.floats(0.01, 1e4), st.integers(2, 500), st.sampled_from([0.25, 1.0, 100.0]))
-def test_the_rate_of_a_window_is_exact(rate: float, count: int, burstiness: float) -> None:
+def test_the_rate_of_a_window_is_exact(rate, count, burstiness):
     gaps = drawn(burstiness=burstiness).gaps(count, np.random.default_rng(count))
     times = arrival_times(gaps, rate)
     assert times[-1] == pytest.approx(count / rate)
@@ -33,20 +29,20 @@ def test_the_rate_of_a_window_is_exact(rate: float, count: int, burstiness: floa
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
-def test_the_variation_of_gaps_is_that_of_the_gamma_distribution(burstiness: float) -> None:
+def test_the_variation_of_gaps_is_that_of_the_gamma_distribution(burstiness):
     gaps = drawn(burstiness=burstiness).gaps(20_000, np.random.default_rng(1))
     assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
 
 
 @given(st.integers(1, 1000), st.integers(0, 1000))
-def test_lengths_are_within_their_bounds(least: int, more: int) -> None:
+def test_lengths_are_within_their_bounds(least, more):
     lengths = Lengths(least, least + more)
     generator = np.random.default_rng(more)
     found = [lengths.draw(generator) for _ in range(50)]
     assert least <= min(found) <= max(found) <= least + more
 
 
-def test_the_same_seed_gives_the_same_requests_and_another_one_others() -> None:
+def test_the_same_seed_gives_the_same_requests_and_another_one_others():
     load = drawn(prompt=Lengths(4, 64))
     assert bodies(load) == bodies(load)
     assert bodies(load, seed=1) != bodies(load)
@@ -54,7 +50,7 @@ def test_the_same_seed_gives_the_same_requests_and_another_one_others() -> None:
     assert longer[:50] == bodies(load)  # a higher rate sends the same ones, and more
 
 
-def test_a_share_of_the_prompts_begins_alike_and_no_two_are_equal() -> None:
+def test_a_share_of_the_prompts_begins_alike_and_no_two_are_equal():
     load = drawn(prefix_tokens=20, prefix_share=0.7, words_per_token=2.0)
     prompts = [each["prompt"] for each in bodies(load, 300)]
     assert len(set(prompts)) == 300
@@ -64,7 +60,7 @@ def test_a_share_of_the_prompts_begins_alike_and_no_two_are_equal() -> None:
     assert {len(each.split()) for each in prompts} == {16, 56}
 
 
-def test_each_api_has_its_body() -> None:
+def test_each_api_has_its_body():
     [chat] = bodies(drawn("chat", prefix_tokens=3), 1)
     assert [each["role"] for each in chat["messages"]] == ["system", "user"]
     assert chat["stream"] is True
@@ -89,7 +85,7 @@ def test_each_api_has_its_body() -> None:
     assert {type(each) for each in ids["data"]} == {int}
 
 
-def line(time: float, body: str, **changed: Any) -> dict[str, Any]:
+def line(time, body, **changed):
     return {
         "event": "request",
         "time": time + 2.0,  # when it ended
@@ -104,7 +100,7 @@ def line(time: float, body: str, **changed: Any) -> dict[str, Any]:
     }
 
 
-def test_a_log_gives_its_requests_in_its_own_pattern(tmp_path: Path) -> None:
+def test_a_log_gives_its_requests_in_its_own_pattern(tmp_path):
     log = tmp_path / "log.jsonl"
     lines = [
         {"event": "start", "models": []},
@@ -133,7 +129,7 @@ def test_a_log_gives_its_requests_in_its_own_pattern(tmp_path: Path) -> None:
     assert np.diff(faster).tolist() == pytest.approx([0.5, 1.0])
 
 
-def test_a_log_without_requests_is_said(tmp_path: Path) -> None:
+def test_a_log_without_requests_is_said(tmp_path):
     log = tmp_path / "log.jsonl"
     with pytest.raises(StoreError, match="cannot read the log"):
         LoggedLoad(str(log))

@@ -1,14 +1,10 @@
 """A canary that takes a bad release, or shows it to everybody, is worse than none."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time
 from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import numpy as np
@@ -21,7 +17,7 @@ from prejit.runtime.errors import AnswerError, ClosedError, UsageError
 from prejit.runtime.format.release_limits import ReleaseLimits
 from prejit.server.gate.server_settings import Settings
 from prejit.server.releases import canary_runs
-from prejit.server.releases.canary_runs import Canaries, CanaryState, share_of
+from prejit.server.releases.canary_runs import Canaries, share_of
 from prejit.server.releases.release_contents import ReleaseCheck
 from prejit.server.releases.request_player import PlayedRequest
 from prejit.server.served.served import CanaryShare, Models, Served, asking
@@ -30,13 +26,11 @@ from prejit.server.telemetry.requestlog import Entry, RecordedCall
 TOKENS = [1, 2, 3]
 
 
-def served(
-    digest: str, tokens: list[int] | None = None, seconds: tuple[float, ...] = (0.001,)
-) -> Served:
+def served(digest, tokens=None, seconds=(0.001,)):
     """A bundle that gives these tokens, or fails where there are none, and takes these times in turn."""
-    bundle: Any = SimpleNamespace(digest=digest, tokens=TOKENS if tokens is None else tokens)
+    bundle = SimpleNamespace(digest=digest, tokens=TOKENS if tokens is None else tokens)
     bundle.seconds = itertools.cycle(seconds)
-    engine: Any = SimpleNamespace(
+    engine = SimpleNamespace(
         close=lambda: None,
         drain=lambda seconds: True,
         undrain=lambda: None,
@@ -48,15 +42,15 @@ def served(
 class StandInPlayer:
     """Plays requests to such bundles."""
 
-    def __init__(self, app_of: Any, models: Models) -> None:
+    def __init__(self, app_of, models):
         [self._served] = models
 
-    async def play(self, line: Any) -> PlayedRequest:
-        bundle: Any = self._served.bundle
+    async def play(self, line):
+        bundle = self._served.bundle
         return PlayedRequest(entry(bundle.tokens), next(bundle.seconds), 0.0, b"")
 
 
-def entry(tokens: list[int] = TOKENS, number: str = "1") -> Entry:
+def entry(tokens=TOKENS, number="1"):
     found = Entry(number, "POST", "/v1/completions", {}, 0.0, status=200 if tokens else 500)
     found.calls.append(RecordedCall("generate", "m", token_ids=tokens, finish_reason="length"))
     return found
@@ -65,30 +59,28 @@ def entry(tokens: list[int] = TOKENS, number: str = "1") -> Entry:
 class StandInSwaps:
     """Loads one bundle, or fails."""
 
-    def __init__(self, models: Models, found: Served | Exception) -> None:
+    def __init__(self, models, found):
         self._models, self._found, self.dropped = models, found, list[str]()
 
-    def load(self, name: str, path: str) -> Served:
+    def load(self, name, path):
         if isinstance(self._found, Exception):
             raise self._found
         return self._found
 
-    def take(self, after: Served, tried_beside: Served) -> None:
+    def take(self, after, tried_beside):
         before = self._models.put(after.name, after)
         assert before is not None
         self.drop(before)
 
-    def drop(self, before: Served) -> None:
+    def drop(self, before):
         self.dropped.append(before.bundle.digest)
 
 
 class Begun:
     """A canary that has begun, on a model that gives TOKENS."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, new: Served | Exception, *checks: ReleaseCheck
-    ) -> None:
-        self.said: list[str] = []
+    def __init__(self, monkeypatch, new, *checks):
+        self.said = []
         monkeypatch.setattr(canary_runs, "say", self.said.append)
         monkeypatch.setattr(canary_runs, "RequestPlayer", StandInPlayer)
         monkeypatch.setattr(canary_runs, "_one_slot", contextlib.nullcontext)
@@ -100,17 +92,17 @@ class Begun:
         self.old = served("old")
         self.models = Models(self.old)
         self.swaps = StandInSwaps(self.models, new)
-        self.canaries = Canaries(self.models, self.swaps, lambda *_: None, None)  # type: ignore[arg-type]
+        self.canaries = Canaries(self.models, self.swaps, lambda *_: None, None)
         self.canaries.start("m", "new", 0.5)
 
-    def line(self) -> dict[str, Any]:
+    def line(self):
         return {"id": "own", "path": "/v1/completions", "calls": []}
 
-    def wait_for_stage(self, *stages: str) -> CanaryState:
+    def wait_for_stage(self, *stages):
         wait_for(lambda: self.canaries.states()[0].stage in stages)
         return self.canaries.states()[0]
 
-    def requests(self, count: int) -> int:
+    def requests(self, count):
         """Let clients send requests until both bundles have answered so many; return how many they sent."""
         log = self.canaries
         for number in range(10 * count):
@@ -122,11 +114,11 @@ class Begun:
             time.sleep(0.002)
         return 10 * count
 
-    def finish(self) -> CanaryState:
+    def finish(self):
         return self.wait_for_stage("promoted", "rolled back")
 
 
-def test_a_release_that_gives_the_same_is_promoted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_that_gives_the_same_is_promoted(monkeypatch):
     new = served("new")
     begun = Begun(monkeypatch, new)
     begun.wait_for_stage("sharing")
@@ -146,9 +138,7 @@ def test_a_release_that_gives_the_same_is_promoted(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("spread", "most"), [(2.0, True), (1.03, False)])
-def test_a_busy_machine_gets_its_verdict_from_more_requests(
-    monkeypatch: pytest.MonkeyPatch, spread: float, most: bool
-) -> None:
+def test_a_busy_machine_gets_its_verdict_from_more_requests(monkeypatch, spread, most):
     monkeypatch.setattr(canary_runs, "LEAST_REQUESTS", 20)
     monkeypatch.setattr(canary_runs, "_MOST_REQUESTS", 160)
     times = tuple(0.001 * spread**step for step in (-1, 1, 1, -1, 0, 1, -1))
@@ -172,12 +162,7 @@ def test_a_busy_machine_gets_its_verdict_from_more_requests(
         (served("new"), (ReleaseCheck("targets", "failed", why="lost"),), "targets: lost"),
     ],
 )
-def test_a_bad_release_is_dropped_before_a_client_sees_it(
-    monkeypatch: pytest.MonkeyPatch,
-    new: Served | Exception,
-    checks: tuple[ReleaseCheck, ...],
-    why: str,
-) -> None:
+def test_a_bad_release_is_dropped_before_a_client_sees_it(monkeypatch, new, checks, why):
     begun = Begun(monkeypatch, new, *checks)
     state = begun.finish()
     assert (state.stage, state.answered) == ("rolled back", 0)
@@ -187,7 +172,7 @@ def test_a_bad_release_is_dropped_before_a_client_sees_it(
     assert dict(begun.models.canary_ends) == {("m", "rolled_back"): 1}
 
 
-def test_what_only_requests_of_clients_show_is_found_live(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_only_requests_of_clients_show_is_found_live(monkeypatch):
     new = served("new")
     begun = Begun(monkeypatch, new)
     begun.wait_for_stage("sharing")
@@ -199,7 +184,7 @@ def test_what_only_requests_of_clients_show_is_found_live(monkeypatch: pytest.Mo
     assert begun.swaps.dropped == ["new"]
 
 
-def test_a_request_that_fails_at_the_release_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_fails_at_the_release_ends_it(monkeypatch):
     begun = Begun(monkeypatch, served("new"))
     begun.wait_for_stage("sharing")
     share = begun.models.canaries["m"]
@@ -210,7 +195,7 @@ def test_a_request_that_fails_at_the_release_ends_it(monkeypatch: pytest.MonkeyP
     assert state.why == "answers: 1 of 1 requests failed with status 500"
 
 
-def test_an_operator_decides_and_only_one_canary_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operator_decides_and_only_one_canary_runs(monkeypatch):
     begun = Begun(monkeypatch, served("new"))
     begun.wait_for_stage("sharing")
     with pytest.raises(UsageError, match="expected no other canary of 'm', found one of new"):
@@ -226,7 +211,7 @@ def test_an_operator_decides_and_only_one_canary_runs(monkeypatch: pytest.Monkey
         begun.canaries.start("m", "new", 0.5)
 
 
-def test_a_server_that_ends_ends_its_canary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_ends_ends_its_canary(monkeypatch):
     begun = Begun(monkeypatch, served("new"))
     begun.wait_for_stage("sharing")
     assert begun.canaries.close()
@@ -234,7 +219,7 @@ def test_a_server_that_ends_ends_its_canary(monkeypatch: pytest.MonkeyPatch) -> 
     assert begun.said == []
 
 
-def test_the_same_clients_get_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_clients_get_the_share(monkeypatch):
     old, new = served("old"), served("new")
     models = Models(old)
     canary = models.canaries["m"] = CanaryShare(new, 0.05)
@@ -252,7 +237,7 @@ def test_the_same_clients_get_the_share(monkeypatch: pytest.MonkeyPatch) -> None
     assert not CanaryShare(new, 0.0).takes("a")
 
 
-def test_functions_are_shared_too(bundle_dir: Path, make_recipe: Any, tmp_path: Path) -> None:
+def test_functions_are_shared_too(bundle_dir, make_recipe, tmp_path):
     x = [[1.0] * 16] * 2
     inputs = [{"name": "x", "datatype": "FP32", "shape": [2, 16], "data": x}]
     with (
@@ -267,7 +252,7 @@ def test_functions_are_shared_too(bundle_dir: Path, make_recipe: Any, tmp_path: 
             for name, each in (("old", old), ("new", new))
         }
 
-        def answered(who: str, model: str) -> str:
+        def answered(who, model):
             url = f"{server.url}/v2/models/{model}/infer"
             answer = httpx.post(url, json={"inputs": inputs}, headers={"X-Request-Id": who})
             data = answer.json()["outputs"][0]["data"]
@@ -285,7 +270,7 @@ def test_functions_are_shared_too(bundle_dir: Path, make_recipe: Any, tmp_path: 
         assert {answered(who, "score") for who in everybody} == {"old"}
 
 
-def test_a_share_is_a_part_of_all_requests() -> None:
+def test_a_share_is_a_part_of_all_requests():
     assert share_of("5%") == pytest.approx(0.05)
     for text in ("5", "101%", "-1%", "half"):
         with pytest.raises(UsageError, match="share: expected"):

@@ -1,7 +1,5 @@
 """A comment or a page that a prompt can break shows a reviewer something else than the verdict."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -29,7 +27,7 @@ VERDICT = GateVerdict(
 )
 
 
-def test_a_verdict_is_the_same_in_every_form() -> None:
+def test_a_verdict_is_the_same_in_every_form():
     assert not VERDICT.passed
     assert verdict_line(VERDICT).startswith(
         "failed: sha256:b may not take the place of sha256:a: tokens;"
@@ -44,7 +42,7 @@ def test_a_verdict_is_the_same_in_every_form() -> None:
     assert "passed the gate" in verdict_markdown(passed)
 
 
-def test_what_a_bundle_says_breaks_neither_the_comment_nor_the_page() -> None:
+def test_what_a_bundle_says_breaks_neither_the_comment_nor_the_page():
     comment = verdict_markdown(VERDICT)
     rows = [line for line in comment.splitlines() if line.startswith("| tokens")]
     assert len(rows) == 1
@@ -54,8 +52,8 @@ def test_what_a_bundle_says_breaks_neither_the_comment_nor_the_page() -> None:
     alone(page).check_harmless(2)
 
 
-def test_a_log_of_several_models_needs_a_name() -> None:
-    def line(model: str, status: int = 200) -> dict[str, object]:
+def test_a_log_of_several_models_needs_a_name():
+    def line(model, status=200):
         calls = [{"kind": "generate", "model": model, "token_ids": [1]}]
         return {"event": "request", "status": status, "calls": calls, "id": model}
 

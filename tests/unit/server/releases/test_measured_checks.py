@@ -1,7 +1,5 @@
 """Limits in milliseconds that nobody compares with, and differences that nobody counts, stop nothing."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -22,13 +20,13 @@ from prejit.server.releases.measured_checks import (
 from prejit.server.telemetry.requestlog import RecordedCall
 
 
-def text(*ids: int, prompt: int = 4, said: str = "", status: int = 200) -> BundleAnswer:
+def text(*ids, prompt=4, said="", status=200):
     stats = {"prompt_tokens": prompt, "first_token_seconds": 0.5, "new_tokens": len(ids)}
     call = RecordedCall("generate", "m", token_ids=[*ids], finish_reason="length", stats=stats)
     return BundleAnswer(status, (call,), said, 1.5, 0.25)
 
 
-def test_times_of_an_answer_are_split_at_the_first_token() -> None:
+def test_times_of_an_answer_are_split_at_the_first_token():
     assert times_of(text(1, 2, 3)) == {FIRST: 0.5, NEXT: 0.5, WHOLE: 1.5, CPU: 0.25}
     assert times_of(text(1)) == {FIRST: 0.5, WHOLE: 1.5, CPU: 0.25}
     assert times_of(BundleAnswer(200, (RecordedCall("encode", "m"),), seconds=2)) == {WHOLE: 2}
@@ -45,21 +43,19 @@ def test_times_of_an_answer_are_split_at_the_first_token() -> None:
         (text(status=500), 4, "expected status 200, found 500"),
     ],
 )
-def test_all_tokens_after_the_first_that_differs_count(
-    new: BundleAnswer, changed: int, reason: str
-) -> None:
+def test_all_tokens_after_the_first_that_differs_count(new, changed, reason):
     found = difference_of(text(1, 2, 3, 4), new)
     assert (found.compared, found.changed) == (4, changed)
     assert reason in "; ".join(found.reasons)
     assert bool(found.reasons) == bool(reason)
 
 
-def test_a_share_of_tokens_may_differ_and_no_request_may_fail() -> None:
+def test_a_share_of_tokens_may_differ_and_no_request_may_fail():
     answers = ComparedAnswers()
     answers.add("a", "/p", text(*range(99)), text(*range(98), 0))
     assert answers.share == pytest.approx(1 / 99)
 
-    def failed(**limits: str) -> list[str]:
+    def failed(**limits):
         checks = answers.checks(ReleaseLimits(**limits))
         return [each.name for each in checks if each.outcome == "failed"]
 
@@ -70,27 +66,27 @@ def test_a_share_of_tokens_may_differ_and_no_request_may_fail() -> None:
     assert [each.id for each in answers.differences] == ["a", "b"]
 
 
-def test_slow_requests_are_not_timed_beside_quick_ones() -> None:
-    lines: list[dict[str, str]] = [{"id": str(number)} for number in range(4)]
+def test_slow_requests_are_not_timed_beside_quick_ones():
+    lines = [{"id": str(number)} for number in range(4)]
     played = [*zip((30.0, 0.5, 0.1, 0.5), lines, strict=True)]
     assert quick_enough(played) == [lines[2], lines[1]]
     assert quick_enough(played[:1]) == lines[:1]  # something must be
     assert quick_enough([]) == []
 
 
-def test_a_verdict_without_a_request_says_so() -> None:
+def test_a_verdict_without_a_request_says_so():
     [check] = ComparedAnswers().checks(ReleaseLimits())
     assert (check.outcome, "no request was played" in check.why) == ("noted", True)
 
 
-def test_limits_of_their_own_hold_for_the_new_bundle() -> None:
+def test_limits_of_their_own_hold_for_the_new_bundle():
     times = PairedTimes()
     for _ in range(3):
         times.begin_group()
         for _ in range(5):
             times.add({FIRST: 0.1, NEXT: 0.01, WHOLE: 1}, {FIRST: 0.1, NEXT: 0.01, WHOLE: 1})
 
-    def failed(**limits: int) -> list[str]:
+    def failed(**limits):
         checks = time_checks(times, PairedTimes(), ReleaseLimits(**limits))
         return [each.name for each in checks if each.outcome == "failed"]
 
@@ -100,7 +96,7 @@ def test_limits_of_their_own_hold_for_the_new_bundle() -> None:
     ]
 
 
-def test_a_slower_bundle_fails_and_a_busy_machine_is_said() -> None:
+def test_a_slower_bundle_fails_and_a_busy_machine_is_said():
     times, busy, itself = PairedTimes(), PairedTimes(), PairedTimes()
     for _, each in itertools.product(range(3), (times, busy, itself)):
         each.begin_group()

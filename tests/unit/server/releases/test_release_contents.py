@@ -1,9 +1,6 @@
 """A release that serves fewer machines, or takes less than before, is seen before it runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -27,19 +24,17 @@ SEGMENT = Segment(0, 1, "sha256:1", 1, "sha256:2")
 V2, V3 = ("sse3", "ssse3"), ("avx2", "sse3", "ssse3")
 
 
-def needs(*features: str, **more: Any) -> Requirement:
+def needs(*features, **more):
     return Requirement("cpu", "x86_64", features, "0.10.2", **more)
 
 
-def program(
-    kind: str, name: str = "", arguments: tuple[str, ...] = (), **bucket: int
-) -> ProgramEntry:
+def program(kind, name="", arguments=(), **bucket):
     memory = Memory(1000, 0, 0, 0)
     fields = (name or f"{kind}/{bucket}", kind, bucket, "", arguments, (), SEGMENT, SEGMENT, memory)
     return ProgramEntry(*fields)
 
 
-def decodes(*buckets: tuple[int, int]) -> tuple[ProgramEntry, ...]:
+def decodes(*buckets):
     return tuple(program("decode", batch=batch, context=context) for batch, context in buckets)
 
 
@@ -54,17 +49,17 @@ OLD = ReleaseContents(
 )
 
 
-def failed(new: ReleaseContents, old: ReleaseContents = OLD, *machines: Machine) -> dict[str, str]:
+def failed(new, old=OLD, *machines):
     """The checks that stop a release, each with its reason."""
     checks, _ = compare_contents(old, new, machines)
     return {each.name: each.why for each in checks if each.outcome == "failed"}
 
 
-def with_config(**changes: Any) -> ReleaseContents:
+def with_config(**changes):
     return replace(OLD, config=replace(CONFIG, **changes))
 
 
-def test_the_same_release_passes() -> None:
+def test_the_same_release_passes():
     assert failed(OLD) == {}
 
 
@@ -76,7 +71,7 @@ def test_the_same_release_passes() -> None:
         {"v2": needs(*V2, glibc="2.17")},
     ],
 )
-def test_targets_that_serve_the_same_machines_pass(requirements: dict[str, Requirement]) -> None:
+def test_targets_that_serve_the_same_machines_pass(requirements):
     assert failed(replace(OLD, requirements=requirements)) == {}
 
 
@@ -88,14 +83,12 @@ def test_targets_that_serve_the_same_machines_pass(requirements: dict[str, Requi
         ({"v2": needs(*V2, xla_flags=("--xla_x=1",))}, "xla_flags"),
     ],
 )
-def test_machines_that_lose_their_target_stop_it(
-    requirements: dict[str, Requirement], reason: str
-) -> None:
+def test_machines_that_lose_their_target_stop_it(requirements, reason):
     assert reason in failed(replace(OLD, requirements=requirements))["targets"]
 
 
-def test_a_machine_of_the_fleet_that_would_compile_is_named() -> None:
-    def machine(name: str, *features: str) -> Machine:
+def test_a_machine_of_the_fleet_that_would_compile_is_named():
+    def machine(name, *features):
         found = Fingerprint("cpu", "x86_64", features, "0.10.2", "", 1, 1)
         return Machine(name, f"{name}.json", found)
 
@@ -105,7 +98,7 @@ def test_a_machine_of_the_fleet_that_would_compile_is_named() -> None:
     assert "fleet" not in failed(OLD, new, *fleet)  # who compiled before loses nothing
 
 
-def test_this_machine_must_not_begin_to_compile() -> None:
+def test_this_machine_must_not_begin_to_compile():
     compiles = replace(OLD, why_not="cpu_features: needs amx, found none")
     assert failed(compiles)["runs here"] == "cpu_features: needs amx, found none"
     assert "runs here" not in failed(compiles, compiles)
@@ -120,11 +113,11 @@ def test_this_machine_must_not_begin_to_compile() -> None:
         ({"decoder": None, "programs": ()}, "longest context 512 -> none"),
     ],
 )
-def test_what_callers_can_no_longer_ask_for_stops_it(changes: dict[str, Any], reason: str) -> None:
+def test_what_callers_can_no_longer_ask_for_stops_it(changes, reason):
     assert reason in failed(with_config(**changes))["programs"]
 
 
-def test_a_function_with_other_arguments_stops_it_and_a_new_one_does_not() -> None:
+def test_a_function_with_other_arguments_stops_it_and_a_new_one_does_not():
     one = program("call", "score/b1", ("x: float32[1]",), batch=1)
     other = program("call", "score/b1", ("x: float32[2]",), batch=1)
     both = program("call", "score/b2", ("x: float32[2]",), batch=2)
@@ -133,8 +126,8 @@ def test_a_function_with_other_arguments_stops_it_and_a_new_one_does_not() -> No
     assert failed(with_config(programs=(*CONFIG.programs, one, both)), old) == {}
 
 
-def test_sizes_have_a_share_and_an_end() -> None:
-    def larger(size: int, **limits: Any) -> ReleaseContents:
+def test_sizes_have_a_share_and_an_end():
+    def larger(size, **limits):
         layers = (replace(LAYERS[0], size=size), LAYERS[1])
         return replace(
             OLD, manifest=replace(MANIFEST, layers=layers), limits=ReleaseLimits(**limits)
@@ -147,7 +140,7 @@ def test_sizes_have_a_share_and_an_end() -> None:
     assert "20.0 %" in failed(with_config(programs=hungry))["memory of programs"]
 
 
-def test_defaults_of_requests_may_not_change() -> None:
+def test_defaults_of_requests_may_not_change():
     assert failed(replace(OLD, defaults={"temperature": 0.7})) == {}
     assert "sampling" in failed(replace(OLD, defaults={"temperature": 0.2}))
     assert "sampling" in failed(replace(OLD, defaults={}))
@@ -155,8 +148,8 @@ def test_defaults_of_requests_may_not_change() -> None:
     assert "chat template" in failed(replace(OLD, manifest=bare))
 
 
-def test_perplexity_is_compared_with_the_same_text_or_else_with_float32() -> None:
-    def measured(stored: int, float32: int = 9_000_000, text: str = "a") -> ReleaseContents:
+def test_perplexity_is_compared_with_the_same_text_or_else_with_float32():
+    def measured(stored, float32=9_000_000, text="a"):
         return with_config(accuracy=Accuracy("int8", text, 9, float32, stored))
 
     assert failed(measured(9_080_000)) == {}
@@ -165,7 +158,7 @@ def test_perplexity_is_compared_with_the_same_text_or_else_with_float32() -> Non
     assert "perplexity" in failed(measured(9_500_000, text="b"), measured(9_500_000))
 
 
-def test_a_release_is_judged_by_the_limits_of_the_one_before() -> None:
+def test_a_release_is_judged_by_the_limits_of_the_one_before():
     old = replace(OLD, limits=ReleaseLimits(p95_ms=10))
     new = replace(OLD, limits=ReleaseLimits(p95_ms=90, start_ms=5))
     checks, limits = compare_contents(old, new)

@@ -1,12 +1,9 @@
 """A gate that calls noise a regression stops every release, and one that cannot see 10 % stops none."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from prejit.server.releases.significance import (
-    Pair,
     is_settled,
     is_slower,
     paired_ratio,
@@ -16,9 +13,7 @@ from prejit.server.releases.significance import (
 LIMIT = 0.05
 
 
-def groups(
-    random: np.random.Generator, slower: float, noise: float, count: int = 4
-) -> list[list[Pair]]:
+def groups(random, slower, noise, count=4):
     """Times on a machine with other work: it slows some runs threefold, and each process has its speed."""
     found = []
     for _ in range(count):
@@ -33,7 +28,7 @@ def groups(
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.15])
-def test_a_tenth_is_found_and_noise_is_not(noise: float) -> None:
+def test_a_tenth_is_found_and_noise_is_not(noise):
     random = np.random.default_rng(7)
     wrong = [0, 0]
     for _ in range(6):
@@ -45,7 +40,7 @@ def test_a_tenth_is_found_and_noise_is_not(noise: float) -> None:
     assert wrong[1] <= (0 if noise < 0.1 else 2)
 
 
-def test_the_same_pairs_give_the_same_interval_around_its_estimate() -> None:
+def test_the_same_pairs_give_the_same_interval_around_its_estimate():
     pairs = groups(np.random.default_rng(1), 1.2, 0.1)
     ratio = paired_ratio(pairs)
     assert ratio is not None
@@ -55,7 +50,7 @@ def test_the_same_pairs_give_the_same_interval_around_its_estimate() -> None:
     assert ratio.pairs == 800
 
 
-def test_what_old_processes_show_among_themselves_proves_nothing() -> None:
+def test_what_old_processes_show_among_themselves_proves_nothing():
     slower = paired_ratio(groups(np.random.default_rng(2), 1.08, 0.02))
     steady, unsteady = (
         paired_ratio([[(1.0, each)] * 9, [(1.0, 1.1 * each)] * 9]) for each in (0.96, 1.08)
@@ -66,14 +61,14 @@ def test_what_old_processes_show_among_themselves_proves_nothing() -> None:
     assert not is_slower(None, unsteady, LIMIT)
 
 
-def test_too_few_pairs_settle_nothing() -> None:
+def test_too_few_pairs_settle_nothing():
     assert not is_settled(None, LIMIT)
     assert not is_settled(paired_ratio([[(1.0, 1.3)], [(1.0, 0.9)]]), LIMIT)
     assert is_settled(paired_ratio([[(1.0, 1.0)] * 20] * 3), LIMIT)
     assert paired_ratio([[], []]) is None
 
 
-def test_sides_that_ran_other_requests_are_compared_by_their_medians() -> None:
+def test_sides_that_ran_other_requests_are_compared_by_their_medians():
     random = np.random.default_rng(3)
     old, new = ([*map(float, random.lognormal(0, 0.2, 400) * times)] for times in (1.0, 1.3))
     ratio = unpaired_ratio(old, new)

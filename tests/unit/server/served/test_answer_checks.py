@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -30,18 +28,18 @@ class Server:
     models: Models
     weights: Path
 
-    def get(self, path: str) -> httpx.Response:
+    def get(self, path):
         return httpx.get(f"{self.running.url}{path}", timeout=60)
 
-    def completion(self) -> int:
+    def completion(self):
         """Return the status of a completion."""
         body = {"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
         return httpx.post(f"{self.running.url}/v1/completions", json=body, timeout=60).status_code
 
-    def readiness(self) -> list[int]:
+    def readiness(self):
         return [self.get(path).status_code for path in ("/health/ready", "/v2/health/ready")]
 
-    def change_weights(self, change: Callable[[np.ndarray[Any, Any]], Any]) -> bytes:
+    def change_weights(self, change):
         """Overwrites the weights in place; returns what was there."""
         before = self.weights.read_bytes()
         first = 8 + int.from_bytes(before[:8], "little")
@@ -50,14 +48,14 @@ class Server:
         self.write(first, np.ascontiguousarray(change(values), np.float32).tobytes())
         return before
 
-    def write(self, at: int, content: bytes) -> None:
+    def write(self, at, content):
         with open(self.weights, "r+b") as file:
             file.seek(at)
             file.write(content)
 
 
 @pytest.fixture
-def server(decoder_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(decoder_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("prejit.server.served.answer_checks._PAUSE_SECONDS", 0.01)
     own = tmp_path / "own"
     shutil.copytree(decoder_dir, own)
@@ -68,14 +66,12 @@ def server(decoder_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             yield Server(found, models, next(filter(_is_safetensors, own.glob("blobs/sha256/*"))))
 
 
-def _is_safetensors(file: Path) -> bool:
+def _is_safetensors(file):
     content = file.read_bytes()[:9]
     return len(content) == 9 and content[8:] == b"{" and content[4:8] == bytes(4)
 
 
-def test_a_server_is_not_ready_while_requests_fail(
-    server: Server, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_is_not_ready_while_requests_fail(server, capsys):
     assert server.completion() == 200
     with closing(AnswerChecks(server.models, None)):
         before = server.change_weights(lambda values: np.full_like(values, np.nan))
@@ -90,10 +86,8 @@ def test_a_server_is_not_ready_while_requests_fail(
 
 
 @pytest.mark.parametrize("every", [None, 0.01])
-def test_finite_garbage_is_found_by_a_check_at_an_interval(
-    server: Server, every: float | None
-) -> None:
-    def logprobs() -> Any:
+def test_finite_garbage_is_found_by_a_check_at_an_interval(server, every):
+    def logprobs():
         return server.models.get("m").engine.generate([1, 2], max_new_tokens=2, logprobs=0).logprobs
 
     right = logprobs()
@@ -107,13 +101,11 @@ def test_finite_garbage_is_found_by_a_check_at_an_interval(
             assert server.readiness() == [200, 200]
 
 
-def test_requests_that_fail_do_not_make_checks_without_end(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_that_fail_do_not_make_checks_without_end(server, monkeypatch):
     checks = []
     original = Bundle.wrong_answers
 
-    def count(self: Bundle) -> Iterator[str]:
+    def count(self):
         checks.append(1)
         return original(self)
 
@@ -128,7 +120,7 @@ def test_requests_that_fail_do_not_make_checks_without_end(
     assert len(checks) == 1
 
 
-def test_a_model_that_sleeps_is_not_woken_to_be_checked(server: Server) -> None:
+def test_a_model_that_sleeps_is_not_woken_to_be_checked(server):
     assert server.completion() == 200
     (served,) = server.models
     wait_for(served.engine.sleep)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from tests.fake_registry import FakeRegistry, fake_registry
@@ -25,11 +24,11 @@ from prejit.runtime.ship import machine_store, registry_client, remote_files
 from prejit.runtime.ship.machine_store import BUNDLES, MachineStore
 from prejit.runtime.ship.pulling import Wanted, pull
 from prejit.runtime.ship.reference import Reference, parse_reference
-from prejit.runtime.ship.shipping import TransferProgress, ship
+from prejit.runtime.ship.shipping import ship
 from prejit.server.engine.memory import NoRoomError
 from prejit.server.served import bundle_following
 from prejit.server.served.bundle_following import BundleFollowing
-from prejit.server.served.served import Models, Served
+from prejit.server.served.served import Models
 
 EVERY = 0.02
 
@@ -49,11 +48,11 @@ class NotedSwaps:
         done: the path that each was asked for, and the priority of its thread.
     """
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models):
         self._models, self.done = models, list[tuple[str, int]]()
         self.has_room = True
 
-    def swap(self, name: str, path: str, followed: str, only: Served) -> None:
+    def swap(self, name, path, followed, only):
         assert self._models.get(name) is only
         self.done.append((path, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
         if not self.has_room:
@@ -83,25 +82,20 @@ class Following:
     swaps: NotedSwaps
 
     @property
-    def digest(self) -> str:
+    def digest(self):
         return self.models.get("m").bundle.digest
 
-    def release(self, bundle: Path | str) -> str:
+    def release(self, bundle):
         """Let the tag lead to a bundle; return its digest."""
         return ship(parse_reference(str(bundle)), self.at).digest
 
-    def follow(self, every: float = EVERY) -> closing[BundleFollowing]:  # type: ignore[type-var]
-        return closing(BundleFollowing(self.models, self.swaps, every, must_match=False))  # type: ignore[arg-type]
+    def follow(self, every=EVERY):
+        return closing(BundleFollowing(self.models, self.swaps, every, must_match=False))
 
 
 @pytest.fixture
-def following(
-    bundle_dir: Path,
-    make_recipe: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Following]:
-    said: list[str] = []
+def following(bundle_dir, make_recipe, tmp_path, monkeypatch):
+    said = []
     monkeypatch.setattr(bundle_following, "say", said.append)
     monkeypatch.setattr(remote_files, "PAUSES_SECONDS", ())
     monkeypatch.setattr(registry_client, "PAUSES_SECONDS", ())
@@ -116,11 +110,11 @@ def following(
 
 
 def test_a_newer_bundle_takes_the_place_of_what_is_served_and_an_older_one_too(
-    following: Following, bundle_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    following, bundle_dir, monkeypatch
+):
     nice = set[int]()
 
-    def noted(self: BundleFollowing, at: TransferProgress) -> None:
+    def noted(self, at):
         nice.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     monkeypatch.setattr(BundleFollowing, "_go_on", noted)
@@ -139,9 +133,7 @@ def test_a_newer_bundle_takes_the_place_of_what_is_served_and_an_older_one_too(
     assert nice == {19}
 
 
-def test_a_directory_that_becomes_another_bundle_is_served(
-    following: Following, bundle_dir: Path, tmp_path: Path
-) -> None:
+def test_a_directory_that_becomes_another_bundle_is_served(following, bundle_dir, tmp_path):
     link = tmp_path / "current"
     link.symlink_to(bundle_dir)
     digest = following.digest
@@ -155,17 +147,17 @@ def test_a_directory_that_becomes_another_bundle_is_served(
     assert [path for path, _ in following.swaps.done] == [str(link)]
 
 
-def test_who_asks_it_to_look_need_not_wait_for_the_interval(following: Following) -> None:
+def test_who_asks_it_to_look_need_not_wait_for_the_interval(following):
     newer = following.release(following.newer)
     with following.follow(every=3600) as found:
         found.look()
         wait_for(lambda: following.digest == newer)
 
 
-def test_a_registry_that_fails_is_asked_ever_less_and_told_once(following: Following) -> None:
-    asked: list[float] = []
+def test_a_registry_that_fails_is_asked_ever_less_and_told_once(following):
+    asked = []
 
-    def fail(method: str, path: str) -> int:
+    def fail(method, path):
         asked.append(time.monotonic())
         return 500
 
@@ -181,9 +173,7 @@ def test_a_registry_that_fails_is_asked_ever_less_and_told_once(following: Follo
         wait_for(lambda: following.digest == newer)
 
 
-def test_what_a_policy_refuses_is_not_fetched(
-    following: Following, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_policy_refuses_is_not_fetched(following, tmp_path, monkeypatch):
     policy = tmp_path / "trust.toml"
     policy.write_text('[[rules]]\nnames = ["other"]\nallow = "unsigned"\n')
     monkeypatch.setenv("PREJIT_TRUST", str(policy))
@@ -195,9 +185,7 @@ def test_what_a_policy_refuses_is_not_fetched(
     assert not following.swaps.done
 
 
-def test_a_disk_without_room_is_told_before_anything_is_fetched(
-    following: Following, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room_is_told_before_anything_is_fetched(following, monkeypatch):
     free = [1000]
     monkeypatch.setattr(
         machine_store.shutil, "disk_usage", lambda path: DiskUsage(10**9, 10**9 - free[0], free[0])
@@ -212,9 +200,7 @@ def test_a_disk_without_room_is_told_before_anything_is_fetched(
         wait_for(lambda: following.digest == newer)
 
 
-def test_a_bundle_without_room_is_loaded_again_only_when_there_may_be_some(
-    following: Following,
-) -> None:
+def test_a_bundle_without_room_is_loaded_again_only_when_there_may_be_some(following):
     swaps, models = following.swaps, following.models
     swaps.has_room = False
     newer = following.release(following.newer)
@@ -225,9 +211,9 @@ def test_a_bundle_without_room_is_loaded_again_only_when_there_may_be_some(
             (3, lambda: models.put("x", None)),
         ):
             change()
-            wait_for(lambda count=count: len(swaps.done) == count)  # type: ignore[misc]
+            wait_for(lambda count=count: len(swaps.done) == count)
             asked = following.registry.count("GET", "/manifests/")
-            wait_for(lambda asked=asked: following.registry.count("GET", "/manifests/") > asked + 5)  # type: ignore[misc]
+            wait_for(lambda asked=asked: following.registry.count("GET", "/manifests/") > asked + 5)
             assert len(swaps.done) == count
         at = f"m: no room for {newer} of {following.at}: m: expected 5 bytes"
         assert [text.startswith(at) for text in following.said] == [True, True]
@@ -236,10 +222,10 @@ def test_a_bundle_without_room_is_loaded_again_only_when_there_may_be_some(
         wait_for(lambda: following.digest == newer)
 
 
-def test_a_server_that_ends_waits_for_no_transfer(following: Following) -> None:
-    sent: list[str] = []
+def test_a_server_that_ends_waits_for_no_transfer(following):
+    sent = []
 
-    def stall(method: str, path: str) -> str | None:
+    def stall(method, path):
         if method == "GET" and "/blobs/" in path:
             sent.append(path)
             return "stall"

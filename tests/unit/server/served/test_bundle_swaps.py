@@ -1,12 +1,8 @@
 """A swap that fails leaves the server as it was, and nobody loses a bundle that a request still uses."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
 
 import pytest
 from tests.unit.server.running import wait_for
@@ -18,7 +14,6 @@ from prejit.server.served import bundle_swaps
 from prejit.server.served.bundle_swaps import BundleSwaps
 from prejit.server.served.running_requests import RunningRequests
 from prejit.server.served.served import ModelNotFoundError, Models, Served
-from prejit.server.served.served_loading import BundleSource
 
 
 class StandInBundle:
@@ -26,35 +21,35 @@ class StandInBundle:
 
     def __init__(
         self,
-        digest: str,
-        wrong: tuple[str, ...] = (),
-        programs: Mapping[str, float] = MappingProxyType({"decode": 0.0, "prefill": 0.0}),
+        digest,
+        wrong=(),
+        programs=MappingProxyType({"decode": 0.0, "prefill": 0.0}),
         *,
-        matched: bool = True,
-    ) -> None:
+        matched=True,
+    ):
         self.digest, self._wrong, self.done = digest, wrong, list[str]()
         self._programs, self.matched = programs, matched
 
-    def report(self) -> list[ProgramReport]:
+    def report(self):
         return [ProgramReport(name, "", seconds) for name, seconds in self._programs.items()]
 
-    def finish(self) -> None:
+    def finish(self):
         self.done.append("finish")
 
-    def prepare(self, *names: str) -> None:
+    def prepare(self, *names):
         self.done += names
 
-    def wrong_answers(self) -> Iterator[str]:
+    def wrong_answers(self):
         return iter(self._wrong)
 
-    def sleep(self) -> None:
+    def sleep(self):
         self.done.append("sleep")
 
-    def close(self) -> None:
+    def close(self):
         self.done.append("close")
 
 
-def served(digest: str, name: str = "m", path: str = "v1", **options: Any) -> Served:
+def served(digest, name="m", path="v1", **options):
     bundle = StandInBundle(digest, **options)
     engine = SimpleNamespace(
         close=lambda: None,
@@ -63,12 +58,12 @@ def served(digest: str, name: str = "m", path: str = "v1", **options: Any) -> Se
         begin_after=lambda earlier: None,
         sleeper=SimpleNamespace(is_sleeping=False),
     )
-    return Served(name, bundle, engine, 0, path=path)  # type: ignore[arg-type]
+    return Served(name, bundle, engine, 0, path=path)
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    found: list[str] = []
+def said(monkeypatch):
+    found = []
     monkeypatch.setattr(bundle_swaps, "say", found.append)
     return found
 
@@ -82,37 +77,35 @@ class StandInLoads:
         room: raised where a model wakes.
     """
 
-    def __init__(self, found: Served | Exception) -> None:
+    def __init__(self, found):
         self._found = found
-        self.fetched: list[str] = []
-        self.stalls: dict[str, threading.Event] = {}
-        self.room: NoRoomError | None = None
+        self.fetched = []
+        self.stalls = {}
+        self.room = None
 
-    def fetch(self, path: str) -> str:
+    def fetch(self, path):
         self.fetched.append(path)
         if path in self.stalls:
             assert self.stalls[path].wait(60)
         return path
 
-    def __call__(self, source: BundleSource) -> Served:
+    def __call__(self, source):
         if isinstance(self._found, Exception):
             raise self._found
         assert source.path == "v2"
         return self._found
 
-    def check_wake(self, served: Served) -> None:
+    def check_wake(self, served):
         if self.room is not None:
             raise self.room
 
 
-def swapping(models: Models, found: Served | Exception) -> BundleSwaps:
+def swapping(models, found):
     """Swaps to one bundle, or a load that fails."""
     return BundleSwaps(models, StandInLoads(found), 60)
 
 
-def test_what_was_replaced_is_closed_after_the_last_request_that_may_use_it(
-    said: list[str],
-) -> None:
+def test_what_was_replaced_is_closed_after_the_last_request_that_may_use_it(said):
     before = served("sha256:1", programs={"decode": 0.2, "copy": 0.1, "prefill": 0.0})
     after = served("sha256:2")
     models = Models(before)
@@ -120,12 +113,12 @@ def test_what_was_replaced_is_closed_after_the_last_request_that_may_use_it(
     assert swapping(models, after).swap("m", "v2").path == "v2"
     later = models.running.begin()  # of a request to the new bundle, which keeps nothing
     assert models.get("m").bundle is after.bundle
-    assert after.bundle.done == ["wake", "finish", "decode"]  # type: ignore[attr-defined]
+    assert after.bundle.done == ["wake", "finish", "decode"]
     assert not models.drain()  # the engine of the bundle before has not ended
-    models.undrain = lambda: True  # type: ignore[method-assign]
-    assert before.bundle.done == []  # type: ignore[attr-defined]
+    models.undrain = lambda: True
+    assert before.bundle.done == []
     models.running.end(epoch)
-    wait_for(lambda: before.bundle.done == ["close"])  # type: ignore[attr-defined]
+    wait_for(lambda: before.bundle.done == ["close"])
     models.running.end(later)
     assert "m: swapped sha256:1 for sha256:2 of v2" in said[0]
     assert dict(models.swaps) == {("m", "done"): 1}
@@ -138,30 +131,28 @@ def test_what_was_replaced_is_closed_after_the_last_request_that_may_use_it(
         served("sha256:2", wrong=("score: expected 1, found 2",)),
     ],
 )
-def test_a_bundle_that_cannot_serve_leaves_the_one_before(
-    said: list[str], found: Served | Exception
-) -> None:
+def test_a_bundle_that_cannot_serve_leaves_the_one_before(said, found):
     before = served("sha256:1")
     models = Models(before)
     with pytest.raises((RejectError, AnswerError)):
         swapping(models, found).swap("m", "v2")
     assert models.get("m") is before
-    assert before.bundle.done == []  # type: ignore[attr-defined]
-    assert not isinstance(found, Served) or found.bundle.done[-1] == "close"  # type: ignore[attr-defined]
+    assert before.bundle.done == []
+    assert not isinstance(found, Served) or found.bundle.done[-1] == "close"
     assert dict(models.swaps) == {("m", "failed"): 1}
     assert said == []
 
 
-def test_the_same_bundle_is_not_swapped(said: list[str]) -> None:
+def test_the_same_bundle_is_not_swapped(said):
     before, again = served("sha256:1"), served("sha256:1")
     models = Models(before)
     assert swapping(models, again).swap("m", "v2").bundle is before.bundle
     assert models.get("m") == replace(before, path="v2")  # which is followed from now on
-    assert again.bundle.done[-1] == "close"  # type: ignore[attr-defined]
+    assert again.bundle.done[-1] == "close"
     assert (said, dict(models.swaps)) == ([], {})
 
 
-def test_what_an_operator_has_swapped_meanwhile_stays(said: list[str]) -> None:
+def test_what_an_operator_has_swapped_meanwhile_stays(said):
     before, by_operator = served("sha256:1"), served("sha256:2", path="v3")
     models = Models(by_operator)
     assert swapping(models, served("sha256:4")).swap("m", "v2", only=before) is by_operator
@@ -169,14 +160,14 @@ def test_what_an_operator_has_swapped_meanwhile_stays(said: list[str]) -> None:
     assert (said, dict(models.swaps)) == ([], {})
 
 
-def test_a_model_that_sleeps_after_its_trial_keeps_no_programs(said: list[str]) -> None:
+def test_a_model_that_sleeps_after_its_trial_keeps_no_programs(said):
     after = served("sha256:2")
-    after.engine.sleeper.is_sleeping = True  # type: ignore[misc]
+    after.engine.sleeper.is_sleeping = True
     swapping(Models(served("sha256:1")), after).swap("m", "v2")
-    assert after.bundle.done[-1] == "sleep"  # type: ignore[attr-defined]
+    assert after.bundle.done[-1] == "sleep"
 
 
-def test_a_server_that_drains_or_has_no_such_model_swaps_nothing(said: list[str]) -> None:
+def test_a_server_that_drains_or_has_no_such_model_swaps_nothing(said):
     models, loads = Models(served("sha256:1")), StandInLoads(served("sha256:2"))
     swaps = BundleSwaps(models, loads, 60)
     with pytest.raises(ModelNotFoundError, match="'other'"):
@@ -195,15 +186,15 @@ def test_a_server_that_drains_or_has_no_such_model_swaps_nothing(said: list[str]
     assert loads.fetched == []
 
 
-def test_a_fetch_that_stalls_holds_up_no_other_change_and_comes_too_late(said: list[str]) -> None:
+def test_a_fetch_that_stalls_holds_up_no_other_change_and_comes_too_late(said):
     before, after = served("sha256:1"), served("sha256:2")
     models = Models(before, served("sha256:3", name="other"))
     loads = StandInLoads(after)
     loads.stalls = {"slow": threading.Event()}
     swaps = BundleSwaps(models, loads, 60)
-    failed: list[Exception] = []
+    failed = []
 
-    def stall() -> None:
+    def stall():
         try:
             swaps.swap("m", "slow")
         except UsageError as error:
@@ -221,7 +212,7 @@ def test_a_fetch_that_stalls_holds_up_no_other_change_and_comes_too_late(said: l
     assert models.swaps == {("m", "done"): 1, ("m", "failed"): 1}
 
 
-def test_a_release_is_not_taken_for_a_model_that_was_changed_or_removed(said: list[str]) -> None:
+def test_a_release_is_not_taken_for_a_model_that_was_changed_or_removed(said):
     old = served("sha256:1")
     models = Models(old)
     release, later = served("sha256:2"), served("sha256:3")
@@ -237,25 +228,23 @@ def test_a_release_is_not_taken_for_a_model_that_was_changed_or_removed(said: li
     assert len(models) == 0
 
 
-def test_a_model_that_is_added_is_tried_first_and_one_that_is_removed_is_freed_last(
-    said: list[str],
-) -> None:
+def test_a_model_that_is_added_is_tried_first_and_one_that_is_removed_is_freed_last(said):
     before, after = served("sha256:1"), served("sha256:2", name="other", matched=False)
     models = Models(before)
     swaps = swapping(models, after)
     with pytest.raises(UsageError, match="a name that no model has, found 'm'"):
         swaps.add("m", "v2")
-    assert after.bundle.done == []  # type: ignore[attr-defined]
+    assert after.bundle.done == []
     assert swaps.add("", "v2") is models.get("other")
     compiled = ["decode", "prefill"]
-    assert after.bundle.done == ["wake", "finish", *compiled]  # type: ignore[attr-defined]
+    assert after.bundle.done == ["wake", "finish", *compiled]
     epoch = models.running.begin()
     assert swaps.remove("m") is before
     with pytest.raises(ModelNotFoundError, match=r"\('other'\), found 'm'"):
         models.get("m")
-    assert before.bundle.done == []  # type: ignore[attr-defined]
+    assert before.bundle.done == []
     models.running.end(epoch)
-    wait_for(lambda: before.bundle.done == ["close"])  # type: ignore[attr-defined]
+    wait_for(lambda: before.bundle.done == ["close"])
     swaps.remove("other")
     assert not models.is_ready  # without a model
     texts = [text.rpartition(" in ")[0] for text in said]
@@ -267,35 +256,33 @@ def test_a_model_that_is_added_is_tried_first_and_one_that_is_removed_is_freed_l
     assert models.changes == 4
 
 
-def test_a_model_that_has_no_room_or_has_the_name_of_another_leaves_nothing_behind(
-    said: list[str],
-) -> None:
+def test_a_model_that_has_no_room_or_has_the_name_of_another_leaves_nothing_behind(said):
     models = Models(served("sha256:1"))
     same = served("sha256:2")  # whose own name is that of the model
     with pytest.raises(UsageError, match="found 'm'"):
         swapping(models, same).add("", "v2")
-    assert same.bundle.done[-1] == "close"  # type: ignore[attr-defined]
+    assert same.bundle.done[-1] == "close"
     large = served("sha256:2", name="large")
     loads = StandInLoads(large)
     loads.room = NoRoomError("large: expected 5 bytes, found 4")
     swaps = BundleSwaps(models, loads, 60)
     with pytest.raises(NoRoomError):
         swaps.add("large", "v2")
-    assert large.bundle.done == ["close"]  # type: ignore[attr-defined]
+    assert large.bundle.done == ["close"]
     with pytest.raises(NoRoomError):
         swaps.wake("m")
-    assert models.get("m").bundle.done == []  # type: ignore[attr-defined]
+    assert models.get("m").bundle.done == []
     assert [one.name for one in models] == ["m"]
     assert said == []
 
 
-def test_an_epoch_ends_with_the_requests_that_began_before_it() -> None:
+def test_an_epoch_ends_with_the_requests_that_began_before_it():
     running = RunningRequests()
     assert running.wait_for_earlier(0)
     first = [running.begin(), running.begin()]
     assert not running.wait_for_earlier(0.01)
     second = running.begin()
-    ended: list[bool] = []
+    ended = []
     waiting = threading.Thread(target=lambda: ended.append(running.wait_for_earlier(60)))
     waiting.start()
     for epoch in first:

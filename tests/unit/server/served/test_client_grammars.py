@@ -19,26 +19,26 @@ class Refusing:
 
     kept: weakref.ref[Any]
 
-    def __init__(self, *_: object, **__: object) -> None:
+    def __init__(self, *_, **__):
         pass
 
-    def kept_mask(self, *_: object) -> None:
+    def kept_mask(self, *_):
         return None
 
-    def mask(self, *_: object) -> None:
+    def mask(self, *_):
         large = type("Large", (), {})()
         Refusing.kept = weakref.ref(large)
         raise UsageError("no grammar")
 
-    def stop_trial(self) -> None:
+    def stop_trial(self):
         pass
 
 
-def test_a_refused_grammar_is_not_kept_by_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_grammar_is_not_kept_by_its_error(monkeypatch):
     monkeypatch.setattr(client_grammars, "Grammars", Refusing)
-    bundle: Any = None
+    bundle = None
 
-    async def refuse() -> None:
+    async def refuse():
         compiling = client_grammars.Compiling()
         with pytest.raises(UsageError):
             await compiling.mask(bundle, GrammarSource("{", "a grammar", (), False), None, "me")

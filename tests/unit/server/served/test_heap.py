@@ -1,7 +1,5 @@
 """The heap of a server: it does not lie free in the arenas of threads, and goes back to the system."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re
@@ -11,7 +9,7 @@ import sys
 import pytest
 
 
-def printed(code: str, environment: dict[str, str] | None = None) -> str:
+def printed(code, environment=None):
     """Return what some code prints in a process of its own."""
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -46,7 +44,7 @@ libc.fflush(out)
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="needs glibc's malloc")
 @pytest.mark.parametrize(("chosen", "expected"), [({}, 2), ({"MALLOC_ARENA_MAX": "5"}, 5)])
-def test_threads_share_few_arenas(chosen: dict[str, str], expected: int) -> None:
+def test_threads_share_few_arenas(chosen, expected):
     """Half of the heap of a busy server was free, in arenas of threads that needed no memory just then."""
     environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
     assert printed(ARENAS, environment | chosen).count("<heap nr=") == expected
@@ -82,7 +80,7 @@ print(before - resident())
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc's malloc")
-def test_free_memory_goes_back_to_the_system() -> None:
+def test_free_memory_goes_back_to_the_system():
     assert int(printed(FREED)) > 50_000_000
 
 
@@ -95,6 +93,6 @@ print(open("/proc/self/status").read())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's prctl")
-def test_huge_pages_are_off() -> None:
+def test_huge_pages_are_off():
     """The kernel joined pages of the heap that were mostly free: they were resident again."""
     assert re.search(r"^THP_enabled:\s+0$", printed(SMALL_PAGES), re.MULTILINE)

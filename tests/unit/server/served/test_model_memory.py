@@ -1,11 +1,8 @@
 """Models that share memory: the least recently used one sleeps first, and none that runs requests."""
 
-from __future__ import annotations
-
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -20,30 +17,30 @@ from prejit.server.served.model_memory import ModelMemory
 class StandInEngine:
     """An engine of some size, whose requests a test counts."""
 
-    def __init__(self, shared: ModelMemory, need: int, growth: int = 0) -> None:
+    def __init__(self, shared, need, growth=0):
         self.live = 0
         self.freed = 0
         self.growth_bytes = growth
         self.sleeper = Sleeper("m", need, shared.room, lambda: self.live)
-        shared.add(f"of-{need}", self)  # type: ignore[arg-type]
+        shared.add(f"of-{need}", self)
 
-    def sleep(self, *, between: bool = False) -> bool:
+    def sleep(self, *, between=False):
         return self.sleeper.sleep(self._free, between=between)
 
-    def _free(self) -> None:
+    def _free(self):
         self.freed += 1
 
-    def use(self) -> bool:
+    def use(self):
         if found := self.sleeper.try_begin():
             self.sleeper.end()
         return found
 
 
-def awake(*engines: StandInEngine) -> list[bool]:
+def awake(*engines):
     return [not each.sleeper.is_sleeping for each in engines]
 
 
-def test_the_least_recently_used_one_sleeps_first_and_no_more_than_needed() -> None:
+def test_the_least_recently_used_one_sleeps_first_and_no_more_than_needed():
     shared = ModelMemory(10, 0)
     a, b, c = (StandInEngine(shared, 4) for _ in range(3))
     assert awake(a, b, c) == [False, False, False]
@@ -58,7 +55,7 @@ def test_the_least_recently_used_one_sleeps_first_and_no_more_than_needed() -> N
     assert (a.freed, b.freed, c.freed) == (1, 1, 0)
 
 
-def test_one_that_runs_requests_or_has_some_that_wait_stays_awake() -> None:
+def test_one_that_runs_requests_or_has_some_that_wait_stays_awake():
     shared = ModelMemory(10, 0)
     a, b = (StandInEngine(shared, 6) for _ in range(2))
     a.sleeper.begin()
@@ -72,7 +69,7 @@ def test_one_that_runs_requests_or_has_some_that_wait_stays_awake() -> None:
     assert awake(a, b) == [False, True]
 
 
-def test_nobody_sleeps_for_one_that_would_have_no_room_even_then() -> None:
+def test_nobody_sleeps_for_one_that_would_have_no_room_even_then():
     shared = ModelMemory(10, 0)
     a, b, c = (StandInEngine(shared, need) for need in (6, 4, 8))
     a.sleeper.begin()
@@ -81,15 +78,15 @@ def test_nobody_sleeps_for_one_that_would_have_no_room_even_then() -> None:
     assert awake(a, b, c) == [True, True, False]
 
 
-def test_busy_models_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_models_take_turns(monkeypatch):
     monkeypatch.setattr(model_memory, "_PATIENCE_SECONDS", 0.05)
     shared = ModelMemory(10, 0)
     a, b = (StandInEngine(shared, 6) for _ in range(2))
     a.live = b.live = 1  # requests wait for both, all the time
-    turns: list[StandInEngine] = []
+    turns = []
     ends = threading.Event()
 
-    def run(engine: StandInEngine) -> None:
+    def run(engine):
         while not ends.is_set():
             try:
                 engine.sleeper.begin(ends.is_set)
@@ -114,7 +111,7 @@ def test_busy_models_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert a.sleeper.metrics().wakes >= 3
 
 
-def bundle(code: int) -> Any:
+def bundle(code):
     memories = SimpleNamespace(temp_bytes=7, output_bytes=5, alias_bytes=2, argument_bytes=1 << 40)
     executable = SimpleNamespace(raw_size=code)
     config = SimpleNamespace(
@@ -125,7 +122,7 @@ def bundle(code: int) -> Any:
     return SimpleNamespace(config=config)
 
 
-def test_what_is_left_for_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_for_one_more(monkeypatch):
     monkeypatch.setattr(model_memory, "free_bytes", lambda device: 10_000)
     shared = ModelMemory(None, 2)
     assert shared.for_caches("a", bundle(1000)) == 5000  # at the start, one more comes
@@ -141,7 +138,7 @@ def test_what_is_left_for_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "; these could sleep: of-" in str(caught.value.hint)
 
 
-def test_with_a_limit_the_others_can_sleep_for_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_limit_the_others_can_sleep_for_one_more(monkeypatch):
     monkeypatch.setattr(model_memory, "free_bytes", lambda device: 4000)
     shared = ModelMemory(9000, 1)
     need = 100 * CODE_TIMES + 10
@@ -154,9 +151,7 @@ def test_with_a_limit_the_others_can_sleep_for_one_more(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("limit", [None, 9000])
-def test_a_model_that_cannot_wake_names_the_others_that_could_sleep(
-    monkeypatch: pytest.MonkeyPatch, limit: int | None
-) -> None:
+def test_a_model_that_cannot_wake_names_the_others_that_could_sleep(monkeypatch, limit):
     monkeypatch.setattr(model_memory, "wake_bytes", lambda device: 6000)
     shared = ModelMemory(limit, 0)
     one, other = StandInEngine(shared, 5000), StandInEngine(shared, 4500, growth=2000)

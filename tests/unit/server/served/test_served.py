@@ -1,9 +1,6 @@
 """Two bundles of one name, and a state that goes back, would serve the wrong model or one too early."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from tests.unit.server.running import served
@@ -12,11 +9,11 @@ from prejit.runtime.errors import UsageError
 from prejit.server.served.served import ModelNotFoundError, Models
 
 
-def bundle(name: str) -> Any:
+def bundle(name):
     return SimpleNamespace(name=name)
 
 
-def test_a_name_that_is_not_served_is_refused_with_those_that_are() -> None:
+def test_a_name_that_is_not_served_is_refused_with_those_that_are():
     models = Models(served(bundle("one")), served(bundle("two")))
     assert models.get("two").bundle.name == "two"
     with pytest.raises(ModelNotFoundError, match=r"'one', 'two'.*found 'three'"):
@@ -24,7 +21,7 @@ def test_a_name_that_is_not_served_is_refused_with_those_that_are() -> None:
     models.close()
 
 
-def test_two_bundles_of_one_name_are_refused() -> None:
+def test_two_bundles_of_one_name_are_refused():
     models = Models(served(bundle("one")))
     with pytest.raises(UsageError, match="two bundles named 'one'"):
         models.add(served(bundle("one")))
@@ -33,7 +30,7 @@ def test_two_bundles_of_one_name_are_refused() -> None:
     models.close()
 
 
-def test_a_server_that_ends_does_not_become_ready() -> None:
+def test_a_server_that_ends_does_not_become_ready():
     models = Models()
     assert models.state == "loading"
     assert models.drain(ends=True)
@@ -43,7 +40,7 @@ def test_a_server_that_ends_does_not_become_ready() -> None:
     assert models.state == "draining"
 
 
-def test_a_drain_while_it_loads_can_be_undone_after_it() -> None:
+def test_a_drain_while_it_loads_can_be_undone_after_it():
     models = Models()
     assert models.drain()
     assert not models.change("loading", "ready")
@@ -51,9 +48,9 @@ def test_a_drain_while_it_loads_can_be_undone_after_it() -> None:
     assert models.state == "ready"
 
 
-def test_drain_reaches_every_engine_and_undrain_too() -> None:
+def test_drain_reaches_every_engine_and_undrain_too():
     models = Models(served(bundle("one")), served(bundle("two")))
-    engines: list[Any] = [each.engine for each in models]
+    engines = [each.engine for each in models]
     assert models.drain()
     assert [each.drained for each in engines] == [True, True]
     assert models.undrain()

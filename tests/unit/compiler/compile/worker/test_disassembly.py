@@ -1,10 +1,7 @@
 """What executables need of a CPU: read from their instructions, compared with what objdump shows."""
 
-from __future__ import annotations
-
 import os
 import struct
-from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +17,6 @@ from prejit.compiler.compile.worker.disassembly import (
 )
 from prejit.compiler.compile.worker.xla import CompileFor, compile_portable
 from prejit.compiler.targets.build_host import cross_compiles, jaxlib_version
-from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.target_table import target
 from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.fingerprint import CPU_FEATURES
@@ -67,7 +63,7 @@ AVX512 = bytes.fromhex("62f17c4858d1")
 EXECUTABLE, DATA = 6, 3  # SHF_ALLOC | SHF_EXECINSTR, SHF_ALLOC | SHF_WRITE
 
 
-def elf(sections: Iterable[tuple[int, bytes]], machine: int = 62) -> bytes:
+def elf(sections, machine=62):
     """An ELF object of (flags, content) sections: elf(5). 62 is EM_X86_64."""
     sections = [(0, b""), *sections]
     contents = b"".join(content for _, content in sections)
@@ -81,15 +77,13 @@ def elf(sections: Iterable[tuple[int, bytes]], machine: int = 62) -> bytes:
     return header + contents + table
 
 
-def field(number: int, content: bytes) -> bytes:
+def field(number, content):
     size = len(content)
     digits = [size >> shift & 127 for shift in range(0, max(size.bit_length(), 1), 7)]
     return bytes([number << 3 | 2, *(digit | 128 for digit in digits[:-1]), digits[-1]]) + content
 
 
-def executable(
-    *objects: bytes, declared: str = "+64bit,+sse2", symbols: Iterable[str] = (), extra: bytes = b""
-) -> bytes:
+def executable(*objects, declared="+64bit,+sse2", symbols=(), extra=b""):
     """A serialized executable as XLA:CPU makes them, of these objects."""
     result = b"".join(field(7, field(2, symbol.encode())) for symbol in symbols)
     result += b"".join(field(8, field(1, contents)) for contents in objects)
@@ -97,18 +91,18 @@ def executable(
     return b"\x02\x08\x03" + field(1, result) + field(2, b"")
 
 
-def code(*sections: bytes) -> bytes:
+def code(*sections):
     return elf((EXECUTABLE, section) for section in sections)
 
 
 @pytest.fixture(scope="module")
-def portable() -> bytes:
+def portable():
     """Not with float16: jaxlib 0.10 to 0.12 cannot link it for a CPU without f16c."""
     import jax
     import jax.numpy as jnp
     from jax import export, lax
 
-    def many(x: jax.Array, k: jax.Array, h: jax.Array, q: jax.Array) -> tuple[jax.Array, ...]:
+    def many(x, k, h, q):
         whole = q.astype(jnp.int32)
         return (
             *(jnp.tanh(x @ x), jnp.sort(x, axis=0), jnp.cumsum(x), jnp.exp(x).sum(), jnp.round(x)),
@@ -126,7 +120,7 @@ def portable() -> bytes:
 
 
 @pytest.fixture(scope="module", params=["cpu-x86-64-v2", "cpu-x86-64-v3"])
-def compiled(request: pytest.FixtureRequest, portable: bytes) -> tuple[Target, bytes]:
+def compiled(request, portable):
     """A level of x86-64 and an executable for it."""
     if not cross_compiles(jaxlib_version()):
         pytest.skip("jaxlib 0.10 takes the level from XLA_FLAGS alone")
@@ -135,11 +129,11 @@ def compiled(request: pytest.FixtureRequest, portable: bytes) -> tuple[Target, b
     return level, compile_portable(portable, machine).serialized
 
 
-def object_files(serialized: bytes) -> tuple[bytes, ...]:
+def object_files(serialized):
     return disassembly._objects(disassembly._compilation_result(serialized))
 
 
-def test_every_object_is_read_and_none_exceeds_its_level(compiled: tuple[Target, bytes]) -> None:
+def test_every_object_is_read_and_none_exceeds_its_level(compiled):
     level, serialized = compiled
     objects = object_files(serialized)
     assert len(objects) == serialized.count(b"\x7fELF") > 10
@@ -152,7 +146,7 @@ def test_every_object_is_read_and_none_exceeds_its_level(compiled: tuple[Target,
     assert used <= set(level.cpu_features or ())
 
 
-def test_an_instruction_needs_its_extensions_and_no_more_and_data_none() -> None:
+def test_an_instruction_needs_its_extensions_and_no_more_and_data_none():
     assert len(INSTRUCTIONS) == 48
     for instruction, extensions in INSTRUCTIONS:
         used = used_features(executable(code(instruction + RET)))
@@ -195,7 +189,7 @@ UNREADABLE = {
 }
 
 
-def test_code_that_cannot_be_read_needs_all_that_llvm_was_allowed() -> None:
+def test_code_that_cannot_be_read_needs_all_that_llvm_was_allowed():
     for name, unreadable in UNREADABLE.items():
         found = used_features(unreadable)
         assert found == declared_features(unreadable) == ("64bit", "avx", "sse2"), name
@@ -214,7 +208,7 @@ def test_code_that_cannot_be_read_needs_all_that_llvm_was_allowed() -> None:
 
 @settings(deadline=None)
 @given(st.binary(max_size=300))
-def test_random_bytes_are_refused_and_random_code_needs_something_known(content: bytes) -> None:
+def test_random_bytes_are_refused_and_random_code_needs_something_known(content):
     with pytest.raises(BuildError):
         used_features(content)
     assert set(used_features(executable(code(content)))) <= CPU_FEATURES.keys()
@@ -222,7 +216,7 @@ def test_random_bytes_are_refused_and_random_code_needs_something_known(content:
         assert used_features(executable(contents)) in {("64bit", "sse2"), ()}
 
 
-def test_every_extension_of_iced_is_decided_by_a_name_of_machines() -> None:
+def test_every_extension_of_iced_is_decided_by_a_name_of_machines():
     """A new iced that knows of new ones ends here, and not in a bundle."""
     import iced_x86
 
@@ -235,7 +229,7 @@ def test_every_extension_of_iced_is_decided_by_a_name_of_machines() -> None:
     assert len(set(LLVM_NAMES.values())) == len(LLVM_NAMES)
 
 
-def test_what_is_narrowed_tells_of_what_it_uses_and_runs_the_same() -> None:
+def test_what_is_narrowed_tells_of_what_it_uses_and_runs_the_same():
     """Or XLA logs errors about extensions that no instruction is of, wherever the bundle loads."""
     import jax
     import jax.numpy as jnp

@@ -1,11 +1,8 @@
 """A program becomes the same executable in every worker, whatever its memory and its other targets."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +16,8 @@ from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain
 
 
-def _small_loop(bits: jax.Array, table: jax.Array, at: jax.Array, scale: jax.Array) -> jax.Array:
-    def body(
-        number: int, state: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _small_loop(bits, table, at, scale):
+    def body(number, state):
         total, place, seen = state
         total = total + table[0, place[0]] * scale
         return total, (place * 5 + number + at) % 128, seen ^ bits[0, place[0]]
@@ -31,7 +26,7 @@ def _small_loop(bits: jax.Array, table: jax.Array, at: jax.Array, scale: jax.Arr
     return total + place + seen
 
 
-def test_the_memory_of_a_worker_is_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_worker_is_nothing(tmp_path, monkeypatch):
     """Long paths and variables shift all that a process has in memory."""
     if jax.__version_info__ < (0, 12):
         pytest.skip("older XLA orders arguments of such a kernel by memory that threads race for")
@@ -49,7 +44,7 @@ def test_the_memory_of_a_worker_is_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert len(found) == 1
 
 
-def test_one_worker_serves_several_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_worker_serves_several_targets(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     export = jax.export.export(jax.jit(lambda x: jnp.tanh(x @ x)), platforms=["cpu"])
     portable = export(jax.ShapeDtypeStruct((32, 32), jnp.float32))

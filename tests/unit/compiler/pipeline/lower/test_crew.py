@@ -1,14 +1,11 @@
 """Programs that other processes lower are those that the build would have lowered, whatever happens."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -20,19 +17,18 @@ from prejit.compiler.compile.executor import Executor
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline.lower import crew
-from prejit.compiler.pipeline.lower.crew import Crew, open_crew
+from prejit.compiler.pipeline.lower.crew import open_crew
 from prejit.compiler.pipeline.lower.model_checks import check
 from prejit.compiler.pipeline.lower.program_lowering import lower, lower_own
 from prejit.compiler.pipeline.lower.trace_keeping import remember
 from prejit.compiler.pipeline.model import open_weights
-from prejit.compiler.pipeline.plan import Plan, PlannedProgram, plan_build
+from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Progress
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.objects import Objects
 from prejit.compiler.sharing.shared_result import Tier
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.store_interface import Store
 from prejit.runtime.errors import PrejitError
 
 TWO = cast("Executor", SimpleNamespace(lowering_processes=2))
@@ -54,11 +50,11 @@ SECTIONS = (
 
 
 class Notes(Progress):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.lines: list[str] = []
+        self.lines = []
 
-    def _tell(self, text: str) -> None:
+    def _tell(self, text):
         self.lines.append(text)
 
     _tell_finished = _tell
@@ -67,7 +63,7 @@ class Notes(Progress):
 class Project:
     """A manifest with a module beside it, and the steps of a build up to lowering."""
 
-    def __init__(self, directory: Path, code: str, *sections: str, more: str = "") -> None:
+    def __init__(self, directory, code, *sections, more=""):
         directory.mkdir()
         self.directory = directory
         (directory / "code_of_crew.py").write_text(code)
@@ -78,13 +74,13 @@ class Project:
         self.manifest = read_manifest(directory / "m.toml")
         self.notes = Notes()
 
-    def store(self, name: str) -> DirectoryStore:
+    def store(self, name):
         return DirectoryStore.open(self.directory / name)
 
-    def plan(self, store: Store) -> Plan:
+    def plan(self, store):
         return plan_build(self.manifest, store)
 
-    def lower(self, store: Store) -> dict[str, PlannedProgram]:
+    def lower(self, store):
         """Lower all programs in this process, as a build does on a small machine."""
         plan = self.plan(store)
         own = self.manifest.has_own_model
@@ -96,16 +92,16 @@ class Project:
         remember(before, found, space.parameters(), space.plan.own)
         return {each.spec.name: each for each in self.plan(store).programs}
 
-    def open(self, plan: Plan, store: Store) -> Crew | None:
-        options: dict[str, Any] = {"only": (), "directory": None, "forms": None, "retrace": False}
+    def open(self, plan, store):
+        options = {"only": (), "directory": None, "forms": None, "retrace": False}
         return open_crew(plan, TWO, store, self.notes, **options)
 
-    def crew(self, plan: Plan, store: Store) -> Crew:
+    def crew(self, plan, store):
         found = self.open(plan, store)
         assert found is not None
         return found
 
-    def lower_apart(self, store: Store) -> dict[str, PlannedProgram]:
+    def lower_apart(self, store):
         """Lower all programs in two processes."""
         plan = self.plan(store)
         with self.crew(plan, store) as crew:
@@ -114,16 +110,16 @@ class Project:
 
 
 @pytest.fixture(autouse=True)
-def small_work_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_work_is_enough(monkeypatch):
     monkeypatch.setattr(crew, "_PROCESS_SECONDS", 0.05)
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Callable[..., Project]:
+def project(tmp_path):
     return partial(Project, tmp_path / "project")
 
 
-def forms(programs: Mapping[str, PlannedProgram]) -> dict[str, Any]:
+def forms(programs):
     """Return what decides the rest of a build, by program."""
     return {
         name: (asdict(each.lowered), each.spec.kind == "call" and each.parameters, each.key)
@@ -132,7 +128,7 @@ def forms(programs: Mapping[str, PlannedProgram]) -> dict[str, Any]:
     }
 
 
-def test_programs_are_those_of_the_builds_own_process(project: Callable[..., Project]) -> None:
+def test_programs_are_those_of_the_builds_own_process(project):
     made = project(CODE.replace("sys.stdin.read()", "pass"), *SECTIONS)
     expected = forms(made.lower(made.store("one")))
     assert len(expected) == 7
@@ -150,7 +146,7 @@ CONTEXTS = {"own": [16, 32], "published": [16]}
 
 
 @pytest.mark.parametrize("kind", CONTEXTS)
-def test_a_decoder_is_the_same(project: Callable[..., Project], tmp_path: Path, kind: str) -> None:
+def test_a_decoder_is_the_same(project, tmp_path, kind):
     source = 'module = "code_of_crew:nnx_decoder"'
     if kind == "published":
         source = f"source = {json.dumps(str(write_random('gpt2', tmp_path / 'gpt2')))}"
@@ -166,7 +162,7 @@ def test_a_decoder_is_the_same(project: Callable[..., Project], tmp_path: Path, 
 
 
 @pytest.mark.parametrize("module", ["code_of_crew", "code_of_nobody"])
-def test_a_mistake_reads_as_in_the_build(project: Callable[..., Project], module: str) -> None:
+def test_a_mistake_reads_as_in_the_build(project, module):
     """A module that is not there is found before anything is lowered."""
     section = SECTIONS[0].replace("code_of_crew", module)
     made = project("def f(x):\n    return x @ x.missing\n", section)
@@ -191,7 +187,7 @@ def f(x):
 """
 
 
-def test_a_killed_process_loses_nothing(project: Callable[..., Project], tmp_path: Path) -> None:
+def test_a_killed_process_loses_nothing(project, tmp_path):
     flag = str(tmp_path / "was-killed")
     code = DIES.format(condition=f"not os.path.exists({flag!r})", flag=flag)
     made = project(code, SECTIONS[0], SECTIONS[0].replace('"f"', '"again"'))
@@ -201,7 +197,7 @@ def test_a_killed_process_loses_nothing(project: Callable[..., Project], tmp_pat
     assert made.notes.lines[0].endswith(": its process was killed by SIGKILL")
 
 
-def test_what_kills_two_processes_is_left(project: Callable[..., Project], tmp_path: Path) -> None:
+def test_what_kills_two_processes_is_left(project, tmp_path):
     code = DIES.format(condition="x.shape[0] == 5", flag=str(tmp_path / "flag"))
     made = project(code, SECTIONS[0])
     found = made.lower_apart(made.store("one"))
@@ -211,7 +207,7 @@ def test_what_kills_two_processes_is_left(project: Callable[..., Project], tmp_p
     assert made.notes.lines == [killed, killed, f"{label} in the process of the build"]
 
 
-def test_a_manifest_that_changed_is_not_lowered(project: Callable[..., Project]) -> None:
+def test_a_manifest_that_changed_is_not_lowered(project):
     made = project(CODE, *SECTIONS)
     plan = made.plan(made.store("one"))
     file = made.directory / "m.toml"
@@ -223,15 +219,15 @@ def test_a_manifest_that_changed_is_not_lowered(project: Callable[..., Project])
     assert line.endswith(f"in the process of the build: {made.directory / 'm.toml'} has changed")
 
 
-def test_a_manifest_that_was_made_in_python_starts_no_process(tmp_path: Path) -> None:
+def test_a_manifest_that_was_made_in_python_starts_no_process(tmp_path):
     store = DirectoryStore.open(tmp_path)
     programs = [Program(f"f{n}", fn=lambda x: x, args=["float32[3]"]) for n in range(9)]
     plan = plan_build(Manifest("python", programs=programs, targets=["cpu-host"]), store)
-    options: dict[str, Any] = {"only": (), "directory": None, "forms": None, "retrace": False}
+    options = {"only": (), "directory": None, "forms": None, "retrace": False}
     assert open_crew(plan, TWO, store, Notes(), **options) is None
 
 
-def test_a_build_that_fails_leaves_no_process_behind(project: Callable[..., Project]) -> None:
+def test_a_build_that_fails_leaves_no_process_behind(project):
     made = project("def f(x):\n    while True:\n        pass\n", SECTIONS[0])
     plan = made.plan(made.store("one"))
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012
@@ -243,12 +239,12 @@ def test_a_build_that_fails_leaves_no_process_behind(project: Callable[..., Proj
     assert not [pid for pid in seen if Path(f"/proc/{pid}").exists()]
 
 
-def test_another_machine_finds_results(project: Callable[..., Project], tmp_path: Path) -> None:
+def test_another_machine_finds_results(project, tmp_path):
     """Though the user's code prints, and reads stdin: neither touches the messages."""
     made = project(CODE, *SECTIONS)
 
-    def machine(name: str) -> LayeredStore:
-        tiers: Sequence[Tier] = [Tier(Objects((tmp_path / "shared").as_uri()))]
+    def machine(name):
+        tiers = [Tier(Objects((tmp_path / "shared").as_uri()))]
         return LayeredStore(made.store(name), tiers, made.notes.note)
 
     (tmp_path / "shared").mkdir()

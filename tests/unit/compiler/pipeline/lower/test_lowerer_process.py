@@ -1,7 +1,5 @@
 """What a build and its processes say to each other arrives as it was sent."""
 
-from __future__ import annotations
-
 import json
 
 from prejit.compiler.pipeline.lower.lowerer_process import error_of, plain_error
@@ -15,7 +13,7 @@ from prejit.runtime.errors import (
 )
 
 
-def test_an_error_of_the_user_reads_as_if_the_build_had_raised_it() -> None:
+def test_an_error_of_the_user_reads_as_if_the_build_had_raised_it():
     for error in (
         *(BuildError("m.toml: no", hint="do that"), ManifestError("m.toml: no", hint="do that")),
         *(CheckpointError("m.toml: no"), RejectError("/a/file", "damaged: byte 3")),

@@ -5,160 +5,45 @@ from __future__ import annotations
 import base64
 import builtins
 import importlib
-import io
 import json
 import os
-import py_compile
-import shutil
-import sqlite3
 import sys
-import tempfile
 import threading
-import zipfile
-from collections.abc import Iterator, Mapping
-from functools import cache, partial
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import save
 from tests.unit.compiler.sharing.fixtures import Memory
 
-from prejit.compiler.lowering.user.observer import Observer
-from prejit.compiler.lowering.user.observing import observing
-from prejit.compiler.manifest.reading import read_manifest
-from prejit.compiler.pipeline.lower.program_lowering import lower
-from prejit.compiler.pipeline.lower.trace_keeping import remember
-from prejit.compiler.pipeline.plan import Lowered, plan_build
-from prejit.compiler.pipeline.reuse import planned_executables
-from prejit.compiler.pipeline.workspace import Workspace, find_code
-from prejit.compiler.progress import Quiet
+from prejit.compiler.pipeline.workspace import find_code
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.shared_result import Tier
 from prejit.compiler.store.directory_store import DirectoryStore
-from prejit.compiler.store.store_interface import Store
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import BuildError, ManifestError
 
-Files = Mapping[str, str | bytes | None]
-"""Contents by name below the manifest's directory."""
-
-
-def no_model() -> NoReturn:
-    raise AssertionError("the manifest has no model")
-
-
-class Project:
-    """A manifest with modules beside it, and a store."""
-
-    def __init__(
-        self,
-        directory: Path,
-        functions: Mapping[str, str],
-        files: Files | None = None,
-        **modules: str,
-    ) -> None:
-        """Write it. A function's value is `module:attribute`, and more lines of its section."""
-        self.directory = directory
-        self.write_manifest(functions)
-        sources = {f"{name}.py": content for name, content in modules.items()}
-        for name, content in {**(files or {}), **sources}.items():
-            self.write(name, content)
-        self.notes: list[str] = []
-        self.find_code = find_code
-        self.store: Store = DirectoryStore.open(directory.parent / "cache")
-        self.lowered: dict[str, Lowered] = {}
-
-    def write_manifest(self, functions: Mapping[str, str]) -> None:
-        sections = []
-        for name, text in functions.items():
-            at, _, more = text.partition("\n")
-            args = "" if "args" in more else 'args = { x = "float32[3]" }\n'
-            sections.append(f'[[program]]\nname = "{name}"\nfunction = "{at}"\n{args}{more}\n')
-        self.write(
-            "m.toml", f'[bundle]\nname = "m"\n{"".join(sections)}[[target]]\nname = "cpu-host"\n'
-        )
-
-    def write(self, name: str, content: str | bytes | None) -> None:
-        path = self.directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if content is None:
-            path.unlink()
-        else:
-            path.write_bytes(content.encode() if isinstance(content, str) else content)
-
-    def trace(self, *, retrace: bool = False) -> set[str]:
-        """Do what a build does before it compiles, and return the names of programs that were traced."""
-        plan = plan_build(read_manifest(self.directory / "m.toml"), self.store, retrace=retrace)
-        code = cache(partial(self.find_code, plan.manifest))
-        progress = Quiet()
-        progress.note = self.notes.append
-        space = Workspace(plan, no_model, code, self.store, progress)
-        self.lowered = {each.spec.name: lower(space, each) for each in plan.programs}
-        remember(space, self.lowered, space.parameters(), None)
-        return {each.spec.name for each in plan.programs if each.lowered is None}
-
-    def why(self) -> str:
-        """Return why the only program is not cached."""
-        plan = plan_build(read_manifest(self.directory / "m.toml"), self.store)
-        [planned] = planned_executables(plan, self.store)
-        return planned.why
-
-    def changed(self) -> bool:
-        """Return whether the only program is traced, and gives another program."""
-        [before] = self.lowered.values()
-        traced = self.trace()
-        [after] = self.lowered.values()
-        assert (before.portable == after.portable) == (not traced)
-        return bool(traced)
-
-
-@pytest.fixture(autouse=True)
-def modules() -> Iterator[None]:
-    """Forget modules that a test leaves in the process, because they are beside no manifest."""
-    before = set(sys.modules)
-    yield
-    for name in ("helper", "toylib", "toydeep"):
-        if name not in before:
-            sys.modules.pop(name, None)
-
-
-def project(tmp_path: Path, model: str, more: str = "", **modules: str) -> Project:
-    """A project of one function that was traced, and that nothing traces again."""
-    made = Project(tmp_path / "project", {"p": f"model:f\n{more}"}, model=model, **modules)
-    assert made.trace() == {"p"}
-    assert made.trace() == set()
-    return made
-
-
-def times(factor: str, head: str = "") -> str:
-    return f"{head}\n\n\ndef f(x):\n    return x * {factor}\n"
-
-
-SCALED = times("helper.FACTOR", "import helper")
-SAME = "def f(x):\n    return x\n"
-TWO, THREE = "FACTOR = 2\n", "FACTOR = 3\n"
+from .projects import (
+    SAME,
+    SCALED,
+    THREE,
+    TWO,
+    Project,
+    numbers,
+    project,
+    tensors,
+    times,
+)
 
 
 class Noticed(NamedTuple):
     """Code whose trace reads what changes: files before and after, a part of the reason, more lines."""
 
     model: str
-    before: Files
-    after: Files
+    before: dict
+    after: dict
     why: str = ""
     more: str = ""
-
-
-def numbers(value: float) -> bytes:
-    np.save(written := io.BytesIO(), np.float32(value))
-    return written.getvalue()
-
-
-def tensors(value: float) -> bytes:
-    return save({"w": np.full(3, value, np.float32)})
 
 
 HERE = "import os\nimport pathlib\n\nimport numpy as np\n\nHERE = pathlib.Path(__file__).parent"
@@ -173,12 +58,12 @@ PARAMETERS = "def f(params, x):\n    return x * params['w']\n"
 ABSENT = "try:\n    {}\nexcept ImportError:\n    FACTOR = 2"
 
 
-def threads(factor: str) -> Noticed:
+def threads(factor):
     model, why = times("FACTOR", f"{THREADS}FACTOR = {factor}"), "file factor.npy: sha256:"
     return Noticed(model, {"factor.npy": numbers(2)}, {"factor.npy": numbers(3)}, why)
 
 
-def declared(name: str, content: str | None, why: str) -> Noticed:
+def declared(name, content, why):
     return Noticed(SAME, {"data/one.json": "1"}, {name: content}, why, 'reads = ["data/*.json"]')
 
 
@@ -223,7 +108,7 @@ NOTICED = {
 
 
 @pytest.mark.parametrize("case", NOTICED.values(), ids=NOTICED.keys())
-def test_what_a_trace_read_and_changes_is_noticed(tmp_path: Path, case: Noticed) -> None:
+def test_what_a_trace_read_and_changes_is_noticed(tmp_path, case):
     made = Project(
         tmp_path / "p", {"p": f"model:f\n{case.more}"}, {"model.py": case.model, **case.before}
     )
@@ -244,7 +129,7 @@ def test_what_a_trace_read_and_changes_is_noticed(tmp_path: Path, case: Noticed)
     assert not [text for text in kept if str(tmp_path) in text or os.path.expanduser("~/") in text]
 
 
-def test_an_earlier_import_is_no_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_import_is_no_input(tmp_path, monkeypatch):
     """It may be older than its file, and what it read is not known."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "helper.py").write_text(TWO)
@@ -258,14 +143,14 @@ def test_an_earlier_import_is_no_input(tmp_path: Path, monkeypatch: pytest.Monke
     assert made.trace() == set()
 
 
-def test_a_namespace_package_that_becomes_another_is_noticed(tmp_path: Path) -> None:
+def test_a_namespace_package_that_becomes_another_is_noticed(tmp_path):
     inner = {"space/inner/helper": TWO, "space/other/inner/helper": THREE}
     found = project(tmp_path, times("FACTOR", "from space.inner.helper import FACTOR"), **inner)
     found.write("space/__init__.py", "__path__ = [__path__[0] + '/other']\n")
     assert found.changed()
 
 
-def test_a_declared_file_that_is_none_is_a_mistake(tmp_path: Path) -> None:
+def test_a_declared_file_that_is_none_is_a_mistake(tmp_path):
     fifo = "data/fifo: expected a regular file.*found a FIFO"
     for pattern, said in (("vocab.txt", "reads.*vocab.txt"), ("data", fifo), ("**", fifo)):
         made = Project(tmp_path / "p", {"p": f'model:f\nreads = ["{pattern}"]'}, model=SAME)
@@ -276,7 +161,7 @@ def test_a_declared_file_that_is_none_is_a_mistake(tmp_path: Path) -> None:
             made.trace()
 
 
-def test_a_file_that_a_thread_reads_after_the_import_is_noticed(tmp_path: Path) -> None:
+def test_a_file_that_a_thread_reads_after_the_import_is_noticed(tmp_path):
     """A thread may begin in an import, and read while no code of the user runs in the build's own thread."""
     late = "builtins.late = LATE = ThreadPoolExecutor().submit(load)\n"
     head = (
@@ -286,7 +171,7 @@ def test_a_file_that_a_thread_reads_after_the_import_is_noticed(tmp_path: Path) 
     model = times("LATE.result()", f"{head}builtins.go = threading.Event()\n{load}{late}")
     made = Project(tmp_path / "p", {"p": "model:f"}, {"factor.npy": numbers(2)}, model=model)
 
-    def then_read(*args: Any, **options: Any) -> Any:
+    def then_read(*args, **options):
         found = find_code(*args, **options)
         builtins.go.set()
         builtins.late.result()
@@ -300,11 +185,11 @@ def test_a_file_that_a_thread_reads_after_the_import_is_noticed(tmp_path: Path) 
     assert made.changed()
 
 
-def test_what_the_store_and_jax_read_is_not_the_users(tmp_path: Path) -> None:
+def test_what_the_store_and_jax_read_is_not_the_users(tmp_path):
     """Threads of the store read while code of the user runs, and jax lists each directory of sys.path."""
     stop, store = threading.Event(), DirectoryStore.open(tmp_path / "other")
 
-    def write() -> None:
+    def write():
         while not stop.is_set():
             store.put_blob(b"content")
 
@@ -333,7 +218,7 @@ def f(x):
 
 
 @pytest.mark.parametrize("declares", [False, True])
-def test_files_that_nobody_sees_are_declared_or_read_again(tmp_path: Path, declares: bool) -> None:
+def test_files_that_nobody_sees_are_declared_or_read_again(tmp_path, declares):
     import tensorstore
 
     more = 'reads = ["array"]' if declares else ""
@@ -341,7 +226,7 @@ def test_files_that_nobody_sees_are_declared_or_read_again(tmp_path: Path, decla
     place = {"driver": "file", "path": str(made.directory / "array")}
     options = {"dtype": tensorstore.float32, "shape": [3], "create": True, "delete_existing": True}
 
-    def write(value: float) -> None:
+    def write(value):
         array = tensorstore.open({"driver": "zarr", "kvstore": place}, **options).result()
         array[:] = np.full(3, value, np.float32)
 
@@ -356,218 +241,21 @@ def test_files_that_nobody_sees_are_declared_or_read_again(tmp_path: Path, decla
     assert made.changed()
 
 
-def write_tokens(path: Path, count: int) -> None:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
-    Tokenizer(WordLevel({str(each): each for each in range(count)}, "0")).save(str(path))
-
-
-def write_database(path: Path, value: int) -> None:
-    with sqlite3.connect(path) as database:
-        database.execute("create table if not exists t (v)")
-        database.execute("delete from t")
-        database.execute("insert into t values (?)", (value,))
-    database.close()
-
-
-ASKED = {
-    "a module with a computed name": "importlib.import_module('hel' + 'per').FACTOR",
-    "a module that is imported while it is traced": "__import__('helper').FACTOR",
-    "a module of a file": "of_file(HERE / 'helper.py').FACTOR",
-    "a file that is executed": "executed((HERE / 'helper.py').read_text())['FACTOR']",
-    "a module of a namespace package": "importlib.import_module('space.inner.helper').FACTOR",
-    "a module in a directory that the code adds": "__import__('added').FACTOR",
-    "a file that pathlib opens": "int((HERE / 'factor.txt').read_text())",
-    "a file that C opens": "int(np.fromfile(HERE / 'factor.txt', dtype=np.uint8)[0])",
-    "safetensors, imported before": "load_file(HERE / 'w.safetensors')['w']",
-    "whether there is a file": "2 + (HERE / 'sub' / 'new').exists()",
-    "names": "len(os.listdir(HERE / 'sub'))",
-    "size": "os.path.getsize(HERE / 'sub' / 'a')",
-    "size, not of what a link names": "os.lstat(HERE / 'sub' / 'a').st_size",
-    "access": "2 + os.access(HERE / 'sub' / 'new', os.R_OK)",
-    "a link": "float(os.readlink(HERE / 'link'))",
-    "a path without links": "float((HERE / 'link').resolve().name)",
-    "names by a descriptor": "len(os.listdir(os.open(HERE / 'sub', os.O_RDONLY)))",
-    "open beside a descriptor": (
-        "len(os.read(os.open('a', os.O_RDONLY, dir_fd=os.open(HERE / 'sub', os.O_RDONLY)), 9))"
-    ),
-    "a database by its URI": ("value_in(f'file:{HERE}/t.db?mode=ro')"),
-    "a tokenizer": "Tokenizer.from_file(str(HERE / 't.json')).get_vocab_size()",
-    "variables, one by one": "2 + sum(name.startswith('TOY_') for name in os.environ)",
-    "whether there is a module": "2 + (importlib.util.find_spec('appears') is not None)",
-    "a version": "float(metadata.version('toyversion'))",
-    "whether there is a distribution": "2 + has('toynew')",
-    "time of a file": "os.stat(HERE / 'empty').st_mtime % 1000",
-    "mode of a file": "float(os.stat(HERE / 'empty').st_mode & 7)",
-    "size of an entry": "max(entry.stat().st_size for entry in os.scandir(HERE / 'sizes'))",
-    "which entries are directories": "2 + sum(len(names) for _, names, _ in os.walk(HERE / 'kind'))",
-    "a file beside the working directory": "float(pathlib.Path('factor.txt').read_text())",
-    "the working directory": "float(os.getcwd()[-1])",
-    "a variable": "int(os.environ['CI_TOY'])",
-    "a directory for temporary files": "float(tempfile.gettempdir()[-1])",
-    "a module that another one shadows": "getattr(__import__('colorsys'), 'FACTOR', 2)",
-    "a module in a zip file that reads a file": "__import__('zipped').FACTOR",
-    "a module without its source": "__import__('compiled').FACTOR",
-    "a file with the name of a cache": "float((HERE / 'my__pycache__.txt').read_text())",
-}
-ASKING = """
-import contextlib, importlib.util, os, pathlib, sqlite3, sys, tempfile
-from importlib import metadata
-import numpy as np
-from safetensors.numpy import load_file
-from tokenizers import Tokenizer
-HERE = pathlib.Path(__file__).parent
-sys.path += [str(HERE / 'zipped.zip'), str(HERE / 'compiled'), str(HERE / 'lib')]
-def of_file(path):
-    spec = importlib.util.spec_from_file_location("any_name", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-def executed(text):
-    names = {{}}
-    exec(text, names)
-    return names
-def value_in(database):
-    with contextlib.closing(sqlite3.connect(database, uri=True)) as opened:
-        return opened.execute('select v from t').fetchone()[0]
-def has(name):
-    try:
-        return bool(metadata.version(name))
-    except metadata.PackageNotFoundError:
-        return False
-def f(x):
-    return x * {}
-"""
-
-
-@pytest.fixture(scope="module")
-def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One directory of distributions for all tests: the first look at each takes half a second."""
-    return tmp_path_factory.mktemp("site-packages")
-
-
-@pytest.mark.parametrize("name", ASKED)
-def test_what_code_asks_without_opening_a_file_is_noticed(
-    tmp_path: Path, packages: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    made = Project(tmp_path / "p", {"p": "model:f"}, model=ASKING.format(ASKED[name]))
-    monkeypatch.syspath_prepend(str(packages))
-    shutil.rmtree(packages / "toynew.dist-info", ignore_errors=True)
-
-    def describe(name: str, version: int) -> None:
-        described = packages / f"{name}.dist-info" / "METADATA"
-        described.parent.mkdir(parents=True, exist_ok=True)
-        described.write_text(f"Name: {name}\nVersion: {version}\n")
-
-    def write(value: int) -> None:
-        elsewhere, some, factor = tmp_path / f"from{value}", "x" * value, f"FACTOR = {value}\n"
-        modules = ("helper.py", "space/inner/helper.py", "lib/added.py")
-        texts = dict.fromkeys(("factor.txt", "my__pycache__.txt"), str(value))
-        of_sizes = {"sub/a": some, "sizes/a": some, "empty": "", "w.safetensors": tensors(value)}
-        for file, content in {**dict.fromkeys(modules, factor), **texts, **of_sizes}.items():
-            made.write(file, content)
-        (made.directory / "link").unlink(missing_ok=True)
-        (made.directory / "link").symlink_to(str(value))
-        write_tokens(made.directory / "t.json", value)
-        write_database(made.directory / "t.db", value)
-        describe("toyversion", value)
-        (made.directory / "empty").chmod(0o600 + value)
-        os.utime(made.directory / "empty", (1000 + value, 1000 + value))
-        elsewhere.mkdir()
-        (elsewhere / "factor.txt").write_text(str(value))
-        monkeypatch.chdir(elsewhere)
-        monkeypatch.setenv("CI_TOY", str(value))
-        monkeypatch.setattr(tempfile, "tempdir", None)  # as in a new process
-        monkeypatch.setenv("TMPDIR", str(elsewhere))
-
-    file = str(made.directory / "factor.txt")
-    module = f"import pathlib\nFACTOR = int(pathlib.Path({file!r}).read_text())\n"
-    with zipfile.ZipFile(made.directory / "zipped.zip", "w") as archive:
-        archive.writestr("zipped.py", module)
-    made.write("source.txt", module)
-    (made.directory / "compiled").mkdir()
-    compiled = str(made.directory / "compiled" / "compiled.pyc")
-    py_compile.compile(str(made.directory / "source.txt"), compiled, "c.py")
-    made.write("kind/entry", "")
-    write(2)
-    assert made.trace() == {"p"}
-    assert made.trace() == set()
-    write(3)
-    for name in ("sub/new", "appears.py"):
-        made.write(name, "")
-    describe("toynew", 1)
-    (made.directory / "kind" / "entry").unlink()
-    (made.directory / "kind" / "entry").mkdir()
-    made.write("colorsys.py", "FACTOR = 3\n")
-    monkeypatch.setenv("TOY_A", "3")
-    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    importlib.invalidate_caches()
-    assert made.changed()
-
-
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A distribution that provides `toylib`, and requires one that provides `toydeep`."""
-    packages = tmp_path / "site-packages"
-    for name, requires in (("toylib", "Requires-Dist: toydeep\n"), ("toydeep", "")):
-        described = packages / f"{name}-1.dist-info"
-        described.mkdir(parents=True)
-        (packages / f"{name}.py").write_text(TWO)
-        (described / "METADATA").write_text(f"Name: {name}\nVersion: 1\n{requires}")
-        (described / "top_level.txt").write_text(f"{name}\n")
-    monkeypatch.syspath_prepend(str(packages))
-    return packages
-
-
-def test_another_version_is_noticed(tmp_path: Path, installed: Path) -> None:
-    found = project(tmp_path, times("FACTOR", "from toylib import FACTOR"))
-    unread = Project(tmp_path / "unread", {"q": "other:f"}, other=times("len(os.sep)", "import os"))
-    assert unread.trace() == {"q"}
-    for name in ("toylib", "toydeep"):
-        metadata = installed / f"{name}-1.dist-info" / "METADATA"
-        metadata.write_text(metadata.read_text().replace("Version: 1", "Version: 2"))
-        assert found.why() == f"version of {name}: 1 -> 2"
-        assert found.trace() == {"p"}
-        assert unread.trace() == set()
-
-
-RECORD = """\
-../../../bin/toy,sha256={other},10
-__editable___toy_finder.py,sha256={other},10
-toylib-1.dist-info/direct_url.json,sha256={other},4
-toylib.py,sha256={content},11
-__pycache__/toylib.cpython-311.pyc,,
-"""
-
-
-def test_the_same_version_installed_again_is_noticed(tmp_path: Path, installed: Path) -> None:
-    record = installed / "toylib-1.dist-info" / "RECORD"
-    record.write_text(RECORD.format(content="abc", other="a machine"))
-    found = project(tmp_path, times("FACTOR", "from toylib import FACTOR"))
-    lines = RECORD.format(content="abc", other="another machine").splitlines()
-    record.write_text("\n".join(reversed(lines)))
-    assert found.trace() == set(), "the same wheel on another machine, installed by another program"
-    record.write_text(RECORD.format(content="def", other="a machine"))
-    assert found.why().startswith("version of toylib: 1 sha256:")
-    assert found.trace() == {"p"}
-
-
-@pytest.fixture
-def x64() -> Iterator[None]:
+def x64():
     yield
     jax.config.update("jax_enable_x64", False)
 
 
 @pytest.mark.usefixtures("x64")
-def test_a_setting_of_jax_that_changes_is_noticed(tmp_path: Path) -> None:
+def test_a_setting_of_jax_that_changes_is_noticed(tmp_path):
     found = project(tmp_path, times("jnp.arange(3)", "import jax.numpy as jnp"))
     jax.config.update("jax_enable_x64", True)
     assert found.why() == "jax configuration: '' -> jax_enable_x64=True"
     assert found.changed()
 
 
-def test_the_number_of_devices_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_devices_is_noticed(tmp_path, monkeypatch):
     flag = "--xla_force_host_platform_device_count"
     monkeypatch.setenv("XLA_FLAGS", f"{flag}=2")
     found = project(tmp_path, times("len(jax.devices())", "import jax"))
@@ -579,7 +267,7 @@ def test_the_number_of_devices_is_noticed(tmp_path: Path, monkeypatch: pytest.Mo
         assert found.trace() == {"p"}
 
 
-def test_no_shared_store_learns_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_shared_store_learns_a_variable(tmp_path, monkeypatch):
     """A password has few values to try: not even its digest may leave this machine."""
     monkeypatch.setenv("MY_PIN", "1234")
     monkeypatch.setenv("JAX_MY_SETTING", "2")
@@ -617,20 +305,7 @@ def test_no_shared_store_learns_a_variable(tmp_path: Path, monkeypatch: pytest.M
     assert {name for name, found in manifests.items() if found.trace()} == {"pin"}
 
 
-def test_a_variable_is_always_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python 3.13 counts the changes of a class, and notices no more than a thousand."""
-    noted = list[str]()
-    observer = Observer(str(tmp_path))
-    monkeypatch.setattr(observer, "note_variable", noted.append)
-    for _ in range(600):
-        with observing(observer):
-            os.environ.get("MY_FACTOR")
-        for _ in range(20):  # so that the interpreter keeps what it calls
-            os.environ.get("MY_FACTOR")
-    assert noted.count("MY_FACTOR") == 600
-
-
-def test_an_unfinished_entry_is_not_used(tmp_path: Path) -> None:
+def test_an_unfinished_entry_is_not_used(tmp_path):
     """A build that is killed leaves the names of inputs without the trace, or a file that is cut off."""
     found = project(tmp_path, SCALED, helper=TWO)
     [trace] = tmp_path.glob("cache/v1/actions/trace/*.json")
@@ -644,7 +319,7 @@ def test_an_unfinished_entry_is_not_used(tmp_path: Path) -> None:
     assert found.trace() == {"p"}
 
 
-def test_a_file_that_changes_while_it_is_traced_is_not_remembered(tmp_path: Path) -> None:
+def test_a_file_that_changes_while_it_is_traced_is_not_remembered(tmp_path):
     """The trace is of what was loaded, not of what is there afterwards."""
     model = (
         "import pathlib\n\nimport helper\n\n\ndef f(x):\n"
@@ -657,7 +332,7 @@ def test_a_file_that_changes_while_it_is_traced_is_not_remembered(tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:os.fork:RuntimeWarning")
-def test_code_that_starts_a_process_is_traced_at_every_build(tmp_path: Path) -> None:
+def test_code_that_starts_a_process_is_traced_at_every_build(tmp_path):
     head = "import multiprocessing, subprocess\nfrom concurrent.futures import ProcessPoolExecutor"
     fork = "ProcessPoolExecutor(1, multiprocessing.get_context('fork')).submit(abs, -3).result()"
     runs = "len(subprocess.run(['echo', 'ab'], capture_output=True).stdout)"
@@ -706,11 +381,11 @@ def once(make):
 
 
 @pytest.mark.parametrize("modules", SHARED.values(), ids=SHARED.keys())
-def test_what_a_section_leaves_is_noticed(tmp_path: Path, modules: tuple[str, str]) -> None:
+def test_what_a_section_leaves_is_noticed(tmp_path, modules):
     one, b = modules
     found = Project(tmp_path / "p", {"one": "one:f", "two": "two:f"}, registry=REGISTRY, two=b)
 
-    def write(value: int) -> None:
+    def write(value):
         found.write("one.py", one.replace("{}", str(value), 1))
         found.write("factor.txt", str(value))
 
@@ -723,7 +398,7 @@ def test_what_a_section_leaves_is_noticed(tmp_path: Path, modules: tuple[str, st
     assert found.lowered["two"].portable != before.portable
 
 
-def test_a_section_that_changes_is_traced_again(tmp_path: Path) -> None:
+def test_a_section_that_changes_is_traced_again(tmp_path):
     model = "def f(x, n=2):\n    return x * (1.5 if n is True else n)\n"
     sizes = 'args = { x = "float32[{n}]" }\nbuckets = { n = [2] }'
     for turn, (before, after) in enumerate(
@@ -741,7 +416,7 @@ def test_a_section_that_changes_is_traced_again(tmp_path: Path) -> None:
         assert made.trace() == set()
 
 
-def test_an_impure_function_is_refused_with_its_operation(tmp_path: Path) -> None:
+def test_an_impure_function_is_refused_with_its_operation(tmp_path):
     for jit in ("", "@jax.jit\n"):
         module = f"import jax\nn = [0]\n\n{jit}def g(x):\n    n[0] += 1\n    return x * n[0]\n"
         module += "\ndef f(x):\n    return g(x)\n"
@@ -757,7 +432,7 @@ def test_an_impure_function_is_refused_with_its_operation(tmp_path: Path) -> Non
             )
 
 
-def test_retracing_finds_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retracing_finds_more(tmp_path, monkeypatch):
     """As the order of a set, which differs between processes."""
     monkeypatch.setattr(builtins, "hidden_factor", 2, raising=False)
     found = project(tmp_path, times("builtins.hidden_factor", "import builtins"))
@@ -767,25 +442,3 @@ def test_retracing_finds_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         found.trace(retrace=True)
     assert "the program that an earlier build traced from the same inputs" in str(caught.value)
     assert str(caught.value.hint).startswith("a file that it reads by other means than open() may")
-
-
-def test_hooks_are_gone_after_a_trace(tmp_path: Path) -> None:
-    from importlib.machinery import SourceFileLoader
-
-    import safetensors.numpy
-    import tensorstore
-
-    def hooks() -> tuple[object, ...]:
-        of_python = builtins.__import__, os.stat, type(os.environ).__getitem__
-        of_imports = SourceFileLoader.get_code, sys.modules["_frozen_importlib"]._gcd_import
-        starts = threading.Thread.start, sys.modules["_posixsubprocess"].fork_exec
-        of_libraries = safetensors.numpy.safe_open, tensorstore.open, tensorstore.KvStore.open
-        return (*of_python, *of_imports, *starts, *of_libraries)
-
-    before = hooks()
-    project(tmp_path, SAME)
-    assert hooks() == before
-    broken = Project(tmp_path / "broken", {"p": "model:f"}, model="raise ValueError\n")
-    with pytest.raises(ManifestError):
-        broken.trace()
-    assert hooks() == before

@@ -1,10 +1,5 @@
 """A perplexity is measured as the model reads texts: with the token that begins them."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import jax
 import numpy as np
 import pytest
@@ -21,7 +16,7 @@ from ...checkpoint.test_tokenizer_check import begun_with, crafted, word_level
 WORDS = {"a": 0, "b": 1, "<s>": 2, "[UNK]": 3}
 
 
-def write_tokenizer(directory: Path, **parts: object) -> tuple[Path, Path]:
+def write_tokenizer(directory, **parts):
     text, tokenizer = directory / "text.txt", directory / "tokenizer.json"
     text.write_text("a b b a")
     words = {"type": "Whitespace"}
@@ -29,7 +24,7 @@ def write_tokenizer(directory: Path, **parts: object) -> tuple[Path, Path]:
     return text, tokenizer
 
 
-def test_texts_begin_and_are_cut_as_by_the_tokenizer(tmp_path: Path) -> None:
+def test_texts_begin_and_are_cut_as_by_the_tokenizer(tmp_path):
     for parts, begin in (({}, []), ({"post_processor": begun_with("<s>", 2)}, [2])):
         ids, found = model_comparison.read_text(*write_tokenizer(tmp_path, **parts))
         assert ids.tolist() == [0, 1, 1, 0]
@@ -41,7 +36,7 @@ def test_texts_begin_and_are_cut_as_by_the_tokenizer(tmp_path: Path) -> None:
     assert length.tolist() == [3, 4]
 
 
-def test_a_text_that_the_tokenizer_fails_on_fails_the_build(tmp_path: Path) -> None:
+def test_a_text_that_the_tokenizer_fails_on_fails_the_build(tmp_path):
     text, tokenizer = write_tokenizer(tmp_path)
     tokenizer.write_text(tokenizer.read_text().replace(', "[UNK]": 3', ""))
     text.write_text("a c")
@@ -52,7 +47,7 @@ def test_a_text_that_the_tokenizer_fails_on_fails_the_build(tmp_path: Path) -> N
 
 
 @pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[model_comparison.ComparedModel, Any]:
+def gpt2(tmp_path_factory):
     """A random model, and what computes the logits after each token of a text at once: float64 [T, V]."""
     source = decoders.write_random("gpt2", tmp_path_factory.mktemp("compared") / "gpt2")
     checkpoint, config = open_checkpoint(source), config_file.load_config(source)
@@ -62,12 +57,12 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[model_comparison.Com
     size = decoders.LARGEST_CONTEXT
 
     @jax.jit
-    def call(weights: Any, tokens: Any, length: Any) -> Any:
+    def call(weights, tokens, length):
         bound = model.model.bind(weights)
         cache = bound.make_cache(1, size, "float32")
         return bound(tokens, np.zeros(1, np.int32), length, cache, every=True)[0][0]
 
-    def logits(window: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def logits(window):
         tokens = np.zeros((1, size), np.int32)
         tokens[0, : window.size] = window
         found = call(model.weights, tokens, np.array([window.size], np.int32))
@@ -77,9 +72,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[model_comparison.Com
 
 
 @pytest.mark.parametrize(("begin", "count"), [([], 150), ([5], 1), ([5, 6], 150)])
-def test_a_perplexity_counts_each_token_after_what_begins_the_text(
-    gpt2: tuple[model_comparison.ComparedModel, Any], begin: list[int], count: int
-) -> None:
+def test_a_perplexity_counts_each_token_after_what_begins_the_text(gpt2, begin, count):
     model, logits_of = gpt2
     text = np.random.default_rng(0).integers(0, decoders.VOCABULARY, count).astype(np.int32)
     losses = []

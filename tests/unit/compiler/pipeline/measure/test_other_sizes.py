@@ -1,11 +1,6 @@
 """Programs of varying sizes are refused where they give other results than their functions."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,17 +24,15 @@ X = "float32[{n}, 4]"
 
 
 class Notes(Quiet):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.lines: list[str] = []
+        self.lines = []
 
-    def note(self, text: str) -> None:
+    def note(self, text):
         self.lines.append(text)
 
 
-def compared(
-    programs: Iterable[Program], directory: Path, **options: Any
-) -> tuple[dict[str, str], list[str]]:
+def compared(programs, directory, **options):
     """Lower programs and compare them: return what the error says of each section, and the notes."""
     manifest = Manifest("m", **{"targets": ["cpu-host"], "programs": programs, **options})
     store, notes = DirectoryStore.open(directory), Notes()
@@ -47,7 +40,7 @@ def compared(
     space = Workspace(plan, lambda: None, lambda: code, store, notes)
     lowered = {each.spec.name: lower(space, each) for each in plan.programs}
     user = space.parameters()
-    found: dict[str, str] = {}
+    found = {}
     try:
         check_sizes(space, lowered, user, lambda: None, 120)
     except BuildError as error:
@@ -57,12 +50,12 @@ def compared(
     return found, notes.lines
 
 
-def program(name: str, fn: Callable[..., Any], *args: str, **options: Any) -> Program:
-    how: dict[str, Any] = {"buckets": {"n": (8,)}, **options}
+def program(name, fn, *args, **options):
+    how = {"buckets": {"n": (8,)}, **options}
     return Program(name, fn=fn, args=list(args) or [X], **how)
 
 
-DEPENDS_ON_PADDING: dict[str, Callable[[Any], Any]] = {
+DEPENDS_ON_PADDING = {
     "mean": lambda x: x.mean(),
     "less-mean": lambda x: x - x.mean(0),
     "softmax": lambda x: jax.nn.softmax(x, axis=0),
@@ -81,13 +74,13 @@ DEPENDS_ON_PADDING: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def together(functions: dict[str, Callable[[Any], Any]]) -> Callable[[Any], Any]:
+def together(functions):
     """One program for several functions: each result is compared by itself."""
     return lambda x: {name: fn(x) for name, fn in functions.items()}
 
 
 @pytest.fixture(scope="module")
-def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def refused(tmp_path_factory):
     items = [*DEPENDS_ON_PADDING.items()]
     wrong = [
         program(f"padded-{at}", together(dict(items[at : at + 6])), pad=["n"])
@@ -100,7 +93,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     nested = lambda x: {"right": x * 2, "wrong": (x.std(0), x + 1)}  # noqa: E731
     wrong.append(program("nested", nested, pad=["n"]))
     square = lambda x: x if x.shape[0] == x.shape[1] else -x  # noqa: E731
-    sizes: Any = {"buckets": {"n": (8,), "m": (16,)}}
+    sizes = {"buckets": {"n": (8,), "m": (16,)}}
     two = "float32[{n}, {m}]"
     wrong.append(program("square", square, two, **sizes, pad=["n", "m"]))
     wrong.append(program("open-square", square, two, **sizes, open_sizes=["n", "m"]))
@@ -113,7 +106,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return found
 
 
-def test_each_function_that_looks_at_sizes_is_refused(refused: dict[str, str]) -> None:
+def test_each_function_that_looks_at_sizes_is_refused(refused):
     padded = "".join(text for name, text in refused.items() if name.startswith(("padded", "below")))
     for name in (*DEPENDS_ON_PADDING, *LOOKS_BELOW_EIGHT):
         line = next(each for each in padded.splitlines() if each.startswith(f"  {name}"))
@@ -129,21 +122,21 @@ def test_each_function_that_looks_at_sizes_is_refused(refused: dict[str, str]) -
     assert re.search(r"last: 0 in place of ", refused["padded-6"])
 
 
-def masked_mean(x: Any, length: Any) -> Any:
+def masked_mean(x, length):
     valid = jnp.arange(x.shape[0]) < length
     return jnp.where(valid[:, None], x + 1, 0).sum(0) / length
 
 
-def masked(x: Any, valid: Any) -> Any:
+def masked(x, valid):
     return jnp.where(valid[:, None], x + 1, 0).sum(0) / valid.sum()
 
 
-def chaotic(x: Any) -> Any:
+def chaotic(x):
     """Rounding decides the result after a few hundred steps, and padding does not."""
     return jax.lax.fori_loop(0, 300, lambda _, x: 3.99 * x * (1 - x), jnp.abs(x))
 
 
-def of_floats(x: Any) -> Any:
+def of_floats(x):
     weights = jnp.asarray(np.random.default_rng(0).standard_normal((4, 3)), jnp.float32)
     return {
         "elementwise": jnp.tanh(x) * 2 + 1,
@@ -157,13 +150,13 @@ def of_floats(x: Any) -> Any:
     }
 
 
-def of_places(x: Any, places: Any, valid: Any) -> Any:
+def of_places(x, places, valid):
     best = jnp.where(valid[:, None], x, -jnp.inf).argmax(0)
     return masked(x, valid), best, x[places], jax.nn.one_hot(places, 5)
 
 
-def test_a_right_function_is_built(tmp_path: Path) -> None:
-    every: Any = {"pad": ["n"], "open_sizes": ["n"]}
+def test_a_right_function_is_built(tmp_path):
+    every = {"pad": ["n"], "open_sizes": ["n"]}
     places = ("int32[{n}]", "bool[{n}]")
     right = [
         program("floats", of_floats, **every),
@@ -189,12 +182,11 @@ def test_a_right_function_is_built(tmp_path: Path) -> None:
         assert compared(right, tmp_path) == ({}, [])
 
 
-def on_gpus(x: Any) -> Any:
+def on_gpus(x):
     return jax.lax.platform_dependent(x, cuda=lambda x: x - x.mean(0))
 
 
-def test_what_cannot_be_compared_is_said_in_one_line(tmp_path: Path) -> None:
-    options: dict[str, Any]
+def test_what_cannot_be_compared_is_said_in_one_line(tmp_path):
     for fn, options, reason in (
         (only_eight, {}, "its function fails at each other size that was tried"),
         (on_gpus, {"targets": ["cuda-a10g"]}, "it does not lower for CPUs"),
@@ -207,9 +199,9 @@ def test_what_cannot_be_compared_is_said_in_one_line(tmp_path: Path) -> None:
         assert "\n" not in note
 
 
-def test_unchecked_programs_are_not_compared(tmp_path: Path) -> None:
+def test_unchecked_programs_are_not_compared(tmp_path):
     mean, equal = DEPENDS_ON_PADDING["less-mean"], LOOKS_AT_A_SIZE["equal"]
-    sizes: Any = {"buckets": {"n": (8,), "m": (8,)}}
+    sizes = {"buckets": {"n": (8,), "m": (8,)}}
     wrong = [
         program("all", mean, "float32[{n}, {m}]", pad="unchecked", **sizes),
         program("some", mean, "float32[{n}, {m}]", pad=["n", "unchecked"], **sizes),

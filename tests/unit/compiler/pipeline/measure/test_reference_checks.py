@@ -1,10 +1,6 @@
 """Whether a build compares programs with their references, and `verify --run` does so after it."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,11 +16,11 @@ ARGS = {"x": "float32[{batch}, 8]"}
 BUCKETS = {"batch": [1, 4]}
 
 
-def score(params: Any, x: Any, *, scale: int = 1) -> Any:
+def score(params, x, *, scale=1):
     return {"y": jnp.tanh(x @ params["w"]) * scale, "rows": jnp.int32(x.shape[0])}
 
 
-def reference(params: Any, x: np.ndarray, *, scale: int = 1) -> dict[str, Any]:
+def reference(params, x, *, scale=1):
     assert type(x) is np.ndarray
     return {"y": np.tanh(x @ params["w"]) * scale, "rows": x.shape[0]}
 
@@ -33,16 +29,16 @@ W = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
 
 
 @pytest.fixture
-def make(build_cache: Path, tmp_path: Path) -> Any:
-    def make(check: ProgramCheck, **more: Any) -> Path:
-        options: dict[str, Any] = {"params": {"w": W}, "args": ARGS, "buckets": BUCKETS, **more}
+def make(build_cache, tmp_path):
+    def make(check, **more):
+        options = {"params": {"w": W}, "args": ARGS, "buckets": BUCKETS, **more}
         program = Program("score", fn=score, check=check, **options)
         return build([program], tmp_path, name="checked", cache=build_cache, quiet=True).path
 
     return make
 
 
-def test_numpy_gives_the_golden_answer(make: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numpy_gives_the_golden_answer(make, capsys):
     path = make(ProgramCheck(function=reference, tolerance=1e-4), static={"scale": [1, 3]})
     with prejit.runtime.load(path) as bundle:
         golden = {each.name: each.golden for each in bundle.config.programs}
@@ -54,8 +50,8 @@ def test_numpy_gives_the_golden_answer(make: Any, capsys: pytest.CaptureFixture[
     assert all(each["share"] < 1 for each in answers)
 
 
-def test_a_wrong_element_fails_the_build_and_is_named(make: Any) -> None:
-    def wrong(params: Any, x: np.ndarray) -> dict[str, Any]:
+def test_a_wrong_element_fails_the_build_and_is_named(make):
+    def wrong(params, x):
         found = reference(params, x)
         found["y"][-1, 2] += 0.25
         x[:] = 0  # a function may write into its arguments
@@ -74,8 +70,8 @@ def test_a_wrong_element_fails_the_build_and_is_named(make: Any) -> None:
         make(ProgramCheck(function=more))
 
 
-def test_what_is_beyond_the_tolerance_or_another_result_is_named(make: Any) -> None:
-    def near(params: Any, x: np.ndarray) -> dict[str, Any]:
+def test_what_is_beyond_the_tolerance_or_another_result_is_named(make):
+    def near(params, x):
         found = reference(params, x)
         return {**found, "y": found["y"] * 1.01}
 
@@ -90,14 +86,14 @@ def test_what_is_beyond_the_tolerance_or_another_result_is_named(make: Any) -> N
         make(ProgramCheck(function=lambda params, x: 1 / 0))
 
 
-def save(path: Path, rows: int, **changed: Any) -> str:
+def save(path, rows, **changed):
     x = np.arange(rows * 8, dtype=np.float32).reshape(rows, 8) / 64
     results = reference({"w": W}, x) | changed
     np.savez(path, **{"args.x": x}, **{f"results.{name}": each for name, each in results.items()})
     return str(path)
 
 
-def test_files_have_arguments_of_their_own_and_must_fit(make: Any, tmp_path: Path) -> None:
+def test_files_have_arguments_of_their_own_and_must_fit(make, tmp_path):
     files = tuple(save(tmp_path / f"{rows}.npz", rows) for rows in (1, 4))
     path = make(ProgramCheck(files=files))
     with prejit.runtime.load(path) as bundle:
@@ -141,7 +137,7 @@ name = "cpu-host"
 """
 
 
-def test_mistakes_of_a_manifest_are_named(tmp_path: Path) -> None:
+def test_mistakes_of_a_manifest_are_named(tmp_path):
     for text, problem in (
         ("tolerance = 0.1", "check: expected function or files in it"),
         ('function = "model"', "check.function: expected a function as package.module"),
@@ -157,7 +153,7 @@ def test_mistakes_of_a_manifest_are_named(tmp_path: Path) -> None:
         assert problem in str(error.value)
 
 
-def test_a_manifest_names_a_function_of_its_own_module(tmp_path: Path, build_cache: Path) -> None:
+def test_a_manifest_names_a_function_of_its_own_module(tmp_path, build_cache):
     (tmp_path / "model.py").write_text("def score(x):\n    return x * 2\n")
     (tmp_path / "expected.py").write_text("def double(x):\n    return x + x\n")
     (tmp_path / "b.toml").write_text(TOML % 'function = "expected:double"')

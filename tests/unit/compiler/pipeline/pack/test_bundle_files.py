@@ -1,10 +1,7 @@
 """The weights layer and packs."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +24,7 @@ dtypes = st.sampled_from([np.float32, np.int8, np.uint16, np.bool_, np.float64])
 arrays = st_numpy.arrays(dtypes, st_numpy.array_shapes(min_dims=0, max_dims=3, max_side=5))
 
 
-def tensors(values: dict[str, np.ndarray]) -> list[PackedTensor]:
+def tensors(values):
     return [
         PackedTensor(name, value.dtype.name, value.shape, lambda value=value: value)
         for name, value in values.items()
@@ -36,7 +33,7 @@ def tensors(values: dict[str, np.ndarray]) -> list[PackedTensor]:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(values=st.dictionaries(st.text("abc.λ", min_size=1, max_size=6), arrays, max_size=6))
-def test_safetensors_reads_what_we_write(tmp_path: Path, values: dict[str, np.ndarray]) -> None:
+def test_safetensors_reads_what_we_write(tmp_path, values):
     values = {name: v for name, v in values.items() if not name.startswith(GAP_PREFIX)}
     cache = DirectoryStore.open(tmp_path)
     with cache.blob_writer() as blob:
@@ -50,7 +47,7 @@ def test_safetensors_reads_what_we_write(tmp_path: Path, values: dict[str, np.nd
     assert all(slices[name].start % 64 == 0 for name in values)
 
 
-def test_frames_are_stored_once_and_tensors_are_what_was_announced(tmp_path: Path) -> None:
+def test_frames_are_stored_once_and_tensors_are_what_was_announced(tmp_path):
     cache = DirectoryStore.open(tmp_path)
     wrong = PackedTensor("w", "float32", (2,), lambda: np.zeros(3, np.float32))
     with pytest.raises(BuildError, match=r"w: expected float32\[2\], found float32\[3\]"):
@@ -78,10 +75,10 @@ def test_frames_are_stored_once_and_tensors_are_what_was_announced(tmp_path: Pat
         assert digest_of(content[frame.offset : frame.offset + frame.size]) == frames[name].digest
 
 
-def test_a_bundle_that_no_reader_takes_is_not_made(recipe: Any) -> None:
+def test_a_bundle_that_no_reader_takes_is_not_made(recipe):
     """Or the build would succeed, and each server say that the bundle is damaged."""
 
-    def with_wide_results(config: Any) -> Any:
+    def with_wide_results(config):
         wide = (f"[] float32[{','.join('1' * 65)}]",)
         programs = (dataclasses.replace(each, results=wide) for each in config.programs)
         return dataclasses.replace(config, programs=tuple(programs))

@@ -1,11 +1,8 @@
 """A build replaces an older bundle of its own name, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,21 +20,21 @@ NAME = "chunks"
 FOREIGN = '{"schemaVersion": 2, "manifests": []}'
 
 
-def built(path: Path) -> None:
+def built(path):
     shutil.copytree(BUILT, path)
 
 
-def recorded(path: Path) -> None:
+def recorded(path):
     target = RecordedTarget(Requirement("cpu", "x86_64", (), "1.2.3"), {}, {})
     write_layout(path, *assemble(NAME, [packed(target, NAME)]))
 
 
-def foreign(path: Path) -> None:
+def foreign(path):
     shutil.copytree(BUILT, path)
     (path / "index.json").write_text(FOREIGN)
 
 
-def contents(path: Path) -> dict[Path, bytes]:
+def contents(path):
     return {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
@@ -49,7 +46,7 @@ def contents(path: Path) -> dict[Path, bytes]:
         (foreign, NAME, "what another tool wrote"),
     ],
 )
-def test_what_no_build_wrote_stays(put: Any, name: str, found: str, tmp_path: Path) -> None:
+def test_what_no_build_wrote_stays(put, name, found, tmp_path):
     put(tmp_path / name)
     before = contents(tmp_path)
     programs = [Program("p", fn=abs, args=["float32[3]"])]
@@ -61,7 +58,7 @@ def test_what_no_build_wrote_stays(put: Any, name: str, found: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("damaged", ["", '{"manifests": [', json.dumps({"manifests": [1]})])
-def test_an_older_bundle_may_be_replaced(damaged: str, tmp_path: Path) -> None:
+def test_an_older_bundle_may_be_replaced(damaged, tmp_path):
     check_place(NAME, tmp_path)
     built(tmp_path / NAME)
     check_place(NAME, tmp_path)

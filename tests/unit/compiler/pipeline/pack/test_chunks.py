@@ -1,9 +1,6 @@
 """The fs-verity digest of a layer is the one that the kernel's own tools compute."""
 
-from __future__ import annotations
-
 import random
-from pathlib import Path
 
 import pytest
 from tests.format import second_reader
@@ -25,31 +22,31 @@ GOLDEN = {  # by `fsverity digest` of fsverity-utils 1.5: bytes 0 to 250 again a
 }
 
 
-def verity_of(content: bytes, piece_bytes: int = 8 << 20) -> str:
+def verity_of(content, piece_bytes=8 << 20):
     hasher = VerityHash()
     for start in range(0, len(content), piece_bytes):
         hasher.update(content[start : start + piece_bytes])
     return hasher.digest()
 
 
-def content_of(size: int) -> bytes:
+def content_of(size):
     return (bytes(range(251)) * (size // 251 + 1))[:size]
 
 
 @pytest.mark.parametrize(("size", "digits"), GOLDEN.items())
-def test_digests_are_those_of_the_tool(size: int, digits: str) -> None:
+def test_digests_are_those_of_the_tool(size, digits):
     assert verity_of(content_of(size)) == f"sha256:{digits}"
     if size:  # an empty layer has no chunks
         assert second_reader.verity_of(content_of(size)) == f"sha256:{digits}"
 
 
-def test_pieces_of_any_number_of_blocks_give_the_same_digest() -> None:
+def test_pieces_of_any_number_of_blocks_give_the_same_digest():
     content = random.Random(0).randbytes(700 * BLOCK + 5)
     assert len({verity_of(content, blocks * BLOCK) for blocks in (1, 3, 128, 129, 1000)}) == 1
 
 
 @pytest.mark.parametrize("size", [1 << 20, CHUNK_BYTES, CHUNK_BYTES + 1])
-def test_a_layer_has_one_digest_wherever_it_is(size: int, tmp_path: Path) -> None:
+def test_a_layer_has_one_digest_wherever_it_is(size, tmp_path):
     content = content_of(size)
     made = layer("application/x", content, "x")
     path = tmp_path / "x"

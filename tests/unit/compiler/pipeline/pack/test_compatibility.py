@@ -1,7 +1,5 @@
 """What a target needs of a machine is what the compiler found; how long a portable program can be read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -12,7 +10,7 @@ from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.native.kernel_library import KernelLibrary
 from prejit.compiler.pipeline.pack.compatibility import readable_until, requirement_of
 from prejit.compiler.targets.target_table import target
-from prejit.compiler.targets.toolchain import Toolchain, host_toolchain
+from prejit.compiler.targets.toolchain import host_toolchain
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.bundle_schema import Memory, Segment
 
@@ -20,22 +18,22 @@ VERSIONS = {"jax": "0.12.0", "jaxlib": "0.12.0", "jax-cuda13-pjrt": "0.12.0"}
 MANIFEST = Manifest("m", targets=["cpu-host"])
 
 
-def toolchain(name: str) -> Toolchain:
+def toolchain(name):
     return host_toolchain(target(name), VERSIONS)
 
 
-def compiled(*features: str, need_bytes: int = 0) -> Compiled:
+def compiled(*features, need_bytes=0):
     memory = Memory(0, 0, 0, need_bytes)
     segment = Segment(0, 1, f"sha256:{0:064x}", 1, f"sha256:{1:064x}")
     return Compiled(segment, features, memory, 1, 1, 1)
 
 
-def library(glibc: str | None) -> KernelLibrary:
+def library(glibc):
     digest = f"sha256:{2:064x}"
     return KernelLibrary("x86-64-v2", digest, 1, "g++ 12.2.0", glibc, ("linear",))
 
 
-def test_a_cpu_needs_what_any_program_uses_and_what_the_kernels_use() -> None:
+def test_a_cpu_needs_what_any_program_uses_and_what_the_kernels_use():
     programs = {"a": compiled("avx2", "sse3"), "b": compiled("bmi")}
     alone = requirement_of(MANIFEST, toolchain("cpu-x86-64-v3"), programs, None)
     assert {"avx2", "bmi", "sse3"} <= set(alone.cpu_features or ())
@@ -50,7 +48,7 @@ def test_a_cpu_needs_what_any_program_uses_and_what_the_kernels_use() -> None:
     assert readable_until(version("jax")) is not None, "that of today's environments is known"
 
 
-def test_an_accelerator_needs_the_memory_of_its_largest_program() -> None:
+def test_an_accelerator_needs_the_memory_of_its_largest_program():
     gpu = toolchain("cuda-l4")
     sizes = {"a": compiled(need_bytes=10**9), "b": compiled(need_bytes=3 * 10**9)}
     found = requirement_of(MANIFEST, gpu, sizes, None)

@@ -1,10 +1,6 @@
 """What is wrong with the files beside a model's weights is found before anything compiles."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +9,7 @@ from prejit.compiler.pipeline.pack.model_layers import check_generation, special
 from prejit.runtime.errors import CheckpointError
 
 
-def test_a_configuration_that_cannot_be_read_fails_the_build(tmp_path: Path) -> None:
+def test_a_configuration_that_cannot_be_read_fails_the_build(tmp_path):
     path = tmp_path / "generation_config.json"
     check_generation(path, b'{"temperature": 0.5, "unknown": {}}')
     with pytest.raises(CheckpointError, match=r"config\.json: top_p: expected .* 'x'"):
@@ -30,13 +26,13 @@ def test_a_configuration_that_cannot_be_read_fails_the_build(tmp_path: Path) -> 
         read_chat(tmp_path)
 
 
-def ids_of(directory: Path, config: object, generation: object) -> Any:
+def ids_of(directory, config, generation):
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "generation_config.json").write_text(json.dumps(generation))
     return special_ids(directory, 50)[:2]
 
 
-def test_tokens_that_begin_and_end_texts(tmp_path: Path) -> None:
+def test_tokens_that_begin_and_end_texts(tmp_path):
     eos, bos = "eos_token_id", "bos_token_id"
     for config, generation, expected in (
         ({}, {}, ((), None)),
@@ -49,7 +45,7 @@ def test_tokens_that_begin_and_end_texts(tmp_path: Path) -> None:
         assert ids_of(tmp_path, config, generation) == expected
 
 
-def test_tokens_that_begin_answers_keep_order_and_have_a_type(tmp_path: Path) -> None:
+def test_tokens_that_begin_answers_keep_order_and_have_a_type(tmp_path):
     for value, start in ((7, (7,)), ([9, 3, 9], (9, 3, 9)), (None, ())):
         (tmp_path / "config.json").write_text(json.dumps({"decoder_start_token_id": value}))
         assert special_ids(tmp_path, 50)[2] == start
@@ -61,7 +57,7 @@ def test_tokens_that_begin_answers_keep_order_and_have_a_type(tmp_path: Path) ->
                 ids_of(tmp_path, *both)
 
 
-def test_beside_a_decoder_of_the_user_the_tokenizer_gives_what_no_file_says(tmp_path: Path) -> None:
+def test_beside_a_decoder_of_the_user_the_tokenizer_gives_what_no_file_says(tmp_path):
     assert special_ids(tmp_path, 50, own=True) == ((), None, ())
     added = [{"content": name, "id": at} for name, at in (("<s>", 1), ("</s>", 2), ("<x>", 70))]
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))

@@ -1,15 +1,11 @@
 """The sources of a bundle: every module that its functions import, and nothing that is installed."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.pipeline.pack.user_sources import SourceContent, digest_now, manifest_sources
 from prejit.runtime.base.files import digest_of
 
 
-def write(directory: Path, **files: str) -> Manifest:
+def write(directory, **files):
     for name, content in files.items():
         path = directory / f"{name.replace('__', '/')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -19,7 +15,7 @@ def write(directory: Path, **files: str) -> Manifest:
     return Manifest("m", programs=[program], targets=["cpu-host"], path=directory / "m.toml")
 
 
-def test_modules_are_followed_through_every_kind_of_import(tmp_path: Path) -> None:
+def test_modules_are_followed_through_every_kind_of_import(tmp_path):
     manifest = write(
         tmp_path,
         code__first="import numpy, code.second\nfrom . import third\nfrom .deep.er import x\n",
@@ -39,7 +35,7 @@ def test_modules_are_followed_through_every_kind_of_import(tmp_path: Path) -> No
     }
 
 
-def test_a_directory_of_parameters_is_one_source(tmp_path: Path) -> None:
+def test_a_directory_of_parameters_is_one_source(tmp_path):
     manifest = write(tmp_path, code__first="")
     steps = tmp_path / "steps" / "1"
     steps.mkdir(parents=True)

@@ -1,0 +1,250 @@
+"""What code of the user asks while it is traced: each way to ask is noticed."""
+
+import builtins
+import importlib
+import os
+import py_compile
+import shutil
+import sqlite3
+import sys
+import tempfile
+import threading
+import zipfile
+
+import pytest
+
+from prejit.compiler.lowering.user.observer import Observer
+from prejit.compiler.lowering.user.observing import observing
+from prejit.runtime.errors import ManifestError
+
+from .projects import SAME, TWO, Project, project, tensors, times
+
+
+def write_tokens(path, count):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    Tokenizer(WordLevel({str(each): each for each in range(count)}, "0")).save(str(path))
+
+
+def write_database(path, value):
+    with sqlite3.connect(path) as database:
+        database.execute("create table if not exists t (v)")
+        database.execute("delete from t")
+        database.execute("insert into t values (?)", (value,))
+    database.close()
+
+
+ASKED = {
+    "a module with a computed name": "importlib.import_module('hel' + 'per').FACTOR",
+    "a module that is imported while it is traced": "__import__('helper').FACTOR",
+    "a module of a file": "of_file(HERE / 'helper.py').FACTOR",
+    "a file that is executed": "executed((HERE / 'helper.py').read_text())['FACTOR']",
+    "a module of a namespace package": "importlib.import_module('space.inner.helper').FACTOR",
+    "a module in a directory that the code adds": "__import__('added').FACTOR",
+    "a file that pathlib opens": "int((HERE / 'factor.txt').read_text())",
+    "a file that C opens": "int(np.fromfile(HERE / 'factor.txt', dtype=np.uint8)[0])",
+    "safetensors, imported before": "load_file(HERE / 'w.safetensors')['w']",
+    "whether there is a file": "2 + (HERE / 'sub' / 'new').exists()",
+    "names": "len(os.listdir(HERE / 'sub'))",
+    "size": "os.path.getsize(HERE / 'sub' / 'a')",
+    "size, not of what a link names": "os.lstat(HERE / 'sub' / 'a').st_size",
+    "access": "2 + os.access(HERE / 'sub' / 'new', os.R_OK)",
+    "a link": "float(os.readlink(HERE / 'link'))",
+    "a path without links": "float((HERE / 'link').resolve().name)",
+    "names by a descriptor": "len(os.listdir(os.open(HERE / 'sub', os.O_RDONLY)))",
+    "open beside a descriptor": (
+        "len(os.read(os.open('a', os.O_RDONLY, dir_fd=os.open(HERE / 'sub', os.O_RDONLY)), 9))"
+    ),
+    "a database by its URI": ("value_in(f'file:{HERE}/t.db?mode=ro')"),
+    "a tokenizer": "Tokenizer.from_file(str(HERE / 't.json')).get_vocab_size()",
+    "variables, one by one": "2 + sum(name.startswith('TOY_') for name in os.environ)",
+    "whether there is a module": "2 + (importlib.util.find_spec('appears') is not None)",
+    "a version": "float(metadata.version('toyversion'))",
+    "whether there is a distribution": "2 + has('toynew')",
+    "time of a file": "os.stat(HERE / 'empty').st_mtime % 1000",
+    "mode of a file": "float(os.stat(HERE / 'empty').st_mode & 7)",
+    "size of an entry": "max(entry.stat().st_size for entry in os.scandir(HERE / 'sizes'))",
+    "which entries are directories": "2 + sum(len(names) for _, names, _ in os.walk(HERE / 'kind'))",
+    "a file beside the working directory": "float(pathlib.Path('factor.txt').read_text())",
+    "the working directory": "float(os.getcwd()[-1])",
+    "a variable": "int(os.environ['CI_TOY'])",
+    "a directory for temporary files": "float(tempfile.gettempdir()[-1])",
+    "a module that another one shadows": "getattr(__import__('colorsys'), 'FACTOR', 2)",
+    "a module in a zip file that reads a file": "__import__('zipped').FACTOR",
+    "a module without its source": "__import__('compiled').FACTOR",
+    "a file with the name of a cache": "float((HERE / 'my__pycache__.txt').read_text())",
+}
+ASKING = """
+import contextlib, importlib.util, os, pathlib, sqlite3, sys, tempfile
+from importlib import metadata
+import numpy as np
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+HERE = pathlib.Path(__file__).parent
+sys.path += [str(HERE / 'zipped.zip'), str(HERE / 'compiled'), str(HERE / 'lib')]
+def of_file(path):
+    spec = importlib.util.spec_from_file_location("any_name", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+def executed(text):
+    names = {{}}
+    exec(text, names)
+    return names
+def value_in(database):
+    with contextlib.closing(sqlite3.connect(database, uri=True)) as opened:
+        return opened.execute('select v from t').fetchone()[0]
+def has(name):
+    try:
+        return bool(metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return False
+def f(x):
+    return x * {}
+"""
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory):
+    """One directory of distributions for all tests: the first look at each takes half a second."""
+    return tmp_path_factory.mktemp("site-packages")
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_code_asks_without_opening_a_file_is_noticed(tmp_path, packages, monkeypatch, name):
+    made = Project(tmp_path / "p", {"p": "model:f"}, model=ASKING.format(ASKED[name]))
+    monkeypatch.syspath_prepend(str(packages))
+    shutil.rmtree(packages / "toynew.dist-info", ignore_errors=True)
+
+    def describe(name, version):
+        described = packages / f"{name}.dist-info" / "METADATA"
+        described.parent.mkdir(parents=True, exist_ok=True)
+        described.write_text(f"Name: {name}\nVersion: {version}\n")
+
+    def write(value):
+        elsewhere, some, factor = tmp_path / f"from{value}", "x" * value, f"FACTOR = {value}\n"
+        modules = ("helper.py", "space/inner/helper.py", "lib/added.py")
+        texts = dict.fromkeys(("factor.txt", "my__pycache__.txt"), str(value))
+        of_sizes = {"sub/a": some, "sizes/a": some, "empty": "", "w.safetensors": tensors(value)}
+        for file, content in {**dict.fromkeys(modules, factor), **texts, **of_sizes}.items():
+            made.write(file, content)
+        (made.directory / "link").unlink(missing_ok=True)
+        (made.directory / "link").symlink_to(str(value))
+        write_tokens(made.directory / "t.json", value)
+        write_database(made.directory / "t.db", value)
+        describe("toyversion", value)
+        (made.directory / "empty").chmod(0o600 + value)
+        os.utime(made.directory / "empty", (1000 + value, 1000 + value))
+        elsewhere.mkdir()
+        (elsewhere / "factor.txt").write_text(str(value))
+        monkeypatch.chdir(elsewhere)
+        monkeypatch.setenv("CI_TOY", str(value))
+        monkeypatch.setattr(tempfile, "tempdir", None)  # as in a new process
+        monkeypatch.setenv("TMPDIR", str(elsewhere))
+
+    file = str(made.directory / "factor.txt")
+    module = f"import pathlib\nFACTOR = int(pathlib.Path({file!r}).read_text())\n"
+    with zipfile.ZipFile(made.directory / "zipped.zip", "w") as archive:
+        archive.writestr("zipped.py", module)
+    made.write("source.txt", module)
+    (made.directory / "compiled").mkdir()
+    compiled = str(made.directory / "compiled" / "compiled.pyc")
+    py_compile.compile(str(made.directory / "source.txt"), compiled, "c.py")
+    made.write("kind/entry", "")
+    write(2)
+    assert made.trace() == {"p"}
+    assert made.trace() == set()
+    write(3)
+    for name in ("sub/new", "appears.py"):
+        made.write(name, "")
+    describe("toynew", 1)
+    (made.directory / "kind" / "entry").unlink()
+    (made.directory / "kind" / "entry").mkdir()
+    made.write("colorsys.py", "FACTOR = 3\n")
+    monkeypatch.setenv("TOY_A", "3")
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    importlib.invalidate_caches()
+    assert made.changed()
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A distribution that provides `toylib`, and requires one that provides `toydeep`."""
+    packages = tmp_path / "site-packages"
+    for name, requires in (("toylib", "Requires-Dist: toydeep\n"), ("toydeep", "")):
+        described = packages / f"{name}-1.dist-info"
+        described.mkdir(parents=True)
+        (packages / f"{name}.py").write_text(TWO)
+        (described / "METADATA").write_text(f"Name: {name}\nVersion: 1\n{requires}")
+        (described / "top_level.txt").write_text(f"{name}\n")
+    monkeypatch.syspath_prepend(str(packages))
+    return packages
+
+
+def test_another_version_is_noticed(tmp_path, installed):
+    found = project(tmp_path, times("FACTOR", "from toylib import FACTOR"))
+    unread = Project(tmp_path / "unread", {"q": "other:f"}, other=times("len(os.sep)", "import os"))
+    assert unread.trace() == {"q"}
+    for name in ("toylib", "toydeep"):
+        metadata = installed / f"{name}-1.dist-info" / "METADATA"
+        metadata.write_text(metadata.read_text().replace("Version: 1", "Version: 2"))
+        assert found.why() == f"version of {name}: 1 -> 2"
+        assert found.trace() == {"p"}
+        assert unread.trace() == set()
+
+
+RECORD = """\
+../../../bin/toy,sha256={other},10
+__editable___toy_finder.py,sha256={other},10
+toylib-1.dist-info/direct_url.json,sha256={other},4
+toylib.py,sha256={content},11
+__pycache__/toylib.cpython-311.pyc,,
+"""
+
+
+def test_the_same_version_installed_again_is_noticed(tmp_path, installed):
+    record = installed / "toylib-1.dist-info" / "RECORD"
+    record.write_text(RECORD.format(content="abc", other="a machine"))
+    found = project(tmp_path, times("FACTOR", "from toylib import FACTOR"))
+    lines = RECORD.format(content="abc", other="another machine").splitlines()
+    record.write_text("\n".join(reversed(lines)))
+    assert found.trace() == set(), "the same wheel on another machine, installed by another program"
+    record.write_text(RECORD.format(content="def", other="a machine"))
+    assert found.why().startswith("version of toylib: 1 sha256:")
+    assert found.trace() == {"p"}
+
+
+def test_a_variable_is_always_noticed(tmp_path, monkeypatch):
+    """Python 3.13 counts the changes of a class, and notices no more than a thousand."""
+    noted = list[str]()
+    observer = Observer(str(tmp_path))
+    monkeypatch.setattr(observer, "note_variable", noted.append)
+    for _ in range(600):
+        with observing(observer):
+            os.environ.get("MY_FACTOR")
+        for _ in range(20):  # so that the interpreter keeps what it calls
+            os.environ.get("MY_FACTOR")
+    assert noted.count("MY_FACTOR") == 600
+
+
+def test_hooks_are_gone_after_a_trace(tmp_path):
+    from importlib.machinery import SourceFileLoader
+
+    import safetensors.numpy
+    import tensorstore
+
+    def hooks():
+        of_python = builtins.__import__, os.stat, type(os.environ).__getitem__
+        of_imports = SourceFileLoader.get_code, sys.modules["_frozen_importlib"]._gcd_import
+        starts = threading.Thread.start, sys.modules["_posixsubprocess"].fork_exec
+        of_libraries = safetensors.numpy.safe_open, tensorstore.open, tensorstore.KvStore.open
+        return (*of_python, *of_imports, *starts, *of_libraries)
+
+    before = hooks()
+    project(tmp_path, SAME)
+    assert hooks() == before
+    broken = Project(tmp_path / "broken", {"p": "model:f"}, model="raise ValueError\n")
+    with pytest.raises(ManifestError):
+        broken.trace()
+    assert hooks() == before

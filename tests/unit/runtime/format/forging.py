@@ -1,0 +1,65 @@
+"""What tests of several checks forge bundles with."""
+
+import contextlib
+import dataclasses
+import functools
+from pathlib import Path
+
+import pytest
+
+from prejit.runtime.errors import RejectError
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.opening import match, read_contents
+from prejit.runtime.format.root import read_root
+from prejit.runtime.loader import load
+from prejit.runtime.machine.fingerprint import Fingerprint
+
+PATH = "somewhere/blob"
+GOLDEN = Path(__file__).parents[3] / "format" / "v1"
+SCORE = "score/b2"
+
+
+def reject(path, complaint):
+    with pytest.raises(RejectError, match=complaint) as caught:
+        load(path).prepare()
+    return caught.value
+
+
+@functools.cache
+def golden_config(name, wanted=None):
+    with Layout(GOLDEN / name) as layout:
+        root = read_root(layout)
+        target, *_ = (t for t in match(root, Fingerprint.current()) if wanted in (None, t.name))
+        return read_contents(layout, target).config
+
+
+def replaced(**changes):
+    return lambda config: dataclasses.replace(config, **changes)
+
+
+def changed(config, name, /, **changes):
+    assert name in {program.name for program in config.programs}
+    programs = (
+        dataclasses.replace(program, **changes) if program.name == name else program
+        for program in config.programs
+    )
+    return dataclasses.replace(config, programs=tuple(programs))
+
+
+def program(name, /, **changes):
+    return lambda config: changed(config, name, **changes)
+
+
+def program_of(config, name):
+    return next(program for program in config.programs if program.name == name)
+
+
+@contextlib.contextmanager
+def in_little_memory(limit):
+    tracemalloc = pytest.importorskip("tracemalloc")
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < limit
+    finally:
+        tracemalloc.stop()

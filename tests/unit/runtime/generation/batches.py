@@ -1,0 +1,38 @@
+"""Requests to slots of a batch, and what comes out of them."""
+
+import numpy as np
+
+from prejit.runtime.generation.options import Request
+from prejit.runtime.generation.rows import Token
+
+VOCAB, CONTEXT = 48, 72
+TEXT = np.random.default_rng(3).integers(0, VOCAB, CONTEXT).tolist()
+
+
+def request(prompt, count=8, **options):
+    return Request(prompt, max_new_tokens=count, **{"stop_token_ids": (), **options})
+
+
+Found = dict[int, list[Token]]
+"""What came of each slot."""
+
+
+def step(batch, found):
+    """Add what the next step gives."""
+    tokens = batch.step()
+    for token in tokens:
+        found.setdefault(token.slot, []).append(token)
+    return tokens
+
+
+def finish(batch, found=None):
+    """What comes of each slot until all are free."""
+    found = {} if found is None else found
+    while step(batch, found):
+        pass
+    assert batch.free == batch.slots
+    return found
+
+
+def ids(tokens):
+    return [token.token_id for token in tokens if token.token_id is not None]
