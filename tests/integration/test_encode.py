@@ -35,6 +35,8 @@ def model(tmp_path_factory):
     tokenizer = write_encoder(directory, changes=sizes, **modules)
     said = json.dumps({"max_seq_length": 520, "do_lower_case": False})
     (directory / "sentence_bert_config.json").write_text(said)
+    prompts = json.dumps({"prompts": {"query": "q ", "document": ""}})
+    (directory / "config_sentence_transformers.json").write_text(prompts)
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.enable_truncation(6)  # as published ones have it; sentence-transformers overrides it
     tokenizer.enable_padding(length=6)
@@ -83,6 +85,20 @@ def module(model):
 def ids_of(text):
     """What the tokenizer makes of words of one letter."""
     return [CLS, *(4 + LETTERS.index(word) for word in text.split()), SEP]
+
+
+def test_prompts_and_dimensions_are_those_of_the_model(bundle):
+    expected = bundle.encode("q a b")
+    np.testing.assert_array_equal(bundle.encode("a b", prompt_name="query"), expected)
+    np.testing.assert_array_equal(bundle.encode("a b"), bundle.encode("a b", prompt_name=""))
+    short = bundle.encode("q a b", dimensions=5)
+    np.testing.assert_allclose(short, expected[:, :5] / np.linalg.norm(expected[:, :5]), rtol=1e-6)
+    with pytest.raises(
+        UsageError, match=r"prompt_name: expected 'document', 'query'; found 'qery'"
+    ):
+        bundle.encode("a", prompt_name="qery")
+    with pytest.raises(UsageError, match="dimensions: expected 1 to 12, found 13"):
+        bundle.encode("a", dimensions=13)
 
 
 def test_embeddings_are_those_of_the_module_in_the_order_of_the_sentences(bundle, module):
