@@ -243,15 +243,13 @@ def _misplaced(
 ) -> Iterator[str]:
     """Yield what is wrong with tensors that replace those of the model."""
     for ours, source in new.items():
-        shape = (
-            parameters[naming.embedding if ours in copies else ours].shape
-            if (ours in parameters or ours in copies)
-            else None
-        )
-        if shape is None:
+        parameter = parameters.get(naming.embedding if ours in copies else ours)
+        if parameter is None:
             yield f"{source.published}, which the model does not have"
-        elif source.shape != shape:
-            yield f"{source.published} of shape {list(source.shape)}, expected {list(shape)}"
+        elif source.shape != parameter.shape:
+            yield (
+                f"{source.published} of shape {list(source.shape)}, expected {list(parameter.shape)}"
+            )
     tied = [name for name in (naming.embedding, *sorted(copies)) if name in new]
     if copies and tied and all(new[name].shape == found[naming.embedding].shape for name in tied):
         embedding = new.get(naming.embedding, found[naming.embedding]).read()
@@ -276,14 +274,10 @@ def _change(
         next((parts[end] for end in ends if end in parts), None) for ends in (_A, _B, _MAGNITUDE)
     )
     of_embedding = any("embedding" in end for end in parts)
-    expected = 2 + bool(config.get("use_dora"))
-    if (
-        inputs is None
-        or outputs is None
-        or len(parts) != expected
-        or ((magnitude is None) == bool(config.get("use_dora")))
-    ):
-        return f"{module} with {few(sorted(parts), SHOWN)} (use_dora = {config.get('use_dora', False)})"
+    is_dora = bool(config.get("use_dora"))
+    is_whole = len(parts) == 2 + is_dora and (magnitude is not None) == is_dora
+    if inputs is None or outputs is None or not is_whole:
+        return f"{module} with {few(sorted(parts), SHOWN)} (use_dora = {is_dora})"
     if of_embedding and (magnitude is not None or not {*parts} <= {_A[1], _B[1]}):
         return f"{module}, an embedding with DoRA"
     rank = _of_pattern(config, "rank_pattern", "r", module)
