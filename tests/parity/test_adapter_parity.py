@@ -1,15 +1,9 @@
 """Adapters that a build merges, against PEFT's own merge: what that says is recorded by adapter_record.py."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from prejit.compiler.models.layers.product_forms import Forms
-
-from .adapter_cases import CASES, REFERENCE, Adapted
+from .adapter_cases import CASES, REFERENCE
 from .adapter_record import merged_logits
 from .test_parity import CONTEXT, Model
 
@@ -17,9 +11,7 @@ TOLERANCE = 1e-5
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_both_forms_give_the_logits_of_the_model_that_peft_merged(
-    case: Adapted, tmp_path: Path, with_kernels: Forms
-) -> None:
+def test_both_forms_give_the_logits_of_the_model_that_peft_merged(case, tmp_path, with_kernels):
     with np.load(REFERENCE) as recorded:
         expected = recorded[case.name]
     adapters = case.write(tmp_path)
@@ -38,7 +30,7 @@ def test_both_forms_give_the_logits_of_the_model_that_peft_merged(
 @pytest.mark.torch
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_record_equals_what_peft_gives_here(case: Adapted, tmp_path: Path) -> None:
+def test_the_record_equals_what_peft_gives_here(case, tmp_path):
     pytest.importorskip("peft")
     with np.load(REFERENCE) as recorded:
         expected = recorded[case.name]

@@ -1,20 +1,13 @@
 """Adapters of PEFT: each tensor is used or is an error, and rows are those of the whole matrix."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from tests.encoders import bert_config
 from tests.parity import encoder_cases
 from tests.parity.adapter_cases import CASES, write_adapter
-from tests.parity.cases import Case
 
-from prejit.compiler.checkpoint.checkpoint import Checkpoint, open_checkpoint, open_encoder
+from prejit.compiler.checkpoint.checkpoint import open_checkpoint, open_encoder
 from prejit.runtime.errors import CheckpointError
 
 TIED, UNTIED, GPT2, _, QWEN3 = CASES
@@ -24,10 +17,8 @@ SHAPES = {A: (2, 24), B: (24, 2)}
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 HEAD, EMBEDDING = "base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"
 
-Change = Callable[[dict[str, Any], dict[str, Any]], object]
 
-
-def with_adapter(at: Path, base: Case, change: Change = lambda config, shapes: None) -> Checkpoint:
+def with_adapter(at, base, change=lambda config, shapes: None):
     """A checkpoint of a model and an adapter of one layer, which a change may damage."""
     config, shapes = {**CONFIG}, {**SHAPES}
     change(config, shapes)
@@ -36,12 +27,12 @@ def with_adapter(at: Path, base: Case, change: Change = lambda config, shapes: N
     return open_checkpoint(at / "base", adapters=(at / "adapter",))
 
 
-def other_layers(config: dict[str, Any], shapes: dict[str, Any]) -> None:
+def other_layers(config, shapes):
     for name in (*shapes,):
         shapes[name.replace("layers.0", "layers.7")] = shapes.pop(name)
 
 
-REFUSED: dict[str, tuple[Change, str]] = {
+REFUSED = {
     "kind": (lambda c, s: c.update(peft_type="LOHA"), 'peft_type: expected "LORA", found "LOHA"'),
     "beginning": (lambda c, s: c.update(init_lora_weights="pissa"), "init_lora_weights: expected"),
     "key": (lambda c, s: c.update(use_qalora=True), "use_qalora: expected none, found true"),
@@ -103,16 +94,14 @@ REFUSED: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize(("change", "said"), REFUSED.values(), ids=REFUSED)
-def test_an_adapter_that_does_not_fit_is_refused_with_its_file(
-    change: Change, said: str, tmp_path: Path
-) -> None:
+def test_an_adapter_that_does_not_fit_is_refused_with_its_file(change, said, tmp_path):
     with pytest.raises(CheckpointError, match=said) as caught:
         _ = with_adapter(tmp_path, TIED.base, change).names
     assert str(tmp_path / "adapter" / "adapter_") in str(caught.value)
     assert "merge_and_unload" in str(caught.value.hint)
 
 
-def test_a_tied_model_takes_an_embedding_whose_copy_is_equal(tmp_path: Path) -> None:
+def test_a_tied_model_takes_an_embedding_whose_copy_is_equal(tmp_path):
     checkpoint = with_adapter(tmp_path, TIED.base)
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     new = np.full((31, 24), 2, np.float32)
@@ -120,9 +109,7 @@ def test_a_tied_model_takes_an_embedding_whose_copy_is_equal(tmp_path: Path) -> 
     assert np.array_equal(checkpoint.read("model.embed_tokens.weight"), new)
 
 
-def test_files_that_are_damaged_or_not_finite_or_in_another_format_are_refused(
-    tmp_path: Path,
-) -> None:
+def test_files_that_are_damaged_or_not_finite_or_in_another_format_are_refused(tmp_path):
     checkpoint = with_adapter(tmp_path, TIED.base)
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     content = load_file(file)
@@ -139,7 +126,7 @@ def test_files_that_are_damaged_or_not_finite_or_in_another_format_are_refused(
 
 @pytest.mark.parametrize("case", [GPT2, QWEN3], ids=["(in, out)", "(out, in)"])
 @pytest.mark.parametrize("out_in", [False, True])
-def test_rows_are_those_of_the_whole_matrix(case: Any, out_in: bool, tmp_path: Path) -> None:
+def test_rows_are_those_of_the_whole_matrix(case, out_in, tmp_path):
     adapters = case.write(tmp_path)
     checkpoint = open_checkpoint(tmp_path / "base", out_in=out_in, adapters=adapters)
     for name in checkpoint.names:
@@ -150,7 +137,7 @@ def test_rows_are_those_of_the_whole_matrix(case: Any, out_in: bool, tmp_path: P
         np.testing.assert_allclose(pieces, checkpoint.read(name), rtol=1e-5, atol=1e-7)
 
 
-def test_an_encoder_has_adapters_too_and_ignores_what_it_does_not_build(tmp_path: Path) -> None:
+def test_an_encoder_has_adapters_too_and_ignores_what_it_does_not_build(tmp_path):
     encoder_cases.Case("bert", bert_config(), 1).write(tmp_path / "base")
     name, ignored = "encoder.layer.0.attention.self.query", "pooler.dense"
     width = bert_config()["hidden_size"]
