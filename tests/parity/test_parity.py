@@ -36,9 +36,15 @@ Logits = np.ndarray[Any, np.dtype[np.float32]]
 class Model:
     """A checkpoint, ready to run one row in a context."""
 
-    def __init__(self, directory: Path, context: int, forms: Forms | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        context: int,
+        forms: Forms | None = None,
+        adapters: tuple[Path, ...] = (),
+    ) -> None:
         out_in = forms is not None
-        checkpoint = open_checkpoint(directory, out_in=out_in)
+        checkpoint = open_checkpoint(directory, out_in=out_in, adapters=adapters)
         config = config_file.load_config(directory)
         self.graph, self.state = nnx.split(
             model_registry.make_decoder(config, context, out_in=out_in)

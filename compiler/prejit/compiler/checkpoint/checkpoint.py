@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -23,6 +23,7 @@ import numpy as np
 
 from prejit.compiler.base.json_file import read_json
 from prejit.compiler.base.suggestions import shown
+from prejit.compiler.checkpoint.adapters import adapter_files, merged
 from prejit.compiler.checkpoint.parameter_sources import (
     FLOATS,
     Source,
@@ -65,6 +66,7 @@ class Checkpoint:
     Attributes:
         directory: the model's directory.
         files: the files that decide the tensors, in a fixed order: config.json, an index, the weights.
+        adapter_files: those of the adapters, in the order in which they are merged.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Checkpoint:
         dense: tuple[Path, ...] = (),
         *,
         out_in: bool = False,
+        adapters: tuple[Path, ...] = (),
     ) -> None:
         """Use `open_checkpoint` or `open_encoder`.
 
@@ -84,8 +87,11 @@ class Checkpoint:
             layout: the modules of an encoder; None for a decoder.
             dense: weights of an encoder's dense layers, in order.
             out_in: as in `models.model_registry.make_decoder`.
+            adapters: directories of adapters, which are merged in this order.
         """
         self._out_in = out_in
+        self._adapters = adapters
+        self.adapter_files = tuple(file for each in adapters for file in adapter_files(each))
         self.directory = directory
         self.files = (*files, *dense)
         self._model_files = files
@@ -153,7 +159,8 @@ class Checkpoint:
                 problems += not_float(f"{part.name}/{name}", tensor)
                 found[ours] = TensorSource(f"{part.name}/{name}", tensor, transposed)
         problems += [f"unexpected {name}" for name in derived if name in found]
-        problems += _misfits(found, {n: p for n, p in parameters.items() if n not in derived})
+        own = {name: each for name, each in parameters.items() if name not in derived}
+        problems += _misfits(found, own)
         if problems:
             packed = tuple(end for rule in naming.converted for end in rule.published)
             others = [each for name, each in published.items() if not name.endswith(packed)]
@@ -161,17 +168,22 @@ class Checkpoint:
                 f"{self.directory}: the tensors do not fit config.json: {'; '.join(problems)}",
                 hint=_hint(others, complete=parameters.keys() <= {*found, *derived}),
             )
+        for adapter in self._adapters:
+            found = merged(found, adapter, naming, own, partial(_our_name, naming=naming))
         sources: dict[str, Source | np.ndarray[Any, Any]] = {**found, **derived}
         return dict(sorted(sources.items()))
 
 
-def open_checkpoint(directory: Path, *, out_in: bool = False) -> Checkpoint:
+def open_checkpoint(
+    directory: Path, *, out_in: bool = False, adapters: tuple[Path, ...] = ()
+) -> Checkpoint:
     """Find the files of a checkpoint. Tensors are first read when they are needed.
 
     Args:
         directory: in the Hugging Face layout: config.json, and model.safetensors, or
             model.safetensors.index.json with its shards, or flax_model.msgpack.
         out_in: whether all matrices are stored (out, in), as in `models.model_registry.make_decoder`.
+        adapters: directories of adapters, which are merged in this order.
 
     Raises:
         CheckpointError: files are missing, or the index cannot be read.
@@ -185,10 +197,13 @@ def open_checkpoint(directory: Path, *, out_in: bool = False) -> Checkpoint:
         )
     index = directory / _INDEX
     if not (directory / _SINGLE[0]).is_file() and index.is_file():
-        return Checkpoint(directory, (config, index, *_shards(index)), out_in=out_in)
+        return Checkpoint(
+            directory, (config, index, *_shards(index)), out_in=out_in, adapters=adapters
+        )
     for name in _SINGLE:
         if (directory / name).is_file():
-            return Checkpoint(directory, (config, directory / name), out_in=out_in)
+            files = (config, directory / name)
+            return Checkpoint(directory, files, out_in=out_in, adapters=adapters)
     others, hint = _other_formats(directory)
     raise CheckpointError(
         f"{directory}: expected weights in one of {', '.join((*_SINGLE, _INDEX))}, found {others}",
@@ -196,12 +211,15 @@ def open_checkpoint(directory: Path, *, out_in: bool = False) -> Checkpoint:
     )
 
 
-def open_encoder(directory: Path, *, out_in: bool = False) -> Checkpoint:
+def open_encoder(
+    directory: Path, *, out_in: bool = False, adapters: tuple[Path, ...] = ()
+) -> Checkpoint:
     """Find the files of an encoder: those of its transformer and of its other modules.
 
     Args:
         directory: in the layout of sentence-transformers, or a plain one.
         out_in: as in `open_checkpoint`.
+        adapters: as in `open_checkpoint`.
 
     Raises:
         CheckpointError: as `open_checkpoint`, or a module or setting is not supported.
@@ -209,7 +227,8 @@ def open_encoder(directory: Path, *, out_in: bool = False) -> Checkpoint:
     layout = read_layout(directory)
     weights = open_checkpoint(layout.transformer).files[1:]
     dense = tuple(_dense_weights(part.directory) for part in layout.dense)
-    return Checkpoint(directory, (*layout.files, *weights), layout, dense, out_in=out_in)
+    files = (*layout.files, *weights)
+    return Checkpoint(directory, files, layout, dense, out_in=out_in, adapters=adapters)
 
 
 def _dense_weights(directory: Path) -> Path:

@@ -80,12 +80,12 @@ class TensorSource:
 
     def __getitem__(self, part: slice) -> Values:
         tensor = self.tensor
-        return _checked(tensor.read().T[part] if self.transposed else tensor.read(part), self)
+        return checked(tensor.read().T[part] if self.transposed else tensor.read(part), self)
 
     def read(self) -> Values:
         """See Source."""
         values = self.tensor.read()
-        return _checked(values.T if self.transposed else values, self)
+        return checked(values.T if self.transposed else values, self)
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class ConvertedSource:
         found = _widened(*values) if self.rule.form == "mxfp4" else values[0].swapaxes(1, -1)
         if self.rule.is_interleaved:
             found = np.concatenate([found[:, ::2], found[:, 1::2]], axis=1)
-        return _checked(found, self)
+        return checked(found, self)
 
     def read(self) -> Values:
         """See Source."""
@@ -170,7 +170,7 @@ def _widened(blocks: Values, exponents: Values) -> Values:
     return scaled.reshape(*blocks.shape[:2], -1)
 
 
-def _checked(values: Values, source: Source) -> Values:
+def checked(values: Values, source: Source) -> Values:
     """Return values as C-contiguous float32.
 
     Raises:

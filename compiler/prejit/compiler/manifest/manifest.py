@@ -72,6 +72,8 @@ class Model:
             without arguments.
         params: values of the parameters of `module`, which replace its own: a .safetensors file or an orbax
             directory, relative to the manifest, or in Python a pytree of arrays.
+        adapters: directories of adapters in PEFT's layout, relative to the manifest. The build merges them
+            into the weights of `source`, in this order.
         dtype: dtype in which the matrices are stored. All arithmetic is float32; a decoder of the user gets
             its matrices in float32 and computes as it was written.
         evaluation: path of a text, relative to the manifest, on whose last tokens accuracy is measured;
@@ -86,6 +88,7 @@ class Model:
     __pydantic_config__: ClassVar = STRICT
 
     source: str | None = None
+    adapters: tuple[str, ...] = ()
     dtype: str = "float32"
     evaluation: str | None = None
     module: Any = None

@@ -196,13 +196,14 @@ def _model_problems(model: dict[str, Any], directory: Path) -> Problems:
     if text is not None and model.get("accuracy") is False:
         problem = "expected none beside accuracy = false, which measures nothing"
         yield ("model", "evaluation"), problem
+    if model.get("adapters") and "module" in model:
+        yield ("model", "adapters"), "expected source, and no module, beside it"
     for index, problem in _reads_problems(model.get("reads"), directory):
         yield ("model", "reads", index), problem
     if model.get("reads") and "module" not in model:
         yield ("model", "reads"), "expected module beside it, whose code reads them"
     if "params" in model and "module" not in model:
-        wanted = "module beside it, whose parameters they are; a source has its own weights"
-        yield ("model", "params"), f"expected {wanted}"
+        yield ("model", "params"), "expected module beside it; a source has its own weights"
 
 
 def _own_model_problems(data: dict[str, Any], directory: Path) -> Problems:

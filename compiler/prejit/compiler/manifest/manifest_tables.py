@@ -329,7 +329,7 @@ def manifest_schema() -> dict[str, Any]:
     sections = {name: _section(name, kind) for name, (kind, _) in SECTIONS.items()}
     sections["model"] |= {
         "anyOf": [{"required": ["source"]}, {"required": ["module"]}],
-        "dependentRequired": {"params": ["module"]},
+        "dependentRequired": {"params": ["module"], "adapters": ["source"]},
     }
     # A name outside the catalogue needs a table that describes the machine.
     sections["target"]["anyOf"] = [

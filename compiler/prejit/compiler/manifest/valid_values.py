@@ -38,6 +38,8 @@ _EXPECTED = {
     "bundle.license": "the path of a file",
     "model": "a [model] table with a source",
     "model.source": 'a directory, or "hf://org/name@revision"',
+    "model.adapters": "a list of directories of adapters",
+    "model.adapters[]": "the directory of an adapter",
     "model.module": '"package.module:attribute"',
     "model.params": "the path of a .safetensors file or of an orbax directory",
     "model.reads": READS,

@@ -306,7 +306,7 @@ def _pack(begun: Begun, targets: tuple[CompiledTarget, ...], service: Services) 
     bundle = pack_bundle(manifest.bundle.name, packed, manifest.slo)
     path, written = write(bundle, service.output, progress)
     digest = digest_of(bundle.index)
-    files = () if begun.published is None else begun.published.files
+    files = () if begun.published is None else begun.published.of_model
     provenance = partial(build_provenance, space.plan, targets, files, store, digest)
     attach_descriptions(path, digest, provenance)
     compiled = _compiled_here(begun, service)

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prejit.compiler.base.suggestions import no_such_path
 from prejit.compiler.checkpoint.checkpoint import Checkpoint, open_checkpoint, open_encoder
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
 from prejit.compiler.native.kernel_library import KERNELS_ARCHITECTURE
 from prejit.compiler.targets.target_classes import Target
+from prejit.runtime.errors import ManifestError
 from prejit.runtime.machine.kept_files import Receipts
 
 
@@ -27,12 +29,14 @@ class ModelFiles:
         layout: the modules of an encoder; None: a decoder.
         out_in: whether all matrices are stored (out, in), as kernels read them.
         configuration: the files that decide what the model computes, by name, each with its digest.
+        adapters: directories of adapters, which are merged into its weights in this order.
     """
 
     directory: Path
     layout: SentenceLayout | None
     out_in: bool
     configuration: tuple[tuple[str, str], ...]
+    adapters: tuple[Path, ...] = ()
 
     @property
     def transformer(self) -> Path:
@@ -79,6 +83,7 @@ def find_model(manifest: Manifest, targets: tuple[Target, ...], directory: Path)
     only that of its tokenizer.
 
     Raises:
+        ManifestError: the directory of an adapter does not exist.
         CheckpointError: an encoder has a module or a setting that prejit does not build.
         StoreError: a file of the configuration cannot be read.
     """
@@ -90,7 +95,25 @@ def find_model(manifest: Manifest, targets: tuple[Target, ...], directory: Path)
         deciding: tuple[Path, ...] = (directory / "config.json",)
     else:
         deciding = tuple(dict.fromkeys((*layout.files, layout.transformer / "config.json")))
-    return ModelFiles(directory, layout, out_in, file_digests(directory, deciding))
+    adapters = _adapters(manifest)
+    return ModelFiles(directory, layout, out_in, file_digests(directory, deciding), adapters)
+
+
+def _adapters(manifest: Manifest) -> tuple[Path, ...]:
+    """Return the directories of a manifest's adapters.
+
+    Raises:
+        ManifestError: one does not exist.
+    """
+    assert manifest.model is not None
+    for place, name in enumerate(manifest.model.adapters):
+        if not (manifest.directory / name).is_dir():
+            raise ManifestError(
+                f"{manifest.where}: model.adapters[{place}]: "
+                f"{no_such_path('directory', name, manifest.directory)}",
+                hint="`hf download org/name --local-dir DIR` fetches an adapter",
+            )
+    return tuple(map(manifest.resolve, manifest.model.adapters))
 
 
 def open_weights(files: ModelFiles) -> Checkpoint:
@@ -100,7 +123,19 @@ def open_weights(files: ModelFiles) -> Checkpoint:
         CheckpointError: files are missing.
     """
     opened = open_checkpoint if files.layout is None else open_encoder
-    return opened(files.directory, out_in=files.out_in)
+    return opened(files.directory, out_in=files.out_in, adapters=files.adapters)
+
+
+def weight_digests(weights: Checkpoint) -> tuple[tuple[str, str], ...]:
+    """Return the files that decide the weights, each with its digest: those of the model, then of adapters.
+
+    An adapter is named by its place, as two of the same content in another order may give other weights.
+    """
+    adapters = (
+        (f"adapter {place // 2}: {file.name}", file_digest(file))
+        for place, file in enumerate(weights.adapter_files)
+    )
+    return (*file_digests(weights.directory, weights.files), *adapters)
 
 
 def cache_dtype(manifest: Manifest) -> str:

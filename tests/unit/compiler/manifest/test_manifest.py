@@ -126,7 +126,7 @@ source = "demo-model"\n => (nothing)
 source = "demo-model" => module = "model"
     5: model.module: expected "package.module:attribute"; found "model"
 source = "demo-model" => source = "demo-model"\nparams = "score.safetensors"
-    6: model.params: expected module beside it, whose parameters they are; a source has its own weights
+    6: model.params: expected module beside it; a source has its own weights
 source = "demo-model" => module = "m:m"\nparams = "scores.safetensors"
     6: model.params: expected a .safetensors file ... ; found none (did you mean "score.safetensors"?)
 source = "demo-model"\ndtype = "float32"\n => module = "m:m"\n[mesh]\ntensor = 2\n

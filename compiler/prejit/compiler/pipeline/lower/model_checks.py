@@ -10,7 +10,7 @@ from prejit.compiler.checkpoint.checkpoint import Checkpoint
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.pipeline.lower.program_lowering import own_shape
-from prejit.compiler.pipeline.model import ModelSource, file_digests, longest_source, open_weights
+from prejit.compiler.pipeline.model import ModelSource, longest_source, open_weights, weight_digests
 from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.pipeline.result_keys import weights_key
 from prejit.compiler.pipeline.workspace import Workspace
@@ -63,7 +63,7 @@ def check_planned(plan: Plan, store: Store) -> None:
     check(space, weights)
     if not _new_specs(plan):
         # The build packs other weights, also where nothing is lowered.
-        files = file_digests(plan.model.directory, weights.files)
+        files = weight_digests(weights)
         if store.where(weights_key(manifest, plan.model, files, space.parameters())) is None:
             _ = weights.names  # raises an error that lists every tensor that does not fit
 

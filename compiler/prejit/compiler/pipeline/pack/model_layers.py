@@ -18,7 +18,7 @@ from prejit.compiler.base.json_file import read_object
 from prejit.compiler.checkpoint import tokenizer_check
 from prejit.compiler.checkpoint.chat_files import read_chat, special_tokens
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
-from prejit.compiler.pipeline.model import ModelSource, file_digest, file_digests, open_weights
+from prejit.compiler.pipeline.model import ModelSource, file_digest, open_weights, weight_digests
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTensor
 from prejit.compiler.pipeline.pack.chunks import chunks_of
@@ -181,6 +181,11 @@ class Published:
     checkpoint: Checkpoint
     files: tuple[tuple[str, str], ...]
 
+    @property
+    def of_model(self) -> tuple[tuple[str, str], ...]:
+        """The files in the model's directory: those of adapters are named by the manifest."""
+        return self.files[: len(self.checkpoint.files)]
+
 
 def find_published(plan: Plan) -> Published | None:
     """Open the weights of the plan's model, and hash their files. None: it has no published model.
@@ -192,7 +197,7 @@ def find_published(plan: Plan) -> Published | None:
     if plan.model is None or plan.manifest.has_own_model:
         return None
     checkpoint = open_weights(plan.model)
-    return Published(checkpoint, file_digests(plan.model.directory, checkpoint.files))
+    return Published(checkpoint, weight_digests(checkpoint))
 
 
 def pack_weights(

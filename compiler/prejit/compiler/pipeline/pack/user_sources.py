@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from prejit.compiler.base import python_source
 from prejit.compiler.base.python_source import is_in_package
+from prejit.compiler.checkpoint.adapters import adapter_files
 from prejit.compiler.manifest.manifest import Manifest, Model, Program
 from prejit.compiler.pipeline.model import file_digest
 from prejit.runtime.base.files import digest_of
@@ -90,6 +91,8 @@ def _named(manifest: Manifest) -> Iterator[str]:
         yield manifest.bundle.license
     if (model := manifest.model) is not None:
         yield from (each for each in (model.evaluation, model.params) if isinstance(each, str))
+        for adapter in model.adapters:
+            yield from map(str, adapter_files(manifest.resolve(adapter)))
     for program in manifest.programs:
         if program.is_file:
             yield str(program.fn)
