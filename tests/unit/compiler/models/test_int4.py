@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from tests.extent import examples
 
 from prejit.compiler.models import int4_rounding, model_registry, quantizing
+from prejit.compiler.models.families.latent_attention import LatentAttention
 from prejit.compiler.models.layers import int4_words
 from prejit.compiler.models.layers.int4_words import GROUP
 from prejit.compiler.models.layers.linear import REDUCED_ROWS, Embedding, Linear, dot_of_words
@@ -238,3 +240,19 @@ def test_logits_in_four_bits_are_those_of_what_they_stand_for(
     tokens = small_models.random_tokens(2, 7)
     found, expected = (each.logits(source, tokens) for each in (narrow, meant))
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+def test_heads_of_latent_attention_get_their_matrices_from_four_bits() -> None:
+    names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_attention_heads")
+    sizes = dict(zip(names, (16, 8, 23, 2), strict=True))
+    given = {"hidden_size": 64, "kv_lora_rank": 64, "q_lora_rank": None, "attention_bias": False}
+    module = nnx.eval_shape(lambda: LatentAttention(SimpleNamespace(**sizes, **given)))
+    quantizing.store(module, "int4")
+    random = np.random.default_rng(0)
+    words, scales = int4_rounding.quantized(random.standard_normal((78, 64), np.float32), 1, "w")
+    module.kv_b_proj.weight = nnx.Param(jnp.asarray(words))
+    module.kv_b_proj.weight_scale = nnx.data(nnx.Param(jnp.asarray(scales)))
+    keys, values = module._by_head(jnp.zeros((1, 1, 64)))
+    expected = int4_words.unpacked(words, scales, 78).reshape(2, 39, 64)
+    np.testing.assert_array_equal(keys, expected[:, :16])
+    np.testing.assert_array_equal(values, expected[:, 16:])

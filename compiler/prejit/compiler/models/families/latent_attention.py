@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from prejit.compiler.models.layers import rope
+from prejit.compiler.base.stored_dtypes import stored_as
+from prejit.compiler.models.layers import int4_words, rope
 from prejit.compiler.models.layers.attention import NewTokens
 from prejit.compiler.models.layers.layer_config import LayerCache
 from prejit.compiler.models.layers.linear import Linear, RMSNorm
@@ -94,8 +95,12 @@ class LatentAttention(nnx.Module):
         product = self.kv_b_proj
         # Without the barrier XLA widens them before the loop over decode steps.
         matrix, _ = lax.optimization_barrier((product.weight[...], x))
-        wide = matrix.astype(jnp.float32)
-        if product.weight_scale is not None:
-            wide *= product.weight_scale[...][:, None]
+        scale = None if product.weight_scale is None else product.weight_scale[...]
+        if scale is not None and stored_as(matrix.dtype).words is not None:
+            tiles = int4_words.widened(matrix, scale)
+            wide = tiles.swapaxes(1, 2).reshape(-1, self.rank)[: product.outputs]
+        else:
+            wide = matrix.astype(jnp.float32)
+            wide = wide if scale is None else wide * scale[:, None]
         both = wide.reshape(self.heads, -1, self.rank)
         return both[:, : self.kept], both[:, self.kept :]
