@@ -143,11 +143,9 @@ class Checkpoint:
             module = model_registry.make_encoder(encoder, out_in=self._out_in)
             parameters, derived = parameters_of(module), derived_of(module)
             naming = model_registry.encoder_naming(encoder)
-        published: dict[str, Tensor] = {}
-        for file in self._model_files:
-            if file.suffix != ".json":
-                published |= tensors(file)
-        found, problems = _named(published, naming, parameters)
+        published, problems = _published(self._model_files)
+        found, misnamed = _named(published, naming, parameters)
+        problems += misnamed
         for copy in (naming.head, *naming.copies):
             if copy not in parameters:
                 problems += _tie(found, copy, naming)
@@ -274,6 +272,31 @@ def _shards(index: Path) -> list[Path]:
     return shards
 
 
+def _published(files: Iterable[Path]) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the tensors in files by name, and problems.
+
+    Of several tensors of one name that is meant whose file the index gives.
+    """
+    held: dict[str, list[Tensor]] = {}
+    where: Mapping[str, str] = {}
+    for file in files:
+        if file.name == _INDEX:
+            where = read_json(file)["weight_map"]
+        elif file.suffix != ".json":
+            for name, tensor in tensors(file).items():
+                held.setdefault(name, []).append(tensor)
+    problems = []
+    for name, several in held.items():
+        if len(several) > 1:
+            meant = [tensor for tensor in several if tensor.path.name == where.get(name)]
+            if not meant:
+                problems.append(
+                    f"both {several[0].path.name} and {several[1].path.name} hold {name}"
+                )
+            held[name] = meant or several
+    return {name: several[0] for name, several in held.items()}, problems
+
+
 def _named(
     published: Mapping[str, Tensor], naming: Naming, parameters: Mapping[str, Parameter]
 ) -> tuple[dict[str, Source], list[str]]:
@@ -291,7 +314,10 @@ def _named(
         if (piece := piece_of(ours, naming)) is not None:
             problems += not_float(name, tensor)
             ours, expert, part = piece
-            pieces.setdefault(ours, {})[expert, part] = TensorSource(name, tensor)
+            source = TensorSource(name, tensor)
+            first = pieces.setdefault(ours, {}).setdefault((expert, part), source)
+            if first is not source:
+                problems.append(f"both {first.published} and {name} are given")
             continue
         in_out = kernels_in_out if name.endswith(".kernel") else name.endswith(naming.in_out)
         parameter = parameters.get(ours)
@@ -301,10 +327,10 @@ def _named(
         else:
             problems += not_float(name, tensor)
         found[ours] = TensorSource(name, tensor, transposed)
-    for ours, source in whole.items():
+    for ours, other in whole.items():
         if ours in found or ours in pieces:
-            problems.append(f"both {source.published} and another form of it are given")
-        found[ours] = source
+            problems.append(f"both {other.published} and another form of it are given")
+        found[ours] = other
     for ours, matrices in pieces.items():
         if ours in found:
             problems.append(f"both {found[ours].published} and parts of it are given")

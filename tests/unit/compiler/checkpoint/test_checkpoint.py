@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import serialization, traverse_util
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tests.http_serving import QuietHandler, serving
 from tests.parity.cases import shapes_of
 from tests.unit.compiler.models import small_models
@@ -119,9 +119,43 @@ def test_shards_are_read_through_their_index(tmp_path):
     assert_reads(tmp_path, llama())
     files = [file.name for file in open_checkpoint(tmp_path).files]
     assert files == ["config.json", "model.safetensors.index.json", *sorted(set(where.values()))]
+    other = tmp_path / "model-00003-of-00003.safetensors"
+    kept, twice = load_file(other), {names[0]: llama()[names[0]] + 1}
+    save_file({**kept, **twice}, other)
+    assert_reads(tmp_path, llama())  # the index says which of two is meant
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {n: file for n, file in where.items() if n != names[0]}})
+    )
+    said = f"both model-00001-of-00003.safetensors and {other.name} hold {names[0]}"
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        _ = open_checkpoint(tmp_path).names
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"expected 3 files .* missing model-00002-of-00003"):
         open_checkpoint(tmp_path)
+
+
+def test_two_matrices_of_one_expert_are_refused(tmp_path):
+    config, block = small_models.QWEN3_MOE, "model.layers.1.mlp.experts."
+    module = model_registry.make_decoder(small_models.config(config), out_in=True)
+    random = np.random.default_rng(0)
+    tensors = {
+        name: random.standard_normal(parameter.shape, np.float32)
+        for name, parameter in parameters_of(module).items()
+    }
+    stacks = {name: tensors.pop(name) for name in [*tensors] if name.startswith(block)}
+    for of, parts in (("gate_up", ("gate", "up")), ("down", ("down",))):
+        for expert, stack in enumerate(stacks[f"{block}{of}_proj.weight"]):
+            for part, values in zip(parts, np.split(stack, len(parts)), strict=True):
+                tensors[f"{block}{expert}.{part}_proj.weight"] = np.ascontiguousarray(values)
+    whole = open_checkpoint(write(tmp_path, config, tensors), out_in=True)
+    assert np.array_equal(
+        whole.read(f"{block}down_proj.weight"), stacks[f"{block}down_proj.weight"]
+    )
+    name = f"{block}1.up_proj.weight"
+    for again in (f"{block}01.up_proj.weight", name.removeprefix("model.")):
+        doubled = open_checkpoint(write(tmp_path, config, {**tensors, again: tensors[name] + 1}))
+        with pytest.raises(CheckpointError, match=r"both .*1\.up.* and .*1\.up_proj.* are given"):
+            _ = doubled.names
 
 
 def test_names_and_layouts_of_flax(tmp_path):
