@@ -106,6 +106,7 @@ def frequencies(
         key, parameters = f"{key}.{layer_type}", parameters.get(layer_type)
     file = Path(config.name_or_path, "config.json")
     check_rope(file, key, parameters)
+    parameters = _with_outer_keys(config, parameters, layer_type)
     kind = parameters.get("rope_type")
     require(config, f"{key}.rope_type", kind, ["default", "dynamic", *_SCALED])
     share = parameters.get("partial_rotary_factor")
@@ -152,6 +153,22 @@ def frequencies(
             f"found {len(rotary.frequencies)}",
         )
     return replace(others, frequencies=rotary.frequencies, scale=rotary.scale)
+
+
+def _with_outer_keys(
+    config: Any, parameters: Mapping[str, Any], layer_type: str | None
+) -> Mapping[str, Any]:
+    """Return parameters with the keys that transformers reads outside of them."""
+    if layer_type is not None:
+        # _compute_yarn_parameters reads it beside the parts, never in them.
+        return {**parameters, "truncate": config.rope_parameters.get("truncate", True)}
+    if parameters.get("rope_type") not in _PRETRAINED or not hasattr(config, _POSITIONS):
+        return parameters
+    # standardize_rope_params prefers the key of the model when it makes the model
+    positions = getattr(config, _POSITIONS)
+    if positions is None:
+        raise unsupported(config, f"{_POSITIONS}: expected an integer or no such key, found null")
+    return {**parameters, _POSITIONS: positions}
 
 
 def turns(rotary: Rotary, positions: jax.Array) -> Turns:
@@ -263,4 +280,6 @@ def _longrope(
     return _rotary(1 / (np.array(factors, np.float32) * periods), scale)
 
 
+_POSITIONS = "original_max_position_embeddings"
+_PRETRAINED = ("llama3", "yarn", "longrope")
 _SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
