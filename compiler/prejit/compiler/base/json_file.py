@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from prejit.compiler.base.suggestions import shown
 from prejit.runtime.base.typed_json import depth
@@ -33,7 +34,16 @@ def read_json(file: Path, hint: str | None = None) -> Any:
         if len(content) > MAX_BYTES:
             raise ValueError(f"expected at most {MAX_BYTES} bytes, found more")
         # Not json.loads(content), which guesses among UTF-8, UTF-16 and UTF-32.
-        value = json.loads(content.decode(), parse_constant=_no_constant)
+        constants: list[str] = []
+
+        def constant(name: str) -> _Constant:
+            constants.append(name)
+            return _Constant(name)
+
+        value = json.loads(content.decode(), parse_constant=constant)
+        if constants:
+            found = next(_places(value), constants[0])
+            raise ValueError(f"expected JSON, which has no {found}")
         if depth(value) > MAX_DEPTH:
             raise ValueError(f"nested too deeply: expected at most {MAX_DEPTH} levels, found more")
     except FileNotFoundError as error:
@@ -73,5 +83,19 @@ def read_list(file: Path, hint: str | None = None) -> list[Any]:
     return value
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"expected JSON, which has no {name}")
+class _Constant(str):
+    """NaN, Infinity or -Infinity in a file."""
+
+
+def _places(value: Any, key: str = "") -> Iterator[str]:
+    """Yield each constant in a value, with its key."""
+    if isinstance(value, _Constant):
+        yield f"{value}, found at {key}" if key else value
+    inner: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, dict):
+        names = {name: name if name.isprintable() else shown(name) for name in value}
+        inner = ((f"{key}.{names[name]}" if key else names[name], at) for name, at in value.items())
+    elif isinstance(value, list):
+        inner = ((f"{key}[{index}]", at) for index, at in enumerate(value))
+    for name, at in inner:
+        yield from _places(at, name)

@@ -178,8 +178,7 @@ def _completed(file: Path, content: Mapping[str, Any], families: Mapping[str, Fa
             f"{file}: {prefix}model_type: the transformers installed here does not have {shown(family)}",
             hint="pip install --upgrade transformers",
         )
-    checks = families[family].keys
-    check_file(file, text, checks, CONFIG_MAPPING[family].attribute_map, prefix)
+    check_file(file, text, families[family].keys, CONFIG_MAPPING[family], prefix)
     read = {key: value for key, value in text.items() if key not in _UNREAD}
     try:
         config = CONFIG_MAPPING[family].from_dict(read)

@@ -41,6 +41,7 @@ def describe(config: Any, cache_dtype: str = "float32") -> DecoderConfig:
     """
     family = _decoder_family(config)
     family.require_supported(config)
+    family.require_causal(config)
     positions = family.positions(config)
     return DecoderConfig(config.model_type, config.vocab_size, cache_dtype, positions)
 

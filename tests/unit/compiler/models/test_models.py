@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import tempfile
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ LONGROPE = {
     **{"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0]},
     **{"long_factor": [3.0, 5.0, 7.0], "original_max_position_embeddings": 10},
 }
+RAMP = {"rope_theta": 100.0, "beta_fast": 0.9, "beta_slow": 0.2}
+LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LONGEST = "1" + "0" * 5000
 
 
@@ -58,6 +61,32 @@ def test_the_longest_context_chooses_longropes_factors(context: int | None, fact
     expected = rope.frequencies(config(LLAMA), 6).frequencies / divisors
     found = model_registry.make_decoder(long, context).model.layers[0].heads.rotary
     assert np.allclose(found.frequencies, expected, rtol=1e-6)
+
+
+def _rotaries(values: dict[str, Any]) -> list[Any]:
+    layers = model_registry.make_decoder(config(deepcopy(values))).model.layers
+    return [layer.heads.rotary for layer in layers]
+
+
+@pytest.mark.parametrize("kind", [LLAMA3, {**YARN, **RAMP, "truncate": False}, LONGROPE])
+def test_the_context_of_pretraining_beside_the_rope_parameters_counts(kind: dict[str, Any]) -> None:
+    key = "original_max_position_embeddings"
+    inner, none = {**kind, key: 14}, {k: v for k, v in kind.items() if k != key}
+    right = _rotaries({**LLAMA, "rope_scaling": inner})
+    assert right != _rotaries({**LLAMA, "rope_scaling": kind})
+    for scaling in (kind, none):
+        assert _rotaries({**LLAMA, "rope_scaling": scaling, key: 14}) == right
+    with pytest.raises(CheckpointError, match=f"json: {key}: expected an integer .* found null"):
+        _rotaries({**LLAMA, "rope_scaling": kind, key: None})
+
+
+def test_yarns_truncate_counts_beside_the_parts_for_kinds_of_layers() -> None:
+    full = {**YARN, **RAMP}
+    parts = {"full_attention": full, "sliding_attention": {"rope_type": "default"}}
+    right = _rotaries({**GEMMA3, "rope_parameters": parts})
+    inside = {**parts, "full_attention": {**full, "truncate": False}}
+    assert _rotaries({**GEMMA3, "rope_parameters": inside}) == right
+    assert _rotaries({**GEMMA3, "rope_parameters": {**parts, "truncate": False}}) != right
 
 
 def test_the_text_model_of_one_that_reads_images_is_taken(tmp_path: Path) -> None:
@@ -86,6 +115,7 @@ def test_a_config_that_is_none_is_refused(tmp_path: Path) -> None:
         (f'{{"model_type": {"[" * 3000}{"]" * 3000}}}', "nested too deeply"),
         (f'{{"model_type": "gpt2", "n_head": {_LONGEST}}}', "cannot read"),
         ('{"model_type": "gpt2", "n_head": NaN}', "cannot read JSON: expected JSON, which has no"),
+        ('{"model_type": "gpt2", "a": {"b": [1, -Infinity]}}', "no -Infinity, found at a.b[1]"),
         ('{"model_type": "\\ud800"}', "ud800"),
         ('{"model_type": "gpt2", "_name_or_path": [1], "n_head": 0}', "n_head"),
         ('{"model_type": "gpt2", "quantization_config": {"bits": 4}}', "quantization_config"),
@@ -131,7 +161,49 @@ _UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
         {"rope_scaling": {**LONGROPE, "short_factor": [1.0, 0.0, 1.0]}},
         "short_factor: expected a list, each a number",
     ),
-    ("gemma3_text", {"rope_parameters": {"full_attention": 3}}, "config.json"),
+    (
+        "gemma3_text",
+        {"rope_parameters": {"full_attention": 3}},
+        "rope_parameters.full_attention: expected an object or null, found 3",
+    ),
+    *(
+        ("llama", {"rope_scaling": {**LLAMA3, key: None}}, f"rope_scaling.{key}: expected a")
+        for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+    ),
+    *(("gpt2", {"layer_types": value}, "json: layer_types: expected a") for value in (5, [[]])),
+    *(
+        ("qwen3_moe", {key: "x"}, f"json: {key}: expected an integer from")
+        for key in ("num_experts", "num_local_experts")
+    ),
+    *(
+        ("llama", {key: None}, f"json: {key}: expected no such key: it names a part of")
+        for key in ("attribute_map", "to_dict", "__eq__")
+    ),
+    (
+        "t5",
+        {"per_layer_config": {"1": {"layer_norm_epsilon": 0.5}}},
+        "per_layer_config: expected no such key: all layers read the same",
+    ),
+    (
+        "mistral",
+        {"num_attention_heads": 1000, "head_dim": None},
+        "num_attention_heads: expected at most hidden_size = 12, as head_dim is not given, found",
+    ),
+    # what transformers' masks and caches read for every family
+    *(
+        (family, {"is_causal": value}, "is_causal: expected true, found")
+        for family in ("gemma3_text", "llama", "t5")
+        for value in (False, None)
+    ),
+    *(
+        ("llama", {key: 4}, f"{key}: expected null, found 4")
+        for key in ("sliding_window", "attention_chunk_size")
+    ),
+    ("mistral", {"attention_chunk_size": 4}, "attention_chunk_size: expected null, found 4"),
+    *(
+        (family, {"layer_types": ["full_attention", "sliding_attention"]}, 'expected "full_att')
+        for family in ("llama", "mistral")
+    ),
     ("roberta", {"num_attention_heads": 5}, "hidden_size: expected a multiple of"),
     ("roberta", {"pad_token_id": 19}, "max_position_embeddings: expected more than pad_token_id"),
     ("t5", {"feed_forward_proj": "gated-mish"}, 'feed_forward_proj: expected "gelu" or'),
@@ -176,6 +248,14 @@ def test_any_config_makes_a_module_or_an_error_of_ours(drawn: tuple[str, dict[st
     with tempfile.TemporaryDirectory() as name, contextlib.suppress(CheckpointError):
         (Path(name) / "config.json").write_text(to_json(config))
         read_module(family, Path(name))
+
+
+def test_windows_beside_full_attention_everywhere_change_nothing(tmp_path: Path) -> None:
+    everywhere = {"layer_types": ["full_attention"] * 2, "sliding_window": 4, "is_causal": True}
+    assert made(tmp_path, "llama", **everywhere).model.layers[1].heads.window is None
+    assert made(tmp_path, "mistral", **everywhere).model.layers[1].heads.window == 4
+    # GPT-2 does not read this key; files of other tools have it.
+    assert made(tmp_path, "gpt2", num_key_value_heads=None).transformer.h[1].heads.keys == 3
 
 
 def test_copies_of_an_embedding_must_equal_it(tmp_path: Path) -> None:

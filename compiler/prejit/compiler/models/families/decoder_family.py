@@ -225,7 +225,7 @@ class DecoderFamily:
             for kind in dict.fromkeys(kinds)
         }
         turned = [self.turns_layer is None or self.turns_layer(config, n) for n in range(count)]
-        keys = getattr(config, "num_key_value_heads", queries)
+        keys = getattr(config, "num_key_value_heads", None) or queries
         if self.is_latent:  # all heads attend to the same latents
             keys, size = 1, config.kv_lora_rank + size
         return [

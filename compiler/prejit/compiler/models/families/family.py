@@ -43,6 +43,25 @@ class Family:
     positions: Callable[[Any], int] = _positions
     quantized: tuple[str, ...] = ()
 
+    def require_causal(self, config: Any) -> None:
+        """Check that a token sees what the layers here show it, in transformers' masks and cache too.
+
+        transformers reads these keys for every model that generates, whatever its family is.
+
+        Raises:
+            CheckpointError: it sees more or less.
+        """
+        require(config, "is_causal", getattr(config, "is_causal", True), [True])
+        if "layer_types" in self.keys:
+            return
+        kinds = getattr(config, "layer_types", None)
+        for kind in kinds or ():
+            require(config, "layer_types", kind, ["full_attention"])
+        if kinds is None:
+            unread = {"sliding_window", "attention_chunk_size"} - self.keys.keys()
+            for key in sorted(unread):
+                require(config, key, getattr(config, key, None), [None])
+
     def require_supported(self, config: Any) -> None:
         """Check a configuration.
 

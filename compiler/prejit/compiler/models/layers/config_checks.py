@@ -162,6 +162,8 @@ _ROPE: Checks = {
     "partial_rotary_factor": _number(1e-6, 1.0, optional=True),
 }
 _PRETRAINED = _integer(2, _LARGEST)
+_MODEL_ROPE: Checks = {**_ROPE, "original_max_position_embeddings": _PRETRAINED}
+"""The keys beside `rope_parameters` that say how heads turn."""
 _ROPE_KINDS: Mapping[str, Checks] = {
     "linear": {"factor": _FACTOR},
     "llama3": {
@@ -200,7 +202,7 @@ def check_file(
     file: Path,
     content: Mapping[str, Any],
     checks: Checks,
-    aliases: Mapping[str, str],
+    kind: Any,
     prefix: str = "",
 ) -> None:
     """Check the values in a file. transformers completes a key that is missing or null.
@@ -209,19 +211,35 @@ def check_file(
         file: config.json.
         content: its content, or that of the object in it at `prefix`.
         checks: the keys that the family reads, each with the check of its value.
-        aliases: other names of keys, each with the name that the family reads: transformers'
-            `attribute_map`.
+        kind: transformers' class of the configuration.
         prefix: prefix of keys in errors: `text_config.`.
 
     Raises:
         CheckpointError: a value has another type or is out of range; the error names the file, the key and
             what is allowed.
     """
-    named = {key: aliases.get(key, key) for key in content}
-    present = {key: checks[name] for key, name in named.items() if name in checks}
-    _check(file, prefix, content, present, complete=False)
+    checks = {"layer_types": _KEYS["layer_types"], **checks}  # transformers reads it for all
+    aliases: Mapping[str, str] = kind.attribute_map
+    for key, value in content.items():
+        if callable(getattr(kind, key, None)) or key == "attribute_map":
+            raise _refused(file, prefix + key, "it names a part of transformers' code")
+        if key == "per_layer_config" and value is not None:
+            raise _refused(file, prefix + key, "all layers read the same values here")
+        names = (key, aliases.get(key), *(name for name, read in aliases.items() if read == key))
+        for name in names:
+            if name in checks:
+                _check(file, prefix, content, {key: checks[name]}, complete=False)
+    heads, width = content.get("num_attention_heads"), content.get("hidden_size")
+    head = content.get("head_dim") or getattr(kind, "head_dim", None)
+    if head is None and type(heads) is type(width) is int and heads > width:
+        raise _error(
+            file,
+            f"{prefix}num_attention_heads",
+            Check(f"at most hidden_size = {width}, as head_dim is not given", bool),
+            heads,
+        )
     if "rope_parameters" in checks:
-        _check(file, prefix, content, _ROPE, complete=False)
+        _check(file, prefix, content, _MODEL_ROPE, complete=False)
         for key in ("rope_scaling", "rope_parameters"):
             _check_file_rope(file, prefix + key, content.get(key))
 
@@ -269,9 +287,11 @@ def _check_file_rope(file: Path, key: str, content: Any) -> None:
         raise _error(file, key, replace(_OBJECT, optional=True), content)
     kind = content.get("rope_type", content.get("type"))
     numbers = _ROPE_KINDS.get(kind, {}) if isinstance(kind, str) else {}
-    _check(file, f"{key}.", content, {**_ROPE, **numbers}, complete=False)
+    # transformers completes a key that is missing, not one that is null
+    given = {name: check for name, check in {**_ROPE, **numbers}.items() if name in content}
+    _check(file, f"{key}.", content, given)
     for name, part in content.items():
-        if isinstance(part, dict):
+        if isinstance(part, dict) or name.endswith("_attention"):
             _check_file_rope(file, f"{key}.{name}", part)
 
 
@@ -289,6 +309,10 @@ def _check(
         may_be_null = check.optional or not complete
         if not (value is None and may_be_null) and not check.allows(value):
             raise _error(file, prefix + key, check, value)
+
+
+def _refused(file: Path, key: str, why: str) -> CheckpointError:
+    return CheckpointError(f"{file}: {key}: expected no such key: {why}", hint=_HINT)
 
 
 def _error(file: Path, key: str, check: Check, value: Any) -> CheckpointError:
