@@ -93,7 +93,7 @@ def is_sampled(case: FamilyCase, form: str) -> bool:
     indirect=["forms"],
     ids=lambda each: getattr(each, "name", each),
 )
-def test_results_equal_those_that_torch_gave(
+def test_results_of_more_families_equal_those_that_torch_gave(
     case: FamilyCase, reference: dict[str, Values], tmp_path: Path, forms: Forms | None
 ) -> None:
     expected = reference[case.name]

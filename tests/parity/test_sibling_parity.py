@@ -44,7 +44,7 @@ def named(is_sampled: Callable[[Sibling], bool]) -> Any:
 
 
 @named(lambda case: case in FIRST)
-def test_logits_and_greedy_tokens_equal_those_that_torch_gave(
+def test_logits_and_greedy_tokens_of_siblings_equal_those_that_torch_gave(
     case: Sibling, reference: dict[str, Logits], tmp_path: Path, with_kernels: Forms
 ) -> None:
     check(case, reference, tmp_path, with_kernels)
