@@ -106,6 +106,8 @@ def describe_encoder(source: EncoderSource) -> EncoderConfig:
     sizes = (config.model_type, config.vocab_size)
     if source.labels:
         pooling, _ = HEADS[config.model_type].chosen(config)
+        if pooling == "lasttoken":
+            _check_padding(config)
         default = SIGMOID if source.labels == 1 else IDENTITY
         scores = layout.score_activation or default
         segments = _has_segments(source) or None
@@ -119,11 +121,30 @@ def describe_encoder(source: EncoderSource) -> EncoderConfig:
     )
 
 
+def _check_padding(config: Any) -> None:
+    """Refuse a model whose reference does not pool the token that ends texts: it takes that for padding."""
+    padding, ends = config.pad_token_id, config.eos_token_id
+    if padding is not None and padding in (ends if isinstance(ends, list) else [ends]):
+        raise unsupported(
+            config,
+            f"pad_token_id: expected another token than eos_token_id {shown(ends)}, found {padding}: "
+            "transformers scores at the last token that is not pad_token_id, a bundle at the last token",
+        )
+
+
 def _has_segments(source: EncoderSource) -> bool:
     """Return whether a model that scores is given the segments of a pair of texts."""
     config = source.config
-    is_read = config.model_type in WITH_SEGMENTS and config.type_vocab_size > 1
-    return is_read and source.layout.has_segments
+    count = config.type_vocab_size if "type_vocab_size" in ENCODERS[config.model_type].keys else 0
+    if config.model_type in WITH_SEGMENTS:
+        return count > 1 and source.layout.has_segments is not False
+    if count > 1 and source.layout.has_segments:
+        raise unsupported(
+            config,
+            f"type_vocab_size: expected 1 for {config.model_type} with a tokenizer that gives segments "
+            f"(tokenizer_config.json: tokenizer_class, model_input_names), found {count}",
+        )
+    return False
 
 
 def make_encoder(

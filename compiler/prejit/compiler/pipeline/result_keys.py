@@ -205,7 +205,7 @@ def tokenizer_key(manifest: Manifest, tokenizer: bytes, config: str) -> Key:
 
     `config` is the digest of config.json, which holds the size of the vocabulary. Reading that takes
     transformers, which a build that changes nothing does not import. For a decoder of the user it is that
-    size itself.
+    size itself, and for an encoder also what else decides about its tokenizer.
     """
     ingredients = (
         ("file", digest_of(tokenizer)),

@@ -98,7 +98,10 @@ GOLDEN = ("prejit.compiler.pipeline.measure.golden_child",)
 """The code that asks programs for golden answers."""
 SIZES = ("prejit.compiler.pipeline.measure.sizes_child:_compare",)
 """The code that compares programs with their functions at other sizes."""
-TOKENIZER = ("prejit.compiler.checkpoint.tokenizer_check",)
+TOKENIZER = (
+    "prejit.compiler.checkpoint.tokenizer_check",
+    "prejit.compiler.checkpoint.encoder_tokenizer",
+)
 """The code that tries a tokenizer."""
 KERNELS = (
     "prejit.compiler.native.compilers:Compiler",

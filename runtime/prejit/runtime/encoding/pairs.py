@@ -13,6 +13,7 @@ from prejit.runtime.base import arguments
 from prejit.runtime.encoding.sentences import (
     OnTooLong,
     Tokenized,
+    check_ids,
     need,
     reason_of_limit,
 )
@@ -61,6 +62,7 @@ def tokenize_pairs(
     tokenizer, limit = text.need_tokenizer(), encoder.max_tokens
     pairs = listed if query is None else list(zip(queries, listed, strict=True))
     found = tokenizer.encoded(lambda: tokenizer.library.encode_batch(pairs))
+    check_ids([each.ids for each in found], encoder.encoder.vocab_size)
     too_long = [place for place, each in enumerate(found) if len(each.ids) > limit]
     if too_long:
         what = (

@@ -97,22 +97,32 @@ def test_all_modules_are_read_and_a_plain_directory_is_mean_pooling(directory: P
         *("1_Pooling/config.json", "2_Dense/config.json"),
     }
     edit(directory / "sentence_bert_config.json", max_seq_length=512)
+    edit(directory / POOLING, pooling_mode=["mean", "cls"])
+    write(directory / SETTINGS, {"prompts": {"q": "q: "}, "default_prompt_name": "q"})
+    edit(directory / POOLING, include_prompt=True)
+    layout = read_layout(directory)
+    assert (layout.pooling, layout.default_prompt) == (("mean", "cls"), "q")
     (directory / "modules.json").unlink()
     layout = read_layout(directory)
     assert (layout.pooling, layout.dense, layout.normalized) == (("mean",), (), False)
+    assert (layout.prompts, layout.default_prompt) == ({}, None)  # as the reference
     assert model_registry.describe_encoder(config_file.load_encoder(directory)).max_tokens == 12
 
 
 POOLING, DENSE = "1_Pooling/config.json", "2_Dense/config.json"
+SETTINGS = "config_sentence_transformers.json"
 
 
 def test_what_is_not_built_is_told_with_file_key_and_value(directory: Path) -> None:
-    sizes, prompts = "sentence_bert_config.json", "config_sentence_transformers.json"
+    sizes, prompts, tokenizer = "sentence_bert_config.json", SETTINGS, "tokenizer_config.json"
     write(directory / prompts, {})
+    write(directory / tokenizer, {})
     for file, changes, told in (
         (POOLING, {"pooling_mode_mean_tokens": False}, "to be true, found none"),
         (POOLING, {"pooling_mode_median": True}, "pooling_mode_median: expected one of"),
         (POOLING, {"pooling_mode": "median"}, 'pooling_mode: expected "cls" or .* found "median"'),
+        (POOLING, {"pooling_mode": ["cls", "cls"]}, "pooling_mode: expected each mode once"),
+        (tokenizer, {"truncation_side": "left"}, 'truncation_side: expected "right" or null'),
         (POOLING, {"word_embedding_dimension": 5}, "embedding_dimension: expected 4.*found 5"),
         (DENSE, {"activation_function": "my.Swish"}, 'activation_function: .*found "my.Swish"'),
         (DENSE, {"module_input_name": "token_embeddings"}, "module_input_name: expected"),
@@ -122,6 +132,7 @@ def test_what_is_not_built_is_told_with_file_key_and_value(directory: Path) -> N
         (sizes, {"max_seq_length": "9"}, "max_seq_length: expected"),
         (prompts, {"default_prompt_name": "q"}, "default_prompt_name"),
         ("config.json", {"hidden_act": "mish"}, 'hidden_act: .*found "mish"'),
+        ("config.json", {"rope_parameters": "x"}, 'rope_parameters: .*object, found "x"'),
         ("config.json", {"model_type": "gpt2"}, 'for .encode., found "gpt2"'),
     ):
         before = (directory / file).read_bytes()
@@ -137,6 +148,19 @@ SCORES = {
     **{"model_type": "bert", "architectures": ["BertForSequenceClassification"]},
     "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"},
 }
+ROBERTA_SCORES = {
+    **{**SCORES, "model_type": "roberta", "type_vocab_size": 1},
+    "architectures": ["RobertaForSequenceClassification"],
+}
+LLAMA = {
+    **{"model_type": "llama", "architectures": ["LlamaModel"], "hidden_act": "silu"},
+    **{"hidden_size": 4, "intermediate_size": 6, "num_attention_heads": 2, "vocab_size": 9},
+    **{"num_hidden_layers": 1, "pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 3},
+}
+LLAMA_SCORES = {
+    **{**LLAMA, "sentence_transformers": SCORES["sentence_transformers"]},
+    "architectures": ["LlamaForSequenceClassification"],
+}
 MPNET = {**BERT, "model_type": "mpnet", "architectures": ["MPNetModel"]}
 DEBERTA = {
     **{**BERT, "model_type": "deberta-v2", "architectures": ["DebertaV2Model"]},
@@ -151,7 +175,8 @@ MODERN = {
 
 def test_what_a_family_or_a_head_does_not_build_is_told_with_key_and_value(directory: Path) -> None:
     (directory / "modules.json").unlink()
-    config, settings = "config.json", "config_sentence_transformers.json"
+    config = "config.json"
+    write(directory / "tokenizer_config.json", {"tokenizer_class": "BertTokenizer"})
     for base, file, changes, told in (
         (MPNET, config, {"relative_attention_num_buckets": 16}, "num_buckets: expected 32"),
         (DEBERTA, config, {"share_att_key": False}, "share_att_key: expected true, found false"),
@@ -167,16 +192,40 @@ def test_what_a_family_or_a_head_does_not_build_is_told_with_key_and_value(direc
             {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Softmax"}},
             r"activation_fn: expected .*Identity.* or .*Sigmoid.*; found .*Softmax",
         ),
-        (SCORES, settings, {"default_prompt_name": "q", "prompts": {"q": "q: "}}, "default_prompt"),
+        (LLAMA, config, {"use_bidirectional_attention": True}, "attention: expected null or false"),
+        (LLAMA_SCORES, config, {"pad_token_id": 2}, "pad_token_id: expected another .* found 2"),
+        (LLAMA_SCORES, config, {"eos_token_id": [3, 1]}, "than eos_token_id .3, 1., found 1"),
+        (ROBERTA_SCORES, config, {"type_vocab_size": 2}, "type_vocab_size: expected 1 for roberta"),
     ):
         write(directory / config, base)
-        write(directory / settings, {})
         shape = model_registry.describe_encoder(config_file.load_encoder(directory))
-        assert shape.scores == ("identity" if base is SCORES else None)
+        assert shape.scores == ("identity" if "sentence_transformers" in base else None)
         edit(directory / file, **changes)
         with pytest.raises(CheckpointError, match=told) as raised:
             model_registry.describe_encoder(config_file.load_encoder(directory))
         assert file in str(raised.value)
+
+
+def test_the_default_prompt_of_a_model_that_scores_is_refused(directory: Path) -> None:
+    module = {"path": "", "type": "sentence_transformers.models.Transformer"}
+    write(directory / "modules.json", [module])
+    (directory / "sentence_bert_config.json").unlink()
+    write(directory / "config.json", SCORES)
+    write(directory / SETTINGS, {"prompts": {"q": "q: "}})
+    assert read_layout(directory).scores
+    edit(directory / SETTINGS, default_prompt_name="q")
+    with pytest.raises(CheckpointError, match=f"{SETTINGS}: default_prompt_name: expected null"):
+        read_layout(directory)
+
+
+def test_a_module_without_a_directory_is_told(directory: Path) -> None:
+    modules = json.loads((directory / "modules.json").read_text())
+    for path in ("", "gone"):
+        modules[1]["path"] = path
+        write(directory / "modules.json", modules)
+        told = f'modules.json: path of the module Pooling: expected a directory .*found "{path}"'
+        with pytest.raises(CheckpointError, match=told):
+            read_layout(directory)
 
 
 def test_an_order_of_modules_is_told(directory: Path) -> None:

@@ -1,6 +1,7 @@
 """Which buckets sentences are put into, in which order buckets are loaded, and how a sentence is cut off."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given
@@ -9,6 +10,7 @@ from tokenizers import Tokenizer as Tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
 from prejit.runtime.encoding.encoder import Bucket, loading_order, partition
+from prejit.runtime.encoding.pairs import tokenize_pairs
 from prejit.runtime.encoding.sentences import check_ids, shorten
 from prejit.runtime.errors import ContextError, TruncationWarning, UsageError
 from prejit.runtime.text.tokenizer import Tokenizer
@@ -112,3 +114,15 @@ def test_a_sentence_that_is_too_long_is_cut_or_an_error(tokenizer):
 def test_tokens_that_do_not_exist_are_told(ids):
     with pytest.raises(UsageError, match="sentence 1"):
         check_ids([[0], ids], 5)
+
+
+def test_a_pair_without_a_token_is_refused_as_a_sentence_is():
+    library = Tokenizers(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = Tokenizer(library.to_str().encode(), "tokenizer.json")
+    text = SimpleNamespace(need_tokenizer=lambda: tokenizer)
+    config = SimpleNamespace(scores="identity", vocab_size=2, segments=None)
+    encoder = SimpleNamespace(encoder=config, max_tokens=8)
+    assert tokenize_pairs(encoder, text, "", ["a"], "error").ids == [[0]]
+    with pytest.raises(UsageError, match="expected at least one token in sentence 1, found none"):
+        tokenize_pairs(encoder, text, "", ["a", " "], "error")

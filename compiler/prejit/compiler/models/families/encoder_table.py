@@ -191,7 +191,13 @@ def _decoder(name: str, **allowed: Any) -> Family:
         naming=replace(
             decoder.naming, head="", embedding="", ignored=(*decoder.naming.ignored, "lm_head.")
         ),
-        allowed={**decoder.allowed, "is_causal": (True,), **allowed},
+        allowed={
+            **decoder.allowed,
+            "is_causal": (True,),
+            # A key of one family: the reference does not read it in others.
+            "use_bidirectional_attention": (None, False),
+            **allowed,
+        },
     )
 
 

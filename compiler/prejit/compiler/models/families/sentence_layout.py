@@ -33,7 +33,8 @@ POOLING_KEYS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""Keys of a pooling config with their modes, in the order in which results are concatenated."""
+"""Keys of a pooling config with their modes, in the order in which results are concatenated. A list
+`pooling_mode` has an order of its own."""
 
 ACTIVATIONS = (
     "torch.nn.modules.linear.Identity",
@@ -53,6 +54,8 @@ _SCORE_ACTIVATIONS = {
     "torch.nn.modules.activation.Sigmoid": SIGMOID,
 }
 _MODULES = ("Transformer", "Pooling", "Dense", "Dropout", "Normalize")
+_WITH_FILES = ("Transformer", "Pooling", "Dense")
+"""The modules whose directories hold files: that of Normalize is empty, and often not copied."""
 _TRANSFORMERS = ("Transformer", "BERT", "RoBERTa", "DistilBERT")
 """Names of the first module; files from before 2020 have the last three."""
 _WIDTHS = ("word_embedding_dimension", "embedding_dimension")
@@ -102,7 +105,7 @@ class SentenceLayout:
         max_tokens: maximum tokens of a sentence; None if no file has it.
         scores: whether the model scores texts: it has a head, and no pooling.
         score_activation: IDENTITY or SIGMOID; None if no file has it.
-        has_segments: whether its tokenizer tells the tokens of a pair of texts apart.
+        has_segments: whether its tokenizer tells the tokens of a pair of texts apart; None if no file says.
         prompts: texts to put before sentences, by name.
         default_prompt: the name of the prompt of calls that name none; None: there is none.
         files: the JSON files that decide all this, in a fixed order.
@@ -117,7 +120,7 @@ class SentenceLayout:
     max_tokens: int | None
     scores: bool
     score_activation: str | None
-    has_segments: bool
+    has_segments: bool | None
     prompts: Mapping[str, str]
     default_prompt: str | None
     files: tuple[Path, ...]
@@ -148,9 +151,27 @@ def read_layout(directory: Path) -> SentenceLayout:
             f"Transformer of the class ...ForSequenceClassification; found {', '.join(kinds) or 'none'}",
             hint=_HINT,
         )
+    for name, path in modules:
+        if name not in _WITH_FILES or (
+            path.is_dir() and (name == "Transformer" or path != directory)
+        ):
+            continue
+        found = "" if path == directory else path.name
+        raise CheckpointError(
+            f"{file}: path of the module {name}: expected a directory beside it, found {shown(found)}",
+            hint="correct path, or take the directory that was published with modules.json",
+        )
     modes: tuple[str, ...] = ("lasttoken" if kind.endswith("ForCausalLM") else "mean",)
     width, files = None, [*([] if is_plain else [file])]
     files += _present(transformer, "config.json", "tokenizer_config.json")
+    tokenizer = transformer / "tokenizer_config.json"
+    # A bundle cuts off the end of a text that is too long.
+    _expect(
+        tokenizer,
+        read_object(tokenizer, _LAYOUT, required=False),
+        "truncation_side",
+        ["right", None],
+    )
     if is_plain:
         limit = _model_max_length(directory)
     else:
@@ -161,8 +182,12 @@ def read_layout(directory: Path) -> SentenceLayout:
         files.append(modules[1][1] / "config.json")
     dense = tuple(_dense(path) for kind, path in modules if kind == "Dense")
     own = directory / _SETTINGS
-    activation = _score_activation(own, transformer / "config.json", settings) if scores else None
-    prompts, default = _prompts(own, modules, scores=scores)
+    # Without modules.json the reference does not read its own settings.
+    saved = {} if is_plain else read_object(own, _LAYOUT, required=False)
+    activation = (
+        _score_activation(own, saved, transformer / "config.json", settings) if scores else None
+    )
+    prompts, default = _prompts(own, saved, modules, scores=scores)
     return SentenceLayout(
         directory,
         transformer,
@@ -179,7 +204,7 @@ def read_layout(directory: Path) -> SentenceLayout:
         (
             *files,
             *(part.directory / "config.json" for part in dense),
-            *_present(directory, _SETTINGS),
+            *([] if is_plain else _present(directory, _SETTINGS)),
         ),
     )
 
@@ -224,7 +249,12 @@ def _pooling(file: Path) -> tuple[tuple[str, ...], int | None]:
         for mode in chosen if isinstance(chosen, list) else [chosen]:
             if mode not in every:
                 _expect(file, {"pooling_mode": mode}, "pooling_mode", every)
-        modes = tuple(mode for mode in every if mode in chosen)
+        if len(set(chosen)) < len(chosen):
+            raise CheckpointError(
+                f"{file}: pooling_mode: expected each mode once, found {shown(chosen)}",
+                hint=_HINT,
+            )
+        modes = tuple(chosen)  # results are concatenated in the order of the file
     if not modes:
         raise CheckpointError(
             f"{file}: expected one of {', '.join(POOLING_KEYS)} to be true, found none", hint=_HINT
@@ -300,10 +330,13 @@ def _model_max_length(directory: Path) -> int | None:
 
 
 def _prompts(
-    file: Path, modules: Sequence[tuple[str, Path]], *, scores: bool
+    file: Path,
+    settings: Mapping[str, Any],
+    modules: Sequence[tuple[str, Path]],
+    *,
+    scores: bool,
 ) -> tuple[Mapping[str, str], str | None]:
     """Return the prompts and the default one's name; refuse truncation, which a bundle does not apply."""
-    settings = read_object(file, _LAYOUT, required=False)
     _expect(file, settings, "truncate_dim", [None])
     prompts, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(p, str) for p in prompts.values()):
@@ -318,9 +351,10 @@ def _prompts(
     return prompts, default
 
 
-def _score_activation(own: Path, file: Path, settings: Mapping[str, Any]) -> str | None:
+def _score_activation(
+    own: Path, saved: Mapping[str, Any], file: Path, settings: Mapping[str, Any]
+) -> str | None:
     """Return the activation of a cross-encoder's scores, from the first file and key that has one."""
-    saved = read_object(own, _LAYOUT, required=False)
     older = settings.get("sentence_transformers")
     older = older if isinstance(older, dict) else {}
     found: list[tuple[Path, str, Any]] = [
@@ -339,12 +373,12 @@ def _score_activation(own: Path, file: Path, settings: Mapping[str, Any]) -> str
     return None
 
 
-def _has_segments(transformer: Path) -> bool:
+def _has_segments(transformer: Path) -> bool | None:
     settings = read_object(transformer / "tokenizer_config.json", _LAYOUT, required=False)
     names, kind = settings.get("model_input_names"), settings.get("tokenizer_class")
     if isinstance(names, list):
         return "token_type_ids" in names
-    return kind is None or str(kind).startswith(_WITH_SEGMENTS)
+    return None if kind is None else str(kind).startswith(_WITH_SEGMENTS)
 
 
 def _present(directory: Path, *names: str) -> list[Path]:

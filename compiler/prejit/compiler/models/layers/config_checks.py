@@ -242,6 +242,9 @@ def check_file(
         _check(file, prefix, content, _MODEL_ROPE, complete=False)
         for key in ("rope_scaling", "rope_parameters"):
             _check_file_rope(file, prefix + key, content.get(key))
+    else:  # transformers reads them for all
+        unread = dict.fromkeys(("rope_scaling", "rope_parameters"), _OBJECT)
+        _check(file, prefix, content, unread, complete=False)
 
 
 def check_config(file: Path, config: Any, checks: Checks) -> None:

@@ -18,6 +18,7 @@ from prejit.compiler.base.json_file import read_object
 from prejit.compiler.checkpoint import tokenizer_check
 from prejit.compiler.checkpoint.chat_files import read_chat, special_tokens
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
+from prejit.compiler.checkpoint.encoder_tokenizer import check_encoder_tokenizer
 from prejit.compiler.pipeline.model import ModelSource, file_digest, open_weights, weight_digests
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTensor
@@ -166,11 +167,18 @@ def _check_tokenizer(
         config = f"vocab_size {vocab_size()}"
     else:
         config = file_digest(path.with_name("config.json"))
+    model = space.plan.model
+    layout = None if model is None else model.layout
+    if layout is not None:
+        settings = path.with_name("tokenizer_config.json")
+        config += f" {layout.scores} {file_digest(settings) if settings.is_file() else None}"
     key = tokenizer_key(space.plan.manifest, content, config)
     if space.store.get(key) is not None:
         return
     with space.progress.phase("checking tokenizer.json"):
         tokenizer_check.check_tokenizer(path, content, vocab_size())
+        if layout is not None:
+            check_encoder_tokenizer(path, content, layout)
     space.store.put(key, {"passed": True})
 
 

@@ -1,0 +1,43 @@
+"""A tokenizer.json that would give other tokens than transformers fails the build, with files and keys."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from prejit.compiler.checkpoint.encoder_tokenizer import check_encoder_tokenizer
+from prejit.runtime.errors import CheckpointError
+
+from .test_tokenizer_check import begun_with, crafted
+
+LOWER = {"type": "BertNormalizer", "lowercase": True}
+CASED = {"type": "BertNormalizer", "lowercase": False}
+BERT = {"tokenizer_class": "BertTokenizer"}
+EMBEDS = SimpleNamespace(scores=False, has_segments=True)
+
+
+def test_what_transformers_does_otherwise_is_told(tmp_path):
+    file, settings = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    truncation = {"direction": "Left", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    second = begun_with("[CLS]", 2)
+    second["single"][1]["Sequence"]["type_id"] = 1
+    for said, parts, told in (
+        ({}, {"truncation": truncation}, 'truncation.direction: expected "Right", found "Left"'),
+        (BERT, {"normalizer": CASED}, "normalizer.lowercase: expected true, the do_lower_case of"),
+        (
+            {**BERT, "do_lower_case": False},
+            {"normalizer": LOWER},
+            f"lowercase: expected false, the do_lower_case of {settings}, found true",
+        ),
+        ({}, {"post_processor": second}, "single: expected type_id 0 .* found 1 of Sequence"),
+    ):
+        settings.write_text(json.dumps(said))
+        with pytest.raises(CheckpointError, match=told) as raised:
+            check_encoder_tokenizer(file, crafted(**parts), EMBEDS)
+        assert str(raised.value).startswith(f"{file}: ")
+    right = {"truncation_side": "right"}  # tokenizer_config.json goes first
+    settings.write_text(json.dumps({**BERT, "do_lower_case": False, **right}))
+    fine = crafted(normalizer=CASED, truncation=truncation, post_processor=begun_with("[CLS]", 2))
+    check_encoder_tokenizer(file, fine, EMBEDS)
+    scores = SimpleNamespace(scores=True, has_segments=True)  # it is given the segments of one text
+    check_encoder_tokenizer(file, crafted(post_processor=second), scores)
