@@ -40,4 +40,12 @@ def test_what_transformers_does_otherwise_is_told(tmp_path):
     fine = crafted(normalizer=CASED, truncation=truncation, post_processor=begun_with("[CLS]", 2))
     check_encoder_tokenizer(file, fine, EMBEDS)
     scores = SimpleNamespace(scores=True, has_segments=True)  # it is given the segments of one text
+    config = tmp_path / "config.json"
+    config.write_text('{"pad_token_id": 2}')
     check_encoder_tokenizer(file, crafted(post_processor=second), scores)
+    second["single"].reverse()
+    for processor in (second, {"type": "Sequence", "processors": [second]}):
+        with pytest.raises(
+            CheckpointError, match="single: expected another last token than 2, the"
+        ):
+            check_encoder_tokenizer(file, crafted(post_processor=processor), scores)
