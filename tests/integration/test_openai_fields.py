@@ -70,7 +70,7 @@ NOT_OF_RESPONSES = {
     **{"context_management": [], "conversation": "c", "max_tool_calls": 1, "store": True},
     **{"moderation": {"model": "m"}, "previous_response_id": "r", "prompt": {"id": "p"}},
 }
-OF_EMBEDDINGS = {"dimensions": 12, "encoding_format": "base64", "input": "a", "model": "tiny"}
+OF_EMBEDDINGS = {"dimensions": 5, "encoding_format": "base64", "input": "a", "model": "tiny"}
 OPENAI = {
     "/v1/completions": (
         completion_create_params.CompletionCreateParamsBase,
@@ -90,7 +90,7 @@ OPENAI = {
     "/v1/embeddings": (
         embedding_create_params.EmbeddingCreateParams,
         OF_EMBEDDINGS | {"user": "u"},
-        {"dimensions": 13},
+        {},
     ),
 }
 """For each endpoint: parameters of the openai package, values that are answered, and values that are not."""

@@ -23,7 +23,7 @@ from prejit.compiler.base.json_file import read_object
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.checkpoint.parameter_sources import (
     SHOWN,
-    Source,
+    ParameterSource,
     TensorSource,
     checked,
     not_float,
@@ -79,7 +79,7 @@ class MergedSource:
         magnitude: m of DoRA; None: it is LoRA.
     """
 
-    base: Source
+    base: ParameterSource
     inputs: TensorSource
     outputs: TensorSource
     scale: float
@@ -88,17 +88,17 @@ class MergedSource:
 
     @property
     def published(self) -> str:
-        """See Source."""
+        """See ParameterSource."""
         return self.inputs.published
 
     @property
     def tensor(self) -> Tensor:
-        """See Source."""
+        """See ParameterSource."""
         return self.inputs.tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See Source."""
+        """See ParameterSource."""
         return self.base.shape
 
     def __getitem__(self, part: slice) -> Values:
@@ -111,7 +111,7 @@ class MergedSource:
         return checked(values, self)
 
     def read(self) -> Values:
-        """See Source."""
+        """See ParameterSource."""
         return self[slice(None)]
 
     def _sum(self, part: slice) -> Values:
@@ -162,12 +162,12 @@ def adapter_files(directory: Path) -> tuple[Path, Path]:
 
 
 def merged(
-    found: Mapping[str, Source],
+    found: Mapping[str, ParameterSource],
     directory: Path,
     naming: Naming,
     parameters: Mapping[str, Parameter],
     name_of: Callable[[str], str],
-) -> dict[str, Source]:
+) -> dict[str, ParameterSource]:
     """Return the parameters of a model with those that an adapter changes or replaces.
 
     Args:
@@ -235,8 +235,8 @@ def merged(
 
 
 def _misplaced(
-    new: Mapping[str, Source],
-    found: Mapping[str, Source],
+    new: Mapping[str, ParameterSource],
+    found: Mapping[str, ParameterSource],
     copies: set[str],
     naming: Naming,
     parameters: Mapping[str, Parameter],
@@ -262,7 +262,7 @@ def _misplaced(
 
 
 def _change(
-    base: Source,
+    base: ParameterSource,
     module: str,
     parts: Mapping[str, TensorSource],
     parameter: Parameter,

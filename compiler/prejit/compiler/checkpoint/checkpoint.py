@@ -26,7 +26,7 @@ from prejit.compiler.base.suggestions import shown
 from prejit.compiler.checkpoint.adapters import adapter_files, merged
 from prejit.compiler.checkpoint.parameter_sources import (
     FLOATS,
-    Source,
+    ParameterSource,
     TensorSource,
     converted,
     not_float,
@@ -127,7 +127,7 @@ class Checkpoint:
         return self._sources[name]
 
     @cached_property
-    def _sources(self) -> dict[str, Source | np.ndarray[Any, Any]]:
+    def _sources(self) -> dict[str, ParameterSource | np.ndarray[Any, Any]]:
         from prejit.compiler.models import config_file, model_registry
         from prejit.compiler.models.families.rotary_encoders import derived_of
         from prejit.compiler.models.parameters import parameters_of
@@ -168,7 +168,7 @@ class Checkpoint:
             )
         for adapter in self._adapters:
             found = merged(found, adapter, naming, own, partial(_our_name, naming=naming))
-        sources: dict[str, Source | np.ndarray[Any, Any]] = {**found, **derived}
+        sources: dict[str, ParameterSource | np.ndarray[Any, Any]] = {**found, **derived}
         return dict(sorted(sources.items()))
 
 
@@ -299,10 +299,10 @@ def _published(files: Iterable[Path]) -> tuple[dict[str, Tensor], list[str]]:
 
 def _named(
     published: Mapping[str, Tensor], naming: Naming, parameters: Mapping[str, Parameter]
-) -> tuple[dict[str, Source], list[str]]:
+) -> tuple[dict[str, ParameterSource], list[str]]:
     """Return published tensors by the names of the module's parameters, and problems."""
     kernels_in_out = not _kernels_are_out_in(published, naming, parameters)
-    found: dict[str, Source] = {}
+    found: dict[str, ParameterSource] = {}
     pieces: dict[str, dict[tuple[int, int], TensorSource]] = {}
     whole, taken, problems = converted(published, naming)
     for name, tensor in published.items():
@@ -371,7 +371,7 @@ def _kernels_are_out_in(
     return bool(out_in) and all(out_in)
 
 
-def _tie(found: dict[str, Source], copy: str, naming: Naming) -> list[str]:
+def _tie(found: dict[str, ParameterSource], copy: str, naming: Naming) -> list[str]:
     """Keep one tensor for embedding and copy, as transformers does (modeling_utils.py, tie_weights)."""
     other = found.pop(copy, None)
     if other is None:
@@ -385,7 +385,9 @@ def _tie(found: dict[str, Source], copy: str, naming: Naming) -> list[str]:
     return []
 
 
-def _misfits(found: Mapping[str, Source], parameters: Mapping[str, Parameter]) -> Iterable[str]:
+def _misfits(
+    found: Mapping[str, ParameterSource], parameters: Mapping[str, Parameter]
+) -> Iterable[str]:
     """Yield what is missing, unexpected, or of another shape than the module's parameters."""
     if missing := sorted(parameters.keys() - found.keys()):
         yield f"missing {few(missing, _SHOWN)}"

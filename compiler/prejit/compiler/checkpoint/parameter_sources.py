@@ -32,7 +32,7 @@ _FP4 = np.array([*_E2M1, *(-value for value in _E2M1)], np.float32)
 """The values of the sixteen elements."""
 
 
-class Source(Protocol):
+class ParameterSource(Protocol):
     """The source of a parameter, whose rows are read when they are used (see `quantizing.Rows`)."""
 
     @property
@@ -75,7 +75,7 @@ class TensorSource:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See Source."""
+        """See ParameterSource."""
         return self.tensor.shape[::-1] if self.transposed else self.tensor.shape
 
     def __getitem__(self, part: slice) -> Values:
@@ -83,7 +83,7 @@ class TensorSource:
         return checked(tensor.read().T[part] if self.transposed else tensor.read(part), self)
 
     def read(self) -> Values:
-        """See Source."""
+        """See ParameterSource."""
         values = self.tensor.read()
         return checked(values.T if self.transposed else values, self)
 
@@ -100,17 +100,17 @@ class StackSource:
 
     @property
     def published(self) -> str:
-        """See Source."""
+        """See ParameterSource."""
         return self.parts[0][0].published
 
     @property
     def tensor(self) -> Tensor:
-        """See Source."""
+        """See ParameterSource."""
         return self.parts[0][0].tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See Source."""
+        """See ParameterSource."""
         of_one = [part.shape for part in self.parts[0]]
         return (len(self.parts), sum(shape[0] for shape in of_one), *of_one[0][1:])
 
@@ -119,7 +119,7 @@ class StackSource:
         return np.stack([np.concatenate(matrices) for matrices in each])
 
     def read(self) -> Values:
-        """See Source."""
+        """See ParameterSource."""
         return self[slice(None)]
 
 
@@ -139,12 +139,12 @@ class ConvertedSource:
 
     @property
     def tensor(self) -> Tensor:
-        """See Source."""
+        """See ParameterSource."""
         return self.tensors[0]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See Source."""
+        """See ParameterSource."""
         shape = self.tensor.shape
         if self.rule.form == "mxfp4":
             return (*shape[:2], shape[2] * _BLOCK)
@@ -158,7 +158,7 @@ class ConvertedSource:
         return checked(found, self)
 
     def read(self) -> Values:
-        """See Source."""
+        """See ParameterSource."""
         return self[slice(None)]
 
 
@@ -170,7 +170,7 @@ def _widened(blocks: Values, exponents: Values) -> Values:
     return scaled.reshape(*blocks.shape[:2], -1)
 
 
-def checked(values: Values, source: Source) -> Values:
+def checked(values: Values, source: ParameterSource) -> Values:
     """Return values as C-contiguous float32.
 
     Raises:

@@ -128,7 +128,7 @@ def quantizing(
 
 
 @dataclass(frozen=True)
-class Widened:
+class WidenedWords:
     """A matrix in four bits whose rows are float32, as those of the published one.
 
     Attributes:

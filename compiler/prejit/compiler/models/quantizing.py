@@ -161,7 +161,9 @@ def widened(module: nnx.Module, packed: Mapping[str, Values]) -> dict[str, Rows]
         if stored.words is not None:
             assert scale is not None
             assert isinstance(part, Linear)
-            found[name] = int4_rounding.Widened(packed[name], scale, part.outputs, part.contracted)
+            found[name] = int4_rounding.WidenedWords(
+                packed[name], scale, part.outputs, part.contracted
+            )
         else:
             found[name] = Widened(packed[name], scale, part.contracted)
     return found

@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from prejit.compiler.models.layers.experts import ExpertMatrices, Gate, Mixture, Router, Routing
+from prejit.compiler.models.layers.experts import (
+    ExpertGate,
+    ExpertMatrices,
+    Mixture,
+    Router,
+    Routing,
+)
 from prejit.compiler.models.layers.product_forms import Forms, using
 from prejit.compiler.models.quantizing import quantized
 
@@ -48,7 +54,7 @@ def test_a_token_gets_its_experts_however_many_others_there_are(
         with using(forms):
             up, down, router = nnx.merge(graph, state)
             shares, experts = router(x, Routing(CHOSEN))
-            return shares, experts, Mixture(up, down, Gate("silu"))(x, shares, experts)
+            return shares, experts, Mixture(up, down, ExpertGate("silu"))(x, shares, experts)
 
     x = random.standard_normal((41, WIDTH), np.float32)
     x[7:] = x[7]  # all these have the same experts, in more than one block

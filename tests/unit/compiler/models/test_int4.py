@@ -76,7 +76,7 @@ def test_rows_of_a_packed_matrix_are_others_than_those_of_the_published_one(
     expected = wide_of(integers.reshape(exact.shape), scales)
     published = exact if contracted else exact.T
     words, tiled = int4_rounding.quantized(published, contracted, "w")
-    rows = int4_rounding.Widened(words, tiled, outputs, contracted)
+    rows = int4_rounding.WidenedWords(words, tiled, outputs, contracted)
     assert rows.shape == published.shape
     expected = expected if contracted else expected.T
     part = slice(min(first, published.shape[0]), first + size)

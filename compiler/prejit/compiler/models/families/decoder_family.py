@@ -9,7 +9,7 @@ from typing import Any, Literal
 from flax import nnx
 
 from prejit.compiler.models.layers import rope
-from prejit.compiler.models.layers.experts import Gate, Routing
+from prejit.compiler.models.layers.experts import ExpertGate, Routing
 from prejit.compiler.models.layers.layer_config import Split, require, unsupported
 from prejit.compiler.models.layers.linear import RMSNorm
 
@@ -82,7 +82,7 @@ class Experts:
         chosen: key of the number of experts for each token.
         is_normalized: whether the shares of a token's experts add up to 1.
         has_biases: whether router and experts have biases.
-        swiglu: keys of alpha and limit of a Gate, each with what a missing key means; empty: there is none.
+        swiglu: keys of alpha and limit of an ExpertGate, each with what a missing key means; empty: none.
         shared: returns the width of an MLP beside the experts, 0 for none; None: there is none.
         routing: returns how the router chooses, for families that do more than the fields above say.
         layers: returns whether a layer has experts; the others have an MLP.
@@ -247,7 +247,7 @@ class MixtureSettings:
     """How the router of a layer chooses experts, and their gate."""
 
     routing: Routing
-    gate: Gate
+    gate: ExpertGate
 
 
 @dataclass(frozen=True)

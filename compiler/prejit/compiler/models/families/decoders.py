@@ -27,7 +27,13 @@ from prejit.compiler.models.families.latent_attention import LatentAttention
 from prejit.compiler.models.families.short_convolution import ShortConvolution
 from prejit.compiler.models.layers import product_forms, rope
 from prejit.compiler.models.layers.attention import NewTokens
-from prejit.compiler.models.layers.experts import ExpertMatrices, Gate, Mixture, Router, Routing
+from prejit.compiler.models.layers.experts import (
+    ExpertGate,
+    ExpertMatrices,
+    Mixture,
+    Router,
+    Routing,
+)
 from prejit.compiler.models.layers.layer_config import (
     KVCache,
     LayerCache,
@@ -202,7 +208,7 @@ class Block(nnx.Module):
         count, inner = getattr(config, experts.count), getattr(config, experts.inner)
         is_normalized = bool(family.of(config, experts.is_normalized))
         swiglu = (getattr(config, key, None) or default for key, default in experts.swiglu)
-        gate = Gate(self.activation, *swiglu)
+        gate = ExpertGate(self.activation, *swiglu)
         routing = Routing(getattr(config, experts.chosen), is_normalized)
         routing = routing if experts.routing is None else experts.routing(config)
         self.mixture = MixtureSettings(routing, gate)

@@ -39,7 +39,7 @@ from prejit.compiler.models.families.rotary_encoders import (
     RotaryFamily,
     SegmentedTokens,
 )
-from prejit.compiler.models.families.scoring import Head, pooler
+from prejit.compiler.models.families.scoring import ScoringHead, pooler
 from prejit.compiler.models.layers.config_checks import (
     FARTHEST,
     INNER,
@@ -201,7 +201,7 @@ def _decoder(name: str, **allowed: Any) -> Family:
     )
 
 
-_NORMED_HEAD = Head(
+_NORMED_HEAD = ScoringHead(
     dense="head.dense",
     activation="classifier_activation",
     norm="head.norm",
@@ -210,20 +210,20 @@ _NORMED_HEAD = Head(
     dense_bias="classifier_bias",
 )
 
-HEADS: Mapping[str, Head] = {
+HEADS: Mapping[str, ScoringHead] = {
     "bert": pooler("bert."),
-    "camembert": Head(),
+    "camembert": ScoringHead(),
     "deberta-v2": pooler("", "pooler_hidden_act"),
-    "distilbert": Head(dense="pre_classifier", activation="relu", out="classifier"),
-    "electra": Head(activation="gelu"),
+    "distilbert": ScoringHead(dense="pre_classifier", activation="relu", out="classifier"),
+    "electra": ScoringHead(activation="gelu"),
     "modernbert": _NORMED_HEAD,
-    "mpnet": Head(),
+    "mpnet": ScoringHead(),
     "nomic_bert": pooler("nomic_bert."),
-    "roberta": Head(),
-    "xlm-roberta": Head(),
+    "roberta": ScoringHead(),
+    "xlm-roberta": ScoringHead(),
     **dict.fromkeys(
         ("llama", "mistral", "qwen2", "qwen3"),
-        Head(dense="", out="score", pooling="lasttoken", out_bias=False),
+        ScoringHead(dense="", out="score", pooling="lasttoken", out_bias=False),
     ),
 }
 """The heads that score, by model_type; without one a family only embeds."""

@@ -23,7 +23,7 @@ _ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {**ACTIVATIONS, "
 
 
 @dataclass(frozen=True)
-class Head:
+class ScoringHead:
     """The head of a family. Names are those of published tensors.
 
     Attributes:
@@ -64,9 +64,9 @@ class Head:
         return found[0], found[1]
 
 
-def pooler(prefix: str, activation: str = "tanh") -> Head:
+def pooler(prefix: str, activation: str = "tanh") -> ScoringHead:
     """Return the head of a family that scores what its pooler returns."""
-    return Head(dense=f"{prefix}pooler.dense", activation=activation, out="classifier")
+    return ScoringHead(dense=f"{prefix}pooler.dense", activation=activation, out="classifier")
 
 
 @final
@@ -75,7 +75,7 @@ class ScoringEncoder(WholeEncoder):
 
     def __init__(
         self,
-        head: Head,
+        head: ScoringHead,
         config: Any,
         prefix: str,
         transformer: nnx.Module,

@@ -130,7 +130,7 @@ class ExpertMatrices(nnx.Module):
 
 
 @dataclass(frozen=True)
-class Gate:
+class ExpertGate:
     """How gate and up of an MLP become one.
 
     Attributes:
@@ -163,7 +163,7 @@ class Mixture:
 
     up: ExpertMatrices
     down: ExpertMatrices
-    gate: Gate
+    gate: ExpertGate
 
     def __call__(self, x: jax.Array, shares: jax.Array, experts: jax.Array) -> jax.Array:
         """Return the sum of the results of each token's experts, times their shares.
