@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from flax import nnx
 from tests.extent import every_second
 
-from prejit.compiler.checkpoint.checkpoint import open_encoder
-from prejit.compiler.models import config_file, model_registry
-from prejit.compiler.models.layers.product_forms import Forms, using
-from prejit.compiler.models.parameters import with_parameters
+from prejit.compiler.models.layers.product_forms import Forms
 
-from .encoder_cases import COUNT, REFERENCE, TOKENS, Case, cases
+from .encoder_cases import COUNT, REFERENCE, Case, cases
 from .encoder_record import torch_result
+from .encoder_results import Values, encoder_results
 
 TOLERANCE = 1e-4
 COSINE = 0.9999
-
-Values = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @pytest.fixture(scope="module")
@@ -31,37 +24,14 @@ def reference() -> dict[str, Values]:
         return dict(recorded)
 
 
-def ours(case: Case, directory: Path, padding: int = 0, forms: Forms | None = None) -> Values:
-    """As torch_result; with more padding behind every row and a row without any token."""
-    case.write(directory)
-    out_in = forms is not None
-    checkpoint = open_encoder(directory, out_in=out_in)
-    source = config_file.load_encoder(directory)
-    graph, state = nnx.split(model_registry.make_encoder(source, out_in=out_in))
-    weights = {name: checkpoint.read(name) for name in checkpoint.names}
-    tokens = np.pad(case.tokens, ((0, 1), (0, padding)), constant_values=5)
-    length = np.append(case.lengths, np.int32(0))
-
-    def run(weights: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
-        module = nnx.merge(graph, with_parameters(state, weights))
-        with using(forms):
-            result: jax.Array = (module if case.pooling else module.hidden)(tokens, length)
-        return result
-
-    result = np.asarray(jax.jit(run)(weights, tokens, length))
-    assert np.isfinite(result).all(), "a row of padding alone must not be NaN"
-    result = result[:-1]
-    if case.pooling:
-        return result
-    return result[:, :TOKENS] * (np.arange(TOKENS) < case.lengths[:, None])[..., None]
-
-
 @pytest.mark.parametrize("case", every_second(cases()), ids=lambda case: case.name)
 def test_results_equal_those_that_torch_gave(
     case: Case, reference: dict[str, Values], tmp_path: Path, forms: Forms | None
 ) -> None:
     expected = reference[case.name]
-    found = ours(case, tmp_path, padding=5, forms=forms)
+    case.write(tmp_path)
+    pooled = bool(case.pooling)
+    found = encoder_results(tmp_path, case.tokens, case.lengths, forms, pooled=pooled)
     assert np.abs(found - expected).max() <= TOLERANCE
     rows = expected.reshape(-1, expected.shape[-1]), found.reshape(-1, expected.shape[-1])
     norms = [np.linalg.norm(one, axis=1) for one in rows]
