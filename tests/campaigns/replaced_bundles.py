@@ -20,9 +20,9 @@ def load_often(given):
     """Load bundles until each was replaced in each way, call all programs, and print what they gave as JSON.
 
     Args:
-        given: the directories, of which each load takes the next; how many loads at least; the values, of
-            which each has to give one; the runtime's cache; and the file of how often each way of replacing
-            was done.
+        given: the directories, which the loads take in turn; the least number of loads; the values, of
+            which each load has to give one; the runtime's cache; and the file that counts each way of
+            replacing.
     """
     paths, least, right, cache, counts_file = given
     counts = {}

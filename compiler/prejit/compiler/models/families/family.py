@@ -1,4 +1,4 @@
-"""What every row of the tables of families says."""
+"""A row of the tables of families: how a model_type is read, checked and built."""
 
 from __future__ import annotations
 

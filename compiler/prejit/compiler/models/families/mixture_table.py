@@ -232,7 +232,7 @@ _GLM4_MOE = DecoderFamily(
 
 
 def _glm4_moe(config: Any, context: int | None) -> TextDecoder:
-    """Return GLM 4.5, of which the larger one has norms of heads."""
+    """Return GLM 4.5. Only its larger model has norms of heads."""
     names = replace(_GLM4_MOE.names, head_norms=HEAD_NORMS if config.use_qk_norm else ())
     return TextDecoder(replace(_GLM4_MOE, names=names), config, context)
 

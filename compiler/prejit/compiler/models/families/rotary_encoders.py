@@ -194,7 +194,7 @@ class RotaryBlock(Block):
 
 @dataclass(frozen=True)
 class WholeText:
-    """What a block attends to, in place of decoders' NewTokens.
+    """The tokens of a whole text that a block attends to. A decoder's block has NewTokens.
 
     Attributes:
         length: int32 [B], the number of valid tokens.

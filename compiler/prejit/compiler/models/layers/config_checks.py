@@ -195,7 +195,7 @@ GROWTH: Checks = {
     "llama_4_scaling_beta": _number(0, 1e6),
     "original_max_position_embeddings": _PRETRAINED,
 }
-"""What some families read beside these (see rope.Extra)."""
+"""The keys of `rope_parameters` that only some families read, with their checks (see rope.Extra)."""
 
 
 def check_file(

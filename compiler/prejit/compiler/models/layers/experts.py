@@ -45,9 +45,9 @@ class Routing:
         factor: factor of the shares.
         is_corrected: whether scores are sigmoids, to which a correction is added for the choice alone;
             otherwise they are a softmax.
-        groups: groups of experts, of which `kept` have the experts to choose from. The score of a group is
-            the sum of its two best if scores are corrected, else its best.
-        kept: groups with experts to choose from.
+        groups: number of groups of experts. The score of a group is the sum of its two best experts if
+            scores are corrected, else that of its best.
+        kept: number of groups, those of the best scores, from which a token's experts are chosen.
     """
 
     chosen: int

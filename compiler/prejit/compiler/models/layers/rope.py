@@ -37,8 +37,8 @@ Frequencies = np.ndarray[Any, np.dtype[Any]]
 """Float32 [P], for the P pairs of a head that turn: H / 2 pairs, or fewer if a part of the head stays."""
 
 Extra = Literal["", "alpha", "growth"]
-"""What a family reads of `rope_parameters` beside the keys of all: `alpha`, which makes the base of `dynamic`
-larger, or `llama_4_scaling_beta`, with which queries grow by the logarithm of their position."""
+"""A key of `rope_parameters` that only some families read: `alpha` makes the base of `dynamic` larger; with
+`llama_4_scaling_beta` queries grow by the logarithm of their position."""
 
 
 @dataclass(frozen=True)
