@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
 import threading
-from pathlib import Path
 
 PACKAGES = {"site-packages", "dist-packages"}
 """Names of the directories of installed packages."""
@@ -21,4 +21,4 @@ def parse(source: str | bytes) -> ast.Module:
 
 def is_in_package(path: str) -> bool:
     """Return whether a path leads through a directory of installed packages."""
-    return not PACKAGES.isdisjoint(Path(path).parts)
+    return not PACKAGES.isdisjoint(path.split(os.sep))

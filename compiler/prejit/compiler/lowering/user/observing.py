@@ -80,10 +80,12 @@ def observing(observer: Observer) -> Iterator[None]:
             found = importing(name, globals, locals, fromlist or (), level)
         except ModuleNotFoundError as error:
             if error.name and is_on():
-                observer.note_absent(error.name, frame)
+                with _unobserved():
+                    observer.note_absent(error.name, frame)
             raise
         if is_on():
-            _note_statement(observer, frame, name, globals, fromlist or (), level)
+            with _unobserved():  # Path imports a module in Python 3.12
+                _note_statement(observer, frame, name, globals, fromlist or (), level)
             readers.wrap()
         return found
 
@@ -93,10 +95,12 @@ def observing(observer: Observer) -> Iterator[None]:
             found = finding(name, package, level)
         except ModuleNotFoundError as error:
             if error.name and is_on():
-                observer.note_absent(error.name, frame)
+                with _unobserved():
+                    observer.note_absent(error.name, frame)
             raise
         if is_on():
-            observer.note_import(found.__name__ if level else name, frame)
+            with _unobserved():
+                observer.note_import(found.__name__ if level else name, frame)
             readers.wrap()
         return found
 

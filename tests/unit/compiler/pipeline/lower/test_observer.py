@@ -248,3 +248,23 @@ def test_hooks_are_gone_after_a_trace(tmp_path):
     with pytest.raises(ManifestError):
         broken.trace()
     assert hooks() == before
+
+
+def test_what_an_observer_itself_imports_is_not_noted(tmp_path, monkeypatch):
+    """Python 3.12.3 imports `ntpath` whenever a Path is made: noting an import must not note its own."""
+    from prejit.compiler.lowering.user import observer as module
+
+    asked = module.is_installed
+
+    def is_installed(file):
+        import ntpath  # noqa: F401
+
+        return asked(file)
+
+    monkeypatch.setattr(module, "is_installed", is_installed)
+    (tmp_path / "helper.py").write_text("FACTOR = 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with observing(Observer(tmp_path)):
+        assert importlib.import_module("helper").FACTOR == 2
+        exec("import helper", {"__name__": "user"})
+    del sys.modules["helper"]
