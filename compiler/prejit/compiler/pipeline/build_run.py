@@ -25,6 +25,7 @@ from typing import TypeVar, Unpack
 
 from prejit.compiler.checkpoint.model_source import resolve_source
 from prejit.compiler.compile.compile_jobs import Compiled
+from prejit.compiler.compile.gpu_convolutions import has_plain_convolutions
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.pipeline.build_interface import (
     BuildOptions,
@@ -67,6 +68,7 @@ from prejit.compiler.pipeline.submitted_jobs import (
 )
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Progress
+from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets.environments import spec_for
 from prejit.compiler.targets.installing import make_environment
 from prejit.compiler.targets.target_classes import Target
@@ -284,6 +286,7 @@ def _pack(begun: Begun, targets: tuple[CompiledTarget, ...], service: Services) 
     """Pack the compiled programs of a build, and write its bundle."""
     store, progress, seconds = service.store, service.progress, service.timeout_seconds
     space, manifest, weights = begun.space, begun.space.plan.manifest, begun.weights()
+    _note_convolutions(targets, store, progress)
     programs = [each.lowered.portable.raw_digest for each in targets[0].executables]
     accuracy = measure_accuracy(space, begun.published, weights, programs)
     costs = measure_costs(manifest, targets, weights, service)
@@ -384,6 +387,25 @@ def _note_cpus(toolchains: Sequence[Toolchain], progress: Progress) -> None:
                 f"target {each.target.name}: loops are split for {each.cpus} CPUs and not for "
                 f"{each.target.cpus}: this machine has no more, and forbids the filter (seccomp) that "
                 "shows XLA more; programs run everywhere, and leave further CPUs of a server idle"
+            )
+
+
+def _note_convolutions(targets: Sequence[CompiledTarget], store: Store, progress: Progress) -> None:
+    """Say which programs have convolutions that nobody measured on a GPU of their target."""
+    for target in targets:
+        tools = target.tools.toolchain
+        platform, tuned = tools.target.platform, tools.tuned is not None
+        names = [
+            each.spec.name
+            for each in target.executables
+            if (program := store.read_blob(each.job.source.program)) is not None
+            and has_plain_convolutions(program, each.lowered.platforms, platform, tuned=tuned)
+        ]
+        if names:
+            progress.note(
+                f"target {tools.target.name}: {', '.join(names)}: convolutions run as XLA's own loops, "
+                "which are slower than cuDNN: run `prejit tune` on such a GPU, and name its file as "
+                "`tuning` of the target"
             )
 
 

@@ -25,17 +25,20 @@ def compile_ahead(
     platform: str,
     devices: Sequence[Any],
     topology: bytes | None = None,
+    flags: Sequence[tuple[str, bool]] = (),
 ) -> tuple[bytes, Memory]:
     """Compile a portable program without running it.
 
     `devices` are those of a client of this machine, or of a topology description; `topology` is a serialized
-    one to compile for in place of theirs. Other arguments and errors as `stablehlo_module`.
+    one to compile for in place of theirs; `flags` are XLA's for this program alone. Other arguments and
+    errors as `stablehlo_module`.
 
     Returns:
         The serialized executable, and the memory it needs on each device while it runs.
     """
     module = stablehlo_module(portable, platforms, platform)
     options = _jax_parts.compile_options(devices)
+    options.env_option_overrides = list(flags)
     client = devices[0].client
     if topology is not None:
         compiled = client.compile(module, _jax_parts.deserialize_topology(topology), options)

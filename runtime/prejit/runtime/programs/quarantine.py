@@ -48,14 +48,24 @@ class CheckedAnswer(NamedTuple):  # a dataclass takes 0.5 ms to make, which ever
 def compare(programs: Asked, program: ProgramEntry, executable: Executable) -> Deviation:
     """Return the largest difference between the golden answer of a program and what it returns here.
 
-    It has a golden answer of our recipe.
+    It has a golden answer of our recipe. A program that fails gives no answer, unless memory was missing:
+    that says nothing about the program.
 
     Raises:
         RejectError: the bundle is damaged.
+        JaxRuntimeError: the device has not enough memory.
     """
     golden = program.golden
     assert golden is not None
-    values = golden_check.golden_values(programs, program, executable, golden.seed)
+    try:
+        values = golden_check.golden_values(programs, program, executable, golden.seed)
+    except RuntimeError as error:
+        from jax.errors import JaxRuntimeError  # rare
+
+        if not isinstance(error, JaxRuntimeError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        found = f"an error: {str(error).partition(chr(10))[0]}"
+        return Deviation("its results", math.inf, "values", found)
     results = programs.results(program.name)
     samples = golden_check.samples_of(programs, program, values, golden.seed)
     return golden_check.compare(golden, results, values, samples)

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from jax.errors import JaxRuntimeError
 from tests.extent import sampled as sampled_cases
 from tests.golden import forged
 
@@ -14,7 +15,7 @@ from prejit.runtime import AnswerError, FallbackWarning, PrejitWarning, fallback
 from prejit.runtime.format.arrays import Golden, is_results
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.checks.program_table import check_array
-from prejit.runtime.programs import quarantine
+from prejit.runtime.programs import golden_check, quarantine
 from prejit.runtime.programs.golden_check import (
     GoldenResult,
     compare,
@@ -74,6 +75,36 @@ def test_a_wrong_result_is_given_out_or_quarantine_ends_with_its_load(
     monkeypatch.setattr(Programs, "load", lambda *_: pytest.fail("it was loaded"))
     with pytest.warns(FallbackWarning):
         assert score(wrong, canary="off")[1] == "kept"
+
+
+@pytest.mark.parametrize(
+    "error", ["UNKNOWN: CUDNN_STATUS_BAD_PARAM\nin cuda_dnn.cc", "RESOURCE_EXHAUSTED: memory"]
+)
+def test_an_executable_that_fails_ends_its_load_or_one_without_memory_is_quarantined(
+    answering, tmp_path, runtime_cache, monkeypatch, error
+):
+    right, asked = golden_check.golden_values, list[str]()
+
+    def golden_values(programs, program, *args):
+        asked.append(program.name)
+        if len(asked) <= 2:  # an executable, and once more
+            raise JaxRuntimeError(error)
+        return right(programs, program, *args)
+
+    monkeypatch.setattr(golden_check, "golden_values", golden_values)
+    path = answering.write(tmp_path / "right")
+    if "RESOURCE" in error:
+        with pytest.raises(JaxRuntimeError, match="RESOURCE"):
+            score(path)
+        assert (len(asked), kept(runtime_cache)) == (1, [])
+        return
+    with pytest.warns(
+        FallbackWarning, match=r"score/b2: .*CUDNN_STATUS_BAD_PARAM\. It is in quarantine"
+    ):
+        result, source = score(path)
+    np.testing.assert_allclose(result, expected(answering), rtol=1e-5)
+    assert source == "compiled"
+    assert [each["right"] for each in kept(runtime_cache)] == [False]
 
 
 def test_one_wrong_answer_is_kept_for_ever(wrong, answering, runtime_cache, monkeypatch):

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from prejit.compiler.compile.gpu_convolutions import WITHOUT_CUDNN, has_plain_convolutions
 from prejit.compiler.compile.worker.protobuf import edit_protobuf
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.device import _jax_parts, _jaxlib, kernels
@@ -84,9 +85,11 @@ def compile_portable(portable: bytes, machine: CompileFor = CompileFor()) -> Com
                 topology = _with_cpu(_jax_parts.topology_of(devices), cpu, features)
         else:
             devices = _described_devices(machine)
-        serialized, memory = compile_ahead(
-            portable, machine.platforms, machine.platform, devices, topology
-        )
+        lowered_for = machine.platforms, machine.platform
+        tuned = machine.described is not None
+        plain = has_plain_convolutions(portable, *lowered_for, tuned=tuned)
+        flags = WITHOUT_CUDNN if plain else ()
+        serialized, memory = compile_ahead(portable, *lowered_for, devices, topology, flags)
     except PrejitError:
         raise
     except Exception as error:

@@ -1,0 +1,43 @@
+"""What a program looks like on a GPU: no conditional in a layer, convolutions that need no cuDNN."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from prejit.compiler.compile.gpu_convolutions import has_plain_convolutions
+from prejit.compiler.lowering.decoder import lower_decoder
+from prejit.compiler.lowering.export import export_program
+from prejit.compiler.manifest.specs import ProgramSpec
+from prejit.compiler.models import model_registry
+from prejit.compiler.models.parameters import parametrized
+from prejit.runtime.device.portable import as_text
+
+from ..models.small_models import LLAMA, config
+
+
+@pytest.mark.parametrize(("platform", "of_layer"), [("cpu", 1), ("cuda", 0), ("tpu", 0)])
+def test_a_layer_has_a_conditional_on_a_cpu_alone(platform, of_layer):
+    counts = []
+    for layers in (1, 3):
+        read = config(LLAMA | {"num_hidden_layers": layers})
+        module, shape = model_registry.make_decoder(read), model_registry.describe(read, "float32")
+        spec = ProgramSpec("decode", "decode", {"batch": 1, "context": 20})
+        lowered = lower_decoder(parametrized(module), shape, spec)
+        text = as_text(lowered.portable, lowered.platforms, platform)
+        counts.append(text.count("stablehlo.case") + text.count("stablehlo.if"))
+    assert counts[1] - counts[0] == 2 * of_layer
+
+
+def test_convolutions_that_nobody_measured_need_no_cudnn():
+    def convolve(x, kernel):
+        return jax.lax.conv(x, kernel, (1, 1), "SAME")
+
+    x, kernel = jnp.zeros((1, 3, 8, 8)), jnp.zeros((4, 3, 3, 3))
+    made, other = export_program(convolve, (x, kernel)), export_program(jnp.sin, (x,))
+    portable = made.mlir_module_serialized
+    assert has_plain_convolutions(portable, made.platforms, "cuda", tuned=False)
+    assert not has_plain_convolutions(portable, made.platforms, "cuda", tuned=True)
+    assert not has_plain_convolutions(portable, made.platforms, "cpu", tuned=False)
+    assert not has_plain_convolutions(
+        other.mlir_module_serialized, other.platforms, "cuda", tuned=False
+    )
