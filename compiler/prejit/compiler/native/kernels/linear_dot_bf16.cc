@@ -49,6 +49,10 @@ constexpr int64_t kMostOutputs = 128;
 constexpr int64_t kMostSumBytes = 64 << 10;
 constexpr int64_t kMostPartialBytes = 256 << 10;
 
+// Inputs of an output that is long, and maximum bytes of a stream of such outputs.
+constexpr int64_t kLongInputs = 2048;
+constexpr int64_t kLongestStreamBytes = 128 << 10;
+
 // Returns the outputs of a tile. One pass over W needs more streams from memory; with int8, 24 sums and the table of
 // bytes would not fit the registers.
 constexpr int tile_outputs(int64_t rows, bool are_bytes) {
@@ -328,13 +332,23 @@ Memory memory_of(const Linear& p, int64_t rows, int64_t size) {
   return {reinterpret_cast<uint16_t*>(memory), floats, floats + partial, floats + partial + sums};
 }
 
+// Returns the bytes of a stream before the next block is claimed. Where one output is long, short streams begin too often:
+// 128 KB decode 1.24 billion weights 11 % faster than 16 (Zen 5, two cores). Each thread keeps some 16 blocks to share.
+int64_t stream_bytes(const Linear& p, int64_t rows, bool are_bytes) {
+  int64_t least_bytes = rows <= kTileRows ? kStreamBytes : kLongStreamBytes;
+  if (p.inputs < kLongInputs) return least_bytes;
+  int64_t share = p.inputs * p.outputs * (are_bytes ? 1 : 2) / (16 * threads() * tile_outputs(rows, are_bytes));
+  share = least(share, kLongestStreamBytes);
+  return share < least_bytes ? least_bytes : share;
+}
+
 // Computes the rows of y that x has.
 bool multiply_all(const Linear& p, const PackedRows& x) {
   bool are_bytes = p.weights.dtype == Dtype::kInt8;
   bool has_chunks = inputs_at_once(x.rows, p.inputs) < p.inputs;
   int64_t most_sums = has_chunks ? kMostPartialBytes / 64 : kMostSumBytes / 4;
   int64_t most = least(kMostOutputs, most_sums / x.rows);
-  int64_t size = dot_block_outputs(tile_outputs(x.rows, are_bytes), x.rows <= kTileRows ? kStreamBytes : kLongStreamBytes,
+  int64_t size = dot_block_outputs(tile_outputs(x.rows, are_bytes), stream_bytes(p, x.rows, are_bytes),
                                    p.inputs * (are_bytes ? 1 : 2), p.outputs, threads(), most);
   std::atomic<bool> has_memory{true};
   parallel_for(parts_of(p.outputs, size), [&](int64_t block) {
