@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from prejit.compiler.compile.gpu_convolutions import has_plain_convolutions
@@ -9,6 +10,7 @@ from prejit.compiler.lowering.decoder import lower_decoder
 from prejit.compiler.lowering.export import export_program
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models import model_registry
+from prejit.compiler.models.layers.attention import mixed_in_parts
 from prejit.compiler.models.parameters import parametrized
 from prejit.runtime.device.portable import as_text
 
@@ -26,6 +28,15 @@ def test_a_layer_has_a_conditional_on_a_cpu_alone(platform, of_layer):
         text = as_text(lowered.portable, lowered.platforms, platform)
         counts.append(text.count("stablehlo.case") + text.count("stablehlo.if"))
     assert counts[1] - counts[0] == 2 * of_layer
+
+
+@pytest.mark.parametrize(("rows", "slots"), [(3, 192), (3, 64), (3, 100), (65, 128)])
+def test_values_are_summed_in_parts_as_whole(rows, slots):
+    random = np.random.default_rng(0)
+    weights = random.random((2, 3, rows, slots), np.float32) / slots
+    values = random.standard_normal((2, 3, slots, 5)).astype(jnp.bfloat16)
+    expected = np.einsum("bkrs,bksh->bkrh", weights, values.astype(np.float64))
+    np.testing.assert_allclose(mixed_in_parts(weights, values), expected, atol=1e-6)
 
 
 def test_convolutions_that_nobody_measured_need_no_cudnn():

@@ -247,7 +247,7 @@ def attention(
         largest = jnp.maximum(scores.max(-1, keepdims=True), of_head)
         exponents = jnp.exp(scores - largest)
         weights = exponents / (exponents.sum(-1, keepdims=True) + jnp.exp(of_head - largest))
-    mixed = _batched_dot(weights.reshape(*rows, slots), values, 2).reshape(*grouped, size)
+    mixed = _mixed(weights.reshape(*rows, slots), values).reshape(*grouped, size)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, count, heads * size)
 
 
@@ -273,6 +273,35 @@ def attention_to_all(
     end = jnp.full(len(query), slots, jnp.int32)
     behind = NewTokens(end, length, query.shape[1])
     return behind.attend(query, query, query, layer, scale, last=False)
+
+
+def _mixed(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """Return the sums of a cache's values [B, K, S, H] by the weights [B, K, R, S] of attention."""
+
+    def whole(weights: jax.Array, values: jax.Array) -> jax.Array:
+        return _batched_dot(weights, values, 2)
+
+    mixed: jax.Array = lax.platform_dependent(weights, values, cuda=mixed_in_parts, default=whole)
+    return mixed
+
+
+_PART = 64
+"""Positions of a part of a cache that a GPU sums beside the other parts."""
+
+
+def mixed_in_parts(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """Return what `_mixed` does, from sums of parts of the positions.
+
+    Few rows are one tile of a GPU's product, and one core sums a tile: along 1,024 positions it took 53 us on
+    an H200, where the product with the keys took 5.
+    """
+    parts, rest = divmod(values.shape[2], _PART)
+    if rest or weights.shape[2] > _PART:
+        return _batched_dot(weights, values, 2)
+    weights = weights.reshape(*weights.shape[:3], parts, _PART)
+    values = values.astype(jnp.float32).reshape(*values.shape[:2], parts, _PART, values.shape[3])
+    sums: jax.Array = lax.dot_general(weights, values, (((4,), (3,)), ((0, 1, 3), (0, 1, 2))))
+    return sums.sum(2)
 
 
 def _batched_dot(x: jax.Array, cache: jax.Array, contracted: int) -> jax.Array:
