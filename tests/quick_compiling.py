@@ -43,13 +43,16 @@ def build_quickly():
     """
     from prejit.compiler.compile import pool, worker_process
 
-    start = worker_process.WorkerProcess.__init__
+    start, open_pool = worker_process.WorkerProcess.__init__, pool.WorkerPool.__init__
 
     def start_quick(worker, toolchain, store, environ):
         start(worker, toolchain, store, {"XLA_FLAGS": XLA_FLAGS, **environ})
 
+    def open_small(opened, store, *, workers=None, **options):
+        open_pool(opened, store, workers=workers or 1, **options)
+
     worker_process.WorkerProcess.__init__ = start_quick
-    pool.default_workers = lambda: 1
+    pool.WorkerPool.__init__ = open_small
 
 
 def compile_children_quickly():
