@@ -57,7 +57,7 @@ test: $(READY) $(TOOLS_READY) ## the tests on the newest interpreter, and on the
 	@tests/both.sh $(MAKE)
 
 test-all: $(READY) $(TOOLS_READY) ## before a release: all cases of all tests, on both interpreters
-	PREJIT_TEST_ALL=1 PREJIT_TEST_ALL_OF_JAX=1 $(BIN)/python -m pytest $(AT_ONCE)
+	PREJIT_TEST_ALL=1 $(BIN)/python -m pytest $(AT_ONCE)
 	@PREJIT_TEST_ALL=1 $(MAKE) --no-print-directory test-other-all
 
 test-main: $(READY) $(TOOLS_READY) ## the tests on the newest interpreter

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from .extent import deselect_thorough, examples
 from .processes import ran
-from .quick_compiling import compile_quickly
+from .quick_compiling import build_quickly, compile_quickly
 
 pytest_plugins = (
     *("tests.once", "tests.warm", "tests.recipes", "tests.golden", "tests.kernel_bundles"),
@@ -48,6 +48,7 @@ def pytest_sessionstart(session):
     """Compile quickly in this process, unless its tests run in others."""
     if not session.config.getoption("numprocesses", None):
         compile_quickly()
+        build_quickly()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,7 +1,7 @@
 """Settings of XLA with which programs compile in a third of the time and run slower.
 
-The processes of the tests compile with them, and so do the builds of tests that ask for it. All other
-processes that tests start compile as users' do: the builds of test_stories.py, test_fleet.py and
+The processes of the tests compile with them, and so do the builds that run there and those that are asked to.
+All other processes that tests start compile as users' do: the builds of test_stories.py, test_fleet.py and
 test_forms.py, and whatever falls back to compiling in a process of its own.
 """
 
@@ -34,6 +34,25 @@ def compile_quickly():
         del os.environ["XLA_FLAGS"]
     else:
         os.environ["XLA_FLAGS"] = before
+
+
+def build_quickly():
+    """Have the builds that run in this process compile with these settings, with one worker each.
+
+    A second worker would import jaxlib again, for programs of a tenth of a second.
+    """
+    from prejit.compiler.compile import pool, worker_process
+
+    start, open_pool = worker_process.WorkerProcess.__init__, pool.WorkerPool.__init__
+
+    def start_quick(worker, toolchain, store, environ):
+        start(worker, toolchain, store, {"XLA_FLAGS": XLA_FLAGS, **environ})
+
+    def open_small(opened, store, *, workers=None, **options):
+        open_pool(opened, store, workers=workers or 1, **options)
+
+    worker_process.WorkerProcess.__init__ = start_quick
+    pool.WorkerPool.__init__ = open_small
 
 
 def compile_children_quickly():

@@ -5,12 +5,9 @@ beside this file; `make test` has no real server, and windows that prove nothing
 answered. PREJIT_LOAD_SECONDS is the length of a window.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +15,9 @@ from tests.integration.test_serve import Process
 from tests.queued_server import queued_server
 
 from prejit.server.load.http_client import HttpClient
-from prejit.server.load.load_report import LoadReport
 from prejit.server.load.load_runs import LoadOptions, run_load
 from prejit.server.load.load_search import LoadLimits
-from prejit.server.load.load_window import LoadAnswer, measure, send_window
+from prejit.server.load.load_window import measure, send_window
 from prejit.server.load.workload import DrawnLoad, Lengths, arrival_times
 
 from .campaign import ROOT, facts, figures_file, machine_facts, setting
@@ -40,8 +36,8 @@ CLOSED = 4
 pytestmark = pytest.mark.timeout(1800)
 
 
-def options(rates: tuple[float, ...] = (), **changed: Any) -> LoadOptions:
-    values: dict[str, Any] = {
+def options(rates=(), **changed):
+    values = {
         "rates": rates,
         "seconds": SECONDS,
         "limits": LoadLimits(),
@@ -60,13 +56,13 @@ def options(rates: tuple[float, ...] = (), **changed: Any) -> LoadOptions:
     return LoadOptions(**{**values, **changed})
 
 
-def run(url: str, asked: LoadOptions, *, refuses: bool = False) -> LoadReport:
+def run(url, asked, *, refuses=False):
     report = run_load(url, asked, lambda line: None)
     assert refuses or not any(each.failures for each in report.rates), report
     return report
 
 
-def write(part: str, figures: dict[str, Any]) -> None:
+def write(part, figures):
     """Print a part of the figures; keep it if the campaign is a whole one."""
     print(json.dumps(figures, indent=1))
     if IS_WHOLE:
@@ -79,9 +75,7 @@ def write(part: str, figures: dict[str, Any]) -> None:
         path.write_text(json.dumps(kept, indent=1) + "\n")
 
 
-def searched(
-    url: str, grid: np.ndarray[Any, Any], *, refuses: bool = False, **changed: Any
-) -> dict[str, Any]:
+def searched(url, grid, *, refuses=False, **changed):
     """Return the knee of a search, and that of every rate of a grid in turn.
 
     A server that `refuses` may be sent more requests than its queue holds.
@@ -111,7 +105,7 @@ def searched(
     }
 
 
-def test_the_knee_of_a_queue_whose_capacity_is_known() -> None:
+def test_the_knee_of_a_queue_whose_capacity_is_known():
     grid = np.arange(0.92, 1.0801, 0.02) if IS_WHOLE else np.array([0.8, 1.2])
     with queued_server(*QUEUE) as url:
         figures = {"capacity": CAPACITY, **searched(url, grid)}
@@ -122,7 +116,7 @@ def test_the_knee_of_a_queue_whose_capacity_is_known() -> None:
 
 
 @pytest.mark.skipif(not IS_WHOLE, reason="tests/integration/test_load.py has real servers")
-def test_the_knee_of_a_real_server() -> None:
+def test_the_knee_of_a_real_server():
     bundle = ROOT / "artifacts" / "demo"
     grid = np.arange(0.88, 1.1201, 0.02)
     server = Process(bundle).wait_until_ready()
@@ -137,9 +131,7 @@ def test_the_knee_of_a_real_server() -> None:
     assert figures["knee"] == pytest.approx(figures["exhaustive"], rel=MOST_APART)
 
 
-async def closed_loop(
-    client: HttpClient, load: DrawnLoad, rate: float, seconds: float
-) -> list[LoadAnswer]:
+async def closed_loop(client, load, rate, seconds):
     """Send requests as `vllm bench serve --request-rate RATE --max-concurrency 4` does.
 
     A request that is due waits until one of four is done, and its latency counts from then.
@@ -150,7 +142,7 @@ async def closed_loop(
     room = asyncio.Semaphore(CLOSED)
     start = time.monotonic()
 
-    async def one(at: float, request: Any) -> LoadAnswer:
+    async def one(at, request):
         await asyncio.sleep(start + at - time.monotonic())
         async with room:
             found = await client.exchange(request, time.monotonic())
@@ -160,12 +152,12 @@ async def closed_loop(
     return await asyncio.gather(*sent)
 
 
-def test_a_closed_loop_hides_what_a_stalled_server_costs() -> None:
+def test_a_closed_loop_hides_what_a_stalled_server_costs():
     seconds = 2 * SECONDS if IS_WHOLE else 2.0
     load = DrawnLoad("completions", "queue", 1.0, Lengths(16, 16), Lengths(4, 4))
-    figures: dict[str, Any] = {"pause, seconds": STALL_SECONDS, "requests a second": STALL_RATE}
+    figures = {"pause, seconds": STALL_SECONDS, "requests a second": STALL_RATE}
 
-    async def both(url: str, is_open: bool) -> list[LoadAnswer]:
+    async def both(url, is_open):
         client = HttpClient(url)
         try:
             if is_open:

@@ -5,16 +5,11 @@ writes them to swaps.json and canaries.json beside this file; `make test` does s
 the number of swaps.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -38,9 +33,9 @@ MOST_ROLLBACK_SECONDS = 5.0
 pytestmark = pytest.mark.timeout(900 + 10 * SWAPS)
 
 
-def resident_bytes(server: Process) -> float:
+def resident_bytes(server):
     """Return the resident memory of a server at rest, without what it keeps of prompts on purpose."""
-    looks: list[float] = []
+    looks = []
     until = time.monotonic() + (60 if IS_WHOLE else 0)
     while not looks or time.monotonic() < until:
         headers = {"Authorization": f"Bearer {KEYS[0]}"}
@@ -52,9 +47,7 @@ def resident_bytes(server: Process) -> float:
 
 
 @pytest.fixture(scope="module")
-def versions(
-    make_decoder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> list[Path]:
+def versions(make_decoder, tmp_path_factory):
     """Two bundles of one name whose texts differ, and one with the texts of the first."""
     found = []
     for layers, prompts in ((2, (16,)), (1, (16,)), (2, (8, 16))):
@@ -72,17 +65,17 @@ class Running:
     server: Process
     admin: httpx.Client
 
-    def post(self, path: str, expected: int = 200, **body: str) -> dict[str, Any]:
+    def post(self, path, expected=200, **body):
         """Return what the admin address answers."""
         answer = self.admin.post(path, json=body)
         assert answer.status_code == expected, answer.text
         return dict(answer.json())
 
-    def canary(self) -> dict[str, Any]:
+    def canary(self):
         """Return how far the last canary is."""
         return dict(self.admin.get("/canary").json()["canaries"][0])
 
-    def wait_for(self, *stages: str) -> dict[str, Any]:
+    def wait_for(self, *stages):
         """Return how far the canary is when it has come to one of these stages."""
         until = time.monotonic() + 120
         while (state := self.canary())["stage"] not in stages:
@@ -90,7 +83,7 @@ class Running:
             time.sleep(0.02)
         return state
 
-    def share(self, bundle: Path) -> None:
+    def share(self, bundle):
         """Start a canary, and wait until it has its share. A busy machine may say that it is slower."""
         for _ in range(5):
             self.post("/canary", 202, bundle=str(bundle), share="99%")
@@ -101,7 +94,7 @@ class Running:
 
 
 @pytest.fixture
-def running(versions: list[Path], tmp_path: Path) -> Iterator[Running]:
+def running(versions, tmp_path):
     """A server of the first version."""
     keys, socket_path = tmp_path / "keys", tmp_path / "admin"
     keys.write_text("".join(f"k{at}: {key}\n" for at, key in enumerate(KEYS)))
@@ -118,7 +111,7 @@ def running(versions: list[Path], tmp_path: Path) -> Iterator[Running]:
         server.kill()
 
 
-def measured(**figures: object) -> dict[str, Any]:
+def measured(**figures):
     """Return figures with what they depend on, after printing them."""
     load = [round(each, 1) for each in os.getloadavg()]
     found = {
@@ -132,9 +125,7 @@ def measured(**figures: object) -> dict[str, Any]:
     return found
 
 
-def test_no_request_fails_and_no_token_changes_while_bundles_are_swapped(
-    versions: list[Path], running: Running
-) -> None:
+def test_no_request_fails_and_no_token_changes_while_bundles_are_swapped(versions, running):
     answers = [expected(each) for each in versions[:2]]
     assert answers[0].isdisjoint(answers[1])
     server = running.server
@@ -179,9 +170,7 @@ def test_no_request_fails_and_no_token_changes_while_bundles_are_swapped(
         assert after <= MOST_MEMORY * before
 
 
-def test_a_canary_leaves_the_others_alone_and_is_gone_within_seconds(
-    versions: list[Path], running: Running
-) -> None:
+def test_a_canary_leaves_the_others_alone_and_is_gone_within_seconds(versions, running):
     """A release of other texts is dropped, one of the same texts shares, is taken back, and then taken."""
     old, other, same = (expected(each) for each in versions)
     server = running.server

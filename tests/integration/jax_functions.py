@@ -319,12 +319,21 @@ def _family(text):
 FAMILIES = {name: _family(text) for name, text in _TABLE.items()}
 """By family: what is tried, by name, and the expression that tries it."""
 
-SLOW = (
-    *("flax: recurrent layers", "jax.lax: special functions", "jax.random: other distributions"),
-    *("jax.scipy.linalg", "jax.scipy.special", "jax.scipy.stats"),
-    "jax.scipy: signal, fft and the rest",
+SAMPLE = (
+    *(
+        "jax.numpy: making arrays",
+        "jax.numpy.linalg",
+        "jax.numpy.fft",
+        "jax.lax.linalg",
+        "jax.random",
+    ),
+    *("jax.lax: by element", "jax.lax: control flow and transformations", "flax.linen", "flax.nnx"),
+    "jax.lax: shapes, reductions and products",
 )
-"""Families whose programs compile for long."""
+"""Families that bring something of their own to a program: a library's kernels, keys, loops, modules.
+
+Others differ in the operations alone.
+"""
 
 SOME_PLATFORMS = {
     name: (expression, tuple(platforms.split()))

@@ -170,7 +170,7 @@ def users_code(directory):
 
 @pytest.fixture(scope="module")
 def path(run, directory):
-    run("build", directory / "any.toml", "-o", directory / "out")
+    run("build", directory / "any.toml", "-o", directory / "out", quick=True)
     return directory / "out" / "any"
 
 
@@ -188,35 +188,25 @@ PARAMS = {
 """The parameters of the layer of flax.linen."""
 
 
-STEPS = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import jax, numpy as np, users_code
-from prejit.runtime import load
+def test_many_steps_on_the_device_have_the_bits_of_jit(bundle, users_code):
+    import jax
 
-bundle = load(sys.argv[2], on_mismatch="error", types=[users_code.State, users_code.Metrics])
-random = np.random.default_rng(0)
-x, y = random.standard_normal((9, 4, 8), np.float32), random.standard_normal((9, 4, 4), np.float32)
-jitted = jax.jit(users_code.train_step, static_argnames="mode", donate_argnums=0)
-expected = users_code.first_state()
-step = bundle.bind("train", state=users_code.first_state(), mode="tanh")
-for number in range(300):
-    metrics = step(x=x[number % 9], y=y[number % 9])
-    expected, expected_metrics = jitted(expected, x[number % 9], y[number % 9], mode="tanh")
-    assert metrics == expected_metrics, number
-assert isinstance(metrics, users_code.Metrics)
-state = step.read()["state"]
-assert isinstance(state, users_code.State)
-assert (state.name, state.step) == ("adam", 300)
-for name in ("w", "b"):
-    np.testing.assert_array_equal(state.params[name], expected.params[name])
-np.testing.assert_array_equal(state.key, jax.random.key_data(expected.key))
-assert {report.source for report in bundle.report()} == {"loaded", "unused"}
-"""
-
-
-def test_many_steps_on_the_device_have_the_bits_of_jit(python, path, directory):
-    python(STEPS, directory, path)
+    jitted = jax.jit(users_code.train_step, static_argnames="mode", donate_argnums=0)
+    expected = users_code.first_state()
+    step = bundle.bind("train", state=users_code.first_state(), mode="tanh")
+    for number in range(300):
+        x, y = X[number % 9], Y[number % 9]
+        metrics = step(x=x, y=y)
+        expected, expected_metrics = jitted(expected, x, y, mode="tanh")
+        assert metrics == expected_metrics, number
+    assert isinstance(metrics, users_code.Metrics)
+    state = step.read()["state"]
+    assert isinstance(state, users_code.State)
+    assert (state.name, state.step) == ("adam", 300)
+    for name in ("w", "b"):
+        np.testing.assert_array_equal(state.params[name], expected.params[name])
+    np.testing.assert_array_equal(state.key, jax.random.key_data(expected.key))
+    assert {report.source for report in bundle.report()} == {"loaded", "unused"}
 
 
 def test_steps_may_follow_each_other_without_waiting(bundle, users_code):
@@ -430,7 +420,7 @@ def test_parameters_of_64_bits_become_those_of_32_as_in_jit(run, tmp_path):
     keys = 'function = "wide:f"; args = { x = "int32[2]" }; params = "wide.safetensors"'
     manifest = functions_manifest(tmp_path / "wide.toml", {"f": keys})
     save_file({"table": table, "scale": scale}, tmp_path / "wide.safetensors")
-    said = run("build", manifest, "-o", tmp_path, "--cache", tmp_path / "cache").stderr
+    said = run("build", manifest, "-o", tmp_path, "--cache", tmp_path / "cache", quick=True).stderr
     assert "['params']['scale'] as float32 and not float64" in said
     assert "no golden answer" not in said
     found = load(tmp_path / "wide", on_mismatch="error").call("f", x=np.array([1, 4], np.int32))

@@ -57,17 +57,13 @@ class Compiler:
 @pytest.fixture
 def served(decoder_dir):
     """A bundle on a machine that it was not built for, which serves with what is ready."""
-    bundle = fallen_back(decoder_dir, "smaller")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        bundle = load(decoder_dir, fingerprint=OTHER, while_compiling="smaller")
     compiler = Compiler(bundle)
     yield bundle, compiler
     compiler.go_on.set()
     finish(bundle)
-
-
-def fallen_back(path, while_compiling):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FallbackWarning)
-        return load(path, fingerprint=OTHER, while_compiling=while_compiling)
 
 
 def finish(bundle):
@@ -123,24 +119,25 @@ def test_a_larger_context_or_batch_that_is_ready_serves(served, ids):
     ]
 
 
-def test_tokens_are_those_of_waiting_in_every_state_of_the_compiling(served, decoder_dir, ids):
+def test_tokens_are_those_of_the_bundles_own_programs_in_every_state_of_the_compiling(
+    served, decoder_dir, ids
+):
     """Without pauses, so that requests meet whatever is ready by then."""
     bundle, _ = served
-    waiting = fallen_back(decoder_dir, "wait")
+    own = load(decoder_dir, on_mismatch="error")
     sampled = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "seed": 1}
     requests = [(1, 5), (23, 20), (40, None)]
     for how in ({}, sampled):
         for length, count in requests:
             ours, theirs = (
-                b.generate(ids[:length], max_new_tokens=count, **how) for b in (bundle, waiting)
+                b.generate(ids[:length], max_new_tokens=count, **how) for b in (bundle, own)
             )
             assert (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
             pieces = list(bundle.stream(ids[:length], max_new_tokens=count, **how))
             assert "".join(piece.text for piece in pieces) == theirs.text
         prompts, sampling = [ids[:30], ids[:2], ids[:9]], [Sampling(**how)] * 3
         together = [
-            b.generate_batch(prompts, max_new_tokens=20, sampling=sampling)
-            for b in (bundle, waiting)
+            b.generate_batch(prompts, max_new_tokens=20, sampling=sampling) for b in (bundle, own)
         ]
         assert [r.token_ids for r in together[0]] == [r.token_ids for r in together[1]]
 

@@ -10,7 +10,7 @@ from tests.extent import cases
 
 import prejit.runtime
 
-BUCKETS = {"batch": (1, 2), "prompt": (4,), "context": (24,)}
+BUCKETS = {"batch": (1,), "prompt": (4,), "context": (24,)}
 KINDS = {"prefill", "decode", "verify", "copy"}
 
 

@@ -1,16 +1,15 @@
 """What of JAX works in a bundle: lowered, compiled, stored and run, against plain JAX, by family.
 
-docs/reference/jax-coverage.md shows the table in jax_functions.py. The families that compile for long run
-with PREJIT_TEST_ALL_OF_JAX=1 only.
+docs/reference/jax-coverage.md shows the table in jax_functions.py.
 """
 
 import importlib
-import os
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.extent import sampled
 
 from prejit.compiler.compile.worker.xla import CompileFor, compile_portable
 from prejit.compiler.lowering.user.found_function import UserFunction
@@ -33,7 +32,6 @@ MODULES = (
     *("scipy.optimize", "scipy.signal", "scipy.sparse.linalg", "scipy.spatial.transform"),
     *("image", "ops"),
 )
-ALL = os.environ.get("PREJIT_TEST_ALL_OF_JAX") == "1"
 
 
 @pytest.fixture(scope="module")
@@ -138,10 +136,8 @@ def check(program, function, device):
             np.testing.assert_allclose(value, leaf, rtol=2e-4, atol=2e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("family", table.FAMILIES)
+@pytest.mark.parametrize("family", sampled(table.FAMILIES, table.SAMPLE.__contains__))
 def test_a_family_of_functions_gives_what_jax_gives(family, lower, device):
-    if family in table.SLOW and not ALL:
-        pytest.skip("compiles for long; PREJIT_TEST_ALL_OF_JAX=1 runs it")
     program, function = lower(table.FAMILIES[family], ("cpu",))
     assert program.platforms == PLATFORMS
     check(program, function, device)

@@ -128,7 +128,7 @@ def project(compiled, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def built(project, run):
-    run("build", project / "own.toml", "-o", project / "out")
+    run("build", project / "own.toml", "-o", project / "out", quick=True)
     return project / "out" / "own"
 
 
@@ -178,7 +178,7 @@ def test_keys_hold_the_digest_of_the_library(project, run, tmp_path):
     library = copy / "libown.so"
     library.write_bytes(library.read_bytes() + b"\0")  # other bytes, the same code
     for counts in ("compiled 2, cached 0", "compiled 0, cached 2"):
-        assert counts in run("build", copy / "own.toml", "-o", copy / "out").stderr
+        assert counts in run("build", copy / "own.toml", "-o", copy / "out", quick=True).stderr
 
 
 def test_arrays_of_jax_other_sizes_and_a_fallback_reach_the_library(built):
@@ -284,7 +284,7 @@ def test_the_page_shows_what_works(build_cache, compiled, run, tmp_path):
     compiler = next(find_compilers("x86-64-v2", build_cache))
     problem = compiler.run([*compiler.flags, *flags, "-w", "-isystem", jax.ffi.include_dir()])
     assert not problem
-    run("build", tmp_path / "m.toml", "-o", tmp_path / "out")
+    run("build", tmp_path / "m.toml", "-o", tmp_path / "out", quick=True)
     x = np.ones((8, 128), np.float32)
     np.testing.assert_array_equal(load(tmp_path / "out/scaled").call("scaled", x=x), x * 2.5)
 

@@ -5,7 +5,6 @@ its code.
 """
 
 import importlib.util
-import shutil
 import sys
 
 import jax
@@ -39,8 +38,8 @@ TEXTS = np.random.default_rng(0).integers(0, 512, (4, CONTEXT)).tolist()
 
 
 @pytest.fixture(scope="module")
-def model():
-    path = ROOT / "examples" / "state_space" / "model.py"
+def model(tmp_path_factory):
+    path = write_model(tmp_path_factory.mktemp("state_space"))
     spec = importlib.util.spec_from_file_location("state_space", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules["state_space"] = module  # where dataclasses look for it
@@ -48,11 +47,20 @@ def model():
     return module.model
 
 
+def write_model(directory):
+    """The example's model with two layers: four take twice as long to compile."""
+    text = (ROOT / "examples" / "state_space" / "model.py").read_text()
+    sizes = "= 512, 4, 128,"
+    assert sizes in text
+    (directory / "model.py").write_text(text.replace(sizes, "= 512, 2, 128,"))
+    return directory / "model.py"
+
+
 def state_space_bundle(run, once):
     """The bundle of the example's model, in float32 and with other sizes."""
 
     def build(directory):
-        shutil.copy(ROOT / "examples" / "state_space" / "model.py", directory)
+        write_model(directory)
         (directory / "manifest.toml").write_text(MANIFEST)
         run("build", directory / "manifest.toml", "-o", directory, quick=True)
 

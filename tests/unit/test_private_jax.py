@@ -3,8 +3,6 @@
 The import rules of `make lint` see other distributions as a whole: for them `jax._src` is `jax`.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from scripts.changed_tests import REPOSITORY, ROOTS, imported_names
@@ -20,12 +18,12 @@ PUBLIC = "jaxlib.version"
 """A file of constants that `pip show jaxlib` could give as well."""
 
 
-def private_imports(source: str) -> set[str]:
+def private_imports(source):
     found = {n for n in imported_names(source) for p in PRIVATE if f"{n}.".startswith(f"{p}.")}
     return {name for name in found if not f"{name}.".startswith(f"{PUBLIC}.")}
 
 
-def test_private_parts_of_jax_stay_in_three_modules() -> None:
+def test_private_parts_of_jax_stay_in_three_modules():
     found = {
         module: names
         for module, path in FILES.items()
@@ -47,6 +45,6 @@ def test_private_parts_of_jax_stay_in_three_modules() -> None:
         "import importlib\nimportlib.import_module('jaxlib.mlir')",
     ],
 )
-def test_every_way_to_import_a_private_part_is_seen(source: str) -> None:
+def test_every_way_to_import_a_private_part_is_seen(source):
     assert private_imports(source)
     assert not private_imports("import jax\nfrom jaxlib import version\nimport jax.export")

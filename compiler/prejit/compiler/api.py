@@ -337,11 +337,7 @@ def _open_store(
     builds: bool = False,
     shard: Shard | None = None,
 ) -> Iterator[Store]:
-    """Yield the store of a plan or build. A build sends what it has to the shared ones.
-
-    Raises:
-        UsageError: a shard has no shared store that it may write.
-    """
+    """Yield the store of a plan or build. A build sends what it has to the shared ones."""
     stores = read_stores(shared)
     tiers = stores.tiers
     leading = next((each for each in tiers if each.writes), None)

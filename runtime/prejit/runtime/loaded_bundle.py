@@ -211,11 +211,7 @@ class LoadedBundle(OneProcess):
 
     @property
     def _open(self) -> _Parts:
-        """The parts of an open bundle.
-
-        Raises:
-            ClosedError: the bundle is closed.
-        """
+        """The parts of an open bundle."""
         if (parts := self._parts) is None:
             raise self._closed()
         return parts

@@ -356,12 +356,7 @@ _LIBRARY_AXES = ("platform", "architecture", "cpu_features", "glibc", "libraries
 
 
 def _read_config(opened: _Opened, target: OpenTarget) -> Config:
-    """Read and check the config of a target.
-
-    Raises:
-        RejectError: it is damaged.
-        UsageError: it lists recorded files, which only jax can load.
-    """
+    """Read and check the config of a target."""
     manifest = opened.manifests[target.name]
     config = check_config_blob(opened.layout, target, manifest, opened.blobs.read(manifest.config))
     if config.recorded is not None:
@@ -375,12 +370,7 @@ def _read_config(opened: _Opened, target: OpenTarget) -> Config:
 
 
 def _load_kernels(opened: _Opened, target: OpenTarget, config: Config) -> OpenLibrary | None:
-    """Load the kernels of a target into this process; None: it has none.
-
-    Raises:
-        RejectError: the library is damaged.
-        KernelError: this machine cannot load it.
-    """
+    """Load the kernels of a target into this process; None: it has none."""
     if config.kernels is None:
         return None
     from prejit.runtime.device import kernels
@@ -396,10 +386,6 @@ def _register_libraries(opened: _Opened, target: OpenTarget, config: Config) -> 
     """Load the libraries of the user that a target has into this process, and register their handlers.
 
     All are verified before the first is loaded.
-
-    Raises:
-        RejectError: one is damaged.
-        KernelError: this machine cannot load one, or its jaxlib does not take a handler.
     """
     if config.libraries is None:
         return

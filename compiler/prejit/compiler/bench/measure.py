@@ -111,11 +111,7 @@ def _use_once(bundle: Bundle) -> tuple[str, dict[str, Any]]:
 
 
 def _fresh_process(setup: Setup, use: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a fresh process reports.
-
-    Raises:
-        ProcessError: the process failed.
-    """
+    """Return what a fresh process reports."""
     given = json.dumps({**asdict(setup), **use})
     command = [sys.executable, "-m", "prejit.compiler.bench.bench_child", given]
     code, output, errors = run_child(command)

@@ -204,11 +204,7 @@ def check_user_model(
 
 
 def _name(what: str, name: str) -> str:
-    """Return a name of an object, `package.module:attribute`.
-
-    Raises:
-        UsageError: it has another form.
-    """
+    """Return a name of an object, `package.module:attribute`."""
     if not names_object(name):
         raise UsageError(
             f"check-model: {what}: expected package.module:attribute, found {name!r}",

@@ -301,11 +301,7 @@ def _change(
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """Return the content of adapter_config.json.
-
-    Raises:
-        CheckpointError: it asks for what is not built.
-    """
+    """Return the content of adapter_config.json."""
     config = read_object(file)
     if config.get("peft_type") != "LORA":
         raise _wrong(file, "peft_type", '"LORA"', config.get("peft_type"))

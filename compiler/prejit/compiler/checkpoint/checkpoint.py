@@ -230,11 +230,7 @@ def open_encoder(
 
 
 def _dense_weights(directory: Path) -> Path:
-    """Return the file with the weights of a dense layer.
-
-    Raises:
-        CheckpointError: there is no safetensors file.
-    """
+    """Return the file with the weights of a dense layer."""
     file = directory / _SINGLE[0]
     if not file.is_file():
         others = sorted(path.name for path in directory.glob("*.bin"))

@@ -176,12 +176,7 @@ def _failure(failed: Sequence[Failed], count: int) -> PrejitError:
 
 
 def _read_all(paths: Sequence[Path]) -> list[Manifest]:
-    """Read manifests and check that their bundle names differ. A second bundle would replace the first.
-
-    Raises:
-        UsageError: two manifests have the same bundle name, or are one file.
-        ManifestError, StoreError: a manifest has mistakes, or cannot be read.
-    """
+    """Read manifests and check that their bundle names differ. A second bundle would replace the first."""
     from prejit.compiler.manifest.reading import read_manifest
     from prejit.runtime.errors import UsageError
 

@@ -159,11 +159,7 @@ def suggest(
 def _buckets(
     log: LoggedRequests, manifest: Manifest | None, programs: int | None
 ) -> tuple[Buckets | None, Buckets]:
-    """Return the buckets of today, if there is a manifest, and the suggested ones.
-
-    Raises:
-        UsageError: the log has none of the requests that the manifest's model takes, or no budget is given.
-    """
+    """Return the buckets of today, if there is a manifest, and the suggested ones."""
     from prejit.compiler.suggesting.chosen_buckets import (
         decoder_buckets,
         encoder_buckets,

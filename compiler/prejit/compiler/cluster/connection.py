@@ -244,11 +244,7 @@ class RayConnection:
                 self._ray.shutdown()
 
     def _answer(self, ended: Any, running: _Running) -> Ended | None:
-        """Return how an attempt ended; None: its worker died, and perhaps its node.
-
-        Raises:
-            ConnectionError: the cluster does not answer any more.
-        """
+        """Return how an attempt ended; None: its worker died, and perhaps its node."""
         exceptions, attempt = self._ray.exceptions, running.attempt
         try:
             body: dict[str, Any] = self._ray.get(ended)
@@ -290,11 +286,7 @@ class RayConnection:
 
 
 def _require_answer(address: str) -> None:
-    """Check that somebody listens at the address of a cluster.
-
-    Raises:
-        NetworkError: nobody does.
-    """
+    """Check that somebody listens at the address of a cluster."""
     place = address.removeprefix(SCHEME)
     if place == _LOCAL:
         import ray

@@ -176,11 +176,7 @@ def _open(root: str | None) -> DirectoryStore:
 
 
 def _toolchain(order: Order) -> Toolchain:
-    """Return what compiles on this node; its environment is made first if it is not there.
-
-    Raises:
-        BuildError: this node cannot compile as the build asks for.
-    """
+    """Return what compiles on this node; its environment is made first if it is not there."""
     if order.environments is not None:
         os.environ["PREJIT_ENVIRONMENTS"] = order.environments
     expected, where = dict(order.versions), f"node {_name()}"

@@ -137,11 +137,7 @@ def _start(command: list[str]) -> Child:
 
 
 def _answer(child: Child) -> Any:
-    """Return the next answer of a process: true once its programs are loaded, then seconds of each round.
-
-    Raises:
-        UsageError: they cannot be loaded, or the process ended.
-    """
+    """Return the next answer of a process: true once its programs are loaded, then seconds of each round."""
     answer = child.answer()
     if answer is None:
         last = last_line(child.errors()) or "no message"

@@ -139,12 +139,7 @@ class WorkerProcess:
         return toolchain.worker_flags(self._environ, results)
 
     def _ask(self, request: Mapping[str, Any], seconds: float) -> Any:
-        """Send a request and return the result in its answer.
-
-        Raises:
-            BuildError: the worker answers with an error, or died; then with the last lines it wrote.
-            StoreError: the worker cannot read or write the store.
-        """
+        """Send a request and return the result in its answer."""
         answer = self._child.ask(request, seconds)
         answer = answer if isinstance(answer, dict) else {}
         if "result" in answer:

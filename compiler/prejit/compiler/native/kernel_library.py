@@ -399,11 +399,7 @@ def _compile(compiler: Compiler, files: list[Path], headers: Path) -> bytes | st
 
 
 def _library(content: bytes, level: str, compiler: Compiler, cache: Store) -> KernelLibrary:
-    """Put a library into the cache and return its description.
-
-    Raises:
-        BuildError: it exports no kernels, or other symbols too.
-    """
+    """Put a library into the cache and return its description."""
     try:
         found = read_shared_library(content)
     except ValueError as error:

@@ -330,11 +330,7 @@ def _pack(begun: Begun, targets: tuple[CompiledTarget, ...], service: Services) 
 def _with_lost_frames(
     begun: Begun, targets: tuple[CompiledTarget, ...], lost: LostFramesError
 ) -> tuple[CompiledTarget, ...]:
-    """Return compiled programs whose portable forms the store has again: they are lowered again.
-
-    Raises:
-        LostFramesError: one of them is not of a published model, or is another program now.
-    """
+    """Return compiled programs whose portable forms the store has again: they are lowered again."""
     found: dict[str, Lowered] = {}
     for program in begun.space.plan.programs:
         if program.spec.name in lost.names and is_lowered_again(begun.space.plan, program):

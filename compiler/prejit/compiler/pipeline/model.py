@@ -100,11 +100,7 @@ def find_model(manifest: Manifest, targets: tuple[Target, ...], directory: Path)
 
 
 def _adapters(manifest: Manifest) -> tuple[Path, ...]:
-    """Return the directories of a manifest's adapters.
-
-    Raises:
-        ManifestError: one does not exist.
-    """
+    """Return the directories of a manifest's adapters."""
     assert manifest.model is not None
     for place, name in enumerate(manifest.model.adapters):
         if not (manifest.directory / name).is_dir():

@@ -107,11 +107,7 @@ def rebuild(
 
 
 def _read_manifest(recorded: Recorded, path: Path) -> Manifest:
-    """Return the manifest, after all sources were found to be what they were.
-
-    Raises:
-        BuildError: some are not.
-    """
+    """Return the manifest, after all sources were found to be what they were."""
     if not path.is_file():
         raise BuildError(
             f"{recorded.path}: expected its manifest at {path}, found no file",

@@ -90,11 +90,7 @@ def _is_of(path: Path, digest: str) -> bool:
 
 
 def _last(path: Path) -> dict[str, Any] | None:
-    """Return the last report; None: there is none that can be read.
-
-    Raises:
-        StoreError: it is there, and cannot be read.
-    """
+    """Return the last report; None: there is none that can be read."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:

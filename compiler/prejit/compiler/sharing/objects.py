@@ -142,11 +142,7 @@ class Objects:
         return claim(self, path, content)
 
     def _put_new(self, path: str, content: bytes) -> bool:
-        """Write a file on the condition that there is none; return whether it was written.
-
-        Raises:
-            NotImplementedError: the store does not know conditions.
-        """
+        """Write a file on the condition that there is none; return whether it was written."""
         import obstore
 
         with self._asking(path, may_be_missing=False):

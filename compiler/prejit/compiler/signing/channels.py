@@ -180,9 +180,6 @@ def _check_publisher(file: ChannelFile, name: str, keys: Sequence[PrivateKey]) -
     """Check that servers which follow a channel accept what these keys sign under a name.
 
     Keys of version 0 are in the policies of the servers. Here those of the last release stand for them.
-
-    Raises:
-        UsageError: they would not.
     """
     if file.release is None:
         return
@@ -319,11 +316,7 @@ def sign_channel(file: Path, key: PrivateKey) -> ChannelFile:
 def _change(
     file: Path, change: Callable[[ChannelFile], ChannelFile], *, may_begin: bool = False
 ) -> ChannelFile:
-    """Change a channel's file while no other process does. Return the channel.
-
-    Raises:
-        StoreError, UsageError: the file cannot be read or written, or is no channel's.
-    """
+    """Change a channel's file while no other process does. Return the channel."""
 
     def content() -> bytes | None:
         is_new = may_begin and not file.exists()

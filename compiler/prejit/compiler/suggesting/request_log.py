@@ -156,11 +156,7 @@ def _json_rows(lines: Iterable[str], path: Path) -> Iterator[tuple[int, dict[str
 def _server_calls(
     row: Mapping[str, Any], where: str
 ) -> Iterator[tuple[str, LoggedGeneration | LoggedEncoding]]:
-    """Yield the calls of engines in a line of a server's log, without those that failed.
-
-    Raises:
-        UsageError: the line is not whole.
-    """
+    """Yield the calls of engines in a line of a server's log, without those that failed."""
     try:
         float(row["time"]), float(row["seconds"])
         for call in row["calls"]:
@@ -185,11 +181,7 @@ def _server_call(call: Mapping[str, Any], where: str) -> LoggedGeneration | Logg
 
 
 def _request(row: Mapping[str, Any], where: str) -> LoggedGeneration | LoggedEncoding:
-    """Return the request of a line that the user wrote.
-
-    Raises:
-        UsageError: it has neither `prompt_tokens` nor `length`, or a value is no count.
-    """
+    """Return the request of a line that the user wrote."""
     if "prompt_tokens" in row:
         batch = _count(row, "batch", where, least=1) if "batch" in row else None
         reused = _count(row, "reused_tokens", where, default=0)

@@ -258,12 +258,7 @@ def _run(
     environ: Mapping[str, str],
     cwd: Path | None = None,
 ) -> str:
-    """Run a command to its end and return what it printed. It inherits the lock.
-
-    Raises:
-        PrejitError: it failed.
-        OSError: it cannot be started.
-    """
+    """Run a command to its end and return what it printed. It inherits the lock."""
     code, printed, _ = run_child(
         command, env=environ, cwd=cwd, pass_fds=(lock,), stderr=subprocess.STDOUT
     )

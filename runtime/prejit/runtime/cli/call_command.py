@@ -182,9 +182,6 @@ def _by_path(
     """Return the arrays by the path of their argument, in the dtypes that the arguments have.
 
     A .npy file stores bfloat16 and other types of ml_dtypes as raw bytes.
-
-    Raises:
-        UsageError: the program has no argument of such a name.
     """
     from prejit.runtime.device.transfer import dtype_of
     from prejit.runtime.programs import pytree

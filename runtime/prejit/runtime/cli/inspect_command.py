@@ -232,11 +232,7 @@ def _shortened(arguments: Sequence[str] | None) -> str:
 
 
 def _defaults(layout: LayoutFiles, content: Contents) -> Defaults | None:
-    """Return the generation defaults of a decoder; None: the bundle holds no decoder.
-
-    Raises:
-        RejectError: the generation config is damaged.
-    """
+    """Return the generation defaults of a decoder; None: the bundle holds no decoder."""
     manifest = content.manifest
     if content.config.decoder is None:
         return None

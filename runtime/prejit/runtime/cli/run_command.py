@@ -104,11 +104,7 @@ def run(
 
 
 def _check_match(bundle: RecordedBundle, path: str, *, must_match: bool) -> None:
-    """Say on stderr that no target matches, or raise if one must.
-
-    Raises:
-        MismatchError: no target matches, and one must.
-    """
+    """Say on stderr that no target matches, or raise if one must."""
     if bundle.verdict.matches:
         return
     reason = (

@@ -280,12 +280,7 @@ class _Jitted(OneProcess):
         return self._dispatch.jax_miss(*args, **kwargs)
 
     def _check_settings(self, bundle: Bundle) -> None:
-        """Compare what holds for all calls.
-
-        Raises:
-            MissError: no program fits any call.
-            MismatchError: the same, because this machine matches no target; the caller wants no compiling.
-        """
+        """Compare what holds for all calls."""
         import jax
 
         if not bundle.matched:

@@ -255,11 +255,7 @@ def _linux_cpu() -> tuple[frozenset[str], str]:
 
 
 def _accelerator() -> dict[str, Any]:
-    """Return the properties of the accelerator that jax would choose; empty: the CPU.
-
-    Raises:
-        UsageError: no platform in JAX_PLATFORMS exists.
-    """
+    """Return the properties of the accelerator that jax would choose; empty: the CPU."""
     asked = os.environ.get("JAX_PLATFORMS", "")
     if asked == "cpu" or (
         not asked

@@ -211,11 +211,7 @@ class Bound(OneProcess):
         self._held = held
 
     def _alive(self, key: trees.Key) -> State:
-        """Return a part of the state on the device.
-
-        Raises:
-            UsageError: a program that failed has deleted it.
-        """
+        """Return a part of the state on the device."""
         held = self._held[self._steps.places[key]]
         if any(array.is_deleted() for array in held):
             raise UsageError(

@@ -159,12 +159,7 @@ def padded(array: Array, value: Value) -> Value:
 
 
 def _as_numpy(array: Array, leaf: trees.Leaf, value: Any) -> np.ndarray[Any, Any]:
-    """Return a value as a NumPy array, and a random key as its data.
-
-    Raises:
-        UsageError: neither NumPy nor DLPack reads it, it is a number that its dtype does not hold, or a
-            random key that the program does not take.
-    """
+    """Return a value as a NumPy array, and a random key as its data."""
     if leaf.key and is_jax_array(value):  # keys are of another class
         found = f"{value.dtype}{list(value.shape)}"
         raise UsageError(
@@ -222,11 +217,7 @@ _NUMBERS = {
 
 
 def _scalar(array: Array, value: complex) -> np.ndarray[Any, Any]:
-    """Return a Python number as an array of the dtype in which jax takes it.
-
-    Raises:
-        UsageError: the dtype does not hold it.
-    """
+    """Return a Python number as an array of the dtype in which jax takes it."""
     kind = next(kind for kind in _NUMBERS if isinstance(value, kind))
     dtype = array.dtype if array.dtype in _NUMBERS[kind] else _NUMBERS[kind][0]
     try:

@@ -116,11 +116,7 @@ class LocalCompiler:
         return {name: self._calls[name] for name in program.calls or () if name in self._calls}
 
     def _check_calls(self, program: ProgramEntry) -> None:
-        """Check that this process has the handlers of the user that a program calls on this platform.
-
-        Raises:
-            BuildError: it has not.
-        """
+        """Check that this process has the handlers of the user that a program calls on this platform."""
         if program.calls is None or not (missing := {*program.calls} - self._calls.keys()):
             return
         platform = self._device.platform  # another than the target's may need no handlers

@@ -57,11 +57,7 @@ def key_name(value: Any) -> str:
 
 
 def _device_of(at: str, value: Any) -> Any:
-    """Return the device that has an array of jax.
-
-    Raises:
-        UsageError: several have it, or it is not in the device's own memory.
-    """
+    """Return the device that has an array of jax."""
     import jax
 
     sharding = value.sharding

@@ -151,11 +151,7 @@ _OF_ARRAYS = ("__array__", "__array_interface__", "__dlpack__", "__jax_array__",
 
 
 def _leaf(value: Any, at: Path) -> Any:
-    """Return what a caller gave for an array.
-
-    Raises:
-        MisfitError: it is none, or a container, of which NumPy would make an array.
-    """
+    """Return what a caller gave for an array."""
     if value is None or isinstance(value, Mapping):
         raise MisfitError(f"{spell(at)} is missing")
     is_container = hasattr(value, "__len__") and not isinstance(value, str | bytes)
@@ -338,9 +334,6 @@ def _of_class(
     """Return an object of a class, as jax makes it where the class is registered with jax.
 
     Other classes are called with their fields.
-
-    Raises:
-        UsageError: the class does not take them.
     """
     try:
         if structure := _registered_structure(class_, fields, children):
@@ -395,11 +388,7 @@ def bare_object(class_: type[Any], fields: Mapping[str, Any]) -> Any:
 
 
 def _decoded(tree: Node, known: type[Any] | None) -> dict[str, Any]:
-    """Return the constant fields of a record, as far as the bundle holds them.
-
-    Raises:
-        UsageError: it does not hold one that the known class is called with.
-    """
+    """Return the constant fields of a record, as far as the bundle holds them."""
     found = {}
     fields = getattr(known, "__dataclass_fields__", {})
     for name, kept in tree.constants:

@@ -305,11 +305,7 @@ class Programs:
         return entry
 
     def _check_signature(self, program: ProgramEntry, executable: Executable, path: str) -> None:
-        """Compare the arguments and results of an executable with the program table, before it is run.
-
-        Raises:
-            RejectError: they differ. XLA would fail on the arguments, or we would misread the results.
-        """
+        """Compare the arguments and results of an executable with the program table, before it is run."""
         if (compiled := executable.signature()) is not None:
             check_signature(
                 *(compiled.arguments, compiled.results, compiled.donated),

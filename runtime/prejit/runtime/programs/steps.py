@@ -221,9 +221,6 @@ class Steps:
 
         The next value of an argument is the result of the same name, or else the only one with the same
         structure, shapes and dtypes.
-
-        Raises:
-            UsageError: there is none, or several may be meant.
         """
         results = {branch.key: branch for branch in self._results(program)}
         slots: dict[trees.Key, Branch] = {}

@@ -236,9 +236,6 @@ class BlobDirectory:
         """Write pieces and let `arrival` know at once. Hash them behind that, while a CPU is idle.
 
         Who reads them meanwhile compares them with the digests of their chunks, as with any directory.
-
-        Raises:
-            RejectError: all of them do not have the blob's digest, or a reader has refused some.
         """
         where, digests = str(self.partial / at.digest.removeprefix("sha256:")), list[str]()
         hash_all = partial(

@@ -211,11 +211,7 @@ class MachineStore:
         return [each for each, _ in self._bundles()]
 
     def _bundles(self) -> list[tuple[StoredBundle, set[str]]]:
-        """Return all bundles that are sound, the last used first, each with the digests of its blobs.
-
-        Raises:
-            StoreError: one cannot be read now, or is pinned and damaged. Nobody knows what it needs.
-        """
+        """Return all bundles that are sound, the last used first, each with the digests of its blobs."""
         found = []
         for directory in _entries(self.path / STORED):
             digest = f"sha256:{directory.name}"

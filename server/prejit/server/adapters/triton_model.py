@@ -67,12 +67,7 @@ class TritonPythonModel:
 
 
 def _open(config: Mapping[str, Any]) -> HostedProgram:
-    """Load the bundle that the parameters of a configuration name.
-
-    Raises:
-        UsageError: they name none, or a tensor is bfloat16: the backend cannot make such arrays.
-        MismatchError, RejectError, StoreError, UntrustedError: as `load`.
-    """
+    """Load the bundle that the parameters of a configuration name."""
     parameters = {k: each["string_value"] for k, each in config.get("parameters", {}).items()}
     if "bundle" not in parameters:
         raise UsageError(

@@ -204,11 +204,7 @@ def load(
 
 
 def _check(asked: LoadOptions) -> None:
-    """Check options that depend on others.
-
-    Raises:
-        UsageError: two do not fit.
-    """
+    """Check options that depend on others."""
     if asked.log is None and None in asked.rates:
         raise UsageError("--rate log: expected a log, found none", hint="add --log requests.jsonl")
     for rate in asked.rates:
@@ -227,12 +223,7 @@ def _check(asked: LoadOptions) -> None:
 
 
 def _key(path: str) -> str:
-    """Return the key in a file.
-
-    Raises:
-        StoreError: it cannot be read.
-        UsageError: it holds something else.
-    """
+    """Return the key in a file."""
     with store_errors(path, "read the key"):
         key = Path(path).read_text(encoding="utf-8", errors="replace").strip()
     if not re.fullmatch(r"[\x21-\x7e]+", key):

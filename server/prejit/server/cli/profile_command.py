@@ -109,12 +109,7 @@ _TABLES = ("programs", "kernels")
 
 
 def _of_server(url: str, seconds: float) -> bytes:
-    """Ask a server at its admin address to record itself; return the recording.
-
-    Raises:
-        NetworkError: it does not answer, or refuses.
-        UsageError: it is no URL.
-    """
+    """Ask a server at its admin address to record itself; return the recording."""
     from prejit.server.load.http_client import Exchange, HttpClient
     from prejit.server.load.workload import LoadRequest
 
@@ -152,11 +147,7 @@ def _message(content: bytes) -> str:
 
 
 def _of_bundle(path: str, seconds: float, show: Callable[[str], None], **loading: Any) -> bytes:
-    """Run a bundle in this process and record it.
-
-    Raises:
-        MismatchError, RejectError, StoreError, UsageError: as `load`.
-    """
+    """Run a bundle in this process and record it."""
     with importing():
         from prejit.runtime.cli.bundle_loading import load_bundle
         from prejit.server.engine.engine import Engine

@@ -219,11 +219,7 @@ def _parse(
 def _limited(
     name: str, words: list[str], place: str, meter: Callable[[str, int], TokenMeter]
 ) -> ApiKey:
-    """Return a key with the limits of its line.
-
-    Raises:
-        UsageError: a limit is unknown, comes twice, or has a value that it cannot have.
-    """
+    """Return a key with the limits of its line."""
     counts: dict[str, int] = {}
     priorities = _PRIORITIES
     seen: set[str] = set()

@@ -71,11 +71,7 @@ class Gate:
             request.finish(scope)
 
     def _check(self, scope: Scope, request: _Request) -> None:
-        """Refuse a request from a foreign page, too early, too late, without a key, too many, or too large.
-
-        Raises:
-            ApiError, ClosedError: the request is refused.
-        """
+        """Refuse a request that is foreign, too early, too late, without a key, one too many or too large."""
         settings = self._settings
         if settings.origins is not None:
             settings.origins.check(scope["method"], request.headers)
@@ -191,11 +187,7 @@ class _Request:
         )
 
     async def receive(self) -> Message:
-        """Receive a part of the body.
-
-        Raises:
-            ApiError: the body is too large or too slow.
-        """
+        """Receive a part of the body."""
         if self._is_whole:  # what comes now is that the client has gone, at any time
             return await self._receive()
         try:

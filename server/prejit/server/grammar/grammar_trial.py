@@ -100,11 +100,7 @@ class _Process:
         return answer
 
     def end(self) -> str:
-        """End the process and return what it did, for an error.
-
-        Raises:
-            RuntimeError: it could not begin: prejit is broken, not the grammar.
-        """
+        """End the process and return what it did, for an error."""
         status = self.child.exit_code()
         self.child.release()
         if status == _BROKEN:

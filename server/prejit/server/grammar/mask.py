@@ -93,11 +93,7 @@ class GrammarMask:
             return self._matcher.is_accepting()
 
     def _spend(self, seconds: float, count: int) -> None:
-        """Count the CPU time of a mask.
-
-        Raises:
-            UsageError: the masks of this text took too much of it.
-        """
+        """Count the CPU time of a mask."""
         self._seconds += seconds
         if self._seconds > _MASKS_SECONDS + count * _MASK_SECONDS:
             raise UsageError(

@@ -313,11 +313,7 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _refuse(self, why: str) -> None:
-        """Stop the parser.
-
-        Raises:
-            ValueError: always. The parser makes it its own error, and uvicorn calls `send_400_response`.
-        """
+        """Stop the parser."""
         self._refusal = why
         raise ValueError(why)
 

@@ -184,11 +184,7 @@ def _wrapper(telemetry: Telemetry | None) -> Wrap:
 
 
 def _inherited() -> socket.socket | None:
-    """Return the socket that systemd opened for this process, if it did (sd_listen_fds(3)).
-
-    Raises:
-        StoreError: there is more than one, or it takes no connections over TCP.
-    """
+    """Return the socket that systemd opened for this process, if it did (sd_listen_fds(3))."""
     count, process = os.environ.pop("LISTEN_FDS", ""), os.environ.pop("LISTEN_PID", "")
     # It may be meant for the process that started this one.
     if not count or process != str(os.getpid()):
@@ -216,9 +212,6 @@ def _bind(address: Address, option: str = "--port") -> socket.socket:
     Args:
         address: where. A Unix socket is for its owner alone.
         option: the option that has the address, for errors.
-
-    Raises:
-        StoreError: it cannot be bound.
     """
     try:
         if isinstance(address, str):
@@ -238,11 +231,7 @@ def _bind(address: Address, option: str = "--port") -> socket.socket:
 
 @contextlib.contextmanager
 def _admin_socket(address: Address | None) -> Iterator[socket.socket | None]:
-    """Give a socket that listens at the admin address, if there is one.
-
-    Raises:
-        StoreError: it cannot be bound.
-    """
+    """Give a socket that listens at the admin address, if there is one."""
     if address is None:
         yield None
         return
@@ -257,11 +246,7 @@ def _admin_socket(address: Address | None) -> Iterator[socket.socket | None]:
 
 
 def _unix_socket(path: str) -> socket.socket:
-    """Return a Unix socket that listens. It takes the place of one whose server has died.
-
-    Raises:
-        OSError: it cannot be bound.
-    """
+    """Return a Unix socket that listens. It takes the place of one whose server has died."""
     listening = socket.socket(socket.AF_UNIX)
     before = os.umask(0o177)
     try:

@@ -152,11 +152,7 @@ class _Protocol:
         return await off_loop(size, lambda: _answer(asked, name, arrays))
 
     def _model(self, request: Request) -> InferenceModel:
-        """Return the model of a path; for a share of the requests, that of a canary.
-
-        Raises:
-            ModelNotFoundError, ApiError: there is no such model or version.
-        """
+        """Return the model of a path; for a share of the requests, that of a canary."""
         if (changes := self._models.changes) != self._changes:
             tried = [*self._models.canaries.items()]
             self._tried = {name: InferenceModels([each.served]) for name, each in tried}
@@ -185,12 +181,7 @@ def _expire(future: Future[Any], model: InferenceModel, seconds: float) -> None:
 def _read(
     body: bytes, length: str | None, model: InferenceModel
 ) -> tuple[InferRequest, dict[str, np.ndarray[Any, Any]]]:
-    """Return the JSON of a request, and its tensors by name.
-
-    Raises:
-        UsageError, msgspec.DecodeError: they are not what the protocol says, or not what the model takes.
-        ApiError: the JSON has too many parts.
-    """
+    """Return the JSON of a request, and its tensors by name."""
     end = len(body)
     if length is not None:
         if not (length.isascii() and length.isdecimal() and int(length) <= len(body)):
@@ -242,11 +233,7 @@ def _foreign(parameters: dict[str, Any]) -> str | None:
 
 
 def _answer(asked: InferRequest, name: str, arrays: dict[str, np.ndarray[Any, Any]]) -> Response:
-    """Return the response with the results that a request wants.
-
-    Raises:
-        UsageError: there is no result of a name, or the protocol has no name for its dtype.
-    """
+    """Return the response with the results that a request wants."""
     in_bytes = asked.parameters.get("binary_data_output") is True
     wanted = [(each, in_bytes) for each in arrays]
     if asked.outputs is not None:

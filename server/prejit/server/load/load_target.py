@@ -83,11 +83,7 @@ def _all_of(errors: Any) -> str:
 
 
 async def _get(client: HttpClient, path: str) -> Any:
-    """Return the JSON at a path.
-
-    Raises:
-        NetworkError: there is none.
-    """
+    """Return the JSON at a path."""
     request = LoadRequest(path, b"", {}, False)
     found = await client.exchange_within(request, _PATIENCE_SECONDS, "GET")
     if found.failed or found.status != 200:

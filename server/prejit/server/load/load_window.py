@@ -213,11 +213,7 @@ def _message(body: bytes) -> str:
 
 
 def _read_events(exchange: Exchange) -> tuple[list[float], _Usage | None]:
-    """Return when the parts with tokens came, and the usage.
-
-    Raises:
-        ValueError, msgspec.DecodeError: the stream has an error, or ends before its end.
-    """
+    """Return when the parts with tokens came, and the usage."""
     times: list[float] = []
     usage: _Usage | None = None
     rest, is_whole = b"", False

@@ -69,17 +69,6 @@ def paired_ratio(groups: Sequence[Sequence[Pair]]) -> RatioInterval | None:
     return _interval(middle, means, sum(map(len, ratios)))
 
 
-def unpaired_ratio(old: Sequence[float], new: Sequence[float]) -> RatioInterval | None:
-    """Return the ratio of the medians of two sides that ran different requests; None: one has no times."""
-    if not old or not new:
-        return None
-    random = np.random.default_rng(_SEED)
-    before, after = (np.log(np.array(side)) for side in (old, new))
-    found = _resampled_medians(after, random) - _resampled_medians(before, random)
-    middle = float(np.median(after) - np.median(before))
-    return _interval(middle, found, len(old) + len(new))
-
-
 def is_slower(ratio: RatioInterval | None, noise: RatioInterval | None, limit: float) -> bool:
     """Return whether a ratio shows that the new side is slower than a limit allows.
 

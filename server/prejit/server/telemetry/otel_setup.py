@@ -60,11 +60,7 @@ def start() -> Telemetry | None:
 
 
 def _exporter(signal: str) -> str:
-    """Return where a signal goes: `otlp`, `console` or `none`.
-
-    Raises:
-        UsageError: a variable has a value that prejit does not support.
-    """
+    """Return where a signal goes: `otlp`, `console` or `none`."""
     endpoints = (_ENDPOINT, f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT")
     has_endpoint = any(os.environ.get(name) for name in endpoints)
     name = f"OTEL_{signal}_EXPORTER"

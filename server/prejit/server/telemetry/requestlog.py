@@ -261,11 +261,7 @@ def line_of(entry: Entry) -> dict[str, Any]:
 
 
 def _open(path: str) -> int:
-    """Return a descriptor that appends to a file; `-` is stdout.
-
-    Raises:
-        StoreError: it cannot be opened, or others could read it.
-    """
+    """Return a descriptor that appends to a file; `-` is stdout."""
     with store_errors(
         path,
         "write the log",

@@ -1,13 +1,10 @@
 """Kernels compiled for one level, for the tests of each kernel; a test is skipped where that cannot be."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -29,15 +26,15 @@ _WARNINGS = (
 )
 
 
-def missing_features(level: str) -> set[str]:
+def missing_features(level):
     return set(level_features(level)) - set(Fingerprint.current().cpu_features)
 
 
-def highest_level() -> str:
+def highest_level():
     return next(level for level in reversed(LEVELS) if not missing_features(level))
 
 
-def product_library(level: str, cache: Path) -> ctypes.CDLL:
+def product_library(level, cache):
     """Load the library of all kernels as `prejit build` makes it, from a build cache."""
     _need(level)
     _, content = built_kernels(f"cpu-{level}", SOURCES, cache)
@@ -48,29 +45,29 @@ def product_library(level: str, cache: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(place))
 
 
-def load(level: str, cache: Path, sources: Iterable[Path]) -> ctypes.CDLL:
+def load(level, cache, sources):
     """Compile sources to a library and load it."""
     flags = (*_LIBRARY, "-isystem", jax.ffi.include_dir(), f"-I{SOURCES}")
     return ctypes.CDLL(str(_compiled(level, cache, *flags, *sources)))
 
 
-def sanitized(driver: Path, names: Iterable[str], sanitizers: str, cache: Path) -> Path:
+def sanitized(driver, names, sanitizers, cache):
     """Compile a driver with some sources under sanitizers, without optimizing, which takes twice as long."""
     flags = ("-O0", "-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", f"-I{SOURCES}")
     return _compiled(highest_level(), cache, *flags, driver, *(SOURCES / name for name in names))
 
 
-def assert_runs_clean(driver: Path, *arguments: str) -> None:
+def assert_runs_clean(driver, *arguments):
     done = subprocess.run([driver, *arguments], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def _need(level: str) -> None:
+def _need(level):
     if missing := missing_features(level):
         pytest.skip(f"this machine runs no {level}: it lacks {', '.join(sorted(missing))}")
 
 
-def _compiled(level: str, cache: Path, *more: object) -> Path:
+def _compiled(level, cache, *more):
     """Return what a compiler makes of these arguments; a build cache keeps it until a source changes."""
     _need(level)
     found = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)

@@ -3,11 +3,9 @@
 The structures are those of `xla/ffi/api/c_api.h`, as far as a handler of a kernel reads them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from ctypes import POINTER, Structure, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from typing import Any
 
@@ -37,7 +35,7 @@ class KernelError(Exception):
     """A handler refused its arguments; the message is the handler's."""
 
 
-def _structure(name: str, **fields: Any) -> Any:
+def _structure(name, **fields):
     return type(name, (Structure,), {"_fields_": tuple(fields.items())})
 
 
@@ -66,7 +64,7 @@ _CallFrame = _structure(
 _messages = threading.local()
 
 
-def _create_error(arguments: Any) -> int:
+def _create_error(arguments):
     _messages.last = arguments.contents.message.decode()
     return 1  # the handler only returns it
 
@@ -76,19 +74,14 @@ _API = _Api(ctypes.sizeof(_Api), None, _Header(24, None), 0, 3, None, _keep)
 Handler = Callable[[Any], int | None]
 
 
-def handler_of(library: ctypes.CDLL, kernel: str) -> Handler:
+def handler_of(library, kernel):
     """Return the handler that a library exports for a kernel."""
     handler = getattr(library, f"prejit_{kernel}")
     handler.restype, handler.argtypes = c_void_p, (POINTER(_CallFrame),)
     return handler
 
 
-def call(
-    handler: Handler,
-    arguments: Sequence[np.ndarray],
-    results: Sequence[np.ndarray],
-    **attributes: np.generic,
-) -> None:
+def call(handler, arguments, results, **attributes):
     """Call a handler, which writes the results; an array that is an argument and a result is donated.
 
     Raises:
@@ -119,7 +112,7 @@ def call(
         raise KernelError(_messages.last)
 
 
-def _buffer(array: np.ndarray) -> _Buffer:
+def _buffer(array):
     assert array.flags.c_contiguous
     dims = (c_int64 * array.ndim)(*array.shape)
     return _Buffer(
@@ -127,10 +120,10 @@ def _buffer(array: np.ndarray) -> _Buffer:
     )
 
 
-def _values(buffers: Sequence[_Buffer]) -> _Values:
+def _values(buffers):
     types = (c_int * len(buffers))(*[_BUFFER] * len(buffers))
     return _Values(ctypes.sizeof(_Values), None, len(buffers), types, _pointers(buffers))
 
 
-def _pointers(structures: Sequence[Structure]) -> Any:
+def _pointers(structures):
     return (c_void_p * len(structures))(*map(ctypes.addressof, structures))

@@ -1,12 +1,9 @@
 """The table of measured forms: what it says of a product, and that its file loses and invents nothing."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -34,17 +31,12 @@ LARGE = Product("int8", 1, 2048, 8192, False)
 SMALL = Product("int8", 1, 64, 64, False)
 
 
-def measured(
-    product: Product = LARGE,
-    conditions: Conditions = HERE,
-    date: str = "2026-11-20",
-    **nanoseconds: int,
-) -> Measured:
+def measured(product=LARGE, conditions=HERE, date="2026-11-20", **nanoseconds):
     times = {form.replace("_", " "): time for form, time in nanoseconds.items()}
     return Measured(product, times or {KERNEL: 100, LOOP: 300}, conditions, date)
 
 
-def table(*entries: Measured) -> FormTable:
+def table(*entries):
     return FormTable(tuple(entries))
 
 
@@ -53,7 +45,7 @@ products = st.builds(Product, dtypes, st.integers(1, 10_000), sizes, sizes, st.b
 
 
 @st.composite
-def any_measured(draw: st.DrawFn) -> Measured:
+def any_measured(draw):
     product = draw(products)
     forms = draw(st.sets(st.sampled_from(product.forms), min_size=1))
     text = st.text(max_size=4)
@@ -64,7 +56,7 @@ def any_measured(draw: st.DrawFn) -> Measured:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(any_measured(), max_size=4, unique_by=lambda m: (m.conditions, m.product)))
-def test_a_written_table_is_read_as_it_was(entries: list[Measured]) -> None:
+def test_a_written_table_is_read_as_it_was(entries):
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "forms.json")
         path.write_text(to_text(FormTable(tuple(entries))), encoding="ascii")
@@ -73,7 +65,7 @@ def test_a_written_table_is_read_as_it_was(entries: list[Measured]) -> None:
     assert to_text(found.merged(FormTable())) == to_text(FormTable().merged(found))
 
 
-def test_the_fastest_form_counts_in_the_order_of_who_says_it() -> None:
+def test_the_fastest_form_counts_in_the_order_of_who_says_it():
     assert fastest_form(measured(kernel=1000, loop=1001), LARGE) == KERNEL
     assert fastest_form(measured(kernel=1000, loop=999), LARGE) == KERNEL
     assert fastest_form(measured(kernel=1000, loop=round(1000 / MARGIN) - 1), LARGE) == LOOP
@@ -98,7 +90,7 @@ def test_the_fastest_form_counts_in_the_order_of_who_says_it() -> None:
         assert known.choice(LARGE, HERE).form == form
 
 
-def test_the_nearest_measurement_answers_and_others_are_made_if_asked() -> None:
+def test_the_nearest_measurement_answers_and_others_are_made_if_asked():
     own = KnownForms(own=table(measured()))
     assert own.missing([LARGE], HERE) == ()
     for name in ("cpu", "cpus", "jaxlib", "compiler", "kernels", "level"):
@@ -133,11 +125,11 @@ def test_the_nearest_measurement_answers_and_others_are_made_if_asked() -> None:
     assert both.choice(LARGE, HERE).measured == own_level
 
 
-def test_builds_that_measure_at_once_lose_nothing(tmp_path: Path) -> None:
+def test_builds_that_measure_at_once_lose_nothing(tmp_path):
     path = tmp_path / "forms.json"
     sizes = range(1, 25)
 
-    def add(rows: int) -> None:
+    def add(rows):
         merge_into(path, table(measured(replace(LARGE, rows=rows), kernel=5, widened_dot=7)))
 
     in_threads(24, lambda number: add(number + 1))
@@ -145,7 +137,7 @@ def test_builds_that_measure_at_once_lose_nothing(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {path.name, f".{path.name}.lock"}
 
 
-def test_a_damaged_own_table_is_begun_anew_and_a_named_one_must_be_there(tmp_path: Path) -> None:
+def test_a_damaged_own_table_is_begun_anew_and_a_named_one_must_be_there(tmp_path):
     path = tmp_path / "forms.json"
     path.write_text(to_text(table(measured()))[:-9])
     assert read_own(path) == FormTable()
@@ -161,10 +153,10 @@ def test_a_damaged_own_table_is_begun_anew_and_a_named_one_must_be_there(tmp_pat
             read_table(path)
 
 
-def test_an_error_names_the_file_and_the_key(tmp_path: Path) -> None:
+def test_an_error_names_the_file_and_the_key(tmp_path):
     path, data = tmp_path / "given.json", json.loads(to_text(table(measured())))
 
-    def section(**changed: Any) -> dict[str, Any]:
+    def section(**changed):
         return {**data, "measured": [{**data["measured"][0], **changed}]}
 
     unknown = {"int9 1 x 2 x 3 (out,in)": {}}

@@ -1,10 +1,6 @@
 """Attention kernels against plain NumPy in float64, on every level that this machine runs."""
 
-from __future__ import annotations
-
-import ctypes
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -26,7 +22,7 @@ TOLERANCE = 3e-6
 @pytest.fixture(
     scope="module", params=[pytest.param(LEVELS[0], marks=pytest.mark.thorough), *LEVELS[1:]]
 )
-def kernels(request: pytest.FixtureRequest, build_cache: Path) -> ctypes.CDLL:
+def kernels(request, build_cache):
     """The library of a level, as bundles have it."""
     return kernel_builds.product_library(request.param, build_cache)
 
@@ -49,17 +45,17 @@ class Case:
     packed: bool = False
 
     @property
-    def arrays(self) -> tuple[Any, ...]:
+    def arrays(self):
         before = (self.query, self.new_keys, self.new_values, self.start, self.length)
         return (*before, self.query_start, self.keys, self.values)
 
     @property
-    def is_packed(self) -> bool:
+    def is_packed(self):
         """Whether query, keys and values are parts of one array, as a fused projection gives them."""
         return self.packed and self.query.shape[1] == self.new_keys.shape[1]
 
     @property
-    def attributes(self) -> dict[str, np.generic]:
+    def attributes(self):
         heads, kv_heads = self.query.shape[2], self.keys.shape[1]
         return {
             "scale": np.float32(self.scale),
@@ -70,7 +66,7 @@ class Case:
         }
 
 
-def run(case: Case, library: ctypes.CDLL) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def run(case, library):
     """The attention of a case, and its cache after it; the handler writes a copy of the cache."""
     arrays = [np.ascontiguousarray(array) for array in case.arrays]
     if case.is_packed:
@@ -84,7 +80,7 @@ def run(case: Case, library: ctypes.CDLL) -> tuple[np.ndarray, np.ndarray, np.nd
     return results
 
 
-def reference(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def reference(case):
     """By the definition, one query after the other."""
     batch, queries, heads, _ = case.query.shape
     kv_heads, slots = case.keys.shape[1:3]
@@ -109,7 +105,7 @@ def reference(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return out, keys, values
 
 
-def weighted(query: Any, keys: Any, values: Any, scale: float, softcap: float = 0.0) -> Any:
+def weighted(query, keys, values, scale, softcap=0.0):
     scores = keys.astype(np.float64) @ (query.astype(np.float64) * scale)
     if softcap:
         scores = softcap * np.tanh(scores / softcap)
@@ -117,33 +113,33 @@ def weighted(query: Any, keys: Any, values: Any, scale: float, softcap: float = 
     return weights @ values.astype(np.float64) / weights.sum()
 
 
-def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
+def assert_close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
 
 
 def drawn(
-    seed: int,
+    seed,
     *,
-    batch: int = 1,
-    kv_heads: int = 1,
-    group: int = 1,
-    size: int,
-    slots: int,
-    tokens: int,
-    queries: int | None = None,
-    dtype: Any = np.float32,
-    **more: Any,
-) -> Case:
+    batch=1,
+    kv_heads=1,
+    group=1,
+    size,
+    slots,
+    tokens,
+    queries=None,
+    dtype=np.float32,
+    **more,
+):
     """A case whose scores are exact in float32; behind what is valid there is garbage as large as can be.
 
     Queries are those of all new tokens, or the last valid one's alone.
     """
     rng = np.random.default_rng(seed)
 
-    def wholes(*shape: int) -> np.ndarray:
+    def wholes(*shape):
         return rng.integers(-3, 4, shape).astype(np.float32)
 
-    def reals(*shape: int) -> np.ndarray:
+    def reals(*shape):
         return rng.uniform(-3, 3, shape).astype(np.float32)
 
     start = more.pop("start", rng.integers(0, slots + 2, batch)).astype(np.int32)
@@ -188,7 +184,7 @@ cases = st.builds(
 
 @settings(max_examples=examples(12, 60), deadline=None)
 @given(cases)
-def test_attention_of_any_size_is_what_numpy_makes_of_it(kernels: ctypes.CDLL, case: Case) -> None:
+def test_attention_of_any_size_is_what_numpy_makes_of_it(kernels, case):
     out, keys, values = run(case, kernels)
     expected, expected_keys, expected_values = reference(case)
     assert_close(out, expected)
@@ -196,7 +192,7 @@ def test_attention_of_any_size_is_what_numpy_makes_of_it(kernels: ctypes.CDLL, c
     np.testing.assert_array_equal(values, expected_values)
 
 
-def test_a_cache_is_copied_without_an_alias_and_rounded_to_even(kernels: ctypes.CDLL) -> None:
+def test_a_cache_is_copied_without_an_alias_and_rounded_to_even(kernels):
     case = drawn(2, batch=2, kv_heads=2, size=16, slots=64, tokens=3)
     _, *expected = reference(case)
     before = [array.copy() for array in case.arrays[6:]]
@@ -220,7 +216,7 @@ def test_a_cache_is_copied_without_an_alias_and_rounded_to_even(kernels: ctypes.
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 60])
-def test_a_row_gets_the_same_bits_alone_and_in_a_batch(kernels: ctypes.CDLL, tokens: int) -> None:
+def test_a_row_gets_the_same_bits_alone_and_in_a_batch(kernels, tokens):
     # Alone, 1000 positions of 2 heads are split over threads; in the batch they are not.
     start = np.array([1000, 3, 640, 77, 500, 901])
     sizes = {"kv_heads": 2, "group": 2, "size": 64, "slots": 1100, "tokens": tokens}
@@ -232,7 +228,7 @@ def test_a_row_gets_the_same_bits_alone_and_in_a_batch(kernels: ctypes.CDLL, tok
         np.testing.assert_array_equal(run(row, kernels)[0][0], together[b])
 
 
-def test_what_is_no_number_reaches_those_who_see_it_alone(kernels: ctypes.CDLL) -> None:
+def test_what_is_no_number_reaches_those_who_see_it_alone(kernels):
     for tokens in (1, 5, 40):
         at = {"start": np.array([258, 7]), "length": np.full(2, tokens)}
         case = drawn(4, batch=2, kv_heads=2, group=2, size=32, slots=300, tokens=tokens, **at)
@@ -249,7 +245,7 @@ def test_what_is_no_number_reaches_those_who_see_it_alone(kernels: ctypes.CDLL) 
     assert np.isfinite(run(replace(case, window=99), kernels)[0]).all()
 
 
-def test_wrong_places_and_shapes_never_lead_out_of_the_cache(kernels: ctypes.CDLL) -> None:
+def test_wrong_places_and_shapes_never_lead_out_of_the_cache(kernels):
     case = drawn(7, batch=4, size=8, slots=16, tokens=4, length=np.full(4, 4))
     most = np.iinfo(np.int32).max
     start = np.array([-2, -100, most, 15], np.int32)
@@ -271,9 +267,7 @@ def test_wrong_places_and_shapes_never_lead_out_of_the_cache(kernels: ctypes.CDL
             run(replace(case, **wrong), kernels)
 
 
-def encode(
-    library: ctypes.CDLL, query: Any, keys: Any, values: Any, length: Any, scale: float
-) -> np.ndarray:
+def encode(library, query, keys, values, length, scale):
     out = np.full(query.shape, np.nan, np.float32)
     arguments = [np.ascontiguousarray(x) for x in (query, keys, values, length.astype(np.int32))]
     handler = kernel_frames.handler_of(library, "encoder_attention")
@@ -290,8 +284,8 @@ def encode(
     st.sampled_from([1, 3, 16, 32, 33, 64, 100]),
 )
 def test_an_encoder_of_any_size_is_what_numpy_makes_of_it(
-    kernels: ctypes.CDLL, seed: int, batch: int, tokens: int, heads: int, size: int
-) -> None:
+    kernels, seed, batch, tokens, heads, size
+):
     rng = np.random.default_rng(seed)
     shape = (batch, tokens, heads, size)
     query, keys = rng.integers(-3, 4, (2, *shape)).astype(np.float32)
@@ -312,7 +306,7 @@ def test_an_encoder_of_any_size_is_what_numpy_makes_of_it(
 @pytest.mark.parametrize(
     "sanitizers", ["address,undefined", pytest.param("thread", marks=pytest.mark.thorough)]
 )
-def test_sanitizers_find_nothing(sanitizers: str, build_cache: Path) -> None:
+def test_sanitizers_find_nothing(sanitizers, build_cache):
     names = ("attention.cc", "encoder_attention.cc", "threads.cc")
     driver = kernel_builds.sanitized(DRIVER, names, sanitizers, build_cache)
     kernel_builds.assert_runs_clean(driver)

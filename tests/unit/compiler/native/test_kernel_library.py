@@ -1,7 +1,5 @@
 """The library of native kernels: what makes it, what it is cached under, what it asks of a machine."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import os
@@ -10,7 +8,6 @@ import shutil
 import stat
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +24,7 @@ from prejit.compiler.native.kernel_library import (
 )
 from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.compiler.targets.target_table import target
-from prejit.compiler.targets.toolchain import Toolchain, host_toolchain
+from prejit.compiler.targets.toolchain import host_toolchain
 from prejit.runtime.errors import BuildError, UsageError
 from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.format.names import kernel_target
@@ -37,11 +34,11 @@ TOY = Path(__file__).parents[3] / "toy_kernels"
 VERSIONS = {name: metadata.version(name) for name in ("jax", "jaxlib")}
 
 
-def toolchain(name: str = "cpu-x86-64-v2", **changes: Any) -> Toolchain:
+def toolchain(name="cpu-x86-64-v2", **changes):
     return host_toolchain(dataclasses.replace(target(name), **changes), VERSIONS)
 
 
-def built(cache: DirectoryStore, chain: Toolchain | None = None, **more: Any) -> KernelLibrary:
+def built(cache, chain=None, **more):
     """The library of the toy kernels, or of other `sources`."""
     found = build_kernels(chain or toolchain(), cache, **{"sources": TOY, **more})
     assert isinstance(found, KernelLibrary)
@@ -49,19 +46,19 @@ def built(cache: DirectoryStore, chain: Toolchain | None = None, **more: Any) ->
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> DirectoryStore:
+def cache(tmp_path):
     return DirectoryStore.open(tmp_path / "cache")
 
 
 @pytest.fixture
-def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: Any) -> Path:
+def fake_compiler(tmp_path, monkeypatch, toy_library):
     """A g++ alone on PATH that copies the toy library, and notes what it was told."""
     content = tmp_path / "made.so"
     content.write_bytes(toy_library[1])
     return write_compiler(tmp_path, monkeypatch, f"cp {content} $out")
 
 
-def write_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, makes: str) -> Path:
+def write_compiler(tmp_path, monkeypatch, makes):
     directory = tmp_path / "bin"
     directory.mkdir(exist_ok=True)
     for tool in ("cp", "cat"):
@@ -80,15 +77,13 @@ def write_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, makes: str) 
     return tmp_path / "told"
 
 
-def without_zig(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_zig(monkeypatch):
     find = importlib.util.find_spec
     without = lambda name: None if name == "ziglang" else find(name)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", without)
 
 
-def test_a_library_is_compiled_once_by_the_compiler_that_is_asked_for(
-    fake_compiler: Path, cache: DirectoryStore
-) -> None:
+def test_a_library_is_compiled_once_by_the_compiler_that_is_asked_for(fake_compiler, cache):
     first = built(cache)
     compiled = fake_compiler.read_text()
     assert compiled.count("\n") == 2, "one source, one link"
@@ -119,14 +114,12 @@ def test_a_library_is_compiled_once_by_the_compiler_that_is_asked_for(
     assert kernel_conditions(chosen, toolchain(), cache, sources=TOY) == {}
 
 
-def test_what_decides_the_library_is_in_its_key(
-    fake_compiler: Path, cache: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_decides_the_library_is_in_its_key(fake_compiler, cache, tmp_path, monkeypatch):
     """Level, sources, flags, headers, the compiler's version and arguments; not the place of the sources."""
     sources = tmp_path / "elsewhere"
     shutil.copytree(TOY, sources)
 
-    def compiles(chain: Toolchain | None = None, at: Path = sources) -> bool:
+    def compiles(chain=None, at=sources):
         before = fake_compiler.read_text() if fake_compiler.exists() else ""
         built(cache, chain, sources=at)
         return fake_compiler.read_text() != before
@@ -158,13 +151,13 @@ def test_what_decides_the_library_is_in_its_key(
     assert compiles()
 
 
-def without_kernels(cache: DirectoryStore) -> NoKernels:
+def without_kernels(cache):
     found = build_kernels(toolchain(), cache, sources=TOY)
     assert isinstance(found, NoKernels)
     return found
 
 
-def test_no_compiler_is_told(cache: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler_is_told(cache, monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.delenv("CXX", raising=False)
     without_zig(monkeypatch)
@@ -180,8 +173,8 @@ def test_no_compiler_is_told(cache: DirectoryStore, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_compiler_that_fails_leaves_the_next_to_try_and_then_tells_why(
-    cache: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: Any
-) -> None:
+    cache, tmp_path, monkeypatch, toy_library
+):
     told = write_compiler(tmp_path, monkeypatch, "echo 'toy.cc:1: no such level' >&2; exit 1")
     found = without_kernels(cache)
     assert found.worth_telling
@@ -197,9 +190,7 @@ def test_a_compiler_that_fails_leaves_the_next_to_try_and_then_tells_why(
     assert told.read_text().splitlines()[-1].startswith("-m64 ")
 
 
-def test_what_is_no_library_of_kernels_is_an_error(
-    cache: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: Any
-) -> None:
+def test_what_is_no_library_of_kernels_is_an_error(cache, tmp_path, monkeypatch, toy_library):
     write_compiler(tmp_path, monkeypatch, "echo nothing > $out")
     with pytest.raises(BuildError, match="expected a shared library: not an ELF"):
         build_kernels(toolchain(), cache, sources=TOY)
@@ -209,7 +200,7 @@ def test_what_is_no_library_of_kernels_is_an_error(
         build_kernels(toolchain(), cache, sources=TOY)
 
 
-def test_a_target_gets_its_level(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_gets_its_level(monkeypatch):
     for level in ("x86-64-v2", "x86-64-v3", "x86-64-v4"):
         assert level_of(toolchain(f"cpu-{level}").target) == level
     gpu, v2 = "cuda-l4", "cpu-x86-64-v2"
@@ -228,7 +219,7 @@ def test_a_target_gets_its_level(monkeypatch: pytest.MonkeyPatch) -> None:
     assert level_of(target("cpu-host")) == "x86-64-v3", "the level of its own features"
 
 
-def test_the_headers_are_those_of_the_jaxlib_that_compiles(tmp_path: Path) -> None:
+def test_the_headers_are_those_of_the_jaxlib_that_compiles(tmp_path):
     own = ffi_headers(toolchain())
     assert (own / "xla/ffi/api/ffi.h").is_file()
     elsewhere = tmp_path / "lib/python3.12/site-packages/jaxlib/include/xla/ffi/api"
@@ -240,7 +231,7 @@ def test_the_headers_are_those_of_the_jaxlib_that_compiles(tmp_path: Path) -> No
     assert ffi_headers(pinned) is None
 
 
-def test_a_library_needs_nothing_but_a_glibc_that_jaxlib_lacks(toy_library: Any) -> None:
+def test_a_library_needs_nothing_but_a_glibc_that_jaxlib_lacks(toy_library):
     """Not libstdc++ or libgcc, which a server may lack; and glibc no later than that it was built on."""
     told = read_shared_library(toy_library[1])
     assert set(told.needed) <= {

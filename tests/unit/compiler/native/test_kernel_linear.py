@@ -1,14 +1,9 @@
 """Products of linear layers against plain NumPy in float64, on every level that this machine runs."""
 
-from __future__ import annotations
-
-import ctypes
 import functools
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -35,16 +30,6 @@ INT4 = np.dtype(ml_dtypes.int4)
 DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.int8), INT4)
 
 
-@pytest.fixture(scope="module")
-def libraries(build_cache: Path) -> Callable[[str], ctypes.CDLL]:
-    @functools.cache
-    def library_of(level: str) -> ctypes.CDLL:
-        sources = (*SOURCES.glob("linear*.cc"), SOURCES / "threads.cc", CHOICE)
-        return kernel_builds.load(level, build_cache, sources)
-
-    return library_of
-
-
 @pytest.fixture(
     scope="module",
     params=[
@@ -54,28 +39,32 @@ def libraries(build_cache: Path) -> Callable[[str], ctypes.CDLL]:
     ],
     ids=" ".join,
 )
-def chosen(request: pytest.FixtureRequest) -> tuple[str, str]:
+def chosen(request):
     """A level and one of the multipliers that it can have."""
     return request.param
 
 
 @pytest.fixture(scope="module")
-def multiplier(chosen: tuple[str, str]) -> str:
+def multiplier(chosen):
     """What multiplies many rows."""
     return chosen[1]
 
 
 @pytest.fixture(scope="module")
-def kernels(chosen: tuple[str, str], libraries: Callable[[str], ctypes.CDLL]) -> ctypes.CDLL:
+def kernels(chosen, build_cache):
     """The library of a level, once with each multiplier that it can have."""
     level, multiplier = chosen
-    has_it = libraries(level).use_multiplier(MULTIPLIERS.index(multiplier))
+    if level != LEVELS[-1]:  # float32 is all that it has
+        return kernel_builds.product_library(level, build_cache)
+    sources = (*SOURCES.glob("linear*.cc"), SOURCES / "threads.cc", CHOICE)
+    library = kernel_builds.load(level, build_cache, sources)
+    has_it = library.use_multiplier(MULTIPLIERS.index(multiplier))
     if multiplier == "avx512bf16":  # Tiles may be refused by a sandbox although the CPU has them.
         needed = {"avx512bf16", "avx512vbmi"}
         assert bool(has_it) == (needed <= set(Fingerprint.current().cpu_features))
     if not has_it:
         pytest.skip(f"this machine has no {multiplier}")
-    return libraries(level)
+    return library
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +84,7 @@ class Case:
     activation: int = NONE
 
     @property
-    def arrays(self) -> list[Any]:
+    def arrays(self):
         found = [self.x]
         for i, weight in enumerate(self.weights):
             if weight.dtype == INT4:
@@ -107,7 +96,7 @@ class Case:
         return found if self.residual is None else [*found, self.residual]
 
 
-def run(case: Case, library: ctypes.CDLL) -> np.ndarray:
+def run(case, library):
     out = np.full((*case.x.shape[:-1], case.weights[0].shape[0]), np.nan, np.float32)
     flags = {"bias": bool(case.biases), "gated": len(case.weights) == 2}
     flags |= {"residual": case.residual is not None, "activation": case.activation}
@@ -120,7 +109,7 @@ def run(case: Case, library: ctypes.CDLL) -> np.ndarray:
     return out
 
 
-def activated(activation: int, v: Any) -> Any:
+def activated(activation, v):
     if activation == GELU_ERF:
         return v * 0.5 * (1 + special.erf(v / math.sqrt(2)))
     if activation == GELU_TANH:
@@ -133,7 +122,7 @@ def activated(activation: int, v: Any) -> Any:
 
 
 @functools.lru_cache(512)
-def reference(case: Case) -> tuple[np.ndarray, np.ndarray]:
+def reference(case):
     """What is right, and how large the terms are of which it is the sum."""
     is_wide = case.weights[0].dtype == np.float32
     x = (case.x if is_wide else case.x.astype(ml_dtypes.bfloat16)).astype(np.float64)
@@ -155,7 +144,7 @@ def reference(case: Case) -> tuple[np.ndarray, np.ndarray]:
     return y, size
 
 
-def assert_right(case: Case, library: ctypes.CDLL) -> None:
+def assert_right(case, library):
     found = run(case, library)
     expected, size = reference(case)
     assert found.shape == expected.shape
@@ -166,25 +155,16 @@ def assert_right(case: Case, library: ctypes.CDLL) -> None:
 
 
 @functools.lru_cache(512)
-def drawn(
-    seed: int,
-    shape: tuple[int, int, int],
-    dtype: np.dtype[Any],
-    *,
-    bias: bool = False,
-    gated: bool = False,
-    residual: bool = False,
-    activation: int = NONE,
-) -> Case:
+def drawn(seed, shape, dtype, *, bias=False, gated=False, residual=False, activation=NONE):
     rows, inputs, outputs = shape
     if dtype == INT4:
         inputs = -(-inputs // int4_words.GROUP) * int4_words.GROUP
     rng = np.random.default_rng(seed)
 
-    def normal(*of: int) -> np.ndarray:
+    def normal(*of):
         return rng.standard_normal(of).astype(np.float32)
 
-    def weight() -> np.ndarray:
+    def weight():
         if dtype == np.int8:
             return rng.integers(-128, 128, (outputs, inputs)).astype(np.int8)
         if dtype == INT4:
@@ -208,7 +188,7 @@ def drawn(
 
 @settings(max_examples=examples(20, 60), deadline=None)
 @given(data=st.data())
-def test_any_size_and_flags_are_as_numpys(kernels: ctypes.CDLL, data: st.DataObject) -> None:
+def test_any_size_and_flags_are_as_numpys(kernels, data):
     few, many = st.integers(0, 40), st.integers(120, 200)
     rows = data.draw(st.one_of(few, many), label="rows")
     inputs = data.draw(st.one_of(st.integers(0, 100), st.integers(370, 420)), label="inputs")
@@ -225,7 +205,7 @@ def test_any_size_and_flags_are_as_numpys(kernels: ctypes.CDLL, data: st.DataObj
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sizes_of_models_are_as_numpys(kernels: ctypes.CDLL, dtype: np.dtype[Any]) -> None:
+def test_sizes_of_models_are_as_numpys(kernels, dtype):
     for shape in ((1, 8192, 70), (130, 8200, 70)):
         assert_right(drawn(0, shape, dtype), kernels)
     for rows in (1, 5, 300):
@@ -234,9 +214,7 @@ def test_sizes_of_models_are_as_numpys(kernels: ctypes.CDLL, dtype: np.dtype[Any
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_is_its_own_in_a_batch(
-    kernels: ctypes.CDLL, multiplier: str, dtype: np.dtype[Any]
-) -> None:
+def test_a_row_is_its_own_in_a_batch(kernels, multiplier, dtype):
     """Greedy tokens must not depend on the batch: bit for bit, on either side of each threshold."""
     edge = many_rows(multiplier, dtype)
     few = [rows for rows in (1, 2, 3, 4, 5, 8, 9, 23, 24, 33, 127) if rows < (edge or 1111)]
@@ -255,9 +233,7 @@ def test_a_row_is_its_own_in_a_batch(
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_a_row_of_many_inputs_is_another_beside_others(
-    kernels: ctypes.CDLL, multiplier: str, dtype: np.dtype[Any]
-) -> None:
+def test_a_row_of_many_inputs_is_another_beside_others(kernels, multiplier, dtype):
     """Many rows sum their inputs in parts, one row sums them at once."""
     edge = many_rows(multiplier, dtype) or 131
     case = drawn(10, (edge - 1, 4203, 41), dtype)
@@ -267,7 +243,7 @@ def test_a_row_of_many_inputs_is_another_beside_others(
         np.testing.assert_array_equal(found, together[:rows], err_msg=f"{rows} rows")
 
 
-def many_rows(multiplier: str, dtype: np.dtype[Any]) -> int | None:
+def many_rows(multiplier, dtype):
     """From so many rows on a product is summed in another order: kernels/linear.h."""
     if dtype == INT4:
         return None
@@ -278,7 +254,7 @@ def many_rows(multiplier: str, dtype: np.dtype[Any]) -> int | None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("positions", [32, 61])
-def test_a_sequence_is_its_own(kernels: ctypes.CDLL, positions: int, dtype: np.dtype[Any]) -> None:
+def test_a_sequence_is_its_own(kernels, positions, dtype):
     """Of a prompt or a sentence, which has a product of its own: panels, filled or not."""
     together = run(drawn_sequences(5, positions, dtype), kernels)
     for count in (1, 2):
@@ -288,13 +264,13 @@ def test_a_sequence_is_its_own(kernels: ctypes.CDLL, positions: int, dtype: np.d
 
 
 @functools.lru_cache(512)
-def drawn_sequences(count: int, positions: int, dtype: np.dtype[Any]) -> Case:
+def drawn_sequences(count, positions, dtype):
     """The first ones of five sequences."""
     flat = drawn(5, (5 * positions, 401, 101), dtype, bias=True, activation=GELU_ERF)
     return replace(flat, x=flat.x[: count * positions].reshape(count, positions, -1))
 
 
-def test_activations_are_right_everywhere(kernels: ctypes.CDLL) -> None:
+def test_activations_are_right_everywhere(kernels):
     v = np.concatenate([np.linspace(-30, 30, 20011), [-1e30, -200, -88, 0, 88, 200, 1e30]])
     v, one = v.astype(np.float32), (np.ones((1, 1), np.float32),)
     for activation in (GELU_ERF, GELU_TANH, SILU, RELU):
@@ -305,7 +281,7 @@ def test_activations_are_right_everywhere(kernels: ctypes.CDLL) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_neither_nan_nor_infinity_is_hidden(kernels: ctypes.CDLL, dtype: np.dtype[Any]) -> None:
+def test_neither_nan_nor_infinity_is_hidden(kernels, dtype):
     for activation, rows in itertools.product(range(5), (1, 6, 150)):
         case = drawn(5, (rows, 40, 50), dtype, gated=True, activation=activation)
         x = case.x.copy()
@@ -319,7 +295,7 @@ def test_neither_nan_nor_infinity_is_hidden(kernels: ctypes.CDLL, dtype: np.dtyp
         assert not np.isfinite(run(plain, kernels)[rows // 2]).any()
 
 
-def test_wrong_arguments_are_an_error_and_no_crash(kernels: ctypes.CDLL) -> None:
+def test_wrong_arguments_are_an_error_and_no_crash(kernels):
     case, narrow = drawn(7, (2, 8, 6), DTYPES[0]), np.ones((6, 8), ml_dtypes.bfloat16)
     scales = (np.ones(6, np.float32),)
     for wrong, message in (
@@ -343,7 +319,7 @@ def test_wrong_arguments_are_an_error_and_no_crash(kernels: ctypes.CDLL) -> None
         pytest.param("thread", [[]], id="thread", marks=pytest.mark.thorough),
     ],
 )
-def test_sanitizers_find_nothing(sanitizers: str, ways: list[list[str]], build_cache: Path) -> None:
+def test_sanitizers_find_nothing(sanitizers, ways, build_cache):
     sources = {each.name for each in SOURCES.glob("linear*.cc")} - {"linear_ffi.cc"}
     names = (*sorted(sources), "threads.cc")
     driver = kernel_builds.sanitized(DRIVER, names, sanitizers, build_cache)

@@ -1,11 +1,5 @@
 """The norm kernel against NumPy in float64."""
 
-from __future__ import annotations
-
-import ctypes
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,12 +15,12 @@ EPSILON = 1e-3
 @pytest.fixture(
     scope="module", params=[pytest.param(LEVELS[0], marks=pytest.mark.thorough), *LEVELS[1:]]
 )
-def kernels(request: pytest.FixtureRequest, build_cache: Path) -> ctypes.CDLL:
+def kernels(request, build_cache):
     """The library of a level, as bundles have it."""
     return kernel_builds.product_library(request.param, build_cache)
 
 
-def run(library: ctypes.CDLL, x: Any, weight: Any, bias: Any, offset: float = 0.0) -> np.ndarray:
+def run(library, x, weight, bias, offset=0.0):
     """Layer norm where there is a bias, else RMS norm."""
     out = np.full(x.shape, np.nan, np.float32)
     kernel_frames.call(
@@ -40,7 +34,7 @@ def run(library: ctypes.CDLL, x: Any, weight: Any, bias: Any, offset: float = 0.
     return out
 
 
-def expected(x: Any, weight: Any, bias: Any, offset: float) -> Any:
+def expected(x, weight, bias, offset):
     wide = x.astype(np.float64)
     if bias is not None:
         wide = wide - wide.mean(-1, keepdims=True)
@@ -58,14 +52,8 @@ def expected(x: Any, weight: Any, bias: Any, offset: float) -> Any:
     seed=st.integers(0, 1 << 16),
 )
 def test_rows_are_normalized_whatever_their_width(
-    kernels: ctypes.CDLL,
-    rows: int,
-    width: int,
-    mean: float,
-    centred: bool,
-    offset: float,
-    seed: int,
-) -> None:
+    kernels, rows, width, mean, centred, offset, seed
+):
     random = np.random.default_rng(seed)
     x = (random.standard_normal((rows, width)) + mean).astype(np.float32)
     weight, bias = random.standard_normal((2, width)).astype(np.float32)
@@ -74,7 +62,7 @@ def test_rows_are_normalized_whatever_their_width(
     np.testing.assert_allclose(found, expected(x, weight, shift, offset), rtol=2e-5, atol=2e-4)
 
 
-def test_a_nan_stays_in_its_row_and_shapes_must_fit(kernels: ctypes.CDLL) -> None:
+def test_a_nan_stays_in_its_row_and_shapes_must_fit(kernels):
     x = np.ones((3, 20), np.float32)
     x[1, 7] = np.nan
     found = run(kernels, x, np.ones(20, np.float32), None)

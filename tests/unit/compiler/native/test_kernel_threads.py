@@ -1,13 +1,8 @@
 """Helper threads of native kernels: one set a process, and no more of them than it may use."""
 
-from __future__ import annotations
-
 import os
 import shutil
-from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -47,7 +42,7 @@ for path in sys.argv[1:]:
 
 
 @pytest.fixture(scope="module", params=["g++", "zig"])
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def library(request, tmp_path_factory):
     """threads.cc and a probe, made as kernels are."""
     directory = tmp_path_factory.mktemp("threads")
     for path in (SOURCES / "threads.cc", SOURCES / "threads.h", TESTS / "threads_probe.cc"):
@@ -66,13 +61,13 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture
-def counted(tmp_path: Path, run_python: Any) -> Callable[..., list[tuple[int, int]]]:
+def counted(tmp_path, run_python):
     """Loads libraries in a fresh process, one after another, and calls each.
 
     Gives the threads that each says it uses and the helpers in the process after its call.
     """
 
-    def count(*contents: bytes, **env: str) -> list[tuple[int, int]]:
+    def count(*contents, **env):
         paths = [tmp_path / f"{place}.so" for place in range(len(contents))]
         for path, content in zip(paths, contents, strict=True):
             path.write_bytes(content)
@@ -82,12 +77,12 @@ def counted(tmp_path: Path, run_python: Any) -> Callable[..., list[tuple[int, in
     return count
 
 
-def another(library: bytes) -> bytes:
+def another(library):
     """The same with another digest: a bundle's of another build."""
     return library + b"\0"
 
 
-def test_what_shares_threads_is_a_kernel_with_a_note_within_the_library(library: bytes) -> None:
+def test_what_shares_threads_is_a_kernel_with_a_note_within_the_library(library):
     assert read_shared_library(library).exported == ("prejit_sum", "prejit_threads")
     found = find_note(library, b"prejit")
     assert found is not None
@@ -102,9 +97,7 @@ def test_what_shares_threads_is_a_kernel_with_a_note_within_the_library(library:
 
 @several_cpus
 @pytest.mark.parametrize("what", ["version", "owner"])
-def test_a_library_of_other_helpers_is_given_those_of_the_first(
-    what: str, library: bytes, counted: Callable[..., list[tuple[int, int]]]
-) -> None:
+def test_a_library_of_other_helpers_is_given_those_of_the_first(what, library, counted):
     """Of a later release, which shares them in another way, or an older one, which has no note."""
     at, changed = library.index(OWNER) + 8, bytearray(library)
     assert library[at : at + 4] == VERSION.to_bytes(4, "little")
@@ -113,9 +106,7 @@ def test_a_library_of_other_helpers_is_given_those_of_the_first(
     assert counted(library, bytes(changed), another(library)) == all_helpers
 
 
-def test_the_setting_is_taken_if_it_is_a_number(
-    library: bytes, counted: Callable[..., list[tuple[int, int]]], tmp_path: Path, run_python: Any
-) -> None:
+def test_the_setting_is_taken_if_it_is_a_number(library, counted, tmp_path, run_python):
     once = [(1, 0)] * 2
     assert counted(library, another(library), PREJIT_THREADS="1") == once
     assert counted(library, PREJIT_THREADS=str(CPUS + 7)) == [(CPUS, CPUS - 1)]
@@ -151,7 +142,7 @@ print(helpers())
 """
 
 
-def test_no_block_is_lost(library: bytes, tmp_path: Path, run_python: Any) -> None:
+def test_no_block_is_lost(library, tmp_path, run_python):
     for name, content in (("one", library), ("other", another(library))):
         (tmp_path / name).write_bytes(content)
     options = {"env": {"PYTHONWARNINGS": "ignore"}}  # that threads and fork do not go together

@@ -96,12 +96,18 @@ def watching(step):
     found = ran.setdefault(step, {})
     before = sys.getprofile()
 
+    seen = {}  # by id: equal code of two modules is two functions
+
     def note(frame, event, _):
+        code = frame.f_code
+        if event != "call" or id(code) in seen:
+            return
+        seen[id(code)] = code
         module = str(frame.f_globals.get("__name__", ""))
-        name = frame.f_code.co_qualname.partition(".")[0]
+        name = code.co_qualname.partition(".")[0]
         # Neither the bodies of modules and classes, nor methods that dataclasses generate.
-        is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED and name.isidentifier()
-        if event == "call" and module.startswith("prejit.") and is_function and name[:2] != "__":
+        is_function = code.co_flags & inspect.CO_OPTIMIZED and name.isidentifier()
+        if module.startswith("prejit.") and is_function and name[:2] != "__":
             found.setdefault(module, set()).add(name)
 
     threading.setprofile(note)

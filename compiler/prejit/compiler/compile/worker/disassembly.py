@@ -140,11 +140,7 @@ def in_order(serialized: bytes) -> bytes:
 
 
 def _parts(serialized: bytes) -> tuple[bytes, bytes]:
-    """Return the first message with its length before it, and the second.
-
-    Raises:
-        ValueError: the bytes are no such messages.
-    """
+    """Return the first message with its length before it, and the second."""
     _, header = next(protobuf_fields(b"\x0a" + serialized))
     assert isinstance(header, bytes)
     start = max(1, (len(header).bit_length() + 6) // 7) + len(header)  # its length is a varint
@@ -191,11 +187,7 @@ def _objects(result: Mapping[int, list[bytes]]) -> tuple[bytes, ...]:
 
 
 def _needed_by(objects: Sequence[bytes], declared: Sequence[str]) -> set[str]:
-    """Return the extensions that the instructions of objects need, in LLVM's names.
-
-    Raises:
-        ValueError: some bytes are no known instruction.
-    """
+    """Return the extensions that the instructions of objects need, in LLVM's names."""
     import iced_x86
 
     seen: dict[int, iced_x86.Instruction] = {}
@@ -221,11 +213,7 @@ def _needed_by(objects: Sequence[bytes], declared: Sequence[str]) -> set[str]:
 
 
 def _executable_sections(contents: bytes) -> Iterator[bytes]:
-    """Yield the sections of an ELF object that hold instructions.
-
-    Raises:
-        ValueError: it is not an object for x86-64, or not a whole one.
-    """
+    """Yield the sections of an ELF object that hold instructions."""
     sections = read_sections(contents)
     (machine,) = struct.unpack_from("<H", contents, 18)
     if machine != _EM_X86_64 or not sections:

@@ -169,12 +169,7 @@ def find_function(
 def _check_names(
     user: UserFunction, found: Callable[..., Any], program: manifest.Program, where: str
 ) -> None:
-    """Check names under `donate`, `carry`, `mask` and `static`, and what `example` checks, before a trace.
-
-    Raises:
-        ManifestError: there is no such argument, or `args` have a mistake.
-        BuildError: a function of the user that returns examples fails.
-    """
+    """Check names under `donate`, `carry`, `mask` and `static`, and what `example` checks, before a trace."""
     smallest = {name: sizes[0] for name, sizes in program.buckets.items()}
     example = user.example(smallest, f"{where}: args").value
     mask = () if program.mask is None else (program.mask,)

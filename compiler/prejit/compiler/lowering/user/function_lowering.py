@@ -305,11 +305,7 @@ def _as_data(leaf: Any) -> Any:
 
 
 def _refuse_callbacks(function: ClosedJaxpr, what: str) -> None:
-    """Refuse a function that calls Python while it runs, which a bundle cannot hold.
-
-    Raises:
-        BuildError: it does; the error names each call and its line.
-    """
+    """Refuse a function that calls Python while it runs, which a bundle cannot hold."""
     calls = [
         f"{CALLBACKS[name]}{f' at {place}' if place else ''}"
         for name, place in find_calls(function, *CALLBACKS)

@@ -182,9 +182,6 @@ class Present:
 
         Args:
             patterns: paths and glob patterns, relative to the manifest; a directory stands for all below.
-
-        Raises:
-            ManifestError: a pattern names a FIFO, a device or a socket.
         """
         found = set[str]()
         for pattern in patterns:

@@ -283,11 +283,7 @@ class Crew:
         return None
 
     def _start(self, *, check: bool = False) -> LoweringProcess | None:
-        """Start a process; None: this machine has no room for it.
-
-        Raises:
-            CancelledError: the crew is closed.
-        """
+        """Start a process; None: this machine has no room for it."""
         with self._lock:  # `close` either sees the process or prevents it
             if self._closed:
                 raise CancelledError

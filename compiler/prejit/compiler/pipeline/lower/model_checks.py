@@ -76,13 +76,7 @@ def _new_specs(plan: Plan) -> list[ProgramSpec]:
 def _check_published(
     manifest: Manifest, model: ModelSource, weights: Checkpoint, specs: Iterable[ProgramSpec]
 ) -> None:
-    """Check in seconds what would fail after minutes: that programs can be made from a model.
-
-    Raises:
-        ManifestError: the model was made for smaller buckets, no machine has room for a program, or a mesh
-            does not divide the model.
-        CheckpointError: the weights do not fit config.json.
-    """
+    """Check in seconds what would fail after minutes: that programs can be made from a model."""
     if manifest.encode is not None:
         longest = model.shape.max_tokens
         limit = f"{longest} tokens, which is what {model.files.directory} takes"
@@ -106,13 +100,7 @@ def _check_published(
 def _check_own(
     manifest: Manifest, model: OwnModel, shape: DecoderConfig, specs: Iterable[ProgramSpec]
 ) -> None:
-    """Check in seconds what would fail after minutes: that programs can be made from a user's decoder.
-
-    Raises:
-        ManifestError: the decoder was made for smaller buckets, or no machine has room for a program, or it
-            reads a source and the manifest gives no sizes of one.
-        BuildError: its cache does not follow rows and positions, or its code raises.
-    """
+    """Check in seconds what would fail after minutes: that programs can be made from a user's decoder."""
     from prejit.compiler.lowering.user.own_decoder import CHECK_MODEL, check_call
 
     limit = f"{shape.max_positions}, the max_positions of {model.label}"

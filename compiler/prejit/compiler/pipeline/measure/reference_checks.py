@@ -217,11 +217,7 @@ def _returned(
     values: Sequence[Values],
     where: str,
 ) -> dict[str, Values]:
-    """Return the results of a reference function by their names in a file.
-
-    Raises:
-        BuildError: it fails, or returns other results than the program.
-    """
+    """Return the results of a reference function by their names in a file."""
     at = f"{where}: {entry.name}"
     arguments = check_tree(entry.arguments_tree, arrays, at)
     given = pytree.unflatten(arguments, iter(values))
