@@ -1,6 +1,7 @@
 """Make the models of the benchmark: decoders with random weights, and manifests for them.
 
-    python -m benchmarks.harness.models DIR NAME...     names: gpt2, llama-1b, llama-tiny; none: gpt2
+    python -m benchmarks.harness.models DIR NAME...     names: gpt2, llama-1b, llama-tiny, or
+                                                        llama-3b and llama-8b, in shards; none: gpt2
 
     DIR/NAME/               Hugging Face layout: GPT-2's weights (in, out) as published, the others (out, in)
     DIR/gpt2.safetensors    GPT-2's weights (out, in) for its peers, every tensor 64-byte aligned
@@ -26,6 +27,8 @@ from benchmarks.harness.workload import (
     HEADS,
     LAYERS,
     LLAMA_1B,
+    LLAMA_3B,
+    LLAMA_8B,
     LLAMA_TINY,
     POSITIONS,
     VOCABULARY,
@@ -37,6 +40,10 @@ from benchmarks.harness.workload import (
 SEED = 5
 """Chosen so that the two best logits differ by at least 0.002 at every step of every row: JAX and prejit add
 in another order, and a near tie would let their tokens part."""
+LARGE = {"llama-3b": LLAMA_3B, "llama-8b": LLAMA_8B}
+"""Models that are made in shards."""
+LAYERS_OF_SHARD = 4
+"""Layers in a shard of a large model."""
 
 Weights = dict[str, np.ndarray]
 
@@ -110,7 +117,7 @@ def write_tensors(
 
 
 def llama_shapes(sizes: Llama) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes (out, in) of a Llama with a tied head."""
+    """Return names and shapes (out, in) of a Llama."""
     shared = sizes.kv_heads * sizes.width // sizes.heads
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (sizes.vocabulary, sizes.width),
@@ -126,6 +133,8 @@ def llama_shapes(sizes: Llama) -> dict[str, tuple[int, ...]]:
         for name in ("gate", "up"):
             shapes[f"{at}.mlp.{name}_proj.weight"] = (sizes.inner, sizes.width)
         shapes[f"{at}.mlp.down_proj.weight"] = (sizes.width, sizes.inner)
+    if not sizes.tied:
+        shapes["lm_head.weight"] = (sizes.vocabulary, sizes.width)
     return shapes
 
 
@@ -146,7 +155,36 @@ def make_llama(directory: Path, name: str, sizes: Llama) -> None:
         for index, (tensor, shape) in enumerate(shapes.items())
     )
     write_tensors(partial / "model.safetensors", "BF16", 2, shapes, values)
-    config = {
+    finish(partial, llama_config(sizes))
+
+
+def make_large_llama(directory: Path, name: str, sizes: Llama) -> None:
+    """Make a Llama in shards of four layers, unless it exists. Its values repeat, so that it is soon made."""
+    if (directory / name).is_dir():
+        return
+    partial = begin(directory / name)
+    some = np.random.default_rng(SEED).standard_normal((1 << 24) + 1, dtype=np.float32)
+    matrix, norm = (bfloat16_bits(each) for each in (0.02 * some, 1 + np.float32(0.1) * some))
+    shards: dict[str, dict[str, tuple[int, ...]]] = {}
+    for tensor, shape in llama_shapes(sizes).items():
+        layer = tensor.removeprefix("model.layers.").partition(".")[0]
+        place = int(layer) // LAYERS_OF_SHARD if layer.isdecimal() else "rest"
+        shards.setdefault(f"model-{place}.safetensors", {})[tensor] = shape
+    for file, shapes in shards.items():
+        values = (
+            np.resize((matrix if len(shape) == 2 else norm)[97 * at :], shape)
+            for at, shape in enumerate(shapes.values())
+        )
+        write_tensors(partial / file, "BF16", 2, shapes, values)
+    places = {tensor: file for file, shapes in shards.items() for tensor in shapes}
+    index = json.dumps({"metadata": {}, "weight_map": places})
+    (partial / "model.safetensors.index.json").write_text(index)
+    finish(partial, llama_config(sizes))
+
+
+def llama_config(sizes: Llama) -> dict[str, object]:
+    """Return the config.json of a Llama."""
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
@@ -160,12 +198,11 @@ def make_llama(directory: Path, name: str, sizes: Llama) -> None:
         "max_position_embeddings": sizes.positions,
         "rope_theta": 10000.0,
         "rms_norm_eps": EPSILON,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": sizes.tied,
         "dtype": "bfloat16",
         "bos_token_id": sizes.vocabulary - 2,
         "eos_token_id": sizes.vocabulary - 1,
     }
-    finish(partial, config)
 
 
 def make_gpt2(directory: Path) -> None:
@@ -228,6 +265,8 @@ def make(directory: Path, *names: str) -> None:
     for name in names or ("gpt2",):
         if name == "gpt2":
             make_gpt2(directory)
+        elif name in LARGE:
+            make_large_llama(directory, name, LARGE[name])
         else:
             make_llama(directory, name, {"llama-1b": LLAMA_1B, "llama-tiny": LLAMA_TINY}[name])
 

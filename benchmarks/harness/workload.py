@@ -28,7 +28,7 @@ EPSILON = 1e-5
 
 @dataclass(frozen=True)
 class Llama:
-    """Sizes of a decoder like Llama: grouped queries, gated product, tied head, no biases.
+    """Sizes of a decoder like Llama: grouped queries, gated product, no biases.
 
     Attributes:
         layers: number of layers, L.
@@ -38,6 +38,7 @@ class Llama:
         inner: width of the gated product.
         vocabulary: number of tokens, V.
         positions: longest context.
+        tied: whether the head is the embedding.
     """
 
     layers: int
@@ -47,10 +48,11 @@ class Llama:
     inner: int
     vocabulary: int
     positions: int
+    tied: bool = True
 
     @property
     def matrix_weights(self) -> int:
-        """Number of weights that one decode step reads: those of all products. The head is the embedding."""
+        """Number of weights that one decode step reads: those of all products."""
         shared = self.kv_heads * self.width // self.heads
         layer = self.width * (2 * self.width + 2 * shared + 3 * self.inner)
         return self.layers * layer + self.vocabulary * self.width
@@ -58,6 +60,10 @@ class Llama:
 
 LLAMA_1B = Llama(16, 2048, 32, 8, 8192, 128256, 2048)
 """The shape of Llama 3.2 1B: 1.24 billion parameters."""
+LLAMA_3B = Llama(28, 3072, 24, 8, 8192, 128256, 2048)
+"""The shape of Llama 3.2 3B."""
+LLAMA_8B = Llama(32, 4096, 32, 8, 14336, 128256, 2048, tied=False)
+"""The shape of Llama 3.1 8B."""
 LLAMA_TINY = Llama(4, 128, 4, 2, 384, 4096, 1024)
 """A model of 5 MB, which shows the cost of many programs and nothing else."""
 

@@ -57,6 +57,8 @@ _OTHER_FORMATS = {
 }
 """The hint for each kind of file, by its suffix, that holds weights and is not read."""
 _SHOWN = 8
+_PARTS = 16
+"""Parts in which a head is compared with the embedding. A transposed tensor is read anew for each."""
 
 
 @final
@@ -375,10 +377,17 @@ def _tie(found: dict[str, ParameterSource], copy: str, naming: Naming) -> list[s
     embedding = found.setdefault(naming.embedding, other)
     if embedding is other:
         return []
-    if other.shape != embedding.shape or not np.array_equal(other.read(), embedding.read()):
+    if other.shape != embedding.shape or not _are_equal(other, embedding):
         reason = "tie_word_embeddings is true, and " if copy == naming.head else ""
         return [f"{reason}{other.published} differs from {embedding.published}"]
     return []
+
+
+def _are_equal(one: ParameterSource, other: ParameterSource) -> bool:
+    """Return whether two parameters of one shape are equal. A part is in memory at a time: they are large."""
+    step = max(1, -(-one.shape[0] // _PARTS))
+    parts = (slice(at, at + step) for at in range(0, one.shape[0], step))
+    return all(np.array_equal(one[part], other[part]) for part in parts)
 
 
 def _misfits(

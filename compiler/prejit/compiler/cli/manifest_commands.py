@@ -315,7 +315,8 @@ def check_model(
 
     MODEL is an object with the methods of a decoder, or a function or class that makes one without
     arguments. The module is in this directory or installed. With the directory of a published model, in the
-    layout of Hugging Face, print what a build would make of it: its sizes, or what is not supported.
+    layout of Hugging Face, print what a build would make of it: its sizes, the memory that a build takes,
+    the most tokens a second that this machine's memory allows; or what is not supported.
     """
     if Path(model).is_dir():
         _print_published(Path(model))
@@ -330,13 +331,30 @@ def check_model(
 
 
 def _print_published(directory: Path) -> None:
-    """Print the sizes of a published model, and what is missing."""
+    """Print the sizes and estimates of a published model, and what is missing."""
+    from prejit.compiler.bench.machine_limits import measure_reading
     from prejit.compiler.checking.published_model import check_published
     from prejit.runtime.base.wording import size, table
 
     found = check_published(directory)
-    rows = [(each.dtype, size(each.weights_bytes), size(each.read_bytes)) for each in found.sizes]
-    click.echo(table(("dtype", "weights", "read for a token"), rows))
+    decodes = found.section == "generate"
+    rate = measure_reading() if decodes else 0.0
+    rows = [
+        (
+            each.dtype,
+            size(each.weights_bytes),
+            size(each.build_bytes),
+            size(each.read_bytes),
+            *([f"{rate / each.read_bytes:,.0f}"] if decodes else []),
+        )
+        for each in found.sizes
+    ]
+    head = ("dtype", "weights", "memory to build", "read for a token")
+    click.echo(table((*head, *(["tokens/s at most"] if decodes else [])), rows))
+    if decodes:
+        click.echo(
+            f"\ntokens/s: of one text, at {rate / 1e9:.1f} GB/s from memory, measured just now"
+        )
     click.echo(
         f"\n{found.family}, for [{found.section}]: {found.parameters:,} parameters in {found.tensors} "
         f"arrays, all used; texts up to {found.positions:,} tokens"

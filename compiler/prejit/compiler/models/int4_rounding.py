@@ -9,6 +9,7 @@ normal numbers is 8.09 % (root of the mean square); that of llama.cpp's Q4_0, of
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from prejit.compiler.models.layers import int4_words
 from prejit.compiler.models.layers.int4_words import GROUP, IN_WORD, TILE
+from prejit.runtime.base.process_facts import cpus
 from prejit.runtime.errors import CheckpointError
 
 Values = np.ndarray[Any, Any]
@@ -26,8 +28,10 @@ LEAST_ELEMENTS = 1 << 12
 """Minimum elements of a matrix in four bits: a smaller one would save less than 2 KB."""
 _PLACES = tuple(-place / 5 for place in range(32, 49, 2))
 """The places of the largest value that are tried."""
-_BLOCK_ELEMENTS = 1 << 20
-"""Elements that are rounded at a time, in memory in float32."""
+_BLOCK_ELEMENTS = 1 << 18
+"""Elements that a thread rounds at a time: their arrays, some 10 MB, stay in a processor's cache."""
+_MOST_THREADS = 8
+"""Maximum threads that round a matrix: more would wait for the disk, and take memory."""
 
 
 class _Rows(Protocol):
@@ -48,7 +52,7 @@ def rounded(groups: Values) -> tuple[Values, Values]:
 
     Scales beyond float16 are infinite. An error is half a scale at most, or that of a value which is clipped.
     """
-    flat = groups.reshape(-1, GROUP)
+    flat = np.ascontiguousarray(groups).reshape(-1, GROUP)  # sums have the same order for any block
     largest = np.take_along_axis(flat, np.abs(flat).argmax(1)[:, None], 1)
     largest = np.where(np.abs(largest) < np.finfo(np.float32).tiny, 1, largest)
     found, best = np.zeros((2, len(flat)), np.float32)
@@ -84,7 +88,8 @@ def quantized(values: _Rows, contracted: int, name: str) -> tuple[Values, Values
     scales = np.zeros(int4_words.scale_shape(inputs, outputs), np.float16)
     unit, others = (TILE, inputs) if contracted else (GROUP, outputs)
     step = max(1, _BLOCK_ELEMENTS // (unit * others)) * unit
-    for at in range(0, values.shape[0], step):
+
+    def fill(at: int) -> None:
         part = values[at : min(at + step, values.shape[0])]
         part = part if contracted else part.T
         integers, found = rounded(part.reshape(len(part), -1, GROUP))
@@ -104,6 +109,9 @@ def quantized(values: _Rows, contracted: int, name: str) -> tuple[Values, Values
             into if contracted else (slice(None), slice(at // GROUP, at // GROUP + found.shape[1]))
         )
         scales[into] = int4_words.packed_scales(found)
+
+    with ThreadPoolExecutor(min(cpus(), _MOST_THREADS)) as pool:  # NumPy computes without the GIL
+        list(pool.map(fill, range(0, values.shape[0], step)))
     return words, scales
 
 

@@ -26,6 +26,9 @@ LOOP = "loop"
 
 _LOOP_ROWS = 32
 """Maximum rows for LOOP. With more rows it is never the fastest, and may take minutes."""
+_WIDENED_BYTES = 1 << 28
+"""Maximum size of a float32 copy of a matrix that is worth a trial. Beside LOOP, a larger one takes up to a
+hundred times as long as the kernel."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -56,6 +59,12 @@ class Product:
         else:
             xla = (LOOP, WIDENED) if self.rows <= _LOOP_ROWS else (WIDENED,)
         return xla if self.in_out else (*xla, KERNEL)
+
+    @property
+    def measured_forms(self) -> tuple[str, ...]:
+        """The forms that may be the fastest: they are compiled and run on this machine, if it measures."""
+        is_large = 4 * self.inputs * self.outputs > _WIDENED_BYTES and LOOP in self.forms
+        return tuple(form for form in self.forms if not (is_large and form == WIDENED))
 
     @property
     def default_form(self) -> str:

@@ -84,7 +84,7 @@ def test_rows_of_a_packed_matrix_are_others_than_those_of_the_published_one(
 
 
 def test_a_matrix_of_many_blocks_is_rounded_like_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = np.random.default_rng(0).standard_normal((70, 96), np.float32)
+    exact = np.random.default_rng(0).standard_normal((1000, 2048), np.float32)
     for contracted, values in ((1, exact), (0, np.ascontiguousarray(exact.T))):
         whole = int4_rounding.quantized(values, contracted, "w")
         monkeypatch.setattr(int4_rounding, "_BLOCK_ELEMENTS", 1)

@@ -125,6 +125,14 @@ def test_the_nearest_measurement_answers_and_others_are_made_if_asked():
     assert both.choice(LARGE, HERE).measured == own_level
 
 
+def test_a_float32_copy_of_a_head_is_tried():
+    head = replace(LARGE, inputs=4096, outputs=128_256)
+    assert head.measured_forms == (LOOP, KERNEL)
+    assert LARGE.measured_forms == LARGE.forms == head.forms
+    # With many rows only XLA's dot is left beside the kernel.
+    assert replace(head, rows=64).measured_forms == (WIDENED, KERNEL)
+
+
 def test_builds_that_measure_at_once_lose_nothing(tmp_path):
     path = tmp_path / "forms.json"
     sizes = range(1, 25)

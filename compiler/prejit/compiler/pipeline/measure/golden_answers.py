@@ -275,7 +275,8 @@ def _too_large(program: ProgramEntry) -> str | None:
         tokens = sizes["batch"] * max(sizes.get(each, 1) for each in ("prompt", "draft", "length"))
     if program.memory.argument_bytes * tokens > _MOST_WORK:
         return "it would take this machine minutes"
-    if program.memory.need_bytes > (free := free_memory_bytes()):
+    # The weights are most of it, and are pages of a file, like those that the build has read.
+    if program.memory.need_bytes > (free := free_memory_bytes(with_files=True)):
         return f"it needs {program.memory.need_bytes / 1e9:.1f} GB of memory, and {free / 1e9:.1f} are free"
     return None
 

@@ -89,7 +89,7 @@ def measure_missing(
         if not missing:
             return known
         service.jobs.wait()
-        seconds = _FORM_SECONDS * sum(len(product.forms) for product in missing)
+        seconds = _FORM_SECONDS * sum(len(product.measured_forms) for product in missing)
         progress.note(
             f"measuring the forms of {len(missing)} products for {toolchain.target.name}, "
             f"about {seconds:.0f} s"
@@ -114,7 +114,7 @@ def measure_products(
     progress: Progress,
     timeout_seconds: float = JOB_SECONDS,
 ) -> FormTable:
-    """Measure each form of products on this machine, which must be one that `runs_here`.
+    """Measure the forms of products on this machine, which must be one that `runs_here`.
 
     The time limit is that of one product.
 
@@ -130,7 +130,9 @@ def measure_products(
     measured = []
     with WorkerProcess(toolchain, store, os.environ) as worker:
         for number, product in enumerate(products, 1):
-            executables = {f: compiled[product, f].executable.digest for f in product.forms}
+            executables = {
+                f: compiled[product, f].executable.digest for f in product.measured_forms
+            }
             with progress.phase(f"measuring {product} for {name} ({number}/{len(products)})"):
                 times = worker.measure_forms(product, executables, library.digest, timeout_seconds)
             measured.append(Measured(product, times, conditions, today.isoformat()))
@@ -148,7 +150,7 @@ def _compile(
 
     target, futures = toolchain.target.name, {}
     for product in products:
-        for form in product.forms:
+        for form in product.measured_forms:
             program = store.put_blob(lower_product(product, form))
             source = Source(program, ("cpu",), library if form == KERNEL else None)
             name = f"{product} by {form}"
@@ -158,7 +160,7 @@ def _compile(
     return {
         (product, form): results[f"{product} by {form}", target]
         for product in products
-        for form in product.forms
+        for form in product.measured_forms
     }
 
 
