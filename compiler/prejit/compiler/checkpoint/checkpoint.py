@@ -33,8 +33,10 @@ from prejit.compiler.checkpoint.parameter_sources import (
     piece_of,
     stacked,
 )
+from prejit.compiler.checkpoint.quantized_tensors import with_whole_matrices
 from prejit.compiler.checkpoint.tensor_files import Tensor, tensors
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
+from prejit.compiler.models.quantization_settings import Quantization, read_quantization
 from prejit.runtime.base.wording import few
 from prejit.runtime.errors import CheckpointError
 
@@ -108,6 +110,17 @@ class Checkpoint:
         """
         return tuple(self._sources)
 
+    @property
+    def forms(self) -> dict[str, str]:
+        """How matrices were published in few bits, in words, by the names of parameters.
+
+        Raises:
+            CheckpointError: as `names`.
+        """
+        sources = self._sources.items()
+        found = {name: each.form for name, each in sources if not isinstance(each, np.ndarray)}
+        return {name: form for name, form in found.items() if form}
+
     def read(self, name: str) -> np.ndarray[Any, Any]:
         """Read a parameter: float32, C-contiguous, in the module's shape.
 
@@ -144,8 +157,12 @@ class Checkpoint:
             parameters, derived = parameters_of(module), derived_of(module)
             naming = model_registry.encoder_naming(encoder)
         published, problems = _published(self._model_files)
+        if (quantization := self._quantization()) is not None:
+            published, unfit = with_whole_matrices(published, quantization)
+            problems += unfit
         found, misnamed = _named(published, naming, parameters)
         problems += misnamed
+        _drop_zero_biases(found, parameters)
         for copy in (naming.head, *naming.copies):
             if copy not in parameters:
                 problems += _tie(found, copy, naming)
@@ -170,6 +187,12 @@ class Checkpoint:
             found = merged(found, adapter, naming, own, partial(_our_name, naming=naming))
         sources: dict[str, ParameterSource | np.ndarray[Any, Any]] = {**found, **derived}
         return dict(sorted(sources.items()))
+
+    def _quantization(self) -> Quantization | None:
+        directory = self.directory if self._layout is None else self._layout.transformer
+        file = directory / "config.json"
+        # `load_config` has refused a method that the family does not read.
+        return read_quantization(file, read_json(file).get("quantization_config"), ("mxfp4",))
 
 
 def open_checkpoint(
@@ -320,6 +343,7 @@ def _named(
                 problems.append(f"both {first.published} and {name} are given")
             continue
         in_out = kernels_in_out if name.endswith(".kernel") else name.endswith(naming.in_out)
+        in_out = in_out and tensor.few_bits is None  # which is (out, in) in each family
         parameter = parameters.get(ours)
         transposed = in_out != (parameter is not None and parameter.in_out)
         if ours in found:
@@ -340,6 +364,17 @@ def _named(
         if stack is not None:
             found[ours] = stack
     return found, problems
+
+
+def _drop_zero_biases(
+    found: dict[str, ParameterSource], parameters: Mapping[str, Parameter]
+) -> None:
+    """Drop biases that the model does not have: AutoGPTQ writes zeros for matrices without one."""
+    for name in found.keys() - parameters.keys():
+        beside = found.get(f"{name.removesuffix('.bias')}.weight")
+        is_beside = name.endswith(".bias") and beside is not None and beside.form
+        if is_beside and not found[name].read().any():
+            del found[name]
 
 
 def _our_name(published: str, naming: Naming) -> str:

@@ -8,7 +8,6 @@ normal numbers is 8.09 % (root of the mean square); that of llama.cpp's Q4_0, of
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -104,26 +103,6 @@ def quantized(values: _Rows, contracted: int, name: str) -> tuple[Values, Values
             into if contracted else (slice(None), slice(at // GROUP, at // GROUP + found.shape[1]))
         )
         scales[into] = int4_words.packed_scales(found)
-    return words, scales
-
-
-def quantizing(
-    read: Callable[[], _Rows], contracted: int, name: str
-) -> tuple[Callable[[], Values], Callable[[], Values]]:
-    """Return functions that return the words of a matrix, and its scales. See `quantized`.
-
-    Making the words keeps the scales for the call that follows, so that a matrix is read once.
-    """
-    kept: list[Values] = []
-
-    def words() -> Values:
-        found, scales = quantized(read(), contracted, name)
-        kept[:] = [scales]
-        return found
-
-    def scales() -> Values:
-        return kept.pop() if kept else quantized(read(), contracted, name)[1]
-
     return words, scales
 
 
