@@ -24,6 +24,7 @@ import numpy as np
 from prejit.compiler.base.json_file import read_json
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.checkpoint.adapters import adapter_files, merged
+from prejit.compiler.checkpoint.gguf_tensors import gguf_tensors
 from prejit.compiler.checkpoint.parameter_sources import (
     FLOATS,
     ParameterSource,
@@ -52,9 +53,9 @@ _FLAX_ENDS = {".kernel": ".weight", ".scale": ".weight", ".embedding": ".weight"
 _TENSORFLOW_ENDS = {".gamma": ".weight", ".beta": ".bias"}
 """Names of norms in files that were converted from TensorFlow: bert-base-uncased."""
 _PICKLE = "a pickle can run code when it is read: convert it with transformers' save_pretrained"
+_GGUF = ".gguf"
 _OTHER_FORMATS = {
-    ".gguf": "a GGUF file is made from a checkpoint, for llama.cpp: give the directory of that checkpoint, "
-    "with config.json and model.safetensors",
+    _GGUF: "put config.json and tokenizer.json beside the GGUF file, those of the checkpoint that it is of",
     **dict.fromkeys((".bin", ".pt", ".pth"), _PICKLE),
 }
 """The hint for each kind of file, by its suffix, that holds weights and is not read."""
@@ -146,17 +147,20 @@ class Checkpoint:
         from prejit.compiler.models.parameters import parameters_of
 
         derived: Mapping[str, np.ndarray[Any, Any]] = {}
+        published, problems = _published(self._model_files)
         if self._layout is None:
             config = config_file.load_config(self.directory)
             parameters = parameters_of(model_registry.make_decoder(config, out_in=self._out_in))
             naming = model_registry.naming_of(config.model_type)
             naming = replace(naming, ignored=naming.ignored_in(config))
+            for file in self._model_files:
+                if file.suffix == _GGUF:
+                    published |= gguf_tensors(file, config, (*parameters, naming.head))
         else:
             encoder = config_file.load_encoder(self.directory)
             module = model_registry.make_encoder(encoder, out_in=self._out_in)
             parameters, derived = parameters_of(module), derived_of(module)
             naming = model_registry.encoder_naming(encoder)
-        published, problems = _published(self._model_files)
         if (quantization := self._quantization()) is not None:
             published, unfit = with_whole_matrices(published, quantization)
             problems += unfit
@@ -202,7 +206,7 @@ def open_checkpoint(
 
     Args:
         directory: in the Hugging Face layout: config.json, and model.safetensors, or
-            model.safetensors.index.json with its shards, or flax_model.msgpack.
+            model.safetensors.index.json with its shards, or flax_model.msgpack, or one .gguf file.
         out_in: whether all matrices are stored (out, in), as in `models.model_registry.make_decoder`.
         adapters: directories of adapters, which are merged in this order.
 
@@ -225,9 +229,15 @@ def open_checkpoint(
         if (directory / name).is_file():
             files = (config, directory / name)
             return Checkpoint(directory, files, out_in=out_in, adapters=adapters)
+    files = sorted(directory.glob(f"*{_GGUF}"))
+    if len(files) == 1:
+        return Checkpoint(directory, (config, *files), out_in=out_in, adapters=adapters)
     others, hint = _other_formats(directory)
+    if files:
+        others, hint = few([file.name for file in files], _SHOWN), "keep one .gguf file there"
+    expected = f"{', '.join((*_SINGLE, _INDEX))}, or one {_GGUF} file"
     raise CheckpointError(
-        f"{directory}: expected weights in one of {', '.join((*_SINGLE, _INDEX))}, found {others}",
+        f"{directory}: expected weights in one of {expected}, found {others}",
         hint=hint,
     )
 
@@ -247,6 +257,11 @@ def open_encoder(
     """
     layout = read_layout(directory)
     weights = open_checkpoint(layout.transformer).files[1:]
+    if weights[0].suffix == _GGUF:
+        raise CheckpointError(
+            f"{weights[0]}: expected safetensors for an encoder, found GGUF",
+            hint="take the checkpoint in safetensors",
+        )
     dense = tuple(_dense_weights(part.directory) for part in layout.dense)
     files = (*layout.files, *weights)
     return Checkpoint(directory, files, layout, dense, out_in=out_in, adapters=adapters)
@@ -305,7 +320,7 @@ def _published(files: Iterable[Path]) -> tuple[dict[str, Tensor], list[str]]:
     for file in files:
         if file.name == _INDEX:
             where = read_json(file)["weight_map"]
-        elif file.suffix != ".json":
+        elif file.suffix not in (".json", _GGUF):
             for name, tensor in tensors(file).items():
                 held.setdefault(name, []).append(tensor)
     problems = []

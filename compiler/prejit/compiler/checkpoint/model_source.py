@@ -42,8 +42,11 @@ def resolve_source(source: str, base_directory: Path, *, weights: bool = True) -
     directory = base_directory / source
     if not directory.is_dir():
         raise ManifestError(
-            f"model.source: expected a directory, found none at {directory}",
-            hint="hf://org/name fetches a model from the Hugging Face Hub",
+            f"model.source: expected a directory, found {'a file' if directory.is_file() else 'none'} at "
+            f"{directory}",
+            hint="give the directory of the file, with config.json and tokenizer.json in it"
+            if directory.is_file()
+            else "hf://org/name fetches a model from the Hugging Face Hub",
         )
     return directory
 
