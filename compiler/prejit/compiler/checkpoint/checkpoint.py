@@ -200,7 +200,11 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    directory: Path, *, out_in: bool = False, adapters: tuple[Path, ...] = ()
+    directory: Path,
+    *,
+    out_in: bool = False,
+    adapters: tuple[Path, ...] = (),
+    weights: Path | None = None,
 ) -> Checkpoint:
     """Find the files of a checkpoint. Tensors are first read when they are needed.
 
@@ -209,6 +213,7 @@ def open_checkpoint(
             model.safetensors.index.json with its shards, or flax_model.msgpack, or one .gguf file.
         out_in: whether all matrices are stored (out, in), as in `models.model_registry.make_decoder`.
         adapters: directories of adapters, which are merged in this order.
+        weights: a .gguf file in the directory; None: there is one file, or an index.
 
     Raises:
         CheckpointError: files are missing, or the index cannot be read.
@@ -220,6 +225,8 @@ def open_checkpoint(
             f"{config}: expected a file, found {others}",
             hint=hint or "expected a directory in the Hugging Face layout, with config.json in it",
         )
+    if weights is not None:
+        return Checkpoint(directory, (config, weights), out_in=out_in, adapters=adapters)
     index = directory / _INDEX
     if not (directory / _SINGLE[0]).is_file() and index.is_file():
         return Checkpoint(
@@ -229,12 +236,13 @@ def open_checkpoint(
         if (directory / name).is_file():
             files = (config, directory / name)
             return Checkpoint(directory, files, out_in=out_in, adapters=adapters)
-    files = sorted(directory.glob(f"*{_GGUF}"))
-    if len(files) == 1:
-        return Checkpoint(directory, (config, *files), out_in=out_in, adapters=adapters)
+    found = sorted(directory.glob(f"*{_GGUF}"))
+    if len(found) == 1:
+        return Checkpoint(directory, (config, *found), out_in=out_in, adapters=adapters)
     others, hint = _other_formats(directory)
-    if files:
-        others, hint = few([file.name for file in files], _SHOWN), "keep one .gguf file there"
+    if found:
+        others = few([file.name for file in found], _SHOWN)
+        hint = f'give one of them as the source: "{directory / found[0].name}"'
     expected = f"{', '.join((*_SINGLE, _INDEX))}, or one {_GGUF} file"
     raise CheckpointError(
         f"{directory}: expected weights in one of {expected}, found {others}",
@@ -258,13 +266,18 @@ def open_encoder(
     layout = read_layout(directory)
     weights = open_checkpoint(layout.transformer).files[1:]
     if weights[0].suffix == _GGUF:
-        raise CheckpointError(
-            f"{weights[0]}: expected safetensors for an encoder, found GGUF",
-            hint="take the checkpoint in safetensors",
-        )
+        raise no_encoder(weights[0])
     dense = tuple(_dense_weights(part.directory) for part in layout.dense)
     files = (*layout.files, *weights)
     return Checkpoint(directory, files, layout, dense, out_in=out_in, adapters=adapters)
+
+
+def no_encoder(file: Path) -> CheckpointError:
+    """Return the error for an encoder in a GGUF file."""
+    return CheckpointError(
+        f"{file}: expected safetensors for an encoder, found GGUF",
+        hint="take the checkpoint in safetensors",
+    )
 
 
 def _dense_weights(directory: Path) -> Path:

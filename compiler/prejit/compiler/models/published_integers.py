@@ -5,7 +5,7 @@ A published matrix is integers times scales of groups of inputs. It is kept exac
     as int4     integers from -8 to 7, groups of a multiple of 32 inputs, scales that float16 holds
     as int8     integers from -128 to 127, one scale for each output
 
-Any other is rounded like a matrix in float32.
+`nearest` keeps as much as it can of 4 bits with zero points. Any other matrix is rounded like one in float32.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from prejit.compiler.base.stored_dtypes import StoredDtype
+from prejit.compiler.models import int4_rounding
 from prejit.compiler.models.layers import int4_words
 from prejit.compiler.models.layers.int4_words import GROUP
 
 Values = np.ndarray[Any, Any]
+_BLOCK_ELEMENTS = 1 << 20
+"""Elements that are rounded at a time, in memory in float32."""
 
 
 @dataclass(frozen=True)
@@ -69,21 +72,24 @@ def has_few_bits(rows: object) -> bool:
     return isinstance(rows, PublishedInFewBits) and bool(rows.form)
 
 
-def kept(rows: object, stored: StoredDtype, contracted: int) -> tuple[Values, Values] | None:
+def integers_of(rows: object) -> Integers | None:
+    """Return a matrix as it was published; None: not as integers and scales."""
+    return rows.integers() if isinstance(rows, PublishedInFewBits) and rows.form else None
+
+
+def kept(found: Integers, stored: StoredDtype, contracted: int) -> tuple[Values, Values] | None:
     """Return the integers and scales of a matrix as they are stored; None: it must be rounded.
 
     Args:
-        rows: the matrix.
+        found: the matrix.
         stored: the dtype.
         contracted: the axis of the inputs in the module's matrix.
     """
-    if not stored.has_scales or not isinstance(rows, PublishedInFewBits):
-        return None
-    found = rows.integers()
-    if found is None:
-        return None
     if stored.words is not None:
-        return _as_words(found)
+        in_groups = _in_groups(found)
+        if in_groups is None or found.values.min(initial=0) < -8 or found.values.max(initial=0) > 7:
+            return None
+        return int4_words.packed(found.values), int4_words.packed_scales(in_groups)
     first = found.scales[..., :1]
     if stored.largest is None or not np.array_equal(found.scales, first + 0 * found.scales):
         return None
@@ -91,18 +97,47 @@ def kept(rows: object, stored: StoredDtype, contracted: int) -> tuple[Values, Va
     return np.ascontiguousarray(values), np.ascontiguousarray(first[..., 0])
 
 
-def _as_words(found: Integers) -> tuple[Values, Values] | None:
-    """Return a matrix as int4_words.py has it; None: it does not fit."""
+def nearest(found: Integers) -> tuple[Values, Values] | None:
+    """Return a matrix whose integers four bits do not hold as words and scales; None: it has other groups.
+
+    With a zero point integers go from -15 to 15, but those of 32 inputs often fit after a change of sign.
+    Each group keeps its scale if no other one is better, and clips what does not fit.
+    """
+    in_groups = _in_groups(found)
+    if in_groups is None:
+        return None
+    outputs, inputs = found.values.shape
+    integers, scales = np.empty((outputs, inputs), np.int8), np.empty_like(in_groups)
+    step = max(1, _BLOCK_ELEMENTS // inputs)
+    for at in range(0, outputs, step):
+        values = found.values[at : at + step].reshape(-1, GROUP).astype(np.float32)
+        scale = in_groups[at : at + step].reshape(-1)
+        wide = values * scale.astype(np.float32)[:, None]
+        best, best_scale = int4_rounding.rounded(wide)
+        least = _squared(best * best_scale.astype(np.float32)[:, None] - wide)
+        for sign in (-1, 1):
+            clipped = np.clip(sign * values, -8, 7)
+            error = _squared((sign * clipped - values) * scale.astype(np.float32)[:, None])
+            is_better = error <= least
+            best = np.where(is_better[:, None], clipped, best).astype(np.int8)
+            best_scale = np.where(is_better, sign * scale, best_scale)
+            least = np.minimum(error, least)
+        integers[at : at + step] = best.reshape(-1, inputs)
+        scales[at : at + step] = best_scale.reshape(-1, in_groups.shape[1])
+    return int4_words.packed(integers), int4_words.packed_scales(scales)
+
+
+def _squared(errors: Values) -> Values:
+    found: Values = np.einsum("ij,ij->i", errors, errors)
+    return found
+
+
+def _in_groups(found: Integers) -> Values | None:
+    """Return the scale of each 32 inputs in float16, which must hold it; None: groups are others."""
     groups, inputs = found.scales.shape[-1], found.values.shape[-1]
     with np.errstate(over="ignore"):
         scales = found.scales.astype(np.float16)
-    fits = inputs // groups % GROUP == 0 and inputs % groups == 0 and found.values.ndim == 2
-    if (
-        not fits
-        or found.values.min(initial=0) < -8
-        or found.values.max(initial=0) > 7
-        or not np.array_equal(scales.astype(np.float32), found.scales)
-    ):
+    fits = inputs % groups == 0 and inputs // groups % GROUP == 0 and found.values.ndim == 2
+    if not fits or not np.array_equal(scales.astype(np.float32), found.scales):
         return None
-    each = np.repeat(scales, inputs // groups // GROUP, axis=1)
-    return int4_words.packed(found.values), int4_words.packed_scales(each)
+    return np.repeat(scales, inputs // groups // GROUP, axis=1)

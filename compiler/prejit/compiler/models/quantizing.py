@@ -159,11 +159,13 @@ def _stored(
 ) -> tuple[Values, Values]:
     """Return the values and scales of a matrix; without scales both are the values."""
     rows = read(name)
-    if (kept := published_integers.kept(rows, stored, part.contracted)) is not None:
+    found = published_integers.integers_of(rows) if stored.has_scales else None
+    if found and (kept := published_integers.kept(found, stored, part.contracted)) is not None:
         tell(name, 0.0)
         return kept
     if stored.words is not None:
-        values, scales = int4_rounding.quantized(rows, part.contracted, name)
+        near = found and published_integers.nearest(found)
+        values, scales = near or int4_rounding.quantized(rows, part.contracted, name)
     elif stored.has_scales:
         values, scales = quantized(rows, part.contracted, stored)
     else:

@@ -1,6 +1,7 @@
 """GGUF files, as llama.cpp's converter writes them, beside config.json."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,9 +9,12 @@ from tests.parity.cases import cases
 from tests.parity.few_bits_cases import GPTQ, FewBits
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
+from prejit.compiler.checkpoint.model_source import resolve_source
+from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.models import config_file, model_registry, quantizing
+from prejit.compiler.pipeline.model import find_model, open_weights
 from prejit.compiler.pipeline.pack.few_bits import few_bits
-from prejit.runtime.errors import CheckpointError
+from prejit.runtime.errors import CheckpointError, ManifestError
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 KINDS = gguf.GGMLQuantizationType
@@ -145,4 +149,31 @@ def test_a_file_that_does_not_fit_is_read(tmp_path):
     (there / "other.gguf").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"found model\.gguf, other\.gguf") as caught:
         open_checkpoint(there)
-    assert "keep one" in str(caught.value.hint)
+    assert f'"{there}/model.gguf"' in str(caught.value.hint)
+
+
+def test_another_file_is_read_than_the_manifest_names(tmp_path):
+    case = of_family("qwen3")
+    case.write(tmp_path / "model")
+    for name in ("model.gguf", "other.gguf"):
+        (tmp_path / "model" / name).write_bytes(name.encode())
+    path = tmp_path / "demo.toml"
+    for source, name in (
+        ("model/other.gguf", "other.gguf"),
+        ("model", "model.safetensors"),
+        ("model/third.gguf", None),
+    ):
+        path.write_text(
+            f'[bundle]\nname = "demo"\n[model]\nsource = "{source}"\n[generate]\nbatch = [1]\n'
+            'prompt = [8]\ncontext = [32]\n[[target]]\nname = "cpu-host"\n'
+        )
+        manifest = read_manifest(path)
+        if name is None:
+            with pytest.raises(
+                ManifestError, match=r"or a \.gguf file, found none at .*third\.gguf"
+            ):
+                resolve_source(source, manifest.directory)
+            continue
+        directory = resolve_source(manifest.model.source, manifest.directory)
+        files = find_model(manifest, (SimpleNamespace(architecture="x86_64"),), directory)
+        assert [file.name for file in open_weights(files).files] == ["config.json", name]

@@ -10,8 +10,9 @@ from tests.parity.few_bits_cases import GPTQ, LLAMA, FewBits
 
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
-from prejit.compiler.models import config_file
-from prejit.compiler.models.published_integers import Integers, kept
+from prejit.compiler.models import config_file, int4_rounding
+from prejit.compiler.models.layers import int4_words
+from prejit.compiler.models.published_integers import Integers, kept, nearest
 from prejit.runtime.errors import CheckpointError
 
 WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
@@ -98,16 +99,8 @@ def test_a_group_that_is_none_is_read_from_elsewhere(tmp_path):
         open_checkpoint(tmp_path, out_in=True).read(f"{Q}.weight")
 
 
-class Rows:
-    """A matrix that was published as integers."""
-
-    form = "integers"
-
-    def __init__(self, values, scales):
-        self.found = Integers(np.asarray(values, np.int8), np.asarray(scales, np.float32))
-
-    def integers(self):
-        return self.found
+def integers(values, scales):
+    return Integers(np.asarray(values, np.int8), np.asarray(scales, np.float32))
 
 
 def test_integers_are_kept_that_a_dtype_does_not_hold():
@@ -115,22 +108,42 @@ def test_integers_are_kept_that_a_dtype_does_not_hold():
     values = random.integers(-8, 8, (64, 128))
     scales = random.uniform(0.5, 1, (64, 2)).astype(np.float16)
     int4, int8 = STORED_DTYPES["int4"], STORED_DTYPES["int8"]
-    found = kept(Rows(values, scales), int4, 1)
+    found = kept(integers(values, scales), int4, 1)
     assert found is not None
     assert found[1].shape == (4, 4, 16)
     np.testing.assert_array_equal(found[1][1, :, 3], scales[19].repeat(2))
     for other, into in (
-        (Rows(values * 2, scales), int4),  # beyond four bits
-        (Rows(values, scales * np.float32(1 + 2**-12)), int4),  # no float16
-        (Rows(values[:, :48], scales[:, :1].repeat(3, 1)), int4),  # groups of 16
-        (Rows(values, scales), int8),  # two scales for an output
-        (values.astype(np.float32), int4),
-        (Rows(values, scales), STORED_DTYPES["bfloat16"]),
+        (integers(values * 2, scales), int4),  # beyond four bits
+        (integers(values, scales * np.float32(1 + 2**-12)), int4),  # no float16
+        (integers(values[:, :48], scales[:, :1].repeat(3, 1)), int4),  # groups of 16
+        (integers(values, scales), int8),  # two scales for an output
+        (integers(values, scales), STORED_DTYPES["bfloat16"]),
     ):
         assert kept(other, into, 1) is None
     # All scales of an output are equal, and -128 is more than prejit's own rounding gives.
-    one = Rows([[-128, 3], [127, 5]], [[0.5, 0.5], [0.25, 0.25]])
+    one = integers([[-128, 3], [127, 5]], [[0.5, 0.5], [0.25, 0.25]])
     for axis in (0, 1):
-        integers, scale = kept(one, int8, axis)
-        np.testing.assert_array_equal(integers if axis else integers.T, [[-128, 3], [127, 5]])
+        found, scale = kept(one, int8, axis)
+        np.testing.assert_array_equal(found if axis else found.T, [[-128, 3], [127, 5]])
         np.testing.assert_array_equal(scale, np.float32([0.5, 0.25]))
+
+
+def test_a_group_loses_integers_that_fit_after_a_change_of_sign():
+    random = np.random.default_rng(0)
+    scales = random.uniform(0.5, 1, (40, 2)).astype(np.float16)
+    weights = random.standard_normal((40, 256)) * 2.6
+    zeros = random.integers(6, 10, (40, 2)).repeat(128, 1)
+    values = np.clip(np.rint(weights) + zeros, 0, 15) - zeros
+    wide = (values * scales.repeat(128, 1)).astype(np.float32)
+    found = int4_words.unpacked(*nearest(integers(values, scales)), 40)
+    by_group = values.reshape(40, 8, 32)
+    fit = (by_group.min(2) >= -8) & (by_group.max(2) <= 7)
+    fit |= (by_group.min(2) >= -7) & (by_group.max(2) <= 8)
+    assert 0.5 < fit.mean() < 1
+    errors = np.abs(found - wide).reshape(40, 8, 32).max(2)
+    assert not errors[fit].any()
+    again = int4_words.unpacked(*int4_rounding.quantized(wide, 1, "w"), 40)
+    squares = [np.square(each - wide).reshape(40, 8, 32).sum(2) for each in (found, again)]
+    assert (squares[0] <= squares[1] * (1 + 1e-6)).all()
+    assert squares[0].sum() < 0.5 * squares[1].sum()
+    assert nearest(integers(values[:, :48], scales[:, :1].repeat(3, 1))) is None
