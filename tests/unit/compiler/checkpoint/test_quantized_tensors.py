@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from tests.parity.few_bits_cases import GPTQ, LLAMA, FewBits
+from tests.parity.sibling_cases import cases as siblings
 
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
@@ -147,3 +148,35 @@ def test_a_group_loses_integers_that_fit_after_a_change_of_sign():
     assert (squares[0] <= squares[1] * (1 + 1e-6)).all()
     assert squares[0].sum() < 0.5 * squares[1].sum()
     assert nearest(integers(values[:, :48], scales[:, :1].repeat(3, 1))) is None
+
+
+def test_experts_lose_their_integers_or_are_in_another_order(tmp_path):
+    case = next(case for case in siblings() if case.config["model_type"] == "qwen3_moe")
+    case.write(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors, random, wide = load_file(file), np.random.default_rng(0), {}
+    for name in [name for name in tensors if ".experts." in name]:
+        values = random.integers(-128, 128, tensors.pop(name).shape).astype(np.int8)
+        scale = random.uniform(0.01, 0.02, (len(values), 1)).astype(np.float32)
+        tensors |= {name: values, f"{name}_scale": scale}
+        wide[name] = values * scale
+    save_file(tensors, file)
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    settings = PACKED | {
+        "format": "int-quantized",
+        "config_groups": {"group_0": {"weights": weights}},
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps(case.config | {"quantization_config": settings})
+    )
+    checkpoint = open_checkpoint(tmp_path, out_in=True)
+    (up, down) = (name for name in checkpoint.forms if ".layers.0." in name)
+    up, down = sorted((up, down), key=lambda name: "down" in name)
+    block = up.partition("gate_up")[0]
+    parts = [[wide[f"{block}{e}.{p}_proj.weight"] for p in ("gate", "up")] for e in range(len(wide))
+             if f"{block}{e}.gate_proj.weight" in wide]  # fmt: skip
+    joined = np.stack([np.concatenate(each) for each in parts])
+    np.testing.assert_array_equal(checkpoint.read(up), joined)
+    found, scale = kept(checkpoint.rows(up).integers(), STORED_DTYPES["int8"], 2)
+    np.testing.assert_array_equal(found * scale[..., None], joined)
+    assert kept(checkpoint.rows(down).integers(), STORED_DTYPES["int8"], 2) is not None
