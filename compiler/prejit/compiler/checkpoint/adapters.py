@@ -101,6 +101,11 @@ class MergedSource:
         """See ParameterSource."""
         return self.base.shape
 
+    @property
+    def form(self) -> str:
+        """See ParameterSource: the change is in floats."""
+        return ""
+
     def __getitem__(self, part: slice) -> Values:
         values = self._sum(part)
         if self.magnitude is not None:

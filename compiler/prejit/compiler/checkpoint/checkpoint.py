@@ -24,6 +24,7 @@ import numpy as np
 from prejit.compiler.base.json_file import read_json
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.checkpoint.adapters import adapter_files, merged
+from prejit.compiler.checkpoint.gguf_tensors import gguf_tensors
 from prejit.compiler.checkpoint.parameter_sources import (
     FLOATS,
     ParameterSource,
@@ -33,8 +34,10 @@ from prejit.compiler.checkpoint.parameter_sources import (
     piece_of,
     stacked,
 )
+from prejit.compiler.checkpoint.quantized_tensors import with_whole_matrices
 from prejit.compiler.checkpoint.tensor_files import Tensor, tensors
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
+from prejit.compiler.models.quantization_settings import Quantization, read_quantization
 from prejit.runtime.base.wording import few
 from prejit.runtime.errors import CheckpointError
 
@@ -50,9 +53,9 @@ _FLAX_ENDS = {".kernel": ".weight", ".scale": ".weight", ".embedding": ".weight"
 _TENSORFLOW_ENDS = {".gamma": ".weight", ".beta": ".bias"}
 """Names of norms in files that were converted from TensorFlow: bert-base-uncased."""
 _PICKLE = "a pickle can run code when it is read: convert it with transformers' save_pretrained"
+_GGUF = ".gguf"
 _OTHER_FORMATS = {
-    ".gguf": "a GGUF file is made from a checkpoint, for llama.cpp: give the directory of that checkpoint, "
-    "with config.json and model.safetensors",
+    _GGUF: "put config.json and tokenizer.json beside the GGUF file, those of the checkpoint that it is of",
     **dict.fromkeys((".bin", ".pt", ".pth"), _PICKLE),
 }
 """The hint for each kind of file, by its suffix, that holds weights and is not read."""
@@ -110,6 +113,17 @@ class Checkpoint:
         """
         return tuple(self._sources)
 
+    @property
+    def forms(self) -> dict[str, str]:
+        """How matrices were published in few bits, in words, by the names of parameters.
+
+        Raises:
+            CheckpointError: as `names`.
+        """
+        sources = self._sources.items()
+        found = {name: each.form for name, each in sources if not isinstance(each, np.ndarray)}
+        return {name: form for name, form in found.items() if form}
+
     def read(self, name: str) -> np.ndarray[Any, Any]:
         """Read a parameter: float32, C-contiguous, in the module's shape.
 
@@ -135,19 +149,26 @@ class Checkpoint:
         from prejit.compiler.models.parameters import parameters_of
 
         derived: Mapping[str, np.ndarray[Any, Any]] = {}
+        published, problems = _published(self._model_files)
         if self._layout is None:
             config = config_file.load_config(self.directory)
             parameters = parameters_of(model_registry.make_decoder(config, out_in=self._out_in))
             naming = model_registry.naming_of(config.model_type)
             naming = replace(naming, ignored=naming.ignored_in(config))
+            for file in self._model_files:
+                if file.suffix == _GGUF:
+                    published |= gguf_tensors(file, config, (*parameters, naming.head))
         else:
             encoder = config_file.load_encoder(self.directory)
             module = model_registry.make_encoder(encoder, out_in=self._out_in)
             parameters, derived = parameters_of(module), derived_of(module)
             naming = model_registry.encoder_naming(encoder)
-        published, problems = _published(self._model_files)
+        if (quantization := self._quantization()) is not None:
+            published, unfit = with_whole_matrices(published, quantization)
+            problems += unfit
         found, misnamed = _named(published, naming, parameters)
         problems += misnamed
+        _drop_zero_biases(found, parameters)
         for copy in (naming.head, *naming.copies):
             if copy not in parameters:
                 problems += _tie(found, copy, naming)
@@ -173,17 +194,28 @@ class Checkpoint:
         sources: dict[str, ParameterSource | np.ndarray[Any, Any]] = {**found, **derived}
         return dict(sorted(sources.items()))
 
+    def _quantization(self) -> Quantization | None:
+        directory = self.directory if self._layout is None else self._layout.transformer
+        file = directory / "config.json"
+        # `load_config` has refused a method that the family does not read.
+        return read_quantization(file, read_json(file).get("quantization_config"), ("mxfp4",))
+
 
 def open_checkpoint(
-    directory: Path, *, out_in: bool = False, adapters: tuple[Path, ...] = ()
+    directory: Path,
+    *,
+    out_in: bool = False,
+    adapters: tuple[Path, ...] = (),
+    weights: Path | None = None,
 ) -> Checkpoint:
     """Find the files of a checkpoint. Tensors are first read when they are needed.
 
     Args:
         directory: in the Hugging Face layout: config.json, and model.safetensors, or
-            model.safetensors.index.json with its shards, or flax_model.msgpack.
+            model.safetensors.index.json with its shards, or flax_model.msgpack, or one .gguf file.
         out_in: whether all matrices are stored (out, in), as in `models.model_registry.make_decoder`.
         adapters: directories of adapters, which are merged in this order.
+        weights: a .gguf file in the directory; None: there is one file, or an index.
 
     Raises:
         CheckpointError: files are missing, or the index cannot be read.
@@ -195,6 +227,8 @@ def open_checkpoint(
             f"{config}: expected a file, found {others}",
             hint=hint or "expected a directory in the Hugging Face layout, with config.json in it",
         )
+    if weights is not None:
+        return Checkpoint(directory, (config, weights), out_in=out_in, adapters=adapters)
     index = directory / _INDEX
     if not (directory / _SINGLE[0]).is_file() and index.is_file():
         return Checkpoint(
@@ -204,9 +238,16 @@ def open_checkpoint(
         if (directory / name).is_file():
             files = (config, directory / name)
             return Checkpoint(directory, files, out_in=out_in, adapters=adapters)
+    found = sorted(directory.glob(f"*{_GGUF}"))
+    if len(found) == 1:
+        return Checkpoint(directory, (config, *found), out_in=out_in, adapters=adapters)
     others, hint = _other_formats(directory)
+    if found:
+        others = few([file.name for file in found], _SHOWN)
+        hint = f'give one of them as the source: "{directory / found[0].name}"'
+    expected = f"{', '.join((*_SINGLE, _INDEX))}, or one {_GGUF} file"
     raise CheckpointError(
-        f"{directory}: expected weights in one of {', '.join((*_SINGLE, _INDEX))}, found {others}",
+        f"{directory}: expected weights in one of {expected}, found {others}",
         hint=hint,
     )
 
@@ -226,9 +267,19 @@ def open_encoder(
     """
     layout = read_layout(directory)
     weights = open_checkpoint(layout.transformer).files[1:]
+    if weights[0].suffix == _GGUF:
+        raise no_encoder(weights[0])
     dense = tuple(_dense_weights(part.directory) for part in layout.dense)
     files = (*layout.files, *weights)
     return Checkpoint(directory, files, layout, dense, out_in=out_in, adapters=adapters)
+
+
+def no_encoder(file: Path) -> CheckpointError:
+    """Return the error for an encoder in a GGUF file."""
+    return CheckpointError(
+        f"{file}: expected safetensors for an encoder, found GGUF",
+        hint="take the checkpoint in safetensors",
+    )
 
 
 def _dense_weights(directory: Path) -> Path:
@@ -280,7 +331,7 @@ def _published(files: Iterable[Path]) -> tuple[dict[str, Tensor], list[str]]:
     for file in files:
         if file.name == _INDEX:
             where = read_json(file)["weight_map"]
-        elif file.suffix != ".json":
+        elif file.suffix not in (".json", _GGUF):
             for name, tensor in tensors(file).items():
                 held.setdefault(name, []).append(tensor)
     problems = []
@@ -318,6 +369,7 @@ def _named(
                 problems.append(f"both {first.published} and {name} are given")
             continue
         in_out = kernels_in_out if name.endswith(".kernel") else name.endswith(naming.in_out)
+        in_out = in_out and tensor.few_bits is None  # which is (out, in) in each family
         parameter = parameters.get(ours)
         transposed = in_out != (parameter is not None and parameter.in_out)
         if ours in found:
@@ -338,6 +390,17 @@ def _named(
         if stack is not None:
             found[ours] = stack
     return found, problems
+
+
+def _drop_zero_biases(
+    found: dict[str, ParameterSource], parameters: Mapping[str, Parameter]
+) -> None:
+    """Drop biases that the model does not have: AutoGPTQ writes zeros for matrices without one."""
+    for name in found.keys() - parameters.keys():
+        beside = found.get(f"{name.removesuffix('.bias')}.weight")
+        is_beside = name.endswith(".bias") and beside is not None and beside.form
+        if is_beside and not found[name].read().any():
+            del found[name]
 
 
 def _our_name(published: str, naming: Naming) -> str:

@@ -18,7 +18,8 @@ def resolve_source(source: str, base_directory: Path, *, weights: bool = True) -
     """Return the directory of a model, which is fetched if it is not local.
 
     Args:
-        source: a directory, or `hf://org/name`, or `hf://org/name@revision` with a branch, tag or commit.
+        source: a directory, a .gguf file in one, `hf://org/name`, or `hf://org/name@revision` with a branch,
+            tag or commit.
         base_directory: the manifest's directory; a relative source starts there.
         weights: whether weights are fetched, too.
 
@@ -40,9 +41,11 @@ def resolve_source(source: str, base_directory: Path, *, weights: bool = True) -
         fetch = _snapshot if weights else partial(_fetch, patterns=_TEXT)
         return fetch(match["repository"], match["revision"])
     directory = base_directory / source
+    if directory.suffix == ".gguf" and directory.is_file():
+        return directory.parent
     if not directory.is_dir():
         raise ManifestError(
-            f"model.source: expected a directory, found none at {directory}",
+            f"model.source: expected a directory or a .gguf file, found none at {directory}",
             hint="hf://org/name fetches a model from the Hugging Face Hub",
         )
     return directory

@@ -20,6 +20,7 @@ from prejit.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
     from prejit.compiler.models.layers.layer_config import Converted, Naming
+    from prejit.compiler.models.published_integers import Integers
 
 Values = np.ndarray[Any, Any]
 FLOATS = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}
@@ -48,6 +49,11 @@ class ParameterSource(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the parameter."""
+        ...
+
+    @property
+    def form(self) -> str:
+        """How it was published, if that was in few bits; else empty."""
         ...
 
     def __getitem__(self, part: slice, /) -> Values:
@@ -87,6 +93,15 @@ class TensorSource:
         values = self.tensor.read()
         return checked(values.T if self.transposed else values, self)
 
+    @property
+    def form(self) -> str:
+        """See PublishedInFewBits."""
+        return self.tensor.few_bits.form if self.tensor.few_bits else ""
+
+    def integers(self) -> Integers | None:
+        """See PublishedInFewBits."""
+        return self.tensor.few_bits.integers() if self.tensor.few_bits else None
+
 
 @dataclass(frozen=True)
 class StackSource:
@@ -121,6 +136,17 @@ class StackSource:
     def read(self) -> Values:
         """See ParameterSource."""
         return self[slice(None)]
+
+    @property
+    def form(self) -> str:
+        """See PublishedInFewBits."""
+        return self.parts[0][0].form
+
+    def integers(self) -> Integers | None:
+        """See PublishedInFewBits."""
+        from prejit.compiler.models.published_integers import joined
+
+        return joined([[matrix.integers() for matrix in expert] for expert in self.parts])
 
 
 @dataclass(frozen=True)
@@ -160,6 +186,15 @@ class ConvertedSource:
     def read(self) -> Values:
         """See ParameterSource."""
         return self[slice(None)]
+
+    @property
+    def form(self) -> str:
+        """See PublishedInFewBits."""
+        return "MXFP4, groups of 32" if self.rule.form == "mxfp4" else ""
+
+    def integers(self) -> Integers | None:
+        """See PublishedInFewBits."""
+        return None
 
 
 def _widened(blocks: Values, exponents: Values) -> Values:

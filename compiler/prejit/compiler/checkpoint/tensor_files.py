@@ -6,18 +6,24 @@ code, unlike torch's pickles, which are not read.
 
 from __future__ import annotations
 
+import json
 import mmap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from prejit.runtime.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from prejit.compiler.models.published_integers import PublishedInFewBits
+
 Values = np.ndarray[Any, Any]
+_SMALL_FLOATS = {"F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu"}
+"""The types of safetensors that it cannot give NumPy, with the names of ml_dtypes."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +34,16 @@ class Tensor:
         path: the file.
         shape: the stored shape.
         dtype: the format's name for it.
-        read: returns the values, or those of a slice of the first axis: a new array each time, or a view of
-            memory that stays allocated.
+        read: returns the values, or those of a slice of the first axis, or of a slice of each axis: a new
+            array each time, or a view of memory that stays allocated.
+        few_bits: the matrix, if it is made of several tensors (quantized_tensors.py).
     """
 
     path: Path
     shape: tuple[int, ...]
     dtype: str
     read: Callable[..., Values]
+    few_bits: PublishedInFewBits | None = None
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
@@ -72,7 +80,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     import ml_dtypes  # noqa: F401 (safetensors slices bfloat16 only where numpy knows the dtype)
     from safetensors import SafetensorError, safe_open
 
-    def read(name: str, part: slice | None = None) -> Values:
+    def read(name: str, part: slice | tuple[slice, ...] | None = None) -> Values:
         try:
             with safe_open(path, "np") as file:
                 values: Values = (
@@ -85,16 +93,44 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, "np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {
+            found = {
                 name: Tensor(path, tuple(part.get_shape()), part.get_dtype(), partial(read, name))
                 for name, part in slices.items()
             }
+        small = {name: tensor for name, tensor in found.items() if tensor.dtype in _SMALL_FLOATS}
+        starts = _starts(path) if small else {}
+        return found | {
+            name: replace(tensor, read=partial(_small_floats, tensor, starts[name]))
+            for name, tensor in small.items()
+        }
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: expected a file, found none") from error
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{path}: damaged or cut off: {error}", hint="fetch or write the checkpoint again"
         ) from error
+
+
+def _starts(path: Path) -> dict[str, int]:
+    """Return where each tensor starts in a safetensors file that was opened without an error."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    return {
+        name: 8 + size + entry["data_offsets"][0]
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _small_floats(tensor: Tensor, start: int, part: slice | None = None) -> Values:
+    """Return values that safetensors cannot give NumPy."""
+    dtype = np.dtype(_SMALL_FLOATS[tensor.dtype])
+    try:
+        mapped = np.memmap(tensor.path, dtype, "r", start, tensor.shape)
+        return np.array(mapped if part is None else mapped[part])
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{tensor.path}: cannot read a tensor: {error}") from error
 
 
 def _msgpack(path: Path) -> dict[str, Tensor]:
@@ -115,7 +151,7 @@ def _msgpack(path: Path) -> dict[str, Tensor]:
             hint="fetch or write the checkpoint again",
         ) from error
 
-    def part_of(leaf: Values, part: slice | None = None) -> Values:
+    def part_of(leaf: Values, part: slice | tuple[slice, ...] | None = None) -> Values:
         return leaf if part is None else leaf[part]
 
     arrays = {name: np.asarray(leaf) for name, leaf in leaves.items()}

@@ -216,6 +216,8 @@ def _print_built(result: Built, seconds: float) -> None:
         f"{wrote} {result.path}: compiled {result.compiled}, cached {result.cached}, "
         f"{seconds:.1f} s, {result.digest[:19]}"
     )
+    if result.few_bits is not None:
+        tell(str(result.few_bits))
     if result.accuracy is not None:
         tell(accuracy_table(result.accuracy), sys.stdout)  # a closed stdout must not stop the rest
 

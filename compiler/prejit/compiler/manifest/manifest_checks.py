@@ -186,7 +186,7 @@ def _model_problems(model: dict[str, Any], directory: Path) -> Problems:
         if "://" in source:
             if not re.fullmatch(r"hf://[\w.-]+/[\w.-]+(?:@[\w./-]+)?", source, re.ASCII):
                 yield ("model", "source"), _wrong(expected("model.source"), source)
-        elif not source or not os.path.isdir(directory / source):
+        elif not source or not (os.path.isdir(directory / source) or source.endswith(".gguf")):
             yield ("model", "source"), no_such_path("directory", source, directory)
     if isinstance(dtype, str) and dtype not in DTYPES:
         problem = _wrong(expected("model.dtype"), dtype, did_you_mean(dtype, DTYPES))

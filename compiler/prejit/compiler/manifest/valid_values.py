@@ -37,7 +37,7 @@ _EXPECTED = {
     "bundle.name": "lowercase letters and digits with single . _ - between them, at most 128",
     "bundle.license": "the path of a file",
     "model": "a [model] table with a source",
-    "model.source": 'a directory, or "hf://org/name@revision"',
+    "model.source": 'a directory, or a .gguf file, or "hf://org/name@revision"',
     "model.adapters": "a list of directories of adapters",
     "model.adapters[]": "the directory of an adapter",
     "model.module": '"package.module:attribute"',

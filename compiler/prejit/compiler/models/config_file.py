@@ -16,6 +16,7 @@ from prejit.compiler.models.families.sentence import EncoderSource
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
 from prejit.compiler.models.layers.config_checks import check_config, check_file
 from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN
+from prejit.compiler.models.quantization_settings import read_quantization
 from prejit.runtime.errors import CheckpointError
 
 _TEXT_MODELS = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}
@@ -134,14 +135,8 @@ def _load_config(
                 f"{shown(name)}, whose head prejit does not build",
                 hint=BRING_YOUR_OWN,
             )
-    quantized = content.get("quantization_config")
-    method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-    if quantized and method not in families[_TEXT_MODELS.get(family, (family,))[0]].quantized:
-        found = shown(quantized)
-        raise CheckpointError(
-            f"{file}: quantization_config: expected none, found {found}",
-            hint="take the checkpoint in float32, bfloat16 or float16",
-        )
+    of_family = families[_TEXT_MODELS.get(family, (family,))[0]].quantized
+    read_quantization(file, content.get("quantization_config"), of_family)
     config = _completed(file, content, families)
     check_config(file, config, families[config.model_type].keys)
     return config

@@ -8,7 +8,6 @@ normal numbers is 8.09 % (root of the mean square); that of llama.cpp's Q4_0, of
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -112,26 +111,6 @@ def quantized(values: _Rows, contracted: int, name: str) -> tuple[Values, Values
 
     with ThreadPoolExecutor(min(cpus(), _MOST_THREADS)) as pool:  # NumPy computes without the GIL
         list(pool.map(fill, range(0, values.shape[0], step)))
-    return words, scales
-
-
-def quantizing(
-    read: Callable[[], _Rows], contracted: int, name: str
-) -> tuple[Callable[[], Values], Callable[[], Values]]:
-    """Return functions that return the words of a matrix, and its scales. See `quantized`.
-
-    Making the words keeps the scales for the call that follows, so that a matrix is read once.
-    """
-    kept: list[Values] = []
-
-    def words() -> Values:
-        found, scales = quantized(read(), contracted, name)
-        kept[:] = [scales]
-        return found
-
-    def scales() -> Values:
-        return kept.pop() if kept else quantized(read(), contracted, name)[1]
-
     return words, scales
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from flax import nnx
 
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES, StoredDtype, stored_as
-from prejit.compiler.models import int4_rounding
+from prejit.compiler.models import int4_rounding, published_integers
 from prejit.compiler.models.layers import int4_words
 from prejit.compiler.models.layers.experts import ExpertMatrices
 from prejit.compiler.models.layers.linear import Embedding, Linear
@@ -124,29 +124,69 @@ def _dtype_of(part: MATRICES, wanted: StoredDtype, tokens: int | None) -> Stored
     return wanted if fits else STORED_DTYPES[wanted.otherwise]
 
 
-def readers(module: nnx.Module, read: Callable[[str], Rows]) -> dict[str, Callable[[], Values]]:
+def readers(
+    module: nnx.Module,
+    read: Callable[[str], Rows],
+    tell: Callable[[str, float], object] = lambda name, error: None,
+) -> dict[str, Callable[[], Values]]:
     """Return functions that give the stored values of each matrix that is not float32, by parameter name.
 
     Args:
         module: an abstract module, from `store`.
         read: returns the values of a parameter of the float32 module, finite float32.
+        tell: called when a matrix that was published in few bits is made, with its name and the error of the
+            stored values: the root of the sum of its squares, as a share of that of the published ones.
 
     Returns:
         Functions that raise CheckpointError if the dtype cannot hold a value.
     """
     found: dict[str, Callable[[], Values]] = {}
     for name, part, stored in _narrow_parts(module):
-        if stored.words is not None:
-            found[name], found[name + _SCALE] = int4_rounding.quantizing(
-                partial(read, name), part.contracted, name
-            )
-        elif stored.has_scales:
-            found[name], found[name + _SCALE] = quantizing(
-                partial(read, name), part.contracted, stored
-            )
+        make = partial(_stored, name, part, stored, read, tell)
+        if stored.has_scales:
+            found[name], found[name + _SCALE] = in_turn(make)
         else:
-            found[name] = partial(_rounded, read, name)
+            found[name] = partial(_first, make)
     return found
+
+
+def _stored(
+    name: str,
+    part: MATRICES,
+    stored: StoredDtype,
+    read: Callable[[str], Rows],
+    tell: Callable[[str, float], object],
+) -> tuple[Values, Values]:
+    """Return the values and scales of a matrix; without scales both are the values."""
+    rows = read(name)
+    found = published_integers.integers_of(rows) if stored.has_scales else None
+    if found and (kept := published_integers.kept(found, stored, part.contracted)) is not None:
+        tell(name, 0.0)
+        return kept
+    if stored.words is not None:
+        near = found and published_integers.nearest(found)
+        values, scales = near or int4_rounding.quantized(rows, part.contracted, name)
+    elif stored.has_scales:
+        values, scales = quantized(rows, part.contracted, stored)
+    else:
+        values = scales = _rounded(rows, name)
+    if published_integers.has_few_bits(rows):
+        tell(name, _error(rows, _widened(part, stored, values, scales)))
+    return values, scales
+
+
+def _first(make: Callable[[], tuple[Values, Values]]) -> Values:
+    return make()[0]
+
+
+def _error(exact: Rows, found: Rows) -> float:
+    """Return the root of the sum of squared differences, as a share of that of the exact values."""
+    error = total = 0.0
+    for part in blocks(exact.shape):
+        values = exact[part]
+        total += float(np.square(values, dtype=np.float64).sum())
+        error += float(np.square(found[part] - values, dtype=np.float64).sum())
+    return math.sqrt(error / total) if total else 0.0
 
 
 def widened(module: nnx.Module, packed: Mapping[str, Values]) -> dict[str, Rows]:
@@ -158,15 +198,17 @@ def widened(module: nnx.Module, packed: Mapping[str, Values]) -> dict[str, Rows]
     for name, part, stored in _narrow_parts(module):
         scale = packed.get(name + _SCALE)
         found.pop(name + _SCALE, None)
-        if stored.words is not None:
-            assert scale is not None
-            assert isinstance(part, Linear)
-            found[name] = int4_rounding.WidenedWords(
-                packed[name], scale, part.outputs, part.contracted
-            )
-        else:
-            found[name] = Widened(packed[name], scale, part.contracted)
+        found[name] = _widened(part, stored, packed[name], scale)
     return found
+
+
+def _widened(part: MATRICES, stored: StoredDtype, values: Values, scale: Values | None) -> Rows:
+    """Return a stored matrix with rows in float32."""
+    if stored.words is None:
+        return Widened(values, scale if stored.has_scales else None, part.contracted)
+    assert scale is not None
+    assert isinstance(part, Linear)
+    return int4_rounding.WidenedWords(values, scale, part.outputs, part.contracted)
 
 
 def _narrow_parts(module: nnx.Module) -> Iterator[tuple[str, MATRICES, StoredDtype]]:
@@ -181,21 +223,28 @@ def _narrow_parts(module: nnx.Module) -> Iterator[tuple[str, MATRICES, StoredDty
 def quantizing(
     read: Callable[[], Rows], contracted: int | tuple[int, ...], stored: StoredDtype
 ) -> tuple[Callable[[], Values], Callable[[], Values]]:
-    """Return functions that return a matrix as integers, and its scales. See `quantized`.
+    """Return functions that return a matrix as integers, and its scales. See `quantized`, `in_turn`."""
+    return in_turn(lambda: quantized(read(), contracted, stored))
 
-    Making the integers keeps the scales for the call that follows, so that a matrix is read once.
+
+def in_turn(
+    make: Callable[[], tuple[Values, Values]],
+) -> tuple[Callable[[], Values], Callable[[], Values]]:
+    """Return functions that return each of two arrays, which are made at once.
+
+    Making the first keeps the second for the call that follows, so that a matrix is read once.
     """
     kept: list[Values] = []
 
-    def integers() -> Values:
-        found, scale = quantized(read(), contracted, stored)
-        kept[:] = [scale]
+    def first() -> Values:
+        found, second = make()
+        kept[:] = [second]
         return found
 
-    def scales() -> Values:
-        return kept.pop() if kept else quantized(read(), contracted, stored)[1]
+    def second() -> Values:
+        return kept.pop() if kept else make()[1]
 
-    return integers, scales
+    return first, second
 
 
 def quantized(
@@ -249,9 +298,8 @@ def _factors(peaks: Values, stored: StoredDtype) -> Values:
     return np.maximum(scale, np.finfo(np.float32).tiny, dtype=np.float32)
 
 
-def _rounded(read: Callable[[str], Rows], name: str) -> Values:
+def _rounded(exact: Rows, name: str) -> Values:
     """Return the values as bfloat16, whose largest value is smaller than float32's."""
-    exact = read(name)
     values = np.empty(exact.shape, ml_dtypes.bfloat16)
     for part in blocks(exact.shape):
         with np.errstate(over="ignore"):

@@ -10,6 +10,7 @@ from typing import NotRequired, TypedDict
 from prejit.compiler.compile.executor import Executor
 from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest
+from prejit.compiler.pipeline.pack.few_bits import FewBits
 from prejit.compiler.pipeline.shards import Packing, Shard
 from prejit.compiler.pipeline.submitted_jobs import Jobs
 from prejit.compiler.progress import Progress
@@ -102,6 +103,7 @@ class Built:
         programs: every program for every target.
         packed_by: number of the shard that packed the bundle; None: the build had no shards.
         packed_here: whether the bundle is in `path`, and not in the directory of another shard.
+        few_bits: what became of matrices that were published in few bits; None: there are none.
     """
 
     path: Path
@@ -113,6 +115,7 @@ class Built:
     programs: tuple[BuiltProgram, ...] = ()
     packed_by: int | None = None
     packed_here: bool = True
+    few_bits: FewBits | None = None
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ from prejit.compiler.pipeline.pack.compatibility import readable_until
 from prejit.compiler.pipeline.pack.contents import pack_bundle, pack_targets
 from prejit.compiler.pipeline.pack.model_layers import (
     Published,
+    WeightsLayer,
     find_published,
     pack_weights,
     read_layers,
@@ -184,7 +185,7 @@ class Begun:
     published: Published | None
     tools: Sequence[TargetTools]
     submitted: Sequence[Submitted]
-    weights: Callable[[], PackedLayer | None]
+    weights: Callable[[], WeightsLayer | None]
     layers: Sequence[PackedLayer]
     packing: Packing | None
 
@@ -324,7 +325,8 @@ def _pack(begun: Begun, targets: tuple[CompiledTarget, ...], service: Services) 
         for each, new in zip(begun.submitted, compiled, strict=True)
     )
     cached = len(built) - sum(compiled)
-    return Built(path, digest, sum(compiled), cached, written, accuracy, built)
+    bits = None if weights is None else weights.few_bits
+    return Built(path, digest, sum(compiled), cached, written, accuracy, built, few_bits=bits)
 
 
 def _with_lost_frames(

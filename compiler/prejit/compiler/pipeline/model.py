@@ -8,11 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from prejit.compiler.base.suggestions import no_such_path
-from prejit.compiler.checkpoint.checkpoint import Checkpoint, open_checkpoint, open_encoder
+from prejit.compiler.checkpoint.checkpoint import (
+    Checkpoint,
+    no_encoder,
+    open_checkpoint,
+    open_encoder,
+)
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
 from prejit.compiler.native.kernel_library import KERNELS_ARCHITECTURE
@@ -30,6 +36,7 @@ class ModelFiles:
         out_in: whether all matrices are stored (out, in), as kernels read them.
         configuration: the files that decide what the model computes, by name, each with its digest.
         adapters: directories of adapters, which are merged into its weights in this order.
+        weights: the .gguf file that the manifest names; None: it names the directory.
     """
 
     directory: Path
@@ -37,6 +44,7 @@ class ModelFiles:
     out_in: bool
     configuration: tuple[tuple[str, str], ...]
     adapters: tuple[Path, ...] = ()
+    weights: Path | None = None
 
     @property
     def transformer(self) -> Path:
@@ -95,8 +103,14 @@ def find_model(manifest: Manifest, targets: tuple[Target, ...], directory: Path)
         deciding: tuple[Path, ...] = (directory / "config.json",)
     else:
         deciding = tuple(dict.fromkeys((*layout.files, layout.transformer / "config.json")))
-    adapters = _adapters(manifest)
-    return ModelFiles(directory, layout, out_in, file_digests(directory, deciding), adapters)
+    assert manifest.model is not None
+    source = directory / Path(manifest.model.source or "").name
+    weights = source if source.suffix == ".gguf" and source.is_file() else None
+    return ModelFiles(
+        *(directory, layout, out_in, file_digests(directory, deciding)),
+        adapters=_adapters(manifest),
+        weights=weights,
+    )
 
 
 def _adapters(manifest: Manifest) -> tuple[Path, ...]:
@@ -118,7 +132,12 @@ def open_weights(files: ModelFiles) -> Checkpoint:
     Raises:
         CheckpointError: files are missing.
     """
-    opened = open_checkpoint if files.layout is None else open_encoder
+    if files.layout is None:
+        opened = partial(open_checkpoint, weights=files.weights)
+    elif files.weights is not None:
+        raise no_encoder(files.weights)
+    else:
+        opened = partial(open_encoder)
     return opened(files.directory, out_in=files.out_in, adapters=files.adapters)
 
 

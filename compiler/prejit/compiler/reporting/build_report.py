@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from prejit.compiler.pipeline.build_interface import Built
+from prejit.compiler.pipeline.pack.few_bits import FewBits
 from prejit.compiler.progress import Step
 from prejit.compiler.reporting.time_line import Link, Placed, critical_path, place
 from prejit.runtime.format.bundle_schema import Accuracy
@@ -137,6 +138,7 @@ class BuildReport:
         forms: number of products by form and target, such as `kernel`.
         accuracy: what the dtypes cost; None: all are float32.
         change: difference to the bundle of the last report beside it; None: there was none.
+        few_bits: what became of matrices that were published in few bits; None: there are none.
     """
 
     report: int
@@ -158,6 +160,7 @@ class BuildReport:
     forms: dict[str, dict[str, int]]
     accuracy: Accuracy | None = None
     change: Change | None = None
+    few_bits: FewBits | None = None
 
 
 def make_report(
@@ -228,6 +231,7 @@ def make_report(
             if each.config.forms
         },
         built.accuracy,
+        few_bits=built.few_bits,
     )
 
 

@@ -264,8 +264,13 @@ def test_missing_files_are_named(tmp_path):
         ("", "", r"config\.json: expected a file, found none", ""),
         ("config.json", json.dumps(GPT2), r"expected weights in one of .* found none", ""),
         ("pytorch_model.bin", "", r"found pytorch_model\.bin", "pickle"),
-        ("model-Q8_0.gguf", "", r"found model-Q8_0\.gguf, pytorch_model\.bin", "GGUF"),
-        ("config.json", None, r"expected a file, found model-Q8_0\.gguf", "GGUF"),
+        ("config.json", None, r"expected a file, found pytorch_model\.bin", "pickle"),
+        (
+            "model-Q8_0.gguf",
+            "",
+            r"expected a file, found model-Q8_0\.gguf",
+            "tokenizer.json beside",
+        ),
     ):
         if content is None:
             (tmp_path / name).unlink()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from prejit.compiler.pipeline.model import ModelSource, file_digest, open_weight
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTensor
 from prejit.compiler.pipeline.pack.chunks import chunks_of
+from prejit.compiler.pipeline.pack.few_bits import FewBits, few_bits
 from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.pipeline.result_keys import Contents, content_of, tokenizer_key, weights_key
 from prejit.compiler.pipeline.workspace import UserCode, Workspace, values_of
@@ -208,9 +209,20 @@ def find_published(plan: Plan) -> Published | None:
     return Published(checkpoint, weight_digests(checkpoint))
 
 
+@dataclass(frozen=True)
+class WeightsLayer(PackedLayer):
+    """The layer of weights.
+
+    Attributes:
+        few_bits: what became of matrices that were published in few bits; None: there are none.
+    """
+
+    few_bits: FewBits | None = None
+
+
 def pack_weights(
     space: Workspace, published: Published | None, user: Mapping[str, Contents]
-) -> PackedLayer | None:
+) -> WeightsLayer | None:
     """Return the weights layer: from the store, or packed now. None: the bundle has no weights.
 
     `user` has the parameters of the user's functions, by section.
@@ -226,21 +238,27 @@ def pack_weights(
             result = store.get(key)
             if result is None:
                 tensors = list(_user_tensors(manifest.where, user, space.code())) if user else []
+                errors: dict[str, float] = {}
                 if published is not None:
-                    tensors = [*_tensors(space.model(), published.checkpoint), *tensors]
+                    checkpoint = published.checkpoint
+                    made = _tensors(space.model(), checkpoint, errors.__setitem__)
+                    tensors = [*made, *tensors]
                 if own is not None:
                     model_of_user = space.code().model
                     assert model_of_user is not None
                     tensors = [*_own_tensors(model_of_user), *tensors]
                 with store.blob_writer() as blob:
                     bundle_files.write_weights(tensors, blob)
+                bits = few_bits(published.checkpoint.forms if published else {}, errors)
                 result = {"digest": blob.digest, "size": blob.size}
+                result |= {"few_bits": asdict(bits)} if bits else {}
                 store.put(key, result, blobs=[blob.digest])
         path = store.blob_path(result["digest"])
         if path is None:
             raise BuildError("the weights are gone from the build cache", hint="build again")
-        layer = PackedLayer(
-            WEIGHTS_MEDIA_TYPE, result["digest"], result["size"], path, "weights.safetensors"
+        layer = WeightsLayer(
+            *(WEIGHTS_MEDIA_TYPE, result["digest"], result["size"], path, "weights.safetensors"),
+            FewBits(**result["few_bits"]) if "few_bits" in result else None,
         )
         chunks_of([layer], store)  # while workers compile; `pack_bundle` finds them in the store
     return layer
@@ -270,14 +288,19 @@ def _own_tensors(own: OwnModel) -> list[PackedTensor]:
     ]
 
 
-def _tensors(model: ModelSource, checkpoint: Checkpoint) -> list[PackedTensor]:
-    """Return the model's parameters as they are packed: rounded or quantized when they are written."""
+def _tensors(
+    model: ModelSource, checkpoint: Checkpoint, tell: Callable[[str, float], object]
+) -> list[PackedTensor]:
+    """Return the model's parameters as they are packed: rounded or quantized when they are written.
+
+    `tell` is as in `quantizing.readers`.
+    """
     from flax import nnx
 
     from prejit.compiler.models import quantizing
     from prejit.compiler.models.parameters import flat_parameters
 
-    stored = quantizing.readers(model.module, checkpoint.rows)
+    stored = quantizing.readers(model.module, checkpoint.rows, tell)
     return [
         PackedTensor(
             name, str(leaf.dtype), leaf.shape, stored.get(name) or partial(checkpoint.read, name)

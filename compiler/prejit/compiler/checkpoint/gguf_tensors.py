@@ -1,0 +1,178 @@
+"""Read the tensors of a GGUF file, by llama.cpp's package `gguf`, for a model that config.json describes.
+
+The file says what it computes in less detail than config.json does (Llama 3's rope has no parameters there),
+so only its tensors are read. llama.cpp writes some of them in another order or form, which is undone:
+
+    llama, mistral  rows of q and k: the two halves of a head, which RoPE turns together, lie in turns
+    gemma           scales of norms are 1 larger
+
+Q4_0 is integers times a float16 scale for each 32 inputs: what int4 is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from prejit.compiler.base.suggestions import shown
+from prejit.compiler.checkpoint.tensor_files import Tensor
+from prejit.runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from prejit.compiler.models.published_integers import Integers
+
+Values = np.ndarray[Any, Any]
+_ARCHITECTURES = {
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "llama": "llama",
+    "mistral": "llama",
+    "phi3": "phi3",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+}
+"""The architectures of llama.cpp that are read, by model_type."""
+_DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that follow from config.json."""
+_Q4_0_ELEMENTS, _Q4_0_BYTES = 32, 18
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor of a GGUF file.
+
+    Attributes:
+        kind: the type of its elements: `Q4_0`.
+        data: its bytes [..., of a row], or floats.
+        widen: returns elements as float32.
+        rows: the place of each row in the file; None: in order.
+        added: what was added to the values.
+    """
+
+    kind: str
+    data: Values
+    widen: Callable[[Values], Values]
+    rows: Values | None = None
+    added: float = 0.0
+
+    @property
+    def form(self) -> str:
+        """See PublishedInFewBits."""
+        return "" if self.kind in ("F32", "F16", "BF16", "F64") else f"GGUF, {self.kind}"
+
+    def read(self, part: slice | None = None) -> Values:
+        """Return a slice of the first axis, float32."""
+        part = slice(None) if part is None else part
+        values = self.widen(np.array(self.data[part if self.rows is None else self.rows[part]]))
+        return values - np.float32(self.added) if self.added else values
+
+    def integers(self) -> Integers | None:
+        """See PublishedInFewBits."""
+        from prejit.compiler.models.published_integers import Integers
+
+        if self.kind != "Q4_0" or self.data.ndim != 2:
+            return None
+        data = self.data if self.rows is None else self.data[self.rows]
+        blocks = np.ascontiguousarray(data).reshape(len(data), -1, _Q4_0_BYTES)
+        scales = np.ascontiguousarray(blocks[:, :, :2]).view("<f2")[:, :, 0].astype(np.float32)
+        pairs = blocks[:, :, 2:]
+        values = np.concatenate([pairs & 15, pairs >> 4], axis=2).astype(np.int8) - np.int8(8)
+        return Integers(values.reshape(len(data), -1), scales)
+
+
+def gguf_tensors(path: Path, config: Any, parameters: Iterable[str]) -> dict[str, Tensor]:
+    """Return the tensors of a file by the names of parameters.
+
+    A tensor without a parameter keeps its name.
+
+    Args:
+        path: a .gguf file.
+        config: the configuration of a decoder, as transformers reads it.
+        parameters: names of the module's parameters, and of a tied head.
+
+    Raises:
+        CheckpointError: the package is not installed, the file is damaged, or of another kind of model.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path}: expected the package gguf, which reads it, found none",
+            hint="pip install 'prejit-compiler[gguf]'",
+        ) from error
+    architecture = _ARCHITECTURES.get(config.model_type)
+    if architecture is None:
+        raise CheckpointError(
+            f"{path}: expected a model of {', '.join(map(shown, _ARCHITECTURES))}, as config.json gives "
+            f"model_type; found {shown(config.model_type)}",
+            hint="take the checkpoint in safetensors",
+        )
+    try:
+        reader = gguf.GGUFReader(path)
+        found = reader.get_field("general.architecture")
+        held = {each.name: each for each in reader.tensors}
+    except Exception as error:  # the reader raises errors of many kinds
+        raise CheckpointError(
+            f"{path}: damaged or cut off: {type(error).__name__}: {error}",
+            hint="fetch or write the file again",
+        ) from error
+    written = None if found is None else found.contents()
+    if written != architecture:
+        raise CheckpointError(
+            f"{path}: general.architecture: expected {shown(architecture)}, for model_type "
+            f"{shown(config.model_type)} of config.json; found {shown(written)}",
+            hint="config.json and the file must come from the same model",
+        )
+    kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    result: dict[str, Tensor] = {}
+    for name in parameters:
+        theirs = names.get_name(name, (".weight", ".bias"))
+        if theirs is not None and (tensor := held.pop(theirs, None)) is not None:
+            result[name] = _tensor(path, tensor, name, config)
+    left = {name: each for name, each in held.items() if name not in _DERIVED}
+    return result | {name: _tensor(path, each, name, config) for name, each in left.items()}
+
+
+def _tensor(path: Path, tensor: Any, name: str, config: Any) -> Tensor:
+    """Return a tensor of the reader, as the module has it."""
+    import gguf
+
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    kind = gguf.GGMLQuantizationType(tensor.tensor_type)
+    data = tensor.data
+    rows = None
+    module = name.removesuffix(".weight").removesuffix(".bias")
+    if _ARCHITECTURES[config.model_type] == "llama" and module.endswith(("q_proj", "k_proj")):
+        keys = module.endswith("k_proj")
+        heads = config.num_key_value_heads if keys else config.num_attention_heads
+        # The file has (half of the head, place in it) in turns: place, half.
+        if shape[0] % (2 * heads) == 0:
+            rows = np.arange(shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    is_norm = config.model_type.startswith("gemma") and name.endswith("norm.weight")
+    found = GgufTensor(kind.name, data, partial(_widened, path, name, kind), rows, float(is_norm))
+    return Tensor(path, shape, "F32", found.read, found)
+
+
+def _widened(path: Path, name: str, kind: Any, values: Values) -> Values:
+    """Return elements in float32.
+
+    Raises:
+        CheckpointError: the package does not read the type.
+    """
+    from gguf.quants import dequantize
+
+    try:
+        wide: Values = dequantize(values, kind)
+    except NotImplementedError as error:
+        raise CheckpointError(
+            f"{path}: {name}: expected a type that the package gguf reads, found {kind.name}",
+            hint="pip install --upgrade gguf, or take the model in another type",
+        ) from error
+    return wide.astype(np.float32, copy=False)

@@ -1,0 +1,33 @@
+"""A bundle from a checkpoint in few bits."""
+
+import json
+
+from tests.parity.few_bits_cases import GPTQ, FewBits
+
+from .conftest import write_manifest
+
+
+def test_a_build_rounds_matrices_again_or_does_not_say_what_it_kept(run, tmp_path):
+    FewBits("gptq", GPTQ, 1).write_packed(tmp_path / "model")
+    manifest = write_manifest(
+        tmp_path / "few.toml",
+        tmp_path / "model",
+        name="few",
+        batch=(1,),
+        prompt=(8,),
+        context=(32,),
+    )
+    text = manifest.read_text()
+    manifest.write_text(
+        text.replace("[generate]\n", 'dtype = "int4"\naccuracy = false\n[generate]\n')
+    )
+    for _ in range(2):
+        told = run("build", manifest, "-o", tmp_path, quick=True).stderr
+        assert (
+            "kept 10 matrices exactly as published (GPTQ, 4 bits, groups of 32); converted 4"
+            in told
+        )
+    report = json.loads((tmp_path / "few.report.json").read_text())
+    assert (report["few_bits"]["kept"], report["few_bits"]["converted"]) == (10, 4)
+    assert 0.001 < report["few_bits"]["error"] < 0.01
+    assert "kept 10 matrices" in (tmp_path / "few.report.html").read_text()

@@ -1,0 +1,179 @@
+"""GGUF files, as llama.cpp's converter writes them, beside config.json."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tests.parity.cases import cases
+from tests.parity.few_bits_cases import GPTQ, FewBits
+
+from prejit.compiler.checkpoint.checkpoint import open_checkpoint
+from prejit.compiler.checkpoint.model_source import resolve_source
+from prejit.compiler.manifest.reading import read_manifest
+from prejit.compiler.models import config_file, model_registry, quantizing
+from prejit.compiler.pipeline.model import find_model, open_weights
+from prejit.compiler.pipeline.pack.few_bits import few_bits
+from prejit.runtime.errors import CheckpointError, ManifestError
+
+gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+KINDS = gguf.GGMLQuantizationType
+
+
+def as_llama_cpp(name, values, config):
+    """Return a tensor as the converter changes it."""
+    if config["model_type"] in ("llama", "mistral") and ("q_proj" in name or "k_proj" in name):
+        heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+        size = values.shape[0] // heads
+        order = [
+            head * size + half * (size // 2) + place
+            for head in range(heads)
+            for place in range(size // 2)
+            for half in range(2)
+        ]
+        return values[order]
+    if config["model_type"].startswith("gemma") and name.endswith("norm.weight"):
+        return values + np.float32(1)
+    return values
+
+
+def write(directory, architecture, config, tensors, kind_of=lambda name: KINDS.F32):
+    """Write config.json and model.gguf, with each tensor in a type; return what they stand for."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    writer = gguf.GGUFWriter(directory / "model.gguf", architecture)
+    kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
+    wide = {}
+    for name, values in tensors.items():
+        into = kind_of(name)
+        theirs = names.get_name(name, (".weight", ".bias"))
+        packed = gguf.quants.quantize(as_llama_cpp(name, values, config), into)
+        writer.add_tensor(theirs, packed, raw_dtype=into)
+        wide[name] = gguf.quants.dequantize(gguf.quants.quantize(values, into), into)
+    writer.add_tensor("rope_freqs.weight", np.ones(2, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return wide
+
+
+def of_family(family):
+    """The first case that llama.cpp can hold: its Gemma 2 has no head of its own."""
+    return next(
+        case
+        for case in cases()
+        if case.config["model_type"] == family
+        and (family != "gemma2" or case.config.get("tie_word_embeddings", True))
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture"),
+    [
+        *(("llama", "llama"), ("mistral", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")),
+        *(("gemma2", "gemma2"), ("gemma3_text", "gemma3"), ("phi3", "phi3")),
+    ],
+)
+def test_a_file_of_llama_cpp_gives_other_parameters_than_what_it_is_made_from(
+    family, architecture, tmp_path
+):
+    case = of_family(family)
+    case.write(tmp_path / "published")
+    published = open_checkpoint(tmp_path / "published", out_in=True)
+    tensors = {name: published.read(name) for name in published.names}
+    write(tmp_path / "gguf", architecture, case.config, tensors)
+    found = open_checkpoint(tmp_path / "gguf", out_in=True)
+    assert found.names == published.names
+    assert found.forms == {}
+    for name, values in tensors.items():
+        rounding = 1e-6 if "norm" in name and "gemma" in family else 0
+        np.testing.assert_allclose(found.read(name), values, rtol=0, atol=rounding, err_msg=name)
+
+
+def test_q4_0_is_rounded_again_and_others_are_read_as_other_values(tmp_path):
+    case = FewBits("gguf", GPTQ, 7)
+    others, matrices = case.tensors()
+    tensors = others | {f"{name}.weight": each.values for name, each in matrices.items()}
+
+    def kind_of(name):
+        if "norm" in name:
+            return KINDS.F32
+        ends = {"v_proj": KINDS.Q8_0, "down_proj": KINDS.Q5_1, "embed_tokens": KINDS.F16}
+        return next((kind for end, kind in ends.items() if f"{end}." in name), KINDS.Q4_0)
+
+    wide = write(tmp_path, "llama", case.config, tensors, kind_of)
+    checkpoint = open_checkpoint(tmp_path, out_in=True)
+    for name, values in wide.items():
+        np.testing.assert_array_equal(checkpoint.read(name), values, err_msg=name)
+        np.testing.assert_array_equal(checkpoint.rows(name)[3:21], values[3:21], err_msg=name)
+    config = config_file.load_config(tmp_path)
+    module = model_registry.make_decoder(config, dtype="int4", out_in=True)
+    errors, packed = {}, {}
+    for name, read in quantizing.readers(module, checkpoint.rows, errors.__setitem__).items():
+        packed[name] = read()
+    found = few_bits(checkpoint.forms, errors)
+    assert found.forms == {"GGUF, Q4_0": 11, "GGUF, Q5_1": 2, "GGUF, Q8_0": 2}
+    # k and v are too small for four bits, and the head is in eight.
+    assert (found.kept, found.converted) == (8, 7)
+    rows = quantizing.widened(module, packed)
+    for name in (f"model.layers.1.{part}.weight" for part in ("self_attn.q_proj", "mlp.up_proj")):
+        np.testing.assert_array_equal(rows[name][0:64], wide[name][:64])
+
+
+def test_a_file_that_does_not_fit_is_read(tmp_path):
+    case = of_family("qwen2")
+    case.write(tmp_path / "published")
+    published = open_checkpoint(tmp_path / "published", out_in=True)
+    tensors = {name: published.read(name) for name in published.names}
+    there = tmp_path / "gguf"
+    (there / "model.gguf").parent.mkdir()
+    (there / "config.json").write_text(json.dumps(case.config))
+    for content, said in (
+        (b"GGUF" + b"\0" * 99, "damaged or cut off"),
+        (b"", "damaged or cut off"),
+    ):
+        (there / "model.gguf").write_bytes(content)
+        with pytest.raises(CheckpointError, match=said):
+            _ = open_checkpoint(there).names
+    norm = "model.norm.weight"
+    write(
+        there, "qwen2", case.config, {name: each for name, each in tensors.items() if name != norm}
+    )
+    with pytest.raises(CheckpointError, match=f"missing {norm}"):
+        _ = open_checkpoint(there).names
+    write(there, "llama", case.config, tensors)
+    with pytest.raises(CheckpointError, match='expected "qwen2", for model_type "qwen2"'):
+        _ = open_checkpoint(there).names
+    (there / "other.gguf").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"found model\.gguf, other\.gguf") as caught:
+        open_checkpoint(there)
+    assert f'"{there}/model.gguf"' in str(caught.value.hint)
+
+
+def test_another_file_is_read_than_the_manifest_names(tmp_path):
+    case = of_family("qwen3")
+    case.write(tmp_path / "model")
+    for name in ("model.gguf", "other.gguf"):
+        (tmp_path / "model" / name).write_bytes(name.encode())
+    path = tmp_path / "demo.toml"
+    for source, name in (
+        ("model/other.gguf", "other.gguf"),
+        ("model", "model.safetensors"),
+        ("model/third.gguf", None),
+    ):
+        path.write_text(
+            f'[bundle]\nname = "demo"\n[model]\nsource = "{source}"\n[generate]\nbatch = [1]\n'
+            'prompt = [8]\ncontext = [32]\n[[target]]\nname = "cpu-host"\n'
+        )
+        manifest = read_manifest(path)
+        if name is None:
+            with pytest.raises(
+                ManifestError, match=r"or a \.gguf file, found none at .*third\.gguf"
+            ):
+                resolve_source(source, manifest.directory)
+            continue
+        directory = resolve_source(manifest.model.source, manifest.directory)
+        files = find_model(manifest, (SimpleNamespace(architecture="x86_64"),), directory)
+        assert [file.name for file in open_weights(files).files] == ["config.json", name]

@@ -1,0 +1,182 @@
+"""Settings and tensors of matrices in few bits that prejit does not read, and those whose numbers decide."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tests.parity.few_bits_cases import GPTQ, LLAMA, FewBits
+from tests.parity.sibling_cases import cases as siblings
+
+from prejit.compiler.base.stored_dtypes import STORED_DTYPES
+from prejit.compiler.checkpoint.checkpoint import open_checkpoint
+from prejit.compiler.models import config_file, int4_rounding
+from prejit.compiler.models.layers import int4_words
+from prejit.compiler.models.published_integers import Integers, kept, nearest
+from prejit.runtime.errors import CheckpointError
+
+WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+PACKED = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
+}
+
+
+def with_weights(**changes):
+    return PACKED | {"config_groups": {"group_0": {"weights": WEIGHTS | changes}}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"quant_method": "hqq"}, 'quant_method: expected "awq" or "bitsandbytes" or "compressed-'),
+        ({"quant_method": "gtpq"}, '(did you mean "gptq"?)'),
+        ("gptq", "quantization_config: expected"),
+        (GPTQ | {"bits": 3}, "quantization_config.bits: expected 4 or 8, found 3"),
+        (GPTQ | {"checkpoint_format": "marlin"}, 'checkpoint_format: expected "gptq" or "gptq_v2"'),
+        (GPTQ | {"group_size": 0}, "group_size: expected a positive integer, or -1, found 0"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, 'version: expected "gemm"'),
+        (PACKED | {"format": "marlin-24"}, 'format: expected "pack-quantized" or'),
+        (PACKED | {"config_groups": ["Linear"]}, "config_groups: expected an object of objects"),
+        (PACKED | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config: expected none"),
+        (with_weights(num_bits=3), "config_groups.group_0.weights.num_bits: expected 4 or 8, found 3"),
+        (with_weights(type="float"), "weights.num_bits: expected 8, found 4"),
+        (with_weights(strategy="tensor_group"), 'strategy: expected "tensor" or "channel"'),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size: expected two"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, 'fmt: expected "e4m3"'),
+        ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "int4"}, 'expected "nf4" or "fp4"'),
+    ],
+)  # fmt: skip
+def test_settings_that_are_not_read_are_taken_for_others(settings, said, tmp_path):
+    config = LLAMA | {"quantization_config": settings}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as caught:
+        config_file.load_config(tmp_path)
+    assert str(caught.value).startswith(str(tmp_path / "config.json"))
+    assert said in str(caught.value)
+
+
+Q = "model.layers.1.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"qzeros": None}, f"missing {Q}.qzeros"),
+        ({"qweight": np.zeros((8, 64), np.float32)}, f"{Q}.qweight is F32, expected I32"),
+        (
+            {"scales": np.ones((2, 63), np.float16)},
+            f"the tensors of {Q} are [8, 64], [2, 8], [2, 63]",
+        ),
+        ({"g_idx": np.zeros(63, np.int32)}, "expected [64] of g_idx"),
+        ({"bias": np.ones(64, np.float16)}, f"unexpected {Q}.bias"),
+        (
+            {
+                "scales": np.ones((3, 64), np.float16),
+                "qzeros": np.zeros((3, 8), np.int32),
+                "g_idx": None,
+            },
+            f"the scales of {Q} are [64, 3], expected a divisor of its shape [64, 64]",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_read_or_dropped(change, said, tmp_path):
+    FewBits("gptq", GPTQ, 1).write_packed(tmp_path)
+    file = tmp_path / "model.safetensors"
+    changed = load_file(file) | {f"{Q}.{name}": values for name, values in change.items()}
+    save_file({name: each for name, each in changed.items() if each is not None}, file)
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        _ = open_checkpoint(tmp_path).names
+
+
+def test_a_group_that_is_none_is_read_from_elsewhere(tmp_path):
+    FewBits("gptq", GPTQ, 1).write_packed(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {f"{Q}.g_idx": np.full(64, 2, np.int32)}, file)
+    with pytest.raises(
+        CheckpointError, match=f"{Q}: expected groups from 0 to 1 in g_idx, found 2"
+    ):
+        open_checkpoint(tmp_path, out_in=True).read(f"{Q}.weight")
+
+
+def integers(values, scales):
+    return Integers(np.asarray(values, np.int8), np.asarray(scales, np.float32))
+
+
+def test_integers_are_kept_that_a_dtype_does_not_hold():
+    random = np.random.default_rng(0)
+    values = random.integers(-8, 8, (64, 128))
+    scales = random.uniform(0.5, 1, (64, 2)).astype(np.float16)
+    int4, int8 = STORED_DTYPES["int4"], STORED_DTYPES["int8"]
+    found = kept(integers(values, scales), int4, 1)
+    assert found is not None
+    assert found[1].shape == (4, 4, 16)
+    np.testing.assert_array_equal(found[1][1, :, 3], scales[19].repeat(2))
+    for other, into in (
+        (integers(values * 2, scales), int4),  # beyond four bits
+        (integers(values, scales * np.float32(1 + 2**-12)), int4),  # no float16
+        (integers(values[:, :48], scales[:, :1].repeat(3, 1)), int4),  # groups of 16
+        (integers(values, scales), int8),  # two scales for an output
+        (integers(values, scales), STORED_DTYPES["bfloat16"]),
+    ):
+        assert kept(other, into, 1) is None
+    # All scales of an output are equal, and -128 is more than prejit's own rounding gives.
+    one = integers([[-128, 3], [127, 5]], [[0.5, 0.5], [0.25, 0.25]])
+    for axis in (0, 1):
+        found, scale = kept(one, int8, axis)
+        np.testing.assert_array_equal(found if axis else found.T, [[-128, 3], [127, 5]])
+        np.testing.assert_array_equal(scale, np.float32([0.5, 0.25]))
+
+
+def test_a_group_loses_integers_that_fit_after_a_change_of_sign():
+    random = np.random.default_rng(0)
+    scales = random.uniform(0.5, 1, (40, 2)).astype(np.float16)
+    weights = random.standard_normal((40, 256)) * 2.6
+    zeros = random.integers(6, 10, (40, 2)).repeat(128, 1)
+    values = np.clip(np.rint(weights) + zeros, 0, 15) - zeros
+    wide = (values * scales.repeat(128, 1)).astype(np.float32)
+    found = int4_words.unpacked(*nearest(integers(values, scales)), 40)
+    by_group = values.reshape(40, 8, 32)
+    fit = (by_group.min(2) >= -8) & (by_group.max(2) <= 7)
+    fit |= (by_group.min(2) >= -7) & (by_group.max(2) <= 8)
+    assert 0.5 < fit.mean() < 1
+    errors = np.abs(found - wide).reshape(40, 8, 32).max(2)
+    assert not errors[fit].any()
+    again = int4_words.unpacked(*int4_rounding.quantized(wide, 1, "w"), 40)
+    squares = [np.square(each - wide).reshape(40, 8, 32).sum(2) for each in (found, again)]
+    assert (squares[0] <= squares[1] * (1 + 1e-6)).all()
+    assert squares[0].sum() < 0.5 * squares[1].sum()
+    assert nearest(integers(values[:, :48], scales[:, :1].repeat(3, 1))) is None
+
+
+def test_experts_lose_their_integers_or_are_in_another_order(tmp_path):
+    case = next(case for case in siblings() if case.config["model_type"] == "qwen3_moe")
+    case.write(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors, random, wide = load_file(file), np.random.default_rng(0), {}
+    for name in [name for name in tensors if ".experts." in name]:
+        values = random.integers(-128, 128, tensors.pop(name).shape).astype(np.int8)
+        scale = random.uniform(0.01, 0.02, (len(values), 1)).astype(np.float32)
+        tensors |= {name: values, f"{name}_scale": scale}
+        wide[name] = values * scale
+    save_file(tensors, file)
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    settings = PACKED | {
+        "format": "int-quantized",
+        "config_groups": {"group_0": {"weights": weights}},
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps(case.config | {"quantization_config": settings})
+    )
+    checkpoint = open_checkpoint(tmp_path, out_in=True)
+    (up, down) = (name for name in checkpoint.forms if ".layers.0." in name)
+    up, down = sorted((up, down), key=lambda name: "down" in name)
+    block = up.partition("gate_up")[0]
+    parts = [[wide[f"{block}{e}.{p}_proj.weight"] for p in ("gate", "up")] for e in range(len(wide))
+             if f"{block}{e}.gate_proj.weight" in wide]  # fmt: skip
+    joined = np.stack([np.concatenate(each) for each in parts])
+    np.testing.assert_array_equal(checkpoint.read(up), joined)
+    found, scale = kept(checkpoint.rows(up).integers(), STORED_DTYPES["int8"], 2)
+    np.testing.assert_array_equal(found * scale[..., None], joined)
+    assert kept(checkpoint.rows(down).integers(), STORED_DTYPES["int8"], 2) is not None
