@@ -448,8 +448,9 @@ def _tie(found: dict[str, ParameterSource], copy: str, naming: Naming) -> list[s
 
 def _are_equal(one: ParameterSource, other: ParameterSource) -> bool:
     """Return whether two parameters of one shape are equal. A part is in memory at a time: they are large."""
-    step = max(1, -(-one.shape[0] // _PARTS))
-    parts = (slice(at, at + step) for at in range(0, one.shape[0], step))
+    rows = one.shape[0]
+    step = max(1, -(-rows // _PARTS))
+    parts = (slice(at, min(at + step, rows)) for at in range(0, rows, step))
     return all(np.array_equal(one[part], other[part]) for part in parts)
 
 
