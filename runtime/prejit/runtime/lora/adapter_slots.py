@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,12 +61,14 @@ class Adapters:
         slots: how many it holds at most.
         rank: the largest rank of one.
         check: is asked before an adapter is loaded.
+        chosen: how many requests chose an adapter, by its name.
     """
 
     def __init__(self, pairs: Sequence[StackPair], device: Device) -> None:
         """Begin with free slots. The stacks are zeros, which take no memory until one is loaded."""
         self.slots, _, self.rank, _ = pairs[0].down.shape
         self.check: Check = lambda path, digest: None
+        self.chosen: Counter[str] = Counter()
         self._pairs = pairs
         self._device = device
         self._values: dict[str, np.ndarray[Any, Any]] = {}
@@ -124,8 +127,8 @@ class Adapters:
             UsageError: there is none of this name.
         """
         with self._lock:
-            self[name]
-            del self._named[name]
+            del self._named[self[name].name]
+            del self.chosen[name]
 
     def __getitem__(self, name: str | Adapter) -> Adapter:
         """Return a loaded adapter.
@@ -142,6 +145,7 @@ class Adapters:
                 f"adapter: expected one that is loaded: {known}; found {arguments.described(name)}{guess}",
                 hint="load it with `bundle.adapters.load(name, path)`",
             )
+        self.chosen[name] += 1
         return found
 
     def _take_slot(self) -> int:
