@@ -78,5 +78,5 @@ class BundleDecodes(LoadedBundle):
         if self.config.decoder.adapters is not None:
             from prejit.runtime.lora.adapter_slots import AdaptedPrograms  # few take adapters
 
-            return AdaptedPrograms(*parts)
+            return AdaptedPrograms(*parts, self._policies)
         return DecoderPrograms(*parts)

@@ -8,7 +8,7 @@ import re
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -29,9 +29,6 @@ from prejit.runtime.programs.ready_programs import Programs
 
 NAME = re.compile(r"[A-Za-z0-9][\w./-]{0,127}", re.ASCII)
 """The name of an adapter. It has no colon, which divides it from the name of a bundle in requests."""
-
-Check = Callable[[Path, str], object]
-"""Takes the directory of an adapter and its digest, and raises an error if it must not be loaded."""
 
 
 @final
@@ -60,14 +57,15 @@ class Adapters:
     Attributes:
         slots: how many it holds at most.
         rank: the largest rank of one.
-        check: is asked before an adapter is loaded.
         chosen: how many requests chose an adapter, by its name.
     """
 
-    def __init__(self, pairs: Sequence[StackPair], device: Device) -> None:
+    def __init__(
+        self, pairs: Sequence[StackPair], device: Device, bundle: str, policies: Sequence[str]
+    ) -> None:
         """Begin with free slots. The stacks are zeros, which take no memory until one is loaded."""
         self.slots, _, self.rank, _ = pairs[0].down.shape
-        self.check: Check = lambda path, digest: None
+        self._bundle, self._policies = bundle, policies
         self.chosen: Counter[str] = Counter()
         self._pairs = pairs
         self._device = device
@@ -103,7 +101,10 @@ class Adapters:
             arguments.refuse("adapter", "a name of letters, digits and . _ / -", name)
         at = Path(os.path.abspath(path))
         values = read_adapter(at, self._pairs)
-        self.check(at, values.digest)
+        if self._policies:
+            from prejit.runtime.lora.adapter_trust import check_adapter  # it needs cryptography
+
+            check_adapter(self._policies, self._bundle, at, values.digest)
         with self._lock:
             if (known := self._named.get(name)) is not None:
                 if known.digest == values.digest:
@@ -193,10 +194,12 @@ class AdaptedPrograms(DecoderPrograms):
     While a row of a batch has an adapter, `adapted-decode` runs in place of `decode`, and so on.
     """
 
-    def __init__(self, decoder: Decoder, programs: Programs, device: Device) -> None:
-        """Sort the programs of a bundle into buckets."""
+    def __init__(
+        self, decoder: Decoder, programs: Programs, device: Device, policies: Sequence[str] = ()
+    ) -> None:
+        """Sort the programs of a bundle into buckets; `policies` decide which adapters may be loaded."""
         super().__init__(decoder, programs, device)
-        self._adapters = Adapters(stack_pairs(decoder), device)
+        self._adapters = Adapters(stack_pairs(decoder), device, programs.bundle, policies)
 
     @property
     def adapters(self) -> Adapters:

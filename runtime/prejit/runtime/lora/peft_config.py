@@ -13,6 +13,8 @@ from prejit.runtime.errors import CheckpointError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files of an adapter."""
+SIGNATURES = "adapter.sig"
+"""The file beside them with its signatures: a sigstore bundle in each line."""
 PREFIX = "base_model.model."
 """The beginning of the names of all tensors."""
 MERGE = (

@@ -63,6 +63,16 @@ def adapter_files(directory: Path) -> tuple[Path, Path]:
     return files
 
 
+def adapter_digest(directory: Path) -> str:
+    """Return the digest of an adapter: of the digests of its files.
+
+    Raises:
+        CheckpointError: a file is missing or cannot be read.
+    """
+    config, weights = map(_read, adapter_files(directory))
+    return _digest(config, weights)
+
+
 def _digest(config: bytes, weights: bytes) -> str:
     both = "".join(hashlib.sha256(content).hexdigest() for content in (config, weights))
     return f"sha256:{hashlib.sha256(both.encode()).hexdigest()}"
