@@ -83,8 +83,8 @@ def build(
     """A bundle for this machine in a directory, compiled as far as a build cache does not have it.
 
     `forms` is a table of measured forms, for `--forms`; `adapters` are slots and rank of [adapters]. A
-    `quick` build is one of quick_compiling.py. What a dtype costs in accuracy is not measured: that takes more
-    programs than the bundle has.
+    `quick` build is one of quick_compiling.py. What a dtype costs in accuracy is not measured: that takes
+    more programs than the bundle has.
     """
     manifest = directory / "decoder.toml"
     manifest.write_text(
