@@ -77,19 +77,23 @@ def build(
     draft_tokens=3,
     dtype="float32",
     forms=None,
+    adapters=None,
     quick=True,
 ):
     """A bundle for this machine in a directory, compiled as far as a build cache does not have it.
 
-    `forms` is a table of measured forms, for `--forms`. A `quick` build is one of quick_compiling.py. What a
-    dtype costs in accuracy is not measured: that takes more programs than the bundle has.
+    `forms` is a table of measured forms, for `--forms`; `adapters` are slots and rank of [adapters]. A
+    `quick` build is one of quick_compiling.py. What a dtype costs in accuracy is not measured: that takes
+    more programs than the bundle has.
     """
     manifest = directory / "decoder.toml"
     manifest.write_text(
         f'[bundle]\nname = "decoder"\n[model]\nsource = {json.dumps(str(source))}\n'
         f"dtype = {json.dumps(dtype)}\naccuracy = false\n"
         f"[generate]\nbatch = {list(batch)}\nprompt = {list(prompt)}\ncontext = {list(context)}\n"
-        f'draft_tokens = {draft_tokens}\n[[target]]\nname = "cpu-host"\n'
+        f"draft_tokens = {draft_tokens}\n"
+        + ("" if adapters is None else "[adapters]\nslots = {}\nrank = {}\n".format(*adapters))
+        + '[[target]]\nname = "cpu-host"\n'
     )
     command = ("build", str(manifest), "-o", str(directory), "--cache", str(cache))
     if forms is not None:

@@ -57,7 +57,8 @@ _BESIDE = {
     ),
     "BundleChats": ("apply_chat_template", "render_chat_template"),
     "BundleBatches": (
-        *("batch", "generate", "generate_batch", "generate_n", "prefix", "request", "session"),
+        *("adapters", "batch", "generate", "generate_batch", "generate_n", "prefix", "request"),
+        "session",
     ),
     "BundleDecodes": ("decoder", "defaults", "generator", "stream"),
     "BundleReports": (

@@ -24,10 +24,21 @@ if TYPE_CHECKING:
     from prejit.runtime.generation.continuous_batch import Batch
     from prejit.runtime.generation.session import Session
     from prejit.runtime.generation.shared_prefix import Prefix
+    from prejit.runtime.lora.adapter_slots import Adapters
 
 
 class BundleBatches(BundleDecodes):
     """The methods of `Bundle` that generate and are no stream."""
+
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters that requests may choose, of a bundle whose manifest has `[adapters]`.
+
+        Raises:
+            UsageError: the bundle takes none.
+        """
+        found: Adapters = self.decoder.adapters
+        return found
 
     def generate(self, prompt: Prompt | None = None, **options: Unpack[Options]) -> Result:
         """Generate text from one prompt.

@@ -74,4 +74,9 @@ class BundleDecodes(LoadedBundle):
             raise UsageError(
                 f"{self.name}: this bundle holds no decoder", hint=self._programs.usage
             )
-        return DecoderPrograms(self.config.decoder, self._programs, self._device)
+        parts = self.config.decoder, self._programs, self._device
+        if self.config.decoder.adapters is not None:
+            from prejit.runtime.lora.adapter_slots import AdaptedPrograms  # few take adapters
+
+            return AdaptedPrograms(*parts, self._policies)
+        return DecoderPrograms(*parts)

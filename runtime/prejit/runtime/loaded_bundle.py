@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from prejit.runtime.base.process_facts import LoadTimes, is_plain_start, span
@@ -88,6 +88,7 @@ class LoadedBundle(OneProcess):
         canary: Checks = "one",
         on_fallback: Callable[[Axis], object] | None = None,
         arriving: BundleUser | None = None,
+        policies: Sequence[str] = (),
     ) -> None:
         """Bind verified layers to a device. Use `prejit.runtime.load`."""
         self.name = config.bundle
@@ -98,7 +99,7 @@ class LoadedBundle(OneProcess):
         self.config = config
         self._types = types
         self._compiles = compiles
-        self._generation_config = generation_config
+        self._generation_config, self._policies = generation_config, policies
         verification = layers[PORTABLE_MEDIA_TYPE].verification
         device = Device(machine.platform, config.mesh)
         if kernels is not None:  # before any executable is loaded that calls them

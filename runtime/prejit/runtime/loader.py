@@ -183,6 +183,7 @@ def load(
         canary=canary,
         on_fallback=on_fallback,
         arriving=arriving,
+        policies=policies,
     )
 
 

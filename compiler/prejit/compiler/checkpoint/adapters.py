@@ -9,8 +9,6 @@ dtype: no second copy of the model is in memory. Each tensor of an adapter is us
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prejit.compiler.base.json_file import read_object
-from prejit.compiler.base.suggestions import shown
 from prejit.compiler.checkpoint.parameter_sources import (
     SHOWN,
     ParameterSource,
@@ -31,40 +27,24 @@ from prejit.compiler.checkpoint.parameter_sources import (
 from prejit.compiler.checkpoint.tensor_files import Tensor, tensors
 from prejit.runtime.base.wording import few
 from prejit.runtime.errors import CheckpointError
+from prejit.runtime.lora.peft_config import (
+    CONFIG,
+    MERGE,
+    PREFIX,
+    is_target,
+    rank_and_factor,
+    read_config,
+)
+from prejit.runtime.lora.peft_files import adapter_files
 
 if TYPE_CHECKING:
     from prejit.compiler.models.layers.layer_config import Naming
     from prejit.compiler.models.parameters import Parameter
 
 Values = np.ndarray[Any, Any]
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_HINT = (
-    "merge it with PEFT's merge_and_unload, save that model, and give its directory as the source"
-)
-_PREFIX = "base_model.model."
 _A = ("lora_A.weight", "lora_embedding_A")
 _B = ("lora_B.weight", "lora_embedding_B")
 _MAGNITUDE = ("lora_magnitude_vector", "lora_magnitude_vector.weight")
-_READ = frozenset(
-    (
-        *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules"),
-        *("modules_to_save", "bias", "use_rslora", "use_dora", "init_lora_weights"),
-    )
-)
-_WITHOUT_EFFECT = frozenset(
-    (
-        *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode"),
-        *("peft_version", "lora_dropout", "megatron_config", "megatron_core", "eva_config"),
-        *("qalora_group_size", "ensure_weight_tying", "runtime_config"),
-        # The names of the tensors show which modules these chose.
-        *("exclude_modules", "layers_pattern", "layers_to_transform"),
-        # PEFT corrects it by the kind of the layer, which decides here too.
-        "fan_in_fan_out",
-    )
-)
-"""Keys that may have any value. A key in neither list must be empty: new ones may change the result."""
-_KINDS = ("gaussian", "orthogonal", "eva")
-"""The ways to begin that leave the matrices of the model as they are, beside true and false."""
 
 
 @dataclass(frozen=True)
@@ -149,23 +129,6 @@ def _quotient(magnitude: Values, norm: Values) -> Values:
     return found
 
 
-def adapter_files(directory: Path) -> tuple[Path, Path]:
-    """Return the files of an adapter.
-
-    Raises:
-        CheckpointError: one is missing.
-    """
-    files = (directory / _CONFIG, directory / _WEIGHTS)
-    for file in files:
-        if not file.is_file():
-            others = sorted(path.name for path in directory.glob("adapter_model*"))
-            raise CheckpointError(
-                f"{file}: expected a file, found {few(others, SHOWN) or 'none'}",
-                hint="give the directory that PEFT's save_pretrained wrote, in safetensors",
-            )
-    return files
-
-
 def merged(
     found: Mapping[str, ParameterSource],
     directory: Path,
@@ -187,13 +150,13 @@ def merged(
             tensors that do not fit.
     """
     config_file, weights = adapter_files(directory)
-    config = _read_config(config_file)
+    config = read_config(config_file, config_file.read_bytes())
     lora: dict[str, dict[str, TensorSource]] = {}
     new: dict[str, TensorSource] = {}
     problems: list[str] = []
     for published, tensor in tensors(weights).items():
         problems += not_float(published, tensor)
-        name = published.removeprefix(_PREFIX)
+        name = published.removeprefix(PREFIX)
         if name.startswith(naming.ignored):
             continue
         end = next((end for end in (*_A, *_B, *_MAGNITUDE) if name.endswith(f".{end}")), None)
@@ -205,7 +168,7 @@ def merged(
         module = module.removesuffix(".base_layer")
         ours = name_of(f"{module}.{last}")
         if not _is_replaced(config, module, last) and ours not in (naming.embedding, naming.head):
-            problems.append(f"{published}, which {_CONFIG} does not name")
+            problems.append(f"{published}, which {CONFIG} does not name")
         if ours in new:
             problems.append(f"{published}, which another tensor gives too")
         in_out = f"{module}.{last}".endswith(naming.in_out)
@@ -218,8 +181,8 @@ def merged(
         ours = name_of(f"{module}.weight")
         if copies and ours in (naming.embedding, *copies):
             problems.append(f"{module}, whose matrix the model uses twice (tie_word_embeddings)")
-        elif not _is_target(config, module):
-            problems.append(f"{module}, which target_modules of {_CONFIG} does not name")
+        elif not is_target(config, module):
+            problems.append(f"{module}, which target_modules of {CONFIG} does not name")
         elif ours not in parameters:
             problems.append(f"{module}, which is no matrix of the model")
         else:
@@ -234,7 +197,7 @@ def merged(
     if problems:
         raise CheckpointError(
             f"{weights}: the adapter does not fit the model: found {few(problems, SHOWN)}",
-            hint=f"give an adapter of this model; where it is one, {_HINT}",
+            hint=f"give an adapter of this model; where it is one, {MERGE}",
         )
     return {name: source for name, source in result.items() if name in parameters}
 
@@ -285,12 +248,7 @@ def _change(
         return f"{module} with {few(sorted(parts), SHOWN)} (use_dora = {is_dora})"
     if of_embedding and (magnitude is not None or not {*parts} <= {_A[1], _B[1]}):
         return f"{module}, an embedding with DoRA"
-    rank = _of_pattern(config, "rank_pattern", "r", module)
-    if type(rank) is not int or rank < 1:
-        raise _wrong(file, "r", "an integer of at least 1", rank)
-    alpha = _of_pattern(config, "alpha_pattern", "lora_alpha", module)
-    if type(alpha) not in (int, float) or not abs(alpha) < 1e30:
-        raise _wrong(file, "lora_alpha", "a number", alpha)
+    rank, scale = rank_and_factor(config, file, module)
     is_in_out = parameter.in_out or of_embedding
     shape = parameter.shape[::-1] if is_in_out else parameter.shape
     if len(shape) != 2:
@@ -301,69 +259,12 @@ def _change(
         magnitude is not None and magnitude.shape != wanted["magnitude"]
     ):
         return f"{module} of shapes {given}, expected {[*wanted.values()][: len(given)]}"
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return MergedSource(base, inputs, outputs, scale, is_in_out, magnitude)
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    """Return the content of adapter_config.json."""
-    config = read_object(file)
-    if config.get("peft_type") != "LORA":
-        raise _wrong(file, "peft_type", '"LORA"', config.get("peft_type"))
-    begins = config.get("init_lora_weights", True)
-    if not isinstance(begins, bool) and begins not in (None, *_KINDS):
-        # PiSSA, OLoRA, CorDA and LoftQ change the model's own matrices.
-        raise _wrong(file, "init_lora_weights", f"true, false, {', '.join(_KINDS)}", begins)
-    for key, value in config.items():
-        if value and key not in _READ | _WITHOUT_EFFECT:
-            raise _wrong(file, key, "none", value)
-    kinds: dict[str, tuple[type, ...]] = {
-        **dict.fromkeys(("rank_pattern", "alpha_pattern"), (dict,)),
-        **dict.fromkeys(("use_rslora", "use_dora"), (bool,)),
-        **{"target_modules": (list, str), "modules_to_save": (list,), "bias": (str,)},
-    }
-    for key, allowed in kinds.items():
-        value = config.get(key)
-        names = value if isinstance(value, list) else []
-        if value is not None and not (
-            isinstance(value, allowed) and all(isinstance(name, str) for name in names)
-        ):
-            raise _wrong(file, key, " or ".join(kind.__name__ for kind in allowed), value)
-    patterns = [*(config.get("rank_pattern") or ()), *(config.get("alpha_pattern") or ())]
-    if isinstance(target := config.get("target_modules"), str):
-        patterns.append(target)
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except (re.error, OverflowError, RecursionError) as error:
-            problem = f"a regular expression ({error})"
-            raise _wrong(file, "a pattern of modules", problem, pattern) from error
-    return config
-
-
-def _wrong(file: Path, key: str, expected: str, found: object) -> CheckpointError:
-    return CheckpointError(f"{file}: {key}: expected {expected}, found {shown(found)}", hint=_HINT)
-
-
-def _of_pattern(config: Mapping[str, Any], patterns: str, key: str, module: str) -> Any:
-    """Return the value of a module: that of the first pattern that matches, or the common one."""
-    for pattern, value in (config.get(patterns) or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return config.get(key, 8)  # PEFT's default
-
-
-def _is_target(config: Mapping[str, Any], module: str) -> bool:
-    """Return whether the adapter changes a module."""
-    targets = config.get("target_modules") or []
-    if isinstance(targets, str):
-        return targets.lower() == "all-linear" or re.fullmatch(targets, module) is not None
-    return any(f".{module}".endswith(f".{target}") for target in targets)
 
 
 def _is_replaced(config: Mapping[str, Any], module: str, last: str) -> bool:
     """Return whether the adapter replaces a tensor of a module."""
     bias = config.get("bias", "none")
-    if last == "bias" and (bias == "all" or (bias == "lora_only" and _is_target(config, module))):
+    if last == "bias" and (bias == "all" or (bias == "lora_only" and is_target(config, module))):
         return True
     return any(f"{saved}." in f"{module}." for saved in config.get("modules_to_save") or ())

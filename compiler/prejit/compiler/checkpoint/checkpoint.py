@@ -23,7 +23,7 @@ import numpy as np
 
 from prejit.compiler.base.json_file import read_json
 from prejit.compiler.base.suggestions import shown
-from prejit.compiler.checkpoint.adapters import adapter_files, merged
+from prejit.compiler.checkpoint.adapters import merged
 from prejit.compiler.checkpoint.gguf_tensors import gguf_tensors
 from prejit.compiler.checkpoint.parameter_sources import (
     FLOATS,
@@ -40,6 +40,7 @@ from prejit.compiler.models.families.sentence_layout import SentenceLayout, read
 from prejit.compiler.models.quantization_settings import Quantization, read_quantization
 from prejit.runtime.base.wording import few
 from prejit.runtime.errors import CheckpointError
+from prejit.runtime.lora.peft_files import adapter_files
 
 if TYPE_CHECKING:
     from prejit.compiler.models.layers.layer_config import Naming

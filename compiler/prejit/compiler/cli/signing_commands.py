@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     "PREJIT_KEY_PASSWORD is the password of an encrypted key. Several people sign one after the other.\n\n"
     "PREJIT_IDENTITY_TOKEN is the identity token of --keyless where the CI offers none by itself."
 )
-@click.argument("bundle", type=PATH, metavar="BUNDLE", help="Directory of a bundle.")
+@click.argument(
+    "bundle", type=PATH, metavar="BUNDLE", help="Directory of a bundle, or of an adapter of PEFT."
+)
 @click.option("--key", **FILE, help="Private key in PEM: ECDSA on P-256, P-384 or P-521.")
 @click.option(
     "--keyless",
@@ -43,9 +45,10 @@ def sign(bundle: Path, key: Path | None, keyless: bool, config: Path | None, as_
 
     The whole bundle is verified first: damage is an error (exit 4), and nothing is signed. cosign and trust
     policies verify the signatures, and the OpenSSF's model_signing verifies BUNDLE.sig. The bundle's digest
-    stays the same.
+    stays the same. An adapter gets adapter.sig beside its files.
     """
     from prejit.compiler.progress import tell
+    from prejit.compiler.signing.adapter_signing import is_adapter, sign_adapter
     from prejit.compiler.signing.bundle_signing import sign as sign_bundle
     from prejit.compiler.signing.keyless import TOKEN_VARIABLE, keyless_signer
     from prejit.compiler.signing.private_key import read_private_key
@@ -63,6 +66,12 @@ def sign(bundle: Path, key: Path | None, keyless: bool, config: Path | None, as_
         signer: Signer = keyless_signer(os.environ.get(TOKEN_VARIABLE) or None, config)
     else:
         signer = read_private_key(key)
+    if is_adapter(bundle):
+        adapter = sign_adapter(bundle, signer)
+        tell(f"signed the adapter {bundle}, {adapter.digest[:19]}: wrote {adapter.signatures}")
+        if as_json:
+            print_json({"digest": adapter.digest, "signatures": str(adapter.signatures)})
+        return 0
     signed = sign_bundle(bundle, signer)
     tell(
         f"signed {bundle}: attached {signed.added} signatures, wrote {signed.model_signature}, "

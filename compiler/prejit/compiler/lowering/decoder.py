@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,12 +28,14 @@ from prejit.compiler.lowering.sampling_programs import (
 )
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models.layers import linear
+from prejit.compiler.models.layers.adapter_stacks import AdapterStacks, RowAdapters, adapting
 from prejit.compiler.models.layers.attention import each_row
 from prejit.compiler.models.layers.layer_config import DecoderConfig
 from prejit.compiler.models.layers.product_forms import Forms
 from prejit.compiler.models.parameters import Parametrized
 from prejit.compiler.models.protocol import Cache
 from prejit.runtime.format.arrays import Array, Mesh
+from prejit.runtime.format.names import ADAPTED
 
 _STEPS = 16
 """Maximum steps of one decode call. With models that take 0.1 ms a step, dispatch is then a small part."""
@@ -65,6 +67,7 @@ def lower_decoder(
     source: int | None = None,
     split: MeshSplit | None = None,
     forms: Forms | None = None,
+    adapters: AdapterStacks | None = None,
 ) -> LoweredProgram:
     """Lower one of a decoder's programs at one bucket.
 
@@ -78,9 +81,10 @@ def lower_decoder(
                                               -> chosen [T, B], accepted [B], history
         copy     (source: another cache), rows [B], (target*: this cache)   -> (target)
 
-    `sampling` stands for the arrays of sampling.SamplingInputs, `chosen` for those of sampling.Chosen. The
-    cache and arguments with a star are donated. On a mesh, weights and cache are split; everything else is on
-    every device.
+    Kinds that begin with "adapted-" take the adapter of each row [B] and the stacks of adapters
+    (adapter_stacks.py) first, after the weights. `sampling` stands for the arrays of sampling.SamplingInputs,
+    `chosen` for those of sampling.Chosen. The cache and arguments with a star are donated. On a mesh, weights
+    and cache are split; everything else is on every device.
 
     Args:
         model: implements `protocol.DecoderModel`, or `protocol.EncoderDecoderModel` if there is a source.
@@ -89,6 +93,7 @@ def lower_decoder(
         source: the number of places of the longest source; None: the model is no encoder-decoder.
         split: how the model is split over a mesh; None for one device.
         forms: the forms of products on a CPU with kernels; None for a portable program, for all platforms.
+        adapters: the room for adapters; None: no kind of program has any.
 
     Raises:
         BuildError: the model does not follow the protocol.
@@ -99,6 +104,7 @@ def lower_decoder(
     if spec.kind == "encode":
         return _lower_encode(layout, spec, forms)
     batch, context = spec.bucket["batch"], spec.bucket["context"]
+    is_adapted, kind = spec.kind.startswith(ADAPTED), spec.kind.removeprefix(ADAPTED)
     programs = _DecoderFunctions(
         layout, context, split is not None and shape.vocab_size % split.mesh.tensor == 0
     )
@@ -106,19 +112,27 @@ def lower_decoder(
     sampling = sampling_shapes(batch, shape.vocab_size)
     history = jax.ShapeDtypeStruct((batch, shape.vocab_size), jnp.int32)
     inputs: dict[str, jax.ShapeDtypeStruct]
-    if spec.kind == "decode":
+    if kind == "decode":
         inputs = {"token": row, "position": row, "live": row, "steps": scalar}
     else:
-        count = spec.bucket["prompt"] if spec.kind == "prefill" else spec.bucket["draft"] + 1
+        count = spec.bucket["prompt"] if kind == "prefill" else spec.bucket["draft"] + 1
         tokens = jax.ShapeDtypeStruct((batch, count), jnp.int32)
         inputs = {"tokens": tokens, "start": row, "length": row}
-    function: Callable[..., Any] = getattr(programs, spec.kind)
+    function: Callable[..., Any] = getattr(programs, kind)
+    if is_adapted:
+        assert adapters is not None
+        stacks = {
+            str(array.path[0]): jax.ShapeDtypeStruct(array.shape, jnp.dtype(array.dtype))
+            for array in adapters.arrays
+        }
+        inputs = {"adapter": row, **stacks, **inputs}
+        function = _adapted(function, tuple(stacks))
     weights, cache = dict(model.weights), layout.shapes(batch, context)
     values = (weights, *inputs.values(), sampling, history, cache)
-    donated = (len(values) - 1,) if spec.kind == "prefill" else (len(values) - 2, len(values) - 1)
+    donated = (len(values) - 1,) if kind == "prefill" else (len(values) - 2, len(values) - 1)
     named = {**inputs, **sampling._asdict(), "history": history}
     cache_arrays = _split_arrays(layout.sized(batch, context), split)
-    kept = spec.kind == "prefill"
+    kept = kind == "prefill"
     arguments = [
         Array((name,), str(value.dtype), value.shape, name == "history" and not kept)
         for name, value in named.items()
@@ -133,7 +147,7 @@ def lower_decoder(
     given = exported.out_avals[: -len(cache_arrays)]
     results = [
         Array((name,), str(value.dtype), value.shape)
-        for name, value in zip(_RESULTS[spec.kind], given, strict=True)
+        for name, value in zip(_RESULTS[kind], given, strict=True)
     ]
     return LoweredProgram(
         exported.mlir_module_serialized,
@@ -142,8 +156,19 @@ def lower_decoder(
         (*arguments, *(replace(array, donated=True) for array in cache_arrays)),
         (*results, *cache_arrays),
         {} if split is None else split.weights,
-        decoder=decoder_fields(layout, shape),
+        decoder=decoder_fields(layout, shape, adapters if is_adapted else None),
     )
+
+
+def _adapted(function: Callable[..., Any], stacks: Sequence[str]) -> Callable[..., Any]:
+    """Return a function of a decoder that takes the adapters of the rows after the weights."""
+
+    def run(weights: Mapping[str, jax.Array], slots: jax.Array, *given: Any) -> Any:
+        rows = RowAdapters(slots, dict(zip(stacks, given, strict=False)))
+        with adapting(rows):
+            return function(weights, *given[len(stacks) :])
+
+    return run
 
 
 _CHOSEN = ("tokens", "logprobs", "top_tokens", "top_logprobs")

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from prejit.compiler.lowering.user.flat_arrays import Example, arrays_of
+from prejit.compiler.models.layers.adapter_stacks import AdapterStacks
 from prejit.compiler.models.layers.layer_config import DecoderConfig
 from prejit.compiler.models.parameters import Parametrized
 from prejit.compiler.models.protocol import Cache, EncoderDecoderModel
@@ -185,7 +186,9 @@ def padded(cache: Cache, arrays: tuple[Array, ...]) -> Cache:
     return tree.unflatten(map(pad, leaves, arrays))
 
 
-def decoder_fields(layout: CacheLayout, shape: DecoderConfig) -> Mapping[str, Any]:
+def decoder_fields(
+    layout: CacheLayout, shape: DecoderConfig, adapters: AdapterStacks | None = None
+) -> Mapping[str, Any]:
     """Return the fields of `bundle_schema.Decoder` that the model decides."""
     found: dict[str, Any] = {
         "family": shape.family,
@@ -194,6 +197,8 @@ def decoder_fields(layout: CacheLayout, shape: DecoderConfig) -> Mapping[str, An
         "max_positions": shape.max_positions,
         "cache": tuple(map(str, layout.arrays)),
     }
+    if adapters is not None:
+        found["adapters"] = tuple(map(str, adapters.arrays))
     if layout.source is not None:
         array = source_array(layout.model, layout.source)
         axes = zip(array.variables, array.shape, strict=True)

@@ -4,6 +4,7 @@
     [model]       Model              source, or module, params, reads and impure; dtype,
                                      accuracy, evaluation; it needs one of the next two
     [generate]    Generate           batch, prompt, context, draft_tokens, cache_dtype, source
+    [adapters]    AdapterSlots       slots, rank, targets
     [encode]      Encode             shapes
     [mesh]        Mesh               data, tensor: several devices run one program
     [[program]]   Program            name, function, args, buckets, params, static, donate,
@@ -129,6 +130,24 @@ class Generate:
     draft_tokens: int = 0
     cache_dtype: str = "float32"
     source: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSlots:
+    """`[adapters]`: the LoRA adapters that a decoder takes while it runs, beside its weights.
+
+    Attributes:
+        slots: how many adapters may be loaded at a time.
+        rank: the largest rank of an adapter.
+        targets: the matrices that adapters may change, as PEFT's target_modules names them; empty: all of
+            attention and of the MLP.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    slots: int = 8
+    rank: int = 16
+    targets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +312,7 @@ class Manifest:
         bundle: the bundle that the build writes.
         model: a decoder, with `generate`, or an encoder, with `encode`.
         generate: the buckets of a decoder.
+        adapters: the adapters that a decoder takes while it runs; None: none.
         encode: the buckets of an encoder.
         slo: the limits that a release has to keep; None: none but the defaults.
         mesh: the devices that run a program together, of a decoder or of the user; None: one device.
@@ -305,6 +325,7 @@ class Manifest:
     bundle: BundleTable
     model: Model | None
     generate: Generate | None
+    adapters: AdapterSlots | None
     encode: Encode | None
     slo: ReleaseLimits | None
     mesh: Mesh | None
@@ -322,6 +343,7 @@ class Manifest:
         libraries: Library | Iterable[Library] = (),
         model: Model | None = None,
         generate: Generate | None = None,
+        adapters: AdapterSlots | None = None,
         encode: Encode | None = None,
         slo: ReleaseLimits | None = None,
         mesh: Mesh | None = None,
@@ -339,6 +361,7 @@ class Manifest:
             "bundle": BundleTable(bundle) if isinstance(bundle, str) else bundle,
             "model": model,
             "generate": generate,
+            "adapters": adapters,
             "encode": encode,
             "slo": slo,
             "mesh": mesh if mesh is not None and mesh.size > 1 else None,

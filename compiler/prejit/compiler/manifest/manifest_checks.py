@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from prejit.compiler.base.suggestions import did_you_mean, no_such_path, shown
+from prejit.compiler.manifest.adapter_checks import adapter_problems
 from prejit.compiler.manifest.manifest import REPEAT, UNCHECKED, names_object
 from prejit.compiler.manifest.shape_string import MAX_SIZE, SIZE, split_shape, undefined
 from prejit.compiler.manifest.valid_values import (
@@ -75,6 +76,7 @@ def value_problems(data: dict[str, Any], directory: Path) -> Problems:
     if "module" in _table(data.get("model")):
         yield from _own_model_problems(data, directory)
     yield from _generate_problems(_table(data.get("generate")))
+    yield from adapter_problems(data)
     yield from _encode_problems(_table(data.get("encode")))
     programs = data.get("program")
     for index, program in enumerate(_items(programs)):

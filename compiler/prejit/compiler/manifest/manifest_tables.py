@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.manifest.manifest import (
     STRICT,
+    AdapterSlots,
     BundleTable,
     Encode,
     Generate,
@@ -31,6 +32,8 @@ from prejit.compiler.manifest.valid_values import (
     CACHE_DTYPES,
     DTYPES,
     MAX_DRAFT,
+    MAX_RANK,
+    MAX_SLOTS,
     KeyPath,
     expected,
     unknown_key,
@@ -102,6 +105,7 @@ SECTIONS: dict[str, tuple[type[Any], bool]] = {
     "bundle": (BundleTable, False),
     "model": (Model, False),
     "generate": (Generate, False),
+    "adapters": (AdapterSlots, False),
     "encode": (Encode, False),
     "slo": (ReleaseLimits, False),
     "mesh": (MeshTable, False),
@@ -274,6 +278,11 @@ _NARROWED: dict[str, dict[str, dict[str, Any]]] = {
         **{name: _SIZES for name in ("batch", "prompt", "context")},
         "draft_tokens": {"minimum": 0, "maximum": MAX_DRAFT},
         "cache_dtype": {"enum": list(CACHE_DTYPES)},
+    },
+    "adapters": {
+        "slots": {"minimum": 1, "maximum": MAX_SLOTS},
+        "rank": {"minimum": 1, "maximum": MAX_RANK},
+        "targets": {"items": {"type": "string", "minLength": 1}, "uniqueItems": True},
     },
     "encode": {
         "shapes": {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from prejit.compiler.manifest.manifest import REPEAT
+from prejit.runtime.format.names import ADAPTABLE_KINDS, ADAPTED
 
 if TYPE_CHECKING:
     from prejit.compiler.manifest.manifest import Encode, Generate, Manifest, Program
@@ -22,7 +23,7 @@ class ProgramSpec:
 
     Attributes:
         name: `decode/b1-c128`, `prefill/b1-t16-c128`, `verify/b1-k8-c128`, `copy/b1-c128-to-b4-c128`,
-            `encode/b1-n64-c128`,
+            `encode/b1-n64-c128`, `adapted-decode/b1-c128`,
             `encode/b8-t128/layer`, `score/batch8`, `score/batch8-mode=fast`, `score`.
         kind: as in `bundle_schema.ProgramEntry`.
         bucket: static sizes by name.
@@ -47,7 +48,8 @@ def program_specs(manifest: Manifest) -> tuple[ProgramSpec, ...]:
     """Return every program of a manifest: for each bucket of its model, then for the user's functions."""
     specs: list[ProgramSpec] = []
     if (sizes := manifest.generate) is not None:
-        specs += decoder_specs(sizes)
+        own = [*decoder_specs(sizes)]
+        specs += own if manifest.adapters is None else [*own, *adapted_specs(own)]
     if manifest.encode is not None:
         specs += encoder_specs(manifest.encode)
     for program in manifest.programs:
@@ -125,6 +127,14 @@ def decoder_specs(sizes: Generate) -> Iterator[ProgramSpec]:
                 yield _copy_spec(smaller, context, bucket)
             if batch != sizes.batch[-1]:
                 yield _copy_spec(sizes.batch[number + 1], context, bucket)
+
+
+def adapted_specs(specs: Iterable[ProgramSpec]) -> Iterator[ProgramSpec]:
+    """Yield the programs that run in place of others while a row of the batch has an adapter."""
+    for spec in specs:
+        if spec.kind in ADAPTABLE_KINDS:
+            name, kind = (f"{ADAPTED}{text}" for text in (spec.name, spec.kind))
+            yield replace(spec, name=name, kind=kind)
 
 
 def encoder_specs(encode: Encode) -> Iterator[ProgramSpec]:

@@ -21,6 +21,8 @@ READS = 'a list of paths and glob patterns such as ["vocab.txt", "data/*.json"]'
 SHAPES = "a list of different pairs of batch and length such as [[1, 32], [8, 128]]"
 MAX_DRAFT = 64
 """Largest number of draft tokens that one pass verifies."""
+MAX_SLOTS, MAX_RANK = 256, 512
+"""Largest number of adapters that a bundle holds at a time, and largest rank of one."""
 DTYPES = tuple(STORED_DTYPES)
 """The dtypes that matrices are stored in."""
 CACHE_DTYPES = ("float32", "bfloat16")
@@ -50,6 +52,11 @@ _EXPECTED = {
     "model.evaluation": "the path of a text file",
     "generate.cache_dtype": '"float32" or "bfloat16"',
     "generate": "a [generate] table with batch, prompt and context",
+    "adapters": "an [adapters] table with slots, rank and targets",
+    "adapters.slots": f"an integer of 1 to {MAX_SLOTS}",
+    "adapters.rank": f"an integer of 1 to {MAX_RANK}",
+    "adapters.targets": 'a list of names of matrices such as ["q_proj", "v_proj"]',
+    "adapters.targets[]": 'the name of a matrix such as "q_proj"',
     "encode": "an [encode] table with shapes",
     "encode.shapes": SHAPES,
     "encode.shapes[]": "a batch and a length such as [8, 128]",

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prejit.compiler.base.suggestions import no_such_path
 from prejit.compiler.checkpoint.checkpoint import (
@@ -25,6 +25,9 @@ from prejit.compiler.native.kernel_library import KERNELS_ARCHITECTURE
 from prejit.compiler.targets.target_classes import Target
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.machine.kept_files import Receipts
+
+if TYPE_CHECKING:
+    from prejit.compiler.models.layers.adapter_stacks import AdapterStacks
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,14 @@ class ModelSource:
         config: a decoder's configuration, read by transformers; an encoder's `EncoderSource`.
         shape: a decoder's `DecoderConfig`; an encoder's `EncoderConfig`.
         module: the abstract flax module.
+        adapters: the room for adapters that are kept apart from its weights; None: there is none.
     """
 
     files: ModelFiles
     config: Any
     shape: Any
     module: Any
+    adapters: AdapterStacks | None = None
 
 
 def uses_kernels(manifest: Manifest) -> bool:
@@ -173,6 +178,7 @@ def read_model(manifest: Manifest, files: ModelFiles) -> ModelSource:
 
     Raises:
         CheckpointError: the configuration cannot be read, or asks for what prejit does not build.
+        ManifestError: the model does not take the adapters that the manifest asks for.
     """
     from prejit.compiler.models import config_file, model_registry
 
@@ -186,9 +192,13 @@ def read_model(manifest: Manifest, files: ModelFiles) -> ModelSource:
     decoder = model_registry.make_decoder(
         config, longest_context(manifest), dtype, out_in=files.out_in
     )
-    return ModelSource(
-        files, config, model_registry.describe(config, cache_dtype(manifest)), decoder
-    )
+    room = None
+    if (wanted := manifest.adapters) is not None:
+        from prejit.compiler.models.adapter_targets import make_room
+
+        room = make_room(decoder, wanted.slots, wanted.rank, wanted.targets, manifest.where)
+    shape = model_registry.describe(config, cache_dtype(manifest))
+    return ModelSource(files, config, shape, decoder, room)
 
 
 def file_digests(directory: Path, files: Iterable[Path]) -> tuple[tuple[str, str], ...]:

@@ -53,6 +53,7 @@ from prejit.compiler.store.prejit_code import (
 )
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.files import digest_of
+from prejit.runtime.format.names import ADAPTED
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 Digests = Iterable[tuple[str, str]]
@@ -80,11 +81,20 @@ def lower_key(manifest: Manifest, model: ModelFiles, spec: ProgramSpec) -> Key:
             ("longest source", str(longest_source(manifest))),
             ("mesh", "none" if mesh is None else f"{mesh.data} x {mesh.tensor}"),
             ("matrices", model.matrices),
+            *_adapters(manifest, spec),
             *model.configuration,
             ("our code", code_digest(*LOWERING)),
             *_jax("jax", "flax", "transformers"),
         ),
     )
+
+
+def _adapters(manifest: Manifest, spec: ProgramSpec) -> Ingredients:
+    """Return the room for adapters, for programs whose rows may have some."""
+    if (room := manifest.adapters) is None or not spec.kind.startswith(ADAPTED):
+        return ()
+    targets = ", ".join(room.targets) or "all"
+    return (("adapters", f"{room.slots} of rank {room.rank} for {targets}"),)
 
 
 def own_lower_key(manifest: Manifest, spec: ProgramSpec, portable: str) -> Key:

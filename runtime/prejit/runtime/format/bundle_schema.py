@@ -326,6 +326,7 @@ class Decoder:
         bos_token_id: None where the model has none.
         source: what an encoder-decoder reads, as such a text; None: the model is another decoder.
         start_token_ids: with which a text begins if a request has no prompt; None: every request has one.
+        adapters: the stacks of adapters, as texts of an `Array`; a path goes on with the matrices' names.
     """
 
     family: str
@@ -337,6 +338,7 @@ class Decoder:
     bos_token_id: int | None = None
     source: str | None = None
     start_token_ids: tuple[int, ...] | None = None
+    adapters: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         _check_sizes(self, "decoder", "vocab_size", "max_positions")

@@ -96,3 +96,7 @@ def handler_target(symbol: str, library: str) -> str:
         library: digest of the library.
     """
     return f"{symbol}.{library.removeprefix('sha256:')[:16]}"
+
+
+ADAPTED, ADAPTABLE_KINDS = "adapted-", ("prefill", "decode", "verify")
+"""The beginning of the kinds whose rows may have adapters, and the kinds that exist with it, too."""

@@ -194,7 +194,8 @@ class Decoding:
         decoder, vocab = self._decoder, self._decoder.decoder.vocab_size
         if self._sampling is None:
             logprobs = [int(row is not None and row.request.logprobs is not None) for row in rows]
-            self._sampling = place_sampling(decoder, _sampling_of(rows), logprobs)
+            beside = decoder.beside([None if row is None else row.request for row in rows])
+            self._sampling = place_sampling(decoder, _sampling_of(rows), logprobs) | beside
         given = dict(self._sampling)
         if masks and (bias := masked_bias(_sampling_of(rows), masks, vocab)) is not None:
             given["bias"] = decoder.device.put(bias)

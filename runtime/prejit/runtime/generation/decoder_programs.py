@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from prejit.runtime.format.checks.program_interfaces import (
 from prejit.runtime.programs.ready_programs import Programs
 
 
-@final
 class DecoderPrograms:
     """The programs of a decoder by bucket. Safe to use from many threads.
 
@@ -258,6 +257,18 @@ class DecoderPrograms:
             ]
         )
         return dict(zip(results, given, strict=False)), given[len(results) :]
+
+    @property
+    def adapters(self) -> Any:
+        """The adapters beside the weights, of a bundle that takes some. Raises UsageError for others."""
+        raise UsageError(
+            f"expected a bundle that takes adapters, found {self.programs.bundle}",
+            hint="add [adapters] to the manifest and build again",
+        )
+
+    def beside(self, requests: Sequence[Any]) -> dict[str, DeviceArray]:
+        """Return further inputs for the requests of the rows of a batch; None: the row is free."""
+        return {}
 
     def _call(self, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the names of the arguments and results of a program, without weights and cache."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -121,6 +121,7 @@ def computing_prefix(
     usage: Usage,
     known: Prefix | None = None,
     limit: Limit = no_limit,
+    adapter: Any = None,
 ) -> Generator[int, None, Prefix]:
     """Compute the keys and values of a text in a cache of its own, in chunks, and return them.
 
@@ -131,6 +132,7 @@ def computing_prefix(
         usage: where to add the cost and the reused tokens.
         known: a prefix whose beginning may be the same, to reuse.
         limit: how much a chunk may compute.
+        adapter: of the requests that share it; None: they have none.
     """
     cache = yield from allocating(decoder, decoder.batches[0], context, limit)
     start = 0
@@ -138,7 +140,7 @@ def computing_prefix(
         cache.copy_rows(known.at(context), {0: 0})
         start = decoder.reusable(known.token_ids, token_ids)
     usage.reused_tokens = start
-    row = Row(Request(token_ids), frozenset(), list(token_ids), usage, None)
+    row = Row(Request(token_ids, adapter=adapter), frozenset(), list(token_ids), usage, None)
     yield from filling(decoder, lambda: cache, {0: Entering(row, start)}, limit)
     return Prefix(token_ids, cache)
 

@@ -223,6 +223,8 @@ class Generator:
         """
         self.decoder.programs.ask()
         resolved = resolve({**options}, self._defaults)
+        if (adapter := resolved.common.get("adapter")) is not None:
+            resolved.common["adapter"] = self.decoder.adapters[adapter]
         return self.reading(resolved, resolved.common.get("source"))
 
     def begin(self, prompt: Prompt | None, resolved: Resolved) -> Generation:

@@ -189,7 +189,8 @@ def _shared_prefix(
 
     tokens = list(first.prompt[:common])
     usage = rows[0].usage
-    return (yield from computing_prefix(decoder, tokens, context, usage, first.prefix, limit))
+    given = first.prefix, limit, first.adapter
+    return (yield from computing_prefix(decoder, tokens, context, usage, *given))
 
 
 def _aside_batch(

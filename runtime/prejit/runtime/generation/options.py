@@ -91,16 +91,9 @@ def _prefix(name: str, value: Any) -> Prefix:
 
 
 def _source(name: str, value: Any) -> Any:
-    """Return a source as an array; text is for the bundle, which has the tokenizer."""
-    import numpy as np  # see above
+    from prejit.runtime.generation.source_check import as_source  # imports NumPy, see above
 
-    try:
-        array = np.asarray(value)
-    except Exception:  # a ragged list, a deleted buffer: NumPy raises whatever the object does
-        arguments.refuse(name, "an array of numbers, token ids or text", value)
-    if array.dtype.kind not in "iuf" or not array.size:
-        arguments.refuse(name, "an array of numbers, token ids or text", value)
-    return array
+    return as_source(name, value)
 
 
 def _check_fields(options: Sampling | Request) -> None:
@@ -212,6 +205,7 @@ class Request:
         source: what an encoder-decoder reads: token ids [N], or an array such as a spectrogram [80, N].
         min_new_tokens: no stop token comes, and no stop string ends the text, before this many tokens.
             Decoding takes one step per call until then.
+        adapter: an adapter of the bundle (`Bundle.adapters`), by name; None: none.
         namespace: the prompt begins with what a cache has of earlier texts of this namespace only.
 
     Raises:
@@ -256,9 +250,15 @@ class Request:
         flag=int,
         published=True,
     )
+    adapter: Any = _option(None, lambda _, value: value)  # noqa: RUF009 (a field)
     namespace: Namespace = ()
 
     def __post_init__(self) -> None:
+        if self.adapter is not None:
+            if self.prefix is not None:
+                raise UsageError("prefix: expected none beside an adapter, which computes another")
+            own = (f"adapter {self.adapter.digest}",)  # what it computed is of no use to others
+            object.__setattr__(self, "namespace", (*own, *self.namespace))
         prompt = arguments.integers("prompt", self.prompt, "a list of token ids")
         object.__setattr__(self, "prompt", prompt)
         arguments.instance("sampling", self.sampling, Sampling)
@@ -294,6 +294,7 @@ class Options(TypedDict, total=False):
         max_new_tokens, min_new_tokens, stop_token_ids, logprobs, token_mask, prompt_lookup, prefix: see
             `Request`.
         source: what an encoder-decoder reads: text, token ids, or an array; see `Request`.
+        adapter: the name of a loaded adapter (`Bundle.adapters`).
         stop: stop before any of these strings.
     """
 
@@ -315,6 +316,7 @@ class Options(TypedDict, total=False):
     prompt_lookup: bool
     prefix: Prefix | None
     source: Any
+    adapter: Any
 
 
 class Resolved(NamedTuple):

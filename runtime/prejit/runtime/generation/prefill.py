@@ -160,4 +160,5 @@ def _sampling_inputs(
         for place, member in members.items():
             counts[place] = history_row(member.row.request.prompt, (), vocab)
         history = decoder.device.put(counts)
-    return {**fixed, "history": history}
+    requests = [members[p].row.request if p in members else None for p in range(batch)]
+    return {**fixed, "history": history, **decoder.beside(requests)}

@@ -45,3 +45,14 @@ def check_source(source: np.ndarray[Any, Any] | None, programs: DecoderPrograms)
     if kinds == "iu":
         arguments.check_vocabulary("source", source.tolist(), programs.decoder.vocab_size)
     programs.encode_for(programs.contexts[0], source.shape[axes.index("source")])
+
+
+def as_source(name: str, value: Any) -> Any:
+    """Return a source as an array; text is for the bundle, which has the tokenizer."""
+    try:
+        array = np.asarray(value)
+    except Exception:  # a ragged list, a deleted buffer: NumPy raises whatever the object does
+        arguments.refuse(name, "an array of numbers, token ids or text", value)
+    if array.dtype.kind not in "iuf" or not array.size:
+        arguments.refuse(name, "an array of numbers, token ids or text", value)
+    return array

@@ -14,6 +14,7 @@ from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.format.arrays import Array, Golden
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
 from prejit.runtime.format.checks.program_interfaces import cache_arrays
+from prejit.runtime.format.names import ADAPTABLE_KINDS, ADAPTED
 from prejit.runtime.programs.golden_inputs import Values, golden_inputs, words
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ def samples_of(
     `values` are those of its results; `seed` is that of the recipe.
     """
     results, decoder = programs.results(program.name), programs.config.decoder
+    kind = program.kind.removeprefix(ADAPTED)
     count = max(2, min(_MAX_SAMPLES, _SAMPLES // max(1, len(results))))
     every = -(-len(results) // _MAX_COMPARED)
     variables = {} if decoder is None else {a.path: a.variables for a in cache_arrays(decoder)}
@@ -125,12 +127,12 @@ def samples_of(
             found.append(None)
             continue
         chosen = words(seed, _SAMPLED_FROM + place, min(count, value.size)).astype(np.int64)
-        if program.kind == "decode" and array.path[0] in _STEPS:
+        if kind == "decode" and array.path[0] in _STEPS:
             value = value[:1]
         value = value.reshape(value.shape or (1,))
         indices = np.unravel_index(chosen % value.size, value.shape)
         axes = variables.get(array.path, ())
-        if program.kind in ("prefill", "decode", "verify") and "context" in axes:
+        if kind in ADAPTABLE_KINDS and "context" in axes:
             indices = _written(program, indices, axes.index("context"))
         found.append(value[indices])
     return found
@@ -138,12 +140,12 @@ def samples_of(
 
 def _written(program: ProgramEntry, indices: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
     """Return the indices of samples of a cache, moved to positions that the program writes."""
-    sizes = program.bucket
+    sizes, kind = program.bucket, program.kind.removeprefix(ADAPTED)
     context = sizes["context"]
-    if program.kind == "decode":
+    if kind == "decode":
         first, count = context // 2, 1
     else:
-        count = sizes["prompt"] if program.kind == "prefill" else sizes["draft"] + 1
+        count = sizes["prompt"] if kind == "prefill" else sizes["draft"] + 1
         first = max(0, min(2, context - count))
     moved = first + indices[axis] % count
     return (*indices[:axis], moved, *indices[axis + 1 :])

@@ -18,6 +18,7 @@ import numpy as np
 from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
+from prejit.runtime.format.names import ADAPTED
 
 _PERIOD = 4093
 _BIAS = 2.0**20
@@ -59,6 +60,10 @@ def golden_inputs(
         value = known.get(str(array.path[0])) if len(array.path) == 1 else None
         if value is None:
             value = _pattern(array, seed, place, vocabulary)
+            if program.kind.startswith(ADAPTED) and str(array.path[0]).endswith((".A", ".B")):
+                value = value / np.float32(
+                    64
+                )  # stacks of adapters, as small as those that are trained
         found.append(_shaped(value, array))
     return found
 
@@ -68,8 +73,9 @@ def _known(program: ProgramEntry, vocabulary: int, seed: int) -> Mapping[str, Va
     sizes = program.bucket
     rows = np.arange(sizes["batch"])
     length = sizes.get("length") or sizes.get("source") or 0
-    if program.kind in ("prefill", "verify"):
-        length = sizes["prompt"] if program.kind == "prefill" else sizes["draft"] + 1
+    kind = program.kind.removeprefix(ADAPTED)
+    if kind in ("prefill", "verify"):
+        length = sizes["prompt"] if kind == "prefill" else sizes["draft"] + 1
     context = sizes.get("context", 0)
     start = max(0, min(_START, context - length))
     chosen = words(seed, -1, sizes["batch"]).astype(np.int64) % max(1, vocabulary)
@@ -93,9 +99,10 @@ def _known(program: ProgramEntry, vocabulary: int, seed: int) -> Mapping[str, Va
         "bias": bias,
         "logprobs": np.array([1]),
         "history": np.array([0]),
+        "adapter": (rows + 1) % 2,
         "rows": rows % sizes.get("source_batch", 1),
     }
-    if program.kind == "verify":  # drafts that the bias lets pass
+    if kind == "verify":  # drafts that the bias lets pass
         known["tokens"] = np.repeat(chosen, length)
     return known
 

@@ -20,7 +20,6 @@ from prejit.runtime.format.arrays import Array, parse_sharding
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
 from prejit.runtime.format.checks.layers import check_signature
-from prejit.runtime.format.checks.program_interfaces import usage_of
 from prejit.runtime.format.checks.program_table import check_array
 from prejit.runtime.format.verification import VERIFIED, Verification
 
@@ -479,6 +478,8 @@ class Programs:
     @property
     def usage(self) -> str:
         """How a caller runs them, for hints: the commands, and the names of functions."""
+        from prejit.runtime.programs.usage_hint import usage_of  # errors need it
+
         return usage_of(self.table.values())
 
     def obtained(self) -> dict[str, ProgramReport]:

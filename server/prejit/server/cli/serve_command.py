@@ -63,6 +63,13 @@ def _origin(text: str) -> str:
     help="A directory or a reference, and before it the name that clients give as their model "
     "(default: its own).",
 )
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="[MODEL:]NAME=DIR",
+    help="Load an adapter of PEFT, which requests choose as MODEL:NAME; may be repeated.",
+)
 @TRUST
 @VERBOSE
 @click.option("--host", default="127.0.0.1", metavar="HOST", help="Address to listen at.")
@@ -190,6 +197,7 @@ def _origin(text: str) -> str:
 )
 def serve(
     bundles: tuple[str, ...],
+    adapters: tuple[str, ...],
     host: str,
     port: int,
     admin: tuple[str, int] | str | None,
@@ -228,7 +236,11 @@ def serve(
                 param_hint="'--follow'",
             )
         tried: tuple[str, float] | None = None
-        sources = [BundleSource(path, name) for name, path in named]
+        of_each = _adapters_of(adapters, named)
+        sources = [
+            BundleSource(path, name, tuple(of_each[place]))
+            for place, (name, path) in enumerate(named)
+        ]
         if keys is not None:
             from prejit.server.gate.api_keys import Keys
         if log is not None:
@@ -248,6 +260,30 @@ def serve(
         requests = None if log is None else RequestLog(log)
         serve(sources, engines, limits, (host, port), requests, admin, tried)
     return 0
+
+
+def _adapters_of(
+    texts: Sequence[str], named: Sequence[tuple[str | None, str]]
+) -> list[list[tuple[str, str]]]:
+    """Return the adapters of each bundle, of texts `[MODEL:]NAME=DIR`."""
+    found: list[list[tuple[str, str]]] = [[] for _ in named]
+    names = [name for name, _ in named]
+    for text in texts:
+        whole, _, path = text.partition("=")
+        model, colon, adapter = whole.rpartition(":")
+        if (
+            not adapter
+            or not path
+            or (colon and model not in names)
+            or not (colon or len(names) == 1)
+        ):
+            known = " or ".join(f"{name}:NAME=DIR" for name in names if name) or "NAME=DIR"
+            raise click.BadParameter(
+                f"expected {known if len(names) > 1 else 'NAME=DIR'}, found {text!r:.80}",
+                param_hint="'--adapter'",
+            )
+        found[names.index(model) if colon else 0].append((adapter, path))
+    return found
 
 
 def _is_pinned(path: str) -> bool:

@@ -82,6 +82,24 @@ class AddRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str = ""
 
 
+class LoadAdapterRequest(ModelRequest, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /v1/load_lora_adapter, as vLLM has it.
+
+    Attributes:
+        lora_name: the name that requests give, behind that of the model and a colon.
+        lora_path: the directory that PEFT's save_pretrained wrote, on the server.
+    """
+
+    lora_name: str = ""
+    lora_path: str = ""
+
+
+class UnloadAdapterRequest(ModelRequest, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /v1/unload_lora_adapter, as vLLM has it; see `LoadAdapterRequest`."""
+
+    lora_name: str = ""
+
+
 class CanaryRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of POST /canary.
 
@@ -163,6 +181,16 @@ def make_admin(
         woken = swaps.wake(served_model(models, wanted.model or None).name)
         return {"model": woken.name, "is_sleeping": False}
 
+    def load_adapter(wanted: LoadAdapterRequest) -> dict[str, Any]:
+        name = served_model(models, wanted.model or None).name
+        loaded = swaps.load_adapter(name, wanted.lora_name, wanted.lora_path)
+        return {"model": f"{name}:{loaded.name}", "now": loaded.digest}
+
+    def unload_adapter(wanted: UnloadAdapterRequest) -> dict[str, Any]:
+        name = served_model(models, wanted.model or None).name
+        swaps.unload_adapter(name, wanted.lora_name)
+        return {"model": f"{name}:{wanted.lora_name}"}
+
     async def post_profile(request: Request) -> Response:
         await request.body()  # behind it comes only that the client has gone
         ends = threading.Event()
@@ -198,6 +226,16 @@ def make_admin(
             Route("/remove", _handler(ModelRequest, remove), methods=["POST"]),
             Route("/sleep", _handler(ModelRequest, sleep), methods=["POST"]),
             Route("/wake", _handler(ModelRequest, wake), methods=["POST"]),
+            Route(
+                "/v1/load_lora_adapter",
+                _handler(LoadAdapterRequest, load_adapter),
+                methods=["POST"],
+            ),
+            Route(
+                "/v1/unload_lora_adapter",
+                _handler(UnloadAdapterRequest, unload_adapter),
+                methods=["POST"],
+            ),
             Route("/canary", get_canary, methods=["GET"]),
             Route("/canary", _handler(CanaryRequest, canary), methods=["POST"]),
             Route("/profile", post_profile, methods=["POST"]),

@@ -18,6 +18,7 @@ from prejit.server.gate.http_errors import ApiError, field_error
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.prompts import off_loop
 from prejit.server.served.served import Models, Served
+from prejit.server.served.served_adapters import adapted_model
 
 T = TypeVar("T")
 
@@ -136,6 +137,11 @@ def check_only(body: RequestFields, only: Mapping[str, Any]) -> None:
                 f"this server does not support {shown:.80}; leave it out",
                 code="unsupported_parameter",
             )
+
+
+def asked_model(models: Models, name: str | None) -> Served:
+    """Return the model of a request for text, with the adapter that its name chooses. As `served_model`."""
+    return served_model(models, None) if name is None else adapted_model(models, name)
 
 
 def served_model(models: Models, name: str | None) -> Served:

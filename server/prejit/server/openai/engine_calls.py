@@ -18,7 +18,7 @@ from prejit.runtime.generation.sampling import Logprob
 from prejit.server.gate.http_errors import field_error
 from prejit.server.gate.request_clients import check_tokens, priority, unless_gone
 from prejit.server.gate.server_settings import Settings
-from prejit.server.openai.bodies import served_model
+from prejit.server.openai.bodies import asked_model
 from prejit.server.openai.fields import PromptTokensDetails, Sampled, TokenUsage, new_tokens
 from prejit.server.openai.prompts import kept, need_text_model
 from prejit.server.served.served import Models, Served
@@ -94,13 +94,15 @@ def asked(
         ModelNotFoundError, ApiError: there is no such model, it does not continue texts, or the request asks
             for more tokens than the server's limit.
     """
-    served = served_model(models, body.model)
+    served = asked_model(models, body.model)
     need_text_model(served)
     given: int | None = getattr(body, most) or None
     options = body.options(served) | {
         "max_new_tokens": new_tokens(given, served, settings, name=most, default=default),
         "logprobs": logprobs,
     }
+    if served.adapter:
+        options["adapter"] = served.adapter
     return AskedTexts(request, settings, served, body, options)
 
 

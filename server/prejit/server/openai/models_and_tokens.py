@@ -15,8 +15,8 @@ from prejit.server.openai import prompts
 from prejit.server.openai.bodies import (
     RequestFields,
     ResponseFields,
+    asked_model,
     read,
-    served_model,
 )
 from prejit.server.openai.chat_messages import (
     FunctionTools,
@@ -25,6 +25,7 @@ from prejit.server.openai.chat_messages import (
     plain_tools,
 )
 from prejit.server.served.served import Models, Served
+from prejit.server.served.served_adapters import adapters_of
 
 
 class TokenizeRequest(RequestFields, frozen=True, kw_only=True):
@@ -90,7 +91,7 @@ async def tokenize(models: Models, settings: Settings, request: Request) -> Resp
     if (body.prompt is None) == (body.messages is None):
         found = "neither" if body.prompt is None else "both"
         raise field_error("prompt", f"expected it or messages, found {found}")
-    served = served_model(models, body.model)
+    served = asked_model(models, body.model)
     tokenizer = served.bundle.tokenizer
     if (prompt := body.prompt) is not None:
         special = body.add_special_tokens is not False
@@ -129,7 +130,7 @@ def _of_messages(body: TokenizeRequest, served: Served) -> list[int]:
 async def detokenize(models: Models, settings: Settings, request: Request) -> Response:
     """Answer POST /detokenize."""
     body = await read(request, _DETOKENIZE, settings)
-    served = served_model(models, body.model)
+    served = asked_model(models, body.model)
     tokenizer = served.bundle.tokenizer
     text = await prompts.off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens))
     return json_response(DetokenizeAnswer(prompt=text))
@@ -153,6 +154,7 @@ class ModelCard(ResponseFields, frozen=True, kw_only=True):
         owned_by: who serves it.
         root: the digest of its bundle.
         max_model_len: its longest context in tokens, as vLLM has it; 0: it takes no tokens.
+        parent: of an adapter: the model that it changes; its root is the digest of its own files.
     """
 
     id: str
@@ -161,6 +163,7 @@ class ModelCard(ResponseFields, frozen=True, kw_only=True):
     owned_by: Literal["prejit"] = "prejit"
     root: str
     max_model_len: int
+    parent: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelList(ResponseFields, frozen=True, kw_only=True):
@@ -172,12 +175,19 @@ class ModelList(ResponseFields, frozen=True, kw_only=True):
 
 async def list_models(models: Models, settings: Settings, request: Request) -> Response:
     """Answer GET /v1/models."""
-    return json_response(ModelList(data=[_described(each) for each in models]))
+    each = [
+        card for served in models for card in (_described(served), *_described_adapters(served))
+    ]
+    return json_response(ModelList(data=each))
 
 
 async def get_model(models: Models, settings: Settings, request: Request) -> Response:
     """Answer GET /v1/models/{model}."""
-    return json_response(_described(models.get(request.path_params["model"])))
+    found = asked_model(models, request.path_params["model"])
+    if not found.adapter:
+        return json_response(_described(found))
+    cards = {card.id.partition(":")[2]: card for card in _described_adapters(found)}
+    return json_response(cards[found.adapter])
 
 
 def _described(served: Served) -> ModelCard:
@@ -187,3 +197,17 @@ def _described(served: Served) -> ModelCard:
         root=served.bundle.digest,
         max_model_len=longest(served),
     )
+
+
+def _described_adapters(served: Served) -> list[ModelCard]:
+    base = served.name.partition(":")[0]
+    return [
+        ModelCard(
+            id=f"{base}:{name}",
+            created=served.created,
+            root=adapter.digest,
+            max_model_len=longest(served),
+            parent=base,
+        )
+        for name, adapter in adapters_of(served.bundle).items()
+    ]

@@ -6,17 +6,22 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, final
+from typing import TYPE_CHECKING, Protocol, final
 
 from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.errors import AnswerError, PrejitError, UsageError, printable
+from prejit.server.served import served_adapters
 from prejit.server.served.heap import free_young
 from prejit.server.served.say import say
 from prejit.server.served.served import Models, Served
+from prejit.server.served.served_adapters import carry
 from prejit.server.served.served_loading import BundleSource
+
+if TYPE_CHECKING:
+    from prejit.runtime.lora.adapter_slots import Adapter
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +109,7 @@ class BundleSwaps:
                         f"{before.bundle.digest} of {before.path}, which was asked for later",
                         hint="swap again if this bundle is to serve",
                     )
-                after = self._try(BundleSource(here, name), followed or path, _used(before))
+                after = self._try(BundleSource(here, name), followed or path, before)
                 if only is None:
                     self._latest[name] = number
                 if after.bundle.digest == before.bundle.digest:
@@ -126,8 +131,7 @@ class BundleSwaps:
         """
         here = self._make.fetch(path)
         with self._one_at_a_time:
-            used = _used(self._models.get(name))
-            return self._try(BundleSource(here, name), path, used)
+            return self._try(BundleSource(here, name), path, self._models.get(name))
 
     def take(self, after: Served, tried_beside: Served) -> None:
         """Let the next requests to a model go to a bundle of `load`, as `swap` does.
@@ -211,6 +215,35 @@ class BundleSwaps:
             self._wake(served)
             return served
 
+    def load_adapter(self, model: str, name: str, path: str) -> Adapter:
+        """Let requests to a model choose an adapter.
+
+        Raises:
+            ModelNotFoundError: there is no such model.
+            UsageError, CheckpointError, UntrustedError: as `served_adapters.load_adapter`.
+            ClosedError: the server loads or drains.
+        """
+        self._models.check_ready(model)
+        with self._one_at_a_time:
+            found = served_adapters.load_adapter(self._sharing(model), name, path)
+            self._changed(f"{model}: loaded adapter {name}, {found.digest} of {found.path}")
+            return found
+
+    def unload_adapter(self, model: str, name: str) -> None:
+        """Let no new request choose an adapter of a model; those that run keep it to their end.
+
+        Raises:
+            ModelNotFoundError, UsageError: there is no such model or adapter.
+        """
+        with self._one_at_a_time:
+            served_adapters.unload_adapter(self._sharing(model), name)
+            self._changed(f"{model}: unloaded adapter {name}")
+
+    def _sharing(self, model: str) -> list[Served]:
+        """Return what answers the requests to a model: itself, and a release that is tried."""
+        canary = self._models.canaries.get(model)
+        return [self._models.get(model), *([] if canary is None else [canary.served])]
+
     def _wake(self, served: Served) -> None:
         self._make.check_wake(served)
         served.engine.wake()
@@ -229,19 +262,23 @@ class BundleSwaps:
             _close(after)
             raise
 
-    def _changed(self, done: str, began: float) -> None:
+    def _changed(self, done: str, began: float | None = None) -> None:
         if self._when_changed is not None:
             self._when_changed()
-        say(printable(f"{done} in {time.monotonic() - began:.2f} s"))
+        took = "" if began is None else f" in {time.monotonic() - began:.2f} s"
+        say(printable(f"{done}{took}"))
 
-    def _try(self, source: BundleSource, path: str, used: Collection[str] = ()) -> Served:
+    def _try(self, source: BundleSource, path: str, before: Served | None = None) -> Served:
         """Return a bundle that is verified, and whose answers are right; `path` is looked at again.
 
-        The programs that the one before has `used` are ready: others would cost memory that it did not take.
-        Where programs are compiled, all are ready.
+        The programs that the one `before` has used are ready: others would cost memory that it did not take.
+        Where programs are compiled, all are ready. It has the same adapters.
         """
         served = replace(self._make(source), path=path)
+        used = set() if before is None else _used(before)
         try:
+            if before is not None:
+                carry(before, served)
             self._wake(served)
             served.bundle.finish()
             programs = (each.program for each in served.bundle.report())

@@ -85,6 +85,7 @@ class Served:
         created: when the server loaded it, in seconds since 1970.
         compiling: compiles the grammars that its clients send.
         path: the directory or the reference that led to it. Another bundle may lie there now.
+        adapter: the name of the adapter that a request chose; empty: none.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Served:
     created: int
     compiling: Compiling = field(default_factory=Compiling)
     path: str = ""
+    adapter: str = ""
 
     @property
     def is_sleeping(self) -> bool:

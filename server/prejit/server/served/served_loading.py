@@ -44,10 +44,12 @@ class BundleSource:
     Attributes:
         path: its directory, or a reference to it.
         name: the name that it is served under; None: its own.
+        adapters: the name and the directory of each of its adapters.
     """
 
     path: str
     name: str | None = None
+    adapters: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,12 @@ class MakeServed:
         with progress() as show:
             bundle = load(source.path, on_mismatch=on_mismatch, on_transfer=reporting(show))
         name = source.name or bundle.name
+        try:
+            for adapter, directory in source.adapters:
+                bundle.adapters.load(adapter, directory)
+        except BaseException:
+            bundle.close()
+            raise
         options: dict[str, Any] = {
             "slots": self._engines.slots,
             "queue": self._engines.queue,

@@ -29,6 +29,7 @@ from prejit.runtime.fallback_reporting import fallback_counts
 from prejit.server.engine.engine_metrics import EngineMetrics, RequestMetrics
 from prejit.server.engine.histograms import HistogramValue
 from prejit.server.served.served import CanaryShare, Outcome, State
+from prejit.server.served.served_adapters import adapters_of
 from prejit.server.telemetry.build_info import builds_metric
 
 if TYPE_CHECKING:
@@ -360,6 +361,11 @@ _ODD_RUNS = _Counter[int](
     "Runs of a program that returned a NaN or an infinity, where --check-finite looks for them.",
     lambda count: count,
 )
+_ADAPTER_REQUESTS = _Counter[int](
+    "prejit_adapter_requests",
+    "Requests that chose an adapter, of each that is loaded.",
+    lambda count: count,
+)
 _START_PARTS = ("process", "imports", "reading", "verifying", "loading", "first_run")
 _START = _Gauge["StartReport"](
     "prejit_start_seconds",
@@ -414,6 +420,12 @@ class EngineCollector(Collector):
         yield from _families([_CANARY_ENDS], ("model_name", "outcome"), ends)
         odd = [*self._models.odd_runs.items()]
         yield from _families([_ODD_RUNS], ("model_name", "program"), odd)
+        adapted = [
+            ((one.name, name), one.bundle.adapters.chosen[name])
+            for one in served
+            for name in adapters_of(one.bundle)
+        ]
+        yield from _families([_ADAPTER_REQUESTS], ("model_name", "adapter"), adapted)
         yield builds_metric(served)
         yield from _families([_START], ("model_name",), self._started(served, dict(each)))
 

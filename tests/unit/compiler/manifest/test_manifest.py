@@ -338,7 +338,7 @@ ODD = (-1, 1.5, True, "x", "\0", "a/\0/*", "x" * 5000, "fifo", "/dev/zero", [], 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_key_with_any_value_is_read_or_refused(directory, section):
     for place, key in enumerate(fields(SECTIONS[section][0])):
-        more = {"encode": {"shapes": [[1, 4]]}, "mesh": {}, "slo": {}}
+        more = {"encode": {"shapes": [[1, 4]]}, "mesh": {}, "slo": {}, "adapters": {}}
         more["library"] = [{"path": "LICENSE", "handlers": {"a": "b"}}]
         whole = {**tomllib.loads(GOOD), **more}
         table = whole[section][0] if isinstance(whole[section], list) else whole[section]

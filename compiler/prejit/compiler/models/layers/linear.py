@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +15,12 @@ from jax.sharding import PartitionSpec
 
 from prejit.compiler.base.stored_dtypes import stored_as
 from prejit.compiler.models.layers import int4_words, kernel_calls, product_forms
+from prejit.compiler.models.layers.adapter_stacks import (
+    StackPlace,
+    are_changed,
+    changed,
+    unless_adapted,
+)
 from prejit.compiler.native.products import KERNEL, LOOP, WIDENED, Product
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -45,6 +52,7 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(jnp.zeros(shape))
         self.weight_scale: nnx.Param[jax.Array] | None = None
         self.bias = nnx.Param(jnp.zeros(outputs)) if bias else None
+        self.adapters: StackPlace | None = None
 
     @property
     def contracted(self) -> int:
@@ -59,6 +67,19 @@ class Linear(nnx.Module):
         residual: jax.Array | None = None,
     ) -> jax.Array:
         """Map float32 [..., in] to [..., out], through one of ACTIVATIONS, plus a residual."""
+        if not are_changed(self.adapters):
+            return self._computed(x, activation, residual)
+        if activation is None:
+            return changed(x, self._computed(x, None, residual), self.adapters)
+        y = ACTIVATIONS[activation](changed(x, self._computed(x), self.adapters))
+        y = y if residual is None else residual + y
+        if self.form(x) != KERNEL:
+            return y
+        return unless_adapted(y, lambda: self._computed(x, activation, residual))
+
+    def _computed(
+        self, x: jax.Array, activation: str | None = None, residual: jax.Array | None = None
+    ) -> jax.Array:
         if self.form(x) == KERNEL:
             if kernel_calls.has_activation(activation):
                 return kernel_calls.linear(
@@ -101,7 +122,10 @@ def gated(gate: Linear, up: Linear, x: jax.Array, activation: str) -> jax.Array:
     """Return `activation(gate(x)) * up(x)`: float32 [..., in] to [..., out]."""
     is_fused = gate.form(x) == up.form(x) == KERNEL and (gate.bias is None) == (up.bias is None)
     if is_fused and kernel_calls.has_activation(activation):
-        return kernel_calls.linear(x, gate.operand, activation=activation, up=up.operand)
+        fused = partial(kernel_calls.linear, x, gate.operand, activation=activation, up=up.operand)
+        if not are_changed(gate.adapters, up.adapters):
+            return fused()
+        return unless_adapted(ACTIVATIONS[activation](gate(x)) * up(x), fused)
     return gate(x, activation=activation) * up(x)
 
 

@@ -228,6 +228,7 @@ def _lower_published(
         source=longest_source(manifest),
         split=None if mesh is None else MeshSplit(mesh, shardings(read.module, mesh)),
         forms=forms,
+        adapters=read.adapters,
     )
 
 

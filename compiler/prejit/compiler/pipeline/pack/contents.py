@@ -217,9 +217,10 @@ def _weight_shardings(lowered: Iterable[tuple[ProgramSpec, Lowered]]) -> dict[st
 
 
 def _decoder(plan: Plan, executables: Iterable[Submitted]) -> Decoder | None:
-    shape = next((e.lowered.decoder for e in executables if e.lowered.decoder is not None), None)
-    if shape is None:
+    shapes = [e.lowered.decoder for e in executables if e.lowered.decoder is not None]
+    if not shapes:
         return None
+    shape = {name: value for each in shapes for name, value in each.items()}  # some have adapters
     eos: tuple[int, ...] = ()
     start: tuple[int, ...] = ()
     bos = None
@@ -227,11 +228,15 @@ def _decoder(plan: Plan, executables: Iterable[Submitted]) -> Decoder | None:
         own = plan.manifest.has_own_model
         eos, bos, start = special_ids(plan.model.directory, shape["vocab_size"], own=own)
     return Decoder(
-        **{**shape, "cache": tuple(shape["cache"])},
+        **{name: _tupled(value) for name, value in shape.items()},
         eos_token_ids=eos,
         bos_token_id=bos,
         start_token_ids=start if shape.get("source") is not None and start else None,
     )
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _encoder(executables: Iterable[Submitted]) -> Encoder | None:

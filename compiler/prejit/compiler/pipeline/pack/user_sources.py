@@ -20,10 +20,10 @@ from typing import Any, Literal
 
 from prejit.compiler.base import python_source
 from prejit.compiler.base.python_source import is_in_package
-from prejit.compiler.checkpoint.adapters import adapter_files
 from prejit.compiler.manifest.manifest import Manifest, Model, Program
 from prejit.compiler.pipeline.model import file_digest
 from prejit.runtime.base.files import digest_of
+from prejit.runtime.lora.peft_files import adapter_files
 
 Base = Literal["manifest", "model"]
 """The directory that a name is relative to: the manifest's, or the model's."""

@@ -159,7 +159,9 @@ def check_weights(content: memoryview, path: str) -> dict[str, TensorSlice]:
     try:
         header = json.loads(text, object_pairs_hook=each_key_once)
         slices = {
-            name: _slice(entry, data) for name, entry in header.items() if name != "__metadata__"
+            name: tensor_slice(entry, data)
+            for name, entry in header.items()
+            if name != "__metadata__"
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"expected a safetensors header: {error!r:.80}") from error
@@ -174,7 +176,8 @@ def check_weights(content: memoryview, path: str) -> dict[str, TensorSlice]:
     return slices
 
 
-def _slice(entry: dict[str, Any], data: int) -> TensorSlice:
+def tensor_slice(entry: dict[str, Any], data: int) -> TensorSlice:
+    """Return the place of a tensor, from its entry in a header that ends at `data`."""
     (start, end), shape = entry["data_offsets"], entry["shape"]
     if type(shape) is not list or len(shape) > limits.MAX_DIMENSIONS:
         raise TypeError(f"shape {shape}")

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import zip_longest
 from typing import final
 
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.bundle_schema import Config, Decoder, ProgramEntry, functions_of
+from prejit.runtime.format.bundle_schema import Config, Decoder, ProgramEntry
 from prejit.runtime.format.limits import MAX_CACHE_ARRAYS, MAX_DEPTH
+from prejit.runtime.format.names import ADAPTABLE_KINDS, ADAPTED
 
 BUCKETS = {
     "prefill": ("batch", "context", "prompt"),
@@ -28,7 +29,8 @@ BUCKETS = {
     "pool": ("batch", "length"),
 }
 """The names of the sizes in a bucket of each kind. A `call` program has the names of its manifest."""
-DECODER_KINDS = ("prefill", "decode", "verify", "copy", "encode")
+BUCKETS |= {f"{ADAPTED}{kind}": BUCKETS[kind] for kind in ADAPTABLE_KINDS}
+DECODER_KINDS = ("copy", "encode", *ADAPTABLE_KINDS, *(f"{ADAPTED}{k}" for k in ADAPTABLE_KINDS))
 ENCODER_KINDS = ("embed", "layer", "pool")
 WITHOUT_WEIGHTS = ("copy", "pool")
 """Kinds of programs that may have no weight set."""
@@ -54,6 +56,7 @@ class Signatures:
         self._vocab = 0 if decoder is None else decoder.vocab_size
         self._source_array = None if decoder is None else source_array(decoder)
         self._forms = () if decoder is None else _cache_forms(decoder)
+        self._decoder = decoder
         self._width = 0 if encoder is None else encoder.width
         self._split = "" if config.mesh is None else _CACHE_SHARDING
         self._hidden = 0
@@ -67,6 +70,12 @@ class Signatures:
 
     def of(self, program: ProgramEntry) -> Signature:
         """Return the signature of a program whose bucket was checked; its kind is not `call`."""
+        if program.kind.startswith(ADAPTED):
+            from prejit.runtime.format.checks.adapter_stacks import (
+                adapted_signature,
+            )  # few have any
+
+            return adapted_signature(self.of, self._decoder, program)
         sizes = program.bucket
         if program.kind in ENCODER_KINDS:
             return self._of_encoder(program.kind, sizes["batch"], sizes["length"])
@@ -177,20 +186,6 @@ def _cache_forms(decoder: Decoder) -> tuple[tuple[str, tuple[str, ...]], ...]:
         )
         for array in cache_arrays(decoder)
     )
-
-
-def usage_of(programs: Collection[ProgramEntry]) -> str:
-    """Return how a caller runs programs, for hints: the commands, and the names of functions."""
-    kinds = {program.kind for program in programs}
-    found = []
-    if not kinds.isdisjoint(DECODER_KINDS):
-        found.append("generate with `prejit generate` or `Bundle.generate`")
-    if not kinds.isdisjoint(ENCODER_KINDS):
-        found.append("encode sentences with `prejit encode` or `Bundle.encode`")
-    if functions := functions_of(programs):
-        known = ", ".join(sorted(functions))
-        found.append(f"call one of its programs with `prejit call` or `Bundle.call`: {known}")
-    return "; ".join(found)
 
 
 def difference(found: tuple[str, ...], expected: tuple[str, ...]) -> str:

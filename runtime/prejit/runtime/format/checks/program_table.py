@@ -11,7 +11,7 @@ from prejit.runtime.base.files import is_digest
 from prejit.runtime.base.typed_json import from_json
 from prejit.runtime.errors import rejecting
 from prejit.runtime.format import limits
-from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh, parse_sharding
+from prejit.runtime.format.arrays import Array, Mesh
 from prejit.runtime.format.bundle_schema import Config, ImageManifest, Segment
 from prejit.runtime.format.checks.program_interfaces import (
     BUCKETS,
@@ -75,7 +75,10 @@ def check_config(content: bytes, target: str, requirement: Requirement, path: st
                 f"{program.name}: expected platforms of {known}, each once; found {platforms!r:.80}"
             )
         calls = calls or program.calls is not None
-    _check_mesh(config)
+    if (config.mesh, config.weight_shardings, config.requirement.device_count) != (None,) * 3:
+        from prejit.runtime.format.checks.mesh_checks import check_mesh
+
+        check_mesh(config)
     _check_cache(config)
     _check_programs(config)
     _check_kernels(config)
@@ -220,34 +223,15 @@ def _is_date(text: str) -> bool:
         return False
 
 
-def _check_mesh(config: Config) -> None:
-    mesh, needed = config.mesh, config.requirement.device_count
-    size = 1 if mesh is None else mesh.size
-    if size > limits.MAX_MESH_DEVICES:
-        raise ValueError(
-            f"expected a mesh of at most {limits.MAX_MESH_DEVICES} devices, found {size}"
-        )
-    # A process makes as many CPU devices as it wants: only accelerators have to be counted.
-    if needed != size and not (
-        needed is None and (size == 1 or config.requirement.platform == "cpu")
-    ):
-        raise ValueError(f"expected device_count {size}, the size of the mesh; found {needed}")
-    if config.weight_shardings is not None and mesh is None:
-        raise ValueError("expected a mesh for weight_shardings, found none")
-
-
 def _check_cache(config: Config) -> None:
     """Check the cache of a decoder, what it reads and with which tokens it starts."""
     decoder = config.decoder
     if decoder is None:
         return
-    if (start := decoder.start_token_ids) is not None:
-        wrong = next((each for each in start if not 0 <= each < decoder.vocab_size), None)
-        if wrong is not None or not start:
-            raise ValueError(
-                f"decoder: start_token_ids: expected token ids of 0 to {decoder.vocab_size - 1}, "
-                f"found {'none' if wrong is None else wrong}"
-            )
+    if decoder.start_token_ids is not None:
+        from prejit.runtime.format.checks.seldom_parts import check_start_tokens
+
+        check_start_tokens(decoder, decoder.start_token_ids)
     try:
         source_array(decoder)
         arrays = cache_arrays(decoder)
@@ -330,6 +314,10 @@ def _check_decoder(config: Config) -> None:
         from prejit.runtime.format.checks.seldom_parts import check_sources
 
         check_sources(config.decoder, buckets["encode"], batches[0], contexts)
+    if config.decoder is not None and config.decoder.adapters is not None:
+        from prejit.runtime.format.checks.adapter_stacks import check_adapted
+
+        check_adapted(config)
     if len(drafts) > 1:
         raise ValueError("expected one draft of all verify programs, found several")
     copies = {(batch, context, batches[0], context) for batch, context in grid}
@@ -352,17 +340,11 @@ def check_array(text: str, mesh: Mesh | None, path: str) -> Array:
     A program's arrays are parsed when the program is first used: a table may have hundreds of programs.
     """
     array = Array.parse(text)
-    _check_split(array.sharding, array.shape, mesh)
+    if array.sharding:
+        from prejit.runtime.format.checks.mesh_checks import check_split
+
+        check_split(array.sharding, array.shape, mesh)
     return array
-
-
-def _check_split(sharding: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh | None) -> None:
-    sizes = {} if mesh is None else dict(zip(MESH_AXES, (mesh.data, mesh.tensor), strict=True))
-    for axis, extent in zip(sharding, shape, strict=False):  # nothing split: no sharding
-        if axis and (axis not in sizes or extent % sizes[axis]):
-            raise ValueError(
-                f"expected a mesh whose {axis!r} divides {extent}, found {sizes.get(axis, 'no mesh')}"
-            )
 
 
 @rejecting
@@ -374,22 +356,11 @@ def check_weight_sets(config: Config, shapes: Mapping[str, tuple[int, ...]], pat
     for name, members in config.weight_sets.items():
         if missing := [tensor for tensor in members if tensor not in shapes]:
             raise ValueError(f"weight set {name!r:.80}: no tensor {missing[0]!r:.80}")
-    layers = () if config.encoder is None else config.encoder.layers
-    for name in dict.fromkeys(layers):
-        for first, other in zip(
-            config.weight_sets[layers[0]], config.weight_sets[name], strict=True
-        ):
-            if shapes[first] != shapes[other]:
-                raise ValueError(
-                    f"{other}: expected the shape of {first}, found {list(shapes[other])}"
-                )
-    for name, text in (config.weight_shardings or {}).items():
-        if name not in shapes:
-            raise ValueError(f"weight_shardings: no tensor {name!r:.80}")
-        try:
-            sharding = parse_sharding(text, len(shapes[name]))
-            _check_split(sharding, shapes[name], config.mesh)
-        except ValueError as error:
-            raise ValueError(f"weight_shardings: {name}: {error}") from error
-        if not sharding:
-            raise ValueError(f"weight_shardings: {name}: expected a mesh axis, found none")
+    if config.encoder is not None:
+        from prejit.runtime.format.checks.seldom_parts import check_layer_shapes
+
+        check_layer_shapes(config, config.encoder.layers, shapes)
+    if config.weight_shardings:
+        from prejit.runtime.format.checks.mesh_checks import check_weight_shardings
+
+        check_weight_shardings(config, shapes)

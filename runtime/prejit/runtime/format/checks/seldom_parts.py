@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Mapping, Sequence
 
 from prejit.runtime.base.files import is_digest
 from prejit.runtime.errors import rejecting
@@ -160,6 +161,30 @@ def _check_encoder(config: Config, encoder: Encoder) -> None:
     counts = {len(config.weight_sets[name]) for name in layers}
     if len(counts) > 1:
         raise ValueError("encoder: layers: expected weight sets of as many tensors each")
+
+
+def check_layer_shapes(
+    config: Config, layers: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Check that the layers of an encoder have tensors of the same shapes."""
+    for name in dict.fromkeys(layers):
+        for first, other in zip(
+            config.weight_sets[layers[0]], config.weight_sets[name], strict=True
+        ):
+            if shapes[first] != shapes[other]:
+                raise ValueError(
+                    f"{other}: expected the shape of {first}, found {list(shapes[other])}"
+                )
+
+
+def check_start_tokens(decoder: Decoder, start: Sequence[int]) -> None:
+    """Check the tokens with which a text begins."""
+    wrong = next((each for each in start if not 0 <= each < decoder.vocab_size), None)
+    if wrong is not None or not start:
+        raise ValueError(
+            f"decoder: start_token_ids: expected token ids of 0 to {decoder.vocab_size - 1}, "
+            f"found {'none' if wrong is None else wrong}"
+        )
 
 
 @rejecting

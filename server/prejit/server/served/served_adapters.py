@@ -1,0 +1,83 @@
+"""The adapters of served bundles: their names in requests, and loading and dropping them while others run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prejit.runtime.base.wording import did_you_mean
+from prejit.runtime.errors import UsageError
+from prejit.server.served.served import ModelNotFoundError, Models, Served
+
+if TYPE_CHECKING:
+    from prejit.runtime.bundle import Bundle
+    from prejit.runtime.lora.adapter_slots import Adapter
+
+
+def adapters_of(bundle: Bundle) -> dict[str, Adapter]:
+    """Return the adapters that a bundle has loaded, by name."""
+    if bundle.config.decoder is None or bundle.config.decoder.adapters is None:
+        return {}
+    return bundle.adapters.loaded
+
+
+def adapted_model(models: Models, name: str) -> Served:
+    """Return the model of a name in a request, with the adapter if it is `MODEL:ADAPTER`.
+
+    An adapter's own name is enough where no model has it, and one model alone has such an adapter.
+
+    Raises:
+        ModelNotFoundError: there is no such model, or it has no such adapter.
+    """
+    served = {each.name: each for each in models}
+    if name in served:
+        return models.get(name)
+    base, _, adapter = name.partition(":")
+    if base in served:
+        found = models.get(base)
+        if adapter in (loaded := adapters_of(found.bundle)):
+            return replace(found, name=name, adapter=adapter)
+        known = ", ".join(f"{base}:{each}" for each in loaded) or "none"
+        raise ModelNotFoundError(
+            f"model: expected an adapter that {base} has loaded ({known}), found {name!r:.200}"
+            + did_you_mean(adapter, loaded)
+        )
+    having = [each for each in models if name in adapters_of(each.bundle)]
+    if len(having) == 1 and name in adapters_of((one := models.get(having[0].name)).bundle):
+        return replace(one, name=name, adapter=name)
+    return models.get(name)  # which says what there is
+
+
+def carry(before: Served, after: Served) -> None:
+    """Load the adapters of a bundle into the one that takes its place, from where they were read.
+
+    Raises:
+        UsageError: the new one takes none.
+        CheckpointError, UntrustedError: one does not fit it, or must not be loaded.
+    """
+    for adapter in adapters_of(before.bundle).values():
+        after.bundle.adapters.load(adapter.name, adapter.path)
+
+
+def load_adapter(each: list[Served], name: str, path: str) -> Adapter:
+    """Load an adapter into a model, and into the release that answers a share of its requests.
+
+    Raises:
+        UsageError: the bundle takes none, the name is taken, or no slot is free.
+        CheckpointError, UntrustedError: it does not fit, or must not be loaded.
+    """
+    if not Path(path).is_dir():
+        raise UsageError(f"lora_path: expected a directory on the server, found {path!r:.200}")
+    found = [served.bundle.adapters.load(name, path) for served in each]
+    return found[0]
+
+
+def unload_adapter(each: list[Served], name: str) -> None:
+    """Let no new request choose an adapter; those that run keep it to their end.
+
+    Raises:
+        UsageError: there is none of this name.
+    """
+    for served in each:
+        served.bundle.adapters.unload(name)

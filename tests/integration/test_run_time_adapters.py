@@ -1,0 +1,382 @@
+"""Adapters beside the weights: each row its own, none at no cost, loaded and dropped while others run."""
+
+import itertools
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tests.decoders import write_random
+from tests.integration.test_serve import Process, over
+from tests.lettered import write_lettered
+from tests.parity.adapter_cases import CASES, REFERENCE, write_adapter
+from tests.signers import key_table, signer, write_policy
+
+from prejit.compiler.signing.adapter_signing import sign_adapter
+from prejit.runtime import load
+from prejit.runtime.errors import CheckpointError, UntrustedError, UntrustedWarning, UsageError
+from prejit.server import Engine
+
+BUCKETS = {"batch": (1, 8), "prompt": (10,), "context": (48,)}
+SLOTS, RANK = 8, 5
+SIZES = {
+    "attn.c_attn": (24, 72),
+    "attn.c_proj": (24, 24),
+    "mlp.c_fc": (24, 96),
+    "mlp.c_proj": (96, 24),
+}
+CONFIG = {
+    "peft_type": "LORA",
+    "r": 3,
+    "lora_alpha": 6,
+    "target_modules": [*SIZES],
+    "use_rslora": True,
+}
+OPTIONS = {"max_new_tokens": 12, "logprobs": 3, "stop_token_ids": ()}
+PROMPTS = [[place + 1, 7, 11, 3 * place, 5] for place in range(8)]
+
+
+def write(at, seed, config=CONFIG, sizes=SIZES):
+    """An adapter of the GPT-2; the matrices of its layers may have other ranks."""
+    shapes = {}
+    for layer, (name, (inputs, outputs)) in itertools.product(range(2), sizes.items()):
+        module, rank = f"transformer.h.{layer}.{name}", config["r"]
+        for pattern, other in config.get("rank_pattern", {}).items():
+            rank = other if module.endswith(pattern) else rank
+        start = f"base_model.model.{module}.lora_"
+        shapes |= {f"{start}A.weight": (rank, inputs), f"{start}B.weight": (outputs, rank)}
+    write_adapter(at, config, shapes, seed)
+    return at
+
+
+def patterned(number):
+    """Configurations that differ in all that decides ranks and factors."""
+    more = {"rank_pattern": {"h.1.mlp.c_fc": 5}, "alpha_pattern": {"c_proj": 2.5}}
+    return CONFIG | (more if number % 2 else {"use_rslora": False, "r": 1 + number % 3})
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    at = tmp_path_factory.mktemp("adapters")
+    return [write(at / str(number), number, patterned(number)) for number in range(SLOTS + 1)]
+
+
+@pytest.fixture(scope="module")
+def path(make_decoder):
+    return make_decoder("gpt2", **BUCKETS, adapters=(SLOTS, RANK))
+
+
+@pytest.fixture
+def bundle(path):
+    with load(path, on_mismatch="error") as bundle:
+        yield bundle
+
+
+def said(result):
+    return result.token_ids, [(each.logprob, each.top) for each in result.logprobs]
+
+
+def run(bundle, requests):
+    """What requests give that share one batch: tokens and their log-probabilities."""
+    batch = bundle.batch(SLOTS)
+    found = {slot: ([], []) for slot in batch.insert(*requests)}
+    while tokens := batch.step():
+        for token in tokens:
+            if token.token_id is not None:
+                found[token.slot][0].append(token.token_id)
+                found[token.slot][1].append((token.logprob.logprob, token.logprob.top))
+    return [(tuple(ids), likely) for ids, likely in found.values()]
+
+
+def difference(one, other):
+    return max(abs(a[0] - b[0]) for a, b in zip(one[1], other[1], strict=True))
+
+
+def test_an_adapter_gives_the_logits_of_peft(tmp_path, make_decoder):
+    case = CASES[3]  # LoRA of all matrices, those of several projections in one included
+    with np.load(REFERENCE) as recorded:
+        expected = recorded[case.name]
+    [adapter] = case.write(tmp_path)
+    sizes = {"batch": (1,), "prompt": (16,), "context": (24,), "draft_tokens": 0}
+    built = make_decoder(tmp_path / "base", **sizes, adapters=(2, 4))
+    with load(built, on_mismatch="error") as bundle:
+        bundle.adapters.load("peft", adapter)
+        for step, logits in enumerate(expected):
+            prompt = [*case.base.prompt.tolist(), *case.following[:step].tolist()]
+            options = {"max_new_tokens": 1, "logprobs": 20, "adapter": "peft"}
+            [likely] = bundle.generate(prompt, **options).logprobs
+            wanted = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+            assert max(abs(wanted[token] - found) for token, found in likely.top) <= 1e-4
+
+
+def test_rows_of_one_batch_have_each_their_own_adapter_or_none(
+    bundle, directories, make_decoder, build_cache, tmp_path
+):
+    import prejit.compiler
+
+    for number in range(SLOTS):
+        bundle.adapters.load(f"a{number}", directories[number])
+    requests = [
+        bundle.request(prompt, adapter=f"a{number}", **OPTIONS)
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    together, alone = run(bundle, requests), [run(bundle, [each])[0] for each in requests]
+    assert [ids for ids, _ in together] == [ids for ids, _ in alone]
+    assert max(map(difference, together, alone)) < 1e-5
+    assert [ids for ids, _ in alone] == [
+        bundle.generate(prompt, adapter=f"a{n}", prompt_lookup=True, **OPTIONS).token_ids
+        for n, prompt in enumerate(PROMPTS)
+    ]
+    with load(make_decoder("gpt2", **BUCKETS), on_mismatch="error") as plain:
+        without = run(plain, [plain.request(prompt, **OPTIONS) for prompt in PROMPTS])
+        assert said(bundle.generate(PROMPTS[0], **OPTIONS)) == said(
+            plain.generate(PROMPTS[0], **OPTIONS)
+        )
+    none = [bundle.request(prompt, **OPTIONS) for prompt in PROMPTS]
+    assert run(bundle, none) == without
+    mixed = run(bundle, [*none[:3], *requests[3:6], *none[6:]])
+    assert [*mixed[:3], *mixed[6:]] == [*without[:3], *without[6:]]  # to the bit
+    assert [ids for ids, _ in mixed[3:6]] == [ids for ids, _ in alone[3:6]]
+    assert all(ids != other for (ids, _), (other, _) in zip(alone, without, strict=True))
+    write_random("gpt2", tmp_path / "gpt2")
+    for number in (0, 1):
+        manifest = tmp_path / "merged.toml"
+        manifest.write_text(
+            f'[bundle]\nname = "merged"\n[model]\nsource = "gpt2"\naccuracy = false\n'
+            f"adapters = [{json.dumps(str(directories[number]))}]\n[generate]\nbatch = [1, 8]\n"
+            'prompt = [10]\ncontext = [48]\ndraft_tokens = 3\n[[target]]\nname = "cpu-host"\n'
+        )
+        options = {"cache": build_cache, "measure": False, "quiet": True}
+        built = prejit.compiler.build(manifest, tmp_path / f"m{number}", **options)
+        with load(built.path, on_mismatch="error") as merged:
+            found = said(merged.generate(PROMPTS[number], **OPTIONS))
+        assert found[0] == alone[number][0]
+        assert difference(found, alone[number]) <= 1e-4
+
+
+def changed(tmp_path, **config):
+    return write(tmp_path, 1, CONFIG | config)
+
+
+def other_dtype(tmp_path):
+    file = write(tmp_path, 1) / "adapter_model.safetensors"
+    save_file({name: value.astype(np.int32) for name, value in load_file(file).items()}, file)
+    return tmp_path
+
+
+def not_finite(tmp_path):
+    file = write(tmp_path, 1) / "adapter_model.safetensors"
+    save_file({name: value * np.float32(np.nan) for name, value in load_file(file).items()}, file)
+    return tmp_path
+
+
+def cut(tmp_path):
+    file = write(tmp_path, 1) / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    return tmp_path
+
+
+def of_embedding(tmp_path):
+    name = "base_model.model.transformer.wte.lora_A.weight"
+    write_adapter(tmp_path, CONFIG | {"target_modules": ["wte"]}, {name: (3, 48)}, 1)
+    return tmp_path
+
+
+REFUSED = {
+    "dora": (lambda at: changed(at, use_dora=True), "config.json: use_dora: expected false"),
+    "biases": (lambda at: changed(at, bias="all"), "config.json: bias: expected none"),
+    "saved": (lambda at: changed(at, modules_to_save=["ln_f"]), "modules_to_save: expected none"),
+    "rank": (lambda at: changed(at, r=6), r"r: expected at most 5, \[adapters\] rank of"),
+    "shapes": (
+        lambda at: write(at, 1, sizes=SIZES | {"mlp.c_fc": (24, 90)}),
+        r"c_fc with lora_A \[3, 24\], lora_B \[90, 3\], expected lora_A \[3, 24\], lora_B \[96, 3\]",
+    ),
+    "target": (of_embedding, "transformer.wte, which is no matrix that the bundle lets"),
+    "not named": (lambda at: changed(at, target_modules=["c_fc"]), "which target_modules of"),
+    "integers": (other_dtype, "lora_A.weight: expected float32, .*; found int32"),
+    "not finite": (not_finite, "expected finite numbers, found others in"),
+    "cut": (cut, "expected its bytes inside the file"),
+    "nothing": (lambda at: at, "adapter_config.json: expected a file, found none"),
+}
+
+
+def test_what_does_not_fit_is_refused_with_its_file_and_loads_nothing(path, tmp_path, make_decoder):
+    with load(path, on_mismatch="error") as bundle:
+        for name, (make, problem) in REFUSED.items():
+            at = tmp_path / name
+            at.mkdir()
+            with pytest.raises(CheckpointError, match=problem) as caught:
+                bundle.adapters.load("a", make(at))
+            assert str(at) in str(caught.value)
+        assert not bundle.adapters.loaded
+        with pytest.raises(
+            UsageError, match="adapter: expected one that is loaded: none; found 'a'"
+        ):
+            bundle.generate([1], adapter="a")
+        with pytest.raises(UsageError, match="adapter: expected a name of letters"):
+            bundle.adapters.load("a:b", write(tmp_path / "good", 1))
+    with (
+        load(make_decoder("gpt2", **BUCKETS), on_mismatch="error") as plain,
+        pytest.raises(UsageError, match="expected a bundle that takes adapters"),
+    ):
+        plain.generate([1], adapter="a")
+
+
+def test_a_slot_is_free_after_the_last_request_that_uses_its_adapter(bundle, directories):
+    adapters = bundle.adapters
+    for number in range(SLOTS):
+        adapters.load(f"a{number}", directories[number])
+    assert adapters.load("a0", directories[0]) is adapters.loaded["a0"]
+    with pytest.raises(UsageError, match="adapter 'a0': expected sha256"):
+        adapters.load("a0", directories[1])
+    expected = bundle.generate(PROMPTS[0], adapter="a1", **OPTIONS).token_ids
+    stream = bundle.stream(PROMPTS[0], adapter="a1", **OPTIONS)
+    tokens = [next(stream).token_id]
+    adapters.unload("a1")
+    with pytest.raises(UsageError, match=r"found 'a1', did you mean 'a0'\?|found 'a1'"):
+        bundle.generate(PROMPTS[0], adapter="a1")
+    with pytest.raises(UsageError, match="expected a free slot for an adapter, found 8 taken"):
+        adapters.load("b", directories[SLOTS])
+    assert (*tokens, *(each.token_id for each in stream)) == expected
+    del stream
+    adapters.load("b", directories[SLOTS])  # of smaller ranks than the one before
+    slot = adapters.loaded["b"].slot
+    found = bundle.generate(PROMPTS[0], adapter="b", **OPTIONS).token_ids
+    with load_alone(bundle, directories[SLOTS]) as alone:
+        assert slot != alone.adapters.loaded["b"].slot
+        assert found == alone.generate(PROMPTS[0], adapter="b", **OPTIONS).token_ids
+
+
+def load_alone(bundle, directory):
+    found = load(bundle_path(bundle), on_mismatch="error")
+    found.adapters.load("b", directory)
+    return found
+
+
+def bundle_path(bundle):
+    return str(bundle._open.layers[next(iter(bundle._open.layers))].path).partition("/blobs/")[0]
+
+
+def test_no_prompt_begins_with_what_another_adapter_has_computed(bundle, directories):
+    for name in ("a0", "a1"):
+        bundle.adapters.load(name, directories[int(name[1])])
+    prompt, options = [*range(1, 41)], {**OPTIONS, "max_new_tokens": 4}
+    with pytest.raises(UsageError, match="prefix: expected none beside an adapter"):
+        bundle.generate(prompt, adapter="a0", prefix=bundle.prefix(prompt[:20]))
+    ways = [{"adapter": "a0"}, {}, {"adapter": "a1"}]
+    alone = [bundle.generate(prompt, **way, **options).token_ids for way in ways]
+    assert len({*alone}) == 3
+    copies = bundle.generate_n(
+        prompt, 3, adapter="a1", **options
+    )  # what they share is computed once
+    assert {each.token_ids for each in copies} == {alone[2]}
+    engine = Engine(bundle)
+    for turn in range(2):
+        for way, expected in zip(ways, alone, strict=True):
+            result = engine.generate(prompt, **way, **options)
+            assert result.token_ids == expected
+            assert result.stats.reused_tokens == (39 if turn else 0)
+    engine.close()
+
+
+def test_a_policy_lets_only_signed_adapters_be_loaded(path, tmp_path, directories):
+    rule = '[[rules]]\nnames = ["*"]\nlevel = "audit"\nkeys = ["release"]'
+    policy = write_policy(tmp_path / "trust.toml", key_table("release"), rule)
+    adapter = write(tmp_path / "adapter", 1)
+    with pytest.warns(UntrustedWarning, match="reports about target"):
+        bundle = load(path, trust=policy)
+    with bundle:
+        policy.write_text(policy.read_text().replace("audit", "strict"))
+        with pytest.raises(UntrustedError, match=r"does not let the adapter .*\(unsigned\)"):
+            bundle.adapters.load("a", adapter)
+        for _ in range(2):  # the second time adds nothing
+            sign_adapter(adapter, signer("release"))
+        assert len((adapter / "adapter.sig").read_bytes().splitlines()) == 1
+        assert bundle.adapters.load("a", adapter).slot
+        write(adapter, 2)
+        with pytest.raises(UntrustedError, match="other-subject"):
+            bundle.adapters.load("b", adapter)
+
+
+@pytest.fixture(scope="module")
+def texts(make_decoder, tmp_path_factory):
+    """Bundles with a tokenizer: one that takes adapters, one with other weights, one that takes none."""
+    sizes = {"batch": (1, 8), "prompt": (8,), "context": (24,), "draft_tokens": 0}
+    sources = [
+        write_lettered(tmp_path_factory.mktemp("model") / name, layer_norm_epsilon=epsilon)
+        for name, epsilon in (("a", 1e-5), ("b", 1e-5))
+    ]
+    weights = sources[1] / "model.safetensors"
+    values = load_file(weights)
+    save_file({name: value * np.float32(1.01) for name, value in values.items()}, weights)
+    room = {"adapters": (SLOTS, RANK)}
+    return [make_decoder(each, **sizes, **room) for each in sources] + [
+        make_decoder(sources[0], **sizes)
+    ]
+
+
+def test_a_server_loads_and_drops_adapters_while_others_run(texts, directories, tmp_path, request):
+    path, other, plain = texts
+    ways = {"m": {}, "m:a0": {"adapter": "a0"}, "m:a1": {"adapter": "a1"}}
+
+    def answers_of(at):
+        with load(at, on_mismatch="error") as bundle:
+            for name in ("a0", "a1"):
+                bundle.adapters.load(name, directories[int(name[1])])
+            options = {"max_new_tokens": 12, "stop_token_ids": (), "temperature": 0}
+            return {
+                name: bundle.generate("abc", **way, **options).text for name, way in ways.items()
+            }
+
+    expected = answers_of(path)
+    assert len({*expected.values()}) == 3
+    at = str(tmp_path / "admin")
+    arguments = (f"m={path}", "--adapter", f"a0={directories[0]}", "--admin", at)
+    server = Process(*arguments).wait_until_ready()
+    admin = over(at)
+    request.addfinalizer(admin.close)
+    request.addfinalizer(server.kill)
+
+    def ask(model):
+        body = {"model": model, "prompt": "abc", "max_tokens": 12, "temperature": 0}
+        url = f"{server.url}/v1/completions"
+        return httpx.post(url, json=body | {"ignore_eos": True}, timeout=60)
+
+    def text(model):
+        return ask(model).json()["choices"][0]["text"]
+
+    def change(what, **body):
+        return admin.post(f"/v1/{what}_lora_adapter", json=body, timeout=60)
+
+    assert [text(each) for each in ("m", "m:a0", "a0")] == [
+        expected[each] for each in ("m", "m:a0", "m:a0")
+    ]
+    assert ask("m:a1").status_code == 404
+    loaded = change("load", lora_name="a1", lora_path=str(directories[1]))
+    assert (loaded.status_code, loaded.json()["model"]) == (200, "m:a1")
+    assert change("load", lora_name="a1", lora_path=str(directories[2])).status_code == 409
+    with ThreadPoolExecutor(12) as pool:
+        asked = [*ways] * 8
+        answers = [pool.submit(ask, each) for each in asked]
+        unloaded = pool.submit(change, "unload", lora_name="a1").result()
+        for name, answer in zip(asked, answers, strict=True):
+            found = answer.result()
+            if name != "m:a1" or found.status_code == 200:
+                assert found.json()["choices"][0]["text"] == expected[name]
+            else:
+                assert found.status_code in (400, 404)
+    assert unloaded.status_code == 200
+    assert change("unload", lora_name="a1").status_code == 409
+    models = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert [(each["id"], each.get("parent")) for each in models] == [("m", None), ("m:a0", "m")]
+    assert httpx.get(f"{server.url}/v1/models/m:a0").json() == models[1]
+    page = httpx.get(f"{server.url}/metrics").text
+    assert 'prejit_adapter_requests_total{adapter="a0",model_name="m"}' in page
+    # A swap takes the adapters along, or leaves all as it was.
+    assert admin.post("/swap", json={"bundle": str(plain)}, timeout=60).status_code == 409
+    assert text("m:a0") == expected["m:a0"]
+    assert admin.post("/swap", json={"bundle": str(other)}, timeout=60).status_code == 200
+    assert text("m:a0") == answers_of(other)["m:a0"]
+    assert server.end() == 0
