@@ -28,10 +28,10 @@ from prejit.compiler.lowering.sampling_programs import (
 )
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models.layers import linear
-from prejit.compiler.models.layers.adapter_stacks import AdapterStacks, RowAdapters, adapting
 from prejit.compiler.models.layers.attention import each_row
 from prejit.compiler.models.layers.layer_config import DecoderConfig
 from prejit.compiler.models.layers.product_forms import Forms
+from prejit.compiler.models.layers.row_adapters import AdapterStacks, RowAdapters, adapting
 from prejit.compiler.models.parameters import Parametrized
 from prejit.compiler.models.protocol import Cache
 from prejit.runtime.format.arrays import Array, Mesh

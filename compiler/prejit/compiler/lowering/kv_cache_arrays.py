@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from prejit.compiler.lowering.user.flat_arrays import Example, arrays_of
-from prejit.compiler.models.layers.adapter_stacks import AdapterStacks
 from prejit.compiler.models.layers.layer_config import DecoderConfig
+from prejit.compiler.models.layers.row_adapters import AdapterStacks
 from prejit.compiler.models.parameters import Parametrized
 from prejit.compiler.models.protocol import Cache, EncoderDecoderModel
 from prejit.runtime.errors import BuildError

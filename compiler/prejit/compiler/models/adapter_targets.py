@@ -9,8 +9,8 @@ from flax import nnx
 
 from prejit.compiler.base.suggestions import did_you_mean
 from prejit.compiler.models.families.decoders import Block, TextDecoder
-from prejit.compiler.models.layers.adapter_stacks import AdapterStacks, Stack, StackPlace
 from prejit.compiler.models.layers.linear import Linear
+from prejit.compiler.models.layers.row_adapters import AdapterStacks, Stack, StackPlace
 from prejit.runtime.errors import ManifestError
 
 

@@ -27,7 +27,7 @@ from prejit.runtime.errors import ManifestError
 from prejit.runtime.machine.kept_files import Receipts
 
 if TYPE_CHECKING:
-    from prejit.compiler.models.layers.adapter_stacks import AdapterStacks
+    from prejit.compiler.models.layers.row_adapters import AdapterStacks
 
 
 @dataclass(frozen=True)

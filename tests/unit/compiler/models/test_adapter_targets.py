@@ -7,7 +7,7 @@ from jax import lax
 
 from prejit.compiler.models import model_registry
 from prejit.compiler.models.adapter_targets import make_room
-from prejit.compiler.models.layers.adapter_stacks import RowAdapters, adapting
+from prejit.compiler.models.layers.row_adapters import RowAdapters, adapting
 from prejit.compiler.models.parameters import parameters_of
 from prejit.runtime.errors import ManifestError
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from prejit.compiler.base.stored_dtypes import stored_as
 from prejit.compiler.models.layers import int4_words, kernel_calls, product_forms
-from prejit.compiler.models.layers.adapter_stacks import (
+from prejit.compiler.models.layers.row_adapters import (
     StackPlace,
     are_changed,
     changed,
