@@ -121,6 +121,7 @@ def served(name="demo", engine=None, **changed):
         digest=DIGEST,
         target="h100",
         matched=True,
+        config=SimpleNamespace(decoder=None),
         verdicts=(verdict,),
         start_report=lambda: StartReport(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 99.0, 101.1, 1, 2, 3),
     )

@@ -82,7 +82,7 @@ def lower_decoder(
         copy     (source: another cache), rows [B], (target*: this cache)   -> (target)
 
     Kinds that begin with "adapted-" take the adapter of each row [B] and the stacks of adapters
-    (adapter_stacks.py) first, after the weights. `sampling` stands for the arrays of sampling.SamplingInputs,
+    (row_adapters.py) first, after the weights. `sampling` stands for the arrays of sampling.SamplingInputs,
     `chosen` for those of sampling.Chosen. The cache and arguments with a star are donated. On a mesh, weights
     and cache are split; everything else is on every device.
 

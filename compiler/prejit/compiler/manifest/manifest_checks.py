@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from prejit.compiler.base.suggestions import did_you_mean, no_such_path, shown
-from prejit.compiler.manifest.adapter_checks import adapter_problems
 from prejit.compiler.manifest.manifest import REPEAT, UNCHECKED, names_object
+from prejit.compiler.manifest.section_checks import adapter_problems, slo_problems
 from prejit.compiler.manifest.shape_string import MAX_SIZE, SIZE, split_shape, undefined
 from prejit.compiler.manifest.valid_values import (
     CACHE_DTYPES,
@@ -31,7 +31,7 @@ from prejit.compiler.manifest.valid_values import (
 )
 from prejit.runtime.format.arrays import MESH_AXES
 from prejit.runtime.format.checks.seldom_parts import HANDLER_NAME
-from prejit.runtime.format.release_limits import DEFAULT_SHARES, fraction_of
+from prejit.runtime.format.names import ADAPTABLE_KINDS, ADAPTED
 
 Problems = Iterator[tuple[KeyPath, str]]
 """Pairs of a key and what is wrong with it, in the order of the file where that is easy."""
@@ -42,7 +42,7 @@ MAX_ELEMENTS = 2**40
 """Largest number of elements of a function's argument: 4 TiB of float32, more than any machine has."""
 BESIDE = (".report.json", ".report.html", ".sig")
 """Endings of the files that are written beside a bundle, with its name before them."""
-OWN_NAMES = ("prefill", "decode", "verify", "copy", "encode")
+OWN_NAMES = ("copy", "encode", *ADAPTABLE_KINDS, *(f"{ADAPTED}{kind}" for kind in ADAPTABLE_KINDS))
 """The names of a model's programs, which a [[program]] cannot have."""
 
 
@@ -85,20 +85,8 @@ def value_problems(data: dict[str, Any], directory: Path) -> Problems:
     yield from _repeated_names(programs)
     yield from _library_problems(data, directory)
     yield from _mesh_problems(data)
-    yield from _slo_problems(_table(data.get("slo")))
+    yield from slo_problems(data)
     yield from _number_problems(data)
-
-
-def _slo_problems(slo: dict[str, Any]) -> Problems:
-    """Find limits that are no share, or no positive number."""
-    for name, value in slo.items():
-        if name in DEFAULT_SHARES and isinstance(value, str):
-            try:
-                fraction_of(value)
-            except ValueError:
-                yield ("slo", name), _wrong(expected(f"slo.{name}"), value)
-        elif type(value) is int and value < 1:
-            yield ("slo", name), _wrong(expected(f"slo.{name}"), value)
 
 
 def _number_problems(data: dict[str, Any]) -> Problems:

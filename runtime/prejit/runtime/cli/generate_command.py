@@ -108,6 +108,8 @@ def generate(
     started = time.perf_counter()
     if options["source"] is not None:
         options["source"] = _source(bundle, options["source"])
+    if options["adapter"] is not None:
+        options["adapter"] = bundle.adapters.load("adapter", options["adapter"])
     for piece in bundle.stream(given, **options):
         if not pieces:
             first_seconds, started = seconds_since_exec(), time.perf_counter()

@@ -90,6 +90,12 @@ def _prefix(name: str, value: Any) -> Prefix:
     return arguments.instance(name, value, Prefix)
 
 
+def _adapter(name: str, value: Any) -> Any:
+    if not hasattr(value, "digest"):  # of a loaded adapter, which imports what few bundles need
+        arguments.refuse(name, "a loaded adapter", value)
+    return value
+
+
 def _source(name: str, value: Any) -> Any:
     from prejit.runtime.generation.source_check import as_source  # imports NumPy, see above
 
@@ -250,7 +256,12 @@ class Request:
         flag=int,
         published=True,
     )
-    adapter: Any = _option(None, lambda _, value: value)  # noqa: RUF009 (a field)
+    adapter: Any = _option(  # noqa: RUF009 (a field)
+        None,
+        _optional(_adapter),
+        "the directory of an adapter of PEFT, for a bundle that takes some",
+        flag=str,
+    )
     namespace: Namespace = ()
 
     def __post_init__(self) -> None:

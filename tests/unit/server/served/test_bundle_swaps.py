@@ -19,6 +19,8 @@ from prejit.server.served.served import ModelNotFoundError, Models, Served
 class StandInBundle:
     """A bundle that notes what is done with it."""
 
+    config = SimpleNamespace(decoder=None)
+
     def __init__(
         self,
         digest,

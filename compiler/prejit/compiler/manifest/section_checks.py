@@ -1,4 +1,4 @@
-"""Rules of `[adapters]` in a manifest, and between it and other sections."""
+"""Rules of `[adapters]` and `[slo]` in a manifest, and between the first and other sections."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.manifest.valid_values import MAX_RANK, MAX_SLOTS, KeyPath, expected
+from prejit.runtime.format.release_limits import DEFAULT_SHARES, fraction_of
 
 
 def adapter_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
@@ -15,8 +16,7 @@ def adapter_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
     for name, most in (("slots", MAX_SLOTS), ("rank", MAX_RANK)):
         size = adapters.get(name)
         if type(size) is int and not 0 < size <= most:
-            key = f"adapters.{name}"
-            yield ("adapters", name), f"expected {expected(key)}; found {shown(size)}"
+            yield ("adapters", name), _wrong(f"adapters.{name}", size)
     if "adapters" not in data:
         return
     if "encode" in data:
@@ -30,6 +30,22 @@ def adapter_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
         )
     if generate.get("source"):
         yield ("adapters",), "expected none beside generate.source: an encoder-decoder takes none"
+
+
+def slo_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+    """Find limits that are no share, or no positive number."""
+    for name, value in _table(data, "slo").items():
+        if name in DEFAULT_SHARES and isinstance(value, str):
+            try:
+                fraction_of(value)
+            except ValueError:
+                yield ("slo", name), _wrong(f"slo.{name}", value)
+        elif type(value) is int and value < 1:
+            yield ("slo", name), _wrong(f"slo.{name}", value)
+
+
+def _wrong(key: str, found: Any) -> str:
+    return f"expected {expected(key)}; found {shown(found)}"
 
 
 def _table(data: dict[str, Any], name: str) -> dict[str, Any]:
