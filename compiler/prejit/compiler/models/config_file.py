@@ -44,6 +44,10 @@ _UNREAD = frozenset(
 """Keys that no family reads. transformers would act on them: it makes a name for each of a billion labels."""
 
 
+_FLOAT = "__float__"
+"""The key of such an object."""
+
+
 def load_config(directory: Path) -> Any:
     """Return the configuration of a decoder's checkpoint, as transformers reads it.
 
@@ -142,6 +146,17 @@ def _load_config(
     return config
 
 
+def _with_floats(value: Any) -> Any:
+    """Return the content of a file with the numbers that JSON lacks, which transformers writes as objects."""
+    if isinstance(value, list):
+        return [_with_floats(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_FLOAT} and value[_FLOAT] in ("Infinity", "-Infinity", "NaN"):
+        return float(value[_FLOAT])
+    return {key: _with_floats(each) for key, each in value.items()}
+
+
 def _completed(file: Path, content: Mapping[str, Any], families: Mapping[str, Family]) -> Any:
     """Return the content of config.json as transformers' configuration of the text model.
 
@@ -152,6 +167,7 @@ def _completed(file: Path, content: Mapping[str, Any], families: Mapping[str, Fa
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import CONFIG_MAPPING
 
+    content = _with_floats(content)
     text, prefix, family = content, "", content["model_type"]
     if family in _TEXT_MODELS:
         part = content.get("text_config")

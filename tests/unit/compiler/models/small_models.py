@@ -42,6 +42,11 @@ LFM2 = {
     **{**LLAMA, "model_type": "lfm2", "block_auto_adjust_ff_dim": False, "conv_L_cache": 3},
     "layer_types": ["conv", "full_attention"],
 }
+FALCON_H1 = {
+    **{**LLAMA, "model_type": "falcon_h1", "mamba_n_heads": 4, "mamba_d_head": 3},
+    **{"mamba_d_ssm": 12, "mamba_n_groups": 2, "mamba_d_state": 5, "mamba_rms_norm": True},
+    "pad_token_id": 0,
+}
 BERT = {
     **{**SIZES, "model_type": "roberta", "num_attention_heads": 4, "pad_token_id": 1},
     **{"max_position_embeddings": CONTEXT, "type_vocab_size": 1},
@@ -63,7 +68,7 @@ WHISPER = {
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     str(each["model_type"]): each
-    for each in (GPT2, LLAMA, MISTRAL, GEMMA3, PHI3, QWEN3_MOE, LFM2, BERT, T5, WHISPER)
+    for each in (GPT2, LLAMA, MISTRAL, GEMMA3, PHI3, QWEN3_MOE, LFM2, FALCON_H1, BERT, T5, WHISPER)
 }
 
 

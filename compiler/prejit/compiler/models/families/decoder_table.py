@@ -43,9 +43,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames
+from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames, States
 from prejit.compiler.models.families.decoders import TextDecoder
 from prejit.compiler.models.families.family import Family
+from prejit.compiler.models.families.short_convolution import ShortConvolution
 from prejit.compiler.models.layers.config_checks import checks_of
 from prejit.compiler.models.layers.layer_config import Naming, require
 from prejit.compiler.models.layers.linear import LayerNorm, RMSNorm
@@ -324,14 +325,22 @@ _LFM2 = DecoderFamily(
         mlp_norm="ffn_norm",
         up=("feed_forward.w1", "feed_forward.w3"),
         down="feed_forward.w2",
+        state="conv",
+        state_output="conv.out_proj",
     ),
     epsilon="norm_eps",
     activation="",
     inner=_lfm2_inner,
-    convolves=lambda config, layer: bool(config.layer_types[layer] == "conv"),
+    states=States(
+        lambda config: ShortConvolution(
+            config.hidden_size, config.conv_L_cache, bias=config.conv_bias
+        ),
+        layers=lambda config, layer: bool(config.layer_types[layer] == "conv"),
+        bias="conv_bias",
+    ),
 )
 _LFM2_KEYS = (
-    *("intermediate_size", "layer_types", "conv_L_cache", "conv_bias", "block_multiple_of"),
+    *("intermediate_size", "layer_types", "conv_L_cache", "block_multiple_of"),
     *("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier"),
 )
 _NOT_BOTH_WAYS: dict[str, Any] = {"use_bidirectional_attention": (None, False)}

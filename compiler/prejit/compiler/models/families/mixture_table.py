@@ -7,7 +7,6 @@ dots1       rednote-hilab 2025, arXiv 2506.05767
 glm4_moe    GLM Team 2025, arXiv 2508.06471 (GLM 4.5 and 4.6)
 gpt_oss     OpenAI 2025, arXiv 2508.10925
 granitemoe, granitemoeshared    IBM 2024, Granite 3.0 Language Models
-granitemoehybrid    IBM 2025, Granite 4; the models without Mamba layers, with and without experts
 mixtral     Jiang et al. 2024, arXiv 2401.04088
 olmoe       Muennighoff et al. 2024, arXiv 2409.02060
 qwen2_moe   Yang et al. 2024, arXiv 2407.10671
@@ -89,21 +88,13 @@ _GRANITE_MOE = replace(
 )
 
 
-_SHARED = ("shared_mlp.input_linear",)
-_GRANITE_SHARED = replace(
+GRANITE_SHARED_UP = ("shared_mlp.input_linear",)
+GRANITE_SHARED = replace(
     _GRANITE_MOE,
-    names=replace(_GRANITE_MOE.names, shared_up=_SHARED, shared_down="shared_mlp.output_linear"),
-    experts=Experts(shared=lambda config: config.shared_intermediate_size),
-)
-_GRANITE_HYBRID = replace(
-    _GRANITE_SHARED,
-    names=replace(_GRANITE_SHARED.names, up=_SHARED, down="shared_mlp.output_linear"),
-    inner="shared_intermediate_size",
-    turns_layer=lambda config, layer: config.position_embedding_type == "rope",
-    experts=Experts(
-        shared=lambda config: config.shared_intermediate_size,
-        layers=lambda config, layer: config.num_local_experts > 0,
+    names=replace(
+        _GRANITE_MOE.names, shared_up=GRANITE_SHARED_UP, shared_down="shared_mlp.output_linear"
     ),
+    experts=Experts(shared=lambda config: config.shared_intermediate_size),
 )
 _QWEN2_MOE = replace(
     QWEN2,
@@ -118,12 +109,6 @@ _QWEN2_MOE = replace(
         _QWEN3_MOE_EXPERTS, shared=lambda config: config.shared_expert_intermediate_size
     ),
 )
-
-
-def _check_granite_hybrid(config: Any) -> None:
-    for kind in config.layer_types:
-        require(config, "layer_types", kind, ["full_attention", "attention"])
-    _GRANITE_HYBRID.heads(config)
 
 
 def _stacked(names: DecoderNames, gate: str, up: str, down: str) -> Naming:
@@ -295,15 +280,7 @@ MIXTURES: Mapping[str, Family] = {
     ),
     "gpt_oss": replace(rotary(_GPT_OSS, naming=_GPT_OSS_NAMING), quantized=("mxfp4",)),
     "granitemoe": rotary(_GRANITE_MOE, *MULTIPLIERS),
-    "granitemoehybrid": replace(
-        rotary(
-            _GRANITE_HYBRID,
-            *(*MULTIPLIERS, "layer_types"),
-            position_embedding_type=("rope", "nope", None),
-        ),
-        check=_check_granite_hybrid,
-    ),
-    "granitemoeshared": rotary(_GRANITE_SHARED, *MULTIPLIERS, "shared_intermediate_size"),
+    "granitemoeshared": rotary(GRANITE_SHARED, *MULTIPLIERS, "shared_intermediate_size"),
     "mixtral": rotary(_MIXTRAL, naming=_stacked(_MIXTRAL.names, "w1", "w3", "w2")),
     "olmoe": rotary(_OLMOE, naming=_stacked(_OLMOE.names, *_PROJECTIONS), clip_qkv=(None,)),
     "qwen2_moe": rotary(
