@@ -299,6 +299,7 @@ ATTENTION = biases("attention_bias")
 _RELU2 = given(hidden_act="relu2")
 
 FAMILIES: dict[str, Family] = {
+    "apertus": ("Apertus", combined(ATTENTION, given(hidden_act="xielu"))),
     "arcee": ("Arcee", combined(BOTH, _RELU2)),
     "cohere2": (
         "Cohere2",

@@ -19,7 +19,12 @@ from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN
 from prejit.compiler.models.quantization_settings import read_quantization
 from prejit.runtime.errors import CheckpointError
 
-_TEXT_MODELS = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}
+_TEXT_MODELS = {
+    "gemma3": ("gemma3_text",),
+    "mistral3": ("mistral", "ministral3"),
+    "qwen3_5": ("qwen3_5_text",),
+    "qwen3_5_moe": ("qwen3_5_moe_text",),
+}
 """Model types that contain a text model of a supported family, which is built; the rest is ignored. The first
 family is that of a text_config without model_type."""
 

@@ -32,6 +32,8 @@ class DecoderNames:
         shared_up, shared_down: of the MLP beside experts; shared_gate: of its share; empty: none.
         sinks: scores of each query head for no position at all; empty: none.
         router, experts_up, experts_down: of a mixture of experts; one matrix holds gate and up of an expert.
+        latent_in, latent_out: of the products around experts that work on a shorter vector.
+        activation: of an activation with parameters; empty: it has none.
     """
 
     model: str = "model"
@@ -56,6 +58,9 @@ class DecoderNames:
     router: str = ""
     experts_up: str = ""
     experts_down: str = ""
+    latent_in: str = ""
+    latent_out: str = ""
+    activation: str = ""
     shared_up: tuple[str, ...] = ()
     shared_down: str = ""
     shared_gate: str = ""
@@ -88,6 +93,8 @@ class Experts:
         shared: returns the width of an MLP beside the experts, 0 for none; None: there is none.
         routing: returns how the router chooses, for families that do more than the fields above say.
         layers: returns whether a layer has experts; the others have an MLP.
+        is_gated: whether experts have a gate.
+        latent: returns the width of what experts read and give; None: the model's.
     """
 
     count: str = "num_local_experts"
@@ -99,6 +106,8 @@ class Experts:
     shared: Callable[[Any], int] | None = None
     routing: Callable[[Any], Routing] | None = None
     layers: Callable[[Any, int], bool] = lambda config, layer: True
+    is_gated: bool = True
+    latent: Callable[[Any], int | None] = lambda config: None
 
     def require_enough(self, config: Any) -> None:
         """Check that there are as many experts as a token has.
@@ -205,6 +214,7 @@ class DecoderFamily:
         feeds: returns whether a layer has an MLP or experts.
         factors: returns other factors of what the parts of a block read and add; None: there are none.
         is_latent: whether attention is that of latent_attention.py.
+        gates_attention: whether each head of queries has a gate of its results, beside it in one matrix.
     """
 
     names: DecoderNames = DecoderNames()
@@ -237,6 +247,7 @@ class DecoderFamily:
     feeds: Callable[[Any, int], bool] = lambda config, layer: True
     factors: Callable[[Any], Factors] | None = None
     is_latent: bool = False
+    gates_attention: bool = False
 
     @property
     def keys(self) -> tuple[str, ...]:

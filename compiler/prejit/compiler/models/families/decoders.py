@@ -42,6 +42,7 @@ from prejit.compiler.models.layers.layer_config import (
 )
 from prejit.compiler.models.layers.linear import (
     ACTIVATIONS,
+    XIELU,
     Embedding,
     Linear,
     gated,
@@ -145,7 +146,9 @@ class Block(nnx.Module):
         self.is_parallel: bool = family.of(config, family.is_parallel)
         self.factors = family.block_factors(config)
         self.activation: str = getattr(config, family.activation) if family.activation else "silu"
-        self.is_latent, self.feeds = family.is_latent, family.feeds(config, layer)
+        self.has_xielu = self.activation == "xielu"
+        self.is_latent, self.gates_attention = family.is_latent, family.gates_attention
+        self.feeds = family.feeds(config, layer)
         self.has_state = family.has_state(config, layer)
         if self.has_state and family.states is not None:
             state, bias = family.states.make(config), family.of(config, family.states.bias)
@@ -183,6 +186,8 @@ class Block(nnx.Module):
             self._place_experts(family, family.experts, config)
             return
         inner, bias = family.inner_width(config), family.of(config, family.mlp_bias)
+        if self.has_xielu:
+            place(self, family.names.activation, XIELU())
         self._place_mlp(family.names.up, family.names.down, inner, config.hidden_size, bias)
 
     def _place_attention(self, family: DecoderFamily, config: Any) -> None:
@@ -193,7 +198,8 @@ class Block(nnx.Module):
             place(self, names.attention, LatentAttention(config))
             queries = heads.queries * config.v_head_dim
         else:
-            outputs = [queries, keys, keys] if len(names.qkv) > 1 else [queries + 2 * keys]
+            asked = 2 * queries if self.gates_attention else queries
+            outputs = [asked, keys, keys] if len(names.qkv) > 1 else [queries + 2 * keys]
             for name, size in zip(names.qkv, outputs, strict=True):
                 place(self, name, Linear(width, size, bias=bias))
         output = Linear(queries, width, bias=family.of(config, family.output_bias))
@@ -217,7 +223,7 @@ class Block(nnx.Module):
         count, inner = getattr(config, experts.count), getattr(config, experts.inner)
         is_normalized = bool(family.of(config, experts.is_normalized))
         swiglu = (getattr(config, key, None) or default for key, default in experts.swiglu)
-        gate = ExpertGate(self.activation, *swiglu)
+        gate = ExpertGate(self.activation, *swiglu, is_gated=experts.is_gated)
         routing = Routing(getattr(config, experts.chosen), is_normalized)
         routing = routing if experts.routing is None else experts.routing(config)
         self.mixture = MixtureSettings(routing, gate)
@@ -229,7 +235,14 @@ class Block(nnx.Module):
                 place(self, names.shared_gate, Linear(width, 1, bias=False))
         router = Router(width, count, bias=bias, correction=routing.is_corrected)
         place(self, names.router, router)
-        place(self, names.experts_up, ExpertMatrices(count, width, 2 * inner, bias=bias))
+        latent = experts.latent(config)
+        self.has_latent = latent is not None
+        if latent is not None:
+            place(self, names.latent_in, Linear(width, latent, bias=False))
+            place(self, names.latent_out, Linear(latent, width, bias=False))
+            width = latent
+        outputs = 2 * inner if experts.is_gated else inner
+        place(self, names.experts_up, ExpertMatrices(count, width, outputs, bias=bias))
         place(self, names.experts_down, ExpertMatrices(count, inner, width, bias=bias))
 
     def __call__(
@@ -317,6 +330,10 @@ class Block(nnx.Module):
                 return new.attend_packed(packed, heads.queries, layer, heads.scale, **options)
             ends = [heads.queries * heads.size, (heads.queries + heads.keys) * heads.size]
             projected = _parts(projected[0], ends)
+        gate: jax.Array | None = None
+        if self.gates_attention:
+            by_head = projected[0].reshape(*x.shape[:2], heads.queries, -1)
+            projected[0], gate = jnp.split(by_head, 2, axis=-1)
         if self.norms_heads == "all":
             projected[:2] = self._normed_heads(*projected[:2])
         query, keys, values = (part.reshape(*x.shape[:2], -1, heads.size) for part in projected)
@@ -333,7 +350,11 @@ class Block(nnx.Module):
             query, keys = self._normed_heads(query, keys)
         if names.sinks:
             options["sinks"] = part_of(self, names.sinks)[...]
-        return new.attend(query, keys, values, layer, heads.scale, **options)
+        mixed, layer = new.attend(query, keys, values, layer, heads.scale, **options)
+        if gate is None:
+            return mixed, layer
+        gate = new.wanted(gate) if last else gate
+        return mixed * jax.nn.sigmoid(gate.reshape(mixed.shape)), layer
 
     def _normed_heads(self, query: jax.Array, keys: jax.Array) -> list[jax.Array]:
         """Return the norms of queries and keys; themselves if the family has no such norms."""
@@ -347,7 +368,9 @@ class Block(nnx.Module):
             part_of(self, name) for name in (names.router, names.experts_up, names.experts_down)
         )
         shares, chosen = router(rows, sizes.routing)
-        y = Mixture(up, down, sizes.gate)(rows, shares, chosen).reshape(x.shape)
+        rows = part_of(self, names.latent_in)(rows) if self.has_latent else rows
+        y = Mixture(up, down, sizes.gate)(rows, shares, chosen)
+        y = (part_of(self, names.latent_out)(y) if self.has_latent else y).reshape(x.shape)
         if not self.has_shared:
             return y
         shared = part_of(self, names.shared_down)(self._widen(x, names.shared_up))
@@ -358,6 +381,9 @@ class Block(nnx.Module):
     def _widen(self, x: jax.Array, names: tuple[str, ...]) -> jax.Array:
         """Map x [B, T, D] to the inner values of an MLP."""
         first, *second = (part_of(self, name) for name in names)
+        if self.has_xielu:
+            xielu: XIELU = part_of(self, self.names.activation)
+            return xielu(first(x))
         if not self.is_gated:
             return first(x, activation=self.activation)
         if second and self.factors.gate == 1:
