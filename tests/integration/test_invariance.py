@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests import extent
 from tests.decoders import VOCABULARY
+from tests.parity import hybrid_cases
 
 from prejit.compiler.native.products import KERNEL, LOOP, WIDENED, Product
 from prejit.runtime import Bundle, Sampling, load
@@ -174,7 +175,8 @@ def gpt2(decoder_dir):
     scope="module",
     params=[
         "mistral",  # with a sliding window
-        "state_space",  # of which nothing can be taken back
+        "falcon_h1",  # in which nothing can be taken back of one part, beside keys and values
+        pytest.param("state_space", marks=pytest.mark.thorough),
         pytest.param("gemma2", marks=pytest.mark.thorough),
     ],
 )
@@ -183,7 +185,27 @@ def other(request, make_decoder, run, once):
     sizes = {"batch": (2,), "prompt": (10,), "context": (24, 72)}
     if request.param == "state_space":
         return with_texts(load(state_space_bundle(run, once), on_mismatch="error"))
+    if request.param == "falcon_h1":
+        return with_texts(request.getfixturevalue("hybrid"))
     return with_texts(load(make_decoder(request.param, **sizes), on_mismatch="error"))
+
+
+HYBRID = next(case for case in hybrid_cases.cases() if case.name == "falcon_h1-0")
+
+
+@pytest.fixture(scope="module")
+def hybrid(make_decoder, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("hybrid")
+    HYBRID.write(directory)
+    made = make_decoder(directory, batch=(2,), prompt=(10,), context=(24, 72))
+    return load(made, on_mismatch="error")
+
+
+def test_a_hybrid_writes_what_torch_wrote(hybrid):
+    with np.load(hybrid_cases.REFERENCE) as recorded:
+        greedy = recorded[HYBRID.name].argmax(1).tolist()
+    prompt = HYBRID.prompt.tolist()
+    assert list(hybrid.generate(prompt, max_new_tokens=len(greedy)).token_ids) == greedy
 
 
 def with_texts(bundle):
@@ -191,8 +213,9 @@ def with_texts(bundle):
     tokens; one that repeats itself.
     """
     random = np.random.default_rng(1)
-    own, other = random.integers(0, 48, (2, 72)).tolist()
-    pattern = random.integers(0, 48, 5).tolist()
+    vocabulary = min(48, bundle.decoder.decoder.vocab_size)
+    own, other = random.integers(0, vocabulary, (2, 72)).tolist()
+    pattern = random.integers(0, vocabulary, 5).tolist()
     subject = Subject(bundle, [own[:10], other, (pattern * 15)[:72]])
     while len(own := subject.texts[0]) < 72:
         own += subject.tokens(Spec(0, len(own)))[0]

@@ -1,11 +1,13 @@
 """Records what transformers' torch models say of the cases, in float32: the definition of correct.
 
 python -m tests.parity.record          # needs torch, transformers, safetensors; writes .npz files
+python -m tests.parity.record hybrid_cases          # only those
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from . import cases, sibling_cases, t5_cases, whisper_cases
+from . import cases, hybrid_cases, sibling_cases, t5_cases, whisper_cases
 
 TIE = 1e-3
 """Tokens of which the logits are nearer than this could change places by rounding alone."""
@@ -138,5 +140,6 @@ def record(reference: Path, cases: Iterable[Any]) -> None:
 
 
 if __name__ == "__main__":
-    for each in (cases, sibling_cases, t5_cases, whisper_cases):
-        record(each.REFERENCE, each.cases())
+    for each in (cases, sibling_cases, hybrid_cases, t5_cases, whisper_cases):
+        if each.__name__.rpartition(".")[2] in (sys.argv[1:] or each.__name__):
+            record(each.REFERENCE, each.cases())

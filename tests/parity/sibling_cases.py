@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,10 +21,16 @@ from .cases import ACTIVATIONS, Case, Config, Shapes, common_sizes, pick, rope_k
 PROMPT, STEPS = 17, 24
 """Tokens of the prompt, and greedy ones after it."""
 
+Change = Callable[[int, np.random.Generator, Config], Config]
+"""What a family has instead of the common configuration, by the number of a case."""
+Family = tuple[str, Change]
+"""The beginning of the name of transformers' class, and what its configurations have."""
+
 EACH = 3
 """Cases of a family."""
 
 REFERENCE = Path(__file__).parent / "sibling_reference.npz"
+HYBRID_REFERENCE = Path(__file__).parent / "hybrid_reference.npz"
 
 
 @dataclass(frozen=True)
@@ -51,19 +57,30 @@ def shapes_key(case: Case) -> str:
 
 @cache
 def _recorded_shapes() -> dict[str, Shapes]:
-    with np.load(REFERENCE) as recorded:
-        return {key: json.loads(str(recorded[key])) for key in recorded if "/" in key}
+    shapes: dict[str, Shapes] = {}
+    for reference in (REFERENCE, HYBRID_REFERENCE):
+        with np.load(reference) as recorded:
+            shapes |= {key: json.loads(str(recorded[key])) for key in recorded if "/" in key}
+    return shapes
 
 
 def cases() -> tuple[Sibling, ...]:
     """All of them, in a fixed order."""
-    return tuple(_case(family, number) for family in FAMILIES for number in range(EACH))
+    return cases_of(FAMILIES, _SEEDS)
 
 
-def _case(family: str, number: int) -> Sibling:
+def cases_of(families: Mapping[str, Family], seeds: Mapping[str, int]) -> tuple[Sibling, ...]:
+    """The cases of families; some have a seed of their own."""
+    return tuple(
+        _case(family, number, *families[family], seeds)
+        for family in families
+        for number in range(EACH)
+    )
+
+
+def _case(family: str, number: int, kind: str, change: Change, seeds: Mapping[str, int]) -> Sibling:
     name, crc = f"{family}-{number}", zlib.crc32(family.encode())
     random = np.random.default_rng([9, crc, number])
-    kind, change = FAMILIES[family]
     config = {
         "model_type": family,
         "architectures": [f"{kind}ForCausalLM"],
@@ -78,7 +95,7 @@ def _case(family: str, number: int) -> Sibling:
     config["hidden_size"] = heads * pick(random, [4, 6])
     changed = change(number, random, config)
     config = {key: value for key, value in (config | changed).items() if value is not REMOVED}
-    return Sibling(name, config, _SEEDS.get(name, 3000 + crc % 1000 + number))
+    return Sibling(name, config, seeds.get(name, 3000 + crc % 1000 + number))
 
 
 _SEEDS: dict[str, int] = {
@@ -94,10 +111,8 @@ _SEEDS: dict[str, int] = {
 REMOVED = object()
 """A key that the configuration does not have."""
 
-Change = Callable[[int, np.random.Generator, Config], Config]
 
-
-def _biases(*keys: str) -> Change:
+def biases(*keys: str) -> Change:
     """Say by the number whether there are biases: none, all, the first."""
 
     def change(number: int, random: np.random.Generator, config: Config) -> Config:
@@ -106,7 +121,7 @@ def _biases(*keys: str) -> Change:
     return change
 
 
-def _sizes_of_heads(number: int, random: np.random.Generator, config: Config) -> Config:
+def sizes_of_heads(number: int, random: np.random.Generator, config: Config) -> Config:
     return {"head_dim": pick(random, [4, 6, 10])}
 
 
@@ -119,7 +134,7 @@ def _windows(number: int, random: np.random.Generator, config: Config) -> Config
     return change
 
 
-def _part_turns(number: int, random: np.random.Generator, config: Config) -> Config:
+def part_turns(number: int, random: np.random.Generator, config: Config) -> Config:
     """Heads of which a part turns, as files of transformers 4 say it."""
     share = [0.5, 0.25, 0.75][number]
     return {
@@ -129,11 +144,11 @@ def _part_turns(number: int, random: np.random.Generator, config: Config) -> Con
     }
 
 
-def _layer_norm(number: int, random: np.random.Generator, config: Config) -> Config:
+def layer_norm(number: int, random: np.random.Generator, config: Config) -> Config:
     return {"rms_norm_eps": REMOVED, "layer_norm_eps": pick(random, [1e-5, 1e-3])}
 
 
-def _all(*changes: Change) -> Change:
+def combined(*changes: Change) -> Change:
     def change(number: int, random: np.random.Generator, config: Config) -> Config:
         found: Config = {}
         for each in changes:
@@ -143,7 +158,7 @@ def _all(*changes: Change) -> Change:
     return change
 
 
-def _with(**values: Any) -> Change:
+def given(**values: Any) -> Change:
     """Give keys these values; of a list the one at the number."""
 
     def change(number: int, random: np.random.Generator, config: Config) -> Config:
@@ -168,10 +183,10 @@ def _by_types(number: int, random: np.random.Generator, config: Config) -> Confi
 
 def _ntk(number: int, random: np.random.Generator, config: Config) -> Config:
     scaling = {"type": "dynamic", "alpha": 50.0, "factor": 1.0}
-    given = {"head_dim": pick(random, [4, 6, 10])}
+    size = {"head_dim": pick(random, [4, 6, 10])}
     if number:
-        return given
-    return {**given, "rope_parameters": REMOVED, "rope_theta": 100.0, "rope_scaling": scaling}
+        return size
+    return {**size, "rope_parameters": REMOVED, "rope_theta": 100.0, "rope_scaling": scaling}
 
 
 def _grown(number: int, random: np.random.Generator, config: Config) -> Config:
@@ -194,18 +209,21 @@ def _neox(number: int, random: np.random.Generator, config: Config) -> Config:
     }
 
 
-def _experts(count: str, inner: str = "intermediate_size") -> Change:
+def experts(count: str, inner: str = "intermediate_size") -> Change:
     """Few experts, of which a token has one, some or all but one."""
 
     def change(number: int, random: np.random.Generator, config: Config) -> Config:
-        experts = [4, 7, 5][number]
         inner_width = pick(random, [5, 8, 11])
-        return {count: experts, inner: inner_width, "num_experts_per_tok": [2, 6, 1][number]}
+        return {
+            count: [4, 7, 5][number],
+            inner: inner_width,
+            "num_experts_per_tok": [2, 6, 1][number],
+        }
 
     return change
 
 
-def _multipliers(number: int, random: np.random.Generator, config: Config) -> Config:
+def multipliers(number: int, random: np.random.Generator, config: Config) -> Config:
     return {
         "attention_multiplier": [0.3, 0.5, 1.0][number],
         "embedding_multiplier": [3.0, 0.5, 2.0][number],
@@ -225,7 +243,7 @@ def _hybrid(number: int, random: np.random.Generator, config: Config) -> Config:
     }
 
 
-def _groups(number: int, random: np.random.Generator, config: Config) -> Config:
+def experts_in_groups(number: int, random: np.random.Generator, config: Config) -> Config:
     """Experts in groups beside shared ones, after a layer without experts."""
     return {
         "n_routed_experts": 6,
@@ -253,7 +271,7 @@ def _latent(number: int, random: np.random.Generator, config: Config) -> Config:
         "qk_nope_head_dim": pick(random, [4, 6]),
         "qk_rope_head_dim": pick(random, [2, 4]),
         "v_head_dim": pick(random, [3, 5]),
-        **_groups(number, random, config),
+        **experts_in_groups(number, random, config),
         "num_nextn_predict_layers": 0,
         **({"rope_scaling": yarn} if number == 1 else {}),
     }
@@ -276,22 +294,23 @@ def _lfm2(number: int, random: np.random.Generator, config: Config) -> Config:
     }
 
 
-_BOTH = _biases("attention_bias", "mlp_bias")
-_ATTENTION = _biases("attention_bias")
-_RELU2 = _with(hidden_act="relu2")
+BOTH = biases("attention_bias", "mlp_bias")
+ATTENTION = biases("attention_bias")
+_RELU2 = given(hidden_act="relu2")
 
-FAMILIES: dict[str, tuple[str, Change]] = {
-    "arcee": ("Arcee", _all(_BOTH, _RELU2)),
+FAMILIES: dict[str, Family] = {
+    "apertus": ("Apertus", combined(ATTENTION, given(hidden_act="xielu"))),
+    "arcee": ("Arcee", combined(BOTH, _RELU2)),
     "cohere2": (
         "Cohere2",
-        _all(_ATTENTION, _windows, _layer_norm, _with(logit_scale=[0.5, 0.25, 1.5])),
+        combined(ATTENTION, _windows, layer_norm, given(logit_scale=[0.5, 0.25, 1.5])),
     ),
-    "cwm": ("Cwm", _all(_sizes_of_heads, _windows, _biases("mlp_bias"))),
+    "cwm": ("Cwm", combined(sizes_of_heads, _windows, biases("mlp_bias"))),
     "deepseek_v2": (
         "DeepseekV2",
-        _all(
+        combined(
             _latent,
-            _with(
+            given(
                 topk_method=["greedy", "group_limited_greedy", "greedy"],
                 n_group=[None, 3, None],
                 topk_group=[None, 2, None],
@@ -301,9 +320,9 @@ FAMILIES: dict[str, tuple[str, Change]] = {
     ),
     "deepseek_v3": (
         "DeepseekV3",
-        _all(
+        combined(
             _latent,
-            _with(
+            given(
                 n_group=[1, 3, 2],
                 topk_group=[1, 2, 1],
                 norm_topk_prob=[True, True, False],
@@ -313,102 +332,104 @@ FAMILIES: dict[str, tuple[str, Change]] = {
     ),
     "dots1": (
         "Dots1",
-        _all(
-            _sizes_of_heads,
-            _ATTENTION,
-            _groups,
-            _with(sliding_window=[None, 9, 5], max_window_layers=1, norm_topk_prob=True),
+        combined(
+            sizes_of_heads,
+            ATTENTION,
+            experts_in_groups,
+            given(sliding_window=[None, 9, 5], max_window_layers=1, norm_topk_prob=True),
         ),
     ),
-    "ernie4_5": ("Ernie4_5", _all(_sizes_of_heads, _biases("use_bias"))),
-    "exaone4": ("Exaone4", _all(_windows, _with(sliding_window_pattern=[2, 4, 3]))),
+    "ernie4_5": ("Ernie4_5", combined(sizes_of_heads, biases("use_bias"))),
+    "exaone4": ("Exaone4", combined(_windows, given(sliding_window_pattern=[2, 4, 3]))),
     "gemma": (
         "Gemma",
-        _all(_sizes_of_heads, _ATTENTION, _with(hidden_act=["gelu", "gelu_pytorch_tanh", "silu"])),
+        combined(
+            sizes_of_heads, ATTENTION, given(hidden_act=["gelu", "gelu_pytorch_tanh", "silu"])
+        ),
     ),
-    "glm": ("Glm", _all(_part_turns, _ATTENTION, _with(head_dim=8))),
-    "glm4": ("Glm4", _all(_part_turns, _ATTENTION, _with(head_dim=[8, 16, 8]))),
+    "glm": ("Glm", combined(part_turns, ATTENTION, given(head_dim=8))),
+    "glm4": ("Glm4", combined(part_turns, ATTENTION, given(head_dim=[8, 16, 8]))),
     "glm4_moe": (
         "Glm4Moe",
-        _all(
-            _part_turns,
-            _ATTENTION,
-            _groups,
-            _with(head_dim=8, use_qk_norm=[True, False, True], norm_topk_prob=[True, True, False]),
+        combined(
+            part_turns,
+            ATTENTION,
+            experts_in_groups,
+            given(head_dim=8, use_qk_norm=[True, False, True], norm_topk_prob=[True, True, False]),
         ),
     ),
-    "gpt_neox": ("GPTNeoX", _all(_layer_norm, _neox)),
+    "gpt_neox": ("GPTNeoX", combined(layer_norm, _neox)),
     "gpt_oss": (
         "GptOss",
-        _all(
-            _sizes_of_heads,
-            _ATTENTION,
+        combined(
+            sizes_of_heads,
+            ATTENTION,
             _windows,
-            _experts("num_local_experts"),
-            _with(swiglu_limit=[7.0, 1.0, 7.0], attention_bias=[True, True, False]),
+            experts("num_local_experts"),
+            given(swiglu_limit=[7.0, 1.0, 7.0], attention_bias=[True, True, False]),
         ),
     ),
-    "granite": ("Granite", _all(_BOTH, _multipliers)),
-    "granitemoe": ("GraniteMoe", _all(_ATTENTION, _multipliers, _experts("num_local_experts"))),
+    "granite": ("Granite", combined(BOTH, multipliers)),
+    "granitemoe": ("GraniteMoe", combined(ATTENTION, multipliers, experts("num_local_experts"))),
     "granitemoehybrid": (
         "GraniteMoeHybrid",
-        _all(
-            _ATTENTION,
-            _multipliers,
-            _experts("num_local_experts"),
+        combined(
+            ATTENTION,
+            multipliers,
+            experts("num_local_experts"),
             _hybrid,
         ),
     ),
     "granitemoeshared": (
         "GraniteMoeShared",
-        _all(
-            _ATTENTION,
-            _multipliers,
-            _experts("num_local_experts"),
-            _with(shared_intermediate_size=[9, 0, 16]),
+        combined(
+            ATTENTION,
+            multipliers,
+            experts("num_local_experts"),
+            given(shared_intermediate_size=[9, 0, 16]),
         ),
     ),
     "helium": (
         "Helium",
-        _all(
-            _BOTH,
+        combined(
+            BOTH,
             lambda number, random, config: {
                 "head_dim": config["hidden_size"] // config["num_attention_heads"]
             },
         ),
     ),
-    "hunyuan_v1_dense": ("HunYuanDenseV1", _all(_ATTENTION, _ntk)),
-    "lfm2": ("Lfm2", _all(_lfm2, _layer_norm, _with(layer_norm_eps=REMOVED))),
-    "ministral": ("Ministral", _all(_sizes_of_heads, _windows)),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", combined(ATTENTION, _ntk)),
+    "lfm2": ("Lfm2", combined(_lfm2, layer_norm, given(layer_norm_eps=REMOVED))),
+    "ministral": ("Ministral", combined(sizes_of_heads, _windows)),
     "ministral3": (
         "Ministral3",
-        _all(_sizes_of_heads, _grown, _with(sliding_window=[None, 9, None])),
+        combined(sizes_of_heads, _grown, given(sliding_window=[None, 9, None])),
     ),
     "mixtral": (
         "Mixtral",
-        _all(_sizes_of_heads, _experts("num_local_experts"), _with(sliding_window=[None, 9, 30])),
+        combined(sizes_of_heads, experts("num_local_experts"), given(sliding_window=[None, 9, 30])),
     ),
     "nemotron": (
         "Nemotron",
-        _all(
-            _part_turns,
-            _BOTH,
-            _with(hidden_act=["relu2", "silu", "relu2"], num_hidden_layers=[2, 1, 2]),
-            _with(rms_norm_eps=REMOVED, norm_eps=[1e-5, 1e-3, 1e-5]),
+        combined(
+            part_turns,
+            BOTH,
+            given(hidden_act=["relu2", "silu", "relu2"], num_hidden_layers=[2, 1, 2]),
+            given(rms_norm_eps=REMOVED, norm_eps=[1e-5, 1e-3, 1e-5]),
         ),
     ),
-    "olmo2": ("Olmo2", _ATTENTION),
-    "olmo3": ("Olmo3", _all(_ATTENTION, _windows, _by_types)),
+    "olmo2": ("Olmo2", ATTENTION),
+    "olmo3": ("Olmo3", combined(ATTENTION, _windows, _by_types)),
     "olmoe": (
         "Olmoe",
-        _all(_ATTENTION, _experts("num_experts"), _with(norm_topk_prob=[False, True, False])),
+        combined(ATTENTION, experts("num_experts"), given(norm_topk_prob=[False, True, False])),
     ),
-    "phi": ("Phi", _all(_part_turns, _layer_norm, _with(tie_word_embeddings=False))),
+    "phi": ("Phi", combined(part_turns, layer_norm, given(tie_word_embeddings=False))),
     "qwen2_moe": (
         "Qwen2Moe",
-        _all(
-            _experts("num_experts", "moe_intermediate_size"),
-            _with(
+        combined(
+            experts("num_experts", "moe_intermediate_size"),
+            given(
                 qkv_bias=[True, False, True],
                 shared_expert_intermediate_size=[9, 6, 16],
                 norm_topk_prob=[False, True, False],
@@ -423,11 +444,11 @@ FAMILIES: dict[str, tuple[str, Change]] = {
     ),
     "qwen3_moe": (
         "Qwen3Moe",
-        _all(
-            _sizes_of_heads,
-            _ATTENTION,
-            _experts("num_experts", "moe_intermediate_size"),
-            _with(
+        combined(
+            sizes_of_heads,
+            ATTENTION,
+            experts("num_experts", "moe_intermediate_size"),
+            given(
                 norm_topk_prob=[True, False, True],
                 num_hidden_layers=3,
                 decoder_sparse_step=[1, 2, 1],
@@ -439,13 +460,13 @@ FAMILIES: dict[str, tuple[str, Change]] = {
     ),
     "seed_oss": (
         "SeedOss",
-        _all(_sizes_of_heads, _biases("attention_bias", "attention_out_bias", "mlp_bias")),
+        combined(sizes_of_heads, biases("attention_bias", "attention_out_bias", "mlp_bias")),
     ),
     "smollm3": (
         "SmolLM3",
-        _all(
-            _BOTH,
-            _with(
+        combined(
+            BOTH,
+            given(
                 no_rope_layers=[None, [1, 0, 0], None],
                 no_rope_layer_interval=[2, 4, 3],
                 num_hidden_layers=3,
@@ -454,12 +475,12 @@ FAMILIES: dict[str, tuple[str, Change]] = {
             ),
         ),
     ),
-    "stablelm": ("StableLm", _all(_part_turns, _layer_norm, _biases("use_qkv_bias"))),
+    "stablelm": ("StableLm", combined(part_turns, layer_norm, biases("use_qkv_bias"))),
     "starcoder2": (
         "Starcoder2",
-        _all(
-            _biases("use_bias"),
-            _with(
+        combined(
+            biases("use_bias"),
+            given(
                 rms_norm_eps=REMOVED,
                 norm_epsilon=[1e-5, 1e-3, 1e-5],
                 sliding_window=[9, None, 30],

@@ -18,23 +18,37 @@ from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models.layers.product_forms import Forms
 from prejit.runtime.errors import CheckpointError
 
+from . import hybrid_cases
 from .record import TIE, nearest_tokens, torch_logits
 from .sibling_cases import EACH, FAMILIES, REFERENCE, STEPS, Sibling, cases
 from .test_parity import TOLERANCE, check
 
 Logits = np.ndarray[Any, np.dtype[np.float32]]
-CASES = cases()
+CASES = (*cases(), *hybrid_cases.cases())
 FIRST = CASES[::EACH]
 """The first of each family: `make test` runs these."""
 
 
 @pytest.fixture(scope="module")
 def reference() -> dict[str, Logits]:
-    with np.load(REFERENCE) as recorded:
-        return {name: recorded[name] for name in recorded if "/" not in name}
+    found: dict[str, Logits] = {}
+    for file in (REFERENCE, hybrid_cases.REFERENCE):
+        with np.load(file) as recorded:
+            found |= {name: recorded[name] for name in recorded if "/" not in name}
+    return found
 
 
-PORTABLE = {"cohere2", "deepseek_v3", "glm4", "gpt_neox", "gpt_oss", "mixtral", "nemotron", "olmo2"}
+PORTABLE = {
+    "cohere2",
+    "deepseek_v3",
+    "falcon_h1",
+    "glm4",
+    "gpt_neox",
+    "gpt_oss",
+    "mixtral",
+    "nemotron",
+    "olmo2",
+}
 """Families that together reach what a portable program computes in another way."""
 
 
@@ -87,7 +101,8 @@ def test_layers_that_draft_tokens_are_left_out_where_config_says_so(tmp_path: Pa
 
 def test_every_case_is_recorded_and_they_differ(reference: dict[str, Logits]) -> None:
     assert list(reference) == [case.name for case in CASES]
-    assert Counter(name.rsplit("-", 1)[0] for name in reference) == dict.fromkeys(FAMILIES, EACH)
+    families = FAMILIES | hybrid_cases.FAMILIES
+    assert Counter(name.rsplit("-", 1)[0] for name in reference) == dict.fromkeys(families, EACH)
     for name, logits in reference.items():
         assert logits.shape[0] == STEPS
         assert logits.std(0).min() > 10 * TOLERANCE, f"{name}: a constant would pass"

@@ -212,7 +212,7 @@ def checked(values: Values, source: ParameterSource) -> Values:
         CheckpointError: some are NaN or infinite.
     """
     with np.errstate(over="ignore"):  # values beyond float32 are refused below
-        values = np.ascontiguousarray(values, np.float32)
+        values = np.asarray(values, np.float32, order="C")
     # A sum is not finite if a value is not. It costs half as much as isfinite and makes no array. The sum of
     # large values may also overflow, so the values decide.
     with np.errstate(over="ignore", invalid="ignore"):

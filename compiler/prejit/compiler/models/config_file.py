@@ -19,7 +19,12 @@ from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN
 from prejit.compiler.models.quantization_settings import read_quantization
 from prejit.runtime.errors import CheckpointError
 
-_TEXT_MODELS = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}
+_TEXT_MODELS = {
+    "gemma3": ("gemma3_text",),
+    "mistral3": ("mistral", "ministral3"),
+    "qwen3_5": ("qwen3_5_text",),
+    "qwen3_5_moe": ("qwen3_5_moe_text",),
+}
 """Model types that contain a text model of a supported family, which is built; the rest is ignored. The first
 family is that of a text_config without model_type."""
 
@@ -42,6 +47,10 @@ _UNREAD = frozenset(
     )
 )
 """Keys that no family reads. transformers would act on them: it makes a name for each of a billion labels."""
+
+
+_FLOAT = "__float__"
+"""The key of such an object."""
 
 
 def load_config(directory: Path) -> Any:
@@ -142,6 +151,17 @@ def _load_config(
     return config
 
 
+def _with_floats(value: Any) -> Any:
+    """Return the content of a file with the numbers that JSON lacks, which transformers writes as objects."""
+    if isinstance(value, list):
+        return [_with_floats(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_FLOAT} and value[_FLOAT] in ("Infinity", "-Infinity", "NaN"):
+        return float(value[_FLOAT])
+    return {key: _with_floats(each) for key, each in value.items()}
+
+
 def _completed(file: Path, content: Mapping[str, Any], families: Mapping[str, Family]) -> Any:
     """Return the content of config.json as transformers' configuration of the text model.
 
@@ -152,6 +172,7 @@ def _completed(file: Path, content: Mapping[str, Any], families: Mapping[str, Fa
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import CONFIG_MAPPING
 
+    content = _with_floats(content)
     text, prefix, family = content, "", content["model_type"]
     if family in _TEXT_MODELS:
         part = content.get("text_config")

@@ -42,6 +42,20 @@ LFM2 = {
     **{**LLAMA, "model_type": "lfm2", "block_auto_adjust_ff_dim": False, "conv_L_cache": 3},
     "layer_types": ["conv", "full_attention"],
 }
+FALCON_H1 = {
+    **{**LLAMA, "model_type": "falcon_h1", "mamba_n_heads": 4, "mamba_d_head": 3},
+    **{"mamba_d_ssm": 12, "mamba_n_groups": 2, "mamba_d_state": 5, "mamba_rms_norm": True},
+    "pad_token_id": 0,
+}
+QWEN3_5 = {
+    **{
+        **LLAMA,
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 5},
+    **{"linear_value_head_dim": 3, "head_dim": 8, "partial_rotary_factor": 0.5},
+}
 BERT = {
     **{**SIZES, "model_type": "roberta", "num_attention_heads": 4, "pad_token_id": 1},
     **{"max_position_embeddings": CONTEXT, "type_vocab_size": 1},
@@ -63,7 +77,20 @@ WHISPER = {
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     str(each["model_type"]): each
-    for each in (GPT2, LLAMA, MISTRAL, GEMMA3, PHI3, QWEN3_MOE, LFM2, BERT, T5, WHISPER)
+    for each in (
+        GPT2,
+        LLAMA,
+        MISTRAL,
+        GEMMA3,
+        PHI3,
+        QWEN3_MOE,
+        LFM2,
+        FALCON_H1,
+        QWEN3_5,
+        BERT,
+        T5,
+        WHISPER,
+    )
 }
 
 

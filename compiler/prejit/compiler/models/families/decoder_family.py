@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
+import jax
 from flax import nnx
 
 from prejit.compiler.models.layers import rope
+from prejit.compiler.models.layers.attention import NewTokens
 from prejit.compiler.models.layers.experts import ExpertGate, Routing
-from prejit.compiler.models.layers.layer_config import Split, require, unsupported
+from prejit.compiler.models.layers.layer_config import LayerCache, Split, require, unsupported
 from prejit.compiler.models.layers.linear import RMSNorm
 
 
@@ -21,7 +23,7 @@ class DecoderNames:
     Attributes:
         positions: table of learned positions; empty: the family has none.
         attention_norm, mlp_norm: norms of what is read; empty: none.
-        convolution, convolved: of a short convolution, and of its last product.
+        state, state_output: of a layer with a state, and of its last product.
         attention: what latent attention's parts are in.
         qkv: query, keys and values; one name if one matrix holds all.
         head_norms: norms of queries and keys; empty: none.
@@ -30,6 +32,8 @@ class DecoderNames:
         shared_up, shared_down: of the MLP beside experts; shared_gate: of its share; empty: none.
         sinks: scores of each query head for no position at all; empty: none.
         router, experts_up, experts_down: of a mixture of experts; one matrix holds gate and up of an expert.
+        latent_in, latent_out: of the products around experts that work on a shorter vector.
+        activation: of an activation with parameters; empty: it has none.
     """
 
     model: str = "model"
@@ -47,13 +51,16 @@ class DecoderNames:
     mlp_norm: str = "post_attention_layernorm"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
-    convolution: str = "conv"
-    convolved: str = "conv.out_proj"
+    state: str = "mamba"
+    state_output: str = "mamba.out_proj"
     after_mlp: str = ""
     sinks: str = ""
     router: str = ""
     experts_up: str = ""
     experts_down: str = ""
+    latent_in: str = ""
+    latent_out: str = ""
+    activation: str = ""
     shared_up: tuple[str, ...] = ()
     shared_down: str = ""
     shared_gate: str = ""
@@ -86,6 +93,8 @@ class Experts:
         shared: returns the width of an MLP beside the experts, 0 for none; None: there is none.
         routing: returns how the router chooses, for families that do more than the fields above say.
         layers: returns whether a layer has experts; the others have an MLP.
+        is_gated: whether experts have a gate.
+        latent: returns the width of what experts read and give; None: the model's.
     """
 
     count: str = "num_local_experts"
@@ -97,6 +106,8 @@ class Experts:
     shared: Callable[[Any], int] | None = None
     routing: Callable[[Any], Routing] | None = None
     layers: Callable[[Any, int], bool] = lambda config, layer: True
+    is_gated: bool = True
+    latent: Callable[[Any], int | None] = lambda config: None
 
     def require_enough(self, config: Any) -> None:
         """Check that there are as many experts as a token has.
@@ -109,6 +120,64 @@ class Experts:
             raise unsupported(
                 config, f"{self.chosen}: expected at most {self.count} = {count}, found {chosen}"
             )
+
+
+class StateLayer(Protocol):
+    """A layer that keeps a state of the text, in place of keys and values, without its last product.
+
+    Attributes:
+        outputs: the width of its results.
+    """
+
+    outputs: int
+
+    def make_cache(self, rows: int) -> LayerCache:
+        """Return the state of texts without a token: float32 arrays [B, ...]."""
+        ...
+
+    def __call__(
+        self, x: jax.Array, new: NewTokens, layer: LayerCache, *, last: bool
+    ) -> tuple[jax.Array, LayerCache]:
+        """Map x [B, T, D] to [B, T, outputs], or to [B, 1, outputs] if `last`.
+
+        Returns:
+            the results, and the state after the valid tokens.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class States:
+    """The layers of a family that keep a state. A text is a key of config.json.
+
+    Attributes:
+        make: returns the layer, an nnx.Module.
+        layers: returns whether a layer has a state.
+        bias: whether its last product has a bias.
+    """
+
+    make: Callable[[Any], StateLayer]
+    layers: Callable[[Any, int], bool] = lambda config, layer: True
+    bias: bool | str = False
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Factors of what the parts of a block read and add.
+
+    Attributes:
+        attention, state, mlp: of what each adds.
+        attended: of what attention reads.
+        key: of keys.
+        gate: of the MLP's gate, before the activation.
+    """
+
+    attention: float = 1.0
+    state: float = 1.0
+    mlp: float = 1.0
+    attended: float = 1.0
+    key: float = 1.0
+    gate: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -140,8 +209,12 @@ class DecoderFamily:
         embedding_scale, logit_scale: return the factor of embeddings and of logits; None: there is none.
         residual_scale: key of the factor of what attention and the MLP add; empty: there is none.
         experts: what takes the place of the MLP; None: nothing does.
-        convolves: returns whether a layer has a short convolution instead of attention; None: no layer has.
+        states: the layers with a state; None: there are none.
+        attends: returns whether a layer has attention; None: those without a state have.
+        feeds: returns whether a layer has an MLP or experts.
+        factors: returns other factors of what the parts of a block read and add; None: there are none.
         is_latent: whether attention is that of latent_attention.py.
+        gates_attention: whether each head of queries has a gate of its results, beside it in one matrix.
     """
 
     names: DecoderNames = DecoderNames()
@@ -169,14 +242,19 @@ class DecoderFamily:
     logit_scale: Callable[[Any], float] | None = None
     residual_scale: str = ""
     experts: Experts | None = None
-    convolves: Callable[[Any, int], bool] | None = None
+    states: States | None = None
+    attends: Callable[[Any, int], bool] | None = None
+    feeds: Callable[[Any, int], bool] = lambda config, layer: True
+    factors: Callable[[Any], Factors] | None = None
     is_latent: bool = False
+    gates_attention: bool = False
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys of config.json that the fields name."""
         fields = [self.bias, self.output_bias, self.mlp_bias, self.is_parallel, self.residual_scale]
         fields.append(self.is_interleaved)
+        fields += [] if self.states is None else [self.states.bias]
         found = [self.epsilon, self.activation, self.inner, self.score_cap, self.logit_cap, *fields]
         if (mixture := self.experts) is not None:
             found += [key for key, _ in mixture.swiglu]
@@ -193,15 +271,36 @@ class DecoderFamily:
         """Return a value of this family: that of its key in a configuration, or itself."""
         return getattr(config, value) if isinstance(value, str) else value
 
+    def has_state(self, config: Any, layer: int) -> bool:
+        """Return whether a layer has a state."""
+        return self.states is not None and self.states.layers(config, layer)
+
+    def has_attention(self, config: Any, layer: int) -> bool:
+        """Return whether a layer has attention."""
+        if self.attends is not None:
+            return self.attends(config, layer)
+        return not self.has_state(config, layer)
+
+    def block_factors(self, config: Any) -> Factors:
+        """Return the factors of a block."""
+        if self.factors is not None:
+            return self.factors(config)
+        scale = float(getattr(config, self.residual_scale)) if self.residual_scale else 1.0
+        return Factors(attention=scale, state=scale, mlp=scale)
+
     def heads(self, config: Any, context: int | None = None) -> list[Heads]:
         """Return the heads of each layer, in programs for contexts up to `context`.
 
         Raises:
             CheckpointError: a window or a kind of rotary positions is not supported.
         """
-        count, queries = config.num_hidden_layers, config.num_attention_heads
+        count = config.num_hidden_layers
         if self.experts is not None and any(self.experts.layers(config, n) for n in range(count)):
             self.experts.require_enough(config)
+        attends = [self.has_attention(config, layer) for layer in range(count)]
+        if not any(attends):
+            return [NO_HEADS] * count
+        queries = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // queries
         windows: list[int | None] = [None] * count
         if self.windows == "each":
@@ -238,6 +337,8 @@ class DecoderFamily:
                 window,
                 getattr(config, self.score_cap) if self.score_cap else None,
             )
+            if attends[layer]
+            else NO_HEADS
             for layer, (kind, window) in enumerate(zip(kinds, windows, strict=True))
         ]
 
@@ -271,6 +372,10 @@ class Heads:
     scale: float
     window: int | None = None
     cap: float | None = None
+
+
+NO_HEADS = Heads(0, 0, 0, None, 1.0)
+"""The heads of a layer without attention."""
 
 
 def _window(config: Any) -> int | None:

@@ -5,6 +5,7 @@ mixture_table.py has those with experts.
 A family that differs from one here in names, norms, biases or the like is a row. Logits agree with those of
 transformers 5, models/NAME/modeling_NAME.py, of the same name. Sources:
 
+    apertus     Swiss AI 2025, arXiv 2509.14233
     arcee       Arcee AI 2025, AFM-4.5B
     cohere2     Cohere 2025, arXiv 2504.00698 (Command A, Command R7B)
     cwm         FAIR CodeGen 2025, arXiv 2510.02387
@@ -43,9 +44,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames
+from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames, States
 from prejit.compiler.models.families.decoders import TextDecoder
 from prejit.compiler.models.families.family import Family
+from prejit.compiler.models.families.short_convolution import ShortConvolution
 from prejit.compiler.models.layers.config_checks import checks_of
 from prejit.compiler.models.layers.layer_config import Naming, require
 from prejit.compiler.models.layers.linear import LayerNorm, RMSNorm
@@ -61,7 +63,7 @@ NAMING = Naming(
     buffers=(".rotary_emb.inv_freq",),
 )
 _IMAGES = ("vision_tower.", "multi_modal_projector.")
-_TEXT_PART = replace(
+TEXT_PART = replace(
     NAMING,
     ignored=(*_IMAGES, *(f"model.{part}" for part in _IMAGES)),
     # the names in which transformers 5, 4.52 and older saved models that read images
@@ -309,13 +311,18 @@ def _lfm2_inner(config: Any) -> int:
     return int(step * ((inner + step - 1) // step))
 
 
-def _check_lfm2(config: Any) -> None:
+def check_lfm2(family: DecoderFamily, config: Any) -> None:
+    """Check the kinds of layers.
+
+    Raises:
+        CheckpointError: a layer is neither a convolution nor attention.
+    """
     for kind in config.layer_types:
         require(config, "layer_types", kind, ["full_attention", "conv"])
-    _LFM2.heads(config)
+    family.heads(config)
 
 
-_LFM2 = DecoderFamily(
+LFM2 = DecoderFamily(
     DecoderNames(
         norm="embedding_norm",
         attention_norm="operator_norm",
@@ -324,20 +331,49 @@ _LFM2 = DecoderFamily(
         mlp_norm="ffn_norm",
         up=("feed_forward.w1", "feed_forward.w3"),
         down="feed_forward.w2",
+        state="conv",
+        state_output="conv.out_proj",
     ),
     epsilon="norm_eps",
     activation="",
     inner=_lfm2_inner,
-    convolves=lambda config, layer: bool(config.layer_types[layer] == "conv"),
+    states=States(
+        lambda config: ShortConvolution(
+            config.hidden_size, config.conv_L_cache, bias=config.conv_bias
+        ),
+        layers=lambda config, layer: bool(config.layer_types[layer] == "conv"),
+        bias="conv_bias",
+    ),
 )
 _LFM2_KEYS = (
-    *("intermediate_size", "layer_types", "conv_L_cache", "conv_bias", "block_multiple_of"),
+    *("intermediate_size", "layer_types", "conv_L_cache", "block_multiple_of"),
     *("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier"),
+)
+_APERTUS = DecoderFamily(
+    replace(
+        _UNGATED,
+        attention_norm="attention_layernorm",
+        head_norms=HEAD_NORMS,
+        mlp_norm="feedforward_layernorm",
+        activation="mlp.act_fn",
+    ),
+    bias="attention_bias",
+    output_bias="attention_bias",
+    is_gated=False,
 )
 _NOT_BOTH_WAYS: dict[str, Any] = {"use_bidirectional_attention": (None, False)}
 QWEN_KEYS = ("use_sliding_window", "max_window_layers")
 
 TEXT_DECODERS: Mapping[str, Family] = {
+    "apertus": replace(
+        rotary(
+            _APERTUS,
+            # a name that ends like that of a norm in files from TensorFlow
+            naming=replace(NAMING, renamed=((".act_fn.bias", ".act_fn.beta"),)),
+            hidden_act=("xielu",),
+        ),
+        activation="",
+    ),
     "arcee": rotary(replace(_LLAMA, names=_UNGATED, is_gated=False)),
     "cohere2": rotary(_COHERE2, "logit_scale"),
     "cwm": rotary(DecoderFamily(mlp_bias="mlp_bias", windows="by type")),
@@ -348,7 +384,7 @@ TEXT_DECODERS: Mapping[str, Family] = {
     "gemma3_text": rotary(
         _GEMMA3,
         *("query_pre_attn_scalar", "attn_logit_softcapping"),
-        naming=_TEXT_PART,
+        naming=TEXT_PART,
         attn_logit_softcapping=(None,),
         **_NOT_BOTH_WAYS,
     ),
@@ -387,11 +423,11 @@ TEXT_DECODERS: Mapping[str, Family] = {
     "granite": rotary(GRANITE, *MULTIPLIERS),
     "helium": rotary(replace(_LLAMA, output_bias=False, is_interleaved=True)),
     "hunyuan_v1_dense": rotary(_HUNYUAN),
-    "lfm2": replace(rotary(_LFM2, *_LFM2_KEYS), check=_check_lfm2),
+    "lfm2": replace(rotary(LFM2, *_LFM2_KEYS), check=partial(check_lfm2, LFM2)),
     "llama": rotary(_LLAMA),
     "ministral": rotary(DecoderFamily(windows="by type")),
-    "ministral3": rotary(DecoderFamily(rope_extra="growth", windows="each"), naming=_TEXT_PART),
-    "mistral": rotary(DecoderFamily(windows="each"), naming=_TEXT_PART),
+    "ministral3": rotary(DecoderFamily(rope_extra="growth", windows="each"), naming=TEXT_PART),
+    "mistral": rotary(DecoderFamily(windows="each"), naming=TEXT_PART),
     "nemotron": rotary(_NEMOTRON),
     "olmo2": rotary(_OLMO2),
     "olmo3": rotary(replace(_OLMO2, turns="by type", windows="by type")),

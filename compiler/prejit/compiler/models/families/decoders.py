@@ -1,9 +1,9 @@
 """The decoder of every family that only writes: one module, and what differs between families as data.
 
 A block is attention and an MLP, or a mixture of experts, each applied to the norm of its input and added to
-it. Families differ in the names of their tensors, in their norms, positions, windows, biases, factors and
-bounds. Logits agree with those of transformers 5, models/NAME/modeling_NAME.py; decoder_table.py names the
-papers.
+it. A layer with a state may take the place of attention, or stand beside it. Families differ in the names of
+their tensors, in their norms, positions, windows, biases, factors and bounds. Logits agree with those of
+transformers 5, models/NAME/modeling_NAME.py; decoder_table.py names the papers.
 
 Shapes: B batch, T new positions, N query heads, K key/value heads, H head size, D model width, V vocabulary.
 """
@@ -18,13 +18,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from prejit.compiler.models.families.decoder_family import (
+    NO_HEADS,
     DecoderFamily,
     Experts,
     Heads,
     MixtureSettings,
+    StateLayer,
 )
 from prejit.compiler.models.families.latent_attention import LatentAttention
-from prejit.compiler.models.families.short_convolution import ShortConvolution
 from prejit.compiler.models.layers import product_forms, rope
 from prejit.compiler.models.layers.attention import NewTokens
 from prejit.compiler.models.layers.experts import (
@@ -41,6 +42,7 @@ from prejit.compiler.models.layers.layer_config import (
 )
 from prejit.compiler.models.layers.linear import (
     ACTIVATIONS,
+    XIELU,
     Embedding,
     Linear,
     gated,
@@ -58,10 +60,10 @@ class TextDecoder(nnx.Module):
     def __init__(self, family: DecoderFamily, config: Any, context: int | None) -> None:
         """Build a decoder for contexts up to `context`; None: as long as the model was made for."""
         self.names = family.names
-        if family.experts is None and family.convolves is None:  # others are not split over devices
+        if family.experts is None and family.states is None:  # others are not split over devices
             self.mesh_split = family.names.split
         self.vocab_size: int = config.vocab_size
-        self.max_positions: int | None = config.max_position_embeddings
+        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         place(self, family.names.model, DecoderStack(family, config, context))
         if not config.tie_word_embeddings:
             head = Linear(config.hidden_size, config.vocab_size, bias=family.head_bias)
@@ -135,46 +137,58 @@ class DecoderStack(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention over the cache and an MLP, each added to its input."""
+    """Attention over the cache or a layer with a state, and an MLP, each added to its input."""
 
     def __init__(self, family: DecoderFamily, config: Any, heads: Heads, layer: int) -> None:
         names, width = family.names, config.hidden_size
         self.names, self.heads, self.is_gated = names, heads, family.is_gated
         self.norms_heads, self.has_qkv_by_head = family.norms_heads, family.has_qkv_by_head
         self.is_parallel: bool = family.of(config, family.is_parallel)
-        self.scale: float | None = getattr(config, family.residual_scale or "", None)
+        self.factors = family.block_factors(config)
         self.activation: str = getattr(config, family.activation) if family.activation else "silu"
-        self.is_latent = family.is_latent
-        self.convolves = family.convolves is not None and family.convolves(config, layer)
-        if self.convolves:
-            taps, bias = config.conv_L_cache, config.conv_bias
-            place(self, names.convolution, ShortConvolution(width, taps, bias=bias))
-            place(self, names.convolved, Linear(width, width, bias=bias))
-        else:
+        self.has_xielu = self.activation == "xielu"
+        self.is_latent, self.gates_attention = family.is_latent, family.gates_attention
+        self.feeds = family.feeds(config, layer)
+        self.has_state = family.has_state(config, layer)
+        if self.has_state and family.states is not None:
+            state, bias = family.states.make(config), family.of(config, family.states.bias)
+            place(self, names.state, state)
+            place(self, names.state_output, Linear(state.outputs, width, bias=bias))
+        self.attends = heads != NO_HEADS
+        if self.attends:
             self._place_attention(family, config)
         self.mixture: MixtureSettings | None = None
         self.has_shared = False
-        if family.experts is not None and family.experts.layers(config, layer):
-            self._place_experts(family, family.experts, config)
-        else:
-            inner, bias = family.inner_width(config), family.of(config, family.mlp_bias)
-            self._place_mlp(names.up, names.down, inner, width, bias)
-        epsilon = getattr(config, family.epsilon)
-        for name in (names.attention_norm, names.after_attention, names.mlp_norm, names.after_mlp):
+        self.mixes = self.has_state or self.attends
+        norms = [names.attention_norm, names.after_attention] if self.mixes else []
+        if self.feeds:
+            self._place_feed(family, config, layer)
+            norms += [names.mlp_norm, names.after_mlp]
+        for name in norms:
             if name:
-                place(self, name, family.norm(width, epsilon))
+                place(self, name, family.norm(width, getattr(config, family.epsilon)))
 
     def make_cache(self, rows: int, positions: int, dtype: str) -> LayerCache:
-        """Return what the layer keeps of texts without a token."""
-        if self.convolves:
-            return self._convolution.make_cache(rows)
+        """Return what the layer keeps of texts without a token: its state, then its keys and values."""
+        state = self._state.make_cache(rows) if self.has_state else ()
+        if not self.attends:
+            return state
         heads = self.heads
-        return empty_layer(rows, heads.keys, positions, heads.size, dtype)
+        return (*state, *empty_layer(rows, heads.keys, positions, heads.size, dtype))
 
     @property
-    def _convolution(self) -> ShortConvolution:
-        found: ShortConvolution = part_of(self, self.names.convolution)
+    def _state(self) -> StateLayer:
+        found: StateLayer = part_of(self, self.names.state)
         return found
+
+    def _place_feed(self, family: DecoderFamily, config: Any, layer: int) -> None:
+        if family.experts is not None and family.experts.layers(config, layer):
+            self._place_experts(family, family.experts, config)
+            return
+        inner, bias = family.inner_width(config), family.of(config, family.mlp_bias)
+        if self.has_xielu:
+            place(self, family.names.activation, XIELU())
+        self._place_mlp(family.names.up, family.names.down, inner, config.hidden_size, bias)
 
     def _place_attention(self, family: DecoderFamily, config: Any) -> None:
         names, heads, width = self.names, self.heads, config.hidden_size
@@ -184,7 +198,8 @@ class Block(nnx.Module):
             place(self, names.attention, LatentAttention(config))
             queries = heads.queries * config.v_head_dim
         else:
-            outputs = [queries, keys, keys] if len(names.qkv) > 1 else [queries + 2 * keys]
+            asked = 2 * queries if self.gates_attention else queries
+            outputs = [asked, keys, keys] if len(names.qkv) > 1 else [queries + 2 * keys]
             for name, size in zip(names.qkv, outputs, strict=True):
                 place(self, name, Linear(width, size, bias=bias))
         output = Linear(queries, width, bias=family.of(config, family.output_bias))
@@ -208,7 +223,7 @@ class Block(nnx.Module):
         count, inner = getattr(config, experts.count), getattr(config, experts.inner)
         is_normalized = bool(family.of(config, experts.is_normalized))
         swiglu = (getattr(config, key, None) or default for key, default in experts.swiglu)
-        gate = ExpertGate(self.activation, *swiglu)
+        gate = ExpertGate(self.activation, *swiglu, is_gated=experts.is_gated)
         routing = Routing(getattr(config, experts.chosen), is_normalized)
         routing = routing if experts.routing is None else experts.routing(config)
         self.mixture = MixtureSettings(routing, gate)
@@ -220,21 +235,26 @@ class Block(nnx.Module):
                 place(self, names.shared_gate, Linear(width, 1, bias=False))
         router = Router(width, count, bias=bias, correction=routing.is_corrected)
         place(self, names.router, router)
-        place(self, names.experts_up, ExpertMatrices(count, width, 2 * inner, bias=bias))
+        latent = experts.latent(config)
+        self.has_latent = latent is not None
+        if latent is not None:
+            place(self, names.latent_in, Linear(width, latent, bias=False))
+            place(self, names.latent_out, Linear(latent, width, bias=False))
+            width = latent
+        outputs = 2 * inner if experts.is_gated else inner
+        place(self, names.experts_up, ExpertMatrices(count, width, outputs, bias=bias))
         place(self, names.experts_down, ExpertMatrices(count, inner, width, bias=bias))
 
     def __call__(
         self, x: jax.Array, turns: Turns, new: NewTokens, layer: LayerCache, *, last: bool
     ) -> tuple[jax.Array, LayerCache]:
         """Map x [B, T, D] to [B, T, D], or [B, 1, D] in the last block; return it and the cache."""
-        names, kept = self.names, new.wanted(x) if last else x
-        normed = self._norm(x, names.attention_norm)
-        if self.convolves:
-            mixed, layer = self._convolution(normed, new, layer, last=last)
-        else:
-            mixed, layer = self._attend(normed, turns, new, layer, last=last)
-        product = names.convolved if self.convolves else names.output
-        x = self._add(kept, product, mixed, names.after_attention)
+        names, factors = self.names, self.factors
+        kept = new.wanted(x) if last else x
+        normed = self._norm(x, names.attention_norm) if self.mixes else x
+        x, layer = self._add_mixed(kept, normed, turns, new, layer, last=last)
+        if not self.feeds:
+            return x, layer
         if not self.is_parallel:
             read = self._norm(x, names.mlp_norm)
         elif names.mlp_norm:
@@ -242,25 +262,53 @@ class Block(nnx.Module):
         else:
             read = new.wanted(normed) if last else normed
         if self.mixture is not None:
-            return self._joined(x, self._mix(self.mixture, read), names.after_mlp), layer
-        return self._add(x, names.down, self._widen(read, names.up), names.after_mlp), layer
+            mixed = self._mix(self.mixture, read)
+            return self._joined(x, mixed, names.after_mlp, factors.mlp), layer
+        inner = self._widen(read, names.up)
+        return self._add(x, names.down, inner, names.after_mlp, factors.mlp), layer
+
+    def _add_mixed(
+        self,
+        x: jax.Array,
+        normed: jax.Array,
+        turns: Turns,
+        new: NewTokens,
+        layer: LayerCache,
+        *,
+        last: bool,
+    ) -> tuple[jax.Array, LayerCache]:
+        """Return x plus what attention and the layer with a state make of its norm; and the cache."""
+        names, factors = self.names, self.factors
+        state: LayerCache = ()
+        if self.has_state:
+            kept = len(layer) - (2 if self.attends else 0)
+            mixed, state = self._state(normed, new, layer[:kept], last=last)
+            x = self._add(x, names.state_output, mixed, names.after_attention, factors.state)
+            layer = layer[kept:]
+        if self.attends:
+            read = normed if factors.attended == 1 else normed * factors.attended
+            mixed, layer = self._attend(read, turns, new, layer, last=last)
+            x = self._add(x, names.output, mixed, names.after_attention, factors.attention)
+        return x, (*state, *layer)
 
     def _norm(self, x: jax.Array, name: str) -> jax.Array:
         """Return the norm of x; x itself for an empty name."""
         normed: jax.Array = part_of(self, name)(x) if name else x
         return normed
 
-    def _add(self, x: jax.Array, product: str, inner: jax.Array, norm: str) -> jax.Array:
+    def _add(
+        self, x: jax.Array, product: str, inner: jax.Array, norm: str, factor: float = 1.0
+    ) -> jax.Array:
         """Return x plus a linear layer of `inner`, or plus the norm of that, times the factor."""
-        if not norm and self.scale is None:
+        if not norm and factor == 1:
             added: jax.Array = part_of(self, product)(inner, residual=x)
             return added
-        return self._joined(x, part_of(self, product)(inner), norm)
+        return self._joined(x, part_of(self, product)(inner), norm, factor)
 
-    def _joined(self, x: jax.Array, y: jax.Array, norm: str) -> jax.Array:
+    def _joined(self, x: jax.Array, y: jax.Array, norm: str, factor: float) -> jax.Array:
         """Return x plus y, or plus the norm of y, times the factor."""
         y = self._norm(y, norm)
-        return x + (y if self.scale is None else y * self.scale)
+        return x + (y if factor == 1 else y * factor)
 
     def _attend(
         self, x: jax.Array, turns: Turns, new: NewTokens, layer: LayerCache, *, last: bool
@@ -282,11 +330,16 @@ class Block(nnx.Module):
                 return new.attend_packed(packed, heads.queries, layer, heads.scale, **options)
             ends = [heads.queries * heads.size, (heads.queries + heads.keys) * heads.size]
             projected = _parts(projected[0], ends)
+        gate: jax.Array | None = None
+        if self.gates_attention:
+            by_head = projected[0].reshape(*x.shape[:2], heads.queries, -1)
+            projected[0], gate = jnp.split(by_head, 2, axis=-1)
         if self.norms_heads == "all":
             projected[:2] = self._normed_heads(*projected[:2])
         query, keys, values = (part.reshape(*x.shape[:2], -1, heads.size) for part in projected)
         if len(names.qkv) == 1:
             query, keys, values = (split(part, *_HEADS) for part in (query, keys, values))
+        keys = keys if self.factors.key == 1 else keys * self.factors.key
         if self.norms_heads == "each":
             query, keys = self._normed_heads(query, keys)
         if heads.rotary is not None:
@@ -297,7 +350,11 @@ class Block(nnx.Module):
             query, keys = self._normed_heads(query, keys)
         if names.sinks:
             options["sinks"] = part_of(self, names.sinks)[...]
-        return new.attend(query, keys, values, layer, heads.scale, **options)
+        mixed, layer = new.attend(query, keys, values, layer, heads.scale, **options)
+        if gate is None:
+            return mixed, layer
+        gate = new.wanted(gate) if last else gate
+        return mixed * jax.nn.sigmoid(gate.reshape(mixed.shape)), layer
 
     def _normed_heads(self, query: jax.Array, keys: jax.Array) -> list[jax.Array]:
         """Return the norms of queries and keys; themselves if the family has no such norms."""
@@ -311,7 +368,9 @@ class Block(nnx.Module):
             part_of(self, name) for name in (names.router, names.experts_up, names.experts_down)
         )
         shares, chosen = router(rows, sizes.routing)
-        y = Mixture(up, down, sizes.gate)(rows, shares, chosen).reshape(x.shape)
+        rows = part_of(self, names.latent_in)(rows) if self.has_latent else rows
+        y = Mixture(up, down, sizes.gate)(rows, shares, chosen)
+        y = (part_of(self, names.latent_out)(y) if self.has_latent else y).reshape(x.shape)
         if not self.has_shared:
             return y
         shared = part_of(self, names.shared_down)(self._widen(x, names.shared_up))
@@ -322,10 +381,17 @@ class Block(nnx.Module):
     def _widen(self, x: jax.Array, names: tuple[str, ...]) -> jax.Array:
         """Map x [B, T, D] to the inner values of an MLP."""
         first, *second = (part_of(self, name) for name in names)
+        if self.has_xielu:
+            xielu: XIELU = part_of(self, self.names.activation)
+            return xielu(first(x))
         if not self.is_gated:
             return first(x, activation=self.activation)
-        if second:
+        if second and self.factors.gate == 1:
             return gated(first, second[0], x, self.activation)
+        if second:
+            gate = first(x) * self.factors.gate
+            widened: jax.Array = ACTIVATIONS[self.activation](gate) * second[0](x)
+            return widened
         outputs = first(x)
         gate, up = (split(x, *_HEADS) for x in _parts(outputs, [outputs.shape[-1] // 2]))
         return ACTIVATIONS[self.activation](gate) * up

@@ -1,7 +1,7 @@
 """The table of families that generate: for each model_type what it reads of config.json, and its module.
 
-decoder_table.py and mixture_table.py have the decoders, encoder_decoders.py the sources of t5 and whisper,
-and encoder_table.py the families that embed and score.
+decoder_table.py, mixture_table.py and hybrid_table.py have the decoders, encoder_decoders.py the sources of
+t5 and whisper, and encoder_table.py the families that embed and score.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from prejit.compiler.models.families import encoder_decoders
 from prejit.compiler.models.families.decoder_table import TEXT_DECODERS
 from prejit.compiler.models.families.family import Family
+from prejit.compiler.models.families.hybrid_table import HYBRIDS
 from prejit.compiler.models.families.mixture_table import MIXTURES
 from prejit.compiler.models.layers.config_checks import checks_of
 from prejit.compiler.models.layers.layer_config import Naming
@@ -18,6 +19,7 @@ from prejit.compiler.models.layers.layer_config import Naming
 DECODERS: Mapping[str, Family] = {
     **TEXT_DECODERS,
     **MIXTURES,
+    **HYBRIDS,
     "t5": Family(
         lambda config, context: encoder_decoders.T5(config),
         Naming(

@@ -7,7 +7,6 @@ dots1       rednote-hilab 2025, arXiv 2506.05767
 glm4_moe    GLM Team 2025, arXiv 2508.06471 (GLM 4.5 and 4.6)
 gpt_oss     OpenAI 2025, arXiv 2508.10925
 granitemoe, granitemoeshared    IBM 2024, Granite 3.0 Language Models
-granitemoehybrid    IBM 2025, Granite 4; the models without Mamba layers, with and without experts
 mixtral     Jiang et al. 2024, arXiv 2401.04088
 olmoe       Muennighoff et al. 2024, arXiv 2409.02060
 qwen2_moe   Yang et al. 2024, arXiv 2407.10671
@@ -89,23 +88,15 @@ _GRANITE_MOE = replace(
 )
 
 
-_SHARED = ("shared_mlp.input_linear",)
-_GRANITE_SHARED = replace(
+GRANITE_SHARED_UP = ("shared_mlp.input_linear",)
+GRANITE_SHARED = replace(
     _GRANITE_MOE,
-    names=replace(_GRANITE_MOE.names, shared_up=_SHARED, shared_down="shared_mlp.output_linear"),
+    names=replace(
+        _GRANITE_MOE.names, shared_up=GRANITE_SHARED_UP, shared_down="shared_mlp.output_linear"
+    ),
     experts=Experts(shared=lambda config: config.shared_intermediate_size),
 )
-_GRANITE_HYBRID = replace(
-    _GRANITE_SHARED,
-    names=replace(_GRANITE_SHARED.names, up=_SHARED, down="shared_mlp.output_linear"),
-    inner="shared_intermediate_size",
-    turns_layer=lambda config, layer: config.position_embedding_type == "rope",
-    experts=Experts(
-        shared=lambda config: config.shared_intermediate_size,
-        layers=lambda config, layer: config.num_local_experts > 0,
-    ),
-)
-_QWEN2_MOE = replace(
+QWEN2_MOE = replace(
     QWEN2,
     names=replace(
         _MIXTURE,
@@ -120,13 +111,7 @@ _QWEN2_MOE = replace(
 )
 
 
-def _check_granite_hybrid(config: Any) -> None:
-    for kind in config.layer_types:
-        require(config, "layer_types", kind, ["full_attention", "attention"])
-    _GRANITE_HYBRID.heads(config)
-
-
-def _stacked(names: DecoderNames, gate: str, up: str, down: str) -> Naming:
+def stacked_experts(names: DecoderNames, gate: str, up: str, down: str) -> Naming:
     """Return the naming of checkpoints in which each matrix of each expert is a tensor."""
     experts = names.experts_up.rpartition(".")[0]
     return replace(
@@ -171,7 +156,7 @@ _GPT_OSS_NAMING = replace(
         ),
     ),
 )
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def _greedy(config: Any) -> Routing:
@@ -183,7 +168,7 @@ def _greedy(config: Any) -> Routing:
     return Routing(chosen, is_normalized=False, factor=factor, groups=groups, kept=kept)
 
 
-def _corrected(config: Any) -> Routing:
+def corrected(config: Any) -> Routing:
     """Return the routing of DeepSeek V3."""
     return Routing(
         config.num_experts_per_tok,
@@ -217,7 +202,7 @@ _DEEPSEEK2 = DecoderFamily(
 _DEEPSEEK3 = replace(
     _DEEPSEEK2,
     is_interleaved="rope_interleave",
-    experts=replace(_DEEPSEEK_EXPERTS, routing=_corrected),
+    experts=replace(_DEEPSEEK_EXPERTS, routing=corrected),
 )
 
 
@@ -237,10 +222,12 @@ def _glm4_moe(config: Any, context: int | None) -> TextDecoder:
     return TextDecoder(replace(_GLM4_MOE, names=names), config, context)
 
 
-def _check_deepseek(
-    family: DecoderFamily, routing_of: Callable[[Any], Routing], config: Any
-) -> None:
-    """Check what the keys of groups say together."""
+def check_groups(family: DecoderFamily, routing_of: Callable[[Any], Routing], config: Any) -> None:
+    """Check what the keys of groups say together.
+
+    Raises:
+        CheckpointError: they do not fit each other.
+    """
     if family.is_latent:
         heads = config.num_attention_heads
         require(config, "num_key_value_heads", config.num_key_value_heads, [heads])
@@ -273,10 +260,10 @@ def _deepseek(
     made = rotary(
         family,
         *(*of_attention, *of_experts, "n_group", "topk_group", *keys),
-        naming=replace(_stacked(family.names, *_PROJECTIONS), drafts=drafts),
+        naming=replace(stacked_experts(family.names, *PROJECTIONS), drafts=drafts),
         **allowed,
     )
-    return replace(made, check=partial(_check_deepseek, family, routing))
+    return replace(made, check=partial(check_groups, family, routing))
 
 
 MIXTURES: Mapping[str, Family] = {
@@ -287,35 +274,27 @@ MIXTURES: Mapping[str, Family] = {
         norm_topk_prob=(False,),
         mlp_bias=(False,),
     ),
-    "deepseek_v3": _deepseek(_DEEPSEEK3, _corrected, "norm_topk_prob"),
-    "dots1": _deepseek(_DOTS1, _corrected, "norm_topk_prob", "max_window_layers"),
+    "deepseek_v3": _deepseek(_DEEPSEEK3, corrected, "norm_topk_prob"),
+    "dots1": _deepseek(_DOTS1, corrected, "norm_topk_prob", "max_window_layers"),
     "glm4_moe": replace(
-        _deepseek(_GLM4_MOE, _corrected, "norm_topk_prob", use_qk_norm=(False, True)),
+        _deepseek(_GLM4_MOE, corrected, "norm_topk_prob", use_qk_norm=(False, True)),
         build=_glm4_moe,
     ),
     "gpt_oss": replace(rotary(_GPT_OSS, naming=_GPT_OSS_NAMING), quantized=("mxfp4",)),
     "granitemoe": rotary(_GRANITE_MOE, *MULTIPLIERS),
-    "granitemoehybrid": replace(
-        rotary(
-            _GRANITE_HYBRID,
-            *(*MULTIPLIERS, "layer_types"),
-            position_embedding_type=("rope", "nope", None),
-        ),
-        check=_check_granite_hybrid,
-    ),
-    "granitemoeshared": rotary(_GRANITE_SHARED, *MULTIPLIERS, "shared_intermediate_size"),
-    "mixtral": rotary(_MIXTRAL, naming=_stacked(_MIXTRAL.names, "w1", "w3", "w2")),
-    "olmoe": rotary(_OLMOE, naming=_stacked(_OLMOE.names, *_PROJECTIONS), clip_qkv=(None,)),
+    "granitemoeshared": rotary(GRANITE_SHARED, *MULTIPLIERS, "shared_intermediate_size"),
+    "mixtral": rotary(_MIXTRAL, naming=stacked_experts(_MIXTRAL.names, "w1", "w3", "w2")),
+    "olmoe": rotary(_OLMOE, naming=stacked_experts(_OLMOE.names, *PROJECTIONS), clip_qkv=(None,)),
     "qwen2_moe": rotary(
-        _QWEN2_MOE,
+        QWEN2_MOE,
         *(*QWEN_KEYS, "decoder_sparse_step", "mlp_only_layers"),
         "shared_expert_intermediate_size",
-        naming=_stacked(_QWEN2_MOE.names, *_PROJECTIONS),
+        naming=stacked_experts(QWEN2_MOE.names, *PROJECTIONS),
     ),
     "qwen3_moe": rotary(
         _QWEN3_MOE,
         *("use_sliding_window", "decoder_sparse_step", "mlp_only_layers"),
-        naming=_stacked(_QWEN3_MOE.names, *_PROJECTIONS),
+        naming=stacked_experts(_QWEN3_MOE.names, *PROJECTIONS),
     ),
 }
 """The mixtures of experts, by model_type."""

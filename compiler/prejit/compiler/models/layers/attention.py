@@ -36,6 +36,11 @@ class NewTokens:
         """The position of each new token: int32 [B, T]."""
         return self.start[:, None] + jnp.arange(self.count)
 
+    @property
+    def are_valid(self) -> jax.Array:
+        """Whether each new token is valid, not padding: bool [B, T]."""
+        return jnp.arange(self.count) < self.length[:, None]
+
     def wanted(self, x: jax.Array) -> jax.Array:
         """Return the part of x [B, T, ...] that results need: the last valid token of each row, or all."""
         if self.count == 1 or self.every:

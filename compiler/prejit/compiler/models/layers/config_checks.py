@@ -8,6 +8,7 @@ that transformers completes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,6 +87,21 @@ _SCALE = _number(1e-6, 1e12)
 _FACTOR = _number(1e-6, 1e9)
 _ANY_FACTOR = _number(1e-6, 1e9, optional=True)
 
+
+def _factors(count: int) -> Check:
+    return Check(
+        f"a list of {count}, each {_SCALE}",
+        lambda value: _list(_SCALE).allows(value) and len(value) == count,
+    )
+
+
+_SIZE_OR_AUTO = Check(f'{_SIZE} or "auto"', lambda value: value == "auto" or _SIZE.allows(value))
+_LIMIT = _number(0, math.inf)
+_LIMITS = Check(
+    "a list of two numbers of at least 0, the smaller one first",
+    lambda value: _list(_LIMIT).allows(value) and len(value) == 2 and value[0] <= value[1],
+)
+
 _KEYS: Checks = {
     **dict.fromkeys(("vocab_size", "type_vocab_size"), _integer(1, 2**24)),
     **dict.fromkeys(
@@ -139,6 +155,30 @@ _KEYS: Checks = {
     "conv_L_cache": _integer(2, 64),
     "block_multiple_of": _WIDTH,
     "block_ffn_dim_multiplier": _FACTOR,
+    **dict.fromkeys(("mamba_n_heads", "mamba_n_groups", "mamba_d_state"), _SIZE),
+    **dict.fromkeys(("num_heads", "n_groups", "state_size"), _SIZE),
+    **dict.fromkeys(("mamba_d_conv", "conv_kernel"), _integer(2, 64)),
+    **dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "ssm_state_size"), _SIZE),
+    **dict.fromkeys(("mlp_hidden_act", "mamba_hidden_act"), _TEXT),
+    "time_step_min": _number(0, 1e9),
+    "moe_latent_size": _integer(1, 2**20, optional=True),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size",), INNER),
+    "num_dense_layers": _integer(0, MAX_LAYERS),
+    "mamba_d_head": _SIZE_OR_AUTO,
+    "mamba_d_ssm": _integer(1, 2**22, optional=True),
+    **dict.fromkeys(("mamba_expand", "expand"), _integer(1, 64)),
+    **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias", "mamba_rms_norm"), _BOOL),
+    **dict.fromkeys(("mamba_norm_before_gate", "projectors_bias", "use_conv_bias"), _BOOL),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), _SIZE),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), _SIZE),
+    "linear_conv_kernel_dim": _integer(2, 64),
+    "time_step_limit": _LIMITS,
+    "attn_layer_indices": replace(_list(_integer(0, MAX_LAYERS)), optional=True),
+    **dict.fromkeys(("key_multiplier", "lm_head_multiplier"), _SCALE),
+    **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier"), _SCALE),
+    **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier"), _SCALE),
+    "mlp_multipliers": _factors(2),
+    "ssm_multipliers": _factors(5),
     "moe_intermediate_size": INNER,
     **dict.fromkeys(("swiglu_alpha", "swiglu_limit"), _ANY_FACTOR),
     "decoder_sparse_step": _integer(1, MAX_LAYERS),

@@ -19,7 +19,7 @@ expert as in Gale et al. 2022 (MegaBlocks), arXiv 2211.15841.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -131,20 +131,25 @@ class ExpertMatrices(nnx.Module):
 
 @dataclass(frozen=True)
 class ExpertGate:
-    """How gate and up of an MLP become one.
+    """How the outputs of the first matrix of an expert become its inner values.
 
     Attributes:
         activation: a key of ACTIVATIONS.
         alpha: instead of the activation gpt-oss has gate * sigmoid(alpha * gate), times up + 1; None: not so.
         limit: bound of gate from above, and of up from both sides, if alpha is given.
+        is_gated: whether the matrix holds gate and up; otherwise the activation is all.
     """
 
     activation: str
     alpha: float | None = None
     limit: float = math.inf
+    is_gated: bool = field(default=True, kw_only=True)
 
-    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    def __call__(self, outputs: jax.Array) -> jax.Array:
         """Return the inner values of the MLP."""
+        if not self.is_gated:
+            return ACTIVATIONS[self.activation](outputs)
+        gate, up = jnp.split(outputs, 2, axis=-1)
         if self.alpha is None:
             return ACTIVATIONS[self.activation](gate) * up
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
@@ -156,9 +161,9 @@ class Mixture:
     """The parts of a mixture.
 
     Attributes:
-        up: gate and up of each expert, [E, 2 I, D].
+        up: gate and up of each expert, [E, 2 I, D]; [E, I, D] without a gate.
         down: [E, D, I].
-        gate: how gate and up become one.
+        gate: how the outputs of `up` become inner values.
     """
 
     up: ExpertMatrices
@@ -185,7 +190,7 @@ class Mixture:
         chosen, flat = experts.shape[1], experts.reshape(-1)
 
         def one(pair: jax.Array, results: jax.Array) -> jax.Array:
-            inner = self._gated(self.up.of_one(x[pair // chosen], flat[pair]))
+            inner = self.gate(self.up.of_one(x[pair // chosen], flat[pair]))
             return results.at[pair].set(self.down.of_one(inner, flat[pair]))
 
         results = lax.fori_loop(0, len(flat), one, jnp.zeros((len(flat), x.shape[1])))
@@ -217,16 +222,15 @@ class Mixture:
         activation = self.gate.activation
         if product_forms.has_kernels():
             if self.gate.alpha is None and kernel_calls.has_activation(activation):
-                gate, up = (self.up.operand(expert, part, 2) for part in (0, 1))
-                inner = kernel_calls.linear(x, gate, activation=activation, up=up)
+                parts = 2 if self.gate.is_gated else 1
+                first, *up = (self.up.operand(expert, part, parts) for part in range(parts))
+                second = up[0] if up else None
+                inner = kernel_calls.linear(x, first, activation=activation, up=second)
             else:
-                inner = self._gated(kernel_calls.linear(x, self.up.operand(expert, 0, 1)))
+                inner = self.gate(kernel_calls.linear(x, self.up.operand(expert, 0, 1)))
             return kernel_calls.linear(inner, self.down.operand(expert, 0, 1))
-        inner = self._gated(_dot(x, self.up.operand(expert, 0, 1)))
+        inner = self.gate(_dot(x, self.up.operand(expert, 0, 1)))
         return _dot(inner, self.down.operand(expert, 0, 1))
-
-    def _gated(self, x: jax.Array) -> jax.Array:
-        return self.gate(*jnp.split(x, 2, axis=-1))
 
 
 def _dot(x: jax.Array, operand: kernel_calls.Operand) -> jax.Array:

@@ -35,6 +35,22 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 """Activations by their names in transformers/activations.py, ACT2CLS."""
 
 
+class XIELU(nnx.Module):
+    """Apertus' activation, with parameters in each layer (Huang and Schlag 2024, arXiv 2411.13010)."""
+
+    def __init__(self) -> None:
+        self.alpha_p, self.alpha_n = nnx.Param(jnp.zeros(1)), nnx.Param(jnp.zeros(1))
+        self.beta, self.eps = nnx.Param(jnp.zeros(())), nnx.Param(jnp.zeros(()))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the activation of x."""
+        beta = self.beta[...]
+        above = jax.nn.softplus(self.alpha_p[...]) * x * x
+        below = jnp.expm1(jnp.minimum(x, self.eps[...])) - x
+        below = below * (beta + jax.nn.softplus(self.alpha_n[...]))
+        return jnp.where(x > 0, above, below) + beta * x
+
+
 class Linear(nnx.Module):
     """y = x W^T + b. W is one array, (out, in) or (in, out) as `is_stored_in_out` decides.
 

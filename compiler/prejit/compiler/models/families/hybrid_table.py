@@ -1,0 +1,468 @@
+"""The table of decoders with layers that keep a state in place of keys and values (see decoder_table.py).
+
+Sources:
+
+bamba       IBM, Princeton, CMU and UIUC 2024, Bamba 9B
+falcon_h1   Falcon LLM Team 2025, arXiv 2507.22448; attention and Mamba-2 read the same x in each layer
+granitemoehybrid    IBM 2025, Granite 4; with and without experts, Mamba-2 and rotary positions
+lfm2_moe    Liquid AI 2025, LFM2-8B-A1B
+mamba2      Dao and Gu 2024, arXiv 2405.21060; no layer has attention or an MLP
+nemotron_h  NVIDIA 2025, arXiv 2504.03624 and Nemotron 3; a layer is Mamba-2, attention, an MLP or experts
+qwen3_5_text, qwen3_5_moe_text  Qwen Team 2026, Qwen3.5; of a model that also reads images, the text model
+qwen3_next  Qwen Team 2025, Qwen3-Next; the gated delta rule, and in some layers attention with a gate
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+from prejit.compiler.models.families.decoder_family import (
+    DecoderFamily,
+    DecoderNames,
+    Experts,
+    Factors,
+    States,
+)
+from prejit.compiler.models.families.decoder_table import (
+    HEAD_NORMS,
+    LFM2,
+    MULTIPLIERS,
+    TEXT_PART,
+    check_lfm2,
+    rotary,
+)
+from prejit.compiler.models.families.decoders import TextDecoder
+from prejit.compiler.models.families.family import Family
+from prejit.compiler.models.families.mixture_table import (
+    GRANITE_SHARED,
+    GRANITE_SHARED_UP,
+    PROJECTIONS,
+    QWEN2_MOE,
+    check_groups,
+    corrected,
+    stacked_experts,
+)
+from prejit.compiler.models.layers.config_checks import checks_of
+from prejit.compiler.models.layers.experts import Routing
+from prejit.compiler.models.layers.gated_delta import GatedDelta, GatedDeltaSettings
+from prejit.compiler.models.layers.layer_config import Naming, Stacked, require, unsupported
+from prejit.compiler.models.layers.linear import ACTIVATIONS, RMSNorm
+from prejit.compiler.models.layers.mamba2 import Mamba2, Mamba2Settings
+
+_ATTENTION = ("full_attention", "attention")
+"""The kinds of layers with attention; the second name is that of older files."""
+_STATE = ("linear_attention", "mamba")
+
+_MAMBA2_KEYS = (
+    *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
+    *("mamba_expand", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit"),
+)
+
+
+def _mamba2(config: Any, **changes: Any) -> Mamba2:
+    """Return the layer of a hybrid."""
+    return Mamba2(replace(_mamba2_settings(config), **changes))
+
+
+def _mamba2_settings(config: Any) -> Mamba2Settings:
+    low, high = config.time_step_limit
+    return Mamba2Settings(
+        width=config.hidden_size,
+        heads=config.mamba_n_heads,
+        head_size=config.mamba_d_head,
+        groups=config.mamba_n_groups,
+        states=config.mamba_d_state,
+        taps=config.mamba_d_conv,
+        epsilon=config.rms_norm_eps,
+        activation=config.hidden_act,
+        limits=(float(low), float(high)),
+        bias=config.mamba_proj_bias,
+        conv_bias=config.mamba_conv_bias,
+    )
+
+
+def _falcon_h1_state(config: Any) -> Mamba2:
+    gate: Literal["no norm", "after norm", "before norm"] = "no norm"
+    if config.mamba_rms_norm:
+        gate = "after norm" if config.mamba_norm_before_gate else "before norm"
+    return _mamba2(
+        config,
+        gate=gate,
+        input_factor=float(config.ssm_in_multiplier),
+        factors=tuple(map(float, config.ssm_multipliers)),
+    )
+
+
+def _mamba2_alone(config: Any) -> Mamba2:
+    low, high = config.time_step_limit
+    return Mamba2(
+        Mamba2Settings(
+            width=config.hidden_size,
+            heads=config.num_heads,
+            head_size=config.head_dim,
+            groups=config.n_groups,
+            states=config.state_size,
+            taps=config.conv_kernel,
+            epsilon=config.layer_norm_epsilon,
+            activation=config.hidden_act,
+            limits=(float(low), float(high)),
+            bias=config.use_bias,
+            conv_bias=config.use_conv_bias,
+        )
+    )
+
+
+def _nemotron_state(config: Any) -> Mamba2:
+    return Mamba2(
+        Mamba2Settings(
+            width=config.hidden_size,
+            heads=config.mamba_num_heads,
+            head_size=config.mamba_head_dim,
+            groups=config.n_groups,
+            states=config.ssm_state_size,
+            taps=config.conv_kernel,
+            epsilon=config.layer_norm_epsilon,
+            activation=config.mamba_hidden_act,
+            limits=(float(config.time_step_min), math.inf),  # transformers reads no other limit
+            bias=config.use_bias,
+            conv_bias=config.use_conv_bias,
+        )
+    )
+
+
+def _falcon_h1_factors(config: Any) -> Factors:
+    gate, down = config.mlp_multipliers
+    return Factors(
+        attention=float(config.attention_out_multiplier),
+        state=float(config.ssm_out_multiplier),
+        mlp=float(down),
+        attended=float(config.attention_in_multiplier),
+        key=float(config.key_multiplier),
+        gate=float(gate),
+    )
+
+
+def _gated_delta(config: Any, *, is_joined: bool) -> GatedDelta:
+    return GatedDelta(
+        GatedDeltaSettings(
+            width=config.hidden_size,
+            key_heads=config.linear_num_key_heads,
+            value_heads=config.linear_num_value_heads,
+            key_size=config.linear_key_head_dim,
+            value_size=config.linear_value_head_dim,
+            taps=config.linear_conv_kernel_dim,
+            epsilon=config.rms_norm_eps,
+            activation=config.hidden_act,
+            is_joined=is_joined,
+        )
+    )
+
+
+def _in_groups(heads: str, groups: str, family: DecoderFamily) -> Callable[[Any], None]:
+    """Return the check that groups divide heads of a state."""
+
+    def check(config: Any) -> None:
+        for kind in getattr(config, "layer_types", ()):
+            require(config, "layer_types", kind, [*_ATTENTION, *_STATE, "hybrid"])
+        _divides(config, heads, groups)
+        family.heads(config)
+
+    return check
+
+
+def _divides(config: Any, heads: str, groups: str) -> None:
+    count, by = getattr(config, heads), getattr(config, groups)
+    if count % by:
+        raise unsupported(config, f"{heads}: expected a multiple of {groups} = {by}, found {count}")
+
+
+_GRANITE_HYBRID = replace(
+    GRANITE_SHARED,
+    names=replace(GRANITE_SHARED.names, up=GRANITE_SHARED_UP, down="shared_mlp.output_linear"),
+    inner="shared_intermediate_size",
+    turns_layer=lambda config, layer: config.position_embedding_type == "rope",
+    experts=Experts(
+        shared=lambda config: config.shared_intermediate_size,
+        layers=lambda config, layer: config.num_local_experts > 0,
+    ),
+    states=States(
+        _mamba2, lambda config, layer: config.layer_types[layer] in _STATE, bias="mamba_proj_bias"
+    ),
+)
+_BAMBA = DecoderFamily(
+    DecoderNames(
+        norm="final_layernorm",
+        mlp_norm="pre_ff_layernorm",
+        up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+        down="feed_forward.down_proj",
+    ),
+    bias="attention_bias",
+    output_bias="attention_bias",
+    mlp_bias="mlp_bias",
+    turns="part",
+    states=States(
+        _mamba2,
+        lambda config, layer: layer not in (config.attn_layer_indices or ()),
+        bias="mamba_proj_bias",
+    ),
+)
+_FALCON_H1 = replace(
+    _BAMBA,
+    turns="whole",
+    attends=lambda config, layer: True,
+    states=States(_falcon_h1_state, bias="projectors_bias"),
+    factors=_falcon_h1_factors,
+    embedding_scale=lambda config: float(config.embedding_multiplier),
+    logit_scale=lambda config: float(config.lm_head_multiplier),
+)
+_MAMBA2 = DecoderFamily(
+    DecoderNames(
+        model="backbone",
+        embedding="embeddings",
+        norm="norm_f",
+        attention_norm="norm",
+        state="mixer",
+        state_output="mixer.out_proj",
+    ),
+    epsilon="layer_norm_epsilon",
+    turns="",
+    states=States(_mamba2_alone, bias="use_bias"),
+    feeds=lambda config, layer: False,
+)
+
+
+def _lfm2_routing(config: Any) -> Routing:
+    return Routing(
+        config.num_experts_per_tok,
+        is_normalized=config.norm_topk_prob,
+        factor=float(config.routed_scaling_factor),
+        is_corrected=True,
+    )
+
+
+_LFM2_MOE = replace(
+    LFM2,
+    names=replace(
+        LFM2.names,
+        router="feed_forward.gate",
+        experts_up="feed_forward.experts.gate_up_proj",
+        experts_down="feed_forward.experts.down_proj",
+    ),
+    inner="intermediate_size",
+    experts=Experts(
+        "num_experts",
+        "moe_intermediate_size",
+        routing=_lfm2_routing,
+        layers=lambda config, layer: layer >= config.num_dense_layers,
+    ),
+)
+_LFM2_MOE_NAMING = stacked_experts(_LFM2_MOE.names, "w1", "w3", "w2")
+
+
+def _is_kind(*kinds: str) -> Callable[[Any, int], bool]:
+    return lambda config, layer: config.layer_types[layer] in kinds
+
+
+_NEMOTRON_H = DecoderFamily(
+    DecoderNames(
+        embedding="embeddings",
+        norm="norm_f",
+        attention_norm="norm",
+        qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+        output="mixer.o_proj",
+        mlp_norm="norm",
+        up=("mixer.up_proj",),
+        down="mixer.down_proj",
+        state="mixer",
+        state_output="mixer.out_proj",
+        router="mixer.gate",
+        experts_up="mixer.experts.up_proj",
+        experts_down="mixer.experts.down_proj",
+        shared_up=("mixer.shared_experts.up_proj",),
+        shared_down="mixer.shared_experts.down_proj",
+        latent_in="mixer.fc1_latent_proj",
+        latent_out="mixer.fc2_latent_proj",
+    ),
+    epsilon="layer_norm_epsilon",
+    activation="mlp_hidden_act",
+    is_gated=False,
+    turns="",
+    states=States(_nemotron_state, _is_kind(*_STATE), bias="use_bias"),
+    attends=_is_kind(*_ATTENTION),
+    feeds=_is_kind("mlp", "moe"),
+    experts=Experts(
+        "n_routed_experts",
+        "moe_intermediate_size",
+        shared=lambda config: config.moe_shared_expert_intermediate_size,
+        routing=corrected,
+        layers=_is_kind("moe"),
+        is_gated=False,
+        latent=lambda config: config.moe_latent_size,
+    ),
+)
+
+
+_NEMOTRON_MATRICES = (_NEMOTRON_H.names.experts_up, _NEMOTRON_H.names.experts_down)
+
+
+def _check_nemotron_h(config: Any) -> None:
+    for kind in config.layer_types:
+        require(config, "layer_types", kind, [*_ATTENTION, *_STATE, "mlp", "moe"])
+    require(config, "mamba_hidden_act", config.mamba_hidden_act, ACTIVATIONS)
+    _divides(config, "mamba_num_heads", "n_groups")
+    check_groups(_NEMOTRON_H, corrected, config)
+
+
+_DELTA = States(
+    partial(_gated_delta, is_joined=False),
+    lambda config, layer: config.layer_types[layer] in _STATE,
+)
+_QWEN3_5 = DecoderFamily(
+    DecoderNames(head_norms=HEAD_NORMS, state="linear_attn", state_output="linear_attn.out_proj"),
+    norm=partial(RMSNorm, offset=1.0),  # scales are published minus 1
+    bias="attention_bias",
+    output_bias="attention_bias",
+    turns="part",
+    gates_attention=True,
+    states=_DELTA,
+)
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    names=replace(
+        QWEN2_MOE.names,
+        head_norms=HEAD_NORMS,
+        state="linear_attn",
+        state_output="linear_attn.out_proj",
+    ),
+    experts=Experts(
+        "num_experts",
+        "moe_intermediate_size",
+        shared=lambda config: config.shared_expert_intermediate_size,
+    ),
+)
+_QWEN3_NEXT = replace(
+    _QWEN3_5_MOE,
+    experts=QWEN2_MOE.experts,
+    states=replace(_DELTA, make=partial(_gated_delta, is_joined=True)),
+)
+_DELTA_KEYS = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
+    *("linear_value_head_dim", "linear_conv_kernel_dim", "layer_types"),
+)
+
+
+def _qwen(family: DecoderFamily, *keys: str) -> Family:
+    experts = Naming("", "", "")
+    if family.experts is not None:
+        experts = stacked_experts(family.names, *PROJECTIONS)
+    naming = replace(
+        TEXT_PART,
+        # layers that draft tokens, and the part that reads images
+        ignored=("mtp.", "model.visual.", "visual."),
+        renamed=experts.renamed,
+        stacked=experts.stacked,
+    )
+    return replace(
+        rotary(family, *_DELTA_KEYS, *keys, naming=naming),
+        check=_in_groups("linear_num_value_heads", "linear_num_key_heads", family),
+    )
+
+
+HYBRIDS: Mapping[str, Family] = {
+    "bamba": replace(
+        rotary(_BAMBA, *_MAMBA2_KEYS, "attn_layer_indices", "layer_types"),
+        check=_in_groups("mamba_n_heads", "mamba_n_groups", _BAMBA),
+    ),
+    "falcon_h1": replace(
+        rotary(
+            _FALCON_H1,
+            *(*_MAMBA2_KEYS, "mamba_d_ssm", "mamba_rms_norm", "mamba_norm_before_gate"),
+            *("key_multiplier", "attention_in_multiplier", "attention_out_multiplier"),
+            *("ssm_in_multiplier", "ssm_out_multiplier", "ssm_multipliers", "mlp_multipliers"),
+            *("embedding_multiplier", "lm_head_multiplier", "layer_types"),
+        ),
+        check=_in_groups("mamba_n_heads", "mamba_n_groups", _FALCON_H1),
+    ),
+    "granitemoehybrid": replace(
+        rotary(
+            _GRANITE_HYBRID,
+            *(*MULTIPLIERS, *_MAMBA2_KEYS, "layer_types"),
+            position_embedding_type=("rope", "nope", None),
+        ),
+        check=_in_groups("mamba_n_heads", "mamba_n_groups", _GRANITE_HYBRID),
+    ),
+    "lfm2_moe": replace(
+        rotary(
+            _LFM2_MOE,
+            *("layer_types", "conv_L_cache", "num_dense_layers"),
+            *("norm_topk_prob", "routed_scaling_factor"),
+            naming=replace(
+                _LFM2_MOE_NAMING,
+                renamed=(
+                    *_LFM2_MOE_NAMING.renamed,
+                    (".feed_forward.expert_bias", ".feed_forward.gate.e_score_correction_bias"),
+                ),
+            ),
+            use_expert_bias=(True,),
+        ),
+        check=partial(check_lfm2, _LFM2_MOE),
+    ),
+    "mamba2": Family(
+        partial(TextDecoder, _MAMBA2),
+        Naming(
+            prefix="backbone.",
+            head="lm_head.weight",
+            embedding="backbone.embeddings.weight",
+            moved=(("backbone.embedding.", "backbone.embeddings."),),
+        ),
+        checks_of(
+            *("vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings"),
+            *("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel", "expand"),
+            *("use_bias", "use_conv_bias", "time_step_limit", "hidden_act", "layer_types"),
+            "layer_norm_epsilon",
+        ),
+        check=_in_groups("num_heads", "n_groups", _MAMBA2),
+        positions=lambda config: 2**31 - 1,  # a state has no end
+    ),
+    "nemotron_h": Family(
+        partial(TextDecoder, _NEMOTRON_H),
+        Naming(
+            prefix="model.",
+            head="lm_head.weight",
+            embedding="model.embeddings.weight",
+            ignored=("mtp.",),
+            moved=(("backbone.", "model."),),
+            renamed=tuple((f".{name}", f".{name}.weight") for name in _NEMOTRON_MATRICES),
+            stacked=tuple(
+                Stacked(f".{name}.weight", ".mixer.experts.", (f".{last}.weight",))
+                for name in _NEMOTRON_MATRICES
+                for last in [name.rpartition(".")[2]]
+            ),
+        ),
+        checks_of(
+            *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+            *("num_key_value_heads", "head_dim", "max_position_embeddings", "layer_types"),
+            *("intermediate_size", "mlp_hidden_act", "layer_norm_epsilon", "tie_word_embeddings"),
+            *("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"),
+            *("mamba_hidden_act", "time_step_min", "use_bias", "use_conv_bias"),
+            *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+            *("moe_shared_expert_intermediate_size", "moe_latent_size", "routed_scaling_factor"),
+            *("n_group", "topk_group", "norm_topk_prob"),
+        ),
+        activation=_NEMOTRON_H.activation,
+        allowed={"mlp_bias": (False,), "tie_word_embeddings": (False,)},
+        multiples=(("num_attention_heads", "num_key_value_heads"),),
+        check=_check_nemotron_h,
+    ),
+    "qwen3_5_moe_text": _qwen(_QWEN3_5_MOE, "shared_expert_intermediate_size"),
+    "qwen3_5_text": _qwen(_QWEN3_5),
+    "qwen3_next": _qwen(
+        _QWEN3_NEXT,
+        *("decoder_sparse_step", "mlp_only_layers", "shared_expert_intermediate_size"),
+    ),
+}
+"""The hybrids, by model_type."""
