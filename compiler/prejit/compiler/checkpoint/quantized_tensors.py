@@ -392,7 +392,7 @@ def _of_table(state: str, parts: _Parts) -> QuantizedMatrix:
         shape = outputs, inputs
         size, nested_size = int(found["blocksize"]), int(found.get("nested_blocksize", 1))
         offset = np.float32(found.get("nested_offset", 0))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _UnfitError(
             f"{parts.module}.{state} is not what bitsandbytes writes: {error}"
         ) from error

@@ -91,7 +91,8 @@ def kept(found: Integers, stored: StoredDtype, contracted: int) -> tuple[Values,
             return None
         return int4_words.packed(found.values), int4_words.packed_scales(in_groups)
     first = found.scales[..., :1]
-    if stored.largest is None or not np.array_equal(found.scales, first + 0 * found.scales):
+    are_equal = (found.scales == first).all() and np.isfinite(first).all()
+    if stored.largest is None or not are_equal:
         return None
     values = found.values if contracted == found.values.ndim - 1 else found.values.swapaxes(-1, -2)
     return np.ascontiguousarray(values), np.ascontiguousarray(first[..., 0])
@@ -138,6 +139,7 @@ def _in_groups(found: Integers) -> Values | None:
     with np.errstate(over="ignore"):
         scales = found.scales.astype(np.float16)
     fits = inputs % groups == 0 and inputs // groups % GROUP == 0 and found.values.ndim == 2
-    if not fits or not np.array_equal(scales.astype(np.float32), found.scales):
+    is_equal = np.array_equal(scales.astype(np.float32), found.scales)
+    if not (fits and is_equal and np.isfinite(scales).all()):  # rows refuse what is infinite
         return None
     return np.repeat(scales, inputs // groups // GROUP, axis=1)

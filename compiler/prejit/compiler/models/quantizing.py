@@ -9,6 +9,7 @@
 The table of dtypes is base/stored_dtypes.py. Only the matrices of Linear, Embedding and ExpertMatrices are
 stored so; norms, biases and routers stay float32. An embedding, and a head that is tied to it, has a scale
 for each token. With int4 embeddings, heads, experts and what `int4_rounding.fits` leaves out are int8.
+published_integers.py keeps what was published in few bits.
 """
 
 from __future__ import annotations

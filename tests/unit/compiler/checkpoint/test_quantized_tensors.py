@@ -118,6 +118,8 @@ def test_integers_are_kept_that_a_dtype_does_not_hold():
         (integers(values, scales * np.float32(1 + 2**-12)), int4),  # no float16
         (integers(values[:, :48], scales[:, :1].repeat(3, 1)), int4),  # groups of 16
         (integers(values, scales), int8),  # two scales for an output
+        (integers(values, scales * np.float16("inf")), int4),
+        (integers(values[:, :64], scales[:, :1] * np.float16("inf")), int8),
         (integers(values, scales), STORED_DTYPES["bfloat16"]),
     ):
         assert kept(other, into, 1) is None
@@ -170,12 +172,14 @@ def test_experts_lose_their_integers_or_are_in_another_order(tmp_path):
         json.dumps(case.config | {"quantization_config": settings})
     )
     checkpoint = open_checkpoint(tmp_path, out_in=True)
-    (up, down) = (name for name in checkpoint.forms if ".layers.0." in name)
-    up, down = sorted((up, down), key=lambda name: "down" in name)
+    down, up = sorted(name for name in checkpoint.forms if ".layers.0." in name)
     block = up.partition("gate_up")[0]
-    parts = [[wide[f"{block}{e}.{p}_proj.weight"] for p in ("gate", "up")] for e in range(len(wide))
-             if f"{block}{e}.gate_proj.weight" in wide]  # fmt: skip
-    joined = np.stack([np.concatenate(each) for each in parts])
+    joined = np.stack(
+        [
+            np.concatenate([wide[f"{block}{expert}.{part}_proj.weight"] for part in ("gate", "up")])
+            for expert in range(case.config["num_experts"])
+        ]
+    )
     np.testing.assert_array_equal(checkpoint.read(up), joined)
     found, scale = kept(checkpoint.rows(up).integers(), STORED_DTYPES["int8"], 2)
     np.testing.assert_array_equal(found * scale[..., None], joined)
