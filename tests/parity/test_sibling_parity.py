@@ -25,8 +25,10 @@ from .test_parity import TOLERANCE, check
 
 Logits = np.ndarray[Any, np.dtype[np.float32]]
 CASES = (*cases(), *hybrid_cases.cases())
-FIRST = CASES[::EACH]
-"""The first of each family: `make test` runs these."""
+REACHED = {"bamba-0", "qwen3_5_moe-0"}
+"""Cases of families whose code other ones reach."""
+FIRST = [case for case in CASES[::EACH] if case.name not in REACHED]
+"""The first of each other family: `make test` runs these."""
 
 
 @pytest.fixture(scope="module")

@@ -42,11 +42,6 @@ LFM2 = {
     **{**LLAMA, "model_type": "lfm2", "block_auto_adjust_ff_dim": False, "conv_L_cache": 3},
     "layer_types": ["conv", "full_attention"],
 }
-FALCON_H1 = {
-    **{**LLAMA, "model_type": "falcon_h1", "mamba_n_heads": 4, "mamba_d_head": 3},
-    **{"mamba_d_ssm": 12, "mamba_n_groups": 2, "mamba_d_state": 5, "mamba_rms_norm": True},
-    "pad_token_id": 0,
-}
 QWEN3_5 = {
     **{
         **LLAMA,
@@ -85,7 +80,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         PHI3,
         QWEN3_MOE,
         LFM2,
-        FALCON_H1,
         QWEN3_5,
         BERT,
         T5,

@@ -269,6 +269,7 @@ def _is_kind(*kinds: str) -> Callable[[Any, int], bool]:
 
 _NEMOTRON_H = DecoderFamily(
     DecoderNames(
+        model="backbone",
         embedding="embeddings",
         norm="norm_f",
         attention_norm="norm",
@@ -431,11 +432,11 @@ HYBRIDS: Mapping[str, Family] = {
     "nemotron_h": Family(
         partial(TextDecoder, _NEMOTRON_H),
         Naming(
-            prefix="model.",
+            prefix="backbone.",
             head="lm_head.weight",
-            embedding="model.embeddings.weight",
+            embedding="backbone.embeddings.weight",
             ignored=("mtp.",),
-            moved=(("backbone.", "model."),),
+            moved=(("model.", "backbone."),),
             renamed=tuple((f".{name}", f".{name}.weight") for name in _NEMOTRON_MATRICES),
             stacked=tuple(
                 Stacked(f".{name}.weight", ".mixer.experts.", (f".{last}.weight",))
