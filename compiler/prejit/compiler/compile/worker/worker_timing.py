@@ -98,7 +98,7 @@ def measure_forms(
         forms: digest of the executable of each form.
         kernels: digest of the library that they call.
     """
-    from prejit.runtime.device.transfer import dtype_of
+    from prejit.runtime.device.transfer import aligned_zeros, dtype_of
 
     native_kernels.register(native_kernels.load(require_blob(store, kernels)))
     found = Product.parse(product)
@@ -108,11 +108,12 @@ def measure_forms(
     scale = [device.put(np.ones(found.outputs, np.float32))] if has_scales else []
     shape = (found.outputs, found.inputs)
     shape = shape[::-1] if found.in_out else shape
-    ones = np.ones(shape, dtype_of(found.dtype))
     copied_bytes = max(_COPIED_BYTES, 2 * last_cache_bytes())
     copies = max(1, copied_bytes // found.matrix_bytes)
-    placed = [device.put(ones), *(device.put(ones.copy()) for _ in range(copies - 1))]
-    matrices = itertools.cycle(placed)
+    values = [aligned_zeros(shape, dtype_of(found.dtype)) for _ in range(copies)]  # put copies none
+    for each in values:
+        each.fill(1)
+    matrices = itertools.cycle([device.put(each) for each in values])
 
     def runner(digest: str) -> Callable[[], float]:
         serialized = zstandard.ZstdDecompressor().decompress(require_blob(store, digest))
