@@ -211,7 +211,7 @@ def check_recorded(config, layers):
     assert layers.keys() == {"recorded.v1+zstd"}
     assert not config["programs"]
     assert not config["weight_sets"]
-    assert not config.keys() & {"decoder", "encoder"}
+    assert not config.keys() & {"decoder", "encoder", "images"}
     files = [said["file"] for said in config["recorded"]]
     assert files
     assert files == sorted(set(files))
@@ -239,6 +239,7 @@ BUCKETS = {
     "embed": {"batch", "length"},
     "layer": {"batch", "length"},
     "pool": {"batch", "length"},
+    "image": {"batch"},
 }
 
 
@@ -261,7 +262,10 @@ def check_programs(config, programs):
         seen.add((kind, *sorted(bucket.items())))
         assert "weights" in program.said or kind in ("copy", "pool")
         found = [list(map(spelled, texts)) for texts in (program.arguments, program.results)]
-        if "length" in bucket:
+        if kind == "image":
+            takes, gives = image_signature(config["images"], program)
+            assert program.said["name"] == f"images/b{bucket['batch']}"
+        elif "length" in bucket:
             takes, gives = encoder_signature(config["encoder"], program)
             assert program.said["name"] == f"encode/b{bucket['batch']}-t{bucket['length']}/{kind}"
         else:
@@ -276,6 +280,8 @@ def check_programs(config, programs):
         check_decoder([program.said for program in programs.values()])
         reads = any(program.said["kind"] == "encode" for program in programs.values())
         assert reads == ("source" in config["decoder"])
+    if "images" in config:
+        check_images(config, [key for key in seen if key[0] == "image"])
     if "encoder" in config:
         layers = config["encoder"]["layers"]
         assert layers
@@ -283,6 +289,22 @@ def check_programs(config, programs):
         shapes = {key[1:] for key in seen if key[0] in ("embed", "layer", "pool")}
         assert shapes
         assert seen >= {(kind, *shape) for kind in ("embed", "layer", "pool") for shape in shapes}
+
+
+def check_images(config, programs):
+    """What an encoder of images must be, by "Config" and "Encoder programs"."""
+    images = config["images"]
+    assert len(images["size"]) == 2
+    assert len(images["resize"]) <= 2
+    assert all(0 < size <= 16384 for size in (*images["size"], *images["resize"]))
+    assert 0 <= images["resample"] <= 5
+    assert len(images.get("labels", range(images["width"]))) == images["width"]
+    assert ("labels" in images) + ("encoder" in config) == (
+        images.get("scores") in ("softmax", "sigmoid")
+    )
+    if "encoder" in config:
+        assert len(config["weight_sets"]["model:match"]) in (1, 2)
+    assert programs
 
 
 def check_golden(golden, results):
@@ -392,6 +414,12 @@ def sized(texts, sizes, first):
         whole = [sizes.get(axis, size) for size, axis in zip(shape, axes, strict=True)]
         found.append((named(path), f"{form[1]}[{','.join(map(str, whole))}]"))
     return found
+
+
+def image_signature(images, program):
+    batch, (height, width) = program.said["bucket"]["batch"], images["size"]
+    pixels = f"pixels uint8[{batch},{height},{width},3]"
+    return [pixels], [f"embedding float32[{batch},{images['width']}]"]
 
 
 def encoder_signature(encoder, program):

@@ -65,7 +65,10 @@ _BESIDE = {
         *("check_answers", "check_finite", "device_memory_bytes", "kernel_names", "report"),
         *("start_report", "timed_runner", "watch_runs", "wrong_answers"),
     ),
-    "BundleEncodes": ("encode", "encode_batch", "encoder", "score"),
+    "BundleEncodes": (
+        *("embed_images", "encode", "encode_batch", "encoder", "image_labels", "images", "score"),
+        "score_images",
+    ),
     "BundleSleeps": ("sleep", "wake"),
 }
 """The methods and properties of `Bundle` that only some bundles have, by the class that has them."""

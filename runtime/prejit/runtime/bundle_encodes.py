@@ -1,4 +1,4 @@
-"""Methods of a bundle with an encoder: embeddings of sentences."""
+"""Methods of a bundle with an encoder: embeddings and scores of sentences and of images."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms
+    from prejit.runtime.encoding.images import ImagePrograms, Picture
     from prejit.runtime.encoding.sentences import OnTooLong
     from prejit.runtime.generation.options import Prompt
 
@@ -101,6 +102,86 @@ class BundleEncodes(LoadedBundle):
         found = embed(self.encoder, tokenized).embeddings
         self.finish()
         return found[:, 0] if found.shape[1] == 1 else found
+
+    def embed_images(
+        self, images: Picture | Sequence[Picture]
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Return embeddings of images, float32 [N, D] in their order.
+
+        Those of a model of images and texts have length 1, as `encode` returns those of texts in the same
+        space. Of other models it is the class token behind the last norm.
+
+        Args:
+            images: paths or bytes of files, images of Pillow, or arrays uint8 [H, W, 3], of any sizes. One is
+                as good as a list of one. A file has one frame; it is turned as its EXIF orientation says,
+                and its alpha is left out. An image of Pillow is not turned, and its alpha lies on white.
+
+        Raises:
+            UsageError: the bundle reads no images, or names what they show; one is no image; or Pillow is
+                not installed.
+            RejectError: a program is damaged.
+        """
+        if self.images.images.labels is not None:
+            raise UsageError(
+                "expected a model that embeds images, found one that names what they show",
+                hint="bundle.score_images(images), bundle.image_labels",
+            )
+        self._programs.ask()
+        found = self.images.encode(images)
+        self.finish()
+        return found
+
+    def score_images(
+        self,
+        images: Picture | Sequence[Picture],
+        texts: str | Sequence[str] | None = None,
+        *,
+        logits: bool = False,
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Return probabilities that images show a label, or match a text: float32 [N, M].
+
+        Args:
+            images: as of `embed_images`.
+            texts: M texts, for a model of images and texts; they are embedded as `encode` does it. None: the
+                columns are `image_labels`.
+            logits: return what the activation is given: a sigmoid, or a softmax over each row.
+
+        Raises:
+            UsageError, RejectError: as `embed_images`, or as `encode`.
+        """
+        read = self.images
+        if (texts is None) == (read.images.labels is None):
+            wanted = (
+                "texts to compare images with" if texts is None else "none, of a model with labels"
+            )
+            raise UsageError(f"texts: expected {wanted}, found {texts!r:.80}")
+        self._programs.ask()
+        if texts is None:
+            found = read.encode(images)
+        else:
+            others = self.encode(texts)
+            found = read.matches(read.encode(images), others)
+        self.finish()
+        return found if logits else read.activated(found)
+
+    @property
+    def image_labels(self) -> tuple[str, ...]:
+        """The names of what images show, in the order of `score_images`; a model that embeds has none."""
+        return self.images.images.labels or ()
+
+    @once
+    def images(self) -> ImagePrograms:
+        """The programs that read images.
+
+        Raises:
+            UsageError: the bundle has none.
+        """
+        if self.config.images is None:
+            raise UsageError(f"{self.name}: this bundle reads no images", hint=self._programs.usage)
+        with importing():
+            from prejit.runtime.encoding.images import ImagePrograms  # others do not need it
+
+        return ImagePrograms(self.config.images, self._programs, self._device)
 
     @once
     def encoder(self) -> EncoderPrograms:

@@ -20,9 +20,9 @@ from prejit.runtime.base.process_facts import TRUST_VARIABLE, free_memory_bytes
 from prejit.runtime.base.typed_json import from_any_json
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import AnswerError, PrejitError, RejectError
-from prejit.runtime.format.bundle_schema import smallest_call
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.programs.usage_hint import smallest_call
 from prejit.runtime.trust.first_load import become_child, begun_manifests
 
 

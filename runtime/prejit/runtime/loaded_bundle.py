@@ -62,7 +62,7 @@ class _Parts(NamedTuple):
     programs: Programs
 
 
-_CACHED = ("decoder", "generator", "encoder", "user_programs", "dispatched", "on_jax")
+_CACHED = ("decoder", "generator", "encoder", "images", "user_programs", "dispatched", "on_jax")
 """Properties that hold parts of an open bundle."""
 
 

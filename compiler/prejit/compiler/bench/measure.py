@@ -43,8 +43,8 @@ from prejit.compiler.bench.probes import (
 from prejit.runtime.base.child_process import run_child
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import ProcessError
-from prejit.runtime.format.bundle_schema import smallest_call
 from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.programs.usage_hint import smallest_call
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,7 +185,7 @@ def probes_of(bundle: Bundle) -> Iterable[Probe]:
         bundle.prepare()  # otherwise a background thread loads programs while others are measured
         yield from _encoding(bundle.encoder)
     for program in bundle.config.programs:
-        if program.kind == "call":
+        if program.kind in ("call", "image"):
             yield _runner(bundle, program)
 
 

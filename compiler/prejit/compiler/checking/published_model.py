@@ -16,9 +16,10 @@ from flax import nnx
 from prejit.compiler.base.json_file import read_json
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint, open_encoder
-from prejit.compiler.models import config_file, model_registry
+from prejit.compiler.models import config_file, image_config, model_registry
 from prejit.compiler.models.families.encoder_table import ENCODERS
 from prejit.compiler.models.families.family_table import DECODERS
+from prejit.compiler.models.families.image_table import IMAGE_MODELS
 from prejit.compiler.models.families.sentence_layout import read_layout
 from prejit.compiler.models.layers.experts import ExpertMatrices
 from prejit.compiler.models.layers.linear import Embedding
@@ -59,7 +60,7 @@ class PublishedModel:
         section: the section of a manifest that builds it: `generate` or `encode`.
         parameters: numbers in all its tensors.
         tensors: number of its arrays; the matrices of all experts of a layer are one or two.
-        positions: the maximum number of tokens of a text.
+        positions: the maximum number of tokens of a text; 0: it reads images alone.
         cache_bytes: bytes that a token adds to a float32 KV cache; None: the model has none, or one about a
             source.
         sizes: its sizes by stored dtype.
@@ -87,13 +88,19 @@ def check_published(directory: Path) -> PublishedModel:
     folder = read_layout(directory).transformer if has_modules else directory
     content = read_json(folder / "config.json", "expected a directory in the Hugging Face layout")
     family = content.get("model_type") if isinstance(content, dict) else None
+    if family in IMAGE_MODELS:
+        pictures = image_config.load_images(directory)
+        open_encoder(directory, images=True).names  # noqa: B018
+        texts = image_config.describe_texts(pictures)
+        modules = {dtype: image_config.make_images(pictures, dtype) for dtype in STORED_DTYPES}
+        return _described("encode", str(family), texts.max_tokens if texts else 0, modules, folder)
     embeds = has_modules or family not in DECODERS or read_layout(directory).scores
     if family in ENCODERS and embeds:
         source = config_file.load_encoder(directory)
         open_encoder(directory).names  # noqa: B018  # checks the tensors
         described = model_registry.describe_encoder(source)
-        modules = {dtype: model_registry.make_encoder(source, dtype) for dtype in STORED_DTYPES}
-        return _described("encode", described.family, described.max_tokens, modules, folder)
+        encoders = {dtype: model_registry.make_encoder(source, dtype) for dtype in STORED_DTYPES}
+        return _described("encode", described.family, described.max_tokens, encoders, folder)
     config = config_file.load_config(directory)
     open_checkpoint(directory).names  # noqa: B018
     shape = model_registry.describe(config)

@@ -36,6 +36,7 @@ from prejit.compiler.checkpoint.parameter_sources import (
 )
 from prejit.compiler.checkpoint.quantized_tensors import with_whole_matrices
 from prejit.compiler.checkpoint.tensor_files import Tensor, tensors
+from prejit.compiler.models.families.image_processing import processing_files
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
 from prejit.compiler.models.quantization_settings import Quantization, read_quantization
 from prejit.runtime.base.wording import few
@@ -84,6 +85,7 @@ class Checkpoint:
         *,
         out_in: bool = False,
         adapters: tuple[Path, ...] = (),
+        images: bool = False,
     ) -> None:
         """Use `open_checkpoint` or `open_encoder`.
 
@@ -94,8 +96,10 @@ class Checkpoint:
             dense: weights of an encoder's dense layers, in order.
             out_in: as in `models.model_registry.make_decoder`.
             adapters: directories of adapters, which are merged in this order.
+            images: whether the model reads images.
         """
         self._out_in = out_in
+        self._images = images
         self._adapters = adapters
         self.adapter_files = tuple(file for each in adapters for file in adapter_files(each))
         self.directory = directory
@@ -145,7 +149,7 @@ class Checkpoint:
 
     @cached_property
     def _sources(self) -> dict[str, ParameterSource | np.ndarray[Any, Any]]:
-        from prejit.compiler.models import config_file, model_registry
+        from prejit.compiler.models import config_file, image_config, model_registry
         from prejit.compiler.models.families.rotary_encoders import derived_of
         from prejit.compiler.models.parameters import parameters_of
 
@@ -159,6 +163,9 @@ class Checkpoint:
             for file in self._model_files:
                 if file.suffix == _GGUF:
                     published |= gguf_tensors(file, config, (*parameters, naming.head))
+        elif self._images:
+            made = image_config.published_parameters(self.directory, out_in=self._out_in)
+            parameters, naming = made
         else:
             encoder = config_file.load_encoder(self.directory)
             module = model_registry.make_encoder(encoder, out_in=self._out_in)
@@ -253,15 +260,13 @@ def open_checkpoint(
     )
 
 
-def open_encoder(
-    directory: Path, *, out_in: bool = False, adapters: tuple[Path, ...] = ()
-) -> Checkpoint:
+def open_encoder(directory: Path, *, images: bool = False, **options: Any) -> Checkpoint:
     """Find the files of an encoder: those of its transformer and of its other modules.
 
     Args:
         directory: in the layout of sentence-transformers, or a plain one.
-        out_in: as in `open_checkpoint`.
-        adapters: as in `open_checkpoint`.
+        images: whether it reads images.
+        **options: `out_in` and `adapters`, as in `open_checkpoint`.
 
     Raises:
         CheckpointError: as `open_checkpoint`, or a module or setting is not supported.
@@ -271,8 +276,8 @@ def open_encoder(
     if weights[0].suffix == _GGUF:
         raise no_encoder(weights[0])
     dense = tuple(_dense_weights(part.directory) for part in layout.dense)
-    files = (*layout.files, *weights)
-    return Checkpoint(directory, files, layout, dense, out_in=out_in, adapters=adapters)
+    files = (*layout.files, *(processing_files(directory) if images else ()), *weights)
+    return Checkpoint(directory, files, layout, dense, images=images, **options)
 
 
 def no_encoder(file: Path) -> CheckpointError:

@@ -355,14 +355,17 @@ def _print_published(directory: Path) -> None:
         click.echo(
             f"\ntokens/s: of one text, at {rate / 1e9:.1f} GB/s from memory, measured just now"
         )
+    reads = (
+        f"texts up to {found.positions:,} tokens" if found.positions else "it reads images alone"
+    )
     click.echo(
         f"\n{found.family}, for [{found.section}]: {found.parameters:,} parameters in {found.tensors} "
-        f"arrays, all used; texts up to {found.positions:,} tokens"
+        f"arrays, all used; {reads}"
     )
     if found.cache_bytes is not None:
         whole = size(found.cache_bytes * found.positions)
         click.echo(f"KV cache in float32: {size(found.cache_bytes)} for a token, {whole} for all")
-    if not found.tokenizer:
+    if found.positions and not found.tokenizer:
         click.echo(f"missing: {directory / 'tokenizer.json'}; requests have to give token ids")
 
 

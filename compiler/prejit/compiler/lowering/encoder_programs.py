@@ -12,8 +12,9 @@ from flax import nnx
 from prejit.compiler.lowering.export import LoweredProgram, Shapes, export_with
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models.families import sentence
+from prejit.compiler.models.families.image_models import ImageModel
 from prejit.compiler.models.layers.product_forms import Forms
-from prejit.compiler.models.parameters import flat_parameters, with_parameters
+from prejit.compiler.models.parameters import flat_parameters, parametrized, with_parameters
 from prejit.runtime.format.arrays import Array
 
 
@@ -76,6 +77,43 @@ def lower_encoder(
         estimated_microseconds=_estimate(
             spec.kind, weights, rows, (batch, count, result.shape[-1])
         ),
+    )
+
+
+def lower_images(
+    model: ImageModel, spec: ProgramSpec, size: tuple[int, int], forms: Forms | None = None
+) -> LoweredProgram:
+    """Lower the program of a model that reads images, at one batch.
+
+        image: weights, pixels uint8 [B, H, W, 3]  -> embedding [B, D']
+
+    Args:
+        model: an abstract module; its parameters are the weights.
+        spec: the program, with its bucket.
+        size: H and W.
+        forms: as in `lower_decoder`.
+    """
+    whole = parametrized(model)
+    parts = tuple(f"{part}." for part in model.image_parts())
+    weights = {name: value for name, value in whole.weights.items() if name.startswith(parts)}
+    others = {name: value for name, value in whole.weights.items() if name not in weights}
+
+    def function(weights: Mapping[str, jax.Array], pixels: jax.Array) -> jax.Array:
+        unused = {name: jnp.zeros(each.shape, each.dtype) for name, each in others.items()}
+        result: jax.Array = whole.bind({**weights, **unused}).image(pixels)
+        return result
+
+    pixels = jax.ShapeDtypeStruct((spec.bucket["batch"], *size, 3), jnp.uint8)
+    exported = export_with(forms, function, (weights, pixels))
+    result = jax.eval_shape(function, weights, pixels)
+    largest = sum(math.prod(value.shape) for value in weights.values())
+    return LoweredProgram(
+        exported.mlir_module_serialized,
+        exported.platforms,
+        tuple(weights),
+        (Array(("pixels",), "uint8", pixels.shape),),
+        (Array(("embedding",), "float32", tuple(result.shape)),),
+        estimated_microseconds=20 + spec.bucket["batch"] * largest // 500,
     )
 
 

@@ -156,11 +156,13 @@ class Encode:
 
     Attributes:
         shapes: pairs of batch and length: sentences that are encoded together, and the tokens of each.
+        images: numbers of images that are encoded together, for a model that reads images.
     """
 
     __pydantic_config__: ClassVar = STRICT
 
-    shapes: tuple[tuple[int, int], ...]
+    shapes: tuple[tuple[int, int], ...] = ()
+    images: tuple[int, ...] = ()
 
 
 def names_object(text: str) -> bool:
@@ -377,6 +379,11 @@ class Manifest:
     def has_own_model(self) -> bool:
         """Whether the model is a decoder of the user."""
         return self.model is not None and self.model.module is not None
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether the model reads images."""
+        return self.encode is not None and bool(self.encode.images)
 
     @property
     def where(self) -> str:

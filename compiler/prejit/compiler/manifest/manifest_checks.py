@@ -42,7 +42,13 @@ MAX_ELEMENTS = 2**40
 """Largest number of elements of a function's argument: 4 TiB of float32, more than any machine has."""
 BESIDE = (".report.json", ".report.html", ".sig")
 """Endings of the files that are written beside a bundle, with its name before them."""
-OWN_NAMES = ("copy", "encode", *ADAPTABLE_KINDS, *(f"{ADAPTED}{kind}" for kind in ADAPTABLE_KINDS))
+OWN_NAMES = (
+    "copy",
+    "encode",
+    "images",
+    *ADAPTABLE_KINDS,
+    *(f"{ADAPTED}{kind}" for kind in ADAPTABLE_KINDS),
+)
 """The names of a model's programs, which a [[program]] cannot have."""
 
 
@@ -77,7 +83,8 @@ def value_problems(data: dict[str, Any], directory: Path) -> Problems:
         yield from _own_model_problems(data, directory)
     yield from _generate_problems(_table(data.get("generate")))
     yield from adapter_problems(data)
-    yield from _encode_problems(_table(data.get("encode")))
+    if "encode" in data:
+        yield from _encode_problems(_table(data["encode"]))
     programs = data.get("program")
     for index, program in enumerate(_items(programs)):
         for where, problem in _program_problems(_table(program), directory):
@@ -99,6 +106,7 @@ def _number_problems(data: dict[str, Any]) -> Problems:
     counts: list[tuple[KeyPath, int]] = [
         (("generate",), batches * contexts * (prompts + 4 + sources)),
         (("encode", "shapes"), 3 * len(_items(encode.get("shapes")))),
+        (("encode", "images"), len(_items(encode.get("images")))),
     ]
     for index, program in enumerate(map(_table, _items(data.get("program")))):
         sizes = [*_table(program.get("buckets")).values(), *_table(program.get("static")).values()]
@@ -118,11 +126,13 @@ def _wrong(wanted: str, found: Any, guess: str = "") -> str:
 
 
 def _encode_problems(encode: dict[str, Any]) -> Problems:
-    shapes = encode.get("shapes")
+    shapes, images = encode.get("shapes"), encode.get("images")
+    for at, problem in _size_problems(images or None):
+        yield ("encode", "images", *at), problem
+    if not shapes and not images and (shapes is None or isinstance(shapes, list)):
+        yield ("encode", "shapes"), f"expected {SHAPES}; found {'none' if shapes is None else '[]'}"
     if not isinstance(shapes, list):
         return
-    if not shapes:
-        yield ("encode", "shapes"), f"expected {SHAPES}; found []"
     first: set[tuple[int, ...]] = set()
     for index, shape in enumerate(shapes):
         if not is_int_list(shape):

@@ -223,8 +223,10 @@ def _sorted_sizes(value: Any, section: str) -> Any:
         return {key: _ascending(item) for key, item in value.items()}
     if section == "encode" and isinstance(value, dict):
         shapes = value.get("shapes")
+        value = {**value, **({"images": _ascending(value["images"])} if "images" in value else {})}
         if isinstance(shapes, list) and all(map(is_int_list, shapes)):
             return {**value, "shapes": sorted(shapes)}
+        return value
     if section == "program" and isinstance(value, list):
         return [_sorted_buckets(program) for program in value]
     return value
@@ -289,7 +291,8 @@ _NARROWED: dict[str, dict[str, dict[str, Any]]] = {
             "items": {"type": "array", "items": _SIZE, "minItems": 2, "maxItems": 2},
             "minItems": 1,
             "uniqueItems": True,
-        }
+        },
+        "images": _SIZES,
     },
     "mesh": {name: {"minimum": 1} for name in ("data", "tensor")},
     "slo": {

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 ENCODER_KINDS = ("embed", "layer", "pool")
 """The kinds of an encoder's programs, in the order in which they run."""
+IMAGE = "image"
+"""The kind of the programs that read images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,7 @@ class ProgramSpec:
     Attributes:
         name: `decode/b1-c128`, `prefill/b1-t16-c128`, `verify/b1-k8-c128`, `copy/b1-c128-to-b4-c128`,
             `encode/b1-n64-c128`, `adapted-decode/b1-c128`,
-            `encode/b8-t128/layer`, `score/batch8`, `score/batch8-mode=fast`, `score`.
+            `encode/b8-t128/layer`, `images/b4`, `score/batch8`, `score/batch8-mode=fast`, `score`.
         kind: as in `bundle_schema.ProgramEntry`.
         bucket: static sizes by name.
         section: name of the [[program]] that it comes from; empty for programs of the model.
@@ -138,11 +140,13 @@ def adapted_specs(specs: Iterable[ProgramSpec]) -> Iterator[ProgramSpec]:
 
 
 def encoder_specs(encode: Encode) -> Iterator[ProgramSpec]:
-    """Yield an encoder's programs: three for each bucket.
+    """Yield an encoder's programs: three for each bucket, and one for each batch of images.
 
     All layers of an encoder are the same. One program that runs for each layer with other weights compiles
     and loads in a fraction of the time that one program of all layers takes.
     """
+    for batch in encode.images:
+        yield ProgramSpec(f"images/b{batch}", IMAGE, {"batch": batch})
     for batch, length in encode.shapes:
         for kind in ENCODER_KINDS:
             name = f"encode/b{batch}-t{length}/{kind}"

@@ -20,6 +20,7 @@ from prejit.compiler.checkpoint.checkpoint import (
     open_encoder,
 )
 from prejit.compiler.manifest.manifest import Manifest
+from prejit.compiler.models.families.image_processing import processing_files
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
 from prejit.compiler.native.kernel_library import KERNELS_ARCHITECTURE
 from prejit.compiler.targets.target_classes import Target
@@ -40,6 +41,7 @@ class ModelFiles:
         configuration: the files that decide what the model computes, by name, each with its digest.
         adapters: directories of adapters, which are merged into its weights in this order.
         weights: the .gguf file that the manifest names; None: it names the directory.
+        images: whether it reads images.
     """
 
     directory: Path
@@ -48,6 +50,7 @@ class ModelFiles:
     configuration: tuple[tuple[str, str], ...]
     adapters: tuple[Path, ...] = ()
     weights: Path | None = None
+    images: bool = False
 
     @property
     def transformer(self) -> Path:
@@ -65,10 +68,12 @@ class ModelSource:
     """A model that was read: shapes, no weights.
 
     Attributes:
-        config: a decoder's configuration, read by transformers; an encoder's `EncoderSource`.
-        shape: a decoder's `DecoderConfig`; an encoder's `EncoderConfig`.
+        config: a decoder's configuration, read by transformers; an encoder's `EncoderSource`, or the
+            `ImageSource` of one that reads images.
+        shape: a decoder's `DecoderConfig`; an encoder's `EncoderConfig`; None: it reads images alone.
         module: the abstract flax module.
         adapters: the room for adapters that are kept apart from its weights; None: there is none.
+        images: an `ImageConfig`; None: it reads no images.
     """
 
     files: ModelFiles
@@ -76,6 +81,7 @@ class ModelSource:
     shape: Any
     module: Any
     adapters: AdapterStacks | None = None
+    images: Any = None
 
 
 def uses_kernels(manifest: Manifest) -> bool:
@@ -107,7 +113,12 @@ def find_model(manifest: Manifest, targets: tuple[Target, ...], directory: Path)
     if layout is None:
         deciding: tuple[Path, ...] = (directory / "config.json",)
     else:
-        deciding = tuple(dict.fromkeys((*layout.files, layout.transformer / "config.json")))
+        processing: list[Path] = []
+        if manifest.reads_images:  # padding is the tokenizer's
+            tokenizer = directory / "tokenizer.json"
+            processing = [*processing_files(directory), *([tokenizer] * tokenizer.is_file())]
+        config = layout.transformer / "config.json"
+        deciding = tuple(dict.fromkeys((*layout.files, config, *processing)))
     assert manifest.model is not None
     source = directory / Path(manifest.model.source or "").name
     weights = source if source.suffix == ".gguf" and source.is_file() else None
@@ -115,6 +126,7 @@ def find_model(manifest: Manifest, targets: tuple[Target, ...], directory: Path)
         *(directory, layout, out_in, file_digests(directory, deciding)),
         adapters=_adapters(manifest),
         weights=weights,
+        images=manifest.reads_images,
     )
 
 
@@ -142,7 +154,7 @@ def open_weights(files: ModelFiles) -> Checkpoint:
     elif files.weights is not None:
         raise no_encoder(files.weights)
     else:
-        opened = partial(open_encoder)
+        opened = partial(open_encoder, images=files.images)
     return opened(files.directory, out_in=files.out_in, adapters=files.adapters)
 
 
@@ -180,10 +192,17 @@ def read_model(manifest: Manifest, files: ModelFiles) -> ModelSource:
         CheckpointError: the configuration cannot be read, or asks for what prejit does not build.
         ManifestError: the model does not take the adapters that the manifest asks for.
     """
-    from prejit.compiler.models import config_file, model_registry
+    from prejit.compiler.models import config_file, image_config, model_registry
 
     assert manifest.model is not None
     dtype = manifest.model.dtype
+    if files.images:
+        pictures = image_config.load_images(files.directory)
+        module = image_config.make_images(pictures, dtype, out_in=files.out_in)
+        texts = image_config.describe_texts(pictures)
+        return ModelSource(
+            files, pictures, texts, module, images=image_config.describe_images(pictures)
+        )
     if files.layout is not None:
         source = config_file.load_encoder(files.directory)
         encoder = model_registry.make_encoder(source, dtype, out_in=files.out_in)

@@ -12,7 +12,8 @@ def accuracy_table(found: Accuracy) -> str:
     """Return a table of what a bundle's dtypes cost in accuracy."""
     without_file = {"sampled": "text that the model generated", "random": "random token ids"}
     text = without_file.get(found.text, found.text)
-    rows = [("measured on", f"{found.tokens} tokens of {text}")]
+    unit = "" if text == "random pictures" else "tokens of "
+    rows = [("measured on", f"{found.tokens} {unit}{text}")]
     if found.float32_perplexity_millionths is not None and found.perplexity_millionths is not None:
         exact, stored = found.float32_perplexity_millionths, found.perplexity_millionths
         rows += [

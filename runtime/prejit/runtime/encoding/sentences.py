@@ -72,6 +72,8 @@ def tokenize(
     check_ids(ids, encoder.encoder.vocab_size)
     limit, why = encoder.max_tokens, reason_of_limit(encoder)
     truncated = shorten(ids, limit, lambda: text.tokenizer, on_too_long, why)
+    if (padding := encoder.encoder.padding) is not None:
+        ids = [each + [padding] * (limit - len(each)) for each in ids]
     return Tokenized(ids, truncated, seconds)
 
 

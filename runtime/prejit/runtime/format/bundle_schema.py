@@ -16,7 +16,6 @@ spelling, so a bundle has exactly one. Other tools write `index.json`, too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -116,12 +115,8 @@ class Memory:
     def described(self) -> str:
         """Return the parts as text."""
         results = self.output_bytes - self.alias_bytes
-        parts = (
-            ("arguments", self.argument_bytes),
-            ("results", results),
-            ("temporary", self.temp_bytes),
-        )
-        return ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in parts)
+        sizes = {"arguments": self.argument_bytes, "results": results, "temporary": self.temp_bytes}
+        return ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in sizes.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,34 +126,25 @@ class ProgramEntry:
     Attributes:
         name: unique in the bundle: `decode/b1-c128`, `prefill/b1-t16-c128`, `encode/b1-t16/layer`, `score`.
         kind: `prefill`, `decode`, `verify`, `copy` (of a decoder), `embed`, `layer`, `pool` (of an encoder),
-            `call`.
+            `image`, `call`.
         bucket: the static sizes, by name.
         key: digest of everything the executable was made from (cache key).
-        arguments: the arguments after the weights, in order, each as the text of an `Array`.
-        results: the results, in order, as such texts.
-        executable: its frame in the executables pack.
-        portable: its frame in the portable pack: StableHLO, a versioned portable artifact.
+        arguments, results: those after the weights, and the results, each as the text of an `Array`.
+        executable, portable: its frames in the pack of executables, and in that of portable StableHLO.
         memory: the memory that it needs.
-        weights: a key of `Config.weight_sets`, whose tensors are the first arguments; None: it has no
-            weights.
-        platforms: the platforms that the portable program was lowered for, in the order of its platform
-            index; None: it has no such index, and is for every platform.
+        weights: a key of `Config.weight_sets`, whose tensors are the first arguments; None: it has none.
+        platforms: what its platform index chooses from, in order; None: it has no index, and is for all.
         cost_microseconds: time of one run, measured or estimated at build time; None: not known.
-        kernels: True if the executable calls native kernels, whose library must be registered before it is
-            loaded; else None.
-        arguments_tree, results_tree: how arguments and results are nested, as `trees.to_text` writes it;
-            None: it is no program of the kind `call`.
+        kernels: True if the executable calls kernels, whose library is registered before it; else None.
+        arguments_tree, results_tree: how a `call` nests them, as `trees.to_text` writes it; else None.
         static: the values of static arguments by name, each as JSON; None: it has none.
         pad: variables of the bucket that a caller may have less of; None: there are none.
-        symbolic: frame in the portable pack of the program for any size of the variables in `open_sizes`;
-            None: there is none.
+        symbolic: frame in the portable pack of the program for any `open_sizes`; None: there is none.
         open_sizes: variables of the bucket that a call may give other sizes; the reader compiles for them.
-        mask: name or position of the argument that is true for what the caller gave and false for padding; a
-            caller may leave it out. None: there is none.
+        mask: name or position of the argument that is false for padding; a caller may leave it out.
         calls: the names by which it calls handlers of `Config.libraries`, sorted; None: it calls none.
         golden: its golden answer; None: it has none.
-        settings: jax's settings that its trace depended on, where they were not jax's defaults; None: the
-            build did not trace it.
+        settings: jax's settings of its trace that were not defaults; None: the build did not trace it.
     """
 
     name: str
@@ -198,12 +184,6 @@ def functions_of(programs: Iterable[ProgramEntry]) -> dict[str, list[ProgramEntr
         if program.kind == "call":
             found.setdefault(program.function, []).append(program)
     return found
-
-
-def smallest_call(programs: Iterable[ProgramEntry]) -> ProgramEntry:
-    """Return the user's program with the smallest bucket. There must be one."""
-    calls = (program for program in programs if program.kind == "call")
-    return min(calls, key=lambda program: math.prod(program.bucket.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,8 +276,7 @@ class RecordedProgram:
     Attributes:
         name, file: jax's names of the program, `jit_score`, and of the file.
         entry: the frame of the file's bytes in the pack of recorded files.
-        ingredients: digests of the ingredients of jax's key, 64 hexadecimal digits each, by jax's names. They
-            explain a miss; empty: the program hid them.
+        ingredients: digests (hexadecimal) of what jax's key is made of, by name; empty: they were hidden.
         conditions: values behind some ingredients, by name, for people: `XLA flags`, `device kind`.
         arguments: the arguments, each as dtype and shape, such as `float32[8,128]`; None: not known.
         function: `package.module:attribute`, if the function can be imported by that name.
@@ -362,6 +341,7 @@ class Encoder:
         scores: activation of a text's scores, `sigmoid` or `identity`; None: the model embeds.
         segments: True if a token of the second text of a pair is its id plus vocab_size; else None.
         prompts, default_prompt: texts to put before sentences, by name, and the name of the default.
+        padding: the token that fills every sentence up to max_tokens, and counts; None: padding is not seen.
     """
 
     family: str
@@ -375,11 +355,33 @@ class Encoder:
     segments: bool | None = None
     prompts: dict[str, str] | None = None
     default_prompt: str | None = None
+    padding: int | None = None
 
     def __post_init__(self) -> None:
         _check_sizes(self, "encoder", "vocab_size", "width", "max_tokens")
         if not self.layers:
             raise ValueError("encoder: layers: expected at least one weight set, found none")
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """The properties of an encoder of images, whose programs are of the kind `image`.
+
+    Attributes:
+        family, width: as of `Encoder`; with labels, the number of these.
+        size: height and width of a program's pixels, uint8 [H, W, 3].
+        resize, resample: height and width, or the shorter edge, before the middle is cut; Pillow's filter.
+        scores: activation of labels, or of matches with texts: `softmax` or `sigmoid`; None: there are none.
+        labels: names of what images show; None: the model embeds them.
+    """
+
+    family: str
+    width: int
+    size: tuple[int, ...]
+    resize: tuple[int, ...]
+    resample: int
+    scores: str | None = None
+    labels: tuple[str, ...] | None = None
 
 
 def _check_sizes(value: Decoder | Encoder, where: str, *names: str) -> None:
@@ -410,7 +412,7 @@ class Accuracy:
 
     Attributes:
         weights: the dtype that matrices are stored in.
-        text: the text that they read: the name of a file, or `random` (random tokens).
+        text: the text that they read: the name of a file, `random` (tokens) or `random pictures`.
         tokens: number of tokens that were scored, or that an encoder read.
         float32_perplexity_millionths, perplexity_millionths: perplexity of the decoder in float32, and as
             stored. After random tokens, every next token counts by its probability in float32.
@@ -451,23 +453,20 @@ class Config:
     """The config blob of a target's manifest: the program table.
 
     Attributes:
-        format: the format of the bundle.
-        bundle, target: the names of both.
+        format, bundle, target: the format of the bundle, and the names of both.
         requirement: the same as in the index's annotation.
         versions: versions of the packages that built the bundle: prejit, jax, jaxlib, stablehlo, ...
         programs: the program table.
         weight_sets: ordered names of tensors of the weights layer, by name of the set.
-        decoder, encoder: None: the bundle holds none.
+        decoder, encoder, images: None: the bundle holds none.
         mesh: the mesh that its programs run on; None: one device.
-        weight_shardings: how tensors are split over the mesh, in the notation of `Array`. Every device has
-            the whole of all other tensors.
+        weight_shardings: how tensors are split over the mesh, as in `Array`; each device has all others.
         portable: versions of the portable programs.
         accuracy: the loss of accuracy; None: everything is float32, or it was not measured.
         kernels: the native kernels that executables call; None: they call none.
         forms: how programs with kernels compute their products; None: there are no such programs.
         chunks: the chunks of large layers, by media type; None: there are none.
-        recorded: recorded files of jax's compilation cache, sorted by file. A target that has them has no
-            programs of its own. None: there are none.
+        recorded: files of jax's cache, sorted, of a target without programs of its own; None: there are none.
         libraries: the user's own libraries that programs call, sorted by digest; None: they call none.
     """
 
@@ -480,6 +479,7 @@ class Config:
     weight_sets: dict[str, tuple[str, ...]]
     decoder: Decoder | None = None
     encoder: Encoder | None = None
+    images: Images | None = None
     mesh: Mesh | None = None
     weight_shardings: dict[str, str] | None = None
     portable: Portable | None = None

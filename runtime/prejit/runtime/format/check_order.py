@@ -110,8 +110,8 @@ LOADING = (
         "7",
         "Config: all of the forms above, in itself, the programs and the manifest; `device_count`, if "
         "present, equal to the mesh's size, and present if a mesh of more than one device is not of `cpu`; "
-        "kernels for `cpu` only; all programs that a decoder or encoder must have, and their kinds only if "
-        "the config has one.",
+        "kernels for `cpu` only; all programs that a decoder, an encoder or images must have, and their "
+        "kinds only if the config has one.",
         (
             f"{_TABLE}.check_config",
             f"{_CHECKS}.seldom_parts.check_seldom_parts",

@@ -100,6 +100,7 @@ def _known(program: ProgramEntry, vocabulary: int, seed: int) -> Mapping[str, Va
         "logprobs": np.array([1]),
         "history": np.array([0]),
         "adapter": (rows + 1) % 2,
+        "pixels": words(seed, 0) & np.uint32(255),
         "rows": rows % sizes.get("source_batch", 1),
     }
     if kind == "verify":  # drafts that the bias lets pass

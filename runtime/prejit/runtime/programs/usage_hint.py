@@ -1,8 +1,9 @@
-"""How a caller runs the programs of a bundle, for hints."""
+"""How a caller runs the programs of a bundle: for hints, and for those who run any of them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterable
 
 from prejit.runtime.format.bundle_schema import ProgramEntry, functions_of
 from prejit.runtime.format.checks.program_interfaces import DECODER_KINDS, ENCODER_KINDS
@@ -16,7 +17,15 @@ def usage_of(programs: Collection[ProgramEntry]) -> str:
         found.append("generate with `prejit generate` or `Bundle.generate`")
     if not kinds.isdisjoint(ENCODER_KINDS):
         found.append("encode sentences with `prejit encode` or `Bundle.encode`")
+    if "image" in kinds:
+        found.append("read images with `Bundle.embed_images` or `Bundle.score_images`")
     if functions := functions_of(programs):
         known = ", ".join(sorted(functions))
         found.append(f"call one of its programs with `prejit call` or `Bundle.call`: {known}")
     return "; ".join(found)
+
+
+def smallest_call(programs: Iterable[ProgramEntry]) -> ProgramEntry:
+    """Return the program of the user or of images with the smallest bucket. There must be one."""
+    calls = (program for program in programs if program.kind in ("call", "image"))
+    return min(calls, key=lambda program: math.prod(program.bucket.values()))

@@ -1,11 +1,11 @@
-"""POST /v1/embeddings: vectors of texts."""
+"""POST /v1/embeddings: vectors of texts and images."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ from prejit.server.gate.http_errors import field_error, json_response
 from prejit.server.gate.request_clients import check_tokens, unless_gone
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.bodies import (
+    RequestFields,
     ResponseFields,
     Unused,
     check_only,
@@ -44,17 +45,29 @@ class EncodingRequest(Unused, frozen=True, kw_only=True):
     truncate_prompt_tokens: int | None = None
 
 
+class InputPart(RequestFields, frozen=True, kw_only=True):
+    """An image or a text, in Jina's form.
+
+    Attributes:
+        image: a data URL in base64, or its base64 alone.
+        text: a text; one of both is given.
+    """
+
+    image: str | None = None
+    text: str | None = None
+
+
 class EmbeddingRequest(EncodingRequest, frozen=True, kw_only=True):
     """The body of POST /v1/embeddings.
 
     Attributes:
-        input: a text, token ids, or a list of either.
+        input: a text, token ids, or a list of either; or a list of images and texts.
         encoding_format: numbers, or the bytes of little-endian float32 in base64.
         dimensions: how many components to keep; a vector of length 1 gets that length again.
         prompt_name: the prompt of the model to put before texts; it may be missing: its default.
     """
 
-    input: Inputs
+    input: str | list[int | str | list[int] | InputPart]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     prompt_name: str | None = None
@@ -102,12 +115,23 @@ async def embed(models: Models, settings: Settings, request: Request) -> Respons
             "model",
             f"expected a model that embeds, found {served.name!r}, which scores pairs of texts",
         )
-    inputs = _inputs(body)
-    vectors, usage = await encoded(
-        *(request, settings, served, body, inputs),
-        dimensions=body.dimensions,
-        prompt_name=body.prompt_name,
-    )
+    options: dict[str, Any] = {"dimensions": body.dimensions, "prompt_name": body.prompt_name}
+    parts: list[InputPart] = []
+    if isinstance(body.input, list) and InputPart in {*map(type, body.input)}:
+        parts = [each for each in body.input if isinstance(each, InputPart)]
+    pictures = _pictures(body, served, parts)
+    texts = [str(each.text) for each in parts if each.image is None]
+    inputs: list[str | list[int]] = []
+    if texts or not parts:
+        inputs = _inputs(cast("Inputs", texts or body.input))
+    vectors: Any = []
+    usage = EmbeddingUsage(prompt_tokens=0, total_tokens=0)
+    if inputs:
+        vectors, usage = await encoded(request, settings, served, body, inputs, **options)
+    if pictures:
+        images = await _of_images(request, served, pictures)
+        found, others = iter(images), iter(vectors)
+        vectors = [next(others if each.image is None else found) for each in parts]
     return json_response(
         EmbeddingList(
             data=[
@@ -174,8 +198,51 @@ async def encoded(
     return vectors, EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
 
 
-def _inputs(body: EmbeddingRequest) -> list[str | list[int]]:
-    inputs = as_inputs("input", body.input)
+def _pictures(body: EmbeddingRequest, served: Served, parts: Sequence[InputPart]) -> list[bytes]:
+    """Return the files of the images of a request, which are checked when they are read."""
+    if not parts:
+        return []
+    if len(parts) != len(body.input) or any((p.image is None) == (p.text is None) for p in parts):
+        raise field_error("input", "expected objects alone, each with an image or a text")
+    if len(parts) > MAX_INPUTS:
+        raise field_error("input", f"expected at most {MAX_INPUTS}, found {len(parts)}")
+    images = served.bundle.config.images
+    if images is None or images.labels is not None:
+        raise field_error("model", f"expected one that embeds images, found {served.name!r}")
+    if body.dimensions is not None:
+        raise field_error("dimensions", "expected none beside images")
+    files = []
+    for place, part in enumerate(parts):
+        if part.image is not None:
+            head, comma, data = part.image.rpartition(",")
+            if "://" in part.image[:16] or (comma and not head.endswith(";base64")):
+                raise field_error("input", f"[{place}].image: expected a data URL in base64")
+            try:
+                files.append(base64.b64decode(data, validate=True))
+            except ValueError as error:
+                raise field_error("input", f"[{place}].image: expected base64: {error}") from error
+    return files
+
+
+async def _of_images(
+    request: Request, served: Served, files: list[bytes]
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return the vectors of images, little-endian float32 [N, D]. They run in a thread of their own."""
+    check_tokens(request.state.key)
+
+    def run() -> np.ndarray[Any, np.dtype[np.float32]]:
+        with served.engine.sleeper:
+            return served.bundle.embed_images(files)
+
+    found = await unless_gone(request.receive, asyncio.to_thread(run))
+    vectors = np.ascontiguousarray(found, np.dtype("<f4"))
+    if not np.isfinite(vectors).all():
+        raise NumbersError("the model returned embeddings that are not numbers")
+    return vectors
+
+
+def _inputs(given: Inputs) -> list[str | list[int]]:
+    inputs = as_inputs("input", given)
     if len(inputs) > MAX_INPUTS:
         raise field_error("input", f"expected at most {MAX_INPUTS}, found {len(inputs)}")
     for place, each in enumerate(inputs):

@@ -73,7 +73,11 @@ _HANDLERS: dict[Operation, Handler] = {
         streams=True,
     ): respond,
     Operation(
-        "post", "/v1/embeddings", "Return vectors of texts", EmbeddingRequest, EmbeddingList
+        "post",
+        "/v1/embeddings",
+        "Return vectors of texts and images",
+        EmbeddingRequest,
+        EmbeddingList,
     ): embed,
     **{
         Operation("post", path, "Score pairs of texts", ScoreRequest, ScoreList): score

@@ -236,7 +236,7 @@ def _program_check(old: Config, new: Config) -> ReleaseCheck:
         {_call_form(each) for each in side.programs if each.kind == "call"} for side in (old, new)
     ]
     lost += sorted({f"{name} as it was called" for name, *_ in functions[0] - functions[1]})
-    for name in ("decoder", "encoder"):
+    for name in ("decoder", "encoder", "images"):
         before, after = (_behaviour(getattr(side, name)) for side in (old, new))
         lost += [
             f"{name}: {key} {value} -> {after.get(key, 'none')}"
@@ -255,6 +255,7 @@ def _bounds(old: Config, new: Config) -> dict[str, tuple[int, int]]:
         "largest source": ("encode", "source"),
         "largest batch of sentences": ("layer", "batch"),
         "longest sentence": ("layer", "length"),
+        "largest batch of images": ("image", "batch"),
     }
 
     def most(side: Config, kind: str, axis: str) -> int:
@@ -275,6 +276,7 @@ def _call_form(entry: ProgramEntry) -> tuple[Any, ...]:
 _BEHAVIOUR = {
     *("vocab_size", "eos_token_ids", "bos_token_id", "start_token_ids", "source"),
     *("width", "pooling", "normalized", "scores", "prompts", "default_prompt"),
+    *("labels", "size", "resize", "resample", "padding"),
 }
 """Properties of a model that callers rely on."""
 

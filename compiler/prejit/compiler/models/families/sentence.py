@@ -35,7 +35,7 @@ class EncoderConfig:
         max_tokens: maximum tokens of a sentence, special tokens included.
         pooling: modes joined by `+`, as sentence-transformers names them: `mean`, `cls+max`.
         normalized: whether embeddings have length 1.
-        scores, segments, prompts, default_prompt: as of `bundle_schema.Encoder`.
+        scores, segments, prompts, default_prompt, padding: as of `bundle_schema.Encoder`.
     """
 
     family: str
@@ -48,6 +48,7 @@ class EncoderConfig:
     segments: bool | None = None
     prompts: Mapping[str, str] | None = None
     default_prompt: str | None = None
+    padding: int | None = None
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from prejit.compiler.base.suggestions import shown
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
 from prejit.compiler.manifest.manifest import Manifest
-from prejit.compiler.manifest.specs import ProgramSpec
+from prejit.compiler.manifest.specs import IMAGE, ProgramSpec
 from prejit.compiler.pipeline.lower.program_lowering import own_shape
 from prejit.compiler.pipeline.model import ModelSource, longest_source, open_weights, weight_digests
 from prejit.compiler.pipeline.plan import Plan
@@ -78,9 +79,12 @@ def _check_published(
 ) -> None:
     """Check in seconds what would fail after minutes: that programs can be made from a model."""
     if manifest.encode is not None:
-        longest = model.shape.max_tokens
+        _check_towers(manifest, model)
+        longest = 0 if model.shape is None else model.shape.max_tokens
         limit = f"{longest} tokens, which is what {model.files.directory} takes"
         for spec in specs:
+            if spec.kind == IMAGE:
+                continue
             _check_longest(manifest, "encode.shapes", spec.bucket["length"], longest, limit)
             _check_room(manifest, spec, _encoder_bytes(model, spec))
     else:
@@ -181,6 +185,29 @@ def _check_decoder(
     return layout
 
 
+def _check_towers(manifest: Manifest, model: ModelSource) -> None:
+    """Check that a manifest has texts if, and only if, a model that reads images reads texts too."""
+    assert manifest.encode is not None
+    if model.images is None:
+        return
+    shapes = manifest.encode.shapes
+    if (model.shape is None) != (not shapes):
+        wanted = "no shapes, as the model reads images alone" if shapes else "shapes of texts, too"
+        raise ManifestError(
+            f"{manifest.where}: encode.shapes: expected {wanted}; found {shown([*map(list, shapes)])}",
+            hint="leave shapes out" if shapes else "such as shapes = [[1, 16], [8, 77]]",
+        )
+    if shapes and model.shape.padding is not None:
+        length = model.shape.max_tokens
+        wrong = [[*shape] for shape in shapes if shape[1] != length]
+        if wrong:
+            raise ManifestError(
+                f"{manifest.where}: encode.shapes: expected texts of {length} tokens, to which this model "
+                f"was trained to fill them up; found {shown(wrong[0])}",
+                hint=f"such as shapes = [[1, {length}], [8, {length}]]",
+            )
+
+
 def _check_longest(
     manifest: Manifest, section: str, found: int, longest: int | None, limit: str
 ) -> None:
@@ -204,6 +231,7 @@ def _check_room(manifest: Manifest, spec: ProgramSpec, needed: int) -> None:
 
 def _encoder_bytes(model: ModelSource, spec: ProgramSpec) -> int:
     config, length = model.config.config, spec.bucket["length"]
+    config = config if model.images is None else config.text_config
     heads = config.num_attention_heads * length
     size: int = 4 * spec.bucket["batch"] * length * (config.hidden_size + heads)
     return size

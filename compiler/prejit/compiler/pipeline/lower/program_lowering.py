@@ -14,6 +14,7 @@ import zstandard
 
 from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.manifest.manifest import Manifest
+from prejit.compiler.manifest.specs import IMAGE
 from prejit.compiler.native.products import Product, called
 from prejit.compiler.pipeline.model import cache_dtype, longest_context, longest_source
 from prejit.compiler.pipeline.plan import (
@@ -201,6 +202,10 @@ def _lower_model(space: Workspace, program: PlannedProgram) -> Lowered:
     lowered = put_lowered(made, space.store)
     if space.plan.manifest.encode is None:
         return replace(lowered, decoder=dict(made.decoder))
+    if program.spec.kind == IMAGE:
+        cost = made.estimated_microseconds
+        images = asdict(space.model().images)
+        return replace(lowered, images=images, estimated_microseconds=cost)
     return replace(
         lowered,
         encoder=asdict(space.model().shape),
@@ -214,11 +219,13 @@ def _lower_published(
 ) -> LoweredProgram:
     """Lower a program of a published model; `forms` are those of its products with kernels."""
     from prejit.compiler.lowering.decoder import MeshSplit, lower_decoder
-    from prejit.compiler.lowering.encoder_programs import lower_encoder
+    from prejit.compiler.lowering.encoder_programs import lower_encoder, lower_images
     from prejit.compiler.models.parameters import parametrized
     from prejit.compiler.models.sharding import shardings
 
     read, manifest, mesh = space.model(), space.plan.manifest, space.plan.manifest.mesh
+    if program.spec.kind == IMAGE:
+        return lower_images(read.module, program.spec, read.images.size, forms)
     if manifest.encode is not None:
         return lower_encoder(read.module, program.spec, forms)
     return lower_decoder(

@@ -122,7 +122,7 @@ def _measure_published(
     Both are evaluated as the float32 model: one with the weights of the checkpoint, the other with those of
     the bundle, widened to float32 as its portable programs do it.
     """
-    from prejit.compiler.models import model_registry, quantizing
+    from prejit.compiler.models import image_config, model_registry, quantizing
     from prejit.compiler.models.parameters import parametrized
     from prejit.compiler.pipeline.measure import model_comparison
 
@@ -132,8 +132,8 @@ def _measure_published(
     values = {name: published.rows(name) for name in published.names}
     packed = quantizing.widened(model.module, model_comparison.mapped(weights.content))
     out_in, tokenizer = model.files.out_in, model.files.transformer / "tokenizer.json"
-    vocab_size = model.shape.vocab_size
     if model.files.layout is None:
+        vocab_size = model.shape.vocab_size
         longest = longest_context(space.plan.manifest)
         exact = parametrized(model_registry.make_decoder(model.config, longest, out_in=out_in))
         named = None if text is None else (text.name, *model_comparison.read_text(text, tokenizer))
@@ -147,8 +147,17 @@ def _measure_published(
             named,
             bos,
         )
+    if model.images is not None:
+        whole = parametrized(image_config.make_images(model.config, out_in=out_in))
+        return model_comparison.of_images(
+            dtype,
+            model_comparison.ComparedModel(whole, values),
+            model_comparison.ComparedModel(whole, packed),
+            model.images.size,
+            scores=model.images.labels is not None,
+        )
     exact = parametrized(model_registry.make_encoder(model.config, out_in=out_in))
-    max_tokens = model.shape.max_tokens
+    vocab_size, max_tokens = model.shape.vocab_size, model.shape.max_tokens
     if text is None:
         name = model_comparison.RANDOM
         sentences = model_comparison.random_sentences(vocab_size, max_tokens)

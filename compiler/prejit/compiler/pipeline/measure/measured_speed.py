@@ -23,7 +23,7 @@ from prejit.compiler.compile.executable_keys import executable_key
 from prejit.compiler.compile.executor import Executor, collect
 from prejit.compiler.compile.worker_process import JOB_SECONDS, WorkerProcess
 from prejit.compiler.manifest.manifest import Manifest
-from prejit.compiler.manifest.specs import ENCODER_KINDS
+from prejit.compiler.manifest.specs import ENCODER_KINDS, IMAGE
 from prejit.compiler.native.form_table import (
     FormTable,
     KnownForms,
@@ -47,6 +47,8 @@ from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.compare import compare
 from prejit.runtime.machine.fingerprint import Fingerprint
 
+_COSTED = (*ENCODER_KINDS, IMAGE)
+"""The kinds of programs whose costs are measured."""
 _FORM_SECONDS = 0.4
 """Estimated seconds to compile and measure one form of a product, on two cores."""
 
@@ -187,7 +189,7 @@ def measure_costs(
     estimated = {
         each.spec.name: each.lowered.estimated_microseconds
         for each in targets[0].executables
-        if each.spec.kind in ENCODER_KINDS
+        if each.spec.kind in _COSTED
     }
     return {
         (program, name): cost
@@ -201,7 +203,7 @@ def _measured(
 ) -> dict[str, int]:
     """Return the microseconds of programs on this machine; {}: it cannot run them."""
     toolchain, library, store = target.tools.toolchain, target.library, service.store
-    executables = [each for each in target.executables if each.spec.kind in ENCODER_KINDS]
+    executables = [each for each in target.executables if each.spec.kind in _COSTED]
     keys = {each.spec.name: cost_key(each.job.key) for each in executables}
     known: dict[str, int] = kept_values(store, keys, "microseconds")
     if len(known) == len(executables):
@@ -221,7 +223,7 @@ def _measured(
         requests = [
             {
                 "executable": each.compiled.executable.digest,
-                "weight_sets": list(each.lowered.weight_sets.values()) or [[]],
+                "weight_sets": list(each.lowered.weight_sets.values()) or [each.lowered.weights],
                 "arguments": each.lowered.arguments,
             }
             for each in missing

@@ -57,6 +57,8 @@ _SENTENCES, _SENTENCE_TOKENS = 64, 128
 """Largest number of sentences, and of tokens of each, that an encoder reads."""
 _MIN_SENTENCES = 8
 """Smallest number of sentences that a large encoder reads, if there are as many."""
+_IMAGES = 4
+"""Number of pictures that an encoder of images reads."""
 _MAX_LOSS = 60.0
 """Largest loss in nats: JSON still holds the integer of a perplexity of e**60."""
 
@@ -250,7 +252,31 @@ def of_encoder(
     rows = max(_MIN_SENTENCES, _affordable(exact) // tokens.shape[1])
     tokens, length = tokens[-rows:], length[-rows:]
     embeddings = partial(_evaluated, call=lambda model: model, arguments=(tokens, length))
-    want, found = (each.astype(np.float64) for each in _both(embeddings, exact, stored))
+    count = int(length.sum())
+    return _of_vectors(dtype, text, count, _both(embeddings, exact, stored), scores=scores)
+
+
+def of_images(
+    dtype: str, exact: ComparedModel, stored: ComparedModel, size: tuple[int, int], *, scores: bool
+) -> Accuracy:
+    """Compare what a stored encoder and its float32 form find in random pictures of one color and noise.
+
+    Raises:
+        BuildError: embeddings are infinite or NaN.
+    """
+    random = np.random.default_rng(0)
+    colors = random.integers(0, 192, (_IMAGES, 1, 1, 3))
+    pixels = (colors + random.integers(0, 64, (_IMAGES, *size, 3))).astype(np.uint8)
+    embeddings = partial(_evaluated, call=lambda model: model.image, arguments=(pixels,))
+    return _of_vectors(
+        dtype, "random pictures", _IMAGES, _both(embeddings, exact, stored), scores=scores
+    )
+
+
+def _of_vectors(
+    dtype: str, text: str, count: int, vectors: Sequence[Arrays], *, scores: bool
+) -> Accuracy:
+    want, found = (each.astype(np.float64) for each in vectors)
     if not np.isfinite(want - found).all():
         raise BuildError(
             f"the model's {'scores' if scores else 'embeddings'} are infinite or NaN",
@@ -258,12 +284,10 @@ def of_encoder(
         )
     if scores:
         difference = _millionths(float(np.abs(want - found).max()))
-        return Accuracy(dtype, text, int(length.sum()), logit_difference_millionths=difference)
+        return Accuracy(dtype, text, count, logit_difference_millionths=difference)
     lengths = np.linalg.norm(want, axis=-1) * np.linalg.norm(found, axis=-1)
     cosine = float(((want * found).sum(-1) / np.maximum(lengths, 1e-30)).min())
-    return Accuracy(
-        dtype, text, int(length.sum()), cosine_millionths=_millionths(np.clip(cosine, -1, 1))
-    )
+    return Accuracy(dtype, text, count, cosine_millionths=_millionths(np.clip(cosine, -1, 1)))
 
 
 def _affordable(model: ComparedModel) -> int:

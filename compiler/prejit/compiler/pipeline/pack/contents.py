@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prejit.compiler.manifest.specs import ProgramSpec
+from prejit.compiler.models.families.image_processing import MATCHING
 from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.libraries import ReadLibrary, libraries_of
 from prejit.compiler.pipeline.pack import bundle_files
@@ -25,11 +26,13 @@ from prejit.runtime.format.bundle_schema import (
     Config,
     Decoder,
     Encoder,
+    Images,
     Portable,
     ProductForm,
     ProgramEntry,
     Segment,
 )
+from prejit.runtime.format.checks.seldom_parts import MATCH
 from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, FORMAT_VERSION, PORTABLE_MEDIA_TYPE
 from prejit.runtime.format.release_limits import ReleaseLimits
 
@@ -175,9 +178,11 @@ def _config(
             name: tensors
             for spec, program in lowered
             for name, tensors in _weight_sets(spec.section, program).items()
-        },
+        }
+        | _match(target.executables),
         decoder=_decoder(plan, target.executables),
         encoder=_encoder(target.executables),
+        images=_images(target.executables),
         mesh=plan.manifest.mesh,
         weight_shardings=_weight_shardings(lowered),
         portable=Portable(jax, newest, readable_until(jax)),
@@ -198,6 +203,8 @@ def _weight_sets(section: str, program: Lowered) -> dict[str, tuple[str, ...]]:
     """Return the sets of tensors that a program runs with, by name; none where it has no weights."""
     if not program.weights:
         return {}
+    if program.images is not None:
+        return {f"{MODEL_WEIGHTS}:images": program.weights}
     if program.weight_sets:
         return {f"{MODEL_WEIGHTS}:{name}": names for name, names in program.weight_sets.items()}
     if not section:
@@ -244,6 +251,22 @@ def _encoder(executables: Iterable[Submitted]) -> Encoder | None:
         if each.lowered.encoder is not None and each.spec.kind == "layer":
             return Encoder(**each.lowered.encoder, layers=tuple(_weight_sets("", each.lowered)))
     return None
+
+
+def _images(executables: Iterable[Submitted]) -> Images | None:
+    for each in executables:
+        if (fields := each.lowered.images) is not None:
+            lists = {name: tuple(v) for name, v in fields.items() if isinstance(v, list | tuple)}
+            return Images(**{**fields, **lists})
+    return None
+
+
+def _match(executables: Iterable[Submitted]) -> dict[str, tuple[str, ...]]:
+    """Return the weight set of what makes logits of images and texts, if a model reads both."""
+    kinds = {each.spec.kind: each.lowered for each in executables}
+    if "layer" not in kinds or (images := kinds.get("image")) is None or images.images is None:
+        return {}
+    return {MATCH: MATCHING[images.images["family"]]}
 
 
 def _forms(

@@ -59,7 +59,8 @@ def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[Pac
         if decodes:
             special_ids(directory, limits.MAX_SIZE, own=manifest.has_own_model)
         tokenizer, generation = directory / "tokenizer.json", directory / "generation_config.json"
-        if tokenizer.is_file():
+        reads_texts = manifest.encode is None or bool(manifest.encode.shapes)
+        if tokenizer.is_file() and reads_texts:
             content = _read(tokenizer)
             _check_tokenizer(space, tokenizer, content, vocab_size)
             yield bundle_files.layer(TOKENIZER_MEDIA_TYPE, content, tokenizer.name)

@@ -27,6 +27,7 @@ BUCKETS = {
     "embed": ("batch", "length"),
     "layer": ("batch", "length"),
     "pool": ("batch", "length"),
+    "image": ("batch",),
 }
 """The names of the sizes in a bucket of each kind. A `call` program has the names of its manifest."""
 BUCKETS |= {f"{ADAPTED}{kind}": BUCKETS[kind] for kind in ADAPTABLE_KINDS}
@@ -52,19 +53,16 @@ class Signatures:
         Args:
             config: whose decoder and encoder, if any, are right in themselves.
         """
-        decoder, encoder = config.decoder, config.encoder
+        decoder = config.decoder
         self._vocab = 0 if decoder is None else decoder.vocab_size
         self._source_array = None if decoder is None else source_array(decoder)
         self._forms = () if decoder is None else _cache_forms(decoder)
         self._decoder = decoder
-        self._width = 0 if encoder is None else encoder.width
         self._split = "" if config.mesh is None else _CACHE_SHARDING
-        self._hidden = 0
-        for program in config.programs:
-            if program.kind == "embed":
-                self._hidden = _size(
-                    program.results[:1], r'\["hidden"\] float32\[\d+,\d+,(\d{1,10})\]'
-                )
+        if config.encoder or config.images:
+            from prejit.runtime.format.checks.encoder_interfaces import encoder_signatures
+
+            self._encoders = encoder_signatures(config)
         self._sampling = cache(self._sampling_uncached)
         self._cache = cache(self._cache_uncached)
 
@@ -77,8 +75,8 @@ class Signatures:
 
             return adapted_signature(self.of, self._decoder, program)
         sizes = program.bucket
-        if program.kind in ENCODER_KINDS:
-            return self._of_encoder(program.kind, sizes["batch"], sizes["length"])
+        if program.kind not in DECODER_KINDS:
+            return self._encoders(program)
         batch, context = sizes["batch"], sizes["context"]
         if program.kind == "copy":
             return self._of_copy(sizes)
@@ -106,15 +104,6 @@ class Signatures:
             (*inputs, *sampling, f"{history} donated", *donated),
             (*self._chosen((count, batch), "s"), f'["accepted"] {row}', history, *given),
         )
-
-    def _of_encoder(self, kind: str, batch: int, count: int) -> Signature:
-        length = f'["length"] int32[{batch}]'
-        hidden = f'["hidden"] float32[{batch},{count},{self._hidden}]'
-        if kind == "embed":
-            return (f'["tokens"] int32[{batch},{count}]',), (hidden,)
-        if kind == "layer":
-            return (length, f"{hidden} donated"), (hidden,)
-        return (length, hidden), (f'["embedding"] float32[{batch},{self._width}]',)
 
     def _sampling_uncached(self, batch: int) -> tuple[str, ...]:
         """Return the arguments in the order of the document."""

@@ -85,7 +85,8 @@ def check_config(content: bytes, target: str, requirement: Requirement, path: st
     _check_chunks(config)
     if config.decoder is not None:
         _check_decoder(config)
-    if config.encoder or config.libraries is not None or config.recorded is not None or calls:
+    model = config.encoder or config.images
+    if model or config.libraries is not None or config.recorded is not None or calls:
         from prejit.runtime.format.checks import seldom_parts
 
         seldom_parts.check_seldom_parts(config, path)
@@ -257,7 +258,8 @@ def _check_programs(config: Config) -> None:
             continue
         if of_user := [field for field in USER_FIELDS if getattr(program, field) is not None]:
             raise ValueError(f"{name}: expected {of_user[0]!r} of 'call' alone")
-        model = "decoder" if kind in DECODER_KINDS else "encoder"
+        other = "images" if kind == "image" else "encoder"
+        model = "decoder" if kind in DECODER_KINDS else other
         if getattr(config, model) is None:
             raise ValueError(f"{name}: expected {model!r} in the config, found none")
         if kind == "encode" and config.decoder is not None and config.decoder.source is None:

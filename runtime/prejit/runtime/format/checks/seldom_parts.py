@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 from prejit.runtime.base.files import is_digest
 from prejit.runtime.errors import rejecting
 from prejit.runtime.format import limits
-from prejit.runtime.format.bundle_schema import Config, Decoder, Encoder, ImageManifest, UserLibrary
+from prejit.runtime.format.bundle_schema import (
+    Config,
+    Decoder,
+    Encoder,
+    ImageManifest,
+    Images,
+    UserLibrary,
+)
 from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.checks.program_interfaces import ENCODER_KINDS
@@ -17,6 +24,9 @@ from prejit.runtime.format.names import LIBRARY_MEDIA_TYPE, RECORDED_MEDIA_TYPE
 
 HANDLER_NAME = re.compile(r"[\w.$-]{1,256}", re.ASCII)
 """The names of custom calls and of symbols that libraries of the user may have."""
+MATCH = "model:match"
+"""The weight set of the scale and the bias, sorted by name, of matches of images and texts."""
+_LARGEST_IMAGE = 2**14
 _HEX_DIGEST = re.compile("[0-9a-f]{64}")
 _RECORDED_FILE = re.compile(r"[\w.-]{1,180}-[0-9a-f]{64}-cache")
 """The name of a recorded file. It becomes a name in a directory, so it must lead to no other place."""
@@ -29,6 +39,8 @@ def check_seldom_parts(config: Config, path: str) -> None:
     _check_recorded(config)
     if config.encoder is not None:
         _check_encoder(config, config.encoder)
+    if config.images is not None:
+        _check_images(config, config.images)
 
 
 def _check_libraries(config: Config) -> None:
@@ -85,7 +97,8 @@ def _check_recorded(config: Config) -> None:
     """Check that recorded files have safe names, each once, and that nothing else is in their target."""
     if config.recorded is None:
         return
-    if config.programs or config.weight_sets or config.decoder or config.encoder:
+    model = config.decoder or config.encoder or config.images
+    if config.programs or config.weight_sets or model:
         raise ValueError("expected no programs beside recorded files, found some")
     files = [program.file for program in config.recorded]
     if not files or files != sorted(set(files)):
@@ -137,6 +150,8 @@ def _check_encoder(config: Config, encoder: Encoder) -> None:
         raise ValueError(
             f"encoder: default_prompt: expected a name in prompts, found {encoder.default_prompt!r:.80}"
         )
+    if encoder.padding is not None and not 0 <= encoder.padding < encoder.vocab_size:
+        raise ValueError(f"encoder: padding: expected a token, found {encoder.padding!r:.80}")
     buckets: dict[str, set[tuple[int, int]]] = {kind: set() for kind in ENCODER_KINDS}
     layers = dict.fromkeys(encoder.layers)  # models may share weights between layers
     for program in config.programs:
@@ -185,6 +200,40 @@ def check_start_tokens(decoder: Decoder, start: Sequence[int]) -> None:
             f"decoder: start_token_ids: expected token ids of 0 to {decoder.vocab_size - 1}, "
             f"found {'none' if wrong is None else wrong}"
         )
+
+
+def _check_images(config: Config, images: Images) -> None:
+    """Check an encoder of images, and that it has programs of the right names."""
+    if not 0 < images.width <= limits.MAX_SIZE:
+        raise ValueError(
+            f"images: width: expected 1 to {limits.MAX_SIZE}, found {images.width!r:.80}"
+        )
+    for name, counts in (("size", (2,)), ("resize", (0, 1, 2))):
+        sizes = getattr(images, name)
+        if len(sizes) not in counts or not all(0 < size <= _LARGEST_IMAGE for size in sizes):
+            raise ValueError(
+                f"images: {name}: expected sizes of 1 to {_LARGEST_IMAGE}, found {sizes!r:.80}"
+            )
+    if not 0 <= images.resample <= 5:
+        raise ValueError(f"images: resample: expected 0 to 5, found {images.resample!r:.80}")
+    labels = images.labels
+    if labels is not None and len(labels) != images.width:
+        raise ValueError(f"images: labels: expected {images.width}, found {len(labels)}")
+    needed = labels is not None or config.encoder is not None
+    if (images.scores in ("softmax", "sigmoid")) != needed or (labels and config.encoder):
+        raise ValueError(
+            f"images: scores: expected softmax or sigmoid of labels or beside an encoder alone, found "
+            f"{images.scores!r:.80}"
+        )
+    if config.encoder is not None and not 0 < len(config.weight_sets.get(MATCH, ())) <= 2:
+        raise ValueError(f"images: expected the weight set {MATCH!r} of one or two tensors")
+    own = [program for program in config.programs if program.kind == "image"]
+    if not own:
+        raise ValueError("expected programs for images, found none")
+    for program in own:
+        expected = f"images/b{program.bucket['batch']}"
+        if program.name != expected:
+            raise ValueError(f"{program.name!r:.80}: expected the name {expected!r}")
 
 
 @rejecting

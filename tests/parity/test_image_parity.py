@@ -1,0 +1,96 @@
+"""Our models that read images against transformers' torch models: image_record.py recorded them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from tests.extent import sampled
+
+from prejit.compiler.checkpoint.checkpoint import open_encoder
+from prejit.compiler.models import image_config
+from prejit.compiler.models.families.image_towers import normalized_pixels
+from prejit.compiler.models.layers.product_forms import Forms, using
+from prejit.compiler.models.parameters import with_parameters
+from prejit.runtime.encoding.images import pixels_of
+from prejit.runtime.format.bundle_schema import Images
+
+from .image_cases import PICTURES, REFERENCE, ImageCase, image_cases
+
+TOLERANCE = 3e-5
+PIXEL_TOLERANCE = 5e-7
+"""Of a pixel after it was normalized: rounding of one multiplication, subtraction and division."""
+
+Values = np.ndarray[Any, Any]
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Values]:
+    with np.load(REFERENCE) as recorded:
+        return dict(recorded)
+
+
+def is_sampled(case: ImageCase, form: str) -> bool:
+    """Whether `make test` has a case: the first of a family in one form, the second in the other."""
+    return case.name.endswith("-0") == (form == "kernels")
+
+
+@pytest.mark.parametrize(
+    ("case", "forms"),
+    sampled(
+        list(itertools.product(image_cases(), ["portable", "kernels"])),
+        lambda each: is_sampled(*each),
+    ),
+    indirect=["forms"],
+    ids=lambda each: getattr(each, "name", each),
+)
+def test_pixels_and_results_equal_those_of_transformers(
+    case: ImageCase, reference: dict[str, Values], tmp_path: Path, forms: Forms | None
+) -> None:
+    case.write(tmp_path, json.loads(str(reference[f"{case.name} tensors"])))
+    source = image_config.load_images(tmp_path)
+    described = Images(**asdict(image_config.describe_images(source)))
+    files = [tmp_path / f"picture{number}.png" for number in range(len(PICTURES))]
+    pixels = np.stack([pixels_of(file, described, "picture") for file in files])
+    given = np.moveaxis(reference[f"{case.name} pixels"], 1, -1)
+    normalized = np.asarray(normalized_pixels(pixels, source.processing))
+    assert np.abs(normalized - given).max() <= PIXEL_TOLERANCE * max(1, np.abs(given).max())
+
+    checkpoint = open_encoder(tmp_path, out_in=forms is not None, images=True)
+    weights = {name: checkpoint.read(name) for name in checkpoint.names}
+    module = image_config.make_images(source, out_in=forms is not None)
+    graph, state = nnx.split(module)
+
+    def images(weights: Any, pixels: jax.Array) -> jax.Array:
+        with using(forms):
+            return nnx.merge(graph, with_parameters(state, weights)).image(pixels)
+
+    found = np.asarray(jax.jit(images)(weights, pixels))
+    expected = reference[f"{case.name} images"]
+    assert expected.std() > 100 * TOLERANCE, "a constant would pass"
+    assert np.abs(found - expected).max() <= TOLERANCE
+    if not case.texts:
+        return
+
+    def texts(weights: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
+        with using(forms):
+            return nnx.merge(graph, with_parameters(state, weights))(tokens, length)
+
+    shape = image_config.describe_texts(source)
+    assert shape is not None
+    most, fill = shape.max_tokens, 0 if shape.padding is None else shape.padding
+    tokens = np.array([[*ids, *[fill] * (most - len(ids))] for ids in case.texts], np.int32)
+    counted = [len(ids) if shape.padding is None else most for ids in case.texts]
+    embedded = np.asarray(jax.jit(texts)(weights, tokens, np.array(counted, np.int32)))
+    assert np.abs(embedded - reference[f"{case.name} texts"]).max() <= TOLERANCE
+
+
+def test_every_case_is_recorded(reference: dict[str, Values]) -> None:
+    assert {name.split(" ")[0] for name in reference} == {case.name for case in image_cases()}
