@@ -310,7 +310,7 @@ def _request():
             completions._DECODER,
             [completions._check, lambda body: prompts.as_inputs("prompt", body.prompt)],
         ),
-        (embeddings._EMBED, [embeddings._inputs]),
+        (embeddings._EMBED, [lambda body: embeddings._inputs(body.input)]),
         (
             responses_schema.DECODER,
             [responses._constraint, responses._tools, responses.messages_of],

@@ -34,6 +34,10 @@ CALLS = {
     "encode": lambda bundle: bundle.encode("a"),
     "encode_batch": lambda bundle: bundle.encode_batch(["a"]),
     "score": lambda bundle: bundle.score("a", ["b"]),
+    "adapters": lambda bundle: bundle.adapters,
+    "embed_images": lambda bundle: bundle.embed_images(np.zeros((2, 2, 3), "u1")),
+    "score_images": lambda bundle: bundle.score_images(np.zeros((2, 2, 3), "u1")),
+    "image_labels": lambda bundle: bundle.image_labels,
     "call": lambda bundle: bundle.call("f", np.ones(4, "f")),
     "call_async": lambda bundle: bundle.call_async("f", np.ones(4, "f")),
     "call_on_device": lambda bundle: bundle.call_on_device("f", np.ones(4, "f")),
@@ -74,7 +78,7 @@ def test_a_closed_bundle_says_that_it_is_closed(decoder_dir):
 
 def test_every_public_method_is_tried():
     """A new method must be closed too."""
-    others = {"close", "defaults", "encoder", "has_chat_template", "render_chat_template"}
+    others = {"close", "defaults", "encoder", "images", "has_chat_template", "render_chat_template"}
     others |= {"runner_with_zeros", "check_finite", "timed_runner", "watch_runs", "finish"}
     others |= {"kernel_names"}
     assert {name for name in dir(Bundle) if not name.startswith("_")} == {*CALLS} | others

@@ -119,6 +119,10 @@ async def embed(models: Models, settings: Settings, request: Request) -> Respons
     parts: list[InputPart] = []
     if isinstance(body.input, list) and InputPart in {*map(type, body.input)}:
         parts = [each for each in body.input if isinstance(each, InputPart)]
+        if len(parts) != len(body.input):
+            raise field_error(
+                "input", "expected texts, or objects with `text` or `image`, found both in one list"
+            )
     pictures = _pictures(body, served, parts)
     texts = [str(each.text) for each in parts if each.image is None]
     inputs: list[str | list[int]] = []

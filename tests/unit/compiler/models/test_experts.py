@@ -71,3 +71,16 @@ def test_a_token_gets_its_experts_however_many_others_there_are(
         alone = np.asarray(run(state, x[row : row + 1])[2][0])
         assert np.abs(found[row] - alone).max() <= 1e-5 * np.abs(right).max() + 2e-5
     assert np.abs(found[7:] - found[7]).max() <= 1e-5 * np.abs(found[7]).max()
+
+
+def test_a_sum_that_shares_are_divided_by_has_what_a_family_adds():
+    """LFM2 adds 1e-6, which decides where all sigmoids are small; DeepSeek 1e-20, so that none divides by 0."""
+    router = Router(1, 2, correction=True)
+    router.weight[...] = jnp.array([[-14.0], [-200.0]])
+    x = jnp.ones((1, 1))
+    small = 1 / (1 + np.exp(14.0))
+    for added, share in ((1e-6, small / (small + 1e-6)), (1e-20, 1.0)):
+        routing = Routing(1, is_corrected=True, added=added)
+        assert np.isclose(router(x, routing)[0][0, 0], share, rtol=1e-5)
+    none = Routing(1, is_corrected=True, added=1e-20)
+    assert router(jnp.full((1, 1), 20.0), none)[0][0, 0] == 0

@@ -241,6 +241,7 @@ def _lfm2_routing(config: Any) -> Routing:
         is_normalized=config.norm_topk_prob,
         factor=float(config.routed_scaling_factor),
         is_corrected=True,
+        added=1e-6,
     )
 
 

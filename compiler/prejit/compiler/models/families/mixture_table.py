@@ -177,6 +177,7 @@ def corrected(config: Any) -> Routing:
         is_corrected=True,
         groups=config.n_group,
         kept=config.topk_group,
+        added=1e-20,
     )
 
 

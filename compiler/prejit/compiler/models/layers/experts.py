@@ -48,6 +48,7 @@ class Routing:
         groups: number of groups of experts. The score of a group is the sum of its two best experts if
             scores are corrected, else that of its best.
         kept: number of groups, those of the best scores, from which a token's experts are chosen.
+        added: what is added to the sum that shares are divided by.
     """
 
     chosen: int
@@ -56,6 +57,7 @@ class Routing:
     is_corrected: bool = False
     groups: int = 1
     kept: int = 1
+    added: float = 0.0
 
 
 class Router(nnx.Module):
@@ -84,7 +86,7 @@ class Router(nnx.Module):
         _, experts = lax.top_k(wanted, routing.chosen)
         shares = jnp.take_along_axis(scores, experts, axis=1)
         if routing.is_normalized:
-            shares = shares / shares.sum(-1, keepdims=True)
+            shares = shares / (shares.sum(-1, keepdims=True) + routing.added)
         return shares * routing.factor, experts
 
 

@@ -172,7 +172,8 @@ def require(config: Any, key: str, value: Any, allowed: Iterable[Any]) -> None:
     """
     allowed = list(allowed)
     if value not in allowed:
-        guess = did_you_mean(value, allowed) if isinstance(value, str) else ""
+        words = [each for each in allowed if isinstance(each, str)]
+        guess = did_you_mean(value, words) if isinstance(value, str) else ""
         raise unsupported(
             config,
             f"{key}: expected {' or '.join(map(shown, allowed))}, found {shown(value)}{guess}",
