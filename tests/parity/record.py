@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from . import cases, hybrid_cases, sibling_cases, t5_cases, whisper_cases
+from . import cases, hybrid_cases, later_sibling_cases, sibling_cases, t5_cases, whisper_cases
 
 TIE = 1e-3
 """Tokens of which the logits are nearer than this could change places by rounding alone."""
@@ -91,7 +91,7 @@ def torch_model(case: Any, directory: Path) -> Any:
     case.write(directory)
     kind = getattr(transformers, case.config["architectures"][0])
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
-    if "num_experts_per_tok" in case.config:
+    if any("experts" in key for key in case.config):
         options["experts_implementation"] = "eager"  # the other wants strides of 16 bytes
     model, loading = kind.from_pretrained(directory, output_loading_info=True, **options)
     assert not any(loading.values()), (case.name, loading)
@@ -140,6 +140,7 @@ def record(reference: Path, cases: Iterable[Any]) -> None:
 
 
 if __name__ == "__main__":
-    for each in (cases, sibling_cases, hybrid_cases, t5_cases, whisper_cases):
+    siblings = (sibling_cases, later_sibling_cases, hybrid_cases)
+    for each in (cases, *siblings, t5_cases, whisper_cases):
         if each.__name__.rpartition(".")[2] in (sys.argv[1:] or each.__name__):
             record(each.REFERENCE, each.cases())

@@ -31,6 +31,7 @@ EACH = 3
 
 REFERENCE = Path(__file__).parent / "sibling_reference.npz"
 HYBRID_REFERENCE = Path(__file__).parent / "hybrid_reference.npz"
+LATER_REFERENCE = Path(__file__).parent / "later_sibling_reference.npz"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def shapes_key(case: Case) -> str:
 @cache
 def _recorded_shapes() -> dict[str, Shapes]:
     shapes: dict[str, Shapes] = {}
-    for reference in (REFERENCE, HYBRID_REFERENCE):
+    for reference in (REFERENCE, LATER_REFERENCE, HYBRID_REFERENCE):
         with np.load(reference) as recorded:
             shapes |= {key: json.loads(str(recorded[key])) for key in recorded if "/" in key}
     return shapes
@@ -125,7 +126,7 @@ def sizes_of_heads(number: int, random: np.random.Generator, config: Config) -> 
     return {"head_dim": pick(random, [4, 6, 10])}
 
 
-def _windows(number: int, random: np.random.Generator, config: Config) -> Config:
+def windows(number: int, random: np.random.Generator, config: Config) -> Config:
     """Windows in some layers, said by the default pattern or by each layer."""
     change: Config = {"sliding_window": pick(random, [3, 9, 20]), "num_hidden_layers": 4}
     if number:
@@ -181,7 +182,7 @@ def _by_types(number: int, random: np.random.Generator, config: Config) -> Confi
     return {"rope_theta": REMOVED, "rope_scaling": REMOVED, "rope_parameters": parameters}
 
 
-def _ntk(number: int, random: np.random.Generator, config: Config) -> Config:
+def ntk(number: int, random: np.random.Generator, config: Config) -> Config:
     scaling = {"type": "dynamic", "alpha": 50.0, "factor": 1.0}
     size = {"head_dim": pick(random, [4, 6, 10])}
     if number:
@@ -257,7 +258,7 @@ def experts_in_groups(number: int, random: np.random.Generator, config: Config) 
     }
 
 
-def _latent(number: int, random: np.random.Generator, config: Config) -> Config:
+def latent(number: int, random: np.random.Generator, config: Config) -> Config:
     """Attention to latents, with shared experts beside others, after a layer without experts."""
     yarn = {
         **{"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.9},
@@ -303,13 +304,13 @@ FAMILIES: dict[str, Family] = {
     "arcee": ("Arcee", combined(BOTH, _RELU2)),
     "cohere2": (
         "Cohere2",
-        combined(ATTENTION, _windows, layer_norm, given(logit_scale=[0.5, 0.25, 1.5])),
+        combined(ATTENTION, windows, layer_norm, given(logit_scale=[0.5, 0.25, 1.5])),
     ),
-    "cwm": ("Cwm", combined(sizes_of_heads, _windows, biases("mlp_bias"))),
+    "cwm": ("Cwm", combined(sizes_of_heads, windows, biases("mlp_bias"))),
     "deepseek_v2": (
         "DeepseekV2",
         combined(
-            _latent,
+            latent,
             given(
                 topk_method=["greedy", "group_limited_greedy", "greedy"],
                 n_group=[None, 3, None],
@@ -321,7 +322,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": (
         "DeepseekV3",
         combined(
-            _latent,
+            latent,
             given(
                 n_group=[1, 3, 2],
                 topk_group=[1, 2, 1],
@@ -340,7 +341,7 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "ernie4_5": ("Ernie4_5", combined(sizes_of_heads, biases("use_bias"))),
-    "exaone4": ("Exaone4", combined(_windows, given(sliding_window_pattern=[2, 4, 3]))),
+    "exaone4": ("Exaone4", combined(windows, given(sliding_window_pattern=[2, 4, 3]))),
     "gemma": (
         "Gemma",
         combined(
@@ -364,7 +365,7 @@ FAMILIES: dict[str, Family] = {
         combined(
             sizes_of_heads,
             ATTENTION,
-            _windows,
+            windows,
             experts("num_local_experts"),
             given(swiglu_limit=[7.0, 1.0, 7.0], attention_bias=[True, True, False]),
         ),
@@ -398,9 +399,9 @@ FAMILIES: dict[str, Family] = {
             },
         ),
     ),
-    "hunyuan_v1_dense": ("HunYuanDenseV1", combined(ATTENTION, _ntk)),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", combined(ATTENTION, ntk)),
     "lfm2": ("Lfm2", combined(_lfm2, layer_norm, given(layer_norm_eps=REMOVED))),
-    "ministral": ("Ministral", combined(sizes_of_heads, _windows)),
+    "ministral": ("Ministral", combined(sizes_of_heads, windows)),
     "ministral3": (
         "Ministral3",
         combined(sizes_of_heads, _grown, given(sliding_window=[None, 9, None])),
@@ -419,7 +420,7 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "olmo2": ("Olmo2", ATTENTION),
-    "olmo3": ("Olmo3", combined(ATTENTION, _windows, _by_types)),
+    "olmo3": ("Olmo3", combined(ATTENTION, windows, _by_types)),
     "olmoe": (
         "Olmoe",
         combined(ATTENTION, experts("num_experts"), given(norm_topk_prob=[False, True, False])),

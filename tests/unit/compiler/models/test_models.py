@@ -21,6 +21,7 @@ from tests.extent import examples
 from tests.parity import t5_cases, whisper_cases
 from tests.parity.cases import cases
 from tests.parity.encoder_cases import cases as encoder_cases
+from tests.parity.later_sibling_cases import cases as later_siblings
 from tests.parity.sibling_cases import cases as siblings
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
@@ -226,7 +227,13 @@ def test_a_setting_that_is_not_built_is_named(family: str, tmp_path: Path) -> No
 
 _DECODERS = {
     case.config["model_type"]: case.config
-    for case in (*cases(), *siblings(), *t5_cases.cases(), *whisper_cases.cases())
+    for case in (
+        *cases(),
+        *siblings(),
+        *later_siblings(),
+        *t5_cases.cases(),
+        *whisper_cases.cases(),
+    )
 }
 _ENCODERS = {case.config["model_type"]: case.config for case in encoder_cases()}
 _MORE = (

@@ -86,7 +86,7 @@ class Experts:
     Attributes:
         count: key of the number of experts.
         inner: key of the width inside an expert.
-        chosen: key of the number of experts for each token.
+        chosen: key of the number of experts for each token, or what returns it.
         is_normalized: whether the shares of a token's experts add up to 1.
         has_biases: whether router and experts have biases.
         swiglu: keys of alpha and limit of an ExpertGate, each with what a missing key means; empty: none.
@@ -99,7 +99,7 @@ class Experts:
 
     count: str = "num_local_experts"
     inner: str = "intermediate_size"
-    chosen: str = "num_experts_per_tok"
+    chosen: str | Callable[[Any], int] = "num_experts_per_tok"
     is_normalized: bool | str = True
     has_biases: bool = False
     swiglu: tuple[tuple[str, float], ...] = ()
@@ -109,16 +109,22 @@ class Experts:
     is_gated: bool = True
     latent: Callable[[Any], int | None] = lambda config: None
 
+    def of_token(self, config: Any) -> int:
+        """Return the number of experts for each token."""
+        chosen = self.chosen
+        return int(getattr(config, chosen) if isinstance(chosen, str) else chosen(config))
+
     def require_enough(self, config: Any) -> None:
         """Check that there are as many experts as a token has.
 
         Raises:
             CheckpointError: there are fewer.
         """
-        count, chosen = getattr(config, self.count), getattr(config, self.chosen)
+        count, chosen = getattr(config, self.count), self.of_token(config)
         if chosen > count:
+            key = self.chosen if isinstance(self.chosen, str) else "the experts for each token"
             raise unsupported(
-                config, f"{self.chosen}: expected at most {self.count} = {count}, found {chosen}"
+                config, f"{key}: expected at most {self.count} = {count}, found {chosen}"
             )
 
 
@@ -187,7 +193,7 @@ class DecoderFamily:
     Attributes:
         names: names of the tensors.
         norm: makes a norm from its width and epsilon.
-        epsilon: key of the epsilon of norms.
+        epsilon: key of the epsilon of norms, or itself.
         activation: key of the MLP's activation; empty: silu.
         inner: key of the width inside the MLP, or what returns it; where it is null, the width is four times
             the model's.
@@ -198,7 +204,8 @@ class DecoderFamily:
             what attention reads.
         has_qkv_by_head: whether one matrix holds query, keys and values of the first head, then of the next.
         norms_heads: what the norms of queries and keys see: each head before it turns, each after it turned,
-            or all heads as one vector.
+            all heads as one vector, or each before it turns, with scales of its own.
+        clip: key of the bound, from both sides, of queries, keys and values; empty: there is none.
         turns: whether heads turn with the position: each as a whole, a part of each, or by the layer's type.
         turns_layer: returns whether heads of a layer turn; None: those of all layers do.
         is_interleaved: whether components 2i and 2i + 1 of a head turn together, rather than i and i + P.
@@ -218,8 +225,8 @@ class DecoderFamily:
     """
 
     names: DecoderNames = DecoderNames()
-    norm: Callable[[int, float], nnx.Module] = RMSNorm
-    epsilon: str = "rms_norm_eps"
+    norm: Callable[[Any, float], nnx.Module] = RMSNorm
+    epsilon: str | float = "rms_norm_eps"
     activation: str = "hidden_act"
     inner: str | Callable[[Any], int] = "intermediate_size"
     is_gated: bool = True
@@ -229,7 +236,8 @@ class DecoderFamily:
     head_bias: bool = False
     is_parallel: bool | str = False
     has_qkv_by_head: bool = False
-    norms_heads: Literal["each", "turned", "all"] = "each"
+    norms_heads: Literal["each", "turned", "all", "own"] = "each"
+    clip: str = ""
     turns: Literal["", "whole", "part", "by type"] = "whole"
     turns_layer: Callable[[Any, int], bool] | None = None
     is_interleaved: bool | str = False
@@ -253,7 +261,7 @@ class DecoderFamily:
     def keys(self) -> tuple[str, ...]:
         """The keys of config.json that the fields name."""
         fields = [self.bias, self.output_bias, self.mlp_bias, self.is_parallel, self.residual_scale]
-        fields.append(self.is_interleaved)
+        fields += [self.is_interleaved, self.clip]
         fields += [] if self.states is None else [self.states.bias]
         found = [self.epsilon, self.activation, self.inner, self.score_cap, self.logit_cap, *fields]
         if (mixture := self.experts) is not None:
@@ -267,7 +275,7 @@ class DecoderFamily:
         found = getattr(config, inner) if isinstance(inner, str) else inner(config)
         return int(found or 4 * config.hidden_size)
 
-    def of(self, config: Any, value: bool | str) -> Any:
+    def of(self, config: Any, value: bool | float | str) -> Any:
         """Return a value of this family: that of its key in a configuration, or itself."""
         return getattr(config, value) if isinstance(value, str) else value
 

@@ -7,6 +7,7 @@ transformers 5, models/NAME/modeling_NAME.py, of the same name. Sources:
 
     apertus     Swiss AI 2025, arXiv 2509.14233
     arcee       Arcee AI 2025, AFM-4.5B
+    cohere      Cohere 2024, Command R and R+
     cohere2     Cohere 2025, arXiv 2504.00698 (Command A, Command R7B)
     cwm         FAIR CodeGen 2025, arXiv 2510.02387
     ernie4_5    Baidu 2025, ERNIE 4.5 Technical Report; the dense models
@@ -26,6 +27,7 @@ transformers 5, models/NAME/modeling_NAME.py, of the same name. Sources:
     ministral, ministral3   Mistral AI 2024 and 2025; of a model that also reads images, the text model
     mistral     Jiang et al. 2023, arXiv 2310.06825
     nemotron    Parmar et al. 2024, arXiv 2402.16819 (Nemotron 4, Minitron)
+    olmo        Groeneveld et al. 2024, arXiv 2402.00838
     olmo2, olmo3    OLMo Team 2024, arXiv 2501.00656; 2025, 2512.13961
     phi         Li et al. 2023, arXiv 2309.05463 (Phi 1, 1.5 and 2)
     phi3        Abdin et al. 2024, arXiv 2404.14219 (Phi-3, 3.5 and 4)
@@ -35,6 +37,7 @@ transformers 5, models/NAME/modeling_NAME.py, of the same name. Sources:
     smollm3     Hugging Face 2025, SmolLM3
     stablelm    Bellagente et al. 2024, arXiv 2402.17834 (StableLM 2 of 1.6 billion, StableLM 3B)
     starcoder2  Lozhkov et al. 2024, arXiv 2402.19173
+    vaultgemma  Sinha et al. 2025, arXiv 2510.15001
 """
 
 from __future__ import annotations
@@ -172,7 +175,7 @@ QWEN3 = replace(
     bias="attention_bias",
     output_bias="attention_bias",
 )
-_NORMED_AFTER = DecoderNames(
+NORMED_AFTER = DecoderNames(
     attention_norm="",
     head_norms=HEAD_NORMS,
     after_attention="post_attention_layernorm",
@@ -180,10 +183,10 @@ _NORMED_AFTER = DecoderNames(
     after_mlp="post_feedforward_layernorm",
 )
 _OLMO2 = DecoderFamily(
-    _NORMED_AFTER, bias="attention_bias", output_bias="attention_bias", norms_heads="all"
+    NORMED_AFTER, bias="attention_bias", output_bias="attention_bias", norms_heads="all"
 )
-_EXAONE4 = DecoderFamily(
-    _NORMED_AFTER,
+EXAONE4 = DecoderFamily(
+    NORMED_AFTER,
     windows="by type",
     turns_layer=lambda config, layer: (
         config.sliding_window is None or _in_sliding_layers(config, layer)
@@ -202,7 +205,7 @@ _SMOLLM3 = replace(
     windows="by type",
     turns_layer=lambda config, layer: bool(config.no_rope_layers[layer]),
 )
-_HUNYUAN = DecoderFamily(
+HUNYUAN = DecoderFamily(
     DecoderNames(head_norms=("self_attn.query_layernorm", "self_attn.key_layernorm")),
     bias="attention_bias",
     output_bias="attention_bias",
@@ -290,6 +293,23 @@ _COHERE2 = DecoderFamily(
     windows="by type",
     logit_scale=lambda config: config.logit_scale,
 )
+_COHERE = replace(_COHERE2, turns_layer=None, windows="", norms_heads="own")
+
+
+def _cohere(config: Any, context: int | None) -> TextDecoder:
+    """Return Command R. Only its larger model has norms of heads."""
+    names = replace(_COHERE.names, head_norms=HEAD_NORMS if config.use_qk_norm else ())
+    return TextDecoder(replace(_COHERE, names=names), config, context)
+
+
+_OLMO = DecoderFamily(
+    norm=partial(LayerNorm, scale=False, bias=False),
+    epsilon=1e-5,
+    bias="attention_bias",
+    output_bias="attention_bias",
+    clip="clip_qkv",
+)
+_VAULT_GEMMA = replace(_GEMMA2, names=replace(_GEMMA2.names, after_attention="", after_mlp=""))
 _GEMMA = DecoderFamily(
     norm=_GEMMA2.norm,
     bias="attention_bias",
@@ -297,7 +317,7 @@ _GEMMA = DecoderFamily(
     embedding_scale=_root_of_width,
 )
 _SEED = replace(_LLAMA, output_bias="attention_out_bias")
-_ERNIE = DecoderFamily(
+ERNIE = DecoderFamily(
     bias="use_bias", output_bias="use_bias", mlp_bias="use_bias", is_interleaved=True
 )
 
@@ -375,10 +395,11 @@ TEXT_DECODERS: Mapping[str, Family] = {
         activation="",
     ),
     "arcee": rotary(replace(_LLAMA, names=_UNGATED, is_gated=False)),
+    "cohere": replace(rotary(_COHERE, "logit_scale", use_qk_norm=(False, True)), build=_cohere),
     "cohere2": rotary(_COHERE2, "logit_scale"),
     "cwm": rotary(DecoderFamily(mlp_bias="mlp_bias", windows="by type")),
-    "ernie4_5": rotary(_ERNIE),
-    "exaone4": rotary(_EXAONE4),
+    "ernie4_5": rotary(ERNIE),
+    "exaone4": rotary(EXAONE4),
     "gemma": rotary(_GEMMA, **_NOT_BOTH_WAYS),
     "gemma2": rotary(_GEMMA2, "query_pre_attn_scalar", **_NOT_BOTH_WAYS),
     "gemma3_text": rotary(
@@ -422,13 +443,14 @@ TEXT_DECODERS: Mapping[str, Family] = {
     ),
     "granite": rotary(GRANITE, *MULTIPLIERS),
     "helium": rotary(replace(_LLAMA, output_bias=False, is_interleaved=True)),
-    "hunyuan_v1_dense": rotary(_HUNYUAN),
+    "hunyuan_v1_dense": rotary(HUNYUAN),
     "lfm2": replace(rotary(LFM2, *_LFM2_KEYS), check=partial(check_lfm2, LFM2)),
     "llama": rotary(_LLAMA),
     "ministral": rotary(DecoderFamily(windows="by type")),
     "ministral3": rotary(DecoderFamily(rope_extra="growth", windows="each"), naming=TEXT_PART),
     "mistral": rotary(DecoderFamily(windows="each"), naming=TEXT_PART),
     "nemotron": rotary(_NEMOTRON),
+    "olmo": rotary(_OLMO),
     "olmo2": rotary(_OLMO2),
     "olmo3": rotary(replace(_OLMO2, turns="by type", windows="by type")),
     "phi": rotary(_PHI, qk_layernorm=(False,), tie_word_embeddings=(False,)),
@@ -439,5 +461,6 @@ TEXT_DECODERS: Mapping[str, Family] = {
     "smollm3": rotary(_SMOLLM3, "no_rope_layers", "use_sliding_window"),
     "stablelm": rotary(_STABLELM, use_parallel_residual=(False,), qk_layernorm=(False,)),
     "starcoder2": rotary(_STARCODER2),
+    "vaultgemma": rotary(_VAULT_GEMMA, "query_pre_attn_scalar"),
 }
 """The decoders, by model_type."""

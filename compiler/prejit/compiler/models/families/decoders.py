@@ -112,7 +112,7 @@ class DecoderStack(nnx.Module):
         each = enumerate(family.heads(config, context))
         blocks = [Block(family, config, heads, layer) for layer, heads in each]
         place(self, names.layers, nnx.List(blocks))
-        place(self, names.norm, family.norm(width, getattr(config, family.epsilon)))
+        place(self, names.norm, family.norm(width, family.of(config, family.epsilon)))
         scale = family.embedding_scale
         self.scale: float | None = None if scale is None else scale(config)
 
@@ -147,6 +147,7 @@ class Block(nnx.Module):
         self.factors = family.block_factors(config)
         self.activation: str = getattr(config, family.activation) if family.activation else "silu"
         self.has_xielu = self.activation == "xielu"
+        self.clip: float | None = getattr(config, family.clip) if family.clip else None
         self.is_latent, self.gates_attention = family.is_latent, family.gates_attention
         self.feeds = family.feeds(config, layer)
         self.has_state = family.has_state(config, layer)
@@ -166,7 +167,7 @@ class Block(nnx.Module):
             norms += [names.mlp_norm, names.after_mlp]
         for name in norms:
             if name:
-                place(self, name, family.norm(width, getattr(config, family.epsilon)))
+                place(self, name, family.norm(width, family.of(config, family.epsilon)))
 
     def make_cache(self, rows: int, positions: int, dtype: str) -> LayerCache:
         """Return what the layer keeps of texts without a token: its state, then its keys and values."""
@@ -206,9 +207,13 @@ class Block(nnx.Module):
         place(self, names.output, output)
         if names.sinks:
             place(self, names.sinks, nnx.Param(jnp.zeros(heads.queries)))
-        of_heads = [queries, keys] if family.norms_heads == "all" else [heads.size] * 2
+        of_heads: list[Any] = [heads.size] * 2
+        if family.norms_heads == "all":
+            of_heads = [queries, keys]
+        elif family.norms_heads == "own":
+            of_heads = [(heads.queries, heads.size), (heads.keys, heads.size)]
         for name, size in zip(names.head_norms, of_heads, strict=False):
-            place(self, name, family.norm(size, getattr(config, family.epsilon)))
+            place(self, name, family.norm(size, family.of(config, family.epsilon)))
 
     def _place_mlp(
         self, names: tuple[str, ...], down: str, inner: int, width: int, bias: bool
@@ -224,7 +229,7 @@ class Block(nnx.Module):
         is_normalized = bool(family.of(config, experts.is_normalized))
         swiglu = (getattr(config, key, None) or default for key, default in experts.swiglu)
         gate = ExpertGate(self.activation, *swiglu, is_gated=experts.is_gated)
-        routing = Routing(getattr(config, experts.chosen), is_normalized)
+        routing = Routing(experts.of_token(config), is_normalized)
         routing = routing if experts.routing is None else experts.routing(config)
         self.mixture = MixtureSettings(routing, gate)
         bias = experts.has_biases
@@ -233,7 +238,10 @@ class Block(nnx.Module):
             self._place_mlp(names.shared_up, names.shared_down, beside, width, False)
             if names.shared_gate:
                 place(self, names.shared_gate, Linear(width, 1, bias=False))
-        router = Router(width, count, bias=bias, correction=routing.is_corrected)
+        # ERNIE's files hold a row of corrections for each group of experts, and have one group
+        corrections = (1, count) if routing.is_softmax else (count,)
+        correction = corrections if routing.is_corrected else None
+        router = Router(width, count, bias=bias, correction=correction)
         place(self, names.router, router)
         latent = experts.latent(config)
         self.has_latent = latent is not None
@@ -321,6 +329,8 @@ class Block(nnx.Module):
             return attend(x, turns[heads.rotary], new, layer, heads.scale, last=last)
         options: dict[str, Any] = {"last": last, "window": heads.window, "cap": heads.cap}
         projected = [part_of(self, name)(x) for name in names.qkv]
+        if self.clip is not None:
+            projected = [jnp.clip(part, -self.clip, self.clip) for part in projected]
         if self.has_qkv_by_head:
             by_head = split(projected[0].reshape(*x.shape[:2], -1, 3 * heads.size), *_HEADS)
             projected = jnp.split(by_head, 3, axis=-1)
@@ -340,7 +350,7 @@ class Block(nnx.Module):
         if len(names.qkv) == 1:
             query, keys, values = (split(part, *_HEADS) for part in (query, keys, values))
         keys = keys if self.factors.key == 1 else keys * self.factors.key
-        if self.norms_heads == "each":
+        if self.norms_heads in ("each", "own"):
             query, keys = self._normed_heads(query, keys)
         if heads.rotary is not None:
             turned = turns[heads.rotary]

@@ -4,13 +4,19 @@ Sources:
 
 deepseek_v2, deepseek_v3    DeepSeek-AI 2024, arXiv 2405.04434 and 2412.19437
 dots1       rednote-hilab 2025, arXiv 2506.05767
+ernie4_5_moe    Baidu 2025, ERNIE 4.5 Technical Report
+exaone_moe  LG AI Research 2026, K-EXAONE
+flex_olmo   Shi et al. 2025, arXiv 2507.07024
 glm4_moe    GLM Team 2025, arXiv 2508.06471 (GLM 4.5 and 4.6)
 gpt_oss     OpenAI 2025, arXiv 2508.10925
 granitemoe, granitemoeshared    IBM 2024, Granite 3.0 Language Models
+hunyuan_v1_moe  Tencent 2025, Hunyuan-A13B
+minimax_m2  MiniMax 2025, MiniMax-M2
 mixtral     Jiang et al. 2024, arXiv 2401.04088
 olmoe       Muennighoff et al. 2024, arXiv 2409.02060
 qwen2_moe   Yang et al. 2024, arXiv 2407.10671
 qwen3_moe   Yang et al. 2025, arXiv 2505.09388
+solar_open  Upstage 2026, Solar Open
 """
 
 from __future__ import annotations
@@ -23,10 +29,14 @@ from typing import Any
 from prejit.compiler.models.families import latent_attention
 from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames, Experts
 from prejit.compiler.models.families.decoder_table import (
+    ERNIE,
+    EXAONE4,
     GRANITE,
     HEAD_NORMS,
+    HUNYUAN,
     MULTIPLIERS,
     NAMING,
+    NORMED_AFTER,
     QWEN2,
     QWEN3,
     QWEN_KEYS,
@@ -75,6 +85,15 @@ _OLMOE = DecoderFamily(
     output_bias="attention_bias",
     norms_heads="all",
     experts=Experts("num_experts", is_normalized="norm_topk_prob"),
+)
+_FLEX_OLMO = replace(
+    _OLMOE,
+    names=replace(
+        NORMED_AFTER,
+        router=_MIXTURE.router,
+        experts_up=_MIXTURE.experts_up,
+        experts_down=_MIXTURE.experts_down,
+    ),
 )
 _GRANITE_MOE = replace(
     GRANITE,
@@ -181,6 +200,12 @@ def corrected(config: Any) -> Routing:
     )
 
 
+def _one_for_all_layers(config: Any) -> int:
+    """Return the number of experts for each token, which files of Hunyuan may say for each layer."""
+    chosen = config.moe_topk
+    return int(chosen[0] if isinstance(chosen, list) else chosen)
+
+
 _DEEPSEEK_EXPERTS = Experts(
     "n_routed_experts",
     "moe_intermediate_size",
@@ -223,6 +248,76 @@ def _glm4_moe(config: Any, context: int | None) -> TextDecoder:
     return TextDecoder(replace(_GLM4_MOE, names=names), config, context)
 
 
+_MINIMAX_M2 = replace(
+    _MIXTRAL,
+    names=replace(_MIXTRAL.names, head_norms=HEAD_NORMS),
+    norms_heads="all",
+    turns="part",
+    windows="",
+    experts=Experts(routing=lambda config: Routing(config.num_experts_per_tok, is_corrected=True)),
+)
+_EXAONE_MOE = replace(
+    EXAONE4,
+    names=_DOTS1.names,
+    experts=replace(
+        _DEEPSEEK3.experts,
+        count="num_experts",
+        shared=lambda config: config.moe_intermediate_size * config.num_shared_experts,
+        layers=lambda config, layer: config.mlp_layer_types[layer] == "sparse",
+    ),
+)
+_SOLAR_OPEN = replace(
+    _GLM4_MOE,
+    turns="whole",
+    inner="moe_intermediate_size",
+    experts=replace(_DEEPSEEK3.experts, layers=lambda config, layer: True),
+)
+_ERNIE_MOE = replace(
+    ERNIE,
+    names=_DEEPSEEK2.names,
+    bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    experts=Experts(
+        "moe_num_experts",
+        "moe_intermediate_size",
+        "moe_k",
+        shared=lambda config: config.moe_intermediate_size * config.moe_num_shared_experts,
+        routing=lambda config: Routing(config.moe_k, is_corrected=True, is_softmax=True),
+        layers=lambda config, layer: (
+            config.moe_layer_start_index <= layer <= config.moe_layer_end_index
+            and (layer + 1) % config.moe_layer_interval == 0
+        ),
+    ),
+)
+_HUNYUAN_MOE = replace(
+    HUNYUAN,
+    names=replace(
+        _MIXTURE,
+        head_norms=HUNYUAN.names.head_norms,
+        router="mlp.gate.wg",
+        shared_up=("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
+        shared_down="mlp.shared_mlp.down_proj",
+    ),
+    experts=Experts(
+        "num_experts", chosen=_one_for_all_layers, shared=lambda config: config.intermediate_size
+    ),
+)
+
+
+def _check_exaone(config: Any) -> None:
+    for kind in config.mlp_layer_types:
+        require(config, "mlp_layer_types", kind, ["dense", "sparse"])
+    check_groups(_EXAONE_MOE, corrected, config)
+
+
+def _check_hunyuan(config: Any) -> None:
+    first = _one_for_all_layers(config)
+    for chosen in config.moe_topk if isinstance(config.moe_topk, list) else ():
+        require(config, "moe_topk", chosen, [first])
+    _HUNYUAN_MOE.heads(config)
+
+
 def check_groups(family: DecoderFamily, routing_of: Callable[[Any], Routing], config: Any) -> None:
     """Check what the keys of groups say together.
 
@@ -232,7 +327,9 @@ def check_groups(family: DecoderFamily, routing_of: Callable[[Any], Routing], co
     if family.is_latent:
         heads = config.num_attention_heads
         require(config, "num_key_value_heads", config.num_key_value_heads, [heads])
-    routing, count = routing_of(config), config.n_routed_experts
+    assert family.experts is not None
+    key = family.experts.count
+    routing, count = routing_of(config), getattr(config, key)
     if routing.groups is None or routing.kept is None:
         raise unsupported(config, "n_group and topk_group: expected numbers, found null")
     size, kept = count // routing.groups, routing.kept
@@ -240,7 +337,7 @@ def check_groups(family: DecoderFamily, routing_of: Callable[[Any], Routing], co
     if count % routing.groups or kept > routing.groups or size < fewest:
         raise unsupported(
             config,
-            f"n_group: expected a divisor of n_routed_experts = {count}, at least topk_group = {kept}, that "
+            f"n_group: expected a divisor of {key} = {count}, at least topk_group = {kept}, that "
             f"leaves {fewest} or more experts in a group; found {routing.groups}",
         )
     if routing.chosen > size * kept:
@@ -267,6 +364,15 @@ def _deepseek(
     return replace(made, check=partial(check_groups, family, routing))
 
 
+def _with_correction(naming: Naming, published: str, router: str, *ignored: str) -> Naming:
+    """Return the naming of checkpoints that hold the correction of a router elsewhere."""
+    end = "e_score_correction_bias"
+    renamed = (*naming.renamed, (f".{published}.{end}", f".{router}.{end}"))
+    return replace(naming, renamed=renamed, ignored=ignored)
+
+
+_ROUTING_KEYS = ("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob")
+
 MIXTURES: Mapping[str, Family] = {
     "deepseek_v2": _deepseek(
         _DEEPSEEK2,
@@ -277,6 +383,31 @@ MIXTURES: Mapping[str, Family] = {
     ),
     "deepseek_v3": _deepseek(_DEEPSEEK3, corrected, "norm_topk_prob"),
     "dots1": _deepseek(_DOTS1, corrected, "norm_topk_prob", "max_window_layers"),
+    "ernie4_5_moe": rotary(
+        _ERNIE_MOE,
+        *("intermediate_size", "moe_num_shared_experts", "moe_layer_interval"),
+        *("moe_layer_start_index", "moe_layer_end_index"),
+        naming=_with_correction(
+            stacked_experts(_ERNIE_MOE.names, *PROJECTIONS),
+            "mlp.moe_statics",
+            "mlp.gate",
+            # layers that draft tokens
+            *("model.mtp_", "mtp_"),
+        ),
+        use_bias=(False,),
+        moe_norm_min=(1e-12,),
+    ),
+    "exaone_moe": replace(
+        rotary(
+            _EXAONE_MOE,
+            *("num_shared_experts", "mlp_layer_types", *_ROUTING_KEYS),
+            naming=_with_correction(
+                stacked_experts(_EXAONE_MOE.names, *PROJECTIONS), "mlp", "mlp.gate", "mtp."
+            ),
+        ),
+        check=_check_exaone,
+    ),
+    "flex_olmo": rotary(_FLEX_OLMO, naming=stacked_experts(_FLEX_OLMO.names, *PROJECTIONS)),
     "glm4_moe": replace(
         _deepseek(_GLM4_MOE, corrected, "norm_topk_prob", use_qk_norm=(False, True)),
         build=_glm4_moe,
@@ -284,6 +415,23 @@ MIXTURES: Mapping[str, Family] = {
     "gpt_oss": replace(rotary(_GPT_OSS, naming=_GPT_OSS_NAMING), quantized=("mxfp4",)),
     "granitemoe": rotary(_GRANITE_MOE, *MULTIPLIERS),
     "granitemoeshared": rotary(GRANITE_SHARED, *MULTIPLIERS, "shared_intermediate_size"),
+    "hunyuan_v1_moe": replace(
+        rotary(
+            _HUNYUAN_MOE,
+            "moe_topk",
+            naming=stacked_experts(_HUNYUAN_MOE.names, *PROJECTIONS),
+        ),
+        check=_check_hunyuan,
+    ),
+    "minimax_m2": rotary(
+        _MINIMAX_M2,
+        "rotary_dim",
+        naming=_with_correction(
+            stacked_experts(_MINIMAX_M2.names, "w1", "w3", "w2"),
+            "block_sparse_moe",
+            "block_sparse_moe.gate",
+        ),
+    ),
     "mixtral": rotary(_MIXTRAL, naming=stacked_experts(_MIXTRAL.names, "w1", "w3", "w2")),
     "olmoe": rotary(_OLMOE, naming=stacked_experts(_OLMOE.names, *PROJECTIONS), clip_qkv=(None,)),
     "qwen2_moe": rotary(
@@ -296,6 +444,14 @@ MIXTURES: Mapping[str, Family] = {
         _QWEN3_MOE,
         *("use_sliding_window", "decoder_sparse_step", "mlp_only_layers"),
         naming=stacked_experts(_QWEN3_MOE.names, *PROJECTIONS),
+    ),
+    "solar_open": replace(
+        rotary(
+            _SOLAR_OPEN,
+            *("n_shared_experts", *_ROUTING_KEYS),
+            naming=stacked_experts(_SOLAR_OPEN.names, *PROJECTIONS),
+        ),
+        check=partial(check_groups, _SOLAR_OPEN, corrected),
     ),
 }
 """The mixtures of experts, by model_type."""

@@ -102,6 +102,12 @@ _LIMITS = Check(
     lambda value: _list(_LIMIT).allows(value) and len(value) == 2 and value[0] <= value[1],
 )
 
+_CHOSEN = _integer(1, 4096)
+_EACH_LAYER = Check(
+    f"{_CHOSEN} or a list of such",
+    lambda value: _CHOSEN.allows(value) or (_list(_CHOSEN).allows(value) and len(value) > 0),
+)
+
 _KEYS: Checks = {
     **dict.fromkeys(("vocab_size", "type_vocab_size"), _integer(1, 2**24)),
     **dict.fromkeys(
@@ -169,6 +175,13 @@ _KEYS: Checks = {
     "time_step_min": _number(0, 1e9),
     "moe_latent_size": _integer(1, 2**20, optional=True),
     **dict.fromkeys(("moe_shared_expert_intermediate_size",), INNER),
+    "mlp_layer_types": _list(_TEXT),
+    **dict.fromkeys(("clip_qkv", "rotary_dim"), _ANY_FACTOR),
+    **dict.fromkeys(("moe_num_experts", "moe_k", "num_shared_experts"), _integer(1, 4096)),
+    "moe_num_shared_experts": _integer(0, 4096),
+    **dict.fromkeys(("moe_layer_start_index", "moe_layer_end_index"), _integer(-1, MAX_LAYERS)),
+    "moe_layer_interval": _integer(1, MAX_LAYERS),
+    "moe_topk": _EACH_LAYER,
     "num_dense_layers": _integer(0, MAX_LAYERS),
     "mamba_d_head": _SIZE_OR_AUTO,
     "mamba_d_ssm": _integer(1, 2**22, optional=True),
@@ -300,7 +313,8 @@ def check_config(file: Path, config: Any, checks: Checks) -> None:
         CheckpointError: as `check_file`.
     """
     _check(file, "", {key: getattr(config, key, None) for key in checks}, checks)
-    for key, is_exact in (("layer_types", True), ("no_rope_layers", False)):
+    lists = (("layer_types", True), ("mlp_layer_types", True), ("no_rope_layers", False))
+    for key, is_exact in lists:
         if key not in checks:
             continue
         expected, found = config.num_hidden_layers, len(getattr(config, key))

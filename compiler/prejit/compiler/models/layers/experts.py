@@ -45,6 +45,7 @@ class Routing:
         factor: factor of the shares.
         is_corrected: whether scores are sigmoids, to which a correction is added for the choice alone;
             otherwise they are a softmax.
+        is_softmax: whether corrected scores are a softmax, too.
         groups: number of groups of experts. The score of a group is the sum of its two best experts if
             scores are corrected, else that of its best.
         kept: number of groups, those of the best scores, from which a token's experts are chosen.
@@ -55,6 +56,7 @@ class Routing:
     is_normalized: bool = True
     factor: float = 1.0
     is_corrected: bool = False
+    is_softmax: bool = False
     groups: int = 1
     kept: int = 1
     added: float = 0.0
@@ -64,11 +66,19 @@ class Router(nnx.Module):
     """Scores of E experts. The matrix stays float32: a rounded score may choose another expert."""
 
     def __init__(
-        self, width: int, experts: int, *, bias: bool = False, correction: bool = False
+        self,
+        width: int,
+        experts: int,
+        *,
+        bias: bool = False,
+        correction: tuple[int, ...] | None = None,
     ) -> None:
+        """Create a router; `correction` is the shape of the correction, of which the last axis is E."""
         self.weight = nnx.Param(jnp.zeros((experts, width)))
         self.bias = nnx.Param(jnp.zeros(experts)) if bias else None
-        self.e_score_correction_bias = nnx.Param(jnp.zeros(experts)) if correction else None
+        self.e_score_correction_bias = (
+            None if correction is None else nnx.Param(jnp.zeros(correction))
+        )
 
     def __call__(self, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
         """Choose experts for tokens x [R, D].
@@ -79,7 +89,8 @@ class Router(nnx.Module):
         scores = lax.dot_general(x, self.weight[...], (((1,), (1,)), ((), ())))
         scores = scores if self.bias is None else scores + self.bias[...]
         correction = self.e_score_correction_bias
-        scores = jax.nn.softmax(scores) if correction is None else jax.nn.sigmoid(scores)
+        is_softmax = correction is None or routing.is_softmax
+        scores = jax.nn.softmax(scores) if is_softmax else jax.nn.sigmoid(scores)
         wanted = scores if correction is None else scores + correction[...]
         if routing.kept < routing.groups:
             wanted = jnp.where(_kept(wanted, routing), wanted, -jnp.inf)

@@ -302,25 +302,35 @@ def split(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 class LayerNorm(nnx.Module):
-    """Layer norm (Ba et al. 2016). `offset` is added to the scale: Nemotron publishes scales minus 1."""
+    """Layer norm (Ba et al. 2016). `offset` is added to the scale: Nemotron publishes scales minus 1.
+
+    The width may be (N, H): then each of N heads has scales of its own.
+    """
 
     def __init__(
-        self, width: int, epsilon: float, *, bias: bool = True, offset: float = 0.0
+        self,
+        width: int | tuple[int, int],
+        epsilon: float,
+        *,
+        scale: bool = True,
+        bias: bool = True,
+        offset: float = 0.0,
     ) -> None:
-        self.weight = nnx.Param(jnp.full(width, 1 - offset))
+        self.weight = nnx.Param(jnp.full(width, 1 - offset)) if scale else None
         self.bias = nnx.Param(jnp.zeros(width)) if bias else None
         self.epsilon = epsilon
         self.offset = offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return x [B, T, D] with mean 0 and variance 1 along D, then scaled and shifted."""
-        if product_forms.has_kernels():
+        """Return x [..., D] with mean 0 and variance 1 along D, then scaled and shifted."""
+        weight = jnp.ones(x.shape[-1]) if self.weight is None else self.weight[...]
+        if product_forms.has_kernels() and weight.ndim == 1:
             bias = None if self.bias is None else self.bias[...]
             options: dict[str, Any] = {"epsilon": self.epsilon, "offset": self.offset}
-            return kernel_calls.norm(x, self.weight[...], bias, centred=True, **options)
+            return kernel_calls.norm(x, weight, bias, centred=True, **options)
         centred = x - x.mean(-1, keepdims=True)
         variance = jnp.square(centred).mean(-1, keepdims=True)
-        scale = self.weight[...] + self.offset if self.offset else self.weight[...]
+        scale = weight + self.offset if self.offset else weight
         y = centred * lax.rsqrt(variance + self.epsilon) * scale
         return y if self.bias is None else y + self.bias[...]
 
