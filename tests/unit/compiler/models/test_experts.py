@@ -74,8 +74,8 @@ def test_a_token_gets_its_experts_however_many_others_there_are(
 
 
 def test_a_sum_that_shares_are_divided_by_has_what_a_family_adds():
-    """LFM2 adds 1e-6, which decides where all sigmoids are small; DeepSeek 1e-20, so that none divides by 0."""
-    router = Router(1, 2, correction=True)
+    """LFM2 adds 1e-6, which decides where all sigmoids are small; DeepSeek 1e-20: none divides by 0."""
+    router = Router(1, 2, correction=(2,))
     router.weight[...] = jnp.array([[-14.0], [-200.0]])
     x = jnp.ones((1, 1))
     small = 1 / (1 + np.exp(14.0))

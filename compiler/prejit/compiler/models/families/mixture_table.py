@@ -225,10 +225,11 @@ _DEEPSEEK2 = DecoderFamily(
     experts=_DEEPSEEK_EXPERTS,
     is_latent=True,
 )
+_CORRECTED_EXPERTS = replace(_DEEPSEEK_EXPERTS, routing=corrected)
 _DEEPSEEK3 = replace(
     _DEEPSEEK2,
     is_interleaved="rope_interleave",
-    experts=replace(_DEEPSEEK_EXPERTS, routing=corrected),
+    experts=_CORRECTED_EXPERTS,
 )
 
 
@@ -260,7 +261,7 @@ _EXAONE_MOE = replace(
     EXAONE4,
     names=_DOTS1.names,
     experts=replace(
-        _DEEPSEEK3.experts,
+        _CORRECTED_EXPERTS,
         count="num_experts",
         shared=lambda config: config.moe_intermediate_size * config.num_shared_experts,
         layers=lambda config, layer: config.mlp_layer_types[layer] == "sparse",
@@ -270,7 +271,7 @@ _SOLAR_OPEN = replace(
     _GLM4_MOE,
     turns="whole",
     inner="moe_intermediate_size",
-    experts=replace(_DEEPSEEK3.experts, layers=lambda config, layer: True),
+    experts=replace(_CORRECTED_EXPERTS, layers=lambda config, layer: True),
 )
 _ERNIE_MOE = replace(
     ERNIE,

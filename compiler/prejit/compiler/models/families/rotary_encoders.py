@@ -64,7 +64,7 @@ class RotaryEncoder(nnx.Module):
     def __init__(self, family: RotaryFamily, config: Any) -> None:
         blocks, names = family.blocks, family.blocks.names
         self.names, self.ends_normed = names, not family.norms_sums
-        self.embeddings_norm, epsilon = family.embeddings_norm, getattr(config, blocks.epsilon)
+        self.embeddings_norm, epsilon = family.embeddings_norm, blocks.of(config, blocks.epsilon)
         if self.embeddings_norm:
             place(self, self.embeddings_norm, blocks.norm(config.hidden_size, epsilon))
         table = Embedding(config.vocab_size, config.hidden_size)
