@@ -626,9 +626,10 @@ def test_the_garbage_collector_ends_streams_while_the_queue_is_gone_through(one_
 
 def test_an_engine_that_the_garbage_collector_ends_is_not_waited_for(bundle, monkeypatch):
     """Whoever runs the collector may hold what the engine's thread wants: here a step cannot end."""
-    original, goes_on = Batch.step, threading.Event()
+    original, begun, goes_on = Batch.step, threading.Event(), threading.Event()
 
     def step(self, *arguments):
+        begun.set()
         assert goes_on.wait(60)
         return original(self, *arguments)
 
@@ -636,6 +637,7 @@ def test_an_engine_that_the_garbage_collector_ends_is_not_waited_for(bundle, mon
     engine = Engine(bundle, slots=1)
     future = engine.submit([1], max_new_tokens=70, stop_token_ids=())
     thread = engine._loop._thread
+    assert begun.wait(60)  # the thread's way there holds the engine
     cycle = [engine]
     cycle.append(cycle)
     del cycle, engine
