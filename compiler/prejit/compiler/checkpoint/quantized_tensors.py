@@ -59,7 +59,7 @@ class QuantizedMatrix:
         values: returns what is multiplied by the scales, for a slice of outputs: integers or floats.
         scales: returns the scales, float32 [r, c].
         block: the outputs and the inputs that share a scale.
-        zeros: returns the zero points, integers [r, c]; None: they are 0.
+        zeros: returns the zero points [r, c], of the values' kind; None: they are 0.
         groups: returns the group of each input, an index of c; None: the inputs of a block lie beside each
             other.
     """
@@ -81,7 +81,8 @@ class QuantizedMatrix:
         at = np.ix_(outputs // self.block[0], self._group_of_each())
         values = self.values(part)
         if self.zeros is not None:
-            values = values.astype(np.int16) - self.zeros().astype(np.int16)[at]
+            wide = np.int16 if np.issubdtype(values.dtype, np.integer) else np.float32
+            values = values.astype(wide) - self.zeros().astype(wide)[at]
         return values.astype(np.float32) * self.scales()[at]
 
     def integers(self) -> Integers | None:
@@ -358,10 +359,8 @@ def _plain(scale: str, parts: _Parts) -> QuantizedMatrix | None:
     if len(matrix.shape) != 2:
         raise parts.unfit(matrix, expected="[outputs, inputs]")
     shape = matrix.shape[0], matrix.shape[1]
-    zeros = parts.get("weight_zero_point", "I8", "F8_E4M3")
-    zero_points = None
-    if zeros is not None and zeros.dtype == "I8":
-        zero_points = _like_scales(parts, zeros, scales)
+    zeros = parts.get("weight_zero_point", "I8", matrix.dtype)
+    zero_points = None if zeros is None else _like_scales(parts, zeros, scales)
     read = partial(_two_axes, scales)
     two = (*scales.shape, *(1,) * (2 - len(scales.shape)))
     block = parts.block(shape, two)

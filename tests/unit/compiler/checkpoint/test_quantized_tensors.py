@@ -5,15 +5,19 @@ import re
 
 import numpy as np
 import pytest
+from ml_dtypes import float8_e4m3fn
 from safetensors.numpy import load_file, save_file
 from tests.parity.few_bits_cases import GPTQ, LLAMA, FewBits
 from tests.parity.sibling_cases import cases as siblings
 
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
+from prejit.compiler.checkpoint.quantized_tensors import with_whole_matrices
+from prejit.compiler.checkpoint.tensor_files import tensors as published
 from prejit.compiler.models import config_file, int4_rounding
 from prejit.compiler.models.layers import int4_words
 from prejit.compiler.models.published_integers import Integers, kept, nearest
+from prejit.compiler.models.quantization_settings import read_quantization
 from prejit.runtime.errors import CheckpointError
 
 WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
@@ -98,6 +102,26 @@ def test_a_group_that_is_none_is_read_from_elsewhere(tmp_path):
         CheckpointError, match=f"{Q}: expected groups from 0 to 1 in g_idx, found 2"
     ):
         open_checkpoint(tmp_path, out_in=True).read(f"{Q}.weight")
+
+
+def matrix_of(directory, settings, tensors):
+    """Return the matrix that tensors `m.NAME` stand for, or the problems with them."""
+    file = directory / "model.safetensors"
+    save_file({f"m.{name}": np.ascontiguousarray(each) for name, each in tensors.items()}, file)
+    read = read_quantization(directory / "config.json", settings)
+    found, problems = with_whole_matrices(published(file), read)
+    return problems or found["m.weight"].read()
+
+
+def test_a_zero_point_of_float8_is_dropped(tmp_path):
+    scale, zero = np.float32([[0.5], [2]]), [[1], [-0.5]]
+    weight = np.array([[1, 2], [3, -4]], float8_e4m3fn)
+    settings = with_weights(type="float", num_bits=8, strategy="channel", symmetric=False)
+    for kind, zeros in ((float8_e4m3fn, zero), (np.int8, [[1], [-3]])):
+        given = np.array(zeros, kind)
+        tensors = {"weight": weight, "weight_scale": scale, "weight_zero_point": given}
+        wanted = (weight.astype(np.float32) - np.float32(zeros)) * scale
+        np.testing.assert_array_equal(matrix_of(tmp_path, settings, tensors), wanted)
 
 
 def integers(values, scales):
