@@ -245,15 +245,15 @@ def _gptq(parts: _Parts) -> QuantizedMatrix:
     if groups is not None and groups.shape != shape[1:]:
         raise parts.unfit(groups, expected=f"[{shape[1]}] of g_idx")
     block = parts.block(shape, scales.shape[::-1])
-    offset, largest = parts.settings.zero_offset, (1 << bits) - 1
+    offset = np.uint32(parts.settings.zero_offset * (0xFFFFFFFF // ((1 << bits) - 1)))
 
     def values(part: slice) -> Values:
         return _unpacked(words.read((slice(None), part)).T, bits)
 
     def zero_points() -> Values:
-        # AutoGPTQ adds the offset before it takes the lowest bits.
-        stored = _unpacked(zeros.read(), bits)[:, : shape[0]].T
-        return (stored.astype(np.int16) + offset) & largest
+        # GPTQModel adds the offset of all elements to the word: one that overflows carries into the next.
+        found = zeros.read().view(np.uint32) + offset
+        return _unpacked(found.view(np.int32), bits)[:, : shape[0]].T
 
     return QuantizedMatrix(
         *(parts.module, words.path, parts.form(bits, block, shape), shape, values),
@@ -429,7 +429,12 @@ def _of_table(state: str, parts: _Parts) -> QuantizedMatrix:
 def _by_rows(parts: _Parts) -> QuantizedMatrix:
     """Return a matrix of LLM.int8()."""
     largest, matrix = parts.need("SCB", "F32"), parts.need("weight", "I8")
-    parts.get("weight_format", "U8")
+    order = parts.get("weight_format", "U8")
+    if order is not None and order.read().any():
+        raise _UnfitError(
+            f"{parts.module}.weight_format is {order.read().max()}, expected 0: rows (save it again "
+            "with a newer bitsandbytes)"
+        )
     if len(matrix.shape) != 2 or largest.shape != matrix.shape[:1]:
         raise parts.unfit(matrix, largest, expected="[outputs, inputs], [outputs]")
     shape = matrix.shape[0], matrix.shape[1]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from ml_dtypes import float8_e4m3fn
 from safetensors.numpy import load_file, save_file
-from tests.parity.few_bits_cases import GPTQ, LLAMA, FewBits
+from tests.parity.few_bits_cases import GPTQ, LLAMA, FewBits, words
 from tests.parity.sibling_cases import cases as siblings
 
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES
@@ -122,6 +122,33 @@ def test_a_zero_point_of_float8_is_dropped(tmp_path):
         tensors = {"weight": weight, "weight_scale": scale, "weight_zero_point": given}
         wanted = (weight.astype(np.float32) - np.float32(zeros)) * scale
         np.testing.assert_array_equal(matrix_of(tmp_path, settings, tensors), wanted)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_zero_point_of_0_moves_its_neighbour_in_the_first_form_of_gptq(bits, tmp_path):
+    random = np.random.default_rng(0)
+    values = random.integers(0, 1 << bits, (32, 64))
+    zeros = random.integers(0, 1 << bits, (32, 2))
+    zeros[::3] = 0
+    stored = words(zeros.T, 1, bits).view(np.uint32)
+    tensors = {
+        "qweight": words(values.T, 0, bits),
+        "qzeros": (stored - np.uint32(0x11111111 if bits == 4 else 0x01010101)).view(np.int32),
+        "scales": np.ones((2, 32), np.float16),
+    }
+    found = matrix_of(tmp_path, GPTQ | {"bits": bits, "sym": False}, tensors)
+    np.testing.assert_array_equal(found, values - zeros.repeat(32, 1))
+
+
+def test_int8_of_bitsandbytes_is_read_in_another_order_than_rows(tmp_path):
+    settings = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    tensors = {"weight": np.ones((32, 64), np.int8), "SCB": np.ones(32, np.float32)}
+    found = [
+        matrix_of(tmp_path, settings, tensors | {"weight_format": np.uint8(each)})
+        for each in (0, 1)
+    ]
+    assert found[0].shape == (32, 64)
+    assert found[1][0].startswith("m.weight_format is 1, expected 0: rows")
 
 
 def integers(values, scales):
