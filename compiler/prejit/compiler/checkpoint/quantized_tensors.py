@@ -81,7 +81,7 @@ class QuantizedMatrix:
         at = np.ix_(outputs // self.block[0], self._group_of_each())
         values = self.values(part)
         if self.zeros is not None:
-            wide = np.int16 if np.issubdtype(values.dtype, np.integer) else np.float32
+            wide: Any = np.int16 if np.issubdtype(values.dtype, np.integer) else np.float32
             values = values.astype(wide) - self.zeros().astype(wide)[at]
         return values.astype(np.float32) * self.scales()[at]
 
@@ -202,8 +202,9 @@ class _Parts:
 
     def block(self, shape: tuple[int, int], scales: tuple[int, ...]) -> tuple[int, int]:
         """Return the outputs and inputs that share a scale."""
-        given = [*self.settings.blocks, (0, 0)]
-        for block in given:
+        if self.settings.method == "fp8":
+            return self._whole_blocks(shape, scales)
+        for block in (*self.settings.blocks, (0, 0)):
             sizes = tuple(map(_size_of_block, shape, scales, block))
             if len(scales) == 2 and all(sizes):
                 return sizes[0], sizes[1]
@@ -211,6 +212,17 @@ class _Parts:
             f"the scales of {self.module} are {list(scales)}, expected a divisor of its shape "
             f"{list(shape)}, or that of one of the blocks {list(map(list, self.settings.blocks))}"
         )
+
+    def _whole_blocks(self, shape: tuple[int, int], scales: tuple[int, ...]) -> tuple[int, int]:
+        """Return the block of FP8, which config.json gives; none: a matrix has one scale."""
+        rows, columns = next(iter(self.settings.blocks), shape)
+        wanted = [-(-shape[0] // max(1, rows)), -(-shape[1] // max(1, columns))]
+        if list(scales) != wanted or not all(shape):
+            raise _UnfitError(
+                f"the scales of {self.module} are {list(scales)}, expected {wanted} for its shape "
+                f"{list(shape)}, by weight_block_size of config.json"
+            )
+        return min(rows, shape[0]), min(columns, shape[1])
 
     def form(self, bits: int, block: tuple[int, int], shape: tuple[int, int]) -> str:
         """Return in words how a matrix is published."""
@@ -390,21 +402,30 @@ def _of_table(state: str, parts: _Parts) -> QuantizedMatrix:
         outputs, inputs = map(int, found["shape"])
         shape = outputs, inputs
         size, nested_size = int(found["blocksize"]), int(found.get("nested_blocksize", 1))
-        offset = np.float32(found.get("nested_offset", 0))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        offset = np.float32(float(found.get("nested_offset", 0)))
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise _UnfitError(
             f"{parts.module}.{state} is not what bitsandbytes writes: {error}"
         ) from error
     elements = outputs * inputs
-    is_nested = nested is not None and nested_table is not None
+    nests = [each for each in (nested, nested_table) if each is not None]
     if (
         min(outputs, inputs, size, nested_size) < 1
+        or max(size, nested_size) > 1 << 30
         or np.prod(bytes_.shape) != -(-elements // 2)
-        or factors.shape != (-(-elements // size),)
+        or factors.shape != (count := -(-elements // size),)
         or table.shape != (16,)
-        or is_nested != (factors.dtype == "U8")
+        or (factors.dtype == "U8")
+        != ([each.shape for each in nests] == [(-(-count // nested_size),), (256,)])
     ):
-        raise parts.unfit(bytes_, factors, table, expected=f"those of {list(shape)}")
+        raise parts.unfit(bytes_, factors, table, *nests, expected=f"those of {list(shape)}")
 
     def values(part: slice) -> Values:
         first, last = part.start * inputs, max(part.start, part.stop) * inputs
@@ -430,11 +451,8 @@ def _by_rows(parts: _Parts) -> QuantizedMatrix:
     """Return a matrix of LLM.int8()."""
     largest, matrix = parts.need("SCB", "F32"), parts.need("weight", "I8")
     order = parts.get("weight_format", "U8")
-    if order is not None and order.read().any():
-        raise _UnfitError(
-            f"{parts.module}.weight_format is {order.read().max()}, expected 0: rows (save it again "
-            "with a newer bitsandbytes)"
-        )
+    if order is not None and (found := order.read()).any():
+        raise _UnfitError(f"{parts.module}.weight_format is {found.max()}, expected 0: rows")
     if len(matrix.shape) != 2 or largest.shape != matrix.shape[:1]:
         raise parts.unfit(matrix, largest, expected="[outputs, inputs], [outputs]")
     shape = matrix.shape[0], matrix.shape[1]

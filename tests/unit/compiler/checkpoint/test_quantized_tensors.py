@@ -35,6 +35,7 @@ def with_weights(**changes):
     ("settings", "said"),
     [
         ({"quant_method": "hqq"}, 'quant_method: expected "awq" or "bitsandbytes" or "compressed-'),
+        ({"quant_method": ["gptq"]}, 'quant_method: expected "awq" or "bitsandbytes" or "compressed-'),
         ({"quant_method": "gtpq"}, '(did you mean "gptq"?)'),
         ("gptq", "quantization_config: expected"),
         (GPTQ | {"bits": 3}, "quantization_config.bits: expected 4 or 8, found 3"),
@@ -149,6 +150,70 @@ def test_int8_of_bitsandbytes_is_read_in_another_order_than_rows(tmp_path):
     ]
     assert found[0].shape == (32, 64)
     assert found[1][0].startswith("m.weight_format is 1, expected 0: rows")
+
+
+def test_float8_is_multiplied_by_scales_of_other_blocks(tmp_path):
+    random = np.random.default_rng(0)
+    weight = random.standard_normal((192, 320)).astype(float8_e4m3fn)
+    scales = random.uniform(0.5, 2, (2, 3)).astype(np.float32)
+    tensors = {"weight": weight, "weight_scale_inv": scales}
+    whole = scales.repeat(128, 0)[:192].repeat(128, 1)[:, :320]
+    np.testing.assert_array_equal(
+        matrix_of(tmp_path, {"quant_method": "fp8"}, tensors), weight.astype(np.float32) * whole
+    )
+    for size, wanted in (([96, 128], None), ([64, 64], [3, 5]), (None, [1, 1])):
+        settings = {"quant_method": "fp8", "weight_block_size": size}
+        found = matrix_of(tmp_path, settings, tensors)
+        if wanted is None:
+            whole = scales.repeat(96, 0).repeat(128, 1)[:, :320]
+            np.testing.assert_array_equal(found, weight.astype(np.float32) * whole)
+        else:
+            assert f"the scales of m are [2, 3], expected {wanted} for its shape" in found[0]
+    found = matrix_of(
+        tmp_path, {"quant_method": "fp8"}, {"weight": weight, "weight_scale_inv": scales[:1, :1]}
+    )
+    assert "the scales of m are [1, 1], expected [2, 3]" in found[0]
+
+
+STATE = {"shape": [32, 64], "blocksize": 64, "nested_blocksize": 16, "nested_offset": 0.5}
+NF4 = {
+    **{"weight": np.zeros((1024, 1), np.uint8), "weight.quant_map": np.ones(16, np.float32)},
+    **{"weight.absmax": np.zeros(32, np.uint8), "weight.nested_absmax": np.ones(2, np.float32)},
+    "weight.nested_quant_map": np.zeros(256, np.float32),
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"blocksize": float("inf")},
+        {"shape": [float("inf"), 64]},
+        {"blocksize": 10**30, "weight.absmax": np.zeros(1, np.uint8)},
+        {"nested_blocksize": 10**30, "weight.nested_absmax": np.ones(1, np.float32)},
+        {"nested_offset": [1]},
+        {"deep": True},
+        {"weight.nested_absmax": np.ones(1, np.float32)},
+        {"weight.nested_absmax": np.ones((1, 2), np.float32)},
+        {"weight.nested_quant_map": np.zeros(10, np.float32)},
+        {"weight.nested_quant_map": np.zeros((256, 1), np.float32)},
+        {"weight.nested_quant_map": None},
+    ],
+)
+def test_a_state_of_bitsandbytes_ends_in_a_traceback(change, tmp_path):
+    settings, state = {"quant_method": "bitsandbytes"}, "weight.quant_state.bitsandbytes__nf4"
+
+    def found(changes):
+        content = json.dumps(STATE | {key: changes[key] for key in STATE.keys() & changes.keys()})
+        text = "[" * 10**6 if "deep" in changes else content
+        tensors = NF4 | {key: changes[key] for key in NF4.keys() & changes.keys()}
+        tensors[state] = np.frombuffer(text.encode(), np.uint8)
+        given = {name: each for name, each in tensors.items() if each is not None}
+        return matrix_of(tmp_path, settings, given)
+
+    np.testing.assert_array_equal(found({}), np.full((32, 64), 0.5, np.float32))
+    problems = found(change)
+    assert isinstance(problems, list)
+    assert problems[0].startswith(("the tensors of m are", f"m.{state} is not what"))
 
 
 def integers(values, scales):
