@@ -237,7 +237,7 @@ def _size_of_block(size: int, count: int, given: int) -> int:
     """Return the size of each of so many blocks, of which the last may end early; 0: there is none."""
     if count == 1:
         return size
-    if given and -(-size // given) == count:
+    if given and 0 < count == -(-size // given):
         return given
     return size // count if count and size % count == 0 else 0
 

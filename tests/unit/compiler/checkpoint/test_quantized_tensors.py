@@ -216,6 +216,14 @@ def test_a_state_of_bitsandbytes_ends_in_a_traceback(change, tmp_path):
     assert problems[0].startswith(("the tensors of m are", f"m.{state} is not what"))
 
 
+def test_a_matrix_without_outputs_is_read(tmp_path):
+    tensors = {"qzeros": np.zeros((2, 0), np.int32), "scales": np.zeros((2, 0), np.float16)}
+    for method, inputs in (("gptq", 8), ("awq", 64)):
+        tensors["qweight"] = np.zeros((inputs, 0), np.int32)
+        found = matrix_of(tmp_path, GPTQ | {"quant_method": method}, tensors)
+        assert "the scales of m are [0, 2], expected a divisor of its shape [0, 64]" in found[0]
+
+
 def integers(values, scales):
     return Integers(np.asarray(values, np.int8), np.asarray(scales, np.float32))
 
