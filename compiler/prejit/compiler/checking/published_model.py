@@ -15,7 +15,7 @@ from flax import nnx
 
 from prejit.compiler.base.json_file import read_json
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES
-from prejit.compiler.checkpoint.checkpoint import open_checkpoint, open_encoder
+from prejit.compiler.checkpoint.checkpoint import no_encoder, open_checkpoint, open_encoder
 from prejit.compiler.models import config_file, image_config, model_registry
 from prejit.compiler.models.families.encoder_table import ENCODERS
 from prejit.compiler.models.families.family_table import DECODERS
@@ -77,8 +77,12 @@ class PublishedModel:
     tokenizer: bool
 
 
-def check_published(directory: Path) -> PublishedModel:
+def check_published(directory: Path, weights: Path | None = None) -> PublishedModel:
     """Return the sizes of a model in the Hugging Face layout.
+
+    Args:
+        directory: the model's.
+        weights: a .gguf file in it; None: as `open_checkpoint`.
 
     Raises:
         CheckpointError: a build refuses it: the family, a setting or a tensor is not supported, or tensors
@@ -88,21 +92,23 @@ def check_published(directory: Path) -> PublishedModel:
     folder = read_layout(directory).transformer if has_modules else directory
     content = read_json(folder / "config.json", "expected a directory in the Hugging Face layout")
     family = content.get("model_type") if isinstance(content, dict) else None
+    is_decoder = family in DECODERS and not has_modules and not read_layout(directory).scores
+    if weights is not None and not is_decoder:
+        raise no_encoder(weights)
     if family in IMAGE_MODELS:
         pictures = image_config.load_images(directory)
         open_encoder(directory, images=True).names  # noqa: B018
         texts = image_config.describe_texts(pictures)
         modules = {dtype: image_config.make_images(pictures, dtype) for dtype in STORED_DTYPES}
         return _described("encode", str(family), texts.max_tokens if texts else 0, modules, folder)
-    embeds = has_modules or family not in DECODERS or read_layout(directory).scores
-    if family in ENCODERS and embeds:
+    if family in ENCODERS and not is_decoder:
         source = config_file.load_encoder(directory)
         open_encoder(directory).names  # noqa: B018  # checks the tensors
         described = model_registry.describe_encoder(source)
         encoders = {dtype: model_registry.make_encoder(source, dtype) for dtype in STORED_DTYPES}
         return _described("encode", described.family, described.max_tokens, encoders, folder)
     config = config_file.load_config(directory)
-    open_checkpoint(directory).names  # noqa: B018
+    open_checkpoint(directory, weights=weights).names  # noqa: B018
     shape = model_registry.describe(config)
     decoders = {dtype: model_registry.make_decoder(config, dtype=dtype) for dtype in STORED_DTYPES}
     return _described("generate", shape.family, shape.max_positions, decoders, directory)

@@ -1,7 +1,8 @@
 """Read the tensors of a GGUF file, by llama.cpp's package `gguf`, for a model that config.json describes.
 
 The file says what it computes in less detail than config.json does (Llama 3's rope has no parameters there),
-so only its tensors are read. llama.cpp writes some of them in another order or form, which is undone:
+so only its tensors are read, and what it says must not contradict config.json (gguf_metadata.py). llama.cpp
+writes some tensors in another order or form, which is undone:
 
     llama, mistral  rows of q and k: the two halves of a head, which RoPE turns together, lie in turns
     gemma           scales of norms are 1 larger
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prejit.compiler.base.suggestions import shown
+from prejit.compiler.checkpoint.gguf_metadata import check_agreement, read_metadata
 from prejit.compiler.checkpoint.tensor_files import Tensor
 from prejit.runtime.errors import CheckpointError
 
@@ -97,7 +99,7 @@ def gguf_tensors(path: Path, config: Any, parameters: Iterable[str]) -> dict[str
         parameters: names of the module's parameters, and of a tied head.
 
     Raises:
-        CheckpointError: the package is not installed, the file is damaged, or of another kind of model.
+        CheckpointError: the package is not installed, the file is damaged, or of another model.
     """
     try:
         import gguf
@@ -114,21 +116,23 @@ def gguf_tensors(path: Path, config: Any, parameters: Iterable[str]) -> dict[str
             hint="take the checkpoint in safetensors",
         )
     try:
-        reader = gguf.GGUFReader(path)
-        found = reader.get_field("general.architecture")
-        held = {each.name: each for each in reader.tensors}
+        metadata = read_metadata(path)
+        held = {each.name: each for each in gguf.GGUFReader(path).tensors}
+    except CheckpointError:
+        raise
     except Exception as error:  # the reader raises errors of many kinds
         raise CheckpointError(
             f"{path}: damaged or cut off: {type(error).__name__}: {error}",
             hint="fetch or write the file again",
         ) from error
-    written = None if found is None else found.contents()
+    written = metadata.get("general.architecture")
     if written != architecture:
         raise CheckpointError(
             f"{path}: general.architecture: expected {shown(architecture)}, for model_type "
             f"{shown(config.model_type)} of config.json; found {shown(written)}",
             hint="config.json and the file must come from the same model",
         )
+    check_agreement(path, metadata, config, held)
     kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     result: dict[str, Tensor] = {}

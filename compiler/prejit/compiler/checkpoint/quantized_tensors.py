@@ -59,7 +59,7 @@ class QuantizedMatrix:
         values: returns what is multiplied by the scales, for a slice of outputs: integers or floats.
         scales: returns the scales, float32 [r, c].
         block: the outputs and the inputs that share a scale.
-        zeros: returns the zero points, integers [r, c]; None: they are 0.
+        zeros: returns the zero points [r, c], of the values' kind; None: they are 0.
         groups: returns the group of each input, an index of c; None: the inputs of a block lie beside each
             other.
     """
@@ -81,7 +81,8 @@ class QuantizedMatrix:
         at = np.ix_(outputs // self.block[0], self._group_of_each())
         values = self.values(part)
         if self.zeros is not None:
-            values = values.astype(np.int16) - self.zeros().astype(np.int16)[at]
+            wide: Any = np.int16 if np.issubdtype(values.dtype, np.integer) else np.float32
+            values = values.astype(wide) - self.zeros().astype(wide)[at]
         return values.astype(np.float32) * self.scales()[at]
 
     def integers(self) -> Integers | None:
@@ -201,8 +202,9 @@ class _Parts:
 
     def block(self, shape: tuple[int, int], scales: tuple[int, ...]) -> tuple[int, int]:
         """Return the outputs and inputs that share a scale."""
-        given = [*self.settings.blocks, (0, 0)]
-        for block in given:
+        if self.settings.method == "fp8":
+            return self._whole_blocks(shape, scales)
+        for block in (*self.settings.blocks, (0, 0)):
             sizes = tuple(map(_size_of_block, shape, scales, block))
             if len(scales) == 2 and all(sizes):
                 return sizes[0], sizes[1]
@@ -210,6 +212,17 @@ class _Parts:
             f"the scales of {self.module} are {list(scales)}, expected a divisor of its shape "
             f"{list(shape)}, or that of one of the blocks {list(map(list, self.settings.blocks))}"
         )
+
+    def _whole_blocks(self, shape: tuple[int, int], scales: tuple[int, ...]) -> tuple[int, int]:
+        """Return the block of FP8, which config.json gives; none: a matrix has one scale."""
+        rows, columns = next(iter(self.settings.blocks), shape)
+        wanted = [-(-shape[0] // max(1, rows)), -(-shape[1] // max(1, columns))]
+        if list(scales) != wanted or not all(shape):
+            raise _UnfitError(
+                f"the scales of {self.module} are {list(scales)}, expected {wanted} for its shape "
+                f"{list(shape)}, by weight_block_size of config.json"
+            )
+        return min(rows, shape[0]), min(columns, shape[1])
 
     def form(self, bits: int, block: tuple[int, int], shape: tuple[int, int]) -> str:
         """Return in words how a matrix is published."""
@@ -224,7 +237,7 @@ def _size_of_block(size: int, count: int, given: int) -> int:
     """Return the size of each of so many blocks, of which the last may end early; 0: there is none."""
     if count == 1:
         return size
-    if given and -(-size // given) == count:
+    if given and 0 < count == -(-size // given):
         return given
     return size // count if count and size % count == 0 else 0
 
@@ -244,15 +257,15 @@ def _gptq(parts: _Parts) -> QuantizedMatrix:
     if groups is not None and groups.shape != shape[1:]:
         raise parts.unfit(groups, expected=f"[{shape[1]}] of g_idx")
     block = parts.block(shape, scales.shape[::-1])
-    offset, largest = parts.settings.zero_offset, (1 << bits) - 1
+    offset = np.uint32(parts.settings.zero_offset * (0xFFFFFFFF // ((1 << bits) - 1)))
 
     def values(part: slice) -> Values:
         return _unpacked(words.read((slice(None), part)).T, bits)
 
     def zero_points() -> Values:
-        # AutoGPTQ adds the offset before it takes the lowest bits.
-        stored = _unpacked(zeros.read(), bits)[:, : shape[0]].T
-        return (stored.astype(np.int16) + offset) & largest
+        # GPTQModel adds the offset of all elements to the word: one that overflows carries into the next.
+        found = zeros.read().view(np.uint32) + offset
+        return _unpacked(found.view(np.int32), bits)[:, : shape[0]].T
 
     return QuantizedMatrix(
         *(parts.module, words.path, parts.form(bits, block, shape), shape, values),
@@ -358,10 +371,8 @@ def _plain(scale: str, parts: _Parts) -> QuantizedMatrix | None:
     if len(matrix.shape) != 2:
         raise parts.unfit(matrix, expected="[outputs, inputs]")
     shape = matrix.shape[0], matrix.shape[1]
-    zeros = parts.get("weight_zero_point", "I8", "F8_E4M3")
-    zero_points = None
-    if zeros is not None and zeros.dtype == "I8":
-        zero_points = _like_scales(parts, zeros, scales)
+    zeros = parts.get("weight_zero_point", "I8", matrix.dtype)
+    zero_points = None if zeros is None else _like_scales(parts, zeros, scales)
     read = partial(_two_axes, scales)
     two = (*scales.shape, *(1,) * (2 - len(scales.shape)))
     block = parts.block(shape, two)
@@ -391,21 +402,30 @@ def _of_table(state: str, parts: _Parts) -> QuantizedMatrix:
         outputs, inputs = map(int, found["shape"])
         shape = outputs, inputs
         size, nested_size = int(found["blocksize"]), int(found.get("nested_blocksize", 1))
-        offset = np.float32(found.get("nested_offset", 0))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        offset = np.float32(float(found.get("nested_offset", 0)))
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise _UnfitError(
             f"{parts.module}.{state} is not what bitsandbytes writes: {error}"
         ) from error
     elements = outputs * inputs
-    is_nested = nested is not None and nested_table is not None
+    nests = [each for each in (nested, nested_table) if each is not None]
     if (
         min(outputs, inputs, size, nested_size) < 1
+        or max(size, nested_size) > 1 << 30
         or np.prod(bytes_.shape) != -(-elements // 2)
-        or factors.shape != (-(-elements // size),)
+        or factors.shape != (count := -(-elements // size),)
         or table.shape != (16,)
-        or is_nested != (factors.dtype == "U8")
+        or (factors.dtype == "U8")
+        != ([each.shape for each in nests] == [(-(-count // nested_size),), (256,)])
     ):
-        raise parts.unfit(bytes_, factors, table, expected=f"those of {list(shape)}")
+        raise parts.unfit(bytes_, factors, table, *nests, expected=f"those of {list(shape)}")
 
     def values(part: slice) -> Values:
         first, last = part.start * inputs, max(part.start, part.stop) * inputs
@@ -430,7 +450,9 @@ def _of_table(state: str, parts: _Parts) -> QuantizedMatrix:
 def _by_rows(parts: _Parts) -> QuantizedMatrix:
     """Return a matrix of LLM.int8()."""
     largest, matrix = parts.need("SCB", "F32"), parts.need("weight", "I8")
-    parts.get("weight_format", "U8")
+    order = parts.get("weight_format", "U8")
+    if order is not None and (found := order.read()).any():
+        raise _UnfitError(f"{parts.module}.weight_format is {found.max()}, expected 0: rows")
     if len(matrix.shape) != 2 or largest.shape != matrix.shape[:1]:
         raise parts.unfit(matrix, largest, expected="[outputs, inputs], [outputs]")
     shape = matrix.shape[0], matrix.shape[1]

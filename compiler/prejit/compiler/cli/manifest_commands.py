@@ -283,7 +283,7 @@ def _print_buckets(today: Buckets | None, suggested: Buckets, seconds: list[floa
 @click.argument(
     "model",
     metavar="MODEL",
-    help="A decoder as module:object, or what makes one; or the directory of a published model.",
+    help="A decoder as module:object, or what makes one; or a published model's directory or .gguf file.",
 )
 @click.option(
     "--params",
@@ -318,8 +318,12 @@ def check_model(
     layout of Hugging Face, print what a build would make of it: its sizes, the memory that a build takes,
     the most tokens a second that this machine's memory allows; or what is not supported.
     """
-    if Path(model).is_dir():
-        _print_published(Path(model))
+    published = Path(model)
+    if published.suffix == ".gguf" and published.is_file():
+        _print_published(published.parent, published)
+        return 0
+    if published.is_dir():
+        _print_published(published)
         return 0
     from prejit.compiler.checking.kit import check_user_model
 
@@ -330,13 +334,13 @@ def check_model(
     return 0 if all(finding.passed for finding in findings) else 1
 
 
-def _print_published(directory: Path) -> None:
+def _print_published(directory: Path, weights: Path | None = None) -> None:
     """Print the sizes and estimates of a published model, and what is missing."""
     from prejit.compiler.bench.machine_limits import measure_reading
     from prejit.compiler.checking.published_model import check_published
     from prejit.runtime.base.wording import size, table
 
-    found = check_published(directory)
+    found = check_published(directory, weights)
     decodes = found.section == "generate"
     rate = measure_reading() if decodes else 0.0
     rows = [

@@ -3,7 +3,8 @@
     gptq                Frantar et al. 2022, arXiv 2210.17323; AutoGPTQ and GPTQModel, gptq and gptq_v2
     awq                 Lin et al. 2023, arXiv 2306.00978; AutoAWQ, the form gemm
     compressed-tensors  llm-compressor and vLLM: packed and plain integers, and float8
-    fp8                 DeepSeek-AI 2024, arXiv 2412.19437, section 3.3: float8 with scales of blocks
+    fp8                 DeepSeek-AI 2024, arXiv 2412.19437, section 3.3: float8 with scales of blocks of
+                        128 x 128, or of `weight_block_size`; null: one scale
     bitsandbytes        Dettmers et al. 2023, arXiv 2305.14314: nf4 and fp4; LLM.int8()
 
 checkpoint/quantized_tensors.py reads the tensors. How many bits a matrix has, and which inputs share a scale,
@@ -73,16 +74,15 @@ def read_quantization(
     if not found:
         return None
     method = found.get("quant_method") if isinstance(found, dict) else None
-    if method in others:
+    if isinstance(method, str) and method in others:
         return None
-    if not isinstance(found, dict) or method not in _READERS:
+    if not (isinstance(found, dict) and isinstance(method, str) and method in _READERS):
         key = "quant_method" if isinstance(found, dict) else ""
         known = sorted([*_READERS, *others])
         guess = did_you_mean(str(method), known)
         raise _wrong(
             file, key, f"{' or '.join(map(shown, known))}", method if key else found, guess
         )
-    assert isinstance(method, str)
     return _READERS[method](file, found)
 
 
@@ -155,7 +155,7 @@ def _compressed_tensors(file: Path, settings: Mapping[str, Any]) -> Quantization
 def _fp8(file: Path, settings: Mapping[str, Any]) -> Quantization:
     _require(file, settings, "fmt", ["e4m3", "float8_e4m3fn"])
     _require(file, settings, "expert_dtype", ["fp8"])
-    blocks = _block(file, "weight_block_size", settings.get("weight_block_size"))
+    blocks = _block(file, "weight_block_size", settings.get("weight_block_size", [128, 128]))
     return Quantization("fp8", blocks=tuple(blocks))
 
 

@@ -101,6 +101,14 @@ def test_wrong_arguments_are_errors_without_a_traceback(capsys):
             assert hint in printed.err.partition("hint:")[2]
 
 
+def test_a_gguf_file_is_taken_for_a_module(tmp_path, capsys):
+    case = next(case for case in sibling_cases.cases() if case.name == "qwen3_moe-0")
+    case.write(tmp_path / "mixture")
+    (tmp_path / "mixture" / "m.gguf").write_bytes(b"")
+    assert main(["check-model", "mixture/m.gguf"]) == 1
+    assert "mixture/m.gguf: expected a model of" in capsys.readouterr().err
+
+
 def test_a_published_model_has_its_sizes_or_says_what_is_not_built(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(machine_limits, "measure_reading", lambda: 2e9)
     case = next(case for case in sibling_cases.cases() if case.name == "qwen3_moe-0")

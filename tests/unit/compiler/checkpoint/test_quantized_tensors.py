@@ -5,15 +5,19 @@ import re
 
 import numpy as np
 import pytest
+from ml_dtypes import float8_e4m3fn
 from safetensors.numpy import load_file, save_file
-from tests.parity.few_bits_cases import GPTQ, LLAMA, FewBits
+from tests.parity.few_bits_cases import GPTQ, LLAMA, FewBits, words
 from tests.parity.sibling_cases import cases as siblings
 
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
+from prejit.compiler.checkpoint.quantized_tensors import with_whole_matrices
+from prejit.compiler.checkpoint.tensor_files import tensors as published
 from prejit.compiler.models import config_file, int4_rounding
 from prejit.compiler.models.layers import int4_words
 from prejit.compiler.models.published_integers import Integers, kept, nearest
+from prejit.compiler.models.quantization_settings import read_quantization
 from prejit.runtime.errors import CheckpointError
 
 WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
@@ -31,6 +35,7 @@ def with_weights(**changes):
     ("settings", "said"),
     [
         ({"quant_method": "hqq"}, 'quant_method: expected "awq" or "bitsandbytes" or "compressed-'),
+        ({"quant_method": ["gptq"]}, 'quant_method: expected "awq" or "bitsandbytes" or "compressed-'),
         ({"quant_method": "gtpq"}, '(did you mean "gptq"?)'),
         ("gptq", "quantization_config: expected"),
         (GPTQ | {"bits": 3}, "quantization_config.bits: expected 4 or 8, found 3"),
@@ -98,6 +103,125 @@ def test_a_group_that_is_none_is_read_from_elsewhere(tmp_path):
         CheckpointError, match=f"{Q}: expected groups from 0 to 1 in g_idx, found 2"
     ):
         open_checkpoint(tmp_path, out_in=True).read(f"{Q}.weight")
+
+
+def matrix_of(directory, settings, tensors):
+    """Return the matrix that tensors `m.NAME` stand for, or the problems with them."""
+    file = directory / "model.safetensors"
+    save_file({f"m.{name}": np.ascontiguousarray(each) for name, each in tensors.items()}, file)
+    read = read_quantization(directory / "config.json", settings)
+    found, problems = with_whole_matrices(published(file), read)
+    return problems or found["m.weight"].read()
+
+
+def test_a_zero_point_of_float8_is_dropped(tmp_path):
+    scale, zero = np.float32([[0.5], [2]]), [[1], [-0.5]]
+    weight = np.array([[1, 2], [3, -4]], float8_e4m3fn)
+    settings = with_weights(type="float", num_bits=8, strategy="channel", symmetric=False)
+    for kind, zeros in ((float8_e4m3fn, zero), (np.int8, [[1], [-3]])):
+        given = np.array(zeros, kind)
+        tensors = {"weight": weight, "weight_scale": scale, "weight_zero_point": given}
+        wanted = (weight.astype(np.float32) - np.float32(zeros)) * scale
+        np.testing.assert_array_equal(matrix_of(tmp_path, settings, tensors), wanted)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_zero_point_of_0_moves_its_neighbour_in_the_first_form_of_gptq(bits, tmp_path):
+    random = np.random.default_rng(0)
+    values = random.integers(0, 1 << bits, (32, 64))
+    zeros = random.integers(0, 1 << bits, (32, 2))
+    zeros[::3] = 0
+    stored = words(zeros.T, 1, bits).view(np.uint32)
+    tensors = {
+        "qweight": words(values.T, 0, bits),
+        "qzeros": (stored - np.uint32(0x11111111 if bits == 4 else 0x01010101)).view(np.int32),
+        "scales": np.ones((2, 32), np.float16),
+    }
+    found = matrix_of(tmp_path, GPTQ | {"bits": bits, "sym": False}, tensors)
+    np.testing.assert_array_equal(found, values - zeros.repeat(32, 1))
+
+
+def test_int8_of_bitsandbytes_is_read_in_another_order_than_rows(tmp_path):
+    settings = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    tensors = {"weight": np.ones((32, 64), np.int8), "SCB": np.ones(32, np.float32)}
+    found = [
+        matrix_of(tmp_path, settings, tensors | {"weight_format": np.uint8(each)})
+        for each in (0, 1)
+    ]
+    assert found[0].shape == (32, 64)
+    assert found[1][0].startswith("m.weight_format is 1, expected 0: rows")
+
+
+def test_float8_is_multiplied_by_scales_of_other_blocks(tmp_path):
+    random = np.random.default_rng(0)
+    weight = random.standard_normal((192, 320)).astype(float8_e4m3fn)
+    scales = random.uniform(0.5, 2, (2, 3)).astype(np.float32)
+    tensors = {"weight": weight, "weight_scale_inv": scales}
+    whole = scales.repeat(128, 0)[:192].repeat(128, 1)[:, :320]
+    np.testing.assert_array_equal(
+        matrix_of(tmp_path, {"quant_method": "fp8"}, tensors), weight.astype(np.float32) * whole
+    )
+    for size, wanted in (([96, 128], None), ([64, 64], [3, 5]), (None, [1, 1])):
+        settings = {"quant_method": "fp8", "weight_block_size": size}
+        found = matrix_of(tmp_path, settings, tensors)
+        if wanted is None:
+            whole = scales.repeat(96, 0).repeat(128, 1)[:, :320]
+            np.testing.assert_array_equal(found, weight.astype(np.float32) * whole)
+        else:
+            assert f"the scales of m are [2, 3], expected {wanted} for its shape" in found[0]
+    found = matrix_of(
+        tmp_path, {"quant_method": "fp8"}, {"weight": weight, "weight_scale_inv": scales[:1, :1]}
+    )
+    assert "the scales of m are [1, 1], expected [2, 3]" in found[0]
+
+
+STATE = {"shape": [32, 64], "blocksize": 64, "nested_blocksize": 16, "nested_offset": 0.5}
+NF4 = {
+    **{"weight": np.zeros((1024, 1), np.uint8), "weight.quant_map": np.ones(16, np.float32)},
+    **{"weight.absmax": np.zeros(32, np.uint8), "weight.nested_absmax": np.ones(2, np.float32)},
+    "weight.nested_quant_map": np.zeros(256, np.float32),
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"blocksize": float("inf")},
+        {"shape": [float("inf"), 64]},
+        {"blocksize": 10**30, "weight.absmax": np.zeros(1, np.uint8)},
+        {"nested_blocksize": 10**30, "weight.nested_absmax": np.ones(1, np.float32)},
+        {"nested_offset": [1]},
+        {"deep": True},
+        {"weight.nested_absmax": np.ones(1, np.float32)},
+        {"weight.nested_absmax": np.ones((1, 2), np.float32)},
+        {"weight.nested_quant_map": np.zeros(10, np.float32)},
+        {"weight.nested_quant_map": np.zeros((256, 1), np.float32)},
+        {"weight.nested_quant_map": None},
+    ],
+)
+def test_a_state_of_bitsandbytes_ends_in_a_traceback(change, tmp_path):
+    settings, state = {"quant_method": "bitsandbytes"}, "weight.quant_state.bitsandbytes__nf4"
+
+    def found(changes):
+        content = json.dumps(STATE | {key: changes[key] for key in STATE.keys() & changes.keys()})
+        text = "[" * 10**6 if "deep" in changes else content
+        tensors = NF4 | {key: changes[key] for key in NF4.keys() & changes.keys()}
+        tensors[state] = np.frombuffer(text.encode(), np.uint8)
+        given = {name: each for name, each in tensors.items() if each is not None}
+        return matrix_of(tmp_path, settings, given)
+
+    np.testing.assert_array_equal(found({}), np.full((32, 64), 0.5, np.float32))
+    problems = found(change)
+    assert isinstance(problems, list)
+    assert problems[0].startswith(("the tensors of m are", f"m.{state} is not what"))
+
+
+def test_a_matrix_without_outputs_is_read(tmp_path):
+    tensors = {"qzeros": np.zeros((2, 0), np.int32), "scales": np.zeros((2, 0), np.float16)}
+    for method, inputs in (("gptq", 8), ("awq", 64)):
+        tensors["qweight"] = np.zeros((inputs, 0), np.int32)
+        found = matrix_of(tmp_path, GPTQ | {"quant_method": method}, tensors)
+        assert "the scales of m are [0, 2], expected a divisor of its shape [0, 64]" in found[0]
 
 
 def integers(values, scales):

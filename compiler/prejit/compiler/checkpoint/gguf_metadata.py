@@ -1,0 +1,222 @@
+"""Read the metadata of a GGUF file and compare it with config.json, before the package `gguf` reads the file.
+
+    file     "GGUF", version u32, tensors u64, entries u64; entries; tensors
+    entry    key, type u32, value
+    text     bytes u64, UTF-8
+    array    type u32, elements u64, elements
+    tensor   name, dimensions u32, each u64, type u32, offset u64
+
+The package makes an object for each element that the file counts, even past its end.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from prejit.compiler.base.suggestions import shown
+from prejit.runtime.errors import CheckpointError
+
+_NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
+"""The format of each type of numbers, for `struct`."""
+_TEXT, _ARRAY = 8, 9
+_MOST_ELEMENTS = 1 << 22
+"""Maximum elements of all arrays, entries and tensors of a file: vocabularies have some 500,000."""
+_MOST_DIMENSIONS = 4
+_SAME_MODEL = "config.json and the file must come from the same model"
+_SIZES = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+"""Keys of metadata, after the architecture, with those of config.json."""
+_SCALED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Return the metadata of a file. The value of an array is a list of numbers, or None if it is long.
+
+    Raises:
+        CheckpointError: the file is one of several, or of another byte order.
+        ValueError, struct.error: the file is damaged.
+    """
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        cursor = _Cursor(content)
+        if cursor.bytes(4, "the file") != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        version = cursor.number("I")
+        if version and version & 0xFFFF == 0:
+            raise CheckpointError(
+                f"{path}: expected a little-endian file, found a big-endian one",
+                hint="convert it: gguf-convert-endian FILE little",
+            )
+        if version not in (2, 3):
+            raise ValueError(f"expected version 2 or 3 of GGUF, found {version}")
+        tensors, entries = cursor.number("Q"), cursor.number("Q")
+        cursor.count(entries, 13, "the metadata")
+        found = {}
+        for _ in range(entries):
+            key = cursor.text("a key")
+            found[key] = cursor.value(key)
+        cursor.count(tensors, 24, "the tensors")
+        for _ in range(tensors):
+            name = cursor.text("a tensor")
+            dimensions = cursor.number("I")
+            if dimensions > _MOST_DIMENSIONS:
+                raise ValueError(
+                    f"{name}: expected up to {_MOST_DIMENSIONS} dimensions, found {dimensions}"
+                )
+            cursor.bytes(8 * dimensions + 12, name)
+    if found.get("split.count", 0) not in (0, 1):
+        raise CheckpointError(
+            f"{path}: split.count: expected a whole model, found one of {shown(found['split.count'])} files",
+            hint="join them: llama-gguf-split --merge FIRST_FILE WHOLE_FILE",
+        )
+    return found
+
+
+class _Cursor:
+    """A place in a file."""
+
+    def __init__(self, content: mmap.mmap) -> None:
+        self._content, self._at, self._elements = content, 0, 0
+
+    def number(self, form: str) -> Any:
+        """Return a number."""
+        (value,) = struct.unpack_from(f"<{form}", self._content, self._at)
+        self._at += struct.calcsize(f"<{form}")
+        return value
+
+    def bytes(self, size: int, name: str) -> bytes:
+        """Return so many bytes."""
+        self._fits(size, "bytes", name)
+        self._at += size
+        return self._content[self._at - size : self._at]
+
+    def text(self, name: str) -> str:
+        """Return a text."""
+        return self.bytes(self.number("Q"), name).decode()
+
+    def count(self, elements: int, least_bytes: int, name: str) -> None:
+        """Check that the file can hold so many elements, each of some bytes."""
+        self._fits(elements * least_bytes, "bytes", name)
+        self._elements += elements
+        if self._elements > _MOST_ELEMENTS:
+            raise ValueError(
+                f"{name}: expected up to {_MOST_ELEMENTS:,} elements, found {self._elements:,}"
+            )
+
+    def value(self, name: str) -> Any:
+        """Return the value of an entry."""
+        kind = self.number("I")
+        if kind == _TEXT:
+            return self.text(name)
+        if kind != _ARRAY:
+            return self.number(_number(kind, name))
+        kind, elements = self.number("I"), self.number("Q")
+        if kind == _TEXT:
+            self.count(elements, 8, name)
+            for _ in range(elements):
+                self.bytes(self.number("Q"), name)
+            return None
+        form = _number(kind, name)
+        size = struct.calcsize(f"<{form}")
+        self.count(elements, size, name)
+        content = self.bytes(elements * size, name)
+        return list(struct.unpack(f"<{elements}{form}", content)) if elements <= 1024 else None
+
+    def _fits(self, size: int, unit: str, name: str) -> None:
+        left = len(self._content) - self._at
+        if size > left:
+            raise ValueError(f"{name}: expected up to {left:,} {unit}, found {size:,}")
+
+
+def _number(kind: int, name: str) -> str:
+    """Return the format of a type of numbers."""
+    if kind not in _NUMBERS:
+        raise ValueError(f"{name}: expected a type of numbers or texts, found {kind}")
+    return _NUMBERS[kind]
+
+
+def check_agreement(
+    path: Path, metadata: Mapping[str, Any], config: Any, tensors: Mapping[str, Any]
+) -> None:
+    """Check that a file says what config.json says, of what both say.
+
+    Args:
+        path: the file, for errors.
+        metadata: the file's.
+        config: the configuration of a decoder, as transformers reads it.
+        tensors: the file's tensors by name, as the package gguf reads them.
+
+    Raises:
+        CheckpointError: it says something else.
+    """
+    architecture = metadata["general.architecture"]
+    start = f"{architecture}."
+    said = {
+        key.removeprefix(start): each for key, each in metadata.items() if key.startswith(start)
+    }
+    problems = [
+        f"{start}{key}: expected {shown(ours)}, as config.json gives {name}; found {shown(said[key])}"
+        for key, name, ours in (*_sizes(config), *_of_rope(config, said))
+        if not _agree(said.get(key), ours)
+    ]
+    if _rope(config).get("rope_type", "default") == "default":
+        problems += [
+            f"{name}: expected ones, as config.json gives no scaling of RoPE; found others"
+            for name in _SCALED
+            if name in tensors and (tensors[name].data != 1).any()
+        ]
+    if problems:
+        raise CheckpointError(f"{path}: {'; '.join(problems)}", hint=_SAME_MODEL)
+
+
+def _sizes(config: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield keys of the file, those of config.json, and their values there."""
+    for key, name in _SIZES.items():
+        yield key, name, getattr(config, name, None)
+
+
+def _rope(config: Any) -> Mapping[str, Any]:
+    """Return how heads turn; for Gemma 3 in the layers that llama.cpp's keys mean."""
+    found: Mapping[str, Any] = config.rope_parameters or {}
+    return found.get("full_attention", found)
+
+
+def _of_rope(config: Any, said: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield as `_sizes`."""
+    ours = _rope(config)
+    yield "rope.freq_base", "rope_theta", ours.get("rope_theta")
+    kind, factor = ours.get("rope_type", "default"), said.get("rope.scaling.factor")
+    if kind in ("linear", "yarn", "longrope"):
+        yield "rope.scaling.type", "rope_type", kind
+        name = "original_max_position_embeddings"
+        yield "rope.scaling.original_context_length", name, ours.get(name)
+        if kind != "longrope":
+            yield "rope.scaling.factor", "factor", ours.get("factor")
+    elif said.get("rope.scaling.type", "linear") != "linear" or factor not in (None, 0, 1):
+        # llama.cpp has llama3 as tensors, and nothing of dynamic.
+        yield "rope.scaling.type", "rope_type", "none"
+        yield "rope.scaling.factor", "no factor", 1.0
+
+
+def _agree(said: Any, ours: Any) -> bool:
+    """Return whether a value of the file is that of config.json; None: one of them has none."""
+    if said is None or ours is None:
+        return True
+    if isinstance(said, list):  # for each layer
+        return all(_agree(each, ours) for each in said)
+    if isinstance(said, str) or isinstance(ours, str):
+        return bool(said == ours)
+    return math.isclose(said, ours, rel_tol=1e-5)
