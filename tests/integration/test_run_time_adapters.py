@@ -198,7 +198,7 @@ REFUSED = {
     "not named": (lambda at: changed(at, target_modules=["c_fc"]), "which target_modules of"),
     "integers": (other_dtype, "lora_A.weight: expected float32, .*; found int32"),
     "not finite": (not_finite, "expected finite numbers, found others in"),
-    "cut": (cut, "expected its bytes inside the file"),
+    "cut": (cut, "its bytes are not inside the file"),
     "nothing": (lambda at: at, "adapter_config.json: expected a file, found none"),
 }
 

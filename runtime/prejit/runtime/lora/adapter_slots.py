@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -102,11 +103,7 @@ class Adapters:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             arguments.refuse("adapter", "a name of letters, digits and . _ / -", name)
         at = Path(os.path.abspath(path))
-        values = read_adapter(at, self._pairs)
-        if self._policies:
-            from prejit.runtime.lora.adapter_trust import check_adapter  # it needs cryptography
-
-            check_adapter(self._policies, self._bundle, at, values.digest)
+        values = read_adapter(at, self._pairs, partial(self._check_trust, at))
         with self._lock:
             if (known := self._named.get(name)) is not None:
                 if known.digest == values.digest:
@@ -164,6 +161,12 @@ class Adapters:
             raise UsageError(
                 f"adapter {adapter.name!r}: expected one of this bundle, found another bundle's"
             )
+
+    def _check_trust(self, path: Path, digest: str) -> None:
+        if self._policies:
+            from prejit.runtime.lora.adapter_trust import check_adapter  # it needs cryptography
+
+            check_adapter(self._policies, self._bundle, path, digest)
 
     def _take_slot(self) -> int:
         if not self._free:
