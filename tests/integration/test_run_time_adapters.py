@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -197,7 +198,7 @@ REFUSED = {
     "not named": (lambda at: changed(at, target_modules=["c_fc"]), "which target_modules of"),
     "integers": (other_dtype, "lora_A.weight: expected float32, .*; found int32"),
     "not finite": (not_finite, "expected finite numbers, found others in"),
-    "cut": (cut, "expected its bytes inside the file"),
+    "cut": (cut, "its bytes are not inside the file"),
     "nothing": (lambda at: at, "adapter_config.json: expected a file, found none"),
 }
 
@@ -247,6 +248,29 @@ def test_a_slot_is_free_after_the_last_request_that_uses_its_adapter(bundle, dir
     with load_alone(bundle, directories[SLOTS]) as alone:
         assert slot != alone.adapters.loaded["b"].slot
         assert found == alone.generate(PROMPTS[0], adapter="b", **OPTIONS).token_ids
+
+
+def test_an_adapter_of_another_bundle_or_that_is_unloaded_is_refused(
+    bundle, path, directories, make_decoder
+):
+    given = bundle.adapters.load("a", directories[0])
+    request = bundle.request(PROMPTS[0], adapter=given, **OPTIONS)
+    with load(path, on_mismatch="error") as other:
+        other.adapters.load("a", directories[1])
+        with pytest.raises(UsageError, match="adapter 'a': expected one of this bundle"):
+            other.batch(1).insert(request)
+        with pytest.raises(UsageError, match=r"adapter 'a': expected sha256:.* of another bundle"):
+            other.generate(PROMPTS[0], adapter=given)
+    with (
+        load(make_decoder("gpt2", **BUCKETS), on_mismatch="error") as plain,
+        pytest.raises(UsageError, match="expected a bundle that takes adapters"),
+    ):
+        plain.batch(1).insert(request)
+    bundle.adapters.unload("a")
+    assert run(bundle, [request])  # it keeps its slot
+    bundle.adapters.load("a", directories[1])
+    with pytest.raises(UsageError, match=r"adapter 'a': expected sha256:.* which is unloaded"):
+        bundle.generate(PROMPTS[0], adapter=given)
 
 
 def load_alone(bundle, directory):
@@ -333,7 +357,8 @@ def test_a_server_loads_and_drops_adapters_while_others_run(texts, directories, 
     expected = answers_of(path)
     assert len({*expected.values()}) == 3
     at = str(tmp_path / "admin")
-    arguments = (f"m={path}", "--adapter", f"a0={directories[0]}", "--admin", at)
+    own = shutil.copytree(directories[0], tmp_path / "own")
+    arguments = (f"m={path}", "--adapter", f"a0={own}", "--admin", at)
     server = Process(*arguments).wait_until_ready()
     admin = over(at)
     request.addfinalizer(admin.close)
@@ -353,7 +378,21 @@ def test_a_server_loads_and_drops_adapters_while_others_run(texts, directories, 
     assert [text(each) for each in ("m", "m:a0", "a0")] == [
         expected[each] for each in ("m", "m:a0", "m:a0")
     ]
+    # Log-probabilities of a prompt are those of the adapter.
+    with load(path, on_mismatch="error") as bundle:
+        bundle.adapters.load("a0", own)
+        known = bundle.generate([5], adapter="a0", **OPTIONS)
+    body = {"prompt": [5, *known.token_ids], "echo": True, "logprobs": 1, "max_tokens": 0}
+    echoed = httpx.post(f"{server.url}/v1/completions", json=body | {"model": "m:a0"}, timeout=60)
+    found = echoed.json()["choices"][0]["logprobs"]["token_logprobs"]
+    assert found[1:] == pytest.approx([each.logprob for each in known.logprobs], abs=1e-5)
     assert ask("m:a1").status_code == 404
+    for place in ("", "/" + "a" * 5000):
+        refused = change("load", lora_name="a1", lora_path=place)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_path")
+    refused = change("load", lora_name="m", lora_path=str(directories[1]))
+    assert refused.status_code == 409
+    assert "expected a name that no model has, found 'm'" in refused.text
     loaded = change("load", lora_name="a1", lora_path=str(directories[1]))
     assert (loaded.status_code, loaded.json()["model"]) == (200, "m:a1")
     assert change("load", lora_name="a1", lora_path=str(directories[2])).status_code == 409
@@ -377,6 +416,10 @@ def test_a_server_loads_and_drops_adapters_while_others_run(texts, directories, 
     # A swap takes the adapters along, or leaves all as it was.
     assert admin.post("/swap", json={"bundle": str(plain)}, timeout=60).status_code == 409
     assert text("m:a0") == expected["m:a0"]
+    write(own, 7)
+    refused = admin.post("/swap", json={"bundle": str(other)}, timeout=60)
+    assert (refused.status_code, str(own) in refused.text) == (409, True)
+    shutil.copytree(directories[0], own, dirs_exist_ok=True)
     assert admin.post("/swap", json={"bundle": str(other)}, timeout=60).status_code == 200
     assert text("m:a0") == answers_of(other)["m:a0"]
     assert server.end() == 0

@@ -162,7 +162,9 @@ def merged(
         end = next((end for end in (*_A, *_B, *_MAGNITUDE) if name.endswith(f".{end}")), None)
         if end is not None:
             module = name.removesuffix(f".{end}")
-            lora.setdefault(module, {})[end] = TensorSource(published, tensor)
+            if end in lora.setdefault(module, {}):
+                problems.append(f"{published}, which another tensor gives too")
+            lora[module][end] = TensorSource(published, tensor)
             continue
         module, _, last = name.rpartition(".")
         module = module.removesuffix(".base_layer")

@@ -209,4 +209,6 @@ def admit(request: Request, programs: DecoderPrograms) -> Row:
         check_source(request.source, programs)
     if request.prefix is not None and not request.prefix.is_of(programs.programs):
         raise UsageError("prefix: expected one that this bundle computed, found another bundle's")
+    if request.adapter is not None:
+        programs.adapters.check(request.adapter)
     return row

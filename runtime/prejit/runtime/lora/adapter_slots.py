@@ -9,7 +9,8 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -42,6 +43,7 @@ class Adapter:
         digest: of its files.
         rank: its largest rank.
         slot: its place in the stacks, from 1.
+        holder: equal for the adapters of one loaded bundle. A reference to the bundle would be a cycle.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Adapter:
     digest: str
     rank: int
     slot: int
+    holder: object = field(repr=False)
 
 
 class Adapters:
@@ -100,11 +103,7 @@ class Adapters:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             arguments.refuse("adapter", "a name of letters, digits and . _ / -", name)
         at = Path(os.path.abspath(path))
-        values = read_adapter(at, self._pairs)
-        if self._policies:
-            from prejit.runtime.lora.adapter_trust import check_adapter  # it needs cryptography
-
-            check_adapter(self._policies, self._bundle, at, values.digest)
+        values = read_adapter(at, self._pairs, partial(self._check_trust, at))
         with self._lock:
             if (known := self._named.get(name)) is not None:
                 if known.digest == values.digest:
@@ -116,7 +115,7 @@ class Adapters:
                 )
             slot = self._take_slot()
             self._write(slot, values)
-            adapter = Adapter(name, str(at), values.digest, values.rank, slot)
+            adapter = Adapter(name, str(at), values.digest, values.rank, slot, self._free)
             weakref.finalize(adapter, self._free.append, slot).atexit = False
             self._named[name] = adapter
             return adapter
@@ -135,8 +134,9 @@ class Adapters:
         """Return a loaded adapter.
 
         Raises:
-            UsageError: there is none of this name.
+            UsageError: there is none of this name, or it is another than the one given.
         """
+        given = name
         if isinstance(name, Adapter):
             name = name.name
         if not isinstance(name, str) or (found := self._named.get(name)) is None:
@@ -146,8 +146,27 @@ class Adapters:
                 f"adapter: expected one that is loaded: {known}; found {arguments.described(name)}{guess}",
                 hint="load it with `bundle.adapters.load(name, path)`",
             )
+        if isinstance(given, Adapter) and found is not given:
+            raise UsageError(
+                f"adapter {name!r}: expected {found.digest:.19}, which is loaded in this bundle; found "
+                f"{given.digest:.19}, which is unloaded or of another bundle",
+                hint="give its name, or what `bundle.adapters.load` returns now",
+            )
         self.chosen[name] += 1
         return found
+
+    def check(self, adapter: Adapter) -> None:
+        """Check that an adapter was loaded into this bundle; the slots of others mean nothing here."""
+        if adapter.holder is not self._free:
+            raise UsageError(
+                f"adapter {adapter.name!r}: expected one of this bundle, found another bundle's"
+            )
+
+    def _check_trust(self, path: Path, digest: str) -> None:
+        if self._policies:
+            from prejit.runtime.lora.adapter_trust import check_adapter  # it needs cryptography
+
+            check_adapter(self._policies, self._bundle, path, digest)
 
     def _take_slot(self) -> int:
         if not self._free:

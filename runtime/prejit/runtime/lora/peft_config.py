@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,6 +44,9 @@ _WITHOUT_EFFECT = frozenset(
 _KINDS = ("gaussian", "orthogonal", "eva")
 """The ways to begin that leave the matrices of the model as they are, beside true and false."""
 
+_MOST_PATTERNS, _MOST_CHARACTERS, _MOST_CHOICES = 4096, 256, 200_000
+"""Limits of the patterns of a file: Python's matching cannot be interrupted."""
+
 
 def read_config(file: Path, content: bytes) -> dict[str, Any]:
     """Return what adapter_config.json says; `file` is its path, for errors.
@@ -74,13 +79,46 @@ def read_config(file: Path, content: bytes) -> dict[str, Any]:
     patterns = [*(config.get("rank_pattern") or ()), *(config.get("alpha_pattern") or ())]
     if isinstance(target := config.get("target_modules"), str):
         patterns.append(target)
+    choices = 0.0
     for pattern in patterns:
+        choices += _choices(file, pattern)
+        if len(patterns) > _MOST_PATTERNS or choices > _MOST_CHOICES:
+            problem = "fewer patterns, or with fewer of * + ? { | (they could take too long)"
+            raise _too_costly(file, problem, pattern)
         try:
-            re.compile(pattern)
+            _compiled(pattern)
         except (re.error, OverflowError, RecursionError) as error:
-            problem = f"a regular expression ({error})"
-            raise wrong(file, "a pattern of modules", problem, pattern) from error
+            raise _too_costly(file, f"a regular expression ({error})", pattern) from error
     return config
+
+
+def _choices(file: Path, pattern: str) -> float:
+    """Return about how many ways to match a name of 50 characters `re` may try, which backtracks.
+
+    A quantifier chooses among the places that those before it leave, a group among its alternatives.
+
+    Raises:
+        CheckpointError: a group is repeated or looks around, so the ways could be exponentially many.
+    """
+    text = pattern.replace("(?:", "(")
+    if len(text) > _MOST_CHARACTERS or "(?" in text or re.search(r"\)[*+{]", text):
+        problem = (
+            f"at most {_MOST_CHARACTERS} characters, no group that is repeated and no (? but (?:"
+        )
+        raise _too_costly(file, problem, pattern)
+    quantifiers, groups = len(re.findall(r"[*+?{]\??", text)), text.count("(") + 1
+    return math.comb(50 + quantifiers, quantifiers) * (1 + text.count("|") / groups) ** groups
+
+
+def _too_costly(file: Path, expected: str, pattern: str) -> CheckpointError:
+    error = wrong(file, "a pattern of modules", expected, pattern)
+    error.hint = f"list the modules by name; or {MERGE}"
+    return error
+
+
+@functools.lru_cache(2 * _MOST_PATTERNS)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
 
 
 def _object(file: Path, content: bytes) -> dict[str, Any]:
@@ -117,7 +155,7 @@ def rank_and_factor(config: Mapping[str, Any], file: Path, module: str) -> tuple
 def _of_pattern(config: Mapping[str, Any], patterns: str, key: str, module: str) -> Any:
     """Return the value of a module: that of the first pattern that matches, or the common one."""
     for pattern, value in (config.get(patterns) or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        if _compiled(rf"(.*\.)?({pattern})$").match(module):
             return value
     return config.get(key, 8)  # PEFT's default
 
@@ -126,5 +164,5 @@ def is_target(config: Mapping[str, Any], module: str) -> bool:
     """Return whether the adapter changes a module."""
     targets = config.get("target_modules") or []
     if isinstance(targets, str):
-        return targets.lower() == "all-linear" or re.fullmatch(targets, module) is not None
+        return targets.lower() == "all-linear" or _compiled(targets).fullmatch(module) is not None
     return any(f".{module}".endswith(f".{target}") for target in targets)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from prejit.runtime.base.wording import few
 from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.errors import CheckpointError, RejectError
 from prejit.runtime.format.checks.adapter_stacks import StackPair
-from prejit.runtime.format.checks.layers import header_end, tensor_slice
+from prejit.runtime.format.checks.layers import check_weights
 from prejit.runtime.lora.peft_config import (
     CONFIG,
     PREFIX,
@@ -85,8 +84,15 @@ def _read(file: Path) -> bytes:
         raise CheckpointError(f"{file}: cannot read it: {error}") from error
 
 
-def read_adapter(directory: Path, pairs: Sequence[StackPair]) -> AdapterValues:
+def read_adapter(
+    directory: Path, pairs: Sequence[StackPair], check: Callable[[str], object] = str
+) -> AdapterValues:
     """Return the changes that an adapter makes to matrices of a bundle.
+
+    Args:
+        directory: has its files.
+        pairs: the stacks of the bundle.
+        check: takes the digest of the files before anything in them is read, and raises to refuse them.
 
     Raises:
         CheckpointError: the adapter is of another model or kind, changes other matrices than those of
@@ -94,6 +100,8 @@ def read_adapter(directory: Path, pairs: Sequence[StackPair]) -> AdapterValues:
     """
     config_file, file = adapter_files(directory)
     contents = _read(config_file), _read(file)
+    digest = _digest(*contents)
+    check(digest)
     config = read_config(config_file, contents[0])
     if config.get("use_dora"):
         raise wrong(config_file, "use_dora", "false for an adapter that is not merged", True)
@@ -110,26 +118,31 @@ def read_adapter(directory: Path, pairs: Sequence[StackPair]) -> AdapterValues:
                 module, end = module.removesuffix(f".{each}.weight"), each
         if not end:
             problems.append(f"{published}, which is neither lora_A nor lora_B")
+        elif _published(module) not in known and module not in known:
+            problems.append(f"{module}, which is no matrix that the bundle lets adapters change")
         elif not is_target(config, module):
             problems.append(f"{module}, which target_modules of {CONFIG} does not name")
-        elif module not in known:
-            problems.append(f"{module}, which is no matrix that the bundle lets adapters change")
+        elif end in changes.setdefault(module, {}):
+            problems.append(f"{module}.{end}, which has two names")
         else:
-            changes.setdefault(module, {})[end] = values
+            changes[module][end] = values
     result: dict[str, tuple[Values, Values]] = {}
     for module, parts in changes.items():
-        pair = known[module]
+        name = module if module in known else _published(module)
+        pair = known[name]
         most, inputs, outputs = pair.down.shape[2], pair.down.shape[3], pair.up.shape[2]
         rank, factor = rank_and_factor(config, config_file, module)
         if rank > most:
             raise wrong(config_file, "r", f"at most {most}, [adapters] rank of the bundle", rank)
         wanted = {"lora_A": (rank, inputs), "lora_B": (outputs, rank)}
-        if {end: values.shape for end, values in parts.items()} != wanted:
+        if name in result:
+            problems.append(f"{module}, which has two names")
+        elif {end: values.shape for end, values in parts.items()} != wanted:
             found = ", ".join(f"{end} {list(values.shape)}" for end, values in parts.items())
             expected = ", ".join(f"{end} {list(shape)}" for end, shape in wanted.items())
             problems.append(f"{module} with {found}, expected {expected}")
         else:
-            result[module] = (parts["lora_A"], parts["lora_B"] * np.float32(factor))
+            result[name] = (parts["lora_A"], parts["lora_B"] * np.float32(factor))
     if not changes and not problems:
         problems.append("no tensor")
     if problems:
@@ -146,7 +159,12 @@ def read_adapter(directory: Path, pairs: Sequence[StackPair]) -> AdapterValues:
             f"{file}: expected finite numbers, found others in {few(bad, _SHOWN)}"
         )
     rank = max(len(down) for down, _ in result.values())
-    return AdapterValues(_digest(*contents), rank, result)
+    return AdapterValues(digest, rank, result)
+
+
+def _published(module: str) -> str:
+    """Return the name of a module in checkpoints of Nemotron-H, which transformers' classes rename."""
+    return f"backbone.{module.removeprefix('model.')}"
 
 
 def _tensors(content: bytes, file: Path) -> dict[str, Values]:
@@ -156,19 +174,11 @@ def _tensors(content: bytes, file: Path) -> dict[str, Values]:
         CheckpointError: the file is damaged, or a tensor has no floating-point numbers.
     """
     try:
-        data = header_end(memoryview(content), str(file))
-        header = json.loads(content[8:data])
-        slices = {
-            name: tensor_slice(entry, data)
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RejectError) as error:
-        raise CheckpointError(f"{file}: expected a safetensors file: {error!s:.120}") from error
+        slices = check_weights(memoryview(content), str(file), alignment=1)
+    except RejectError as error:
+        raise CheckpointError(str(error)) from error  # which begins with the file
     found = {}
     for name, at in slices.items():
-        if not 0 <= at.start <= at.end <= len(content):
-            raise CheckpointError(f"{file}: {name}: expected its bytes inside the file")
         if at.dtype not in _FLOATS:
             wanted = ", ".join(_FLOATS)
             raise CheckpointError(f"{file}: {name}: expected {wanted}; found {at.dtype}")

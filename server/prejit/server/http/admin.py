@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -183,6 +184,9 @@ def make_admin(
 
     def load_adapter(wanted: LoadAdapterRequest) -> dict[str, Any]:
         name = served_model(models, wanted.model or None).name
+        if not wanted.lora_path or not os.path.isdir(wanted.lora_path):
+            problem = f"expected a directory on the server, found {wanted.lora_path!r:.200}"
+            raise http_errors.field_error("lora_path", problem)
         loaded = swaps.load_adapter(name, wanted.lora_name, wanted.lora_path)
         return {"model": f"{name}:{loaded.name}", "now": loaded.digest}
 

@@ -200,6 +200,7 @@ def _scoring(served: Served, call: TextCall, top: int) -> TextCall:
         "min_new_tokens": 0,
         "stop_token_ids": (),
         "logprobs": top,
+        "adapter": call.options.get("adapter"),
     }
     return replace(call, prompt=prompt[:1], options=options, choices=1, mask=lambda: next_of_prompt)
 

@@ -225,6 +225,7 @@ class BundleSwaps:
         """
         self._models.check_ready(model)
         with self._one_at_a_time:
+            served_adapters.check_name(name, (each.name for each in self._models))
             found = served_adapters.load_adapter(self._sharing(model), name, path)
             self._changed(f"{model}: loaded adapter {name}, {found.digest} of {found.path}")
             return found

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prejit.runtime.base.wording import did_you_mean
@@ -53,11 +53,29 @@ def carry(before: Served, after: Served) -> None:
     """Load the adapters of a bundle into the one that takes its place, from where they were read.
 
     Raises:
-        UsageError: the new one takes none.
+        UsageError: the new one takes none, or the files of one have changed since.
         CheckpointError, UntrustedError: one does not fit it, or must not be loaded.
     """
     for adapter in adapters_of(before.bundle).values():
-        after.bundle.adapters.load(adapter.name, adapter.path)
+        found = after.bundle.adapters.load(adapter.name, adapter.path)
+        if found.digest != adapter.digest:
+            raise UsageError(
+                f"{adapter.path}: expected {adapter.digest:.19}, which {before.name}:{adapter.name} serves; "
+                f"found {found.digest:.19}",
+                hint="put its files back, or unload the adapter and load it again after the swap",
+            )
+
+
+def check_name(name: str, models: Iterable[str]) -> None:
+    """Check that no model has the name of an adapter: requests that give it would go to the model.
+
+    Raises:
+        UsageError: one has it.
+    """
+    if name in models:
+        raise UsageError(
+            f"adapter: expected a name that no model has, found {name!r}", hint="give another name"
+        )
 
 
 def load_adapter(each: list[Served], name: str, path: str) -> Adapter:
@@ -67,8 +85,6 @@ def load_adapter(each: list[Served], name: str, path: str) -> Adapter:
         UsageError: the bundle takes none, the name is taken, or no slot is free.
         CheckpointError, UntrustedError: it does not fit, or must not be loaded.
     """
-    if not Path(path).is_dir():
-        raise UsageError(f"lora_path: expected a directory on the server, found {path!r:.200}")
     found = [served.bundle.adapters.load(name, path) for served in each]
     return found[0]
 

@@ -23,6 +23,7 @@ from prejit.runtime.ship.reference import is_reference, parse_reference
 from prejit.server.served.model_memory import ModelMemory
 from prejit.server.served.say import say
 from prejit.server.served.served import Models, Served, State
+from prejit.server.served.served_adapters import check_name
 
 if TYPE_CHECKING:
     from prejit.server.engine.engine import Engine
@@ -130,6 +131,7 @@ class MakeServed:
         name = source.name or bundle.name
         try:
             for adapter, directory in source.adapters:
+                check_name(adapter, (name,))
                 bundle.adapters.load(adapter, directory)
         except BaseException:
             bundle.close()

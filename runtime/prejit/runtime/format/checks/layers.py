@@ -148,10 +148,12 @@ def header_end(content: memoryview, path: str) -> int:
 
 
 @rejecting
-def check_weights(content: memoryview, path: str) -> dict[str, TensorSlice]:
+def check_weights(
+    content: memoryview, path: str, *, alignment: int = WEIGHTS_ALIGNMENT_BYTES
+) -> dict[str, TensorSlice]:
     """10. Check that a weights layer is a safetensors file with all tensors inside, aligned and apart.
 
-    8 bytes: size of the header, little-endian | header: JSON | tensors, each at a multiple of 64
+    8 bytes: size of the header, little-endian | header: JSON | tensors, each at a multiple of `alignment`
     """
     data = header_end(content, path)
     text = bytes(content[8:data])
@@ -170,8 +172,8 @@ def check_weights(content: memoryview, path: str) -> dict[str, TensorSlice]:
         if tensor.start < end or tensor.end > len(content):
             raise ValueError(f"{name}: its bytes are not inside the file and apart from others")
         gap = name.startswith(GAP_PREFIX)
-        if not gap and tensor.start % WEIGHTS_ALIGNMENT_BYTES:
-            raise ValueError(f"{name}: expected at a multiple of 64, found {tensor.start}")
+        if not gap and tensor.start % alignment:
+            raise ValueError(f"{name}: expected at a multiple of {alignment}, found {tensor.start}")
         end = tensor.end
     return slices
 
