@@ -88,6 +88,14 @@ def test_a_setting_that_is_not_built_is_an_error_that_names_it(tmp_path, name, c
         ({"size": {"longest_edge": 21}}, "size: expected an integer, or an object"),
         ({"size": {"shortest_edge": 21}}, "do_center_crop: expected true"),
         ({"do_resize": False}, "do_center_crop: expected true"),
+        ({"size": None}, "size: expected 224, the default, or no such key; found null"),
+        ({"do_rescale": None}, "do_rescale: expected true, the default"),
+        ({"default_to_square": None}, "default_to_square: expected true, the default"),
+        ({"image_processor_type": "SiglipImageProcessor"}, "do_center_crop: expected true, or a"),
+        (
+            {"image_processor_type": "DINOv3ViTImageProcessor", "resample": 3},
+            r"resample: expected 2 \(bilinear\).* found 3",
+        ),
         ({"do_center_crop": True}, "crop_size: expected an integer, or an object with height"),
     ],
 )
@@ -106,6 +114,7 @@ def test_a_processor_has_the_defaults_of_its_class(tmp_path):
     assert (plain.size, plain.resize, plain.mean[0]) == ((224, 224), (224, 224), 0.485)
     # a file of a whole processor counts before, if it has this part
     nested = {"image_processor": {"image_processor_type": "SiglipImageProcessor", "size": 21}}
+    nested["image_processor"]["default_to_square"] = True
     (tmp_path / "processor_config.json").write_text(json.dumps(nested))
     plain = read_processing(tmp_path, "CLIPImageProcessor")
     assert (plain.size, plain.resample, plain.mean) == ((21, 21), 3, (0.5, 0.5, 0.5))
