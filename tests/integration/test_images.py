@@ -59,6 +59,8 @@ def write_tokenizer(directory, vocab_size):
     end = vocab_size - 1
     made.post_processor = processors.TemplateProcessing("$A end", special_tokens=[("end", end)])
     made.save(str(directory / "tokenizer.json"))
+    settings = {"padding_side": "right", "model_input_names": ["input_ids"], "tokenizer_class": "T"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def least_cosine(found, expected):
@@ -84,6 +86,12 @@ def test_images_and_texts_are_embedded_in_one_space(built, reference, name, leng
         texts = bundle.encode(words)
         np.testing.assert_array_equal(texts, bundle.encode(ids))
         assert least_cosine(texts, expected["texts"]) > 0.999
+        if name == "clip-0":  # which pools at the first end
+            np.testing.assert_array_equal(bundle.encode([[*ids[0], 5, 60, 6]]), texts[:1])
+            with pytest.raises(
+                UsageError, match=r"sentences\[1\]: expected the end of .* 60, in it"
+            ):
+                bundle.encode([ids[0], [5, 6]])
         logits = bundle.score_images(files, words, logits=True)
         assert np.abs(logits - expected["logits"]).max() < 0.1
         found = bundle.score_images(files[0], words)
