@@ -59,6 +59,8 @@ def write_tokenizer(directory, vocab_size):
     end = vocab_size - 1
     made.post_processor = processors.TemplateProcessing("$A end", special_tokens=[("end", end)])
     made.save(str(directory / "tokenizer.json"))
+    settings = {"padding_side": "right", "model_input_names": ["input_ids"], "tokenizer_class": "T"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def least_cosine(found, expected):
@@ -84,6 +86,12 @@ def test_images_and_texts_are_embedded_in_one_space(built, reference, name, leng
         texts = bundle.encode(words)
         np.testing.assert_array_equal(texts, bundle.encode(ids))
         assert least_cosine(texts, expected["texts"]) > 0.999
+        if name == "clip-0":  # which pools at the first end
+            np.testing.assert_array_equal(bundle.encode([[*ids[0], 5, 60, 6]]), texts[:1])
+            with pytest.raises(
+                UsageError, match=r"sentences\[1\]: expected the end of .* 60, in it"
+            ):
+                bundle.encode([ids[0], [5, 6]])
         logits = bundle.score_images(files, words, logits=True)
         assert np.abs(logits - expected["logits"]).max() < 0.1
         found = bundle.score_images(files[0], words)
@@ -99,6 +107,9 @@ def test_images_and_texts_are_embedded_in_one_space(built, reference, name, leng
 def check_server(bundle, files, words, images, texts):
     """What POST /v1/embeddings answers to images, to texts, and to what is neither."""
     models = Models(Served("both", bundle, Engine(bundle), 0))
+    large = io.BytesIO()
+    Image.new("1", (9_400, 9_400)).save(large, "PNG")
+    large = base64.b64encode(large.getvalue()).decode()
     with running(models, Settings()) as server:
         data = [base64.b64encode(file.read_bytes()).decode() for file in files]
         parts = [{"image": f"data:image/png;base64,{data[0]}"}, {"text": words[1]}]
@@ -115,8 +126,9 @@ def check_server(bundle, files, words, images, texts):
         for given, message in (
             ([{"image": "https://example.org/a.png"}], "expected a data URL in base64"),
             ([{"image": data[0], "text": "b"}], "each with an image or a text"),
-            ([parts[0], "a text"], "expected objects alone"),
+            ([parts[0], "a text"], "found both in one list"),
             ([{"image": "%"}], "expected base64"),
+            ([{"image": large}] * 4, "at most 268435456 pixels in all images, found 353440000"),
             ([{"image": base64.b64encode(b"no image").decode()}], "an image that Pillow reads"),
         ):
             assert message in answer(given)["error"]["message"]

@@ -88,7 +88,7 @@ def _run_one(bundle: Bundle) -> None:
     if bundle.config.decoder is not None:
         bundle.generate([0], max_new_tokens=1, stop_token_ids=(), temperature=0)
     elif bundle.config.encoder is not None:
-        bundle.encode([[0]])
+        bundle.encode([[bundle.config.encoder.vocab_size - 1]])  # CLIP needs its end
     else:
         bundle.runner_with_zeros(smallest_call(bundle.config.programs))()
 

@@ -53,7 +53,8 @@ def use_once(
         bundle.runner_with_zeros(named)()
         first = seconds_since_exec()
     elif bundle.config.encoder is not None:
-        bundle.encode([prompt])
+        # CLIP needs its end.
+        bundle.encode([[*prompt[:-1], bundle.config.encoder.vocab_size - 1]])
         first = seconds_since_exec()
     else:
         # The publisher's defaults may turn sampling on. These options make all models do the same work.

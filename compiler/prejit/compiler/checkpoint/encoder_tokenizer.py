@@ -21,10 +21,12 @@ _LOWERING = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer")
 """How the names of transformers' classes begin that normalize by do_lower_case, true if missing."""
 
 
-def check_encoder_tokenizer(file: Path, content: bytes, layout: SentenceLayout) -> None:
+def check_encoder_tokenizer(
+    file: Path, content: bytes, layout: SentenceLayout, vocab_size: int
+) -> None:
     """Check a tokenizer.json that the library can read.
 
-    `file` is tokenizer.json with its content, and `layout` that of its model.
+    `file` is tokenizer.json with its content, `layout` and `vocab_size` those of its model.
 
     Raises:
         CheckpointError: the tokenizer would give other tokens than transformers; the error names file, key,
@@ -54,6 +56,8 @@ def check_encoder_tokenizer(file: Path, content: bytes, layout: SentenceLayout) 
             f"found {shown(normalizer.get('lowercase'))}",
             hint="a bundle follows tokenizer.json, transformers tokenizer_config.json: correct the wrong one",
         )
+    if read_object(file.with_name("config.json"), required=False).get("model_type") == "clip":
+        _check_pooled(file, found, vocab_size - 1)
     if layout.scores:
         _check_end(file, found)
     if layout.scores or layout.has_segments is False:
@@ -85,6 +89,24 @@ def _check_end(file: Path, content: Mapping[str, Any]) -> None:
                     hint="transformers scores at the last token that is not pad_token_id: correct the wrong "
                     "file",
                 )
+
+
+def _check_pooled(file: Path, content: Mapping[str, Any], end: int) -> None:
+    """Refuse texts that do not end with the token at whose place CLIP pools."""
+    processor = _part(content, "post_processor")
+    last: Any = None
+    for part in processor.get("processors", [processor]):
+        if part.get("type") in ("RobertaProcessing", "BertProcessing"):
+            last = part["sep"][1]
+        if part.get("type") == "TemplateProcessing":
+            token = part["single"][-1].get("SpecialToken") if part["single"] else None
+            last = token and part["special_tokens"][token["id"]]["ids"][-1]
+    if last != end:
+        raise CheckpointError(
+            f"{file}: post_processor: expected {end}, the last of the vocabulary, at the end of texts, found "
+            f"{shown(last)}",
+            hint="CLIP pools at that token: take the tokenizer.json that belongs to the model",
+        )
 
 
 def _part(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -184,7 +184,7 @@ def _check_image(file: Path, config: Any, row: ImageRow, processing: ImageProces
         if text.projection_size != image.hidden_size:
             wanted = f"{image.hidden_size}, the vision_config.hidden_size"
             raise _refused(file, "text_config.projection_size", wanted, text.projection_size)
-        _check_padding(file.with_name("tokenizer_config.json"))
+        _check_padding(file.with_name("tokenizer_config.json"), text.max_position_embeddings)
     else:
         _check_end(file, config)
 
@@ -201,16 +201,24 @@ def _check_end(file: Path, config: Any) -> None:
         )
 
 
-def _check_padding(file: Path) -> None:
-    """Check that a tokenizer fills up texts behind their end, with tokens that count."""
+def _check_padding(file: Path, most: int) -> None:
+    """Check that a tokenizer fills up texts behind their end, to `most`, with tokens that count."""
     settings = read_object(file, required=False)
+    reads_texts = file.with_name("tokenizer.json").is_file()
     for key, wanted in {"padding_side": "right", "model_input_names": ["input_ids"]}.items():
-        if key in settings and settings[key] != wanted:
-            raise _refused(file, key, shown(wanted), settings[key])
+        # Where the key is missing, many classes pad left, and all return a mask.
+        if (reads_texts or key in settings) and settings.get(key) != wanted:
+            raise _refused(file, key, shown(wanted), settings.get(key))
+    if not reads_texts:
+        return
     kind = settings.get("tokenizer_class")
-    if str(kind).startswith("SiglipTokenizer") and file.with_name("tokenizer.json").is_file():
-        wanted = "another class: this one removes punctuation in Python, tokenizer.json cannot"
+    if not kind or str(kind).startswith("Siglip"):
+        wanted = "another class than Siglip..., the default: these change texts in Python"
         raise _refused(file, "tokenizer_class", wanted, kind)
+    length = settings.get("model_max_length")
+    if length not in (None, most) and not (type(length) in (int, float) and length > 10**9):
+        wanted = f"{most}, the text_config.max_position_embeddings, or no such key"
+        raise _refused(file, "model_max_length", wanted, length)
 
 
 def _padding(source: ImageSource) -> int:

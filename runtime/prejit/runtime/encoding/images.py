@@ -32,6 +32,10 @@ Picture = Any
 """The path of a file, its bytes, an image of Pillow, or uint8 [H, W, 3]."""
 
 _WANTED = "the path or the bytes of an image, an image of Pillow, or an array uint8 [H, W, 3]"
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""The formats of files that are read."""
+
+_MOST = 2**26
 
 
 @final
@@ -109,26 +113,31 @@ def pixels_of(picture: Picture, images: Images, name: str) -> Pixels:
             f"{name}: expected Pillow to be installed, or an array uint8 {[*size, 3]}",
             hint="pip install 'prejit[image]'",
         ) from error
-    if isinstance(picture, np.ndarray):
-        image = Image.fromarray(np.ascontiguousarray(picture))
-    elif isinstance(picture, Image.Image):
-        image = _without_alpha(picture)
-    elif isinstance(picture, str | bytes | os.PathLike):
-        file = BytesIO(picture) if isinstance(picture, bytes) else picture
-        try:
-            with Image.open(file) as opened:
+    if not isinstance(picture, np.ndarray | Image.Image | str | bytes | os.PathLike):
+        arguments.refuse(name, _WANTED, picture)
+    try:
+        if isinstance(picture, np.ndarray):
+            image = Image.fromarray(np.ascontiguousarray(picture))
+        elif isinstance(picture, Image.Image):
+            image = _without_alpha(picture)
+        else:
+            file = BytesIO(picture) if isinstance(picture, bytes) else picture
+            with Image.open(file, formats=FORMATS) as opened:
                 if (frames := getattr(opened, "n_frames", 1)) > 1:
                     arguments.refuse(name, f"an image of one frame, not {frames}", picture)
                 image = ImageOps.exif_transpose(opened).convert("RGB")
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise UsageError(
-                f"{name}: expected an image that Pillow reads, found {arguments.described(picture)}: {error}"
-            ) from error
-    else:
-        arguments.refuse(name, _WANTED, picture)
-    if 0 in image.size:
-        arguments.refuse(name, "an image with pixels", picture)
-    return _cropped(_resized(image, images), size)
+            if image.info.get("transparency") is not None:  # processors differ in what they do
+                arguments.refuse(name, "a file without a transparent color", picture)
+        if 0 in image.size:
+            arguments.refuse(name, "an image with pixels", picture)
+        return _cropped(_resized(image, images, name), size)
+    except UsageError:
+        raise
+    except Exception as error:  # Pillow raises many classes for damaged files
+        raise UsageError(
+            f"{name}: expected an image that Pillow reads ({', '.join(FORMATS)}), found "
+            f"{arguments.described(picture)}: {error or type(error).__name__}"
+        ) from error
 
 
 def _without_alpha(image: Image) -> Image:
@@ -142,13 +151,16 @@ def _without_alpha(image: Image) -> Image:
     return image.convert("RGB")
 
 
-def _resized(image: Image, images: Images) -> Pixels:
+def _resized(image: Image, images: Images, name: str) -> Pixels:
     width, height = image.size
     if len(images.resize) == 2:
         height, width = images.resize
     elif images.resize:
         (shorter,) = images.resize
         longer = int(shorter * max(width, height) / min(width, height))
+        if shorter * longer > _MOST:
+            wanted = f"an image of at most {_MOST} pixels after its shorter edge becomes {shorter}"
+            arguments.refuse(name, wanted, f"{width} x {height} pixels")
         width, height = (shorter, longer) if width <= height else (longer, shorter)
     if (width, height) != image.size:
         image = image.resize((width, height), images.resample)

@@ -72,9 +72,20 @@ def tokenize(
     check_ids(ids, encoder.encoder.vocab_size)
     limit, why = encoder.max_tokens, reason_of_limit(encoder)
     truncated = shorten(ids, limit, lambda: text.tokenizer, on_too_long, why)
+    if encoder.encoder.family == "clip":
+        ids = [
+            _to_end(each, encoder.encoder.vocab_size - 1, place) for place, each in enumerate(ids)
+        ]
     if (padding := encoder.encoder.padding) is not None:
         ids = [each + [padding] * (limit - len(each)) for each in ids]
     return Tokenized(ids, truncated, seconds)
+
+
+def _to_end(ids: list[int], end: int, place: int) -> list[int]:
+    """Return ids up to the first end, which CLIP pools: what follows changes nothing before it."""
+    if end not in ids:
+        raise UsageError(f"sentences[{place}]: expected the end of a text, token {end}, in it")
+    return ids[: ids.index(end) + 1]
 
 
 def need(encoder: EncoderPrograms, *, scores: bool) -> None:

@@ -189,7 +189,8 @@ def _work(bundle: Bundle, engine: Engine) -> Callable[[], object]:
 
         return generate
     if bundle.config.encoder is not None:
-        sentence = [1] * min(32, bundle.encoder.max_tokens)
+        end = bundle.config.encoder.vocab_size - 1  # CLIP needs it
+        sentence = [*[1] * (min(32, bundle.encoder.max_tokens) - 1), end]
         return lambda: engine.submit_encode([sentence] * 4).result()
     programs = bundle.user_programs.programs
     calls = [

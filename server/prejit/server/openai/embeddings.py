@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Sequence
+from contextlib import suppress
+from io import BytesIO
+from math import prod
 from typing import Any, Literal, cast
 
 import msgspec
@@ -12,6 +15,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from prejit.runtime.encoding.images import FORMATS
 from prejit.runtime.encoding.sentences import shortened
 from prejit.runtime.errors import NumbersError
 from prejit.server.gate.api_keys import ApiKey
@@ -31,6 +35,8 @@ from prejit.server.served.served import Models, Served
 
 MAX_INPUTS = 2048
 """OpenAI's limit."""
+_MOST_PIXELS = 2**28
+"""Of all images of a request."""
 
 
 class EncodingRequest(Unused, frozen=True, kw_only=True):
@@ -235,6 +241,7 @@ async def _of_images(
     check_tokens(request.state.key)
 
     def run() -> np.ndarray[Any, np.dtype[np.float32]]:
+        _check_pixels(served, files)
         with served.engine.sleeper:
             return served.bundle.embed_images(files)
 
@@ -243,6 +250,22 @@ async def _of_images(
     if not np.isfinite(vectors).all():
         raise NumbersError("the model returned embeddings that are not numbers")
     return vectors
+
+
+def _check_pixels(served: Served, files: list[bytes]) -> None:
+    """Check how many pixels images have, as their files say, or as the model takes them."""
+    assert served.bundle.config.images is not None
+    least = prod(served.bundle.config.images.size)
+    total = least * len(files)
+    for file in files:
+        with suppress(Exception):  # who reads the file says what is wrong with it
+            from PIL import Image
+
+            with Image.open(BytesIO(file), formats=FORMATS) as image:
+                total += max(0, prod(image.size) - least)
+    if total > _MOST_PIXELS:
+        wanted = f"at most {_MOST_PIXELS} pixels in all images"
+        raise field_error("input", f"expected {wanted}, found {total}; send smaller or fewer ones")
 
 
 def _inputs(given: Inputs) -> list[str | list[int]]:

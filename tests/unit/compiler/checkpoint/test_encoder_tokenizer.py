@@ -33,19 +33,32 @@ def test_what_transformers_does_otherwise_is_told(tmp_path):
     ):
         settings.write_text(json.dumps(said))
         with pytest.raises(CheckpointError, match=told) as raised:
-            check_encoder_tokenizer(file, crafted(**parts), EMBEDS)
+            check_encoder_tokenizer(file, crafted(**parts), EMBEDS, 9)
         assert str(raised.value).startswith(f"{file}: ")
     right = {"truncation_side": "right"}  # tokenizer_config.json goes first
     settings.write_text(json.dumps({**BERT, "do_lower_case": False, **right}))
     fine = crafted(normalizer=CASED, truncation=truncation, post_processor=begun_with("[CLS]", 2))
-    check_encoder_tokenizer(file, fine, EMBEDS)
+    check_encoder_tokenizer(file, fine, EMBEDS, 9)
     scores = SimpleNamespace(scores=True, has_segments=True)  # it is given the segments of one text
     config = tmp_path / "config.json"
     config.write_text('{"pad_token_id": 2}')
-    check_encoder_tokenizer(file, crafted(post_processor=second), scores)
+    check_encoder_tokenizer(file, crafted(post_processor=second), scores, 9)
     second["single"].reverse()
     for processor in (second, {"type": "Sequence", "processors": [second]}):
         with pytest.raises(
             CheckpointError, match="single: expected another last token than 2, the"
         ):
-            check_encoder_tokenizer(file, crafted(post_processor=processor), scores)
+            check_encoder_tokenizer(file, crafted(post_processor=processor), scores, 9)
+
+
+def test_clip_texts_end_with_the_token_that_is_pooled(tmp_path):
+    file = tmp_path / "tokenizer.json"
+    (tmp_path / "config.json").write_text('{"model_type": "clip"}')
+    ends = {"type": "RobertaProcessing", "sep": ["[SEP]", 2], "cls": ["[CLS]", 1]}
+    template = begun_with("[CLS]", 2)
+    template["single"].reverse()
+    for processor in (ends, template, {"type": "Sequence", "processors": [template]}):
+        check_encoder_tokenizer(file, crafted(post_processor=processor), EMBEDS, 3)
+    for processor, size in ((ends, 4), (begun_with("[CLS]", 2), 3), (None, 3)):
+        with pytest.raises(CheckpointError, match=f"post_processor: expected {size - 1}, the last"):
+            check_encoder_tokenizer(file, crafted(post_processor=processor), EMBEDS, size)

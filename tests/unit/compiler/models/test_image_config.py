@@ -88,6 +88,14 @@ def test_a_setting_that_is_not_built_is_an_error_that_names_it(tmp_path, name, c
         ({"size": {"longest_edge": 21}}, "size: expected an integer, or an object"),
         ({"size": {"shortest_edge": 21}}, "do_center_crop: expected true"),
         ({"do_resize": False}, "do_center_crop: expected true"),
+        ({"size": None}, "size: expected 224, the default, or no such key; found null"),
+        ({"do_rescale": None}, "do_rescale: expected true, the default"),
+        ({"default_to_square": None}, "default_to_square: expected true, the default"),
+        ({"image_processor_type": "SiglipImageProcessor"}, "do_center_crop: expected true, or a"),
+        (
+            {"image_processor_type": "DINOv3ViTImageProcessor", "resample": 3},
+            r"resample: expected 2 \(bilinear\).* found 3",
+        ),
         ({"do_center_crop": True}, "crop_size: expected an integer, or an object with height"),
     ],
 )
@@ -106,6 +114,7 @@ def test_a_processor_has_the_defaults_of_its_class(tmp_path):
     assert (plain.size, plain.resize, plain.mean[0]) == ((224, 224), (224, 224), 0.485)
     # a file of a whole processor counts before, if it has this part
     nested = {"image_processor": {"image_processor_type": "SiglipImageProcessor", "size": 21}}
+    nested["image_processor"]["default_to_square"] = True
     (tmp_path / "processor_config.json").write_text(json.dumps(nested))
     plain = read_processing(tmp_path, "CLIPImageProcessor")
     assert (plain.size, plain.resample, plain.mean) == ((21, 21), 3, (0.5, 0.5, 0.5))
@@ -118,22 +127,29 @@ def test_a_processor_has_the_defaults_of_its_class(tmp_path):
 def test_a_tokenizer_that_fills_texts_up_elsewhere_is_an_error(tmp_path):
     write("siglip-0", tmp_path)
     settings = tmp_path / "tokenizer_config.json"
+    good = {"padding_side": "right", "model_input_names": ["input_ids"], "tokenizer_class": "T"}
+    (tmp_path / "tokenizer.json").write_text("{}")
     for changes, message in (
         ({"padding_side": "left"}, 'padding_side: expected "right", found "left"'),
+        ({"padding_side": None}, 'padding_side: expected "right", found null'),
         ({"model_input_names": ["input_ids", "attention_mask"]}, "model_input_names: expected"),
+        ({"model_input_names": None}, "model_input_names: expected"),
         ({"tokenizer_class": "SiglipTokenizer"}, "tokenizer_class: expected another"),
+        ({"tokenizer_class": "Siglip2Tokenizer"}, "tokenizer_class: expected another"),
+        ({"tokenizer_class": None}, "tokenizer_class: expected another"),
+        ({"model_max_length": 8}, "model_max_length: expected 13, the text_config.max_p.* found 8"),
     ):
-        settings.write_text(json.dumps(changes))
-        (tmp_path / "tokenizer.json").write_text("{}")
+        settings.write_text(json.dumps(good | changes))
         with pytest.raises(CheckpointError, match=f"tokenizer_config.json: {message}"):
             load_images(tmp_path)
-    settings.write_text("{}")
-    assert describe_texts(load_images(tmp_path)).padding == 1, "config.json's"
+    for length in (13, 10**30):
+        settings.write_text(json.dumps({**good, "model_max_length": length}))
+        assert describe_texts(load_images(tmp_path)).padding == 1, "config.json's"
     added = {"added_tokens": [{"id": 7, "content": "<pad>"}]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(added))
-    settings.write_text('{"pad_token": {"content": "<pad>"}}')
+    settings.write_text(json.dumps({**good, "pad_token": {"content": "<pad>"}}))
     assert describe_texts(load_images(tmp_path)).padding == 7, "the tokenizer's"
-    settings.write_text('{"pad_token": "[PAD]"}')
+    settings.write_text(json.dumps({**good, "pad_token": "[PAD]"}))
     with pytest.raises(CheckpointError, match="pad_token: expected one of the added_tokens"):
         describe_texts(load_images(tmp_path))
 

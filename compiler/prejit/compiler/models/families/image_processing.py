@@ -45,7 +45,8 @@ PROCESSORS: Mapping[str, Mapping[str, Any]] = {
     "BitImageProcessor": _CROPPED,
     "CLIPImageProcessor": _CROPPED,
     "DINOv3ViTImageProcessor": _SQUARE | {"image_mean": _IMAGENET[0], "image_std": _IMAGENET[1]},
-    "SiglipImageProcessor": _SQUARE | {"resample": 3},
+    "SiglipImageProcessor": _SQUARE
+    | {"resample": 3, "size": {"height": 224, "width": 224}, "default_to_square": False},
     "ViTImageProcessor": _SQUARE,
 }
 """The classes of image processors, with what each one takes for a missing key."""
@@ -115,6 +116,8 @@ def read_processing(directory: Path, default: str) -> ImageProcessing:
         if key not in allowed:
             known = ", ".join(allowed)
             raise _refused(file, key, f"one of the keys {known}", key, did_you_mean(key, allowed))
+        if value is None and settings.get(key):  # transformers leaves the step out, or fails
+            raise _refused(file, key, f"{shown(settings[key])}, the default, or no such key", None)
         if value is not None and key in settings:
             settings[key] = value
     fixed: Mapping[str, list[Any]] = {
@@ -139,6 +142,9 @@ def read_processing(directory: Path, default: str) -> ImageProcessing:
     if type(settings["resample"]) is not int or settings["resample"] not in _FILTERS:
         known = ", ".join(f"{number} ({filter_})" for number, filter_ in _FILTERS.items())
         raise _refused(file, "resample", known, settings["resample"])
+    if name.startswith("DINOv3") and settings["resample"] != 2:
+        wanted = "2 (bilinear): this class resizes in float32, where other filters pass 0 and 1"
+        raise _refused(file, "resample", wanted, settings["resample"])
     resize: tuple[int, ...] = ()
     if settings["do_resize"]:
         resize = _size(file, settings, "size", square=settings["default_to_square"])

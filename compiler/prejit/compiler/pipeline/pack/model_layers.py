@@ -180,7 +180,7 @@ def _check_tokenizer(
     with space.progress.phase("checking tokenizer.json"):
         tokenizer_check.check_tokenizer(path, content, vocab_size())
         if layout is not None:
-            check_encoder_tokenizer(path, content, layout)
+            check_encoder_tokenizer(path, content, layout, vocab_size())
     space.store.put(key, {"passed": True})
 
 
