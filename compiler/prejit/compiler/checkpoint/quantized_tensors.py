@@ -234,7 +234,7 @@ class _Parts:
 
 
 def _size_of_block(size: int, count: int, given: int) -> int:
-    """Return the size of each of so many blocks, of which the last may end early; 0: there is none."""
+    """Return the size of each of some blocks, the last of which may be smaller; 0: no size fits."""
     if count == 1:
         return size
     if given and 0 < count == -(-size // given):

@@ -1,4 +1,4 @@
-"""What PEFT's adapter_config.json says of an adapter of low rank."""
+"""Read PEFT's adapter_config.json of a LoRA adapter."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from prejit.server.served.served import Models, Served
 MAX_INPUTS = 2048
 """OpenAI's limit."""
 _MOST_PIXELS = 2**28
-"""Of all images of a request."""
+"""Maximum number of pixels of all images of a request."""
 
 
 class EncodingRequest(Unused, frozen=True, kw_only=True):

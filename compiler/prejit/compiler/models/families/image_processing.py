@@ -63,7 +63,7 @@ _LARGEST = 2**14
 
 @dataclass(frozen=True)
 class ImageProcessing:
-    """What an image processor does.
+    """The steps of an image processor: resize, crop, multiply, normalize.
 
     Attributes:
         size: height and width of what the model is given.

@@ -38,7 +38,7 @@ class NewTokens:
 
     @property
     def are_valid(self) -> jax.Array:
-        """Whether each new token is valid, not padding: bool [B, T]."""
+        """False where a new token is padding: bool [B, T]."""
         return jnp.arange(self.count) < self.length[:, None]
 
     def wanted(self, x: jax.Array) -> jax.Array:

@@ -73,7 +73,7 @@ class Router(nnx.Module):
         bias: bool = False,
         correction: tuple[int, ...] | None = None,
     ) -> None:
-        """Create a router; `correction` is the shape of the correction, of which the last axis is E."""
+        """Create a router; `correction` is the shape of the correction, [E] or [1, E]."""
         self.weight = nnx.Param(jnp.zeros((experts, width)))
         self.bias = nnx.Param(jnp.zeros(experts)) if bias else None
         self.e_score_correction_bias = (

@@ -23,7 +23,7 @@ from prejit.runtime.format.arrays import Array
 
 @dataclass(frozen=True)
 class StackPlace:
-    """Where the changes of a matrix are: the name of its pair of stacks, and its place among the layers."""
+    """The place of a matrix: the name of its pair of stacks, and its number among the layers."""
 
     stack: str
     layer: int

@@ -1,4 +1,4 @@
-"""What became of matrices that were published in few bits: the values are exactly those, or others."""
+"""Count the matrices that were published in few bits: those kept exactly, and those converted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FewBits:
-    """What became of matrices that were published in few bits.
+    """How many matrices of few bits were kept exactly, and how many were converted.
 
     Attributes:
         forms: number of matrices by form, such as `GPTQ, 4 bits, groups of 128`.
