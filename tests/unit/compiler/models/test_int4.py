@@ -186,6 +186,9 @@ def test_each_portable_form_gives_the_same_values(rows: int, sizes: tuple[int, i
     for shaped in (x, x[None], x[:, None]):
         found = np.asarray(call(weights, shaped)).reshape(rows, -1)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+    words = jnp.asarray(weights["weight"]), jnp.asarray(weights["weight_scale"])
+    on_gpu = int4_words.summed_at_once(x, *words).reshape(rows, -1)[:, : sizes[1]]
+    np.testing.assert_allclose(on_gpu + weights["bias"], expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(("rows", "loops"), [(1, True), (REDUCED_ROWS + 1, True), (40, False)])

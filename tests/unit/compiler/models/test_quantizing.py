@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as arrays
 from tests.extent import examples
 
 from prejit.compiler.models import quantizing
-from prejit.compiler.models.layers.linear import REDUCED_ROWS, Embedding, Linear, dot
+from prejit.compiler.models.layers.linear import REDUCED_ROWS, Embedding, Linear, dot, dot_of_parts
 from prejit.compiler.models.layers.product_forms import Forms, using
 from prejit.compiler.models.parameters import with_parameters
 from prejit.compiler.native.products import KERNEL, Product
@@ -184,3 +184,15 @@ def test_float32_copies_of_all_weights_are_kept(dtype: str, rows: int, loops: bo
     compiled = jax.jit(steps).lower(x, [rows_of_all, *[matrix] * depth], count).compile()
     kept, one = compiled.memory_analysis().temp_size_in_bytes, width * width * 4
     assert kept < 3 * one, f"{kept / one:.1f} of {depth} matrices in float32"
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+@pytest.mark.parametrize("contracted", [0, 1])
+def test_parts_of_x_lose_bits_of_float32(dtype: Any, contracted: int) -> None:
+    rng = np.random.default_rng(1)
+    weight = jnp.asarray(rng.normal(0, 30, (64, 70)), dtype)
+    x = rng.standard_normal((5, weight.shape[contracted]), np.float32)
+    wide = np.asarray(weight, np.float64)
+    exact = x.astype(np.float64) @ (wide if contracted == 0 else wide.T)
+    found = np.asarray(jax.jit(dot_of_parts, static_argnums=2)(x, weight, contracted))
+    np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-6 * np.abs(exact).max())

@@ -109,6 +109,24 @@ def summed(x: jax.Array, words: jax.Array, scales: jax.Array) -> jax.Array:
     return lax.fori_loop(0, scales.shape[1], add, jnp.zeros((len(x), tiles, tile), jnp.float32))
 
 
+def summed_at_once(x: jax.Array, words: jax.Array, scales: jax.Array) -> jax.Array:
+    """Return the same as `summed` by one reduction for each row, in place of a loop, for GPUs.
+
+    H200, microseconds of 2048 x 8192: 1 row 9.2, 8 rows 26 (all rows in one reduction: 144; widened, then a
+    dot: 53). In int8: 9.3 and 46.
+    """
+    by_input = jnp.repeat(scales.astype(jnp.float32), GROUP // IN_WORD, axis=1)
+
+    def product(row: jax.Array) -> jax.Array:
+        places = row.reshape(-1, IN_WORD)
+        part = sum(
+            _values(words, shift) * places[:, place, None] for place, shift in enumerate(_SHIFTS)
+        )
+        return (part * by_input).sum(1)
+
+    return jnp.stack([product(row) for row in x])
+
+
 def _values(words: jax.Array, shift: Any) -> jax.Array:
     """Return the integers that begin at a bit of each word, in float32."""
     signed = lax.bitcast_convert_type(words, jnp.int32)

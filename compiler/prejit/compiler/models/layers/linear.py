@@ -225,12 +225,16 @@ def dot(x: jax.Array, weight: jax.Array, contracted: int, form: str | None = Non
     if weight.dtype == jnp.float32:
         return lax.dot_general(x, weight, (((x.ndim - 1,), (contracted,)), ((), ())))
     rows = math.prod(x.shape[:-1])
+    flat = x.reshape(-1, x.shape[-1])
     if form is None:
         form = WIDENED if are_many(rows, weight.size) else LOOP
+        on_cpu = partial(_widened_dot, contracted=contracted, form=form)
+        elsewhere = partial(dot_of_parts, contracted=contracted) if rows > 1 else on_cpu
+        y = lax.platform_dependent(flat, weight, cpu=on_cpu, default=elsewhere)
     else:
         # XLA drops a pair of astype conversions, because it only loses precision.
-        x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    y = _widened_dot(x.reshape(-1, x.shape[-1]), weight, contracted, form)
+        flat = lax.reduce_precision(flat, exponent_bits=8, mantissa_bits=7)
+        y = _widened_dot(flat, weight, contracted, form)
     return y.reshape(*x.shape[:-1], -1)
 
 
@@ -240,13 +244,18 @@ def dot_of_words(x: jax.Array, words: jax.Array, scales: jax.Array, outputs: int
     It is the form of portable programs, so x is not rounded. See `_widened_dot` for the barrier.
     """
     rows = x.reshape(-1, x.shape[-1])
+    elsewhere = int4_words.summed_at_once if len(rows) <= REDUCED_ROWS else _dot_of_widened_words
     if are_many(len(rows), words.size * int4_words.IN_WORD):
-        words, rows = lax.optimization_barrier((words, rows))
-        wide = _after(rows, int4_words.widened(words, scales))
-        y = lax.dot_general(rows, wide, (((1,), (1,)), ((), ())))
+        y = _dot_of_widened_words(rows, words, scales)
     else:
-        y = int4_words.summed(rows, words, scales)
+        y = lax.platform_dependent(rows, words, scales, cpu=int4_words.summed, default=elsewhere)
     return y.reshape(len(rows), -1)[:, :outputs].reshape(*x.shape[:-1], outputs)
+
+
+def _dot_of_widened_words(x: jax.Array, words: jax.Array, scales: jax.Array) -> jax.Array:
+    words, x = lax.optimization_barrier((words, x))
+    wide = _after(x, int4_words.widened(words, scales))
+    return lax.dot_general(x, wide, (((1,), (1,)), ((), ())))
 
 
 def are_many(rows: int, elements: int) -> bool:
@@ -285,12 +294,30 @@ def _widened_dot(x: jax.Array, weight: jax.Array, contracted: int, form: str) ->
     return (x[0] * wide if contracted else x[0][:, None] * wide).sum(contracted)[None]
 
 
+def dot_of_parts(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
+    """Return the product of x [R, in] with a bfloat16 or int8 matrix: float32 [R, out], for tensor cores.
+
+    x is the sum of three bfloat16 numbers, so only the sums are rounded, to float32. On an H200 8 rows times
+    2048 x 8192 in bfloat16 take 14 µs; one loop over all, as on CPUs, 46; widened to float32 53.
+    """
+    high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    middle = lax.reduce_precision(x - high, exponent_bits=8, mantissa_bits=7)
+    parts = jnp.concatenate([high, middle, x - high - middle]).astype(jnp.bfloat16)
+    weight, parts = lax.optimization_barrier((weight, parts))  # see _widened_dot
+    if weight.dtype != jnp.bfloat16:
+        weight = _after(parts, weight.astype(jnp.bfloat16))
+    dimensions = (((1,), (contracted,)), ((), ()))
+    y = lax.dot_general(parts, weight, dimensions, preferred_element_type=jnp.float32)
+    of_high, of_middle, of_low = y.reshape(3, len(x), -1)
+    return of_high + (of_middle + of_low)
+
+
 def _after(x: jax.Array, wide: jax.Array) -> jax.Array:
-    """Return a matrix that XLA cannot convert to float32 before it has x [R, in]."""
+    """Return a matrix that XLA cannot convert before it has x [R, in]."""
     if not jax.sharding.get_abstract_mesh().empty:  # on a mesh not every device has x[0, 0]
         return wide
-    infinite = x[0, 0] > jnp.finfo(jnp.float32).max
-    return wide + jnp.where(infinite, jnp.float32(1), jnp.float32(0))
+    infinite = x[0, 0] > jnp.finfo(x.dtype).max
+    return wide + infinite.astype(wide.dtype)
 
 
 def split(x: jax.Array, *axes: str | None) -> jax.Array:
