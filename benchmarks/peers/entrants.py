@@ -222,8 +222,8 @@ ENTRANTS = (
         Entrant(PREJIT[dtype], dtype, partial(prejit, dtype=dtype), can, quick=True)
         for dtype, can in (
             ("float32", _GPT2 | _LLAMA | _MINILM),
-            ("bfloat16", _GPT2 | _LLAMA),
-            ("int8", _GPT2 | _LLAMA),
+            ("bfloat16", _GPT2 | _LLAMA | _MINILM),
+            ("int8", _GPT2 | _LLAMA | _MINILM),
             ("int4", _GPT2 | _LLAMA),
         )
     ),
