@@ -233,6 +233,12 @@ PREJIT_BF16 void multiply_tile(const Tile<W>& t) {
     for (int i = first; i < last; ++i) some[i - first] = total[i / outputs][i % outputs];
     float sums[16];
     sum_each(some, sums);
+    if (outputs == 4 && t.output_sums == 1) {
+#pragma GCC unroll 4
+      for (int i = first; i < last; i += 4)
+        _mm_storeu_ps(t.sums + i / outputs * t.row_sums, _mm_loadu_ps(sums + i - first));
+      continue;
+    }
 #pragma GCC unroll 16
     for (int i = first; i < last; ++i)
       t.sums[i / outputs * t.row_sums + i % outputs * t.output_sums] = sums[i - first];
@@ -268,7 +274,9 @@ void dot_outputs(const PackedRows& x, const W* w, int64_t spacing, int64_t k, in
                  float* partial, float* sums, int64_t stride) {
   int64_t passes = parts_of(x.rows, kTileRows), bytes = sizeof(W);
   // The passes share the fetching of the weights that follow; one pass fetches its own.
-  const char* next = reinterpret_cast<const char*>(w + k) + (passes == 1 ? kFetchBytes : x.inputs * bytes);
+  int64_t next_output = spacing == 1 ? outputs : 1;
+  const char* next =
+      reinterpret_cast<const char*>(w + k) + (passes == 1 ? kFetchBytes : next_output * x.inputs * bytes);
   for (int64_t pass = 0; pass < passes; ++pass) {
     int64_t row = pass * kTileRows;
     Tile<W> tile = {x.data + row * x.stride + k, x.stride, w + k, spacing * x.inputs, memory.kept, inputs,
@@ -291,13 +299,17 @@ void dot_outputs(const PackedRows& x, const W* w, int64_t spacing, int64_t k, in
 template <typename W, int outputs>
 void dot_block(const PackedRows& x, const W* w, int64_t count, const Memory& memory, float* sums, int64_t stride) {
   int64_t spacing = count / outputs, done = spacing * outputs;
+  // Several tiles of rows read weights from caches: streams win nothing, and sums beside each other are stored at once.
+  bool are_adjacent = x.rows > kTileRows;
   int64_t at_once = inputs_at_once(x.rows, x.inputs);
   int64_t output_floats = parts_of(x.rows, kTileRows) * kTileRows * kLanes;
   for (int64_t k = 0; k == 0 || k < x.inputs; k += at_once) {
     int64_t inputs = least(x.inputs - k, at_once);
-    for (int64_t j = 0; j < spacing; ++j)
-      dot_outputs<W, outputs>(x, w + j * x.inputs, spacing, k, inputs, memory,
-                              memory.partial + j * outputs * output_floats, sums + j, stride);
+    for (int64_t j = 0; j < spacing; ++j) {
+      int64_t first = j * (are_adjacent ? outputs : 1);
+      dot_outputs<W, outputs>(x, w + first * x.inputs, are_adjacent ? 1 : spacing, k, inputs, memory,
+                              memory.partial + j * outputs * output_floats, sums + first, stride);
+    }
     for (int64_t j = done; j < count; ++j)
       dot_outputs<W, 1>(x, w + j * x.inputs, 1, k, inputs, memory, memory.partial + j * output_floats, sums + j, stride);
   }
