@@ -86,7 +86,7 @@ ENVIRONMENTS = {
     "ctranslate2": Environment(("ctranslate2", "numpy")),
     "onnxruntime": Environment(("onnxruntime", "numpy")),
     "openvino": Environment(("openvino", "openvino-genai")),
-    "export-onnx": Environment((TORCH, "optimum-onnx[onnxruntime]", "ctranslate2"), 3),
+    "export-onnx": Environment((TORCH, "optimum-onnx[onnxruntime]", "onnx-ir", "ctranslate2"), 3),
     "export-openvino": Environment(
         (TORCH, "optimum-intel[openvino]", "onnx"), 3, unwanted=("torchvision",)
     ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from benchmarks.harness import peer_environments, workload
 from benchmarks.harness.fresh_processes import (
@@ -136,6 +137,8 @@ def gguf_file(bench: Bench, model: str, kind: str, python: str) -> str:
     """
     source = bench.model(model)
     path = bench.directory / f"{model}-{kind}.gguf"
+    if kind == "q4_k_m":
+        source = Path(gguf_file(bench, model, "bf16", python))
     if not path.is_file():
         progress(f"writing {path.name}")
         converter = str(BENCHMARKS / "peers/convert/gguf_file.py")
@@ -144,11 +147,11 @@ def gguf_file(bench: Bench, model: str, kind: str, python: str) -> str:
 
 
 def onnxruntime(bench: Bench, work: Work, kind: str) -> tuple[Command, Mapping[str, str]]:
-    """Return the process of ONNX Runtime on optimum's export; `int8` is its dynamic quantization."""
+    """Return the process of ONNX Runtime on optimum's export; int8 is its dynamic quantization."""
     python = peer_environments.interpreter(bench.directory, "onnxruntime")
     path = exported(bench, work, "onnx", TASKS[work.job])
-    if kind == "int8":
-        path = exported(bench, work, "onnx-int8", source=path)
+    if kind != "float32":
+        path = exported(bench, work, f"onnx-{kind}", source=path)
     return child(python, "peers/onnxruntime_child.py", work, path), {}
 
 
@@ -219,8 +222,8 @@ ENTRANTS = (
         Entrant(PREJIT[dtype], dtype, partial(prejit, dtype=dtype), can, quick=True)
         for dtype, can in (
             ("float32", _GPT2 | _LLAMA | _MINILM),
-            ("bfloat16", _GPT2 | _LLAMA),
-            ("int8", _GPT2 | _LLAMA),
+            ("bfloat16", _GPT2 | _LLAMA | _MINILM),
+            ("int8", _GPT2 | _LLAMA | _MINILM),
             ("int4", _GPT2 | _LLAMA),
         )
     ),
@@ -241,6 +244,7 @@ ENTRANTS = (
             ("bf16", "bfloat16", _GPT2 | _LLAMA),
             ("q8_0", "int8", _GPT2 | _LLAMA),
             ("q4_0", "int4", _GPT2 | _LLAMA),
+            ("q4_k_m", "int4", _GPT2 | _LLAMA),
         )
     ),
     *(
@@ -257,6 +261,7 @@ ENTRANTS = (
             ("fp32", "float32", "fp32", "f32", _GPT2 | _MINILM),
             ("bf16 arithmetic", "bfloat16", "fp32", "bf16", _GPT2),
             ("int8", "int8", "int8", "f32", _GPT2 | _MINILM),
+            ("int4", "int4", "int4", "f32", _GPT2 | _LLAMA),
         )
     ),
     *(
@@ -264,11 +269,15 @@ ENTRANTS = (
             f"ONNX Runtime {name}",
             dtype,
             partial(onnxruntime, kind=dtype),
-            _GPT2 | _MINILM,
+            can,
             environment="onnxruntime",
             packages=("onnxruntime",),
         )
-        for name, dtype in (("fp32", "float32"), ("int8", "int8"))
+        for name, dtype, can in (
+            ("fp32", "float32", _GPT2 | _MINILM),
+            ("int8", "int8", _GPT2 | _MINILM),
+            ("int4", "int4", _GPT2),
+        )
     ),
     *(
         Entrant(

@@ -1,6 +1,7 @@
 """Write a decoder of the benchmark as a GGUF file. Runs in the environment of llama.cpp.
 
-    peers/convert/gguf_file.py MODEL OUTPUT.gguf KIND     kinds: f32, bf16, q8_0, q4_0
+    peers/convert/gguf_file.py MODEL OUTPUT.gguf KIND     kinds: f32, bf16, q8_0, q4_0,
+                                                          and q4_k_m of a bf16 file
 
 MODEL is a directory of models.py. Norms, biases and GPT-2's positions stay float32, as llama.cpp's own
 converter leaves them; q8_0 and q4_0 are its package's quantization (blocks of 32 with one scale each). With
@@ -127,6 +128,25 @@ def _add_tokens(writer: gguf.GGUFWriter, count: int) -> None:
     writer.add_eos_token_id(count - 1)
 
 
+def write_k_quant(source: str, output: str) -> None:
+    """Quantize a file by llama.cpp itself: most matrices in Q4_K, some in Q6_K.
+
+    Raises:
+        SystemExit: llama.cpp failed, and said why.
+    """
+    import llama_cpp
+
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M
+    partial = output + ".partial"
+    if llama_cpp.llama_model_quantize(source.encode(), partial.encode(), options):
+        sys.exit(1)
+    os.replace(partial, output)
+
+
 if __name__ == "__main__":
     model, output, kind = sys.argv[1:]
-    write(Path(model), Path(output), kind)
+    if kind == "q4_k_m":
+        write_k_quant(model, output)
+    else:
+        write(Path(model), Path(output), kind)

@@ -49,6 +49,10 @@ constexpr int64_t kMostOutputs = 128;
 constexpr int64_t kMostSumBytes = 64 << 10;
 constexpr int64_t kMostPartialBytes = 256 << 10;
 
+// Rows from which on streams and fetching ahead win nothing, and a tile's outputs lie beside each other: their sums are
+// stored at once. On Zen 5, 768 x 3072 in int8 takes 12 % less time with 128 rows, and would take a third more with 8.
+constexpr int64_t kManyRows = 64;
+
 // Inputs of an output that is long, and maximum bytes of a stream of such outputs.
 constexpr int64_t kLongInputs = 2048;
 constexpr int64_t kLongestStreamBytes = 128 << 10;
@@ -164,27 +168,30 @@ struct Tile {
   float* partial;  // Accumulators between the chunks of inputs.
   float* sums;
   int64_t row_sums, output_sums;  // Floats from one row to the next, and from one output to the next.
-  const char* ahead;              // In the first output's weights that are fetched meanwhile.
+  const char* ahead;              // In the first output's weights that are fetched meanwhile; null: none are.
   int64_t ahead_bytes;            // For each step.
 };
 
 constexpr int64_t kKeptStride = kInputsAtOnce + kApart;
 
 template <typename W, int rows, int outputs, From from>
-PREJIT_BF16_INLINE void multiply_step(const Tile<W>& t, int64_t k, __mmask64 some, const Table& table, const char* ahead,
+PREJIT_BF16_INLINE void multiply_step(const Tile<W>& t, const uint16_t* const (&x)[rows], const W* const (&w)[outputs],
+                                      int64_t k, __mmask64 some, const Table& table, const char* ahead,
                                       __m512 (&total)[rows][outputs]) {
   Numbers weights[outputs];
 #pragma GCC unroll 8
   for (int o = 0; o < outputs; ++o) {
     uint16_t* kept = t.kept + o * kKeptStride + k;
-    const char* line = ahead + o * t.w_stride * static_cast<int64_t>(sizeof(W));
-    __builtin_prefetch(line, 0, 2);
-    if (sizeof(W) > 1 && t.ahead_bytes > 64) __builtin_prefetch(line + 64, 0, 2);
+    if (ahead) {
+      const char* line = ahead + o * t.w_stride * static_cast<int64_t>(sizeof(W));
+      __builtin_prefetch(line, 0, 2);
+      if (sizeof(W) > 1 && t.ahead_bytes > 64) __builtin_prefetch(line + 64, 0, 2);
+    }
     if (from == From::kKept) {
       weights[o] = {_mm512_loadu_si512(kept), _mm512_loadu_si512(kept + kHalf)};
       continue;
     }
-    weights[o] = load_weights(t.w + o * t.w_stride + k, some, table);
+    weights[o] = load_weights(w[o] + k, some, table);
     if (from == From::kMemoryAndKeep) {
       _mm512_storeu_si512(kept, weights[o].first);
       _mm512_storeu_si512(kept + kHalf, weights[o].second);
@@ -194,10 +201,10 @@ PREJIT_BF16_INLINE void multiply_step(const Tile<W>& t, int64_t k, __mmask64 som
   for (int half = 0; half < 2; ++half)
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r) {
-      __m512i x = _mm512_loadu_si512(t.x + r * t.x_stride + k + half * kHalf);
+      __m512i some_of_x = _mm512_loadu_si512(x[r] + k + half * kHalf);
 #pragma GCC unroll 8
       for (int o = 0; o < outputs; ++o)
-        total[r][o] = _mm512_dpbf16_ps(total[r][o], reinterpret_cast<__m512bh>(x),
+        total[r][o] = _mm512_dpbf16_ps(total[r][o], reinterpret_cast<__m512bh>(some_of_x),
                                        reinterpret_cast<__m512bh>(half ? weights[o].second : weights[o].first));
     }
 }
@@ -212,12 +219,22 @@ PREJIT_BF16 void multiply_tile(const Tile<W>& t) {
 #pragma GCC unroll 8
     for (int o = 0; o < outputs; ++o)
       total[r][o] = t.begins ? _mm512_setzero_ps() : _mm512_loadu_ps(t.partial + (r * outputs + o) * kLanes);
-  const char* ahead = t.ahead;
+  const uint16_t* x[rows];
+  const W* w[outputs];
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; ++r) x[r] = t.x + r * t.x_stride;
+#pragma GCC unroll 8
+  for (int o = 0; o < outputs; ++o) w[o] = t.w + o * t.w_stride;
   int64_t k = 0;
-  for (; k + kStep <= t.inputs; k += kStep, ahead += t.ahead_bytes)
-    multiply_step<W, rows, outputs, from>(t, k, ~__mmask64{0}, table, ahead, total);
+  if (const char* ahead = t.ahead) {
+    for (; k + kStep <= t.inputs; k += kStep, ahead += t.ahead_bytes)
+      multiply_step<W, rows, outputs, from>(t, x, w, k, ~__mmask64{0}, table, ahead, total);
+  } else {
+    for (; k + kStep <= t.inputs; k += kStep)
+      multiply_step<W, rows, outputs, from>(t, x, w, k, ~__mmask64{0}, table, nullptr, total);
+  }
   if (int64_t rest = t.inputs - k)
-    multiply_step<W, rows, outputs, from>(t, k, (__mmask64{1} << rest) - 1, table, ahead, total);
+    multiply_step<W, rows, outputs, from>(t, x, w, k, (__mmask64{1} << rest) - 1, table, nullptr, total);
   if (!t.ends) {
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r)
@@ -233,6 +250,12 @@ PREJIT_BF16 void multiply_tile(const Tile<W>& t) {
     for (int i = first; i < last; ++i) some[i - first] = total[i / outputs][i % outputs];
     float sums[16];
     sum_each(some, sums);
+    if (outputs == 4 && t.output_sums == 1) {
+#pragma GCC unroll 4
+      for (int i = first; i < last; i += 4)
+        _mm_storeu_ps(t.sums + i / outputs * t.row_sums, _mm_loadu_ps(sums + i - first));
+      continue;
+    }
 #pragma GCC unroll 16
     for (int i = first; i < last; ++i)
       t.sums[i / outputs * t.row_sums + i % outputs * t.output_sums] = sums[i - first];
@@ -267,13 +290,14 @@ template <typename W, int outputs>
 void dot_outputs(const PackedRows& x, const W* w, int64_t spacing, int64_t k, int64_t inputs, const Memory& memory,
                  float* partial, float* sums, int64_t stride) {
   int64_t passes = parts_of(x.rows, kTileRows), bytes = sizeof(W);
-  // The passes share the fetching of the weights that follow; one pass fetches its own.
+  // The passes share the fetching of the weights that follow; one pass fetches its own. Many wait for memory only once.
   const char* next = reinterpret_cast<const char*>(w + k) + (passes == 1 ? kFetchBytes : x.inputs * bytes);
+  if (x.rows >= kManyRows) next = nullptr;
   for (int64_t pass = 0; pass < passes; ++pass) {
     int64_t row = pass * kTileRows;
     Tile<W> tile = {x.data + row * x.stride + k, x.stride, w + k, spacing * x.inputs, memory.kept, inputs,
                     k == 0, k + inputs == x.inputs, partial + row * outputs * kLanes, sums + row * stride,
-                    stride, spacing, next + inputs * bytes * pass / passes, kStep * bytes / passes};
+                    stride, spacing, next ? next + inputs * bytes * pass / passes : nullptr, kStep * bytes / passes};
     if constexpr (sizeof(W) == 1 && outputs <= kTileOutputs) {
       if (passes > 1) {
         if (pass == 0)
@@ -291,13 +315,16 @@ void dot_outputs(const PackedRows& x, const W* w, int64_t spacing, int64_t k, in
 template <typename W, int outputs>
 void dot_block(const PackedRows& x, const W* w, int64_t count, const Memory& memory, float* sums, int64_t stride) {
   int64_t spacing = count / outputs, done = spacing * outputs;
+  bool are_adjacent = x.rows >= kManyRows;
   int64_t at_once = inputs_at_once(x.rows, x.inputs);
   int64_t output_floats = parts_of(x.rows, kTileRows) * kTileRows * kLanes;
   for (int64_t k = 0; k == 0 || k < x.inputs; k += at_once) {
     int64_t inputs = least(x.inputs - k, at_once);
-    for (int64_t j = 0; j < spacing; ++j)
-      dot_outputs<W, outputs>(x, w + j * x.inputs, spacing, k, inputs, memory,
-                              memory.partial + j * outputs * output_floats, sums + j, stride);
+    for (int64_t j = 0; j < spacing; ++j) {
+      int64_t first = j * (are_adjacent ? outputs : 1);
+      dot_outputs<W, outputs>(x, w + first * x.inputs, are_adjacent ? 1 : spacing, k, inputs, memory,
+                              memory.partial + j * outputs * output_floats, sums + first, stride);
+    }
     for (int64_t j = done; j < count; ++j)
       dot_outputs<W, 1>(x, w + j * x.inputs, 1, k, inputs, memory, memory.partial + j * output_floats, sums + j, stride);
   }
