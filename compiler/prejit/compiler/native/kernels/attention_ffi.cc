@@ -57,8 +57,8 @@ ffi::Error attention(FloatBuffer query, FloatBuffer new_keys, FloatBuffer new_va
   if (!fits) {
     return invalid(
         "prejit_attention: expected out [B, Q, N, H], query [B, Q, at least N, H], new keys and values [B, T, at least "
-        "K, H], start, length and query_start [B], cache [B, K, S, H], or H + 4 of int8, N a multiple of K, found other "
-        "shapes");
+        "K, H], start, length and query_start [B], cache [B, K, S, H], or H + 4 of int8, N a multiple of K, found "
+        "other shapes");
   }
   if (values->element_type() != dtype || keys_before.element_type() != dtype || values_before.element_type() != dtype) {
     return invalid("prejit_attention: expected keys and values of one dtype, found several");
