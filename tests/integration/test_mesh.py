@@ -32,7 +32,7 @@ GPT2 = {
 MESHES = {
     "llama": cases(((2, 1), (2, 2)), others=[(1, 2), (4, 2)]),
     "gpt2": cases([(1, 8)], others=[(1, 2)]),
-    "int8": cases([(2, 2)]),  # the llama with a cache of int8
+    "int8": [(2, 2)],  # the llama with a cache of int8
 }
 PROMPTS = [[5, 6, 7], [9], list(range(1, 18)), [33] * 8]  # of chunks of 4: 1, 1, 5 and 2
 NEW_TOKENS = 12
