@@ -76,6 +76,7 @@ def build(
     context,
     draft_tokens=3,
     dtype="float32",
+    cache_dtype="float32",
     forms=None,
     adapters=None,
     quick=True,
@@ -91,7 +92,7 @@ def build(
         f'[bundle]\nname = "decoder"\n[model]\nsource = {json.dumps(str(source))}\n'
         f"dtype = {json.dumps(dtype)}\naccuracy = false\n"
         f"[generate]\nbatch = {list(batch)}\nprompt = {list(prompt)}\ncontext = {list(context)}\n"
-        f"draft_tokens = {draft_tokens}\n"
+        f"draft_tokens = {draft_tokens}\ncache_dtype = {json.dumps(cache_dtype)}\n"
         + ("" if adapters is None else "[adapters]\nslots = {}\nrank = {}\n".format(*adapters))
         + '[[target]]\nname = "cpu-host"\n'
     )

@@ -82,7 +82,8 @@ def rise(run, at, source, text, dtype, cache_dtype):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "cache_dtype"), cases([("int8", "bfloat16")], others=[("bfloat16", "float32")])
+    ("dtype", "cache_dtype"),
+    cases([("int8", "bfloat16"), ("float32", "int8")], others=[("bfloat16", "float32")]),
 )
 def test_python_is_no_more_than_one_percent_less_likely(run, tmp_path, dtype, cache_dtype):
     source = ROOT / "manifests" / "demo-model"

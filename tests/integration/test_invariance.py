@@ -175,6 +175,7 @@ def gpt2(decoder_dir):
     scope="module",
     params=[
         "mistral",  # with a sliding window
+        "mistral-int8",  # whose cache is int8
         "falcon_h1",  # in which nothing can be taken back of one part, beside keys and values
         pytest.param("state_space", marks=pytest.mark.thorough),
         pytest.param("gemma2", marks=pytest.mark.thorough),
@@ -187,7 +188,9 @@ def other(request, make_decoder, run, once):
         return with_texts(load(state_space_bundle(run, once), on_mismatch="error"))
     if request.param == "falcon_h1":
         return with_texts(request.getfixturevalue("hybrid"))
-    return with_texts(load(make_decoder(request.param, **sizes), on_mismatch="error"))
+    family, _, cache_dtype = request.param.partition("-")
+    made = make_decoder(family, **sizes, cache_dtype=cache_dtype or "float32")
+    return with_texts(load(made, on_mismatch="error"))
 
 
 HYBRID = next(case for case in hybrid_cases.cases() if case.name == "falcon_h1-0")
@@ -446,17 +449,22 @@ def table_of(forms, dtype, path):
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("int8", MIXED, True), id="int8-mixed"),
-        pytest.param(("bfloat16", MIXED, False), id="bfloat16-mixed", marks=pytest.mark.thorough),
-        pytest.param(("bfloat16", {}, False), id="bfloat16-kernels", marks=pytest.mark.thorough),
+        pytest.param(("int8", MIXED, True, "float32"), id="int8-mixed"),
+        pytest.param(("float32", {}, True, "int8"), id="int8-cache"),
+        pytest.param(
+            ("bfloat16", MIXED, False, "float32"), id="bfloat16-mixed", marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            ("bfloat16", {}, False, "float32"), id="bfloat16-kernels", marks=pytest.mark.thorough
+        ),
     ],
 )
 def low(request, make_decoder, tmp_path_factory):
-    dtype, forms, quick = request.param
+    dtype, forms, quick, cache_dtype = request.param
     table = table_of(forms, dtype, tmp_path_factory.mktemp("forms") / "forms.json")
     buckets = {"batch": (1, BATCH), "prompt": PROMPTS, "context": (144,), "draft_tokens": DRAFT}
     # Compiled quickly, programs round bfloat16 in other places than users' programs do.
-    settings = {"dtype": dtype, "forms": table, "quick": quick}
+    settings = {"dtype": dtype, "forms": table, "quick": quick, "cache_dtype": cache_dtype}
     path = make_decoder("llama", **buckets, **settings)
     random = np.random.default_rng(3)
     texts = [random.integers(0, VOCABULARY, 144).tolist() for _ in range(BATCH - 1)]

@@ -32,6 +32,7 @@ GPT2 = {
 MESHES = {
     "llama": cases(((2, 1), (2, 2)), others=[(1, 2), (4, 2)]),
     "gpt2": cases([(1, 8)], others=[(1, 2)]),
+    "int8": [(2, 2)],  # the llama with a cache of int8
 }
 PROMPTS = [[5, 6, 7], [9], list(range(1, 18)), [33] * 8]  # of chunks of 4: 1, 1, 5 and 2
 NEW_TOKENS = 12
@@ -130,6 +131,11 @@ def build_all(run, tmp_path_factory):
             sizes = {"batch": [each.batch], "prompt": [each.prompt], "context": [each.context]}
             path = directory / f"{each.name}.toml"
             manifests.append(write_manifest(path, each.source, name=each.name, **sizes))
+            if each.name.startswith("int8-"):
+                text = path.read_text().replace(
+                    "[generate]\n", '[generate]\ncache_dtype = "int8"\n'
+                )
+                path.write_text(text)
             add_mesh(path, each.mesh)
         run("build", *manifests, "-o", directory, quick=True)
         return {each.name: directory / each.name for each in wanted}
@@ -146,7 +152,7 @@ def add_mesh(manifest, mesh):
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sources")
-    configs = {"llama": LLAMA, "gpt2": GPT2}
+    configs = {"llama": LLAMA, "gpt2": GPT2, "int8": LLAMA}
     return {name: write_checkpoint(directory / name, each) for name, each in configs.items()}
 
 

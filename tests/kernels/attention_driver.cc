@@ -48,6 +48,18 @@ void fill(Random& random, Array<E>& array) {
   for (int64_t i = 0; i < array.size; ++i) narrow(random.real(), array.data + i);
 }
 
+float widen(int8_t x) { return x; }
+
+// Fills the rows of a cache.
+template <typename E>
+void fill_rows(Random& random, Array<E>& array, int64_t size) {
+  std::vector<float> row(size);
+  for (int64_t at = 0; at < array.size; at += size + kTail<E>) {
+    for (float& x : row) x = random.real();
+    write_row(row.data(), size, array.data + at);
+  }
+}
+
 // One query over keys and values `stride` apart, positions first to end - 1.
 template <typename E>
 bool agrees(const float* query, const E* keys, const E* values, int64_t stride, int64_t size, int64_t first,
@@ -56,10 +68,11 @@ bool agrees(const float* query, const E* keys, const E* values, int64_t stride, 
   double total = 0;
   for (int64_t s = first; s < end; ++s) {
     double score = 0;
-    for (int64_t h = 0; h < size; ++h) score += double(query[h]) * widen(keys[s * stride + h]) * 0.25;
+    const E *key = keys + s * stride, *value = values + s * stride;
+    for (int64_t h = 0; h < size; ++h) score += double(query[h]) * widen(key[h]) * factor_of(key, size) * 0.25;
     const double weight = std::exp(score);
     total += weight;
-    for (int64_t h = 0; h < size; ++h) mixed[h] += weight * widen(values[s * stride + h]);
+    for (int64_t h = 0; h < size; ++h) mixed[h] += weight * widen(value[h]) * factor_of(value, size);
   }
   for (int64_t h = 0; h < size; ++h) {
     const double expected = total > 0 ? mixed[h] / total : 0;
@@ -75,12 +88,14 @@ template <typename E>
 bool decoder(Random& random) {
   const int64_t batch = 1 + random.below(3), kv_heads = 1 + random.below(3), group = 1 + random.below(4);
   const int64_t size = 1 + random.below(70), slots = 1 + random.below(600), heads = kv_heads * group;
+  const int64_t width = size + kTail<E>;
   const int64_t tokens = 1 + random.below(random.below(2) ? 90 : 3), window = random.below(2) * random.below(400);
   Array<float> query(batch * tokens * heads * size), out(query.size), new_keys(batch * tokens * kv_heads * size),
       new_values(new_keys.size);
-  Array<E> keys(batch * kv_heads * slots * size), values(keys.size);
+  Array<E> keys(batch * kv_heads * slots * width), values(keys.size);
   Array<int32_t> start(batch), length(batch);
-  fill(random, query), fill(random, new_keys), fill(random, new_values), fill(random, keys), fill(random, values);
+  fill(random, query), fill(random, new_keys), fill(random, new_values);
+  fill_rows(random, keys, size), fill_rows(random, values, size);
   for (int64_t b = 0; b < batch; ++b) {
     start.data[b] = static_cast<int32_t>(random.below(slots + 2));
     length.data[b] = static_cast<int32_t>(random.below(tokens + 1));
@@ -93,11 +108,11 @@ bool decoder(Random& random) {
     for (int64_t t = 0; t < tokens; ++t) {
       for (int64_t n = 0; n < heads; ++n) {
         const int64_t at = ((b * tokens + t) * heads + n) * size;
-        const int64_t cache = (b * kv_heads + n / group) * slots * size;
+        const int64_t cache = (b * kv_heads + n / group) * slots * width;
         int64_t end = start.data[b] + t + 1 < slots ? start.data[b] + t + 1 : slots;
         if (t >= length.data[b]) end = 0;
         const int64_t first = window && end > window ? end - window : 0;
-        if (!agrees(query.data + at, keys.data + cache, values.data + cache, size, size, first, end, out.data + at)) {
+        if (!agrees(query.data + at, keys.data + cache, values.data + cache, width, size, first, end, out.data + at)) {
           return false;
         }
       }
@@ -143,7 +158,7 @@ int main() {
       Random random{static_cast<uint32_t>(i) * 7919 + 1};
       good[i] = true;
       for (int round = 0; round < kRounds && good[i]; ++round) {
-        good[i] = decoder<float>(random) && decoder<Bf16>(random) && encoder(random);
+        good[i] = decoder<float>(random) && decoder<Bf16>(random) && decoder<int8_t>(random) && encoder(random);
       }
     });
   }

@@ -224,6 +224,9 @@ def _own_model_problems(data: dict[str, Any], directory: Path) -> Problems:
     if model.get("dtype") == "int4":
         problem = "expected float32, bfloat16 or int8 for a model of your own; int4 is for a source"
         yield ("model", "dtype"), problem
+    if _table(data.get("generate")).get("cache_dtype") == "int8":
+        problem = "expected float32 or bfloat16 for a model of your own; int8 is for a source"
+        yield ("generate", "cache_dtype"), problem
     if "mesh" in data:
         problem = (
             "expected none beside model.module: a mesh splits a model with a source, or a [[program]]; "

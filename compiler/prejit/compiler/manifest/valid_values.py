@@ -25,7 +25,7 @@ MAX_SLOTS, MAX_RANK = 256, 512
 """Largest number of adapters that a bundle holds at a time, and largest rank of one."""
 DTYPES = tuple(STORED_DTYPES)
 """The dtypes that matrices are stored in."""
-CACHE_DTYPES = ("float32", "bfloat16")
+CACHE_DTYPES = ("float32", "bfloat16", "int8")
 """The dtypes that a KV cache is stored in."""
 
 _TARGET_TEXTS = (
@@ -50,7 +50,7 @@ _EXPECTED = {
     "model.dtype": " or ".join(", ".join(f'"{name}"' for name in DTYPES).rsplit(", ", 1)),
     "model.accuracy": "true or false",
     "model.evaluation": "the path of a text file",
-    "generate.cache_dtype": '"float32" or "bfloat16"',
+    "generate.cache_dtype": '"float32", "bfloat16" or "int8"',
     "generate": "a [generate] table with batch, prompt and context",
     "adapters": "an [adapters] table with slots, rank and targets",
     "adapters.slots": f"an integer of 1 to {MAX_SLOTS}",

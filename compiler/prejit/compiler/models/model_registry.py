@@ -34,7 +34,7 @@ def describe(config: Any, cache_dtype: str = "float32") -> DecoderConfig:
 
     Args:
         config: from `config_file.load_config`.
-        cache_dtype: dtype of the KV cache: `float32` or `bfloat16`.
+        cache_dtype: dtype of the KV cache (layers/cache_rows.py).
 
     Raises:
         CheckpointError: a setting is not supported; the error names file, key, value and what is allowed.

@@ -190,7 +190,7 @@ def read_model(manifest: Manifest, files: ModelFiles) -> ModelSource:
 
     Raises:
         CheckpointError: the configuration cannot be read, or asks for what prejit does not build.
-        ManifestError: the model does not take the adapters that the manifest asks for.
+        ManifestError: the model does not take the adapters, or the cache, that the manifest asks for.
     """
     from prejit.compiler.models import config_file, image_config, model_registry
 
@@ -211,6 +211,12 @@ def read_model(manifest: Manifest, files: ModelFiles) -> ModelSource:
     decoder = model_registry.make_decoder(
         config, longest_context(manifest), dtype, out_in=files.out_in
     )
+    if cache_dtype(manifest) == "int8" and getattr(decoder, "keeps_latents", False):
+        raise ManifestError(
+            f"{manifest.where}: generate.cache_dtype: expected float32 or bfloat16, because a "
+            f"{config.model_type} keeps latents in place of keys and values; found int8",
+            hint='cache_dtype = "bfloat16": latents are small already',
+        )
     room = None
     if (wanted := manifest.adapters) is not None:
         from prejit.compiler.models.adapter_targets import make_room

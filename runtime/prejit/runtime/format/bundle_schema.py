@@ -25,7 +25,7 @@ from prejit.runtime.format.limits import MAX_SIZE
 from prejit.runtime.format.names import handler_target
 from prejit.runtime.machine.fingerprint import Requirement
 
-CACHE_DTYPES = ("float32", "bfloat16")
+CACHE_DTYPES = ("float32", "bfloat16", "int8")
 """The dtypes that a KV cache may have."""
 
 

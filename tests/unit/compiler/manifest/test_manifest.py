@@ -135,12 +135,14 @@ source = "demo-model"\ndtype = "float32"\n\n[generate]\nbatch = [4, 1]\nprompt =
     6: encode: expected [generate]: an encoder of your own is a [[program]]
 source = "demo-model"\ndtype = "float32" => module = "m:m"\ndtype = "int4"
     6: model.dtype: expected float32, bfloat16 or int8 for a model of your own; int4 is for a source
+source = "demo-model"\ndtype = "float32"\n\n[generate]\n => module = "m:m"\n[generate]\ncache_dtype = "int8"\n
+    7: generate.cache_dtype: expected float32 or bfloat16 for a model of your own; int8 is for a source
 "float32"\n => "int4"\n[mesh]\ntensor = 2\n
     7: mesh: expected none beside model.dtype int4: words of 8 values are not split
 "float32"\n => "float16"\n
     6: model.dtype: expected "float32", "bfloat16", "int8" or "int4"; found "float16" (did you mean "bfloat16"?)
-context = [128] => context = [128]\ncache_dtype = "int8"
-    12: generate.cache_dtype: expected "float32" or "bfloat16"; found "int8"
+context = [128] => context = [128]\ncache_dtype = "int9"
+    12: generate.cache_dtype: expected "float32", "bfloat16" or "int8"; found "int9" (did you mean "int8"?)
 "float32"\n => "int8"\nevaluation = "LICENCE"\n
     7: model.evaluation: expected a file at "LICENCE", ... ; found none (did you mean "LICENSE"?)
 "float32"\n => "int8"\naccuracy = false\nevaluation = "LICENSE"\n

@@ -33,7 +33,7 @@ WRONG = {
     "no target": lambda m: m.pop("target"),
     "name with capitals": lambda m: m["bundle"].update(name="Demo"),
     "unknown dtype": lambda m: m["model"].update(dtype="float16"),
-    "unknown cache dtype": lambda m: m["generate"].update(cache_dtype="int8"),
+    "unknown cache dtype": lambda m: m["generate"].update(cache_dtype="int4"),
     "size twice": lambda m: m["generate"].update(batch=[1, 1]),
     "size that is text": lambda m: m["generate"].update(batch=["1"]),
     "model without source and module": lambda m: m["model"].pop("source"),

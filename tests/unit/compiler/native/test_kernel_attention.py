@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 
+from prejit.compiler.models.layers import cache_rows
+
 from . import kernel_builds, kernel_frames
 from .kernel_builds import LEVELS, TESTS
 from .kernel_frames import KernelError
@@ -80,6 +82,10 @@ def run(case, library):
     return results
 
 
+def stored_rows(x, dtype):
+    return np.array(cache_rows.stored_rows(x, dtype))
+
+
 def reference(case):
     """By the definition, one query after the other."""
     batch, queries, heads, _ = case.query.shape
@@ -89,8 +95,8 @@ def reference(case):
     for b in range(batch):
         for t in range(case.length[b]):
             if case.start[b] + t < slots:
-                keys[b, :, case.start[b] + t] = case.new_keys[b, t].astype(keys.dtype)
-                values[b, :, case.start[b] + t] = case.new_values[b, t].astype(values.dtype)
+                keys[b, :, case.start[b] + t] = stored_rows(case.new_keys[b, t], keys.dtype)
+                values[b, :, case.start[b] + t] = stored_rows(case.new_values[b, t], values.dtype)
         for t in range(queries):
             position = case.query_start[b] + t
             if position >= case.start[b] + case.length[b]:
@@ -106,11 +112,26 @@ def reference(case):
 
 
 def weighted(query, keys, values, scale, softcap=0.0):
-    scores = keys.astype(np.float64) @ (query.astype(np.float64) * scale)
+    keys, values = (widened(rows, query.size) for rows in (keys, values))
+    scores = keys @ (query.astype(np.float64) * scale)
     if softcap:
         scores = softcap * np.tanh(scores / softcap)
     weights = np.exp(scores - scores.max())
-    return weights @ values.astype(np.float64) / weights.sum()
+    return weights @ values / weights.sum()
+
+
+def widened(rows, size):
+    wide = rows[..., :size].astype(np.float64)
+    return wide * factors(rows, size) if rows.dtype == np.int8 else wide
+
+
+def factors(rows, size):
+    return np.ascontiguousarray(rows[..., size:]).view(np.float32)
+
+
+def with_factors(integers, factor):
+    tail = np.broadcast_to(np.float32([factor]).view(np.int8), (*integers.shape[:-1], 4))
+    return np.concatenate([integers.astype(np.int8), tail], -1)
 
 
 def assert_close(found, expected):
@@ -145,15 +166,21 @@ def drawn(
     start = more.pop("start", rng.integers(0, slots + 2, batch)).astype(np.int32)
     length = more.pop("length", rng.integers(0, tokens + 1, batch)).astype(np.int32)
     alone = queries == 1
-    keys = wholes(batch, kv_heads, slots, size).astype(dtype)
-    values = reals(batch, kv_heads, slots, size).astype(dtype)
+    keys, new_keys = wholes(batch, kv_heads, slots, size), wholes(batch, tokens, kv_heads, size)
+    values = reals(batch, kv_heads, slots, size)
+    if dtype == np.int8:  # the factor of each key is 1
+        new_keys[..., -1] = 127
+        keys, values, most = with_factors(keys, 1), stored_rows(values, dtype), np.inf
+    else:
+        keys, values = keys.astype(dtype), values.astype(dtype)
+        most = ml_dtypes.finfo(dtype).max
     for b in range(batch):
         end = start[b] + length[b]
-        keys[b, :, end:] = ml_dtypes.finfo(dtype).max
-        values[b, :, end:] = -ml_dtypes.finfo(dtype).max
+        keys[b, :, end:] = with_factors(keys[b, :, end:, :size], most) if dtype == np.int8 else most
+        values[b, :, end:] = keys[b, :, end:] if dtype == np.int8 else -most
     return Case(
         query=wholes(batch, 1 if alone else tokens, kv_heads * group, size),
-        new_keys=wholes(batch, tokens, kv_heads, size),
+        new_keys=new_keys,
         new_values=reals(batch, tokens, kv_heads, size),
         start=start,
         length=length,
@@ -174,7 +201,7 @@ cases = st.builds(
     slots=st.one_of(st.integers(1, 40), st.integers(60, 70), st.integers(250, 700)),
     tokens=st.one_of(st.just(1), st.integers(2, 9), st.integers(10, 70)),
     queries=st.sampled_from([None, None, 1]),
-    dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16]),
+    dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16, np.int8]),
     scale=st.sampled_from([0.0625, 0.125, 0.25]),
     softcap=st.sampled_from([0.0, 0.0, 0.5, 4.0]),
     window=st.sampled_from([0, 0, 1, 7, 64, 300]),
@@ -261,7 +288,8 @@ def test_wrong_places_and_shapes_never_lead_out_of_the_cache(kernels):
         ({"query": np.ones((2, 1, 3, 8), np.float32)}, shapes),
         ({"keys": case.keys[:, :, :8]}, shapes),
         ({"keys": case.keys.astype(ml_dtypes.bfloat16)}, "one dtype"),
-        ({"keys": zeros, "values": zeros}, "float32 or bfloat16"),
+        ({"keys": zeros.astype(np.int8), "values": zeros.astype(np.int8)}, shapes),
+        ({"keys": zeros, "values": zeros}, "float32, bfloat16 or int8"),
     ):
         with pytest.raises(KernelError, match=message):
             run(replace(case, **wrong), kernels)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.decoders import LARGEST_CONTEXT, write_random
+from tests.parity import sibling_cases
 
 from prejit.compiler.api import plan as plan_of_user
 from prejit.compiler.compile import compile_jobs
@@ -73,12 +74,13 @@ class Planned:
         return kernels_of(library, toolchain, self.plan.forms)
 
 
-def planned(at, model, *targets, context=24, only=(), mesh=""):
+def planned(at, model, *targets, context=24, only=(), mesh="", cache_dtype="float32"):
     at.mkdir(exist_ok=True)
     manifest = at / "m.toml"
     manifest.write_text(
         f'[bundle]\nname = "m"\n[model]\nsource = {json.dumps(str(model))}\n{mesh}'
         f"[generate]\nbatch = [1]\nprompt = [8]\ncontext = [{context}]\n"
+        f"cache_dtype = {json.dumps(cache_dtype)}\n"
         + "".join(f"[[target]]\nname = {json.dumps(target)}\n" for target in targets)
     )
     store = DirectoryStore.open(at / "cache")
@@ -260,3 +262,16 @@ def test_code_configuration_and_config_json_are_in_the_key_of_a_lowering(
     with monkeypatch.context() as patch:
         patch.setattr(result_keys, "code_digest", lambda *modules: f"sha256:of changed {modules}")
         assert changes() == ["our code"]
+
+
+def test_latents_are_not_kept_in_int8(tmp_path):
+    case = next(case for case in sibling_cases.cases() if case.name == "deepseek_v3-0")
+    case.write(tmp_path / "latent")
+    found = planned(tmp_path, tmp_path / "latent", "cpu-host", context=8, cache_dtype="int8")
+    with pytest.raises(
+        ManifestError, match=r"m.toml: generate.cache_dtype: expected float32 or bf.*deepseek_v3"
+    ):
+        _ = found.model
+    assert planned(
+        tmp_path, tmp_path / "latent", "cpu-host", context=8, cache_dtype="bfloat16"
+    ).model

@@ -188,7 +188,7 @@ WRONG = {
         ),
         (also(VERIFY, draft=3), "one draft of all verify programs"),
         (model("decoder", vocab_size=0), "decoder: vocab_size: expected 1 to .*, found 0"),
-        (model("decoder", cache_dtype="int8"), "cache_dtype: expected .*, found 'int8'"),
+        (model("decoder", cache_dtype="int4"), "cache_dtype: expected .*, found 'int4'"),
     ],
     "reader": [
         (without("encode"), "expected encode programs for the source of the decoder, found none"),

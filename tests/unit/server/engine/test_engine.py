@@ -104,6 +104,16 @@ def test_threads_get_what_each_would_get_alone(engine, alone):
     assert metrics.requests[0].runs < metrics.generation_tokens  # they shared steps
 
 
+def test_threads_share_a_cache_of_int8(make_decoder):
+    sizes = {"batch": (2,), "prompt": (10,), "context": (24, 72)}  # a bundle of test_invariance.py
+    small = load(make_decoder("mistral", **sizes, cache_dtype="int8"), on_mismatch="error")
+    assert {array.dtype for array in small.decoder.cache} == {"int8"}
+    expected = [small.generate(prompt_of(n), **options_of(n)).token_ids for n in range(12)]
+    with contextlib.closing(Engine(small, queue=64)) as engine, ThreadPoolExecutor(12) as pool:
+        found = pool.map(lambda n: engine.generate(prompt_of(n), **options_of(n)), range(12))
+        assert [each.token_ids for each in found] == expected
+
+
 def test_tasks_read_streams_side_by_side(engine, alone):
     async def read(number):
         return [piece async for piece in engine.stream(prompt_of(number), **options_of(number))]

@@ -62,6 +62,7 @@ class TextDecoder(nnx.Module):
         self.names = family.names
         if family.experts is None and family.states is None:  # others are not split over devices
             self.mesh_split = family.names.split
+        self.keeps_latents = family.is_latent
         self.vocab_size: int = config.vocab_size
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         place(self, family.names.model, DecoderStack(family, config, context))

@@ -29,7 +29,13 @@ from flax import nnx
 
 from prejit.compiler.models.families import sentence
 from prejit.compiler.models.layers.attention import NewTokens, attention, attention_to_all
-from prejit.compiler.models.layers.layer_config import LayerCache, require, unsupported
+from prejit.compiler.models.layers.cache_rows import stored_rows
+from prejit.compiler.models.layers.layer_config import (
+    LayerCache,
+    empty_layer,
+    require,
+    unsupported,
+)
 from prejit.compiler.models.layers.linear import (
     ACTIVATIONS,
     Embedding,
@@ -43,7 +49,7 @@ from prejit.compiler.models.parameters import part_of, place
 from prejit.runtime.errors import ManifestError
 
 BlockCache = tuple[LayerCache, LayerCache]
-"""Keys and values of the text, [B, K, S, H], which new tokens extend, and those of the source, which do not
+"""Keys and values of the text, [B, K, S, W], which new tokens extend, and those of the source, which do not
 change."""
 
 TextCache = tuple[BlockCache, ...]
@@ -133,10 +139,10 @@ class CrossBlock(nnx.Module):
     def make_cache(self, hidden: jax.Array, positions: int, dtype: str) -> BlockCache:
         """Return an empty cache of the text, and the keys and values of hidden states [B, N, D]."""
         _, _, *names, _ = self.parts.cross
-        keys, values = (self._heads(name, hidden).swapaxes(1, 2).astype(dtype) for name in names)
-        shape = (len(hidden), self.parts.heads, positions, self.parts.head_size)
-        empty = jnp.zeros(shape, dtype)
-        return (empty, empty), (keys, values)
+        parts = self.parts
+        source = (stored_rows(self._heads(name, hidden).swapaxes(1, 2), dtype) for name in names)
+        text = empty_layer(len(hidden), parts.heads, positions, parts.head_size, dtype)
+        return text, tuple(source)
 
     def _heads(self, name: str, x: jax.Array) -> jax.Array:
         """Return a product of x [B, T, D] as heads [B, T, K, H]."""

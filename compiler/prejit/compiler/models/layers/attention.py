@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from prejit.compiler.models.layers import kernel_calls, product_forms
+from prejit.compiler.models.layers.cache_rows import read_rows, stored_rows
 from prejit.compiler.models.layers.layer_config import LayerCache
 
 
@@ -156,7 +157,9 @@ class NewTokens:
         room = (self.length > 0) & (self.start < layer[0].shape[2])
 
         def update(layer: LayerCache) -> LayerCache:
-            return self._update(layer[0], keys), self._update(layer[1], values)
+            new = (stored_rows(each, layer[0].dtype) for each in (keys, values))
+            first, second = map(self._update, layer, new)
+            return first, second
 
         def update_if(layer: LayerCache) -> LayerCache:
             updated: LayerCache = lax.cond(jnp.any(room), update, lambda layer: layer, layer)
@@ -167,8 +170,8 @@ class NewTokens:
 
     def _update(self, cache: jax.Array, new: jax.Array) -> jax.Array:
         """Write one row after another: a scatter costs more, and a chain of updates stays in place."""
-        _, heads, slots, size = cache.shape
-        block = (1, heads, self.count, size)
+        _, heads, slots, width = cache.shape
+        block = (1, heads, self.count, width)
 
         def update(row: int | jax.Array, cache: jax.Array) -> jax.Array:
             # XLA clamps the position of an update, so a block that runs past the end would overwrite earlier
@@ -182,7 +185,7 @@ class NewTokens:
                 if isinstance(row, int)
                 else lax.dynamic_slice_in_dim(new, row, 1)
             )
-            content = _shifted(own.swapaxes(1, 2), shift).astype(cache.dtype)
+            content = _shifted(own.swapaxes(1, 2), shift)
             present = lax.dynamic_slice(cache, (row, 0, at, 0), block)
             content = jnp.where(valid[:, None], content, present)
             return lax.dynamic_update_slice(cache, content, (row, 0, at, 0))
@@ -227,13 +230,16 @@ def attention(
     Returns:
         float32 [B, T, N * H].
     """
-    keys, values = layer
+    (keys, key_factors), (values, value_factors) = map(read_rows, layer)
     batch, count, heads, size = query.shape
     kv_heads, slots = keys.shape[1:3]
     grouped = (batch, kv_heads, heads // kv_heads, count)  # B, K, G, T
     rows = (batch, kv_heads, -1)  # B, K, G * T
     query = (query * scale).reshape(batch, count, kv_heads, -1, size).transpose(0, 2, 3, 1, 4)
-    scores = _batched_dot(query.reshape(*rows, size), keys, 3).reshape(*grouped, slots)
+    scores = _batched_dot(query.reshape(*rows, size), keys, 3)
+    if key_factors is not None:
+        scores *= key_factors[:, :, None]
+    scores = scores.reshape(*grouped, slots)
     if cap is not None:
         scores = cap * jnp.tanh(scores / cap)
     if bias is not None:
@@ -252,7 +258,10 @@ def attention(
         largest = jnp.maximum(scores.max(-1, keepdims=True), of_head)
         exponents = jnp.exp(scores - largest)
         weights = exponents / (exponents.sum(-1, keepdims=True) + jnp.exp(of_head - largest))
-    mixed = _mixed(weights.reshape(*rows, slots), values).reshape(*grouped, size)
+    weights = weights.reshape(*rows, slots)
+    if value_factors is not None:
+        weights *= value_factors[:, :, None]
+    mixed = _mixed(weights, values).reshape(*grouped, size)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, count, heads * size)
 
 

@@ -101,7 +101,7 @@ def attention(
         start: int32 [B], the position of the first new token.
         length: int32 [B], the number of valid new tokens.
         query_start: int32 [B], the position of the first query.
-        layer: the cache, [B, K, S, H].
+        layer: the cache, [B, K, S, W].
         scale: factor of the scores.
         cap: soft bound of the scores, or None.
         window: number of positions that each query sees, or None for all.

@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 
 from prejit.compiler.base.suggestions import did_you_mean, shown
+from prejit.compiler.models.layers.cache_rows import row_width
 from prejit.runtime.errors import CheckpointError
 
 LayerCache = tuple[jax.Array, ...]
-"""Keys and values of one layer, each [B, K, S, H] in the dtype of the cache; or what else a layer keeps."""
+"""Keys and values of one layer, each [B, K, S, W] (cache_rows.py); or what else a layer keeps."""
 
 KVCache = tuple[LayerCache, ...]
 """One LayerCache for each of the L layers."""
@@ -30,15 +31,16 @@ KVCache = tuple[LayerCache, ...]
 def empty_cache(
     layers: int, rows: int, heads: int, positions: int, head_size: int, dtype: str
 ) -> KVCache:
-    """Return a cache of zeros, of L layers with keys and values [B, K, S, H]."""
+    """Return a cache of zeros, of L layers with keys and values [B, K, S, W]."""
     return tuple(empty_layer(rows, heads, positions, head_size, dtype) for _ in range(layers))
 
 
 def empty_layer(rows: int, heads: int, positions: int, head_size: int, dtype: str) -> LayerCache:
-    """Return keys and values of a layer, zeros [B, K, S, H]."""
+    """Return keys and values of a layer, zeros [B, K, S, W]."""
+    width = row_width(head_size, dtype)
 
     def zeros() -> jax.Array:  # one array for each place: a caller may donate them
-        return jnp.zeros((rows, heads, positions, head_size), jnp.dtype(dtype))
+        return jnp.zeros((rows, heads, positions, width), jnp.dtype(dtype))
 
     return zeros(), zeros()
 

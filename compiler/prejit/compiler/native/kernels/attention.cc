@@ -96,9 +96,9 @@ class Decoder {
     const int64_t first = larger(0, -start), end = smaller(tokens, call_.slots - start);
     for (int64_t t = first; t < end; ++t) {
       const int64_t from = ((b * call_.tokens + t) * width + k) * size;
-      const int64_t to = (head * call_.slots + start + t) * size;
-      for (int64_t h = 0; h < size; ++h) narrow(call_.new_keys[from + h], call_.keys + to + h);
-      for (int64_t h = 0; h < size; ++h) narrow(call_.new_values[from + h], call_.values + to + h);
+      const int64_t to = (head * call_.slots + start + t) * (size + kTail<E>);
+      write_row(call_.new_keys + from, size, call_.keys + to);
+      write_row(call_.new_values + from, size, call_.values + to);
     }
   }
 
@@ -130,8 +130,8 @@ class Decoder {
   }
 
   Head<E> head(const Share& share) const {
-    const int64_t at = (share.b * call_.kv_heads + share.k) * call_.slots * call_.size;
-    return {call_.keys + at, call_.values + at, call_.size, call_.size};
+    const int64_t width = call_.size + kTail<E>, at = (share.b * call_.kv_heads + share.k) * call_.slots * width;
+    return {call_.keys + at, call_.values + at, width, call_.size};
   }
 
   // Prepares a tile in this thread's memory, with its queries; returns false if memory is exhausted.
@@ -207,5 +207,6 @@ bool attend_decoder(const DecoderCall<E>& call) {
 
 template bool attend_decoder<float>(const DecoderCall<float>& call);
 template bool attend_decoder<Bf16>(const DecoderCall<Bf16>& call);
+template bool attend_decoder<int8_t>(const DecoderCall<int8_t>& call);
 
 }  // namespace prejit::attention

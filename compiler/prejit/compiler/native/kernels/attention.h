@@ -10,7 +10,8 @@
 
 namespace prejit::attention {
 
-// Arrays are row-major, and dense except as the last two fields allow. E is float or Bf16.
+// Arrays are row-major, and dense except as the last two fields allow. E is float, Bf16 or int8_t. Of int8_t the cache
+// is [B, K, S, H + 4]: behind the H integers of a vector is their factor, a float32.
 template <typename E>
 struct DecoderCall {
   int64_t batch, queries, tokens, heads, kv_heads, size, slots;

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "attention.h"
+#include "attention_vector.h"
 
 namespace ffi = xla::ffi;
 
@@ -43,20 +44,22 @@ ffi::Error attention(FloatBuffer query, FloatBuffer new_keys, FloatBuffer new_va
   if (c.size() != 4) return invalid("prejit_attention: expected a cache [B, K, S, H]");
   const auto o = out->dimensions();
   const int64_t batch = q[0], heads = o[2], kv_heads = c[1], size = q[3];
+  const ffi::DataType dtype = keys->element_type();
+  const int64_t tail = dtype == ffi::S8 ? prejit::attention::kTail<int8_t> : 0;
   const int64_t key_end = int64_t{key_head} + kv_heads, value_end = int64_t{value_head} + kv_heads;
   const bool fits = same(n, new_values.dimensions()) && o[0] == batch && o[1] == q[1] && o[3] == size &&
                     heads <= q[2] && key_head >= 0 && value_head >= 0 && key_end <= n[2] && value_end <= n[2] &&
                     same(c, values->dimensions()) && same(c, keys_before.dimensions()) &&
                     same(c, values_before.dimensions()) && n[0] == batch && c[0] == batch &&
-                    n[3] == size && c[3] == size && kv_heads > 0 && heads % kv_heads == 0 &&
+                    n[3] == size && c[3] == size + tail && kv_heads > 0 && heads % kv_heads == 0 &&
                     start.dimensions()[0] == batch && length.dimensions()[0] == batch &&
                     query_start.dimensions()[0] == batch;
   if (!fits) {
     return invalid(
         "prejit_attention: expected out [B, Q, N, H], query [B, Q, at least N, H], new keys and values [B, T, at least "
-        "K, H], start, length and query_start [B], cache [B, K, S, H], N a multiple of K, found other shapes");
+        "K, H], start, length and query_start [B], cache [B, K, S, H], or H + 4 of int8, N a multiple of K, found "
+        "other shapes");
   }
-  const ffi::DataType dtype = keys->element_type();
   if (values->element_type() != dtype || keys_before.element_type() != dtype || values_before.element_type() != dtype) {
     return invalid("prejit_attention: expected keys and values of one dtype, found several");
   }
@@ -75,7 +78,8 @@ ffi::Error attention(FloatBuffer query, FloatBuffer new_keys, FloatBuffer new_va
   };
   if (dtype == ffi::F32) return run(call_of(float{}), keys_before, values_before, *keys, *values);
   if (dtype == ffi::BF16) return run(call_of(Bf16{}), keys_before, values_before, *keys, *values);
-  return invalid("prejit_attention: expected a cache of float32 or bfloat16, found another dtype");
+  if (dtype == ffi::S8) return run(call_of(int8_t{}), keys_before, values_before, *keys, *values);
+  return invalid("prejit_attention: expected a cache of float32, bfloat16 or int8, found another dtype");
 }
 
 }  // namespace

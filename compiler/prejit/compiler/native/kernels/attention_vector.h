@@ -24,6 +24,44 @@ PREJIT_INLINE void narrow(float x, Bf16* to) {
   to->bits = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded);
 }
 
+// A cache of int8 keeps a vector as H integers and, behind them, the float32 by which they are multiplied.
+template <typename E>
+constexpr int64_t kTail = sizeof(E) == 1 ? sizeof(float) : 0;
+
+// Returns the factor of a row: what `load` gives is multiplied by it.
+template <typename E>
+PREJIT_INLINE float factor_of(const E*, int64_t) {
+  return 1;
+}
+PREJIT_INLINE float factor_of(const int8_t* row, int64_t size) {
+  float factor;
+  std::memcpy(&factor, row + size, sizeof factor);
+  return factor;
+}
+
+// Writes a row of a cache.
+template <typename E>
+void write_row(const float* from, int64_t size, E* to) {
+  for (int64_t h = 0; h < size; ++h) narrow(from[h], to + h);
+}
+
+// Rounds to the nearest of 255 values, ties to even, and gives the bits that models/layers/cache_rows.py gives. A row
+// with an element that is no finite number becomes NaN; one whose elements are all below 2^-100, zeros.
+inline void write_row(const float* from, int64_t size, int8_t* to) {
+  float most = 0;
+  bool finite = true;
+  for (int64_t h = 0; h < size; ++h) {
+    const float magnitude = __builtin_fabsf(from[h]);
+    finite &= magnitude < __builtin_inff();
+    most = magnitude > most ? magnitude : most;
+  }
+  const bool some = finite && most >= 0x1p-100f;
+  float factor = some ? most * (1 / 127.0f) : finite ? 0 : __builtin_nanf("");
+  const float inverse = some ? 1 / factor : 0;
+  for (int64_t h = 0; h < size; ++h) to[h] = some ? static_cast<int8_t>(__builtin_rintf(from[h] * inverse)) : 0;
+  std::memcpy(to + size, &factor, sizeof factor);
+}
+
 #if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
 #define PREJIT_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
