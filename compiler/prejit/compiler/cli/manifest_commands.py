@@ -320,7 +320,10 @@ def check_model(
     """
     published = Path(model)
     if published.suffix == ".gguf" and published.is_file():
-        _print_published(published.parent, published)
+        from prejit.compiler.checkpoint.gguf_directory import model_directory
+
+        directory = model_directory(published)
+        _print_published(directory, directory / published.name)
         return 0
     if published.is_dir():
         _print_published(published)
