@@ -162,7 +162,9 @@ def test_the_stacks_of_adapters_are_not_counted(monkeypatch):
         "1,600 bytes are the adapters' of the one that sleeps"
     )
     assert shared.for_caches("b", bundle(100)) == 9000 - 1600 - 100 * CODE_TIMES - 10
-    with pytest.raises(NoRoomError, match=r"4,110 bytes for its programs and adapters, found 4,100 left"):
+    with pytest.raises(
+        NoRoomError, match=r"4,110 bytes for its programs and adapters, found 4,100 left"
+    ):
         ModelMemory(4100, 0).for_caches("b", bundle(100, stacks))
 
 
