@@ -203,6 +203,13 @@ REFUSED = {
 }
 
 
+HINTS = {
+    "rank": "build with rank = 6 in [adapters], or merge it",
+    "target": 'build with targets = ["c_attn", "c_fc", "c_proj", "wte"] in [adapters], or list it in [model]',
+    "shapes": "give one for [adapters], or list it in [model] adapters",
+}
+
+
 def test_what_does_not_fit_is_refused_with_its_file_and_loads_nothing(path, tmp_path, make_decoder):
     with load(path, on_mismatch="error") as bundle:
         for name, (make, problem) in REFUSED.items():
@@ -211,6 +218,7 @@ def test_what_does_not_fit_is_refused_with_its_file_and_loads_nothing(path, tmp_
             with pytest.raises(CheckpointError, match=problem) as caught:
                 bundle.adapters.load("a", make(at))
             assert str(at) in str(caught.value)
+            assert HINTS.get(name, "") in (caught.value.hint or "")
         assert not bundle.adapters.loaded
         with pytest.raises(
             UsageError, match="adapter: expected one that is loaded: none; found 'a'"

@@ -57,7 +57,7 @@ _TENSORFLOW_ENDS = {".gamma": ".weight", ".beta": ".bias"}
 _PICKLE = "a pickle can run code when it is read: convert it with transformers' save_pretrained"
 _GGUF = ".gguf"
 _OTHER_FORMATS = {
-    _GGUF: "put config.json and tokenizer.json beside the GGUF file, those of the checkpoint that it is of",
+    _GGUF: "give the GGUF file itself as the source, or put config.json and tokenizer.json beside it",
     **dict.fromkeys((".bin", ".pt", ".pth"), _PICKLE),
 }
 """The hint for each kind of file, by its suffix, that holds weights and is not read."""

@@ -40,8 +40,12 @@ _SIZES = {
 _SCALED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
-def read_metadata(path: Path) -> dict[str, Any]:
-    """Return the metadata of a file. The value of an array is a list of numbers, or None if it is long.
+def read_metadata(path: Path, *, arrays: bool = False) -> dict[str, Any]:
+    """Return the metadata of a file.
+
+    Args:
+        path: the file.
+        arrays: whether to return all arrays; else texts, and more than 1024 numbers, are None.
 
     Raises:
         CheckpointError: the file is one of several, or of another byte order.
@@ -51,7 +55,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
         path.open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
     ):
-        cursor = _Cursor(content)
+        cursor = _Cursor(content, arrays)
         if cursor.bytes(4, "the file") != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         version = cursor.number("I")
@@ -88,8 +92,9 @@ def read_metadata(path: Path) -> dict[str, Any]:
 class _Cursor:
     """A place in a file."""
 
-    def __init__(self, content: mmap.mmap) -> None:
+    def __init__(self, content: mmap.mmap, arrays: bool) -> None:
         self._content, self._at, self._elements = content, 0, 0
+        self._arrays = arrays
 
     def number(self, form: str) -> Any:
         """Return a number."""
@@ -126,6 +131,8 @@ class _Cursor:
         kind, elements = self.number("I"), self.number("Q")
         if kind == _TEXT:
             self.count(elements, 8, name)
+            if self._arrays:
+                return [self.text(name) for _ in range(elements)]
             for _ in range(elements):
                 self.bytes(self.number("Q"), name)
             return None
@@ -133,7 +140,8 @@ class _Cursor:
         size = struct.calcsize(f"<{form}")
         self.count(elements, size, name)
         content = self.bytes(elements * size, name)
-        return list(struct.unpack(f"<{elements}{form}", content)) if elements <= 1024 else None
+        is_read = self._arrays or elements <= 1024
+        return list(struct.unpack(f"<{elements}{form}", content)) if is_read else None
 
     def _fits(self, size: int, unit: str, name: str) -> None:
         left = len(self._content) - self._at

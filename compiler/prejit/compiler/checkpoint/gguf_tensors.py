@@ -1,8 +1,8 @@
 """Read the tensors of a GGUF file, by llama.cpp's package `gguf`, for a model that config.json describes.
 
 The file says what it computes in less detail than config.json does (Llama 3's rope has no parameters there),
-so only its tensors are read, and what it says must not contradict config.json (gguf_metadata.py). llama.cpp
-writes some tensors in another order or form, which is undone:
+so what it says must not contradict config.json (gguf_metadata.py). Without one gguf_directory.py makes it.
+llama.cpp writes some tensors in another order or form, which is undone:
 
     llama, mistral  rows of q and k: the two halves of a head, which RoPE turns together, lie in turns
     gemma           scales of norms are 1 larger
@@ -88,6 +88,34 @@ class GgufTensor:
         return Integers(values.reshape(len(data), -1), scales)
 
 
+def read_gguf(path: Path, *, arrays: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the metadata of a file, and its tensors by name as the package gguf reads them.
+
+    `arrays` as of `read_metadata`.
+
+    Raises:
+        CheckpointError: the package is not installed, or the file is damaged.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path}: expected the package gguf, which reads it, found none",
+            hint="pip install 'prejit-compiler[gguf]'",
+        ) from error
+    try:
+        metadata = read_metadata(path, arrays=arrays)
+        held = {each.name: each for each in gguf.GGUFReader(path).tensors}
+    except CheckpointError:
+        raise
+    except Exception as error:  # the reader raises errors of many kinds
+        raise CheckpointError(
+            f"{path}: damaged or cut off: {type(error).__name__}: {error}",
+            hint="fetch or write the file again",
+        ) from error
+    return metadata, held
+
+
 def gguf_tensors(path: Path, config: Any, parameters: Iterable[str]) -> dict[str, Tensor]:
     """Return the tensors of a file by the names of parameters.
 
@@ -101,13 +129,6 @@ def gguf_tensors(path: Path, config: Any, parameters: Iterable[str]) -> dict[str
     Raises:
         CheckpointError: the package is not installed, the file is damaged, or of another model.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        raise CheckpointError(
-            f"{path}: expected the package gguf, which reads it, found none",
-            hint="pip install 'prejit-compiler[gguf]'",
-        ) from error
     architecture = _ARCHITECTURES.get(config.model_type)
     if architecture is None:
         raise CheckpointError(
@@ -115,16 +136,9 @@ def gguf_tensors(path: Path, config: Any, parameters: Iterable[str]) -> dict[str
             f"model_type; found {shown(config.model_type)}",
             hint="take the checkpoint in safetensors",
         )
-    try:
-        metadata = read_metadata(path)
-        held = {each.name: each for each in gguf.GGUFReader(path).tensors}
-    except CheckpointError:
-        raise
-    except Exception as error:  # the reader raises errors of many kinds
-        raise CheckpointError(
-            f"{path}: damaged or cut off: {type(error).__name__}: {error}",
-            hint="fetch or write the file again",
-        ) from error
+    metadata, held = read_gguf(path)
+    import gguf
+
     written = metadata.get("general.architecture")
     if written != architecture:
         raise CheckpointError(

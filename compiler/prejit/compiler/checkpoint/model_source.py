@@ -6,6 +6,7 @@ import re
 from functools import partial
 from pathlib import Path
 
+from prejit.compiler.checkpoint.gguf_directory import model_directory
 from prejit.runtime.errors import CheckpointError, ManifestError, NetworkError
 
 _REFERENCE = re.compile(r"hf://(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
@@ -42,7 +43,7 @@ def resolve_source(source: str, base_directory: Path, *, weights: bool = True) -
         return fetch(match["repository"], match["revision"])
     directory = base_directory / source
     if directory.suffix == ".gguf" and directory.is_file():
-        return directory.parent
+        return model_directory(directory)
     if not directory.is_dir():
         raise ManifestError(
             f"model.source: expected a directory or a .gguf file, found none at {directory}",

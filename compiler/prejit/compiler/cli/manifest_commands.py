@@ -283,7 +283,8 @@ def _print_buckets(today: Buckets | None, suggested: Buckets, seconds: list[floa
 @click.argument(
     "model",
     metavar="MODEL",
-    help="A decoder as module:object, or what makes one; or a published model's directory or .gguf file.",
+    help="A decoder as module:object, or what makes one; a published model's directory or .gguf file; or the "
+    "directory of an adapter of PEFT.",
 )
 @click.option(
     "--params",
@@ -316,11 +317,20 @@ def check_model(
     MODEL is an object with the methods of a decoder, or a function or class that makes one without
     arguments. The module is in this directory or installed. With the directory of a published model, in the
     layout of Hugging Face, print what a build would make of it: its sizes, the memory that a build takes,
-    the most tokens a second that this machine's memory allows; or what is not supported.
+    the most tokens a second that this machine's memory allows; or what is not supported. With that of an
+    adapter, print what a manifest says to take it.
     """
     published = Path(model)
     if published.suffix == ".gguf" and published.is_file():
-        _print_published(published.parent, published)
+        from prejit.compiler.checkpoint.gguf_directory import model_directory
+
+        directory = model_directory(published)
+        _print_published(directory, directory / published.name)
+        return 0
+    from prejit.compiler.checking.adapter_room import describe_adapter, is_adapter
+
+    if is_adapter(published):
+        click.echo(describe_adapter(published))
         return 0
     if published.is_dir():
         _print_published(published)

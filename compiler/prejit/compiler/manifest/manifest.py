@@ -65,7 +65,7 @@ class Model:
     """`[model]`: a published checkpoint, or a decoder of the user.
 
     Attributes:
-        source: a directory in the Hugging Face layout, relative to the manifest, or a .gguf file in one, or
+        source: a directory in the Hugging Face layout, relative to the manifest, or a .gguf file, or
             `hf://org/name@revision`. Beside `module` it gives tokenizer.json,
             generation_config.json and the chat template, and may be left out.
         module: a decoder of the user: `package.module:attribute`, or in Python the object itself. The

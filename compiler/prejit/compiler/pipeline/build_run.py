@@ -13,6 +13,7 @@ for several manifests at the same time. Every call below is one step: its module
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import nullcontext
@@ -412,7 +413,9 @@ def _note_expiry(name: str, progress: Progress) -> None:
     jax = versions("jax")["jax"]
     expiry = expiry_notice(jax, readable_until(jax), date.today())
     if expiry is not None:
-        progress.note(f"{name}: {expiry}")
+        # jax 0.10.2 is the last one for Python 3.11.
+        needed = ", which needs Python 3.12" if sys.version_info < (3, 12) else ""
+        progress.note(f"{name}: {expiry}{needed}")
 
 
 def _attempt(manifest: Manifest, step: Callable[[], _Step]) -> _Step | Failed:

@@ -38,6 +38,7 @@ class Capacity:
         weights_bytes: the weights. On a CPU they are pages of a mapped file, which processes share.
         executables_bytes: about what all its executables take when they are loaded.
         temporary_bytes: the most that one program needs while it runs.
+        adapters_bytes: the room for adapters, which is taken when they are loaded.
         buckets: the memory of each bucket.
     """
 
@@ -45,6 +46,7 @@ class Capacity:
     weights_bytes: int
     executables_bytes: int
     temporary_bytes: int
+    adapters_bytes: int
     buckets: tuple[SlotMemory, ...]
 
 
@@ -60,7 +62,12 @@ def capacity(target: str, content: Contents, budget_bytes: int | None) -> Capaci
         UsageError: the bundle has no decoder.
     """
     # The import loads NumPy, which `inspect` of other bundles does not need.
-    from prejit.runtime.generation.cache_plan import TableBuckets, executables_bytes, peak_bytes
+    from prejit.runtime.generation.cache_plan import (
+        TableBuckets,
+        executables_bytes,
+        peak_bytes,
+        stacks_bytes,
+    )
 
     config = content.config
     if config.decoder is None:
@@ -72,15 +79,16 @@ def capacity(target: str, content: Contents, budget_bytes: int | None) -> Capaci
     has_weights = content.manifest.has_layer(WEIGHTS_MEDIA_TYPE)
     weights = content.manifest.layer(WEIGHTS_MEDIA_TYPE).size if has_weights else 0
     executables = executables_bytes(config)
+    adapters = stacks_bytes(config.decoder)
     temporary = max(each.memory.temp_bytes for each in config.programs)
     found = []
     for context in buckets.contexts:
         for slots in buckets.batches:
             caches = peak_bytes(buckets, slots, context, buckets.batches[0])
-            total = weights + executables + temporary + caches
+            total = weights + executables + temporary + adapters + caches
             fits = None if budget_bytes is None else total <= budget_bytes
             found.append(SlotMemory(context, slots, caches, total, fits))
-    return Capacity(target, weights, executables, temporary, tuple(found))
+    return Capacity(target, weights, executables, temporary, adapters, tuple(found))
 
 
 def capacity_table(found: Capacity, budget_bytes: int | None) -> str:
@@ -94,6 +102,7 @@ def capacity_table(found: Capacity, budget_bytes: int | None) -> str:
         f"weights {size(found.weights_bytes)}",
         f"executables {size(found.executables_bytes)}",
         f"temporary memory {size(found.temporary_bytes)}",
+        *([f"adapters {size(found.adapters_bytes)}"] if found.adapters_bytes else ()),
     )
     lines = [
         f"{found.target}: {', '.join(parts)}; the rest of each sum is caches",

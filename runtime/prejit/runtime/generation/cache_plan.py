@@ -1,13 +1,15 @@
-"""The memory that executables, and a decoder's caches, take at most, from a program table alone."""
+"""The memory that executables, adapters and a decoder's caches take at most, from a program table alone."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import Config, Decoder
+from prejit.runtime.format.checks.adapter_stacks import stack_pairs
 from prejit.runtime.format.checks.program_interfaces import cache_arrays
 from prejit.runtime.generation.kv_cache import beside_bytes, cache_bytes
 
@@ -57,6 +59,12 @@ def executables_bytes(config: Config) -> int:
     """Return about how much all executables of a target take when they are loaded."""
     size = sum(program.executable.raw_size for program in config.programs)
     return size * CODE_TIMES if config.requirement.platform == "cpu" else size
+
+
+def stacks_bytes(decoder: Decoder | None) -> int:
+    """Return how much the stacks of adapters take once each slot has had one."""
+    pairs = () if decoder is None else stack_pairs(decoder)
+    return sum(4 * math.prod(each.shape) for pair in pairs for each in (pair.down, pair.up))
 
 
 def peak_bytes(buckets: CacheBuckets, batch: int, context: int, together: int) -> int:

@@ -111,9 +111,8 @@ def _choices(file: Path, pattern: str) -> float:
 
 
 def _too_costly(file: Path, expected: str, pattern: str) -> CheckpointError:
-    error = wrong(file, "a pattern of modules", expected, pattern)
-    error.hint = f"list the modules by name; or {MERGE}"
-    return error
+    hint = f"list the modules by name; or {MERGE}"
+    return wrong(file, "a pattern of modules", expected, pattern, hint)
 
 
 @functools.lru_cache(2 * _MOST_PATTERNS)
@@ -131,10 +130,10 @@ def _object(file: Path, content: bytes) -> dict[str, Any]:
     return found
 
 
-def wrong(file: Path, key: str, expected: str, found: object) -> CheckpointError:
+def wrong(file: Path, key: str, expected: str, found: object, hint: str = MERGE) -> CheckpointError:
     """Return the error for a value of adapter_config.json."""
     shown = json.dumps(found, default=repr)
-    return CheckpointError(f"{file}: {key}: expected {expected}, found {shown:.80}", hint=MERGE)
+    return CheckpointError(f"{file}: {key}: expected {expected}, found {shown:.80}", hint=hint)
 
 
 def rank_and_factor(config: Mapping[str, Any], file: Path, module: str) -> tuple[int, float]:

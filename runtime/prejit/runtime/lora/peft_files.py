@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from prejit.runtime.format.checks.adapter_stacks import StackPair
 from prejit.runtime.format.checks.layers import check_weights
 from prejit.runtime.lora.peft_config import (
     CONFIG,
+    MERGE,
     PREFIX,
     WEIGHTS,
     is_target,
@@ -111,6 +113,7 @@ def read_adapter(
     known = {name: pair for pair in pairs for name in pair.modules}
     changes: dict[str, dict[str, Values]] = {}
     problems: list[str] = []
+    others: list[str] = []
     for published, values in _tensors(contents[1], file).items():
         module, end = published.removeprefix(PREFIX), ""
         for each in ("lora_A", "lora_B"):
@@ -120,6 +123,7 @@ def read_adapter(
             problems.append(f"{published}, which is neither lora_A nor lora_B")
         elif _published(module) not in known and module not in known:
             problems.append(f"{module}, which is no matrix that the bundle lets adapters change")
+            others.append(module)
         elif not is_target(config, module):
             problems.append(f"{module}, which target_modules of {CONFIG} does not name")
         elif end in changes.setdefault(module, {}):
@@ -133,7 +137,9 @@ def read_adapter(
         most, inputs, outputs = pair.down.shape[2], pair.down.shape[3], pair.up.shape[2]
         rank, factor = rank_and_factor(config, config_file, module)
         if rank > most:
-            raise wrong(config_file, "r", f"at most {most}, [adapters] rank of the bundle", rank)
+            hint = f"build with rank = {rank} in [adapters], or {MERGE}"
+            expected = f"at most {most}, [adapters] rank of the bundle"
+            raise wrong(config_file, "r", expected, rank, hint)
         wanted = {"lora_A": (rank, inputs), "lora_B": (outputs, rank)}
         if name in result:
             problems.append(f"{module}, which has two names")
@@ -146,11 +152,11 @@ def read_adapter(
     if not changes and not problems:
         problems.append("no tensor")
     if problems:
-        ends = dict.fromkeys(name.rpartition(".")[2] for name in known)
+        ends = sorted({name.rpartition(".")[2] for name in (*known, *others)})
         raise CheckpointError(
             f"{file}: the adapter does not fit the bundle: found {few(problems, _SHOWN)}",
-            hint=f"give an adapter of this model that changes {', '.join(ends)} alone, or list it in "
-            "[model] adapters, which merges it when the bundle is built",
+            hint=f"{f'build with targets = {json.dumps(ends)} in' if others else 'give one for'} "
+            "[adapters], or list it in [model] adapters, which merges it",
         )
     if bad := [
         name for name, both in result.items() if not all(np.isfinite(v).all() for v in both)

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
+from prejit.runtime.generation.cache_plan import stacks_bytes
 from prejit.server.engine.memory import NoRoomError, free_bytes, programs_bytes, wake_bytes
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class ModelMemory:
         self._to_come = at_start
         self._lock = threading.Lock()
         self._engines: weakref.WeakKeyDictionary[Engine, str] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()
 
     @property
     def room(self) -> Room | None:
@@ -49,17 +51,19 @@ class ModelMemory:
         awake = self._awake()
         if self._limit_bytes is not None:
             taken = sum(one.sleeper.need_bytes for one in awake)
-            left = min(self._limit_bytes, free_bytes(device) + taken)
+            left = min(self._unkept_bytes, free_bytes(device) + taken)
         else:
             left = free_bytes(device) - sum(one.growth_bytes for one in awake)
             if (
                 self._to_come
             ):  # programs are loaded when they are used, caches allocated by requests
                 return left // self._to_come
-        if (need := programs_bytes(bundle)) >= left:
+        need = programs_bytes(bundle) + stacks_bytes(bundle.config.decoder)
+        if need >= left:
             # With a limit, all of them count as asleep already.
             others = awake if self._limit_bytes is None else []
-            raise self._no_room(name, f"{need:,} bytes for its programs", left, others)
+            adapters = " and adapters" if stacks_bytes(bundle.config.decoder) else ""
+            raise self._no_room(name, f"{need:,} bytes for its programs{adapters}", left, others)
         return left - need
 
     def check_wake(self, name: str, bundle: Bundle, sleeper: Sleeper) -> None:
@@ -76,9 +80,15 @@ class ModelMemory:
             left = wake_bytes(device) - sum(one.growth_bytes for one in others)
         else:
             others = [one for one in others if not one.sleeper.is_idle]
-            left = self._limit_bytes - sum(one.sleeper.need_bytes for one in others)
+            left = self._unkept_bytes - sum(one.sleeper.need_bytes for one in others)
         if (need := sleeper.need_bytes) > left:
             raise self._no_room(name, f"{need:,} bytes for its caches and programs", left, others)
+
+    @property
+    def _unkept_bytes(self) -> int:
+        """How much of the limit engines may take beside what they keep while they sleep."""
+        assert self._limit_bytes is not None
+        return self._limit_bytes - sum(list(self._kept.values()))
 
     def _awake(self) -> list[Engine]:
         return [one for one in list(self._engines) if not one.sleeper.is_sleeping]
@@ -96,20 +106,20 @@ class ModelMemory:
             hint=f"{hint}; these could sleep: {could}" if could else hint,
         )
 
-    def add(self, name: str, engine: Engine) -> None:
-        """Count the engine of a model, for as long as it is there."""
+    def add(self, name: str, engine: Engine, bundle: Bundle) -> None:
+        """Count the engine of a model, for as long as it is there. It keeps its adapters while it sleeps."""
         with self._lock:
             self._engines[engine] = name
+            self._kept[engine] = stacks_bytes(bundle.config.decoder)
             self._to_come = max(0, self._to_come - 1)
 
     def claim(self, sleeper: Sleeper, waited_seconds: float) -> bool:
         """Wake an engine if there is room, for which others may go to sleep; return whether it is awake."""
-        assert self._limit_bytes is not None
         is_patient = waited_seconds < _PATIENCE_SECONDS
         with self._lock:
             awake = [one for one in self._awake() if one.sleeper is not sleeper]
             needs = sum(one.sleeper.need_bytes for one in awake) + sleeper.need_bytes
-            over = needs - self._limit_bytes
+            over = needs - self._unkept_bytes
             may_sleep = [one for one in awake if one.sleeper.is_idle or not is_patient]
             if over > sum(one.sleeper.need_bytes for one in may_sleep):
                 return False

@@ -154,7 +154,7 @@ class MakeServed:
         except BaseException:
             bundle.close()
             raise
-        self._memory.add(name, engine)
+        self._memory.add(name, engine, bundle)
         if self._engines.check_finite:
             from prejit.server.served.number_checks import check_numbers
 

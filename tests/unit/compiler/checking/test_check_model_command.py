@@ -5,6 +5,7 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from tests import own_decoders
@@ -107,6 +108,23 @@ def test_a_gguf_file_is_taken_for_a_module(tmp_path, capsys):
     (tmp_path / "mixture" / "m.gguf").write_bytes(b"")
     assert main(["check-model", "mixture/m.gguf"]) == 1
     assert "mixture/m.gguf: expected a model of" in capsys.readouterr().err
+
+
+def test_an_adapter_says_what_a_manifest_has_to_say(tmp_path, capsys):
+    config = {"peft_type": "LORA", "r": 3, "rank_pattern": {"k_proj": 7}, "lora_alpha": 6}
+    modules = [f"base_model.model.model.layers.0.self_attn.{end}" for end in ("q_proj", "k_proj")]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    zeros = np.zeros((7, 8), np.float32)
+    tensors = {f"{module}.lora_{side}.weight": zeros for module in modules for side in "AB"}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    assert main(["check-model", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("an adapter of rank 7 that changes k_proj, q_proj\n")
+    assert f'adapters = ["{tmp_path}"] # in [model]' in printed
+    assert 'slots = 8\nrank = 7\ntargets = ["k_proj", "q_proj"]\n' in printed
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    assert main(["check-model", str(tmp_path)]) == 0
+    assert "[adapters]" not in capsys.readouterr().out
 
 
 def test_a_published_model_has_its_sizes_or_says_what_is_not_built(tmp_path, capsys, monkeypatch):

@@ -17,12 +17,12 @@ from prejit.server.served.model_memory import ModelMemory
 class StandInEngine:
     """An engine of some size, whose requests a test counts."""
 
-    def __init__(self, shared, need, growth=0):
+    def __init__(self, shared, need, growth=0, stacks=None):
         self.live = 0
         self.freed = 0
         self.growth_bytes = growth
         self.sleeper = Sleeper("m", need, shared.room, lambda: self.live)
-        shared.add(f"of-{need}", self)
+        shared.add(f"of-{need}", self, bundle(0, stacks))
 
     def sleep(self, *, between=False):
         return self.sleeper.sleep(self._free, between=between)
@@ -111,15 +111,16 @@ def test_busy_models_take_turns(monkeypatch):
     assert a.sleeper.metrics().wakes >= 3
 
 
-def bundle(code):
+def bundle(code, stacks=None):
+    """A bundle; stacks: the arrays of its adapters."""
     memories = SimpleNamespace(temp_bytes=7, output_bytes=5, alias_bytes=2, argument_bytes=1 << 40)
     executable = SimpleNamespace(raw_size=code)
     config = SimpleNamespace(
-        decoder=None,
+        decoder=None if stacks is None else SimpleNamespace(adapters=stacks),
         programs=[SimpleNamespace(memory=memories, executable=executable)],
         requirement=SimpleNamespace(platform="cpu"),
     )
-    return SimpleNamespace(config=config)
+    return SimpleNamespace(config=config, decoder=SimpleNamespace(device=None))
 
 
 def test_what_is_left_for_one_more(monkeypatch):
@@ -148,6 +149,23 @@ def test_with_a_limit_the_others_can_sleep_for_one_more(monkeypatch):
     assert shared.for_caches("b", bundle(100)) == 9000 - need
     with pytest.raises(NoRoomError, match="found 9,000 left"):
         shared.for_caches("b", bundle(1000))
+
+
+def test_the_stacks_of_adapters_are_not_counted(monkeypatch):
+    monkeypatch.setattr(model_memory, "free_bytes", lambda device: 10_000)
+    stacks = ('["q.A","h.0"] float32[2,1,4,25]', '["q.B","h.0"] float32[2,1,25,4]')
+    shared = ModelMemory(9000, 0)
+    one, other = StandInEngine(shared, 5000, stacks=stacks), StandInEngine(shared, 3000)
+    assert one.use()
+    assert other.use()
+    assert awake(one, other) == [False, True], (
+        "1,600 bytes are the adapters' of the one that sleeps"
+    )
+    assert shared.for_caches("b", bundle(100)) == 9000 - 1600 - 100 * CODE_TIMES - 10
+    with pytest.raises(
+        NoRoomError, match=r"4,110 bytes for its programs and adapters, found 4,100 left"
+    ):
+        ModelMemory(4100, 0).for_caches("b", bundle(100, stacks))
 
 
 @pytest.mark.parametrize("limit", [None, 9000])

@@ -1,0 +1,326 @@
+"""A GGUF file without config.json and tokenizer.json: both are made from its metadata."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    processors,
+    trainers,
+)
+from tokenizers import pre_tokenizers as pre
+
+from prejit.compiler.checkpoint.checkpoint import open_checkpoint
+from prejit.compiler.checkpoint.gguf_directory import model_directory
+from prejit.compiler.models import config_file
+from prejit.runtime.errors import CheckpointError
+
+gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+TEXT = 'def f(x):\n    return {"é": x ** 2, "你好": [1.5e-3, "😀"]}  # 12345 it\'s   OK?\n' * 5
+TEXTS = (
+    *(TEXT, "", " ", "  hi", "hello  world \n\n\n x", "e\u0301 caf\u00e9", "123456", "<s>a</s> b"),
+    *(
+        "a<think> b </think>",
+        "don't DON'T we'LL",
+        "\t\tx",
+        "你好。世界 こんにちは",
+        "<|end|>\n\nx",
+        "<0x0A>",
+    ),
+)
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace("{1,3}", "")
+SPECIAL = ["<unk>", "<s>", "</s>", "<|end|>"]
+
+
+def byte_level(split, *, ignore_merges=False, normalizer=None, first=None):
+    """A tokenizer as Llama 3 and Qwen publish theirs."""
+    made = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    made.pre_tokenizer = pre.Sequence(
+        [
+            pre.Split(Regex(split), "isolated"),
+            pre.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    made.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        made.normalizer = normalizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre.ByteLevel.alphabet(), show_progress=False
+    )
+    made.train_from_iterator([TEXT], trainer)
+    made.add_special_tokens(SPECIAL)
+    made.add_tokens(
+        [AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)]
+    )
+    if first is not None:
+        made.post_processor = processors.TemplateProcessing(
+            single=f"{first} $A", special_tokens=[(first, made.token_to_id(first))]
+        )
+    return made
+
+
+def sentence_piece(*, phi=False, gemma=False):
+    """A tokenizer as Llama 2, Mistral, Phi 3 and Gemma publish theirs."""
+    made = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    spaced = normalizers.Replace(" ", "▁")
+    made.normalizer = spaced if gemma else normalizers.Sequence([normalizers.Prepend("▁"), spaced])
+    strip = decoders.Strip(" ", 1, 0)
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    made.decoder = decoders.Sequence(parts[:3] if gemma else parts)
+    tokens = [*SPECIAL[:3], *(f"<0x{each:02X}>" for each in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=480, special_tokens=tokens, show_progress=False)
+    made.train_from_iterator([TEXT.replace("😀", "").replace("你", "")], trainer)
+    content = json.loads(made.to_str())
+    content["added_tokens"] = [each for each in content["added_tokens"] if each["id"] < 3]
+    content["added_tokens"][2]["rstrip"] = phi
+    made = Tokenizer.from_str(json.dumps(content))
+    made.add_special_tokens([AddedToken("<|end|>", normalized=False, rstrip=phi)])
+    made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    return made
+
+
+def add_tokenizer(writer, kind, tokenizer, name):
+    """Write a tokenizer as llama.cpp's converter does."""
+    content = json.loads(tokenizer.to_str())
+    size = tokenizer.get_vocab_size()
+    tokens = [tokenizer.id_to_token(place) for place in range(size)]
+    types = [1] * size
+    for each in content["added_tokens"]:
+        types[each["id"]] = 3 if each["special"] else 4
+    writer.add_tokenizer_model(kind)
+    writer.add_tokenizer_pre(name)
+    if kind == "llama":
+        types = [
+            6 if each.startswith("<0x") else old for each, old in zip(tokens, types, strict=True)
+        ]
+        types[0] = 2
+        if name == "gemma":
+            spaces = [
+                each for each in range(size) if set(tokens[each]) == {"▁"} and tokens[each] != "▁"
+            ]
+            assert spaces
+            for each in spaces:
+                tokens[each], types[each] = tokens[each].replace("▁", " "), 4
+        order = {
+            "".join(each): -float(place) for place, each in enumerate(content["model"]["merges"])
+        }
+        writer.add_token_scores([order.get(each, -1e6) for each in tokens])
+    else:
+        writer.add_token_merges([" ".join(each) for each in content["model"]["merges"]])
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    for key in ("bos", "eos", "eot"):
+        token = {"bos": "<s>", "eos": "</s>", "eot": "<|end|>"}[key]
+        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", tokenizer.token_to_id(token))
+    writer.add_chat_template("{{ bos_token }}{{ messages }}")
+
+
+def write(path, architecture, config, tokenizer=None, *, tensors=(), **more):
+    """Write a file with a model's metadata, as llama.cpp's converter does."""
+    writer = gguf.GGUFWriter(path, architecture)
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    size = config.get("head_dim", width // heads)
+    for key, value in {
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": width,
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": size,
+        "attention.value_length": size,
+        "rope.dimension_count": size,
+        **more,
+    }.items():
+        if isinstance(value, str):
+            writer.add_string(f"{architecture}.{key}", value)
+        elif isinstance(value, float):
+            writer.add_float32(f"{architecture}.{key}", value)
+        elif value is not None:
+            writer.add_uint32(f"{architecture}.{key}", value)
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
+    if tokenizer is not None:
+        add_tokenizer(writer, *tokenizer)
+    writer.add_tensor("token_embd.weight", np.zeros((config["vocab_size"], width), np.float32))
+    for name, values in dict(tensors).items():
+        writer.add_tensor(name, np.asarray(values, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+TOKENIZERS = {
+    "llama3": ("gpt2", byte_level(LLAMA3, ignore_merges=True, first="<s>"), "llama-bpe"),
+    "qwen2": ("gpt2", byte_level(QWEN2, normalizer=normalizers.NFC()), "qwen2"),
+    "llama2": ("llama", sentence_piece(), "default"),
+    "phi3": ("llama", sentence_piece(phi=True), "default"),
+    "gemma2": ("llama", sentence_piece(gemma=True), "gemma"),
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_tokenizer_of_a_file_gives_other_tokens_than_the_published_one(name, tmp_path):
+    architecture = name if name in ("phi3", "gemma2") else "llama"
+    more = {"attention.sliding_window": 8} if architecture != "llama" else {}
+    write(tmp_path / "m.gguf", architecture, SIZES, TOKENIZERS[name], **more)
+    directory = model_directory(tmp_path / "m.gguf")
+    found, published = Tokenizer.from_file(f"{directory}/tokenizer.json"), TOKENIZERS[name][1]
+    for text in TEXTS:
+        for special in (False, True):
+            ids = published.encode(text, add_special_tokens=special).ids
+            assert found.encode(text, add_special_tokens=special).ids == ids, text
+        assert found.decode(ids) == published.decode(ids), text
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    assert settings["chat_template"] == "{{ bos_token }}{{ messages }}"
+    assert (settings["bos_token"], settings["eos_token"]) == ("<s>", "</s>")
+
+
+def scaled(kind, **more):
+    return {"rope_type": kind, "rope_theta": 500000.0, **more}
+
+
+def llama3_factors(factor, pairs, theta=500000.0):
+    """The factors of frequencies that llama.cpp's converter writes (convert_hf_to_gguf.py, LlamaModel)."""
+    found = []
+    for pair in range(pairs):
+        length = 2 * np.pi * theta ** (pair / pairs)
+        smooth = (8192 / length - 1) / 3
+        inner = 1 / ((1 - smooth) / factor + smooth)
+        found.append(1 if length < 8192 / 4 else factor if length > 8192 else inner)
+    return found
+
+
+BASE = {"rope.freq_base": 500000.0}
+SCALING = "rope.scaling."
+LONG = {"long_factor": [1.5, 2.0, 4.0], "short_factor": [1.0, 1.25, 1.5]}
+CONFIGS = {
+    "llama": (
+        "llama",
+        {"rope_parameters": scaled("llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                                   original_max_position_embeddings=8192), "mlp_bias": True},
+        {**BASE, "vocab_size": 32, "expert_count": 0},
+        {"rope_freqs.weight": llama3_factors(32.0, 32), "blk.0.ffn_gate.bias": [0], "output.weight": [0]},
+    ),
+    "qwen2": (
+        "qwen2",
+        {"rope_parameters": scaled("yarn", factor=4.0, original_max_position_embeddings=32)},
+        {**BASE, f"{SCALING}type": "yarn", f"{SCALING}factor": 4.0, f"{SCALING}original_context_length": 32},
+        {},
+    ),
+    "qwen3": ("qwen3", {"rope_parameters": scaled("default"), "attention_bias": True}, BASE,
+              {"blk.0.attn_q.bias": [0]}),
+    "gemma2": (
+        "gemma2",
+        {"sliding_window": 16, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+         "query_pre_attn_scalar": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        {"attention.sliding_window": 16, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        {},
+    ),
+    "gemma3_text": (
+        "gemma3",
+        {"sliding_window": 16, "query_pre_attn_scalar": 64, "rope_parameters": {
+            "full_attention": scaled("linear", factor=8.0),
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+        {**BASE, "attention.sliding_window": 16, f"{SCALING}type": "linear", f"{SCALING}factor": 8.0},
+        {},
+    ),
+    "phi3": (
+        "phi3",
+        {"sliding_window": None, "original_max_position_embeddings": 32, "rope_parameters": scaled(
+            "longrope", partial_rotary_factor=0.75, original_max_position_embeddings=32, **LONG)},
+        {**BASE, "attention.sliding_window": 128, f"{SCALING}original_context_length": 32,
+         f"{SCALING}attn_factor": 1.1832, "rope.dimension_count": 6},
+        {"rope_factors_long.weight": LONG["long_factor"], "rope_factors_short.weight": LONG["short_factor"]},
+    ),
+}  # fmt: skip
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_metadata_gives_another_model_than_the_published_config_json(family, tmp_path):
+    architecture, more, metadata, tensors = CONFIGS[family]
+    size = 8 if family == "phi3" else 64
+    config = {"model_type": family, **SIZES, "tie_word_embeddings": family != "llama", **more}
+    config |= {} if family in ("phi3", "qwen2") else {"head_dim": size}
+    if family == "qwen2":
+        size = 8
+    config |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config["mlp_bias" if family == "llama" else "model_type"] = more.get("mlp_bias", family)
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published" / "config.json").write_text(json.dumps(config))
+    file = tmp_path / "m.gguf"
+    sized = SIZES | {"head_dim": size}
+    write(file, architecture, sized, TOKENIZERS["qwen2"], tensors=tensors, **metadata)
+    wanted = config_file.load_config(tmp_path / "published").to_dict()
+    found = config_file.load_config(model_directory(file)).to_dict()
+    ids = TOKENIZERS["qwen2"][1].token_to_id
+    wanted |= {"bos_token_id": ids("<s>"), "eos_token_id": sorted(map(ids, ("</s>", "<|end|>")))}
+    wanted["_name_or_path"] = found["_name_or_path"]
+    assert found == wanted
+
+
+def test_a_file_that_lacks_something_is_read(tmp_path):
+    file = tmp_path / "m.gguf"
+    for more, tokenizer, said in (
+        ({"attention.scale": 2.0}, None, "unknown llama.attention.scale"),
+        ({"embedding_length": None}, None, "missing llama.embedding_length"),
+        ({"rope.dimension_count": 4, "attention.key_length": 8}, None, "expected 8, found 4"),
+        ({f"{SCALING}type": "su", f"{SCALING}factor": 2.0}, None, 'found "su"'),
+        ({}, None, 'tokenizer.ggml.model: expected "gpt2" or "llama", found null'),
+        ({}, (*TOKENIZERS["qwen2"][:2], "smollm"), 'found "smollm"'),
+    ):
+        write(file, "llama", SIZES | {"head_dim": 8}, tokenizer, **more)
+        with pytest.raises(CheckpointError) as caught:
+            model_directory(file)
+        assert str(caught.value).startswith(f"{file}: ")
+        assert said in str(caught.value)
+        assert "put config.json and tokenizer.json beside the file" in caught.value.hint
+    write(file, "granite", SIZES)
+    with pytest.raises(CheckpointError, match=r'general\.architecture: .* found "granite"'):
+        model_directory(file)
+    factors = {"rope_freqs.weight": [1.0, 1.0, 2.0, 3.0]}
+    write(file, "llama", SIZES, tensors=factors)
+    with pytest.raises(CheckpointError, match="expected the factors of a Llama 3, found others"):
+        model_directory(file)
+
+
+def test_a_file_beside_it_is_not_read(tmp_path):
+    file = tmp_path / "m.gguf"
+    write(file, "llama", SIZES, TOKENIZERS["llama3"])
+    made = model_directory(file)
+    assert model_directory(file) == made
+    assert sorted(each.name for each in made.iterdir()) == [
+        *("config.json", "m.gguf", "tokenizer.json", "tokenizer_config.json")
+    ]
+    assert open_checkpoint(made, weights=made / "m.gguf").files[1].read_bytes() == file.read_bytes()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    beside = model_directory(file)
+    assert (beside / "tokenizer.json").read_text() == "{}"
+    assert not (beside / "tokenizer_config.json").exists()
+    (tmp_path / "config.json").write_text("{}")
+    assert model_directory(file) == tmp_path
