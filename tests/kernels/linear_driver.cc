@@ -127,19 +127,22 @@ void check(Random& random, Dtype dtype, int64_t m, int64_t k, int64_t n, bool ga
     }
 }
 
-// int4: m rows, k groups of inputs.
+// int4: m rows, k times 32 inputs.
 void check_int4(Random& random, int64_t m, int64_t k, int64_t n, bool gated, bool at_page) {
+  bool has_zeros = random.below(2);
+  int64_t groups = k % 2 ? k : k / 2, width = has_zeros ? 2 * kInt4Tile : kInt4Tile;
   int64_t inputs = k * kInt4Group, tiles = (n + kInt4Tile - 1) / kInt4Tile;
   Array<float> x(m * inputs, at_page), y(m * n, at_page);
   Array<uint32_t> w(tiles * kInt4Tile * inputs / kInt4InWord, at_page);
-  Array<uint16_t> scales(tiles * kInt4Tile * k, at_page);
+  Array<uint16_t> scales(tiles * width * groups, at_page);
   fill(random, x);
   for (int64_t i = 0; i < w.size; ++i) w.data[i] = random.next() << 16 ^ random.next();
-  for (int64_t i = 0; i < scales.size; ++i) scales.data[i] = 0x3C00;  // 1
+  for (int64_t i = 0; i < scales.size; ++i) scales.data[i] = i % width < kInt4Tile ? 0x3C00 : 0xC200;  // 1 and -3
   Linear product;
   product.rows = m, product.inputs = inputs, product.outputs = n;
   product.x = x.data, product.y = y.data;
   product.weights.data = w.data, product.weights.dtype = Dtype::kInt4, product.weights.group_scales = scales.data;
+  product.weights.group = inputs / groups, product.weights.has_zeros = has_zeros;
   product.gated = gated;
   if (gated) product.up = product.weights;
   if (!linear(product)) return void(wrong.fetch_add(1)), void(std::printf("no memory\n"));
@@ -149,7 +152,7 @@ void check_int4(Random& random, int64_t m, int64_t k, int64_t n, bool gated, boo
       for (int64_t l = 0; l < inputs; ++l) {
         uint32_t word = w.data[((j / kInt4Tile) * inputs + l) / kInt4InWord * kInt4Tile + j % kInt4Tile];
         int four = word >> (l % 8 / 2 * 4 + l % 2 * 16) & 15;
-        double term = rounded(x.data[i * inputs + l]) * (four < 8 ? four : four - 16);
+        double term = rounded(x.data[i * inputs + l]) * ((four < 8 ? four : four - 16) + (has_zeros ? 3 : 0));
         sum += term, size += std::fabs(term);
       }
       double expected = gated ? sum * sum : sum;

@@ -20,14 +20,15 @@ These do not, and a new dtype needs a change in each:
                                         today does not know it, this is a new version of the format
     docs/bundle-format.md               the dtypes that a matrix may have
 
-int4 is another way to store: words of 8 values and a scale for each group of 32 (models/layers/int4_words.py,
+int4 is another way to store: words of 8 values, and scales of `Groups` (models/layers/int4_words.py,
 models/int4_rounding.py, native/kernels/linear_int4*). A matrix that it does not fit, an embedding and the
 head are int8. tests/kernels/linear_driver.cc and test_kernel_linear.py try each dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -60,6 +61,32 @@ class StoredDtype:
         """True if an element has fewer bits than float32. Sums are always computed in float32."""
         return self.bits < 32
 
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The inputs of an output that share a scale in int4, for all matrices of a model.
+
+    Attributes:
+        size: inputs of a group: 32, 64 or 128. A matrix that has no whole groups of them has groups of 32.
+        zeros: whether a group has a zero point, too.
+    """
+
+    size: int = 32
+    zeros: bool = False
+
+    def of(self, inputs: int) -> Groups:
+        """Return the groups of a matrix with so many inputs."""
+        return self if inputs % self.size == 0 else Groups(zeros=self.zeros)
+
+    @classmethod
+    def holding(cls, sizes: Iterable[int], *, zeros: bool) -> Groups:
+        """Return the largest groups that hold published groups of these sizes."""
+        common = math.gcd(128, *sizes)
+        return cls(max(32, common), zeros)
+
+
+GROUPS_OF_32 = Groups()
+"""The groups of a matrix that was not published in four bits."""
 
 STORED_DTYPES: Mapping[str, StoredDtype] = {
     dtype.name: dtype

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from prejit.compiler.base.json_file import read_json
+from prejit.compiler.base.stored_dtypes import GROUPS_OF_32, Groups
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.checkpoint.adapters import merged
-from prejit.compiler.checkpoint.gguf_tensors import gguf_tensors
+from prejit.compiler.checkpoint.gguf_tensors import gguf_groups, gguf_tensors
 from prejit.compiler.checkpoint.parameter_sources import (
     FLOATS,
     ParameterSource,
@@ -128,6 +129,14 @@ class Checkpoint:
         sources = self._sources.items()
         found = {name: each.form for name, each in sources if not isinstance(each, np.ndarray)}
         return {name: form for name, form in found.items() if form}
+
+    @property
+    def groups(self) -> Groups:
+        """The groups of inputs that hold the published integers in int4."""
+        weights, quantization = self._model_files[-1], self._quantization()
+        if weights.suffix == _GGUF:
+            return gguf_groups(weights)
+        return quantization.groups if quantization else GROUPS_OF_32
 
     def read(self, name: str) -> np.ndarray[Any, Any]:
         """Read a parameter: float32, C-contiguous, in the module's shape.
@@ -235,29 +244,25 @@ def open_checkpoint(
             f"{config}: expected a file, found {others}",
             hint=hint or "expected a directory in the Hugging Face layout, with config.json in it",
         )
+    made = partial(Checkpoint, directory, out_in=out_in, adapters=adapters)
     if weights is not None:
-        return Checkpoint(directory, (config, weights), out_in=out_in, adapters=adapters)
+        return made((config, weights))
     index = directory / _INDEX
     if not (directory / _SINGLE[0]).is_file() and index.is_file():
-        return Checkpoint(
-            directory, (config, index, *_shards(index)), out_in=out_in, adapters=adapters
-        )
+        return made((config, index, *_shards(index)))
     for name in _SINGLE:
         if (directory / name).is_file():
-            files = (config, directory / name)
-            return Checkpoint(directory, files, out_in=out_in, adapters=adapters)
+            return made((config, directory / name))
     found = sorted(directory.glob(f"*{_GGUF}"))
     if len(found) == 1:
-        return Checkpoint(directory, (config, *found), out_in=out_in, adapters=adapters)
+        return made((config, *found))
     others, hint = _other_formats(directory)
     if found:
         others = few([file.name for file in found], _SHOWN)
         hint = f'give one of them as the source: "{directory / found[0].name}"'
     expected = f"{', '.join((*_SINGLE, _INDEX))}, or one {_GGUF} file"
-    raise CheckpointError(
-        f"{directory}: expected weights in one of {expected}, found {others}",
-        hint=hint,
-    )
+    wrong = f"{directory}: expected weights in one of {expected}, found {others}"
+    raise CheckpointError(wrong, hint=hint)
 
 
 def open_encoder(directory: Path, *, images: bool = False, **options: Any) -> Checkpoint:

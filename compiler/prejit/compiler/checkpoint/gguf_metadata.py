@@ -47,6 +47,22 @@ def read_metadata(path: Path, *, arrays: bool = False) -> dict[str, Any]:
         path: the file.
         arrays: whether to return all arrays; else texts, and more than 1024 numbers, are None.
 
+    Raises: as `_read`.
+    """
+    return _read(path)[0]
+
+
+def read_kinds(path: Path) -> set[int]:
+    """Return the numbers of the types of a file's tensors.
+
+    Raises: as `_read`.
+    """
+    return _read(path)[1]
+
+
+def _read(path: Path) -> tuple[dict[str, Any], set[int]]:
+    """Return the metadata of a file, and the types of its tensors.
+
     Raises:
         CheckpointError: the file is one of several, or of another byte order.
         ValueError, struct.error: the file is damaged.
@@ -73,6 +89,7 @@ def read_metadata(path: Path, *, arrays: bool = False) -> dict[str, Any]:
             key = cursor.text("a key")
             found[key] = cursor.value(key)
         cursor.count(tensors, 24, "the tensors")
+        kinds = set()
         for _ in range(tensors):
             name = cursor.text("a tensor")
             dimensions = cursor.number("I")
@@ -80,13 +97,15 @@ def read_metadata(path: Path, *, arrays: bool = False) -> dict[str, Any]:
                 raise ValueError(
                     f"{name}: expected up to {_MOST_DIMENSIONS} dimensions, found {dimensions}"
                 )
-            cursor.bytes(8 * dimensions + 12, name)
+            cursor.bytes(8 * dimensions, name)
+            kinds.add(cursor.number("I"))
+            cursor.bytes(8, name)
     if found.get("split.count", 0) not in (0, 1):
         raise CheckpointError(
             f"{path}: split.count: expected a whole model, found one of {shown(found['split.count'])} files",
             hint="join them: llama-gguf-split --merge FIRST_FILE WHOLE_FILE",
         )
-    return found
+    return found, kinds
 
 
 class _Cursor:

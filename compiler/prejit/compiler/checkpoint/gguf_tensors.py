@@ -7,11 +7,13 @@ llama.cpp writes some tensors in another order or form, which is undone:
     llama, mistral  rows of q and k: the two halves of a head, which RoPE turns together, lie in turns
     gemma           scales of norms are 1 larger
 
-Q4_0 is integers times a float16 scale for each 32 inputs: what int4 is here.
+Q4_0 is integers times a float16 scale for each 32 inputs: what int4 is here. Q4_1 and Q4_K are integers with
+a scale and a minimum. Where the minimum of a group is 500 times its scale or more, its integers become 0.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from prejit.compiler.base.stored_dtypes import GROUPS_OF_32, Groups
 from prejit.compiler.base.suggestions import shown
-from prejit.compiler.checkpoint.gguf_metadata import check_agreement, read_metadata
+from prejit.compiler.checkpoint.gguf_metadata import check_agreement, read_kinds, read_metadata
 from prejit.compiler.checkpoint.tensor_files import Tensor
 from prejit.runtime.errors import CheckpointError
 
@@ -42,7 +45,12 @@ _ARCHITECTURES = {
 """The architectures of llama.cpp that are read, by model_type."""
 _DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that follow from config.json."""
-_Q4_0_ELEMENTS, _Q4_0_BYTES = 32, 18
+_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q4_K": 144}
+"""Bytes of a block of each type whose integers int4 holds; of 32 elements, Q4_K's of 256."""
+_WITH_MINIMUMS = (3, 12)
+"""Numbers of Q4_1 and Q4_K in a file (ggml_type)."""
+_MOST_SCALES = 500
+"""A minimum of more scales than this hides the integers of its group."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +86,57 @@ class GgufTensor:
         """See PublishedInFewBits."""
         from prejit.compiler.models.published_integers import Integers
 
-        if self.kind != "Q4_0" or self.data.ndim != 2:
+        if self.kind not in _BLOCK_BYTES or self.data.ndim != 2:
             return None
         data = self.data if self.rows is None else self.data[self.rows]
-        blocks = np.ascontiguousarray(data).reshape(len(data), -1, _Q4_0_BYTES)
-        scales = np.ascontiguousarray(blocks[:, :, :2]).view("<f2")[:, :, 0].astype(np.float32)
-        pairs = blocks[:, :, 2:]
+        blocks = np.ascontiguousarray(data).reshape(len(data), -1, _BLOCK_BYTES[self.kind])
+        if self.kind == "Q4_K":
+            return Integers(*_of_q4_k(blocks))
+        pairs = blocks[:, :, 2 if self.kind == "Q4_0" else 4 :]
         values = np.concatenate([pairs & 15, pairs >> 4], axis=2).astype(np.int8) - np.int8(8)
-        return Integers(values.reshape(len(data), -1), scales)
+        scales, *minimums = np.moveaxis(_halves(blocks, 1 if self.kind == "Q4_0" else 2), -1, 0)
+        if not minimums:
+            return Integers(values.reshape(len(data), -1), scales)
+        return Integers(*_with_zeros(values, scales, minimums[0]))
+
+
+def _halves(blocks: Values, count: int) -> Values:
+    """Return the float16 numbers at the beginning of blocks: float32 [out, blocks, count]."""
+    return np.ascontiguousarray(blocks[:, :, : 2 * count]).view("<f2").astype(np.float32)
+
+
+def _of_q4_k(blocks: Values) -> tuple[Values, Values, Values]:
+    """Return blocks of Q4_K, each 8 groups, whose scales and minimums are 6 bits times one of the block."""
+    from gguf.quants import Q4_K
+
+    rows = len(blocks)
+    halves = _halves(blocks, 2)
+    factors = Q4_K.get_scale_min(np.ascontiguousarray(blocks[:, :, 4:16]).reshape(-1, 12))
+    scales, minimums = (
+        (halves[:, :, at, None] * each.reshape(rows, -1, 8).astype(np.float32)).reshape(rows, -1)
+        for at, each in enumerate(factors)
+    )
+    pairs = blocks[:, :, 16:].reshape(rows, -1, 4, 1, 32)
+    values = np.concatenate([pairs & 15, pairs >> 4], axis=3).astype(np.int8) - np.int8(8)
+    return _with_zeros(values.reshape(rows, -1, 32), scales, -minimums)
+
+
+def _with_zeros(values: Values, scales: Values, minimums: Values) -> tuple[Values, Values, Values]:
+    """Return integers [out, in], scales and zero points of groups [out, groups, 32] with minimums."""
+    hides = np.abs(minimums) >= _MOST_SCALES * np.abs(scales)
+    middle = minimums + np.float32(7.5) * scales
+    zeros = np.where(hides, np.float32(-1), -8 - minimums / np.where(hides, 1, scales))
+    values = np.where(hides[:, :, None], np.int8(0), values)
+    return values.reshape(len(values), -1), np.where(hides, middle, scales), zeros
+
+
+def gguf_groups(path: Path) -> Groups:
+    """Return the groups that hold the integers of a file in int4; a damaged one is refused later."""
+    try:
+        kinds = read_kinds(path)
+    except (ValueError, struct.error, CheckpointError):
+        return GROUPS_OF_32
+    return Groups(zeros=bool(kinds & set(_WITH_MINIMUMS)))
 
 
 def read_gguf(path: Path, *, arrays: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:

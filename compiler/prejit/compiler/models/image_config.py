@@ -11,6 +11,7 @@ from typing import Any
 from flax import nnx
 
 from prejit.compiler.base.json_file import read_object
+from prejit.compiler.base.stored_dtypes import GROUPS_OF_32, Groups
 from prejit.compiler.base.suggestions import did_you_mean, shown
 from prejit.compiler.models import quantizing
 from prejit.compiler.models.families.image_models import (
@@ -303,7 +304,13 @@ def _width(config: Any, row: ImageRow) -> int:
     return int(config.projection_dim if row.towers.projection else config.vision_config.hidden_size)
 
 
-def make_images(source: ImageSource, dtype: str = "float32", *, out_in: bool = False) -> ImageModel:
+def make_images(
+    source: ImageSource,
+    dtype: str = "float32",
+    *,
+    out_in: bool = False,
+    groups: Groups = GROUPS_OF_32,
+) -> ImageModel:
     """Return a model as an abstract module; arguments as of `model_registry.make_encoder`."""
     row = IMAGE_MODELS[source.config.model_type]
 
@@ -315,7 +322,7 @@ def make_images(source: ImageSource, dtype: str = "float32", *, out_in: bool = F
 
     with product_forms.storing(out_in=out_in):
         module: ImageModel = nnx.eval_shape(build)
-    quantizing.store(module, dtype)
+    quantizing.store(module, dtype, groups)
     return module
 
 

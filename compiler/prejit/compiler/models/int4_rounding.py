@@ -1,9 +1,12 @@
-"""Values of matrices in four bits: integers from -8 to 7 and a scale for each group of 32 inputs.
+"""Values of matrices in four bits: integers from -8 to 7, and a scale for each group of inputs.
 
 The scale of a group is the one of a few with the least sum of squared errors. Each candidate puts the value
 of the largest magnitude at -6.4 to -9.6, so that some clip it, takes the scale that fits the integers best,
 and rounds it to float16. The sign of a scale is free: the integers reach further down than up. The error of
 normal numbers is 8.09 % (root of the mean square); that of llama.cpp's Q4_0, of the same size, is 8.59 %.
+
+With zero points each candidate puts the range of a group at so many steps, rounds, and takes the scale and
+the zero point that fit the integers best.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from prejit.compiler.base.stored_dtypes import GROUPS_OF_32, Groups
 from prejit.compiler.models.layers import int4_words
 from prejit.compiler.models.layers.int4_words import GROUP, IN_WORD, TILE
 from prejit.runtime.base.process_facts import cpus
@@ -27,6 +31,12 @@ LEAST_ELEMENTS = 1 << 12
 """Minimum elements of a matrix in four bits: a smaller one would save less than 2 KB."""
 _PLACES = tuple(-place / 5 for place in range(32, 49, 2))
 """The places of the largest value that are tried."""
+_STEPS = (14.0, 14.7, 15.4, 16.1, 16.8, 17.5)
+"""The numbers of steps from the least to the greatest value that are tried, with zero points."""
+_LEAST_STEP = 1 / 32
+"""Minimum scale, as a share of the range: two values do not make a smaller one."""
+_NARROWEST = 1 / 64
+"""Minimum range of a group, as a share of its largest value, so that float16 holds the zero point."""
 _BLOCK_ELEMENTS = 1 << 18
 """Elements that a thread rounds at a time: their arrays, some 10 MB, stay in a processor's cache."""
 _MOST_THREADS = 8
@@ -47,11 +57,13 @@ def fits(inputs: int, outputs: int) -> bool:
 
 
 def rounded(groups: Values) -> tuple[Values, Values]:
-    """Return the integers (int8) and scales (float16, without the last axis) of groups, float32 [..., 32].
+    """Return the integers (int8) and scales (float16, without the last axis) of groups, float32 [..., G].
 
     Scales beyond float16 are infinite. An error is half a scale at most, or that of a value which is clipped.
     """
-    flat = np.ascontiguousarray(groups).reshape(-1, GROUP)  # sums have the same order for any block
+    flat = np.ascontiguousarray(groups).reshape(
+        -1, groups.shape[-1]
+    )  # one order of sums for any block
     largest = np.take_along_axis(flat, np.abs(flat).argmax(1)[:, None], 1)
     largest = np.where(np.abs(largest) < np.finfo(np.float32).tiny, 1, largest)
     found, best = np.zeros((2, len(flat)), np.float32)
@@ -71,28 +83,71 @@ def rounded(groups: Values) -> tuple[Values, Values]:
     return integers.reshape(groups.shape), scales.reshape(groups.shape[:-1])
 
 
-def quantized(values: _Rows, contracted: int, name: str) -> tuple[Values, Values]:
+def rounded_with_zeros(groups: Values) -> tuple[Values, Values, Values]:
+    """Return integers, scales and zero points (float16) of groups: as `rounded`."""
+    flat = np.ascontiguousarray(groups).reshape(-1, groups.shape[-1])
+    size, least = np.float32(flat.shape[1]), flat.min(1)
+    peak = np.maximum(np.abs(least), np.abs(flat.max(1)))
+    width = np.maximum(flat.max(1) - least, peak * np.float32(_NARROWEST))
+    width = np.where(width < np.finfo(np.float32).tiny, 1, width)
+    unit = (flat - least[:, None]) / width[:, None]
+    total = unit.sum(1)
+    found, offset = np.full(len(flat), 1 / 15, np.float32), np.zeros(len(flat), np.float32)
+    best = np.zeros(len(flat), np.float32)
+    for steps in _STEPS:
+        integers = np.clip(np.rint((unit - np.float32(0.5)) * steps + np.float32(7.5)), 0, 15)
+        first, second = integers.sum(1), np.einsum("ij,ij->i", integers, integers)
+        products = np.einsum("ij,ij->i", unit, integers)
+        spread = size * second - first * first
+        divisor = np.where(spread > 0, spread, 1)
+        scale = (size * products - first * total) / divisor
+        added = (second * total - first * products) / divisor
+        gained = scale * products + added * total  # the sum of squares minus that of the errors
+        is_better = (gained > best) & (spread > 0) & (scale > _LEAST_STEP)
+        best = np.where(is_better, gained, best)
+        found, offset = np.where(is_better, scale, found), np.where(is_better, added, offset)
+    with np.errstate(over="ignore"):
+        scales = (found * width).astype(np.float16)
+    wide = scales.astype(np.float32)
+    divisor = np.where(wide == 0, 1, wide)
+    with np.errstate(over="ignore", invalid="ignore"):
+        zeros = (-8 - (offset * width + least) / divisor).astype(np.float16)
+        divided = flat / divisor[:, None] * (wide != 0)[:, None] + zeros.astype(np.float32)[:, None]
+        integers = np.clip(np.rint(divided), -8, 7).astype(np.int8)
+    shape = groups.shape[:-1]
+    return integers.reshape(groups.shape), scales.reshape(shape), zeros.reshape(shape)
+
+
+def quantized(
+    values: _Rows,
+    contracted: int,
+    name: str,
+    groups: Groups = GROUPS_OF_32,
+) -> tuple[Values, Values]:
     """Return the words and the scales of a matrix (layers/int4_words.py).
 
     Args:
         values: float32 [out, in], or [in, out]; finite. It is read by blocks of rows.
         contracted: the axis of the inputs.
         name: its name, for the error.
+        groups: the groups of its inputs.
 
     Raises:
         CheckpointError: float16 cannot hold a scale.
     """
     inputs, outputs = values.shape[contracted], values.shape[1 - contracted]
     words = np.zeros(int4_words.word_shape(inputs, outputs), np.uint32)
-    scales = np.zeros(int4_words.scale_shape(inputs, outputs), np.float16)
-    unit, others = (TILE, inputs) if contracted else (GROUP, outputs)
+    scales = np.zeros(int4_words.scale_shape(inputs, outputs, groups), np.float16)
+    size = groups.size
+    unit, others = (TILE, inputs) if contracted else (size, outputs)
     step = max(1, _BLOCK_ELEMENTS // (unit * others)) * unit
 
     def fill(at: int) -> None:
         part = values[at : min(at + step, values.shape[0])]
         part = part if contracted else part.T
-        integers, found = rounded(part.reshape(len(part), -1, GROUP))
-        if not np.isfinite(found).all():
+        grouped = part.reshape(len(part), -1, size)
+        integers, *found = rounded_with_zeros(grouped) if groups.zeros else rounded(grouped)
+        if not all(np.isfinite(each).all() for each in found):
             raise CheckpointError(
                 f"{name}: expected values up to 390,000, as four bits with a float16 scale can hold, "
                 "found a larger one",
@@ -105,9 +160,9 @@ def quantized(values: _Rows, contracted: int, name: str) -> tuple[Values, Values
         )
         words[into] = int4_words.packed(integers.reshape(part.shape))
         into = (
-            into if contracted else (slice(None), slice(at // GROUP, at // GROUP + found.shape[1]))
+            into if contracted else (slice(None), slice(at // size, at // size + grouped.shape[1]))
         )
-        scales[into] = int4_words.packed_scales(found)
+        scales[into] = int4_words.packed_scales(*found)
 
     with ThreadPoolExecutor(min(cpus(), _MOST_THREADS)) as pool:  # NumPy computes without the GIL
         list(pool.map(fill, range(0, values.shape[0], step)))
@@ -138,14 +193,15 @@ class WidenedWords:
     def __getitem__(self, part: slice) -> Values:
         """Return a slice of the first axis."""
         start, end, _ = part.indices(self.shape[0])
-        unit = TILE if self.contracted else GROUP
+        group = int4_words.groups_of(self.words.shape, self.scales.shape).size
+        unit = TILE if self.contracted else group
         first, last = start // unit, -(-end // unit)
         if self.contracted:
             wide = int4_words.unpacked(
                 self.words[first:last], self.scales[first:last], (last - first) * TILE
             )
             return wide[start - first * unit : end - first * unit]
-        steps = slice(first * GROUP // IN_WORD, last * GROUP // IN_WORD)
+        steps = slice(first * group // IN_WORD, last * group // IN_WORD)
         words = np.ascontiguousarray(self.words[:, steps])
         wide = int4_words.unpacked(words, self.scales[:, first:last], self.outputs).T
         return wide[start - first * unit : end - first * unit]

@@ -11,6 +11,7 @@ from typing import Any
 
 from flax import nnx
 
+from prejit.compiler.base.stored_dtypes import GROUPS_OF_32, Groups
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.models import quantizing
 from prejit.compiler.models.families.encoder_table import ENCODERS, HEADS, WITH_SEGMENTS
@@ -47,7 +48,12 @@ def describe(config: Any, cache_dtype: str = "float32") -> DecoderConfig:
 
 
 def make_decoder(
-    config: Any, context: int | None = None, dtype: str = "float32", *, out_in: bool = False
+    config: Any,
+    context: int | None = None,
+    dtype: str = "float32",
+    *,
+    out_in: bool = False,
+    groups: Groups = GROUPS_OF_32,
 ) -> nnx.Module:
     """Return a decoder as an abstract module: its parameters are shapes without values.
 
@@ -60,6 +66,7 @@ def make_decoder(
         dtype: the stored dtype of the matrices (base/stored_dtypes.py).
         out_in: whether all matrices are stored (out, in), as kernels read them. Otherwise each is stored as
             XLA:CPU computes it fastest.
+        groups: those of int4.
 
     Raises:
         CheckpointError: as `describe`.
@@ -68,7 +75,7 @@ def make_decoder(
     family = _decoder_family(config)
     with product_forms.storing(out_in=out_in):
         module: nnx.Module = nnx.eval_shape(lambda: family.build(config, context))
-    quantizing.store(module, dtype)
+    quantizing.store(module, dtype, groups)
     return module
 
 
@@ -148,11 +155,15 @@ def _has_segments(source: EncoderSource) -> bool:
 
 
 def make_encoder(
-    source: EncoderSource, dtype: str = "float32", *, out_in: bool = False
+    source: EncoderSource,
+    dtype: str = "float32",
+    *,
+    out_in: bool = False,
+    groups: Groups = GROUPS_OF_32,
 ) -> WholeEncoder:
     """Return an encoder as an abstract module: its parameters are shapes without values.
 
-    `source` is from `config_file.load_encoder`, `dtype` a name in STORED_DTYPES, and `out_in` as in
+    `source` is from `config_file.load_encoder`, `dtype` a name in STORED_DTYPES, `out_in` and `groups` as in
     `make_decoder`.
 
     Raises:
@@ -162,7 +173,7 @@ def make_encoder(
     family = ENCODERS[source.config.model_type]
     with product_forms.storing(out_in=out_in):
         module: WholeEncoder = nnx.eval_shape(lambda: _encoder(source, family))
-    quantizing.store(module, dtype)
+    quantizing.store(module, dtype, groups)
     return module
 
 

@@ -1,11 +1,13 @@
 """Keep the integers and scales of a matrix that was published in few bits, where a dtype can hold them.
 
-A published matrix is integers times scales of groups of inputs. It is kept exactly
+A published matrix is integers, less the zero point of a group of inputs, times the scale of the group. It is
+kept
 
-    as int4     integers from -8 to 7, groups of a multiple of 32 inputs, scales that float16 holds
-    as int8     integers from -128 to 127, one scale for each output
+    as int4     integers of 4 bits in groups of a multiple of 32 inputs, exactly if float16 holds the scales
+                and zero points; else these are rounded to float16, by one part in 2,000 at most
+    as int8     integers from -128 to 127, less the zero point, with one scale for each output: exactly
 
-`nearest` keeps as much as it can of 4 bits with zero points. Any other matrix is rounded like one in float32.
+Any other matrix is rounded like one in float32.
 """
 
 from __future__ import annotations
@@ -16,34 +18,46 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from prejit.compiler.base.stored_dtypes import StoredDtype
-from prejit.compiler.models import int4_rounding
+from prejit.compiler.base.stored_dtypes import Groups, StoredDtype
 from prejit.compiler.models.layers import int4_words
-from prejit.compiler.models.layers.int4_words import GROUP
 
 Values = np.ndarray[Any, Any]
-_BLOCK_ELEMENTS = 1 << 20
-"""Elements that are rounded at a time, in memory in float32."""
+_ROUNDING = 2.0**-11
+"""Largest error of the scales of a matrix in float16, as a share of them."""
+_LARGEST_ZERO = 1 << 10
+"""Largest zero point that is kept: float16 holds it to half a step."""
 
 
 @dataclass(frozen=True)
 class Integers:
-    """A matrix, or matrices of experts, as integers and scales: the values are their products.
+    """A matrix, or matrices of experts, as integers and scales: a value is (integer - zero point) * scale.
 
     Attributes:
         values: int8 [..., out, in].
         scales: float32 [..., out, groups]. A group is in / groups inputs beside each other.
+        zeros: zero points, float32 like scales; None: they are 0.
     """
 
     values: Values
     scales: Values
+    zeros: Values | None = None
+
+    def without_zeros(self) -> Integers | None:
+        """Return it with integers that zero points were taken from; None: int8 does not hold them."""
+        if self.zeros is None:
+            return self
+        size = self.values.shape[-1] // max(1, self.zeros.shape[-1])
+        values = self.values - np.repeat(self.zeros, size, axis=-1)
+        integers = np.clip(values, -128, 127).astype(np.int8)
+        return Integers(integers, self.scales) if np.array_equal(integers, values) else None
 
 
 def joined(parts: Sequence[Sequence[Integers | None]]) -> Integers | None:
     """Return matrices of experts, whose outputs are joined, as one; None: one is no such product."""
     rows = []
     for matrices in parts:
-        whole = [matrix for matrix in matrices if matrix is not None]
+        plain = [matrix and matrix.without_zeros() for matrix in matrices]
+        whole = [matrix for matrix in plain if matrix is not None]
         if len(whole) < len(matrices) or len({each.scales.shape[1] for each in whole}) != 1:
             return None
         values = np.concatenate([each.values for each in whole])
@@ -82,64 +96,40 @@ def kept(found: Integers, stored: StoredDtype, contracted: int) -> tuple[Values,
 
     Args:
         found: the matrix.
-        stored: the dtype.
+        stored: the dtype; its elements are integers.
         contracted: the axis of the inputs in the module's matrix.
     """
-    if stored.words is not None:
-        in_groups = _in_groups(found)
-        if in_groups is None or found.values.min(initial=0) < -8 or found.values.max(initial=0) > 7:
-            return None
-        return int4_words.packed(found.values), int4_words.packed_scales(in_groups)
+    plain = found.without_zeros()
     first = found.scales[..., :1]
     are_equal = (found.scales == first).all() and np.isfinite(first).all()
-    if stored.largest is None or not are_equal:
+    if stored.largest is None or plain is None or not are_equal:
         return None
-    values = found.values if contracted == found.values.ndim - 1 else found.values.swapaxes(-1, -2)
+    values = plain.values if contracted == plain.values.ndim - 1 else plain.values.swapaxes(-1, -2)
     return np.ascontiguousarray(values), np.ascontiguousarray(first[..., 0])
 
 
-def nearest(found: Integers) -> tuple[Values, Values] | None:
-    """Return a matrix whose integers four bits do not hold as words and scales; None: it has other groups.
+def kept_in_words(found: Integers, groups: Groups) -> tuple[Values, Values] | None:
+    """Return a matrix as words and scales in these groups; None: it must be rounded.
 
-    With a zero point integers go from -15 to 15, but those of 32 inputs often fit after a change of sign.
-    Each group keeps its scale if no other one is better, and clips what does not fit.
+    A scale or zero point that float16 does not hold is rounded.
     """
-    in_groups = _in_groups(found)
-    if in_groups is None:
+    plain = found if found.zeros is None or groups.zeros else found.without_zeros()
+    if plain is None or plain.values.ndim != 2:
         return None
-    outputs, inputs = found.values.shape
-    integers, scales = np.empty((outputs, inputs), np.int8), np.empty_like(in_groups)
-    step = max(1, _BLOCK_ELEMENTS // inputs)
-    for at in range(0, outputs, step):
-        values = found.values[at : at + step].reshape(-1, GROUP).astype(np.float32)
-        scale = in_groups[at : at + step].reshape(-1)
-        wide = values * scale.astype(np.float32)[:, None]
-        best, best_scale = int4_rounding.rounded(wide)
-        least = _squared(best * best_scale.astype(np.float32)[:, None] - wide)
-        for sign in (-1, 1):
-            clipped = np.clip(sign * values, -8, 7)
-            error = _squared((sign * clipped - values) * scale.astype(np.float32)[:, None])
-            is_better = error <= least
-            best = np.where(is_better[:, None], clipped, best).astype(np.int8)
-            best_scale = np.where(is_better, sign * scale, best_scale)
-            least = np.minimum(error, least)
-        integers[at : at + step] = best.reshape(-1, inputs)
-        scales[at : at + step] = best_scale.reshape(-1, in_groups.shape[1])
-    return int4_words.packed(integers), int4_words.packed_scales(scales)
-
-
-def _squared(errors: Values) -> Values:
-    found: Values = np.einsum("ij,ij->i", errors, errors)
-    return found
-
-
-def _in_groups(found: Integers) -> Values | None:
-    """Return the scale of each 32 inputs in float16, which must hold it; None: groups are others."""
-    groups, inputs = found.scales.shape[-1], found.values.shape[-1]
-    with np.errstate(over="ignore"):
-        scales = found.scales.astype(np.float16)
-    fits = inputs % groups == 0 and inputs // groups % GROUP == 0 and found.values.ndim == 2
-    is_equal = np.array_equal(scales.astype(np.float32), found.scales)
-    if not (fits and is_equal and np.isfinite(scales).all()):  # rows refuse what is infinite
+    inputs, count = plain.values.shape[-1], plain.scales.shape[-1]
+    if inputs % count or inputs // count % groups.size:
         return None
-    return np.repeat(scales, inputs // groups // GROUP, axis=1)
+    if plain.values.min(initial=0) < -8 or plain.values.max(initial=0) > 7:
+        return None
+    zeros = np.zeros_like(plain.scales) if plain.zeros is None else plain.zeros
+    with np.errstate(over="ignore", invalid="ignore"):
+        scales = plain.scales.astype(np.float16)
+        error = np.linalg.norm(scales - plain.scales)
+    if not error <= _ROUNDING * np.linalg.norm(plain.scales):  # NaN: one is infinite
+        return None
+    if np.abs(zeros).max(initial=0) > _LARGEST_ZERO:
+        return None
+    repeats = inputs // count // groups.size
+    stored = [np.repeat(each, repeats, axis=1) for each in (scales, zeros.astype(np.float16))]
+    packed = int4_words.packed_scales(stored[0], stored[1] if groups.zeros else None)
+    return int4_words.packed(plain.values), packed

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prejit.compiler.base.stored_dtypes import GROUPS_OF_32, Groups
 from prejit.compiler.base.suggestions import did_you_mean, shown
 from prejit.runtime.errors import CheckpointError
 
@@ -43,11 +44,13 @@ class Quantization:
         method: `quant_method` of config.json.
         zero_offset: what must be added to stored zero points: 1 in GPTQ's first form.
         blocks: sizes (outputs, inputs) of blocks that may share a scale, where a matrix may end within one.
+        groups: the groups that hold published integers in int4.
     """
 
     method: str
     zero_offset: int = 0
     blocks: tuple[tuple[int, int], ...] = ()
+    groups: Groups = GROUPS_OF_32
 
     @property
     def label(self) -> str:
@@ -107,7 +110,12 @@ def _gptq(file: Path, settings: Mapping[str, Any]) -> Quantization:
     for key in ("checkpoint_format", "format"):
         _require(file, settings, key, ["gptq", "gptq_v2"])
     form = settings.get("checkpoint_format") or settings.get("format") or "gptq"
-    return Quantization("gptq", int(form == "gptq"), _groups(file, settings))
+    blocks = _groups(file, settings)
+    zeros = settings.get("sym") is False
+    # Eight bits, and groups whose inputs do not lie beside each other, are rounded again.
+    is_rounded = settings.get("desc_act") or settings.get("bits") == 8
+    held = GROUPS_OF_32 if is_rounded else _held(blocks, zeros=zeros)
+    return Quantization("gptq", int(form == "gptq"), blocks, held)
 
 
 def _awq(file: Path, settings: Mapping[str, Any]) -> Quantization:
@@ -115,7 +123,12 @@ def _awq(file: Path, settings: Mapping[str, Any]) -> Quantization:
     _require(file, settings, "backend", ["auto", "autoawq", "legacy_awq"])
     for key in ("version", "format"):
         _require(file, settings, key, ["gemm", "GEMM"])
-    return Quantization("awq", blocks=_groups(file, settings))
+    blocks, zeros = _groups(file, settings), settings.get("zero_point") is not False
+    return Quantization("awq", blocks=blocks, groups=_held(blocks, zeros=zeros))
+
+
+def _held(blocks: Iterable[tuple[int, int]], *, zeros: bool) -> Groups:
+    return Groups.holding((inputs for _, inputs in blocks), zeros=zeros)
 
 
 def _groups(file: Path, settings: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
@@ -137,7 +150,7 @@ def _compressed_tensors(file: Path, settings: Mapping[str, Any]) -> Quantization
     groups = settings.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(one, dict) for one in groups.values()):
         raise _wrong(file, "config_groups", "an object of objects", groups)
-    blocks = []
+    blocks, held = [], list[Groups]()
     for name, group in groups.items():
         key = f"config_groups.{name}"
         _require(file, group, f"{key}.format", _FORMS)
@@ -149,7 +162,16 @@ def _compressed_tensors(file: Path, settings: Mapping[str, Any]) -> Quantization
         _require(file, weights, f"{key}.weights.num_bits", [8] if kind == "float" else BITS)
         _require(file, weights, f"{key}.weights.strategy", _STRATEGIES)
         blocks += _block(file, f"{key}.weights.block_structure", weights.get("block_structure"))
-    return Quantization("compressed-tensors", blocks=tuple(dict.fromkeys(blocks)))
+        if weights.get("num_bits") == 4:
+            size = weights.get("group_size")
+            sizes = [(1, size)] if type(size) is int and size > 0 else []
+            held.append(_held(sizes, zeros=weights.get("symmetric") is False))
+    groups_of_all = Groups(
+        min((each.size for each in held), default=32), any(each.zeros for each in held)
+    )
+    return Quantization(
+        "compressed-tensors", blocks=tuple(dict.fromkeys(blocks)), groups=groups_of_all
+    )
 
 
 def _fp8(file: Path, settings: Mapping[str, Any]) -> Quantization:

@@ -4,7 +4,8 @@
     bfloat16    rounded to nearest, ties to even
     int8        symmetric, one float32 scale for each output (Dettmers et al. 2022, arXiv 2208.07339, section
                 2.1, row-wise): w = q * scale, scale = max|w| / 127 over the inputs of an output
-    int4        symmetric, one float16 scale for each 32 inputs of an output: int4_rounding.py
+    int4        one float16 scale for each group of inputs of an output: of 32, or as the checkpoint was
+                published; with zero points where it was published so: int4_rounding.py
 
 The table of dtypes is base/stored_dtypes.py. Only the matrices of Linear, Embedding and ExpertMatrices are
 stored so; norms, biases and routers stay float32. An embedding, and a head that is tied to it, has a scale
@@ -26,7 +27,13 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from prejit.compiler.base.stored_dtypes import STORED_DTYPES, StoredDtype, stored_as
+from prejit.compiler.base.stored_dtypes import (
+    GROUPS_OF_32,
+    STORED_DTYPES,
+    Groups,
+    StoredDtype,
+    stored_as,
+)
 from prejit.compiler.models import int4_rounding, published_integers
 from prejit.compiler.models.layers import int4_words
 from prejit.compiler.models.layers.experts import ExpertMatrices
@@ -90,13 +97,18 @@ def blocks(shape: tuple[int, ...]) -> Iterator[slice]:
     return (slice(at, min(at + rows, shape[0])) for at in range(0, shape[0], rows))
 
 
-def store(module: nnx.Module, dtype: str) -> None:
+def store(
+    module: nnx.Module,
+    dtype: str,
+    groups: Groups = GROUPS_OF_32,
+) -> None:
     """Change the matrices of an abstract module from float32 to a stored dtype.
 
     Args:
         module: the module; its matrices are float32.
         dtype: a name in STORED_DTYPES. With int8 each `weight` gets a `weight_scale`, float32 [out]; with
             int4 words and scales as in layers/int4_words.py.
+        groups: those of int4.
     """
     if not STORED_DTYPES[dtype].is_narrow:
         return
@@ -109,7 +121,8 @@ def store(module: nnx.Module, dtype: str) -> None:
         scales: tuple[tuple[int, ...], Any] = outputs, jnp.float32
         if stored.words is not None and isinstance(part, Linear):
             shape = int4_words.word_shape(part.inputs, part.outputs)
-            scales = int4_words.scale_shape(part.inputs, part.outputs), jnp.float16
+            wanted = groups.of(part.inputs)
+            scales = int4_words.scale_shape(part.inputs, part.outputs, wanted), jnp.float16
         part.weight = nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(stored.words or stored.name)))
         if stored.has_scales:
             scale = nnx.Param(jax.ShapeDtypeStruct(*scales))
@@ -161,12 +174,14 @@ def _stored(
     """Return the values and scales of a matrix; without scales both are the values."""
     rows = read(name)
     found = published_integers.integers_of(rows) if stored.has_scales else None
-    if found and (kept := published_integers.kept(found, stored, part.contracted)) is not None:
-        tell(name, 0.0)
-        return kept
     if stored.words is not None:
-        near = found and published_integers.nearest(found)
-        values, scales = near or int4_rounding.quantized(rows, part.contracted, name)
+        assert part.weight_scale is not None
+        groups = int4_words.groups_of(part.weight.shape, part.weight_scale.shape)
+        kept = found and published_integers.kept_in_words(found, groups)
+        values, scales = kept or int4_rounding.quantized(rows, part.contracted, name, groups)
+    elif found and (held := published_integers.kept(found, stored, part.contracted)) is not None:
+        tell(name, 0.0)
+        return held
     elif stored.has_scales:
         values, scales = quantized(rows, part.contracted, stored)
     else:

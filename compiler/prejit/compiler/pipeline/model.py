@@ -7,11 +7,12 @@ that has to lower or pack something calls it: a build that changes nothing never
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prejit.compiler.base.stored_dtypes import GROUPS_OF_32, Groups
 from prejit.compiler.base.suggestions import no_such_path
 from prejit.compiler.checkpoint.checkpoint import (
     Checkpoint,
@@ -42,6 +43,7 @@ class ModelFiles:
         adapters: directories of adapters, which are merged into its weights in this order.
         weights: the .gguf file that the manifest names; None: it names the directory.
         images: whether it reads images.
+        groups: those of int4, which hold what was published in four bits.
     """
 
     directory: Path
@@ -51,6 +53,7 @@ class ModelFiles:
     adapters: tuple[Path, ...] = ()
     weights: Path | None = None
     images: bool = False
+    groups: Groups = GROUPS_OF_32
 
     @property
     def transformer(self) -> Path:
@@ -60,7 +63,10 @@ class ModelFiles:
     @property
     def matrices(self) -> str:
         """How matrices are stored, as an ingredient of keys."""
-        return "out, in" if self.out_in else "each as XLA wants it"
+        order = "out, in" if self.out_in else "each as XLA wants it"
+        if self.groups == GROUPS_OF_32:
+            return order
+        return f"{order}; groups of {self.groups.size}{' with zero points' * self.groups.zeros}"
 
 
 @dataclass(frozen=True)
@@ -122,12 +128,15 @@ def find_model(manifest: Manifest, targets: tuple[Target, ...], directory: Path)
     assert manifest.model is not None
     source = directory / Path(manifest.model.source or "").name
     weights = source if source.suffix == ".gguf" and source.is_file() else None
-    return ModelFiles(
+    files = ModelFiles(
         *(directory, layout, out_in, file_digests(directory, deciding)),
         adapters=_adapters(manifest),
         weights=weights,
         images=manifest.reads_images,
     )
+    if manifest.model.dtype != "int4":
+        return files
+    return replace(files, groups=open_weights(files).groups)
 
 
 def _adapters(manifest: Manifest) -> tuple[Path, ...]:
@@ -196,21 +205,20 @@ def read_model(manifest: Manifest, files: ModelFiles) -> ModelSource:
 
     assert manifest.model is not None
     dtype = manifest.model.dtype
+    stored: dict[str, Any] = {"out_in": files.out_in, "groups": files.groups}
     if files.images:
         pictures = image_config.load_images(files.directory)
-        module = image_config.make_images(pictures, dtype, out_in=files.out_in)
+        module = image_config.make_images(pictures, dtype, **stored)
         texts = image_config.describe_texts(pictures)
         return ModelSource(
             files, pictures, texts, module, images=image_config.describe_images(pictures)
         )
     if files.layout is not None:
         source = config_file.load_encoder(files.directory)
-        encoder = model_registry.make_encoder(source, dtype, out_in=files.out_in)
+        encoder = model_registry.make_encoder(source, dtype, **stored)
         return ModelSource(files, source, model_registry.describe_encoder(source), encoder)
     config = config_file.load_config(files.directory)
-    decoder = model_registry.make_decoder(
-        config, longest_context(manifest), dtype, out_in=files.out_in
-    )
+    decoder = model_registry.make_decoder(config, longest_context(manifest), dtype, **stored)
     if cache_dtype(manifest) == "int8" and getattr(decoder, "keeps_latents", False):
         raise ManifestError(
             f"{manifest.where}: generate.cache_dtype: expected float32 or bfloat16, because a "

@@ -8,11 +8,15 @@ import pytest
 from tests.parity.cases import cases
 from tests.parity.few_bits_cases import GPTQ, FewBits
 
+from prejit.compiler.base.stored_dtypes import GROUPS_OF_32, Groups
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
+from prejit.compiler.checkpoint.gguf_tensors import GgufTensor
 from prejit.compiler.checkpoint.model_source import resolve_source
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.models import config_file, model_registry, quantizing
-from prejit.compiler.pipeline.model import find_model, open_weights
+from prejit.compiler.models.layers import int4_words
+from prejit.compiler.models.published_integers import kept_in_words
+from prejit.compiler.pipeline.model import find_model, open_weights, read_model
 from prejit.compiler.pipeline.pack.few_bits import few_bits
 from prejit.runtime.errors import CheckpointError, ManifestError
 
@@ -92,6 +96,54 @@ def test_a_file_of_llama_cpp_gives_other_parameters_than_what_it_is_made_from(
         np.testing.assert_allclose(found.read(name), values, rtol=0, atol=rounding, err_msg=name)
 
 
+def of_q4_k(random, outputs, inputs):
+    """Return blocks of Q4_K, which the package reads and does not write."""
+    blocks = random.integers(0, 256, (outputs, inputs // 256, 144), dtype=np.uint8)
+    scales = random.uniform(0.001, 0.003, (outputs, inputs // 256, 2)).astype("<f2")
+    blocks[:, :, :4] = scales.view(np.uint8).reshape(*blocks.shape[:2], 4)
+    return blocks.reshape(outputs, -1)
+
+
+def test_scales_and_minimums_are_kept_as_other_values(tmp_path):
+    random = np.random.default_rng(0)
+    values = random.standard_normal((48, 512)).astype(np.float32)
+    values[3, :32], values[4, :32], values[5, 32:64] = 0, 0.7, 1000 + values[5, 32:64] / 1000
+    plain = gguf.quants.quantize(values, KINDS.Q4_1)
+    for kind, data in (("Q4_1", plain), ("Q4_K", of_q4_k(random, 48, 512))):
+        wide = gguf.quants.dequantize(data, KINDS[kind])
+        for rows in (None, random.permutation(48)):
+            found = GgufTensor(kind, data, lambda values: values, rows).integers()
+            stored = int4_words.unpacked(*kept_in_words(found, Groups(zeros=True)), 48)
+            expected = wide if rows is None else wide[rows]
+            error = np.linalg.norm(stored - expected, axis=1) / np.linalg.norm(expected, axis=1)
+            assert error.max() < 4e-4, kind
+            if rows is None and kind == "Q4_1":
+                np.testing.assert_array_equal(stored[3:5, :32], expected[3:5, :32])
+
+
+def test_a_file_with_minimums_gets_no_zero_points(tmp_path):
+    case = FewBits("gguf", GPTQ, 7)
+    others, matrices = case.tensors()
+    tensors = others | {f"{name}.weight": each.values for name, each in matrices.items()}
+    kinds = {False: KINDS.F32, True: KINDS.Q4_1}
+    write(tmp_path, "llama", case.config, tensors, lambda name: kinds["o_proj" in name])
+    text = (
+        f'[bundle]\nname = "demo"\n[model]\nsource = "{tmp_path}"\ndtype = "int4"\n[generate]\n'
+        'batch = [1]\nprompt = [8]\ncontext = [32]\n[[target]]\nname = "cpu-host"\n'
+    )
+    (tmp_path / "demo.toml").write_text(text)
+    manifest = read_manifest(tmp_path / "demo.toml")
+    files = find_model(manifest, (SimpleNamespace(architecture="x86_64"),), tmp_path)
+    assert files.groups == Groups(zeros=True)
+    assert files.matrices.endswith("groups of 32 with zero points")
+    module = read_model(manifest, files).module
+    errors, checkpoint = {}, open_weights(files)
+    for read in quantizing.readers(module, checkpoint.rows, errors.__setitem__).values():
+        read()
+    assert len(errors) == 2
+    assert 0 < max(errors.values()) < 4e-4
+
+
 def test_q4_0_is_rounded_again_and_others_are_read_as_other_values(tmp_path):
     case = FewBits("gguf", GPTQ, 7)
     others, matrices = case.tensors()
@@ -105,6 +157,7 @@ def test_q4_0_is_rounded_again_and_others_are_read_as_other_values(tmp_path):
 
     wide = write(tmp_path, "llama", case.config, tensors, kind_of)
     checkpoint = open_checkpoint(tmp_path, out_in=True)
+    assert checkpoint.groups == GROUPS_OF_32
     for name, values in wide.items():
         np.testing.assert_array_equal(checkpoint.read(name), values, err_msg=name)
         np.testing.assert_array_equal(checkpoint.rows(name)[3:21], values[3:21], err_msg=name)

@@ -2,6 +2,8 @@
 
 import json
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,13 +12,13 @@ from safetensors.numpy import load_file, save_file
 from tests.parity.few_bits_cases import GPTQ, LLAMA, FewBits, words
 from tests.parity.sibling_cases import cases as siblings
 
-from prejit.compiler.base.stored_dtypes import STORED_DTYPES
+from prejit.compiler.base.stored_dtypes import GROUPS_OF_32, STORED_DTYPES, Groups
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.checkpoint.quantized_tensors import with_whole_matrices
 from prejit.compiler.checkpoint.tensor_files import tensors as published
-from prejit.compiler.models import config_file, int4_rounding
+from prejit.compiler.models import config_file
 from prejit.compiler.models.layers import int4_words
-from prejit.compiler.models.published_integers import Integers, kept, nearest
+from prejit.compiler.models.published_integers import Integers, kept, kept_in_words
 from prejit.compiler.models.quantization_settings import read_quantization
 from prejit.runtime.errors import CheckpointError
 
@@ -25,6 +27,8 @@ PACKED = {
     "quant_method": "compressed-tensors",
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
 }
+
+AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm"}
 
 
 def with_weights(**changes):
@@ -232,17 +236,24 @@ def test_integers_are_kept_that_a_dtype_does_not_hold():
     random = np.random.default_rng(0)
     values = random.integers(-8, 8, (64, 128))
     scales = random.uniform(0.5, 1, (64, 2)).astype(np.float16)
-    int4, int8 = STORED_DTYPES["int4"], STORED_DTYPES["int8"]
-    found = kept(integers(values, scales), int4, 1)
+    int8 = STORED_DTYPES["int8"]
+    found = kept_in_words(integers(values, scales), GROUPS_OF_32)
     assert found is not None
     assert found[1].shape == (4, 4, 16)
     np.testing.assert_array_equal(found[1][1, :, 3], scales[19].repeat(2))
+    # A scale that float16 does not hold is rounded to it.
+    near = kept_in_words(integers(values, scales * np.float32(1 + 2**-13)), GROUPS_OF_32)
+    np.testing.assert_array_equal(near[1], found[1])
+    for other in (
+        integers(values * 2, scales),  # beyond four bits
+        integers(values[:, :48], scales[:, :1].repeat(3, 1)),  # groups of 16
+        integers(values, scales * np.float16("inf")),
+        integers(values, scales * np.float32(1e-6)),  # too few bits in float16
+        integers(values, scales * np.float32(1e6)),
+    ):
+        assert kept_in_words(other, GROUPS_OF_32) is None
     for other, into in (
-        (integers(values * 2, scales), int4),  # beyond four bits
-        (integers(values, scales * np.float32(1 + 2**-12)), int4),  # no float16
-        (integers(values[:, :48], scales[:, :1].repeat(3, 1)), int4),  # groups of 16
         (integers(values, scales), int8),  # two scales for an output
-        (integers(values, scales * np.float16("inf")), int4),
         (integers(values[:, :64], scales[:, :1] * np.float16("inf")), int8),
         (integers(values, scales), STORED_DTYPES["bfloat16"]),
     ):
@@ -255,25 +266,55 @@ def test_integers_are_kept_that_a_dtype_does_not_hold():
         np.testing.assert_array_equal(scale, np.float32([0.5, 0.25]))
 
 
-def test_a_group_loses_integers_that_fit_after_a_change_of_sign():
+def test_zero_points_are_kept_that_a_dtype_does_not_hold():
     random = np.random.default_rng(0)
+    values, zeros = random.integers(-8, 8, (40, 256)), random.integers(-8, 8, (40, 2))
     scales = random.uniform(0.5, 1, (40, 2)).astype(np.float16)
-    weights = random.standard_normal((40, 256)) * 2.6
-    zeros = random.integers(6, 10, (40, 2)).repeat(128, 1)
-    values = np.clip(np.rint(weights) + zeros, 0, 15) - zeros
-    wide = (values * scales.repeat(128, 1)).astype(np.float32)
-    found = int4_words.unpacked(*nearest(integers(values, scales)), 40)
-    by_group = values.reshape(40, 8, 32)
-    fit = (by_group.min(2) >= -8) & (by_group.max(2) <= 7)
-    fit |= (by_group.min(2) >= -7) & (by_group.max(2) <= 8)
-    assert 0.5 < fit.mean() < 1
-    errors = np.abs(found - wide).reshape(40, 8, 32).max(2)
-    assert not errors[fit].any()
-    again = int4_words.unpacked(*int4_rounding.quantized(wide, 1, "w"), 40)
-    squares = [np.square(each - wide).reshape(40, 8, 32).sum(2) for each in (found, again)]
-    assert (squares[0] <= squares[1] * (1 + 1e-6)).all()
-    assert squares[0].sum() < 0.5 * squares[1].sum()
-    assert nearest(integers(values[:, :48], scales[:, :1].repeat(3, 1))) is None
+    found = replace(integers(values, scales), zeros=zeros.astype(np.float32))
+    wide = (values - zeros.repeat(128, 1)) * scales.astype(np.float32).repeat(128, 1)
+    for groups in (Groups(32, True), Groups(128, True)):
+        words, stored = kept_in_words(found, groups)
+        assert stored.shape == (3, 256 // groups.size, 32)
+        np.testing.assert_array_equal(int4_words.unpacked(words, stored, 40), wide)
+    assert kept_in_words(found, Groups(256, True)) is None
+    assert kept_in_words(replace(found, zeros=found.zeros * 300), Groups(128, True)) is None
+    # Without room for zero points the integers must hold them.
+    assert kept_in_words(found, GROUPS_OF_32) is None
+    moved = replace(found, values=np.clip(found.values, -4, 3), zeros=np.clip(found.zeros, -4, 4))
+    words, stored = kept_in_words(moved, GROUPS_OF_32)
+    wide = moved.values - moved.zeros.repeat(128, 1)
+    np.testing.assert_array_equal(
+        int4_words.unpacked(words, stored, 40), wide * scales.repeat(128, 1).astype(np.float32)
+    )
+    # One scale for each output, whose integers int8 holds.
+    one = replace(found, scales=found.scales[:, :1].repeat(2, 1))
+    whole, scale = kept(one, STORED_DTYPES["int8"], 1)
+    np.testing.assert_array_equal(whole, values - zeros.repeat(128, 1))
+    np.testing.assert_array_equal(scale, one.scales[:, 0])
+    assert kept(replace(one, zeros=one.zeros + 0.5), STORED_DTYPES["int8"], 1) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "groups"),
+    [
+        (GPTQ, GROUPS_OF_32),
+        (GPTQ | {"group_size": 128, "sym": False}, Groups(128, True)),
+        (GPTQ | {"group_size": 1024}, Groups(128)),
+        (GPTQ | {"bits": 8, "group_size": -1}, GROUPS_OF_32),
+        (GPTQ | {"group_size": 128, "desc_act": True, "sym": False}, GROUPS_OF_32),
+        (AWQ | {"group_size": -1}, Groups(128, True)),
+        (AWQ | {"group_size": 64, "zero_point": False}, Groups(64)),
+        (AWQ | {"group_size": 16}, Groups(32, True)),
+        (with_weights(symmetric=False), Groups(32, True)),
+        (with_weights(group_size=96), GROUPS_OF_32),
+        (with_weights(num_bits=8, symmetric=False, strategy="channel"), GROUPS_OF_32),
+        ({"quant_method": "bitsandbytes"}, GROUPS_OF_32),
+    ],
+)
+def test_groups_are_others_than_those_of_the_settings(settings, groups):
+    found = read_quantization(Path("config.json"), settings)
+    assert found is not None
+    assert found.groups == groups
 
 
 def test_experts_lose_their_integers_or_are_in_another_order(tmp_path):

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.extent import examples
 
+from prejit.compiler.base.stored_dtypes import GROUPS_OF_32, Groups
 from prejit.compiler.models import int4_rounding, model_registry, quantizing
 from prejit.compiler.models.families.latent_attention import LatentAttention
 from prejit.compiler.models.layers import int4_words
@@ -29,33 +30,46 @@ Arrays = np.ndarray[Any, Any]
 quick = partial(settings, deadline=None, derandomize=True, max_examples=examples(20, 60))
 
 
-def wide_of(integers: Arrays, scales: Arrays) -> Arrays:
-    return integers.astype(np.float32) * np.repeat(scales.astype(np.float32), GROUP, axis=1)
+def wide_of(integers: Arrays, scales: Arrays, zeros: Arrays | None = None) -> Arrays:
+    size = integers.shape[1] // scales.shape[1]
+    scales, *found = (
+        np.repeat(each.astype(np.float32), size, axis=1)
+        for each in (scales, zeros)
+        if each is not None
+    )
+    return (integers.astype(np.float32) - (found[0] if found else 0)) * scales
+
+
+kinds = st.builds(Groups, st.sampled_from([32, 64, 128]), st.booleans())
 
 
 @quick()
-@given(outputs=st.integers(1, 50), groups=st.integers(1, 5), seed=st.integers(0, 99))
-def test_words_lose_a_value_or_xla_unpacks_another(outputs: int, groups: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    integers = rng.integers(-8, 8, (outputs, groups * GROUP)).astype(np.int8)
-    scales = rng.standard_normal((outputs, groups)).astype(np.float16)
-    words, tiled = int4_words.packed(integers), int4_words.packed_scales(scales)
-    assert words.shape == int4_words.word_shape(groups * GROUP, outputs)
-    assert tiled.shape == int4_words.scale_shape(groups * GROUP, outputs)
+@given(outputs=st.integers(1, 50), count=st.integers(1, 5), groups=kinds, seed=st.integers(0, 99))
+def test_words_lose_a_value_or_xla_unpacks_another(
+    outputs: int, count: int, groups: Groups, seed: int
+) -> None:
+    rng, inputs = np.random.default_rng(seed), count * groups.size
+    integers = rng.integers(-8, 8, (outputs, inputs)).astype(np.int8)
+    scales = rng.standard_normal((outputs, count)).astype(np.float16)
+    zeros = rng.integers(-8, 8, (outputs, count)).astype(np.float16) if groups.zeros else None
+    words, tiled = int4_words.packed(integers), int4_words.packed_scales(scales, zeros)
+    assert words.shape == int4_words.word_shape(inputs, outputs)
+    assert tiled.shape == int4_words.scale_shape(inputs, outputs, groups)
+    assert int4_words.groups_of(words.shape, tiled.shape) == groups
     # By hand, as the kernel's header draws a word.
     for output, at in (
         (0, 0),
-        (outputs - 1, groups * GROUP - 1),
+        (outputs - 1, inputs - 1),
         (outputs // 2, 3),
         (outputs // 3, 12),
     ):
         word = int(words[output // 16, at // 8, output % 16])
         four = word >> {0: 0, 2: 4, 4: 8, 6: 12, 1: 16, 3: 20, 5: 24, 7: 28}[at % 8] & 15
         assert (four ^ 8) - 8 == integers[output, at]
-    expected = wide_of(integers, scales)
+    expected = wide_of(integers, scales, zeros)
     np.testing.assert_array_equal(int4_words.unpacked(words, tiled, outputs), expected)
     found = np.asarray(int4_words.widened(jnp.asarray(words), jnp.asarray(tiled)))
-    found = found.swapaxes(1, 2).reshape(-1, groups * GROUP)
+    found = found.swapaxes(1, 2).reshape(-1, inputs)
     np.testing.assert_array_equal(found[:outputs], expected)
     assert not found[outputs:].any()
 
@@ -63,19 +77,23 @@ def test_words_lose_a_value_or_xla_unpacks_another(outputs: int, groups: int, se
 @quick()
 @given(
     outputs=st.integers(1, 40),
-    groups=st.integers(1, 4),
+    count=st.integers(1, 4),
+    groups=kinds,
     contracted=st.sampled_from([0, 1]),
     first=st.integers(0, 130),
     size=st.integers(0, 130),
 )
 def test_rows_of_a_packed_matrix_are_others_than_those_of_the_published_one(
-    outputs: int, groups: int, contracted: int, first: int, size: int
+    outputs: int, count: int, groups: Groups, contracted: int, first: int, size: int
 ) -> None:
-    exact = np.random.default_rng(outputs).standard_normal((outputs, groups * GROUP)).astype("f4")
-    integers, scales = int4_rounding.rounded(exact.reshape(outputs, groups, GROUP))
-    expected = wide_of(integers.reshape(exact.shape), scales)
+    shape = (outputs, count, groups.size)
+    exact = np.random.default_rng(outputs).standard_normal(shape).astype("f4")
+    rounded = int4_rounding.rounded_with_zeros if groups.zeros else int4_rounding.rounded
+    integers, *found = rounded(exact)
+    exact = exact.reshape(outputs, -1)
+    expected = wide_of(integers.reshape(exact.shape), *found)
     published = exact if contracted else exact.T
-    words, tiled = int4_rounding.quantized(published, contracted, "w")
+    words, tiled = int4_rounding.quantized(published, contracted, "w", groups)
     rows = int4_rounding.WidenedWords(words, tiled, outputs, contracted)
     assert rows.shape == published.shape
     expected = expected if contracted else expected.T
@@ -123,6 +141,35 @@ def test_the_error_is_larger_than_that_of_q4_0(kind: str) -> None:
     assert (ours <= 1.01 * theirs).all()
 
 
+@pytest.mark.parametrize("kind", ["normal", "moved", "positive", "tiny"])
+def test_the_error_with_zero_points_is_larger_than_that_of_q4_1(kind: str) -> None:
+    groups = np.random.default_rng(3).standard_normal((4000, GROUP)).astype(np.float32)
+    groups += {"moved": 7}.get(kind, 0)
+    groups = np.abs(groups) if kind == "positive" else groups
+    groups *= {"tiny": 1e-3}.get(kind, 1)
+    integers, scales, zeros = int4_rounding.rounded_with_zeros(groups)
+    assert (integers.min(), integers.max()) == (-8, 7)
+    wide = (integers - zeros.astype(np.float32)[:, None]) * scales.astype(np.float32)[:, None]
+    least, width = groups.min(1, keepdims=True), np.ptp(groups, axis=1, keepdims=True)
+    step = (width / 15).astype(np.float16).astype(np.float32)
+    q4_1 = np.floor((groups - least) / step + 0.5).clip(0, 15) * step
+    q4_1 += least.astype(np.float16).astype(np.float32)
+    ours, theirs = (np.sqrt(np.square(each - groups).sum()) for each in (wide, q4_1))
+    assert ours < 0.95 * theirs
+
+
+def test_a_group_of_equal_values_gets_a_zero_point_that_float16_does_not_hold() -> None:
+    groups = np.zeros((5, GROUP), np.float32)
+    groups[1], groups[2], groups[3] = 3.7, -1e-3, 1e-30
+    groups[4] = 1000 + np.linspace(0, 0.01, GROUP)
+    integers, scales, zeros = int4_rounding.rounded_with_zeros(groups)
+    assert np.isfinite(scales).all()
+    assert np.isfinite(zeros).all()
+    wide = (integers - zeros.astype(np.float32)[:, None]) * scales.astype(np.float32)[:, None]
+    np.testing.assert_allclose(wide[[0, 1, 2, 4]], groups[[0, 1, 2, 4]], rtol=1e-3)
+    assert np.abs(wide[3]).max() < 1e-6
+
+
 def test_zeros_and_numbers_that_float16_cannot_scale_are_held() -> None:
     groups = np.zeros((4, GROUP), np.float32)
     groups[1, 3], groups[2, 4] = 1e-30, 3.9e5
@@ -167,13 +214,16 @@ def test_a_matrix_is_stored_in_four_bits_that_they_do_not_fit() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, REDUCED_ROWS + 1])
+@pytest.mark.parametrize("groups", [GROUPS_OF_32, Groups(64, True), Groups(128)], ids=str)
 @pytest.mark.parametrize("sizes", [(64, 200), (1056, 70)])  # published (in, out) and (out, in)
-def test_each_portable_form_gives_the_same_values(rows: int, sizes: tuple[int, int]) -> None:
+def test_each_portable_form_gives_the_same_values(
+    rows: int, groups: Groups, sizes: tuple[int, int]
+) -> None:
     rng = np.random.default_rng(rows)
     module = nnx.eval_shape(lambda: Linear(*sizes, bias=True))
     exact = rng.standard_normal(module.weight.shape, np.float32)
     assert module.in_out == (sizes == (64, 200))
-    quantizing.store(module, "int4")
+    quantizing.store(module, "int4", groups)
     reads = quantizing.readers(module, lambda name: exact)
     weights = {"bias": rng.standard_normal(sizes[1], np.float32)}
     weights |= {name: read() for name, read in reads.items()}

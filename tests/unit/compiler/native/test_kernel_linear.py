@@ -28,6 +28,8 @@ MULTIPLIERS = ("float32", "avx512bf16", "amx-bf16")
 NONE, GELU_ERF, GELU_TANH, RELU, SILU = range(5)
 INT4 = np.dtype(ml_dtypes.int4)
 DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.int8), INT4)
+WITH_ZEROS = "int4 with zeros"
+KINDS = (*map(str, DTYPES), WITH_ZEROS)
 
 
 @pytest.fixture(
@@ -71,7 +73,7 @@ def kernels(chosen, build_cache):
 class Case:
     """What a linear layer is asked: x [..., K] and a weight [N, K], its factors and its bias.
 
-    The factors of int4 are [N, K / 32].
+    The factors of int4 are [N, groups], or [2, N, groups] with the zero points.
 
     Each is equal to itself alone, so that what is right is computed once for all kernels.
     """
@@ -89,7 +91,8 @@ class Case:
         for i, weight in enumerate(self.weights):
             if weight.dtype == INT4:
                 found += [int4_words.packed(weight.astype(np.int8))]
-                found += [*map(int4_words.packed_scales, self.scales[i : i + 1])]
+                for each in self.scales[i : i + 1]:
+                    found += [int4_words.packed_scales(*(each if each.ndim == 3 else [each]))]
             else:
                 found += [weight, *self.scales[i : i + 1]]
             found += [*self.biases[i : i + 1]]
@@ -131,10 +134,16 @@ def reference(case):
         scale = case.scales[i].astype(np.float64) if case.scales else 1.0
         bias = case.biases[i].astype(np.float64) if case.biases else 0.0
         wide = weight.astype(np.float64)
+        largest = np.abs(wide)
         if weight.dtype == INT4:
-            wide, scale = wide * np.repeat(scale, int4_words.GROUP, axis=1), 1.0
+            factors = np.repeat(scale, wide.shape[1] // max(1, scale.shape[-1]), axis=-1)
+            scale = 1.0
+            if factors.ndim == 3:  # the products with integers and with zero points are apart
+                wide, largest = wide - factors[1], largest + np.abs(factors[1])
+                factors = factors[0]
+            wide, largest = wide * factors, largest * np.abs(factors)
         values.append(x @ wide.T * scale + bias)
-        sizes.append(np.abs(x) @ np.abs(wide).T * scale + np.abs(bias))
+        sizes.append(np.abs(x) @ largest.T * scale + np.abs(bias))
     y, size = activated(case.activation, values[0]), sizes[0]
     if len(values) == 2:
         size = size * np.abs(values[1]) + np.abs(y) * sizes[1]
@@ -157,6 +166,8 @@ def assert_right(case, library):
 @functools.lru_cache(512)
 def drawn(seed, shape, dtype, *, bias=False, gated=False, residual=False, activation=NONE):
     rows, inputs, outputs = shape
+    has_zeros = dtype == WITH_ZEROS
+    dtype = INT4 if has_zeros else np.dtype(dtype)
     if dtype == INT4:
         inputs = -(-inputs // int4_words.GROUP) * int4_words.GROUP
     rng = np.random.default_rng(seed)
@@ -174,7 +185,12 @@ def drawn(seed, shape, dtype, *, bias=False, gated=False, residual=False, activa
     products = 1 + gated
     factors = tuple(rng.uniform(0.001, 0.02, outputs).astype(np.float32) for _ in range(products))
     if dtype == INT4:  # of either sign, and subnormal ones
-        sizes = rng.choice(np.float16([-0.11, 0, 0.07, 0.4, 3e-6]), (2, outputs, inputs // 32))
+        size = next(each for each in (128, 64, 32)[seed % 3 :] if inputs % each == 0)
+        shape = (2, outputs, inputs // size)
+        sizes = rng.choice(np.float16([-0.11, 0, 0.07, 0.4, 3e-6]), shape)
+        if has_zeros:
+            zeros = rng.choice(np.float16([-8, 0, 7, 2.37, 30]), shape)
+            sizes = np.stack([sizes, zeros], axis=1)
         factors = tuple(sizes[:products])
     return Case(
         x=normal(rows, inputs),
@@ -197,14 +213,14 @@ def test_any_size_and_flags_are_as_numpys(kernels, data):
     case = drawn(
         data.draw(st.integers(0, 1000), label="seed"),
         (rows, inputs, outputs),
-        data.draw(st.sampled_from(DTYPES), label="dtype"),
+        data.draw(st.sampled_from(KINDS), label="dtype"),
         activation=data.draw(st.sampled_from(range(5)), label="activation"),
         **flags,
     )
     assert_right(case, kernels)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", KINDS)
 def test_sizes_of_models_are_as_numpys(kernels, dtype):
     for shape in ((1, 8192, 70), (130, 8200, 70)):
         assert_right(drawn(0, shape, dtype), kernels)
@@ -213,7 +229,7 @@ def test_sizes_of_models_are_as_numpys(kernels, dtype):
         assert_right(case, kernels)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", KINDS)
 def test_a_row_is_its_own_in_a_batch(kernels, multiplier, dtype):
     """Greedy tokens must not depend on the batch: bit for bit, on either side of each threshold."""
     edge = many_rows(multiplier, dtype)
@@ -232,7 +248,7 @@ def test_a_row_is_its_own_in_a_batch(kernels, multiplier, dtype):
             np.testing.assert_array_equal(last, together[-rows:], err_msg=f"last {rows} rows")
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("dtype", KINDS[1:])
 def test_a_row_of_many_inputs_is_another_beside_others(kernels, multiplier, dtype):
     """Many rows sum their inputs in parts, one row sums them at once."""
     edge = many_rows(multiplier, dtype) or 131
@@ -245,14 +261,14 @@ def test_a_row_of_many_inputs_is_another_beside_others(kernels, multiplier, dtyp
 
 def many_rows(multiplier, dtype):
     """From so many rows on a product is summed in another order: kernels/linear.h."""
-    if dtype == INT4:
+    if dtype.startswith("int4"):
         return None
-    if dtype == np.float32 or multiplier == "float32":
+    if dtype == "float32" or multiplier == "float32":
         return 128
     return {"amx-bf16": 8, "avx512bf16": None}[multiplier]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("positions", [32, 61])
 def test_a_sequence_is_its_own(kernels, positions, dtype):
     """Of a prompt or a sentence, which has a product of its own: panels, filled or not."""
@@ -280,7 +296,7 @@ def test_activations_are_right_everywhere(kernels):
         np.testing.assert_allclose(found[:, 0], expected, rtol=1e-6, atol=2e-7)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", KINDS)
 def test_neither_nan_nor_infinity_is_hidden(kernels, dtype):
     for activation, rows in itertools.product(range(5), (1, 6, 150)):
         case = drawn(5, (rows, 40, 50), dtype, gated=True, activation=activation)

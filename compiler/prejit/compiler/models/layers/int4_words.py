@@ -1,21 +1,25 @@
 """Matrices in four bits: how words hold them, in NumPy and in XLA.
 
     words   uint32 [tiles, in / 8, 16]     8 inputs of one output in a word, 16 outputs beside each other
-    scales  float16 [tiles, in / 32, 16]   one for each group of 32 inputs of an output
+    scales  float16 [tiles, groups, 16]    one for each group of 32, 64 or 128 inputs of an output
+            float16 [tiles, groups, 32]    the same, then the zero point of each group
 
     bits of a word    28..31  24..27  20..23  16..19  12..15   8..11    4..7    0..3
     input beside 8 n       7       5       3       1       6       4       2       0
 
-Values are -8 .. 7, in two's complement, times their scale. An output that fills up the last tile is zeros.
+Integers are -8 .. 7, in two's complement. A value is (integer - zero point) * scale; a published zero point
+is an integer, one that the build chooses any number. An output that fills up the last tile is zeros.
 
 The order is that of the kernel (native/kernels/linear_int4.h): a load takes the same 8 inputs of 16 outputs,
 and a shift leaves a pair of inputs in the low bits of the two halves of each word, where a table of 16
-bfloat16 numbers finds them. A value has 4 bits, a scale 11 and a rounded x 8, so that each product of the
-three is exact in float32, and ways of computing it differ in the order of the sums only.
+bfloat16 numbers finds them. An integer has 4 bits, a scale 11 and a rounded x 8, so that each product of the
+three is exact in float32, and ways of computing it differ in the order of the sums only. A zero point is
+multiplied with the sum of x over 32 inputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,8 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from prejit.compiler.base.stored_dtypes import GROUPS_OF_32, Groups
+
 GROUP = 32
-"""Inputs that share a scale."""
+"""Inputs that are summed before a scale: the smallest group."""
 TILE = 16
 """Outputs beside each other."""
 IN_WORD = 8
@@ -40,9 +46,18 @@ def word_shape(inputs: int, outputs: int) -> tuple[int, int, int]:
     return -(-outputs // TILE), inputs // IN_WORD, TILE
 
 
-def scale_shape(inputs: int, outputs: int) -> tuple[int, int, int]:
-    """Return the shape of the scales of a matrix."""
-    return -(-outputs // TILE), inputs // GROUP, TILE
+def scale_shape(
+    inputs: int,
+    outputs: int,
+    groups: Groups = GROUPS_OF_32,
+) -> tuple[int, int, int]:
+    """Return the shape of the scales of a matrix, whose inputs are whole groups."""
+    return -(-outputs // TILE), inputs // groups.size, TILE * (1 + groups.zeros)
+
+
+def groups_of(words: Sequence[int], scales: Sequence[int]) -> Groups:
+    """Return the groups of a matrix by the shapes of its words and scales."""
+    return Groups(words[1] * IN_WORD // max(1, scales[1]), scales[2] > TILE)
 
 
 def packed(integers: Values) -> Values:
@@ -55,8 +70,10 @@ def packed(integers: Values) -> Values:
     return np.ascontiguousarray(words.reshape(tiles, TILE, steps).swapaxes(1, 2)).reshape(shape)
 
 
-def packed_scales(scales: Values) -> Values:
-    """Return scales [out, groups] as a bundle stores them."""
+def packed_scales(scales: Values, zeros: Values | None = None) -> Values:
+    """Return scales [out, groups] as a bundle stores them, and zero points of the same shape."""
+    if zeros is not None:
+        return np.concatenate([packed_scales(scales), packed_scales(zeros)], axis=2)
     tiles, groups = -(-len(scales) // TILE), scales.shape[1]
     whole = np.zeros((tiles * TILE, groups), np.float16)
     whole[: len(scales)] = scales
@@ -66,47 +83,60 @@ def packed_scales(scales: Values) -> Values:
 def unpacked(words: Values, scales: Values, outputs: int) -> Values:
     """Return the matrix that words and scales hold, float32 [out, in]."""
     shifted = words.view(np.int32)[:, :, None, :] << (28 - _SHIFTS)[:, None]
-    signed = (shifted >> 28).astype(np.float32)
     tiles, steps, tile = words.shape
-    wide = signed.reshape(tiles, -1, GROUP, tile) * scales[:, :, None, :].astype(np.float32)
+    size = groups_of(words.shape, scales.shape).size
+    wide = (shifted >> 28).astype(np.float32).reshape(tiles, scales.shape[1], size, tile)
+    if scales.shape[2] > TILE:
+        wide -= scales[:, :, None, TILE:].astype(np.float32)
+    wide *= scales[:, :, None, :TILE].astype(np.float32)
     by_output = wide.reshape(tiles, steps * IN_WORD, tile).swapaxes(1, 2)
-    return by_output.reshape(tiles * tile, -1)[:outputs]
+    return by_output.reshape(tiles * tile, steps * IN_WORD)[:outputs]
 
 
 def widened(words: jax.Array, scales: jax.Array) -> jax.Array:
     """Return the matrix that words and scales hold, float32 [tiles, in, 16]."""
     tiles, steps, tile = words.shape
-    values = _values(words.reshape(tiles, -1, GROUP // IN_WORD, 1, tile), _SHIFTS[:, None])
-    wide = values * scales[:, :, None, None, :].astype(jnp.float32)
+    groups = words.reshape(tiles, scales.shape[1], -1, 1, tile)
+    wide, of_group = (
+        _values(groups, _SHIFTS[:, None]),
+        scales[:, :, None, None, :].astype(jnp.float32),
+    )
+    if scales.shape[2] > TILE:
+        wide -= of_group[..., TILE:]
+    wide *= of_group[..., :TILE]
     return wide.reshape(tiles, steps * IN_WORD, tile)
 
 
 def summed(x: jax.Array, words: jax.Array, scales: jax.Array) -> jax.Array:
     """Return the product of x [R, in] with the matrix, float32 [R, tiles, 16], without a float32 copy of it.
 
-    A loop takes a group of inputs at a time. XLA:CPU, two threads, ms of 1 row times 768 x 3072 and
+    A loop takes 32 inputs at a time. XLA:CPU, two threads, ms of 1 row times 768 x 3072 and
     2048 x 8192 (this | one reduction over all inputs | the same of int8):
 
         0.21, 1.4 | 8.6, 184 | 0.6, 12.6
     """
     tiles, _, tile = words.shape
     in_group = GROUP // IN_WORD
+    share = groups_of(words.shape, scales.shape).size // GROUP
     grouped = words.reshape(tiles, -1, in_group, tile)
     inputs = x.reshape(len(x), -1, in_group, IN_WORD)
 
     def add(group: jax.Array, total: jax.Array) -> jax.Array:
         word, of_x, scale = (
-            lax.dynamic_index_in_dim(each, group, 1, keepdims=False)
-            for each in (grouped, inputs, scales)
+            lax.dynamic_index_in_dim(each, at, 1, keepdims=False)
+            for each, at in ((grouped, group), (inputs, group), (scales, group // share))
         )
         part = sum(
             _values(word[:, step], shift) * of_x[:, step, place, None, None]
             for step in range(in_group)
             for place, shift in enumerate(_SHIFTS)
         )
-        return total + part * scale.astype(jnp.float32)
+        scale = scale.astype(jnp.float32)
+        if scales.shape[2] > TILE:
+            part -= of_x.sum((1, 2))[:, None, None] * scale[:, TILE:]
+        return total + part * scale[:, :TILE]
 
-    return lax.fori_loop(0, scales.shape[1], add, jnp.zeros((len(x), tiles, tile), jnp.float32))
+    return lax.fori_loop(0, grouped.shape[1], add, jnp.zeros((len(x), tiles, tile), jnp.float32))
 
 
 def summed_at_once(x: jax.Array, words: jax.Array, scales: jax.Array) -> jax.Array:
@@ -115,14 +145,17 @@ def summed_at_once(x: jax.Array, words: jax.Array, scales: jax.Array) -> jax.Arr
     H200, microseconds of 2048 x 8192: 1 row 9.2, 8 rows 26 (all rows in one reduction: 144; widened, then a
     dot: 53). In int8: 9.3 and 46.
     """
-    by_input = jnp.repeat(scales.astype(jnp.float32), GROUP // IN_WORD, axis=1)
+    size = groups_of(words.shape, scales.shape).size
+    by_input = jnp.repeat(scales.astype(jnp.float32), size // IN_WORD, axis=1)
 
     def product(row: jax.Array) -> jax.Array:
         places = row.reshape(-1, IN_WORD)
         part = sum(
             _values(words, shift) * places[:, place, None] for place, shift in enumerate(_SHIFTS)
         )
-        return (part * by_input).sum(1)
+        if scales.shape[2] > TILE:
+            part -= places.sum(1)[:, None] * by_input[..., TILE:]
+        return (part * by_input[..., :TILE]).sum(1)
 
     return jnp.stack([product(row) for row in x])
 

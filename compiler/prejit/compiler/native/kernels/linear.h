@@ -24,7 +24,9 @@ struct Weights {
   Dtype dtype = Dtype::kFloat32;
   const float* scale = nullptr;  // [N] scales, with int8 only.
   const float* bias = nullptr;   // [N], or null.
-  const uint16_t* group_scales = nullptr;  // float16, with int4 only.
+  const uint16_t* group_scales = nullptr;  // float16, with int4 only: of groups of so many inputs, a multiple of 32,
+  int64_t group = 32;
+  bool has_zeros = false;  // with zero points of groups beside them.
 };
 
 struct Linear {

@@ -22,11 +22,27 @@ bool is_vector(const ffi::AnyBuffer& buffer, int64_t size) {
   return buffer.element_type() == ffi::F32 && buffer.dimensions().size() == 1 && buffer.dimensions()[0] == size;
 }
 
-// Whether an array has 16 outputs beside each other, and an element for `each` inputs.
-bool is_tiled(const ffi::AnyBuffer& buffer, const Linear& product, int64_t each) {
+// Whether words have 16 outputs beside each other, and one for 8 inputs.
+bool are_tiled(const ffi::AnyBuffer& buffer, const Linear& product) {
   auto dimensions = buffer.dimensions();
   return dimensions.size() == 3 && dimensions[0] == (product.outputs + kInt4Tile - 1) / kInt4Tile &&
-         product.inputs % each == 0 && dimensions[1] == product.inputs / each && dimensions[2] == kInt4Tile;
+         product.inputs % kInt4InWord == 0 && dimensions[1] == product.inputs / kInt4InWord && dimensions[2] == kInt4Tile;
+}
+
+// Reads the scales of words, whose shape says the size of groups and whether there are zero points.
+bool read_scales(const ffi::AnyBuffer& buffer, const Linear& product, Weights& weights) {
+  auto dimensions = buffer.dimensions();
+  if (buffer.element_type() != ffi::F16 || dimensions.size() != 3) return false;
+  int64_t groups = dimensions[1], width = dimensions[2];
+  if (dimensions[0] != (product.outputs + kInt4Tile - 1) / kInt4Tile) return false;
+  if (width != kInt4Tile && width != 2 * kInt4Tile) return false;
+  if (product.inputs > 0) {
+    if (groups < 1 || product.inputs % groups != 0 || product.inputs / groups % kInt4Group != 0) return false;
+    weights.group = product.inputs / groups;
+  }
+  weights.has_zeros = width > kInt4Tile;
+  weights.group_scales = static_cast<const uint16_t*>(buffer.untyped_data());
+  return true;
 }
 
 // Reads a weight, its scales and its bias, and moves `at` behind them. The dtypes are those of base/stored_dtypes.py.
@@ -36,7 +52,7 @@ ffi::Error read_weights(ffi::RemainingArgs arguments, size_t& at, bool has_bias,
   if (matrix.has_error()) return wrong("prejit_linear: expected a weight, found no argument");
   auto dimensions = matrix->dimensions();
   bool are_words = matrix->element_type() == ffi::U32;
-  if (are_words && !is_tiled(*matrix, product, kInt4InWord))
+  if (are_words && !are_tiled(*matrix, product))
     return wrong("prejit_linear: expected words [outputs / 16, inputs / 8, 16], found another shape");
   if (!are_words && (dimensions.size() != 2 || dimensions[0] != product.outputs || dimensions[1] != product.inputs))
     return wrong("prejit_linear: expected a weight [outputs, inputs], found another shape");
@@ -50,9 +66,8 @@ ffi::Error read_weights(ffi::RemainingArgs arguments, size_t& at, bool has_bias,
   }
   if (are_words) {
     auto scales = next();
-    if (scales.has_error() || scales->element_type() != ffi::F16 || !is_tiled(*scales, product, kInt4Group))
-      return wrong("prejit_linear: expected float16 factors [outputs / 16, inputs / 32, 16] of words");
-    weights.group_scales = static_cast<const uint16_t*>(scales->untyped_data());
+    if (scales.has_error() || !read_scales(*scales, product, weights))
+      return wrong("prejit_linear: expected float16 factors [outputs / 16, groups, 16 or 32] of words");
   }
   if (weights.dtype == Dtype::kInt8) {
     auto scale = next();

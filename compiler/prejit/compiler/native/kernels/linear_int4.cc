@@ -12,6 +12,8 @@ namespace {
 
 using Element = float;
 
+PREJIT_INLINE Floats load_element(const Element* from) { return load(from); }
+
 void pack(const float* x, int64_t count, float* to) {
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) store(to + i, rounded(load(x + i)));

@@ -1,23 +1,26 @@
 // Products with weights in four bits, for any number of rows, on every level.
 //
 //   words   [N / 16][K / 8][16] of 32 bits   8 inputs of one output, 16 outputs beside each other
-//   scales  [N / 16][K / 32][16] float16     one for each group of 32 inputs of an output
+//   scales  [N / 16][groups][16] float16     one for each group of inputs of an output, which is a multiple of 32,
+//           [N / 16][groups][32] float16     or the same, then the zero point of each group
 //
 //   bits of a word    28..31  24..27  20..23  16..19  12..15   8..11    4..7    0..3
 //   input beside 8 n       7       5       3       1       6       4       2       0
 //
-// Values are -8 .. 7, in two's complement. models/layers/int4_words.py writes them.
+// Integers are -8 .. 7, in two's complement; a value is (integer - zero point) * scale. models/layers/int4_words.py writes
+// them.
 //
-// Lanes are outputs: x is broadcast, no sum crosses lanes, and a tile of 16 outputs is one stream of memory. A group has
-// two sums for each row and output; together they are multiplied with the scale and added to the sum of the groups before.
-// So a row has one order of sums, whatever the other rows are and how many.
+// Lanes are outputs: x is broadcast, no sum crosses lanes, and a tile of 16 outputs is one stream of memory. 32
+// inputs have two sums for each row and output; together they are multiplied with the scale and added to the sum of the
+// inputs before. The zero point is multiplied with the sum of these x, which a row has once, and is taken from the two
+// sums. So a row has one order of sums, whatever the other rows are and how many.
 #pragma once
 
 #include "linear.h"
 
 namespace prejit {
 
-constexpr int64_t kInt4Group = 32;
+constexpr int64_t kInt4Group = 32;  // Inputs that are summed before a scale.
 constexpr int64_t kInt4Tile = 16;
 constexpr int64_t kInt4InWord = 8;
 

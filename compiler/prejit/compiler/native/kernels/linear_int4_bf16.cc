@@ -21,6 +21,8 @@ namespace {
 
 using Element = uint16_t;
 
+PREJIT_INLINE Floats load_element(const Element* from) { return load(reinterpret_cast<const Bf16*>(from)); }
+
 void pack(const float* x, int64_t count, uint16_t* to) {
   for (int64_t i = 0; i < count; i += 2 * kLanes)  // whole groups of inputs
     _mm512_storeu_si512(to + i, reinterpret_cast<__m512i>(load_pairs(x + i, count - i)));
