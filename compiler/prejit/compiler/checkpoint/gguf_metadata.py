@@ -49,7 +49,7 @@ def read_metadata(path: Path, *, arrays: bool = False) -> dict[str, Any]:
 
     Raises: as `_read`.
     """
-    return _read(path)[0]
+    return _read(path, arrays=arrays)[0]
 
 
 def read_kinds(path: Path) -> set[int]:
@@ -57,10 +57,10 @@ def read_kinds(path: Path) -> set[int]:
 
     Raises: as `_read`.
     """
-    return _read(path)[1]
+    return _read(path, arrays=False)[1]
 
 
-def _read(path: Path) -> tuple[dict[str, Any], set[int]]:
+def _read(path: Path, *, arrays: bool) -> tuple[dict[str, Any], set[int]]:
     """Return the metadata of a file, and the types of its tensors.
 
     Raises:
