@@ -98,6 +98,16 @@ def kept(found: Integers, stored: StoredDtype, contracted: int) -> tuple[Values,
     return np.ascontiguousarray(values), np.ascontiguousarray(first[..., 0])
 
 
+def kept_experts(found: Integers, stored: StoredDtype) -> tuple[Values, Values] | None:
+    """Return the words and scales of matrices of experts; None: one must be rounded."""
+    each = []
+    for values, scales in zip(found.values, found.scales, strict=True):
+        if (one := kept(Integers(values, scales), stored, 1)) is None:
+            return None
+        each.append(one)
+    return np.stack([words for words, _ in each]), np.stack([scales for _, scales in each])
+
+
 def nearest(found: Integers) -> tuple[Values, Values] | None:
     """Return a matrix whose integers four bits do not hold as words and scales; None: it has other groups.
 

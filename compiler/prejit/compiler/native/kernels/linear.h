@@ -29,6 +29,7 @@ struct Weights {
 
 struct Linear {
   int64_t rows = 0;     // M
+  int64_t usual_rows = 0;  // If not 0, these choose the order of sums instead of `rows`, which may vary (experts.h).
   int64_t positions = 1;  // Number of adjacent rows that belong to one sequence.
   int64_t inputs = 0;   // K
   int64_t outputs = 0;  // N
