@@ -20,6 +20,7 @@ from prejit.compiler.base.stored_dtypes import StoredDtype
 from prejit.compiler.models import int4_rounding
 from prejit.compiler.models.layers import int4_words
 from prejit.compiler.models.layers.int4_words import GROUP
+from prejit.runtime.errors import CheckpointError
 
 Values = np.ndarray[Any, Any]
 _BLOCK_ELEMENTS = 1 << 20
@@ -106,6 +107,40 @@ def kept_experts(found: Integers, stored: StoredDtype) -> tuple[Values, Values] 
             return None
         each.append(one)
     return np.stack([words for words, _ in each]), np.stack([scales for _, scales in each])
+
+
+@runtime_checkable
+class PublishedAsMXFP4(Protocol):
+    """Matrices of experts that were published as MXFP4, or other ones from such a checkpoint."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrices."""
+        ...
+
+    def mxfp4(self, expert: int) -> tuple[Values, Values] | None:
+        """Return the elements of an expert, uint8 [out, in], and bfloat16 scales [out, in / 32]."""
+        ...
+
+
+def kept_mxfp4(rows: object, name: str) -> tuple[Values, Values]:
+    """Return matrices of experts as words and scales, exactly.
+
+    Raises:
+        CheckpointError: they were not published as MXFP4, although config.json says so.
+    """
+    words, scales = [], []
+    if isinstance(rows, PublishedAsMXFP4):
+        for expert in range(rows.shape[0]):
+            if (found := rows.mxfp4(expert)) is not None:
+                words.append(int4_words.packed(found[0]))
+                scales.append(int4_words.packed_scales(found[1]))
+        if len(words) == rows.shape[0]:
+            return np.stack(words), np.stack(scales)
+    raise CheckpointError(
+        f"{name}: expected a matrix in MXFP4, as quantization_config in config.json says, found floats",
+        hint="take config.json and the weights from one checkpoint",
+    )
 
 
 def nearest(found: Integers) -> tuple[Values, Values] | None:

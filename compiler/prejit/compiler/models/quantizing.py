@@ -111,6 +111,8 @@ def store(module: nnx.Module, dtype: str) -> None:
             experts = shape[:1] if isinstance(part, ExpertMatrices) else ()
             shape = (*experts, *int4_words.word_shape(part.inputs, part.outputs))
             scales = (*experts, *int4_words.scale_shape(part.inputs, part.outputs)), jnp.float16
+            if isinstance(part, ExpertMatrices) and part.is_mxfp4:
+                scales = scales[0], jnp.bfloat16
         part.weight = nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(stored.words or stored.name)))
         if stored.has_scales:
             scale = nnx.Param(jax.ShapeDtypeStruct(*scales))
@@ -170,6 +172,9 @@ def _stored(
         tell(name, 0.0)
         return kept
     if stored.words is not None:
+        if isinstance(part, ExpertMatrices) and part.is_mxfp4:
+            tell(name, 0.0)
+            return published_integers.kept_mxfp4(rows, name)
         if isinstance(part, ExpertMatrices):
             values, scales = int4_rounding.quantized_experts(rows, name)
         else:

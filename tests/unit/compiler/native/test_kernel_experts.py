@@ -106,6 +106,27 @@ def test_a_token_gets_other_bits_than_from_a_linear_layer_of_its_expert(kernels,
         np.testing.assert_array_equal(y[row, place], expected[:outputs])
 
 
+def test_floats_of_four_bits_are_others_than_mxfp4s(kernels):
+    rng = np.random.default_rng(0)
+    sizes = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = np.concatenate([sizes, -sizes])
+    elements = rng.integers(0, 16, (2, 24, 64)).astype(np.int8)
+    elements[0, 0, :16] = np.arange(16)
+    scales = np.exp2(rng.integers(-30, 20, (2, 24, 2))).astype(ml_dtypes.bfloat16)
+    wide = values[elements] * np.repeat(scales.astype(np.float32), 32, axis=2)
+    words = np.stack([*map(int4_words.packed, elements)])
+    factors = np.stack([*map(int4_words.packed_scales, scales)])
+    x = rng.standard_normal((3, 64)).astype(ml_dtypes.bfloat16).astype(np.float32)
+    chosen, y = np.array([[0, 1]] * 3, np.int32), np.full((3, 2, 24), np.nan, np.float32)
+    handler = kernel_frames.handler_of(kernels, "experts")
+    kernel_frames.call(
+        handler, [x, chosen, words, factors], [y], **flags_of(bias=0, gated=0, activation=0)
+    )
+    expected = np.einsum("rk,enk->ren", x.astype(np.float64), wide)
+    error = np.abs(y - expected) / np.einsum("rk,enk->ren", np.abs(x), np.abs(wide))
+    assert error.max() < 2e-6
+
+
 def test_wrong_arguments_are_an_error_and_no_crash(kernels):
     x, chosen = np.ones((2, 32), np.float32), np.array([[0, 1], [2, 0]], np.int32)
     right, words = np.ones((3, 6, 32), np.float32), np.zeros((3, 1, 4, 16), np.uint32)
@@ -126,7 +147,7 @@ def test_wrong_arguments_are_an_error_and_no_crash(kernels):
         ([x, chosen, right], {"bias": 1}, "bias for each output"),
         ([x, chosen, right, y], {}, "fewer arguments"),
         ([x, chosen, words[:, :, :3]], {}, "expected words"),
-        ([x, chosen, words, factors[:2]], {}, "float16 factors"),
+        ([x, chosen, words, factors[:2]], {}, "expected factors"),
         ([x, chosen, words, factors], {"gated": 1}, "whole tiles"),
         ([x, chosen, right], {"activation": 5}, "activation of 0 to 4"),
     ):

@@ -1,7 +1,8 @@
 """A mixture of experts: a router chooses a few MLPs for each token, and their results are added.
 
-Two forms compute it. Few tokens read the matrices of their experts where they lie, in a loop that multiplies
-and sums: a decode step reads each matrix once and copies none. Many tokens are sorted by expert, and each
+In a program with kernels one call multiplies all pairs of a token and an expert (kernels/experts.h).
+Elsewhere two forms compute it. Few tokens read the matrices of their experts where they lie, in a loop that
+multiplies and sums: a step reads each matrix once and copies none. Many tokens are sorted by expert, and each
 block of tokens of one expert is a product with its matrix. A token meets its own experts in the order of its
 router, and no expert is ever full, so its result depends on no other token (decision 0054).
 
@@ -115,13 +116,22 @@ def _kept(scores: jax.Array, routing: Routing) -> jax.Array:
 class ExpertMatrices(nnx.Module):
     """The matrix of each expert, [E, out, in]; with int8 each output of each expert has a scale.
 
-    In int4 it is the words and scales of each expert (int4_words.py): [E, tiles, in / 8, 16].
+    In int4 it is the words and scales of each expert (int4_words.py): [E, tiles, in / 8, 16], in MXFP4, as
+    published, if `is_mxfp4`.
     """
 
     contracted = 2
 
-    def __init__(self, experts: int, inputs: int, outputs: int, *, bias: bool = False) -> None:
-        self.inputs, self.outputs = inputs, outputs
+    def __init__(
+        self,
+        experts: int,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool = False,
+        is_mxfp4: bool = False,
+    ) -> None:
+        self.inputs, self.outputs, self.is_mxfp4 = inputs, outputs, is_mxfp4
         self.weight = nnx.Param(jnp.zeros((experts, outputs, inputs)))
         self.weight_scale: nnx.Param[jax.Array] | None = None
         self.bias = nnx.Param(jnp.zeros((experts, outputs))) if bias else None

@@ -7,6 +7,7 @@
     input beside 8 n       7       5       3       1       6       4       2       0
 
 Values are -8 .. 7, in two's complement, times their scale. An output that fills up the last tile is zeros.
+Scales in bfloat16, powers of two, are those of MXFP4: values are 0, 0.5, 1, 1.5, 2, 3, 4, 6, or with a sign.
 
 The order is that of the kernel (native/kernels/linear_int4.h): a load takes the same 8 inputs of 16 outputs,
 and a shift leaves a pair of inputs in the low bits of the two halves of each word, where a table of 16
@@ -20,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax import lax
 
@@ -31,6 +33,7 @@ IN_WORD = 8
 """Inputs in a word."""
 _SHIFTS = np.arange(IN_WORD, dtype=np.int32) // 2 * 4 + np.arange(IN_WORD, dtype=np.int32) % 2 * 16
 """The lowest bit of each input of a word."""
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 Values = np.ndarray[Any, Any]
 
@@ -56,9 +59,10 @@ def packed(integers: Values) -> Values:
 
 
 def packed_scales(scales: Values) -> Values:
-    """Return scales [out, groups] as a bundle stores them."""
+    """Return scales [out, groups], float16 or bfloat16, as a bundle stores them."""
     tiles, groups = -(-len(scales) // TILE), scales.shape[1]
-    whole = np.zeros((tiles * TILE, groups), np.float16)
+    is_e2m1 = scales.dtype == ml_dtypes.bfloat16
+    whole = np.zeros((tiles * TILE, groups), scales.dtype if is_e2m1 else np.float16)
     whole[: len(scales)] = scales
     return np.ascontiguousarray(whole.reshape(tiles, TILE, groups).swapaxes(1, 2))
 
@@ -67,6 +71,8 @@ def unpacked(words: Values, scales: Values, outputs: int) -> Values:
     """Return the matrix that words and scales hold, float32 [out, in]."""
     shifted = words.view(np.int32)[:, :, None, :] << (28 - _SHIFTS)[:, None]
     signed = (shifted >> 28).astype(np.float32)
+    if scales.dtype == ml_dtypes.bfloat16:
+        signed = _E2M1[(shifted >> 28) & 15]
     tiles, steps, tile = words.shape
     wide = signed.reshape(tiles, -1, GROUP, tile) * scales[:, :, None, :].astype(np.float32)
     by_output = wide.reshape(tiles, steps * IN_WORD, tile).swapaxes(1, 2)
@@ -76,7 +82,7 @@ def unpacked(words: Values, scales: Values, outputs: int) -> Values:
 def widened(words: jax.Array, scales: jax.Array) -> jax.Array:
     """Return the matrix that words and scales hold, float32 [tiles, in, 16]."""
     tiles, steps, tile = words.shape
-    values = _values(words.reshape(tiles, -1, GROUP // IN_WORD, 1, tile), _SHIFTS[:, None])
+    values = _values(words.reshape(tiles, -1, GROUP // IN_WORD, 1, tile), _SHIFTS[:, None], scales)
     wide = values * scales[:, :, None, None, :].astype(jnp.float32)
     return wide.reshape(tiles, steps * IN_WORD, tile)
 
@@ -100,7 +106,7 @@ def summed(x: jax.Array, words: jax.Array, scales: jax.Array) -> jax.Array:
             for each in (grouped, inputs, scales)
         )
         part = sum(
-            _values(word[:, step], shift) * of_x[:, step, place, None, None]
+            _values(word[:, step], shift, scales) * of_x[:, step, place, None, None]
             for step in range(in_group)
             for place, shift in enumerate(_SHIFTS)
         )
@@ -120,14 +126,25 @@ def summed_at_once(x: jax.Array, words: jax.Array, scales: jax.Array) -> jax.Arr
     def product(row: jax.Array) -> jax.Array:
         places = row.reshape(-1, IN_WORD)
         part = sum(
-            _values(words, shift) * places[:, place, None] for place, shift in enumerate(_SHIFTS)
+            _values(words, shift, scales) * places[:, place, None]
+            for place, shift in enumerate(_SHIFTS)
         )
         return (part * by_input).sum(1)
 
     return jnp.stack([product(row) for row in x])
 
 
-def _values(words: jax.Array, shift: Any) -> jax.Array:
-    """Return the integers that begin at a bit of each word, in float32."""
+def _values(words: jax.Array, shift: Any, scales: jax.Array) -> jax.Array:
+    """Return the values, in float32, that begin at a bit of each word and have such scales."""
+    if scales.dtype == jnp.bfloat16:
+        return _e2m1(words >> jnp.asarray(shift, jnp.uint32))
     signed = lax.bitcast_convert_type(words, jnp.int32)
     return ((signed << (28 - shift)) >> 28).astype(jnp.float32)
+
+
+def _e2m1(four: jax.Array) -> jax.Array:
+    """Return the values of the low four bits: a sign, two bits of an exponent, one of a mantissa."""
+    mantissa, exponent = four & 1, (four >> 1) & 3
+    normal = (2 + mantissa) << (jnp.maximum(exponent, 1) - 1)
+    size = jnp.where(exponent == 0, mantissa, normal).astype(jnp.float32) * 0.5
+    return jnp.where(four & 8, -size, size)

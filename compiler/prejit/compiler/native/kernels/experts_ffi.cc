@@ -46,9 +46,11 @@ ffi::Error read_matrices(ffi::RemainingArgs arguments, bool has_bias, int64_t ou
     if (!has_shape(*matrices, {experts, tiles, inputs / kInt4InWord, kInt4Tile}))
       return unfit("prejit_experts: expected words [experts, outputs / 16, inputs / 8, 16], found another shape");
     auto scales = next();
-    if (scales.has_error() || scales->element_type() != ffi::F16 ||
+    if (scales.has_error() || (scales->element_type() != ffi::F16 && scales->element_type() != ffi::BF16) ||
         !has_shape(*scales, {experts, tiles, inputs / kInt4Group, kInt4Tile}))
-      return unfit("prejit_experts: expected float16 factors [experts, outputs / 16, inputs / 32, 16] of words");
+      return unfit(
+          "prejit_experts: expected factors [experts, outputs / 16, inputs / 32, 16] of words, float16 or of E2M1 bfloat16");
+    weights.is_e2m1 = scales->element_type() == ffi::BF16;
     weights.group_scales = static_cast<const uint16_t*>(scales->untyped_data());
   } else if (!has_shape(*matrices, {experts, outputs, inputs})) {
     return unfit("prejit_experts: expected matrices [experts, outputs, inputs], found another shape");

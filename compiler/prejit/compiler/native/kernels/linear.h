@@ -25,6 +25,7 @@ struct Weights {
   const float* scale = nullptr;  // [N] scales, with int8 only.
   const float* bias = nullptr;   // [N], or null.
   const uint16_t* group_scales = nullptr;  // float16, with int4 only.
+  bool is_e2m1 = false;  // int4 of experts: words hold floats (linear_int4.h), and group_scales are bfloat16.
 };
 
 struct Linear {

@@ -6,7 +6,8 @@
 //   bits of a word    28..31  24..27  20..23  16..19  12..15   8..11    4..7    0..3
 //   input beside 8 n       7       5       3       1       6       4       2       0
 //
-// Values are -8 .. 7, in two's complement. models/layers/int4_words.py writes them.
+// Values are -8 .. 7, in two's complement. models/layers/int4_words.py writes them. With MXFP4 four bits are a sign, two of
+// an exponent and one of a mantissa (E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6), and scales are powers of two in bfloat16.
 //
 // Lanes are outputs: x is broadcast, no sum crosses lanes, and a tile of 16 outputs is one stream of memory. A group has
 // two sums for each row and output; together they are multiplied with the scale and added to the sum of the groups before.

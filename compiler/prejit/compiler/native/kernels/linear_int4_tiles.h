@@ -3,10 +3,10 @@
 //   PREJIT_INT4          the attributes of functions, with the instructions that they may use
 //   Element              of x as it is packed
 //   pack                 rounds x
-//   Unpacking            what is in registers for a whole tile
+//   Unpacking            what is in registers for a whole tile; its `scale` loads scales
 //   add<rows, vectors>   adds the products of 8 inputs
 //
-// in an unnamed namespace, as this is compiled once for each way to multiply.
+// in an unnamed namespace, as this is compiled once for each way to multiply and each kind of values.
 
 // How far ahead words are fetched: as in linear_dot.h, loads alone do not look far enough ahead.
 constexpr int64_t kInt4AheadBytes = 4096;
@@ -36,7 +36,7 @@ PREJIT_INT4 void multiply_lanes(const Element* x, int64_t stride, const uint32_t
     if (k % (2 * kInt4Group) == 0) __builtin_prefetch(reinterpret_cast<const char*>(scales) + kInt4AheadBytes / 8, 0, 2);
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; ++v) {
-      Floats scale = load_halves(scales + v * kLanes);
+      Floats scale = unpacking.scale(scales + v * kLanes);
 #pragma GCC unroll 16
       for (int r = 0; r < rows; ++r)
         total[r][v] = multiply_add(part[0][r][v] + part[1][r][v], scale, total[r][v]);
