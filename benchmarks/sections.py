@@ -9,7 +9,7 @@ Two threads, the same weights, medians with their spread. A whole run writes ben
 (every sample), peers.md and peers.svg, or peers-quick.*; a part of one writes to $PREJIT_BENCH_DIR/results,
 one section to peers-SECTION.*.
 Run it on a machine that does nothing else. $PREJIT_BENCH_DIR (default ~/.cache/prejit/bench) keeps models,
-bundles and the peers' environments: 3 GB for the quick form, 35 GB for all.
+bundles and the peers' environments: 3 GB for the quick form, 60 GB for all.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import cold as cold_starts
-from benchmarks.harness import chart, cold_report, comparison, report, workload
+from benchmarks.harness import chart, cold_report, comparison, report, sparse_models, workload
 from benchmarks.harness.comparison import (
     CPU,
     DECODE,
@@ -274,6 +275,27 @@ def llama(run: Run) -> tuple[list[Table], list[Target]]:
     )
 
 
+def mixture(run: Run) -> tuple[list[Table], list[Target]]:
+    """Measure a mixture of experts."""
+    title = "OLMoE 1B-7B, 4 of 16 layers, 8 of 32 experts, batch 1, 32 tokens in, 64 out"
+    return _sparse(run, "mixture", "olmoe-part", title)
+
+
+def hybrid(run: Run) -> tuple[list[Table], list[Target]]:
+    """Measure a hybrid of short convolutions and attention."""
+    title = "LFM2 1.2B, 8 of 16 layers, batch 1, 32 tokens in, 64 out"
+    return _sparse(run, "hybrid", "lfm2-part", title)
+
+
+def _sparse(run: Run, name: str, model: str, title: str) -> tuple[list[Table], list[Target]]:
+    dtypes = ("bfloat16", "int8", "int4")
+    work = Work("generate", model, dtypes=dtypes)
+    goals = [Goal(DECODE, dtype, 1.0) for dtype in dtypes]
+    columns = (FIRST, LAST, DECODE, RSS, PRIVATE, CPU)
+    step = partial(sparse_models.step_bytes, model)
+    return beside_peers(run, name, title, work, columns, goals, step)
+
+
 FLAT_PROGRAMS: dict[str, workload.Sizes] = {
     "tiny-4": {"batch": (1,), "prompt": (32,), "context": (800, 1024)},
     "tiny-400": {
@@ -312,6 +334,8 @@ SECTIONS: dict[str, Section] = {
     "prefill": prefill,
     "encoder": encoder,
     "llama": llama,
+    "mixture": mixture,
+    "hybrid": hybrid,
     "flat": flat,
 }
 

@@ -1,7 +1,8 @@
 """Make the models of the benchmark: decoders with random weights, and manifests for them.
 
     python -m benchmarks.harness.models DIR NAME...     names: gpt2, llama-1b, llama-tiny, or
-                                                        llama-3b and llama-8b, in shards; none: gpt2
+                                                        llama-3b and llama-8b, in shards; none: gpt2;
+                                                        olmoe-part, lfm2-part: sparse_models.py
 
     DIR/NAME/               Hugging Face layout: GPT-2's weights (in, out) as published, the others (out, in)
     DIR/gpt2.safetensors    GPT-2's weights (out, in) for its peers, every tensor 64-byte aligned
@@ -267,6 +268,10 @@ def make(directory: Path, *names: str) -> None:
             make_gpt2(directory)
         elif name in LARGE:
             make_large_llama(directory, name, LARGE[name])
+        elif name.endswith("-part"):
+            from benchmarks.harness import sparse_models  # it imports this module
+
+            sparse_models.make(directory, name)
         else:
             make_llama(directory, name, {"llama-1b": LLAMA_1B, "llama-tiny": LLAMA_TINY}[name])
 

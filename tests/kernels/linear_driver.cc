@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -13,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "experts.h"
 #include "linear.h"
 #include "linear_int4.h"
 #include "linear_multiplier.h"
@@ -165,6 +167,37 @@ void check_int4(Random& random, int64_t m, int64_t k, int64_t n, bool gated, boo
     }
 }
 
+// Experts of int8, beside a product for each pair.
+void check_experts(Random& random, int64_t k, int64_t n, bool at_page) {
+  int64_t experts = 1 + random.below(4), rows = random.below(12), chosen = 1 + random.below(3), pairs = rows * chosen;
+  bool gated = random.below(2);
+  int64_t outputs = gated ? 2 * n : n;
+  Array<float> x(rows * k, at_page), y(pairs * n, at_page), scale(experts * outputs, at_page);
+  Array<float> bias(experts * outputs, at_page), expected(n, at_page);
+  Array<int8_t> w(experts * outputs * k, at_page);
+  Array<int32_t> expert(pairs, at_page);
+  fill(random, x), fill(random, scale), fill(random, bias), fill(random, w);
+  for (int64_t i = 0; i < pairs; ++i) expert.data[i] = static_cast<int32_t>(random.below(experts));
+  ExpertProducts all;
+  all.experts = experts, all.pairs = pairs, all.row_pairs = chosen, all.expert = expert.data;
+  Linear& p = all.each;
+  p.inputs = k, p.outputs = n, p.x = x.data, p.y = y.data, p.gated = gated, p.activation = Activation::kSilu;
+  p.weights = {w.data, Dtype::kInt8, scale.data, bias.data};
+  if (!expert_products(all)) return void(wrong.fetch_add(1)), void(std::printf("no memory\n"));
+  for (int64_t i = 0; i < pairs; ++i) {
+    Linear one = p;
+    one.rows = 1, one.usual_rows = std::max<int64_t>(1, pairs / experts);
+    one.x = x.data + i / chosen * k, one.y = expected.data;
+    int64_t at = expert.data[i] * outputs;
+    one.weights = {w.data + at * k, Dtype::kInt8, scale.data + at, bias.data + at};
+    one.up = {w.data + (at + n) * k, Dtype::kInt8, scale.data + at + n, bias.data + at + n};
+    if (!linear(one) || std::memcmp(expected.data, y.data + i * n, n * sizeof(float)) != 0) {
+      if (wrong.fetch_add(1) == 0) std::printf("experts [%ld] x [%ld, %ld]\n", long(pairs), long(k), long(n));
+      return;
+    }
+  }
+}
+
 void products(uint32_t seed) {
   Random random{seed};
   for (int i = 0; i < 30; ++i) {
@@ -173,11 +206,12 @@ void products(uint32_t seed) {
     if (i % 7 == 3) k += 380;
     if (i % 15 == 8) k += 2048;
     bool gated = random.below(2), at_page = random.below(2);
-    switch (random.below(4)) {
+    switch (random.below(5)) {
       case 0: check<float>(random, Dtype::kFloat32, m, k, n, gated, at_page); break;
       case 1: check<Bf16>(random, Dtype::kBfloat16, m, k, n, gated, at_page); break;
       case 2: check<int8_t>(random, Dtype::kInt8, m, k, n, gated, at_page); break;
       case 3: check_int4(random, m, 1 + k / kInt4Group, n, gated, at_page); break;
+      case 4: check_experts(random, k, n, at_page); break;
     }
   }
 }

@@ -5,8 +5,8 @@
 
 MODEL is a directory of models.py. Norms, biases and GPT-2's positions stay float32, as llama.cpp's own
 converter leaves them; q8_0 and q4_0 are its package's quantization (blocks of 32 with one scale each). With
-q4_0 the embedding, which is the head, is q8_0, as int8 in prejit's int4. Tokens have meaningless names,
-because the benchmark uses ids.
+q4_0 the embedding and the head are q8_0, as int8 in prejit's int4. The router of a mixture and the taps of a
+hybrid stay float32. Tokens have meaningless names, because the benchmark uses ids.
 
 Sources: the GGUF specification (ggml, docs/gguf.md); llama.cpp's convert_hf_to_gguf.py for names and for the
 order of the rotary rows.
@@ -19,6 +19,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -36,8 +37,9 @@ _LLAMA = {
     "self_attn.o_proj": "attn_output",
     **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
 }
-_KEPT = "position_embd.weight"
-_TIED = "token_embd.weight"
+_KEPT = ("position_embd.weight", "ffn_gate_inp.weight", "shortconv.conv.weight")
+_HEADS = ("token_embd.weight", "output.weight")
+_EXPERT = ".mlp.experts."
 
 
 def tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -63,6 +65,34 @@ def new_name(name: str, names: dict[str, str]) -> str:
     return f"blk.{layer}.{names[rest]}.{leaf}"
 
 
+def named(path: Path, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield GGUF's name and the values of each tensor, experts of a layer as one."""
+    if config["model_type"] in ("gpt2", "llama"):
+        names = _GPT2 if config["model_type"] == "gpt2" else _LLAMA
+        for name, values in tensors(path):
+            for kind, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
+                if f".{kind}_proj." in name:
+                    values = rotary_rows(values, config[heads])
+            yield new_name(name, names), values
+        return
+    arch = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[config["model_type"]]
+    known = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    stacks: dict[str, list[np.ndarray]] = {}
+    for name, values in tensors(path):
+        base, leaf = name.rsplit(".", 1)
+        if _EXPERT in base:  # experts are in order
+            before, _, after = base.partition(_EXPERT)
+            base = f"{before}{_EXPERT}{after.partition('.')[2]}"
+            stack = stacks.setdefault(base, [])
+            stack.append(values)
+            if len(stack) < config["num_experts"]:
+                continue
+            values = np.stack(stacks.pop(base))
+        elif base.endswith(".conv.conv"):
+            values = values[:, 0]
+        yield f"{known.get_name(base)}.{leaf}", values
+
+
 def rotary_rows(weight: np.ndarray, heads: int) -> np.ndarray:
     """Return a query or key weight (out, in) with adjacent pairs, as llama.cpp rotates them."""
     half = weight.shape[0] // heads // 2
@@ -73,48 +103,56 @@ def rotary_rows(weight: np.ndarray, heads: int) -> np.ndarray:
 def write(model: Path, output: Path, kind: str) -> None:
     """Write the file."""
     config = json.loads((model / "config.json").read_text())
-    gpt2 = config["model_type"] == "gpt2"
     partial = output.with_suffix(".partial")
     writer = gguf.GGUFWriter(partial, config["model_type"])
     writer.add_file_type(_FILE_TYPES[kind])
-    if gpt2:
-        writer.add_context_length(config["n_positions"])
-        writer.add_embedding_length(config["n_embd"])
-        writer.add_feed_forward_length(4 * config["n_embd"])
-        writer.add_block_count(config["n_layer"])
-        writer.add_head_count(config["n_head"])
-        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
-    else:
-        writer.add_context_length(config["max_position_embeddings"])
-        writer.add_embedding_length(config["hidden_size"])
-        writer.add_feed_forward_length(config["intermediate_size"])
-        writer.add_block_count(config["num_hidden_layers"])
-        writer.add_head_count(config["num_attention_heads"])
-        writer.add_head_count_kv(config["num_key_value_heads"])
-        writer.add_rope_dimension_count(config["head_dim"])
-        writer.add_rope_freq_base(config["rope_theta"])
-        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    _add_sizes(writer, config)
     _add_tokens(writer, config["vocab_size"])
     # GPT-2's weights (out, in) lie beside its directory.
-    source = model.with_suffix(".safetensors") if gpt2 else model / "model.safetensors"
+    is_gpt2 = config["model_type"] == "gpt2"
+    source = model.with_suffix(".safetensors") if is_gpt2 else model / "model.safetensors"
     types = gguf.GGMLQuantizationType
     quantized = {"bf16": types.BF16, "q8_0": types.Q8_0, "q4_0": types.Q4_0}
-    for name, values in tensors(source):
-        if ".q_proj." in name:
-            values = rotary_rows(values, config["num_attention_heads"])
-        elif ".k_proj." in name:
-            values = rotary_rows(values, config["num_key_value_heads"])
-        target = new_name(name, _GPT2 if gpt2 else _LLAMA)
-        if kind == "f32" or values.ndim == 1 or target == _KEPT:
+    for target, values in named(source, config):
+        if kind == "f32" or values.ndim == 1 or target.endswith(_KEPT):
             writer.add_tensor(target, np.ascontiguousarray(values))
         else:
-            form = types.Q8_0 if (kind, target) == ("q4_0", _TIED) else quantized[kind]
+            form = types.Q8_0 if kind == "q4_0" and target in _HEADS else quantized[kind]
             writer.add_tensor(target, gguf.quants.quantize(values, form), raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     os.replace(partial, output)
+
+
+def _add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    if config["model_type"] == "gpt2":
+        writer.add_context_length(config["n_positions"])
+        writer.add_embedding_length(config["n_embd"])
+        writer.add_feed_forward_length(4 * config["n_embd"])
+        writer.add_block_count(config["n_layer"])
+        writer.add_head_count(config["n_head"])
+        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+        return
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    if "layer_types" in config:
+        kinds = config["layer_types"]
+        kv_heads = [kv_heads if kind == "full_attention" else 0 for kind in kinds]
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+        writer.add_vocab_size(config["vocab_size"])
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_rope_dimension_count(config.get("head_dim") or config["hidden_size"] // heads)
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
 
 
 def _add_tokens(writer: gguf.GGUFWriter, count: int) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import ml_dtypes
 import numpy as np
 
 from prejit.compiler.checkpoint.tensor_files import Tensor
@@ -28,6 +29,8 @@ SHOWN = 8
 """Names that an error shows of a kind."""
 _BLOCK = 32
 """Elements of a block of MXFP4."""
+_LARGEST_EXPONENT = 251
+"""The largest exponent of a block whose numbers float32 holds, whatever they are."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP4 = np.array([*_E2M1, *(-value for value in _E2M1)], np.float32)
 """The values of the sixteen elements."""
@@ -195,6 +198,21 @@ class ConvertedSource:
     def integers(self) -> Integers | None:
         """See PublishedInFewBits."""
         return None
+
+    def mxfp4(self, expert: int) -> tuple[Values, Values] | None:
+        """See PublishedAsMXFP4."""
+        if self.rule.form != "mxfp4":
+            return None
+        part = slice(expert, expert + 1)
+        blocks, exponents = (tensor.read(part)[0] for tensor in self.tensors)
+        if exponents.max(initial=0) > _LARGEST_EXPONENT:
+            self[part]  # it refuses numbers that float32 does not hold
+        elements = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(len(blocks), -1)
+        scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
+        scales = scales.astype(ml_dtypes.bfloat16)
+        if self.rule.is_interleaved:
+            elements, scales = (np.concatenate([x[::2], x[1::2]]) for x in (elements, scales))
+        return elements, scales
 
 
 def _widened(blocks: Values, exponents: Values) -> Values:

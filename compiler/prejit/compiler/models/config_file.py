@@ -145,9 +145,12 @@ def _load_config(
                 hint=BRING_YOUR_OWN,
             )
     of_family = families[_TEXT_MODELS.get(family, (family,))[0]].quantized
-    read_quantization(file, content.get("quantization_config"), of_family)
+    quantization = content.get("quantization_config")
+    is_familys = read_quantization(file, quantization, of_family) is None and bool(quantization)
     config = _completed(file, content, families)
     check_config(file, config, families[config.model_type].keys)
+    # the form of matrices that the family reads itself
+    config.published_as = quantization["quant_method"] if is_familys else None
     return config
 
 

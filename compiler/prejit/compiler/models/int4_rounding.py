@@ -169,6 +169,35 @@ def quantized(
     return words, scales
 
 
+def quantized_experts(values: _Rows, name: str) -> tuple[Values, Values]:
+    """Return the words and the scales of the matrices of experts, [E, out, in], read one by one.
+
+    `name` and errors are as for `quantized`.
+    """
+    each = [quantized(values[e : e + 1][0], 1, name) for e in range(values.shape[0])]
+    return np.stack([words for words, _ in each]), np.stack([scales for _, scales in each])
+
+
+@dataclass(frozen=True)
+class WidenedExperts:
+    """The matrices of experts in four bits, whose rows are float32 [out, in]; `words`, `scales` as stored."""
+
+    words: Values
+    scales: Values
+    outputs: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the published matrices."""
+        return (len(self.words), self.outputs, self.words.shape[2] * IN_WORD)
+
+    def __getitem__(self, part: slice) -> Values:
+        """Return a slice of the experts."""
+        found = zip(self.words[part], self.scales[part], strict=True)
+        matrices = [int4_words.unpacked(words, scales, self.outputs) for words, scales in found]
+        return np.stack(matrices) if matrices else np.zeros((0, *self.shape[1:]), np.float32)
+
+
 @dataclass(frozen=True)
 class WidenedWords:
     """A matrix in four bits whose rows are float32, as those of the published one.

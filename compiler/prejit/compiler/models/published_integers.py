@@ -18,8 +18,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from prejit.compiler.base.stored_dtypes import Groups, StoredDtype
+from prejit.compiler.base.stored_dtypes import GROUPS_OF_32, Groups, StoredDtype
 from prejit.compiler.models.layers import int4_words
+from prejit.runtime.errors import CheckpointError
 
 Values = np.ndarray[Any, Any]
 _ROUNDING = 2.0**-11
@@ -106,6 +107,52 @@ def kept(found: Integers, stored: StoredDtype, contracted: int) -> tuple[Values,
         return None
     values = plain.values if contracted == plain.values.ndim - 1 else plain.values.swapaxes(-1, -2)
     return np.ascontiguousarray(values), np.ascontiguousarray(first[..., 0])
+
+
+def kept_experts(found: Integers) -> tuple[Values, Values] | None:
+    """Return the words and scales of matrices of experts; None: one must be rounded."""
+    if (plain := found.without_zeros()) is None:
+        return None
+    each = []
+    for values, scales in zip(plain.values, plain.scales, strict=True):
+        if (one := kept_in_words(Integers(values, scales), GROUPS_OF_32)) is None:
+            return None
+        each.append(one)
+    return np.stack([words for words, _ in each]), np.stack([scales for _, scales in each])
+
+
+@runtime_checkable
+class PublishedAsMXFP4(Protocol):
+    """Matrices of experts that were published as MXFP4, or other ones from such a checkpoint."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrices."""
+        ...
+
+    def mxfp4(self, expert: int) -> tuple[Values, Values] | None:
+        """Return the elements of an expert, uint8 [out, in], and bfloat16 scales [out, in / 32]."""
+        ...
+
+
+def kept_mxfp4(rows: object, name: str) -> tuple[Values, Values]:
+    """Return matrices of experts as words and scales, exactly.
+
+    Raises:
+        CheckpointError: they were not published as MXFP4, although config.json says so.
+    """
+    words, scales = [], []
+    if isinstance(rows, PublishedAsMXFP4):
+        for expert in range(rows.shape[0]):
+            if (found := rows.mxfp4(expert)) is not None:
+                words.append(int4_words.packed(found[0]))
+                scales.append(int4_words.packed_scales(found[1]))
+        if len(words) == rows.shape[0]:
+            return np.stack(words), np.stack(scales)
+    raise CheckpointError(
+        f"{name}: expected a matrix in MXFP4, as quantization_config in config.json says, found floats",
+        hint="take config.json and the weights from one checkpoint",
+    )
 
 
 def kept_in_words(found: Integers, groups: Groups) -> tuple[Values, Values] | None:

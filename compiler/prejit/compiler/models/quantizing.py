@@ -9,7 +9,7 @@
 
 The table of dtypes is base/stored_dtypes.py. Only the matrices of Linear, Embedding and ExpertMatrices are
 stored so; norms, biases and routers stay float32. An embedding, and a head that is tied to it, has a scale
-for each token. With int4 embeddings, heads, experts and what `int4_rounding.fits` leaves out are int8.
+for each token. With int4 embeddings, heads and what `int4_rounding.fits` leaves out are int8.
 published_integers.py keeps what was published in few bits.
 """
 
@@ -119,10 +119,16 @@ def store(
         stored, shape = _dtype_of(part, STORED_DTYPES[dtype], tokens), part.weight.shape
         outputs = tuple(n for axis, n in enumerate(shape) if axis != part.contracted)
         scales: tuple[tuple[int, ...], Any] = outputs, jnp.float32
-        if stored.words is not None and isinstance(part, Linear):
-            shape = int4_words.word_shape(part.inputs, part.outputs)
-            wanted = groups.of(part.inputs)
-            scales = int4_words.scale_shape(part.inputs, part.outputs, wanted), jnp.float16
+        if stored.words is not None and not isinstance(part, Embedding):
+            experts = shape[:1] if isinstance(part, ExpertMatrices) else ()
+            wanted = groups.of(part.inputs) if isinstance(part, Linear) else GROUPS_OF_32
+            shape = (*experts, *int4_words.word_shape(part.inputs, part.outputs))
+            scales = (
+                (*experts, *int4_words.scale_shape(part.inputs, part.outputs, wanted)),
+                jnp.float16,
+            )
+            if isinstance(part, ExpertMatrices) and part.is_mxfp4:
+                scales = scales[0], jnp.bfloat16
         part.weight = nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(stored.words or stored.name)))
         if stored.has_scales:
             scale = nnx.Param(jax.ShapeDtypeStruct(*scales))
@@ -133,8 +139,12 @@ def _dtype_of(part: MATRICES, wanted: StoredDtype, tokens: int | None) -> Stored
     """Return the dtype of a matrix of a model with so many tokens."""
     if wanted.otherwise is None:
         return wanted
-    is_inside = isinstance(part, Linear) and part.outputs != tokens
-    fits = is_inside and int4_rounding.fits(part.inputs, part.outputs)
+    if isinstance(part, ExpertMatrices):  # gate and up are whole tiles
+        fits = part.outputs % (2 * int4_words.TILE) == 0
+        fits = fits and int4_rounding.fits(part.inputs, part.outputs)
+    else:
+        is_inside = isinstance(part, Linear) and part.outputs != tokens
+        fits = is_inside and int4_rounding.fits(part.inputs, part.outputs)
     return wanted if fits else STORED_DTYPES[wanted.otherwise]
 
 
@@ -174,11 +184,11 @@ def _stored(
     """Return the values and scales of a matrix; without scales both are the values."""
     rows = read(name)
     found = published_integers.integers_of(rows) if stored.has_scales else None
+    if isinstance(part, ExpertMatrices) and stored.words is not None and part.is_mxfp4:
+        tell(name, 0.0)
+        return published_integers.kept_mxfp4(rows, name)
     if stored.words is not None:
-        assert part.weight_scale is not None
-        groups = int4_words.groups_of(part.weight.shape, part.weight_scale.shape)
-        kept = found and published_integers.kept_in_words(found, groups)
-        values, scales = kept or int4_rounding.quantized(rows, part.contracted, name, groups)
+        values, scales = _in_words(name, part, rows, found)
     elif found and (held := published_integers.kept(found, stored, part.contracted)) is not None:
         tell(name, 0.0)
         return held
@@ -189,6 +199,19 @@ def _stored(
     if published_integers.has_few_bits(rows):
         tell(name, _error(rows, _widened(part, stored, values, scales)))
     return values, scales
+
+
+def _in_words(
+    name: str, part: MATRICES, rows: Rows, found: published_integers.Integers | None
+) -> tuple[Values, Values]:
+    """Return the words and scales of a matrix, or of matrices of experts, as published if they hold that."""
+    if isinstance(part, ExpertMatrices):
+        kept = found and published_integers.kept_experts(found)
+        return kept or int4_rounding.quantized_experts(rows, name)
+    assert part.weight_scale is not None
+    groups = int4_words.groups_of(part.weight.shape, part.weight_scale.shape)
+    kept = found and published_integers.kept_in_words(found, groups)
+    return kept or int4_rounding.quantized(rows, part.contracted, name, groups)
 
 
 def _first(make: Callable[[], tuple[Values, Values]]) -> Values:
@@ -223,7 +246,9 @@ def _widened(part: MATRICES, stored: StoredDtype, values: Values, scale: Values 
     if stored.words is None:
         return Widened(values, scale if stored.has_scales else None, part.contracted)
     assert scale is not None
-    assert isinstance(part, Linear)
+    assert not isinstance(part, Embedding)
+    if isinstance(part, ExpertMatrices):
+        return int4_rounding.WidenedExperts(values, scale, part.outputs)
     return int4_rounding.WidenedWords(values, scale, part.outputs, part.contracted)
 
 

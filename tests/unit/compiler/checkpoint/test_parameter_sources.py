@@ -4,13 +4,18 @@ import json
 import re
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import save_file
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
-from prejit.compiler.models import config_file, model_registry
-from prejit.compiler.models.parameters import parameters_of
+from prejit.compiler.models import config_file, int4_rounding, model_registry, quantizing
+from prejit.compiler.models.layers import kernel_calls
+from prejit.compiler.models.parameters import flat_parameters, parameters_of, with_parameters
 from prejit.runtime.errors import CheckpointError
 
 EXPERTS, WIDTH, INNER = 3, 32, 64
@@ -96,3 +101,54 @@ def test_four_bits_and_gate_and_up_in_turns_are_read_as_what_they_stand_for(tmp_
         }
         with pytest.raises(CheckpointError, match=re.escape(said)):
             _ = write(tmp_path, PACKED, tensors).names
+
+
+def test_four_bits_of_experts_are_rounded_again_in_int4(tmp_path, with_kernels, monkeypatch):
+    for least in ("LEAST_INPUTS", "LEAST_ELEMENTS"):
+        monkeypatch.setattr(int4_rounding, least, WIDTH)
+    up, wide_up = packed(1, 2 * INNER, WIDTH)
+    down, wide_down = packed(2, WIDTH, INNER)
+    biases = {f"{BLOCK}.gate_up_proj_bias": np.zeros((EXPERTS, 2 * INNER), np.float32)}
+    biases[f"{BLOCK}.down_proj_bias"] = np.ones((EXPERTS, WIDTH), np.float32)
+    exact = {f"{BLOCK}.gate_up_proj_{name}": values for name, values in up.items()} | {
+        f"{BLOCK}.down_proj_{name}": values for name, values in down.items()
+    }
+    tensors = others(tmp_path) | biases | exact
+    checkpoint = write(tmp_path, PACKED, tensors)
+    config = config_file.load_config(tmp_path)
+    module = model_registry.make_decoder(config, dtype="int4", out_in=True)
+    errors = {}
+    reads = quantizing.readers(module, checkpoint.rows, errors.__setitem__)
+    stored = {
+        name: reads[name]() if name in reads else checkpoint.read(name)
+        for name in flat_parameters(nnx.state(module))
+    }
+    in_turns = np.concatenate([wide_up[:, ::2], wide_up[:, 1::2]], axis=1)
+    rows = quantizing.widened(module, stored)
+    for kind, wide in (("gate_up", in_turns), ("down", wide_down)):
+        name = f"{BLOCK}.{kind}_proj.weight"
+        assert stored[name].dtype == np.uint32
+        assert errors[name] == 0
+        assert np.array_equal(rows[name][:], wide)
+    # the kernel and both portable forms
+    experts = module.model.layers[0].mlp.experts
+    graph, state = nnx.split(experts.down_proj)
+    held = {key: stored[f"{BLOCK}.down_proj.{key}"] for key in ("weight", "weight_scale", "bias")}
+    layer = nnx.merge(graph, with_parameters(state, held))
+    x = np.random.default_rng(3).standard_normal((20, INNER)).astype(ml_dtypes.bfloat16)
+    x = x.astype(np.float32)
+    expected = x @ wide_down[1].T + 1
+    forms = (
+        jax.vmap(lambda one: layer.dot(one, jnp.int32(1)))(x),
+        layer.dot(jnp.asarray(x), jnp.int32(1)),
+        kernel_calls.experts(x, np.ones((20, 1), np.int32), layer.operand)[:, 0],
+    )
+    for found in forms:
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-3)
+    tensors[f"{BLOCK}.down_proj"] = wide_down.swapaxes(1, 2)
+    for name in down:
+        del tensors[f"{BLOCK}.down_proj_{name}"]
+    checkpoint = write(tmp_path, PACKED, tensors)
+    reads = quantizing.readers(module, checkpoint.rows)
+    with pytest.raises(CheckpointError, match="expected a matrix in MXFP4"):
+        reads[f"{BLOCK}.down_proj.weight"]()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from prejit.compiler.models import int4_rounding
 from prejit.compiler.models.layers.experts import (
     ExpertGate,
     ExpertMatrices,
@@ -20,7 +21,7 @@ from prejit.compiler.models.layers.experts import (
 from prejit.compiler.models.layers.product_forms import Forms, using
 from prejit.compiler.models.quantizing import quantized
 
-EXPERTS, WIDTH, INNER, CHOSEN = 5, 19, 11, 3
+EXPERTS, CHOSEN = 5, 3
 
 
 def matrices(seed: int, inputs: int, outputs: int, dtype: str) -> tuple[ExpertMatrices, Any]:
@@ -32,21 +33,27 @@ def matrices(seed: int, inputs: int, outputs: int, dtype: str) -> tuple[ExpertMa
         made.weight = nnx.Param(jnp.asarray(stored))
         made.weight_scale = nnx.data(nnx.Param(jnp.asarray(scale)))
         return made, stored * scale[..., None]
+    if dtype == "int4":
+        words, scales = int4_rounding.quantized_experts(wide / 4, "w")
+        made.weight = nnx.Param(jnp.asarray(words))
+        made.weight_scale = nnx.data(nnx.Param(jnp.asarray(scales)))
+        return made, int4_rounding.WidenedExperts(words, scales, outputs)[:]
     made.weight = nnx.Param(jnp.asarray(wide, jnp.dtype(dtype)))
     return made, np.asarray(made.weight[...], np.float32)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("has_kernels", [False, True])
 def test_a_token_gets_its_experts_however_many_others_there_are(
     dtype: str, has_kernels: bool, request: pytest.FixtureRequest
 ) -> None:
     forms: Forms | None = request.getfixturevalue("with_kernels") if has_kernels else None
-    up, wide_up = matrices(1, WIDTH, 2 * INNER, dtype)
-    down, wide_down = matrices(2, INNER, WIDTH, dtype)
-    router = Router(WIDTH, EXPERTS)
+    width, inner = (64, 32) if dtype == "int4" else (19, 11)
+    up, wide_up = matrices(1, width, 2 * inner, dtype)
+    down, wide_down = matrices(2, inner, width, dtype)
+    router = Router(width, EXPERTS)
     random = np.random.default_rng(3)
-    router.weight = nnx.Param(jnp.asarray(random.standard_normal((EXPERTS, WIDTH), np.float32)))
+    router.weight = nnx.Param(jnp.asarray(random.standard_normal((EXPERTS, width), np.float32)))
     graph, state = nnx.split((up, down, router))
 
     @jax.jit
@@ -56,12 +63,12 @@ def test_a_token_gets_its_experts_however_many_others_there_are(
             shares, experts = router(x, Routing(CHOSEN))
             return shares, experts, Mixture(up, down, ExpertGate("silu"))(x, shares, experts)
 
-    x = random.standard_normal((41, WIDTH), np.float32)
+    x = random.standard_normal((41, width), np.float32)
     x[7:] = x[7]  # all these have the same experts, in more than one block
     shares, experts, found = (np.asarray(each) for each in run(state, x))
     assert np.allclose(shares.sum(1), 1)
     for row in range(9):
-        right = np.zeros(WIDTH, np.float32)
+        right = np.zeros(width, np.float32)
         for share, expert in zip(shares[row], experts[row], strict=True):
             gate, of_up = np.split(wide_up[expert] @ x[row], 2)
             right += share * (wide_down[expert] @ (gate / (1 + np.exp(-gate)) * of_up))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,11 @@ from prejit.compiler.base.stored_dtypes import GROUPS_OF_32, Groups
 from prejit.compiler.models import int4_rounding, model_registry, quantizing
 from prejit.compiler.models.families.latent_attention import LatentAttention
 from prejit.compiler.models.layers import int4_words
+from prejit.compiler.models.layers.experts import ExpertMatrices
 from prejit.compiler.models.layers.int4_words import GROUP
 from prejit.compiler.models.layers.linear import REDUCED_ROWS, Embedding, Linear, dot_of_words
 from prejit.compiler.models.parameters import flat_parameters, with_parameters
+from prejit.compiler.models.published_integers import Integers
 from prejit.runtime.errors import CheckpointError
 
 from . import small_models
@@ -197,6 +200,8 @@ class Model(nnx.Module):
         self.down = Linear(172, 64, bias=True)  # 172 is not whole groups
         self.small = Linear(64, 32, bias=True)
         self.narrow = Linear(32, 640, bias=True)
+        self.experts = ExpertMatrices(3, 64, 96, bias=True)
+        self.odd_experts = ExpertMatrices(3, 64, 80)  # gate and up are not whole tiles
 
 
 def test_a_matrix_is_stored_in_four_bits_that_they_do_not_fit() -> None:
@@ -205,12 +210,55 @@ def test_a_matrix_is_stored_in_four_bits_that_they_do_not_fit() -> None:
     found = {
         ".".join(map(str, path)): (str(part.weight.dtype), str(part.weight_scale.dtype))
         for path, part in nnx.iter_modules(module)
-        if isinstance(part, Linear | Embedding) and part.weight_scale is not None
+        if isinstance(part, Linear | Embedding | ExpertMatrices) and part.weight_scale is not None
     }
     int8 = ("int8", "float32")
     expected = {name: int8 for name in ("table", "head", "down", "small", "narrow")}
-    assert found == {**expected, "up": ("uint32", "float16")}
+    expected |= {"odd_experts": int8} | dict.fromkeys(("up", "experts"), ("uint32", "float16"))
+    assert found == expected
     assert module.up.weight.shape == (11, 8, 16)
+    assert module.experts.weight.shape == (3, 6, 8, 16)
+    assert module.experts.weight_scale.shape == (3, 6, 2, 16)
+
+
+@dataclass(frozen=True)
+class Published:
+    """Matrices of experts that were published in few bits."""
+
+    kept: Integers
+    wide: Arrays
+    form = "4 bits"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.wide.shape
+
+    def integers(self) -> Integers:
+        return self.kept
+
+    def __getitem__(self, part: slice) -> Arrays:
+        return self.wide[part]
+
+
+def test_experts_that_were_published_in_four_bits_are_rounded() -> None:
+    module = nnx.eval_shape(lambda: ExpertMatrices(2, 64, 96))
+    quantizing.store(module, "int4")
+    random = np.random.default_rng(0)
+    integers = random.integers(-8, 8, (2, 96, 64)).astype(np.int8)
+    scales = np.empty((2, 96, 2), np.float32)
+    for factor, is_kept in ((2.0**-4, True), (1 / 3, False)):  # 1/3 of a scale is no float16
+        scales[..., 0], scales[..., 1] = factor, 2 * factor
+        wide = np.stack([wide_of(*each) for each in zip(integers, scales, strict=True)])
+        published = Published(Integers(integers, scales), wide)
+        errors: dict[str, float] = {}
+        reads = quantizing.readers(module, lambda name, rows=published: rows, errors.__setitem__)
+        weights = {name: read() for name, read in reads.items()}
+        found = quantizing.widened(module, weights)["weight"]
+        assert found.shape == wide.shape
+        assert (errors["weight"] == 0) is is_kept
+        assert np.array_equal(found[:2], wide) is is_kept
+        error = np.linalg.norm(found[1:2] - wide[1:]) / np.linalg.norm(wide[1:])
+        assert error < 0.1
 
 
 @pytest.mark.parametrize("rows", [1, 2, REDUCED_ROWS + 1])

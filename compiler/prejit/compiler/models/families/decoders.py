@@ -251,8 +251,10 @@ class Block(nnx.Module):
             place(self, names.latent_out, Linear(latent, width, bias=False))
             width = latent
         outputs = 2 * inner if experts.is_gated else inner
-        place(self, names.experts_up, ExpertMatrices(count, width, outputs, bias=bias))
-        place(self, names.experts_down, ExpertMatrices(count, inner, width, bias=bias))
+        is_mxfp4 = getattr(config, "published_as", None) == "mxfp4"
+        options = {"bias": bias, "is_mxfp4": is_mxfp4}
+        place(self, names.experts_up, ExpertMatrices(count, width, outputs, **options))
+        place(self, names.experts_down, ExpertMatrices(count, inner, width, **options))
 
     def __call__(
         self, x: jax.Array, turns: Turns, new: NewTokens, layer: LayerCache, *, last: bool

@@ -1,7 +1,8 @@
 """A mixture of experts: a router chooses a few MLPs for each token, and their results are added.
 
-Two forms compute it. Few tokens read the matrices of their experts where they lie, in a loop that multiplies
-and sums: a decode step reads each matrix once and copies none. Many tokens are sorted by expert, and each
+In a program with kernels one call multiplies all pairs of a token and an expert (kernels/experts.h).
+Elsewhere two forms compute it. Few tokens read the matrices of their experts where they lie, in a loop that
+multiplies and sums: a step reads each matrix once and copies none. Many tokens are sorted by expert, and each
 block of tokens of one expert is a product with its matrix. A token meets its own experts in the order of its
 router, and no expert is ever full, so its result depends on no other token (decision 0054).
 
@@ -26,13 +27,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from prejit.compiler.base.stored_dtypes import stored_as
 from prejit.compiler.models.layers import kernel_calls, product_forms
-from prejit.compiler.models.layers.linear import ACTIVATIONS
+from prejit.compiler.models.layers.linear import ACTIVATIONS, dot_of_words
 
 FEW_PAIRS = 8
 """Maximum pairs of a token and an expert for which matrices are read where they lie."""
 _BLOCKS = (8, 64)
 """The fewest and the most tokens of a block of one expert."""
+_LAST_AXES = (((1,), (1,)), ((), ()))
 
 
 @dataclass(frozen=True)
@@ -111,35 +114,52 @@ def _kept(scores: jax.Array, routing: Routing) -> jax.Array:
 
 
 class ExpertMatrices(nnx.Module):
-    """The matrix of each expert, [E, out, in]; with int8 each output of each expert has a scale."""
+    """The matrix of each expert, [E, out, in]; with int8 each output of each expert has a scale.
+
+    In int4 it is the words and scales of each expert (int4_words.py): [E, tiles, in / 8, 16], in MXFP4, as
+    published, if `is_mxfp4`.
+    """
 
     contracted = 2
 
-    def __init__(self, experts: int, inputs: int, outputs: int, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        experts: int,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool = False,
+        is_mxfp4: bool = False,
+    ) -> None:
+        self.inputs, self.outputs, self.is_mxfp4 = inputs, outputs, is_mxfp4
         self.weight = nnx.Param(jnp.zeros((experts, outputs, inputs)))
         self.weight_scale: nnx.Param[jax.Array] | None = None
         self.bias = nnx.Param(jnp.zeros((experts, outputs))) if bias else None
 
-    def of_one(self, x: jax.Array, expert: jax.Array) -> jax.Array:
-        """Return the product of x [in] with the matrix of an expert, float32 [out], in one loop."""
-        weight = self.weight[...]
-        matrix = lax.dynamic_index_in_dim(weight, expert, keepdims=False).astype(jnp.float32)
-        y = (_as_kernels(x, weight) * matrix).sum(-1)
-        y = y if self.weight_scale is None else y * self.weight_scale[...][expert]
-        return y if self.bias is None else y + self.bias[...][expert]
-
-    def operand(self, expert: jax.Array, part: int, parts: int) -> kernel_calls.Operand:
-        """Return one of equal parts of an expert's outputs, with their scales and biases."""
-
-        def of(array: jax.Array) -> jax.Array:
-            size = array.shape[1] // parts
-            start = (expert, part * size, *[0] * (array.ndim - 2))
-            return lax.dynamic_slice(array, start, (1, size, *array.shape[2:]))[0]
-
+    @property
+    def operand(self) -> kernel_calls.Operand:
+        """The arrays, as the kernel takes them."""
         scale, bias = (
-            None if each is None else of(each[...]) for each in (self.weight_scale, self.bias)
+            None if each is None else each[...] for each in (self.weight_scale, self.bias)
         )
-        return kernel_calls.Operand(of(self.weight[...]), scale, bias)
+        return kernel_calls.Operand(self.weight[...], scale, bias, self.outputs)
+
+    def dot(self, x: jax.Array, expert: jax.Array) -> jax.Array:
+        """Return the product of x [in] or [R, in] with the matrix of an expert: float32 [out], [R, out]."""
+        weight, scale, bias = (
+            None if each is None else lax.dynamic_index_in_dim(each[...], expert, keepdims=False)
+            for each in (self.weight, self.weight_scale, self.bias)
+        )
+        assert weight is not None
+        if stored_as(weight.dtype).words is not None:
+            assert scale is not None
+            y = dot_of_words(x, weight, scale, self.outputs)
+        else:
+            wide = weight.astype(jnp.float32)
+            # one loop reads a matrix for one token
+            y = (x * wide).sum(-1) if x.ndim == 1 else lax.dot_general(x, wide, _LAST_AXES)
+            y = y if scale is None else y * scale
+        return y if bias is None else y + bias
 
 
 @dataclass(frozen=True)
@@ -194,17 +214,32 @@ class Mixture:
         Returns:
             float32 [R, D].
         """
-        few = len(x) == 1 or experts.size <= FEW_PAIRS
-        results = self._by_pairs(x, experts) if few else self._by_blocks(x, experts)
+        if product_forms.has_kernels():
+            results = self._by_kernel(x, experts)
+        elif len(x) == 1 or experts.size <= FEW_PAIRS:
+            results = self._by_pairs(x, experts)
+        else:
+            results = self._by_blocks(x, experts)
         return (results * shares[..., None]).sum(1)
+
+    def _by_kernel(self, x: jax.Array, experts: jax.Array) -> jax.Array:
+        """Return the result of each pair, [R, chosen, D], by two calls for all pairs."""
+        gate, up = self.gate, self.up.operand
+        if gate.alpha is None and kernel_calls.has_activation(gate.activation):
+            inner = kernel_calls.experts(
+                x, experts, up, activation=gate.activation, is_gated=gate.is_gated
+            )
+        else:
+            inner = gate(kernel_calls.experts(x, experts, up))
+        return kernel_calls.experts(inner, experts, self.down.operand)
 
     def _by_pairs(self, x: jax.Array, experts: jax.Array) -> jax.Array:
         """Return the result of each pair, [R, chosen, D], one pair after another."""
         chosen, flat = experts.shape[1], experts.reshape(-1)
 
         def one(pair: jax.Array, results: jax.Array) -> jax.Array:
-            inner = self.gate(self.up.of_one(x[pair // chosen], flat[pair]))
-            return results.at[pair].set(self.down.of_one(inner, flat[pair]))
+            inner = self.gate(self.up.dot(x[pair // chosen], flat[pair]))
+            return results.at[pair].set(self.down.dot(inner, flat[pair]))
 
         results = lax.fori_loop(0, len(flat), one, jnp.zeros((len(flat), x.shape[1])))
         return results.reshape(*experts.shape, -1)
@@ -223,39 +258,10 @@ class Mixture:
             expert = jnp.searchsorted(last_block, number, side="right").astype(jnp.int32)
             at = (number - last_block[expert] + blocks[expert]) * size + jnp.arange(size)
             pair = order.at[first_pair[expert] + at].get(mode="clip")
-            result = self._of_expert(x[pair // chosen], expert)
+            inner = self.gate(self.up.dot(x[pair // chosen], expert))
+            result = self.down.dot(inner, expert)
             place = jnp.where(at < tokens[expert], pair, pairs)
             return results.at[place].set(result, mode="drop")
 
         results = lax.fori_loop(0, last_block[-1], block, jnp.zeros((pairs, x.shape[1])))
         return results.reshape(*experts.shape, -1)
-
-    def _of_expert(self, x: jax.Array, expert: jax.Array) -> jax.Array:
-        """Return the result of one expert for x [R, D]."""
-        activation = self.gate.activation
-        if product_forms.has_kernels():
-            if self.gate.alpha is None and kernel_calls.has_activation(activation):
-                parts = 2 if self.gate.is_gated else 1
-                first, *up = (self.up.operand(expert, part, parts) for part in range(parts))
-                second = up[0] if up else None
-                inner = kernel_calls.linear(x, first, activation=activation, up=second)
-            else:
-                inner = self.gate(kernel_calls.linear(x, self.up.operand(expert, 0, 1)))
-            return kernel_calls.linear(inner, self.down.operand(expert, 0, 1))
-        inner = self.gate(_dot(x, self.up.operand(expert, 0, 1)))
-        return _dot(inner, self.down.operand(expert, 0, 1))
-
-
-def _dot(x: jax.Array, operand: kernel_calls.Operand) -> jax.Array:
-    """Return the product of x [R, in] with a matrix [out, in], which is widened."""
-    wide = operand.weight.astype(jnp.float32)
-    y = lax.dot_general(_as_kernels(x, operand.weight), wide, (((1,), (1,)), ((), ())))
-    y = y if operand.scale is None else y * operand.scale
-    return y if operand.bias is None else y + operand.bias
-
-
-def _as_kernels(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return x, rounded as kernels round it in a program with kernels (see product_forms.py)."""
-    if weight.dtype == jnp.float32 or not product_forms.has_kernels():
-        return x
-    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)

@@ -9,6 +9,7 @@
 
 Integers are -8 .. 7, in two's complement. A value is (integer - zero point) * scale; a published zero point
 is an integer, one that the build chooses any number. An output that fills up the last tile is zeros.
+Scales in bfloat16, powers of two, are those of MXFP4: values are 0, 0.5, 1, 1.5, 2, 3, 4, 6, or with a sign.
 
 The order is that of the kernel (native/kernels/linear_int4.h): a load takes the same 8 inputs of 16 outputs,
 and a shift leaves a pair of inputs in the low bits of the two halves of each word, where a table of 16
@@ -24,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax import lax
 
@@ -37,6 +39,7 @@ IN_WORD = 8
 """Inputs in a word."""
 _SHIFTS = np.arange(IN_WORD, dtype=np.int32) // 2 * 4 + np.arange(IN_WORD, dtype=np.int32) % 2 * 16
 """The lowest bit of each input of a word."""
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 Values = np.ndarray[Any, Any]
 
@@ -71,11 +74,12 @@ def packed(integers: Values) -> Values:
 
 
 def packed_scales(scales: Values, zeros: Values | None = None) -> Values:
-    """Return scales [out, groups] as a bundle stores them, and zero points of the same shape."""
+    """Return scales [out, groups], float16 or bfloat16, as a bundle stores them, and zero points."""
     if zeros is not None:
         return np.concatenate([packed_scales(scales), packed_scales(zeros)], axis=2)
     tiles, groups = -(-len(scales) // TILE), scales.shape[1]
-    whole = np.zeros((tiles * TILE, groups), np.float16)
+    is_e2m1 = scales.dtype == ml_dtypes.bfloat16
+    whole = np.zeros((tiles * TILE, groups), scales.dtype if is_e2m1 else np.float16)
     whole[: len(scales)] = scales
     return np.ascontiguousarray(whole.reshape(tiles, TILE, groups).swapaxes(1, 2))
 
@@ -83,9 +87,13 @@ def packed_scales(scales: Values, zeros: Values | None = None) -> Values:
 def unpacked(words: Values, scales: Values, outputs: int) -> Values:
     """Return the matrix that words and scales hold, float32 [out, in]."""
     shifted = words.view(np.int32)[:, :, None, :] << (28 - _SHIFTS)[:, None]
+    integers = shifted >> 28
+    values = (
+        _E2M1[integers & 15] if scales.dtype == ml_dtypes.bfloat16 else integers.astype(np.float32)
+    )
     tiles, steps, tile = words.shape
     size = groups_of(words.shape, scales.shape).size
-    wide = (shifted >> 28).astype(np.float32).reshape(tiles, scales.shape[1], size, tile)
+    wide = values.reshape(tiles, scales.shape[1], size, tile)
     if scales.shape[2] > TILE:
         wide -= scales[:, :, None, TILE:].astype(np.float32)
     wide *= scales[:, :, None, :TILE].astype(np.float32)
@@ -98,7 +106,7 @@ def widened(words: jax.Array, scales: jax.Array) -> jax.Array:
     tiles, steps, tile = words.shape
     groups = words.reshape(tiles, scales.shape[1], -1, 1, tile)
     wide, of_group = (
-        _values(groups, _SHIFTS[:, None]),
+        _values(groups, _SHIFTS[:, None], scales),
         scales[:, :, None, None, :].astype(jnp.float32),
     )
     if scales.shape[2] > TILE:
@@ -127,7 +135,7 @@ def summed(x: jax.Array, words: jax.Array, scales: jax.Array) -> jax.Array:
             for each, at in ((grouped, group), (inputs, group), (scales, group // share))
         )
         part = sum(
-            _values(word[:, step], shift) * of_x[:, step, place, None, None]
+            _values(word[:, step], shift, scales) * of_x[:, step, place, None, None]
             for step in range(in_group)
             for place, shift in enumerate(_SHIFTS)
         )
@@ -151,7 +159,8 @@ def summed_at_once(x: jax.Array, words: jax.Array, scales: jax.Array) -> jax.Arr
     def product(row: jax.Array) -> jax.Array:
         places = row.reshape(-1, IN_WORD)
         part = sum(
-            _values(words, shift) * places[:, place, None] for place, shift in enumerate(_SHIFTS)
+            _values(words, shift, scales) * places[:, place, None]
+            for place, shift in enumerate(_SHIFTS)
         )
         if scales.shape[2] > TILE:
             part -= places.sum(1)[:, None] * by_input[..., TILE:]
@@ -160,7 +169,17 @@ def summed_at_once(x: jax.Array, words: jax.Array, scales: jax.Array) -> jax.Arr
     return jnp.stack([product(row) for row in x])
 
 
-def _values(words: jax.Array, shift: Any) -> jax.Array:
-    """Return the integers that begin at a bit of each word, in float32."""
+def _values(words: jax.Array, shift: Any, scales: jax.Array) -> jax.Array:
+    """Return the values, in float32, that begin at a bit of each word and have such scales."""
+    if scales.dtype == jnp.bfloat16:
+        return _e2m1(words >> jnp.asarray(shift, jnp.uint32))
     signed = lax.bitcast_convert_type(words, jnp.int32)
     return ((signed << (28 - shift)) >> 28).astype(jnp.float32)
+
+
+def _e2m1(four: jax.Array) -> jax.Array:
+    """Return the values of the low four bits: a sign, two bits of an exponent, one of a mantissa."""
+    mantissa, exponent = four & 1, (four >> 1) & 3
+    normal = (2 + mantissa) << (jnp.maximum(exponent, 1) - 1)
+    size = jnp.where(exponent == 0, mantissa, normal).astype(jnp.float32) * 0.5
+    return jnp.where(four & 8, -size, size)

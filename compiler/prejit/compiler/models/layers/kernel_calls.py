@@ -78,6 +78,41 @@ def linear(
     )
 
 
+def experts(
+    x: jax.Array,
+    chosen: jax.Array,
+    operand: Operand,
+    *,
+    activation: str | None = None,
+    is_gated: bool = False,
+) -> jax.Array:
+    """Return the product of each token with the matrix of each of its experts, where that lies.
+
+    Args:
+        x: float32 [R, in], or [R, chosen, in].
+        chosen: int32 [R, chosen], the experts.
+        operand: the matrices of all experts, [E, out, in] or words, with `outputs`.
+        activation: a key of linear.ACTIVATIONS, or None.
+        is_gated: whether the second half of the outputs are factors of the activated first half.
+
+    Returns:
+        float32 [R, chosen, out], or half as many outputs.
+    """
+    assert operand.outputs is not None
+    outputs = operand.outputs // 2 if is_gated else operand.outputs
+    result: jax.Array = _call(
+        "experts",
+        jax.ShapeDtypeStruct((*chosen.shape, outputs), jnp.float32),
+        x,
+        chosen,
+        *operand.arrays,
+        bias=np.int32(operand.bias is not None),
+        gated=np.int32(is_gated),
+        activation=np.int32(_ACTIVATIONS[activation]),
+    )
+    return result
+
+
 def attention(
     query: jax.Array,
     new: tuple[jax.Array, jax.Array],

@@ -21,9 +21,11 @@ namespace {
 constexpr int64_t kFewestPanelPositions = 32;
 constexpr int64_t kManyRows = 128;
 
+int64_t usual_rows(const Linear& p) { return p.usual_rows ? p.usual_rows : p.rows; }
+
 bool fills_panels(const Linear& p) {
   int64_t computed = (p.positions + kLanes - 1) / kLanes * kLanes;
-  return p.rows >= kManyRows || (p.positions >= kFewestPanelPositions && computed - p.positions <= computed / 8);
+  return usual_rows(p) >= kManyRows || (p.positions >= kFewestPanelPositions && computed - p.positions <= computed / 8);
 }
 
 constexpr int64_t kDotRows = 32;      // In one pass over the weights.
@@ -232,7 +234,7 @@ bool linear(const Linear& product) {
   if (product.weights.dtype == Dtype::kInt4) return linear_int4(product);
   Multiplier by = rounds(product) ? multiplier() : Multiplier::kFloat32;
   if (by == Multiplier::kAvx512Bf16) return linear_by_bf16_dots(product);
-  if (by == Multiplier::kAmx && product.rows >= kFewestTileRows) return linear_by_amx(product);
+  if (by == Multiplier::kAmx && usual_rows(product) >= kFewestTileRows) return linear_by_amx(product);
   return fills_panels(product) ? linear_by_panels(product) : linear_by_dots(product);
 }
 

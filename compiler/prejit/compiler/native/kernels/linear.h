@@ -24,13 +24,16 @@ struct Weights {
   Dtype dtype = Dtype::kFloat32;
   const float* scale = nullptr;  // [N] scales, with int8 only.
   const float* bias = nullptr;   // [N], or null.
-  const uint16_t* group_scales = nullptr;  // float16, with int4 only: of groups of so many inputs, a multiple of 32,
+  // float16, with int4 only: of groups of so many inputs, a multiple of 32.
+  const uint16_t* group_scales = nullptr;
   int64_t group = 32;
-  bool has_zeros = false;  // with zero points of groups beside them.
+  bool has_zeros = false;  // With zero points of groups beside them.
+  bool is_e2m1 = false;    // int4 of experts: words hold floats (linear_int4.h), and group_scales are bfloat16.
 };
 
 struct Linear {
   int64_t rows = 0;     // M
+  int64_t usual_rows = 0;  // If not 0, these choose the order of sums instead of `rows`, which may vary (experts.h).
   int64_t positions = 1;  // Number of adjacent rows that belong to one sequence.
   int64_t inputs = 0;   // K
   int64_t outputs = 0;  // N

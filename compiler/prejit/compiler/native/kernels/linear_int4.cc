@@ -20,21 +20,7 @@ void pack(const float* x, int64_t count, float* to) {
   if (int64_t rest = count - i) store_first(to + i, rounded(load_first(x + i, rest)), rest);
 }
 
-struct Unpacking {
-#if defined(__AVX512F__)
-  Floats table = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
-  // Returns the value of four bits of each word, from bit `low` on.
-  PREJIT_INLINE Floats values(Bits words, int low) const {
-    return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(words >> low), table);
-  }
-#else
-  PREJIT_INLINE Floats values(Bits words, int low) const {
-    return __builtin_convertvector(reinterpret_cast<Ints>(words << (28 - low)) >> 28, Floats);
-  }
-#endif
-};
-
-template <int rows, int vectors>
+template <int rows, int vectors, typename Unpacking>
 PREJIT_INLINE void add(const float* x, int64_t stride, const uint32_t* words, const Unpacking& unpacking,
                        Floats (&part)[2][rows][vectors]) {
   Bits word[vectors];
@@ -51,12 +37,57 @@ PREJIT_INLINE void add(const float* x, int64_t stride, const uint32_t* words, co
     }
 }
 
+namespace integers {
+
+struct Unpacking {
+#if defined(__AVX512F__)
+  Floats table = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+  // Returns the value of four bits of each word, from bit `low` on.
+  PREJIT_INLINE Floats values(Bits words, int low) const {
+    return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(words >> low), table);
+  }
+#else
+  PREJIT_INLINE Floats values(Bits words, int low) const {
+    return __builtin_convertvector(reinterpret_cast<Ints>(words << (28 - low)) >> 28, Floats);
+  }
+#endif
+  PREJIT_INLINE Floats scale(const uint16_t* from) const { return load_halves(from); }
+};
+
 #include "linear_int4_tiles.h"
+
+}  // namespace integers
+
+namespace e2m1 {
+
+struct Unpacking {
+#if defined(__AVX512F__)
+  Floats table = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0f, -0.5, -1, -1.5, -2, -3, -4, -6};
+  PREJIT_INLINE Floats values(Bits words, int low) const {
+    return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(words >> low), table);
+  }
+#else
+  // Twice the value is an integer: the mantissa below 1, else 2 and the mantissa, shifted by the exponent less 1.
+  PREJIT_INLINE Floats values(Bits words, int low) const {
+    Bits four = words >> low, mantissa = four & 1, exponent = four >> 1 & 3;
+    Bits above = reinterpret_cast<Bits>(exponent > 0);  // All bits, where it is.
+    Bits twice = (mantissa | (above & 2)) << (above & (exponent - 1));
+    Floats size = __builtin_convertvector(reinterpret_cast<Ints>(twice), Floats) * 0.5f;
+    return reinterpret_cast<Floats>(reinterpret_cast<Bits>(size) | (four & 8) << 28);
+  }
+#endif
+  PREJIT_INLINE Floats scale(const uint16_t* from) const { return load(reinterpret_cast<const Bf16*>(from)); }
+};
+
+#include "linear_int4_tiles.h"
+
+}  // namespace e2m1
 
 }  // namespace
 
 bool linear_int4(const Linear& p) {
-  return multiplier() == Multiplier::kAvx512Bf16 ? linear_int4_by_bf16(p) : multiply_all(p);
+  if (multiplier() == Multiplier::kAvx512Bf16) return linear_int4_by_bf16(p);
+  return p.weights.is_e2m1 ? e2m1::multiply_all(p) : integers::multiply_all(p);
 }
 
 }  // namespace prejit

@@ -8,7 +8,8 @@
 //   input beside 8 n       7       5       3       1       6       4       2       0
 //
 // Integers are -8 .. 7, in two's complement; a value is (integer - zero point) * scale. models/layers/int4_words.py writes
-// them.
+// them. With MXFP4 four bits are a sign, two of an exponent and one of a mantissa (E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6), and scales
+// are powers of two in bfloat16.
 //
 // Lanes are outputs: x is broadcast, no sum crosses lanes, and a tile of 16 outputs is one stream of memory. 32
 // inputs have two sums for each row and output; together they are multiplied with the scale and added to the sum of the

@@ -28,20 +28,7 @@ void pack(const float* x, int64_t count, uint16_t* to) {
     _mm512_storeu_si512(to + i, reinterpret_cast<__m512i>(load_pairs(x + i, count - i)));
 }
 
-struct Table {
-  alignas(64) uint16_t values[32] = {};
-  constexpr Table() {
-    constexpr uint16_t kSizes[] = {0, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100};
-    for (int i = 0; i < 32; ++i) values[i] = i % 16 < 8 ? kSizes[i % 16] : 0x8000 | kSizes[16 - i % 16];
-  }
-};
-constexpr Table kTable;
-
-struct Unpacking {
-  __m512i table = _mm512_load_si512(kTable.values);
-};
-
-template <int rows, int vectors>
+template <int rows, int vectors, typename Unpacking>
 PREJIT_INT4_INLINE void add(const uint16_t* x, int64_t stride, const uint32_t* words, const Unpacking& unpacking,
                             Floats (&part)[2][rows][vectors]) {
   static_assert(vectors == 1);
@@ -58,11 +45,47 @@ PREJIT_INT4_INLINE void add(const uint16_t* x, int64_t stride, const uint32_t* w
   }
 }
 
+// The 16 bfloat16 numbers of four bits, twice.
+struct Table {
+  alignas(64) uint16_t values[32] = {};
+  constexpr Table(const uint16_t (&sizes)[9], bool are_integers) {
+    for (int i = 0; i < 32; ++i) {
+      int four = i % 16, size = four < 8 ? four : are_integers ? 16 - four : four - 8;
+      values[i] = static_cast<uint16_t>(sizes[size] | (four < 8 ? 0 : 0x8000));
+    }
+  }
+};
+// 0, 1, .. 8 in two's complement, and 0, 0.5, .. 6 with a sign.
+constexpr Table kIntegers({0, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100}, true);
+constexpr Table kE2M1({0, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0, 0}, false);
+
+namespace integers {
+
+struct Unpacking {
+  __m512i table = _mm512_load_si512(kIntegers.values);
+  PREJIT_INT4_INLINE Floats scale(const uint16_t* from) const { return load_halves(from); }
+};
+
 #include "linear_int4_tiles.h"
+
+}  // namespace integers
+
+namespace e2m1 {
+
+struct Unpacking {
+  __m512i table = _mm512_load_si512(kE2M1.values);
+  PREJIT_INT4_INLINE Floats scale(const uint16_t* from) const { return load(reinterpret_cast<const Bf16*>(from)); }
+};
+
+#include "linear_int4_tiles.h"
+
+}  // namespace e2m1
 
 }  // namespace
 
-bool linear_int4_by_bf16(const Linear& p) { return multiply_all(p); }
+bool linear_int4_by_bf16(const Linear& p) {
+  return p.weights.is_e2m1 ? e2m1::multiply_all(p) : integers::multiply_all(p);
+}
 
 #endif  // PREJIT_HAS_PAIRS
 

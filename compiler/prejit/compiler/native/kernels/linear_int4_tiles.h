@@ -4,10 +4,10 @@
 //   Element              of x as it is packed
 //   pack                 rounds x
 //   load_element         loads x as it is packed
-//   Unpacking            what is in registers for a whole tile
+//   Unpacking            what is in registers for a whole tile; its `scale` loads scales
 //   add<rows, vectors>   adds the products of 8 inputs
 //
-// in an unnamed namespace, as this is compiled once for each way to multiply.
+// in an unnamed namespace, as this is compiled once for each way to multiply and each kind of values.
 
 // How far ahead words are fetched: as in linear_dot.h, loads alone do not look far enough ahead.
 constexpr int64_t kInt4AheadBytes = 4096;
@@ -45,7 +45,7 @@ PREJIT_INT4 void multiply_lanes(const Packed& packed, const uint32_t* words, con
     if (k % (2 * kInt4Group) == 0) __builtin_prefetch(reinterpret_cast<const char*>(scales) + kInt4AheadBytes / 8, 0, 2);
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; ++v) {
-      Floats scale = load_halves(scales + v * kLanes);
+      Floats scale = unpacking.scale(scales + v * kLanes);
 #pragma GCC unroll 16
       for (int r = 0; r < rows; ++r) {
         Floats both = part[0][r][v] + part[1][r][v];

@@ -36,7 +36,7 @@ int threads();
 
 // Returns a buffer of this thread, 64-byte aligned, of at least `bytes` bytes, or nullptr if memory is exhausted. It is
 // valid until the thread's next call for the same slot. The thread keeps its pages, so a product needs no fresh ones.
-constexpr int kScratchSlots = 2;
+constexpr int kScratchSlots = 4;
 void* scratch(size_t bytes, int slot = 0);
 
 }  // namespace prejit

@@ -1,0 +1,152 @@
+"""Make a mixture of experts and a hybrid with random weights, in bfloat16, as models.py makes dense models.
+
+    olmoe-part    4 of the 16 layers of OLMoE 1B-7B, with 32 of its 64 experts, 8 of them for each token
+    lfm2-part     8 of the 16 layers of LFM2 1.2B, 3 of them with attention and 5 with short convolutions
+
+A token reads as much of a layer as in the whole model. The whole mixture would take 14 GB in each of the
+forms that are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.harness import models
+from benchmarks.harness.workload import BYTES, EPSILON, HEAD_BYTES
+
+WIDTH, HEADS, HEAD = 2048, 16, 128
+LAYERS, EXPERTS, CHOSEN, INNER = 4, 32, 8, 1024
+"""Sizes of the mixture."""
+_ATTENDING = (2, 5, 7)
+_HYBRID_LAYERS, _HYBRID_HEADS, _KV_HEADS, _HYBRID_INNER, _TAPS = 8, 32, 8, 8192, 3
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def olmoe_shapes() -> Shapes:
+    """Return names and shapes of the mixture."""
+    shapes: Shapes = {
+        name: (50304, WIDTH) for name in ("model.embed_tokens.weight", "lm_head.weight")
+    }
+    shapes["model.norm.weight"] = (WIDTH,)
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{at}.{norm}.weight"] = (WIDTH,)
+        for norm in ("self_attn.q_norm", "self_attn.k_norm"):
+            shapes[f"{at}.{norm}.weight"] = (WIDTH,)
+        for name in "qkvo":
+            shapes[f"{at}.self_attn.{name}_proj.weight"] = (WIDTH, WIDTH)
+        shapes[f"{at}.mlp.gate.weight"] = (EXPERTS, WIDTH)
+        for expert in range(EXPERTS):
+            for name in ("gate", "up"):
+                shapes[f"{at}.mlp.experts.{expert}.{name}_proj.weight"] = (INNER, WIDTH)
+            shapes[f"{at}.mlp.experts.{expert}.down_proj.weight"] = (WIDTH, INNER)
+    return shapes
+
+
+def olmoe_config() -> dict[str, object]:
+    """Return the config.json of the mixture."""
+    return {
+        **_config("OlmoeForCausalLM", "olmoe", 50304, LAYERS, HEADS, HEADS),
+        **{"intermediate_size": INNER, "num_experts": EXPERTS, "num_experts_per_tok": CHOSEN},
+        **{"hidden_act": "silu", "rms_norm_eps": EPSILON, "norm_topk_prob": False},
+        "tie_word_embeddings": False,
+    }
+
+
+def lfm2_shapes() -> Shapes:
+    """Return names and shapes of the hybrid."""
+    shapes: Shapes = {
+        "model.embed_tokens.weight": (65536, WIDTH),
+        "model.embedding_norm.weight": (WIDTH,),
+    }
+    shared = WIDTH // _HYBRID_HEADS * _KV_HEADS
+    for layer in range(_HYBRID_LAYERS):
+        at = f"model.layers.{layer}"
+        for norm in ("operator_norm", "ffn_norm"):
+            shapes[f"{at}.{norm}.weight"] = (WIDTH,)
+        if layer in _ATTENDING:
+            for name, outputs in (("q_proj", WIDTH), ("k_proj", shared), ("v_proj", shared)):
+                shapes[f"{at}.self_attn.{name}.weight"] = (outputs, WIDTH)
+            shapes[f"{at}.self_attn.out_proj.weight"] = (WIDTH, WIDTH)
+            for name in ("q_layernorm", "k_layernorm"):
+                shapes[f"{at}.self_attn.{name}.weight"] = (WIDTH // _HYBRID_HEADS,)
+        else:
+            shapes[f"{at}.conv.conv.weight"] = (WIDTH, 1, _TAPS)
+            shapes[f"{at}.conv.in_proj.weight"] = (3 * WIDTH, WIDTH)
+            shapes[f"{at}.conv.out_proj.weight"] = (WIDTH, WIDTH)
+        for name in ("w1", "w3"):
+            shapes[f"{at}.feed_forward.{name}.weight"] = (_HYBRID_INNER, WIDTH)
+        shapes[f"{at}.feed_forward.w2.weight"] = (WIDTH, _HYBRID_INNER)
+    return shapes
+
+
+def lfm2_config() -> dict[str, object]:
+    """Return the config.json of the hybrid."""
+    kinds = ["full_attention" if n in _ATTENDING else "conv" for n in range(_HYBRID_LAYERS)]
+    return {
+        **_config("Lfm2ForCausalLM", "lfm2", 65536, _HYBRID_LAYERS, _HYBRID_HEADS, _KV_HEADS),
+        **{"intermediate_size": _HYBRID_INNER, "block_auto_adjust_ff_dim": False},
+        **{"layer_types": kinds, "conv_L_cache": _TAPS, "conv_bias": False, "norm_eps": EPSILON},
+        "tie_word_embeddings": True,
+    }
+
+
+def _config(
+    name: str, kind: str, tokens: int, layers: int, heads: int, kv_heads: int
+) -> dict[str, object]:
+    return {
+        **{"architectures": [name], "model_type": kind, "dtype": "bfloat16"},
+        **{"vocab_size": tokens, "hidden_size": WIDTH, "num_hidden_layers": layers},
+        **{"num_attention_heads": heads, "num_key_value_heads": kv_heads, "rope_theta": 10000.0},
+        **{"max_position_embeddings": 2048, "bos_token_id": tokens - 2, "eos_token_id": tokens - 1},
+    }
+
+
+SPARSE: Mapping[str, tuple[Callable[[], Shapes], Callable[[], dict[str, object]]]] = {
+    "olmoe-part": (olmoe_shapes, olmoe_config),
+    "lfm2-part": (lfm2_shapes, lfm2_config),
+}
+"""The models by name: their tensors and their config.json."""
+
+
+def step_bytes(name: str, dtype: str) -> int:
+    """Return the bytes of matrices that one decode step of a model must read."""
+    total = 0.0
+    shapes = SPARSE[name][0]()
+    for tensor, shape in shapes.items():
+        if len(shape) != 2 or (
+            tensor == "model.embed_tokens.weight" and "lm_head.weight" in shapes
+        ):
+            continue
+        is_head = tensor in ("model.embed_tokens.weight", "lm_head.weight")
+        share = CHOSEN / EXPERTS if ".experts." in tensor else 1
+        of_one = (
+            4.0
+            if tensor.endswith(".mlp.gate.weight")
+            else (HEAD_BYTES if is_head else BYTES)[dtype]
+        )
+        total += of_one * share * shape[0] * shape[1]
+    return int(total)
+
+
+def make(directory: Path, name: str) -> None:
+    """Make a model unless it exists. Its values repeat, so that it is soon made."""
+    if (directory / name).is_dir():
+        return
+    make_shapes, make_config = SPARSE[name]
+    shapes = make_shapes()
+    some = np.random.default_rng(models.SEED).standard_normal((1 << 24) + 1, dtype=np.float32)
+    pools = [models.bfloat16_bits(each) for each in (0.03 * some, 1 + np.float32(0.1) * some)]
+
+    def values() -> Iterator[np.ndarray]:
+        for at, shape in enumerate(shapes.values()):
+            yield np.resize(pools[len(shape) == 1][97 * at :], shape)
+
+    partial = models.begin(directory / name)
+    models.write_tensors(partial / "model.safetensors", "BF16", 2, shapes, values())
+    models.finish(partial, make_config())
