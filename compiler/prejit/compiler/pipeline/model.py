@@ -19,7 +19,7 @@ from prejit.compiler.checkpoint.checkpoint import (
     open_checkpoint,
     open_encoder,
 )
-from prejit.compiler.manifest.manifest import Manifest
+from prejit.compiler.manifest.manifest import Encode, Manifest
 from prejit.compiler.models.families.image_processing import processing_files
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
 from prejit.compiler.native.kernel_library import KERNELS_ARCHITECTURE
@@ -42,6 +42,7 @@ class ModelFiles:
         adapters: directories of adapters, which are merged into its weights in this order.
         weights: the .gguf file that the manifest names; None: it names the directory.
         images: whether it reads images.
+        asked: what the manifest says of an encoder's results; empty: nothing.
     """
 
     directory: Path
@@ -51,6 +52,7 @@ class ModelFiles:
     adapters: tuple[Path, ...] = ()
     weights: Path | None = None
     images: bool = False
+    asked: str = ""
 
     @property
     def transformer(self) -> Path:
@@ -59,8 +61,9 @@ class ModelFiles:
 
     @property
     def matrices(self) -> str:
-        """How matrices are stored, as an ingredient of keys."""
-        return "out, in" if self.out_in else "each as XLA wants it"
+        """How matrices are stored, and what else the manifest says of them, as an ingredient of keys."""
+        order = "out, in" if self.out_in else "each as XLA wants it"
+        return order if self.asked == "" else f"{order}; {self.asked}"
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def find_model(manifest: Manifest, targets: tuple[Target, ...], directory: Path)
     """
     if manifest.has_own_model:
         return ModelFiles(directory, None, out_in=False, configuration=())
-    layout = None if manifest.encode is None else read_layout(directory)
+    layout = None if manifest.encode is None else read_layout(directory, manifest.encode)
     out_in = stores_out_in(manifest, targets)
     if layout is None:
         deciding: tuple[Path, ...] = (directory / "config.json",)
@@ -127,7 +130,13 @@ def find_model(manifest: Manifest, targets: tuple[Target, ...], directory: Path)
         adapters=_adapters(manifest),
         weights=weights,
         images=manifest.reads_images,
+        asked="" if layout is None else _asked(manifest.encode),
     )
+
+
+def _asked(encode: Encode | None) -> str:
+    answers = None if encode is None else encode.answers
+    return "" if answers is None else repr(answers)
 
 
 def _adapters(manifest: Manifest) -> tuple[Path, ...]:
@@ -154,7 +163,7 @@ def open_weights(files: ModelFiles) -> Checkpoint:
     elif files.weights is not None:
         raise no_encoder(files.weights)
     else:
-        opened = partial(open_encoder, images=files.images)
+        opened = partial(open_encoder, images=files.images, layout=files.layout)
     return opened(files.directory, out_in=files.out_in, adapters=files.adapters)
 
 
@@ -204,7 +213,7 @@ def read_model(manifest: Manifest, files: ModelFiles) -> ModelSource:
             files, pictures, texts, module, images=image_config.describe_images(pictures)
         )
     if files.layout is not None:
-        source = config_file.load_encoder(files.directory)
+        source = config_file.load_encoder(files.directory, files.layout)
         encoder = model_registry.make_encoder(source, dtype, out_in=files.out_in)
         return ModelSource(files, source, model_registry.describe_encoder(source), encoder)
     config = config_file.load_config(files.directory)

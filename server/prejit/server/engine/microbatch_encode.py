@@ -91,6 +91,7 @@ class Encoding:
         sentences: str | Sequence[Prompt | Pair],
         on_too_long: OnTooLong = "truncate",
         prompt_name: str | None = None,
+        instruction: str | None = None,
         *,
         timeout: float | None = None,
         client: str = "",
@@ -103,7 +104,7 @@ class Encoding:
             QueueFullError: too many calls wait.
             ClosedError: `close` or `drain` was called.
         """
-        tokenized = self._tokenizing(sentences, on_too_long, prompt_name)()
+        tokenized = self._tokenizing(sentences, on_too_long, prompt_name, instruction)()
         job = self._job(tokenized, timeout)
         job.client, job.limits = client, limits
         if job.rows:
@@ -117,6 +118,7 @@ class Encoding:
         sentences: str | Sequence[Prompt | Pair],
         on_too_long: OnTooLong = "truncate",
         prompt_name: str | None = None,
+        instruction: str | None = None,
         *,
         timeout: float | None = None,
     ) -> Encoded:
@@ -127,7 +129,7 @@ class Encoding:
         Raises:
             DeadlineError: the timeout has passed.
         """
-        tokenized = self._tokenizing(sentences, on_too_long, prompt_name)()
+        tokenized = self._tokenizing(sentences, on_too_long, prompt_name, instruction)()
         count = len(tokenized.ids)
         if timeout is None and count <= self._most:
             with self._lane.alone(count) as ran:
@@ -152,7 +154,11 @@ class Encoding:
         self._lane.close()
 
     def _tokenizing(
-        self, sentences: Any, on_too_long: OnTooLong, prompt_name: str | None
+        self,
+        sentences: Any,
+        on_too_long: OnTooLong,
+        prompt_name: str | None,
+        instruction: str | None,
     ) -> Callable[[], Tokenized]:
         """Return what tokenizes sentences or pairs. Its caller calls it: warnings count the frames."""
         encoder, text = self._encoder, self._text
@@ -160,7 +166,8 @@ class Encoding:
             return partial(tokenize, encoder, text, sentences, on_too_long, prompt_name)
         queries, documents = zip(*sentences, strict=True) if sentences else ((), ())
         query = None if queries and queries[0] is None else queries
-        return partial(tokenize_pairs, encoder, text, query, documents, on_too_long, caller=4)
+        given = (encoder, text, query, documents, on_too_long, instruction)
+        return partial(tokenize_pairs, *given, caller=4)
 
     def _encoded(self, tokenized: Tokenized) -> Encoded:
         """Encode the sentences of one call now."""

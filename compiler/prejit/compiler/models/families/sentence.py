@@ -35,7 +35,8 @@ class EncoderConfig:
         max_tokens: maximum tokens of a sentence, special tokens included.
         pooling: modes joined by `+`, as sentence-transformers names them: `mean`, `cls+max`.
         normalized: whether embeddings have length 1.
-        scores, segments, prompts, default_prompt, padding: as of `bundle_schema.Encoder`.
+        scores, segments, prompts, default_prompt, padding, template, instruction, unread: as of
+            `bundle_schema.Encoder`.
     """
 
     family: str
@@ -49,6 +50,9 @@ class EncoderConfig:
     prompts: Mapping[str, str] | None = None
     default_prompt: str | None = None
     padding: int | None = None
+    template: tuple[str, ...] | None = None
+    instruction: str | None = None
+    unread: int | None = None
 
 
 @dataclass(frozen=True)

@@ -152,6 +152,15 @@ def _check_encoder(config: Config, encoder: Encoder) -> None:
         )
     if encoder.padding is not None and not 0 <= encoder.padding < encoder.vocab_size:
         raise ValueError(f"encoder: padding: expected a token, found {encoder.padding!r:.80}")
+    places = (encoder.template or ())[1::2]
+    if (
+        encoder.template is not None
+        and (
+            len(encoder.template) % 2 == 0
+            or not {"query", "document"} <= {*places} <= {"instruction", "query", "document"}
+        )
+    ) or ("instruction" in places) != (encoder.instruction is not None):
+        raise ValueError("encoder: template: expected texts, and between them names of texts")
     buckets: dict[str, set[tuple[int, int]]] = {kind: set() for kind in ENCODER_KINDS}
     layers = dict.fromkeys(encoder.layers)  # models may share weights between layers
     for program in config.programs:
