@@ -1,7 +1,9 @@
 """A tiny BERT with random weights whose words are letters, for tests of encoders. No JAX."""
 
 import json
+import shutil
 import zlib
+from pathlib import Path
 from string import ascii_lowercase
 
 import numpy as np
@@ -137,3 +139,15 @@ def write_answers_modules(directory):
         },
     }.items():
         (directory / name).write_text(json.dumps(content))
+
+
+def write_heads(directory):
+    """Write a BERT of letters with the heads of BGE-M3: files of torch.save, which tests/torch_heads has."""
+    made = write_encoder(directory, pooling=("cls_token",), normalize=True)
+    made.add_special_tokens(["[PAD]", "[UNK]", "[CLS]", "[SEP]"])
+    made.save(str(directory / "tokenizer.json"))
+    special = {"cls_token": "[CLS]", "pad_token": "[PAD]", "unk_token": "[UNK]"}
+    said = {"tokenizer_class": "BertTokenizer", "eos_token": "[SEP]", **special}
+    (directory / "tokenizer_config.json").write_text(json.dumps(said))
+    for file in (Path(__file__).parent / "torch_heads").glob("*.pt"):
+        shutil.copy(file, directory)

@@ -334,7 +334,7 @@ def _published(files: Iterable[Path]) -> tuple[dict[str, Tensor], list[str]]:
     for file in files:
         if file.name == _INDEX:
             where = read_json(file)["weight_map"]
-        elif file.suffix not in (".json", ".jinja", _GGUF):
+        elif file.suffix not in (".json", ".jinja", ".pt", _GGUF):
             for name, tensor in tensors(file).items():
                 held.setdefault(name, []).append(tensor)
     problems = []

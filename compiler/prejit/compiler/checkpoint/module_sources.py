@@ -20,6 +20,7 @@ from prejit.compiler.models.families.encoder_table import HEADS
 from prejit.compiler.models.families.family_table import DECODERS
 from prejit.compiler.models.families.sentence_layout import SentenceLayout
 from prejit.compiler.models.parameters import Parameter
+from prejit.compiler.models.torch_tensors import torch_tensors
 from prejit.runtime.errors import CheckpointError
 
 _FILE = "model.safetensors"
@@ -29,7 +30,7 @@ Values = np.ndarray[Any, Any]
 def dense_sources(
     layout: SentenceLayout, files: Sequence[Path], parameters: Mapping[str, Parameter]
 ) -> tuple[dict[str, ParameterSource], list[str]]:
-    """Return the tensors of dense layers by the names of parameters, and problems."""
+    """Return the tensors of dense layers and heads of tokens by the names of parameters, and problems."""
     found: dict[str, ParameterSource] = {}
     problems: list[str] = []
     for part, file in zip(layout.dense, files, strict=True):
@@ -39,6 +40,12 @@ def dense_sources(
             transposed = ours in parameters and parameters[ours].in_out
             problems += not_float(f"{part.name}/{name}", tensor)
             found[ours] = TensorSource(f"{part.name}/{name}", tensor, transposed)
+    for head in layout.heads:
+        for name, each in torch_tensors(head.file).items():
+            ours = f"{head.name}.{name}"
+            transposed = ours in parameters and parameters[ours].in_out
+            tensor = Tensor(each.path, each.shape, each.dtype, each.read)
+            found[ours] = TensorSource(f"{head.file.name}/{name}", tensor, transposed)
     return found, problems
 
 

@@ -6,6 +6,7 @@
     [generate]    Generate           batch, prompt, context, draft_tokens, cache_dtype, source
     [adapters]    AdapterSlots       slots, rank, targets
     [encode]      Encode             shapes, images
+                                     heads,
                                      answers: an AnswersTable, how a causal model scores
     [mesh]        Mesh               data, tensor: several devices run one program
     [[program]]   Program            name, function, args, buckets, params, static, donate,
@@ -27,7 +28,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.target_table import TableError, TargetTable, resolve
@@ -181,6 +182,8 @@ class Encode:
         shapes: pairs of batch and length: sentences that are encoded together, and the tokens of each.
         images: numbers of images that are encoded together, for a model that reads images.
         answers: how a causal language model scores pairs of texts; None: as its files say.
+        heads: what BGE-M3 gives of a text beside its dense vector: `sparse`, a weight of each token, and
+            `multi_vector`, a vector of each token.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -188,6 +191,7 @@ class Encode:
     shapes: tuple[tuple[int, int], ...] = ()
     images: tuple[int, ...] = ()
     answers: AnswersTable | None = None
+    heads: tuple[Literal["sparse", "multi_vector"], ...] = ()
 
 
 def names_object(text: str) -> bool:

@@ -298,6 +298,7 @@ _NARROWED: dict[str, dict[str, dict[str, Any]]] = {
             "uniqueItems": True,
         },
         "images": _SIZES,
+        "heads": {"uniqueItems": True},
         "answers": {
             "properties": {
                 "yes": {"type": "string", "minLength": 1},

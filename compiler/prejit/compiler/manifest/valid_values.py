@@ -63,6 +63,8 @@ _EXPECTED = {
     "encode.shapes[][]": SIZE,
     "encode.images": SIZES,
     "encode.images[]": SIZE,
+    "encode.heads": 'a list such as ["sparse", "multi_vector"]',
+    "encode.heads[]": '"sparse" or "multi_vector"',
     "encode.answers": "a table with yes, and maybe no, template and instruction",
     **{f"encode.answers.{key}": "a text" for key in ("template", "instruction")},
     **{f"encode.answers.{key}": 'a token such as "yes"' for key in ("yes", "no")},

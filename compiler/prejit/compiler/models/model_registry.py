@@ -122,6 +122,8 @@ def describe_encoder(source: EncoderSource) -> EncoderConfig:
         *(*sizes, width, limit, "+".join(layout.pooling), layout.normalized),
         prompts=layout.prompts or None,
         default_prompt=layout.default_prompt,
+        heads=tuple(head.kind for head in layout.heads) or None,
+        unweighted=layout.unweighted,
     )
 
 
@@ -163,7 +165,7 @@ def _encoder(source: EncoderSource, family: Family) -> WholeEncoder:
     config, prefix = source.config, family.naming.prefix
     transformer = family.build(config, None)
     if not source.labels:
-        return PooledEncoder(source.layout, prefix, transformer)
+        return PooledEncoder(source.layout, prefix, transformer, config.hidden_size)
     head, segments = HEADS[config.model_type], _has_segments(source)
     return ScoringEncoder(
         head, config, prefix, transformer, labels=source.labels, segments=segments

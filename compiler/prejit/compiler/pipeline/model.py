@@ -135,8 +135,8 @@ def find_model(manifest: Manifest, targets: tuple[Target, ...], directory: Path)
 
 
 def _asked(encode: Encode | None) -> str:
-    answers = None if encode is None else encode.answers
-    return "" if answers is None else repr(answers)
+    asked = () if encode is None else (encode.answers, *encode.heads)
+    return ", ".join(str(each) for each in asked if each)
 
 
 def _adapters(manifest: Manifest) -> tuple[Path, ...]:

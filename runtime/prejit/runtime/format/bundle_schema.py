@@ -346,6 +346,8 @@ class Encoder:
             there: `instruction`, `query` or `document`. None: a pair is as its tokenizer makes it.
         instruction: that of calls that give none; None: the template has no place for one.
         unread: the token that is cut off the end of a pair, as it takes no part; None: every token does.
+        heads: what a pool program gives of each token: `sparse`, `multi_vector`; None: nothing.
+        unweighted: tokens without a weight of `sparse`; None: there are no weights.
     """
 
     family: str
@@ -363,6 +365,8 @@ class Encoder:
     template: tuple[str, ...] | None = None
     instruction: str | None = None
     unread: int | None = None
+    heads: tuple[str, ...] | None = None
+    unweighted: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         _check_sizes(self, "encoder", "vocab_size", "width", "max_tokens")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
-from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms, EncodeStats
+from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms, EncodeStats, in_order
 from prejit.runtime.encoding.pairs import tokenize_pairs
 from prejit.runtime.encoding.sentences import OnTooLong, Tokenized, activated, embed, tokenize
 from prejit.server.engine.fair_queue import NO_LIMITS, Limits
@@ -183,8 +183,6 @@ class Encoding:
 
         def finish(returned: Sequence[Encoded]) -> Encoded:
             stats = _summed([part.stats for part in returned], job.began - job.submitted)
-            embeddings = np.empty((len(places), self._encoder.encoder.width), np.float32)
-            embeddings[places] = np.concatenate([part.embeddings for part in returned])
             stats = replace(
                 stats,
                 sentences=len(ids),
@@ -192,7 +190,8 @@ class Encoding:
                 truncated=tokenized.truncated,
                 tokenize_seconds=tokenized.seconds,
             )
-            return Encoded(activated(self._encoder, embeddings), stats)
+            found = in_order(returned, places, stats)
+            return replace(found, embeddings=activated(self._encoder, found.embeddings))
 
         deadline = deadline_after(timeout)
         job: SharedJob[_Sentences] = SharedJob(
@@ -205,16 +204,16 @@ class Encoding:
         ids = [each for share in shares for each in share.job.payload.ids[share.start : share.end]]
         self._sleeper.begin(partial(are_over, shares))
         try:
-            embeddings, stats = self._encoder.encode(ids)
+            found = self._encoder.encode(ids)
         finally:
             self._sleeper.end()
         self._finish()
         returned, first = [], 0
         for share in shares:
             end = first + share.rows
-            returned.append(Encoded(embeddings[first:end], stats))  # copied by `finish` of the job
+            returned.append(found.part(first, end))  # copied by `finish` of the job
             first = end
-        return Ran(returned, _cost(stats, ids))
+        return Ran(returned, _cost(found.stats, ids))
 
 
 def _cost(stats: EncodeStats, ids: Sequence[Sequence[int]]) -> Cost:

@@ -35,6 +35,7 @@ from prejit.compiler.models.families.score_layout import (
     score_activation,
     template_of,
 )
+from prejit.compiler.models.families.token_heads import TokenHead, token_heads
 from prejit.runtime.errors import CheckpointError
 
 POOLING_KEYS = {
@@ -117,6 +118,8 @@ class SentenceLayout:
         default_prompt: the name of the prompt of calls that name none; None: there is none.
         answers: the tokens that score; None: the model embeds, or has a head of its own.
         template: the text of a pair; None: a pair is as its tokenizer makes it.
+        heads: those of tokens that a manifest asks for.
+        unweighted: tokens without a weight of their own, such as [CLS]; None: no head weighs tokens.
         files: the JSON files that decide all this, in a fixed order.
     """
 
@@ -134,6 +137,8 @@ class SentenceLayout:
     default_prompt: str | None
     answers: Answers | None
     template: PairTemplate | None
+    heads: tuple[TokenHead, ...]
+    unweighted: tuple[int, ...] | None
     files: tuple[Path, ...]
 
 
@@ -231,6 +236,14 @@ def read_layout(directory: Path, encode: Encode | None = None) -> SentenceLayout
         files += _present(transformer, "chat_template.jinja", "chat_template.json")
         more = transformer / "additional_chat_templates"
         files += sorted(more.glob("*.jinja"))
+    heads, unweighted = token_heads(directory, transformer, encode.heads if encode else ())
+    if heads and scores:
+        raise CheckpointError(
+            f"{file}: expected a model that embeds for heads = [...] in [encode], found {kind}"
+        )
+    files += [each.file for each in heads]
+    if unweighted is not None:
+        files.append(transformer / "tokenizer.json")
     return SentenceLayout(
         directory,
         transformer,
@@ -246,6 +259,8 @@ def read_layout(directory: Path, encode: Encode | None = None) -> SentenceLayout
         None if scores else default,
         answers,
         template,
+        heads,
+        unweighted,
         (
             *files,
             *(part.directory / "config.json" for part in dense),
