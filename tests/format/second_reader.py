@@ -433,7 +433,12 @@ def encoder_signature(encoder, program):
     if kind == "layer":
         assert program.said["weights"] in encoder["layers"]
         return [length, f"hidden* {states}"], [f"hidden {states}"]
-    return [length, f"hidden {states}"], [f"embedding float32[{b},{encoder['width']}]"]
+    gives = [f"embedding float32[{b},{encoder['width']}]"]
+    for head, result in zip(encoder.get("heads", []), program.results[1:], strict=True):
+        assert head in ("multi_vector", "sparse")
+        last = f",{result.shape[2]}" if head == "multi_vector" else ""
+        gives.append(f"{head} float32[{b},{t}{last}]")
+    return [length, f"hidden {states}"], gives
 
 
 def check_decoder(programs):

@@ -122,6 +122,7 @@ def family_cases() -> tuple[FamilyCase, ...]:
 _SIZES = (
     {"hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 20, "num_hidden_layers": 3},
     {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 11, "num_hidden_layers": 2},
+    {"hidden_size": 20, "num_attention_heads": 5, "intermediate_size": 24, "num_hidden_layers": 2},
 )
 _COMMON = {"vocab_size": 61, "max_position_embeddings": 48, "pad_token_id": 1}
 _FAMILIES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -177,6 +178,14 @@ _FAMILIES: tuple[tuple[str, dict[str, Any]], ...] = (
         },
     ),
     ("nomic-bert", {"model_type": "nomic_bert", "architectures": ["NomicBertModel"]}),
+    (
+        "gemma",
+        {
+            "model_type": "gemma",
+            "architectures": ["GemmaModel"],
+            **{"num_key_value_heads": 1, "head_dim": 6},
+        },
+    ),
 )
 _NOMIC_NAMES = (
     *(("encoder.layers", "layers"), ("emb_ln", "embeddings.LayerNorm")),
@@ -188,4 +197,5 @@ _NOMIC_NAMES = (
 _WITH_HEADS = (
     *("XLMRobertaModel", "MPNetModel", "ElectraModel", "ModernBertModel", "NomicBertModel"),
     *("BertModel", "DistilBertModel", "DebertaV2Model", "Qwen3Model"),
+    *("GemmaModel", "Gemma3TextModel"),
 )

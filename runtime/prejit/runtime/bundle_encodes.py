@@ -75,6 +75,7 @@ class BundleEncodes(LoadedBundle):
         documents: str | Sequence[str],
         *,
         on_too_long: OnTooLong = "truncate",
+        instruction: str | None = None,
     ) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Return how relevant documents are to a query, float32 [N], as a cross-encoder finds.
 
@@ -84,13 +85,15 @@ class BundleEncodes(LoadedBundle):
             documents: a text, or any number of them.
             on_too_long: what to do with a pair that is too long. `truncate`: its longer text loses tokens
                 until it fits, with one TruncationWarning per call. `error`: raise.
+            instruction: what makes a document relevant, for a model that takes one; None: its own.
 
         Returns:
             A score for each document: of the model's sigmoid, 0 to 1, or as the model gives it. A model with
             several labels gives [N, labels].
 
         Raises:
-            UsageError: the bundle holds no model that scores texts, or no tokenizer.
+            UsageError: the bundle holds no model that scores texts, or no tokenizer, or it takes no
+                instruction.
             ContextError: a pair is too long, and on_too_long is `error`.
             RejectError: a program is damaged.
         """
@@ -98,7 +101,9 @@ class BundleEncodes(LoadedBundle):
         from prejit.runtime.encoding.pairs import tokenize_pairs
         from prejit.runtime.encoding.sentences import embed
 
-        tokenized = tokenize_pairs(self.encoder, self.text, query, documents, on_too_long)
+        tokenized = tokenize_pairs(
+            self.encoder, self.text, query, documents, on_too_long, instruction
+        )
         found = embed(self.encoder, tokenized).embeddings
         self.finish()
         return found[:, 0] if found.shape[1] == 1 else found

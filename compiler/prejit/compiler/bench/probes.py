@@ -229,8 +229,8 @@ def _sentences(
 
     def run_once() -> Sequence[Sequence[float]]:
         started = time.perf_counter()
-        _, stats = encoder.encode(sentences)
-        samples = [time.perf_counter() - started], [1 / (1 - stats.padding)]
+        found = encoder.encode(sentences)
+        samples = [time.perf_counter() - started], [1 / (1 - found.stats.padding)]
         return samples[: len(wanted)]
 
     return Probe(wanted, run_once)

@@ -158,6 +158,7 @@ class Checkpoint:
 
     @cached_property
     def _sources(self) -> dict[str, ParameterSource | np.ndarray[Any, Any]]:
+        from prejit.compiler.checkpoint.module_sources import answer_row, dense_sources
         from prejit.compiler.models import config_file, image_config, model_registry
         from prejit.compiler.models.families.rotary_encoders import derived_of
         from prejit.compiler.models.parameters import parameters_of
@@ -176,7 +177,7 @@ class Checkpoint:
             made = image_config.published_parameters(self.directory, out_in=self._out_in)
             parameters, naming = made
         else:
-            encoder = config_file.load_encoder(self.directory)
+            encoder = config_file.load_encoder(self.directory, self._layout)
             module = model_registry.make_encoder(encoder, out_in=self._out_in)
             parameters, derived = parameters_of(module), derived_of(module)
             naming = model_registry.encoder_naming(encoder)
@@ -189,13 +190,12 @@ class Checkpoint:
         for copy in (naming.head, *naming.copies):
             if copy not in parameters:
                 problems += _tie(found, copy, naming)
-        for part, file in zip(self._layout.dense if self._layout else (), self._dense, strict=True):
-            for name, tensor in tensors(file).items():
-                # torch stores (out, in)
-                ours = f"sentence.{part.name}.{name}"
-                transposed = ours in parameters and parameters[ours].in_out
-                problems += not_float(f"{part.name}/{name}", tensor)
-                found[ours] = TensorSource(f"{part.name}/{name}", tensor, transposed)
+        if self._layout is not None:
+            dense, misfits = dense_sources(self._layout, self._dense, parameters)
+            problems += misfits
+            found |= dense
+            if self._layout.answers is not None:
+                found |= answer_row(self._layout, encoder.config, published, found, self._out_in)
         problems += [f"unexpected {name}" for name in derived if name in found]
         own = {name: each for name, each in parameters.items() if name not in derived}
         problems += _misfits(found, own)
@@ -265,22 +265,31 @@ def open_checkpoint(
     raise CheckpointError(wrong, hint=hint)
 
 
-def open_encoder(directory: Path, *, images: bool = False, **options: Any) -> Checkpoint:
+def open_encoder(
+    directory: Path,
+    *,
+    images: bool = False,
+    layout: SentenceLayout | None = None,
+    **options: Any,
+) -> Checkpoint:
     """Find the files of an encoder: those of its transformer and of its other modules.
 
     Args:
         directory: in the layout of sentence-transformers, or a plain one.
         images: whether it reads images.
+        layout: its modules, with what a manifest says; None: they are read.
         **options: `out_in` and `adapters`, as in `open_checkpoint`.
 
     Raises:
         CheckpointError: as `open_checkpoint`, or a module or setting is not supported.
     """
-    layout = read_layout(directory)
+    from prejit.compiler.checkpoint.module_sources import dense_weights
+
+    layout = layout or read_layout(directory)
     weights = open_checkpoint(layout.transformer).files[1:]
     if weights[0].suffix == _GGUF:
         raise no_encoder(weights[0])
-    dense = tuple(_dense_weights(part.directory) for part in layout.dense)
+    dense = tuple(dense_weights(part.directory) for part in layout.dense)
     files = (*layout.files, *(processing_files(directory) if images else ()), *weights)
     return Checkpoint(directory, files, layout, dense, images=images, **options)
 
@@ -291,18 +300,6 @@ def no_encoder(file: Path) -> CheckpointError:
         f"{file}: expected safetensors for an encoder, found GGUF",
         hint="take the checkpoint in safetensors",
     )
-
-
-def _dense_weights(directory: Path) -> Path:
-    """Return the file with the weights of a dense layer."""
-    file = directory / _SINGLE[0]
-    if not file.is_file():
-        others = sorted(path.name for path in directory.glob("*.bin"))
-        raise CheckpointError(
-            f"{directory}: expected {_SINGLE[0]}, found {', '.join(others) or 'none'}",
-            hint="save the model again with a newer sentence-transformers",
-        )
-    return file
 
 
 def _shards(index: Path) -> list[Path]:
@@ -342,7 +339,7 @@ def _published(files: Iterable[Path]) -> tuple[dict[str, Tensor], list[str]]:
     for file in files:
         if file.name == _INDEX:
             where = read_json(file)["weight_map"]
-        elif file.suffix not in (".json", _GGUF):
+        elif file.suffix not in (".json", ".jinja", ".pt", _GGUF):
             for name, tensor in tensors(file).items():
                 held.setdefault(name, []).append(tensor)
     problems = []

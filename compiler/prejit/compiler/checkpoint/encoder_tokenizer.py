@@ -58,8 +58,6 @@ def check_encoder_tokenizer(
         )
     if read_object(file.with_name("config.json"), required=False).get("model_type") == "clip":
         _check_pooled(file, found, vocab_size - 1)
-    if layout.scores:
-        _check_end(file, found)
     if layout.scores or layout.has_segments is False:
         return
     single = _part(found, "post_processor").get("single")
@@ -70,24 +68,6 @@ def check_encoder_tokenizer(
                     f"{file}: post_processor.single: expected type_id 0 everywhere, found "
                     f"{shown(value['type_id'])} of {name} {shown(value['id'])}",
                     hint="an embedding takes all tokens as of the first segment: set type_id to 0",
-                )
-
-
-def _check_end(file: Path, content: Mapping[str, Any]) -> None:
-    """Refuse texts that end with the padding token: causal models score at the last other token."""
-    config = file.with_name("config.json")
-    padding = read_object(config).get("pad_token_id")
-    processor = _part(content, "post_processor")
-    parts = processor.get("processors", [processor])
-    for part in (each for each in parts if each.get("type") == "TemplateProcessing"):
-        for key in ("single", "pair"):
-            token = part[key][-1].get("SpecialToken") if part[key] else None
-            if token is not None and part["special_tokens"][token["id"]]["ids"][-1] == padding:
-                raise CheckpointError(
-                    f"{file}: post_processor.{key}: expected another last token than {padding}, the "
-                    f"pad_token_id of {config}, found {shown(token['id'])}",
-                    hint="transformers scores at the last token that is not pad_token_id: correct the wrong "
-                    "file",
                 )
 
 

@@ -1,7 +1,7 @@
 """Read files of tensors one tensor at a time: safetensors, flax's msgpack, and orbax directories.
 
 Formats: github.com/huggingface/safetensors; flax/serialization.py; orbax.checkpoint. Reading them runs no
-code, unlike torch's pickles, which are not read.
+code. torch's pickles are not read, but for small heads (models/torch_tensors.py).
 """
 
 from __future__ import annotations

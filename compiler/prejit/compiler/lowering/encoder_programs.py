@@ -17,6 +17,8 @@ from prejit.compiler.models.layers.product_forms import Forms
 from prejit.compiler.models.parameters import flat_parameters, parametrized, with_parameters
 from prejit.runtime.format.arrays import Array
 
+_RESULTS = {"pool": "embedding"}
+
 
 def lower_encoder(
     model: sentence.WholeEncoder, spec: ProgramSpec, forms: Forms | None = None
@@ -25,7 +27,7 @@ def lower_encoder(
 
         embed: weights, tokens [B, T]              -> hidden [B, T, D]
         layer: weights, length [B], hidden         -> hidden                 runs once for each layer
-        pool:  weights, length [B], hidden         -> embedding [B, D']
+        pool:  weights, length [B], hidden         -> embedding [B, D'], and what heads give of each token
 
     In row b the first length[b] tokens are valid. A layer's `hidden` is donated.
 
@@ -48,7 +50,9 @@ def lower_encoder(
     donated = "hidden" if spec.kind == "layer" else ""
     values = (weights, *inputs.values())
     exported = export_with(forms, function, values, donate_argnums=2 if donated else ())
-    result = jax.eval_shape(function, *values)
+    found = jax.eval_shape(function, *values)
+    results = found if isinstance(found, dict) else {_RESULTS.get(spec.kind, "hidden"): found}
+    result = next(iter(results.values()))
     rows = batch if spec.kind == "pool" else batch * count
     sets = [
         tuple(
@@ -65,11 +69,7 @@ def lower_encoder(
             Array((name,), str(value.dtype), value.shape, name == donated)
             for name, value in inputs.items()
         ),
-        (
-            Array(
-                ("embedding" if spec.kind == "pool" else "hidden",), "float32", tuple(result.shape)
-            ),
-        ),
+        tuple(Array((name,), "float32", tuple(each.shape)) for name, each in results.items()),
         weight_sets={
             spec.kind if len(sets) == 1 else f"{spec.kind}{place}": names
             for place, names in enumerate(sets)

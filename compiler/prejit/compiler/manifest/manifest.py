@@ -5,7 +5,9 @@
                                      accuracy, evaluation; it needs one of the next two
     [generate]    Generate           batch, prompt, context, draft_tokens, cache_dtype, source
     [adapters]    AdapterSlots       slots, rank, targets
-    [encode]      Encode             shapes
+    [encode]      Encode             shapes, images
+                                     heads,
+                                     answers: an AnswersTable, how a causal model scores
     [mesh]        Mesh               data, tensor: several devices run one program
     [[program]]   Program            name, function, args, buckets, params, static, donate,
                                      pad, mask, open_sizes, repeat,
@@ -26,7 +28,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from prejit.compiler.targets.target_classes import Target
 from prejit.compiler.targets.target_table import TableError, TargetTable, resolve
@@ -151,18 +153,45 @@ class AdapterSlots:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswersTable:
+    """`[encode.answers]`: a causal language model scores pairs by the logits of its answers.
+
+    For a directory whose files do not say so, such as that of Qwen3-Reranker before it had modules.json.
+
+    Attributes:
+        yes: the token of relevant documents, as tokenizer.json writes it.
+        no: the token whose logit is subtracted from that of `yes`. None: none is.
+        template: the text of a pair, with {query}, {document} and, if calls may give one, {instruction}.
+            None: the chat template, which then takes messages of the roles system, query and document.
+        instruction: the instruction of calls that give none.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    yes: str
+    no: str | None = None
+    template: str | None = None
+    instruction: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Encode:
     """`[encode]`: the buckets of an encoder.
 
     Attributes:
         shapes: pairs of batch and length: sentences that are encoded together, and the tokens of each.
         images: numbers of images that are encoded together, for a model that reads images.
+        answers: how a causal language model scores pairs of texts; None: as its files say.
+        heads: what BGE-M3 gives of a text beside its dense vector: `sparse`, a weight of each token, and
+            `multi_vector`, a vector of each token.
     """
 
     __pydantic_config__: ClassVar = STRICT
 
     shapes: tuple[tuple[int, int], ...] = ()
     images: tuple[int, ...] = ()
+    answers: AnswersTable | None = None
+    heads: tuple[Literal["sparse", "multi_vector"], ...] = ()
 
 
 def names_object(text: str) -> bool:

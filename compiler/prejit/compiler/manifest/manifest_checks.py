@@ -131,6 +131,14 @@ def _encode_problems(encode: dict[str, Any]) -> Problems:
         yield ("encode", "images", *at), problem
     if not shapes and not images and (shapes is None or isinstance(shapes, list)):
         yield ("encode", "shapes"), f"expected {SHAPES}; found {'none' if shapes is None else '[]'}"
+    heads = encode.get("heads")
+    if isinstance(heads, list) and len(set(map(str, heads))) < len(heads):
+        yield ("encode", "heads"), f"expected each head once; found {shown(heads)}"
+    answers = encode.get("answers")
+    if isinstance(answers, dict):
+        for key in ("yes", "no"):
+            if answers.get(key) == "":
+                yield ("encode", "answers", key), _wrong('a token such as "yes"', "")
     if not isinstance(shapes, list):
         return
     first: set[tuple[int, ...]] = set()

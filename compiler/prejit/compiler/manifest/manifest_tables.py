@@ -18,6 +18,7 @@ from prejit.compiler.base.suggestions import shown
 from prejit.compiler.manifest.manifest import (
     STRICT,
     AdapterSlots,
+    AnswersTable,
     BundleTable,
     Encode,
     Generate,
@@ -116,7 +117,11 @@ SECTIONS: dict[str, tuple[type[Any], bool]] = {
 """The class of each section, and whether the section is an array of tables."""
 
 
-_NESTED: dict[str | int, type[Any]] = {"gpu": GpuTable, "check": ProgramCheck}
+_NESTED: dict[str | int, type[Any]] = {
+    "gpu": GpuTable,
+    "check": ProgramCheck,
+    "answers": AnswersTable,
+}
 """The classes of tables inside of sections."""
 TOO_DEEP = "nested too deeply"
 
@@ -293,6 +298,16 @@ _NARROWED: dict[str, dict[str, dict[str, Any]]] = {
             "uniqueItems": True,
         },
         "images": _SIZES,
+        "heads": {"uniqueItems": True},
+        "answers": {
+            "properties": {
+                "yes": {"type": "string", "minLength": 1},
+                "no": {"type": "string", "minLength": 1},
+                "template": {"type": "string"},
+                "instruction": {"type": "string"},
+            },
+            "required": ["yes"],
+        },
     },
     "mesh": {name: {"minimum": 1} for name in ("data", "tensor")},
     "slo": {

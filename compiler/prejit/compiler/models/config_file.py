@@ -15,7 +15,7 @@ from prejit.compiler.models.families.family_table import DECODERS
 from prejit.compiler.models.families.sentence import EncoderSource
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
 from prejit.compiler.models.layers.config_checks import check_config, check_file
-from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN
+from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN, require
 from prejit.compiler.models.quantization_settings import read_quantization
 from prejit.runtime.errors import CheckpointError
 
@@ -38,6 +38,7 @@ the heads with which it was pretrained; any other head is what the model is for.
 _SCORES = "ForSequenceClassification"
 """The end of the names of classes that score texts."""
 
+_CAP = "final_logit_softcapping"
 _MOST_LABELS = 2**16
 
 _UNREAD = frozenset(
@@ -66,26 +67,32 @@ def load_config(directory: Path) -> Any:
     return _load_config(directory, DECODERS, "[generate]")
 
 
-def load_encoder(directory: Path) -> EncoderSource:
+def load_encoder(directory: Path, layout: SentenceLayout | None = None) -> EncoderSource:
     """Return the configuration of an encoder: its transformer, and the modules that follow it.
 
     Args:
         directory: in the layout of sentence-transformers, or a plain one with config.json.
+        layout: its modules, with what a manifest says; None: they are read.
 
     Raises:
         CheckpointError: as `load_config`, or a module or setting is not supported.
     """
-    layout = read_layout(directory)
+    layout = layout or read_layout(directory)
     is_plain = layout.files[:1] != (directory / "modules.json",)
     families = {kind: row for kind, row in ENCODERS.items() if kind in HEADS or not layout.scores}
+    if layout.answers:
+        families = {kind: row for kind, row in families.items() if HEADS[kind].is_causal}
     config = _load_config(
         layout.transformer,
         families,
         "[encode]",
         other=is_plain and not layout.scores,
-        scores=layout.scores,
+        heads=("ForCausalLM",) if layout.answers else (_SCORES,) if layout.scores else None,
     )
-    return EncoderSource(config, layout, _labels(layout) if layout.scores else 0)
+    if layout.answers:
+        require(config, _CAP, getattr(config, _CAP, None), [None])
+    labels = 1 if layout.answers else _labels(layout) if layout.scores else 0
+    return EncoderSource(config, layout, labels)
 
 
 def _labels(layout: SentenceLayout) -> int:
@@ -109,14 +116,14 @@ def _load_config(
     section: str,
     *,
     other: bool = True,
-    scores: bool = False,
+    heads: tuple[str, ...] | None = None,
 ) -> Any:
     """Return the configuration of a model that a section of a manifest builds.
 
     `families` are those of the section; `other` is whether the hint may be to give the other section, and
-    `scores` whether the model has a head that scores.
+    `heads` are the ends of the classes of a model that scores; None: it does not.
     """
-    what = f"a model that scores, in {section}" if scores else section
+    what = f"a model that scores, in {section}" if heads else section
     known = sorted([*families, *(_TEXT_MODELS if section == "[generate]" else ())])
     file = directory / "config.json"
     content = read_json(
@@ -134,7 +141,7 @@ def _load_config(
             else BRING_YOUR_OWN,
         )
     classes = content.get("architectures")
-    heads = (_SCORES,) if scores else _HEADS[section]
+    heads = heads or _HEADS[section]
     for name in classes if isinstance(classes, list) else ():
         # The class of a base model, or of a model's own code, may have any name; its tensors decide.
         if "For" in str(name) and not str(name).endswith(heads):

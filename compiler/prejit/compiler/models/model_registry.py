@@ -17,6 +17,7 @@ from prejit.compiler.models import quantizing
 from prejit.compiler.models.families.encoder_table import ENCODERS, HEADS, WITH_SEGMENTS
 from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.families.family_table import DECODERS
+from prejit.compiler.models.families.score_layout import IDENTITY, SIGMOID
 from prejit.compiler.models.families.scoring import ScoringEncoder
 from prejit.compiler.models.families.sentence import (
     EncoderConfig,
@@ -24,7 +25,6 @@ from prejit.compiler.models.families.sentence import (
     PooledEncoder,
     WholeEncoder,
 )
-from prejit.compiler.models.families.sentence_layout import IDENTITY, SIGMOID
 from prejit.compiler.models.layers import product_forms
 from prejit.compiler.models.layers.layer_config import DecoderConfig, Naming, unsupported
 from prejit.runtime.errors import CheckpointError
@@ -113,30 +113,25 @@ def describe_encoder(source: EncoderSource) -> EncoderConfig:
     sizes = (config.model_type, config.vocab_size)
     if source.labels:
         pooling, _ = HEADS[config.model_type].chosen(config)
-        if pooling == "lasttoken":
-            _check_padding(config)
         default = SIGMOID if source.labels == 1 else IDENTITY
         scores = layout.score_activation or default
         segments = _has_segments(source) or None
+        # transformers scores at the last token that is not padding, an answer stands behind the last one.
+        at_end = layout.answers is not None or pooling != "lasttoken"
+        template = layout.template
         return EncoderConfig(
-            *sizes, source.labels, limit, pooling, False, scores=scores, segments=segments
+            *(*sizes, source.labels, limit, pooling, False, scores, segments),
+            template=None if template is None else template.pieces,
+            instruction=None if template is None else template.instruction,
+            unread=None if at_end else config.pad_token_id,
         )
     return EncoderConfig(
         *(*sizes, width, limit, "+".join(layout.pooling), layout.normalized),
         prompts=layout.prompts or None,
         default_prompt=layout.default_prompt,
+        heads=tuple(head.kind for head in layout.heads) or None,
+        unweighted=layout.unweighted,
     )
-
-
-def _check_padding(config: Any) -> None:
-    """Refuse a model whose reference does not pool the token that ends texts: it takes that for padding."""
-    padding, ends = config.pad_token_id, config.eos_token_id
-    if padding is not None and padding in (ends if isinstance(ends, list) else [ends]):
-        raise unsupported(
-            config,
-            f"pad_token_id: expected another token than eos_token_id {shown(ends)}, found {padding}: "
-            "transformers scores at the last token that is not pad_token_id, a bundle at the last token",
-        )
 
 
 def _has_segments(source: EncoderSource) -> bool:
@@ -181,7 +176,7 @@ def _encoder(source: EncoderSource, family: Family) -> WholeEncoder:
     config, prefix = source.config, family.naming.prefix
     transformer = family.build(config, None)
     if not source.labels:
-        return PooledEncoder(source.layout, prefix, transformer)
+        return PooledEncoder(source.layout, prefix, transformer, config.hidden_size)
     head, segments = HEADS[config.model_type], _has_segments(source)
     return ScoringEncoder(
         head, config, prefix, transformer, labels=source.labels, segments=segments

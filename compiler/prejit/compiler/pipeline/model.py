@@ -20,7 +20,7 @@ from prejit.compiler.checkpoint.checkpoint import (
     open_checkpoint,
     open_encoder,
 )
-from prejit.compiler.manifest.manifest import Manifest
+from prejit.compiler.manifest.manifest import Encode, Manifest
 from prejit.compiler.models.families.image_processing import processing_files
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
 from prejit.compiler.native.kernel_library import KERNELS_ARCHITECTURE
@@ -44,6 +44,7 @@ class ModelFiles:
         weights: the .gguf file that the manifest names; None: it names the directory.
         images: whether it reads images.
         groups: those of int4, which hold what was published in four bits.
+        asked: what the manifest says of an encoder's results; empty: nothing.
     """
 
     directory: Path
@@ -54,6 +55,7 @@ class ModelFiles:
     weights: Path | None = None
     images: bool = False
     groups: Groups = GROUPS_OF_32
+    asked: str = ""
 
     @property
     def transformer(self) -> Path:
@@ -62,11 +64,11 @@ class ModelFiles:
 
     @property
     def matrices(self) -> str:
-        """How matrices are stored, as an ingredient of keys."""
+        """How matrices are stored, and what else the manifest says of them, as an ingredient of keys."""
         order = "out, in" if self.out_in else "each as XLA wants it"
-        if self.groups == GROUPS_OF_32:
-            return order
-        return f"{order}; groups of {self.groups.size}{' with zero points' * self.groups.zeros}"
+        if self.groups != GROUPS_OF_32:
+            order += f"; groups of {self.groups.size}{' with zero points' * self.groups.zeros}"
+        return order if self.asked == "" else f"{order}; {self.asked}"
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def find_model(manifest: Manifest, targets: tuple[Target, ...], directory: Path)
     """
     if manifest.has_own_model:
         return ModelFiles(directory, None, out_in=False, configuration=())
-    layout = None if manifest.encode is None else read_layout(directory)
+    layout = None if manifest.encode is None else read_layout(directory, manifest.encode)
     out_in = stores_out_in(manifest, targets)
     if layout is None:
         deciding: tuple[Path, ...] = (directory / "config.json",)
@@ -133,10 +135,16 @@ def find_model(manifest: Manifest, targets: tuple[Target, ...], directory: Path)
         adapters=_adapters(manifest),
         weights=weights,
         images=manifest.reads_images,
+        asked="" if layout is None else _asked(manifest.encode),
     )
     if manifest.model.dtype != "int4":
         return files
     return replace(files, groups=open_weights(files).groups)
+
+
+def _asked(encode: Encode | None) -> str:
+    asked = () if encode is None else (encode.answers, *encode.heads)
+    return ", ".join(str(each) for each in asked if each)
 
 
 def _adapters(manifest: Manifest) -> tuple[Path, ...]:
@@ -163,7 +171,7 @@ def open_weights(files: ModelFiles) -> Checkpoint:
     elif files.weights is not None:
         raise no_encoder(files.weights)
     else:
-        opened = partial(open_encoder, images=files.images)
+        opened = partial(open_encoder, images=files.images, layout=files.layout)
     return opened(files.directory, out_in=files.out_in, adapters=files.adapters)
 
 
@@ -214,7 +222,7 @@ def read_model(manifest: Manifest, files: ModelFiles) -> ModelSource:
             files, pictures, texts, module, images=image_config.describe_images(pictures)
         )
     if files.layout is not None:
-        source = config_file.load_encoder(files.directory)
+        source = config_file.load_encoder(files.directory, files.layout)
         encoder = model_registry.make_encoder(source, dtype, **stored)
         return ModelSource(files, source, model_registry.describe_encoder(source), encoder)
     config = config_file.load_config(files.directory)

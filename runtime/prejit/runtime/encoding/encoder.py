@@ -69,10 +69,46 @@ class Encoded:
     Attributes:
         embeddings: float32 [N, D], in the order of the sentences; or scores of pairs, [N, labels].
         stats: what they cost.
+        lexical_weights: of each sentence the weights of its tokens, by token id, without special tokens and
+            those of weight 0; None: the bundle was built without the head `sparse`.
+        token_vectors: of each sentence a vector of length 1 for each token but the first, float32
+            [T - 1, D']; None: the bundle was built without the head `multi_vector`.
     """
 
     embeddings: np.ndarray[Any, np.dtype[np.float32]]
     stats: EncodeStats
+    lexical_weights: tuple[dict[int, float], ...] | None = None
+    token_vectors: tuple[np.ndarray[Any, np.dtype[np.float32]], ...] | None = None
+
+    def part(self, first: int, end: int) -> Encoded:
+        """Return that of the sentences from `first` up to `end`."""
+        weights, vectors = self.lexical_weights, self.token_vectors
+        return Encoded(
+            self.embeddings[first:end],
+            self.stats,
+            None if weights is None else weights[first:end],
+            None if vectors is None else vectors[first:end],
+        )
+
+
+def in_order(parts: Sequence[Encoded], places: Sequence[int], stats: EncodeStats) -> Encoded:
+    """Return parts as one, whose sentences come at the given places."""
+    found = [part.embeddings for part in parts]
+    embeddings = np.empty((len(places), found[0].shape[1]), np.float32)
+    embeddings[places] = np.concatenate(found)
+
+    def ordered(each: Sequence[tuple[Any, ...] | None]) -> Any:
+        if each[0] is None:
+            return None
+        placed = zip(places, (one for several in each for one in several or ()), strict=True)
+        return tuple(one for _, one in sorted(placed, key=lambda pair: pair[0]))
+
+    return Encoded(
+        embeddings,
+        stats,
+        ordered([part.lexical_weights for part in parts]),
+        ordered([part.token_vectors for part in parts]),
+    )
 
 
 @final
@@ -159,7 +195,7 @@ class EncoderPrograms:
             self._run(bucket, tokens, np.ones(bucket.batch, np.int32), layers)
         self._warm.add(bucket)
 
-    def encode(self, sentences: Sequence[Sequence[int]]) -> tuple[Any, EncodeStats]:
+    def encode(self, sentences: Sequence[Sequence[int]]) -> Encoded:
         """Return the embeddings of token ids, float32 [N, D], and what they cost.
 
         Args:
@@ -177,7 +213,9 @@ class EncoderPrograms:
                 self._calls -= 1
                 self._changed.notify_all()
 
-    def _encode(self, sentences: Sequence[Sequence[int]]) -> tuple[Any, EncodeStats]:
+    def _encode(self, sentences: Sequence[Sequence[int]]) -> Encoded:
+        heads = self.encoder.heads or ()
+        of_tokens: dict[str, list[Any]] = {head: [None] * len(sentences) for head in heads}
         found = np.zeros((len(sentences), self.encoder.width), np.float32)
         order = sorted(range(len(sentences)), key=lambda place: -len(sentences[place]))
         before = self.programs.obtained()
@@ -194,7 +232,11 @@ class EncoderPrograms:
             for name in bucket.programs:
                 self.programs[name]
             ready = time.perf_counter()
-            found[places] = self._run(bucket, tokens, length, self.encoder.layers)[: len(places)]
+            first_result, *others = self._run(bucket, tokens, length, self.encoder.layers)
+            found[places] = first_result[: len(places)]
+            for head, values in zip(heads, others, strict=True):
+                for row, place in enumerate(places):
+                    of_tokens[head][place] = self._of_tokens(head, values[row], sentences[place])
             self._warm.add(bucket)
             used[bucket] += 1
             queued += ready - started
@@ -216,7 +258,25 @@ class EncoderPrograms:
                 report for name, report in after.items() if name in names and name not in before
             ),
         )
-        return found, stats
+        weights, vectors = of_tokens.get("sparse"), of_tokens.get("multi_vector")
+        return Encoded(
+            found,
+            stats,
+            None if weights is None else tuple(weights),
+            None if vectors is None else tuple(vectors),
+        )
+
+    def _of_tokens(self, head: str, values: np.ndarray[Any, Any], ids: Sequence[int]) -> Any:
+        """Return what a head gives of a sentence, from the values of its row."""
+        if head == "multi_vector":
+            return values[1 : len(ids)].copy()
+        weights: dict[int, float] = {}
+        for token, weight in zip(ids, values[: len(ids)].tolist(), strict=True):
+            if weight > weights.get(token, 0.0):
+                weights[token] = weight
+        for token in self.encoder.unweighted or ():
+            weights.pop(token, None)
+        return weights
 
     def _runs(self, lengths: Sequence[int]) -> list[tuple[Bucket, int, int]]:
         """Return the cheapest runs for these lengths, which descend; a bucket not yet loaded costs extra."""
@@ -240,16 +300,17 @@ class EncoderPrograms:
 
     def _run(
         self, bucket: Bucket, tokens: Any, length: Any, layers: Sequence[str]
-    ) -> np.ndarray[Any, Any]:
-        """Return embeddings float32 [B, D] of tokens [B, T] and lengths [B], both int32."""
+    ) -> list[np.ndarray[Any, Any]]:
+        """Return embeddings float32 [B, D] of tokens [B, T] and lengths [B], then what heads give."""
         programs = self.programs
         embed, layer, pool = bucket.programs
         (hidden,) = programs[embed].run([*self._weights(embed), self._device.put(tokens)])
         valid = self._device.put(length)
         for weights in layers:
             (hidden,) = programs[layer].run([*programs.weights(weights), valid, hidden])
-        (embedding,) = programs[pool].run([*self._weights(pool), valid, hidden])
-        return to_numpy(embedding)
+        return [
+            to_numpy(each) for each in programs[pool].run([*self._weights(pool), valid, hidden])
+        ]
 
     def _weights(self, name: str) -> list[DeviceArray]:
         return self.programs.weights(self.programs.table[name].weights)

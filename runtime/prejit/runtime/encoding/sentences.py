@@ -145,10 +145,13 @@ def embed(encoder: EncoderPrograms, tokenized: Tokenized) -> Encoded:
     Raises:
         RejectError: a program is damaged.
     """
-    embeddings, stats = encoder.encode(tokenized.ids)
-    return Encoded(
-        activated(encoder, embeddings),
-        replace(stats, truncated=tokenized.truncated, tokenize_seconds=tokenized.seconds),
+    found = encoder.encode(tokenized.ids)
+    return replace(
+        found,
+        embeddings=activated(encoder, found.embeddings),
+        stats=replace(
+            found.stats, truncated=tokenized.truncated, tokenize_seconds=tokenized.seconds
+        ),
     )
 
 

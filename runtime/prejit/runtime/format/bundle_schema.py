@@ -342,6 +342,12 @@ class Encoder:
         segments: True if a token of the second text of a pair is its id plus vocab_size; else None.
         prompts, default_prompt: texts to put before sentences, by name, and the name of the default.
         padding: the token that fills every sentence up to max_tokens, and counts; None: padding is not seen.
+        template: the text of a pair: literal texts, and between each two of them the name of what stands
+            there: `instruction`, `query` or `document`. None: a pair is as its tokenizer makes it.
+        instruction: that of calls that give none; None: the template has no place for one.
+        unread: the token that is cut off the end of a pair, as it takes no part; None: every token does.
+        heads: what a pool program gives of each token: `sparse`, `multi_vector`; None: nothing.
+        unweighted: tokens without a weight of `sparse`; None: there are no weights.
     """
 
     family: str
@@ -356,6 +362,11 @@ class Encoder:
     prompts: dict[str, str] | None = None
     default_prompt: str | None = None
     padding: int | None = None
+    template: tuple[str, ...] | None = None
+    instruction: str | None = None
+    unread: int | None = None
+    heads: tuple[str, ...] | None = None
+    unweighted: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         _check_sizes(self, "encoder", "vocab_size", "width", "max_tokens")

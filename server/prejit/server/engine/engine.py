@@ -254,6 +254,7 @@ class Engine(OneProcess):
         *,
         on_too_long: OnTooLong = "truncate",
         prompt_name: str | None = None,
+        instruction: str | None = None,
         timeout: float | None = None,
     ) -> Encoded:
         """Return embeddings of sentences, which share runs of the encoder with those of other callers.
@@ -262,6 +263,7 @@ class Engine(OneProcess):
             sentences: as of `Bundle.encode_batch`; of a model that scores, pairs of a query and a document.
             on_too_long: as of `Bundle.encode_batch`.
             prompt_name: as of `Bundle.encode_batch`.
+            instruction: as of `Bundle.score`.
             timeout: seconds until they must be there; None: any.
 
         Raises:
@@ -270,7 +272,9 @@ class Engine(OneProcess):
             QueueFullError: too many calls wait; it says how long to wait.
             ClosedError: the engine is draining or closed.
         """
-        return self._encoding.encode(sentences, on_too_long, prompt_name, timeout=timeout)
+        return self._encoding.encode(
+            sentences, on_too_long, prompt_name, instruction, timeout=timeout
+        )
 
     def submit_encode(
         self,
@@ -278,6 +282,7 @@ class Engine(OneProcess):
         *,
         on_too_long: OnTooLong = "truncate",
         prompt_name: str | None = None,
+        instruction: str | None = None,
         timeout: float | None = None,
         client: str = "",
         limits: Limits = NO_LIMITS,
@@ -290,7 +295,10 @@ class Engine(OneProcess):
             UsageError, ContextError, QueueFullError, ClosedError: as `encode`.
         """
         return self._encoding.submit(
-            sentences, on_too_long, prompt_name, timeout=timeout, client=client, limits=limits
+            *(sentences, on_too_long, prompt_name, instruction),
+            timeout=timeout,
+            client=client,
+            limits=limits,
         )
 
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
-from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms, EncodeStats
+from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms, EncodeStats, in_order
 from prejit.runtime.encoding.pairs import tokenize_pairs
 from prejit.runtime.encoding.sentences import OnTooLong, Tokenized, activated, embed, tokenize
 from prejit.server.engine.fair_queue import NO_LIMITS, Limits
@@ -91,6 +91,7 @@ class Encoding:
         sentences: str | Sequence[Prompt | Pair],
         on_too_long: OnTooLong = "truncate",
         prompt_name: str | None = None,
+        instruction: str | None = None,
         *,
         timeout: float | None = None,
         client: str = "",
@@ -103,7 +104,7 @@ class Encoding:
             QueueFullError: too many calls wait.
             ClosedError: `close` or `drain` was called.
         """
-        tokenized = self._tokenizing(sentences, on_too_long, prompt_name)()
+        tokenized = self._tokenizing(sentences, on_too_long, prompt_name, instruction)()
         job = self._job(tokenized, timeout)
         job.client, job.limits = client, limits
         if job.rows:
@@ -117,6 +118,7 @@ class Encoding:
         sentences: str | Sequence[Prompt | Pair],
         on_too_long: OnTooLong = "truncate",
         prompt_name: str | None = None,
+        instruction: str | None = None,
         *,
         timeout: float | None = None,
     ) -> Encoded:
@@ -127,7 +129,7 @@ class Encoding:
         Raises:
             DeadlineError: the timeout has passed.
         """
-        tokenized = self._tokenizing(sentences, on_too_long, prompt_name)()
+        tokenized = self._tokenizing(sentences, on_too_long, prompt_name, instruction)()
         count = len(tokenized.ids)
         if timeout is None and count <= self._most:
             with self._lane.alone(count) as ran:
@@ -152,7 +154,11 @@ class Encoding:
         self._lane.close()
 
     def _tokenizing(
-        self, sentences: Any, on_too_long: OnTooLong, prompt_name: str | None
+        self,
+        sentences: Any,
+        on_too_long: OnTooLong,
+        prompt_name: str | None,
+        instruction: str | None,
     ) -> Callable[[], Tokenized]:
         """Return what tokenizes sentences or pairs. Its caller calls it: warnings count the frames."""
         encoder, text = self._encoder, self._text
@@ -160,7 +166,8 @@ class Encoding:
             return partial(tokenize, encoder, text, sentences, on_too_long, prompt_name)
         queries, documents = zip(*sentences, strict=True) if sentences else ((), ())
         query = None if queries and queries[0] is None else queries
-        return partial(tokenize_pairs, encoder, text, query, documents, on_too_long, caller=4)
+        given = (encoder, text, query, documents, on_too_long, instruction)
+        return partial(tokenize_pairs, *given, caller=4)
 
     def _encoded(self, tokenized: Tokenized) -> Encoded:
         """Encode the sentences of one call now."""
@@ -176,8 +183,6 @@ class Encoding:
 
         def finish(returned: Sequence[Encoded]) -> Encoded:
             stats = _summed([part.stats for part in returned], job.began - job.submitted)
-            embeddings = np.empty((len(places), self._encoder.encoder.width), np.float32)
-            embeddings[places] = np.concatenate([part.embeddings for part in returned])
             stats = replace(
                 stats,
                 sentences=len(ids),
@@ -185,7 +190,8 @@ class Encoding:
                 truncated=tokenized.truncated,
                 tokenize_seconds=tokenized.seconds,
             )
-            return Encoded(activated(self._encoder, embeddings), stats)
+            found = in_order(returned, places, stats)
+            return replace(found, embeddings=activated(self._encoder, found.embeddings))
 
         deadline = deadline_after(timeout)
         job: SharedJob[_Sentences] = SharedJob(
@@ -198,16 +204,16 @@ class Encoding:
         ids = [each for share in shares for each in share.job.payload.ids[share.start : share.end]]
         self._sleeper.begin(partial(are_over, shares))
         try:
-            embeddings, stats = self._encoder.encode(ids)
+            found = self._encoder.encode(ids)
         finally:
             self._sleeper.end()
         self._finish()
         returned, first = [], 0
         for share in shares:
             end = first + share.rows
-            returned.append(Encoded(embeddings[first:end], stats))  # copied by `finish` of the job
+            returned.append(found.part(first, end))  # copied by `finish` of the job
             first = end
-        return Ran(returned, _cost(stats, ids))
+        return Ran(returned, _cost(found.stats, ids))
 
 
 def _cost(stats: EncodeStats, ids: Sequence[Sequence[int]]) -> Cost:

@@ -163,6 +163,7 @@ async def encoded(
     *,
     dimensions: int | None = None,
     prompt_name: str | None = None,
+    instruction: str | None = None,
 ) -> tuple[np.ndarray[Any, np.dtype[np.float32]], EmbeddingUsage]:
     """Return the vectors of inputs, or the scores of pairs, little-endian float32 [N, D], and the usage.
 
@@ -192,6 +193,7 @@ async def encoded(
             inputs,
             on_too_long="truncate" if is_cut else "error",
             prompt_name=prompt_name,
+            instruction=instruction,
             timeout=settings.timeout_seconds,
             client=key.name,
             limits=key.limits,

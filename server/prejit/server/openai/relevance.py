@@ -30,7 +30,17 @@ Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
 """One text or several."""
 
 
-class ScoreRequest(EncodingRequest, frozen=True, kw_only=True):
+class RelevanceRequest(EncodingRequest, frozen=True, kw_only=True):
+    """The fields of both endpoints.
+
+    Attributes:
+        instruction: what makes a text relevant, for a model that takes an instruction.
+    """
+
+    instruction: str | None = None
+
+
+class ScoreRequest(RelevanceRequest, frozen=True, kw_only=True):
     """The body of POST /v1/score.
 
     Attributes:
@@ -67,7 +77,7 @@ class Document(RequestFields, frozen=True, kw_only=True):
     text: str
 
 
-class RerankRequest(EncodingRequest, frozen=True, kw_only=True):
+class RerankRequest(RelevanceRequest, frozen=True, kw_only=True):
     """The body of POST /v1/rerank.
 
     Attributes:
@@ -164,12 +174,15 @@ async def _scores(
     request: Request,
     settings: Settings,
     served: Served,
-    body: EncodingRequest,
+    body: RelevanceRequest,
     one: list[str],
     other: list[str],
 ) -> tuple[list[float], EmbeddingUsage]:
     """Return the score of each pair of texts, and the usage; `one` may be a single text."""
     encoder = served.bundle.config.encoder
+    told = body.instruction
+    if told is not None and (encoder is None or encoder.instruction is None):
+        raise field_error("instruction", f"expected none: {served.name!r} has no place for one")
     if encoder is None or encoder.scores is None:
         return await _cosines(request, settings, served, body, one, other)
     if encoder.width > 1:
@@ -179,7 +192,7 @@ async def _scores(
         )
     queries = one * len(other) if len(one) == 1 else one
     pairs = list(zip(queries, other, strict=True))
-    found, usage = await encoded(request, settings, served, body, pairs)
+    found, usage = await encoded(request, settings, served, body, pairs, instruction=told)
     return found[:, 0].tolist(), usage
 
 
@@ -187,7 +200,7 @@ async def _cosines(
     request: Request,
     settings: Settings,
     served: Served,
-    body: EncodingRequest,
+    body: RelevanceRequest,
     one: list[str],
     other: list[str],
 ) -> tuple[list[float], EmbeddingUsage]:

@@ -277,6 +277,7 @@ _BEHAVIOUR = {
     *("vocab_size", "eos_token_ids", "bos_token_id", "start_token_ids", "source"),
     *("width", "pooling", "normalized", "scores", "prompts", "default_prompt"),
     *("labels", "size", "resize", "resample", "padding"),
+    *("template", "instruction", "heads", "unweighted"),
 }
 """Properties of a model that callers rely on."""
 

@@ -222,7 +222,7 @@ HEADS: Mapping[str, ScoringHead] = {
     "roberta": ScoringHead(),
     "xlm-roberta": ScoringHead(),
     **dict.fromkeys(
-        ("llama", "mistral", "qwen2", "qwen3"),
+        ("gemma", "gemma3_text", "llama", "mistral", "qwen2", "qwen3"),
         ScoringHead(dense="", out="score", pooling="lasttoken", out_bias=False),
     ),
 }
@@ -299,6 +299,7 @@ ENCODERS: Mapping[str, Family] = {
         ),
         *("nomic_bert.", "cls.", "pooler.", "nomic_bert.pooler."),
     ),
+    "gemma": _decoder("gemma"),
     "gemma3_text": _decoder("gemma3_text", use_bidirectional_attention=(None, False, True)),
     "llama": _decoder("llama"),
     "mistral": _decoder("mistral"),

@@ -45,6 +45,11 @@ class ScoringHead:
     out_bias: bool = True
 
     @property
+    def is_causal(self) -> bool:
+        """Whether it is that of a decoder, which scores at the last token."""
+        return not self.dense and self.pooling == "lasttoken"
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of its modules, in the order in which they compute."""
         return tuple(filter(None, (self.dense, self.norm, self.out)))

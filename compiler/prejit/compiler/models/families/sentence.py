@@ -35,7 +35,8 @@ class EncoderConfig:
         max_tokens: maximum tokens of a sentence, special tokens included.
         pooling: modes joined by `+`, as sentence-transformers names them: `mean`, `cls+max`.
         normalized: whether embeddings have length 1.
-        scores, segments, prompts, default_prompt, padding: as of `bundle_schema.Encoder`.
+        scores, segments, prompts, default_prompt, padding, template, instruction, unread: as of
+            `bundle_schema.Encoder`; heads and unweighted too.
     """
 
     family: str
@@ -49,6 +50,11 @@ class EncoderConfig:
     prompts: Mapping[str, str] | None = None
     default_prompt: str | None = None
     padding: int | None = None
+    template: tuple[str, ...] | None = None
+    instruction: str | None = None
+    unread: int | None = None
+    heads: tuple[str, ...] | None = None
+    unweighted: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -112,8 +118,11 @@ class WholeEncoder(nnx.Module):
         """The modules that follow the transformer."""
         raise NotImplementedError
 
-    def finish(self, ending: Parts, hidden: jax.Array, length: jax.Array) -> jax.Array:
-        """Map hidden states [B, T, D] to the result [B, D'], with the modules of `ending`."""
+    def finish(self, ending: Parts, hidden: jax.Array, length: jax.Array) -> Any:
+        """Map hidden states [B, T, D] to the result [B, D'], with the modules of `ending`.
+
+        With heads of tokens it is a dict: that result as `embedding`, and of each head [B, T] or [B, T, D'].
+        """
         raise NotImplementedError
 
     def parts(self, kind: str) -> list[Parts]:
@@ -126,7 +135,7 @@ class WholeEncoder(nnx.Module):
         }
         return parts[kind]
 
-    def run(self, kind: str, parts: Parts, *inputs: jax.Array) -> jax.Array:
+    def run(self, kind: str, parts: Parts, *inputs: jax.Array) -> Any:
         """Return the result of a program: of `embed` from tokens, of the others from length and hidden."""
         if kind == "embed":
             return _chain(parts[0](*inputs), parts[1:])
@@ -137,13 +146,15 @@ class WholeEncoder(nnx.Module):
         return self.finish(parts[count:], _chain(x, parts[:count]), length)
 
     def __call__(self, tokens: jax.Array, length: jax.Array) -> jax.Array:
-        """Return the embeddings, or the scores, float32 [B, D'].
+        """Return the embeddings, or the scores, float32 [B, D'], without what heads give of tokens.
 
         Args:
             tokens: int32 [B, T]; in row b the first length[b] are valid, the rest is padding.
             length: int32 [B].
         """
-        return self.run("pool", self.parts("pool")[0], length, self._layers(tokens, length))
+        found = self.run("pool", self.parts("pool")[0], length, self._layers(tokens, length))
+        result: jax.Array = found["embedding"] if isinstance(found, dict) else found
+        return result
 
     def hidden(self, tokens: jax.Array, length: jax.Array) -> jax.Array:
         """Return the hidden states, float32 [B, T, D]; those of padding are meaningless."""
@@ -160,19 +171,35 @@ class WholeEncoder(nnx.Module):
 class PooledEncoder(WholeEncoder):
     """A transformer, and the modules that make an embedding from its hidden states."""
 
-    def __init__(self, layout: SentenceLayout, prefix: str, transformer: nnx.Module) -> None:
-        """Build an encoder with the modules of a layout. Arguments else as `WholeEncoder`."""
+    def __init__(
+        self, layout: SentenceLayout, prefix: str, transformer: nnx.Module, width: int
+    ) -> None:
+        """Build an encoder with the modules of a layout, of a transformer of a width D.
+
+        Arguments else as `WholeEncoder`.
+        """
         super().__init__(prefix, transformer)
         self.sentence = Sentence(layout)
+        self.heads = tuple((head.kind, head.name) for head in layout.heads)
+        for head in layout.heads:
+            setattr(self, head.name, product(width, head.outputs))
 
     @property
     def ending(self) -> Parts:
         """See WholeEncoder."""
-        return (self.sentence,)
+        return (self.sentence, *(getattr(self, name) for _, name in self.heads))
 
-    def finish(self, ending: Parts, hidden: jax.Array, length: jax.Array) -> jax.Array:
+    def finish(self, ending: Parts, hidden: jax.Array, length: jax.Array) -> Any:
         """See WholeEncoder."""
-        return ending[0](hidden, length)
+        sentence, *heads = ending
+        embedding = sentence(hidden, length)
+        if not heads:
+            return embedding
+        found = {"embedding": embedding}
+        for (kind, _), head in zip(self.heads, heads, strict=True):
+            x = head(hidden)
+            found[kind] = jax.nn.relu(x[..., 0]) if kind == "sparse" else normalized(x)
+        return found
 
 
 def _chain(x: jax.Array, parts: Parts) -> jax.Array:

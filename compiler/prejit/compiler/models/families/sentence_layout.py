@@ -6,23 +6,36 @@
     1_Pooling/config.json        pooling modes
     2_Dense/config.json          a linear layer with an activation; its weights beside it
     2_Normalize                  empty
+    1_LogitScore/config.json     the tokens whose logits are a score, behind a causal language model
     config_sentence_transformers.json   prompts; of a cross-encoder the activation of scores
 
 A directory without modules.json gets mean pooling and no normalization, or the last token of a model of the
 class ...ForCausalLM, as in sentence-transformers (sentence_transformer/model.py, _load_default_modules). The
 class ...ForSequenceClassification gives scores: a cross-encoder, whose layout is config.json alone, or one
-module Transformer (cross_encoder/model.py).
+module Transformer (cross_encoder/model.py). A causal language model scores by the logits of answers such as
+"yes" and "no" behind a pair: as the modules Transformer and LogitScore say, or the manifest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prejit.compiler.base.json_file import read_list, read_object
-from prejit.compiler.base.suggestions import did_you_mean, shown
+from prejit.compiler.base.suggestions import shown
+from prejit.compiler.manifest.manifest import Encode
+from prejit.compiler.models.families.layout_settings import HINT, LAYOUT, expect, known_keys
+from prejit.compiler.models.families.pair_template import PairTemplate, of_chat
+from prejit.compiler.models.families.score_layout import (
+    Answers,
+    message_form,
+    read_answers,
+    score_activation,
+    template_of,
+)
+from prejit.compiler.models.families.token_heads import TokenHead, token_heads
 from prejit.runtime.errors import CheckpointError
 
 POOLING_KEYS = {
@@ -46,15 +59,8 @@ ACTIVATIONS = (
 )
 """Supported activations of a dense layer."""
 
-IDENTITY, SIGMOID = "identity", "sigmoid"
-"""Activations of scores."""
-
-_SCORE_ACTIVATIONS = {
-    "torch.nn.modules.linear.Identity": IDENTITY,
-    "torch.nn.modules.activation.Sigmoid": SIGMOID,
-}
-_MODULES = ("Transformer", "Pooling", "Dense", "Dropout", "Normalize")
-_WITH_FILES = ("Transformer", "Pooling", "Dense")
+_MODULES = ("Transformer", "Pooling", "Dense", "Dropout", "Normalize", "LogitScore")
+_WITH_FILES = ("Transformer", "Pooling", "Dense", "LogitScore")
 """The modules whose directories hold files: that of Normalize is empty, and often not copied."""
 _TRANSFORMERS = ("Transformer", "BERT", "RoBERTa", "DistilBERT")
 """Names of the first module; files from before 2020 have the last three."""
@@ -65,9 +71,11 @@ _UNLIMITED = 10**9
 """transformers writes a larger model_max_length where there is no limit."""
 _WITH_SEGMENTS = ("Bert", "Deberta", "Electra")
 """How the names of transformers' classes of tokenizers begin that return token_type_ids."""
+_EMBEDS = ("feature-extraction", "token_embeddings", "last_hidden_state")
+_SCORES = ("sequence-classification", "scores", "logits")
+_ANSWERS = ("text-generation", "causal_logits", "logits")
+"""Tasks of a transformer, each with the names of its output, in sentence-transformers and in transformers."""
 _SETTINGS = "config_sentence_transformers.json"
-_LAYOUT = "expected a directory in the sentence-transformers layout"
-_HINT = "write the model as a JAX function or flax module and compile it as a [[program]]"
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,10 @@ class SentenceLayout:
         has_segments: whether its tokenizer tells the tokens of a pair of texts apart; None if no file says.
         prompts: texts to put before sentences, by name.
         default_prompt: the name of the prompt of calls that name none; None: there is none.
+        answers: the tokens that score; None: the model embeds, or has a head of its own.
+        template: the text of a pair; None: a pair is as its tokenizer makes it.
+        heads: those of tokens that a manifest asks for.
+        unweighted: tokens without a weight of their own, such as [CLS]; None: no head weighs tokens.
         files: the JSON files that decide all this, in a fixed order.
     """
 
@@ -123,11 +135,17 @@ class SentenceLayout:
     has_segments: bool | None
     prompts: Mapping[str, str]
     default_prompt: str | None
+    answers: Answers | None
+    template: PairTemplate | None
+    heads: tuple[TokenHead, ...]
+    unweighted: tuple[int, ...] | None
     files: tuple[Path, ...]
 
 
-def read_layout(directory: Path) -> SentenceLayout:
+def read_layout(directory: Path, encode: Encode | None = None) -> SentenceLayout:
     """Read a sentence-transformers directory, or a plain directory of a model.
+
+    `encode` is the section of the manifest, which may say how a causal language model scores.
 
     Raises:
         CheckpointError: a module or setting is not supported, or a file cannot be read; the error names
@@ -138,18 +156,33 @@ def read_layout(directory: Path) -> SentenceLayout:
     modules = [("Transformer", directory)] if is_plain else list(_modules(file))
     kinds = [kind for kind, _ in modules]
     transformer = modules[0][1] if modules else directory
-    settings = read_object(transformer / "config.json", _LAYOUT, required=False)
+    settings = read_object(transformer / "config.json", LAYOUT, required=False)
     classes = settings.get("architectures")
     kind = str(classes[0]) if isinstance(classes, list) and classes else ""
-    scores = kinds == ["Transformer"] and kind.endswith("ForSequenceClassification")
+    causal = kind.endswith("ForCausalLM")
+    table = None if encode is None else encode.answers
+    if table is not None and not (is_plain and causal):
+        raise CheckpointError(
+            f"{transformer / 'config.json'}: expected a plain directory of a model ...ForCausalLM for "
+            f"[encode.answers], found {kind or 'no class'}{'' if is_plain else ' with ' + file.name}",
+            hint="leave [encode.answers] out of the manifest: this directory says what it computes",
+        )
+    has_answers = kinds == ["Transformer", "LogitScore"] and causal
+    answers = read_answers(modules[1][1]) if has_answers else None
+    if table is not None:
+        answers = Answers(table.yes, table.no, "manifest: encode.answers")
+    scores = answers is not None or (
+        kinds == ["Transformer"] and kind.endswith("ForSequenceClassification")
+    )
     if not (is_plain or scores) and (
         kinds[:2] != ["Transformer", "Pooling"]
         or kinds.count("Normalize") > (kinds[-1] == "Normalize")
     ):
         raise CheckpointError(
-            f"{file}: expected Transformer, Pooling, then Dense layers, then at most Normalize, or one "
-            f"Transformer of the class ...ForSequenceClassification; found {', '.join(kinds) or 'none'}",
-            hint=_HINT,
+            f"{file}: expected Transformer, Pooling, then Dense layers, then at most Normalize; or one "
+            "Transformer of the class ...ForSequenceClassification; or Transformer of the class "
+            f"...ForCausalLM and LogitScore; found {', '.join(kinds) or 'none'}",
+            hint=HINT,
         )
     for name, path in modules:
         if name not in _WITH_FILES or (
@@ -161,21 +194,26 @@ def read_layout(directory: Path) -> SentenceLayout:
             f"{file}: path of the module {name}: expected a directory beside it, found {shown(found)}",
             hint="correct path, or take the directory that was published with modules.json",
         )
-    modes: tuple[str, ...] = ("lasttoken" if kind.endswith("ForCausalLM") else "mean",)
+    modes: tuple[str, ...] = ("lasttoken" if causal else "mean",)
     width, files = None, [*([] if is_plain else [file])]
     files += _present(transformer, "config.json", "tokenizer_config.json")
     tokenizer = transformer / "tokenizer_config.json"
     # A bundle cuts off the end of a text that is too long.
-    _expect(
+    expect(
         tokenizer,
-        read_object(tokenizer, _LAYOUT, required=False),
+        read_object(tokenizer, LAYOUT, required=False),
         "truncation_side",
         ["right", None],
     )
+    if has_answers:
+        files.append(modules[1][1] / "config.json")
     if is_plain:
         limit = _model_max_length(directory)
     else:
-        limit = _max_seq_length(transformer, scores=scores)
+        task = _EMBEDS
+        if scores:
+            task = _ANSWERS if answers else _SCORES
+        limit = _max_seq_length(transformer, task)
         files += _present(transformer, "sentence_bert_config.json")
     if "Pooling" in kinds:
         modes, width = _pooling(modules[1][1] / "config.json")
@@ -183,11 +221,29 @@ def read_layout(directory: Path) -> SentenceLayout:
     dense = tuple(_dense(path) for kind, path in modules if kind == "Dense")
     own = directory / _SETTINGS
     # Without modules.json the reference does not read its own settings.
-    saved = {} if is_plain else read_object(own, _LAYOUT, required=False)
+    saved = {} if is_plain else read_object(own, LAYOUT, required=False)
     activation = (
-        _score_activation(own, saved, transformer / "config.json", settings) if scores else None
+        score_activation(own, saved, transformer / "config.json", settings) if scores else None
     )
-    prompts, default = _prompts(own, saved, modules, scores=scores)
+    form = message_form(transformer) if scores and not is_plain else None
+    prompts, default = _prompts(own, saved, modules, scores=scores and form is None)
+    template = None
+    if table is not None:
+        template = template_of(table, transformer)
+    elif form is not None:
+        template = of_chat(transformer, *form, prompts[default] if default else None)
+    if template is not None:
+        files += _present(transformer, "chat_template.jinja", "chat_template.json")
+        more = transformer / "additional_chat_templates"
+        files += sorted(more.glob("*.jinja"))
+    heads, unweighted = token_heads(directory, transformer, encode.heads if encode else ())
+    if heads and scores:
+        raise CheckpointError(
+            f"{file}: expected a model that embeds for heads = [...] in [encode], found {kind}"
+        )
+    files += [each.file for each in heads]
+    if unweighted is not None:
+        files.append(transformer / "tokenizer.json")
     return SentenceLayout(
         directory,
         transformer,
@@ -201,6 +257,10 @@ def read_layout(directory: Path) -> SentenceLayout:
         _has_segments(transformer),
         {} if scores else prompts,
         None if scores else default,
+        answers,
+        template,
+        heads,
+        unweighted,
         (
             *files,
             *(part.directory / "config.json" for part in dense),
@@ -211,7 +271,7 @@ def read_layout(directory: Path) -> SentenceLayout:
 
 def _modules(file: Path) -> Iterator[tuple[str, Path]]:
     """Yield the kind of each module, the last part of its type, and its directory."""
-    listed = read_list(file, _LAYOUT)
+    listed = read_list(file, LAYOUT)
     for place, module in enumerate(listed):
         kind, path = (
             (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
@@ -222,7 +282,7 @@ def _modules(file: Path) -> Iterator[tuple[str, Path]]:
             allowed = ", ".join(f'"sentence_transformers.models.{known}"' for known in _MODULES)
             raise CheckpointError(
                 f"{file}: [{place}].type: expected one of {allowed}; found {shown(kind)}",
-                hint=_HINT,
+                hint=HINT,
             )
         parts = Path(path).parts if isinstance(path, str) else ("..",)
         if ".." in parts or Path(*parts).is_absolute() or len(parts) > 1:
@@ -235,11 +295,11 @@ def _modules(file: Path) -> Iterator[tuple[str, Path]]:
 
 def _pooling(file: Path) -> tuple[tuple[str, ...], int | None]:
     """Return the modes, and the width that pooling expects."""
-    settings = read_object(file, _LAYOUT)
-    _known_keys(file, settings, (*POOLING_KEYS, *_WIDTHS, "pooling_mode", "include_prompt"))
+    settings = read_object(file, LAYOUT)
+    known_keys(file, settings, (*POOLING_KEYS, *_WIDTHS, "pooling_mode", "include_prompt"))
     # include_prompt concerns tokens of a prompt before the sentence: see _prompts.
     for key in (*POOLING_KEYS, "include_prompt"):
-        _expect(file, settings, key, [True, False])
+        expect(file, settings, key, [True, False])
     if "pooling_mode" not in settings:
         settings.setdefault("pooling_mode_mean_tokens", True)  # the default of the reference
     modes = tuple(mode for key, mode in POOLING_KEYS.items() if settings.get(key))
@@ -248,16 +308,16 @@ def _pooling(file: Path) -> tuple[tuple[str, ...], int | None]:
         chosen = [named] if isinstance(named, str) else named
         for mode in chosen if isinstance(chosen, list) else [chosen]:
             if mode not in every:
-                _expect(file, {"pooling_mode": mode}, "pooling_mode", every)
+                expect(file, {"pooling_mode": mode}, "pooling_mode", every)
         if len(set(chosen)) < len(chosen):
             raise CheckpointError(
                 f"{file}: pooling_mode: expected each mode once, found {shown(chosen)}",
-                hint=_HINT,
+                hint=HINT,
             )
         modes = tuple(chosen)  # results are concatenated in the order of the file
     if not modes:
         raise CheckpointError(
-            f"{file}: expected one of {', '.join(POOLING_KEYS)} to be true, found none", hint=_HINT
+            f"{file}: expected one of {', '.join(POOLING_KEYS)} to be true, found none", hint=HINT
         )
     width = next((settings[key] for key in _WIDTHS if type(settings.get(key)) is int), None)
     return modes, width
@@ -265,15 +325,15 @@ def _pooling(file: Path) -> tuple[tuple[str, ...], int | None]:
 
 def _dense(directory: Path) -> DenseModule:
     file = directory / "config.json"
-    settings = read_object(file, _LAYOUT)
+    settings = read_object(file, LAYOUT)
     names = ("in_features", "out_features", "bias", "activation_function")
-    _known_keys(file, settings, (*names, "module_input_name", "module_output_name", "use_residual"))
-    _expect(file, settings, "use_residual", [False])
+    known_keys(file, settings, (*names, "module_input_name", "module_output_name", "use_residual"))
+    expect(file, settings, "use_residual", [False])
     for key in ("module_input_name", "module_output_name"):
-        _expect(file, settings, key, ["sentence_embedding", None])
-    _expect(file, settings, "bias", [True, False])
+        expect(file, settings, key, ["sentence_embedding", None])
+    expect(file, settings, "bias", [True, False])
     settings.setdefault("activation_function", "torch.nn.modules.activation.Tanh")
-    _expect(file, settings, "activation_function", ACTIVATIONS)
+    expect(file, settings, "activation_function", ACTIVATIONS)
     for key in names[:2]:
         if type(settings.get(key)) is not int or not 0 < settings[key] <= _WIDEST:
             raise CheckpointError(
@@ -289,29 +349,32 @@ def _dense(directory: Path) -> DenseModule:
     )
 
 
-def _max_seq_length(transformer: Path, *, scores: bool) -> int | None:
+def _max_seq_length(transformer: Path, task: tuple[str, str, str]) -> int | None:
     """Return the limit of sentence_bert_config.json, or else the tokenizer's; check the other settings."""
     file = transformer / "sentence_bert_config.json"
-    settings = read_object(file, _LAYOUT, required=False)
+    settings = read_object(file, LAYOUT, required=False)
+    name, output, method_output = task
+    text = {"method": "forward", "method_output_name": method_output}
+    kinds: list[Any] = [{"text": text}, None]
+    variables: list[Any] = [{}, None]
+    if task != _EMBEDS:
+        kinds += [
+            {"text": text, "message": {**text, "format": form}} for form in ("flat", "structured")
+        ]
+        given = settings.get("processing_kwargs")
+        if isinstance(given, dict) and isinstance(given.get("chat_template"), dict):
+            variables.append({"chat_template": given["chat_template"]})
     defaults: dict[str, list[Any]] = {
         "do_lower_case": [False],
-        "transformer_task": ["sequence-classification" if scores else "feature-extraction"],
-        "module_output_name": ["scores" if scores else "token_embeddings"],
+        "transformer_task": [name],
+        "module_output_name": [output],
         "unpad_inputs": [False, None],
-        "processing_kwargs": [{}, None],
-        "modality_config": [
-            {
-                "text": {
-                    "method": "forward",
-                    "method_output_name": "logits" if scores else "last_hidden_state",
-                }
-            },
-            None,
-        ],
+        "processing_kwargs": variables,
+        "modality_config": kinds,
     }
-    _known_keys(file, settings, ("max_seq_length", *defaults))
+    known_keys(file, settings, ("max_seq_length", *defaults))
     for key, allowed in defaults.items():
-        _expect(file, settings, key, allowed)
+        expect(file, settings, key, allowed)
     limit = settings.get("max_seq_length")
     if limit is None:
         return _model_max_length(transformer)
@@ -324,7 +387,7 @@ def _max_seq_length(transformer: Path, *, scores: bool) -> int | None:
 
 def _model_max_length(directory: Path) -> int | None:
     file = directory / "tokenizer_config.json"
-    settings = read_object(file, _LAYOUT, required=False)
+    settings = read_object(file, LAYOUT, required=False)
     limit = settings.get("model_max_length")
     return limit if type(limit) is int and 0 < limit < _UNLIMITED else None
 
@@ -337,44 +400,22 @@ def _prompts(
     scores: bool,
 ) -> tuple[Mapping[str, str], str | None]:
     """Return the prompts and the default one's name; refuse truncation, which a bundle does not apply."""
-    _expect(file, settings, "truncate_dim", [None])
+    expect(file, settings, "truncate_dim", [None])
     prompts, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(p, str) for p in prompts.values()):
         raise CheckpointError(
-            f"{file}: prompts: expected an object of texts, found {shown(prompts)}", hint=_HINT
+            f"{file}: prompts: expected an object of texts, found {shown(prompts)}", hint=HINT
         )
-    _expect(file, settings, "default_prompt_name", [None, *(() if scores else prompts)])
+    expect(file, settings, "default_prompt_name", [None, *(() if scores else prompts)])
     if any(prompts.values()) and len(modules) > 1:
         # Then the tokens of a prompt take no part in pooling, which a bundle does not do.
         pooling = modules[1][1] / "config.json"
-        _expect(pooling, read_object(pooling, _LAYOUT), "include_prompt", [True])
+        expect(pooling, read_object(pooling, LAYOUT), "include_prompt", [True])
     return prompts, default
 
 
-def _score_activation(
-    own: Path, saved: Mapping[str, Any], file: Path, settings: Mapping[str, Any]
-) -> str | None:
-    """Return the activation of a cross-encoder's scores, from the first file and key that has one."""
-    older = settings.get("sentence_transformers")
-    older = older if isinstance(older, dict) else {}
-    found: list[tuple[Path, str, Any]] = [
-        (own, "activation_fn", saved.get("activation_fn")),
-        (file, "sentence_transformers.activation_fn", older.get("activation_fn")),
-        (
-            file,
-            "sbert_ce_default_activation_function",
-            settings.get("sbert_ce_default_activation_function"),
-        ),
-    ]
-    for path, key, value in found:
-        if value is not None:
-            _expect(path, {key: value}, key, _SCORE_ACTIVATIONS)
-            return _SCORE_ACTIVATIONS[value]
-    return None
-
-
 def _has_segments(transformer: Path) -> bool | None:
-    settings = read_object(transformer / "tokenizer_config.json", _LAYOUT, required=False)
+    settings = read_object(transformer / "tokenizer_config.json", LAYOUT, required=False)
     names, kind = settings.get("model_input_names"), settings.get("tokenizer_class")
     if isinstance(names, list):
         return "token_type_ids" in names
@@ -383,24 +424,3 @@ def _has_segments(transformer: Path) -> bool | None:
 
 def _present(directory: Path, *names: str) -> list[Path]:
     return [directory / name for name in names if (directory / name).is_file()]
-
-
-def _known_keys(file: Path, settings: Mapping[str, Any], known: Collection[str]) -> None:
-    for key, value in settings.items():
-        if key not in known:
-            raise CheckpointError(
-                f"{file}: {key}: expected one of {', '.join(known)}; found {key} with {shown(value)}"
-                f"{did_you_mean(key, known)}",
-                hint=_HINT,
-            )
-
-
-def _expect(file: Path, settings: Mapping[str, Any], key: str, allowed: Collection[Any]) -> None:
-    # In Python True equals 1, but a setting of 1 is not the boolean that is expected.
-    if key in settings and not any(
-        settings[key] == value and type(settings[key]) is type(value) for value in allowed
-    ):
-        raise CheckpointError(
-            f"{file}: {key}: expected {' or '.join(map(shown, allowed))}; found {shown(settings[key])}",
-            hint=_HINT,
-        )

@@ -16,9 +16,9 @@ import numpy as np
 
 from prejit.compiler.base.json_file import read_object
 from prejit.compiler.checkpoint import tokenizer_check
-from prejit.compiler.checkpoint.chat_files import read_chat, special_tokens
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
 from prejit.compiler.checkpoint.encoder_tokenizer import check_encoder_tokenizer
+from prejit.compiler.models.chat_files import read_chat, special_tokens
 from prejit.compiler.pipeline.model import ModelSource, file_digest, open_weights, weight_digests
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTensor

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
 
 _HIDDEN = re.compile(r'\["hidden"\] float32\[\d+,\d+,(\d{1,10})\]')
+_VECTORS = re.compile(r'\["multi_vector"\] float32\[\d+,\d+,(\d{1,10})\]')
 
 
 def encoder_signatures(
@@ -15,10 +16,13 @@ def encoder_signatures(
 ) -> Callable[[ProgramEntry], tuple[tuple[str, ...], tuple[str, ...]]]:
     """Return what maps a program, whose bucket was checked, to its arguments and results."""
     encoder, images = config.encoder, config.images
-    width = 0
+    width, vectors = 0, 0
+    heads = (encoder.heads if encoder else None) or ()
     for program in config.programs:
         if program.kind == "embed" and (found := _HIDDEN.fullmatch("".join(program.results[:1]))):
             width = int(found[1])
+        if program.kind == "pool" and (found := _VECTORS.fullmatch("".join(program.results[1:2]))):
+            vectors = int(found[1])
 
     def signature(program: ProgramEntry) -> tuple[tuple[str, ...], tuple[str, ...]]:
         kind, batch = program.kind, program.bucket["batch"]
@@ -32,6 +36,9 @@ def encoder_signatures(
             return (f'["tokens"] int32[{batch},{count}]',), (hidden,)
         if kind == "layer":
             return (length, f"{hidden} donated"), (hidden,)
-        return (length, hidden), (f'["embedding"] float32[{batch},{encoder and encoder.width}]',)
+        sizes = {"multi_vector": f"{batch},{count},{vectors}", "sparse": f"{batch},{count}"}
+        of_tokens = (f'["{head}"] float32[{sizes[head]}]' for head in heads)
+        embedding = f'["embedding"] float32[{batch},{encoder and encoder.width}]'
+        return (length, hidden), (embedding, *of_tokens)
 
     return signature

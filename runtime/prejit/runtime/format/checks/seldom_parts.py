@@ -138,6 +138,9 @@ def check_sources(
         )
 
 
+_HEADS = ((), ("multi_vector",), ("sparse",), ("multi_vector", "sparse"))
+
+
 def _check_encoder(config: Config, encoder: Encoder) -> None:
     """Check that each bucket has three programs, and that layers differ only in their weights."""
     if encoder.scores not in (None, "sigmoid", "identity"):
@@ -152,6 +155,18 @@ def _check_encoder(config: Config, encoder: Encoder) -> None:
         )
     if encoder.padding is not None and not 0 <= encoder.padding < encoder.vocab_size:
         raise ValueError(f"encoder: padding: expected a token, found {encoder.padding!r:.80}")
+    places = (encoder.template or ())[1::2]
+    if (
+        encoder.template is not None
+        and (
+            len(encoder.template) % 2 == 0
+            or not {"query", "document"} <= {*places} <= {"instruction", "query", "document"}
+        )
+    ) or ("instruction" in places) != (encoder.instruction is not None):
+        raise ValueError("encoder: template: expected texts, and between them names of texts")
+    heads, unweighted = encoder.heads or (), encoder.unweighted
+    if heads not in _HEADS or ("sparse" in heads) != (unweighted is not None):
+        raise ValueError(f"encoder: heads: expected multi_vector and sparse, found {heads!r:.80}")
     buckets: dict[str, set[tuple[int, int]]] = {kind: set() for kind in ENCODER_KINDS}
     layers = dict.fromkeys(encoder.layers)  # models may share weights between layers
     for program in config.programs:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from prejit.compiler.checkpoint.chat_files import read_chat
+from prejit.compiler.models.chat_files import read_chat
 from prejit.compiler.pipeline.pack.model_layers import check_generation, special_ids
 from prejit.runtime.errors import CheckpointError
 

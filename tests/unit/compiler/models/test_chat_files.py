@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler.checkpoint.chat_files import read_chat
+from prejit.compiler.models.chat_files import read_chat
 from prejit.runtime.errors import CheckpointError
 
 DEMO = Path(__file__).resolve().parents[4] / "manifests" / "demo-model" / "tokenizer.json"

@@ -1,0 +1,83 @@
+"""BGE-M3's heads of tokens: files beside its modules (Chen et al. 2024, arXiv 2402.03216, section 3).
+
+    sparse_linear.pt     hidden state to a number; its positive part weighs the token
+    colbert_linear.pt    hidden state to a vector, of length 1 then
+
+They are computed as FlagEmbedding does it (inference/embedder/encoder_only/m3.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from prejit.compiler.models.chat_files import special_tokens
+from prejit.compiler.models.torch_tensors import torch_tensors
+from prejit.runtime.errors import CheckpointError
+
+_FILES = {"multi_vector": "colbert_linear", "sparse": "sparse_linear"}
+"""The name of each head's file, and of its layer, in the order in which a program returns them."""
+_UNWEIGHTED = ("cls_token", "eos_token", "pad_token", "unk_token")
+
+
+@dataclass(frozen=True)
+class TokenHead:
+    """A linear layer on the hidden state of each token.
+
+    Attributes:
+        kind: `sparse` or `multi_vector`.
+        outputs: its width.
+        file: holds its weights.
+    """
+
+    kind: str
+    outputs: int
+    file: Path
+
+    @property
+    def name(self) -> str:
+        """The name of the layer."""
+        return _FILES[self.kind]
+
+
+def token_heads(
+    directory: Path, tokenizer: Path, asked: Collection[str]
+) -> tuple[tuple[TokenHead, ...], tuple[int, ...] | None]:
+    """Return the heads of a directory that are asked for, and the tokens that get no weight.
+
+    `tokenizer` is the directory of its tokenizer. None in place of tokens: no head weighs any.
+
+    Raises:
+        CheckpointError: a file is missing or has other tensors.
+    """
+    heads = []
+    for kind, name in _FILES.items():
+        if kind not in asked:
+            continue
+        file = directory / f"{name}.pt"
+        tensors = torch_tensors(file)
+        matrix = tensors.get("weight")
+        if tensors.keys() != {"weight", "bias"} or matrix is None or len(matrix.shape) != 2:
+            raise CheckpointError(
+                f"{file}: expected the tensors weight [outputs, inputs] and bias [outputs], found "
+                f"{', '.join(f'{at} {list(each.shape)}' for at, each in tensors.items()) or 'none'}"
+            )
+        if kind == "sparse" and matrix.shape[0] != 1:
+            raise CheckpointError(f"{file}: weight: expected one output, found {matrix.shape[0]}")
+        heads.append(TokenHead(kind, matrix.shape[0], file))
+    return tuple(heads), _unweighted(tokenizer) if "sparse" in asked else None
+
+
+def _unweighted(directory: Path) -> tuple[int, ...]:
+    named = special_tokens(directory)
+    file = directory / "tokenizer.json"
+    try:
+        added = json.loads(file.read_bytes())["added_tokens"]
+        ids = {each["content"]: int(each["id"]) for each in added}
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot read it: {error.strerror}") from error
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise CheckpointError(f"{file}: expected a tokenizer with added_tokens: {error}") from error
+    return tuple(sorted({ids[named[name]] for name in _UNWEIGHTED if named.get(name) in ids}))

@@ -1,0 +1,69 @@
+"""BGE-M3's heads of tokens, from a bundle and from an engine."""
+
+import numpy as np
+import pytest
+from tests.encoders import write_heads
+
+from prejit.runtime import load
+
+TEXTS = ["q b q", "c", "q r s t b a"]
+WEIGHTS = (
+    {20: 2.3139942},
+    {6: 1.2025197},
+    {20: 2.2533693, 21: 1.0172471, 22: 0.1705169, 23: 2.5831573, 5: 0.2528781},
+)
+"""As FlagEmbedding defines them, by torch: the largest of a token, without those of special tokens."""
+VECTOR = [
+    0.0533545,
+    -0.4452505,
+    0.2440935,
+    -0.2052647,
+    -0.4235003,
+    -0.4627869,
+    -0.4922198,
+    0.2477612,
+]
+"""Of the first token of the second text behind [CLS]."""
+SCORE = 0.8335326
+"""FlagEmbedding's colbert_score of the first and the last text."""
+
+
+@pytest.fixture(scope="module")
+def bundle(run, once):
+    def make(directory):
+        (directory / "model").mkdir()
+        write_heads(directory / "model")
+        manifest = directory / "heads.toml"
+        manifest.write_text(
+            '[bundle]\nname = "heads"\n[model]\nsource = "model"\n'
+            '[encode]\nshapes = [[1, 8], [4, 16]]\nheads = ["sparse", "multi_vector"]\n'
+            '[[target]]\nname = "cpu-host"\n'
+        )
+        run("build", manifest, "-o", directory, quick=True)
+
+    return load(once("letters-heads", make) / "heads")
+
+
+def check(encoded, order=(0, 1, 2)):
+    for found, place in zip(encoded.lexical_weights, order, strict=True):
+        assert found == pytest.approx(WEIGHTS[place], rel=1e-5)
+    vectors = dict(zip(order, encoded.token_vectors, strict=True))
+    assert [len(vectors[place]) for place in range(3)] == [4, 2, 7]
+    np.testing.assert_allclose(vectors[1][0], VECTOR, atol=1e-5)
+    query, document = vectors[0], vectors[2]
+    assert (query @ document.T).max(1).mean() == pytest.approx(SCORE, rel=1e-5)
+
+
+def test_weights_and_vectors_of_tokens_are_those_of_flagembedding(bundle):
+    check(bundle.encode_batch(TEXTS))
+    np.testing.assert_array_equal(bundle.encode(TEXTS), bundle.encode_batch(TEXTS).embeddings)
+
+
+def test_an_engine_gives_each_caller_its_own(bundle):
+    from prejit.server import Engine
+
+    engine = Engine(bundle)
+    futures = [engine.submit_encode(TEXTS[::-1]) for _ in range(3)]
+    for future in futures:
+        check(future.result(), (2, 1, 0))
+    engine.close()

@@ -1,0 +1,78 @@
+import pickle
+import shutil
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prejit.compiler.models.torch_tensors import torch_tensors
+from prejit.runtime.errors import CheckpointError
+
+HEADS = Path(__file__).parents[3] / "torch_heads"
+
+
+def rewritten(path, name, content):
+    """Copy a file of torch.save, with another content of an entry."""
+    with zipfile.ZipFile(HEADS / "colbert_linear.pt") as old, zipfile.ZipFile(path, "w") as new:
+        for entry in old.infolist():
+            is_other = entry.filename.endswith(name)
+            new.writestr(entry.filename, content if is_other else old.read(entry))
+    return path
+
+
+class Runs:
+    """Pickled, it names a function that writes a file."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+def test_tensors_are_those_that_torch_saved():
+    found = torch_tensors(HEADS / "colbert_linear.pt")
+    assert {name: (each.shape, each.dtype) for name, each in found.items()} == {
+        "weight": ((8, 12), "float16"),
+        "bias": ((8,), "float16"),
+    }
+    values = found["weight"].read()
+    assert 0.4 < np.abs(values.astype(np.float32)).max() < 3
+    np.testing.assert_array_equal(found["weight"].read(slice(2, 4)), values[2:4])
+
+
+def test_a_pickle_runs_nothing(tmp_path):
+    written = tmp_path / "written"
+    file = rewritten(tmp_path / "a.pt", "data.pkl", pickle.dumps(Runs(written)))
+    with pytest.raises(CheckpointError, match=r"it names .*(touch|Path|getattr)"):
+        torch_tensors(file)
+    assert not written.exists()
+
+
+def test_what_is_no_dict_of_tensors_is_refused(tmp_path):
+    whole = (HEADS / "colbert_linear.pt").read_bytes()
+    for content, told in (
+        (whole[:-200], "expected a dict of tensors"),
+        (pickle.dumps({"weight": 1}), "expected a dict of tensors"),
+        (b"", "expected a dict of tensors"),
+    ):
+        (tmp_path / "b.pt").write_bytes(content)
+        with pytest.raises(CheckpointError, match=told):
+            torch_tensors(tmp_path / "b.pt")
+    with pytest.raises(CheckpointError, match="byteorder"):
+        torch_tensors(rewritten(tmp_path / "c.pt", "byteorder", b"big"))
+    with pytest.raises(CheckpointError, match="expected a dict"):
+        torch_tensors(rewritten(tmp_path / "d.pt", "data.pkl", pickle.dumps([1])))
+    with pytest.raises(CheckpointError, match="expected a file, found none"):
+        torch_tensors(tmp_path / "none.pt")
+    short = torch_tensors(rewritten(tmp_path / "e.pt", "data/0", b"123"))
+    with pytest.raises(CheckpointError, match=r"e\.pt"):
+        short["weight"].read()
+    damaged = tmp_path / "f.pt"
+    shutil.copy(HEADS / "colbert_linear.pt", damaged)
+    found = torch_tensors(damaged)
+    at = whole.index(found["weight"].read().tobytes())
+    damaged.write_bytes(whole[:at] + b"\xff" + whole[at + 1 :])
+    with pytest.raises(CheckpointError, match="CRC"):
+        found["weight"].read()
