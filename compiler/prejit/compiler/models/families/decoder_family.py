@@ -186,6 +186,10 @@ class Factors:
     gate: float = 1.0
 
 
+_KINDS_OF_LAYERS = {"by type": "layer_types", "by layer": "layer_rope_theta"}
+"""The keys that say of each layer how its heads turn."""
+
+
 @dataclass(frozen=True)
 class DecoderFamily:
     """Differences between families. The defaults are Llama's. A text is a key of config.json.
@@ -202,11 +206,16 @@ class DecoderFamily:
         head_bias: whether the language-model head has a bias.
         is_parallel: whether attention and the MLP read the same x. Without a norm of its own the MLP reads
             what attention reads.
-        has_qkv_by_head: whether one matrix holds query, keys and values of the first head, then of the next.
+        has_qkv_by_head: whether one matrix holds the queries that share the first head of keys, that head and
+            its values, then those of the next.
+        key_heads: returns the number of heads of keys and values; None: `num_key_value_heads` says it.
+        unused_positions: rows of the table of positions before the first one.
         norms_heads: what the norms of queries and keys see: each head before it turns, each after it turned,
             all heads as one vector, or each before it turns, with scales of its own.
         clip: key of the bound, from both sides, of queries, keys and values; empty: there is none.
-        turns: whether heads turn with the position: each as a whole, a part of each, or by the layer's type.
+        turns: whether heads turn with the position: each as a whole, a part of each, by the layer's type, or
+            by the layer's `layer_rope_theta`, which is 0 where they do not.
+        rotary: returns how heads of a size turn; None: `rope_parameters` says it.
         turns_layer: returns whether heads of a layer turn; None: those of all layers do.
         is_interleaved: whether components 2i and 2i + 1 of a head turn together, rather than i and i + P.
         rope_extra: what else the family reads of `rope_parameters`.
@@ -236,9 +245,12 @@ class DecoderFamily:
     head_bias: bool = False
     is_parallel: bool | str = False
     has_qkv_by_head: bool = False
+    key_heads: Callable[[Any], int] | None = None
+    unused_positions: int = 0
     norms_heads: Literal["each", "turned", "all", "own"] = "each"
     clip: str = ""
-    turns: Literal["", "whole", "part", "by type"] = "whole"
+    turns: Literal["", "whole", "part", "by type", "by layer"] = "whole"
+    rotary: Callable[[Any, int], rope.Rotary] | None = None
     turns_layer: Callable[[Any, int], bool] | None = None
     is_interleaved: bool | str = False
     rope_extra: rope.Extra = ""
@@ -315,24 +327,13 @@ class DecoderFamily:
             windows = [_window(config)] * count
         elif self.windows:
             windows = _windows_by_type(config)
-        kinds = config.layer_types if self.turns == "by type" else [None] * count
-        partial = self.turns == "part"
-        rotary: dict[str | None, rope.Rotary | None] = {
-            kind: rope.frequencies(
-                config,
-                size,
-                context=context,
-                layer_type=kind,
-                partial=partial,
-                interleaved=bool(self.of(config, self.is_interleaved)),
-                extra=self.rope_extra,
-            )
-            if self.turns
-            else None
-            for kind in dict.fromkeys(kinds)
-        }
+        kinds: list[Any] = [None] * count
+        if self.turns in _KINDS_OF_LAYERS:
+            kinds = getattr(config, _KINDS_OF_LAYERS[self.turns])[:count]
+        rotary = {kind: self._rotary(config, size, context, kind) for kind in dict.fromkeys(kinds)}
         turned = [self.turns_layer is None or self.turns_layer(config, n) for n in range(count)]
         keys = getattr(config, "num_key_value_heads", None) or queries
+        keys = keys if self.key_heads is None else self.key_heads(config)
         if self.is_latent:  # all heads attend to the same latents
             keys, size = 1, config.kv_lora_rank + size
         return [
@@ -349,6 +350,23 @@ class DecoderFamily:
             else NO_HEADS
             for layer, (kind, window) in enumerate(zip(kinds, windows, strict=True))
         ]
+
+    def _rotary(self, config: Any, size: int, context: int | None, kind: Any) -> rope.Rotary | None:
+        """Return how the heads of a kind of layers turn; None: they do not."""
+        if self.rotary is not None:
+            return self.rotary(config, size)
+        if not self.turns or kind == 0:
+            return None
+        return rope.frequencies(
+            config,
+            size,
+            context=context,
+            layer_type=kind if self.turns == "by type" else None,
+            partial=self.turns == "part",
+            interleaved=bool(self.of(config, self.is_interleaved)),
+            extra=self.rope_extra,
+            theta=kind if self.turns == "by layer" else None,
+        )
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,12 @@ _KEYS: Checks = {
         ("hidden_size", "n_embd", "d_model", "dim", "num_mel_bins", "embedding_size"), _WIDTH
     ),
     **dict.fromkeys(("intermediate_size", "d_ff", "hidden_dim"), INNER),
-    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), INNER),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "ffn_hidden_size"), INNER),
+    **dict.fromkeys(("bias", "enable_bias", "multi_query", "parallel_attn"), _BOOL),
+    **dict.fromkeys(("new_decoder_architecture", "use_post_norm"), _BOOL),
+    "word_embed_proj_dim": _WIDTH,
+    "num_kv_heads": _SIZE,
+    "layer_rope_theta": _list(_number(0, 1e12)),
     **dict.fromkeys(("n_positions", "max_source_positions", "max_target_positions"), INNER),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), _LAYERS),
     **dict.fromkeys(("encoder_layers", "decoder_layers"), _LAYERS),
@@ -313,7 +318,10 @@ def check_config(file: Path, config: Any, checks: Checks) -> None:
         CheckpointError: as `check_file`.
     """
     _check(file, "", {key: getattr(config, key, None) for key in checks}, checks)
-    lists = (("layer_types", True), ("mlp_layer_types", True), ("no_rope_layers", False))
+    lists = (
+        *(("layer_types", True), ("mlp_layer_types", True)),
+        *(("no_rope_layers", False), ("layer_rope_theta", False)),
+    )
     for key, is_exact in lists:
         if key not in checks:
             continue
