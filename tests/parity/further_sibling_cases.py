@@ -69,6 +69,22 @@ def _falcon(number: int, random: np.random.Generator, config: Config) -> Config:
     }
 
 
+def _neo(number: int, random: np.random.Generator, config: Config) -> Config:
+    """Windows in some layers."""
+    heads, kinds = config["num_attention_heads"], [["global", "local"], ["local", "global"]]
+    return {
+        **dict.fromkeys((*_OF_LLAMA, "num_attention_heads", "num_hidden_layers"), REMOVED),
+        "num_heads": heads,
+        "hidden_size": 4 * heads,  # larger scores are too sharp: nothing divides them
+        "num_layers": 2,
+        "attention_types": [[kinds[number % 2], 1]],
+        "window_size": [5, 1, 30][number],
+        "intermediate_size": [None, 13, 40][number],
+        "activation_function": pick(random, ["gelu_new", *ACTIVATIONS]),
+        "layer_norm_epsilon": [1e-5, 1e-3, 1e-5][number],
+    }
+
+
 def _opt(number: int, random: np.random.Generator, config: Config) -> Config:
     return {
         **dict.fromkeys(_OF_LLAMA, REMOVED),
@@ -104,6 +120,7 @@ FAMILIES: dict[str, Family] = {
             given(multi_query=[True, False, True], scale_attn_weights=[True, True, False]),
         ),
     ),
+    "gpt_neo": ("GPTNeo", _neo),
     "gptj": ("GPTJ", combined(_gpt, given(rotary_dim=[2, 4, 8], tie_word_embeddings=False))),
     "granite_swa": ("GraniteSWA", combined(BOTH, multipliers, windows, _thetas)),
     "granitemoe_swa": (
@@ -131,5 +148,21 @@ FAMILIES: dict[str, Family] = {
     "iquestcoder": ("IQuestCoder", combined(sizes_of_heads, BOTH)),
     "jais2": ("Jais2", combined(BOTH, layer_norm, given(hidden_act=["relu2", "gelu", "relu2"]))),
     "opt": ("OPT", _opt),
+    "phimoe": (
+        "Phimoe",
+        combined(
+            ATTENTION,
+            experts("num_local_experts"),
+            given(
+                num_experts_per_tok=2,
+                router_jitter_noise=[0.01, 0.3, 0.1],
+                lm_head_bias=[False, True, False],
+                sliding_window=[None, 9, None],
+                rope_parameters=REMOVED,
+                rope_scaling=REMOVED,
+                rope_theta=1000.0,
+            ),
+        ),
+    ),
 }
 """The beginning of the name of transformers' class, and what a configuration has, for each model_type."""

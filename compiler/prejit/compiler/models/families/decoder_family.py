@@ -219,7 +219,8 @@ class DecoderFamily:
         turns_layer: returns whether heads of a layer turn; None: those of all layers do.
         is_interleaved: whether components 2i and 2i + 1 of a head turn together, rather than i and i + P.
         rope_extra: what else the family reads of `rope_parameters`.
-        windows: the layers with a `sliding_window`: none, each, or by the layer's type.
+        windows: the layers with a `sliding_window`: none, each, or by the layer's type; or what returns the
+            window of a layer.
         scale: returns the factor of scores of a layer; None: 1 / sqrt(H).
         score_cap, logit_cap: keys of soft bounds of scores and logits; empty: there is none.
         embedding_scale, logit_scale: return the factor of embeddings and of logits; None: there is none.
@@ -242,7 +243,7 @@ class DecoderFamily:
     bias: bool | str = False
     output_bias: bool | str = False
     mlp_bias: bool | str = False
-    head_bias: bool = False
+    head_bias: bool | str = False
     is_parallel: bool | str = False
     has_qkv_by_head: bool = False
     key_heads: Callable[[Any], int] | None = None
@@ -254,7 +255,7 @@ class DecoderFamily:
     turns_layer: Callable[[Any, int], bool] | None = None
     is_interleaved: bool | str = False
     rope_extra: rope.Extra = ""
-    windows: Literal["", "each", "by type"] = ""
+    windows: Literal["", "each", "by type"] | Callable[[Any, int], int | None] = ""
     scale: Callable[[Any, int], float] | None = None
     score_cap: str = ""
     logit_cap: str = ""
@@ -273,6 +274,7 @@ class DecoderFamily:
     def keys(self) -> tuple[str, ...]:
         """The keys of config.json that the fields name."""
         fields = [self.bias, self.output_bias, self.mlp_bias, self.is_parallel, self.residual_scale]
+        fields += [self.head_bias]
         fields += [self.is_interleaved, self.clip]
         fields += [] if self.states is None else [self.states.bias]
         found = [self.epsilon, self.activation, self.inner, self.score_cap, self.logit_cap, *fields]
@@ -323,7 +325,9 @@ class DecoderFamily:
         queries = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // queries
         windows: list[int | None] = [None] * count
-        if self.windows == "each":
+        if callable(self.windows):
+            windows = [self.windows(config, layer) for layer in range(count)]
+        elif self.windows == "each":
             windows = [_window(config)] * count
         elif self.windows:
             windows = _windows_by_type(config)

@@ -93,10 +93,11 @@ def rotary(
     """
     groups = ("num_key_value_heads",) if grouped else ()
     windows = {"": (), "each": ("sliding_window",), "by type": ("sliding_window", "layer_types")}
+    of_windows = windows[family.windows] if isinstance(family.windows, str) else ()
     return Family(
         partial(TextDecoder, family),
         naming,
-        checks_of(*_SIZES, *groups, *family.keys, *windows[family.windows], *keys),
+        checks_of(*_SIZES, *groups, *family.keys, *of_windows, *keys),
         activation=family.activation,
         allowed=allowed,
         multiples=tuple(("num_attention_heads", key) for key in groups),

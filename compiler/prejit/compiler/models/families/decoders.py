@@ -67,7 +67,9 @@ class TextDecoder(nnx.Module):
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         place(self, family.names.model, DecoderStack(family, config, context))
         if not config.tie_word_embeddings:
-            head = Linear(config.hidden_size, config.vocab_size, bias=family.head_bias)
+            head = Linear(
+                config.hidden_size, config.vocab_size, bias=family.of(config, family.head_bias)
+            )
             place(self, family.names.head, head)
         cap = family.logit_cap
         self.logit_cap: float | None = getattr(config, cap) if cap else None

@@ -1,4 +1,4 @@
-"""The table of decoders with mixtures of experts (see decoder_table.py).
+"""The table of decoders with mixtures of experts (see decoder_table.py); later_mixture_table.py has more.
 
 Sources:
 
@@ -10,7 +10,6 @@ flex_olmo   Shi et al. 2025, arXiv 2507.07024
 glm4_moe, glm4_moe_lite    GLM Team 2025, arXiv 2508.06471 (GLM 4.5 and 4.6; GLM 4.7 Flash)
 gpt_oss     OpenAI 2025, arXiv 2508.10925
 granitemoe, granitemoeshared    IBM 2024, Granite 3.0 Language Models
-granitemoe_swa    IBM 2026, Granite with windows and sinks
 hunyuan_v1_moe  Tencent 2025, Hunyuan-A13B
 minimax_m2  MiniMax 2025, MiniMax-M2
 mixtral     Jiang et al. 2024, arXiv 2401.04088
@@ -45,7 +44,6 @@ from prejit.compiler.models.families.decoder_table import (
 )
 from prejit.compiler.models.families.decoders import TextDecoder
 from prejit.compiler.models.families.family import Family
-from prejit.compiler.models.families.llama_like_table import with_sinks
 from prejit.compiler.models.layers.experts import Routing
 from prejit.compiler.models.layers.layer_config import (
     Converted,
@@ -58,7 +56,7 @@ from prejit.compiler.models.layers.layer_config import (
 _MIXTURE = DecoderNames(
     router="mlp.gate", experts_up="mlp.experts.gate_up_proj", experts_down="mlp.experts.down_proj"
 )
-_MIXTRAL = DecoderFamily(
+MIXTRAL = DecoderFamily(
     DecoderNames(
         router="block_sparse_moe.gate",
         experts_up="block_sparse_moe.experts.gate_up_proj",
@@ -132,20 +130,7 @@ QWEN2_MOE = replace(
 )
 
 
-_GRANITE_SWA = with_sinks(
-    replace(
-        GRANITE_SHARED,
-        names=replace(
-            GRANITE_SHARED.names,
-            router="block_sparse_moe.router",
-            experts_up=_MIXTRAL.names.experts_up,
-            experts_down=_MIXTRAL.names.experts_down,
-        ),
-    )
-)
-
-
-def _without_weight(names: DecoderNames) -> tuple[tuple[str, str], ...]:
+def without_weight(names: DecoderNames) -> tuple[tuple[str, str], ...]:
     """Return the published names of the matrices of experts, which lack the end `.weight`."""
     matrices = (names.experts_up, names.experts_down)
     return tuple((f".{name}", f".{name}.weight") for name in matrices)
@@ -156,7 +141,7 @@ def stacked_experts(names: DecoderNames, gate: str, up: str, down: str) -> Namin
     experts = names.experts_up.rpartition(".")[0]
     return replace(
         NAMING,
-        renamed=_without_weight(names),
+        renamed=without_weight(names),
         stacked=(
             Stacked(
                 f".{names.experts_up}.weight", f".{experts}.", (f".{gate}.weight", f".{up}.weight")
@@ -274,8 +259,8 @@ def _glm4_moe(config: Any, context: int | None) -> TextDecoder:
 
 
 _MINIMAX_M2 = replace(
-    _MIXTRAL,
-    names=replace(_MIXTRAL.names, head_norms=HEAD_NORMS),
+    MIXTRAL,
+    names=replace(MIXTRAL.names, head_norms=HEAD_NORMS),
     norms_heads="all",
     turns="part",
     windows="",
@@ -444,11 +429,6 @@ MIXTURES: Mapping[str, Family] = {
     ),
     "gpt_oss": replace(rotary(_GPT_OSS, naming=_GPT_OSS_NAMING), quantized=("mxfp4",)),
     "granitemoe": rotary(_GRANITE_MOE, *MULTIPLIERS),
-    "granitemoe_swa": rotary(
-        _GRANITE_SWA,
-        *(*MULTIPLIERS, "shared_intermediate_size", "layer_rope_theta"),
-        naming=replace(NAMING, renamed=_without_weight(_GRANITE_SWA.names)),
-    ),
     "granitemoeshared": rotary(GRANITE_SHARED, *MULTIPLIERS, "shared_intermediate_size"),
     "hunyuan_v1_moe": replace(
         rotary(
@@ -467,7 +447,7 @@ MIXTURES: Mapping[str, Family] = {
             "block_sparse_moe.gate",
         ),
     ),
-    "mixtral": rotary(_MIXTRAL, naming=stacked_experts(_MIXTRAL.names, "w1", "w3", "w2")),
+    "mixtral": rotary(MIXTRAL, naming=stacked_experts(MIXTRAL.names, "w1", "w3", "w2")),
     "olmoe": rotary(_OLMOE, naming=stacked_experts(_OLMOE.names, *PROJECTIONS), clip_qkv=(None,)),
     "qwen2_moe": rotary(
         QWEN2_MOE,

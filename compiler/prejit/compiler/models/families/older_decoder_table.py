@@ -4,6 +4,7 @@ Sources:
 
 falcon      Almazrouei et al. 2023, arXiv 2311.16867 (7B, 11B, 40B, 180B)
 gpt_bigcode Li et al. 2023, arXiv 2305.06161 (StarCoder, SantaCoder)
+gpt_neo     Black et al. 2021, GPT-Neo; Eldan and Li 2023, arXiv 2305.07759 (TinyStories)
 gptj        Wang and Komatsuzaki 2021, GPT-J-6B
 opt         Zhang et al. 2022, arXiv 2205.01068; all sizes but 350M, which norms after each part
 """
@@ -19,7 +20,7 @@ from prejit.compiler.models.families.decoder_table import GPT2, rotary
 from prejit.compiler.models.families.decoders import TextDecoder
 from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.layers import rope
-from prejit.compiler.models.layers.config_checks import INNER, checks_of
+from prejit.compiler.models.layers.config_checks import INNER, INNER_OR_NULL, checks_of
 from prejit.compiler.models.layers.layer_config import Naming, require
 from prejit.compiler.models.layers.linear import LayerNorm
 
@@ -42,6 +43,22 @@ _GPTJ = replace(
     turns="whole",
     rotary=lambda config, size: rope.first_components(config, size, 10000.0, config.rotary_dim),
     scale=None,
+)
+
+
+_NEO = replace(
+    GPT2,
+    names=replace(
+        GPT2.names,
+        qkv=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
+        output="attn.attention.out_proj",
+    ),
+    inner="intermediate_size",
+    bias=False,
+    windows=lambda config, layer: (
+        config.window_size if config.attention_layers[layer] == "local" else None
+    ),
+    scale=lambda config, layer: 1.0,
 )
 
 
@@ -117,6 +134,12 @@ def _falcon(config: Any, context: int | None) -> TextDecoder:
     return TextDecoder(replace(_FALCON, names=names, is_parallel=is_parallel), config, context)
 
 
+def _check_neo(config: Any) -> None:
+    for kind in config.attention_layers:
+        require(config, "attention_types", kind, ["global", "local"])
+    _NEO.heads(config)
+
+
 def _check_falcon(config: Any) -> None:
     norms: list[int | None] = [None, 1]
     if config.new_decoder_architecture:
@@ -154,6 +177,24 @@ OLDER_DECODERS: Mapping[str, Family] = {
         activation=_BIGCODE.activation,
         allowed={"add_cross_attention": (False,)},
         multiples=(("n_embd", "n_head"),),
+    ),
+    "gpt_neo": Family(
+        lambda config, context: TextDecoder(_NEO, config, context),
+        Naming(
+            "transformer.",
+            "lm_head.weight",
+            "transformer.wte.weight",
+            buffers=(".attn.attention.bias", ".attn.attention.masked_bias"),
+        ),
+        checks_of(
+            *("vocab_size", "hidden_size", "num_layers", "num_heads", "max_position_embeddings"),
+            *("layer_norm_epsilon", "activation_function", "tie_word_embeddings"),
+            window_size=INNER,
+            intermediate_size=INNER_OR_NULL,
+        ),
+        activation=_NEO.activation,
+        multiples=(("hidden_size", "num_heads"),),
+        check=_check_neo,
     ),
     "gptj": Family(
         lambda config, context: TextDecoder(_GPTJ, config, context),

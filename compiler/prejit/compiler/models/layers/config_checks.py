@@ -72,6 +72,8 @@ _LARGEST = 2**31 - 1
 _WIDTH = _integer(1, 2**20)
 INNER = _integer(1, 2**22)
 """An inner width, or the number of rows of a table of positions."""
+INNER_OR_NULL = _integer(1, 2**22, optional=True)
+"""An inner width; null is four times the width of the model."""
 NUMBER_OF_SEGMENTS = _integer(0, 2**24)
 """The number of segments of a family that may have none."""
 FARTHEST = _integer(-1, 2**22)
@@ -118,6 +120,8 @@ _KEYS: Checks = {
     **dict.fromkeys(("bias", "enable_bias", "multi_query", "parallel_attn"), _BOOL),
     **dict.fromkeys(("new_decoder_architecture", "use_post_norm"), _BOOL),
     "word_embed_proj_dim": _WIDTH,
+    "lm_head_bias": _BOOL,
+    "router_jitter_noise": _number(0, 1),
     "num_kv_heads": _SIZE,
     "layer_rope_theta": _list(_number(0, 1e12)),
     **dict.fromkeys(("n_positions", "max_source_positions", "max_target_positions"), INNER),
@@ -144,7 +148,7 @@ _KEYS: Checks = {
     **dict.fromkeys(("rope_theta", "mlp_ratio"), _number(1e-6, 1e6)),
     **dict.fromkeys(("projection_size",), _WIDTH),
     "num_register_tokens": _integer(0, 2**10),
-    "n_inner": _integer(1, 2**22, optional=True),
+    "n_inner": INNER_OR_NULL,
     "head_dim": _integer(1, 2**14, optional=True),
     "pad_token_id": _integer(0, 2**22),
     "rope_parameters": _OBJECT,
