@@ -96,11 +96,12 @@ _MODELS = """\
 transformers publishes them, beside its torch models. Every tensor is used, or a build ends with its name.
 
 - **difference**: the largest of any logit, in 1e-6, in float32 with kernels, over {steps} greedy steps of
-  up to three models of odd sizes.
+  up to three models of odd sizes. float32 itself does not say more where layers repeat a state: torch's
+  `qwen3_5_moe_text` is 106 from its float64 logits.
 - **tokens**: steps whose best token is torch's, of all.
 - **int8, int4**: the mean KL divergence from torch's float32 logits over {steps} steps, in 1e-3 nats, of a
   wider model whose logits have a standard deviation near 2. Random matrices have no structure to keep: the
-  divergence compares rows of this table, and says nothing of a trained model.
+  divergence compares rows of this table, and says nothing of a trained model. Empty: not measured so far.
 - **4 bits**: the share of that model's values that int4 stores in four bits, the rest being int8.
 - **CPU**: seconds of CPU time to read the checkpoint, trace, compile and run one.
 
@@ -426,7 +427,7 @@ def models_page(measured: Mapping[str, Any]) -> str:
     for kind, row in measured["models"].items():
         exact = [*row["float32"].values()]
         narrow: dict[str, Any] = next(iter(row.get("narrow", {}).values()), {})
-        cells = [f"`{kind}`", f"{max(each['difference'] for each in exact) * 1e6:.2g}"]
+        cells = [f"`{kind}`", f"{max(each['difference'] for each in exact) * 1e6:.3g}"]
         cells.append(f"{sum(each['equal_tokens'] for each in exact)} / {steps * len(exact)}")
         cells += [f"{1e3 * narrow[key]:.2g}" if key in narrow else "" for key in ("int8", "int4")]
         cells.append(f"{narrow['share_in_four_bits']:.0%}" if narrow else "")
