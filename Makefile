@@ -38,7 +38,7 @@ TESTS ?= tests
 # What the oldest interpreter runs.
 CHOSEN := -p tests.other_interpreter
 
-.PHONY: help demo artifacts dist test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity test-ray test-platforms demo-model hostile damage fuzz chaos broken-transfers evaluation soak swaps drills releases load-check hostile-clients differential docs clean
+.PHONY: help demo artifacts dist test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity parity-table test-ray test-platforms demo-model hostile damage fuzz chaos broken-transfers evaluation soak swaps drills releases load-check hostile-clients differential docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -113,6 +113,12 @@ gpu: ## the check on a real NVIDIA GPU (installs jax with CUDA)
 parity: $(READY) ## models against transformers' torch models (installs torch)
 	$(BIN)/python -m pip install --quiet torch
 	PREJIT_TEST_ALL=1 $(BIN)/python -m pytest tests/parity -m "torch or not torch"
+
+parity-table: $(READY) ## the table of docs/reference/models.md (installs torch, 1 GB; an hour)
+	test -d $(PREJIT_TEST_ENVIRONMENTS)/torch || $(PYTHON) -m venv $(PREJIT_TEST_ENVIRONMENTS)/torch
+	$(PREJIT_TEST_ENVIRONMENTS)/torch/bin/python -m pip install --quiet torch==2.13.0 transformers==5.24.0 safetensors
+	$(BIN)/python -m tests.parity.model_table $(PREJIT_TEST_ENVIRONMENTS)/torch/bin/python $(PREJIT_TEST_ENVIRONMENTS)/torch/models
+	$(BIN)/python docs/generate.py
 
 test-ray: $(READY) ## the tests on a Ray cluster of this machine (installs Ray, 260 MB)
 	$(BIN)/python -m pip install --quiet 'ray[client]>=2.40'

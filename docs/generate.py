@@ -32,6 +32,7 @@ from prejit.server.telemetry.metrics_collector import EngineCollector
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
+MODELS = ROOT / "tests" / "parity" / "models.json"
 _TOP = click.Context(commands, info_name="prejit", **commands.context_settings)
 
 Schema = Mapping[str, Any]
@@ -88,6 +89,26 @@ process, such as `process_open_fds`. A histogram has the series `_bucket`, `_sum
 
 | name | type | labels | value |
 | --- | --- | --- | --- |"""
+_MODELS = """\
+# Models beside torch
+
+`make parity-table` writes this page: small random models of each `model_type`, with names and shapes as
+transformers publishes them, beside its torch models. Every tensor is used, or a build ends with its name.
+
+- **difference**: the largest of any logit, in 1e-6, in float32 with kernels, over {steps} greedy steps of
+  up to three models of odd sizes. float32 itself does not say more where layers repeat a state: torch's
+  `qwen3_5_moe_text` is 106 from its float64 logits.
+- **tokens**: steps whose best token is torch's, of all.
+- **int8, int4**: the mean KL divergence from torch's float32 logits over {steps} steps, in 1e-3 nats, of a
+  wider model whose logits have a standard deviation near 2. Random matrices have no structure to keep: the
+  divergence compares rows of this table, and says nothing of a trained model. Empty: not measured so far.
+- **4 bits**: the share of that model's values that int4 stores in four bits, the rest being int8.
+- **CPU**: seconds of CPU time to read the checkpoint, trace, compile and run one.
+
+{versions}, {date}.
+
+| `model_type` | difference | tokens | int8 | int4 | 4 bits | CPU |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: |"""
 _STATUSES = """\
 Two statuses have no class: 0 (success) and 8 (`prejit plan`: something will compile). A command that ends
 with ctrl-C has status 130, and one whose reader has gone has status 141.
@@ -101,6 +122,7 @@ def reference_pages() -> dict[Path, str]:
         "command-line.md": command_line_page(),
         "errors.md": errors_page(),
         "metrics.md": metrics_page(),
+        "models.md": models_page(json.loads(MODELS.read_text())),
         "bundle-schema.md": bundle_schema_page(),
     }
     written = {DOCS / "reference" / name: text for name, text in pages.items()}
@@ -394,6 +416,23 @@ def metrics_page() -> str:
         lines.append(
             f"| `{family.name}{ending}` | {family.type} | {labels} | {family.documentation} |"
         )
+    return "\n".join(lines) + "\n"
+
+
+def models_page(measured: Mapping[str, Any]) -> str:
+    """Return the table of decoders beside torch."""
+    versions = ", ".join(f"{name} {number}" for name, number in measured["versions"].items())
+    steps = measured["steps"]
+    lines = [_MODELS.format(steps=steps, versions=versions, date=measured["date"])]
+    for kind, row in measured["models"].items():
+        exact = [*row["float32"].values()]
+        narrow: dict[str, Any] = next(iter(row.get("narrow", {}).values()), {})
+        cells = [f"`{kind}`", f"{max(each['difference'] for each in exact) * 1e6:.3g}"]
+        cells.append(f"{sum(each['equal_tokens'] for each in exact)} / {steps * len(exact)}")
+        cells += [f"{1e3 * narrow[key]:.2g}" if key in narrow else "" for key in ("int8", "int4")]
+        cells.append(f"{narrow['share_in_four_bits']:.0%}" if narrow else "")
+        cells.append(f"{sum(each['cpu_seconds'] for each in exact) / len(exact):.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -97,6 +97,11 @@ def kernel_recipe(toy_library, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def with_kernels(build_cache):
+    """Forms with kernels, for this machine."""
+    return registered_forms(build_cache)
+
+
+def registered_forms(cache):
     """Forms with kernels, for this machine; XLA knows them by the names that lowering writes."""
     import jax
 
@@ -106,7 +111,7 @@ def with_kernels(build_cache):
     from prejit.runtime.device import kernels
     from prejit.runtime.format.names import kernel_target
 
-    library, content = built_kernels("cpu-host", SOURCES, build_cache)
+    library, content = built_kernels("cpu-host", SOURCES, cache)
     loaded = kernels.load(content)
     for kernel, name in KERNEL_CALLS.items():
         handler = loaded.handlers[kernel_target(kernel, library.digest)]

@@ -177,23 +177,33 @@ def gpt2(decoder_dir):
         "mistral",  # with a sliding window
         "mistral-int8",  # whose cache is int8
         "falcon_h1",  # in which nothing can be taken back of one part, beside keys and values
+        pytest.param("nemotron_h", marks=pytest.mark.thorough),
+        pytest.param("qwen3_next", marks=pytest.mark.thorough),
         pytest.param("state_space", marks=pytest.mark.thorough),
         pytest.param("gemma2", marks=pytest.mark.thorough),
     ],
 )
-def other(request, make_decoder, run, once):
+def other(request, make_decoder, run, once, tmp_path_factory):
     # Each program more is a compilation more: the GPT-2 has those of several batches and prompts.
     sizes = {"batch": (2,), "prompt": (10,), "context": (24, 72)}
     if request.param == "state_space":
         return with_texts(load(state_space_bundle(run, once), on_mismatch="error"))
     if request.param == "falcon_h1":
         return with_texts(request.getfixturevalue("hybrid"))
+    if request.param in ("nemotron_h", "qwen3_next"):
+        directory = tmp_path_factory.mktemp(request.param)
+        hybrid_case(request.param).write(directory)
+        return with_texts(load(make_decoder(directory, **sizes), on_mismatch="error"))
     family, _, cache_dtype = request.param.partition("-")
     made = make_decoder(family, **sizes, cache_dtype=cache_dtype or "float32")
     return with_texts(load(made, on_mismatch="error"))
 
 
-HYBRID = next(case for case in hybrid_cases.cases() if case.name == "falcon_h1-0")
+def hybrid_case(family):
+    return next(case for case in hybrid_cases.cases() if case.name == f"{family}-0")
+
+
+HYBRID = hybrid_case("falcon_h1")
 
 
 @pytest.fixture(scope="module")

@@ -57,8 +57,12 @@ class Case:
     def write(self, directory: Path) -> None:
         """Writes the checkpoint as torch's save_pretrained would."""
         shapes = self.tensor_shapes
-        tensors = {name: _values(name, shape, self.seed) for name, shape in shapes.items()}
+        tensors = {name: self.values(name, shape) for name, shape in shapes.items()}
         write_checkpoint(directory, self.config, tensors)
+
+    def values(self, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """The values of a tensor."""
+        return _values(name, shape, self.seed)
 
     @property
     def tensor_shapes(self) -> Shapes:

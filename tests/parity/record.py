@@ -16,7 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from . import cases, hybrid_cases, later_sibling_cases, sibling_cases, t5_cases, whisper_cases
+from . import (
+    cases,
+    further_sibling_cases,
+    hybrid_cases,
+    later_sibling_cases,
+    sibling_cases,
+    t5_cases,
+    whisper_cases,
+)
 
 TIE = 1e-3
 """Tokens of which the logits are nearer than this could change places by rounding alone."""
@@ -85,11 +93,10 @@ def _logits(model: Any, case: Any, tokens: Any) -> Any:
 def torch_model(case: Any, directory: Path) -> Any:
     """The model of a case."""
     import torch
-    import transformers
 
     torch.set_num_threads(1)  # more of them take longer over matrices as small as these
     case.write(directory)
-    kind = getattr(transformers, case.config["architectures"][0])
+    kind = _class_of(case)
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     if any("experts" in key for key in case.config):
         options["experts_implementation"] = "eager"  # the other wants strides of 16 bytes
@@ -98,14 +105,23 @@ def torch_model(case: Any, directory: Path) -> Any:
     return model.eval()
 
 
+def _class_of(case: Any) -> Any:
+    """transformers' class of a case; where it has none of that name, that of the family it builds instead."""
+    import transformers
+
+    name = case.config["architectures"][0]
+    return getattr(transformers, name, transformers.AutoModelForCausalLM)
+
+
 def published_shapes(case: Any, directory: Path) -> dict[str, list[int]]:
     """The names and shapes that save_pretrained gives the tensors of a new model of this configuration."""
     import transformers
     from safetensors import safe_open
 
-    kind = getattr(transformers, case.config["architectures"][0])
     config = transformers.AutoConfig.for_model(**case.config)
-    kind(config).save_pretrained(directory)
+    kind = _class_of(case)
+    auto = kind is transformers.AutoModelForCausalLM
+    (kind.from_config(config) if auto else kind(config)).save_pretrained(directory)
     with safe_open(directory / "model.safetensors", "np") as file:
         return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
 
@@ -140,7 +156,7 @@ def record(reference: Path, cases: Iterable[Any]) -> None:
 
 
 if __name__ == "__main__":
-    siblings = (sibling_cases, later_sibling_cases, hybrid_cases)
+    siblings = (sibling_cases, later_sibling_cases, further_sibling_cases, hybrid_cases)
     for each in (cases, *siblings, t5_cases, whisper_cases):
         if each.__name__.rpartition(".")[2] in (sys.argv[1:] or each.__name__):
             record(each.REFERENCE, each.cases())

@@ -32,6 +32,7 @@ EACH = 3
 REFERENCE = Path(__file__).parent / "sibling_reference.npz"
 HYBRID_REFERENCE = Path(__file__).parent / "hybrid_reference.npz"
 LATER_REFERENCE = Path(__file__).parent / "later_sibling_reference.npz"
+FURTHER_REFERENCE = Path(__file__).parent / "further_sibling_reference.npz"
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ def shapes_key(case: Case) -> str:
 @cache
 def _recorded_shapes() -> dict[str, Shapes]:
     shapes: dict[str, Shapes] = {}
-    for reference in (REFERENCE, LATER_REFERENCE, HYBRID_REFERENCE):
+    for reference in (REFERENCE, LATER_REFERENCE, FURTHER_REFERENCE, HYBRID_REFERENCE):
+        if not reference.is_file():  # record.py writes it
+            continue
         with np.load(reference) as recorded:
             shapes |= {key: json.loads(str(recorded[key])) for key in recorded if "/" in key}
     return shapes

@@ -22,6 +22,7 @@ from prejit.compiler.models.layers.product_forms import Forms, using
 from prejit.compiler.models.parameters import with_parameters
 
 from .cases import PROMPT, REFERENCE, STEPS, Case, Config, cases
+from .further_sibling_cases import FAMILIES as FURTHER_SIBLINGS
 from .hybrid_cases import MODEL_TYPES as HYBRIDS
 from .later_sibling_cases import FAMILIES as LATER_SIBLINGS
 from .record import TIE, nearest_tokens, torch_logits
@@ -197,7 +198,7 @@ def test_longrope_equals_torch_up_to_its_context_where_programs_end_there_and_af
 def test_every_case_is_recorded_and_they_differ(reference: dict[str, Logits]) -> None:
     assert list(reference) == [case.name for case in cases()]
     families = Counter(name.split("-")[0] for name in reference)
-    others = {*ENCODER_DECODERS, *SIBLINGS, *LATER_SIBLINGS, *HYBRIDS}
+    others = {*ENCODER_DECODERS, *SIBLINGS, *LATER_SIBLINGS, *FURTHER_SIBLINGS, *HYBRIDS}
     known = model_registry.DECODERS.keys() - others
     assert families.keys() == {family.removesuffix("_text") for family in known}
     assert min(families.values()) >= 10

@@ -18,13 +18,18 @@ from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models.layers.product_forms import Forms
 from prejit.runtime.errors import CheckpointError
 
-from . import hybrid_cases, later_sibling_cases
+from . import further_sibling_cases, hybrid_cases, later_sibling_cases
 from .record import TIE, nearest_tokens, torch_logits
 from .sibling_cases import EACH, FAMILIES, REFERENCE, STEPS, Sibling, cases
 from .test_parity import TOLERANCE, check
 
 Logits = np.ndarray[Any, np.dtype[np.float32]]
-CASES = (*cases(), *later_sibling_cases.cases(), *hybrid_cases.cases())
+CASES = (
+    *cases(),
+    *later_sibling_cases.cases(),
+    *further_sibling_cases.cases(),
+    *hybrid_cases.cases(),
+)
 REACHED = {"bamba-0", "qwen3_5_moe-0"}
 """Cases of families whose code other ones reach."""
 FIRST = [case for case in CASES[::EACH] if case.name not in REACHED]
@@ -34,7 +39,8 @@ FIRST = [case for case in CASES[::EACH] if case.name not in REACHED]
 @pytest.fixture(scope="module")
 def reference() -> dict[str, Logits]:
     found: dict[str, Logits] = {}
-    for file in (REFERENCE, later_sibling_cases.REFERENCE, hybrid_cases.REFERENCE):
+    others = (later_sibling_cases, further_sibling_cases, hybrid_cases)
+    for file in (REFERENCE, *(each.REFERENCE for each in others)):
         with np.load(file) as recorded:
             found |= {name: recorded[name] for name in recorded if "/" not in name}
     return found
@@ -73,7 +79,11 @@ def test_the_portable_form_gives_the_same(
     check(case, reference, tmp_path, None)
 
 
-@pytest.mark.parametrize("case", FIRST, ids=lambda case: case.name)
+OWN_NAMES = [case for case in FIRST if case.name != "exaone-0"]
+"""Those whose tensors are published under the names of the module, which errors say."""
+
+
+@pytest.mark.parametrize("case", OWN_NAMES, ids=lambda case: case.name)
 def test_a_tensor_that_is_unknown_or_missing_is_named(case: Sibling, tmp_path: Path) -> None:
     case.write(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -104,6 +114,7 @@ def test_layers_that_draft_tokens_are_left_out_where_config_says_so(tmp_path: Pa
 def test_every_case_is_recorded_and_they_differ(reference: dict[str, Logits]) -> None:
     assert list(reference) == [case.name for case in CASES]
     families = FAMILIES | later_sibling_cases.FAMILIES | hybrid_cases.FAMILIES
+    families |= further_sibling_cases.FAMILIES
     assert Counter(name.rsplit("-", 1)[0] for name in reference) == dict.fromkeys(families, EACH)
     for name, logits in reference.items():
         assert logits.shape[0] == STEPS

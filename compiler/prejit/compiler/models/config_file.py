@@ -221,5 +221,20 @@ def _completed(file: Path, content: Mapping[str, Any], families: Mapping[str, Fa
         config.name_or_path = str(file.parent)
     except Exception as error:  # KeyError, ValueError, huggingface_hub's own and others
         reason = error.args[0] if error.args else type(error).__name__
-        raise CheckpointError(f"{file}: transformers refuses it: {reason}") from error
+        where = str(file)
+        if (key := _refused_null(CONFIG_MAPPING[family], read, error)) is not None:
+            where = f"{file}: {prefix}{key}: expected a value or no such key, found null"
+        raise CheckpointError(f"{where}: transformers refuses it: {reason}") from error
     return config
+
+
+def _refused_null(kind: Any, read: Mapping[str, Any], error: Exception) -> str | None:
+    """Return the key that is null and without which transformers refuses nothing, or something else."""
+    for key in (key for key, value in read.items() if value is None):
+        try:
+            kind.from_dict({name: value for name, value in read.items() if name != key})
+        except Exception as other:
+            if str(other) == str(error):
+                continue
+        return key
+    return None

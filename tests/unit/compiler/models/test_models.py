@@ -21,6 +21,8 @@ from tests.extent import examples
 from tests.parity import t5_cases, whisper_cases
 from tests.parity.cases import cases
 from tests.parity.encoder_cases import cases as encoder_cases
+from tests.parity.further_sibling_cases import cases as further_siblings
+from tests.parity.hybrid_cases import cases as hybrids
 from tests.parity.later_sibling_cases import cases as later_siblings
 from tests.parity.sibling_cases import cases as siblings
 
@@ -231,6 +233,8 @@ _DECODERS = {
         *cases(),
         *siblings(),
         *later_siblings(),
+        *further_siblings(),
+        *hybrids(),
         *t5_cases.cases(),
         *whisper_cases.cases(),
     )
@@ -241,6 +245,44 @@ _MORE = (
     *("num_labels", "id2label", "torch_dtype", "partial_rotary_factor", "text_config"),
     *("dense_act_fn", "is_gated_act", "scale_decoder_outputs", "is_encoder_decoder"),
 )
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "said"),
+    [
+        ("bamba", {"mamba_n_heads": None}, "mamba_n_heads: expected a value or no such key, found"),
+        ("nemotron_h", {"n_groups": None}, "n_groups: expected"),
+        ("falcon", {"alibi": True}, "alibi: expected false, found true"),
+        (
+            "falcon",
+            {"num_ln_in_parallel_attn": 2, "new_decoder_architecture": False},
+            "num_ln_in_parallel_attn: expected null or 1, found 2",
+        ),
+        (
+            "glm4_moe_lite",
+            {"mlp_layer_types": ["sparse", "x"]},
+            'mlp_layer_types: expected "dense"',
+        ),
+        ("gptj", {"rotary_dim": 5}, "rotary_dim: expected an even number up to 8, the size of"),
+        ("gptj", {"rotary_dim": 10}, "rotary_dim: expected an even number up to 8, the size of"),
+        ("gptj", {"rotary_dim": None}, "rotary_dim: expected a value or no such key, found null"),
+        ("granite_swa", {"layer_rope_theta": [1.0]}, "layer_rope_theta: expected 4 items"),
+        (
+            "opt",
+            {"do_layer_norm_before": False},
+            "do_layer_norm_before: expected true, found false",
+        ),
+        ("opt", {"word_embed_proj_dim": 5}, "word_embed_proj_dim: expected"),
+    ],
+)
+def test_a_setting_of_other_decoders_is_named(
+    family: str, change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    (of,) = [case for case in (*further_siblings(), *hybrids()) if case.name == f"{family}-0"]
+    (tmp_path / "config.json").write_text(json.dumps({**of.config, **change}))
+    with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
+        read_module(family, tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value)
 
 
 # Not drawn from st.data(), which prints what is drawn: lists of 2,000 levels.

@@ -186,6 +186,10 @@ class Factors:
     gate: float = 1.0
 
 
+_KINDS_OF_LAYERS = {"by type": "layer_types", "by layer": "layer_rope_theta"}
+"""The keys that say of each layer how its heads turn."""
+
+
 @dataclass(frozen=True)
 class DecoderFamily:
     """Differences between families. The defaults are Llama's. A text is a key of config.json.
@@ -202,15 +206,21 @@ class DecoderFamily:
         head_bias: whether the language-model head has a bias.
         is_parallel: whether attention and the MLP read the same x. Without a norm of its own the MLP reads
             what attention reads.
-        has_qkv_by_head: whether one matrix holds query, keys and values of the first head, then of the next.
+        has_qkv_by_head: whether one matrix holds the queries that share the first head of keys, that head and
+            its values, then those of the next.
+        key_heads: returns the number of heads of keys and values; None: `num_key_value_heads` says it.
+        unused_positions: rows of the table of positions before the first one.
         norms_heads: what the norms of queries and keys see: each head before it turns, each after it turned,
             all heads as one vector, or each before it turns, with scales of its own.
         clip: key of the bound, from both sides, of queries, keys and values; empty: there is none.
-        turns: whether heads turn with the position: each as a whole, a part of each, or by the layer's type.
+        turns: whether heads turn with the position: each as a whole, a part of each, by the layer's type, or
+            by the layer's `layer_rope_theta`, which is 0 where they do not.
+        rotary: returns how heads of a size turn; None: `rope_parameters` says it.
         turns_layer: returns whether heads of a layer turn; None: those of all layers do.
         is_interleaved: whether components 2i and 2i + 1 of a head turn together, rather than i and i + P.
         rope_extra: what else the family reads of `rope_parameters`.
-        windows: the layers with a `sliding_window`: none, each, or by the layer's type.
+        windows: the layers with a `sliding_window`: none, each, or by the layer's type; or what returns the
+            window of a layer.
         scale: returns the factor of scores of a layer; None: 1 / sqrt(H).
         score_cap, logit_cap: keys of soft bounds of scores and logits; empty: there is none.
         embedding_scale, logit_scale: return the factor of embeddings and of logits; None: there is none.
@@ -233,16 +243,19 @@ class DecoderFamily:
     bias: bool | str = False
     output_bias: bool | str = False
     mlp_bias: bool | str = False
-    head_bias: bool = False
+    head_bias: bool | str = False
     is_parallel: bool | str = False
     has_qkv_by_head: bool = False
+    key_heads: Callable[[Any], int] | None = None
+    unused_positions: int = 0
     norms_heads: Literal["each", "turned", "all", "own"] = "each"
     clip: str = ""
-    turns: Literal["", "whole", "part", "by type"] = "whole"
+    turns: Literal["", "whole", "part", "by type", "by layer"] = "whole"
+    rotary: Callable[[Any, int], rope.Rotary] | None = None
     turns_layer: Callable[[Any, int], bool] | None = None
     is_interleaved: bool | str = False
     rope_extra: rope.Extra = ""
-    windows: Literal["", "each", "by type"] = ""
+    windows: Literal["", "each", "by type"] | Callable[[Any, int], int | None] = ""
     scale: Callable[[Any, int], float] | None = None
     score_cap: str = ""
     logit_cap: str = ""
@@ -261,6 +274,7 @@ class DecoderFamily:
     def keys(self) -> tuple[str, ...]:
         """The keys of config.json that the fields name."""
         fields = [self.bias, self.output_bias, self.mlp_bias, self.is_parallel, self.residual_scale]
+        fields += [self.head_bias]
         fields += [self.is_interleaved, self.clip]
         fields += [] if self.states is None else [self.states.bias]
         found = [self.epsilon, self.activation, self.inner, self.score_cap, self.logit_cap, *fields]
@@ -311,28 +325,19 @@ class DecoderFamily:
         queries = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // queries
         windows: list[int | None] = [None] * count
-        if self.windows == "each":
+        if callable(self.windows):
+            windows = [self.windows(config, layer) for layer in range(count)]
+        elif self.windows == "each":
             windows = [_window(config)] * count
         elif self.windows:
             windows = _windows_by_type(config)
-        kinds = config.layer_types if self.turns == "by type" else [None] * count
-        partial = self.turns == "part"
-        rotary: dict[str | None, rope.Rotary | None] = {
-            kind: rope.frequencies(
-                config,
-                size,
-                context=context,
-                layer_type=kind,
-                partial=partial,
-                interleaved=bool(self.of(config, self.is_interleaved)),
-                extra=self.rope_extra,
-            )
-            if self.turns
-            else None
-            for kind in dict.fromkeys(kinds)
-        }
+        kinds: list[Any] = [None] * count
+        if self.turns in _KINDS_OF_LAYERS:
+            kinds = getattr(config, _KINDS_OF_LAYERS[self.turns])[:count]
+        rotary = {kind: self._rotary(config, size, context, kind) for kind in dict.fromkeys(kinds)}
         turned = [self.turns_layer is None or self.turns_layer(config, n) for n in range(count)]
         keys = getattr(config, "num_key_value_heads", None) or queries
+        keys = keys if self.key_heads is None else self.key_heads(config)
         if self.is_latent:  # all heads attend to the same latents
             keys, size = 1, config.kv_lora_rank + size
         return [
@@ -349,6 +354,23 @@ class DecoderFamily:
             else NO_HEADS
             for layer, (kind, window) in enumerate(zip(kinds, windows, strict=True))
         ]
+
+    def _rotary(self, config: Any, size: int, context: int | None, kind: Any) -> rope.Rotary | None:
+        """Return how the heads of a kind of layers turn; None: they do not."""
+        if self.rotary is not None:
+            return self.rotary(config, size)
+        if not self.turns or kind == 0:
+            return None
+        return rope.frequencies(
+            config,
+            size,
+            context=context,
+            layer_type=kind if self.turns == "by type" else None,
+            partial=self.turns == "part",
+            interleaved=bool(self.of(config, self.is_interleaved)),
+            extra=self.rope_extra,
+            theta=kind if self.turns == "by layer" else None,
+        )
 
 
 @dataclass(frozen=True)

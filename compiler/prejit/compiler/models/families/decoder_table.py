@@ -1,6 +1,6 @@
 """The table of decoders: for each model_type how it differs from Llama, and what it reads of config.json.
 
-mixture_table.py has those with experts.
+llama_like_table.py and older_decoder_table.py have more, mixture_table.py those with experts.
 
 A family that differs from one here in names, norms, biases or the like is a row. Logits agree with those of
 transformers 5, models/NAME/modeling_NAME.py, of the same name. Sources:
@@ -93,10 +93,11 @@ def rotary(
     """
     groups = ("num_key_value_heads",) if grouped else ()
     windows = {"": (), "each": ("sliding_window",), "by type": ("sliding_window", "layer_types")}
+    of_windows = windows[family.windows] if isinstance(family.windows, str) else ()
     return Family(
         partial(TextDecoder, family),
         naming,
-        checks_of(*_SIZES, *groups, *family.keys, *windows[family.windows], *keys),
+        checks_of(*_SIZES, *groups, *family.keys, *of_windows, *keys),
         activation=family.activation,
         allowed=allowed,
         multiples=tuple(("num_attention_heads", key) for key in groups),
@@ -119,7 +120,7 @@ def _root_of_width(config: Any) -> float:
 
 
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
-_GPT2 = DecoderFamily(
+GPT2 = DecoderFamily(
     DecoderNames(
         model="transformer",
         embedding="wte",
@@ -167,7 +168,7 @@ _GEMMA3 = replace(
     score_cap="",  # transformers' text model has no bound of the scores, whatever the configuration holds
 )
 _PHI3 = DecoderNames(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
-_LLAMA = DecoderFamily(bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias")
+LLAMA = DecoderFamily(bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias")
 QWEN2 = DecoderFamily(bias=True, windows="by type")
 QWEN3 = replace(
     QWEN2,
@@ -193,7 +194,7 @@ EXAONE4 = DecoderFamily(
     ),
 )
 GRANITE = replace(
-    _LLAMA,
+    LLAMA,
     scale=lambda config, layer: config.attention_multiplier,
     embedding_scale=lambda config: config.embedding_multiplier,
     logit_scale=lambda config: 1 / config.logits_scaling,
@@ -201,7 +202,7 @@ GRANITE = replace(
 )
 MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling")
 _SMOLLM3 = replace(
-    _LLAMA,
+    LLAMA,
     windows="by type",
     turns_layer=lambda config, layer: bool(config.no_rope_layers[layer]),
 )
@@ -221,10 +222,10 @@ _GLM4 = replace(
         _GLM.names, after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"
     ),
 )
-_UNGATED = DecoderNames(up=("mlp.up_proj",))
+UNGATED = DecoderNames(up=("mlp.up_proj",))
 _NEMOTRON = replace(
-    _LLAMA,
-    names=_UNGATED,
+    LLAMA,
+    names=UNGATED,
     norm=partial(LayerNorm, offset=1.0),  # scales are published minus 1
     epsilon="norm_eps",
     is_gated=False,
@@ -316,7 +317,7 @@ _GEMMA = DecoderFamily(
     output_bias="attention_bias",
     embedding_scale=_root_of_width,
 )
-_SEED = replace(_LLAMA, output_bias="attention_out_bias")
+_SEED = replace(LLAMA, output_bias="attention_out_bias")
 ERNIE = DecoderFamily(
     bias="use_bias", output_bias="use_bias", mlp_bias="use_bias", is_interleaved=True
 )
@@ -371,7 +372,7 @@ _LFM2_KEYS = (
 )
 _APERTUS = DecoderFamily(
     replace(
-        _UNGATED,
+        UNGATED,
         attention_norm="attention_layernorm",
         head_norms=HEAD_NORMS,
         mlp_norm="feedforward_layernorm",
@@ -394,7 +395,7 @@ TEXT_DECODERS: Mapping[str, Family] = {
         ),
         activation="",
     ),
-    "arcee": rotary(replace(_LLAMA, names=_UNGATED, is_gated=False)),
+    "arcee": rotary(replace(LLAMA, names=UNGATED, is_gated=False)),
     "cohere": replace(rotary(_COHERE, "logit_scale", use_qk_norm=(False, True)), build=_cohere),
     "cohere2": rotary(_COHERE2, "logit_scale"),
     "cwm": rotary(DecoderFamily(mlp_bias="mlp_bias", windows="by type")),
@@ -412,7 +413,7 @@ TEXT_DECODERS: Mapping[str, Family] = {
     "glm": rotary(_GLM),
     "glm4": rotary(_GLM4),
     "gpt2": Family(
-        partial(TextDecoder, _GPT2),
+        partial(TextDecoder, GPT2),
         Naming(
             prefix="transformer.",
             head="lm_head.weight",
@@ -426,7 +427,7 @@ TEXT_DECODERS: Mapping[str, Family] = {
             *("layer_norm_epsilon", "activation_function", "tie_word_embeddings"),
             *("scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
         ),
-        activation=_GPT2.activation,
+        activation=GPT2.activation,
         allowed={"add_cross_attention": (False,)},
         multiples=(("n_embd", "n_head"),),
     ),
@@ -442,10 +443,10 @@ TEXT_DECODERS: Mapping[str, Family] = {
         grouped=False,
     ),
     "granite": rotary(GRANITE, *MULTIPLIERS),
-    "helium": rotary(replace(_LLAMA, output_bias=False, is_interleaved=True)),
+    "helium": rotary(replace(LLAMA, output_bias=False, is_interleaved=True)),
     "hunyuan_v1_dense": rotary(HUNYUAN),
     "lfm2": replace(rotary(LFM2, *_LFM2_KEYS), check=partial(check_lfm2, LFM2)),
-    "llama": rotary(_LLAMA),
+    "llama": rotary(LLAMA),
     "ministral": rotary(DecoderFamily(windows="by type")),
     "ministral3": rotary(DecoderFamily(rope_extra="growth", windows="each"), naming=TEXT_PART),
     "mistral": rotary(DecoderFamily(windows="each"), naming=TEXT_PART),

@@ -67,7 +67,9 @@ class TextDecoder(nnx.Module):
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         place(self, family.names.model, DecoderStack(family, config, context))
         if not config.tie_word_embeddings:
-            head = Linear(config.hidden_size, config.vocab_size, bias=family.head_bias)
+            head = Linear(
+                config.hidden_size, config.vocab_size, bias=family.of(config, family.head_bias)
+            )
             place(self, family.names.head, head)
         cap = family.logit_cap
         self.logit_cap: float | None = getattr(config, cap) if cap else None
@@ -109,13 +111,15 @@ class DecoderStack(nnx.Module):
         self.names = names
         place(self, names.embedding, Embedding(config.vocab_size, width))
         if names.positions:
-            place(self, names.positions, Embedding(config.max_position_embeddings, width))
+            rows = family.unused_positions + config.max_position_embeddings
+            place(self, names.positions, Embedding(rows, width))
         each = enumerate(family.heads(config, context))
         blocks = [Block(family, config, heads, layer) for layer, heads in each]
         place(self, names.layers, nnx.List(blocks))
         place(self, names.norm, family.norm(width, family.of(config, family.epsilon)))
         scale = family.embedding_scale
         self.scale: float | None = None if scale is None else scale(config)
+        self.unused_positions = family.unused_positions
 
     def __call__(
         self, tokens: jax.Array, new: NewTokens, cache: KVCache
@@ -126,7 +130,8 @@ class DecoderStack(nnx.Module):
         if self.scale is not None:
             x = x * self.scale
         if self.names.positions:
-            x = x + part_of(self, self.names.positions)(new.positions)
+            positions = new.positions + self.unused_positions
+            x = x + part_of(self, self.names.positions)(positions)
         x = split(x, "data")
         ways = dict.fromkeys(block.heads.rotary for block in blocks if block.heads.rotary)
         turns = {rotary: rope.turns(rotary, new.positions) for rotary in ways}
@@ -335,8 +340,9 @@ class Block(nnx.Module):
         if self.clip is not None:
             projected = [jnp.clip(part, -self.clip, self.clip) for part in projected]
         if self.has_qkv_by_head:
-            by_head = split(projected[0].reshape(*x.shape[:2], -1, 3 * heads.size), *_HEADS)
-            projected = jnp.split(by_head, 3, axis=-1)
+            by_head = split(projected[0].reshape(*x.shape[:2], heads.keys, -1), *_HEADS)
+            queries = heads.queries // heads.keys * heads.size
+            projected = jnp.split(by_head, [queries, queries + heads.size], axis=-1)
         elif len(projected) == 1:
             if heads.rotary is None and product_forms.has_kernels():
                 packed = projected[0].reshape(*x.shape[:2], -1, heads.size)

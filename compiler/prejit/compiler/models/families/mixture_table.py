@@ -1,4 +1,4 @@
-"""The table of decoders with mixtures of experts (see decoder_table.py).
+"""The table of decoders with mixtures of experts (see decoder_table.py); later_mixture_table.py has more.
 
 Sources:
 
@@ -7,7 +7,7 @@ dots1       rednote-hilab 2025, arXiv 2506.05767
 ernie4_5_moe    Baidu 2025, ERNIE 4.5 Technical Report
 exaone_moe  LG AI Research 2026, K-EXAONE
 flex_olmo   Shi et al. 2025, arXiv 2507.07024
-glm4_moe    GLM Team 2025, arXiv 2508.06471 (GLM 4.5 and 4.6)
+glm4_moe, glm4_moe_lite    GLM Team 2025, arXiv 2508.06471 (GLM 4.5 and 4.6; GLM 4.7 Flash)
 gpt_oss     OpenAI 2025, arXiv 2508.10925
 granitemoe, granitemoeshared    IBM 2024, Granite 3.0 Language Models
 hunyuan_v1_moe  Tencent 2025, Hunyuan-A13B
@@ -56,7 +56,7 @@ from prejit.compiler.models.layers.layer_config import (
 _MIXTURE = DecoderNames(
     router="mlp.gate", experts_up="mlp.experts.gate_up_proj", experts_down="mlp.experts.down_proj"
 )
-_MIXTRAL = DecoderFamily(
+MIXTRAL = DecoderFamily(
     DecoderNames(
         router="block_sparse_moe.gate",
         experts_up="block_sparse_moe.experts.gate_up_proj",
@@ -130,14 +130,18 @@ QWEN2_MOE = replace(
 )
 
 
+def without_weight(names: DecoderNames) -> tuple[tuple[str, str], ...]:
+    """Return the published names of the matrices of experts, which lack the end `.weight`."""
+    matrices = (names.experts_up, names.experts_down)
+    return tuple((f".{name}", f".{name}.weight") for name in matrices)
+
+
 def stacked_experts(names: DecoderNames, gate: str, up: str, down: str) -> Naming:
     """Return the naming of checkpoints in which each matrix of each expert is a tensor."""
     experts = names.experts_up.rpartition(".")[0]
     return replace(
         NAMING,
-        renamed=tuple(
-            (f".{name}", f".{name}.weight") for name in (names.experts_up, names.experts_down)
-        ),
+        renamed=without_weight(names),
         stacked=(
             Stacked(
                 f".{names.experts_up}.weight", f".{experts}.", (f".{gate}.weight", f".{up}.weight")
@@ -200,6 +204,10 @@ def corrected(config: Any) -> Routing:
     )
 
 
+def _is_sparse(config: Any, layer: int) -> bool:
+    return bool(config.mlp_layer_types[layer] == "sparse")
+
+
 def _one_for_all_layers(config: Any) -> int:
     """Return the number of experts for each token, which files of Hunyuan may say for each layer."""
     chosen = config.moe_topk
@@ -233,6 +241,7 @@ _DEEPSEEK3 = replace(
 )
 
 
+_GLM4_MOE_LITE = replace(_DEEPSEEK3, experts=replace(_CORRECTED_EXPERTS, layers=_is_sparse))
 _DOTS1 = replace(
     QWEN3,
     names=replace(_DEEPSEEK2.names, head_norms=HEAD_NORMS),
@@ -250,8 +259,8 @@ def _glm4_moe(config: Any, context: int | None) -> TextDecoder:
 
 
 _MINIMAX_M2 = replace(
-    _MIXTRAL,
-    names=replace(_MIXTRAL.names, head_norms=HEAD_NORMS),
+    MIXTRAL,
+    names=replace(MIXTRAL.names, head_norms=HEAD_NORMS),
     norms_heads="all",
     turns="part",
     windows="",
@@ -264,7 +273,7 @@ _EXAONE_MOE = replace(
         _CORRECTED_EXPERTS,
         count="num_experts",
         shared=lambda config: config.moe_intermediate_size * config.num_shared_experts,
-        layers=lambda config, layer: config.mlp_layer_types[layer] == "sparse",
+        layers=_is_sparse,
     ),
 )
 _SOLAR_OPEN = replace(
@@ -306,10 +315,10 @@ _HUNYUAN_MOE = replace(
 )
 
 
-def _check_exaone(config: Any) -> None:
+def _check_kinds(family: DecoderFamily, config: Any) -> None:
     for kind in config.mlp_layer_types:
         require(config, "mlp_layer_types", kind, ["dense", "sparse"])
-    check_groups(_EXAONE_MOE, corrected, config)
+    check_groups(family, corrected, config)
 
 
 def _check_hunyuan(config: Any) -> None:
@@ -354,7 +363,8 @@ def _deepseek(
     family: DecoderFamily, routing: Callable[[Any], Routing], *keys: str, **allowed: Any
 ) -> Family:
     drafts = "num_nextn_predict_layers"
-    of_experts = ("n_shared_experts", "first_k_dense_replace", "routed_scaling_factor", drafts)
+    dense = () if "mlp_layer_types" in keys else ("first_k_dense_replace",)
+    of_experts = ("n_shared_experts", *dense, "routed_scaling_factor", drafts)
     of_attention = latent_attention.KEYS if family.is_latent else ()
     made = rotary(
         family,
@@ -406,12 +416,16 @@ MIXTURES: Mapping[str, Family] = {
                 stacked_experts(_EXAONE_MOE.names, *PROJECTIONS), "mlp", "mlp.gate", "mtp."
             ),
         ),
-        check=_check_exaone,
+        check=partial(_check_kinds, _EXAONE_MOE),
     ),
     "flex_olmo": rotary(_FLEX_OLMO, naming=stacked_experts(_FLEX_OLMO.names, *PROJECTIONS)),
     "glm4_moe": replace(
         _deepseek(_GLM4_MOE, corrected, "norm_topk_prob", use_qk_norm=(False, True)),
         build=_glm4_moe,
+    ),
+    "glm4_moe_lite": replace(
+        _deepseek(_GLM4_MOE_LITE, corrected, "norm_topk_prob", "mlp_layer_types"),
+        check=partial(_check_kinds, _GLM4_MOE_LITE),
     ),
     "gpt_oss": replace(rotary(_GPT_OSS, naming=_GPT_OSS_NAMING), quantized=("mxfp4",)),
     "granitemoe": rotary(_GRANITE_MOE, *MULTIPLIERS),
@@ -433,7 +447,7 @@ MIXTURES: Mapping[str, Family] = {
             "block_sparse_moe.gate",
         ),
     ),
-    "mixtral": rotary(_MIXTRAL, naming=stacked_experts(_MIXTRAL.names, "w1", "w3", "w2")),
+    "mixtral": rotary(MIXTRAL, naming=stacked_experts(MIXTRAL.names, "w1", "w3", "w2")),
     "olmoe": rotary(_OLMOE, naming=stacked_experts(_OLMOE.names, *PROJECTIONS), clip_qkv=(None,)),
     "qwen2_moe": rotary(
         QWEN2_MOE,

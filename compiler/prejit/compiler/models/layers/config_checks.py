@@ -72,6 +72,8 @@ _LARGEST = 2**31 - 1
 _WIDTH = _integer(1, 2**20)
 INNER = _integer(1, 2**22)
 """An inner width, or the number of rows of a table of positions."""
+INNER_OR_NULL = _integer(1, 2**22, optional=True)
+"""An inner width; null is four times the width of the model."""
 NUMBER_OF_SEGMENTS = _integer(0, 2**24)
 """The number of segments of a family that may have none."""
 FARTHEST = _integer(-1, 2**22)
@@ -114,7 +116,14 @@ _KEYS: Checks = {
         ("hidden_size", "n_embd", "d_model", "dim", "num_mel_bins", "embedding_size"), _WIDTH
     ),
     **dict.fromkeys(("intermediate_size", "d_ff", "hidden_dim"), INNER),
-    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), INNER),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "ffn_hidden_size"), INNER),
+    **dict.fromkeys(("bias", "enable_bias", "multi_query", "parallel_attn"), _BOOL),
+    **dict.fromkeys(("new_decoder_architecture", "use_post_norm"), _BOOL),
+    "word_embed_proj_dim": _WIDTH,
+    "lm_head_bias": _BOOL,
+    "router_jitter_noise": _number(0, 1),
+    "num_kv_heads": _SIZE,
+    "layer_rope_theta": _list(_number(0, 1e12)),
     **dict.fromkeys(("n_positions", "max_source_positions", "max_target_positions"), INNER),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), _LAYERS),
     **dict.fromkeys(("encoder_layers", "decoder_layers"), _LAYERS),
@@ -139,7 +148,7 @@ _KEYS: Checks = {
     **dict.fromkeys(("rope_theta", "mlp_ratio"), _number(1e-6, 1e6)),
     **dict.fromkeys(("projection_size",), _WIDTH),
     "num_register_tokens": _integer(0, 2**10),
-    "n_inner": _integer(1, 2**22, optional=True),
+    "n_inner": INNER_OR_NULL,
     "head_dim": _integer(1, 2**14, optional=True),
     "pad_token_id": _integer(0, 2**22),
     "rope_parameters": _OBJECT,
@@ -313,7 +322,10 @@ def check_config(file: Path, config: Any, checks: Checks) -> None:
         CheckpointError: as `check_file`.
     """
     _check(file, "", {key: getattr(config, key, None) for key in checks}, checks)
-    lists = (("layer_types", True), ("mlp_layer_types", True), ("no_rope_layers", False))
+    lists = (
+        *(("layer_types", True), ("mlp_layer_types", True)),
+        *(("no_rope_layers", False), ("layer_rope_theta", False)),
+    )
     for key, is_exact in lists:
         if key not in checks:
             continue

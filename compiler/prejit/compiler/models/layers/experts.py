@@ -53,6 +53,9 @@ class Routing:
             scores are corrected, else that of its best.
         kept: number of groups, those of the best scores, from which a token's experts are chosen.
         added: what is added to the sum that shares are divided by.
+        margin: with it the first and the second expert are chosen in turn, and each one's share is a softmax
+            over those that are not behind it by more than this part of the larger score (Liu et al. 2024,
+            arXiv 2409.12136).
     """
 
     chosen: int
@@ -63,6 +66,7 @@ class Routing:
     groups: int = 1
     kept: int = 1
     added: float = 0.0
+    margin: float | None = None
 
 
 class Router(nnx.Module):
@@ -91,6 +95,8 @@ class Router(nnx.Module):
         """
         scores = lax.dot_general(x, self.weight[...], (((1,), (1,)), ((), ())))
         scores = scores if self.bias is None else scores + self.bias[...]
+        if routing.margin is not None:
+            return _mixed_sparsely(scores, routing.margin)
         correction = self.e_score_correction_bias
         is_softmax = correction is None or routing.is_softmax
         scores = jax.nn.softmax(scores) if is_softmax else jax.nn.sigmoid(scores)
@@ -102,6 +108,19 @@ class Router(nnx.Module):
         if routing.is_normalized:
             shares = shares / (shares.sum(-1, keepdims=True) + routing.added)
         return shares * routing.factor, experts
+
+
+def _mixed_sparsely(scores: jax.Array, margin: float) -> tuple[jax.Array, jax.Array]:
+    """Return shares and experts of tokens with scores [R, E], by `Routing.margin`."""
+    left, chosen = scores, list[tuple[jax.Array, jax.Array]]()
+    for _ in range(2):
+        best, expert = left.max(-1, keepdims=True), left.argmax(-1)[:, None]
+        is_behind = (best - scores) / jnp.maximum(jnp.abs(scores), best) > margin
+        shares = jax.nn.softmax(jnp.where(is_behind, -jnp.inf, left))
+        chosen.append((jnp.take_along_axis(shares, expert, axis=1), expert))
+        left = jnp.where(jnp.arange(scores.shape[1]) == expert, -jnp.inf, left)
+    (first, one), (second, other) = chosen
+    return jnp.concatenate([first, second], 1), jnp.concatenate([one, other], 1).astype(jnp.int32)
 
 
 def _kept(scores: jax.Array, routing: Routing) -> jax.Array:

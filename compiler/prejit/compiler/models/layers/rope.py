@@ -86,6 +86,7 @@ def frequencies(
     partial: bool = False,
     interleaved: bool = False,
     extra: Extra = "",
+    theta: float | None = None,
 ) -> Rotary:
     """Return how the heads of a model turn.
 
@@ -97,6 +98,7 @@ def frequencies(
         partial: whether the family uses `partial_rotary_factor`.
         interleaved: whether neighbouring components pair.
         extra: what else the family reads.
+        theta: takes the place of `rope_theta`.
 
     Raises:
         CheckpointError: the kind of scaling is not supported, or its numbers give no frequencies.
@@ -107,6 +109,8 @@ def frequencies(
     file = Path(config.name_or_path, "config.json")
     check_rope(file, key, parameters)
     parameters = _with_outer_keys(config, parameters, layer_type)
+    if theta is not None:
+        parameters = {**parameters, "rope_theta": theta}
     kind = parameters.get("rope_type")
     require(config, f"{key}.rope_type", kind, ["default", "dynamic", *_SCALED])
     share = parameters.get("partial_rotary_factor")
@@ -153,6 +157,20 @@ def frequencies(
             f"found {len(rotary.frequencies)}",
         )
     return replace(others, frequencies=rotary.frequencies, scale=rotary.scale)
+
+
+def first_components(config: Any, size: int, base: float, turned: int) -> Rotary:
+    """Return how the first `turned` components of a head of this size turn, neighbours together.
+
+    Raises:
+        CheckpointError: `rotary_dim`, which says how many turn, does not fit.
+    """
+    if turned % 2 or turned > size:
+        raise unsupported(
+            config,
+            f"rotary_dim: expected an even number up to {size}, the size of a head, found {turned}",
+        )
+    return replace(_rotary(1 / _powers(base, turned)), is_interleaved=True)
 
 
 def _with_outer_keys(

@@ -1,0 +1,193 @@
+"""The table of models: every decoder against torch over 64 greedy steps, also in int8 and int4.
+
+python -m tests.parity.model_table PYTHON DIRECTORY [--build]
+
+PYTHON has torch and transformers; DIRECTORY keeps what it said. What models.json has is not computed
+again, unless the file is removed. `--build` adds what `prejit build` takes for the first model of each
+model_type.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from prejit.compiler.checkpoint.checkpoint import open_checkpoint
+from prejit.compiler.models import config_file, model_registry, quantizing
+from prejit.compiler.models.layers.product_forms import Forms
+
+from .model_table_cases import STEPS, Scaled, decoder_cases, first_of_each, wide
+from .sibling_cases import Sibling
+from .test_parity import CONTEXT, Logits, Model
+
+RESULTS = Path(__file__).parent / "models.json"
+MANIFEST = """\
+[bundle]
+name = "model"
+[model]
+source = "model"
+accuracy = false
+[generate]
+batch = [1]
+prompt = [32]
+context = [96]
+[[target]]
+name = "cpu-host"
+"""
+_IN_GROUP = 32
+"""Values of int4 that share a scale, which nothing else has in float16."""
+
+
+class Stored(Model):
+    """A checkpoint whose matrices are stored in a dtype."""
+
+    def __init__(self, directory: Path, dtype: str, forms: Forms) -> None:
+        super().__init__(directory, CONTEXT, forms)
+        checkpoint = open_checkpoint(directory, out_in=True)
+        config = config_file.load_config(directory)
+        module = model_registry.make_decoder(config, CONTEXT, dtype, out_in=True)
+        self.graph, self.state = nnx.split(module)
+        reads = quantizing.readers(module, checkpoint.rows)
+        values = sum(array.size for array in self.weights.values())
+        self.weights |= {name: read() for name, read in reads.items()}
+        scales = [each for each in self.weights.values() if each.dtype == np.float16]
+        self.share = sum(_IN_GROUP * each.size for each in scales) / values
+
+
+def divergence(exact: Logits, found: Logits) -> float:
+    """The mean over steps of the KL divergence from what torch's logits say, in nats."""
+
+    def logs(logits: Logits) -> Any:
+        wide = logits.astype(np.float64)
+        wide -= wide.max(-1, keepdims=True)
+        return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+
+    of_exact, of_found = logs(exact), logs(found)
+    return float((np.exp(of_exact) * (of_exact - of_found)).sum(-1).mean())
+
+
+def compared(case: Sibling, recorded: Path, forms: Forms) -> dict[str, Any]:
+    """What the table says of a case in float32."""
+    before = time.process_time()
+    torch, ours, _ = _followed(case, recorded, "float32", forms)
+    return {
+        "difference": float(np.abs(ours - torch).max()),
+        "equal_tokens": int((ours.argmax(1) == torch.argmax(1)).sum()),
+        "spread": float(torch.std(1).mean()),
+        "cpu_seconds": round(time.process_time() - before, 1),
+    }
+
+
+def narrowed(case: Scaled, recorded: Path, forms: Forms) -> dict[str, Any]:
+    """What the table says of a wide case in int8 and int4."""
+    with np.load(recorded / f"{case.name}.npz") as file:
+        if "error" in file:
+            return {"error": str(file["error"])}
+    found: dict[str, Any] = {}
+    for dtype in ("int8", "int4"):
+        torch, ours, share = _followed(case, recorded, dtype, forms)
+        found[dtype] = divergence(torch, ours)
+        found["share_in_four_bits"] = round(share, 3)
+    return found | {"spread": float(torch.std(1).mean())}
+
+
+def _followed(
+    case: Sibling, recorded: Path, dtype: str, forms: Forms
+) -> tuple[Logits, Logits, float]:
+    """Logits of torch and ours over the same tokens; and the share of values in four bits."""
+    with np.load(recorded / f"{case.name}.npz") as file:
+        torch, shapes = file["logits"], json.loads(str(file["shapes"]))
+        changes = {"factor": float(file["factor"])} if isinstance(case, Scaled) else {}
+    with tempfile.TemporaryDirectory() as directory:
+        at = Path(directory)
+        replace(case, shapes=shapes, **changes).write(at)
+        model = Model(at, CONTEXT, forms) if dtype == "float32" else Stored(at, dtype, forms)
+        ours = model.follow(case.prompt, torch[:-1].argmax(1))
+    assert ours.shape == torch.shape == (STEPS, case.config["vocab_size"])
+    return torch, ours, getattr(model, "share", 0.0)
+
+
+def built(case: Sibling, recorded: Path, cache: Path) -> dict[str, Any]:
+    """What `prejit build` takes, its process and those that it starts."""
+    with np.load(recorded / f"{case.name}.npz") as file:
+        shapes = json.loads(str(file["shapes"]))
+    with tempfile.TemporaryDirectory() as directory:
+        at = Path(directory)
+        replace(case, shapes=shapes).write(at / "model")
+        (at / "model.toml").write_text(MANIFEST)
+        command = [sys.executable, "-m", "prejit.runtime", "build", str(at / "model.toml")]
+        before, start = _cpu_seconds(), time.monotonic()
+        subprocess.run(
+            [*command, "-o", str(at), "--cache", str(cache)], check=True, capture_output=True
+        )
+        took = time.monotonic() - start
+    return {"cpu_seconds": round(_cpu_seconds() - before, 1), "seconds": round(took, 1)}
+
+
+def _cpu_seconds() -> float:
+    """CPU time of the processes that ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def forms_with_kernels(cache: Path) -> Forms:
+    """This machine's kernels, made known to XLA."""
+    from tests.kernel_bundles import registered_forms
+
+    return registered_forms(cache)
+
+
+def main(python: str, directory: Path, *, build: bool) -> None:
+    """Compare all that is not in models.json, and write it after each."""
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [python, "-m", "tests.parity.model_table_record", str(directory)]
+    subprocess.run(command, check=True, env=environment)
+    of_torch = json.loads((directory / "versions.json").read_text())
+    versions = {name: version(name) for name in ("jax", "jaxlib", "prejit")} | of_torch
+    forms, cases = forms_with_kernels(directory / "cache"), [*decoder_cases()]
+    known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"models": {}}
+    models: dict[str, Any] = known["models"]
+
+    def add(case: Sibling, what: str, make: Callable[[], dict[str, Any]]) -> None:
+        row = models.setdefault(case.config["model_type"], {})
+        found = row.setdefault(what, {})
+        if case.name in found:
+            return
+        found[case.name] = make()
+        print(case.name, what, found[case.name], flush=True)
+        row["class"] = case.config["architectures"][0]
+        written = {"date": str(date.today()), "steps": STEPS, "versions": versions}
+        written["models"] = dict(sorted(models.items()))
+        RESULTS.write_text(json.dumps(written, indent=1) + "\n")
+
+    first = first_of_each(cases)
+    for case in first:
+        add(case, "float32", partial(compared, case, directory, forms))
+    for case in first:
+        add(case, "narrow", partial(narrowed, wide(case), directory, forms))
+    for case in cases:
+        add(case, "float32", partial(compared, case, directory, forms))
+    for case in first if build else ():
+        add(case, "build", partial(built, case, directory, directory / "cache"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), build="--build" in sys.argv)

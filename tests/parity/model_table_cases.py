@@ -1,0 +1,91 @@
+"""The decoders of the table of models: three of each type in odd sizes, one in wide ones. No JAX, no torch.
+
+torch's logits are in a file for each, which model_table_record.py writes and model_table.py reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import cases, further_sibling_cases, hybrid_cases, later_sibling_cases, sibling_cases
+from .cases import Case, Config
+from .sibling_cases import Sibling
+
+SEEDS, STEPS = 3, 64
+"""Cases of a model_type, and greedy tokens of each."""
+INNER = 96
+"""The width inside the MLP of a wide model."""
+
+
+SPREAD = 2.0
+"""Standard deviation of the logits of wide models: with a larger one a single token has all probability."""
+
+
+@dataclass(frozen=True)
+class Scaled(Sibling):
+    """A case whose embeddings and head have a factor."""
+
+    factor: float = 1.0
+
+    def values(self, name: str, shape: tuple[int, ...]) -> Any:
+        """See Case."""
+        found = super().values(name, shape)
+        is_scaled = len(shape) == 2 and shape[0] == self.config["vocab_size"]
+        return found * np.float32(self.factor) if is_scaled else found
+
+
+def decoder_cases() -> Iterator[Sibling]:
+    """The first of each model_type, then the second, then the third."""
+    modules: tuple[Any, ...] = (cases, sibling_cases, later_sibling_cases, further_sibling_cases)
+    found: dict[str, list[Case]] = {}
+    for module in (*modules, hybrid_cases):
+        for case in module.cases():
+            if "long_factor" not in str(case.config) and case.config["model_type"] not in _SOURCES:
+                found.setdefault(case.config["model_type"], []).append(case)
+    for number in range(SEEDS):
+        for kind in sorted(found):
+            case = found[kind][number]
+            yield Sibling(case.name, case.config, case.seed)
+
+
+def first_of_each(cases: Iterable[Sibling]) -> list[Sibling]:
+    """The first case of each model_type."""
+    found: dict[str, Sibling] = {}
+    for case in cases:
+        found.setdefault(case.config["model_type"], case)
+    return [*found.values()]
+
+
+_SOURCES = ("t5", "whisper")
+"""Those that read a source."""
+
+
+def wide(case: Sibling) -> Scaled:
+    """A model like it whose matrices are large enough for int4: widths are multiples of 32, at least 64."""
+    config = dict(case.config)
+    key = "n_embd" if "n_embd" in config else "hidden_size"
+    old = config[key]
+    times = 32 // math.gcd(old, 32)
+    times *= math.ceil(64 / (old * times))
+    config[key] = old * times
+    heads = config.get("num_attention_heads") or config.get("num_heads") or config["n_head"]
+    sizes = (old, 2 * old)  # a state is twice as wide as the model
+    if config.get("head_dim") and heads * config["head_dim"] in sizes:
+        config["head_dim"] *= times
+    if type(size := config.get("mamba_d_head")) is int and config["mamba_n_heads"] * size in sizes:
+        config["mamba_d_head"] = size * times
+    for key in ("mamba_d_ssm", "word_embed_proj_dim"):
+        if config.get(key):
+            config[key] *= times
+    return Scaled(f"{case.name}-wide", _widened(config), case.seed)
+
+
+def _widened(config: Config) -> Config:
+    """Widths inside MLPs."""
+    inner = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+    return {key: INNER if key in inner and value else value for key, value in config.items()}
