@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+from tests.extent import sampled
 
 from prejit.runtime.errors import UsageError
 from prejit.server.grammar import grammars as module
@@ -31,7 +32,7 @@ def chain(count):
 RULES = (
     "start: r0\n" + "".join(f'r{i}: r{i + 1} r{i + 1} | "a"\n' for i in range(9_000)) + 'r9000: "x"'
 )
-HOSTILE = {
+HOSTILE = {  # `make test` comes to each limit by one form of a source, `make test-all` by both
     "divisor": (
         schema_source({"type": "integer", "multipleOf": 99_999_999}),
         "more than 2 seconds",
@@ -45,7 +46,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", sampled(HOSTILE, lambda name: name in ("divisor", "rules")))
 def test_a_hostile_grammar_is_refused_and_the_next_one_compiles(bundle, grammars, name):
     source, message = HOSTILE[name]
     with pytest.raises(UsageError, match=message) as error:

@@ -73,11 +73,6 @@ def test_limits_that_no_rate_keeps_are_said():
     assert found.above < 1
 
 
-def test_a_search_is_repeatable():
-    found = [LoadSearch(queue(0.5, 5), LoadLimits()).knee(10) for _ in range(2)]
-    assert found[0] == found[1]
-
-
 def test_few_requests_prove_little():
     few = [LoadAnswer(float(at), 0.0, 0.1, 0.2) for at in range(20)]
     limits = LoadLimits(whole_ms=1000)
@@ -106,18 +101,3 @@ def test_a_server_that_refuses_requests_does_not_keep_up():
         for at in range(200)
     ]
     assert growth([refused]) == Interval(math.inf, math.inf, math.inf)
-
-
-@pytest.mark.parametrize(
-    ("answer", "allowed"),
-    [
-        (LoadAnswer(0, 0, 0.1, 0.5, per_token=0.01), True),
-        (LoadAnswer(0, 0, 0.3, 0.5, per_token=0.01), False),
-        (LoadAnswer(0, 0, 0.1, 0.5, per_token=0.06), False),
-        (LoadAnswer(0, 0, 0.1, 1.5, per_token=0.01), False),
-        (LoadAnswer(0, 0, math.nan, 0.5), True),
-        (LoadAnswer(0, 0, math.inf, math.inf, failed="status 500"), False),
-    ],
-)
-def test_a_request_must_keep_every_limit(answer, allowed):
-    assert LoadLimits(200, 50, 1000).allow(answer) is allowed

@@ -52,15 +52,6 @@ def test_without_a_usage_parts_are_counted():
     assert (found.new_tokens, found.failed) == (2, "")
 
 
-def test_a_whole_answer_has_no_first_token():
-    content = b'{"choices":[{"text":"abc"}],"usage":{"prompt_tokens":7,"completion_tokens":3}}'
-    found = measure(exchange((10.9, content)), False, 9.0)
-    assert math.isnan(found.first)
-    assert (found.whole, found.new_tokens) == (pytest.approx(1.0), 3)
-    infer = measure(exchange((10.9, b'{"model_name":"f","outputs":[]}')), False, 9.0)
-    assert not infer.failed
-
-
 @pytest.mark.parametrize(
     ("found", "is_streamed", "reason"),
     [

@@ -35,27 +35,6 @@ def test_a_tenth_is_found_and_noise_is_not(noise):
     assert wrong[1] <= (0 if noise < 0.1 else 2)
 
 
-def test_the_same_pairs_give_the_same_interval_around_its_estimate():
-    pairs = groups(np.random.default_rng(1), 1.2, 0.1)
-    ratio = paired_ratio(pairs)
-    assert ratio is not None
-    assert ratio == paired_ratio(pairs)
-    assert ratio.low <= ratio.middle <= ratio.high
-    assert ratio.middle == pytest.approx(1.2, rel=0.05)
-    assert ratio.pairs == 800
-
-
-def test_what_old_processes_show_among_themselves_proves_nothing():
-    slower = paired_ratio(groups(np.random.default_rng(2), 1.08, 0.02))
-    steady, unsteady = (
-        paired_ratio([[(1.0, each)] * 9, [(1.0, 1.1 * each)] * 9]) for each in (0.96, 1.08)
-    )
-    assert is_slower(slower, steady, LIMIT)
-    assert not is_slower(slower, unsteady, LIMIT)
-    assert not is_slower(slower, None, LIMIT)
-    assert not is_slower(None, unsteady, LIMIT)
-
-
 def test_too_few_pairs_settle_nothing():
     assert not is_settled(None, LIMIT)
     assert not is_settled(paired_ratio([[(1.0, 1.3)], [(1.0, 0.9)]]), LIMIT)
