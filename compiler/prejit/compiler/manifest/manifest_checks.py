@@ -30,6 +30,7 @@ from prejit.compiler.manifest.valid_values import (
     expected,
 )
 from prejit.runtime.format.arrays import MESH_AXES
+from prejit.runtime.format.checks.encoder_interfaces import IMAGE_PREFILL
 from prejit.runtime.format.checks.seldom_parts import HANDLER_NAME
 from prejit.runtime.format.names import ADAPTABLE_KINDS, ADAPTED
 
@@ -45,7 +46,7 @@ BESIDE = (".report.json", ".report.html", ".sig")
 OWN_NAMES = (
     "copy",
     "encode",
-    "images",
+    *("images", IMAGE_PREFILL),
     *ADAPTABLE_KINDS,
     *(f"{ADAPTED}{kind}" for kind in ADAPTABLE_KINDS),
 )
@@ -100,11 +101,10 @@ def _number_problems(data: dict[str, Any]) -> Problems:
     """Find the section with which the manifest passes MAX_PROGRAMS, counted from the first."""
     generate, encode = _table(data.get("generate")), _table(data.get("encode"))
     # Each batch and context has prefill, decode, verify and two copies: see specs.py.
-    batches, contexts, prompts, sources = (
-        len(_items(generate.get(name))) for name in ("batch", "context", "prompt", "source")
-    )
+    names = ("batch", "context", "prompt", "source", "images")
+    batches, contexts, *sizes_of = (len(_items(generate.get(name))) for name in names)
     counts: list[tuple[KeyPath, int]] = [
-        (("generate",), batches * contexts * (prompts + 4 + sources)),
+        (("generate",), batches * contexts * (4 + sum(sizes_of))),
         (("encode", "shapes"), 3 * len(_items(encode.get("shapes")))),
         (("encode", "images"), len(_items(encode.get("images")))),
     ]
@@ -161,6 +161,8 @@ def _mesh_problems(data: dict[str, Any]) -> Problems:
         size = mesh.get(name)
         if type(size) is int and size < 1:
             yield ("mesh", name), _wrong(expected(f"mesh.{name}"), size)
+    if mesh and _table(data.get("generate")).get("images"):
+        yield ("mesh",), "expected no generate.images beside it: a mesh splits no images"
     if mesh and "encode" in data:
         yield ("mesh",), "expected no [encode] beside it: a mesh splits a decoder only"
     if mesh and _table(data.get("model")).get("dtype") == "int4":
@@ -229,6 +231,8 @@ def _own_model_problems(data: dict[str, Any], directory: Path) -> Problems:
         yield ("model", "evaluation"), "expected source beside it, a directory with tokenizer.json"
     if "encode" in data:
         yield ("encode",), "expected [generate]: an encoder of your own is a [[program]]"
+    if _table(data.get("generate")).get("images"):
+        yield ("generate", "images"), "expected none: a model of your own reads prompts alone"
     if model.get("dtype") == "int4":
         problem = "expected float32, bfloat16 or int8 for a model of your own; int4 is for a source"
         yield ("model", "dtype"), problem
@@ -262,19 +266,23 @@ def _reads_problems(reads: Any, directory: Path) -> Iterator[tuple[int, str]]:
 
 
 def _generate_problems(generate: dict[str, Any]) -> Problems:
-    for name in ("batch", "prompt", "context", "source"):
+    for name in ("batch", "prompt", "context", "source", "images"):
         sizes = generate.get(name)
-        if name == "source" and sizes == []:
-            continue  # as Python's default: the model is no encoder-decoder
+        if name in ("source", "images") and sizes == []:
+            continue  # as Python's default: the model is no encoder-decoder, or reads no images
         for where, problem in _size_problems(sizes):
             yield ("generate", name, *where), problem
     prompts, contexts = generate.get("prompt"), generate.get("context")
+    for name in ("prompt", "images"):
+        if is_int_list(sizes := generate.get(name)) and is_int_list(contexts) and contexts:
+            longest = max(contexts)
+            for index, size in enumerate(sizes):
+                if size > longest:
+                    problem = (
+                        f"expected at most {longest}, the longest context; found {shown(size)}"
+                    )
+                    yield ("generate", name, index), problem
     if is_int_list(prompts) and is_int_list(contexts) and contexts:
-        longest = max(contexts)
-        for index, prompt in enumerate(prompts):
-            if prompt > longest:
-                problem = f"expected at most {longest}, the longest context; found {shown(prompt)}"
-                yield ("generate", "prompt", index), problem
         shortest = min(contexts)  # a prompt enters the context that it fits, in chunks
         if prompts and min(prompts) > shortest:
             problem = f"expected one of at most {shortest}, the shortest context; found {prompts}"

@@ -30,6 +30,8 @@ def adapter_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
         )
     if generate.get("source"):
         yield ("adapters",), "expected none beside generate.source: an encoder-decoder takes none"
+    if generate.get("images"):
+        yield ("adapters",), "expected none beside generate.images: prompts with images take none"
 
 
 def slo_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:

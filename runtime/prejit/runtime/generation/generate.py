@@ -225,6 +225,10 @@ class Generator:
         resolved = resolve({**options}, self._defaults)
         if (adapter := resolved.common.get("adapter")) is not None:
             resolved.common["adapter"] = self.decoder.adapters[adapter]
+        if (images := resolved.common.get("images")) is not None:
+            from prejit.runtime.generation.image_prompts import read_images  # few prompts have any
+
+            resolved.common["images"] = read_images(self.decoder, images)
         return self.reading(resolved, resolved.common.get("source"))
 
     def begin(self, prompt: Prompt | None, resolved: Resolved) -> Generation:
@@ -239,7 +243,7 @@ class Generator:
                 f"{self._name}: this bundle has no tokenizer, so nothing can stop at a string",
                 hint="give stop_token_ids, or build from a model directory with a tokenizer.json",
             )
-        request = resolved.request(self.token_ids(prompt))
+        request = resolved.request(self.token_ids(prompt, resolved.common.get("images")))
         return Generation(self.decoder, request, tokenizer, resolved.stop)
 
     def reading(self, resolved: Resolved, source: Any) -> Resolved:
@@ -250,14 +254,15 @@ class Generator:
             source = self._text.need_tokenizer().encode(source)
         return resolved._replace(common={**resolved.common, "source": source})
 
-    def token_ids(self, prompt: Prompt | None) -> list[int]:
-        """Return the token ids of a prompt, all of them in the vocabulary."""
+    def token_ids(self, prompt: Prompt | None, images: Any = None) -> list[int]:
+        """Return the token ids of a prompt with these images, all of them in the vocabulary."""
         start = self.decoder.decoder.start_token_ids
         if prompt is None and start:
             return list(start)
         checked = arguments.prompt("prompt", prompt, self.decoder.decoder.vocab_size)
         if not isinstance(checked, str):
             return checked
+        checked = checked if images is None else images.expanded(checked)
         # Special tokens, such as an end, belong to the source of an encoder-decoder.
         tokens = self._text.need_tokenizer().encode(
             checked, add_special_tokens=not start, max_tokens=self.decoder.contexts[-1]

@@ -93,7 +93,7 @@ def inserting(
     # Texts about a source begin in the cache that its encoder makes.
     reads = decoder.source is not None
     rows = None if reads else _aside_batch(decoder, batch, context, waiting, arrival.together)
-    aside = members if reads else {}
+    aside = members if reads else {slot: m for slot, m in waiting.items() if m.sees}
     if rows is not None:
         for member in waiting.values():
             prompt = len(member.row.request.prompt)
@@ -102,7 +102,7 @@ def inserting(
             if member.prefix is None and left < prompt < batch * left:
                 _begin_aside(decoder, member, prefixes, context)
         # A row that begins with what its slot holds is computed in place.
-        aside = {slot: m for slot, m in waiting.items() if m.prefix is not None or not m.start}
+        aside |= {slot: m for slot, m in waiting.items() if m.prefix is not None or not m.start}
     if len(aside) < len(members):
         yield from grow(context)
     copied: dict[Prefix | CompactPrefix, dict[int, int]] = {}
@@ -168,7 +168,7 @@ def _shared_prefix(
     if (
         len(rows) == 1
         or any(row.request.namespace != first.namespace for row in rows)
-        or decoder.source is not None
+        or (decoder.source or first.images) is not None
         or not decoder.can_fill_aside(batch, context, len(first.prompt))
     ):
         return None

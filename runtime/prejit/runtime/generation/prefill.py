@@ -51,6 +51,12 @@ class Entering:
         """Whether only the prompt's last token is missing: a decode step then gives the first new one."""
         return self.start == len(self.row.request.prompt) - 1
 
+    @property
+    def sees(self) -> bool:
+        """Whether an image of its prompt is missing."""
+        request = self.row.request
+        return request.images is not None and request.images.last(request.prompt) >= self.start
+
     def read(self, results: Mapping[str, DeviceArray], place: int) -> None:
         """Set the first new token from the results of a prefill."""
         self.token = int(to_numpy(results["token"])[place])
@@ -95,7 +101,7 @@ def filling(
     lengths, done = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
     for place, member in members.items():
         lengths[place], done[place] = len(member.row.request.prompt), member.start
-    fixed = _sampling_inputs(decoder, batch, members)
+    fixed = sampling_inputs(decoder, batch, members)
     while (left := lengths - done).any():
         yield batch * _next_program(decoder, cache(), left, limit).bucket["prompt"]
         # Chosen again: the cache may have grown, and others may have begun to decode.
@@ -143,7 +149,7 @@ def whole(work: Generator[int, None, Made]) -> Made:
             return made
 
 
-def _sampling_inputs(
+def sampling_inputs(
     decoder: DecoderPrograms, batch: int, members: Mapping[int, Entering]
 ) -> dict[str, DeviceArray]:
     """Return the sampling arguments and the token counts of a prefill."""
