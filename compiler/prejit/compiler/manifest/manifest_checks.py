@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 
 from prejit.compiler.base.suggestions import did_you_mean, no_such_path, shown
 from prejit.compiler.manifest.manifest import REPEAT, UNCHECKED, names_object
-from prejit.compiler.manifest.section_checks import adapter_problems, slo_problems
+from prejit.compiler.manifest.section_checks import adapter_problems, image_problems, slo_problems
 from prejit.compiler.manifest.shape_string import MAX_SIZE, SIZE, split_shape, undefined
 from prejit.compiler.manifest.valid_values import (
     CACHE_DTYPES,
@@ -30,7 +30,6 @@ from prejit.compiler.manifest.valid_values import (
     expected,
 )
 from prejit.runtime.format.arrays import MESH_AXES
-from prejit.runtime.format.checks.encoder_interfaces import IMAGE_PREFILL
 from prejit.runtime.format.checks.seldom_parts import HANDLER_NAME
 from prejit.runtime.format.names import ADAPTABLE_KINDS, ADAPTED
 
@@ -46,7 +45,7 @@ BESIDE = (".report.json", ".report.html", ".sig")
 OWN_NAMES = (
     "copy",
     "encode",
-    *("images", IMAGE_PREFILL),
+    *("images", "image-prefill"),
     *ADAPTABLE_KINDS,
     *(f"{ADAPTED}{kind}" for kind in ADAPTABLE_KINDS),
 )
@@ -84,6 +83,7 @@ def value_problems(data: dict[str, Any], directory: Path) -> Problems:
         yield from _own_model_problems(data, directory)
     yield from _generate_problems(_table(data.get("generate")))
     yield from adapter_problems(data)
+    yield from image_problems(data)
     if "encode" in data:
         yield from _encode_problems(_table(data["encode"]))
     programs = data.get("program")
@@ -161,8 +161,6 @@ def _mesh_problems(data: dict[str, Any]) -> Problems:
         size = mesh.get(name)
         if type(size) is int and size < 1:
             yield ("mesh", name), _wrong(expected(f"mesh.{name}"), size)
-    if mesh and _table(data.get("generate")).get("images"):
-        yield ("mesh",), "expected no generate.images beside it: a mesh splits no images"
     if mesh and "encode" in data:
         yield ("mesh",), "expected no [encode] beside it: a mesh splits a decoder only"
     if mesh and _table(data.get("model")).get("dtype") == "int4":
@@ -231,8 +229,6 @@ def _own_model_problems(data: dict[str, Any], directory: Path) -> Problems:
         yield ("model", "evaluation"), "expected source beside it, a directory with tokenizer.json"
     if "encode" in data:
         yield ("encode",), "expected [generate]: an encoder of your own is a [[program]]"
-    if _table(data.get("generate")).get("images"):
-        yield ("generate", "images"), "expected none: a model of your own reads prompts alone"
     if model.get("dtype") == "int4":
         problem = "expected float32, bfloat16 or int8 for a model of your own; int4 is for a source"
         yield ("model", "dtype"), problem
@@ -273,16 +269,12 @@ def _generate_problems(generate: dict[str, Any]) -> Problems:
         for where, problem in _size_problems(sizes):
             yield ("generate", name, *where), problem
     prompts, contexts = generate.get("prompt"), generate.get("context")
-    for name in ("prompt", "images"):
-        if is_int_list(sizes := generate.get(name)) and is_int_list(contexts) and contexts:
-            longest = max(contexts)
-            for index, size in enumerate(sizes):
-                if size > longest:
-                    problem = (
-                        f"expected at most {longest}, the longest context; found {shown(size)}"
-                    )
-                    yield ("generate", name, index), problem
     if is_int_list(prompts) and is_int_list(contexts) and contexts:
+        longest = max(contexts)
+        for index, prompt in enumerate(prompts):
+            if prompt > longest:
+                problem = f"expected at most {longest}, the longest context; found {shown(prompt)}"
+                yield ("generate", "prompt", index), problem
         shortest = min(contexts)  # a prompt enters the context that it fits, in chunks
         if prompts and min(prompts) > shortest:
             problem = f"expected one of at most {shortest}, the shortest context; found {prompts}"
