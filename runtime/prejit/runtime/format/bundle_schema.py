@@ -16,7 +16,6 @@ spelling, so a bundle has exactly one. Other tools write `index.json`, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from prejit.runtime.base.files import digest_of
@@ -174,15 +173,6 @@ class ProgramEntry:
     def function(self) -> str:
         """The name without the bucket: what a caller names."""
         return self.name.partition("/")[0]
-
-
-def functions_of(programs: Iterable[ProgramEntry]) -> dict[str, list[ProgramEntry]]:
-    """Return the user's programs by the name of their function, each with its buckets."""
-    found: dict[str, list[ProgramEntry]] = {}
-    for program in programs:
-        if program.kind == "call":
-            found.setdefault(program.function, []).append(program)
-    return found
 
 
 @dataclass(frozen=True, slots=True)

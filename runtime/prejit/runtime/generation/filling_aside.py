@@ -53,7 +53,11 @@ def filling_aside(
         prefixes: where to keep the prompts, for later ones that begin with them.
         rows: the smaller batch; None: the bundle's smallest, as sources need it.
     """
-    seeing = {slot: member for slot, member in members.items() if member.sees}
+    seeing = {
+        slot: member
+        for slot, member in members.items()
+        if (images := member.row.request.images) is not None and images.is_missing(member)
+    }
     if seeing and len(seeing) < len(members):
         others = {slot: member for slot, member in members.items() if slot not in seeing}
         yield from filling_aside(decoder, cache, others, context, grow, limit, prefixes, rows)

@@ -148,7 +148,7 @@ class Generation:
 def run(
     decoder: DecoderPrograms, generations: Sequence[Generation], batch: Slots | None = None
 ) -> Iterator[tuple[Generation, Piece]]:
-    """Generate for several requests, as many at a time as there are slots.
+    """Generate for several requests, as many at a time as there are slots, and yield each piece as it comes.
 
     If the iterator is closed or interrupted, its slots become free.
 
@@ -157,9 +157,6 @@ def run(
         generations: the requests; those without a free slot wait for one.
         batch: slots that nobody else uses in the meantime; None: make one slot per request, at most as many
             as the bundle's largest batch.
-
-    Yields:
-        Each piece as it comes.
 
     Raises:
         ContextError, UsageError: as Batch.insert; or the batch was closed during the generation.

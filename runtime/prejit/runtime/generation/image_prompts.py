@@ -95,9 +95,9 @@ class PromptImages:
         found[of_image] = lasts
         return found
 
-    def last(self, prompt: Sequence[int]) -> int:
-        """Return the position of the last token of an image; -1: there is none."""
-        return int(self.ends(prompt).max())
+    def is_missing(self, member: Entering) -> bool:
+        """Return whether a cache lacks one of them, of a row that enters it."""
+        return bool(self.ends(member.row.request.prompt).max() >= member.start)
 
     @property
     def _marks(self) -> tuple[str, ...]:

@@ -93,7 +93,10 @@ def inserting(
     # Texts about a source begin in the cache that its encoder makes.
     reads = decoder.source is not None
     rows = None if reads else _aside_batch(decoder, batch, context, waiting, arrival.together)
-    aside = members if reads else {slot: m for slot, m in waiting.items() if m.sees}
+    aside = members if reads else {}
+    for slot, member in waiting.items():
+        if (images := member.row.request.images) is not None and images.is_missing(member):
+            aside = {**aside, slot: member}
     if rows is not None:
         for member in waiting.values():
             prompt = len(member.row.request.prompt)

@@ -212,7 +212,7 @@ class Request:
         min_new_tokens: no stop token comes, and no stop string ends the text, before this many tokens.
             Decoding takes one step per call until then.
         adapter: an adapter of the bundle (`Bundle.adapters`), by name; None: none.
-        images: what `Generator.resolve` read of the images in the prompt; None: there are none.
+        images: what `Generator.resolve` read of those in the prompt; None: there are none.
         namespace: the prompt begins with what a cache has of earlier texts of this namespace only.
 
     Raises:

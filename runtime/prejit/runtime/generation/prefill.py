@@ -51,12 +51,6 @@ class Entering:
         """Whether only the prompt's last token is missing: a decode step then gives the first new one."""
         return self.start == len(self.row.request.prompt) - 1
 
-    @property
-    def sees(self) -> bool:
-        """Whether an image of its prompt is missing."""
-        request = self.row.request
-        return request.images is not None and request.images.last(request.prompt) >= self.start
-
     def read(self, results: Mapping[str, DeviceArray], place: int) -> None:
         """Set the first new token from the results of a prefill."""
         self.token = int(to_numpy(results["token"])[place])
