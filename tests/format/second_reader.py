@@ -240,6 +240,7 @@ BUCKETS = {
     "layer": {"batch", "length"},
     "pool": {"batch", "length"},
     "image": {"batch"},
+    "image-prefill": {"batch", "context", "prompt"},
 }
 
 
@@ -269,7 +270,7 @@ def check_programs(config, programs):
             takes, gives = encoder_signature(config["encoder"], program)
             assert program.said["name"] == f"encode/b{bucket['batch']}-t{bucket['length']}/{kind}"
         else:
-            takes, gives = decoder_signature(config["decoder"], program)
+            takes, gives = decoder_signature(config["decoder"], program, config.get("images"))
         assert found == [takes, gives]
         if config.get("mesh") and "context" in bucket:
             of_cache = ("cache", "source", "target")
@@ -298,6 +299,9 @@ def check_images(config, programs):
     assert len(images["resize"]) <= 2
     assert all(0 < size <= 16384 for size in (*images["size"], *images["resize"]))
     assert 0 <= images["resample"] <= 5
+    if "tokens" in images:
+        assert 0 <= images["token_id"] < config["decoder"]["vocab_size"]
+        assert len(images["marks"]) == 3
     assert len(images.get("labels", range(images["width"]))) == images["width"]
     assert ("labels" in images) + ("encoder" in config) == (
         images.get("scores") in ("softmax", "sigmoid")
@@ -334,7 +338,7 @@ def named(path):
     return ".".join(key if isinstance(key, str) else f"#{key}" for key in path)
 
 
-def decoder_signature(decoder, program):
+def decoder_signature(decoder, program, images):
     kind, bucket = program.said["kind"], program.said["bucket"]
     b, v = bucket["batch"], decoder["vocab_size"]
     assert "cache" in decoder
@@ -367,7 +371,11 @@ def decoder_signature(decoder, program):
     count = bucket.get("prompt", bucket.get("draft", 0) + 1)
     inputs = [f"tokens int32[{b},{count}]", f"start {row}", f"length {row}"]
     top = min(20, v)
-    if kind == "prefill":
+    if kind == "image-prefill":
+        width, rest = divmod(images["width"], images["tokens"])
+        assert rest == 0
+        inputs += [f"embeddings float32[{b},{count},{width}]", f"ends int32[{b},{count}]"]
+    if kind in ("prefill", "image-prefill"):
         gives = [f"token {row}", f"logprob float32[{b}]", f"top_tokens int32[{b},{top}]"]
         gives += [f"top_logprobs float32[{b},{top}]"]
         return [*inputs, *samples, f"history {history}", *donated], [*gives, *kept]
@@ -455,6 +463,9 @@ def check_decoder(programs):
         assert found == every or (kind == "verify" and not found)
     assert all(bucket["prompt"] <= bucket["context"] for bucket in sizes["prefill"])
     assert len({bucket["draft"] for bucket in sizes["verify"]}) <= 1
+    for bucket in sizes["image-prefill"]:
+        assert bucket["batch"] == batches[0]
+        assert bucket["prompt"] <= bucket["context"]
     sources = {bucket["source"] for bucket in sizes["encode"]}
     reading = {(b["batch"], b["context"], b["source"]) for b in sizes["encode"]}
     assert reading == {(batches[0], context, source) for context in contexts for source in sources}

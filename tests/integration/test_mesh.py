@@ -107,7 +107,7 @@ def write_checkpoint(directory, config, scale=0.5):
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     loaded = config_file.load_config(directory)
-    in_out = model_registry.naming_of(loaded.model_type).in_out
+    in_out = model_registry.naming_of(loaded).in_out
     random = np.random.default_rng(0)
     tensors = {}
     for name, leaf in flat_parameters(nnx.state(model_registry.make_decoder(loaded))).items():

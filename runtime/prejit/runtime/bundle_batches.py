@@ -65,7 +65,8 @@ class BundleBatches(BundleDecodes):
         first = self.generator.resolve(options)
         seeds = [(first.sampling.seed + index) % 2**64 for index in range(n)]
         each = [first._replace(sampling=replace(first.sampling, seed=seed)) for seed in seeds]
-        return self._run([self.generator.token_ids(prompt)] * n, each)
+        ids = self.generator.token_ids(prompt, first.common.get("images"))
+        return self._run([ids] * n, each)
 
     def generate_batch(
         self,
@@ -191,4 +192,5 @@ class BundleBatches(BundleDecodes):
                 "stop: expected none, since a batch knows tokens and no text",
                 hint="push text through prejit.runtime.text.stop_strings.StopStrings and evict the slot",
             )
-        return resolved.request(self.generator.token_ids(prompt))
+        ids = self.generator.token_ids(prompt, resolved.common.get("images"))
+        return resolved.request(ids)

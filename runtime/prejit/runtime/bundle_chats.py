@@ -30,7 +30,8 @@ class BundleChats(LoadedBundle):
         the header of the answer is added, because the ids are for generating.
 
         Args:
-            messages: objects such as `{"role": "user", "content": "Hello"}`.
+            messages: objects such as `{"role": "user", "content": "Hello"}`. A part `{"type": "image"}` of a
+                content stands for the next one of `generate(..., images=[...])`.
             template: name of one of several templates; None: `tool_use` if there are tools and the model has
                 it, else `default`.
             add_generation_prompt: whether to add the header of the model's answer; None: yes, unless
@@ -54,6 +55,11 @@ class BundleChats(LoadedBundle):
             documents=documents,
             **variables,
         )
+        images = self.config.images
+        if images is not None and images.marks is not None and _has_images(messages):
+            from prejit.runtime.generation.image_prompts import expanded
+
+            text = expanded(text, images)
         contexts = (p.bucket["context"] for p in self.config.programs if p.kind == "decode")
         room = max(contexts, default=None)
         return self.tokenizer.encode(text, add_special_tokens=False, max_tokens=room)
@@ -99,3 +105,10 @@ class BundleChats(LoadedBundle):
             raise UsageError(
                 "messages: expected objects nested less deeply than Python's recursion limit"
             ) from None
+
+
+def _has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a part of a message is an image."""
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+    parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
+    return any(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)

@@ -79,4 +79,8 @@ class BundleDecodes(LoadedBundle):
             from prejit.runtime.lora.adapter_slots import AdaptedPrograms  # few take adapters
 
             return AdaptedPrograms(*parts, self._policies)
+        if self.config.images is not None:
+            from prejit.runtime.encoding.seeing_programs import SeeingPrograms  # few read images
+
+            return SeeingPrograms(*parts)
         return DecoderPrograms(*parts)

@@ -126,6 +126,11 @@ class BundleEncodes(LoadedBundle):
                 not installed.
             RejectError: a program is damaged.
         """
+        if self.images.images.tokens is not None:
+            raise UsageError(
+                f"{self.name}: expected a model that embeds images, found one that writes about them",
+                hint="bundle.generate(prompt, images=[...])",
+            )
         if self.images.images.labels is not None:
             raise UsageError(
                 "expected a model that embeds images, found one that names what they show",

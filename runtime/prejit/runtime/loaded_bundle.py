@@ -11,7 +11,7 @@ from prejit.runtime.base.threads_and_forks import OneProcess, disown_in_forks
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import ClosedError
 from prejit.runtime.format.blobs import Layer
-from prejit.runtime.format.bundle_schema import Config, handler_names
+from prejit.runtime.format.bundle_schema import Config
 from prejit.runtime.format.checks.program_table import check_weight_sets
 from prejit.runtime.format.names import (
     EXECUTABLES_MEDIA_TYPE,
@@ -124,6 +124,11 @@ class LoadedBundle(OneProcess):
                 compiles=compiles,
                 on_fallback=on_fallback,
             )
+        calls: dict[str, str] = {}
+        if config.libraries is not None and not no_libraries:
+            from prejit.runtime.format.checks.seldom_parts import handler_names  # few have any
+
+            calls = handler_names(*config.libraries)
         programs = Programs(
             config,
             device,
@@ -132,7 +137,7 @@ class LoadedBundle(OneProcess):
             opened,
             verification,
             serve_smaller=serve_smaller,
-            calls={} if no_libraries else handler_names(*config.libraries or ()),
+            calls=calls,
             no_calls=no_libraries,
             canary=asks,
         )

@@ -37,7 +37,7 @@ from prejit.compiler.checkpoint.parameter_sources import (
 )
 from prejit.compiler.checkpoint.quantized_tensors import with_whole_matrices
 from prejit.compiler.checkpoint.tensor_files import Tensor, tensors
-from prejit.compiler.models.families.image_processing import processing_files
+from prejit.compiler.models.families.image_processing import processing_files, sight_files
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
 from prejit.compiler.models.quantization_settings import Quantization, read_quantization
 from prejit.runtime.base.wording import few
@@ -166,9 +166,9 @@ class Checkpoint:
         derived: Mapping[str, np.ndarray[Any, Any]] = {}
         published, problems = _published(self._model_files)
         if self._layout is None:
-            config = config_file.load_config(self.directory)
+            config = config_file.load_config(self.directory, images=self._images)
             parameters = parameters_of(model_registry.make_decoder(config, out_in=self._out_in))
-            naming = model_registry.naming_of(config.model_type)
+            naming = model_registry.naming_of(config)
             naming = replace(naming, ignored=naming.ignored_in(config))
             for file in self._model_files:
                 if file.suffix == _GGUF:
@@ -224,6 +224,7 @@ def open_checkpoint(
     out_in: bool = False,
     adapters: tuple[Path, ...] = (),
     weights: Path | None = None,
+    images: bool = False,
 ) -> Checkpoint:
     """Find the files of a checkpoint. Tensors are first read when they are needed.
 
@@ -233,6 +234,7 @@ def open_checkpoint(
         out_in: whether all matrices are stored (out, in), as in `models.model_registry.make_decoder`.
         adapters: directories of adapters, which are merged in this order.
         weights: a .gguf file in the directory; None: there is one file, or an index.
+        images: whether the decoder reads images.
 
     Raises:
         CheckpointError: files are missing, or the index cannot be read.
@@ -244,18 +246,19 @@ def open_checkpoint(
             f"{config}: expected a file, found {others}",
             hint=hint or "expected a directory in the Hugging Face layout, with config.json in it",
         )
-    made = partial(Checkpoint, directory, out_in=out_in, adapters=adapters)
+    beside = (config, *(sight_files(directory) if images else ()))
+    made = partial(Checkpoint, directory, out_in=out_in, adapters=adapters, images=images)
     if weights is not None:
-        return made((config, weights))
+        return made((*beside, weights))
     index = directory / _INDEX
     if not (directory / _SINGLE[0]).is_file() and index.is_file():
-        return made((config, index, *_shards(index)))
+        return made((*beside, index, *_shards(index)))
     for name in _SINGLE:
         if (directory / name).is_file():
-            return made((config, directory / name))
+            return made((*beside, directory / name))
     found = sorted(directory.glob(f"*{_GGUF}"))
     if len(found) == 1:
-        return made((config, *found))
+        return made((*beside, *found))
     others, hint = _other_formats(directory)
     if found:
         others = few([file.name for file in found], _SHOWN)

@@ -27,6 +27,7 @@ from prejit.compiler.lowering.sampling_programs import (
     sampling_shapes,
 )
 from prejit.compiler.manifest.specs import ProgramSpec
+from prejit.compiler.models.families.decoders import PlacedImages
 from prejit.compiler.models.layers import linear
 from prejit.compiler.models.layers.attention import each_row
 from prejit.compiler.models.layers.layer_config import DecoderConfig
@@ -35,6 +36,7 @@ from prejit.compiler.models.layers.row_adapters import AdapterStacks, RowAdapter
 from prejit.compiler.models.parameters import Parametrized
 from prejit.compiler.models.protocol import Cache
 from prejit.runtime.format.arrays import Array, Mesh
+from prejit.runtime.format.checks.encoder_interfaces import IMAGE_PREFILL
 from prejit.runtime.format.names import ADAPTED
 
 _STEPS = 16
@@ -68,6 +70,7 @@ def lower_decoder(
     split: MeshSplit | None = None,
     forms: Forms | None = None,
     adapters: AdapterStacks | None = None,
+    width: int | None = None,
 ) -> LoweredProgram:
     """Lower one of a decoder's programs at one bucket.
 
@@ -75,6 +78,7 @@ def lower_decoder(
 
         encode   source [B, ..., N, ...], length [B]                        -> (a new cache)
         prefill  tokens [B, T], start [B], length [B], sampling, history    -> chosen [B]
+        image-prefill   as prefill, with embeddings [B, T, D], ends [B, T] before sampling (PlacedImages)
         decode   token [B], position [B], live [B], steps [], sampling, history*
                                               -> token [B], position [B], chosen [STEPS, B], history
         verify   tokens [B, T], start [B], length [B], sampling, history*
@@ -94,6 +98,7 @@ def lower_decoder(
         split: how the model is split over a mesh; None for one device.
         forms: the forms of products on a CPU with kernels; None for a portable program, for all platforms.
         adapters: the room for adapters; None: no kind of program has any.
+        width: D, of a model whose prompts may hold images.
 
     Raises:
         BuildError: the model does not follow the protocol.
@@ -105,6 +110,7 @@ def lower_decoder(
         return _lower_encode(layout, spec, forms)
     batch, context = spec.bucket["batch"], spec.bucket["context"]
     is_adapted, kind = spec.kind.startswith(ADAPTED), spec.kind.removeprefix(ADAPTED)
+    is_prefill = kind in ("prefill", IMAGE_PREFILL)
     programs = _DecoderFunctions(
         layout, context, split is not None and shape.vocab_size % split.mesh.tensor == 0
     )
@@ -115,10 +121,14 @@ def lower_decoder(
     if kind == "decode":
         inputs = {"token": row, "position": row, "live": row, "steps": scalar}
     else:
-        count = spec.bucket["prompt"] if kind == "prefill" else spec.bucket["draft"] + 1
+        count = spec.bucket["prompt"] if is_prefill else spec.bucket["draft"] + 1
         tokens = jax.ShapeDtypeStruct((batch, count), jnp.int32)
         inputs = {"tokens": tokens, "start": row, "length": row}
-    function: Callable[..., Any] = getattr(programs, kind)
+    if kind == IMAGE_PREFILL:
+        size = (batch, spec.bucket["prompt"])
+        inputs["embeddings"] = jax.ShapeDtypeStruct((*size, width or 0), jnp.float32)
+        inputs["ends"] = jax.ShapeDtypeStruct(size, jnp.int32)
+    function: Callable[..., Any] = getattr(programs, kind.replace("-", "_"))
     if is_adapted:
         assert adapters is not None
         stacks = {
@@ -129,12 +139,11 @@ def lower_decoder(
         function = _adapted(function, tuple(stacks))
     weights, cache = dict(model.weights), layout.shapes(batch, context)
     values = (weights, *inputs.values(), sampling, history, cache)
-    donated = (len(values) - 1,) if kind == "prefill" else (len(values) - 2, len(values) - 1)
+    donated = (len(values) - 1,) if is_prefill else (len(values) - 2, len(values) - 1)
     named = {**inputs, **sampling._asdict(), "history": history}
     cache_arrays = _split_arrays(layout.sized(batch, context), split)
-    kept = kind == "prefill"
     arguments = [
-        Array((name,), str(value.dtype), value.shape, name == "history" and not kept)
+        Array((name,), str(value.dtype), value.shape, name == "history" and not is_prefill)
         for name, value in named.items()
     ]
     if split is None:
@@ -174,6 +183,7 @@ def _adapted(function: Callable[..., Any], stacks: Sequence[str]) -> Callable[..
 _CHOSEN = ("tokens", "logprobs", "top_tokens", "top_logprobs")
 _RESULTS = {
     "prefill": Chosen._fields,
+    IMAGE_PREFILL: Chosen._fields,
     "decode": ("token", "position", *_CHOSEN, "history"),
     "verify": (*_CHOSEN, "accepted", "history"),
 }
@@ -209,6 +219,23 @@ class _DecoderFunctions:
     ) -> tuple[Chosen, Cache]:
         """Write tokens into the cache and choose the token that follows them."""
         logits, cache = self._logits(weights, tokens, start, length, cache)
+        return sample(logits, sampling, history, start + length), cache
+
+    def image_prefill(
+        self,
+        weights: Mapping[str, jax.Array],
+        tokens: jax.Array,
+        start: jax.Array,
+        length: jax.Array,
+        embeddings: jax.Array,
+        ends: jax.Array,
+        sampling: SamplingInputs,
+        history: jax.Array,
+        cache: Cache,
+    ) -> tuple[Chosen, Cache]:
+        """Do what `prefill` does, with images among the tokens."""
+        images = PlacedImages(embeddings, ends)
+        logits, cache = self._logits(weights, tokens, start, length, cache, images=images)
         return sample(logits, sampling, history, start + length), cache
 
     def decode(
@@ -295,11 +322,12 @@ class _DecoderFunctions:
         cache: Cache,
         *,
         every: bool = False,
+        **images: PlacedImages,
     ) -> tuple[jax.Array, Cache]:
         model = self.layout.model.bind(weights)
         cache = self.layout.fresh_rows(model, cache, start, length, self.context)
         rows = (linear.split(whole, "data") for whole in (tokens, start, length))
-        logits, cache = model(*rows, cache, every=every)
+        logits, cache = model(*rows, cache, every=every, **images)
         # Choosing a token passes over the vocabulary many times. So all logits are gathered once, and every
         # device chooses for every row; nothing else is sent. Without the first split below, XLA would gather
         # the head's weights instead.

@@ -13,8 +13,14 @@ from prejit.compiler.lowering.export import LoweredProgram, Shapes, export_with
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models.families import sentence
 from prejit.compiler.models.families.image_models import ImageModel
+from prejit.compiler.models.families.seeing_decoder import SeeingDecoder
 from prejit.compiler.models.layers.product_forms import Forms
-from prejit.compiler.models.parameters import flat_parameters, parametrized, with_parameters
+from prejit.compiler.models.parameters import (
+    flat_parameters,
+    parametrized,
+    reduced,
+    with_parameters,
+)
 from prejit.runtime.format.arrays import Array
 
 _RESULTS = {"pool": "embedding"}
@@ -81,7 +87,10 @@ def lower_encoder(
 
 
 def lower_images(
-    model: ImageModel, spec: ProgramSpec, size: tuple[int, int], forms: Forms | None = None
+    model: ImageModel | SeeingDecoder,
+    spec: ProgramSpec,
+    size: tuple[int, int],
+    forms: Forms | None = None,
 ) -> LoweredProgram:
     """Lower the program of a model that reads images, at one batch.
 
@@ -93,14 +102,12 @@ def lower_images(
         size: H and W.
         forms: as in `lower_decoder`.
     """
-    whole = parametrized(model)
     parts = tuple(f"{part}." for part in model.image_parts())
-    weights = {name: value for name, value in whole.weights.items() if name.startswith(parts)}
-    others = {name: value for name, value in whole.weights.items() if name not in weights}
+    reads = reduced(parametrized(model), lambda name: name.startswith(parts))
+    weights = dict(reads.weights)
 
     def function(weights: Mapping[str, jax.Array], pixels: jax.Array) -> jax.Array:
-        unused = {name: jnp.zeros(each.shape, each.dtype) for name, each in others.items()}
-        result: jax.Array = whole.bind({**weights, **unused}).image(pixels)
+        result: jax.Array = reads.bind(weights).image(pixels)
         return result
 
     pixels = jax.ShapeDtypeStruct((spec.bucket["batch"], *size, 3), jnp.uint8)

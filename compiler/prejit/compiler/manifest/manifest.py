@@ -3,7 +3,8 @@
     [bundle]      BundleTable        name, license
     [model]       Model              source, or module, params, reads and impure; dtype,
                                      accuracy, evaluation; it needs one of the next two
-    [generate]    Generate           batch, prompt, context, draft_tokens, cache_dtype, source
+    [generate]    Generate           batch, prompt, context, draft_tokens, cache_dtype, source,
+                                     images
     [adapters]    AdapterSlots       slots, rank, targets
     [encode]      Encode             shapes, images
                                      heads,
@@ -122,6 +123,8 @@ class Generate:
             programs for drafts.
         cache_dtype: dtype of the KV cache.
         source: of an encoder-decoder: numbers of places that its encoder reads, such as tokens or frames.
+        images: of a model whose prompts may hold images: numbers of tokens that one prefill with images
+            takes, each at least as many as an image has. Without it the model reads texts alone.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -132,6 +135,7 @@ class Generate:
     draft_tokens: int = 0
     cache_dtype: str = "float32"
     source: tuple[int, ...] = ()
+    images: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,7 +416,8 @@ class Manifest:
     @property
     def reads_images(self) -> bool:
         """Whether the model reads images."""
-        return self.encode is not None and bool(self.encode.images)
+        model = self.encode or self.generate
+        return model is not None and bool(model.images)
 
     @property
     def where(self) -> str:

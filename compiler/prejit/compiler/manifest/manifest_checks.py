@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 
 from prejit.compiler.base.suggestions import did_you_mean, no_such_path, shown
 from prejit.compiler.manifest.manifest import REPEAT, UNCHECKED, names_object
-from prejit.compiler.manifest.section_checks import adapter_problems, slo_problems
+from prejit.compiler.manifest.section_checks import adapter_problems, image_problems, slo_problems
 from prejit.compiler.manifest.shape_string import MAX_SIZE, SIZE, split_shape, undefined
 from prejit.compiler.manifest.valid_values import (
     CACHE_DTYPES,
@@ -45,7 +45,7 @@ BESIDE = (".report.json", ".report.html", ".sig")
 OWN_NAMES = (
     "copy",
     "encode",
-    "images",
+    *("images", "image-prefill"),
     *ADAPTABLE_KINDS,
     *(f"{ADAPTED}{kind}" for kind in ADAPTABLE_KINDS),
 )
@@ -83,6 +83,7 @@ def value_problems(data: dict[str, Any], directory: Path) -> Problems:
         yield from _own_model_problems(data, directory)
     yield from _generate_problems(_table(data.get("generate")))
     yield from adapter_problems(data)
+    yield from image_problems(data)
     if "encode" in data:
         yield from _encode_problems(_table(data["encode"]))
     programs = data.get("program")
@@ -100,11 +101,10 @@ def _number_problems(data: dict[str, Any]) -> Problems:
     """Find the section with which the manifest passes MAX_PROGRAMS, counted from the first."""
     generate, encode = _table(data.get("generate")), _table(data.get("encode"))
     # Each batch and context has prefill, decode, verify and two copies: see specs.py.
-    batches, contexts, prompts, sources = (
-        len(_items(generate.get(name))) for name in ("batch", "context", "prompt", "source")
-    )
+    names = ("batch", "context", "prompt", "source", "images")
+    batches, contexts, *sizes_of = (len(_items(generate.get(name))) for name in names)
     counts: list[tuple[KeyPath, int]] = [
-        (("generate",), batches * contexts * (prompts + 4 + sources)),
+        (("generate",), batches * contexts * (4 + sum(sizes_of))),
         (("encode", "shapes"), 3 * len(_items(encode.get("shapes")))),
         (("encode", "images"), len(_items(encode.get("images")))),
     ]
@@ -262,10 +262,10 @@ def _reads_problems(reads: Any, directory: Path) -> Iterator[tuple[int, str]]:
 
 
 def _generate_problems(generate: dict[str, Any]) -> Problems:
-    for name in ("batch", "prompt", "context", "source"):
+    for name in ("batch", "prompt", "context", "source", "images"):
         sizes = generate.get(name)
-        if name == "source" and sizes == []:
-            continue  # as Python's default: the model is no encoder-decoder
+        if name in ("source", "images") and sizes == []:
+            continue  # as Python's default: the model is no encoder-decoder, or reads no images
         for where, problem in _size_problems(sizes):
             yield ("generate", name, *where), problem
     prompts, contexts = generate.get("prompt"), generate.get("context")

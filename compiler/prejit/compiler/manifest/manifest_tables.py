@@ -285,6 +285,7 @@ _NARROWED: dict[str, dict[str, dict[str, Any]]] = {
         **{name: _SIZES for name in ("batch", "prompt", "context")},
         "draft_tokens": {"minimum": 0, "maximum": MAX_DRAFT},
         "cache_dtype": {"enum": list(CACHE_DTYPES)},
+        "images": {"items": _SIZE, "uniqueItems": True},
     },
     "adapters": {
         "slots": {"minimum": 1, "maximum": MAX_SLOTS},

@@ -1,4 +1,4 @@
-"""Rules of `[adapters]` and `[slo]` in a manifest, and between the first and other sections."""
+"""Rules of `[adapters]`, `[slo]` and images in prompts in a manifest, and between them and other sections."""
 
 from __future__ import annotations
 
@@ -30,6 +30,25 @@ def adapter_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
         )
     if generate.get("source"):
         yield ("adapters",), "expected none beside generate.source: an encoder-decoder takes none"
+
+
+def image_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+    """Find what is wrong with prompts that hold images."""
+    generate, model = _table(data, "generate"), _table(data, "model")
+    images, contexts = generate.get("images"), generate.get("context")
+    if not isinstance(images, list) or not images:
+        return
+    for section in ("adapters", "mesh"):
+        if section in data:
+            yield (section,), "expected none beside generate.images: prompts with images take none"
+    if "module" in model:
+        yield ("generate", "images"), "expected none: a model of your own reads prompts alone"
+    if isinstance(contexts, list) and all(type(each) is int for each in (*contexts, *images)):
+        longest = max(contexts, default=0)
+        for index, size in enumerate(images):
+            if size > longest:
+                problem = f"expected at most {longest}, the longest context; found {shown(size)}"
+                yield ("generate", "images", index), problem
 
 
 def slo_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from prejit.compiler.manifest.manifest import REPEAT
+from prejit.runtime.format.checks.encoder_interfaces import IMAGE_PREFILL
 from prejit.runtime.format.names import ADAPTABLE_KINDS, ADAPTED
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class ProgramSpec:
 
     Attributes:
         name: `decode/b1-c128`, `prefill/b1-t16-c128`, `verify/b1-k8-c128`, `copy/b1-c128-to-b4-c128`,
-            `encode/b1-n64-c128`, `adapted-decode/b1-c128`,
+            `encode/b1-n64-c128`, `adapted-decode/b1-c128`, `image-prefill/b1-t64-c128`,
             `encode/b8-t128/layer`, `images/b4`, `score/batch8`, `score/batch8-mode=fast`, `score`.
         kind: as in `bundle_schema.ProgramEntry`.
         bucket: static sizes by name.
@@ -102,11 +103,14 @@ def _spelled(program: Program) -> dict[tuple[str, type, str | int | bool], str]:
 def decoder_specs(sizes: Generate) -> Iterator[ProgramSpec]:
     """Yield a decoder's programs.
 
-    A context has no prefill longer than itself, which no prompt could fill. Copies go from the smallest batch
+    A context has no prefill longer than itself, which no prompt could fill. Prompts with images are computed
+    in the smallest batch, and copied. Copies go from the smallest batch
     to every other (a new row for a slot, a prefix for a new row), from each context to the next (a text that
     grows), from every batch to the larger ones (prompts that were computed together; an engine with more
     requests than before) and to the next smaller one (an engine with fewer).
     """
+    if sizes.images:
+        yield ProgramSpec("images/b1", IMAGE, {"batch": 1})
     for number, batch in enumerate(sizes.batch):
         for place, context in enumerate(sizes.context):
             bucket = {"batch": batch, "context": context}
@@ -119,6 +123,9 @@ def decoder_specs(sizes: Generate) -> Iterator[ProgramSpec]:
                 name = f"verify/b{batch}-k{draft}-c{context}"
                 yield ProgramSpec(name, "verify", {**bucket, "draft": draft})
             if batch == sizes.batch[0]:
+                for prompt in (size for size in sizes.images if size <= context):
+                    name = f"{IMAGE_PREFILL}/b{batch}-t{prompt}-c{context}"
+                    yield ProgramSpec(name, IMAGE_PREFILL, {**bucket, "prompt": prompt})
                 for source in sizes.source:
                     name = f"encode/b{batch}-n{source}-c{context}"
                     yield ProgramSpec(name, "encode", {**bucket, "source": source})

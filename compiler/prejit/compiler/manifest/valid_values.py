@@ -32,6 +32,7 @@ _TARGET_TEXTS = (
     *("fingerprint", "jax", "tuning", "platform", "architecture", "cpu", "device_kind"),
     *("compute_capability", "driver", "generation", "topology"),
 )
+_BUCKETS = ("batch", "prompt", "context", "source", "images")
 _TARGET_LISTS = ("cpu_features", "constraints", "xla_flags")
 _GPU = ("core_count", "bandwidth_bytes", "l2_bytes", "clock_mhz")
 _EXPECTED = {
@@ -130,8 +131,8 @@ _EXPECTED = {
     },
     "mesh": "a [mesh] table with data and tensor",
     **{f"mesh.{key}": "an integer of 1 or more" for key in ("data", "tensor")},
-    **{f"generate.{name}": SIZES for name in ("batch", "prompt", "context", "source")},
-    **{f"generate.{name}[]": SIZE for name in ("batch", "prompt", "context", "source")},
+    **{f"generate.{name}": SIZES for name in _BUCKETS},
+    **{f"generate.{name}[]": SIZE for name in _BUCKETS},
     "generate.draft_tokens": f"an integer of 0 to {MAX_DRAFT}, below every context",
 }
 

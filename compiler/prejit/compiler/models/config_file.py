@@ -54,17 +54,23 @@ _FLOAT = "__float__"
 """The key of such an object."""
 
 
-def load_config(directory: Path) -> Any:
+def load_config(directory: Path, *, images: bool = False) -> Any:
     """Return the configuration of a decoder's checkpoint, as transformers reads it.
 
     Args:
         directory: holds config.json.
+        images: whether its prompts may hold images. Then the configuration has a `sight` (seeing_decoder.py).
 
     Raises:
         CheckpointError: there is no config.json, transformers does not accept it, or its family is not
             supported.
     """
-    return _load_config(directory, DECODERS, "[generate]")
+    config = _load_config(directory, DECODERS, "[generate]")
+    if images:
+        from prejit.compiler.models.sight_config import read_sight  # few models have any
+
+        config.sight = read_sight(directory, config)
+    return config
 
 
 def load_encoder(directory: Path, layout: SentenceLayout | None = None) -> EncoderSource:

@@ -14,6 +14,7 @@ from flax import nnx
 from prejit.compiler.base.stored_dtypes import GROUPS_OF_32, Groups
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.models import quantizing
+from prejit.compiler.models.families.decoder_table import SEEING
 from prejit.compiler.models.families.encoder_table import ENCODERS, HEADS, WITH_SEGMENTS
 from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.families.family_table import DECODERS
@@ -73,8 +74,12 @@ def make_decoder(
     """
     describe(config)
     family = _decoder_family(config)
+    build = family.build
+    if getattr(config, "sight", None) is not None:
+        assert family.seeing is not None
+        build = family.seeing
     with product_forms.storing(out_in=out_in):
-        module: nnx.Module = nnx.eval_shape(lambda: family.build(config, context))
+        module: nnx.Module = nnx.eval_shape(lambda: build(config, context))
     quantizing.store(module, dtype, groups)
     return module
 
@@ -183,9 +188,9 @@ def _encoder(source: EncoderSource, family: Family) -> WholeEncoder:
     )
 
 
-def naming_of(family: str) -> Naming:
-    """Return how published checkpoints of a family that generates name their tensors."""
-    return DECODERS[family].naming
+def naming_of(config: Any) -> Naming:
+    """Return how published checkpoints of a model that generates name their tensors."""
+    return SEEING if getattr(config, "sight", None) else DECODERS[config.model_type].naming
 
 
 def encoder_naming(source: EncoderSource) -> Naming:

@@ -8,6 +8,7 @@ from functools import reduce
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from prejit.compiler.models.layers.linear import Linear
@@ -52,6 +53,18 @@ def parametrized(module: nnx.Module) -> Parametrized:
     return Parametrized(
         shapes, lambda values: nnx.merge(graph, random, with_parameters(state, values))
     )
+
+
+def reduced(model: Parametrized, uses: Callable[[str], bool]) -> Parametrized:
+    """Return a model for programs that use some of its parameters, by name; the others are zeros in it."""
+    weights = {name: value for name, value in model.weights.items() if uses(name)}
+    others = {name: value for name, value in model.weights.items() if name not in weights}
+
+    def bind(values: Mapping[str, jax.Array]) -> Any:
+        unused = {name: jnp.zeros(each.shape, each.dtype) for name, each in others.items()}
+        return model.bind({**values, **unused})
+
+    return Parametrized(weights, bind)
 
 
 def parameters_of(module: nnx.Module) -> dict[str, Parameter]:

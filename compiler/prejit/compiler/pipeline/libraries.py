@@ -14,8 +14,9 @@ from prejit.compiler.targets.target_classes import Target
 from prejit.runtime.base.files import digest_of, store_errors
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.format import limits
-from prejit.runtime.format.bundle_schema import UserLibrary, handler_names
+from prejit.runtime.format.bundle_schema import UserLibrary
 from prejit.runtime.format.checks.elf import read_shared_library
+from prejit.runtime.format.checks.seldom_parts import handler_names
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 

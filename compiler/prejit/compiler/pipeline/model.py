@@ -21,7 +21,7 @@ from prejit.compiler.checkpoint.checkpoint import (
     open_encoder,
 )
 from prejit.compiler.manifest.manifest import Encode, Manifest
-from prejit.compiler.models.families.image_processing import processing_files
+from prejit.compiler.models.families.image_processing import processing_files, sight_files
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
 from prejit.compiler.native.kernel_library import KERNELS_ARCHITECTURE
 from prejit.compiler.targets.target_classes import Target
@@ -119,7 +119,8 @@ def find_model(manifest: Manifest, targets: tuple[Target, ...], directory: Path)
     layout = None if manifest.encode is None else read_layout(directory, manifest.encode)
     out_in = stores_out_in(manifest, targets)
     if layout is None:
-        deciding: tuple[Path, ...] = (directory / "config.json",)
+        sight = sight_files(directory) if manifest.reads_images else ()
+        deciding: tuple[Path, ...] = (directory / "config.json", *sight)
     else:
         processing: list[Path] = []
         if manifest.reads_images:  # padding is the tokenizer's
@@ -167,7 +168,7 @@ def open_weights(files: ModelFiles) -> Checkpoint:
         CheckpointError: files are missing.
     """
     if files.layout is None:
-        opened = partial(open_checkpoint, weights=files.weights)
+        opened = partial(open_checkpoint, weights=files.weights, images=files.images)
     elif files.weights is not None:
         raise no_encoder(files.weights)
     else:
@@ -214,7 +215,7 @@ def read_model(manifest: Manifest, files: ModelFiles) -> ModelSource:
     assert manifest.model is not None
     dtype = manifest.model.dtype
     stored: dict[str, Any] = {"out_in": files.out_in, "groups": files.groups}
-    if files.images:
+    if files.images and files.layout is not None:
         pictures = image_config.load_images(files.directory)
         module = image_config.make_images(pictures, dtype, **stored)
         texts = image_config.describe_texts(pictures)
@@ -225,7 +226,7 @@ def read_model(manifest: Manifest, files: ModelFiles) -> ModelSource:
         source = config_file.load_encoder(files.directory, files.layout)
         encoder = model_registry.make_encoder(source, dtype, **stored)
         return ModelSource(files, source, model_registry.describe_encoder(source), encoder)
-    config = config_file.load_config(files.directory)
+    config = config_file.load_config(files.directory, images=files.images)
     decoder = model_registry.make_decoder(config, longest_context(manifest), dtype, **stored)
     if cache_dtype(manifest) == "int8" and getattr(decoder, "keeps_latents", False):
         raise ManifestError(
@@ -239,7 +240,12 @@ def read_model(manifest: Manifest, files: ModelFiles) -> ModelSource:
 
         room = make_room(decoder, wanted.slots, wanted.rank, wanted.targets, manifest.where)
     shape = model_registry.describe(config, cache_dtype(manifest))
-    return ModelSource(files, config, shape, decoder, room)
+    images = None
+    if files.images:
+        from prejit.compiler.models import sight_config
+
+        images = sight_config.describe_sight(config.sight, config.hidden_size)
+    return ModelSource(files, config, shape, decoder, room, images)
 
 
 def file_digests(directory: Path, files: Iterable[Path]) -> tuple[tuple[str, str], ...]:

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from prejit.runtime.base.wording import shortened, table
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.bundle_schema import Config, ProgramEntry, functions_of
+from prejit.runtime.format.bundle_schema import Config, ProgramEntry
 from prejit.runtime.format.checks.call_programs import check_arrays, check_static, check_tree
+from prejit.runtime.programs.usage_hint import functions_of
 
 _WIDTH = 90
 """Maximum number of characters of an argument or result."""

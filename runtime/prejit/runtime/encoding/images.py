@@ -63,10 +63,17 @@ class ImagePrograms:
             UsageError: a picture is none, or Pillow is not installed.
             RejectError: a program is damaged.
         """
+        return self.run(self.pixels(pictures))
+
+    def pixels(self, pictures: Picture | Sequence[Picture]) -> list[Pixels]:
+        """Return the pixels of pictures as `pixels_of`."""
         one = isinstance(pictures, str | bytes | os.PathLike) or hasattr(pictures, "convert")
         one = one or getattr(pictures, "ndim", 0) == 3
         listed = arguments.items("images", [pictures] if one else pictures, "a list of images")
-        pixels = [pixels_of(each, self.images, f"images[{at}]") for at, each in enumerate(listed)]
+        return [pixels_of(each, self.images, f"images[{at}]") for at, each in enumerate(listed)]
+
+    def run(self, pixels: Sequence[Pixels]) -> Values:
+        """Return what `encode` does, of pixels."""
         found = np.zeros((len(pixels), self.images.width), np.float32)
         for bucket, first, end in partition([1] * len(pixels), list(self._names)):
             batch = aligned_zeros((bucket.batch, *self.images.size, 3), np.dtype(np.uint8))

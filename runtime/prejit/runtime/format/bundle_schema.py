@@ -16,13 +16,11 @@ spelling, so a bundle has exactly one. Other tools write `index.json`, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.arrays import Golden, Mesh
 from prejit.runtime.format.limits import MAX_SIZE
-from prejit.runtime.format.names import handler_target
 from prejit.runtime.machine.fingerprint import Requirement
 
 CACHE_DTYPES = ("float32", "bfloat16", "int8")
@@ -175,15 +173,6 @@ class ProgramEntry:
     def function(self) -> str:
         """The name without the bucket: what a caller names."""
         return self.name.partition("/")[0]
-
-
-def functions_of(programs: Iterable[ProgramEntry]) -> dict[str, list[ProgramEntry]]:
-    """Return the user's programs by the name of their function, each with its buckets."""
-    found: dict[str, list[ProgramEntry]] = {}
-    for program in programs:
-        if program.kind == "call":
-            found.setdefault(program.function, []).append(program)
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,7 +365,7 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """The properties of an encoder of images, whose programs are of the kind `image`.
+    """The properties of what reads images, whose programs are of the kind `image`.
 
     Attributes:
         family, width: as of `Encoder`; with labels, the number of these.
@@ -384,6 +373,8 @@ class Images:
         resize, resample: height and width, or the shorter edge, before the middle is cut; Pillow's filter.
         scores: activation of labels, or of matches with texts: `softmax` or `sigmoid`; None: there are none.
         labels: names of what images show; None: the model embeds them.
+        tokens, token_id: of a decoder whose prompts hold images: an image is so many tokens of this id.
+        marks: the texts of the token before an image, of its tokens, and of the token behind it.
     """
 
     family: str
@@ -393,6 +384,9 @@ class Images:
     resample: int
     scores: str | None = None
     labels: tuple[str, ...] | None = None
+    tokens: int | None = None
+    token_id: int | None = None
+    marks: tuple[str, ...] | None = None
 
 
 def _check_sizes(value: Decoder | Encoder, where: str, *names: str) -> None:
@@ -500,12 +494,3 @@ class Config:
     chunks: dict[str, Chunks] | None = None
     recorded: tuple[RecordedProgram, ...] | None = None
     libraries: tuple[UserLibrary, ...] | None = None
-
-
-def handler_names(*libraries: UserLibrary) -> dict[str, str]:
-    """Return the name that executables use for each name by which portable programs call a handler."""
-    return {
-        name: handler_target(symbol, library.digest)
-        for library in libraries
-        for name, symbol in library.handlers.items()
-    }

@@ -53,6 +53,23 @@ def filling_aside(
         prefixes: where to keep the prompts, for later ones that begin with them.
         rows: the smaller batch; None: the bundle's smallest, as sources need it.
     """
+    seeing = {
+        slot: member
+        for slot, member in members.items()
+        if (images := member.row.request.images) is not None and images.is_missing(member)
+    }
+    if seeing and len(seeing) < len(members):
+        others = {slot: member for slot, member in members.items() if slot not in seeing}
+        yield from filling_aside(decoder, cache, others, context, grow, limit, prefixes, rows)
+        members = seeing
+    fill, rows = filling, None if seeing else rows
+    if seeing:
+        from prejit.runtime.generation.image_prompts import filling_images  # few prompts have any
+
+        fill = filling_images
+        for member in seeing.values():
+            if member.prefix is None:  # what its slot holds is not here
+                member.start = member.row.usage.reused_tokens = 0
     batch = decoder.batches[0] if rows is None else rows
     waiting = list(members)
     while waiting:
@@ -67,7 +84,7 @@ def filling_aside(
                 aside.copy_rows(prefix.at(aside.context), {place: 0})
         entering = {place: members[slot] for place, slot in enumerate(group)}
         computed = {at: member for at, member in entering.items() if not member.can_decode}
-        yield from filling(decoder, lambda: aside, computed, limit)  # noqa: B023 (done with this one)
+        yield from fill(decoder, lambda: aside, computed, limit)  # noqa: B023 (done with this one)
         yield from grow(context)
         if aside.context < cache().context:
             aside = aside.grown(cache().context)

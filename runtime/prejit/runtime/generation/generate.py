@@ -148,7 +148,7 @@ class Generation:
 def run(
     decoder: DecoderPrograms, generations: Sequence[Generation], batch: Slots | None = None
 ) -> Iterator[tuple[Generation, Piece]]:
-    """Generate for several requests, as many at a time as there are slots.
+    """Generate for several requests, as many at a time as there are slots, and yield each piece as it comes.
 
     If the iterator is closed or interrupted, its slots become free.
 
@@ -157,9 +157,6 @@ def run(
         generations: the requests; those without a free slot wait for one.
         batch: slots that nobody else uses in the meantime; None: make one slot per request, at most as many
             as the bundle's largest batch.
-
-    Yields:
-        Each piece as it comes.
 
     Raises:
         ContextError, UsageError: as Batch.insert; or the batch was closed during the generation.
@@ -225,6 +222,10 @@ class Generator:
         resolved = resolve({**options}, self._defaults)
         if (adapter := resolved.common.get("adapter")) is not None:
             resolved.common["adapter"] = self.decoder.adapters[adapter]
+        if (images := resolved.common.get("images")) is not None:
+            from prejit.runtime.generation.image_prompts import read_images  # few prompts have any
+
+            resolved.common["images"] = read_images(self.decoder, images)
         return self.reading(resolved, resolved.common.get("source"))
 
     def begin(self, prompt: Prompt | None, resolved: Resolved) -> Generation:
@@ -239,7 +240,7 @@ class Generator:
                 f"{self._name}: this bundle has no tokenizer, so nothing can stop at a string",
                 hint="give stop_token_ids, or build from a model directory with a tokenizer.json",
             )
-        request = resolved.request(self.token_ids(prompt))
+        request = resolved.request(self.token_ids(prompt, resolved.common.get("images")))
         return Generation(self.decoder, request, tokenizer, resolved.stop)
 
     def reading(self, resolved: Resolved, source: Any) -> Resolved:
@@ -250,14 +251,15 @@ class Generator:
             source = self._text.need_tokenizer().encode(source)
         return resolved._replace(common={**resolved.common, "source": source})
 
-    def token_ids(self, prompt: Prompt | None) -> list[int]:
-        """Return the token ids of a prompt, all of them in the vocabulary."""
+    def token_ids(self, prompt: Prompt | None, images: Any = None) -> list[int]:
+        """Return the token ids of a prompt with these images, all of them in the vocabulary."""
         start = self.decoder.decoder.start_token_ids
         if prompt is None and start:
             return list(start)
         checked = arguments.prompt("prompt", prompt, self.decoder.decoder.vocab_size)
         if not isinstance(checked, str):
             return checked
+        checked = checked if images is None else images.expanded(checked)
         # Special tokens, such as an end, belong to the source of an encoder-decoder.
         tokens = self._text.need_tokenizer().encode(
             checked, add_special_tokens=not start, max_tokens=self.decoder.contexts[-1]

@@ -94,6 +94,9 @@ def inserting(
     reads = decoder.source is not None
     rows = None if reads else _aside_batch(decoder, batch, context, waiting, arrival.together)
     aside = members if reads else {}
+    for slot, member in waiting.items():
+        if (images := member.row.request.images) is not None and images.is_missing(member):
+            aside = {**aside, slot: member}
     if rows is not None:
         for member in waiting.values():
             prompt = len(member.row.request.prompt)
@@ -102,7 +105,7 @@ def inserting(
             if member.prefix is None and left < prompt < batch * left:
                 _begin_aside(decoder, member, prefixes, context)
         # A row that begins with what its slot holds is computed in place.
-        aside = {slot: m for slot, m in waiting.items() if m.prefix is not None or not m.start}
+        aside |= {slot: m for slot, m in waiting.items() if m.prefix is not None or not m.start}
     if len(aside) < len(members):
         yield from grow(context)
     copied: dict[Prefix | CompactPrefix, dict[int, int]] = {}
@@ -168,7 +171,7 @@ def _shared_prefix(
     if (
         len(rows) == 1
         or any(row.request.namespace != first.namespace for row in rows)
-        or decoder.source is not None
+        or (decoder.source or first.images) is not None
         or not decoder.can_fill_aside(batch, context, len(first.prompt))
     ):
         return None

@@ -91,8 +91,8 @@ def _prefix(name: str, value: Any) -> Prefix:
 
 
 def _adapter(name: str, value: Any) -> Any:
-    if not hasattr(value, "digest"):  # of a loaded adapter, which imports what few bundles need
-        arguments.refuse(name, "a loaded adapter", value)
+    if not hasattr(value, "digest"):  # of what a bundle has read, which imports what few need
+        arguments.refuse(name, "a loaded adapter" if name == "adapter" else "read images", value)
     return value
 
 
@@ -212,6 +212,7 @@ class Request:
         min_new_tokens: no stop token comes, and no stop string ends the text, before this many tokens.
             Decoding takes one step per call until then.
         adapter: an adapter of the bundle (`Bundle.adapters`), by name; None: none.
+        images: what `Generator.resolve` read of those in the prompt; None: there are none.
         namespace: the prompt begins with what a cache has of earlier texts of this namespace only.
 
     Raises:
@@ -262,18 +263,21 @@ class Request:
         "the directory of an adapter of PEFT, for a bundle that takes some",
         flag=str,
     )
+    images: Any = _option(None, _optional(_adapter))  # noqa: RUF009 (a field)
     namespace: Namespace = ()
 
     def __post_init__(self) -> None:
-        if self.adapter is not None:
-            if self.prefix is not None:
-                raise UsageError("prefix: expected none beside an adapter, which computes another")
-            own = (f"adapter {self.adapter.digest}",)  # what it computed is of no use to others
-            object.__setattr__(self, "namespace", (*own, *self.namespace))
+        for what, own in (("an adapter", self.adapter), ("images", self.images)):
+            if own is not None and self.prefix is not None:
+                raise UsageError(f"prefix: expected none beside {what}: others are computed")
+            if hasattr(own, "digest"):  # what was computed with it is of no use to others
+                object.__setattr__(self, "namespace", (f"{what} {own.digest}", *self.namespace))
         prompt = arguments.integers("prompt", self.prompt, "a list of token ids")
         object.__setattr__(self, "prompt", prompt)
         arguments.instance("sampling", self.sampling, Sampling)
         _check_fields(self)
+        if self.images is not None:
+            self.images.ends(prompt)  # raises what is wrong with them
 
 
 def _defined(kind: type) -> list[Option]:
@@ -306,6 +310,7 @@ class Options(TypedDict, total=False):
             `Request`.
         source: what an encoder-decoder reads: text, token ids, or an array; see `Request`.
         adapter: the name of a loaded adapter (`Bundle.adapters`).
+        images: those of the prompt, in order, each as `Bundle.embed_images` takes it.
         stop: stop before any of these strings.
     """
 
@@ -328,6 +333,7 @@ class Options(TypedDict, total=False):
     prefix: Prefix | None
     source: Any
     adapter: Any
+    images: Any
 
 
 class Resolved(NamedTuple):

@@ -95,7 +95,7 @@ def filling(
     lengths, done = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
     for place, member in members.items():
         lengths[place], done[place] = len(member.row.request.prompt), member.start
-    fixed = _sampling_inputs(decoder, batch, members)
+    fixed = sampling_inputs(decoder, batch, members)
     while (left := lengths - done).any():
         yield batch * _next_program(decoder, cache(), left, limit).bucket["prompt"]
         # Chosen again: the cache may have grown, and others may have begun to decode.
@@ -143,7 +143,7 @@ def whole(work: Generator[int, None, Made]) -> Made:
             return made
 
 
-def _sampling_inputs(
+def sampling_inputs(
     decoder: DecoderPrograms, batch: int, members: Mapping[int, Entering]
 ) -> dict[str, DeviceArray]:
     """Return the sampling arguments and the token counts of a prefill."""

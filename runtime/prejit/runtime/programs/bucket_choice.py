@@ -11,12 +11,13 @@ from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.device.jax_arrays import OnDevice, is_jax_array
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
-from prejit.runtime.format.bundle_schema import ProgramEntry, functions_of
+from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.fitted_arguments import EVERYTHING, fit, narrows, padded, static_misfit
 from prejit.runtime.programs.known_calls import ChosenBucket, Held
 from prejit.runtime.programs.placing import converter, key_name
 from prejit.runtime.programs.ready_programs import Programs
+from prejit.runtime.programs.usage_hint import functions_of
 
 Flatten = Callable[[trees.Tree], list[Any]]
 """Returns the leaves that a caller gave for a tree, or raises `pytree.MisfitError`."""

@@ -115,7 +115,7 @@ def samples_of(
     `values` are those of its results; `seed` is that of the recipe.
     """
     results, decoder = programs.results(program.name), programs.config.decoder
-    kind = program.kind.removeprefix(ADAPTED)
+    kind = program.kind.removeprefix(ADAPTED).removeprefix("image-")
     count = max(2, min(_MAX_SAMPLES, _SAMPLES // max(1, len(results))))
     every = -(-len(results) // _MAX_COMPARED)
     variables = {} if decoder is None else {a.path: a.variables for a in cache_arrays(decoder)}
@@ -140,7 +140,7 @@ def samples_of(
 
 def _written(program: ProgramEntry, indices: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
     """Return the indices of samples of a cache, moved to positions that the program writes."""
-    sizes, kind = program.bucket, program.kind.removeprefix(ADAPTED)
+    sizes, kind = program.bucket, program.kind.removeprefix(ADAPTED).removeprefix("image-")
     context = sizes["context"]
     if kind == "decode":
         first, count = context // 2, 1

@@ -73,7 +73,7 @@ def _known(program: ProgramEntry, vocabulary: int, seed: int) -> Mapping[str, Va
     sizes = program.bucket
     rows = np.arange(sizes["batch"])
     length = sizes.get("length") or sizes.get("source") or 0
-    kind = program.kind.removeprefix(ADAPTED)
+    kind = program.kind.removeprefix(ADAPTED).removeprefix("image-")
     if kind in ("prefill", "verify"):
         length = sizes["prompt"] if kind == "prefill" else sizes["draft"] + 1
     context = sizes.get("context", 0)
@@ -100,6 +100,7 @@ def _known(program: ProgramEntry, vocabulary: int, seed: int) -> Mapping[str, Va
         "logprobs": np.array([1]),
         "history": np.array([0]),
         "adapter": (rows + 1) % 2,
+        "ends": np.array([-1, start + length - 1]),  # of text and of an image, in turns
         "pixels": words(seed, 0) & np.uint32(255),
         "rows": rows % sizes.get("source_batch", 1),
     }

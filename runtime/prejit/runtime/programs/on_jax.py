@@ -10,8 +10,9 @@ from prejit.runtime.base.threads_and_forks import once
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.device import Device, Executable
 from prejit.runtime.format.arrays import Mesh
-from prejit.runtime.format.bundle_schema import ProgramEntry, functions_of
+from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.programs.ready_programs import Programs
+from prejit.runtime.programs.usage_hint import functions_of
 
 
 @final

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 
-from prejit.runtime.format.bundle_schema import ProgramEntry, functions_of
+from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.checks.program_interfaces import DECODER_KINDS, ENCODER_KINDS
 
 
@@ -29,3 +29,12 @@ def smallest_call(programs: Iterable[ProgramEntry]) -> ProgramEntry:
     """Return the program of the user or of images with the smallest bucket. There must be one."""
     calls = (program for program in programs if program.kind in ("call", "image"))
     return min(calls, key=lambda program: math.prod(program.bucket.values()))
+
+
+def functions_of(programs: Iterable[ProgramEntry]) -> dict[str, list[ProgramEntry]]:
+    """Return the user's programs by the name of their function, each with its buckets."""
+    found: dict[str, list[ProgramEntry]] = {}
+    for program in programs:
+        if program.kind == "call":
+            found.setdefault(program.function, []).append(program)
+    return found

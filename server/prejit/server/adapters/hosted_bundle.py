@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from prejit.runtime.errors import UsageError
-from prejit.runtime.format.bundle_schema import functions_of
+from prejit.runtime.programs.usage_hint import functions_of
 from prejit.server.gate.server_settings import Settings
 from prejit.server.inference.inference_models import InferenceModels
 from prejit.server.served.served import Models

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from prejit.runtime.base.process_facts import host_memory_bytes
-from prejit.runtime.format.bundle_schema import functions_of
+from prejit.runtime.programs.usage_hint import functions_of
 from prejit.server.engine.engine_metrics import REASONS, EngineMetrics, Kind, RequestMetrics
 from prejit.server.engine.histograms import (
     COUNT_BOUNDS,

@@ -20,10 +20,11 @@ from prejit.runtime.device.jax_arrays import weakened
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.bundle_schema import ProgramEntry, functions_of
+from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.checks.call_programs import check_arrays, check_static, check_tree
 from prejit.runtime.format.constants import Constant
 from prejit.runtime.programs import pytree
+from prejit.runtime.programs.usage_hint import functions_of
 from prejit.server.inference.inference_schema import TensorMetadata
 from prejit.server.inference.tensors import datatype_of
 from prejit.server.served.served import ModelNotFoundError, Served

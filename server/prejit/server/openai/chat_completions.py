@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -12,6 +14,7 @@ from starlette.responses import Response
 
 from prejit.runtime.generation.finished_text import Result, Stats
 from prejit.runtime.generation.generate import Piece
+from prejit.runtime.generation.image_prompts import read_images
 from prejit.runtime.generation.sampling import Logprob
 from prejit.server.gate.http_errors import field_error, json_response
 from prejit.server.gate.server_settings import Settings
@@ -32,6 +35,7 @@ from prejit.server.openai.chat_messages import (
     Message,
     TextFormat,
     for_template,
+    picture_files,
     plain_tools,
 )
 from prejit.server.openai.constraints import (
@@ -53,6 +57,7 @@ from prejit.server.openai.logprobs import (
     scores_of_prompts,
     token_names,
 )
+from prejit.server.openai.pictures import reading
 from prejit.server.openai.token_masks import token_masks
 from prejit.server.openai.tool_calls import Reader, ToolCall
 from prejit.server.openai.tool_calls import read as read_parts
@@ -211,11 +216,23 @@ async def chat(models: Models, settings: Settings, request: Request) -> Response
     top = (body.top_logprobs or 0) if body.logprobs else None
     asked = engine_calls.asked(models, settings, request, body, most=most, logprobs=top)
     tools = _tools(body)
+    files = picture_files(body.messages, asked.served)
+    if files and body.prompt_logprobs is not None:
+        raise field_error("prompt_logprobs", "expected none beside images")
     prompt = await prompts.off_loop(
         len(await request.body()), lambda: _prompt(body, asked.served, tools)
     )
     mask = await token_masks(asked, _constraint(body), tools)
     wanted = engine_calls.text_call(asked, prompt, mask, choices=body.n or 1)
+    if files:  # after the length of the prompt was checked
+        images = await reading(
+            request,
+            asked.served,
+            files,
+            "messages",
+            partial(read_images, asked.served.bundle.decoder),
+        )
+        wanted = replace(wanted, options={**wanted.options, "images": images})
     [scores] = await scores_of_prompts(asked, [wanted], body.prompt_logprobs)
     answer = _Answer(body, asked.served, tools)
     if body.stream:

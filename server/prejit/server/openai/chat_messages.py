@@ -10,6 +10,8 @@ from msgspec import Meta
 
 from prejit.server.gate.http_errors import field_error
 from prejit.server.openai.bodies import RequestFields
+from prejit.server.openai.pictures import MAX_IMAGES, file_of
+from prejit.server.served.served import Served
 
 ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")]
 """The name of a tool."""
@@ -31,6 +33,24 @@ class RefusalPart(RequestFields, frozen=True, kw_only=True, tag_field="type", ta
     """A part of an earlier answer that is a refusal."""
 
     refusal: str
+
+
+class ImageUrl(RequestFields, frozen=True, kw_only=True):
+    """An image.
+
+    Attributes:
+        url: a data URL in base64: the server fetches nothing.
+        detail: accepted without effect, as the model takes images of one size.
+    """
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class ImagePart(RequestFields, frozen=True, kw_only=True, tag_field="type", tag="image_url"):
+    """A part of a user's message that is an image."""
+
+    image_url: ImageUrl
 
 
 class FunctionCall(RequestFields, frozen=True, kw_only=True):
@@ -66,7 +86,7 @@ class Message(RequestFields, frozen=True, kw_only=True):
 
     Attributes:
         role: who wrote it. `developer` is another name of `system`.
-        content: text, or parts that are text.
+        content: text, or parts that are text; a user's may be images, too.
         name: of the writer, for templates that use it.
         tool_calls: calls of an earlier answer.
         tool_call_id: the call that this message is the result of.
@@ -78,7 +98,7 @@ class Message(RequestFields, frozen=True, kw_only=True):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart | RefusalPart] | None = None
+    content: str | list[TextPart | RefusalPart | ImagePart] | None = None
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
@@ -175,9 +195,12 @@ def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def _plain(message: Message, place: int) -> dict[str, Any]:
     content = message.content if message.content is not None else message.refusal
+    texts: Any = None
+    if content is not None:
+        texts = _parts(content) if _images_of(message) else joined(content)
     plain: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": None if content is None else joined(content),
+        "content": texts,
     }
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
@@ -188,6 +211,48 @@ def _plain(message: Message, place: int) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return plain
+
+
+def _parts(content: Any) -> list[dict[str, str]]:
+    """Return parts as templates take them, each image without its file."""
+    return [
+        {"type": "image"}
+        if isinstance(part, ImagePart)
+        else {"type": "text", "text": joined([part])}
+        for part in content
+    ]
+
+
+def _images_of(message: Message) -> list[tuple[int, str]]:
+    """Return the URLs of the images of a message, each with its place."""
+    parts = message.content if isinstance(message.content, list) else ()
+    return [
+        (place, part.image_url.url)
+        for place, part in enumerate(parts)
+        if isinstance(part, ImagePart)
+    ]
+
+
+def picture_files(messages: Sequence[Message], served: Served) -> list[bytes]:
+    """Return the files of the images of a conversation, in order.
+
+    Raises:
+        ApiError: the model reads none; one is in a message that is no user's; or it is no data URL.
+    """
+    files = []
+    for number, message in enumerate(messages):
+        for place, url in _images_of(message):
+            where = f"[{number}].content[{place}]"
+            images = served.bundle.config.images
+            if images is None or images.tokens is None:
+                found = f"found an image, and {served.name!r} reads texts alone"
+                raise field_error("messages", f"{where}: expected text, {found}")
+            if message.role != "user":
+                raise field_error("messages", f"{where}: expected images of a user alone")
+            files.append(file_of(url, "messages", f"{where}.image_url.url"))
+    if len(files) > MAX_IMAGES:
+        raise field_error("messages", f"expected at most {MAX_IMAGES} images, found {len(files)}")
+    return files
 
 
 def plain_call(call_id: str, name: str, arguments: str, where: str) -> dict[str, Any]:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Sequence
-from contextlib import suppress
-from io import BytesIO
-from math import prod
 from typing import Any, Literal, cast
 
 import msgspec
@@ -15,7 +12,6 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from prejit.runtime.encoding.images import FORMATS
 from prejit.runtime.encoding.sentences import shortened
 from prejit.runtime.errors import NumbersError
 from prejit.server.gate.api_keys import ApiKey
@@ -30,13 +26,12 @@ from prejit.server.openai.bodies import (
     read,
     served_model,
 )
+from prejit.server.openai.pictures import file_of, reading
 from prejit.server.openai.prompts import Inputs, as_inputs, off_loop
 from prejit.server.served.served import Models, Served
 
 MAX_INPUTS = 2048
 """OpenAI's limit."""
-_MOST_PIXELS = 2**28
-"""Maximum number of pixels of all images of a request."""
 
 
 class EncodingRequest(Unused, frozen=True, kw_only=True):
@@ -219,55 +214,26 @@ def _pictures(body: EmbeddingRequest, served: Served, parts: Sequence[InputPart]
     if len(parts) > MAX_INPUTS:
         raise field_error("input", f"expected at most {MAX_INPUTS}, found {len(parts)}")
     images = served.bundle.config.images
-    if images is None or images.labels is not None:
+    if images is None or images.labels is not None or images.tokens is not None:
         raise field_error("model", f"expected one that embeds images, found {served.name!r}")
     if body.dimensions is not None:
         raise field_error("dimensions", "expected none beside images")
-    files = []
-    for place, part in enumerate(parts):
-        if part.image is not None:
-            head, comma, data = part.image.rpartition(",")
-            if "://" in part.image[:16] or (comma and not head.endswith(";base64")):
-                raise field_error("input", f"[{place}].image: expected a data URL in base64")
-            try:
-                files.append(base64.b64decode(data, validate=True))
-            except ValueError as error:
-                raise field_error("input", f"[{place}].image: expected base64: {error}") from error
-    return files
+    return [
+        file_of(part.image, "input", f"[{place}].image")
+        for place, part in enumerate(parts)
+        if part.image is not None
+    ]
 
 
 async def _of_images(
     request: Request, served: Served, files: list[bytes]
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Return the vectors of images, little-endian float32 [N, D]. They run in a thread of their own."""
-    check_tokens(request.state.key)
-
-    def run() -> np.ndarray[Any, np.dtype[np.float32]]:
-        _check_pixels(served, files)
-        with served.engine.sleeper:
-            return served.bundle.embed_images(files)
-
-    found = await unless_gone(request.receive, asyncio.to_thread(run))
+    """Return the vectors of images, little-endian float32 [N, D]."""
+    found = await reading(request, served, files, "input", served.bundle.embed_images)
     vectors = np.ascontiguousarray(found, np.dtype("<f4"))
     if not np.isfinite(vectors).all():
         raise NumbersError("the model returned embeddings that are not numbers")
     return vectors
-
-
-def _check_pixels(served: Served, files: list[bytes]) -> None:
-    """Check how many pixels images have, as their files say, or as the model takes them."""
-    assert served.bundle.config.images is not None
-    least = prod(served.bundle.config.images.size)
-    total = least * len(files)
-    for file in files:
-        with suppress(Exception):  # who reads the file says what is wrong with it
-            from PIL import Image
-
-            with Image.open(BytesIO(file), formats=FORMATS) as image:
-                total += max(0, prod(image.size) - least)
-    if total > _MOST_PIXELS:
-        wanted = f"at most {_MOST_PIXELS} pixels in all images"
-        raise field_error("input", f"expected {wanted}, found {total}; send smaller or fewer ones")
 
 
 def _inputs(given: Inputs) -> list[str | list[int]]:

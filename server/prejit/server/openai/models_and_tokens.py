@@ -22,6 +22,7 @@ from prejit.server.openai.chat_messages import (
     FunctionTools,
     Message,
     for_template,
+    picture_files,
     plain_tools,
 )
 from prejit.server.served.served import Models, Served
@@ -117,6 +118,7 @@ async def tokenize(models: Models, settings: Settings, request: Request) -> Resp
 
 def _of_messages(body: TokenizeRequest, served: Served) -> list[int]:
     tools = plain_tools([tool.function for tool in body.tools or ()])
+    picture_files(body.messages or (), served)  # raises what is wrong with them
     return prompts.of_messages(
         served,
         for_template(body.messages or ()),

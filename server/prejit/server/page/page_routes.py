@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from prejit.runtime.format.bundle_schema import functions_of
+from prejit.runtime.programs.usage_hint import functions_of
 from prejit.server.inference.inference_models import static_values
 from prejit.server.openai.models_and_tokens import longest
 from prejit.server.served.work_threads import OPERATORS, in_thread

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from prejit.runtime.errors import NumbersError, printable
-from prejit.runtime.format.bundle_schema import functions_of
+from prejit.runtime.programs.usage_hint import functions_of
 from prejit.server.served.say import say
 
 if TYPE_CHECKING:

@@ -50,6 +50,7 @@ from typing import Any
 from prejit.compiler.models.families.decoder_family import DecoderFamily, DecoderNames, States
 from prejit.compiler.models.families.decoders import TextDecoder
 from prejit.compiler.models.families.family import Family
+from prejit.compiler.models.families.seeing_decoder import SeeingDecoder
 from prejit.compiler.models.families.short_convolution import ShortConvolution
 from prejit.compiler.models.layers.config_checks import checks_of
 from prejit.compiler.models.layers.layer_config import Naming, require
@@ -77,6 +78,24 @@ TEXT_PART = replace(
     ),
 )
 """The names of a text model that is a part of one that reads images."""
+_TOWER = "vision_tower."
+SEEING = replace(
+    NAMING,
+    # The decoder reads what the tower finds in each patch, and not what its head makes of all.
+    ignored=tuple(
+        f"{start}{_TOWER}{vision}head."
+        for start in ("", "model.")
+        for vision in ("", "vision_model.")
+    ),
+    moved=(
+        *TEXT_PART.moved,
+        *((f"{start}{_TOWER}vision_model.", f"model.{_TOWER}") for start in ("", "model.")),
+    ),
+    buffers=(*NAMING.buffers, ".embeddings.position_ids"),
+    renamed=(("mm_input_projection_weight", "mm_input_projection.weight"),),
+    in_out=("mm_input_projection_weight",),
+)
+"""The names of that model with the parts that read images."""
 
 
 def rotary(
@@ -403,12 +422,15 @@ TEXT_DECODERS: Mapping[str, Family] = {
     "exaone4": rotary(EXAONE4),
     "gemma": rotary(_GEMMA, **_NOT_BOTH_WAYS),
     "gemma2": rotary(_GEMMA2, "query_pre_attn_scalar", **_NOT_BOTH_WAYS),
-    "gemma3_text": rotary(
-        _GEMMA3,
-        *("query_pre_attn_scalar", "attn_logit_softcapping"),
-        naming=TEXT_PART,
-        attn_logit_softcapping=(None,),
-        **_NOT_BOTH_WAYS,
+    "gemma3_text": replace(
+        rotary(
+            _GEMMA3,
+            *("query_pre_attn_scalar", "attn_logit_softcapping"),
+            naming=TEXT_PART,
+            attn_logit_softcapping=(None,),
+            **_NOT_BOTH_WAYS,
+        ),
+        seeing=partial(SeeingDecoder, _GEMMA3),
     ),
     "glm": rotary(_GLM),
     "glm4": rotary(_GLM4),

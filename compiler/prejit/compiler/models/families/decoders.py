@@ -11,7 +11,8 @@ Shapes: B batch, T new positions, N query heads, K key/value heads, H head size,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +55,20 @@ Turns = Mapping[rope.Rotary, rope.Turns]
 """Angles for each way in which layers of the model turn their heads."""
 
 
+class PlacedImages(NamedTuple):
+    """Embeddings of images that take the place of those of tokens.
+
+    All tokens of an image see each other.
+
+    Attributes:
+        embeddings: float32 [B, T, D].
+        ends: int32 [B, T], the position of the last token of the token's image; -1: it is text.
+    """
+
+    embeddings: jax.Array
+    ends: jax.Array
+
+
 class TextDecoder(nnx.Module):
     """A decoder with its language-model head (see protocol.DecoderModel)."""
 
@@ -89,11 +104,12 @@ class TextDecoder(nnx.Module):
         cache: KVCache,
         *,
         every: bool = False,
+        images: PlacedImages | None = None,
     ) -> tuple[jax.Array, KVCache]:
-        """See DecoderModel."""
+        """See DecoderModel. `images` are those among the new tokens, of a model that reads images."""
         new = NewTokens(start, length, tokens.shape[1], every)
         model = part_of(self, self.names.model)
-        x, cache = model(tokens, new, cache)
+        x, cache = model(tokens, new, cache, images)
         tied = part_of(model, self.names.embedding).logits
         logits = getattr(self, self.names.head, tied)(x if every else x[:, 0])
         if self.logit_scale is not None:
@@ -122,13 +138,20 @@ class DecoderStack(nnx.Module):
         self.unused_positions = family.unused_positions
 
     def __call__(
-        self, tokens: jax.Array, new: NewTokens, cache: KVCache
+        self,
+        tokens: jax.Array,
+        new: NewTokens,
+        cache: KVCache,
+        images: PlacedImages | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Return the hidden states that results need, [B, 1, D] or [B, T, D], and the cache."""
         blocks = part_of(self, self.names.layers)
         x = part_of(self, self.names.embedding)(tokens)
         if self.scale is not None:
             x = x * self.scale
+        if images is not None:
+            x = jnp.where((images.ends >= 0)[..., None], images.embeddings, x)
+            new = replace(new, ends=jnp.maximum(images.ends, new.positions))
         if self.names.positions:
             positions = new.positions + self.unused_positions
             x = x + part_of(self, self.names.positions)(positions)

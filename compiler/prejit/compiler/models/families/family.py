@@ -31,6 +31,8 @@ class Family:
         check: raises CheckpointError where a configuration is not supported for another reason.
         positions: returns the maximum number of tokens.
         quantized: the values of `quant_method` in `quantization_config` that are read.
+        seeing: as `build`, for a configuration that has a `sight`: of the model with the parts that read
+            images; None: there are none.
     """
 
     build: Callable[[Any, int | None], nnx.Module]
@@ -42,6 +44,7 @@ class Family:
     check: Callable[[Any], object] = lambda config: None
     positions: Callable[[Any], int] = _positions
     quantized: tuple[str, ...] = ()
+    seeing: Callable[[Any, int | None], nnx.Module] | None = None
 
     def require_causal(self, config: Any) -> None:
         """Check that a token sees what the layers here show it, in transformers' masks and cache too.

@@ -42,6 +42,9 @@ class ImageConfig:
     resample: int
     scores: str | None = None
     labels: tuple[str, ...] | None = None
+    tokens: int | None = None
+    token_id: int | None = None
+    marks: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ PROCESSORS: Mapping[str, Mapping[str, Any]] = {
     "BitImageProcessor": _CROPPED,
     "CLIPImageProcessor": _CROPPED,
     "DINOv3ViTImageProcessor": _SQUARE | {"image_mean": _IMAGENET[0], "image_std": _IMAGENET[1]},
+    "Gemma3ImageProcessor": _SQUARE | {"size": {"height": 224, "width": 224}},
     "SiglipImageProcessor": _SQUARE
     | {"resample": 3, "size": {"height": 224, "width": 224}, "default_to_square": False},
     "ViTImageProcessor": _SQUARE,
@@ -58,6 +59,10 @@ _UNUSED = (
     *("return_tensors", "device", "disable_grouping", "_valid_processor_keys", "pad_size"),
 )
 """Keys that change no pixel of an RGB picture that is not padded."""
+_PAN_AND_SCAN = (
+    *("do_pan_and_scan", "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops"),
+    "pan_and_scan_min_ratio_to_activate",
+)
 _LARGEST = 2**14
 
 
@@ -107,10 +112,8 @@ def read_processing(directory: Path, default: str) -> ImageProcessing:
     allowed = (
         *settings,
         *_UNUSED,
-        "do_pad",
-        "data_format",
-        "input_data_format",
-        "image_seq_length",
+        *("do_pad", "data_format", "input_data_format", "image_seq_length"),
+        *(_PAN_AND_SCAN if name == "Gemma3ImageProcessor" else ()),
     )
     for key, value in content.items():
         if key not in allowed:
@@ -124,7 +127,11 @@ def read_processing(directory: Path, default: str) -> ImageProcessing:
         "do_pad": [None, False],
         "data_format": [None, "channels_first"],
         "input_data_format": [None],
-        "image_seq_length": [None],
+        "do_pan_and_scan": [None, False],
+        # of a decoder, which compares it with its own (sight_config.py)
+        "image_seq_length": [content.get("image_seq_length")]
+        if name == "Gemma3ImageProcessor"
+        else [None],
     }
     for key, values in fixed.items():
         if content.get(key) not in values:
@@ -162,6 +169,13 @@ def read_processing(directory: Path, default: str) -> ImageProcessing:
 def processing_files(directory: Path) -> list[Path]:
     """Return the files of the image processor that a directory has."""
     return [directory / name for name in FILES if (directory / name).is_file()]
+
+
+def sight_files(directory: Path) -> list[Path]:
+    """Return the files that say how a decoder's prompts hold images."""
+    names = ("tokenizer.json", "tokenizer_config.json")
+    files = [directory / name for name in names if (directory / name).is_file()]
+    return [*processing_files(directory), *files]
 
 
 def _content(directory: Path) -> tuple[Path, Mapping[str, Any]]:

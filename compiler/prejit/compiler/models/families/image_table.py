@@ -142,7 +142,8 @@ _CLIP_IMAGE = ImageFamily(
     flat=True,
     first_norm="pre_layrnorm",  # as it is published
 )
-_SIGLIP_IMAGE = replace(_CLIP_IMAGE, patch_bias=True, leading="", first_norm="")
+SIGLIP_IMAGE = replace(_CLIP_IMAGE, patch_bias=True, leading="", first_norm="")
+"""SigLIP's tower of images."""
 _TEXT = (*_BLOCK, "intermediate_size", "vocab_size", "max_position_embeddings")
 _PAIRED = Naming(
     prefix="",
@@ -200,7 +201,7 @@ IMAGE_MODELS: Mapping[str, ImageRow] = {
         _RGB,
     ),
     "siglip": ImageRow(
-        TwoTowerFamily(_SIGLIP_IMAGE, _TOWER, (), pads=True),
+        TwoTowerFamily(SIGLIP_IMAGE, _TOWER, (), pads=True),
         "SiglipImageProcessor",
         _PAIRED,
         checks_of(*_IMAGE, "intermediate_size"),

@@ -25,12 +25,15 @@ class NewTokens:
         length: int32 [B], the number of valid tokens.
         count: T.
         every: whether the model computes results for every token; otherwise for the last valid one only.
+        ends: int32 [B, T], the last position that each token sees, its own or a later one, which the kernel
+            cannot do; None: its own.
     """
 
     start: jax.Array
     length: jax.Array
     count: int
     every: bool = False
+    ends: jax.Array | None = None
 
     @property
     def positions(self) -> jax.Array:
@@ -83,11 +86,14 @@ class NewTokens:
         if last:
             query = self.wanted(query)
             bias = None if bias is None else self.wanted(bias)
-        if product_forms.has_kernels() and bias is None and sinks is None:
+        ends = self.ends
+        if product_forms.has_kernels() and bias is None and sinks is None and ends is None:
             return self._call_kernel(query, (keys, values), layer, scale, window=window, cap=cap)
         layer = self.write(layer, keys, values)
         positions = self.wanted(self.positions) if last else self.positions
-        bounds: dict[str, Any] = {"window": window, "cap": cap}
+        if last and ends is not None:
+            ends = self.wanted(ends)
+        bounds: dict[str, Any] = {"window": window, "cap": cap, "ends": ends}
         mixed = attention(query, layer, positions, scale, bias=bias, sinks=sinks, **bounds)
         return mixed, layer
 
@@ -211,6 +217,7 @@ def attention(
     cap: float | None = None,
     bias: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    ends: jax.Array | None = None,
 ) -> jax.Array:
     """Return attention of each token to the cache up to its own position.
 
@@ -226,6 +233,7 @@ def attention(
         cap: as in `NewTokens.attend`.
         bias: as in `NewTokens.attend`; or [1, T, N, S], the same for all rows.
         sinks: as in `NewTokens.attend`.
+        ends: int32 like positions: the last position that each token sees, if that is not its own.
 
     Returns:
         float32 [B, T, N * H].
@@ -245,7 +253,7 @@ def attention(
     if bias is not None:
         scores += bias.swapaxes(1, 2).reshape(-1, *grouped[1:], slots)
     slot = jnp.arange(slots)
-    visible = slot <= positions[:, None, None, :, None]
+    visible = slot <= (positions if ends is None else ends)[:, None, None, :, None]
     if window is not None:
         # Padding may stand beyond the end, where its window would be empty and its softmax NaN.
         last = jnp.minimum(positions, slots - 1)

@@ -10,7 +10,7 @@ from prejit.compiler.base.suggestions import shown
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import IMAGE, ProgramSpec
-from prejit.compiler.pipeline.lower.program_lowering import own_shape
+from prejit.compiler.pipeline.lower.program_lowering import decoding_part, own_shape
 from prejit.compiler.pipeline.model import ModelSource, longest_source, open_weights, weight_digests
 from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.pipeline.result_keys import weights_key
@@ -88,12 +88,13 @@ def _check_published(
             _check_longest(manifest, "encode.shapes", spec.bucket["length"], longest, limit)
             _check_room(manifest, spec, _encoder_bytes(model, spec))
     else:
-        from prejit.compiler.models.parameters import parametrized
-
         config = model.files.directory / "config.json"
         _check_source(manifest, getattr(model.module, "source", None), f"{config} is of")
         limit = f"{model.shape.max_positions}, the positions that {config} gives the model"
-        _check_decoder(manifest, parametrized(model.module), model.shape, specs, limit)
+        if model.images is not None:
+            _check_images(manifest, model)
+            specs = [spec for spec in specs if spec.kind != IMAGE]
+        _check_decoder(manifest, decoding_part(model), model.shape, specs, limit)
     if manifest.mesh is not None and manifest.encode is None:
         from prejit.compiler.models.sharding import check_mesh
 
@@ -206,6 +207,25 @@ def _check_towers(manifest: Manifest, model: ModelSource) -> None:
                 f"was trained to fill them up; found {shown(wrong[0])}",
                 hint=f"such as shapes = [[1, {length}], [8, {length}]]",
             )
+
+
+def _check_images(manifest: Manifest, model: ModelSource) -> None:
+    """Check that each context which holds an image has a program that takes all its tokens at once."""
+    assert manifest.generate is not None
+    sizes, tokens = manifest.generate.images, model.images.tokens
+    contexts = [context for context in manifest.generate.context if context > tokens]
+    if not contexts:
+        raise ManifestError(
+            f"{manifest.where}: generate.context: expected one of more than {tokens}, the tokens of an "
+            f"image; found {list(manifest.generate.context)}",
+            hint="add a longer context",
+        )
+    if min(sizes) < tokens or min(sizes) > min(contexts):
+        raise ManifestError(
+            f"{manifest.where}: generate.images: expected sizes of at least {tokens}, the tokens of an "
+            f"image, one of them at most {min(contexts)}, the shortest context for one; found {list(sizes)}",
+            hint=f"such as images = [{min(contexts)}]",
+        )
 
 
 def _check_longest(

@@ -16,7 +16,12 @@ from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import IMAGE
 from prejit.compiler.native.products import Product, called
-from prejit.compiler.pipeline.model import cache_dtype, longest_context, longest_source
+from prejit.compiler.pipeline.model import (
+    ModelSource,
+    cache_dtype,
+    longest_context,
+    longest_source,
+)
 from prejit.compiler.pipeline.plan import (
     Lowered,
     Native,
@@ -43,6 +48,7 @@ if TYPE_CHECKING:
     from prejit.compiler.lowering.user.own_decoder import OwnModel
     from prejit.compiler.models.layers.layer_config import DecoderConfig
     from prejit.compiler.models.layers.product_forms import Forms
+    from prejit.compiler.models.parameters import Parametrized
 
 _ZSTD_LEVEL = 10
 """Compression level of portable programs."""
@@ -200,12 +206,12 @@ def _lower_native(
 def _lower_model(space: Workspace, program: PlannedProgram) -> Lowered:
     made = _lower_published(space, program)
     lowered = put_lowered(made, space.store)
-    if space.plan.manifest.encode is None:
-        return replace(lowered, decoder=dict(made.decoder))
     if program.spec.kind == IMAGE:
         cost = made.estimated_microseconds
         images = asdict(space.model().images)
         return replace(lowered, images=images, estimated_microseconds=cost)
+    if space.plan.manifest.encode is None:
+        return replace(lowered, decoder=dict(made.decoder))
     return replace(
         lowered,
         encoder=asdict(space.model().shape),
@@ -220,7 +226,6 @@ def _lower_published(
     """Lower a program of a published model; `forms` are those of its products with kernels."""
     from prejit.compiler.lowering.decoder import MeshSplit, lower_decoder
     from prejit.compiler.lowering.encoder_programs import lower_encoder, lower_images
-    from prejit.compiler.models.parameters import parametrized
     from prejit.compiler.models.sharding import shardings
 
     read, manifest, mesh = space.model(), space.plan.manifest, space.plan.manifest.mesh
@@ -229,14 +234,26 @@ def _lower_published(
     if manifest.encode is not None:
         return lower_encoder(read.module, program.spec, forms)
     return lower_decoder(
-        parametrized(read.module),
+        decoding_part(read),
         read.shape,
         program.spec,
         source=longest_source(manifest),
         split=None if mesh is None else MeshSplit(mesh, shardings(read.module, mesh)),
         forms=forms,
         adapters=read.adapters,
+        width=None if read.images is None else read.images.width // read.images.tokens,
     )
+
+
+def decoding_part(read: ModelSource) -> Parametrized:
+    """Return a decoder without the parameters that read images alone."""
+    from prejit.compiler.models.parameters import parametrized, reduced
+
+    whole = parametrized(read.module)
+    if read.images is None:
+        return whole
+    parts = tuple(f"{part}." for part in read.module.image_parts())
+    return reduced(whole, lambda name: not name.startswith(parts))
 
 
 def lower_own_decoder(

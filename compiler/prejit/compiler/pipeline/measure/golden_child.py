@@ -22,7 +22,8 @@ from prejit.runtime.device.device import Device, Executable
 from prejit.runtime.device.kernels import load_library
 from prejit.runtime.errors import PrejitError
 from prejit.runtime.format.blobs import Layer
-from prejit.runtime.format.bundle_schema import Config, ProgramEntry, handler_names
+from prejit.runtime.format.bundle_schema import Config, ProgramEntry
+from prejit.runtime.format.checks.seldom_parts import handler_names
 from prejit.runtime.programs.golden_check import (
     GoldenResult,
     format_results,

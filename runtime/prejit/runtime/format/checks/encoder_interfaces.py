@@ -4,17 +4,44 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
-from prejit.runtime.format.bundle_schema import Config, ProgramEntry
+from prejit.runtime.format.bundle_schema import Config, Images, ProgramEntry
 
 _HIDDEN = re.compile(r'\["hidden"\] float32\[\d+,\d+,(\d{1,10})\]')
 _VECTORS = re.compile(r'\["multi_vector"\] float32\[\d+,\d+,(\d{1,10})\]')
 
 
+IMAGE_PREFILL = "image-prefill"
+"""The kind of the programs that put prompts with images into a cache."""
+_Signature = tuple[tuple[str, ...], tuple[str, ...]]
+
+
+def _image_prefill_signature(
+    without: Callable[[ProgramEntry], _Signature], images: Images | None, program: ProgramEntry
+) -> _Signature:
+    """Return the signature of a program that puts prompts with images into a cache.
+
+    `without` returns that of another program, and `images` describes the bundle's images.
+
+    Raises:
+        ValueError: the bundle has none for prompts.
+    """
+    if images is None or not images.tokens:
+        raise ValueError(f"{program.name}: expected 'images' with tokens in the config, found none")
+    arguments, results = without(replace(program, kind="prefill"))
+    size = f"{program.bucket['batch']},{program.bucket['prompt']}"
+    embeddings = f'["embeddings"] float32[{size},{images.width // images.tokens}]'
+    return (*arguments[:3], embeddings, f'["ends"] int32[{size}]', *arguments[3:]), results
+
+
 def encoder_signatures(
-    config: Config,
-) -> Callable[[ProgramEntry], tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Return what maps a program, whose bucket was checked, to its arguments and results."""
+    config: Config, others: Callable[[ProgramEntry], _Signature]
+) -> Callable[[ProgramEntry], _Signature]:
+    """Return what maps a program, whose bucket was checked, to its arguments and results.
+
+    `others` returns those of a program of a decoder.
+    """
     encoder, images = config.encoder, config.images
     width, vectors = 0, 0
     heads = (encoder.heads if encoder else None) or ()
@@ -24,7 +51,9 @@ def encoder_signatures(
         if program.kind == "pool" and (found := _VECTORS.fullmatch("".join(program.results[1:2]))):
             vectors = int(found[1])
 
-    def signature(program: ProgramEntry) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def signature(program: ProgramEntry) -> _Signature:
+        if program.kind == IMAGE_PREFILL:
+            return _image_prefill_signature(others, images, program)
         kind, batch = program.kind, program.bucket["batch"]
         if kind == "image":
             size = ",".join(map(str, images.size if images else ()))

@@ -20,6 +20,7 @@ from prejit.runtime.format.names import ADAPTABLE_KINDS, ADAPTED
 
 BUCKETS = {
     "prefill": ("batch", "context", "prompt"),
+    "image-prefill": ("batch", "context", "prompt"),
     "decode": ("batch", "context"),
     "verify": ("batch", "context", "draft"),
     "copy": ("batch", "context", "source_batch", "source_context"),
@@ -62,7 +63,7 @@ class Signatures:
         if config.encoder or config.images:
             from prejit.runtime.format.checks.encoder_interfaces import encoder_signatures
 
-            self._encoders = encoder_signatures(config)
+            self._encoders = encoder_signatures(config, self.of)
         self._sampling = cache(self._sampling_uncached)
         self._cache = cache(self._cache_uncached)
 

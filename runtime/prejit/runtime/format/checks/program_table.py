@@ -258,7 +258,7 @@ def _check_programs(config: Config) -> None:
             continue
         if of_user := [field for field in USER_FIELDS if getattr(program, field) is not None]:
             raise ValueError(f"{name}: expected {of_user[0]!r} of 'call' alone")
-        other = "images" if kind == "image" else "encoder"
+        other = "images" if kind.startswith("image") else "encoder"
         model = "decoder" if kind in DECODER_KINDS else other
         if getattr(config, model) is None:
             raise ValueError(f"{name}: expected {model!r} in the config, found none")

@@ -18,9 +18,10 @@ from prejit.runtime.format.bundle_schema import (
     UserLibrary,
 )
 from prejit.runtime.format.checks.elf import read_shared_library
+from prejit.runtime.format.checks.encoder_interfaces import IMAGE_PREFILL
 from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.checks.program_interfaces import ENCODER_KINDS
-from prejit.runtime.format.names import LIBRARY_MEDIA_TYPE, RECORDED_MEDIA_TYPE
+from prejit.runtime.format.names import LIBRARY_MEDIA_TYPE, RECORDED_MEDIA_TYPE, handler_target
 
 HANDLER_NAME = re.compile(r"[\w.$-]{1,256}", re.ASCII)
 """The names of custom calls and of symbols that libraries of the user may have."""
@@ -242,6 +243,7 @@ def _check_images(config: Config, images: Images) -> None:
         )
     if config.encoder is not None and not 0 < len(config.weight_sets.get(MATCH, ())) <= 2:
         raise ValueError(f"images: expected the weight set {MATCH!r} of one or two tensors")
+    _check_sight(config, images)
     own = [program for program in config.programs if program.kind == "image"]
     if not own:
         raise ValueError("expected programs for images, found none")
@@ -249,6 +251,39 @@ def _check_images(config: Config, images: Images) -> None:
         expected = f"images/b{program.bucket['batch']}"
         if program.name != expected:
             raise ValueError(f"{program.name!r:.80}: expected the name {expected!r}")
+
+
+def _check_sight(config: Config, images: Images) -> None:
+    """Check how the prompts of a decoder hold images, and that programs put any of them into a cache."""
+    tokens, token_id, marks = images.tokens, images.token_id, images.marks
+    if (decoder := config.decoder) is None:
+        if any(program.kind == IMAGE_PREFILL for program in config.programs):
+            raise ValueError(f"{IMAGE_PREFILL}: expected a decoder, found none")
+        if (tokens, token_id, marks) != (None, None, None):
+            raise ValueError("images: tokens: expected none without a decoder")
+        return
+    if tokens is None or tokens < 1 or images.width % tokens:
+        raise ValueError(f"images: tokens: expected a divisor of width, found {tokens!r:.80}")
+    if token_id is None or not 0 <= token_id < decoder.vocab_size:
+        raise ValueError(f"images: token_id: expected one of the decoder's, found {token_id!r:.80}")
+    if marks is None or len(marks) != 3 or not all(marks):
+        raise ValueError(f"images: marks: expected three texts, found {marks!r:.80}")
+    found = {kind: set[tuple[int, ...]]() for kind in ("decode", IMAGE_PREFILL)}
+    for program in config.programs:
+        if program.kind in found:
+            names = ("context", "batch", "prompt")
+            found[program.kind].add(tuple(program.bucket.get(name, 0) for name in names))
+    smallest = min((batch for _, batch, _ in found["decode"]), default=0)
+    for context, batch, prompt in found[IMAGE_PREFILL]:
+        if batch != smallest or prompt > context:
+            raise ValueError(
+                f"{IMAGE_PREFILL}: expected batch {smallest}, and prompts up to the context"
+            )
+    for context in sorted({context for context, _, _ in found["decode"] if context > tokens}):
+        if not any(c == context and tokens <= prompt for c, _, prompt in found[IMAGE_PREFILL]):
+            raise ValueError(
+                f"{IMAGE_PREFILL} of context {context}: expected one of {tokens} tokens"
+            )
 
 
 @rejecting
@@ -275,3 +310,12 @@ def check_recorded_layer(config: Config, manifest: ImageManifest, path: str) -> 
         raise ValueError(
             f"expected {'a' if config.recorded else 'no'} layer of recorded files, as the config"
         )
+
+
+def handler_names(*libraries: UserLibrary) -> dict[str, str]:
+    """Return the name that executables use for each name by which portable programs call a handler."""
+    return {
+        name: handler_target(symbol, library.digest)
+        for library in libraries
+        for name, symbol in library.handlers.items()
+    }
