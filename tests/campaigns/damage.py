@@ -157,10 +157,11 @@ _MEDIA = "application/vnd.prejit."
 
 @cache
 def chunked(bundle):
-    """Return the size of the chunks of each file that has chunks."""
+    """Return the size of the chunks of each file that is read by chunks; kernels are read whole."""
     roles = files(bundle)
     chunks = json.loads(roles["config"].read_bytes())["chunks"]
-    return {roles[name.removeprefix(_MEDIA)]: each["size"] for name, each in chunks.items()}
+    named = {name.removeprefix(_MEDIA): each["size"] for name, each in chunks.items()}
+    return {roles[name]: size for name, size in named.items() if not name.startswith("kernels")}
 
 
 def draw(bundle, generator, kinds=()):

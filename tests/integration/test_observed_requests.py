@@ -171,7 +171,9 @@ def test_requests_to_a_function_are_observed(functions):
 
 def test_an_embedding_that_is_no_number_is_seen(encoder, monkeypatch):
     run = EncoderPrograms._run
-    monkeypatch.setattr(EncoderPrograms, "_run", lambda *given: run(*given) * np.nan)
+    monkeypatch.setattr(
+        EncoderPrograms, "_run", lambda *given: [np.nan * each for each in run(*given)]
+    )
     assert encoder.statuses("/v1/embeddings", {"input": "a"}) == [500]
     assert encoder.value("prejit_requests_total", kind="encode", reason="nan") == 1
     assert encoder.figures()["failed"] == 1

@@ -121,9 +121,11 @@ def samples_of(
     variables = {} if decoder is None else {a.path: a.variables for a in cache_arrays(decoder)}
     found: list[Values | None] = []
     for place, (array, value) in enumerate(zip(results, values, strict=True)):
-        # Equally likely tokens may change places in a ranking.
-        is_ranking = program.kind != "call" and array.path[0] == "top_tokens"
-        if place % every or value.size == 0 or is_ranking:
+        axes = variables.get(array.path, ())
+        is_cache = kind in ADAPTABLE_KINDS and "context" in axes
+        # Equally likely tokens may change places in a ranking, and a cache in int8 rounds what is near.
+        is_free = program.kind != "call" and array.path[0] == "top_tokens"
+        if place % every or value.size == 0 or is_free or (is_cache and value.dtype == np.int8):
             found.append(None)
             continue
         chosen = words(seed, _SAMPLED_FROM + place, min(count, value.size)).astype(np.int64)
@@ -131,8 +133,7 @@ def samples_of(
             value = value[:1]
         value = value.reshape(value.shape or (1,))
         indices = np.unravel_index(chosen % value.size, value.shape)
-        axes = variables.get(array.path, ())
-        if kind in ADAPTABLE_KINDS and "context" in axes:
+        if is_cache:
             indices = _written(program, indices, axes.index("context"))
         found.append(value[indices])
     return found

@@ -121,7 +121,9 @@ def test_a_pair_without_a_token_is_refused_as_a_sentence_is():
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = Tokenizer(library.to_str().encode(), "tokenizer.json")
     text = SimpleNamespace(need_tokenizer=lambda: tokenizer)
-    config = SimpleNamespace(scores="identity", vocab_size=2, segments=None)
+    config = SimpleNamespace(
+        scores="identity", vocab_size=2, segments=None, template=None, instruction=None, unread=None
+    )
     encoder = SimpleNamespace(encoder=config, max_tokens=8)
     assert tokenize_pairs(encoder, text, "", ["a"], "error").ids == [[0]]
     with pytest.raises(UsageError, match="expected at least one token in sentence 1, found none"):

@@ -170,7 +170,8 @@ def scan(
     else:
         chunk = min(CHUNK, 1 << (count - 1).bit_length())
         pieces = tuple(by_chunk(each, chunk) for each in (query, key, value, decay, share))
-        state, y = lax.scan(_chunk, state, pieces)
+        with jax.default_matmul_precision("highest"):
+            state, y = lax.scan(_chunk, state, pieces)
         y = y.swapaxes(0, 1).reshape(batch, -1, *value.shape[2:])[:, :count]
     return y, state.reshape(shape)
 

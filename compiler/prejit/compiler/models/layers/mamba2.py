@@ -174,7 +174,9 @@ def scan(
         y = (state * out[:, 0, :, None, None]).sum(-1)[:, None]
     else:
         pieces = tuple(by_chunk(each, min(CHUNK, count)) for each in (x, decay, into, out))
-        state, y = lax.scan(_chunk, state, pieces)
+        # A GPU would round the logarithms of decays, and the state, to the 11 bits of TF32.
+        with jax.default_matmul_precision("highest"):
+            state, y = lax.scan(_chunk, state, pieces)
         y = y.swapaxes(0, 1).reshape(batch, -1, heads, size)[:, :count]
     return y.reshape(batch, count, heads, size), state.reshape(batch, heads, size, -1)
 
