@@ -1,10 +1,14 @@
 """BGE-M3's heads of tokens, from a bundle and from an engine."""
 
+import json
+
 import numpy as np
 import pytest
 from tests.encoders import write_heads
 
+from prejit.compiler.models.families.token_heads import token_heads
 from prejit.runtime import load
+from prejit.runtime.errors import CheckpointError
 
 TEXTS = ["q b q", "c", "q r s t b a"]
 WEIGHTS = (
@@ -57,6 +61,19 @@ def check(encoded, order=(0, 1, 2)):
 def test_weights_and_vectors_of_tokens_are_those_of_flagembedding(bundle):
     check(bundle.encode_batch(TEXTS))
     np.testing.assert_array_equal(bundle.encode(TEXTS), bundle.encode_batch(TEXTS).embeddings)
+
+
+def test_tokens_without_weights_are_found_by_their_names(tmp_path):
+    write_heads(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    _, expected = token_heads(tmp_path, tmp_path, ["sparse"])
+    assert expected == (0, 1, 2, 3)
+    file.write_text(json.dumps(content | {"added_tokens": []}))  # which transformers adds
+    assert token_heads(tmp_path, tmp_path, ["sparse"])[1] == expected
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: expected cls_token"):
+        token_heads(tmp_path, tmp_path, ["sparse"])
 
 
 def test_an_engine_gives_each_caller_its_own(bundle):

@@ -77,7 +77,7 @@ def config_of(
         CheckpointError: the file's architecture, or a value of it, is not supported here.
     """
     architecture = metadata.get("general.architecture")
-    if architecture not in _MODEL_TYPES:
+    if not isinstance(architecture, str) or architecture not in _MODEL_TYPES:
         raise _unsupported(
             f"{path}: general.architecture: expected one of {', '.join(map(shown, _MODEL_TYPES))}, found "
             f"{shown(architecture)}"
@@ -111,7 +111,7 @@ def config_of(
         "head_dim": size,
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "tie_word_embeddings": "output.weight" not in tensors,
-        **_special_ids(metadata),
+        **_special_ids(path, metadata),
     }
     activation = "gelu_pytorch_tanh" if architecture.startswith("gemma") else "silu"
     config["hidden_activation" if architecture in ("gemma2", "gemma3") else "hidden_act"] = (
@@ -153,12 +153,19 @@ def _short(value: Any) -> Any:
     return float(str(np.float32(value))) if type(value) is float else value
 
 
-def _special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _special_ids(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tokens that begin, end and pad a text."""
     found = {
         name: metadata.get(f"tokenizer.ggml.{name}_token_id")
         for name in ("bos", "eos", "eot", "eom")
     }
+    odd = [
+        f"tokenizer.ggml.{name}_token_id: expected a token id, found {shown(each)}"
+        for name, each in found.items()
+        if each is not None and not (type(each) is int and each >= 0)
+    ]
+    if odd:
+        raise _unsupported(f"{path}: {'; '.join(odd)}")
     ends = sorted({each for name, each in found.items() if name != "bos" and each is not None})
     pad = metadata.get("tokenizer.ggml.padding_token_id")
     return {"bos_token_id": found["bos"], "eos_token_id": ends or None, "pad_token_id": pad}

@@ -8,10 +8,14 @@ transformers has llama.cpp's expressions by name. A name that is not listed here
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer
 
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.checkpoint.gguf_config import BESIDE
@@ -23,6 +27,8 @@ _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
 """Splits whose texts begin with a token, and whose words are looked up before they are merged."""
 _SPLITS = (*_WHOLE_WORDS, "qwen2", "deepseek-r1-qwen", "gpt-4o", "dbrx")
 _PLAIN_SPLIT = "gpt-2"
+_USUAL_IDS = {"llama": (1, 2)}
+"""The tokens that begin and end texts, of files that do not name them."""
 _SPACE = "▁"
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 """Tokens of Phi 3 that do not take the white space that follows, as its others do."""
@@ -49,13 +55,8 @@ def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> tuple[dict[str, Any
             f'{path}: tokenizer.ggml.model: expected "gpt2" or "llama", found {shown(kind)}',
             hint=BESIDE,
         )
-    needed = ("tokens", "token_type", "merges" if kind == "gpt2" else "scores")
-    lengths = {key: len(said[key]) if isinstance(said.get(key), list) else 0 for key in needed}
-    if not all(lengths.values()) or lengths["tokens"] != lengths["token_type"]:
-        found = ", ".join(f"{length} {key}" for key, length in lengths.items())
-        raise CheckpointError(
-            f"{path}: tokenizer.ggml: expected tokens and types, found {found}", hint=BESIDE
-        )
+    _check_lists(path, said, "merges" if kind == "gpt2" else "scores")
+    _check_ids(path, said)
     tokens: list[str] = said["tokens"]
     kinds: list[int] = said["token_type"]
     # At import transformers would advise to install torch, which no step here needs.
@@ -66,9 +67,10 @@ def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> tuple[dict[str, Any
     model = {"type": "BPE", "vocab": {each: place for place, each in enumerate(tokens)}}
     rest = _byte_level(path, said) if kind == "gpt2" else _sentence_piece(said, tokens, is_gemma)
     starts = kind == "llama" or said.get("pre") in _WHOLE_WORDS
+    bos, eos = _USUAL_IDS.get(kind, (None, None))
     first, last = (
-        said.get(f"{name}_token_id") if said.get(f"add_{name}_token", default) else None
-        for name, default in (("bos", starts), ("eos", False))
+        said.get(f"{name}_token_id", usual) if said.get(f"add_{name}_token", default) else None
+        for name, usual, default in (("bos", bos, starts), ("eos", eos, False))
     )
     added = [
         _added(
@@ -95,11 +97,63 @@ def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> tuple[dict[str, Any
         if (place := said.get(f"{_IDS.get(name, name)}_token_id")) is not None
         and place < len(tokens)
     }
+    _check_loads(path, tokenizer)
     template = metadata.get("tokenizer.chat_template")
     return tokenizer, special | ({} if template is None else {"chat_template": template})
 
 
 _IDS = {"unk": "unknown", "pad": "padding"}
+_OF_LISTS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "tokens": ("texts", lambda each: isinstance(each, str)),
+    "token_type": ("integers", lambda each: type(each) is int),
+    "scores": ("numbers", lambda each: type(each) in (int, float) and not math.isnan(each)),
+    "merges": ("pairs of texts", lambda each: isinstance(each, str) and " " in each[1:-1]),
+}
+
+
+def _check_lists(path: Path, said: Mapping[str, Any], third: str) -> None:
+    """Check the tokens, their types, and their scores or merges.
+
+    Raises:
+        CheckpointError: one is missing, too short, or of another type.
+    """
+    needed = ("tokens", "token_type", third)
+    lengths = {key: len(said[key]) if isinstance(said.get(key), list) else 0 for key in needed}
+    of_tokens = {length for key, length in lengths.items() if key != "merges"}
+    if not all(lengths.values()) or len(of_tokens) > 1:
+        found = ", ".join(f"{length} {key}" for key, length in lengths.items())
+        raise CheckpointError(
+            f"{path}: tokenizer.ggml: expected as many tokens, types and scores, or merges; found {found}",
+            hint=BESIDE,
+        )
+    for key in needed:
+        what, holds = _OF_LISTS[key]
+        if (
+            at := next((at for at, each in enumerate(said[key]) if not holds(each)), None)
+        ) is not None:
+            raise CheckpointError(
+                f"{path}: tokenizer.ggml.{key}: expected {what}, found {shown(said[key][at])} at {at}",
+                hint=BESIDE,
+            )
+
+
+def _check_ids(path: Path, said: Mapping[str, Any]) -> None:
+    """Check that what names a token is a number. llama.cpp leaves out one that is no token."""
+    for key, each in said.items():
+        if key.endswith("_token_id") and not (type(each) is int and each >= 0):
+            raise CheckpointError(
+                f"{path}: tokenizer.ggml.{key}: expected a token id, found {shown(each)}",
+                hint=BESIDE,
+            )
+
+
+def _check_loads(path: Path, tokenizer: dict[str, Any]) -> None:
+    try:
+        Tokenizer.from_str(json.dumps(tokenizer))
+    except Exception as error:  # the library raises nothing narrower
+        raise CheckpointError(
+            f"{path}: tokenizer.ggml: expected a tokenizer: {error}", hint=BESIDE
+        ) from error
 
 
 def _added(place: int, text: str, kind: int, *, is_phi: bool) -> dict[str, Any]:

@@ -15,9 +15,9 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,11 +31,12 @@ _DTYPES = {
 }
 _MOST_BYTES = 2**26
 """Maximum size of the pickle, which holds no values."""
+_MOST_VALUES = 2**40
+"""Maximum elements of a storage."""
 
 
-@dataclass(frozen=True)
-class TorchTensor:
-    """A tensor of a file.
+class TorchTensor(NamedTuple):
+    """A tensor of a file. It is a tuple, which a pickle cannot change.
 
     Attributes:
         path: the file.
@@ -60,10 +61,13 @@ class TorchTensor:
         import ml_dtypes
 
         dtype = np.dtype(ml_dtypes.bfloat16 if self.dtype == "bfloat16" else self.dtype)
-        count = int(np.prod(self.shape, dtype=np.int64))
+        count = prod(self.shape)
         try:
             with zipfile.ZipFile(self.path) as archive:
-                content = archive.read(self.storage)  # checks its CRC
+                entry = archive.getinfo(self.storage)
+                if entry.compress_type != zipfile.ZIP_STORED:  # it may be far larger than the file
+                    raise ValueError(f"{self.storage}: expected values that are not compressed")
+                content = archive.read(entry)  # checks its CRC
             flat = np.frombuffer(
                 content, dtype.newbyteorder("<"), count, self.start * dtype.itemsize
             )
@@ -138,6 +142,10 @@ class _Unpickler(pickle.Unpickler):
         self, storage: Any, start: Any, shape: Any, strides: Any, *others: Any
     ) -> TorchTensor:
         name, dtype = storage
+        numbers = (start, *shape)
+        known = all(type(each) is int and each >= 0 for each in numbers)
+        if not known or start + prod(shape) > _MOST_VALUES:
+            raise pickle.UnpicklingError(f"a tensor begins at {start!r:.20}, of {shape!r:.40}")
         expected, step = [], 1
         for size in reversed(shape):
             expected.append(step)
@@ -147,4 +155,4 @@ class _Unpickler(pickle.Unpickler):
             for size, stride, wanted in zip(shape, strides, reversed(expected), strict=True)
         ):
             raise pickle.UnpicklingError(f"a tensor of {tuple(shape)} is not contiguous")
-        return TorchTensor(self._path, name, dtype, int(start), tuple(map(int, shape)))
+        return TorchTensor(self._path, name, dtype, start, tuple(shape))

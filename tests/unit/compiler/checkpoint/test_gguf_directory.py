@@ -17,7 +17,10 @@ from tokenizers import (
 from tokenizers import pre_tokenizers as pre
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
+from prejit.compiler.checkpoint.gguf_config import config_of
 from prejit.compiler.checkpoint.gguf_directory import model_directory
+from prejit.compiler.checkpoint.gguf_tensors import read_gguf
+from prejit.compiler.checkpoint.gguf_tokenizer import tokenizer_of
 from prejit.compiler.models import config_file
 from prejit.runtime.errors import CheckpointError
 
@@ -307,6 +310,44 @@ def test_a_file_that_lacks_something_is_read(tmp_path):
     write(file, "llama", SIZES, tensors=factors)
     with pytest.raises(CheckpointError, match="expected the factors of a Llama 3, found others"):
         model_directory(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("llama3", "bos_token_id", "<s>"),
+        ("llama3", "bos_token_id", -1),
+        ("llama3", "eot_token_id", [3]),
+        ("llama3", "tokens", lambda those: [*range(len(those))]),
+        ("llama3", "token_type", lambda those: [1.5] * len(those)),
+        ("llama3", "merges", lambda those: [*those[:3], "ab"]),
+        ("llama3", "merges", lambda those: [*those[:3], "no token"]),
+        ("llama2", "scores", lambda those: those[:-1]),
+        ("llama2", "scores", lambda those: ["a"] * len(those)),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_its_name(name, key, value, tmp_path):
+    file, key = tmp_path / "m.gguf", f"tokenizer.ggml.{key}"
+    write(file, "llama", SIZES, TOKENIZERS[name])
+    metadata, tensors = read_gguf(file, arrays=True)
+    changed = {**metadata, key: value(metadata[key]) if callable(value) else value}
+
+    def read():
+        config_of(file, changed, tensors)
+        tokenizer_of(file, changed)
+
+    with pytest.raises(CheckpointError, match=r"m\.gguf: tokenizer\.ggml") as caught:
+        read()
+    assert "put config.json and tokenizer.json beside the file" in caught.value.hint
+
+
+def test_texts_begin_as_in_llama_cpp_if_the_file_names_no_token(tmp_path):
+    file = tmp_path / "m.gguf"
+    write(file, "llama", SIZES, TOKENIZERS["llama2"])
+    metadata, _ = read_gguf(file, arrays=True)
+    del metadata["tokenizer.ggml.bos_token_id"]
+    made, _ = tokenizer_of(file, metadata)
+    assert Tokenizer.from_str(json.dumps(made)).encode("a").ids[0] == 1
 
 
 def test_a_file_beside_it_is_not_read(tmp_path):

@@ -50,6 +50,41 @@ def test_a_pickle_runs_nothing(tmp_path):
     assert not written.exists()
 
 
+def pickled(start, shape, state=b""):
+    """Return a pickle of a tensor of the storage 0, with which a state is built."""
+    sizes = "".join(f"L{each}L\n" for each in shape)
+    return (
+        b"(dS'weight'\nctorch._utils\n_rebuild_tensor_v2\n((S'storage'\nctorch\nHalfStorage\nS'0'\nS'cpu'\n"
+        + f"I96\ntQL{start}L\n({sizes}t({sizes}tI00\nNtR".encode()
+        + state
+        + b"s."
+    )
+
+
+def test_a_tensor_that_no_storage_holds_is_refused_before_it_is_read(tmp_path):
+    for start, shape in ((-3, (1,)), (0, (-5,)), (2**70, (1,)), (0, (10**30,))):
+        file = rewritten(tmp_path / "a.pt", "data.pkl", pickled(start, shape))
+        with pytest.raises(CheckpointError, match="a tensor begins at"):
+            torch_tensors(file)
+    file = rewritten(tmp_path / "b.pt", "data.pkl", pickled(0, (1,)))
+    assert torch_tensors(file)["weight"].shape == (1,)
+    state = b"(dS'path'\nS'/another'\nsb"  # would replace an attribute
+    with pytest.raises(CheckpointError, match="__dict__"):
+        torch_tensors(rewritten(file, "data.pkl", pickled(0, (1,), state)))
+
+
+def test_values_that_are_compressed_are_not_read(tmp_path):
+    file = tmp_path / "a.pt"
+    with (
+        zipfile.ZipFile(HEADS / "colbert_linear.pt") as old,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for each in old.namelist():
+            new.writestr(each, bytes(2**20) if each.endswith("data/0") else old.read(each))
+    with pytest.raises(CheckpointError, match="expected values that are not compressed"):
+        torch_tensors(file)["weight"].read()
+
+
 def test_what_is_no_dict_of_tensors_is_refused(tmp_path):
     whole = (HEADS / "colbert_linear.pt").read_bytes()
     for content, told in (

@@ -8,7 +8,6 @@ They are computed as FlagEmbedding does it (inference/embedder/encoder_only/m3.p
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,13 +70,19 @@ def token_heads(
 
 
 def _unweighted(directory: Path) -> tuple[int, ...]:
+    from tokenizers import Tokenizer
+
     named = special_tokens(directory)
+    if "cls_token" not in named:  # transformers would take that of the tokenizer's class
+        raise CheckpointError(
+            f"{directory / 'tokenizer_config.json'}: expected cls_token and the other special tokens, which "
+            "get no weight; found none",
+            hint="save the tokenizer again with a newer transformers: tokenizer.save_pretrained(DIRECTORY)",
+        )
     file = directory / "tokenizer.json"
     try:
-        added = json.loads(file.read_bytes())["added_tokens"]
-        ids = {each["content"]: int(each["id"]) for each in added}
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot read it: {error.strerror}") from error
-    except (ValueError, TypeError, LookupError, RecursionError) as error:
-        raise CheckpointError(f"{file}: expected a tokenizer with added_tokens: {error}") from error
-    return tuple(sorted({ids[named[name]] for name in _UNWEIGHTED if named.get(name) in ids}))
+        ids = Tokenizer.from_file(str(file)).token_to_id
+    except Exception as error:  # the library raises nothing narrower
+        raise CheckpointError(f"{file}: expected a tokenizer: {error}") from error
+    found = {ids(named[name]) for name in _UNWEIGHTED if name in named}
+    return tuple(sorted(each for each in found if each is not None))

@@ -27,7 +27,7 @@ from prejit.compiler.pipeline.pack.few_bits import FewBits, few_bits
 from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.pipeline.result_keys import Contents, content_of, tokenizer_key, weights_key
 from prejit.compiler.pipeline.workspace import UserCode, Workspace, values_of
-from prejit.runtime.base.files import store_errors
+from prejit.runtime.base.files import Identity, store_errors
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError, CheckpointError
 from prejit.runtime.format import limits
@@ -186,15 +186,35 @@ def _check_tokenizer(
 
 @dataclass(frozen=True)
 class Published:
-    """The published weights of a model: the tensors, and the files that decide them, each with its digest."""
+    """The published weights of a model: the tensors, and the files that decide them, each with its digest.
+
+    `identities` are those of the files before they were hashed, by path.
+    """
 
     checkpoint: Checkpoint
     files: tuple[tuple[str, str], ...]
+    identities: Mapping[Path, Identity]
 
     @property
     def of_model(self) -> tuple[tuple[str, str], ...]:
         """The files in the model's directory: those of adapters are named by the manifest."""
         return self.files[: len(self.checkpoint.files)]
+
+    def check_unchanged(self) -> None:
+        """Check that no file changed after it was hashed: its digest would be that of other weights.
+
+        Raises:
+            CheckpointError: one did.
+            StoreError: one is gone.
+        """
+        for path, identity in self.identities.items():
+            with store_errors(path, "read"):
+                now = Identity.of(path.stat())
+            if now != identity:
+                raise CheckpointError(
+                    f"{path}: it changed while the build read it",
+                    hint="build again when the file is whole",
+                )
 
 
 def find_published(plan: Plan) -> Published | None:
@@ -207,7 +227,11 @@ def find_published(plan: Plan) -> Published | None:
     if plan.model is None or plan.manifest.has_own_model:
         return None
     checkpoint = open_weights(plan.model)
-    return Published(checkpoint, weight_digests(checkpoint))
+    identities = {}
+    for path in (*checkpoint.files, *checkpoint.adapter_files):
+        with store_errors(path, "read"):
+            identities[path] = Identity.of(path.stat())
+    return Published(checkpoint, weight_digests(checkpoint), identities)
 
 
 @dataclass(frozen=True)
@@ -250,6 +274,8 @@ def pack_weights(
                     tensors = [*_own_tensors(model_of_user), *tensors]
                 with store.blob_writer() as blob:
                     bundle_files.write_weights(tensors, blob)
+                    if published is not None:
+                        published.check_unchanged()
                 bits = few_bits(published.checkpoint.forms if published else {}, errors)
                 result = {"digest": blob.digest, "size": blob.size}
                 result |= {"few_bits": asdict(bits)} if bits else {}

@@ -1,12 +1,15 @@
 """What is wrong with the files beside a model's weights is found before anything compiles."""
 
 import json
+import os
+import time
 
 import pytest
 
 from prejit.compiler.models.chat_files import read_chat
-from prejit.compiler.pipeline.pack.model_layers import check_generation, special_ids
-from prejit.runtime.errors import CheckpointError
+from prejit.compiler.pipeline.pack.model_layers import Published, check_generation, special_ids
+from prejit.runtime.base.files import Identity
+from prejit.runtime.errors import CheckpointError, StoreError
 
 
 def test_a_configuration_that_cannot_be_read_fails_the_build(tmp_path):
@@ -24,6 +27,22 @@ def test_a_configuration_that_cannot_be_read_fails_the_build(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(deep)
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: cannot read JSON"):
         read_chat(tmp_path)
+
+
+def test_weights_that_change_behind_their_digest_are_not_packed(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"one")
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+    published = Published(None, (), {file: Identity.of(file.stat())})
+    published.check_unchanged()
+    time.sleep(0.02)  # a tick of the kernel's clock
+    file.write_bytes(b"two")
+    os.utime(file, ns=times)
+    with pytest.raises(CheckpointError, match="changed while the build read it"):
+        published.check_unchanged()
+    file.unlink()
+    with pytest.raises(StoreError):
+        published.check_unchanged()
 
 
 def ids_of(directory, config, generation):
