@@ -7,6 +7,7 @@ import json
 import re
 import tempfile
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,7 @@ _MORE = (
             "do_layer_norm_before: expected true, found false",
         ),
         ("opt", {"word_embed_proj_dim": 5}, "word_embed_proj_dim: expected"),
+        ("phimoe", {"lm_head_bias": True}, "tie_word_embeddings: expected false, found true"),
     ],
 )
 def test_a_setting_of_other_decoders_is_named(
@@ -283,6 +285,16 @@ def test_a_setting_of_other_decoders_is_named(
     with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
         read_module(family, tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_biases_under_the_names_of_the_first_exaone_are_read(tmp_path: Path) -> None:
+    (case,) = [case for case in further_siblings() if case.name == "exaone-0"]
+    shapes = dict(case.tensor_shapes)
+    for name in [name for name in shapes if ".attn." in name or ".mlp." in name]:
+        shapes[name.replace(".weight", ".bias")] = shapes[name][:1]
+    biases = {"attention_bias": True, "mlp_bias": True}
+    replace(case, config=case.config | biases, shapes=shapes).write(tmp_path)
+    assert len(open_checkpoint(tmp_path).names) == len(shapes)
 
 
 # Not drawn from st.data(), which prints what is drawn: lists of 2,000 levels.

@@ -52,6 +52,8 @@ def _check_phimoe(config: Any) -> None:
     """Check what transformers reads otherwise than for other families."""
     kind = config.rope_parameters.get("rope_type")
     require(config, "rope_parameters.rope_type", kind, ["default"])
+    if config.lm_head_bias:  # a table of embeddings that is the head, too, has no bias
+        require(config, "tie_word_embeddings", config.tie_word_embeddings, [False])
     _PHIMOE.heads(config)
 
 

@@ -37,17 +37,18 @@ _EXAONE_NAMING = replace(
         ("transformer.h.", "model.layers."),
         ("transformer.ln_f.", "model.norm."),
     ),
-    renamed=(
-        *(
-            (f".attn.attention.{part}_proj.weight", f".self_attn.{part}_proj.weight")
-            for part in "qkv"
-        ),
-        (".attn.attention.out_proj.weight", ".self_attn.o_proj.weight"),
-        (".ln_1.weight", ".input_layernorm.weight"),
-        (".ln_2.weight", ".post_attention_layernorm.weight"),
-        (".mlp.c_fc_0.weight", ".mlp.gate_proj.weight"),
-        (".mlp.c_fc_1.weight", ".mlp.up_proj.weight"),
-        (".mlp.c_proj.weight", ".mlp.down_proj.weight"),
+    renamed=tuple(
+        (f".{published}.{last}", f".{ours}.{last}")
+        for published, ours in (
+            *((f"attn.attention.{part}_proj", f"self_attn.{part}_proj") for part in "qkv"),
+            ("attn.attention.out_proj", "self_attn.o_proj"),
+            ("ln_1", "input_layernorm"),
+            ("ln_2", "post_attention_layernorm"),
+            ("mlp.c_fc_0", "mlp.gate_proj"),
+            ("mlp.c_fc_1", "mlp.up_proj"),
+            ("mlp.c_proj", "mlp.down_proj"),
+        )
+        for last in ("weight", "bias")
     ),
 )
 _HYPERCLOVAX = replace(GRANITE, logit_scale=lambda config: config.logits_scaling)
