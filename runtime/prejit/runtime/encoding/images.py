@@ -114,7 +114,7 @@ def pixels_of(picture: Picture, images: Images, name: str) -> Pixels:
         if picture.shape[:2] == size and images.resize in ((), size):
             return picture
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
         raise UsageError(
             f"{name}: expected Pillow to be installed, or an array uint8 {[*size, 3]}",
@@ -141,9 +141,12 @@ def pixels_of(picture: Picture, images: Images, name: str) -> Pixels:
     except UsageError:
         raise
     except Exception as error:  # Pillow raises many classes for damaged files
+        reason = str(error) or type(error).__name__
+        if isinstance(error, UnidentifiedImageError):  # Pillow's text has an address in memory
+            reason = "of another format, or damaged"
         raise UsageError(
             f"{name}: expected an image that Pillow reads ({', '.join(FORMATS)}), found "
-            f"{arguments.described(picture)}: {error or type(error).__name__}"
+            f"{arguments.described(picture)}: {reason}"
         ) from error
 
 
