@@ -8,7 +8,7 @@ llama.cpp writes some tensors in another order or form, which is undone:
     gemma           scales of norms are 1 larger
 
 Q4_0 is integers times a float16 scale for each 32 inputs: what int4 is here. Q4_1 and Q4_K are integers with
-a scale and a minimum. Where the minimum of a group is 500 times its scale or more, its integers become 0.
+a scale and a minimum. Where the minimum of a group is 16,000 times its scale or more, its integers become 0.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q4_K": 144}
 """Bytes of a block of each type whose integers int4 holds; of 32 elements, Q4_K's of 256."""
 _WITH_MINIMUMS = (3, 12)
 """Numbers of Q4_1 and Q4_K in a file (ggml_type)."""
-_MOST_SCALES = 500
-"""A minimum of more scales than this hides the integers of its group."""
+_MOST_SCALES = 16_000
+"""A minimum of more scales than this, beyond the precision of float16, hides the integers of its group."""
 
 
 @dataclass(frozen=True)

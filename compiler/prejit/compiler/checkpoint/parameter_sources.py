@@ -219,8 +219,9 @@ def _widened(blocks: Values, exponents: Values) -> Values:
     """Return elements uint8 [E, out, in / 32, 16] times their factors: float32 [E, out, in]."""
     elements = np.stack([_FP4[blocks & 15], _FP4[blocks >> 4]], axis=-1)
     elements = elements.reshape(*blocks.shape[:3], _BLOCK)
-    scaled = np.ldexp(elements, exponents[..., None].astype(np.int32) - 127)
-    return scaled.reshape(*blocks.shape[:2], -1)
+    with np.errstate(over="ignore", invalid="ignore"):  # 255 stands for NaN, also beside zeros
+        elements *= np.ldexp(np.float32(1), exponents[..., None].astype(np.int32) - 127)
+    return elements.reshape(*blocks.shape[:2], -1)
 
 
 def checked(values: Values, source: ParameterSource) -> Values:

@@ -25,8 +25,8 @@ from prejit.runtime.errors import CheckpointError
 Values = np.ndarray[Any, Any]
 _ROUNDING = 2.0**-11
 """Largest error of the scales of a matrix in float16, as a share of them."""
-_LARGEST_ZERO = 1 << 10
-"""Largest zero point that is kept: float16 holds it to half a step."""
+_LARGEST_ZERO = 1 << 14
+"""Largest zero point that is kept: more would hide the integers."""
 
 
 @dataclass(frozen=True)

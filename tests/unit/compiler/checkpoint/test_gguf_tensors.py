@@ -108,6 +108,7 @@ def test_scales_and_minimums_are_kept_as_other_values(tmp_path):
     random = np.random.default_rng(0)
     values = random.standard_normal((48, 512)).astype(np.float32)
     values[3, :32], values[4, :32], values[5, 32:64] = 0, 0.7, 1000 + values[5, 32:64] / 1000
+    values[6:9] += [[70], [300], [4000]]  # minimums of many scales
     plain = gguf.quants.quantize(values, KINDS.Q4_1)
     for kind, data in (("Q4_1", plain), ("Q4_K", of_q4_k(random, 48, 512))):
         wide = gguf.quants.dequantize(data, KINDS[kind])

@@ -103,6 +103,24 @@ def test_four_bits_and_gate_and_up_in_turns_are_read_as_what_they_stand_for(tmp_
             _ = write(tmp_path, PACKED, tensors).names
 
 
+def test_an_exponent_that_stands_for_nan_is_kept_beside_zeros(tmp_path):
+    up, _ = packed(1, 2 * INNER, WIDTH)
+    down, _ = packed(2, WIDTH, INNER)
+    down["blocks"][1, 3, 0], down["scales"][1, 3, 0] = 0, 255
+    exact = {f"{BLOCK}.gate_up_proj_{name}": values for name, values in up.items()} | {
+        f"{BLOCK}.down_proj_{name}": values for name, values in down.items()
+    }
+    biases = {f"{BLOCK}.gate_up_proj_bias": np.zeros((EXPERTS, 2 * INNER), np.float32)}
+    biases[f"{BLOCK}.down_proj_bias"] = np.ones((EXPERTS, WIDTH), np.float32)
+    rows = write(tmp_path, PACKED, others(tmp_path) | biases | exact).rows(
+        f"{BLOCK}.down_proj.weight"
+    )
+    for read in (rows.read, lambda: rows.mxfp4(1)):
+        with pytest.raises(CheckpointError, match=r"found 32 of .* that are NaN or infinite"):
+            read()
+    assert rows.mxfp4(0) is not None
+
+
 def test_four_bits_of_experts_are_rounded_again_in_int4(tmp_path, with_kernels, monkeypatch):
     for least in ("LEAST_INPUTS", "LEAST_ELEMENTS"):
         monkeypatch.setattr(int4_rounding, least, WIDTH)
