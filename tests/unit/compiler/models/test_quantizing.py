@@ -196,3 +196,12 @@ def test_parts_of_x_lose_bits_of_float32(dtype: Any, contracted: int) -> None:
     exact = x.astype(np.float64) @ (wide if contracted == 0 else wide.T)
     found = np.asarray(jax.jit(dot_of_parts, static_argnums=2)(x, weight, contracted))
     np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-6 * np.abs(exact).max())
+
+
+def test_an_infinite_row_changes_the_others() -> None:
+    rng = np.random.default_rng(1)
+    weight = jnp.asarray(rng.standard_normal((64, 70)), jnp.bfloat16)
+    x = rng.standard_normal((REDUCED_ROWS + 1, 64), np.float32)
+    expected = np.asarray(dot(x, weight, 0))
+    x[0, 0] = np.inf
+    np.testing.assert_array_equal(np.asarray(dot(x, weight, 0))[1:], expected[1:])

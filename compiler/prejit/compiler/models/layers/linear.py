@@ -317,8 +317,9 @@ def _after(x: jax.Array, wide: jax.Array) -> jax.Array:
     """Return a matrix that XLA cannot convert before it has x [R, in]."""
     if not jax.sharding.get_abstract_mesh().empty:  # on a mesh not every device has x[0, 0]
         return wide
-    infinite = x[0, 0] > jnp.finfo(x.dtype).max
-    return wide + infinite.astype(wide.dtype)
+    bits = lax.bitcast_convert_type(x[0, 0].astype(jnp.float32), jnp.int32)
+    zero = jnp.minimum(bits & 0x7FFFFFFF, 0)  # for any x, which XLA does not see
+    return wide + zero.astype(wide.dtype)
 
 
 def split(x: jax.Array, *axes: str | None) -> jax.Array:
