@@ -268,7 +268,7 @@ WRONG = {
         ({"top_logprobs": 2}, "top_logprobs", "expected logprobs"),
         ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools", "chat_template"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             "messages[0].content[0].type",
             "",
         ),
