@@ -12,9 +12,9 @@ DOCUMENTS = ["b c", "q r s t", "a", LONG]
 ANSWERS = [-0.19365348, 1.1003658, 0.4226965, 0.2076928]
 """CrossEncoder.predict of the pairs; the last one is cut to 16 tokens, which end as the template does."""
 INSTRUCTED = [-1.743173, -1.32326, -1.595484]
-"""Of the first three with prompt="k k"."""
+"""CrossEncoder.predict of the first three pairs with prompt="k k"."""
 HEAD = [0.5930293, 0.4519402, 0.4913863, 0.4429336]
-"""Of a head at the last token that is not [SEP], which ends texts and pads them."""
+"""Scores of a classification head. It reads the last token but [SEP], which ends texts and pads them."""
 MANIFEST = """
 [bundle]
 name = "NAME"
@@ -55,7 +55,7 @@ def scorers(run, once):
 
 @pytest.fixture(scope="module")
 def models(scorers):
-    """Those of modules and of a head, served."""
+    """The scorer with modules and the one with a head, served."""
     from prejit.server.engine.engine import Engine
     from prejit.server.served.served import Models, Served
 

@@ -27,7 +27,7 @@ VECTOR = [
     -0.4922198,
     0.2477612,
 ]
-"""Of the first token of the second text behind [CLS]."""
+"""The vector of the second text's first token after [CLS]."""
 SCORE = 0.8335326
 """FlagEmbedding's colbert_score of the first and the last text."""
 

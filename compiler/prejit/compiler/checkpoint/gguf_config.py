@@ -60,7 +60,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""What all published Llama 3.1 to 3.3 have; the file has the factors of frequencies that follow."""
+"""RoPE settings of all published Llama 3.1 to 3.3. A GGUF file holds the factors that they lead to."""
 
 
 def config_of(

@@ -1,4 +1,4 @@
-"""Where the parameters of an encoder's modules behind the transformer come from.
+"""Find the parameters of the modules that follow an encoder's transformer.
 
 Dense layers have files of their own. A causal language model that scores has a row of its head: that of one
 answer, less that of another.

@@ -151,7 +151,7 @@ class _Parts:
 
 
 def _size_of_block(size: int, count: int, given: int) -> int:
-    """Return the size of each of some blocks, the last of which may be smaller; 0: no size fits."""
+    """Return how many rows or columns a block has; the last block may have fewer. 0: no size fits."""
     if count == 1:
         return size
     if given and 0 < count == -(-size // given):

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from prejit.compiler.base.suggestions import did_you_mean, no_such_path, shown
+from prejit.compiler.manifest import section_checks
 from prejit.compiler.manifest.manifest import REPEAT, UNCHECKED, names_object
-from prejit.compiler.manifest.section_checks import adapter_problems, image_problems, slo_problems
 from prejit.compiler.manifest.shape_string import MAX_SIZE, SIZE, split_shape, undefined
 from prejit.compiler.manifest.valid_values import (
     CACHE_DTYPES,
@@ -43,9 +43,7 @@ MAX_ELEMENTS = 2**40
 BESIDE = (".report.json", ".report.html", ".sig")
 """Endings of the files that are written beside a bundle, with its name before them."""
 OWN_NAMES = (
-    "copy",
-    "encode",
-    *("images", "image-prefill"),
+    *("copy", "encode", "images", "image-prefill"),
     *ADAPTABLE_KINDS,
     *(f"{ADAPTED}{kind}" for kind in ADAPTABLE_KINDS),
 )
@@ -82,8 +80,8 @@ def value_problems(data: dict[str, Any], directory: Path) -> Problems:
     if "module" in _table(data.get("model")):
         yield from _own_model_problems(data, directory)
     yield from _generate_problems(_table(data.get("generate")))
-    yield from adapter_problems(data)
-    yield from image_problems(data)
+    yield from section_checks.adapter_problems(data)
+    yield from section_checks.image_problems(data)
     if "encode" in data:
         yield from _encode_problems(_table(data["encode"]))
     programs = data.get("program")
@@ -93,7 +91,7 @@ def value_problems(data: dict[str, Any], directory: Path) -> Problems:
     yield from _repeated_names(programs)
     yield from _library_problems(data, directory)
     yield from _mesh_problems(data)
-    yield from slo_problems(data)
+    yield from section_checks.slo_problems(data)
     yield from _number_problems(data)
 
 
@@ -131,14 +129,7 @@ def _encode_problems(encode: dict[str, Any]) -> Problems:
         yield ("encode", "images", *at), problem
     if not shapes and not images and (shapes is None or isinstance(shapes, list)):
         yield ("encode", "shapes"), f"expected {SHAPES}; found {'none' if shapes is None else '[]'}"
-    heads = encode.get("heads")
-    if isinstance(heads, list) and len(set(map(str, heads))) < len(heads):
-        yield ("encode", "heads"), f"expected each head once; found {shown(heads)}"
-    answers = encode.get("answers")
-    if isinstance(answers, dict):
-        for key in ("yes", "no"):
-            if answers.get(key) == "":
-                yield ("encode", "answers", key), _wrong('a token such as "yes"', "")
+    yield from section_checks.result_problems(encode)
     if not isinstance(shapes, list):
         return
     first: set[tuple[int, ...]] = set()
@@ -229,12 +220,7 @@ def _own_model_problems(data: dict[str, Any], directory: Path) -> Problems:
         yield ("model", "evaluation"), "expected source beside it, a directory with tokenizer.json"
     if "encode" in data:
         yield ("encode",), "expected [generate]: an encoder of your own is a [[program]]"
-    if model.get("dtype") == "int4":
-        problem = "expected float32, bfloat16 or int8 for a model of your own; int4 is for a source"
-        yield ("model", "dtype"), problem
-    if _table(data.get("generate")).get("cache_dtype") == "int8":
-        problem = "expected float32 or bfloat16 for a model of your own; int8 is for a source"
-        yield ("generate", "cache_dtype"), problem
+    yield from section_checks.own_dtype_problems(data)
     if "mesh" in data:
         problem = (
             "expected none beside model.module: a mesh splits a model with a source, or a [[program]]; "

@@ -1,4 +1,4 @@
-"""Rules of `[adapters]`, `[slo]` and images in prompts in a manifest, and between them and other sections."""
+"""Rules of `[adapters]`, `[slo]`, of heads and answers, images in prompts, and dtypes of own models."""
 
 from __future__ import annotations
 
@@ -49,6 +49,30 @@ def image_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
             if size > longest:
                 problem = f"expected at most {longest}, the longest context; found {shown(size)}"
                 yield ("generate", "images", index), problem
+
+
+def own_dtype_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+    """Find dtypes that a model of the user's own cannot have."""
+    if _table(data, "model").get("dtype") == "int4":
+        problem = "expected float32, bfloat16 or int8 for a model of your own; int4 is for a source"
+        yield ("model", "dtype"), problem
+    if _table(data, "generate").get("cache_dtype") == "int8":
+        problem = "expected float32 or bfloat16 for a model of your own; int8 is for a source"
+        yield ("generate", "cache_dtype"), problem
+
+
+def result_problems(encode: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+    """Find what is wrong with the heads and the answers of an encoder."""
+    heads, answers = encode.get("heads"), encode.get("answers")
+    if isinstance(heads, list) and len(set(map(str, heads))) < len(heads):
+        yield ("encode", "heads"), f"expected each head once; found {shown(heads)}"
+    if isinstance(answers, dict):
+        for key in ("yes", "no"):
+            if answers.get(key) == "":
+                yield (
+                    ("encode", "answers", key),
+                    f'expected a token such as "yes"; found {shown("")}',
+                )
 
 
 def slo_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:

@@ -140,11 +140,10 @@ def _dtype_of(part: MATRICES, wanted: StoredDtype, tokens: int | None) -> Stored
     if wanted.otherwise is None:
         return wanted
     if isinstance(part, ExpertMatrices):  # gate and up are whole tiles
-        fits = part.outputs % (2 * int4_words.TILE) == 0
-        fits = fits and int4_rounding.fits(part.inputs, part.outputs)
+        can = part.outputs % (2 * int4_words.TILE) == 0
     else:
-        is_inside = isinstance(part, Linear) and part.outputs != tokens
-        fits = is_inside and int4_rounding.fits(part.inputs, part.outputs)
+        can = isinstance(part, Linear) and part.outputs != tokens
+    fits = can and int4_rounding.fits(part.inputs, part.outputs)
     return wanted if fits else STORED_DTYPES[wanted.otherwise]
 
 

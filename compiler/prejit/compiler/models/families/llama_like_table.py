@@ -78,4 +78,4 @@ LLAMA_LIKE: Mapping[str, Family] = {
     "iquestcoder": rotary(LLAMA),
     "jais2": rotary(_JAIS2),
 }
-"""Those that are like Llama, by model_type."""
+"""Decoders that differ from Llama in a few settings, by model_type."""

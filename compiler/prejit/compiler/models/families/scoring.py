@@ -46,7 +46,7 @@ class ScoringHead:
 
     @property
     def is_causal(self) -> bool:
-        """Whether it is that of a decoder, which scores at the last token."""
+        """Whether a decoder scores: its score is made at the last token."""
         return not self.dense and self.pooling == "lasttoken"
 
     @property

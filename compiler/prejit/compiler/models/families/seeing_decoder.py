@@ -26,13 +26,13 @@ from prejit.compiler.models.parameters import part_of, place
 
 @dataclass(frozen=True)
 class Sight:
-    """What a decoder's checkpoint says of the images in its prompts.
+    """How a decoder reads images in prompts, as its checkpoint says.
 
     Attributes:
         vision: transformers' configuration of the tower.
         processing: of pictures.
         tokens: the number of tokens of an image.
-        token_id: the token of which an image has so many.
+        token_id: the token that stands for each part of an image in a prompt.
         marks: the texts of the token before an image, of an image's tokens, and of the token behind it.
     """
 
