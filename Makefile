@@ -117,7 +117,7 @@ parity: $(READY) ## models against transformers' torch models (installs torch)
 parity-table: $(READY) ## the table of docs/reference/models.md (installs torch, 1 GB; an hour)
 	test -d $(PREJIT_TEST_ENVIRONMENTS)/torch || $(PYTHON) -m venv $(PREJIT_TEST_ENVIRONMENTS)/torch
 	$(PREJIT_TEST_ENVIRONMENTS)/torch/bin/python -m pip install --quiet torch==2.13.0 transformers==5.24.0 safetensors
-	$(BIN)/python -m tests.parity.model_table $(PREJIT_TEST_ENVIRONMENTS)/torch/bin/python $(PREJIT_TEST_ENVIRONMENTS)/torch/models
+	$(BIN)/python -m tests.parity.model_table $(PREJIT_TEST_ENVIRONMENTS)/torch/bin/python $(PREJIT_TEST_ENVIRONMENTS)/torch/models --build
 	$(BIN)/python docs/generate.py
 
 test-ray: $(READY) ## the tests on a Ray cluster of this machine (installs Ray, 260 MB)
