@@ -209,38 +209,57 @@ def decode(run: Run) -> tuple[list[Table], list[Target]]:
     return tables, targets
 
 
+_NARROW = ("bfloat16", "int8", "int4")
+_MODELS = (
+    ("gpt2", "GPT-2 124M", tuple(workload.BYTES)),
+    ("llama-1b", "Llama's shape with 1.24 billion parameters", _NARROW),
+)
+"""Name, title and dtypes of the models that are measured in batches and with longer prompts."""
+
+
 def batch(run: Run) -> tuple[list[Table], list[Target]]:
     """Measure batches of several rows."""
     found = [
         beside_peers(
             run,
-            f"batch {size}",
-            f"GPT-2 124M, batch {size}, 32 tokens in, 64 out for each row",
-            Work("generate", "gpt2", size),
+            f"{model}, batch {size}",
+            f"{title}, batch {size}, 32 tokens in, 64 out for each row",
+            Work("generate", model, size, dtypes),
             (FIRST, LAST, DECODE, RSS),
-            [Goal(DECODE, dtype, 1.0) for dtype in workload.BYTES],
+            [Goal(DECODE, dtype, 1.0) for dtype in dtypes],
             note="Decode counts the tokens of all rows; tokens are compared in the first. OpenVINO's "
             "pipeline does not tell when a step of several rows is done, so it is not here.",
         )
+        for model, title, dtypes in _MODELS
         for size in (4, 8)
     ]
-    return [t for tables, _ in found for t in tables], [t for _, targets in found for t in targets]
+    return _joined(found)
 
 
 def prefill(run: Run) -> tuple[list[Table], list[Target]]:
     """Measure prompts of 512 tokens in a warm process."""
-    return beside_peers(
-        run,
-        "prefill",
-        "GPT-2 124M, a prompt of 512 tokens in a warm process",
-        Work("prefill", "gpt2"),
-        (PREFILL, RSS),
-        [
-            Goal(PREFILL, "float32", 1.0, ("OpenVINO",)),
-            *(Goal(PREFILL, dtype, 0.8, ("OpenVINO",)) for dtype in ("bfloat16", "int8")),
-        ],
-        note=f"Median of {workload.PREFILL_RUNS} prompts of each process, no two alike.",
-    )
+    found = [
+        beside_peers(
+            run,
+            f"{model}, prefill",
+            f"{title}, a prompt of 512 tokens in a warm process",
+            Work("prefill", model, dtypes=dtypes),
+            (PREFILL, RSS),
+            [
+                Goal(PREFILL, dtype, 1.0 if dtype == "float32" else 0.8, ("OpenVINO",))
+                for dtype in dtypes
+            ],
+            note=f"Median of {workload.PREFILL_RUNS} prompts of each process, no two alike.",
+        )
+        for model, title, dtypes in _MODELS
+    ]
+    return _joined(found)
+
+
+def _joined(
+    found: Sequence[tuple[list[Table], list[Target]]],
+) -> tuple[list[Table], list[Target]]:
+    return [t for tables, _ in found for t in tables], [t for _, targets in found for t in targets]
 
 
 def encoder(run: Run) -> tuple[list[Table], list[Target]]:
@@ -268,7 +287,7 @@ def llama(run: Run) -> tuple[list[Table], list[Target]]:
         run,
         "llama-1b",
         "Llama's shape with 1.24 billion parameters, batch 1, 32 tokens in, 64 out",
-        Work("generate", "llama-1b", dtypes=("bfloat16", "int8", "int4")),
+        Work("generate", "llama-1b", dtypes=_NARROW),
         (FIRST, LAST, DECODE, RSS, PRIVATE, CPU),
         [],
         workload.llama_bytes,
@@ -288,9 +307,8 @@ def hybrid(run: Run) -> tuple[list[Table], list[Target]]:
 
 
 def _sparse(run: Run, name: str, model: str, title: str) -> tuple[list[Table], list[Target]]:
-    dtypes = ("bfloat16", "int8", "int4")
-    work = Work("generate", model, dtypes=dtypes)
-    goals = [Goal(DECODE, dtype, 1.0) for dtype in dtypes]
+    work = Work("generate", model, dtypes=_NARROW)
+    goals = [Goal(DECODE, dtype, 1.0) for dtype in _NARROW]
     columns = (FIRST, LAST, DECODE, RSS, PRIVATE, CPU)
     step = partial(sparse_models.step_bytes, model)
     return beside_peers(run, name, title, work, columns, goals, step)

@@ -215,7 +215,7 @@ def child(python: str, script: str, work: Work, path: str, *more: str) -> Comman
 
 
 _GPT2 = frozenset({("generate", "gpt2"), ("prefill", "gpt2")})
-_LLAMA = frozenset({("generate", "llama-1b")})
+_LLAMA = frozenset({("generate", "llama-1b"), ("prefill", "llama-1b")})
 _SPARSE = frozenset(("generate", name) for name in SPARSE)
 _MINILM = frozenset({("encode", "minilm")})
 

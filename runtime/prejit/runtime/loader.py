@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.process_facts import LoadTimes, importing, policy_paths, span
-from prejit.runtime.device.quick_start import collector_off, quickly
+from prejit.runtime.device.quick_start import collector_off, quickly, unmap_library_pages
 from prejit.runtime.errors import KernelError, RejectError, UntrustedWarning, UsageError
 from prejit.runtime.format.blobs import Blobs, read_whole
 from prejit.runtime.format.bundle_schema import Config, ImageManifest
@@ -166,7 +166,7 @@ def load(
             warnings.warn(warning, stacklevel=_CALLER)
     sizes = blobs.hashed_bytes, blobs.receipt_bytes, blobs.verity_bytes
     times = LoadTimes(started, is_first, (reading, *blobs.reads), *sizes)
-    return Bundle(
+    bundle = Bundle(
         opened.digest,
         choice.config,
         blobs.layers(manifest),
@@ -185,6 +185,9 @@ def load(
         arriving=arriving,
         policies=policies,
     )
+    if is_first:
+        unmap_library_pages()
+    return bundle
 
 
 def _fetched(

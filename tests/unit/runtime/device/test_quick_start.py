@@ -165,6 +165,23 @@ def collector_on():
 
 
 @pytest.mark.usefixtures("alone")
+def test_code_of_jaxlib_that_only_loading_runs_leaves_the_page_tables(settled_dir, run_python):
+    load = f"""
+import re, threading
+from prejit.runtime import load
+load({str(settled_dir)!r}, on_mismatch="error")
+for thread in threading.enumerate():
+    if thread.name == "prejit-unmap-jaxlib":
+        thread.join()
+(kb,) = re.findall(r"r-xp .*/libjax_common.so\\n(?:.*\\n)*?Rss: +(\\d+) kB", open("/proc/self/smaps").read())
+print(kb)
+"""
+    ours, plain = (
+        int(run_python(load, env={"PREJIT_PLAIN_START": value}).stdout) for value in ("", "1")
+    )
+    assert 0 < ours < plain / 2
+
+
 def test_nothing_looks_through_the_new_objects_afterwards():
     def collections():
         return sum(one["collections"] for one in gc.get_stats())
