@@ -91,6 +91,16 @@ def test_the_reference_pages_are_those_of_the_code(generate):
         assert file.read_text() == text, f"{file.name}: python docs/generate.py writes it"
 
 
+def test_pages_by_hand_have_at_most_45000_words(generate):
+    """Pages and lists that are generated from the code count apart, and nobody reads comments."""
+    reference = DOCS / "reference"
+    generated = {page for page in generate.reference_pages() if page.parent == reference}
+    generated.add(reference / "jax-coverage.md")  # tests/integration/jax_functions.py writes it
+    hidden = re.compile(r"<!-- rules: .*?<!-- end of rules -->|<!--.*?-->", re.DOTALL)
+    by_hand = [page for page in PAGES if page.is_relative_to(DOCS) and page not in generated]
+    assert sum(len(hidden.sub("", page.read_text()).split()) for page in by_hand) <= 45_000
+
+
 def test_the_table_of_drills_has_the_last_figures():
     assert PAGE.read_text() == with_table(PAGE.read_text()), (
         "python -m tests.campaigns.drill_records"
