@@ -163,7 +163,7 @@ def assemble(directory: Path) -> None:
         text = (ROOT / name).read_text().replace("](docs/", "](")
         (directory / name.lower()).write_text(text)
     for page in [*directory.rglob("*.md")]:
-        page.write_text(page.read_text().replace("](../../benchmarks/results/", "](results/"))
+        page.write_text(re.sub(r"\]\((\.\./)+benchmarks/results/", "](results/", page.read_text()))
         _copy_results(page)
 
 
