@@ -15,7 +15,7 @@ The order is that of the kernel (native/kernels/linear_int4.h): a load takes the
 and a shift leaves a pair of inputs in the low bits of the two halves of each word, where a table of 16
 bfloat16 numbers finds them. An integer has 4 bits, a scale 11 and a rounded x 8, so that each product of the
 three is exact in float32, and ways of computing it differ in the order of the sums only. A zero point is
-multiplied with the sum of x over 32 inputs.
+multiplied with the sum of x over 32 inputs. A kernel without AVX-512 BF16 rounds x to int8 instead.
 """
 
 from __future__ import annotations

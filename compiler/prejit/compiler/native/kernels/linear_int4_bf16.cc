@@ -66,7 +66,7 @@ struct Unpacking {
   PREJIT_INT4_INLINE Floats scale(const uint16_t* from) const { return load_halves(from); }
 };
 
-#include "linear_int4_tiles.h"
+#include "linear_int4_floats.h"
 
 }  // namespace integers
 
@@ -77,7 +77,7 @@ struct Unpacking {
   PREJIT_INT4_INLINE Floats scale(const uint16_t* from) const { return load(reinterpret_cast<const Bf16*>(from)); }
 };
 
-#include "linear_int4_tiles.h"
+#include "linear_int4_floats.h"
 
 }  // namespace e2m1
 
