@@ -49,6 +49,29 @@ def test_a_story_in_four_bits_is_much_less_likely_or_another_in_a_fresh_process(
     assert [each.token_ids for each in bundle.generate_batch(prompts, max_new_tokens=30)] == alone
 
 
+def test_tokens_of_avx2_depend_on_no_batch_or_cut(run, stories, tmp_path, no_warnings_of_fallback):
+    """Without AVX-512 BF16 x is rounded to bytes, which no other row and no prompt's end may change."""
+    sizes = {"batch": (1, 4), "prompt": (8, 32), "context": (128,)}
+    manifest = write_manifest(
+        tmp_path / "avx2.toml", stories[0], name="avx2", targets=("cpu-x86-64-v3",), **sizes
+    )
+    more = 'dtype = "int4"\naccuracy = false\n[generate]\n'
+    manifest.write_text(manifest.read_text().replace("[generate]\n", more))
+    run("build", manifest, "-o", tmp_path, quick=True)
+    with load(tmp_path / "avx2", on_mismatch="error") as bundle:
+        prompts = [[1], [1, 403, 407], [1, *range(300, 340)]]
+        alone = [bundle.generate(each, max_new_tokens=30).token_ids for each in prompts]
+        together = bundle.generate_batch(prompts, max_new_tokens=30)
+        assert [each.token_ids for each in together] == alone
+        for cut in (1, 6, 20):
+            begun = [[*each, *ids[:cut]] for each, ids in zip(prompts, alone, strict=True)]
+            rest = [bundle.generate(each, max_new_tokens=30 - cut).token_ids for each in begun]
+            assert rest == [each[cut:] for each in alone]
+    other = dataclasses.replace(Fingerprint.current(), jaxlib="0.0.1")
+    with load(tmp_path / "avx2", fingerprint=other) as bundle:  # which rounds nothing
+        assert max(each.share for each in bundle.check_answers()) < 0.5
+
+
 def test_the_portable_programs_of_four_bits_give_another_answer(built, no_warnings_of_fallback):
     other = dataclasses.replace(Fingerprint.current(), jaxlib="0.0.1")
     with load(built, fingerprint=other) as bundle:

@@ -129,6 +129,18 @@ void check(Random& random, Dtype dtype, int64_t m, int64_t k, int64_t n, bool ga
     }
 }
 
+// Returns x as products with int4 weights round it: 32 to int8 with one scale.
+std::vector<double> rounded_for_int4(const Array<float>& x) {
+  std::vector<double> found(x.data, x.data + x.size);
+  for (int64_t i = 0; i < x.size; i += kInt4Group) {
+    float most = 0;
+    for (int64_t l = i; l < i + kInt4Group; ++l) most = std::fmax(most, std::fabs(x.data[l]));
+    for (int64_t l = i; l < i + kInt4Group; ++l)
+      found[l] = most > 0 ? std::nearbyint(x.data[l] * (127 / most)) * (most / 127) : 0;
+  }
+  return found;
+}
+
 // int4: m rows, k times 32 inputs.
 void check_int4(Random& random, int64_t m, int64_t k, int64_t n, bool gated, bool at_page) {
   bool has_zeros = random.below(2);
@@ -147,14 +159,16 @@ void check_int4(Random& random, int64_t m, int64_t k, int64_t n, bool gated, boo
   product.weights.group = inputs / groups, product.weights.has_zeros = has_zeros;
   product.gated = gated;
   if (gated) product.up = product.weights;
+  use_vnni(random.below(2));  // Another thread may change it, which changes no number.
   if (!linear(product)) return void(wrong.fetch_add(1)), void(std::printf("no memory\n"));
+  std::vector<double> factors = rounded_for_int4(x);
   for (int64_t i = 0; i < m; ++i)
     for (int64_t j = 0; j < n; ++j) {
       double sum = 0, size = 1;
       for (int64_t l = 0; l < inputs; ++l) {
         uint32_t word = w.data[((j / kInt4Tile) * inputs + l) / kInt4InWord * kInt4Tile + j % kInt4Tile];
         int four = word >> (l % 8 / 2 * 4 + l % 2 * 16) & 15;
-        double term = rounded(x.data[i * inputs + l]) * ((four < 8 ? four : four - 16) + (has_zeros ? 3 : 0));
+        double term = factors[i * inputs + l] * ((four < 8 ? four : four - 16) + (has_zeros ? 3 : 0));
         sum += term, size += std::fabs(term);
       }
       double expected = gated ? sum * sum : sum;

@@ -56,7 +56,7 @@ def multiplier(chosen):
 def kernels(chosen, build_cache):
     """The library of a level, once with each multiplier that it can have."""
     level, multiplier = chosen
-    if level != LEVELS[-1]:  # float32 is all that it has
+    if level == LEVELS[0]:  # nothing to choose
         return kernel_builds.product_library(level, build_cache)
     sources = (*SOURCES.glob("linear*.cc"), SOURCES / "threads.cc", CHOICE)
     library = kernel_builds.load(level, build_cache, sources)
@@ -124,11 +124,24 @@ def activated(activation, v):
     return v
 
 
+def rounded_to_bytes(x):
+    """Return float32 [..., K] as integers of -127 to 127 times a float32 scale for each 32."""
+    groups = x.reshape(*x.shape[:-1], -1, int4_words.GROUP)
+    most = np.abs(groups).max(-1, keepdims=True, initial=0)
+    inverse = np.float32(127) / np.where(most > 2**-100, most, np.float32(np.inf))
+    integers = np.rint(groups * inverse).astype(np.float64)
+    return (integers * (most / np.float32(127))).reshape(x.shape)
+
+
 @functools.lru_cache(512)
 def reference(case):
     """What is right, and how large the terms are of which it is the sum."""
-    is_wide = case.weights[0].dtype == np.float32
-    x = (case.x if is_wide else case.x.astype(ml_dtypes.bfloat16)).astype(np.float64)
+    x = case.x
+    if case.weights[0].dtype == INT4:
+        x = rounded_to_bytes(x)
+    elif case.weights[0].dtype != np.float32:
+        x = x.astype(ml_dtypes.bfloat16)
+    x = x.astype(np.float64)
     values, sizes = [], []
     for i, weight in enumerate(case.weights):
         scale = case.scales[i].astype(np.float64) if case.scales else 1.0
@@ -309,6 +322,30 @@ def test_neither_nan_nor_infinity_is_hidden(kernels, dtype):
         x[rows // 2, 7] = np.inf
         plain = Case(x, case.weights[:1], case.scales[:1])
         assert not np.isfinite(run(plain, kernels)[rows // 2]).any()
+
+
+def test_vnni_changes_no_number_of_four_bits(kernels):
+    if not (hasattr(kernels, "use_vnni") and kernels.use_vnni(1)):
+        pytest.skip("this level or machine has no VNNI")
+    for dtype, rows in itertools.product(KINDS[-2:], (1, 2, 3, 17)):
+        case = drawn(rows, (rows, 416, 150), dtype, gated=True)
+        found = []
+        for wanted in (0, 1):
+            assert kernels.use_vnni(wanted)
+            found.append(run(case, kernels))
+        np.testing.assert_array_equal(*found)
+
+
+def test_bytes_of_extreme_inputs_are_right(kernels):
+    """Groups that nothing fits beside, and those whose scale is no normal number."""
+    case = drawn(12, (8, 64, 33), "int4")
+    for size in (0, 1e-44, 2.0**-100, 2.0**-99, 1e-20, 1e30):
+        x = case.x.copy()
+        x[:, :32] = np.where(np.arange(32) % 2, -1, 1) * np.float32(size)
+        x[2, 5], x[3, 6] = x[2, 5] * np.float32(0.5 / 127), x[3, 6] * np.float32(1.5 / 127)
+        part = replace(case, x=x)
+        found, (expected, of_terms) = run(part, kernels), reference(part)
+        assert (np.abs(found - expected) <= 2e-6 * of_terms + 2.0**-92).all(), size
 
 
 def test_wrong_arguments_are_an_error_and_no_crash(kernels):

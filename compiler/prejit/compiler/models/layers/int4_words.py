@@ -12,10 +12,9 @@ is an integer, one that the build chooses any number. An output that fills up th
 Scales in bfloat16, powers of two, are those of MXFP4: values are 0, 0.5, 1, 1.5, 2, 3, 4, 6, or with a sign.
 
 The order is that of the kernel (native/kernels/linear_int4.h): a load takes the same 8 inputs of 16 outputs,
-and a shift leaves a pair of inputs in the low bits of the two halves of each word, where a table of 16
-bfloat16 numbers finds them. An integer has 4 bits, a scale 11 and a rounded x 8, so that each product of the
-three is exact in float32, and ways of computing it differ in the order of the sums only. A zero point is
-multiplied with the sum of x over 32 inputs.
+and a mask leaves four bits in each byte, which are multiplied with x in bytes: of 32 x with one scale. An
+integer has 4 bits and a scale 11, so that ways of computing a product differ in how they round x, and in the
+order of the sums. A zero point is multiplied with the sum of x over 32 inputs.
 """
 
 from __future__ import annotations

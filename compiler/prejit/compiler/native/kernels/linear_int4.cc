@@ -1,4 +1,4 @@
-// int4 weights by float32 arithmetic: 16 lanes look values up in a table, 8 or 4 lanes shift and convert them.
+// Floats of four bits by float32 arithmetic: 16 lanes look values up in a table, 8 or 4 lanes shift and convert them.
 #include "linear_int4.h"
 
 #include "linear_finish.h"
@@ -11,8 +11,6 @@ namespace {
 #define PREJIT_INT4 inline
 
 using Element = float;
-
-PREJIT_INLINE Floats load_element(const Element* from) { return load(from); }
 
 void pack(const float* x, int64_t count, float* to) {
   int64_t i = 0;
@@ -37,29 +35,6 @@ PREJIT_INLINE void add(const float* x, int64_t stride, const uint32_t* words, co
     }
 }
 
-namespace integers {
-
-struct Unpacking {
-#if defined(__AVX512F__)
-  Floats table = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
-  // Returns the value of four bits of each word, from bit `low` on.
-  PREJIT_INLINE Floats values(Bits words, int low) const {
-    return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(words >> low), table);
-  }
-#else
-  PREJIT_INLINE Floats values(Bits words, int low) const {
-    return __builtin_convertvector(reinterpret_cast<Ints>(words << (28 - low)) >> 28, Floats);
-  }
-#endif
-  PREJIT_INLINE Floats scale(const uint16_t* from) const { return load_halves(from); }
-};
-
-#include "linear_int4_tiles.h"
-
-}  // namespace integers
-
-namespace e2m1 {
-
 struct Unpacking {
 #if defined(__AVX512F__)
   Floats table = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0f, -0.5, -1, -1.5, -2, -3, -4, -6};
@@ -79,15 +54,13 @@ struct Unpacking {
   PREJIT_INLINE Floats scale(const uint16_t* from) const { return load(reinterpret_cast<const Bf16*>(from)); }
 };
 
-#include "linear_int4_tiles.h"
-
-}  // namespace e2m1
+#include "linear_int4_floats.h"
 
 }  // namespace
 
 bool linear_int4(const Linear& p) {
-  if (multiplier() == Multiplier::kAvx512Bf16) return linear_int4_by_bf16(p);
-  return p.weights.is_e2m1 ? e2m1::multiply_all(p) : integers::multiply_all(p);
+  if (!p.weights.is_e2m1) return linear_int4_by_integers(p);
+  return multiplier() == Multiplier::kAvx512Bf16 ? linear_int4_by_bf16(p) : multiply_all(p);
 }
 
 }  // namespace prejit

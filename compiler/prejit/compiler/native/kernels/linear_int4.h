@@ -11,10 +11,13 @@
 // them. With MXFP4 four bits are a sign, two of an exponent and one of a mantissa (E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6), and scales
 // are powers of two in bfloat16.
 //
-// Lanes are outputs: x is broadcast, no sum crosses lanes, and a tile of 16 outputs is one stream of memory. 32
-// inputs have two sums for each row and output; together they are multiplied with the scale and added to the sum of the
-// inputs before. The zero point is multiplied with the sum of these x, which a row has once, and is taken from the two
-// sums. So a row has one order of sums, whatever the other rows are and how many.
+// Lanes are outputs: x is broadcast, no sum crosses lanes, and a tile of 16 outputs is one stream of memory. The sum
+// of 32 inputs is multiplied with the scale and added to the sum of the inputs before. The zero point is multiplied with
+// the sum of these x, which a row has once, and is taken from the products. So a row has one order of sums, whatever the
+// other rows are and how many.
+//
+// Of integers 32 x are rounded to int8 with one scale, and their sum of products is exact. Of floats x is rounded to bfloat16,
+// and 32 inputs have two sums in float32.
 #pragma once
 
 #include "linear.h"
@@ -25,10 +28,23 @@ constexpr int64_t kInt4Group = 32;  // Inputs that are summed before a scale.
 constexpr int64_t kInt4Tile = 16;
 constexpr int64_t kInt4InWord = 8;
 
+// How far ahead words are fetched: as in linear_dot.h, loads alone do not look far enough ahead.
+constexpr int64_t kInt4AheadBytes = 4096;
+// Rows in registers.
+constexpr int kInt4Rows = kRegisters == 32 ? 12 : 4;
+constexpr int kInt4Vectors = kInt4Tile / kLanes;
+// Maximum bytes of a part of x, which stays in L2 while weights pass.
+constexpr int64_t kInt4RowBytes = 512 << 10;
+// Maximum bytes of words of a block.
+constexpr int64_t kInt4BlockBytes = 256 << 10;
+
 // Does what linear() does for int4 weights. Returns false if memory is exhausted.
 bool linear_int4(const Linear& p);
 
-// The same by AVX-512 BF16 (linear_multiplier.h); false without it.
+// The same for floats by AVX-512 BF16 (linear_multiplier.h); false without it.
 bool linear_int4_by_bf16(const Linear& p);
+
+// The same for integers.
+bool linear_int4_by_integers(const Linear& p);
 
 }  // namespace prejit

@@ -1,4 +1,4 @@
-// int4 weights by AVX-512 BF16: a table of 16 bfloat16 numbers, twice, makes pairs of weights of the low bits of each half
+// Floats of four bits by AVX-512 BF16: a table of 16 bfloat16 numbers, twice, makes pairs of weights of the low bits of each half
 // of a word, and vdpbf16ps multiplies them with a pair of inputs. The bit above the low four chooses the same table.
 #include "linear_finish.h"
 #include "linear_int4.h"
@@ -20,8 +20,6 @@ namespace {
 #define PREJIT_INT4_INLINE inline __attribute__((target("avx512bf16"), always_inline))
 
 using Element = uint16_t;
-
-PREJIT_INLINE Floats load_element(const Element* from) { return load(reinterpret_cast<const Bf16*>(from)); }
 
 void pack(const float* x, int64_t count, uint16_t* to) {
   for (int64_t i = 0; i < count; i += 2 * kLanes)  // whole groups of inputs
@@ -45,47 +43,26 @@ PREJIT_INT4_INLINE void add(const uint16_t* x, int64_t stride, const uint32_t* w
   }
 }
 
-// The 16 bfloat16 numbers of four bits, twice.
+// 0, 0.5, .. 6 with a sign, twice.
 struct Table {
   alignas(64) uint16_t values[32] = {};
-  constexpr Table(const uint16_t (&sizes)[9], bool are_integers) {
-    for (int i = 0; i < 32; ++i) {
-      int four = i % 16, size = four < 8 ? four : are_integers ? 16 - four : four - 8;
-      values[i] = static_cast<uint16_t>(sizes[size] | (four < 8 ? 0 : 0x8000));
-    }
+  constexpr Table() {
+    constexpr uint16_t sizes[8] = {0, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0};
+    for (int i = 0; i < 32; ++i) values[i] = static_cast<uint16_t>(sizes[i % 8] | (i % 16 < 8 ? 0 : 0x8000));
   }
 };
-// 0, 1, .. 8 in two's complement, and 0, 0.5, .. 6 with a sign.
-constexpr Table kIntegers({0, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100}, true);
-constexpr Table kE2M1({0, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0, 0}, false);
-
-namespace integers {
-
-struct Unpacking {
-  __m512i table = _mm512_load_si512(kIntegers.values);
-  PREJIT_INT4_INLINE Floats scale(const uint16_t* from) const { return load_halves(from); }
-};
-
-#include "linear_int4_tiles.h"
-
-}  // namespace integers
-
-namespace e2m1 {
+constexpr Table kE2M1;
 
 struct Unpacking {
   __m512i table = _mm512_load_si512(kE2M1.values);
   PREJIT_INT4_INLINE Floats scale(const uint16_t* from) const { return load(reinterpret_cast<const Bf16*>(from)); }
 };
 
-#include "linear_int4_tiles.h"
-
-}  // namespace e2m1
+#include "linear_int4_floats.h"
 
 }  // namespace
 
-bool linear_int4_by_bf16(const Linear& p) {
-  return p.weights.is_e2m1 ? e2m1::multiply_all(p) : integers::multiply_all(p);
-}
+bool linear_int4_by_bf16(const Linear& p) { return multiply_all(p); }
 
 #endif  // PREJIT_HAS_PAIRS
 

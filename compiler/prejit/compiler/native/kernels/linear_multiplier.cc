@@ -7,14 +7,6 @@
 #include <atomic>
 
 namespace prejit {
-
-#if !defined(PREJIT_HAS_PAIRS)
-
-Multiplier multiplier() { return Multiplier::kFloat32; }
-bool use_multiplier(Multiplier wanted) { return wanted == Multiplier::kFloat32; }
-
-#else
-
 namespace {
 
 struct Registers {
@@ -26,6 +18,41 @@ Registers cpuid(unsigned leaf, unsigned part) {
   __get_cpuid_count(leaf, part, &r.a, &r.b, &r.c, &r.d);
   return r;
 }
+
+bool has_vnni() {
+#if !defined(PREJIT_HAS_VNNI)
+  return false;
+#elif defined(__AVX512F__)
+  return cpuid(7, 0).c & (1u << 11);
+#else
+  return cpuid(7, 1).a & (1u << 4);
+#endif
+}
+
+std::atomic<int> chosen_vnni{-1};
+
+}  // namespace
+
+bool vnni() {
+  int known = chosen_vnni.load(std::memory_order_relaxed);
+  if (known < 0) chosen_vnni.store(known = has_vnni(), std::memory_order_relaxed);
+  return known;
+}
+
+bool use_vnni(bool wanted) {
+  if (wanted && !has_vnni()) return false;
+  chosen_vnni.store(wanted, std::memory_order_relaxed);
+  return true;
+}
+
+#if !defined(PREJIT_HAS_PAIRS)
+
+Multiplier multiplier() { return Multiplier::kFloat32; }
+bool use_multiplier(Multiplier wanted) { return wanted == Multiplier::kFloat32; }
+
+#else
+
+namespace {
 
 // Returns whether Linux saves the tile registers and permits this process to use them, which it must request once
 // (Linux 5.16).

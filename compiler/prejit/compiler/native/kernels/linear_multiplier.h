@@ -11,7 +11,12 @@ namespace prejit {
 #define PREJIT_HAS_PAIRS
 #endif
 
-// How bfloat16 and int8 weights are multiplied. int4 weights have no kAmx: they are multiplied by kFloat32 there.
+// Defined if the compiler has the instructions that multiply bytes: GCC 11, clang 12.
+#if defined(__AVX2__) && __has_include(<avxvnniintrin.h>)
+#define PREJIT_HAS_VNNI
+#endif
+
+// How bfloat16 and int8 weights are multiplied. MXFP4 has no kAmx, and integers of four bits know none (linear_int4.h).
 enum class Multiplier {
   kFloat32,     // Like float32 weights, with x rounded.
   kAvx512Bf16,  // vdpbf16ps: 16 pairs at once, twice the terms of an FMA (linear_dot_bf16.h).
@@ -23,5 +28,11 @@ Multiplier multiplier();
 
 // Uses another one from now on, for tests. Returns whether this machine supports it.
 bool use_multiplier(Multiplier wanted);
+
+// Returns whether this CPU has the VNNI of the library's level: AVX-512's or AVX's. It changes no number.
+bool vnni();
+
+// Uses it or not from now on, for tests. Returns whether this machine supports that.
+bool use_vnni(bool wanted);
 
 }  // namespace prejit

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from prejit.compiler.base.stored_dtypes import STORED_DTYPES
 from prejit.compiler.pipeline.measure.golden_child import GoldenRequest
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTarget
 from prejit.compiler.pipeline.result_keys import golden_key, measuring_key
@@ -43,9 +44,9 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 SEED = 1
 """The seed of all golden answers."""
 
-_EXACT, _ROUNDED, _ELSEWHERE = 8, 5, 4
-"""Tolerances, as exponents of one half: of programs of float32 on CPUs, of other programs on CPUs, and of all
-on accelerators."""
+_EXACT, _ROUNDED, _ELSEWHERE, _IN_BYTES = 8, 5, 4, 3
+"""Tolerances, as exponents of one half: of programs of float32 on CPUs, of other programs on CPUs, of all on
+accelerators, and of those with int4 weights: CPUs without AVX-512 BF16 round what these multiply to int8."""
 NARROW = ("bfloat16", "float16", "float8", "float4", "int8", "int4", "uint8", "uint4")
 """How the names of dtypes begin that have fewer bits than float32."""
 _MOST_WORK = 1 << 42
@@ -179,9 +180,11 @@ def _tolerance(config: Config, program: ProgramEntry, dtypes: Mapping[str, str])
 
     Kernels multiply narrow matrices in bfloat16, and accelerators may multiply float32 in fewer bits.
     """
+    own = {dtypes[name] for name in config.weight_sets.get(program.weights or "", ())}
+    if (config.decoder or config.encoder) and STORED_DTYPES["int4"].words in own:
+        return _IN_BYTES
     if config.requirement.platform != "cpu":
         return _ELSEWHERE
-    own = {dtypes[name] for name in config.weight_sets.get(program.weights or "", ())}
     for text in (*program.arguments, *program.results):
         own.add(text.partition("] ")[2].partition("[")[0])
     return _ROUNDED if any(name.startswith(NARROW) for name in own) else _EXACT
