@@ -13,7 +13,7 @@ struct Registers {
   unsigned a = 0, b = 0, c = 0, d = 0;
 };
 
-Registers cpuid(unsigned leaf, unsigned part) {
+[[maybe_unused]] Registers cpuid(unsigned leaf, unsigned part) {
   Registers r;
   __get_cpuid_count(leaf, part, &r.a, &r.b, &r.c, &r.d);
   return r;
