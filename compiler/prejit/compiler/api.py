@@ -15,7 +15,7 @@ from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.reading import check_manifest, read_manifest
-from prejit.compiler.pipeline.build_interface import Built, Failed
+from prejit.compiler.pipeline.build_interface import BuildOptions, Built, Failed
 from prejit.compiler.pipeline.build_run import build_all as run_all
 from prejit.compiler.pipeline.build_run import only_built
 from prejit.compiler.pipeline.lower.model_checks import check_planned
@@ -254,21 +254,18 @@ def build_all(
                 report_build(result, progress, fetched)
             done(result)
 
-        measure = settings.measure
-        run_all(
-            requests,
-            Path(output),
+        options = BuildOptions(
             store=store,
             executor=_open_executor(settings, store, progress, in_order=shard is not None),
             progress=progress,
             forms=settings.forms,
             # What each shard measured for itself would make its programs differ from those of others.
-            measure=measure if shard is None else bool(measure),
+            measure=settings.measure if shard is None else bool(settings.measure),
             timeout_seconds=settings.timeout_seconds,
             retrace=settings.retrace,
             shard=shard,
-            done=reported,
         )
+        run_all(requests, Path(output), options, done=reported)
 
 
 def _open_executor(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NotRequired, TypedDict
 
 from prejit.compiler.compile.executor import Executor
 from prejit.compiler.compile.worker_process import JOB_SECONDS
@@ -19,8 +18,9 @@ from prejit.runtime.errors import PrejitError
 from prejit.runtime.format.bundle_schema import Accuracy
 
 
-class BuildOptions(TypedDict):
-    """The options of a build.
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """How to build: the services that a build uses, and its options.
 
     Attributes:
         store: keeps results.
@@ -40,17 +40,17 @@ class BuildOptions(TypedDict):
     store: Store
     executor: Executor
     progress: Progress
-    forms: NotRequired[Path | None]
-    measure: NotRequired[bool | None]
-    timeout_seconds: NotRequired[float]
-    retrace: NotRequired[bool]
-    shard: NotRequired[Shard | None]
-    kernels_by: NotRequired[Mapping[str, str] | None]
+    forms: Path | None = None
+    measure: bool | None = None
+    timeout_seconds: float = JOB_SECONDS
+    retrace: bool = False
+    shard: Shard | None = None
+    kernels_by: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Services:
-    """The services and options of all builds of a command: see `BuildOptions`, and these.
+class Services(BuildOptions):
+    """The options of a command, and what all its builds share.
 
     Attributes:
         output: directory of bundles.
@@ -59,17 +59,8 @@ class Services:
     """
 
     output: Path
-    store: Store
-    progress: Progress
-    executor: Executor
     jobs: Jobs
     packings: Mapping[str, Packing]
-    forms: Path | None = None
-    measure: bool | None = None
-    timeout_seconds: float = JOB_SECONDS
-    retrace: bool = False
-    shard: Shard | None = None
-    kernels_by: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

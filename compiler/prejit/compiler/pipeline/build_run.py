@@ -22,7 +22,7 @@ from datetime import date
 from functools import cache, partial
 from glob import iglob
 from pathlib import Path
-from typing import TypeVar, Unpack
+from typing import TypeVar
 
 from prejit.compiler.checkpoint.model_source import resolve_source
 from prejit.compiler.compile.compile_jobs import Compiled
@@ -84,11 +84,11 @@ _Step = TypeVar("_Step")
 
 
 def build(
-    manifest: Manifest, output: Path, *, only: tuple[str, ...] = (), **options: Unpack[BuildOptions]
+    manifest: Manifest, output: Path, options: BuildOptions, *, only: tuple[str, ...] = ()
 ) -> Built:
     """Build the bundle of a manifest into `output/NAME`.
 
-    `only` has names of targets; empty: all targets of the manifest. For the options see `BuildOptions`.
+    `only` has names of targets; empty: all targets of the manifest.
 
     Raises:
         BuildError: a program does not compile, or its worker died or took too long. What was finished stays
@@ -97,7 +97,7 @@ def build(
             wrong, or cannot be read.
     """
     results: list[Built | Failed] = []
-    build_all([(manifest, only)], output, done=results.append, **options)
+    build_all([(manifest, only)], output, options, done=results.append)
     return only_built(results)
 
 
@@ -112,9 +112,9 @@ def only_built(results: Sequence[Built | Failed]) -> Built:
 def build_all(
     requests: Sequence[tuple[Manifest, tuple[str, ...]]],
     output: Path,
+    options: BuildOptions,
     *,
     done: Callable[[Built | Failed], None],
-    **options: Unpack[BuildOptions],
 ) -> None:
     """Build the bundles of several manifests with one executor, each with its targets.
 
@@ -125,24 +125,17 @@ def build_all(
     the others go on meanwhile.
 
     `requests` are manifests with different bundle names, each with the names of its targets (empty: all).
-    `done` is called with each build as it ends. For the options see `BuildOptions`.
+    `done` is called with each build as it ends.
 
     Raises:
         StoreError: the build has shards, and the store cannot be read.
     """
-    executor, store, shard = options["executor"], options["store"], options.get("shard")
-    service = Services(
-        output=output,
-        jobs=Jobs(executor, store, options["progress"], several=len(requests) > 1),
-        # Before any program: another shard may pack the last bundle before this one plans it.
-        packings={}
-        if shard is None
-        else {
-            manifest.bundle.name: Packing(shard, manifest.bundle.name, store)
-            for manifest, _ in requests
-        },
-        **options,
-    )
+    executor, store, shard = options.executor, options.store, options.shard
+    jobs = Jobs(executor, store, options.progress, several=len(requests) > 1)
+    # Before any program: another shard may pack the last bundle before this one plans it.
+    names = [manifest.bundle.name for manifest, _ in requests]
+    packings = {} if shard is None else {name: Packing(shard, name, store) for name in names}
+    service = Services(output=output, jobs=jobs, packings=packings, **vars(options))
     left: list[Begun] = []
 
     def end(ready: Sequence[Begun], *, patient: bool) -> None:

@@ -19,6 +19,7 @@ from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.native.form_table import Conditions, FormTable, Measured, to_text
 from prejit.compiler.native.kernel_library import NoKernels, level_of
 from prejit.compiler.native.products import Product
+from prejit.compiler.pipeline.build_interface import BuildOptions
 from prejit.compiler.pipeline.build_run import build
 from prejit.compiler.pipeline.pack.user_sources import Base, digest_now
 from prejit.compiler.pipeline.result_keys import versions
@@ -87,20 +88,19 @@ def rebuild(
         forms = directory / "chosen-forms.json"
         forms.write_text(to_text(_chosen_forms(pinned.targets, recorded)))
         store = DirectoryStore.open(directory / "store")
-        built = build(
-            pinned,
-            directory / "bundles",
+        options = BuildOptions(
             store=store,
             executor=WorkerPool(
                 store, workers=workers, progress=progress, timeout_seconds=timeout_seconds
             ),
             progress=progress,
-            only=tuple(each.name for each in pinned.targets if each.name in recorded.targets),
             forms=forms,
             measure=False,
             timeout_seconds=timeout_seconds,
             kernels_by=_recorded_compilers(recorded),
         )
+        only = tuple(each.name for each in pinned.targets if each.name in recorded.targets)
+        built = build(pinned, directory / "bundles", options, only=only)
         with progress.phase("comparing"):
             parts = compare(recorded, read_recorded(built.path))
     return Rebuilt(bundle, recorded.digest, built.digest, parts)

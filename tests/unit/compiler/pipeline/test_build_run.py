@@ -9,6 +9,7 @@ from tests.layouts import blobs_of, index_file
 
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.manifest import Manifest, Program
+from prejit.compiler.pipeline.build_interface import BuildOptions
 from prejit.compiler.pipeline.build_run import build
 from prejit.compiler.pipeline.pack.bundle_writing import is_current, write
 from prejit.compiler.pipeline.pack.contents import PackedBundle
@@ -27,9 +28,10 @@ def built(tmp_path_factory):
     store = DirectoryStore.open(tmp_path / "store")
     weights = {"w": np.ones(2, np.float32)}
     program = Program("f", fn=lambda p, x: p["w"] * x, args={"x": "float32[2]"}, params=weights)
-    services = {"store": store, "executor": WorkerPool(store, workers=1), "progress": Quiet()}
+    executor = WorkerPool(store, workers=1)
+    options = BuildOptions(store=store, executor=executor, progress=Quiet())
     manifest = Manifest("one", programs=[program], targets=["cpu-host"])
-    return build(manifest, tmp_path / "out", **services)
+    return build(manifest, tmp_path / "out", options)
 
 
 def refuse(job, future):
@@ -44,14 +46,11 @@ def test_a_build_whose_programs_fail_names_them_all_and_writes_nothing(tmp_path)
     sizes = {"a": 2, "b": 3}  # equal programs would be one job
     programs = [Program(name, fn=twice, args=[f"float32[{n}]"]) for name, n in sizes.items()]
     executor = HeldExecutor(refuse)
+    store = DirectoryStore.open(tmp_path / "store")
+    options = BuildOptions(store=store, executor=executor, progress=Quiet())
+    manifest = Manifest("two", programs=programs, targets=["cpu-host"])
     with pytest.raises(BuildError) as caught:
-        build(
-            Manifest("two", programs=programs, targets=["cpu-host"]),
-            tmp_path / "out",
-            store=DirectoryStore.open(tmp_path / "store"),
-            executor=executor,
-            progress=Quiet(),
-        )
+        build(manifest, tmp_path / "out", options)
     assert str(caught.value) == (
         "2 of 2 programs did not compile\n  a: no compiler\n  b: no compiler"
     )

@@ -20,6 +20,7 @@ from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.native.kernel_library import KernelLibrary, build_kernels
 from prejit.compiler.pipeline import result_keys
+from prejit.compiler.pipeline.build_interface import BuildOptions
 from prejit.compiler.pipeline.build_run import build
 from prejit.compiler.pipeline.lower.program_lowering import lower, source_of
 from prejit.compiler.pipeline.model import read_model
@@ -214,9 +215,10 @@ def test_what_the_model_does_not_allow_is_refused_by_a_plan_and_before_anything_
     errors = (ManifestError, CheckpointError)
     with pytest.raises(errors, match=said) as refused:
         plan_of_user(tmp_path / "m" / "m.toml", cache=found.store.root)
-    services = {"executor": WorkerPool(found.store, workers=1), "progress": Quiet()}
+    executor = WorkerPool(found.store, workers=1)
+    options = BuildOptions(store=found.store, executor=executor, progress=Quiet())
     with pytest.raises(errors) as caught:
-        build(found.plan.manifest, tmp_path / "out", store=found.store, **services)
+        build(found.plan.manifest, tmp_path / "out", options)
     assert not compiled.exists()
     assert str(refused.value) == str(caught.value)
 
