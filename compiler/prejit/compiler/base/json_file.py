@@ -20,10 +20,6 @@ MAX_DEPTH = 64
 def read_json(file: Path, hint: str | None = None) -> Any:
     """Return the content of a JSON file.
 
-    Args:
-        file: the file.
-        hint: what to do about a file that cannot be read.
-
     Raises:
         CheckpointError: the file is missing, too large, nested too deeply, or no JSON in UTF-8. NaN and
             Infinity, which Python would accept, are no JSON.

@@ -259,7 +259,6 @@ def _tiles(report: BenchReport) -> list[tuple[str, str]]:
 
 
 def _pictures(group: str, rows: Sequence[BenchRow]) -> list[Picture]:
-    """Return the pictures of a group: times, rates and memory."""
     pictures = []
     times = [row for row in rows if row.unit == "s"]
     if times and group != "machine":
@@ -311,7 +310,6 @@ def _latencies(rows: Sequence[BenchRow]) -> Picture:
 
 
 def _bars(title: str, bars: Sequence[tuple[str, float, str]]) -> Picture:
-    """Return bars from zero, each with its value."""
     most = max(value for _, value, _ in bars)
     lines = (
         Line(name, (Mark("bar", _LABELS, _LABELS + _PLOT * value / most),), text)

@@ -111,7 +111,6 @@ def _use_once(bundle: Bundle) -> tuple[str, dict[str, Any]]:
 
 
 def _fresh_process(setup: Setup, use: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a fresh process reports."""
     given = json.dumps({**asdict(setup), **use})
     command = [sys.executable, "-m", "prejit.compiler.bench.bench_child", given]
     code, output, errors = run_child(command)
@@ -140,16 +139,6 @@ def judge(
 
     Rows that look worse are measured a second time and the better result counts: a real regression shows
     again, while other work on the machine mostly does not.
-
-    Args:
-        setups: how fresh processes load the bundles.
-        bundles: the loaded bundles; the first is compared with the second, if there is one.
-        baseline: the report to compare with if there is no second bundle; None: compare with nothing.
-        runs: see `measure`.
-        seconds: see `measure`.
-        tolerance: see Comparison.
-        say: shows a line of progress.
-        other: the name of the other side in messages.
 
     Raises:
         UsageError: a fresh process failed.

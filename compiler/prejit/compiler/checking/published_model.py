@@ -80,10 +80,6 @@ class PublishedModel:
 def check_published(directory: Path, weights: Path | None = None) -> PublishedModel:
     """Return the sizes of a model in the Hugging Face layout.
 
-    Args:
-        directory: the model's.
-        weights: a .gguf file in it; None: as `open_checkpoint`.
-
     Raises:
         CheckpointError: a build refuses it: the family, a setting or a tensor is not supported, or tensors
             are missing. The error names each.

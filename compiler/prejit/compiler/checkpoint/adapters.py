@@ -138,13 +138,6 @@ def merged(
 ) -> dict[str, ParameterSource]:
     """Return the parameters of a model with those that an adapter changes or replaces.
 
-    Args:
-        found: the source of each parameter.
-        directory: the adapter's.
-        naming: how the family names its tensors.
-        parameters: those of the module, by name.
-        name_of: returns the parameter's name for a published one.
-
     Raises:
         CheckpointError: the adapter is of another model or kind, or a file is damaged. The error names all
             tensors that do not fit.

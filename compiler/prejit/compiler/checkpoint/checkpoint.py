@@ -88,17 +88,7 @@ class Checkpoint:
         adapters: tuple[Path, ...] = (),
         images: bool = False,
     ) -> None:
-        """Use `open_checkpoint` or `open_encoder`.
-
-        Args:
-            directory: the model's directory.
-            files: its files, without those of `dense`.
-            layout: the modules of an encoder; None for a decoder.
-            dense: weights of an encoder's dense layers, in order.
-            out_in: as in `models.model_registry.make_decoder`.
-            adapters: directories of adapters, which are merged in this order.
-            images: whether the model reads images.
-        """
+        """Use `open_checkpoint` or `open_encoder`."""
         self._out_in = out_in
         self._images = images
         self._adapters = adapters
@@ -142,9 +132,6 @@ class Checkpoint:
         """Read a parameter: float32, C-contiguous, in the module's shape.
 
         Nothing stays in memory, except with flax's msgpack, which can only be read whole.
-
-        Args:
-            name: one of `names`.
 
         Raises:
             CheckpointError: as `names`, or the file is damaged, or values are NaN or infinite.
@@ -306,7 +293,6 @@ def no_encoder(file: Path) -> CheckpointError:
 
 
 def _shards(index: Path) -> list[Path]:
-    """Return the files that an index names, sorted."""
     content = read_json(
         index, "fetch the index again, or save the model again with save_pretrained"
     )

@@ -68,11 +68,6 @@ def config_of(
 ) -> dict[str, Any]:
     """Return the content of config.json.
 
-    Args:
-        path: the file, for errors.
-        metadata: the file's.
-        tensors: the file's tensors by name, as the package gguf reads them.
-
     Raises:
         CheckpointError: the file's architecture, or a value of it, is not supported here.
     """
@@ -154,7 +149,6 @@ def _short(value: Any) -> Any:
 
 
 def _special_ids(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tokens that begin, end and pad a text."""
     found = {
         name: metadata.get(f"tokenizer.ggml.{name}_token_id")
         for name in ("bos", "eos", "eot", "eom")
@@ -172,7 +166,6 @@ def _special_ids(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(path: Path, said: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how heads turn."""
     rope: dict[str, Any] = {"rope_theta": said.get("rope.freq_base", 10000.0)}
     factor, positions = (said.get(f"rope.scaling.{key}") for key in _SCALING[1:3])
     is_scaled = (factor or 1) != 1

@@ -169,7 +169,6 @@ class _Cursor:
 
 
 def _number(kind: int, name: str) -> str:
-    """Return the format of a type of numbers."""
     if kind not in _NUMBERS:
         raise ValueError(f"{name}: expected a type of numbers or texts, found {kind}")
     return _NUMBERS[kind]
@@ -179,12 +178,6 @@ def check_agreement(
     path: Path, metadata: Mapping[str, Any], config: Any, tensors: Mapping[str, Any]
 ) -> None:
     """Check that a file says what config.json says, of what both say.
-
-    Args:
-        path: the file, for errors.
-        metadata: the file's.
-        config: the configuration of a decoder, as transformers reads it.
-        tensors: the file's tensors by name, as the package gguf reads them.
 
     Raises:
         CheckpointError: it says something else.
@@ -222,7 +215,6 @@ def _rope(config: Any) -> Mapping[str, Any]:
 
 
 def _of_rope(config: Any, said: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield as `_sizes`."""
     ours = _rope(config)
     yield "rope.freq_base", "rope_theta", ours.get("rope_theta")
     kind, factor = ours.get("rope_type", "default"), said.get("rope.scaling.factor")

@@ -172,11 +172,6 @@ def gguf_tensors(path: Path, config: Any, parameters: Iterable[str]) -> dict[str
 
     A tensor without a parameter keeps its name.
 
-    Args:
-        path: a .gguf file.
-        config: the configuration of a decoder, as transformers reads it.
-        parameters: names of the module's parameters, and of a tied head.
-
     Raises:
         CheckpointError: the package is not installed, the file is damaged, or of another model.
     """
@@ -210,7 +205,6 @@ def gguf_tensors(path: Path, config: Any, parameters: Iterable[str]) -> dict[str
 
 
 def _tensor(path: Path, tensor: Any, name: str, config: Any) -> Tensor:
-    """Return a tensor of the reader, as the module has it."""
     import gguf
 
     shape = tuple(int(size) for size in reversed(tensor.shape))

@@ -37,10 +37,6 @@ _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the content of tokenizer.json, and that of tokenizer_config.json.
 
-    Args:
-        path: the file, for errors.
-        metadata: the file's, with its arrays.
-
     Raises:
         CheckpointError: the tokenizer is of another kind, or a part of it is missing.
     """
@@ -171,7 +167,6 @@ def _added(place: int, text: str, kind: int, *, is_phi: bool) -> dict[str, Any]:
 
 
 def _byte_level(path: Path, said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts of byte-level BPE."""
     name = said.get("pre")
     if name not in (*_SPLITS, _PLAIN_SPLIT):
         known = ", ".join(map(shown, (*_SPLITS, _PLAIN_SPLIT)))
@@ -240,7 +235,6 @@ def _sentence_piece(said: Mapping[str, Any], tokens: list[str], is_gemma: bool) 
 
 
 def _template(first: int | None, last: int | None, tokens: list[str]) -> dict[str, Any] | None:
-    """Return what puts tokens about a text."""
     known = [each for each in (first, last) if each is not None]
     if not known or max(known) >= len(tokens):
         return None

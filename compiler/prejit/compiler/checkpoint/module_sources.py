@@ -119,13 +119,6 @@ def answer_row(
 ) -> dict[str, ParameterSource]:
     """Return the source of the head that scores, by its name in the model.
 
-    Args:
-        layout: the model's modules.
-        config: transformers' configuration.
-        published: the tensors of the checkpoint by their published names.
-        found: those of the transformer, by the names of its parameters.
-        out_in: whether all matrices are stored (out, in).
-
     Raises:
         CheckpointError: there is no head, or an answer is no token.
     """
@@ -163,7 +156,6 @@ def answer_row(
 
 
 def _token(file: Path, where: str, token: int | str) -> int:
-    """Return the id of a token that is written as in tokenizer.json."""
     if isinstance(token, int):
         return token
     from tokenizers import Tokenizer

@@ -45,12 +45,7 @@ _OF_ACTIVATIONS = tuple(
 def with_whole_matrices(
     published: Mapping[str, Tensor], settings: Quantization
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return tensors with each matrix in few bits as one tensor, `NAME.weight`, and problems.
-
-    Args:
-        published: tensors by name.
-        settings: how matrices are stored.
-    """
+    """Return tensors with each matrix in few bits as one tensor, `NAME.weight`, and problems."""
     found, problems = dict(published), list[str]()
     for key, make in _MAKERS[settings.method]:
         for name in published:
@@ -236,7 +231,6 @@ def _awq(parts: _Parts) -> QuantizedMatrix:
 
 
 def _packed(parts: _Parts) -> QuantizedMatrix:
-    """Return a matrix of compressed-tensors in words."""
     words, sizes = parts.need("weight_packed", "I32"), parts.need("weight_shape", "I64", "I32")
     scales = parts.need("weight_scale", *_FLOATS)
     groups = parts.get("weight_g_idx", "I32", "I64")

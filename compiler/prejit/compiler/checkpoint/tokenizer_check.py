@@ -93,7 +93,6 @@ def _main(path: str, vocab_size: str, seconds: str, memory_bytes: str) -> None:
 
 
 def _problem(content: bytes, path: str, vocab_size: int) -> str | None:
-    """Return the problem of a tokenizer, or None if no check fails."""
     from prejit.runtime.text.tokenizer import Tokenizer  # only this process needs the library
 
     doing = "reading it"

@@ -160,7 +160,6 @@ def build(
 
 
 def _failure(failed: Sequence[Failed], count: int) -> PrejitError:
-    """Return one error for the builds that failed."""
     if count == 1:
         return failed[0].error
     from prejit.runtime.errors import BuildError
@@ -389,7 +388,6 @@ def rebuild(
 
 
 def _print_rebuilt(found: Rebuilt) -> None:
-    """Print a row for each kind of part and target, then a line for each part that differs."""
     from prejit.runtime.base.wording import table
     from prejit.runtime.errors import printable
 

@@ -192,7 +192,6 @@ def _print_difference(found: BundleDifference) -> None:
 
 
 def _lines(each: ProgramDifference) -> list[str]:
-    """Return what differs in a program, a line for each kind."""
     lines = []
     for name, (was, now) in [*each.fields.items()][:_SHOWN]:
         lines.append(f"{name}: {shortened(was, 60)} -> {shortened(now, 60)}")
@@ -226,7 +225,6 @@ def _lines(each: ProgramDifference) -> list[str]:
 
 
 def _most_changed(counts: dict[str, tuple[int, int]]) -> str:
-    """Return the counts that changed most, as text."""
     most = sorted(counts.items(), key=lambda item: -abs(item[1][1] - item[1][0]))
     shown = [f"{name} {was} -> {now}" for name, (was, now) in most[:_SHOWN]]
     more = [f"{len(most) - _SHOWN} more"] if len(most) > _SHOWN else []
@@ -300,7 +298,6 @@ def fleet(path: str, directory: str, page: str | None, on_mismatch: str, as_json
 
 
 def _fleet_text(report: FleetReport) -> str:
-    """Return the report of a fleet as text for a terminal."""
     from prejit.runtime.base.wording import few
 
     parts = [

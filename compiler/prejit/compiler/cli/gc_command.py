@@ -105,7 +105,6 @@ def _make_room(shared: str | None, max_size: int | None, dry_run: bool, as_json:
 
 
 def _print_collection(found: Sequence[Found], dry_run: bool) -> None:
-    """Print one row for each kind, then each environment that is removed."""
     rows = []
     for kind in dict.fromkeys(("environments", "results", "contents", *(f.kind for f in found))):
         gone = [f.size for f in found if f.kind == kind and f.reason]

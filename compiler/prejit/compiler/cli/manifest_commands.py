@@ -43,7 +43,6 @@ def targets(as_json: bool) -> int:
 
 
 def _print_targets(listed: Sequence[Listed]) -> None:
-    """Print a table for each platform; notes below, once each."""
     from prejit.runtime.base.wording import size, table
     from prejit.runtime.machine.fingerprint import PLATFORMS
 
@@ -242,7 +241,6 @@ def _described(buckets: Buckets, seconds: float | None) -> dict[str, Any]:
 
 
 def _print_buckets(today: Buckets | None, suggested: Buckets, seconds: list[float | None]) -> None:
-    """Print the comparison, and the lines of the manifest."""
     from prejit.compiler.manifest.manifest import Encode
     from prejit.runtime.base.wording import table
 
@@ -384,7 +382,6 @@ def _print_published(directory: Path, weights: Path | None = None) -> None:
 
 
 def _print_findings(findings: Sequence[Finding]) -> None:
-    """Print a table; below, what is wrong and what to change."""
     from prejit.runtime.base.wording import table
     from prejit.runtime.errors import printable
 

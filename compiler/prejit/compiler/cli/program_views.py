@@ -94,7 +94,6 @@ def _cost_row(cost: ProgramCost) -> tuple[str, ...]:
 
 
 def _roofline_text(limits: MachineLimits, rows: Sequence[RooflineRow]) -> str:
-    """Return the limits in one line, and the programs as a table."""
     reads, flops = limits.read_bytes_per_second / 1e9, limits.flops_per_second / 1e9
     heads = ["program", "MFLOP", "moves", "FLOP/byte", "temporary memory", "took"]
     heads += ["GFLOP/s", "GB/s", "bound by", "of the limit"]

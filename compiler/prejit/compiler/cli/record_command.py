@@ -86,7 +86,6 @@ def _check_new(manifest: Path) -> None:
 
 
 def _write_manifest(path: Path, recording: Recording) -> None:
-    """Write the manifest of a recording, and the Python file beside it if it needs one."""
     from prejit.compiler.base.suggestions import counted
     from prejit.compiler.progress import tell
     from prejit.compiler.recording.imported_anew import CALLS, compared

@@ -72,7 +72,6 @@ def rollout(
 
 
 def _plan_text(plan: RolloutPlan) -> str:
-    """Return a plan as text for a terminal."""
     from prejit.runtime.base.wording import few
 
     rows = [

@@ -189,7 +189,6 @@ class ClusterExecutor:
         self.close()
 
     def _begin(self) -> None:
-        """Connect and start the coordinator."""
         with self._progress.phase(f"connecting to {self._address}"):
             connection = RayConnection(self._address)
         try:
@@ -334,7 +333,6 @@ class ClusterExecutor:
         task.show(self._progress, node)
 
     def _take(self, answer: Ended) -> None:
-        """Take the end of an attempt."""
         if (name := self._attempts.pop(answer.attempt, None)) is None:
             return
         task, now = self._tasks[name], time.monotonic()
@@ -441,7 +439,6 @@ def _needs_own_cpu(job: CompileJob) -> bool:
 
 
 def _own_addresses() -> frozenset[str]:
-    """Return the addresses of this machine."""
     found = {"127.0.0.1", "localhost", "::1"}
     with suppress(OSError):
         found.update(str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None))

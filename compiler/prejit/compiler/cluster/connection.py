@@ -278,7 +278,6 @@ class RayConnection:
         ]
 
     def _live_nodes(self) -> list[dict[str, Any]]:
-        """Ask the cluster which nodes live."""
         nodes = [each for each in self._ray.nodes() if each["Alive"]]
         self._alive = frozenset(each["NodeID"] for each in nodes)
         self._looked = time.monotonic()

@@ -132,10 +132,6 @@ def own_cpu() -> tuple[str, ...]:
 def compile_on_node(order: Order, tell: Callable[[int, str], object]) -> dict[str, Any]:
     """Compile a program and send its executable.
 
-    Args:
-        order: what to compile.
-        tell: called with the attempt and the node's name when the compiler starts.
-
     Returns:
         `{"result": the JSON of a Compiled, "node": name}`; `{"killed": reason}`; `{"error": {...}}`; or
         `{"other": name}`, where the code would depend on this node's CPU, which is not the build's.
@@ -166,7 +162,6 @@ def compile_on_node(order: Order, tell: Callable[[int, str], object]) -> dict[st
 
 @cache
 def _name() -> str:
-    """Return this machine's name, for people."""
     return socket.gethostname() or "without a name"
 
 

@@ -267,7 +267,6 @@ def _described(entry: ProgramEntry) -> dict[str, Any]:
 
 
 def _fields(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return the values that differ, as texts."""
     return {
         name: (_text(before.get(name)), _text(after.get(name)))
         for name in sorted({*before, *after})

@@ -129,7 +129,6 @@ def _command(bundle: ReadBundle) -> list[str] | str:
 
 
 def _start(command: list[str]) -> Child:
-    """Start a process that measures a bundle."""
     # Its environment has its own packages; what this process inherited would hide them.
     without = ("PYTHONPATH", "PYTHONHOME") if command[0] != sys.executable else ()
     environment = {name: value for name, value in os.environ.items() if name not in without}

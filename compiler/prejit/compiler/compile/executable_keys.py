@@ -25,12 +25,6 @@ def executable_key(
     The target's name is no ingredient: two targets for the same machine share their executables. Nor is jax
     where jaxlib alone compiles, which it does for CPUs: a worker imports nothing else.
 
-    Args:
-        name: name of the result, for people.
-        toolchain: what compiles the program, and for which target.
-        source: the program.
-        environ: environment variables of the build; None: this process's.
-
     Raises:
         StoreError: XLA_FLAGS names a file, and it cannot be read.
     """

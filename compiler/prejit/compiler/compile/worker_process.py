@@ -41,11 +41,6 @@ class WorkerProcess:
     def __init__(self, toolchain: Toolchain, store: Store, environ: Mapping[str, str]) -> None:
         """Start the process.
 
-        Args:
-            toolchain: what starts it, and what it measures for.
-            store: holds portable programs; executables go there.
-            environ: environment variables that it inherits.
-
         Raises:
             BuildError: the process cannot be started.
         """
@@ -72,11 +67,6 @@ class WorkerProcess:
         self, source: Source, toolchain: Toolchain, seconds: float = JOB_SECONDS
     ) -> Compiled:
         """Compile a program. The executable becomes a blob of the store.
-
-        Args:
-            source: the program.
-            toolchain: one that this process serves.
-            seconds: time limit; then the process is killed.
 
         Raises:
             BuildError: the program does not compile, or the worker died.

@@ -406,7 +406,6 @@ def _described(target: Target) -> dict[str, Any]:
 
 
 def _toml(value: Any) -> str:
-    """Return a value in the syntax of TOML."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):

@@ -36,11 +36,6 @@ def lower_encoder(
         pool:  weights, length [B], hidden         -> embedding [B, D'], and what heads give of each token
 
     In row b the first length[b] tokens are valid. A layer's `hidden` is donated.
-
-    Args:
-        model: an abstract module; its parameters are the weights.
-        spec: the program, of kind `embed`, `layer` or `pool`, with its bucket.
-        forms: as in `lower_decoder`.
     """
     batch, count = spec.bucket["batch"], spec.bucket["length"]
     runs = model.parts(spec.kind)
@@ -94,13 +89,7 @@ def lower_images(
 ) -> LoweredProgram:
     """Lower the program of a model that reads images, at one batch.
 
-        image: weights, pixels uint8 [B, H, W, 3]  -> embedding [B, D']
-
-    Args:
-        model: an abstract module; its parameters are the weights.
-        spec: the program, with its bucket.
-        size: H and W.
-        forms: as in `lower_decoder`.
+    image: weights, pixels uint8 [B, H, W, 3]  -> embedding [B, D']
     """
     parts = tuple(f"{part}." for part in model.image_parts())
     reads = reduced(parametrized(model), lambda name: name.startswith(parts))

@@ -81,11 +81,6 @@ class CacheLayout:
 def cache_layout(model: Parametrized, shape: DecoderConfig, source: int | None) -> CacheLayout:
     """Find the arrays of a model's cache.
 
-    Args:
-        model: the model.
-        shape: the vocabulary, the longest context and the dtype of the cache.
-        source: the number of places of the longest source that the manifest asks for; None: it asks for none.
-
     Raises:
         BuildError: the arrays do not follow rows and positions as the protocol says.
     """

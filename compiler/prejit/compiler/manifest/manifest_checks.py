@@ -119,7 +119,6 @@ def _number_problems(data: dict[str, Any]) -> Problems:
 
 
 def _wrong(wanted: str, found: Any, guess: str = "") -> str:
-    """Return the problem with a value."""
     return f"expected {wanted}; found {shown(found)}{guess}"
 
 
@@ -206,7 +205,6 @@ def _model_problems(model: dict[str, Any], directory: Path) -> Problems:
 
 
 def _own_model_problems(data: dict[str, Any], directory: Path) -> Problems:
-    """Find what is wrong with a model of the user."""
     model = _table(data.get("model"))
     module, params = model["module"], model.get("params")
     if not isinstance(module, str) or not names_object(module):
@@ -339,7 +337,6 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
 
 
 def _check_problems(program: dict[str, Any], directory: Path) -> Problems:
-    """Find what is wrong with reference results."""
     check = program.get("check")
     if not isinstance(check, dict):
         return

@@ -389,7 +389,6 @@ def manifest_schema() -> dict[str, Any]:
 
 
 def _section(name: str, kind: type[Any]) -> dict[str, Any]:
-    """Return the schema of one section."""
     import pydantic
 
     schema = pydantic.TypeAdapter(kind).json_schema()

@@ -18,9 +18,6 @@ def read_chat(directory: Path) -> Chat | None:
     `chat_template` of tokenizer_config.json, a text or a list of {"name": ..., "template": ...};
     chat_template.json (for models that were published with a processor).
 
-    Args:
-        directory: in the Hugging Face layout.
-
     Returns:
         The templates, or None if the model has none.
 

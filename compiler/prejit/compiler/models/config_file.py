@@ -76,10 +76,6 @@ def load_config(directory: Path, *, images: bool = False) -> Any:
 def load_encoder(directory: Path, layout: SentenceLayout | None = None) -> EncoderSource:
     """Return the configuration of an encoder: its transformer, and the modules that follow it.
 
-    Args:
-        directory: in the layout of sentence-transformers, or a plain one with config.json.
-        layout: its modules, with what a manifest says; None: they are read.
-
     Raises:
         CheckpointError: as `load_config`, or a module or setting is not supported.
     """

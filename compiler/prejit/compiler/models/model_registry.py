@@ -34,10 +34,6 @@ from prejit.runtime.errors import CheckpointError
 def describe(config: Any, cache_dtype: str = "float32") -> DecoderConfig:
     """Return the sizes of a decoder, which lowering and generation need.
 
-    Args:
-        config: from `config_file.load_config`.
-        cache_dtype: dtype of the KV cache (layers/cache_rows.py).
-
     Raises:
         CheckpointError: a setting is not supported; the error names file, key, value and what is allowed.
     """

@@ -63,11 +63,6 @@ def read_quantization(
 ) -> Quantization | None:
     """Return how a checkpoint stores quantized matrices.
 
-    Args:
-        file: config.json, for errors.
-        found: the value of `quantization_config`.
-        others: methods that the model's family reads itself.
-
     Returns:
         None: matrices are not quantized, or the family reads them itself.
 

@@ -33,10 +33,6 @@ _TOKENS = 256
 def read_sight(directory: Path, text: Any) -> Sight:
     """Return what a decoder needs to read images.
 
-    Args:
-        directory: of the checkpoint.
-        text: the configuration of its text model.
-
     Raises:
         CheckpointError: the model reads no images, a file is missing or has a mistake, or a setting is not
             supported; the error names file, key, value and what is allowed.

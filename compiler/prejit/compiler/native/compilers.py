@@ -103,11 +103,6 @@ def find_compilers(
     They are $CXX, g++, clang++ and c++, then the `ziglang` wheel. With CXX=zig it is the wheel only: its
     libraries run with an older glibc than this machine has.
 
-    Args:
-        level: the x86-64 level to compile for.
-        cache_root: directory of the build cache, in which zig keeps its own.
-        version_of: returns the version of a compiler.
-
     Raises:
         UsageError: CXX has a quote that is not closed.
     """
@@ -156,7 +151,6 @@ def find_compilers(
 
 
 def _digest(path: str) -> str:
-    """Return the digest of a file; an empty text where it cannot be read."""
     try:
         return digest_of(Path(path).read_bytes())
     except OSError:

@@ -135,13 +135,6 @@ def build_kernels(
 
     The first compiler of `find_compilers` that succeeds makes them.
 
-    Args:
-        toolchain: the toolchain of the target; its jaxlib has the headers.
-        cache: keeps the library.
-        progress: shows the compilation.
-        sources: directory of the sources.
-        first: identity of the compiler that is tried before all others, if it is here.
-
     Raises:
         StoreError: the cache, the sources or the headers cannot be read, or the cache cannot be written.
         UsageError: CXX has a quote that is not closed.
@@ -217,12 +210,6 @@ def kernel_conditions(
     """Return what decided a library that this machine made: compiler, flags, headers, each source.
 
     Nothing where this machine no longer has the compiler that made it.
-
-    Args:
-        library: the library.
-        toolchain: the toolchain of its target.
-        cache: has the library.
-        sources: directory of the sources.
     """
     inputs = _inputs(toolchain, sources)
     if isinstance(inputs, NoKernels):

@@ -37,11 +37,6 @@ def write_wheel(bundle: str, output: Path, version: str | None = None) -> Path:
     It is named after the bundle, `NAME-bundle`, and needs no other package. The same bundle gives the same
     wheel. Its files go from the bundle to the wheel, and nowhere else.
 
-    Args:
-        bundle: the directory.
-        output: the directory of wheels; it is made where there is none.
-        version: of the wheel, as PEP 440 has it; None: 0 and the first digits of the bundle's digest.
-
     Raises:
         UsageError: `build` or `hatchling` is not installed, or the version is none.
         BuildError: the wheel cannot be written.

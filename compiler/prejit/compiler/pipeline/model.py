@@ -149,7 +149,6 @@ def _asked(encode: Encode | None) -> str:
 
 
 def _adapters(manifest: Manifest) -> tuple[Path, ...]:
-    """Return the directories of a manifest's adapters."""
     assert manifest.model is not None
     for place, name in enumerate(manifest.model.adapters):
         if not (manifest.directory / name).is_dir():

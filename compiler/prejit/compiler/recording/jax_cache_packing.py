@@ -171,11 +171,6 @@ def requirement_of(
 
     jax's own key decides whether it is used, with flags and devices in it. The requirement keeps code from
     machines that it would crash on, and chooses the target.
-
-    Args:
-        process: the process that compiled it; None: not known.
-        request: the program; None: not known.
-        machine: this machine.
     """
     jaxlib = machine.jaxlib if process is None else process.versions["jaxlib"]
     on_cpu = request is not None and request.conditions.get("platform") == "cpu"
@@ -311,10 +306,6 @@ def record(command: Sequence[str], output: Path) -> Recording:
 
     A bundle that is there gets it in addition. The program gets what the bundle holds already, so that only
     the rest compiles.
-
-    Args:
-        command: the command and its arguments. It may start processes of its own.
-        output: the directory of the bundle.
 
     Raises:
         BuildError: the program compiled nothing, and there is no bundle.

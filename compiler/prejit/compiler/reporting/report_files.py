@@ -32,11 +32,6 @@ def report_build(built: Built, progress: Progress, fetched: Mapping[str, str]) -
 
     Nothing happens if the build changed and compiled nothing and the report of the bundle is there. A report
     that cannot be written is a note: the bundle is what the build is for.
-
-    Args:
-        built: what the build returned.
-        progress: knows the steps and their times.
-        fetched: the shared store that a result came from, by the digest of its key.
     """
     path = built.path.parent / f"{built.path.name}.report.json"
     if not built.written and not built.compiled and _is_of(path, built.digest):

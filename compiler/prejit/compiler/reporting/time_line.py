@@ -65,10 +65,6 @@ def critical_path(steps: Sequence[Step], seconds: float) -> tuple[Link, ...]:
 
     A build does not write down what waited for what. So this goes back from the end: before each step comes
     the one that ended last when it began, because the end of that one is what let it begin.
-
-    Args:
-        steps: all steps.
-        seconds: length of the build.
     """
     left = sorted((s for s in steps if s.end - s.start >= INSTANT), key=lambda step: step.end)
     found: list[Link] = []

@@ -73,9 +73,6 @@ def read_stores(given: str | None, environ: dict[str, str] | None = None) -> Sha
 def written_address(given: str | None) -> str | None:
     """Return the address of the shared store that a build writes, for other machines; None: it has no store.
 
-    Args:
-        given: see `read_stores`, which has accepted it.
-
     Raises:
         UsageError: the stores of a TOML file are only read.
     """

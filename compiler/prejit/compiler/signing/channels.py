@@ -351,7 +351,6 @@ def _bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def _subjects(layout: Layout, root: Root) -> tuple[str, list[SignedSubject]]:
-    """Return a bundle's name, and the digests of its index and of its targets' manifests."""
     targets = [
         SignedSubject(at.digest, (at.annotations or {}).get(REF_NAME, ""))
         for at in root.bundle.manifests

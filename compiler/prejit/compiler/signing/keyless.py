@@ -78,10 +78,6 @@ class KeylessSigner:
 def keyless_signer(token: str | None, config: Path | None) -> KeylessSigner:
     """Return the identity of a token as a signer, after it got its certificate.
 
-    Args:
-        token: an identity token (a JWT of OpenID Connect); None: that of the environment, such as a CI.
-        config: file with the client configuration of another sigstore than the public one, or None.
-
     Raises:
         UsageError: there is no identity, its token is wrong or has expired, or the package `sigstore` is not
             installed.

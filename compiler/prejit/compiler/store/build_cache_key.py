@@ -68,12 +68,7 @@ def nearest(keys: Sequence[Key], new: Key) -> Key | None:
 
 
 def why(old: Key | None, new: Key) -> str:
-    """Return why a result has to be made: the ingredients that differ from those of the last result.
-
-    Args:
-        old: key of the last result of this name; None: there is none.
-        new: the key without a result.
-    """
+    """Return why a result has to be made: the ingredients that differ from those of the last result."""
     if old is None:
         return "first build of this program"
     before, after = dict(old.ingredients), dict(new.ingredients)

@@ -89,12 +89,7 @@ class DirectoryStore:
     """A `Store` in a directory."""
 
     def __init__(self, root: Path, namespace: str = "") -> None:
-        """Use a directory that exists; `open` creates it where it does not.
-
-        Args:
-            root: the directory.
-            namespace: separates results from those of other namespaces in the same directory.
-        """
+        """Use a directory that exists; `open` creates it where it does not."""
         self.root = root
         self.namespace = namespace
         self._base = root / VERSION
@@ -337,12 +332,7 @@ def _read_secret(path: Path) -> bytes | None:
 
 
 def _try_lock(path: Path, named: Path) -> int | None:
-    """Return the descriptor of a locked lock file; None: another process holds the lock.
-
-    Args:
-        path: the lock file.
-        named: what an error names.
-    """
+    """Return the descriptor of a locked lock file; None: another process holds the lock."""
     with writing(named), suppress(BlockingIOError):
         return lock_file(path, wait=False, mode=0o666)
     return None

@@ -107,9 +107,6 @@ def jax_configuration(environ: Mapping[str, str]) -> str:
     They come from jax where it is imported, else from the environment variables that jax will read. A setting
     that is not known here counts with any value.
 
-    Args:
-        environ: this process's environment variables.
-
     Raises:
         UsageError: jax refuses the value of a variable.
     """

@@ -46,10 +46,6 @@ def padded(value: int, sizes: Sequence[int]) -> int:
     """Return what is computed for a value: the smallest size that holds it.
 
     A value beyond the largest size takes that one as often as it is full, and a size for the rest.
-
-    Args:
-        value: 0 or more.
-        sizes: ascending.
     """
     full, rest = divmod(value, sizes[-1]) if value > sizes[-1] else (0, value)
     return full * sizes[-1] + (sizes[bisect_left(sizes, rest)] if rest else 0)

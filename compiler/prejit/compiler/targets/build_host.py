@@ -28,9 +28,6 @@ def host_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the properties of this machine's CPU from which LLVM chooses the CPU to tune for.
 
     The name that the CPU is sold by is none of them: one kind of CPU has many.
-
-    Args:
-        cpuinfo: Linux's description of the CPUs; a CPU may have cores of several kinds.
     """
     found = dict[str, set[str]]()
     try:

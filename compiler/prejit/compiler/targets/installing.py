@@ -125,7 +125,6 @@ def install_command(uv: str, python: Path, constraints: Path, settings: UvSettin
 
 
 def _settings(listed: str) -> dict[str, str]:
-    """Return the settings for `pip install`, by name."""
     by_section: dict[str, dict[str, str]] = {section: {} for section in _SECTIONS}
     for line in listed.splitlines():
         if (match := _LINE.fullmatch(line.strip())) and match["section"] in by_section:

@@ -54,14 +54,7 @@ from prejit.runtime.format.bundle_schema import Segment
 def serve(
     store: DirectoryStore, compile_program: Compile, requests: BinaryIO, answers: BinaryIO
 ) -> None:
-    """Answer requests until there are no more.
-
-    Args:
-        store: holds portable programs; executables go there.
-        compile_program: compiles a program.
-        requests: JSON lines, unbuffered.
-        answers: JSON lines.
-    """
+    """Answer requests until there are no more."""
     for line in iter(requests.readline, b""):
         parent = os.getpid()
         ours, its = socket.socketpair()

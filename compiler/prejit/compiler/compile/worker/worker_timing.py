@@ -90,14 +90,7 @@ def measure(
 def measure_forms(
     store: Store, product: str, forms: dict[str, str], kernels: str
 ) -> dict[str, int]:
-    """Return the least nanoseconds of a product by each form. The forms run in turns.
-
-    Args:
-        store: holds the executables.
-        product: the text of a `Product`.
-        forms: digest of the executable of each form.
-        kernels: digest of the library that they call.
-    """
+    """Return the least nanoseconds of a product by each form. The forms run in turns."""
     from prejit.runtime.device.transfer import aligned_zeros, dtype_of
 
     native_kernels.register(native_kernels.load(require_blob(store, kernels)))

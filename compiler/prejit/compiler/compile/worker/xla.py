@@ -69,10 +69,6 @@ def import_compiler(platform: str) -> None:
 def compile_portable(portable: bytes, machine: CompileFor = CompileFor()) -> CompiledProgram:
     """Compile a portable program for a machine.
 
-    Args:
-        portable: StableHLO as a versioned portable artifact.
-        machine: the machine to compile for. This host needs none of its devices.
-
     Raises:
         BuildError: XLA cannot compile it.
     """

@@ -73,11 +73,7 @@ class Observer:
     """The inputs that the code of one manifest reads."""
 
     def __init__(self, directory: str) -> None:
-        """Observe nothing yet.
-
-        Args:
-            directory: the manifest's directory, absolute.
-        """
+        """Observe nothing yet."""
         self._directory = directory
         self._before = frozenset[str]()
         self._owners: dict[str, Owner] = {}

@@ -111,7 +111,6 @@ class Submitting:
         self.space = self.space.with_plan(lower_own(self.space))
 
     def _lower_here(self, program: PlannedProgram) -> list[Submitted]:
-        """Lower a program in this process, and submit it."""
         space, spec = self.space, program.spec
         lowered = lower(space, program)
         found, lost = [], has_lost_native(program, space.store)

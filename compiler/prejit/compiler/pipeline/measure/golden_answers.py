@@ -166,7 +166,6 @@ def answering_target(targets: Sequence[PackedTarget]) -> Answering:
 
 
 def _dtypes(weights: PackedLayer | None) -> dict[str, str]:
-    """Return the dtype of each tensor of the weights layer."""
     if weights is None or not weights.size:
         return {}
     assert isinstance(weights.content, Path)

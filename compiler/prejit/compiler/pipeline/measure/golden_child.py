@@ -115,7 +115,6 @@ def open_programs(request: GoldenRequest, following: BinaryIO) -> Programs:
 
 
 def _ask(programs: Programs, name: str, tolerance: int, seed: int) -> str:
-    """Return the golden answer of a program as text."""
     program, executable = programs.table[name], programs[name]
     found = _sampled(programs, program, executable, tolerance, seed, 0.0)
     if program.kind == "call":

@@ -171,7 +171,6 @@ def _ask(
 
 
 def _bytes(program: Compared) -> int:
-    """Return the bytes of a program's arguments and results."""
     arrays = map(Array.parse, (*program.arguments, *program.results))
     return sum(dtype_of(each.dtype).itemsize * math.prod(each.shape) for each in arrays)
 

@@ -206,7 +206,6 @@ def _padding(
 
 
 def _resized(arrays: Sequence[Array], sizes: Mapping[str, int]) -> list[Array]:
-    """Return arguments at other sizes."""
     return [
         replace(
             array,

@@ -35,7 +35,6 @@ def evaluate(closed: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
 
 
 def _apply(equation: Any, given: list[Any]) -> Sequence[Any]:
-    """Return the results of one operation."""
     name = equation.primitive.name
     if name == "optimization_barrier":  # nothing is compiled here that it could keep apart
         return given

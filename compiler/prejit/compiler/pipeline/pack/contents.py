@@ -117,7 +117,6 @@ def pack_bundle(
 
 
 def _symbolic(name: str) -> str:
-    """Return the name of the frame of a program for any size."""
     return f"{name} for any size"
 
 
@@ -161,7 +160,6 @@ def _config(
     products: tuple[Product, ...],
     accuracy: Accuracy | None,
 ) -> Config:
-    """Return the config blob of a target."""
     toolchain, library = target.tools.toolchain, target.library
     libraries = _libraries(plan, target)
     jax = versions("jax")["jax"]

@@ -294,7 +294,6 @@ def pack_weights(
 def _user_tensors(
     where: str, user: Mapping[str, Contents], code: UserCode
 ) -> Iterator[PackedTensor]:
-    """Yield the parameters of the user's functions."""
     for section, contents in user.items():
         for name, value in values_of(code, section).items():
             if content_of(value) != contents.get(name):

@@ -175,7 +175,6 @@ def _kernels(targets: Sequence[CompiledTarget], store: Store) -> dict[str, dict[
 
 
 def _sources(plan: Plan, weights: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Return the files from which the bundle was made."""
     source = None if plan.manifest.model is None else plan.manifest.model.source
     uri = {"uri": source} if source is not None and source.startswith("hf:") else {}
     files = manifest_sources(plan.manifest)

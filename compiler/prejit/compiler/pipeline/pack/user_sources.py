@@ -115,7 +115,6 @@ def _named(manifest: Manifest) -> Iterator[str]:
 
 
 def _modules(manifest: Manifest, directory: Path) -> set[str]:
-    """Return the source files of the user's modules."""
     objects: list[Any] = [each.fn for each in manifest.programs if not each.is_file]
     objects += [each.args for each in manifest.programs]
     objects += [each.check.function for each in manifest.programs if each.check is not None]
