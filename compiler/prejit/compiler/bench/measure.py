@@ -139,9 +139,6 @@ def judge(
 
     Rows that look worse are measured a second time and the better result counts: a real regression shows
     again, while other work on the machine mostly does not.
-
-    Raises:
-        UsageError: a fresh process failed.
     """
     reports, in_turns = measure(setups, bundles, runs=runs, seconds=seconds, say=say)
 

@@ -111,11 +111,7 @@ class Checkpoint:
 
     @property
     def forms(self) -> dict[str, str]:
-        """How matrices were published in few bits, in words, by the names of parameters.
-
-        Raises:
-            CheckpointError: as `names`.
-        """
+        """How matrices were published in few bits, in words, by the names of parameters."""
         sources = self._sources.items()
         found = {name: each.form for name, each in sources if not isinstance(each, np.ndarray)}
         return {name: form for name, form in found.items() if form}

@@ -56,9 +56,6 @@ def find_source(source: str, base_directory: Path) -> Path | None:
     """Return the directory of a model without any network, or None if it must still be fetched.
 
     Arguments are those of `resolve_source`.
-
-    Raises:
-        ManifestError: as `resolve_source`.
     """
     match = _REFERENCE.fullmatch(source)
     if match is None:

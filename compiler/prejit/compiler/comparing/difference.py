@@ -147,11 +147,7 @@ def _by_name(targets: Iterable[ReadTarget]) -> dict[str, ReadTarget]:
 
 
 def compare_bundles(before: ReadBundle, after: ReadBundle) -> BundleDifference:
-    """Return what differs between two bundles.
-
-    Raises:
-        RejectError, StoreError: a program is damaged, or cannot be read.
-    """
+    """Return what differs between two bundles."""
     added: list[str] = []
     removed: list[str] = []
     changed: list[ProgramDifference] = []

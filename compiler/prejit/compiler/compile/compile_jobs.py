@@ -81,9 +81,5 @@ class Compiled:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Compiled:
-        """Return a result from its JSON: the inverse of `to_plain`.
-
-        Raises:
-            RejectError: the JSON has other keys or types.
-        """
+        """Return a result from its JSON: the inverse of `to_plain`."""
         return from_json(cls, to_json(plain), "build cache")

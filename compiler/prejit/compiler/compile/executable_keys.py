@@ -24,9 +24,6 @@ def executable_key(
 
     The target's name is no ingredient: two targets for the same machine share their executables. Nor is jax
     where jaxlib alone compiles, which it does for CPUs: a worker imports nothing else.
-
-    Raises:
-        StoreError: XLA_FLAGS names a file, and it cannot be read.
     """
     environ = os.environ if environ is None else environ
     target = toolchain.target

@@ -101,11 +101,7 @@ def pass_on(future: Future[Compiled], ended: Future[Compiled]) -> None:
 
 
 def find_compiled(store: Store, key: Key) -> Compiled | None:
-    """Return the undamaged result of a compile key; None: it has to be compiled.
-
-    Raises:
-        StoreError: the store cannot be read.
-    """
+    """Return the undamaged result of a compile key; None: it has to be compiled."""
     return _as_compiled(store.get(key, verify=True))
 
 

@@ -99,9 +99,6 @@ def lower_decoder(
         forms: the forms of products on a CPU with kernels; None for a portable program, for all platforms.
         adapters: the room for adapters; None: no kind of program has any.
         width: D, of a model whose prompts may hold images.
-
-    Raises:
-        BuildError: the model does not follow the protocol.
     """
     layout = cache_layout(model, shape, source)
     if spec.kind == "copy":

@@ -184,11 +184,7 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def check_manifest(manifest: Manifest) -> Manifest:
-    """Check a manifest that was made in Python, and return it with sizes ascending.
-
-    Raises:
-        ManifestError: as `read_manifest`, without lines.
-    """
+    """Check a manifest that was made in Python, and return it with sizes ascending."""
     problems: list[tuple[KeyPath, str]] = []
     sections = _sections(_as_data(manifest), manifest.directory, problems)
     _repeated_targets([target.name for target in manifest.targets], problems)

@@ -74,11 +74,7 @@ def load_config(directory: Path, *, images: bool = False) -> Any:
 
 
 def load_encoder(directory: Path, layout: SentenceLayout | None = None) -> EncoderSource:
-    """Return the configuration of an encoder: its transformer, and the modules that follow it.
-
-    Raises:
-        CheckpointError: as `load_config`, or a module or setting is not supported.
-    """
+    """Return the configuration of an encoder: its transformer, and the modules that follow it."""
     layout = layout or read_layout(directory)
     is_plain = layout.files[:1] != (directory / "modules.json",)
     families = {kind: row for kind, row in ENCODERS.items() if kind in HEADS or not layout.scores}

@@ -64,9 +64,6 @@ def make_decoder(
         out_in: whether all matrices are stored (out, in), as kernels read them. Otherwise each is stored as
             XLA:CPU computes it fastest.
         groups: those of int4.
-
-    Raises:
-        CheckpointError: as `describe`.
     """
     describe(config)
     family = _decoder_family(config)
@@ -161,9 +158,6 @@ def make_encoder(
 
     `source` is from `config_file.load_encoder`, `dtype` a name in STORED_DTYPES, `out_in` and `groups` as in
     `make_decoder`.
-
-    Raises:
-        CheckpointError: as `describe_encoder`.
     """
     describe_encoder(source)
     family = ENCODERS[source.config.model_type]

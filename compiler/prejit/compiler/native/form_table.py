@@ -169,11 +169,7 @@ def read_recorded() -> FormTable:
 
 
 def read_own(path: Path) -> FormTable:
-    """Return a table that builds write, or an empty one where the file is missing or damaged.
-
-    Raises:
-        StoreError: the file cannot be read.
-    """
+    """Return a table that builds write, or an empty one where the file is missing or damaged."""
     with contextlib.suppress(RejectError):
         return read_table(path) if path.exists() else FormTable()
     return FormTable()
@@ -188,9 +184,6 @@ def merge_into(path: Path, newer: FormTable) -> FormTable:
     """Add measurements to the file of a table, and return all that it holds then.
 
     A missing file is created and a damaged one replaced. Builds that write at the same time lose nothing.
-
-    Raises:
-        StoreError: the file cannot be written.
     """
     with _locked(path):
         merged = _without_old(read_own(path).merged(newer))

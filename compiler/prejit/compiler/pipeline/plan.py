@@ -325,11 +325,7 @@ def find_native(key: Key, store: Store) -> Native | None:
 
 
 def find_toolchain(target: Target) -> Toolchain | None:
-    """Return what compiles for a target; None: its environment has to be made first.
-
-    Raises:
-        BuildError, RejectError, StoreError: the target's tuning does not fit it, or cannot be read.
-    """
+    """Return what compiles for a target; None: its environment has to be made first."""
     spec = environments.spec_for(target, versions("jax")["jax"])
     if spec is None:
         found = host_toolchain(target, versions("jax", "jaxlib"))

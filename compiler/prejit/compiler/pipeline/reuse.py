@@ -89,11 +89,7 @@ class UntracedError(UnknownError):
 def job_of(
     plan: Plan, spec: ProgramSpec, source: Source, tools: TargetTools, store: Store
 ) -> CompileJob:
-    """Return the job that makes the executable of a program for a target, with the user's libraries.
-
-    Raises:
-        BuildError: it calls a handler that no library for the target has.
-    """
+    """Return the job that makes the executable of a program for a target, with the user's libraries."""
     manifest, target = plan.manifest, tools.toolchain.target
     source = bind_libraries(plan.libraries, manifest.where, spec, source, target, store)
     key = compile_key(manifest, spec, tools.toolchain, source)
@@ -109,10 +105,6 @@ def known_job(
     """Return the job that makes an executable, if the store has all that decides it.
 
     `tools` returns what compiles a program for the target, or raises UnknownError.
-
-    Raises:
-        UnknownError: the store lacks something that decides it.
-        BuildError: see `job_of`.
     """
     manifest, lowered = plan.manifest, program.lowered
     if lowered is None and (program.spec.kind == "call" or manifest.has_own_model):
@@ -128,11 +120,7 @@ def known_job(
 
 
 def planned_executables(plan: Plan, store: Store) -> tuple[PlannedExecutable, ...]:
-    """Return, for each program and target, what a build would do and why.
-
-    Raises:
-        BuildError, RejectError, StoreError: a file cannot be read, or is wrong.
-    """
+    """Return, for each program and target, what a build would do and why."""
     tools = {target.name: _found_tools(plan, target, store) for target in plan.targets}
 
     def planned(pair: tuple[PlannedProgram, Target]) -> PlannedExecutable:
@@ -180,11 +168,7 @@ def _why_traced(manifest: Manifest, program: PlannedProgram, store: Store) -> st
 
 
 def known_native(lowered: Key | None, store: Store, forms: Mapping[Product, str]) -> Native:
-    """Return a model's program with kernels from the store, by the key of its portable program.
-
-    Raises:
-        UnknownError: it has to be lowered.
-    """
+    """Return a model's program with kernels from the store, by the key of its portable program."""
     assert lowered is not None
     key = native_key(lowered, forms)
     if (found := find_native(key, store)) is None:
@@ -193,11 +177,7 @@ def known_native(lowered: Key | None, store: Store, forms: Mapping[Product, str]
 
 
 def why_made(key: Key, store: Store) -> str:
-    """Return why the result of a key has to be made, beside the last ones of its kind and name.
-
-    Raises:
-        StoreError: the store cannot be read.
-    """
+    """Return why the result of a key has to be made, beside the last ones of its kind and name."""
     return why(nearest(store.last_keys(key.kind, key.name), key), key)
 
 

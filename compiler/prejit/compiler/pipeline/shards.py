@@ -82,11 +82,7 @@ class Packing:
     """Lets one shard pack. A context manager, which lets another one try if this one fails."""
 
     def __init__(self, shard: Shard, bundle: str, store: Store) -> None:
-        """Look which marks of a bundle there are.
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
+        """Look which marks of a bundle there are."""
         self.shard = shard
         self._bundle = bundle
         self._store = store
@@ -105,9 +101,6 @@ class Packing:
 
         `executables` is the digest of the keys of all executables. If `give_up`, which is called during the
         wait, returns true, the turn is LATER.
-
-        Raises:
-            StoreError: the store cannot be read or written.
         """
         self._executables = executables
         with progress.phase("waiting for the shard that packs"):
@@ -124,11 +117,7 @@ class Packing:
                 self._number += 1  # that of another build with the same name
 
     def finish(self, digest: str) -> None:
-        """Say to the other shards that the bundle is packed.
-
-        Raises:
-            StoreError: the store cannot be written.
-        """
+        """Say to the other shards that the bundle is packed."""
         mark: Mapping[str, Any] = {
             "executables": self._executables,
             "shard": self.shard.number,

@@ -93,9 +93,6 @@ class Jobs:
         """Return whether a job has to be compiled, and what it is compiled from is lost or damaged.
 
         Only a program that is compiled is read: a build that changes nothing reads none.
-
-        Raises:
-            StoreError: the store cannot be read.
         """
         if job.key.digest in self._first or self._find(job) is not None:
             return False
@@ -106,9 +103,6 @@ class Jobs:
 
         Returns:
             Its result, and whether it is compiled for this job.
-
-        Raises:
-            StoreError: the store cannot be read.
         """
         if self._several:
             job = replace(job, program=f"{bundle}/{job.program}")

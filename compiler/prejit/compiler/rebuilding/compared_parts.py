@@ -214,11 +214,7 @@ class ComparedPart:
 
 
 def compare(old: Recorded, new: Recorded) -> tuple[ComparedPart, ...]:
-    """Return all parts of a bundle, each compared with its rebuild.
-
-    Raises:
-        RejectError, StoreError: a bundle is damaged, or cannot be read.
-    """
+    """Return all parts of a bundle, each compared with its rebuild."""
     return _Comparison(old, new).parts()
 
 

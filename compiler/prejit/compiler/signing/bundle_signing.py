@@ -103,11 +103,7 @@ def model_statement(name: str, files: Mapping[str, str]) -> Statement:
 
 
 def model_signature(path: Path, signer: Signer) -> bytes:
-    """Return the content of `NAME.sig` for a bundle's directory.
-
-    Raises:
-        StoreError, RejectError: as of `files_of`.
-    """
+    """Return the content of `NAME.sig` for a bundle's directory."""
     statement = model_statement(path.resolve().name, files_of(path))
     return signer.model_bundle(encode_statement(statement))
 

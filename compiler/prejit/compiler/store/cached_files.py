@@ -65,9 +65,6 @@ class Files:
         """Lock the names of files: shared to rename a file, alone to check a file and delete it.
 
         Without the lock, a file that replaced an old one between check and deletion would be deleted.
-
-        Raises:
-            OSError: the directory cannot be written.
         """
         path = self.base / "names"
         lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
@@ -107,11 +104,7 @@ class Files:
             return body
 
     def remove_damaged(self, path: Path, file: BufferedReader) -> None:
-        """Delete a file, unless another process has replaced it meanwhile.
-
-        Raises:
-            OSError: the directory cannot be written.
-        """
+        """Delete a file, unless another process has replaced it meanwhile."""
         with suppress(FileNotFoundError), self.changing_names(shared=False):
             if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
                 path.unlink()

@@ -128,9 +128,6 @@ class DirectoryStore:
 
         Yields:
             Whether no other process has the store open.
-
-        Raises:
-            StoreError: the directory cannot be written.
         """
         in_use = _try_lock(self._in_use, self.root)
         try:
@@ -259,11 +256,7 @@ class DirectoryStore:
         return made
 
     def blobs_of(self, key: Key) -> tuple[str, ...] | None:
-        """Return the digests of the blobs that the result of a key needs; None: there is no result.
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
+        """Return the digests of the blobs that the result of a key needs; None: there is no result."""
         body = self._files.read_json(self._action(key))
         return None if body is None else tuple(body["blobs"])
 
@@ -291,11 +284,7 @@ class DirectoryStore:
             yield from ((kind, path, ()) for path in self._base.glob(pattern))
 
     def remove_unchanged(self, path: Path, seen: os.stat_result) -> bool:
-        """Delete a file unless another process used or replaced it since `seen`; return whether it is gone.
-
-        Raises:
-            OSError: the directory cannot be written.
-        """
+        """Delete a file that nobody used or replaced since `seen`; return whether it is gone."""
         with suppress(FileNotFoundError), self._files.changing_names(shared=False):
             now = path.stat()
             if not os.path.samestat(now, seen) or now.st_mtime != seen.st_mtime:

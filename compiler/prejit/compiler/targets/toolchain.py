@@ -174,9 +174,6 @@ class Toolchain:
         Args:
             inherited: this process's variables. The user's own XLA_FLAGS stay.
             tuning_results: file with the results of `tuned`; None: the target has none.
-
-        Raises:
-            StoreError: XLA_FLAGS names a file, and it cannot be read.
         """
         flags = self.xla_flags(inherited)
         if tuning_results is not None:

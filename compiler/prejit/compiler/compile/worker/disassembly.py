@@ -99,11 +99,7 @@ def used_features(serialized: bytes) -> tuple[str, ...]:
 
 
 def declared_features(serialized: bytes) -> tuple[str, ...]:
-    """Return the extensions that LLVM could use in an XLA:CPU executable: keys of `CPU_FEATURES`, sorted.
-
-    Raises:
-        BuildError: the bytes are not such an executable.
-    """
+    """Return the extensions that LLVM could use in an XLA:CPU executable: keys of `CPU_FEATURES`, sorted."""
     return _declared(_compilation_result(serialized))
 
 

@@ -32,11 +32,7 @@ Compile = Callable[[bytes, CompileFor], CompiledProgram]
 
 
 def compile_program(portable: bytes, machine: CompileFor) -> CompiledProgram:
-    """Compile a portable program. A CPU executable records the extensions that its instructions use.
-
-    Raises:
-        BuildError: XLA cannot compile it.
-    """
+    """Compile a portable program. A CPU executable records the extensions that its instructions use."""
     program = compile_portable(portable, machine)
     if machine.platform != "cpu":
         return program

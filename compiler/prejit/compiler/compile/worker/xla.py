@@ -105,9 +105,6 @@ def stand_in_for_kernels(library: bytes) -> None:
 
     This process does not load the library: the machine may lack its instructions or its glibc. The compiled
     program is the same; running it in this process fails.
-
-    Raises:
-        KernelError: the bytes are not a library of kernels.
     """
     digest = digest_of(library)
     register_stand_ins(kernel_target(name, digest) for name in kernels.kernels_of(library))

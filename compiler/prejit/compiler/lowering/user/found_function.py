@@ -62,12 +62,7 @@ class UserFunction:
     wrapped: tuple[str, ...] = ()
 
     def example(self, bucket: Mapping[str, int], where: str) -> Example:
-        """Return the arguments at a bucket.
-
-        Raises:
-            BuildError: a function of the user that returns examples fails.
-            ManifestError: as `example_of`.
-        """
+        """Return the arguments at a bucket."""
         if not callable(self.args):
             return example_of(self.args, bucket, where)
         made: list[Any] = []

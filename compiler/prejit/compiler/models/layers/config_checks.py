@@ -316,11 +316,7 @@ def check_file(
 
 
 def check_config(file: Path, config: Any, checks: Checks) -> None:
-    """Check a configuration as transformers completes it.
-
-    Raises:
-        CheckpointError: as `check_file`.
-    """
+    """Check a configuration as transformers completes it."""
     _check(file, "", {key: getattr(config, key, None) for key in checks}, checks)
     lists = (
         *(("layer_types", True), ("mlp_layer_types", True)),
@@ -342,9 +338,6 @@ def check_rope(file: Path, key: str, parameters: Any, kind: str | Checks | None 
 
     `key` is the key of the parameters, for errors, and `kind` their rope_type, or checks of other keys; None
     checks only the keys that all kinds have.
-
-    Raises:
-        CheckpointError: as `check_file`.
     """
     if not isinstance(parameters, dict):
         raise _error(file, key, _OBJECT, parameters)

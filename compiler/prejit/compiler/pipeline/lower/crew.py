@@ -138,9 +138,6 @@ class Crew:
 
         Returns:
             None: the build has to check them, and to lower all programs itself.
-
-        Raises:
-            PrejitError: the model or the code has a mistake.
         """
         if self._checked is None and not self._declined:
             self._checked = self._check()
@@ -181,9 +178,6 @@ class Crew:
 
         Returns:
             The lowered programs by name. The build's process has to lower the others.
-
-        Raises:
-            PrejitError: the error of the first program in this order that cannot be lowered.
         """
         work = partial(self._lower, plan, then=then, chosen=chosen)
         futures = [self._threads.submit(work, unit) for unit in split(programs, self._count)]

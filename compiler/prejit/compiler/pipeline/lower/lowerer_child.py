@@ -127,9 +127,6 @@ class Lowerer:
 
         Returns:
             What they show, if this process checks them; else None.
-
-        Raises:
-            PrejitError: they have a mistake.
         """
         is_published = self._manifest.model is not None and not self._manifest.has_own_model
         if not self._project.check:
@@ -149,11 +146,7 @@ class Lowerer:
         return Checked(self._space.with_plan(plan).vocab_size() if decodes else None, plan.own)
 
     def lower(self, work: Work) -> Done:
-        """Lower a unit of programs.
-
-        Raises:
-            PrejitError: a program cannot be lowered.
-        """
+        """Lower a unit of programs."""
         retrace = self._project.retrace
         before = self._known(self._plan(names=tuple(work.programs), retrace=retrace), work)
         # What is known of the user's decoder was kept before, or is kept by the process that checks it.

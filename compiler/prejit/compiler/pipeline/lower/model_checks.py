@@ -35,9 +35,6 @@ def check(space: Workspace, weights: Checkpoint | None) -> None:
 
     Others were checked before. All code is imported if any is, so that it finds the same modules each time.
     `weights` are those of a published model.
-
-    Raises:
-        ManifestError, BuildError, CheckpointError: the model or the code has a mistake.
     """
     plan, manifest = space.plan, space.plan.manifest
     has_own = manifest.has_own_model
@@ -51,11 +48,7 @@ def check(space: Workspace, weights: Checkpoint | None) -> None:
 
 
 def check_planned(plan: Plan, store: Store) -> None:
-    """Check a plan as its build begins: nothing is imported or read that the build would take from the store.
-
-    Raises:
-        ManifestError, BuildError, CheckpointError: the model or the code has a mistake.
-    """
+    """Check a plan as its build begins. Nothing is imported or read that the store has."""
     space, manifest = Workspace.of(plan, store, Quiet()), plan.manifest
     if plan.model is None or manifest.has_own_model:
         check(space, None)

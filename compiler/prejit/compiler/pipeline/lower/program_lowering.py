@@ -59,9 +59,6 @@ def lower(space: Workspace, program: PlannedProgram) -> Lowered:
 
     Several builds that need the same program lower it once. What the plan found and turns out to be damaged
     is lowered again; traces of functions were checked when they were found.
-
-    Raises:
-        BuildError, ManifestError, CheckpointError: the program cannot be lowered.
     """
     plan, store, progress, name = space.plan, space.store, space.progress, program.spec.name
     if program.lowered is not None and (
@@ -131,11 +128,7 @@ def _is_whole(lowered: Lowered, store: Store) -> bool:
 
 
 def lower_own(space: Workspace) -> Plan:
-    """Return the plan with the user's decoder: what the plan found, or what is read and lowered now.
-
-    Raises:
-        BuildError: the decoder's code raises, or does not follow the protocol.
-    """
+    """Return the plan with the user's decoder: what the plan found, or what is read and lowered now."""
     plan = space.plan
     if not plan.manifest.has_own_model:
         return plan
@@ -259,11 +252,7 @@ def decoding_part(read: ModelSource) -> Parametrized:
 def lower_own_decoder(
     space: Workspace, program: PlannedProgram, forms: Forms | None = None
 ) -> LoweredProgram:
-    """Lower a program of the user's decoder; `forms` are those of its products with kernels.
-
-    Raises:
-        BuildError: its code raises.
-    """
+    """Lower a program of the user's decoder; `forms` are those of its products with kernels."""
     from prejit.compiler.lowering.decoder import lower_decoder
     from prejit.compiler.lowering.user.nondeterminism import refusing_nondeterminism
     from prejit.compiler.lowering.user.own_decoder import CHECK_MODEL
@@ -295,12 +284,7 @@ def own_shape(manifest: Manifest, model: OwnModel) -> DecoderConfig:
 
 
 def lower_function(space: Workspace, program: PlannedProgram) -> LoweredProgram:
-    """Trace and lower a function of the user at a bucket.
-
-    Raises:
-        BuildError: it cannot be traced or lowered.
-        ManifestError: its arguments or shardings have mistakes.
-    """
+    """Trace and lower a function of the user at a bucket."""
     from prejit.compiler.lowering.export import LoweredProgram
     from prejit.compiler.lowering.user.function_lowering import (
         lower_function as lower_user_function,

@@ -47,11 +47,7 @@ class Submitting:
         self._service = service
 
     def run(self, toolchains: list[Toolchain]) -> None:
-        """Lower all programs, and submit each to the executor as soon as it is lowered.
-
-        Raises:
-            PrejitError: a program cannot be lowered.
-        """
+        """Lower all programs, and submit each to the executor as soon as it is lowered."""
         shard, store, plan = self._service.shard, self.space.store, self.space.plan
         libraries = _build_kernels(plan, toolchains, self._service)
         known = plan.forms

@@ -47,9 +47,6 @@ def remember(
 
     The workspace has the plan from before anything was traced. `parameters` are those of the user's functions
     by section, `own` is what is known of the user's decoder.
-
-    Raises:
-        BuildError: two traces of one program differ.
     """
     plan, store = space.plan, space.store
     fresh = [each for each in plan.programs if each.lowered is None]

@@ -119,9 +119,6 @@ def measure_products(
     """Measure the forms of products on this machine, which must be one that `runs_here`.
 
     The time limit is that of one product.
-
-    Raises:
-        BuildError: a form does not compile, or fails.
     """
     name = toolchain.target.name
     compiled = _compile(products, toolchain, library, store, executor)
@@ -175,9 +172,6 @@ def measure_costs(
     """Return the microseconds of one run of an encoder's programs, by program and target.
 
     A target that this machine cannot run gets the figures of one that it can run, else estimates.
-
-    Raises:
-        BuildError: a program fails on this machine.
     """
     if manifest.encode is None or weights is None or not isinstance(weights.content, Path):
         return {}

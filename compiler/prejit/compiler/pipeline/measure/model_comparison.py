@@ -156,11 +156,7 @@ def _encoded(
 
 
 def mapped(weights: Path) -> dict[str, Arrays]:
-    """Return the tensors of a weights layer by name; views of the file.
-
-    Raises:
-        RejectError: the file is no weights layer.
-    """
+    """Return the tensors of a weights layer by name; views of the file."""
     return {**open_weights(Layer.in_file(weights)).values}
 
 
@@ -245,9 +241,6 @@ def of_encoder(
 
     Tokens are int32 [B, T], of which a large encoder reads the last rows only; `length` int32 [B] is the
     number of valid tokens of each row.
-
-    Raises:
-        BuildError: embeddings are infinite or NaN.
     """
     rows = max(_MIN_SENTENCES, _affordable(exact) // tokens.shape[1])
     tokens, length = tokens[-rows:], length[-rows:]
@@ -259,11 +252,7 @@ def of_encoder(
 def of_images(
     dtype: str, exact: ComparedModel, stored: ComparedModel, size: tuple[int, int], *, scores: bool
 ) -> Accuracy:
-    """Compare what a stored encoder and its float32 form find in random pictures of one color and noise.
-
-    Raises:
-        BuildError: embeddings are infinite or NaN.
-    """
+    """Compare what a stored encoder and its float32 form find in random pictures of one color and noise."""
     random = np.random.default_rng(0)
     colors = random.integers(0, 192, (_IMAGES, 1, 1, 3))
     pixels = (colors + random.integers(0, 64, (_IMAGES, *size, 3))).astype(np.uint8)

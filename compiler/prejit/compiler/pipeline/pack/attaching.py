@@ -44,9 +44,6 @@ def attach_descriptions(
 
     Nothing happens if another build has replaced the bundle meanwhile. `provenance_of` returns the statement
     of its provenance, from its index and the configs of its targets.
-
-    Raises:
-        RejectError, StoreError: the bundle is damaged, or the disk is full.
     """
 
     def read(layout: Layout, root: Root) -> tuple[Root, list[Contents], set[str]]:

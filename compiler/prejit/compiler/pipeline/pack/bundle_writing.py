@@ -30,9 +30,6 @@ def write(bundle: PackedBundle, output: Path, progress: Progress) -> tuple[Path,
 
     Returns:
         The directory, and whether it was changed.
-
-    Raises:
-        StoreError: the directory cannot be written.
     """
     path = output / bundle.name
     if is_current(path, bundle.index):

@@ -81,9 +81,6 @@ def chunks_of(layers: Iterable[PackedLayer], store: Store) -> dict[str, Chunks] 
 
     A library of the user has none: it is read whole, and several have one media type. The store keeps the
     digests.
-
-    Raises:
-        StoreError: a file cannot be read.
     """
     found = {
         layer.media_type: _chunks(layer, store)

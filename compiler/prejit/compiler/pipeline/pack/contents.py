@@ -66,9 +66,6 @@ def pack_targets(
     """Return the tables and layers of a bundle's targets. Their programs have no golden answers yet.
 
     `layers` are those that all targets share, `products` those of the programs that may call kernels.
-
-    Raises:
-        BuildError: the store lost a blob.
     """
     lowered = {each.spec.name: each.lowered for each in targets[0].executables}
     frames = {name: program.portable for name, program in lowered.items()}
@@ -106,11 +103,7 @@ def pack_targets(
 def pack_bundle(
     name: str, targets: Iterable[PackedTarget], slo: ReleaseLimits | None
 ) -> PackedBundle:
-    """Return the files of a bundle, checked as `load` will check them. `slo`: the limits that it carries.
-
-    Raises:
-        BuildError: no reader would take the bundle.
-    """
+    """Return the files of a bundle, checked as `load` will check them. `slo`: the limits that it carries."""
     index, blobs = bundle_files.assemble(name, targets, bundle_files.DESCRIPTIONS, slo)
     bundle_files.check_readable(index, blobs)
     return PackedBundle(name, index, blobs)

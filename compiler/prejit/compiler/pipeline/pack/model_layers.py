@@ -218,12 +218,7 @@ class Published:
 
 
 def find_published(plan: Plan) -> Published | None:
-    """Open the weights of the plan's model, and hash their files. None: it has no published model.
-
-    Raises:
-        CheckpointError: files are missing.
-        StoreError: a file cannot be read.
-    """
+    """Open the weights of the plan's model, and hash their files. None: it has no published model."""
     if plan.model is None or plan.manifest.has_own_model:
         return None
     checkpoint = open_weights(plan.model)

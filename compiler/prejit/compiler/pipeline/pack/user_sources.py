@@ -48,11 +48,7 @@ class SourceContent:
 
 
 def manifest_sources(manifest: Manifest) -> tuple[SourceContent, ...]:
-    """Return the files that a manifest names, and the modules of the user, sorted.
-
-    Raises:
-        StoreError: a file cannot be read.
-    """
+    """Return the files that a manifest names, and the modules of the user, sorted."""
     if manifest.path is None:
         return ()
     directory = manifest.directory.absolute()
@@ -67,11 +63,7 @@ def manifest_sources(manifest: Manifest) -> tuple[SourceContent, ...]:
 
 
 def digest_now(source: SourceContent, directory: Path) -> str | None:
-    """Return the digest that a source has now in a directory; None: it is gone.
-
-    Raises:
-        StoreError: it cannot be read.
-    """
+    """Return the digest that a source has now in a directory; None: it is gone."""
     return _digest(directory / source.name)
 
 
