@@ -42,7 +42,7 @@ transformers 5, models/NAME/modeling_NAME.py, of the same name. Sources:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -51,7 +51,7 @@ from prejit.compiler.models.families.decoder_family import DecoderFamily, Decode
 from prejit.compiler.models.families.decoders import TextDecoder
 from prejit.compiler.models.families.family import Family
 from prejit.compiler.models.families.seeing_decoder import SeeingDecoder
-from prejit.compiler.models.families.short_convolution import ShortConvolution
+from prejit.compiler.models.layers.causal_convolution import ShortConvolution
 from prejit.compiler.models.layers.config_checks import checks_of
 from prejit.compiler.models.layers.layer_config import Naming, require
 from prejit.compiler.models.layers.linear import LayerNorm, RMSNorm
@@ -103,24 +103,27 @@ def rotary(
     *keys: str,
     naming: Naming = NAMING,
     grouped: bool = True,
+    build: Callable[[Any, int | None], TextDecoder] | None = None,
+    check: Callable[[Any], None] | None = None,
     **allowed: Any,
 ) -> Family:
     """Return a family whose heads turn.
 
     `keys` are those that it reads beside the ones that its fields name, and `allowed` gives the supported
-    values of keys. `grouped`: whether query heads may share a key/value head.
+    values of keys. `grouped`: whether query heads may share a key/value head. `build` and `check` take
+    the place of the family's.
     """
     groups = ("num_key_value_heads",) if grouped else ()
     windows = {"": (), "each": ("sliding_window",), "by type": ("sliding_window", "layer_types")}
     of_windows = windows[family.windows] if isinstance(family.windows, str) else ()
     return Family(
-        partial(TextDecoder, family),
+        build or partial(TextDecoder, family),
         naming,
         checks_of(*_SIZES, *groups, *family.keys, *of_windows, *keys),
         activation=family.activation,
         allowed=allowed,
         multiples=tuple(("num_attention_heads", key) for key in groups),
-        check=family.heads,
+        check=check or family.heads,
     )
 
 
@@ -415,7 +418,7 @@ TEXT_DECODERS: Mapping[str, Family] = {
         activation="",
     ),
     "arcee": rotary(replace(LLAMA, names=UNGATED, is_gated=False)),
-    "cohere": replace(rotary(_COHERE, "logit_scale", use_qk_norm=(False, True)), build=_cohere),
+    "cohere": rotary(_COHERE, "logit_scale", use_qk_norm=(False, True), build=_cohere),
     "cohere2": rotary(_COHERE2, "logit_scale"),
     "cwm": rotary(DecoderFamily(mlp_bias="mlp_bias", windows="by type")),
     "ernie4_5": rotary(ERNIE),
@@ -467,7 +470,7 @@ TEXT_DECODERS: Mapping[str, Family] = {
     "granite": rotary(GRANITE, *MULTIPLIERS),
     "helium": rotary(replace(LLAMA, output_bias=False, is_interleaved=True)),
     "hunyuan_v1_dense": rotary(HUNYUAN),
-    "lfm2": replace(rotary(LFM2, *_LFM2_KEYS), check=partial(check_lfm2, LFM2)),
+    "lfm2": rotary(LFM2, *_LFM2_KEYS, check=partial(check_lfm2, LFM2)),
     "llama": rotary(LLAMA),
     "ministral": rotary(DecoderFamily(windows="by type")),
     "ministral3": rotary(DecoderFamily(rope_extra="growth", windows="each"), naming=TEXT_PART),

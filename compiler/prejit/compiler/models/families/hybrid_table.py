@@ -368,49 +368,49 @@ def _qwen(family: DecoderFamily, *keys: str) -> Family:
         renamed=experts.renamed,
         stacked=experts.stacked,
     )
-    return replace(
-        rotary(family, *_DELTA_KEYS, *keys, naming=naming),
+    return rotary(
+        family,
+        *_DELTA_KEYS,
+        *keys,
+        naming=naming,
         check=_in_groups("linear_num_value_heads", "linear_num_key_heads", family),
     )
 
 
 HYBRIDS: Mapping[str, Family] = {
-    "bamba": replace(
-        rotary(_BAMBA, *_MAMBA2_KEYS, "attn_layer_indices", "layer_types"),
+    "bamba": rotary(
+        _BAMBA,
+        *_MAMBA2_KEYS,
+        "attn_layer_indices",
+        "layer_types",
         check=_in_groups("mamba_n_heads", "mamba_n_groups", _BAMBA),
     ),
-    "falcon_h1": replace(
-        rotary(
-            _FALCON_H1,
-            *(*_MAMBA2_KEYS, "mamba_d_ssm", "mamba_rms_norm", "mamba_norm_before_gate"),
-            *("key_multiplier", "attention_in_multiplier", "attention_out_multiplier"),
-            *("ssm_in_multiplier", "ssm_out_multiplier", "ssm_multipliers", "mlp_multipliers"),
-            *("embedding_multiplier", "lm_head_multiplier", "layer_types"),
-        ),
+    "falcon_h1": rotary(
+        _FALCON_H1,
+        *(*_MAMBA2_KEYS, "mamba_d_ssm", "mamba_rms_norm", "mamba_norm_before_gate"),
+        *("key_multiplier", "attention_in_multiplier", "attention_out_multiplier"),
+        *("ssm_in_multiplier", "ssm_out_multiplier", "ssm_multipliers", "mlp_multipliers"),
+        *("embedding_multiplier", "lm_head_multiplier", "layer_types"),
         check=_in_groups("mamba_n_heads", "mamba_n_groups", _FALCON_H1),
     ),
-    "granitemoehybrid": replace(
-        rotary(
-            _GRANITE_HYBRID,
-            *(*MULTIPLIERS, *_MAMBA2_KEYS, "layer_types"),
-            position_embedding_type=("rope", "nope", None),
-        ),
+    "granitemoehybrid": rotary(
+        _GRANITE_HYBRID,
+        *(*MULTIPLIERS, *_MAMBA2_KEYS, "layer_types"),
+        position_embedding_type=("rope", "nope", None),
         check=_in_groups("mamba_n_heads", "mamba_n_groups", _GRANITE_HYBRID),
     ),
-    "lfm2_moe": replace(
-        rotary(
-            _LFM2_MOE,
-            *("layer_types", "conv_L_cache", "num_dense_layers"),
-            *("norm_topk_prob", "routed_scaling_factor"),
-            naming=replace(
-                _LFM2_MOE_NAMING,
-                renamed=(
-                    *_LFM2_MOE_NAMING.renamed,
-                    (".feed_forward.expert_bias", ".feed_forward.gate.e_score_correction_bias"),
-                ),
+    "lfm2_moe": rotary(
+        _LFM2_MOE,
+        *("layer_types", "conv_L_cache", "num_dense_layers"),
+        *("norm_topk_prob", "routed_scaling_factor"),
+        naming=replace(
+            _LFM2_MOE_NAMING,
+            renamed=(
+                *_LFM2_MOE_NAMING.renamed,
+                (".feed_forward.expert_bias", ".feed_forward.gate.e_score_correction_bias"),
             ),
-            use_expert_bias=(True,),
         ),
+        use_expert_bias=(True,),
         check=partial(check_lfm2, _LFM2_MOE),
     ),
     "mamba2": Family(

@@ -63,13 +63,11 @@ LATER_MIXTURES: Mapping[str, Family] = {
         *(*MULTIPLIERS, "shared_intermediate_size", "layer_rope_theta"),
         naming=replace(NAMING, renamed=without_weight(_GRANITE_SWA.names)),
     ),
-    "phimoe": replace(
-        rotary(
-            _PHIMOE,
-            "router_jitter_noise",
-            naming=stacked_experts(_PHIMOE.names, "w1", "w3", "w2"),
-            num_experts_per_tok=(2,),
-        ),
+    "phimoe": rotary(
+        _PHIMOE,
+        "router_jitter_noise",
+        naming=stacked_experts(_PHIMOE.names, "w1", "w3", "w2"),
+        num_experts_per_tok=(2,),
         check=_check_phimoe,
     ),
 }

@@ -73,7 +73,7 @@ _JAIS2 = replace(LLAMA, names=UNGATED, norm=LayerNorm, epsilon="layer_norm_eps",
 LLAMA_LIKE: Mapping[str, Family] = {
     "exaone": rotary(LLAMA, naming=_EXAONE_NAMING),
     "granite_swa": rotary(with_sinks(GRANITE), *MULTIPLIERS, "layer_rope_theta"),
-    "hyperclovax": replace(rotary(_HYPERCLOVAX, *MULTIPLIERS, "use_post_norm"), build=_hyperclovax),
+    "hyperclovax": rotary(_HYPERCLOVAX, *MULTIPLIERS, "use_post_norm", build=_hyperclovax),
     "internlm3": rotary(LLAMA),
     "iquestcoder": rotary(LLAMA),
     "jais2": rotary(_JAIS2),

@@ -408,13 +408,11 @@ MIXTURES: Mapping[str, Family] = {
         use_bias=(False,),
         moe_norm_min=(1e-12,),
     ),
-    "exaone_moe": replace(
-        rotary(
-            _EXAONE_MOE,
-            *("num_shared_experts", "mlp_layer_types", *_ROUTING_KEYS),
-            naming=_with_correction(
-                stacked_experts(_EXAONE_MOE.names, *PROJECTIONS), "mlp", "mlp.gate", "mtp."
-            ),
+    "exaone_moe": rotary(
+        _EXAONE_MOE,
+        *("num_shared_experts", "mlp_layer_types", *_ROUTING_KEYS),
+        naming=_with_correction(
+            stacked_experts(_EXAONE_MOE.names, *PROJECTIONS), "mlp", "mlp.gate", "mtp."
         ),
         check=partial(_check_kinds, _EXAONE_MOE),
     ),
@@ -430,12 +428,10 @@ MIXTURES: Mapping[str, Family] = {
     "gpt_oss": replace(rotary(_GPT_OSS, naming=_GPT_OSS_NAMING), quantized=("mxfp4",)),
     "granitemoe": rotary(_GRANITE_MOE, *MULTIPLIERS),
     "granitemoeshared": rotary(GRANITE_SHARED, *MULTIPLIERS, "shared_intermediate_size"),
-    "hunyuan_v1_moe": replace(
-        rotary(
-            _HUNYUAN_MOE,
-            "moe_topk",
-            naming=stacked_experts(_HUNYUAN_MOE.names, *PROJECTIONS),
-        ),
+    "hunyuan_v1_moe": rotary(
+        _HUNYUAN_MOE,
+        "moe_topk",
+        naming=stacked_experts(_HUNYUAN_MOE.names, *PROJECTIONS),
         check=_check_hunyuan,
     ),
     "minimax_m2": rotary(
@@ -460,12 +456,10 @@ MIXTURES: Mapping[str, Family] = {
         *("use_sliding_window", "decoder_sparse_step", "mlp_only_layers"),
         naming=stacked_experts(_QWEN3_MOE.names, *PROJECTIONS),
     ),
-    "solar_open": replace(
-        rotary(
-            _SOLAR_OPEN,
-            *("n_shared_experts", *_ROUTING_KEYS),
-            naming=stacked_experts(_SOLAR_OPEN.names, *PROJECTIONS),
-        ),
+    "solar_open": rotary(
+        _SOLAR_OPEN,
+        *("n_shared_experts", *_ROUTING_KEYS),
+        naming=stacked_experts(_SOLAR_OPEN.names, *PROJECTIONS),
         check=partial(check_groups, _SOLAR_OPEN, corrected),
     ),
 }

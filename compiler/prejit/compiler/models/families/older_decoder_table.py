@@ -165,9 +165,9 @@ OLDER_DECODERS: Mapping[str, Family] = {
             naming=Naming("transformer.", "lm_head.weight", "transformer.word_embeddings.weight"),
             grouped=False,
             alibi=(False,),
+            build=_falcon,
+            check=_check_falcon,
         ),
-        build=_falcon,
-        check=_check_falcon,
         multiples=(("hidden_size", "num_attention_heads"),),
     ),
     "gpt_bigcode": Family(

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from prejit.compiler.models.layers.attention import NewTokens
+from prejit.compiler.models.layers.layer_config import LayerCache
+from prejit.compiler.models.layers.linear import Linear
 
 
 class CausalConvolution(nnx.Module):
@@ -34,3 +36,30 @@ class CausalConvolution(nnx.Module):
         kept = new.length[:, None] + jnp.arange(state.shape[1])
         state = jnp.take_along_axis(values, kept[..., None], axis=1, mode="clip")
         return (y if self.bias is None else y + self.bias[...]), state
+
+
+class ShortConvolution(nnx.Module):
+    """LFM2's gated convolution in place of attention, without the last product (decoder_family.StateLayer).
+
+    Three products of x are B, C and z. What is kept of a text are the last K - 1 values of B * z; a
+    convolution over K of them, times C, is the result. Source: Liquid AI 2025, arXiv 2511.23404;
+    transformers 5, models/lfm2/modeling_lfm2.py.
+    """
+
+    def __init__(self, width: int, taps: int, *, bias: bool) -> None:
+        self.outputs = width
+        self.in_proj = Linear(width, 3 * width, bias=bias)
+        self.conv = CausalConvolution(width, taps, bias=bias)
+
+    def make_cache(self, rows: int) -> LayerCache:
+        """See StateLayer."""
+        return (self.conv.empty(rows),)
+
+    def __call__(
+        self, x: jax.Array, new: NewTokens, layer: LayerCache, *, last: bool
+    ) -> tuple[jax.Array, LayerCache]:
+        """See StateLayer."""
+        before, after, inner = jnp.split(self.in_proj(x), 3, axis=-1)
+        mixed, state = self.conv(before * inner, new, layer[0])
+        y = after * mixed
+        return new.wanted(y) if last else y, (state,)
