@@ -45,12 +45,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """Result of a collection.
-
-    Attributes:
-        found: everything that it checked.
-        builds_running: whether another process had the cache open.
-    """
+    """Result of a collection."""
 
     found: tuple[Found, ...]
     builds_running: bool

@@ -49,13 +49,7 @@ from prejit.runtime.programs.usage_hint import smallest_call
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How to load a bundle in a fresh process.
-
-    Attributes:
-        path: the directory of the bundle.
-        on_mismatch: see `prejit.runtime.load`.
-        fingerprint: a file with a fingerprint to use instead of this machine's; None: this machine's.
-    """
+    """How to load a bundle in a fresh process."""
 
     path: str
     on_mismatch: Literal["jit", "error"] = "jit"

@@ -70,13 +70,7 @@ class ParameterSource(Protocol):
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor that is a parameter.
-
-    Attributes:
-        published: its name in the file.
-        tensor: the tensor in the file.
-        transposed: whether it must be transposed.
-    """
+    """A tensor that is a parameter."""
 
     published: str
     tensor: Tensor

@@ -76,13 +76,7 @@ class _UnfitError(Exception):
 
 
 class _Parts:
-    """The tensors of a matrix.
-
-    Attributes:
-        module: what their names begin with.
-        settings: how matrices are stored.
-        used: names of those that were asked for.
-    """
+    """The tensors of a matrix."""
 
     def __init__(
         self, module: str, published: Mapping[str, Tensor], settings: Quantization

@@ -23,13 +23,7 @@ Sides = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ReadTarget:
-    """A target of a bundle.
-
-    Attributes:
-        name: its name, without the version of jax that a manifest with several versions appends.
-        requirement: what it needs of a machine.
-        contents: its manifest and config.
-    """
+    """A target of a bundle."""
 
     name: str
     requirement: Requirement

@@ -35,14 +35,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class CompileJob:
-    """One program to compile for one target.
-
-    Attributes:
-        program: name of the program, unique in the build.
-        toolchain: toolchain that compiles it, for its target.
-        source: the program itself.
-        key: key of the result.
-    """
+    """One program to compile for one target."""
 
     program: str
     toolchain: Toolchain

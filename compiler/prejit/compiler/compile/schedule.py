@@ -31,13 +31,7 @@ _CALIBRATION_JOBS = 3
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a job is expected to need.
-
-    Attributes:
-        seconds: time to compile it.
-        bytes: memory at its peak.
-        cores: CPU cores that it keeps busy.
-    """
+    """What a job is expected to need."""
 
     seconds: float
     bytes: int = 0
@@ -78,13 +72,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """A job cannot be compiled.
-
-    Attributes:
-        job: the job.
-        reason: what happened to its attempts.
-        losses: kind of each loss, in order.
-    """
+    """A job cannot be compiled."""
 
     job: str
     reason: str

@@ -164,14 +164,7 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A target that could be added.
-
-    Attributes:
-        target: the target, from the catalogue or from a machine.
-        table: the keys of its `[[target]]` beside the name.
-        note: a remark for the person who adds it.
-        requirement: what its executables will need.
-    """
+    """A target that could be added."""
 
     target: Target
     table: dict[str, Any]

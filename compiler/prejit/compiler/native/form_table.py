@@ -69,14 +69,7 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The measurement of a product.
-
-    Attributes:
-        product: the product.
-        nanoseconds: duration of one product, by form.
-        conditions: the conditions of the measurement.
-        date: its day, YYYY-MM-DD.
-    """
+    """The measurement of a product."""
 
     product: Product
     nanoseconds: Mapping[str, int]
@@ -294,13 +287,7 @@ LEAST_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FormChoice:
-    """The form chosen for a product.
-
-    Attributes:
-        product: the product.
-        form: one of its forms.
-        measured: the measurement that decided, of this product or of the nearest one; None if there is none.
-    """
+    """The form chosen for a product."""
 
     product: Product
     form: str

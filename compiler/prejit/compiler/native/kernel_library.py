@@ -112,12 +112,7 @@ class KernelLibrary:
 
 @dataclass(frozen=True, slots=True)
 class NoKernels:
-    """Why there are no kernels for a target.
-
-    Attributes:
-        reason: a sentence for the user of a build.
-        worth_telling: whether installing something would help.
-    """
+    """Why there are no kernels for a target."""
 
     reason: str
     worth_telling: bool = False

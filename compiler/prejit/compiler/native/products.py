@@ -33,15 +33,7 @@ hundred times as long as the kernel."""
 
 @dataclass(frozen=True, order=True, slots=True)
 class Product:
-    """A matrix product: [rows, inputs] x [inputs, outputs].
-
-    Attributes:
-        dtype: the stored dtype of the matrix.
-        rows: rows of the left operand.
-        inputs: columns of the left operand.
-        outputs: columns of the result.
-        in_out: whether the matrix is stored [inputs, outputs] rather than [outputs, inputs].
-    """
+    """A matrix product: [rows, inputs] x [inputs, outputs]."""
 
     dtype: str
     rows: int

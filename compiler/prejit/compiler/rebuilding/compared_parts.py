@@ -59,12 +59,7 @@ _LINE_CHARACTERS = 100
 
 @dataclass(frozen=True)
 class PartDifference:
-    """How two versions of a part differ.
-
-    Attributes:
-        text: what differs.
-        harmless: whether they compute the same by construction.
-    """
+    """How two versions of a part differ."""
 
     text: str
     harmless: bool = False

@@ -36,14 +36,7 @@ from prejit.runtime.generation.options import check_generation
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """A bundle that was built again.
-
-    Attributes:
-        path: directory of the bundle.
-        digest: its digest.
-        rebuilt: digest of the rebuild.
-        parts: all parts, compared.
-    """
+    """A bundle that was built again."""
 
     path: Path
     digest: str

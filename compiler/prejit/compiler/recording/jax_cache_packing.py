@@ -65,13 +65,7 @@ class RecordedFile:
 
 @dataclass(frozen=True)
 class RecordedTarget:
-    """The contents of a recorded bundle for one class of machines.
-
-    Attributes:
-        requirement: what its programs need of a machine.
-        versions: of the packages that recorded it.
-        programs: its files by name.
-    """
+    """The contents of a recorded bundle for one class of machines."""
 
     requirement: Requirement
     versions: Mapping[str, str]

@@ -192,13 +192,7 @@ class Patient:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """What was removed from a shared store.
-
-    Attributes:
-        name: the store.
-        removed, freed_bytes: the files that went, or would go, and their sizes.
-        kept, kept_bytes: the files that stay, and their sizes.
-    """
+    """What was removed from a shared store."""
 
     name: str
     removed: int

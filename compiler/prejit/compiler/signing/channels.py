@@ -47,12 +47,7 @@ from prejit.runtime.trust.signed_statements import (
 
 @dataclass(frozen=True)
 class ChannelFile:
-    """A channel's file, as its publisher reads it: signatures are not verified.
-
-    Attributes:
-        rotations: the versions of its keys, oldest first.
-        release: the current release; None: there is none yet.
-    """
+    """A channel's file, as its publisher reads it: signatures are not verified."""
 
     rotations: tuple[Envelope, ...] = ()
     release: Envelope | None = None

@@ -31,12 +31,7 @@ _NO_IDENTITY = (
 
 @dataclass(frozen=True)
 class KeylessSigner:
-    """An identity that signs.
-
-    Attributes:
-        known: the identity and what verifies it.
-        sigstore: what signs, with one certificate.
-    """
+    """An identity that signs."""
 
     known: TrustedIdentity
     sigstore: SigstoreSigner

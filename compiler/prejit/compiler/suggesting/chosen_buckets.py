@@ -394,12 +394,7 @@ def _count(table: Generate, most: int | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CompileSeconds:
-    """The seconds that compiling a program took, as the mean of each kind.
-
-    Attributes:
-        by_kind: mean by kind of program.
-        mean: mean of all programs, for kinds that were not compiled.
-    """
+    """The seconds that compiling a program took, as the mean of each kind."""
 
     by_kind: dict[str, float]
     mean: float

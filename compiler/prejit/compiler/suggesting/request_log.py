@@ -45,12 +45,7 @@ class LoggedGeneration:
 
 @dataclass(frozen=True, slots=True)
 class LoggedEncoding:
-    """A request to an encoder.
-
-    Attributes:
-        length: tokens of each sentence.
-        batch: number of sentences.
-    """
+    """A request to an encoder."""
 
     length: int
     batch: int = 1

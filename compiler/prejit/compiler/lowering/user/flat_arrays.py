@@ -30,12 +30,7 @@ from prejit.runtime.programs.pytree import auxiliary, kind_of_dict
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A pytree as the user made it: a class may change its own parts whenever jax makes it anew.
-
-    Attributes:
-        value: the pytree.
-        shapes: a jax.ShapeDtypeStruct for each of its leaves.
-    """
+    """A pytree as the user made it: a class may change its own parts whenever jax makes it anew."""
 
     value: Any
     shapes: list[Any]
@@ -140,12 +135,7 @@ def _canonical(leaf: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Arrays:
-    """The arrays of a pytree.
-
-    Attributes:
-        tree: how they are nested.
-        arrays: the arrays in order; for a random key its data.
-    """
+    """The arrays of a pytree."""
 
     tree: trees.Tree
     arrays: tuple[Array, ...]

@@ -80,16 +80,7 @@ _SETTINGS = "config_sentence_transformers.json"
 
 @dataclass(frozen=True)
 class DenseModule:
-    """A linear layer with an activation.
-
-    Attributes:
-        name: name of its directory: `2_Dense`.
-        inputs: width of its input.
-        outputs: width of its output.
-        bias: whether it has a bias.
-        activation: torch's name, one of ACTIVATIONS.
-        directory: holds its weights.
-    """
+    """A linear layer with an activation."""
 
     name: str
     inputs: int

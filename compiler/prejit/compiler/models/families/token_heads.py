@@ -23,13 +23,7 @@ _UNWEIGHTED = ("cls_token", "eos_token", "pad_token", "unk_token")
 
 @dataclass(frozen=True)
 class TokenHead:
-    """A linear layer on the hidden state of each token.
-
-    Attributes:
-        kind: `sparse` or `multi_vector`.
-        outputs: its width.
-        file: holds its weights.
-    """
+    """A linear layer on the hidden state of each token."""
 
     kind: str
     outputs: int

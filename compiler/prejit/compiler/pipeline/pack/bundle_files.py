@@ -76,13 +76,7 @@ class PackedTensor:
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """A blob of a bundle: in memory, or a file.
-
-    Attributes:
-        media_type: the kind of layer.
-        digest, size: digest and size of the content.
-        title: file name for clients that unpack layers (`oras pull`).
-    """
+    """A blob of a bundle: in memory, or a file."""
 
     media_type: str
     digest: str
