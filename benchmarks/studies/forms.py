@@ -28,7 +28,7 @@ from prejit.compiler.native.kernel_library import KernelLibrary, build_kernels
 from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.lower.program_lowering import products_of
 from prejit.compiler.pipeline.measure.measured_speed import measure_products, runs_here
-from prejit.compiler.pipeline.plan import plan_build
+from prejit.compiler.pipeline.plan import PlanOptions, plan_build
 from prejit.compiler.pipeline.result_keys import versions
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Progress, Quiet, open_progress
@@ -64,7 +64,7 @@ def recorded_products(cache: DirectoryStore) -> dict[str, tuple[Product, ...]]:
                 yield Product(dtype, count, inputs, outputs, in_out=False)
 
     demo = read_manifest(ROOT / "manifests" / "demo.toml")
-    plan = plan_build(demo, cache, only=("cpu-host",))
+    plan = plan_build(demo, cache, PlanOptions(("cpu-host",)))
     all_dtypes = ("float32", "bfloat16", "int8")
     return {
         "demo": products_of(Workspace.of(plan, cache, Quiet())),

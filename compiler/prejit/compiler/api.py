@@ -19,7 +19,7 @@ from prejit.compiler.pipeline.build_interface import BuildOptions, Built, Failed
 from prejit.compiler.pipeline.build_run import build_all as run_all
 from prejit.compiler.pipeline.build_run import only_built
 from prejit.compiler.pipeline.lower.model_checks import check_planned
-from prejit.compiler.pipeline.plan import plan_build
+from prejit.compiler.pipeline.plan import PlanOptions, plan_build
 from prejit.compiler.pipeline.reuse import PlannedExecutable, planned_executables
 from prejit.compiler.pipeline.shards import Shard
 from prejit.compiler.progress import Progress, Quiet, open_progress
@@ -74,7 +74,8 @@ def plan(
     """
     checked, only = _checked(manifest, name, targets)
     with _open_store(cache, shared, Quiet()) as store:
-        found = plan_build(checked, store, only=only, forms=forms)
+        options = PlanOptions(only, None if forms is None else str(forms))
+        found = plan_build(checked, store, options)
         check_planned(found, store)
         return planned_executables(found, store)
 

@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import final
 
+from prejit.compiler.base.process_errors import error_of
 from prejit.compiler.cluster.connection import Ended, RayConnection, Size, check_address
 from prejit.compiler.cluster.node import (
     Order,
@@ -43,7 +44,7 @@ from prejit.compiler.compile.executor import (
 )
 from prejit.compiler.compile.pool import WorkerPool, default_workers
 from prejit.compiler.compile.schedule import Cancel, GiveUp, Loss, Need, Schedule, Start
-from prejit.compiler.compile.worker_process import JOB_SECONDS, error_of
+from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.sharing.sharing_settings import written_address
 from prejit.compiler.store.directory_store import DirectoryStore

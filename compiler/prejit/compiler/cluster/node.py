@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from prejit.compiler import progress
+from prejit.compiler.base.process_errors import plain_error
 from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.compile.worker_process import WorkerKilledError, WorkerProcess
 from prejit.compiler.sharing.remote import Remote, RemoteError
@@ -155,8 +156,7 @@ def compile_on_node(order: Order, tell: Callable[[int, str], object]) -> dict[st
     except WorkerKilledError as error:
         return {"killed": str(error)}
     except PrejitError as error:
-        body = {"code": error.code, "message": str(error), "hint": error.hint}
-        return {"error": body}
+        return {"error": plain_error(error)}
     return {"result": compiled.to_plain(), "node": _name()}
 
 

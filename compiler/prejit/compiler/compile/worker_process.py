@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
+from prejit.compiler.base.process_errors import error_of
 from prejit.compiler.compile.compile_jobs import Compiled, Source
 from prejit.compiler.native.products import Product
 from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.child_process import Child, ending
-from prejit.runtime.errors import BuildError, PrejitError, StoreError
+from prejit.runtime.errors import BuildError, PrejitError
 
 JOB_SECONDS = 3600.0
 """Default time limit of one job of a worker."""
@@ -160,12 +161,6 @@ class WorkerProcess:
 
     def __exit__(self, *raised: object) -> None:
         self.release()
-
-
-def error_of(body: Mapping[str, Any]) -> PrejitError:
-    """Return the error that a worker or a node of a cluster answers: a StoreError or a BuildError."""
-    kind = StoreError if body["code"] == StoreError.code else BuildError
-    return kind(body["message"], hint=body["hint"])
 
 
 def _last_lines(output: str) -> tuple[str, ...]:

@@ -58,7 +58,7 @@ from prejit.compiler.pipeline.pack.model_layers import (
     read_layers,
 )
 from prejit.compiler.pipeline.pack.provenance import build_provenance
-from prejit.compiler.pipeline.plan import Lowered, find_toolchain, plan_build
+from prejit.compiler.pipeline.plan import Lowered, PlanOptions, find_toolchain, plan_build
 from prejit.compiler.pipeline.result_keys import versions
 from prejit.compiler.pipeline.reuse import TargetTools
 from prejit.compiler.pipeline.shards import Packing, Turn
@@ -195,16 +195,11 @@ def begin(manifest: Manifest, only: tuple[str, ...], service: Services) -> Begun
     check_place(name, service.output)
     directory = _fetch(manifest)
     _note_reads(manifest, progress)
-    forms, retrace = service.forms, service.retrace
-    plan = plan_build(manifest, store, only=only, forms=forms, directory=directory, retrace=retrace)
+    forms, fetched = (None if path is None else str(path) for path in (service.forms, directory))
+    options = PlanOptions(only, forms, fetched, service.retrace)
+    plan = plan_build(manifest, store, options)
     space = Workspace.of(plan, store, progress)
-    crew = open_crew(
-        *(plan, service.executor, store, progress),
-        only=only,
-        directory=directory,
-        forms=forms,
-        retrace=retrace,
-    )
+    crew = open_crew(plan, options, service.executor, store, progress)
     with nullcontext() if crew is None else crew:
 
         def count_tokens() -> int:

@@ -217,33 +217,38 @@ class Plan:
         return replace(self, programs=tuple(known.get(p.spec.name, p) for p in self.programs))
 
 
+@dataclass(frozen=True)
+class PlanOptions:
+    """What decides a plan beside its manifest and its store. Processes that lower plan with the same options.
+
+    Attributes:
+        only: names of targets; empty: all targets of the manifest.
+        forms: path of a table of measured forms, which goes before the store's and the recorded one.
+        directory: path of the model directory, if it was fetched for this build; None: a local one.
+        retrace: whether the user's code is traced again, whatever the store has.
+    """
+
+    only: tuple[str, ...] = ()
+    forms: str | None = None
+    directory: str | None = None
+    retrace: bool = False
+
+
 def plan_build(
     manifest: Manifest,
     store: Store,
+    options: PlanOptions = PlanOptions(),
     *,
-    only: tuple[str, ...] = (),
-    forms: Path | None = None,
-    directory: Path | None = None,
-    retrace: bool = False,
     names: Collection[str] | None = None,
 ) -> Plan:
-    """Return the plan of a build.
-
-    Args:
-        manifest: what to build.
-        store: the results of earlier builds.
-        only: names of targets; empty: all targets of the manifest.
-        forms: a table of measured forms, which goes before the store's and the recorded one.
-        directory: the model directory, if it was fetched for this build; None: a local one.
-        retrace: whether the user's code is traced again, whatever the store has.
-        names: names of the programs that the plan has; None: all programs of the manifest.
+    """Return the plan of a build, of the programs with these names; None: of all programs of the manifest.
 
     Raises:
         BuildError: this machine cannot compile for a target.
         UsageError: a name in `only` is no target of the manifest.
         ManifestError, CheckpointError, RejectError, StoreError: a file cannot be read, or is wrong.
     """
-    targets = chosen(manifest.targets, only, manifest.where)
+    targets = chosen(manifest.targets, options.only, manifest.where)
     for target in targets:
         if reason := can_build(target):
             raise BuildError(
@@ -251,6 +256,7 @@ def plan_build(
                 hint="leave the target out, or pass --skip-unbuildable",
             )
     source = None if manifest.model is None or manifest.has_own_model else manifest.model.source
+    directory = None if options.directory is None else Path(options.directory)
     if directory is None and source is not None:
         directory = find_source(source, manifest.directory)
     model = None if directory is None else find_model(manifest, targets, directory)
@@ -277,7 +283,7 @@ def plan_build(
     def planned(spec: ProgramSpec) -> PlannedProgram:
         if spec.kind == "call" or manifest.has_own_model:
             known = traced(spec)
-            if known is None or known.result is None or retrace:
+            if known is None or known.result is None or options.retrace:
                 return PlannedProgram(spec, trace=known)
             lowered = from_plain(Lowered, known.result["lowered"])
             key = None
@@ -290,7 +296,7 @@ def plan_build(
         return PlannedProgram(spec, key, find_lowered(key, store))
 
     own, own_trace = None, traced(None) if manifest.has_own_model else None
-    if own_trace is not None and own_trace.result is not None and not retrace:
+    if own_trace is not None and own_trace.result is not None and not options.retrace:
         own = from_plain(OwnFacts, own_trace.result)
 
     specs = [each for each in program_specs(manifest) if names is None or each.name in names]
@@ -300,7 +306,7 @@ def plan_build(
         tuple(store.map(planned, specs)),
         model,
         KnownForms(
-            FormTable() if forms is None else read_table(forms),
+            FormTable() if options.forms is None else read_table(Path(options.forms)),
             read_own(own_path(store.root)),
             read_recorded(),
         ),

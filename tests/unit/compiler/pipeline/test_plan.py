@@ -27,6 +27,7 @@ from prejit.compiler.pipeline.model import read_model
 from prejit.compiler.pipeline.plan import (
     Native,
     Plan,
+    PlanOptions,
     choose_source,
     find_toolchain,
     kernels_of,
@@ -85,7 +86,7 @@ def planned(at, model, *targets, context=24, only=(), mesh="", cache_dtype="floa
         + "".join(f"[[target]]\nname = {json.dumps(target)}\n" for target in targets)
     )
     store = DirectoryStore.open(at / "cache")
-    return Planned(plan_build(read_manifest(manifest), store, only=only), store)
+    return Planned(plan_build(read_manifest(manifest), store, PlanOptions(only)), store)
 
 
 def compile_digests(found, name):

@@ -33,6 +33,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from prejit.compiler.base.process_errors import plain_error
 from prejit.compiler.compile.compile_jobs import Compiled
 from prejit.compiler.compile.worker.worker_compile import (
     Compile,
@@ -100,8 +101,7 @@ def _answer_and_exit(
                     cpu_count.show(request["cpus"], to_parent)
                 write_answer(answers, {"result": _compile(store, compile_program, request)})
         except PrejitError as error:
-            body = {"code": error.code, "message": str(error), "hint": error.hint}
-            write_answer(answers, {"error": body})
+            write_answer(answers, {"error": plain_error(error)})
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
@@ -163,12 +163,6 @@ def _wait(
     process: int, requests: BinaryIO, from_child: socket.socket, cpus: int | None
 ) -> int | None:
     """Wait for the child to end, and meanwhile answer its system calls for its CPUs (cpu_count.py).
-
-    Args:
-        process: the child.
-        requests: their end ends the child.
-        from_child: gives the descriptor of its calls.
-        cpus: number of CPUs that the child sees; None: it does not ask.
 
     Returns:
         Its exit code, or minus its signal; None: the requests ended, and with them the child.

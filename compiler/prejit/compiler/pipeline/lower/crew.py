@@ -15,7 +15,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import final
 
 from prejit.compiler.compile.executor import Executor
@@ -29,7 +28,7 @@ from prejit.compiler.pipeline.lower.lowerer_process import (
     Work,
     manifest_digest,
 )
-from prejit.compiler.pipeline.plan import Plan, PlannedProgram, find_lowered
+from prejit.compiler.pipeline.plan import Plan, PlannedProgram, PlanOptions, find_lowered
 from prejit.compiler.pipeline.result_keys import own_lower_key
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.store_interface import Store
@@ -50,20 +49,9 @@ _LEAST, _MOST = 4, 16
 
 
 def open_crew(
-    plan: Plan,
-    executor: Executor,
-    store: Store,
-    progress: Progress,
-    *,
-    only: tuple[str, ...],
-    directory: Path | None,
-    forms: Path | None,
-    retrace: bool,
+    plan: Plan, options: PlanOptions, executor: Executor, store: Store, progress: Progress
 ) -> Crew | None:
-    """Start processes that lower the programs of a plan; None: the build's process lowers them as fast.
-
-    They plan as the build does: with the same arguments of `plan_build`.
-    """
+    """Start processes that lower the programs of a plan; None: the build's process lowers them as fast."""
     new = [each for each in plan.programs if each.lowered is None]
     if plan.manifest.path is None or not new:
         return None
@@ -72,10 +60,7 @@ def open_crew(
     project = Project(
         str(plan.manifest.path),
         manifest_digest(plan.manifest),
-        only,
-        None if directory is None else str(directory),
-        None if forms is None else str(forms),
-        retrace,
+        options,
         str(store.root),
         store.namespace,
         tuple(sys.path),
@@ -169,12 +154,7 @@ class Crew:
     ) -> dict[str, PlannedProgram]:
         """Lower programs, and call a function with each as soon as it is lowered.
 
-        Args:
-            plan: the plan of the build.
-            programs: those of its programs that have to be lowered, or lack their form with kernels.
-            then: called in any thread, and returns whether it needs no more of a program; None: nothing is
-                called.
-            chosen: see `Work`.
+        `then` is called in any thread, and returns whether it needs no more of a program.
 
         Returns:
             The lowered programs by name. The build's process has to lower the others.

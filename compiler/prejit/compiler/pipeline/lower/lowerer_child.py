@@ -10,13 +10,14 @@ import faulthandler
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
+from prejit.compiler.base.process_errors import plain_error
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.native.kernel_library import KernelLibrary, find_kernels
@@ -26,7 +27,6 @@ from prejit.compiler.pipeline.lower.lowerer_process import (
     Project,
     Work,
     manifest_digest,
-    plain_error,
 )
 from prejit.compiler.pipeline.lower.model_checks import check
 from prejit.compiler.pipeline.lower.program_lowering import (
@@ -120,7 +120,8 @@ class Lowerer:
         self._store = _ChildStore(Path(project.root), project.namespace)
         self._notes = _Notes()
         self._parameters: dict[str, dict[str, str]] = {}  # by section
-        self._space = Workspace.of(self._plan(names=(), retrace=False), self._store, self._notes)
+        empty = plan_build(manifest, self._store, project.options, names=())
+        self._space = Workspace.of(empty, self._store, self._notes)
 
     def prepare(self) -> Checked | None:
         """Read the model and the user's code, so that the first program need not wait for it.
@@ -134,7 +135,7 @@ class Lowerer:
             if is_published:
                 self._space.model()
             return None
-        plan = self._plan(names=None, retrace=self._project.retrace)
+        plan = plan_build(self._manifest, self._store, self._project.options)
         weights = open_weights(plan.model) if plan.model and is_published else None
         check(self._space.with_plan(plan), weights)
         if plan.own is None:
@@ -147,8 +148,8 @@ class Lowerer:
 
     def lower(self, work: Work) -> Done:
         """Lower a unit of programs."""
-        retrace = self._project.retrace
-        before = self._known(self._plan(names=tuple(work.programs), retrace=retrace), work)
+        plan = plan_build(self._manifest, self._store, self._project.options, names=work.programs)
+        before = self._known(plan, work)
         # What is known of the user's decoder was kept before, or is kept by the process that checks it.
         before = replace(before, own=self._own if before.own is None else before.own)
         untraced = self._space.with_plan(before)
@@ -159,18 +160,6 @@ class Lowerer:
         self._lower_native(space, lowered, chosen=work.chosen)
         parameters = self._parameters.get(plan.programs[0].spec.section, {})
         return Done(lowered, parameters, self._store.taken(), self._notes.taken())
-
-    def _plan(self, names: Sequence[str] | None, *, retrace: bool) -> Plan:
-        forms, directory = self._project.forms, self._project.directory
-        return plan_build(
-            self._manifest,
-            self._store,
-            only=self._project.only,
-            forms=None if forms is None else Path(forms),
-            directory=None if directory is None else Path(directory),
-            retrace=retrace,
-            names=names,
-        )
 
     @cached_property
     def _own(self) -> OwnFacts | None:

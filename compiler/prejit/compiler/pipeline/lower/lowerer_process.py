@@ -17,32 +17,21 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
+from prejit.compiler.base.process_errors import error_of
 from prejit.compiler.manifest.manifest import Manifest
-from prejit.compiler.pipeline.plan import Lowered, OwnFacts
+from prejit.compiler.pipeline.plan import Lowered, OwnFacts, PlanOptions
 from prejit.compiler.store.build_cache_key import Key
 from prejit.runtime.base.child_process import Child, ending
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import from_plain
-from prejit.runtime.errors import (
-    BuildError,
-    CheckpointError,
-    ManifestError,
-    PrejitError,
-    RejectError,
-    StoreError,
-    UsageError,
-)
+from prejit.runtime.errors import PrejitError
 
 _COMMAND = (sys.executable, "-P", "-m", "prejit.compiler.pipeline.lower.lowerer_child")
-_KINDS: Mapping[str, type[PrejitError]] = {
-    kind.code: kind for kind in (CheckpointError, ManifestError, StoreError, UsageError)
-}
-"""The errors, besides BuildError and RejectError, that lowering raises."""
 
 
 @dataclass(frozen=True)
 class Project:
-    """What a process plans as its build does, with the same arguments of `plan_build`.
+    """What a process plans as its build does.
 
     Attributes:
         manifest: path of the manifest.
@@ -55,10 +44,7 @@ class Project:
 
     manifest: str
     content: str
-    only: tuple[str, ...]
-    directory: str | None
-    forms: str | None
-    retrace: bool
+    options: PlanOptions
     root: str
     namespace: str
     path: tuple[str, ...]
@@ -107,20 +93,6 @@ class Done:
     parameters: dict[str, str]
     keys: tuple[Key, ...]
     notes: tuple[str, ...] = ()
-
-
-def plain_error(error: PrejitError) -> dict[str, Any]:
-    """Return an error as JSON."""
-    return {"code": error.code, "message": str(error), "hint": error.hint}
-
-
-def error_of(plain: Mapping[str, Any]) -> PrejitError:
-    """Return the error that `plain_error` turned into JSON."""
-    code, message, hint = plain["code"], plain["message"], plain["hint"]
-    if code == RejectError.code:
-        path, _, text = message.partition(": ")
-        return RejectError(path, text, hint=hint)
-    return _KINDS.get(code, BuildError)(message, hint=hint)
 
 
 class ProcessEndedError(Exception):

@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from prejit.compiler.base.process_errors import error_text
 from prejit.runtime.base.files import Content
 from prejit.runtime.base.typed_json import from_json, from_plain
 from prejit.runtime.device import kernels
 from prejit.runtime.device.device import Device, Executable
 from prejit.runtime.device.kernels import load_library
-from prejit.runtime.errors import PrejitError
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
 from prejit.runtime.format.checks.seldom_parts import handler_names
@@ -79,10 +79,8 @@ def _answers(request: GoldenRequest, programs: Programs) -> Iterator[dict[str, A
         answer: dict[str, Any] = {"program": name, "tolerance": int(tolerance)}
         try:
             answer["results"] = _ask(programs, name, int(tolerance), request.seed)
-        except PrejitError as error:
-            answer["error"] = str(error)
-        except Exception as error:  # XLA raises errors of many kinds
-            answer["error"] = f"{type(error).__name__}: {error}"
+        except Exception as error:
+            answer["error"] = error_text(error)
         yield answer
 
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from prejit.compiler.base.process_errors import error_text
 from prejit.compiler.pipeline.measure.golden_child import GoldenRequest, open_programs
 from prejit.runtime.base.typed_json import from_plain
 from prejit.runtime.device.transfer import dtype_of, to_numpy
-from prejit.runtime.errors import BuildError, PrejitError
+from prejit.runtime.errors import BuildError
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.programs.golden_check import (
@@ -92,10 +93,8 @@ def main() -> None:
         about = ReferenceComparison(reference.program, reference.file)
         try:
             found = _compare(programs, reference, about)
-        except PrejitError as error:
-            found = replace(about, error=str(error))
-        except Exception as error:  # XLA raises errors of many kinds
-            found = replace(about, error=f"{type(error).__name__}: {error}")
+        except Exception as error:
+            found = replace(about, error=error_text(error))
         print(json.dumps(asdict(found)), flush=True)
 
 

@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
+from prejit.compiler.base.process_errors import error_text
 from prejit.compiler.pipeline.plan import StoredTrial
 from prejit.runtime.base.typed_json import from_plain
 from prejit.runtime.device.device import Device, Executable
 from prejit.runtime.device.portable import specialize
 from prejit.runtime.device.transfer import DeviceArray, dtype_of, to_numpy
-from prejit.runtime.errors import PrejitError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.blobs import Layer
@@ -124,10 +124,8 @@ def main() -> None:
         try:
             values = [device.put(weights[name]) for name in program.weights]
             answer["differences"] = list(map(asdict, _compare(program, read, device, values)))
-        except PrejitError as error:
-            answer["error"] = str(error)
-        except Exception as error:  # XLA raises errors of many kinds
-            answer["error"] = f"{type(error).__name__}: {error}"
+        except Exception as error:
+            answer["error"] = error_text(error)
         print(json.dumps(answer), flush=True)
 
 

@@ -9,7 +9,7 @@ from safetensors.numpy import save
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline.lower.program_lowering import lower
 from prejit.compiler.pipeline.lower.trace_keeping import remember
-from prejit.compiler.pipeline.plan import plan_build
+from prejit.compiler.pipeline.plan import PlanOptions, plan_build
 from prejit.compiler.pipeline.reuse import planned_executables
 from prejit.compiler.pipeline.workspace import Workspace, find_code
 from prejit.compiler.progress import Quiet
@@ -58,7 +58,8 @@ class Project:
 
     def trace(self, *, retrace=False):
         """Do what a build does before it compiles, and return the names of programs that were traced."""
-        plan = plan_build(read_manifest(self.directory / "m.toml"), self.store, retrace=retrace)
+        options = PlanOptions(retrace=retrace)
+        plan = plan_build(read_manifest(self.directory / "m.toml"), self.store, options)
         code = cache(partial(self.find_code, plan.manifest))
         progress = Quiet()
         progress.note = self.notes.append

@@ -22,7 +22,7 @@ from prejit.compiler.pipeline.lower.model_checks import check
 from prejit.compiler.pipeline.lower.program_lowering import lower, lower_own
 from prejit.compiler.pipeline.lower.trace_keeping import remember
 from prejit.compiler.pipeline.model import open_weights
-from prejit.compiler.pipeline.plan import plan_build
+from prejit.compiler.pipeline.plan import PlanOptions, plan_build
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Progress
 from prejit.compiler.sharing.layered import LayeredStore
@@ -93,8 +93,7 @@ class Project:
         return {each.spec.name: each for each in self.plan(store).programs}
 
     def open(self, plan, store):
-        options = {"only": (), "directory": None, "forms": None, "retrace": False}
-        return open_crew(plan, TWO, store, self.notes, **options)
+        return open_crew(plan, PlanOptions(), TWO, store, self.notes)
 
     def crew(self, plan, store):
         found = self.open(plan, store)
@@ -223,8 +222,7 @@ def test_a_manifest_that_was_made_in_python_starts_no_process(tmp_path):
     store = DirectoryStore.open(tmp_path)
     programs = [Program(f"f{n}", fn=lambda x: x, args=["float32[3]"]) for n in range(9)]
     plan = plan_build(Manifest("python", programs=programs, targets=["cpu-host"]), store)
-    options = {"only": (), "directory": None, "forms": None, "retrace": False}
-    assert open_crew(plan, TWO, store, Notes(), **options) is None
+    assert open_crew(plan, PlanOptions(), TWO, store, Notes()) is None
 
 
 def test_a_build_that_fails_leaves_no_process_behind(project):

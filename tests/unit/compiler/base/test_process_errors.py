@@ -2,7 +2,7 @@
 
 import json
 
-from prejit.compiler.pipeline.lower.lowerer_process import error_of, plain_error
+from prejit.compiler.base.process_errors import error_of, plain_error
 from prejit.runtime.errors import (
     BuildError,
     CheckpointError,
