@@ -68,7 +68,7 @@ class Version:
 
 def make_version(golden, path, seed):
     """Make a version of the bundle from a golden one. All have the same weights and other programs."""
-    from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
+    from prejit.compiler.pipeline.layout_writing import Part, attach
     from prejit.runtime.format.names import (
         EXECUTABLES_MEDIA_TYPE,
         PARTS_MEDIA_TYPE,
@@ -84,7 +84,7 @@ def make_version(golden, path, seed):
         root = read_root(layout)
     assert root.subject is not None
     parts = Part(PARTS_MEDIA_TYPE, b'{"bomFormat":"CycloneDX"}')
-    attach(path, root.subject, PARTS_MEDIA_TYPE, EMPTY, [parts], {})
+    attach(path, root.subject, PARTS_MEDIA_TYPE, [parts], {})
     tar = path.with_suffix(".tar")
     ship(parse_reference(str(path)), parse_reference(str(tar)))
     files = (path / "blobs" / "sha256").iterdir()

@@ -24,7 +24,7 @@ from pathlib import Path
 import zstandard
 
 from prejit.compiler.garbage import collect
-from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach, write_layout
+from prejit.compiler.pipeline.layout_writing import Part, attach, write_layout
 from prejit.compiler.pipeline.pack.bundle_files import assemble
 from prejit.compiler.recording.jax_cache_packing import RecordedFile, RecordedTarget, packed
 from prejit.compiler.store.build_cache_key import Key
@@ -319,7 +319,7 @@ def attach_note(bundle, number):
     """Attach something, as `prejit sign` does."""
     subject = read_whole(bundle, lambda layout, root: root.subject)
     assert subject is not None
-    attach(bundle, subject, "text/plain", EMPTY, [Part("text/plain", str(number).encode())], {})
+    attach(bundle, subject, "text/plain", [Part("text/plain", str(number).encode())], {})
 
 
 CACHES = {

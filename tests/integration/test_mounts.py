@@ -13,7 +13,7 @@ from tests.layouts import subject_of
 from tests.processes import ran
 from tests.waiting import wait_for
 
-from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
+from prejit.compiler.pipeline.layout_writing import Part, attach
 from prejit.runtime.__main__ import main
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.names import PARTS_MEDIA_TYPE
@@ -130,7 +130,7 @@ def test_containerd_mounts_the_image_and_unpacks_the_weights_of_two_versions_onc
 ):
     second = Path(shutil.copytree(demo, tmp_path / "second"))
     parts = Part(PARTS_MEDIA_TYPE, b'{"bomFormat":"CycloneDX"}')
-    attach(second, subject_of(second), PARTS_MEDIA_TYPE, EMPTY, [parts], {})
+    attach(second, subject_of(second), PARTS_MEDIA_TYPE, [parts], {})
     counts = []
     for name, bundle in {"one": demo, "two": second}.items():
         ran(*ctr, "images", "pull", "--plain-http", image := pushed(bundle, registry, tag=name))

@@ -51,12 +51,7 @@ def write_layout(
     What refers to the bundle or to one of its targets stays, if the old bundle was the same or had the same
     target.
 
-    Args:
-        path: the directory; it is made if it is missing.
-        index: the bytes of the bundle's index.
-        blobs: all other blobs: digest -> bytes, or the file that holds them. Blobs that exist and match their
-            names are not written again.
-        digest_of_file: returns the digest of a file.
+    Blobs that exist and match their names are not written again.
 
     Raises:
         StoreError: the disk is full, or writing is not permitted. The bundle that was there still opens.
@@ -101,15 +96,14 @@ class Part(NamedTuple):
         )
 
 
-EMPTY = Part(EMPTY_MEDIA_TYPE, b"{}")
-"""The config of a manifest that needs none."""
+_EMPTY = Part(EMPTY_MEDIA_TYPE, b"{}")
+"""The config of a manifest: it needs none."""
 
 
 def attach(
     path: Path,
     subject: Descriptor,
     artifact_type: str,
-    config: Part,
     layers: Sequence[Part],
     annotations: Mapping[str, str],
 ) -> Descriptor:
@@ -119,8 +113,7 @@ def attach(
     which tools that do not know OCI's referrers can copy it. No digest of the bundle changes. If the same
     manifest is attached already, nothing changes. Temporary files of writers that were killed are removed.
 
-    `artifact_type` is its type, such as `application/vnd.cyclonedx+json`, and `config` that of the
-    manifest: `EMPTY` if it needs none. There is one layer at least.
+    `artifact_type` is its type, such as `application/vnd.cyclonedx+json`. There is one layer at least.
 
     Returns:
         The descriptor of the manifest.
@@ -134,7 +127,7 @@ def attach(
         {
             "annotations": dict(annotations),
             "artifactType": artifact_type,
-            "config": config.descriptor(),
+            "config": _EMPTY.descriptor(),
             "layers": [layer.descriptor() for layer in layers],
             "mediaType": MANIFEST_MEDIA_TYPE,
             "schemaVersion": 2,
@@ -148,7 +141,7 @@ def attach(
             hint="put what is large into a layer",
         )
     at = attached_entry(digest_of(manifest), len(manifest), artifact_type)
-    blobs = {digest_of(part.content): part.content for part in (config, *layers)}
+    blobs = {digest_of(part.content): part.content for part in (_EMPTY, *layers)}
     with locked(path):
         listed = _check_subject(path, subject)
         _write_blobs(path / "blobs" / "sha256", {**blobs, at.digest: manifest})

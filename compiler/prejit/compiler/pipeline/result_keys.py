@@ -227,12 +227,6 @@ def tokenizer_key(manifest: Manifest, tokenizer: bytes, config: str) -> Key:
     return Key("tokenizer", manifest.bundle.name, ingredients)
 
 
-def chunks_key(layer: str, algorithm: str, size: int, verity_block: int) -> Key:
-    """Return the key of the digests of a layer's chunks of `size` bytes, and of its fs-verity digest."""
-    sizes = (("size", str(size)), ("verity block", str(verity_block)))
-    return Key("chunks", layer, (("layer", layer), ("hash", algorithm), *sizes))
-
-
 def cost_key(compiled: Key) -> Key:
     """Return the key of a program's cost on this machine, from the key of its executable."""
     here = Fingerprint.current()

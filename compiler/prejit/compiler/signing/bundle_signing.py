@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach, remove_abandoned
+from prejit.compiler.pipeline.layout_writing import Part, attach, remove_abandoned
 from prejit.runtime.base.files import digest_of, is_digest, store_errors
 from prejit.runtime.base.written_files import write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError
@@ -174,7 +174,7 @@ def sign(path: str | os.PathLike[str], signer: Signer) -> Signed:
                 _CREATED: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             }
             layer = Part(SIGNATURE_MEDIA_TYPE, content)
-            attach(path, descriptors[subject], SIGNATURE_MEDIA_TYPE, EMPTY, [layer], annotations)
+            attach(path, descriptors[subject], SIGNATURE_MEDIA_TYPE, [layer], annotations)
             added += 1
         write_file(beside, model_signature(path, signer))
     except StoreError as error:

@@ -12,7 +12,6 @@ from tests.threads import in_threads
 
 from prejit.compiler.pipeline import layout_writing as writing
 from prejit.compiler.pipeline.layout_writing import (
-    EMPTY,
     Part,
     attach,
     remove_abandoned,
@@ -48,14 +47,14 @@ def described(at):
 
 
 def attach_text(path, subject, text="signed"):
-    return attach(path, subject, TYPE, EMPTY, [Part(TYPE, text.encode())], NOTES)
+    return attach(path, subject, TYPE, [Part(TYPE, text.encode())], NOTES)
 
 
 def test_what_is_attached_is_found_and_as_oci_says(bundle_dir):
     bundle, target = subject_of(bundle_dir), targets_of(bundle_dir)["cpu-host"]
     before = load(bundle_dir).digest
     title = {"org.opencontainers.image.title": "signature"}
-    of_bundle = attach(bundle_dir, bundle, TYPE, EMPTY, [Part(TYPE, b"signed", title)], NOTES)
+    of_bundle = attach(bundle_dir, bundle, TYPE, [Part(TYPE, b"signed", title)], NOTES)
     of_target = attach_text(bundle_dir, target)
     of_referrer = attach_text(bundle_dir, of_bundle)
     for subject, expected in ((bundle, of_bundle), (target, of_target), (of_bundle, of_referrer)):
@@ -160,7 +159,7 @@ def test_what_is_gone_gets_nothing(bundle_dir, recipe, make_recipe):
         attach_text(bundle_dir, stranger)
     text = {"a": "x" * limits.MAX_MANIFEST_BYTES}
     with pytest.raises(UsageError, match="expected a manifest of at most 65536 bytes"):
-        attach(bundle_dir, subject, TYPE, EMPTY, [Part(TYPE, b"")], text)
+        attach(bundle_dir, subject, TYPE, [Part(TYPE, b"")], text)
     assert attached(bundle_dir) == ()
     attach_text(bundle_dir, subject)
     [found] = attached(bundle_dir)

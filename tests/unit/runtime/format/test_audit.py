@@ -11,7 +11,7 @@ pytest.importorskip("cryptography", reason="cryptography comes with the extra tr
 from tests.layouts import blob, subject_of
 from tests.signers import signer
 
-from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach, remove_abandoned
+from prejit.compiler.pipeline.layout_writing import Part, attach, remove_abandoned
 from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import RejectError, load
@@ -163,12 +163,12 @@ def test_a_bundle_passes_without_what_its_build_attached(kind, bundle):
 )
 def test_a_lying_attachment_passes(kind, content, complaint, bundle):
     subject = subject_of(bundle)
-    attach(bundle, subject, kind, EMPTY, [Part(kind, content)], {})
+    attach(bundle, subject, kind, [Part(kind, content)], {})
     assert complaint in str(rejected(bundle, blob(bundle, digest_of(content))))
 
 
 def test_what_refers_to_another_bundle_passes(bundle):
-    at = attach(bundle, subject_of(bundle), "text/x", EMPTY, [Part("text/plain", b"x")], {})
+    at = attach(bundle, subject_of(bundle), "text/x", [Part("text/plain", b"x")], {})
     for change, complaint in (
         ({"digest": digest_of(b"y")}, "as subject, found"),
         ({"size": 1}, "subject: expected"),

@@ -10,7 +10,7 @@ from tests.fake_registry import fake_registry
 from tests.store_servers import google_settings
 from tests.unit.compiler.sharing.fixtures import S3_SETTINGS, s3_store
 
-from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
+from prejit.compiler.pipeline.layout_writing import Part, attach
 from prejit.runtime.errors import PrejitError, StoreError, UsageError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.layout import Layout
@@ -31,9 +31,9 @@ def fleet(tmp_path):
     with Layout(path) as layout:
         subject = read_root(layout).subject
     parts = Part(PARTS_MEDIA_TYPE, b'{"bomFormat":"CycloneDX"}')
-    at = attach(path, subject, PARTS_MEDIA_TYPE, EMPTY, [parts], {})
+    at = attach(path, subject, PARTS_MEDIA_TYPE, [parts], {})
     signature = f'{{"mediaType":"{SIGNATURE_MEDIA_TYPE}"}}'.encode()
-    attach(path, at, SIGNATURE_MEDIA_TYPE, EMPTY, [Part(SIGNATURE_MEDIA_TYPE, signature)], {})
+    attach(path, at, SIGNATURE_MEDIA_TYPE, [Part(SIGNATURE_MEDIA_TYPE, signature)], {})
     return path
 
 

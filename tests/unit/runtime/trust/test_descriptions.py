@@ -10,7 +10,7 @@ pytest.importorskip("cryptography", reason="cryptography comes with the extra tr
 from tests.layouts import blob, subject_of
 from tests.signers import key_table, signer, write_policy
 
-from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
+from prejit.compiler.pipeline.layout_writing import Part, attach
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import UntrustedError, load
 from prejit.runtime.__main__ import main
@@ -86,7 +86,7 @@ def test_a_bundle_without_descriptions_is_let_in_or_with_later_ones_not(bundle_d
     subject = subject_of(bundle_dir)
     content = b'{"bomFormat":"CycloneDX","specVersion":"1.6"}'
     parts = [Part(PARTS_MEDIA_TYPE, content)]
-    attach(bundle_dir, subject, PARTS_MEDIA_TYPE, EMPTY, parts, {})
+    attach(bundle_dir, subject, PARTS_MEDIA_TYPE, parts, {})
     sign(bundle_dir, signer("a"))
     assert case_of(bundle_dir, "sbom = true") == ""
 
@@ -100,7 +100,7 @@ def test_other_descriptions_count(signed, make_recipe, tmp_path):
     for at in theirs:
         [layer] = json.loads(blob(signed, at.digest).read_bytes())["layers"]
         part = Part(layer["mediaType"], blob(signed, layer["digest"]).read_bytes())
-        attach(other, subject, layer["mediaType"], EMPTY, [part], {})
+        attach(other, subject, layer["mediaType"], [part], {})
     assert case_of(other, "sbom = true") == "sbom"
     assert case_of(other, BOTH) == "provenance"
 

@@ -12,7 +12,7 @@ pytest.importorskip("cryptography", reason="cryptography comes with the extra tr
 from tests.layouts import blob, index_of, subject_of, write_root
 from tests.signers import key_table, signer, write_policy
 
-from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach
+from prejit.compiler.pipeline.layout_writing import Part, attach
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.compiler.signing.channels import release_bundle, rotate_keys
 from prejit.runtime import load
@@ -159,7 +159,7 @@ def test_a_copy_of_a_target_has_its_signature_and_no_other_bundle_has_it(
             root = read_root(layout)
         for subject in (root.subject, *root.bundle.manifests):
             part = Part(SIGNATURE_MEDIA_TYPE, content)
-            attach(forged, subject, SIGNATURE_MEDIA_TYPE, EMPTY, [part], {})
+            attach(forged, subject, SIGNATURE_MEDIA_TYPE, [part], {})
     assert case_of(forged, policy) == "other-subject"
 
 
@@ -194,7 +194,7 @@ def test_what_is_attached_as_a_signature_and_is_none_does_not_count(
     signed = shutil.copytree(bundle_dir, bundle_dir.with_name("signed"))
     sign(signed, signer("a"))
     for path in (bundle_dir, signed):
-        attach(path, subject, SIGNATURE_MEDIA_TYPE, EMPTY, parts, {})
+        attach(path, subject, SIGNATURE_MEDIA_TYPE, parts, {})
     assert case_of(bundle_dir, policy) == case
     runs(signed, policy)
 

@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.pipeline.layout_writing import EMPTY, Part, attach, is_whole
+from prejit.compiler.pipeline.layout_writing import Part, attach, is_whole
 from prejit.compiler.pipeline.pack.bundle_files import DESCRIPTIONS
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.blobs import read_whole
@@ -76,7 +76,7 @@ def _attach(
     path: Path, subject: Descriptor, kind: str, content: bytes, noted: dict[str, str]
 ) -> None:
     layers: Sequence[Part] = [Part(kind, content, noted or None)]
-    attach(path, subject, kind, EMPTY, layers, noted)
+    attach(path, subject, kind, layers, noted)
 
 
 def parts_list(digest: str, contents: Sequence[tuple[ImageManifest, Config]]) -> bytes:

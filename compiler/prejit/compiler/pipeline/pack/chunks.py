@@ -19,7 +19,7 @@ from typing import final
 from blake3 import blake3
 
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
-from prejit.compiler.pipeline.result_keys import chunks_key
+from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.store_interface import Store
 from prejit.runtime.base.files import digest_of, store_errors
 from prejit.runtime.format.bundle_schema import Chunks
@@ -91,7 +91,9 @@ def chunks_of(layers: Iterable[PackedLayer], store: Store) -> dict[str, Chunks] 
 
 
 def _chunks(layer: PackedLayer, store: Store) -> Chunks:
-    key = chunks_key(layer.digest, CHUNK_ALGORITHM, CHUNK_BYTES, BLOCK_BYTES)
+    sizes = (("size", str(CHUNK_BYTES)), ("verity block", str(BLOCK_BYTES)))
+    ingredients = (("layer", layer.digest), ("hash", CHUNK_ALGORITHM), *sizes)
+    key = Key("chunks", layer.digest, ingredients)
     result = store.get(key)
     if result is None:
         digests, verity = list[str](), VerityHash()
