@@ -18,7 +18,7 @@ from prejit.runtime.base.wording import few
 from prejit.runtime.errors import CheckpointError
 
 BESIDE = "put config.json and tokenizer.json beside the file, those of the checkpoint that it was made from"
-_MODEL_TYPES = {
+MODEL_TYPES = {
     **{name: name for name in ("gemma", "gemma2", "llama", "phi3", "qwen2", "qwen3")},
     "gemma3": "gemma3_text",
 }
@@ -72,9 +72,9 @@ def config_of(
         CheckpointError: the file's architecture, or a value of it, is not supported here.
     """
     architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in _MODEL_TYPES:
-        raise _unsupported(
-            f"{path}: general.architecture: expected one of {', '.join(map(shown, _MODEL_TYPES))}, found "
+    if not isinstance(architecture, str) or architecture not in MODEL_TYPES:
+        raise unsupported(
+            f"{path}: general.architecture: expected one of {', '.join(map(shown, MODEL_TYPES))}, found "
             f"{shown(architecture)}"
         )
     start = f"{architecture}."
@@ -86,21 +86,21 @@ def config_of(
     read = _READ | _READ_OF.get(architecture, set())
     needed = {*_SIZES, *({_WINDOW} if architecture in ("gemma2", "gemma3") else ())}
     if unread := sorted(said.keys() - read):
-        raise _unsupported(f"{path}: unknown {few([start + key for key in unread], 8)}")
+        raise unsupported(f"{path}: unknown {few([start + key for key in unread], 8)}")
     if missing := sorted(needed - said.keys()):
-        raise _unsupported(f"{path}: missing {few([start + key for key in missing], 8)}")
+        raise unsupported(f"{path}: missing {few([start + key for key in missing], 8)}")
     odd = [f"{start}{key}: expected a number, found {shown(value)}" for key, value in said.items()
            if key != "rope.scaling.type" and type(value) not in (int, float, bool)]  # fmt: skip
     if odd:
-        raise _unsupported(f"{path}: {'; '.join(odd)}")
+        raise unsupported(f"{path}: {'; '.join(odd)}")
     if "token_embd.weight" not in tensors or said["attention.head_count"] < 1:
-        raise _unsupported(f"{path}: expected token_embd.weight and heads of attention")
+        raise unsupported(f"{path}: expected token_embd.weight and heads of attention")
     heads = said["attention.head_count"]
     given = said["embedding_length"] // heads
     turned = said.get("rope.dimension_count")
     size = said.get("attention.key_length", turned if architecture == "llama" else given) or given
     config = {
-        "model_type": _MODEL_TYPES[architecture],
+        "model_type": MODEL_TYPES[architecture],
         **{ours: said[key] for key, ours in _SIZES.items()},
         "num_key_value_heads": said.get("attention.head_count_kv", heads),
         "head_dim": size,
@@ -119,27 +119,28 @@ def config_of(
     if architecture in ("phi3", "qwen2"):  # whose config.json has no size of heads
         del config["head_dim"]
         if size != given:
-            raise _unsupported(f"{path}: attention.key_length: expected {given}, found {size}")
+            raise unsupported(f"{path}: attention.key_length: expected {given}, found {size}")
     if said.get("attention.value_length", size) != size:
-        raise _unsupported(f"{path}: expected keys and values of one length")
+        raise unsupported(f"{path}: expected keys and values of one length")
     rope = _rope(path, said, tensors)
     if architecture == "phi3":
         config |= _phi3(path, said, rope, (turned or size) / size)
     elif turned not in (None, size):
-        raise _unsupported(f"{path}: rope.dimension_count: expected {size}, found {turned}")
+        raise unsupported(f"{path}: rope.dimension_count: expected {size}, found {turned}")
     if (layers := _MOST_LAYERS_BY_HEAD.get(architecture)) is not None:
         scaled = given if said["block_count"] == layers else size
         config |= {"query_pre_attn_scalar": scaled, "sliding_window": said[_WINDOW]}
         config |= {ours: said.get(key) for key, ours in _CAPS.items()}
     if architecture == "gemma3":
         if said.get(_WINDOWS, _GEMMA3_PERIOD) != _GEMMA3_PERIOD:
-            raise _unsupported(f"{path}: {_WINDOWS}: expected 6, found {said[_WINDOWS]}")
+            raise unsupported(f"{path}: {_WINDOWS}: expected 6, found {said[_WINDOWS]}")
         near = {"rope_type": "default", "rope_theta": said.get(_BASE_SWA, 10000.0)}
         rope = {"full_attention": rope, "sliding_attention": near}
     return {**config, "rope_parameters": rope}
 
 
-def _unsupported(message: str) -> CheckpointError:
+def unsupported(message: str) -> CheckpointError:
+    """Return the error for what no file is made of here."""
     return CheckpointError(message, hint=BESIDE)
 
 
@@ -159,7 +160,7 @@ def _special_ids(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
         if each is not None and not (type(each) is int and each >= 0)
     ]
     if odd:
-        raise _unsupported(f"{path}: {'; '.join(odd)}")
+        raise unsupported(f"{path}: {'; '.join(odd)}")
     ends = sorted({each for name, each in found.items() if name != "bos" and each is not None})
     pad = metadata.get("tokenizer.ggml.padding_token_id")
     return {"bos_token_id": found["bos"], "eos_token_id": ends or None, "pad_token_id": pad}
@@ -190,7 +191,7 @@ def _rope(path: Path, said: Mapping[str, Any], tensors: Mapping[str, Any]) -> di
             "factor": float(factor or 1),
             "original_max_position_embeddings": positions,
         }
-    raise _unsupported(
+    raise unsupported(
         f'{path}: rope.scaling: expected "none", "linear" or "yarn" with its numbers, found {shown(kind)}'
     )
 
@@ -207,7 +208,7 @@ def _llama3(path: Path, factors: list[float], theta: float) -> dict[str, Any]:
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
     if not np.allclose(expected, factors, rtol=1e-3):
-        raise _unsupported(
+        raise unsupported(
             f"{path}: rope_freqs.weight: expected the factors of a Llama 3, found others"
         )
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
@@ -224,7 +225,7 @@ def _phi3(
         rope["original_max_position_embeddings"] = original
         scale = math.sqrt(1 + math.log(max(1.0, positions / original)) / math.log(original))
         if not math.isclose(said.get("rope.scaling.attn_factor", scale), scale, rel_tol=1e-3):
-            raise _unsupported(
+            raise unsupported(
                 f"{path}: rope.scaling.attn_factor: expected {scale:.4f}, as LongRoPE has it"
             )
     return {

@@ -37,7 +37,8 @@ _SIZES = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
 """Keys of metadata, after the architecture, with those of config.json."""
-_SCALED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that follow from config.json."""
 
 
 def read_metadata(path: Path, *, arrays: bool = False) -> dict[str, Any]:
@@ -195,7 +196,7 @@ def check_agreement(
     if _rope(config).get("rope_type", "default") == "default":
         problems += [
             f"{name}: expected ones, as config.json gives no scaling of RoPE; found others"
-            for name in _SCALED
+            for name in ROPE_FACTORS
             if name in tensors and (tensors[name].data != 1).any()
         ]
     if problems:

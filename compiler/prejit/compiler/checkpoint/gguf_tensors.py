@@ -24,7 +24,13 @@ import numpy as np
 
 from prejit.compiler.base.stored_dtypes import GROUPS_OF_32, Groups
 from prejit.compiler.base.suggestions import shown
-from prejit.compiler.checkpoint.gguf_metadata import check_agreement, read_kinds, read_metadata
+from prejit.compiler.checkpoint.gguf_config import MODEL_TYPES
+from prejit.compiler.checkpoint.gguf_metadata import (
+    ROPE_FACTORS,
+    check_agreement,
+    read_kinds,
+    read_metadata,
+)
 from prejit.compiler.checkpoint.tensor_files import Tensor
 from prejit.runtime.errors import CheckpointError
 
@@ -32,19 +38,10 @@ if TYPE_CHECKING:
     from prejit.compiler.models.published_integers import Integers
 
 Values = np.ndarray[Any, Any]
-_ARCHITECTURES = {
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "gemma3_text": "gemma3",
-    "llama": "llama",
-    "mistral": "llama",
-    "phi3": "phi3",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-}
+_ARCHITECTURES = dict(
+    sorted({"mistral": "llama", **{ours: theirs for theirs, ours in MODEL_TYPES.items()}}.items())
+)
 """The architectures of llama.cpp that are read, by model_type."""
-_DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that follow from config.json."""
 _BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q4_K": 144}
 """Bytes of a block of each type whose integers int4 holds; of 32 elements, Q4_K's of 256."""
 _WITH_MINIMUMS = (3, 12)
@@ -200,7 +197,7 @@ def gguf_tensors(path: Path, config: Any, parameters: Iterable[str]) -> dict[str
         theirs = names.get_name(name, (".weight", ".bias"))
         if theirs is not None and (tensor := held.pop(theirs, None)) is not None:
             result[name] = _tensor(path, tensor, name, config)
-    left = {name: each for name, each in held.items() if name not in _DERIVED}
+    left = {name: each for name, each in held.items() if name not in ROPE_FACTORS}
     return result | {name: _tensor(path, each, name, config) for name, each in left.items()}
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from prejit.compiler.base.suggestions import shown
-from prejit.compiler.checkpoint.gguf_config import BESIDE
+from prejit.compiler.checkpoint.gguf_config import BESIDE, unsupported
 from prejit.runtime.errors import CheckpointError
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
@@ -47,9 +47,8 @@ def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> tuple[dict[str, Any
     }
     kind = said.get("model")
     if kind not in ("gpt2", "llama"):
-        raise CheckpointError(
-            f'{path}: tokenizer.ggml.model: expected "gpt2" or "llama", found {shown(kind)}',
-            hint=BESIDE,
+        raise unsupported(
+            f'{path}: tokenizer.ggml.model: expected "gpt2" or "llama", found {shown(kind)}'
         )
     _check_lists(path, said, "merges" if kind == "gpt2" else "scores")
     _check_ids(path, said)
@@ -118,18 +117,16 @@ def _check_lists(path: Path, said: Mapping[str, Any], third: str) -> None:
     of_tokens = {length for key, length in lengths.items() if key != "merges"}
     if not all(lengths.values()) or len(of_tokens) > 1:
         found = ", ".join(f"{length} {key}" for key, length in lengths.items())
-        raise CheckpointError(
-            f"{path}: tokenizer.ggml: expected as many tokens, types and scores, or merges; found {found}",
-            hint=BESIDE,
+        raise unsupported(
+            f"{path}: tokenizer.ggml: expected as many tokens, types and scores, or merges; found {found}"
         )
     for key in needed:
         what, holds = _OF_LISTS[key]
         if (
             at := next((at for at, each in enumerate(said[key]) if not holds(each)), None)
         ) is not None:
-            raise CheckpointError(
-                f"{path}: tokenizer.ggml.{key}: expected {what}, found {shown(said[key][at])} at {at}",
-                hint=BESIDE,
+            raise unsupported(
+                f"{path}: tokenizer.ggml.{key}: expected {what}, found {shown(said[key][at])} at {at}"
             )
 
 
@@ -137,9 +134,8 @@ def _check_ids(path: Path, said: Mapping[str, Any]) -> None:
     """Check that what names a token is a number. llama.cpp leaves out one that is no token."""
     for key, each in said.items():
         if key.endswith("_token_id") and not (type(each) is int and each >= 0):
-            raise CheckpointError(
-                f"{path}: tokenizer.ggml.{key}: expected a token id, found {shown(each)}",
-                hint=BESIDE,
+            raise unsupported(
+                f"{path}: tokenizer.ggml.{key}: expected a token id, found {shown(each)}"
             )
 
 
@@ -147,9 +143,7 @@ def _check_loads(path: Path, tokenizer: dict[str, Any]) -> None:
     try:
         Tokenizer.from_str(json.dumps(tokenizer))
     except Exception as error:  # the library raises nothing narrower
-        raise CheckpointError(
-            f"{path}: tokenizer.ggml: expected a tokenizer: {error}", hint=BESIDE
-        ) from error
+        raise unsupported(f"{path}: tokenizer.ggml: expected a tokenizer: {error}") from error
 
 
 def _added(place: int, text: str, kind: int, *, is_phi: bool) -> dict[str, Any]:
@@ -170,8 +164,8 @@ def _byte_level(path: Path, said: Mapping[str, Any]) -> dict[str, Any]:
     name = said.get("pre")
     if name not in (*_SPLITS, _PLAIN_SPLIT):
         known = ", ".join(map(shown, (*_SPLITS, _PLAIN_SPLIT)))
-        raise CheckpointError(
-            f"{path}: tokenizer.ggml.pre: expected one of {known}, found {shown(name)}", hint=BESIDE
+        raise unsupported(
+            f"{path}: tokenizer.ggml.pre: expected one of {known}, found {shown(name)}"
         )
     byte_level = {
         "type": "ByteLevel",

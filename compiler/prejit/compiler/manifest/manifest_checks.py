@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 from prejit.compiler.base.suggestions import did_you_mean, no_such_path, shown
 from prejit.compiler.manifest import section_checks
 from prejit.compiler.manifest.manifest import REPEAT, UNCHECKED, names_object
+from prejit.compiler.manifest.section_checks import table, wrong
 from prejit.compiler.manifest.shape_string import MAX_SIZE, SIZE, split_shape, undefined
 from prejit.compiler.manifest.valid_values import (
     CACHE_DTYPES,
@@ -75,18 +76,18 @@ def missing(data: dict[str, Any]) -> Problems:
 
 def value_problems(data: dict[str, Any], directory: Path) -> Problems:
     """Find what is wrong with values of the right type. pydantic finds those of a wrong type."""
-    yield from _bundle_problems(_table(data.get("bundle")), directory)
-    yield from _model_problems(_table(data.get("model")), directory)
-    if "module" in _table(data.get("model")):
+    yield from _bundle_problems(table(data.get("bundle")), directory)
+    yield from _model_problems(table(data.get("model")), directory)
+    if "module" in table(data.get("model")):
         yield from _own_model_problems(data, directory)
-    yield from _generate_problems(_table(data.get("generate")))
+    yield from _generate_problems(table(data.get("generate")))
     yield from section_checks.adapter_problems(data)
     yield from section_checks.image_problems(data)
     if "encode" in data:
-        yield from _encode_problems(_table(data["encode"]))
+        yield from _encode_problems(table(data["encode"]))
     programs = data.get("program")
     for index, program in enumerate(_items(programs)):
-        for where, problem in _program_problems(_table(program), directory):
+        for where, problem in _program_problems(table(program), directory):
             yield ("program", index, *where), problem
     yield from _repeated_names(programs)
     yield from _library_problems(data, directory)
@@ -97,7 +98,7 @@ def value_problems(data: dict[str, Any], directory: Path) -> Problems:
 
 def _number_problems(data: dict[str, Any]) -> Problems:
     """Find the section with which the manifest passes MAX_PROGRAMS, counted from the first."""
-    generate, encode = _table(data.get("generate")), _table(data.get("encode"))
+    generate, encode = table(data.get("generate")), table(data.get("encode"))
     # Each batch and context has prefill, decode, verify and two copies: see specs.py.
     names = ("batch", "context", "prompt", "source", "images")
     batches, contexts, *sizes_of = (len(_items(generate.get(name))) for name in names)
@@ -106,20 +107,16 @@ def _number_problems(data: dict[str, Any]) -> Problems:
         (("encode", "shapes"), 3 * len(_items(encode.get("shapes")))),
         (("encode", "images"), len(_items(encode.get("images")))),
     ]
-    for index, program in enumerate(map(_table, _items(data.get("program")))):
-        sizes = [*_table(program.get("buckets")).values(), *_table(program.get("static")).values()]
+    for index, program in enumerate(map(table, _items(data.get("program")))):
+        sizes = [*table(program.get("buckets")).values(), *table(program.get("static")).values()]
         sizes += [program.get("repeat") or [1]]
         counts.append((("program", index), math.prod(len(_items(each)) for each in sizes)))
     total = 0
     for where, count in counts:
         total += count
         if total > MAX_PROGRAMS:
-            yield where, _wrong(f"at most {MAX_PROGRAMS:,} programs in a manifest", total)
+            yield where, wrong(f"at most {MAX_PROGRAMS:,} programs in a manifest", total)
             return
-
-
-def _wrong(wanted: str, found: Any, guess: str = "") -> str:
-    return f"expected {wanted}; found {shown(found)}{guess}"
 
 
 def _encode_problems(encode: dict[str, Any]) -> Problems:
@@ -139,21 +136,21 @@ def _encode_problems(encode: dict[str, Any]) -> Problems:
         if len(shape) == 2:
             for place, size in enumerate(shape):
                 if not 0 < size <= MAX_SIZE:
-                    yield (*where, place), _wrong(SIZE, size)
+                    yield (*where, place), wrong(SIZE, size)
         if tuple(shape) in first:
             yield where, f"expected each shape once; found {shown(shape)} again"
         first.add(tuple(shape))
 
 
 def _mesh_problems(data: dict[str, Any]) -> Problems:
-    mesh, batches = _table(data.get("mesh")), _table(data.get("generate")).get("batch")
+    mesh, batches = table(data.get("mesh")), table(data.get("generate")).get("batch")
     for name in ("data", "tensor"):
         size = mesh.get(name)
         if type(size) is int and size < 1:
-            yield ("mesh", name), _wrong(expected(f"mesh.{name}"), size)
+            yield ("mesh", name), wrong(expected(f"mesh.{name}"), size)
     if mesh and "encode" in data:
         yield ("mesh",), "expected no [encode] beside it: a mesh splits a decoder only"
-    if mesh and _table(data.get("model")).get("dtype") == "int4":
+    if mesh and table(data.get("model")).get("dtype") == "int4":
         yield ("mesh",), "expected none beside model.dtype int4: words of 8 values are not split"
     rows = mesh.get("data")
     if type(rows) is int and rows > 0 and is_int_list(batches):
@@ -169,7 +166,7 @@ def _bundle_problems(bundle: dict[str, Any], directory: Path) -> Problems:
     if isinstance(name, str) and (
         len(name) > 128 or not re.fullmatch(r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*", name)
     ):
-        yield ("bundle", "name"), _wrong(expected("bundle.name"), name)
+        yield ("bundle", "name"), wrong(expected("bundle.name"), name)
     elif isinstance(name, str) and name.endswith(BESIDE):
         ends = ", ".join(BESIDE)
         problem = f"expected a name that does not end with {ends}, as files beside a bundle do"
@@ -183,11 +180,11 @@ def _model_problems(model: dict[str, Any], directory: Path) -> Problems:
     if isinstance(source, str):
         if "://" in source:
             if not re.fullmatch(r"hf://[\w.-]+/[\w.-]+(?:@[\w./-]+)?", source, re.ASCII):
-                yield ("model", "source"), _wrong(expected("model.source"), source)
+                yield ("model", "source"), wrong(expected("model.source"), source)
         elif not source or not (os.path.isdir(directory / source) or source.endswith(".gguf")):
             yield ("model", "source"), no_such_path("directory", source, directory)
     if isinstance(dtype, str) and dtype not in DTYPES:
-        problem = _wrong(expected("model.dtype"), dtype, did_you_mean(dtype, DTYPES))
+        problem = wrong(expected("model.dtype"), dtype, did_you_mean(dtype, DTYPES))
         yield ("model", "dtype"), problem
     if isinstance(text, str) and not os.path.isfile(directory / text):
         yield ("model", "evaluation"), no_such_path("file", text, directory)
@@ -205,15 +202,15 @@ def _model_problems(model: dict[str, Any], directory: Path) -> Problems:
 
 
 def _own_model_problems(data: dict[str, Any], directory: Path) -> Problems:
-    model = _table(data.get("model"))
+    model = table(data.get("model"))
     module, params = model["module"], model.get("params")
     if not isinstance(module, str) or not names_object(module):
-        yield ("model", "module"), _wrong(expected("model.module"), module)
+        yield ("model", "module"), wrong(expected("model.module"), module)
     if isinstance(params, str):
         for _, problem in _params_problems(params, directory):
             yield ("model", "params"), problem
     elif params is not None:
-        yield ("model", "params"), _wrong(expected("model.params"), params)
+        yield ("model", "params"), wrong(expected("model.params"), params)
     if "evaluation" in model and "source" not in model:
         yield ("model", "evaluation"), "expected source beside it, a directory with tokenizer.json"
     if "encode" in data:
@@ -266,12 +263,12 @@ def _generate_problems(generate: dict[str, Any]) -> Problems:
     dtype = generate.get("cache_dtype")
     if isinstance(dtype, str) and dtype not in CACHE_DTYPES:
         wanted, guess = expected("generate.cache_dtype"), did_you_mean(dtype, CACHE_DTYPES)
-        yield ("generate", "cache_dtype"), _wrong(wanted, dtype, guess)
+        yield ("generate", "cache_dtype"), wrong(wanted, dtype, guess)
     draft = generate.get("draft_tokens")
     if type(draft) is int:
         least = min([MAX_DRAFT + 1, *(contexts if is_int_list(contexts) else ())])
         if not 0 <= draft < least:
-            yield ("generate", "draft_tokens"), _wrong(expected("generate.draft_tokens"), draft)
+            yield ("generate", "draft_tokens"), wrong(expected("generate.draft_tokens"), draft)
 
 
 def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
@@ -280,15 +277,15 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
         if name in OWN_NAMES:
             yield ("name",), f"{shown(name)} is the name of a program of [model]; expected another"
         elif not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            yield ("name",), _wrong(expected("program[].name"), name)
+            yield ("name",), wrong(expected("program[].name"), name)
     is_file = isinstance(function, str) and bool(function) and os.path.isfile(directory / function)
     if isinstance(function, str) and not (names_object(function) or is_file):
-        yield ("function",), _wrong(expected("program[].function"), function)
+        yield ("function",), wrong(expected("program[].function"), function)
     if isinstance(params, str):
         yield from _params_problems(params, directory)
     for index, problem in _reads_problems(program.get("reads"), directory):
         yield ("reads", index), problem
-    for variable, sizes in _table(program.get("buckets")).items():
+    for variable, sizes in table(program.get("buckets")).items():
         for where, problem in _size_problems(sizes):
             yield ("buckets", variable, *where), problem
     args = program.get("args")
@@ -296,7 +293,7 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
         yield ("args",), f"missing; expected {expected('program[].args')}"
     elif isinstance(args, str):
         if not names_object(args):
-            yield ("args",), _wrong(expected("program[].args"), args)
+            yield ("args",), wrong(expected("program[].args"), args)
     elif args is not None:
         yield from _args_problems(args, program.get("buckets", {}))
     yield from _static_problems(program.get("static"), args)
@@ -310,14 +307,14 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
         yield ("repeat",), "expected carry beside it, which names the arguments that come back"
     if program.get("carry") and not program.get("repeat"):
         yield ("carry",), "expected repeat beside it, the numbers of steps that one call runs"
-    if program.get("repeat") and REPEAT in (*_table(args), *_table(program.get("static"))):
+    if program.get("repeat") and REPEAT in (*table(args), *table(program.get("static"))):
         yield ("repeat",), f"expected no other argument of the name {REPEAT!r} beside it"
-    buckets = _table(program.get("buckets"))
+    buckets = table(program.get("buckets"))
     for key in ("pad", "open_sizes"):
         named = program.get(key)
         # pydantic reports a text in a file, not in Python.
         if isinstance(named, str) and named != UNCHECKED:
-            yield (key,), _wrong(expected(f"program[].{key}"), named)
+            yield (key,), wrong(expected(f"program[].{key}"), named)
         for index, variable in enumerate(_items(named)):
             if variable not in (*buckets, UNCHECKED):
                 yield (key, index), undefined(str(variable), buckets)
@@ -328,12 +325,12 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
         yield ("mask",), f"expected an argument, one of {', '.join(args)}; found {shown(mask)}"
     for inside, problem in _check_problems(program, directory):
         yield ("check", *inside), problem
-    for place, axes in _table(program.get("shardings")).items():
+    for place, axes in table(program.get("shardings")).items():
         if not isinstance(axes, list) or not all(isinstance(axis, str) for axis in axes):
             continue  # pydantic reports it
         named = [axis for axis in axes if axis]
         if not set(named) <= set(MESH_AXES) or len(set(named)) < len(named) or not named:
-            yield ("shardings", place), _wrong(SHARDING, axes)
+            yield ("shardings", place), wrong(SHARDING, axes)
 
 
 def _check_problems(program: dict[str, Any], directory: Path) -> Problems:
@@ -344,46 +341,46 @@ def _check_problems(program: dict[str, Any], directory: Path) -> Problems:
     if function is None and not files:
         yield (), "expected function or files in it, which have the results; found neither"
     if function is not None and not (isinstance(function, str) and names_object(function)):
-        yield ("function",), _wrong(expected("program[].check.function"), function)
+        yield ("function",), wrong(expected("program[].check.function"), function)
     if program.get("repeat"):
         yield (), "expected none beside repeat: check a program of the function without it"
     for index, name in enumerate(_items(files)):
         if isinstance(name, str) and not os.path.isfile(directory / name):
             yield ("files", index), no_such_path(".npz file", name, directory)
     if isinstance(tolerance, int | float) and not 0 < tolerance < 1:
-        yield ("tolerance",), _wrong(expected("program[].check.tolerance"), tolerance)
+        yield ("tolerance",), wrong(expected("program[].check.tolerance"), tolerance)
 
 
 def _library_problems(data: dict[str, Any], directory: Path) -> Problems:
-    found = [_table(each).get("name") for each in _items(data.get("target"))]
+    found = [table(each).get("name") for each in _items(data.get("target"))]
     names = {name for name in found if isinstance(name, str)}
     # A target that was made in Python has its version of jax in its name.
     names |= {re.sub(r"-jax[\d.]+$", "", name) for name in names}
-    for index, library in enumerate(map(_table, _items(data.get("library")))):
+    for index, library in enumerate(map(table, _items(data.get("library")))):
         path, handlers, wanted = (library.get(key) for key in ("path", "handlers", "targets"))
         where = ("library", index)
         if isinstance(path, str) and not os.path.isfile(directory / path):
             yield (*where, "path"), no_such_path("file", path, directory)
         if handlers == {}:
             yield (*where, "handlers"), f"expected {expected('library[].handlers')}; found {{}}"
-        for name, symbol in _table(handlers).items():
+        for name, symbol in table(handlers).items():
             for text in (name, symbol):
                 if isinstance(text, str) and not HANDLER_NAME.fullmatch(text):
-                    yield (*where, "handlers", name), _wrong("letters, digits and . _ - $", text)
+                    yield (*where, "handlers", name), wrong("letters, digits and . _ - $", text)
         for place, name in enumerate(_items(wanted)):
             if isinstance(name, str) and name not in names:
                 named, guess = expected("library[].targets[]"), did_you_mean(name, sorted(names))
-                yield (*where, "targets", place), _wrong(named, name, guess)
+                yield (*where, "targets", place), wrong(named, name, guess)
 
 
 def _static_problems(static: Any, args: Any) -> Problems:
-    for name, values in _table(static).items():
+    for name, values in table(static).items():
         if not name.isidentifier() or keyword.iskeyword(name):
             yield ("static", name), f"expected the name of an argument; found {shown(name)}"
         if isinstance(args, dict) and name in args:
             yield ("static", name), f"expected a name that args has not; found {shown(name)}"
         if isinstance(values, list) and (not values or len({*map(repr, values)}) < len(values)):
-            yield ("static", name), _wrong(STATIC, values)
+            yield ("static", name), wrong(STATIC, values)
 
 
 def key_problems(key: str, given: Any, args: Any) -> Problems:
@@ -408,7 +405,7 @@ def _repeated_items(key: str, given: Any) -> Problems:
 
 def _args_problems(args: Any, buckets: Any) -> Problems:
     if not isinstance(args, dict | list):
-        yield ("args",), _wrong(expected("program[].args"), args)
+        yield ("args",), wrong(expected("program[].args"), args)
         return
     defined = buckets if isinstance(buckets, dict) else None  # pydantic reports the rest
     used: set[str] = set()
@@ -416,7 +413,7 @@ def _args_problems(args: Any, buckets: Any) -> Problems:
     for where, leaf in _leaves(args, ("args",)):
         if not isinstance(leaf, str):
             understood = False
-            yield where, _wrong(expected("program[].args.*"), leaf)
+            yield where, wrong(expected("program[].args.*"), leaf)
             continue
         try:
             _, extents, _ = split_shape(leaf)
@@ -455,7 +452,7 @@ def _size_problems(sizes: Any) -> Problems:
         if type(size) is not int:
             continue
         if not 0 < size <= MAX_SIZE:
-            yield (index,), _wrong(SIZE, size)
+            yield (index,), wrong(SIZE, size)
         if size in seen:
             yield (index,), f"expected each size once; found {shown(size)} again"
         seen.add(size)
@@ -464,7 +461,7 @@ def _size_problems(sizes: Any) -> Problems:
 def _repeated_names(programs: Any) -> Problems:
     first: dict[str, int] = {}
     for index, program in enumerate(_items(programs)):
-        name = _table(program).get("name")
+        name = table(program).get("name")
         if isinstance(name, str) and (other := first.setdefault(name, index)) != index:
             problem = (
                 f"expected each name once; found {shown(name)}, which is program[{other}].name too"
@@ -479,10 +476,6 @@ def _leaves(tree: Any, where: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
             yield from _leaves(value, (*where, key))
         else:
             yield (*where, key), value
-
-
-def _table(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _items(value: Any) -> list[Any]:

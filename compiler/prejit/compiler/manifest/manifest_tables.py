@@ -161,9 +161,7 @@ def _respelt(
 def parse_sections(data: dict[str, Any], problems: list[tuple[KeyPath, str]]) -> dict[str, Any]:
     """Return the sections of a manifest as instances of their classes, sizes ascending.
 
-    Args:
-        data: the manifest as tomllib returns it.
-        problems: gets what is wrong with the form. A section with a problem is None.
+    A section with a problem is None.
     """
     return {
         name: _parse_section(name, kind, repeated, data[name], problems)

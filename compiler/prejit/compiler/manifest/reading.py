@@ -234,6 +234,10 @@ def _fields(value: Any) -> dict[str, Any]:
     return {each.name: getattr(value, each.name) for each in fields(value)}
 
 
+_OF_DATA = ("generate", "adapters", "encode", "slo")
+"""The sections that hold nothing but what TOML can write."""
+
+
 def _as_data(manifest: Manifest) -> dict[str, Any]:
     """Return a manifest as tomllib returns one."""
     programs = []
@@ -253,10 +257,7 @@ def _as_data(manifest: Manifest) -> dict[str, Any]:
         {
             "bundle": asdict(manifest.bundle),
             "model": None if manifest.model is None else _model_data(manifest.model),
-            "generate": None if manifest.generate is None else asdict(manifest.generate),
-            "adapters": None if manifest.adapters is None else asdict(manifest.adapters),
-            "encode": None if manifest.encode is None else asdict(manifest.encode),
-            "slo": None if manifest.slo is None else asdict(manifest.slo),
+            **{name: asdict(value) for name in _OF_DATA if (value := getattr(manifest, name))},
             "mesh": None if mesh is None else {"data": mesh.data, "tensor": mesh.tensor},
             "program": programs or None,
             "library": [asdict(library) for library in manifest.libraries] or None,

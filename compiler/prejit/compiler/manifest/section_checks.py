@@ -12,11 +12,13 @@ from prejit.runtime.format.release_limits import DEFAULT_SHARES, fraction_of
 
 def adapter_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
     """Find what is wrong with adapters that are kept apart from the weights."""
-    adapters, model, generate = (_table(data, name) for name in ("adapters", "model", "generate"))
+    adapters, model, generate = (
+        table(data.get(name)) for name in ("adapters", "model", "generate")
+    )
     for name, most in (("slots", MAX_SLOTS), ("rank", MAX_RANK)):
         size = adapters.get(name)
         if type(size) is int and not 0 < size <= most:
-            yield ("adapters", name), _wrong(f"adapters.{name}", size)
+            yield ("adapters", name), wrong(expected(f"adapters.{name}"), size)
     if "adapters" not in data:
         return
     if "encode" in data:
@@ -34,7 +36,7 @@ def adapter_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
 
 def image_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
     """Find what is wrong with prompts that hold images."""
-    generate, model = _table(data, "generate"), _table(data, "model")
+    generate, model = table(data.get("generate")), table(data.get("model"))
     images, contexts = generate.get("images"), generate.get("context")
     if not isinstance(images, list) or not images:
         return
@@ -53,10 +55,10 @@ def image_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
 
 def own_dtype_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
     """Find dtypes that a model of the user's own cannot have."""
-    if _table(data, "model").get("dtype") == "int4":
+    if table(data.get("model")).get("dtype") == "int4":
         problem = "expected float32, bfloat16 or int8 for a model of your own; int4 is for a source"
         yield ("model", "dtype"), problem
-    if _table(data, "generate").get("cache_dtype") == "int8":
+    if table(data.get("generate")).get("cache_dtype") == "int8":
         problem = "expected float32 or bfloat16 for a model of your own; int8 is for a source"
         yield ("generate", "cache_dtype"), problem
 
@@ -77,20 +79,21 @@ def result_problems(encode: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
 
 def slo_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
     """Find limits that are no share, or no positive number."""
-    for name, value in _table(data, "slo").items():
+    for name, value in table(data.get("slo")).items():
         if name in DEFAULT_SHARES and isinstance(value, str):
             try:
                 fraction_of(value)
             except ValueError:
-                yield ("slo", name), _wrong(f"slo.{name}", value)
+                yield ("slo", name), wrong(expected(f"slo.{name}"), value)
         elif type(value) is int and value < 1:
-            yield ("slo", name), _wrong(f"slo.{name}", value)
+            yield ("slo", name), wrong(expected(f"slo.{name}"), value)
 
 
-def _wrong(key: str, found: Any) -> str:
-    return f"expected {expected(key)}; found {shown(found)}"
+def wrong(wanted: str, found: Any, guess: str = "") -> str:
+    """Return the problem with a value."""
+    return f"expected {wanted}; found {shown(found)}{guess}"
 
 
-def _table(data: dict[str, Any], name: str) -> dict[str, Any]:
-    found = data.get(name)
-    return found if isinstance(found, dict) else {}
+def table(value: Any) -> dict[str, Any]:
+    """Return a table; a value of another type, which `manifest_tables` reports, is an empty one."""
+    return value if isinstance(value, dict) else {}

@@ -15,7 +15,7 @@ from prejit.compiler.models.families.family_table import DECODERS
 from prejit.compiler.models.families.sentence import EncoderSource
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
 from prejit.compiler.models.layers.config_checks import check_config, check_file
-from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN, require
+from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN, refused, require
 from prejit.compiler.models.quantization_settings import read_quantization
 from prejit.runtime.errors import CheckpointError
 
@@ -192,11 +192,7 @@ def _completed(file: Path, content: Mapping[str, Any], families: Mapping[str, Fa
         kinds = _TEXT_MODELS[family]
         text, prefix, family = part, "text_config.", part.get("model_type", kinds[0])
         if family not in kinds:
-            raise CheckpointError(
-                f"{file}: text_config.model_type: expected {' or '.join(map(shown, kinds))}, found "
-                f"{shown(family)}",
-                hint=BRING_YOUR_OWN,
-            )
+            raise refused(file, "text_config.model_type", " or ".join(map(shown, kinds)), family)
     if family not in CONFIG_MAPPING:
         raise CheckpointError(
             f"{file}: {prefix}model_type: the transformers installed here does not have {shown(family)}",

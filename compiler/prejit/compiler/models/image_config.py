@@ -28,7 +28,7 @@ from prejit.compiler.models.families.sentence import EncoderConfig
 from prejit.compiler.models.families.sentence_layout import read_layout
 from prejit.compiler.models.layers import product_forms
 from prejit.compiler.models.layers.config_checks import Checks, check_config, check_file
-from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN, Naming
+from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN, Naming, refused
 from prejit.compiler.models.layers.linear import ACTIVATIONS
 from prejit.compiler.models.parameters import Parameter, parameters_of
 from prejit.runtime.errors import CheckpointError
@@ -95,9 +95,9 @@ def load_images(directory: Path) -> ImageSource:
         for key, values in {**allowed, "hidden_act": tuple(ACTIVATIONS)}.items():
             found = getattr(part, key, values[0])
             if found not in values:
-                raise _refused(file, prefix + key, " or ".join(map(shown, values)), found)
+                raise refused(file, prefix + key, " or ".join(map(shown, values)), found)
         if part.hidden_size % part.num_attention_heads:
-            raise _refused(
+            raise refused(
                 file,
                 f"{prefix}hidden_size",
                 f"a multiple of num_attention_heads = {part.num_attention_heads}",
@@ -137,7 +137,7 @@ def _check_content(file: Path, content: Mapping[str, Any], row: ImageRow, kind: 
             if part is None and key != name:
                 continue
             if not isinstance(part, dict):
-                raise _refused(file, key, "an object", part)
+                raise refused(file, key, "an object", part)
             check_file(file, part, checks, kind.sub_configs[name], f"{key}.")
 
 
@@ -169,22 +169,22 @@ def _check_image(file: Path, config: Any, row: ImageRow, processing: ImageProces
     fixed = tower.resampling is None and bool(tower.positions)
     size, patch = image.image_size, image.patch_size
     if patch > min(size, *processing.size):
-        raise _refused(file, f"{prefix}patch_size", "at most the size of pictures", patch)
+        raise refused(file, f"{prefix}patch_size", "at most the size of pictures", patch)
     if fixed and processing.size != (size, size):
         found = " x ".join(map(str, processing.size))
-        raise _refused(
+        raise refused(
             processing.file, "size", f"{size} x {size}, the {prefix}image_size of {file}", found
         )
     if tower.block.rotary and (image.hidden_size // image.num_attention_heads) % 4:
         wanted = "4 times as many numbers for each head, or a multiple of that"
-        raise _refused(file, f"{prefix}hidden_size", wanted, image.hidden_size)
+        raise refused(file, f"{prefix}hidden_size", wanted, image.hidden_size)
     if isinstance(row.towers, ImageFamily):
         return
     if row.towers.pads:
         text = config.text_config
         if text.projection_size != image.hidden_size:
             wanted = f"{image.hidden_size}, the vision_config.hidden_size"
-            raise _refused(file, "text_config.projection_size", wanted, text.projection_size)
+            raise refused(file, "text_config.projection_size", wanted, text.projection_size)
         _check_padding(file.with_name("tokenizer_config.json"), text.max_position_embeddings)
     else:
         _check_end(file, config)
@@ -195,9 +195,9 @@ def _check_end(file: Path, config: Any) -> None:
     end, last = config.text_config.eos_token_id, config.text_config.vocab_size - 1
     if end not in (2, last):
         wanted = f"{last}, the last of the vocabulary, or 2, by which transformers means it"
-        raise _refused(file, "text_config.eos_token_id", wanted, end)
+        raise refused(file, "text_config.eos_token_id", wanted, end)
     if type(config.projection_dim) is not int or not 0 < config.projection_dim <= 2**20:
-        raise _refused(
+        raise refused(
             file, "projection_dim", f"an integer from 1 to {2**20}", config.projection_dim
         )
 
@@ -209,17 +209,17 @@ def _check_padding(file: Path, most: int) -> None:
     for key, wanted in {"padding_side": "right", "model_input_names": ["input_ids"]}.items():
         # Where the key is missing, many classes pad left, and all return a mask.
         if (reads_texts or key in settings) and settings.get(key) != wanted:
-            raise _refused(file, key, shown(wanted), settings.get(key))
+            raise refused(file, key, shown(wanted), settings.get(key))
     if not reads_texts:
         return
     kind = settings.get("tokenizer_class")
     if not kind or str(kind).startswith("Siglip"):
         wanted = "another class than Siglip..., the default: these change texts in Python"
-        raise _refused(file, "tokenizer_class", wanted, kind)
+        raise refused(file, "tokenizer_class", wanted, kind)
     length = settings.get("model_max_length")
     if length not in (None, most) and not (type(length) in (int, float) and length > 10**9):
         wanted = f"{most}, the text_config.max_position_embeddings, or no such key"
-        raise _refused(file, "model_max_length", wanted, length)
+        raise refused(file, "model_max_length", wanted, length)
 
 
 def _padding(source: ImageSource) -> int:
@@ -235,7 +235,7 @@ def _padding(source: ImageSource) -> int:
         return int(next(each["id"] for each in added if each["content"] == text))
     except (OSError, ValueError, TypeError, LookupError, StopIteration) as error:
         wanted = f"one of the added_tokens of {tokenizer}"
-        raise _refused(file, "pad_token", wanted, text) from error
+        raise refused(file, "pad_token", wanted, text) from error
 
 
 def _labels(file: Path, content: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
@@ -252,12 +252,12 @@ def _labels(file: Path, content: Mapping[str, Any]) -> tuple[tuple[str, ...], st
         isinstance(names.get(key), str) for key in keys
     ):
         wanted = f'an object of 1 to {_MOST_LABELS} names, with keys from "0" on'
-        raise _refused(file, "id2label", wanted, names)
+        raise refused(file, "id2label", wanted, names)
     kinds = {None: "softmax", "single_label_classification": "softmax"}
     kinds["multi_label_classification"] = "sigmoid"
     kind = content.get("problem_type")
     if kind not in kinds:
-        raise _refused(file, "problem_type", " or ".join(map(shown, kinds)), kind)
+        raise refused(file, "problem_type", " or ".join(map(shown, kinds)), kind)
     return tuple(names[key] for key in keys), "sigmoid" if len(keys) == 1 else kinds[kind]
 
 
@@ -331,9 +331,3 @@ def published_parameters(directory: Path, *, out_in: bool) -> tuple[dict[str, Pa
     source = load_images(directory)
     parameters = parameters_of(make_images(source, out_in=out_in))
     return parameters, IMAGE_MODELS[source.config.model_type].naming
-
-
-def _refused(file: Path, key: str, wanted: str, found: Any) -> CheckpointError:
-    return CheckpointError(
-        f"{file}: {key}: expected {wanted}, found {shown(found)}", hint=BRING_YOUR_OWN
-    )

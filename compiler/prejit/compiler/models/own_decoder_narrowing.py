@@ -143,9 +143,8 @@ def _out_in_orders(made: Stored) -> dict[str, tuple[int, ...]]:
 
     def call(weights: Mapping[str, Any], tokens: Any, start: Any, length: Any) -> Any:
         decoder = made.model.bind(weights)
-        if isinstance(
-            decoder, _NarrowEncoderDecoder
-        ):  # the sizes of its sources are not known here
+        # The sizes of its sources are not known here.
+        if isinstance(decoder, _NarrowEncoderDecoder):
             return None
         return decoder(tokens, start, length, decoder.make_cache(1, _POSITIONS, "float32"))
 

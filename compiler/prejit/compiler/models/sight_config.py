@@ -12,7 +12,7 @@ from prejit.compiler.models.families.image_models import ImageConfig
 from prejit.compiler.models.families.image_processing import FILES, read_processing
 from prejit.compiler.models.families.seeing_decoder import Sight
 from prejit.compiler.models.layers.config_checks import check_config, check_file, checks_of
-from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN
+from prejit.compiler.models.layers.layer_config import refused
 from prejit.compiler.models.layers.linear import ACTIVATIONS
 from prejit.runtime.errors import CheckpointError
 
@@ -50,10 +50,10 @@ def read_sight(directory: Path, text: Any) -> Sight:
         )
     part = content.get("vision_config")
     if not isinstance(part, dict):
-        raise _refused(file, "vision_config", "an object", part)
+        raise refused(file, "vision_config", "an object", part)
     kind = CONFIG_MAPPING[SEEING[family]]
     if (found := part.get("model_type", SEEING[family])) != SEEING[family]:
-        raise _refused(file, "vision_config.model_type", shown(SEEING[family]), found)
+        raise refused(file, "vision_config.model_type", shown(SEEING[family]), found)
     check_file(file, part, _VISION, kind, "vision_config.")
     try:
         vision: Any = kind.from_dict({key: v for key, v in part.items() if key not in _UNREAD})
@@ -69,20 +69,20 @@ def read_sight(directory: Path, text: Any) -> Sight:
     }
     for key, values in wanted.items():
         if (found := getattr(vision, key)) not in values:
-            raise _refused(file, f"vision_config.{key}", " or ".join(map(shown, values)), found)
+            raise refused(file, f"vision_config.{key}", " or ".join(map(shown, values)), found)
     if vision.hidden_size % vision.num_attention_heads:
         multiple = f"a multiple of num_attention_heads = {vision.num_attention_heads}"
-        raise _refused(file, "vision_config.hidden_size", multiple, vision.hidden_size)
+        raise refused(file, "vision_config.hidden_size", multiple, vision.hidden_size)
     if (cap := getattr(text, "final_logit_softcapping", None)) is not None:
         # transformers' class for images has no bound of logits, its class for texts has.
-        raise _refused(file, "text_config.final_logit_softcapping", "null", cap)
+        raise refused(file, "text_config.final_logit_softcapping", "null", cap)
     tokens = _tokens(file, content, vision)
     processing = read_processing(directory, _PROCESSOR)
     size = vision.image_size
     if processing.size != (size, size):
         wanted_size = f"{size} x {size}, the vision_config.image_size of {file}"
         found = " x ".join(map(str, processing.size))
-        raise _refused(processing.file, "size", wanted_size, found)
+        raise refused(processing.file, "size", wanted_size, found)
     token_id, marks = _tokenizer(directory, content, text.vocab_size)
     return Sight(vision, processing, tokens, token_id, marks)
 
@@ -109,12 +109,12 @@ def _tokens(file: Path, content: Mapping[str, Any], vision: Any) -> int:
     side = round(tokens**0.5) if type(tokens) is int and 0 < tokens <= 2**20 else 0
     if side == 0 or side**2 != tokens or patches < side or patches % side:
         wanted = f"the square of a number that divides the {patches} patches of a row"
-        raise _refused(file, "mm_tokens_per_image", wanted, tokens)
+        raise refused(file, "mm_tokens_per_image", wanted, tokens)
     processor = file.with_name(FILES[0])
     found = read_object(processor, required=False).get("image_seq_length", _TOKENS)
     if found != tokens:
         wanted = f"{tokens}, the mm_tokens_per_image of {file}"
-        raise _refused(processor, "image_seq_length", wanted, found)
+        raise refused(processor, "image_seq_length", wanted, found)
     return int(tokens)
 
 
@@ -130,24 +130,18 @@ def _tokenizer(
     try:
         ids = {str(each["content"]): int(each["id"]) for each in added or ()}
     except (TypeError, ValueError, LookupError) as error:
-        raise _refused(tokenizer, "added_tokens", "objects with id and content", added) from error
+        raise refused(tokenizer, "added_tokens", "objects with id and content", added) from error
     texts = []
     for name in _MARKS:
         token = settings.get(name)
         text = token.get("content") if isinstance(token, dict) else token
         if not isinstance(text, str) or text not in ids:
-            raise _refused(file, name, f"one of the added_tokens of {tokenizer}", text)
+            raise refused(file, name, f"one of the added_tokens of {tokenizer}", text)
         texts.append(text)
     token_id, found = ids[texts[1]], content.get("image_token_index", content.get("image_token_id"))
     if found is None:
         found = 262_144  # as in transformers
     if found != token_id or not 0 <= token_id < vocab_size:
         wanted = f"{token_id}, the id of {shown(texts[1])}, below the vocab_size {vocab_size}"
-        raise _refused(directory / "config.json", "image_token_index", wanted, found)
+        raise refused(directory / "config.json", "image_token_index", wanted, found)
     return token_id, (texts[0], texts[1], texts[2])
-
-
-def _refused(file: Path, key: str, wanted: str, found: Any) -> CheckpointError:
-    return CheckpointError(
-        f"{file}: {key}: expected {wanted}, found {shown(found)}", hint=BRING_YOUR_OWN
-    )

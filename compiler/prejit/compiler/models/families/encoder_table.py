@@ -104,11 +104,11 @@ _DEBERTA = EncoderFamily(
 )
 
 
-def _roberta(prefix: str = "roberta.") -> Family:
+def _roberta() -> Family:
     return _encoder(
         EncoderFamily(padding="pad_token_id"),
         {**_BERT_KEYS, **checks_of("pad_token_id")},
-        *(prefix, "lm_head.", "pooler.", f"{prefix}pooler."),
+        *("roberta.", "lm_head.", "pooler.", "roberta.pooler."),
         allowed=_BERT_VALUES,
         # The table of positions has unused rows before the first.
         positions=lambda config: int(config.max_position_embeddings - config.pad_token_id - 1),

@@ -28,13 +28,6 @@ KVCache = tuple[LayerCache, ...]
 """One LayerCache for each of the L layers."""
 
 
-def empty_cache(
-    layers: int, rows: int, heads: int, positions: int, head_size: int, dtype: str
-) -> KVCache:
-    """Return a cache of zeros, of L layers with keys and values [B, K, S, W]."""
-    return tuple(empty_layer(rows, heads, positions, head_size, dtype) for _ in range(layers))
-
-
 def empty_layer(rows: int, heads: int, positions: int, head_size: int, dtype: str) -> LayerCache:
     """Return keys and values of a layer, zeros [B, K, S, W]."""
     width = row_width(head_size, dtype)
@@ -180,6 +173,13 @@ def require(config: Any, key: str, value: Any, allowed: Iterable[Any]) -> None:
             config,
             f"{key}: expected {' or '.join(map(shown, allowed))}, found {shown(value)}{guess}",
         )
+
+
+def refused(file: Path, key: str, wanted: str, found: Any) -> CheckpointError:
+    """Return the error for a value of a checkpoint's file that no supported model has."""
+    return CheckpointError(
+        f"{file}: {key}: expected {wanted}, found {shown(found)}", hint=BRING_YOUR_OWN
+    )
 
 
 def unsupported(config: Any, message: str) -> CheckpointError:

@@ -140,10 +140,8 @@ def frequencies(
         with np.errstate(all="ignore"):
             rotary = _SCALED[kind](periods, parameters, longest, context)
         finite = all(map(math.isfinite, (*rotary.frequencies, rotary.scale)))
-    except (
-        ArithmeticError,
-        ValueError,
-    ):  # each number is valid but not together: log(rope_theta) is 0
+    except (ArithmeticError, ValueError):
+        # Each number is valid but not together: log(rope_theta) is 0.
         finite = False
     if not finite:
         raise unsupported(
@@ -244,9 +242,8 @@ def _llama3(
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     original = 1 / periods
     wavelength = 2 * math.pi / original
-    smooth = (pretrained / wavelength - low) / (
-        high - low
-    )  # where low == high nothing lies between, and this is unused
+    # Where low == high nothing lies between, and this is unused.
+    smooth = (pretrained / wavelength - low) / (high - low)
     between = (1 - smooth) * original / factor + smooth * original
     fast, slow = wavelength < pretrained / high, wavelength > pretrained / low
     return _rotary(np.where(fast, original, np.where(slow, original / factor, between)))
