@@ -38,11 +38,7 @@ class Step:
 
 
 def open_progress(stream: TextIO | None = None) -> Progress:
-    """Return the display for a stream: live on a terminal that can redraw lines, else plain lines.
-
-    Args:
-        stream: the stream; None: stderr. NO_COLOR is respected.
-    """
+    """Return the display for a stream: live on a terminal that can redraw lines, else plain lines."""
     stream = stream or sys.stderr
     if stream is None:  # it was closed when this process started
         return Quiet()

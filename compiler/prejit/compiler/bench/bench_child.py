@@ -30,14 +30,6 @@ def use_once(
 ) -> dict[str, Any]:
     """Load a bundle and use it once.
 
-    Args:
-        path: the directory of the bundle.
-        on_mismatch: see `prejit.runtime.load`.
-        fingerprint: a file with a fingerprint to use instead of this machine's; None: this machine's.
-        program: the program to run on zeros; None: generate or encode, whichever the bundle can.
-        prompt: the token ids of a prompt or of a sentence.
-        new_tokens: the number of tokens to generate.
-
     Returns:
         `first_seconds` since exec, `load_seconds`, `peak_bytes`, `private_bytes`, `device_bytes` (None on
         a CPU).

@@ -304,12 +304,7 @@ def compare_reports(
 ) -> Comparison:
     """Compare two reports.
 
-    Args:
-        before: the report to compare with.
-        after: the report to judge.
-        other: the name of `before` in messages.
-        tolerance: as in Comparison.
-        in_turns: for sides measured in alternation, the ratio of each row by name; None: they were not.
+    `in_turns` has the ratio of each row by name, for sides that were measured in alternation.
     """
     known = {row.name: row for row in before.rows}
     found = {row.name: row for row in after.rows}

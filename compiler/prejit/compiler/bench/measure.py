@@ -167,13 +167,7 @@ def measure(
 ) -> tuple[list[BenchReport], dict[str, Ratio]]:
     """Measure one bundle, or two in alternation.
 
-    Args:
-        setups: how fresh processes load the bundles.
-        bundles: the loaded bundles.
-        runs: the number of fresh processes of each bundle, after one that warms the caches.
-        seconds: the time of each bundle for all measurements in this process.
-        say: shows a line of progress.
-        only: the names of rows to measure; rows of the same probe are measured too; None: all rows.
+    `only` has the names of rows to measure, with those of the same probes; None: all.
 
     Returns:
         The reports; for two bundles also the ratio of the first to the second, by the name of the row.

@@ -57,9 +57,7 @@ Rounds = dict[Head, list[list[float]]]
 def ratio_in_turns(after: Sequence[Sequence[float]], before: Sequence[Sequence[float]]) -> Ratio:
     """Return the ratio of two sides that alternated: the median of the ratios of each round.
 
-    Args:
-        after: the samples of each round. Rounds in which a side has no samples do not count.
-        before: the same for the other side.
+    Rounds in which a side has no samples do not count.
     """
     pairs = [(new, old) for new, old in zip(after, before, strict=True) if new and old]
     ratios = [float(np.median(new) / np.median(old)) for new, old in pairs]

@@ -135,9 +135,8 @@ class Subject:
         one, two = self.source_size, 2 * self.source_size
         try:
             self.cache_shapes(1, self.positions, size=two)
-        except (
-            Exception
-        ):  # the model's own refusal: it takes one size, as one of spectrograms of 30 s
+        except Exception:
+            # The model's own refusal: it takes one size, as one of spectrograms of 30 s.
             return (one,)
         return (one, two)
 
@@ -175,12 +174,7 @@ class Subject:
         return jax.eval_shape(make, self.values)
 
     def cache(self, rows: Sequence[int] = range(ROWS), positions: int | None = None) -> Cache:
-        """Return the cache of these rows' empty texts, each with its whole source.
-
-        Args:
-            rows: the rows of `texts` and `sources`.
-            positions: S; None: as most caches.
-        """
+        """Return the cache of these rows' empty texts, each with its whole source."""
         positions = positions or self.positions
         if not self.encodes:
             return self._make(self.values, len(rows), positions)

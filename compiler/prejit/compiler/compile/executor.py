@@ -124,12 +124,7 @@ def compile_once(
 
     Builds that share a store compile a job once: the others wait for the one that compiles it.
 
-    Args:
-        store: the store.
-        job: the job.
-        compile_job: compiles it; None: it was ended.
-        progress: shows the wait for another build.
-        give_up: called during such a wait; true ends the job.
+    `compile_job` returns None if it was ended, and `give_up` ends the wait for another build.
 
     Returns:
         The result, or None where the job was ended; and whether it was compiled now.

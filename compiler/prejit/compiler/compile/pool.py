@@ -265,9 +265,8 @@ class WorkerPool:
                 )
         elif outcome is not None:
             give_result(self._progress, job, future, outcome, is_new=is_new)
-        elif (
-            error is None or is_closed
-        ):  # `close` killed its worker: the job did not fail by itself
+        elif error is None or is_closed:
+            # `close` killed its worker: the job did not fail by itself.
             future.set_exception(CancelledError())
         else:
             hint = "nothing else was compiled: it may need more memory than this machine has (see `dmesg`)"

@@ -280,9 +280,8 @@ class _Comparison:
     def _kernel_changes(self, target: str) -> list[str]:
         """Return what decided the kernels of a target and is different now."""
         before, now = ({"compiler": each.compiler} for each in self._kernels(target))
-        if old := self._old.kernels.get(
-            target
-        ):  # else its build did not have the compiler that made them
+        # Else its build did not have the compiler that made them.
+        if old := self._old.kernels.get(target):
             before, now = before | {**old}, now | {**self._new.kernels.get(target, {})}
         return _changes(before, now, short=_LONG)
 

@@ -59,12 +59,7 @@ def rebuild(
 ) -> Rebuilt:
     """Build a bundle again from its recorded inputs, and compare.
 
-    Args:
-        bundle: directory of the bundle.
-        manifest: its manifest; None: the file that the bundle names, in the working directory.
-        progress: shows every step.
-        workers: number of compile processes; None: by cores and free memory.
-        timeout_seconds: time limit of one compile.
+    Without a manifest it is the file that the bundle names, in the working directory.
 
     Raises:
         UsageError: the bundle was recorded from a run, or its manifest was made in Python.

@@ -122,14 +122,7 @@ def collect(
     machine: Fingerprint,
     known: Collection[str],
 ) -> tuple[tuple[RecordedTarget, ...], tuple[str, ...]]:
-    """Return the files that a run left in its cache, by target, and why programs are not among them.
-
-    Args:
-        cache: the directory of jax's cache.
-        processes: what the processes of the run reported.
-        machine: this machine.
-        known: names of files that were there before the run.
-    """
+    """Return the files that a run left in its cache, by target, and why programs are not among them."""
     asked: dict[str, tuple[WatchedProcess, JaxRequest]] = {}
     for each in processes:
         for made in each.requests:

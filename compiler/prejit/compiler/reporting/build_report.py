@@ -243,9 +243,8 @@ def bucket_costs(programs: Sequence[ReportedProgram]) -> tuple[BucketCost, ...]:
     found: dict[tuple[str, int], list[ReportedProgram]] = {}
     for program in programs:
         for axis, size in program.bucket.items():
-            if not axis.startswith(
-                "source_"
-            ):  # where a copy comes from, which is no axis of its own
+            # Where a copy comes from, which is no axis of its own.
+            if not axis.startswith("source_"):
                 found.setdefault((axis, size), []).append(program)
     costs = []
     for axis in dict.fromkeys(axis for axis, _ in found):

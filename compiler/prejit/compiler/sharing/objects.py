@@ -55,9 +55,6 @@ class Objects:
     def __init__(self, url: str) -> None:
         """Connect to nothing yet.
 
-        Args:
-            url: `http://`, `https://`, `s3://`, `gs://`, `az://` or `file://`.
-
         Raises:
             UsageError: obstore is not installed, or does not know the URL.
         """

@@ -99,10 +99,6 @@ class DirectoryStore:
     def open(cls, root: Path | None = None, namespace: str = "") -> Self:
         """Open the store in a directory, which is created where it does not exist.
 
-        Args:
-            root: the directory; None: `default_root()`.
-            namespace: separates results from those of other namespaces in the same directory.
-
         Raises:
             StoreError: the directory cannot be created or written.
         """

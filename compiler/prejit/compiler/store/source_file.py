@@ -76,10 +76,7 @@ class _Reader:
     def form(self, node: object, is_type: bool = False, is_error: bool = False) -> str:
         """Return the text that stands for a node, a list of nodes, or a value; empty for prose.
 
-        Args:
-            node: what to read.
-            is_type: whether it is in the type of an argument or of a result, whose names do not count.
-            is_error: whether it is in a `raise`, whose texts do not count.
+        Names in types of arguments and results do not count, nor do texts in a `raise`.
         """
         match node:  # the most frequent first
             case ast.Name(name):

@@ -41,9 +41,8 @@ _NEW_LISTENER, _WAIT_KILLABLE = 1 << 3, 1 << 5
 _RET_ALLOW, _RET_USER_NOTIF = 0x7FFF0000, 0x7FC00000
 _NOTIF_RECV, _NOTIF_SEND, _NOTIF_ID_VALID = 0xC0502100, 0xC0182101, 0x40082102
 _CONTINUE = 1
-_CALL = struct.Struct(
-    "=QIIiIQ6Q"
-)  # id, pid, flags; number, architecture, place and arguments of the call
+# Id, pid, flags; number, architecture, place and arguments of the call.
+_CALL = struct.Struct("=QIIiIQ6Q")
 _ANSWER = struct.Struct("=QqiI")  # id, result, error, flags
 _PR_SET_NO_NEW_PRIVS = 38  # linux/prctl.h
 
@@ -106,11 +105,8 @@ def show(cpus: int, to_parent: socket.socket) -> None:
 def _ask_parent(to_parent: socket.socket) -> None:
     """Send later sched_getaffinity calls of this process to its parent, if the kernel allows it."""
     seccomp, sched_getaffinity, architecture = _CALLS[platform.machine()]
-    load, equal, end = (
-        0x20,
-        0x15,
-        0x06,
-    )  # BPF_LD | BPF_W | BPF_ABS, BPF_JMP | BPF_JEQ | BPF_K, BPF_RET
+    # BPF_LD | BPF_W | BPF_ABS, BPF_JMP | BPF_JEQ | BPF_K, BPF_RET.
+    load, equal, end = 0x20, 0x15, 0x06
     steps = (_Step * 6)(
         _Step(load, 0, 0, 4),  # the architecture
         _Step(equal, 0, 3, architecture),
@@ -122,10 +118,8 @@ def _ask_parent(to_parent: socket.socket) -> None:
     filter_ = _Filter(len(steps), steps)
     libc = _libc()
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # otherwise only root may install a filter
-    for flags in (
-        _NEW_LISTENER | _WAIT_KILLABLE,
-        _NEW_LISTENER,
-    ):  # Linux 5.19 knows the second flag
+    # Linux 5.19 knows the second flag.
+    for flags in (_NEW_LISTENER | _WAIT_KILLABLE, _NEW_LISTENER):
         listener = libc.syscall(seccomp, _SET_MODE_FILTER, flags, ctypes.byref(filter_))
         if listener >= 0:
             break
@@ -149,10 +143,8 @@ def answer(listener: int, cpus: int) -> None:
         result, error, flags = 0, 0, _CONTINUE
         with suppress(OSError):
             if size < len(mask):
-                error, flags = (
-                    -errno.EINVAL,
-                    0,
-                )  # as the kernel answers; the caller tries a larger one
+                # As the kernel answers; the caller tries a larger one.
+                error, flags = -errno.EINVAL, 0
             else:
                 with open(f"/proc/{process}/mem", "r+b", buffering=0) as memory:
                     fcntl.ioctl(listener, _NOTIF_ID_VALID, struct.pack("=Q", number))

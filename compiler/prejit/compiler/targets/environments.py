@@ -116,9 +116,8 @@ def find(spec: EnvironmentSpec) -> Environment | None:
     """Return an environment; None: it has to be made. Starts no process and needs no network."""
     environment = read(root() / spec.key)
     if environment is not None:
-        with suppress(
-            OSError
-        ):  # a directory that we may only read: `prejit gc` cannot collect it either
+        with suppress(OSError):
+            # A directory that we may only read: `prejit gc` cannot collect it either.
             os.utime(environment.path / MARKER)
     return environment
 
@@ -165,10 +164,6 @@ def worker_command(
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[int]:
     """Hold the lock of an environment for a block, and for as long as a child process holds its descriptor.
-
-    Args:
-        path: the environment's directory, which need not exist.
-        wait: whether to wait while another process holds it.
 
     Raises:
         BlockingIOError: another process holds it, and `wait` is false.

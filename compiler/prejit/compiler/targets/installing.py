@@ -77,9 +77,7 @@ def find_uv() -> str | None:
 def translated(listed: str, environ: Mapping[str, str]) -> UvSettings | None:
     """Return the settings with which uv installs what pip would install; None: uv has none like them.
 
-    Args:
-        listed: what `pip config list` printed.
-        environ: the environment variables of the build. Variables of uv in it win over settings of pip.
+    Variables of uv in `environ` win over settings of pip.
     """
     # pip chooses the newest version of all indexes; uv would look no further than the first that has one.
     found = {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_PYTHON_DOWNLOADS": "never"}
@@ -208,9 +206,8 @@ def _install(spec: EnvironmentSpec, path: Path, python: str, lock: int, progress
         if not _install_by_uv(spec, Path(inside), constraints, environ, run, progress):
             options = ["--no-user", "--no-input", "--only-binary=:all:", "--progress-bar=off"]
             options += ["--disable-pip-version-check", f"--constraint={constraints}"]
-            options += [
-                "--no-compile"
-            ]  # it takes half of the time, and workers import one file in ten
+            # It takes half of the time, and workers import one file in ten.
+            options += ["--no-compile"]
             run([inside, "-I", "-m", "pip", "install", *options, *spec.requirements], environ)
         versions = json.loads(run([inside, "-I", "-c", _LIST], environ))
         _sync(path)

@@ -283,11 +283,6 @@ def _on_mesh(found: Target, mesh: Mesh | None) -> Target:
 def chosen(targets: Sequence[Target], only: Sequence[str], where: str) -> tuple[Target, ...]:
     """Return the chosen targets of a manifest, in its order.
 
-    Args:
-        targets: the manifest's targets.
-        only: names of targets, as in the manifest or with the jax version; empty: all.
-        where: name of the manifest, for errors.
-
     Raises:
         UsageError: no target has one of the names.
     """

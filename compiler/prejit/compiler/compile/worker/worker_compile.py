@@ -54,10 +54,6 @@ def with_libraries(program: bytes, calls: Mapping[str, str]) -> bytes:
     """Return a lowered program whose calls are bound to libraries of the user, ready to compile here.
 
     XLA learns the names of the handlers alone: no code of the libraries runs in a build.
-
-    Args:
-        program: StableHLO.
-        calls: for each name that it calls, the name that XLA gets.
     """
     register_stand_ins(calls.values())
     return bind_calls(program, calls)

@@ -270,10 +270,6 @@ def arrays_in(tree: Any, spelled: Callable[[Any], str]) -> tuple[dict[str, Any],
     """Return the arrays of a pytree by name, and a function that puts others in their place.
 
     Leaves that are no arrays, such as activation functions, and random keys stay what they are.
-
-    Args:
-        tree: the pytree; arrays may be shapes (jax.ShapeDtypeStruct).
-        spelled: returns the name of a leaf from its path.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     named = [(spelled(path) if _is_array(leaf) else None, leaf) for path, leaf in leaves]

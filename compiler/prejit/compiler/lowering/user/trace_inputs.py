@@ -294,9 +294,8 @@ def file_digest(path: str) -> str:
             return "no regular file" if os.path.exists(path) else ABSENT
         if os.path.getsize(path) < _LARGE_BYTES:
             return digest_of(Path(path).read_bytes())
-        receipts = Receipts(
-            Path(path)
-        )  # of this file alone: saving drops what it was not asked for
+        # Of this file alone: saving drops what it was not asked for.
+        receipts = Receipts(Path(path))
         digest = receipts.digest_of(Path(path))
         receipts.save()
         return digest

@@ -207,9 +207,8 @@ def _measured(
     if toolchain.target.platform != "cpu" or not fits:
         return {}
     with measuring_alone(store, service.progress):
-        known = kept_values(
-            store, keys, "microseconds"
-        )  # another build may have measured them meanwhile
+        # Another build may have measured them meanwhile.
+        known = kept_values(store, keys, "microseconds")
         missing = [each for each in executables if each.spec.name not in known]
         if not missing:
             return known

@@ -37,12 +37,7 @@ class FewBits:
 
 
 def few_bits(forms: Mapping[str, str], errors: Mapping[str, float]) -> FewBits | None:
-    """Return what became of matrices; None: there are none.
-
-    Args:
-        forms: the form of each, by name.
-        errors: the error of each that is not stored in float32, by name.
-    """
+    """Return what became of matrices; None: there are none."""
     if not forms:
         return None
     wrong = [error for error in errors.values() if error]
