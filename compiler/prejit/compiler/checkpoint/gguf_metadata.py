@@ -178,11 +178,7 @@ def _number(kind: int, name: str) -> str:
 def check_agreement(
     path: Path, metadata: Mapping[str, Any], config: Any, tensors: Mapping[str, Any]
 ) -> None:
-    """Check that a file says what config.json says, of what both say.
-
-    Raises:
-        CheckpointError: it says something else.
-    """
+    """Check that a file says what config.json says, of what both say."""
     architecture = metadata["general.architecture"]
     start = f"{architecture}."
     said = {

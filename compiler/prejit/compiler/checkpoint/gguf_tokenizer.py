@@ -107,11 +107,7 @@ _OF_LISTS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _check_lists(path: Path, said: Mapping[str, Any], third: str) -> None:
-    """Check the tokens, their types, and their scores or merges.
-
-    Raises:
-        CheckpointError: one is missing, too short, or of another type.
-    """
+    """Check the tokens, their types, and their scores or merges."""
     needed = ("tokens", "token_type", third)
     lengths = {key: len(said[key]) if isinstance(said.get(key), list) else 0 for key in needed}
     of_tokens = {length for key, length in lengths.items() if key != "merges"}

@@ -101,11 +101,7 @@ def run_order(order: Order, board: Any) -> dict[str, Any]:
 
 
 def check_address(address: str) -> None:
-    """Check the address of an executor, and that Ray is installed.
-
-    Raises:
-        UsageError: it is another address, or Ray is missing.
-    """
+    """Check the address of an executor, and that Ray is installed."""
     if not address.startswith(SCHEME) or address == SCHEME:
         raise UsageError(
             f"executor: expected local, {SCHEME}HOST:PORT or {SCHEME}{_LOCAL}, found {address!r:.80}"

@@ -115,11 +115,7 @@ class Experts:
         return int(getattr(config, chosen) if isinstance(chosen, str) else chosen(config))
 
     def require_enough(self, config: Any) -> None:
-        """Check that there are as many experts as a token has.
-
-        Raises:
-            CheckpointError: there are fewer.
-        """
+        """Check that there are as many experts as a token has."""
         count, chosen = getattr(config, self.count), self.of_token(config)
         if chosen > count:
             key = self.chosen if isinstance(self.chosen, str) else "the experts for each token"

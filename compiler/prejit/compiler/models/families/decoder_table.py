@@ -355,11 +355,7 @@ def _lfm2_inner(config: Any) -> int:
 
 
 def check_lfm2(family: DecoderFamily, config: Any) -> None:
-    """Check the kinds of layers.
-
-    Raises:
-        CheckpointError: a layer is neither a convolution nor attention.
-    """
+    """Check the kinds of layers."""
     for kind in config.layer_types:
         require(config, "layer_types", kind, ["full_attention", "conv"])
     family.heads(config)

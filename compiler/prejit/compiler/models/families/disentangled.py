@@ -33,11 +33,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def check(config: Any) -> None:
-    """Check that attention is that of DeBERTa v3.
-
-    Raises:
-        CheckpointError: it is that of another version; the error names the key.
-    """
+    """Check that attention is that of DeBERTa v3."""
     for key, values in _VALUES.items():
         found = getattr(config, key, None)
         if key == "embedding_size" and found == config.hidden_size:

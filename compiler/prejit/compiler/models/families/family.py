@@ -50,9 +50,6 @@ class Family:
         """Check that a token sees what the layers here show it, in transformers' masks and cache too.
 
         transformers reads these keys for every model that generates, whatever its family is.
-
-        Raises:
-            CheckpointError: it sees more or less.
         """
         require(config, "is_causal", getattr(config, "is_causal", True), [True])
         if "layer_types" in self.keys:

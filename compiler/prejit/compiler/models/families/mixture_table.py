@@ -329,11 +329,7 @@ def _check_hunyuan(config: Any) -> None:
 
 
 def check_groups(family: DecoderFamily, routing_of: Callable[[Any], Routing], config: Any) -> None:
-    """Check what the keys of groups say together.
-
-    Raises:
-        CheckpointError: they do not fit each other.
-    """
+    """Check what the keys of groups say together."""
     if family.is_latent:
         heads = config.num_attention_heads
         require(config, "num_key_value_heads", config.num_key_value_heads, [heads])
