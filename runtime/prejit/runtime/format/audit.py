@@ -23,6 +23,7 @@ from prejit.runtime.format.checks.layers import check_chat, check_kernels, check
 from prejit.runtime.format.checks.oci import check_layout_file
 from prejit.runtime.format.checks.program_table import check_weight_sets, segments_of
 from prejit.runtime.format.checks.seldom_parts import check_library
+from prejit.runtime.format.index_writing import encode_root, is_ours
 from prejit.runtime.format.layout import Layout, locked
 from prejit.runtime.format.names import (
     ATTACHED_TYPES,
@@ -36,7 +37,7 @@ from prejit.runtime.format.names import (
 )
 from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.referrers import Referrer, reached, referrers, unattached
-from prejit.runtime.format.root import Root, encode_root, is_ours
+from prejit.runtime.format.root import Root
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 CheckGeneration = Callable[[bytes, str], object]
