@@ -19,8 +19,8 @@ from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits
 from prejit.runtime.format.blob_hashing import check_blob
 from prejit.runtime.format.bundle_schema import Descriptor, Index
-from prejit.runtime.format.index_writing import encode_root, is_ours
-from prejit.runtime.format.layout import Layout, locked
+from prejit.runtime.format.index_writing import encode_root, is_ours, locked
+from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     EMPTY_MEDIA_TYPE,
     MANIFEST_MEDIA_TYPE,

@@ -19,12 +19,12 @@ from prejit.runtime.format.blob_hashing import check_blob
 from prejit.runtime.format.blobs import Blobs, Layer, read_whole
 from prejit.runtime.format.bundle_schema import Chunks, Descriptor, ImageManifest, Index, Segment
 from prejit.runtime.format.checks.call_programs import check_programs
-from prejit.runtime.format.checks.layers import check_chat, check_kernels, check_weights, unpack
+from prejit.runtime.format.checks.layers import check_kernels, check_weights, unpack
 from prejit.runtime.format.checks.oci import check_layout_file
 from prejit.runtime.format.checks.program_table import check_weight_sets, segments_of
-from prejit.runtime.format.checks.seldom_parts import check_library
-from prejit.runtime.format.index_writing import encode_root, is_ours
-from prejit.runtime.format.layout import Layout, locked
+from prejit.runtime.format.checks.seldom_parts import check_chat, check_library
+from prejit.runtime.format.index_writing import encode_root, is_ours, locked
+from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     ATTACHED_TYPES,
     CHAT_MEDIA_TYPE,

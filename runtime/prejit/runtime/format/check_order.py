@@ -149,7 +149,9 @@ LOADING = (
             f"{_TABLE}.check_weight_sets",
         ),
     ),
-    NumberedRule("11", "Chat templates, when one is used.", (f"{_CHECKS}.layers.check_chat",)),
+    NumberedRule(
+        "11", "Chat templates, when one is used.", (f"{_CHECKS}.seldom_parts.check_chat",)
+    ),
     NumberedRule(
         "12",
         "The generation config of a bundle with a decoder, when it generates.",

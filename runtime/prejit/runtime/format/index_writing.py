@@ -1,12 +1,16 @@
-"""Write `index.json` and the index of a bundle, for builds, registries and copies without the index."""
+"""Write `index.json` and the index of a bundle, and keep other writers away meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.base.typed_json import from_json, parse_object, to_json
-from prejit.runtime.errors import RejectError
+from prejit.runtime.base.written_files import locking
+from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Config, Descriptor, Index
 from prejit.runtime.format.checks.oci import check_descriptor, check_manifest
@@ -126,3 +130,18 @@ def oci_platform(architecture: str) -> dict[str, str]:
     """
     names = {"x86_64": "amd64", "aarch64": "arm64"}
     return {"architecture": names.get(architecture, architecture), "os": "linux"}
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep writers away from a bundle. Where the disk fails, raise StoreError."""
+    try:
+        while True:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            with locking(descriptor):
+                # Another directory may have been renamed to this path while this one waited for the lock.
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    yield
+                    return
+    except OSError as error:  # its text names the file
+        raise StoreError(f"{path}: cannot write a bundle: {error}") from error

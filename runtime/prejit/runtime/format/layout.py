@@ -321,20 +321,3 @@ class Layout:
             yield descriptor, status
         finally:
             os.close(descriptor)
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Keep writers away from a bundle. Where the disk fails, raise StoreError."""
-    from prejit.runtime.base.written_files import locking  # no load needs it
-
-    try:
-        while True:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            with locking(descriptor):
-                # Another directory may have been renamed to this path while this one waited for the lock.
-                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                    yield
-                    return
-    except OSError as error:  # its text names the file
-        raise StoreError(f"{path}: cannot write a bundle: {error}") from error

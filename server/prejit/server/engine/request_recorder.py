@@ -9,7 +9,6 @@ from functools import reduce
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, final
 
-from prejit.runtime.base.process_facts import host_memory_bytes
 from prejit.runtime.programs.usage_hint import functions_of
 from prejit.server.engine.engine_metrics import REASONS, EngineMetrics, Kind, RequestMetrics
 from prejit.server.engine.histograms import (
@@ -20,6 +19,7 @@ from prejit.server.engine.histograms import (
     Histogram,
     HistogramValue,
 )
+from prejit.server.engine.memory import host_memory_bytes
 
 if TYPE_CHECKING:
     from prejit.runtime.format.bundle_schema import Config
