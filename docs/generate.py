@@ -16,6 +16,7 @@ import re
 import shutil
 import sys
 import textwrap
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import click
 from prejit.compiler.manifest.manifest_tables import documented, manifest_schema
 from prejit.runtime import errors
 from prejit.runtime.cli.commands import HOUSES, commands
-from prejit.runtime.format import arrays, bundle_schema, check_order
+from prejit.runtime.format import arrays, bundle_schema
 from prejit.server.served.served import Models
 from prejit.server.telemetry.metrics_collector import EngineCollector
 
@@ -132,16 +133,17 @@ def reference_pages() -> dict[Path, str]:
 
 def with_lists_of_rules(page: str) -> str:
     """Return a page with the lists that `<!-- rules: NAME -->` asks for, from the table of rules."""
+    rules = tomllib.loads((DOCS / "check-order.toml").read_text())
     lists = {
-        "loading": [each for each in check_order.LOADING if each.number.isdigit()],
-        "policy": [each for each in check_order.LOADING if not each.number.isdigit()],
-        "attached": check_order.ATTACHED,
+        "loading": [each for each in rules["loading"] if each["number"].isdigit()],
+        "policy": [each for each in rules["loading"] if not each["number"].isdigit()],
+        "attached": rules["attached"],
     }
 
     def listed(found: re.Match[str]) -> str:
         texts: dict[int, list[str]] = {}
         for each in lists[found[1]]:
-            texts.setdefault(int(each.number.removeprefix("P")), []).append(each.text)
+            texts.setdefault(int(each["number"].removeprefix("P")), []).append(each["text"])
         items = []
         for number, text in sorted(texts.items()):
             label = f"{number}. "
@@ -156,7 +158,7 @@ def with_lists_of_rules(page: str) -> str:
 def assemble(directory: Path) -> None:
     """Write every page of the site to a directory, which is made anew."""
     shutil.rmtree(directory, ignore_errors=True)
-    shutil.copytree(DOCS, directory, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    shutil.copytree(DOCS, directory, ignore=shutil.ignore_patterns("*.py", "*.toml", "__pycache__"))
     overview = directory / "architecture" / "index.md"
     overview.write_text(overview.read_text().replace("<!-- rooms -->", rooms()))
     for name in ("CHANGELOG.md", "CONTRIBUTING.md"):

@@ -64,7 +64,7 @@ class Recipe:
         """Writes the files as they are, without the care (and the time) of `write_layout`."""
         from prejit.runtime.base.typed_json import from_json
         from prejit.runtime.format.bundle_schema import Index
-        from prejit.runtime.format.root import encode_root
+        from prejit.runtime.format.index_writing import encode_root
 
         index, blobs = self.assemble()
         write_files(path, index, blobs)

@@ -52,19 +52,16 @@ def policies():
 
 
 def statements():
-    from prejit.runtime.trust.signed_statements import (
-        SIGNATURE_PREDICATE,
-        SignedSubject,
-        Statement,
-        encode_statement,
-    )
+    from prejit.compiler.base.statement_writing import encode_statement
+    from prejit.runtime.trust.signed_statements import SIGNATURE_PREDICATE, SignedSubject, Statement
 
     subject = SignedSubject("sha256:" + "1" * 64, "demo", {"a": "b"})
     return [encode_statement(Statement(SIGNATURE_PREDICATE, (subject, subject), {"a": [1]}))]
 
 
 def sigstore_bundles():
-    from prejit.runtime.trust.signed_statements import Envelope, encode_bundle
+    from prejit.compiler.base.statement_writing import encode_bundle
+    from prejit.runtime.trust.signed_statements import Envelope
 
     return [
         encode_bundle(Envelope(payload, (fixed_key().sign(payload),) * count, "hint"))
@@ -91,7 +88,7 @@ _EXPIRES = datetime(2099, 1, 1, tzinfo=UTC)
 
 
 def channels():
-    from prejit.runtime.trust.channel import encode_channel, keys_statement, release_statement
+    from prejit.compiler.signing.channels import encode_channel, keys_statement, release_statement
     from prejit.runtime.trust.signed_statements import Envelope, SignedSubject
 
     key = fixed_key()

@@ -244,7 +244,7 @@ def _library():
 
 
 def _chat():
-    from prejit.runtime.format.checks.layers import check_chat
+    from prejit.runtime.format.checks.seldom_parts import check_chat
     from prejit.runtime.text.chat_template import ChatTemplates
 
     chat_messages = [{"role": "user", "content": "aab"}, {"role": "assistant", "content": "b"}]

@@ -29,13 +29,12 @@ from prejit.runtime.format.arrays import Mesh, parse_sharding
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.bundle_schema import Config
 from prejit.runtime.format.checks import oci
-from prejit.runtime.format.checks.layers import Chat
 from prejit.runtime.format.checks.program_table import (
     check_chunks_layers,
     check_config,
     check_packs,
 )
-from prejit.runtime.format.checks.seldom_parts import check_recorded_layer
+from prejit.runtime.format.checks.seldom_parts import Chat, check_recorded_layer
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import FORMAT_VERSION, WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.opening import match, read_manifests

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from prejit.runtime.generation.session import Session
     from prejit.runtime.generation.shared_prefix import Prefix
     from prejit.runtime.lora.adapter_slots import Adapters
+_MAX_SEQUENCES = 16_384
+"""Maximum number of continuations of one prompt in one call."""
 
 
 class BundleBatches(BundleDecodes):
@@ -61,7 +63,7 @@ class BundleBatches(BundleDecodes):
         The first result is the same as from `generate`; each further one uses the next seed. Arguments and
         errors as `generate`; n is 1 to 16,384.
         """
-        n = arguments.integer("n", n, 1, arguments.MAX_SEQUENCES)
+        n = arguments.integer("n", n, 1, _MAX_SEQUENCES)
         first = self.generator.resolve(options)
         seeds = [(first.sampling.seed + index) % 2**64 for index in range(n)]
         each = [first._replace(sampling=replace(first.sampling, seed=seed)) for seed in seeds]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from prejit.runtime.device._jax_parts import collect_garbage, give_back
+from prejit.runtime.base.process_memory import give_back
+from prejit.runtime.device._jax_parts import collect_garbage
 from prejit.runtime.loaded_bundle import LoadedBundle
 
 

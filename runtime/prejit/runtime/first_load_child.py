@@ -16,7 +16,8 @@ import warnings
 from typing import Any
 
 from prejit.runtime.base.child_process import take_stdout, write_answer
-from prejit.runtime.base.process_facts import TRUST_VARIABLE, free_memory_bytes
+from prejit.runtime.base.process_facts import TRUST_VARIABLE
+from prejit.runtime.base.process_memory import free_memory_bytes
 from prejit.runtime.base.typed_json import from_any_json
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.errors import AnswerError, PrejitError, RejectError

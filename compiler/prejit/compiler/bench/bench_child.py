@@ -12,11 +12,8 @@ import sys
 from typing import Any, Literal
 
 from prejit.runtime import Fingerprint, load
-from prejit.runtime.base.process_facts import (
-    peak_memory_bytes,
-    private_memory_bytes,
-    seconds_since_exec,
-)
+from prejit.runtime.base.process_facts import seconds_since_exec
+from prejit.runtime.base.process_memory import peak_memory_bytes
 from prejit.runtime.errors import PrejitError
 
 
@@ -62,9 +59,15 @@ def use_once(
         "first_seconds": first,
         "load_seconds": bundle.load_seconds,
         "peak_bytes": peak_memory_bytes(),
-        "private_bytes": private_memory_bytes(),
+        "private_bytes": _private_memory_bytes(),
         "device_bytes": bundle.device_memory_bytes(),
     }
+
+
+def _private_memory_bytes() -> int:
+    """Return the resident memory that no other process shares."""
+    with open("/proc/self/smaps_rollup", encoding="ascii", errors="replace") as file:
+        return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Private_"))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from prejit.compiler.compile.stablehlo_contents import Operations, operations
 from prejit.compiler.compile.worker.code_summary import CodeSummary, summarize
-from prejit.runtime.device.portable import Operations, operations
 from prejit.runtime.format.blobs import Layer, read_whole
 from prejit.runtime.format.bundle_schema import ProgramEntry, Segment
 from prejit.runtime.format.layout import Layout

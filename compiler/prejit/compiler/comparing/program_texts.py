@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from prejit.compiler.comparing.difference import ReadBundle, ReadTarget
+from prejit.compiler.compile.stablehlo_contents import as_text
 from prejit.compiler.compile.worker.protobuf import protobuf_fields
 from prejit.runtime.base.wording import did_you_mean
-from prejit.runtime.device import portable
+from prejit.runtime.device import _jax_parts
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.checks.elf import read_sections
@@ -69,7 +70,7 @@ def find_program(bundle: ReadBundle, target: ReadTarget, name: str) -> ProgramEn
 def stablehlo(bundle: ReadBundle, target: ReadTarget, program: ProgramEntry) -> str:
     """Return a portable program, for the platform of a target, as MLIR."""
     content = bundle.frame(target, PORTABLE_MEDIA_TYPE, program.portable)
-    return portable.as_text(content, program.platforms or (), target.requirement.platform)
+    return as_text(content, program.platforms or (), target.requirement.platform)
 
 
 def optimized_hlo(bundle: ReadBundle, target: ReadTarget, program: ProgramEntry) -> str:
@@ -80,7 +81,8 @@ def optimized_hlo(bundle: ReadBundle, target: ReadTarget, program: ProgramEntry)
     """
     with _reading(bundle, program):
         (with_config,) = _parts(bundle, target, program, 1)
-        return portable.hlo_text(_fields(with_config, 1)[0])
+        text: str = _jax_parts.parse_hlo(_fields(with_config, 1)[0]).to_string()
+        return text
 
 
 def assembly(bundle: ReadBundle, target: ReadTarget, program: ProgramEntry) -> str:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from prejit.compiler.bench.machine_limits import MachineLimits
 from prejit.compiler.comparing.difference import ReadBundle, ReadTarget
+from prejit.compiler.compile.stablehlo_contents import count_flops
 from prejit.runtime.bundle import Bundle
-from prejit.runtime.device import portable
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.format.names import PORTABLE_MEDIA_TYPE
 
@@ -78,7 +78,7 @@ def costs(bundle: ReadBundle, target: ReadTarget) -> list[ProgramCost]:
         digest = entry.portable.raw_digest
         if digest not in known:
             content = bundle.frame(target, PORTABLE_MEDIA_TYPE, entry.portable)
-            known[digest] = portable.count_flops(content, entry.platforms or (), platform)
+            known[digest] = count_flops(content, entry.platforms or (), platform)
         return known[digest]
 
     return [

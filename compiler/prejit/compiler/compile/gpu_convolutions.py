@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prejit.runtime.device.portable import operations
+from prejit.compiler.compile.stablehlo_contents import operations
 
 WITHOUT_CUDNN = (("xla_gpu_experimental_disable_binary_libraries", True),)
 """XLA's flags for a program with them. Compiled without the GPU, it would name cuDNN's algorithm by the

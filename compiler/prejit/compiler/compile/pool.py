@@ -33,7 +33,7 @@ from prejit.compiler.compile.worker_process import (
 )
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.store.store_interface import Store
-from prejit.runtime.base.process_facts import free_memory_bytes
+from prejit.runtime.base.process_memory import free_memory_bytes
 
 _available_bytes = partial(free_memory_bytes, with_files=True)
 """Memory that holds files goes to the worker that needs it."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from prejit.compiler.fleet.machine_groups import merge
 from prejit.runtime.base.files import is_digest
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.fallback_reporting import closest_target
@@ -21,7 +22,7 @@ from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.opening import OpenTarget, match
 from prejit.runtime.format.root import Root, read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.fleet_machines import Machine, merge
+from prejit.runtime.machine.fleet_machines import Machine
 from prejit.runtime.ship.reference import (
     MOST_TAG_LETTERS,
     REGISTRY,

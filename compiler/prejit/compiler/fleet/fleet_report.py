@@ -7,19 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from prejit.compiler.fleet.machine_groups import Group, closest, group_machines, merge
 from prejit.compiler.fleet.missing_targets import Addition, Build, cover_machines
 from prejit.compiler.pages import render
 from prejit.compiler.targets.target_classes import GpuTable
 from prejit.runtime.base.wording import few
 from prejit.runtime.machine.fingerprint import Requirement
-from prejit.runtime.machine.fleet_machines import (
-    Group,
-    Machine,
-    Unreadable,
-    closest,
-    group_machines,
-    merge,
-)
+from prejit.runtime.machine.fleet_machines import Machine, Unreadable
 from prejit.runtime.verdict import Axis, Verdict
 
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from typing import Any
 
+from prejit.compiler.fleet.machine_groups import Group, closest, group_machines
 from prejit.compiler.targets.target_classes import CUDA, PLUGINS, GpuTable, Target, catalogue, chips
 from prejit.compiler.targets.target_table import catalogue_targets_like
 from prejit.runtime.machine.compare import compare
@@ -20,13 +21,7 @@ from prejit.runtime.machine.fingerprint import (
     Requirement,
     effective_xla_flags,
 )
-from prejit.runtime.machine.fleet_machines import (
-    Group,
-    Machine,
-    closest,
-    group_machines,
-    is_release,
-)
+from prejit.runtime.machine.fleet_machines import Machine
 from prejit.runtime.verdict import Axis, Verdict
 
 MAX_STEPS = 5_000
@@ -176,7 +171,7 @@ def candidates_for(classes: Sequence[tuple[Machine, ...]], build: Build) -> list
     """Return the targets that could serve machines of one jaxlib, plugin and set of XLA flags."""
     machine = classes[0][0].fingerprint
     platform, jaxlib = machine.platform, machine.jaxlib
-    if platform not in PLATFORMS or not is_release(jaxlib):
+    if platform not in PLATFORMS or not _is_release(jaxlib):
         return []
     flags = tuple(flag for flag in machine.xla_flags if flag not in build.xla_flags)
     table: dict[str, Any] = {"xla_flags": flags} if flags else {}
@@ -252,7 +247,7 @@ def obstacle(candidates: Sequence[Candidate], machine: Fingerprint) -> Verdict:
     """Return, for the closest target that could be added, the axes that still do not match."""
     if not candidates:
         axis = Axis("topology", "equal", "that of the mesh", machine.topology or "none", False)
-        if not is_release(machine.jaxlib):
+        if not _is_release(machine.jaxlib):
             axis = Axis("jaxlib", "equal", "a release", machine.jaxlib, False)
         if machine.platform not in PLATFORMS:
             axis = Axis("platform", "equal", " or ".join(PLATFORMS), machine.platform, False)
@@ -407,3 +402,8 @@ def _toml(value: Any) -> str:
         pairs = (f"{key} = {size}" for key, size in asdict(value).items())
         return f"{{ {', '.join(pairs)} }}"
     return str(value)
+
+
+def _is_release(version: str) -> bool:
+    """Whether a version is a release, which is what a manifest accepts for `jax`."""
+    return re.fullmatch(r"\d+(\.\d+){1,3}", version) is not None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prejit.compiler.base.json_file import read_object
 from prejit.runtime.errors import CheckpointError
-from prejit.runtime.format.checks.layers import Chat
+from prejit.runtime.format.checks.seldom_parts import Chat
 
 _DEFAULT = "default"
 

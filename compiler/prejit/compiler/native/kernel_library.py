@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,7 @@ from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.files import digest_of, store_errors
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.bundle_schema import Kernels
-from prejit.runtime.format.checks.elf import read_shared_library
+from prejit.runtime.format.checks.elf import SharedLibrary, read_shared_library
 from prejit.runtime.format.names import KERNEL_PREFIX
 from prejit.runtime.machine.fingerprint import Fingerprint
 
@@ -396,5 +397,13 @@ def _library(content: bytes, level: str, compiler: Compiler, cache: Store) -> Ke
             f"found {', '.join(found.exported) or 'no symbols'}"
         )
     return KernelLibrary(
-        level, cache.put_blob(content), len(content), compiler.name, found.glibc, handlers
+        level, cache.put_blob(content), len(content), compiler.name, glibc_of(found), handlers
     )
+
+
+def glibc_of(library: SharedLibrary) -> str | None:
+    """Return the oldest glibc with all symbols that a library needs; None: it needs none of glibc."""
+    form = r"GLIBC_(\d{1,9}(?:\.\d{1,9})*)"
+    found = [re.fullmatch(form, version) for version in library.versions]
+    numbers = [match[1] for match in found if match is not None]
+    return max(numbers, key=lambda text: tuple(map(int, text.split("."))), default=None)

@@ -19,7 +19,8 @@ from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits
 from prejit.runtime.format.blob_hashing import check_blob
 from prejit.runtime.format.bundle_schema import Descriptor, Index
-from prejit.runtime.format.layout import Layout, locked
+from prejit.runtime.format.index_writing import encode_root, is_ours, locked
+from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     EMPTY_MEDIA_TYPE,
     MANIFEST_MEDIA_TYPE,
@@ -27,7 +28,7 @@ from prejit.runtime.format.names import (
     REF_NAME,
 )
 from prejit.runtime.format.referrers import ATTACHED, Referrer, attached_entry, reached, referrers
-from prejit.runtime.format.root import encode_root, is_ours, read_root
+from prejit.runtime.format.root import read_root
 
 
 def _digest_of_file(path: Path) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.manifest.manifest import Library, Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
+from prejit.compiler.native.kernel_library import glibc_of
 from prejit.compiler.store.store_interface import Store
 from prejit.compiler.targets.target_classes import Target
 from prejit.runtime.base.files import digest_of, store_errors
@@ -154,7 +155,9 @@ def _read(manifest: Manifest, library: Library, where: str) -> ReadLibrary:
             hint='define them with XLA_FFI_DEFINE_HANDLER_SYMBOL, as extern "C" and with default visibility',
         )
     described = UserLibrary(digest_of(content), path.name, dict(sorted(library.handlers.items())))
-    made = ReadLibrary(described, content, read.architecture, read.glibc, tuple(library.targets))
+    made = ReadLibrary(
+        described, content, read.architecture, glibc_of(read), tuple(library.targets)
+    )
     if not any(map(made.is_for, manifest.targets)):
         listed = ", ".join(f"{t.name} ({t.platform}, {t.architecture})" for t in manifest.targets)
         raise ManifestError(

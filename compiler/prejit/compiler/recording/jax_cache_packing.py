@@ -42,6 +42,8 @@ from prejit.runtime.recorded.hook_events import JaxRequest, WatchedProcess, read
 from prejit.runtime.recorded.recorded_bundle import on_cpu, recorded_of
 from prejit.runtime.recorded.watched_command import cache_settings, environment_for, run_to_end
 
+OUTER_CALL = str(Path(__file__).with_name("outer_call.py"))
+"""The file that describes calls in the processes of a recorded program."""
 _ZSTD_LEVEL = 3
 """jax has compressed the files already: a higher level makes them no smaller."""
 
@@ -313,7 +315,7 @@ def record(command: Sequence[str], output: Path) -> Recording:
         ]
         for program in known:
             (cache / program.entry.file).write_bytes(program.content())
-        orders = Orders(cache_settings(cache, write=True), str(events), functions=True)
+        orders = Orders(cache_settings(cache, write=True), str(events), functions=OUTER_CALL)
         status = run_to_end(command, environment_for(orders, os.environ))
         processes = read_events(events)
         found, left_out = collect(

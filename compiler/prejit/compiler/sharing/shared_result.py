@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from prejit.compiler.base.statement_writing import encode_envelope, encode_statement
 from prejit.compiler.sharing.remote import Remote
 from prejit.compiler.signing.private_key import PrivateKey
 from prejit.compiler.store.build_cache_key import Key
@@ -32,8 +33,6 @@ from prejit.runtime.trust.reasons import RefusedError
 from prejit.runtime.trust.signed_statements import (
     SignedSubject,
     Statement,
-    encode_envelope,
-    encode_statement,
     envelope_of,
     field,
     pae,

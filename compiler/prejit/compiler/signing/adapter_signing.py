@@ -5,16 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from prejit.compiler.base.statement_writing import encode_statement
 from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.written_files import write_file
 from prejit.runtime.lora.peft_config import CONFIG, SIGNATURES
 from prejit.runtime.lora.peft_files import adapter_digest
-from prejit.runtime.trust.signed_statements import (
-    SIGNATURE_PREDICATE,
-    SignedSubject,
-    Statement,
-    encode_statement,
-)
+from prejit.runtime.trust.signed_statements import SIGNATURE_PREDICATE, SignedSubject, Statement
 
 if TYPE_CHECKING:
     from prejit.compiler.signing.bundle_signing import Signer

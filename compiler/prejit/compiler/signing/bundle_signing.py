@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from prejit.compiler.base.statement_writing import encode_statement
 from prejit.compiler.pipeline.layout_writing import Part, attach, remove_abandoned
 from prejit.runtime.base.files import digest_of, is_digest, store_errors
 from prejit.runtime.base.written_files import write_file
@@ -33,16 +34,14 @@ from prejit.runtime.format.root import Root
 from prejit.runtime.generation.options import check_generation
 from prejit.runtime.trust.reasons import RefusedError
 from prejit.runtime.trust.signed_statements import (
+    BUNDLE_ANNOTATION,
     MAX_ENVELOPE_BYTES,
-    MODEL_PREDICATE,
     PARTS_PREDICATE,
     PROVENANCE_PREDICATE,
     SIGNATURE_PREDICATE,
     SignedSubject,
     Statement,
-    encode_statement,
     read_statement,
-    signature_statements,
 )
 
 if TYPE_CHECKING:
@@ -50,6 +49,10 @@ if TYPE_CHECKING:
     from prejit.compiler.signing.private_key import PrivateKey
 
     Signer = PrivateKey | KeylessSigner
+
+
+MODEL_PREDICATE = "https://model_signing/signature/v1.0"
+"""The predicate of the OpenSSF's model signing: digests of the files of a directory."""
 
 
 def files_of(path: Path) -> dict[str, str]:
@@ -253,3 +256,16 @@ def _signed_by(layout: Layout, root: Root, signer: Signer) -> Iterable[bytes]:
             continue
         if payload is not None:
             yield payload
+
+
+def signature_statements(index: str, manifests: Iterable[tuple[str, str]]) -> dict[str, Statement]:
+    """Return the statements that sign a bundle, by the digest that each is attached to.
+
+    One is about the bundle's index. Others are about the manifests of its targets (name and digest), so that
+    a copy of one target is signed too. They name the bundle, so that revoking it revokes them.
+    """
+    signed = {index: Statement(SIGNATURE_PREDICATE, (SignedSubject(index),))}
+    for name, digest in manifests:
+        subject = SignedSubject(digest, name, {BUNDLE_ANNOTATION: index})
+        signed[digest] = Statement(SIGNATURE_PREDICATE, (subject,))
+    return signed

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from prejit.compiler.base.statement_writing import encode_envelope, encode_statement
 from prejit.compiler.signing.private_key import PrivateKey
 from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.wording import nearest_file
@@ -26,13 +27,7 @@ from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import BUNDLE_NAME, REF_NAME
 from prejit.runtime.format.root import Root
 from prejit.runtime.generation.options import check_generation
-from prejit.runtime.trust.channel import (
-    MAX_CHANNEL_BYTES,
-    encode_channel,
-    keys_statement,
-    release_statement,
-    signers,
-)
+from prejit.runtime.trust.channel import CHANNEL_MEDIA_TYPE, MAX_CHANNEL_BYTES, signers
 from prejit.runtime.trust.public_keys import MAX_KEY_BYTES, PublicKey, read_key
 from prejit.runtime.trust.reasons import RefusedError
 from prejit.runtime.trust.signed_statements import (
@@ -40,6 +35,7 @@ from prejit.runtime.trust.signed_statements import (
     RELEASE_PREDICATE,
     Envelope,
     SignedSubject,
+    Statement,
     envelope_of,
     read_statement,
 )
@@ -357,3 +353,51 @@ def _subjects(layout: Layout, root: Root) -> tuple[str, list[SignedSubject]]:
 
 def _after(days: int) -> datetime:
     return datetime.now(UTC) + timedelta(days=days)
+
+
+def release_statement(
+    name: str,
+    bundle: str,
+    subjects: tuple[SignedSubject, ...],
+    *,
+    version: int,
+    keys_version: int,
+    expires: datetime,
+) -> bytes:
+    """Return the payload of a release of a bundle: its `subjects` are its index and its targets' manifests.
+
+    `version` is higher than that of every release before; the keys of `keys_version` will sign it.
+    """
+    predicate = {
+        "channel": name,
+        "bundle": bundle,
+        "version": version,
+        "keys": keys_version,
+        "expires": expires.strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+    return encode_statement(Statement(RELEASE_PREDICATE, subjects, predicate))
+
+
+def keys_statement(
+    name: str, keys: tuple[PublicKey, ...], *, version: int, threshold: int, expires: datetime
+) -> bytes:
+    """Return the payload of a rotation: the keys of a version. Arguments as of `release_statement`."""
+    predicate = {
+        "channel": name,
+        "version": version,
+        "threshold": threshold,
+        "keys": [key.pem for key in keys],
+        "expires": expires.strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+    subjects = tuple(SignedSubject(f"sha256:{key.id}") for key in keys)
+    return encode_statement(Statement(KEYS_PREDICATE, subjects, predicate))
+
+
+def encode_channel(rotations: Iterable[Envelope], release: Envelope) -> bytes:
+    """Return the file of a channel."""
+    found = {
+        "mediaType": CHANNEL_MEDIA_TYPE,
+        "keys": [encode_envelope(each) for each in rotations],
+        "release": encode_envelope(release),
+    }
+    return json.dumps(found, sort_keys=True, separators=(",", ":")).encode("ascii")

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prejit.compiler.base.statement_writing import encode_bundle
 from prejit.runtime.base.wording import nearest_file
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.trust.channel import signers
 from prejit.runtime.trust.public_keys import MAX_KEY_BYTES, PublicKey, hash_of, pem_digest, read_key
 from prejit.runtime.trust.reasons import RefusedError
-from prejit.runtime.trust.signed_statements import Envelope, encode_bundle, pae, read_bundle
+from prejit.runtime.trust.signed_statements import Envelope, pae, read_bundle
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey

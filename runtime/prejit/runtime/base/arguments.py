@@ -17,8 +17,6 @@ from prejit.runtime.errors import UsageError, printable
 
 _T = TypeVar("_T")
 
-MAX_SEQUENCES = 16_384
-"""Maximum number of continuations of one prompt in one call."""
 _SHOWN_CHARACTERS = 80
 _LARGEST_INTEGER = 2**63 - 1
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
@@ -51,12 +49,6 @@ def described(value: object) -> str:
     if len(text) > _SHOWN_CHARACTERS:
         text = f"{text[: _SHOWN_CHARACTERS - 4]} ..."
     return text
-
-
-def instead(expected: object, found: object) -> str:
-    """Return a value as an error shows it beside another one: with its class if they look alike."""
-    text = described(found)
-    return f"{text} of class {type(found).__qualname__}" * (text == described(expected)) or text
 
 
 def integer(name: str, value: object, least: int, most: int = _LARGEST_INTEGER) -> int:

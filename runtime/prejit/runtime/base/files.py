@@ -18,8 +18,6 @@ from prejit.runtime.errors import RejectError, StoreError
 Content = mmap.mmap | bytes
 """The bytes of a file: its map, or `b""`, because an empty file cannot be mapped."""
 
-_MADV_POPULATE_READ = 22
-"""A number of madvise(2), which Python has no name for."""
 
 STORE_ERRORS = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.EIO)
 """Error numbers that do not mean that a bundle is damaged, only that it cannot be read now."""
@@ -89,13 +87,6 @@ def map_file(descriptor: int, size: int, path: str) -> Content:
         raise RejectError(path, f"expected {size} bytes, found fewer: {error}") from error
     except OSError as error:
         raise StoreError(f"{path}: cannot map it into memory: {error.strerror}") from error
-
-
-def map_pages(content: Content, start: int, size: int) -> None:
-    """Enter a part of a map, which begins with a page, into the page tables at once (Linux 5.14)."""
-    if not isinstance(content, bytes):
-        with contextlib.suppress(OSError):
-            content.madvise(_MADV_POPULATE_READ, start, size)
 
 
 def digest_of(content: bytes | bytearray | memoryview) -> str:

@@ -201,33 +201,6 @@ def policy_paths(trust: str | os.PathLike[str] | None = None) -> tuple[str, ...]
     return tuple(dict.fromkeys(paths))
 
 
-def free_memory_bytes(root: str = "/", *, with_files: bool = False) -> int:
-    """Return how much memory this process can still take, by the kernel and by its control groups' limits.
-
-    `root` is the directory that holds `proc` and `sys`. Pages of files that nobody has used for long count as
-    free, because the kernel drops them before it fails (proc_meminfo(5), cgroups(7)); `with_files`: so do
-    those that were used lately.
-    """
-    left = [sys.maxsize]  # a kernel that does not say
-    for line in text_of(os.path.join(root, "proc/meminfo")).splitlines():
-        if line.startswith("MemAvailable:"):
-            left.append(int(line.split()[1]) << 10)
-    for directory, is_second in control_groups(root, "memory"):
-        names, total = (
-            (("memory.max", "memory.current"), "")
-            if is_second
-            else (("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_")
-        )
-        limit, used = (text_of(os.path.join(directory, name)).strip() for name in names)
-        if limit.isdecimal() and used.isdecimal():  # else there is no limit
-            words = text_of(os.path.join(directory, "memory.stat")).split()
-            pages = dict(zip(words[::2], words[1::2], strict=False))
-            kinds = ("inactive_file", "active_file")[: 1 + with_files]
-            files = sum(int(pages.get(f"{total}{kind}", 0)) for kind in kinds)
-            left.append(max(0, int(limit) - int(used) + files))
-    return min(left)
-
-
 def seconds_since_exec() -> float:
     """Return the seconds since this process was started; the kernel counts in steps of 10 ms."""
     return time.perf_counter() - exec_time()
@@ -240,37 +213,3 @@ def exec_time() -> float:
     started = ticks / os.sysconf("SC_CLK_TCK")
     # One clock right after the other: on a busy machine, to read a file between them can take 20 ms.
     return time.perf_counter() - (time.clock_gettime(time.CLOCK_BOOTTIME) - started)
-
-
-def peak_memory_bytes() -> int:
-    """Return the peak resident memory, mapped files included.
-
-    The peak of getrusage would begin with the memory of the parent when it started this process.
-    """
-    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM:"))
-
-
-def private_memory_bytes() -> int:
-    """Return the resident memory that no other process shares."""
-    with open("/proc/self/smaps_rollup", encoding="ascii", errors="replace") as file:
-        return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Private_"))
-
-
-def host_memory_bytes() -> int:
-    """Return the resident memory of this process."""
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def host_memory_limit_bytes(root: str = "/") -> int:
-    """Return how much memory this process may use, by its control groups or the machine.
-
-    `root` is the directory that holds `proc` and `sys`.
-    """
-    limit: int = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for directory, is_second in control_groups(root, "memory"):
-        file = "memory.max" if is_second else "memory.limit_in_bytes"
-        if (text := text_of(os.path.join(directory, file)).strip()).isdecimal():  # and not `max`
-            limit = min(limit, int(text))
-    return limit

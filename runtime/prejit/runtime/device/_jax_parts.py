@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from prejit.runtime.base import process_facts
+from prejit.runtime.base.process_memory import give_back
 from prejit.runtime.device._jaxlib import (
     Avals,
     JaxlibArray,
@@ -29,8 +30,6 @@ from prejit.runtime.device._jaxlib import (
     result_handler,
 )
 from prejit.runtime.errors import UsageError
-
-_LIBRARY = ctypes.CDLL(None)
 
 
 def import_jax() -> None:
@@ -445,15 +444,6 @@ def free_dropped(held: list[Any]) -> None:
     gc.collect(0)
     collect_garbage()
     give_back()
-
-
-def give_back() -> None:
-    """Give free memory back to the system (malloc_trim(3)).
-
-    glibc keeps what threads have freed, up to hundreds of MB. Other C libraries have no such function.
-    """
-    if (trim := getattr(_LIBRARY, "malloc_trim", None)) is not None:
-        trim(0)
 
 
 def client_of_jax(platform: str) -> Any:

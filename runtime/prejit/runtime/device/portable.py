@@ -1,4 +1,4 @@
-"""Portable programs: StableHLO as a bundle stores it, made ready for one platform and compiled ahead.
+"""Portable programs: StableHLO as a bundle stores it, made ready for one platform and for a call's sizes.
 
 A start that finds executables for its machine does not import this module.
 """
@@ -6,59 +6,13 @@ A start that finds executables for its machine does not import this module.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from prejit.runtime.base.files import digest_of
 from prejit.runtime.device import _jax_parts, _jaxlib
 from prejit.runtime.errors import BuildError
-from prejit.runtime.format.bundle_schema import Memory
-
-
-def compile_ahead(
-    portable: bytes,
-    platforms: Sequence[str],
-    platform: str,
-    devices: Sequence[Any],
-    topology: bytes | None = None,
-    flags: Sequence[tuple[str, bool]] = (),
-) -> tuple[bytes, Memory]:
-    """Compile a portable program without running it.
-
-    `devices` are those of a client of this machine, or of a topology description; `topology` is a serialized
-    one to compile for in place of theirs; `flags` are XLA's for this program alone. Other arguments and
-    errors as `stablehlo_module`.
-
-    Returns:
-        The serialized executable, and the memory it needs on each device while it runs.
-    """
-    module = stablehlo_module(portable, platforms, platform)
-    options = _jax_parts.compile_options(devices)
-    options.env_option_overrides = list(flags)
-    client = devices[0].client
-    if topology is not None:
-        compiled = client.compile(module, _jax_parts.deserialize_topology(topology), options)
-    else:
-        compile_ = client.compile_and_load if platform == "cpu" else client.compile
-        compiled = compile_(module, _jaxlib.device_list(devices), options)
-    stats = compiled.get_compiled_memory_stats()
-    memory = Memory(
-        argument_bytes=stats.argument_size_in_bytes,
-        output_bytes=stats.output_size_in_bytes,
-        alias_bytes=stats.alias_size_in_bytes,
-        temp_bytes=stats.temp_size_in_bytes,
-    )
-    return bytes(compiled.serialize()), memory
-
-
-def register_stand_ins(names: Iterable[str]) -> None:
-    """Register custom calls under names that XLA must know to compile a program. Calling one fails."""
-    if names := tuple(names):
-        _jaxlib.register_handlers(dict.fromkeys(names, _jax_parts.any_handler()))
 
 
 def custom_calls(portable: bytes, platforms: Sequence[str], platform: str) -> set[str]:
@@ -77,65 +31,6 @@ def custom_calls(portable: bytes, platforms: Sequence[str], platform: str) -> se
     module = stablehlo_module(portable, platforms, platform)
     module.operation.walk(note)
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class Operations:
-    """What a program computes, whatever the version of StableHLO in which it is stored.
-
-    Attributes:
-        digest: digest of the program as text, without the places in source files that it came from.
-        counts: the number of each operation with the types of its results, such as
-            `stablehlo.add tensor<8xf32>`, sorted.
-    """
-
-    digest: str
-    counts: dict[str, int]
-
-
-def operations(portable: bytes, platforms: Sequence[str], platform: str) -> Operations:
-    """Return the operations of a program.
-
-    Arguments and errors as `stablehlo_module`.
-    """
-    ir = _jax_parts.import_mlir()
-    found: Counter[str] = Counter()
-
-    def note(op: Any) -> Any:
-        found[" ".join([op.name, *(str(result.type) for result in op.results)])] += 1
-        return ir.WalkResult.ADVANCE
-
-    module = stablehlo_module(portable, platforms, platform).operation
-    module.walk(note)
-    text = module.get_asm(enable_debug_info=False)
-    return Operations(digest_of(text.encode()), dict(sorted(found.items())))
-
-
-def as_text(portable: bytes, platforms: Sequence[str], platform: str) -> str:
-    """Return a program as MLIR's text. Arguments and errors as `stablehlo_module`."""
-    text: str = stablehlo_module(portable, platforms, platform).operation.get_asm(
-        enable_debug_info=False, large_elements_limit=_SHOWN_ELEMENTS
-    )
-    return text
-
-
-def hlo_text(serialized: bytes) -> str:
-    """Return a serialized HloModuleProto as HLO text."""
-    text: str = _jax_parts.parse_hlo(serialized).to_string()
-    return text
-
-
-def count_flops(portable: bytes, platforms: Sequence[str], platform: str) -> float:
-    """Return the floating-point operations of a program, by XLA's count before it optimizes anything.
-
-    A loop counts as one turn. Arguments and errors as `stablehlo_module`.
-    """
-    module = stablehlo_module(portable, platforms, platform)
-    return _jax_parts.hlo_cost(module).get("flops", 0.0)
-
-
-_SHOWN_ELEMENTS = 16
-"""Constants with more elements than this are cut in texts of programs."""
 
 
 def bind_calls(portable: bytes, names: Mapping[str, str]) -> bytes:
@@ -157,7 +52,7 @@ def bind_calls(portable: bytes, names: Mapping[str, str]) -> bytes:
     with ir.Context(), ir.Location.unknown():
         module = _jax_parts.parse_stablehlo(portable)
         module.operation.walk(rename)
-        return _jax_parts.serialized_portable(module, _version(portable))
+        return _jax_parts.serialized_portable(module, version_of(portable))
 
 
 _CUSTOM_CALL, _TARGET_NAME = "stablehlo.custom_call", "call_target_name"
@@ -193,18 +88,6 @@ def stablehlo_module(portable: bytes, platforms: Sequence[str], platform: str) -
             _bind_platform(module, tuple(platforms).index(platform))
         _drop_other_platforms(module)
         return module
-
-
-def refine_shapes(portable: bytes) -> bytes:
-    """Return a portable artifact with the sizes that follow from those of its arguments, which are static.
-
-    Only a call of a function that was exported with symbolic sizes leaves others.
-    """
-    with _jax_parts.import_mlir().Context():
-        module = _jax_parts.parse_stablehlo(portable)
-        if "tensor<?" not in module.operation.get_asm(large_elements_limit=16):
-            return portable
-        return _jax_parts.refined(module, _version(portable))
 
 
 def specialize(
@@ -253,7 +136,7 @@ def specialize(
             ir.FunctionType.get(inputs, kind.results)
         )
         try:
-            static_portable = _jax_parts.refined(module, _version(portable))
+            static_portable = _jax_parts.refined(module, version_of(portable))
         except Exception as error:  # errors of MLIR, and assertions of the function on its sizes
             reason = str(error).strip().partition("\n")[0].rpartition('loc("shape_assertion"): ')[2]
             raise BuildError(
@@ -266,7 +149,7 @@ def specialize(
         return static_portable, [tuple(ir.RankedTensorType(t).shape) for t in kind.results]
 
 
-def _version(portable: bytes) -> str:
+def version_of(portable: bytes) -> str:
     """Return the version of StableHLO in the header of a portable artifact."""
     found = re.search(rb"StableHLO_v(\d+\.\d+\.\d+)", portable[:256])
     if found is None:

@@ -12,23 +12,25 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any
 
+from prejit.runtime.base.files import is_digest, store_errors
 from prejit.runtime.base.typed_json import from_json, shown
-from prejit.runtime.errors import RejectError
+from prejit.runtime.errors import RejectError, rejecting
 from prejit.runtime.format import limits
 from prejit.runtime.format.blob_hashing import check_blob
 from prejit.runtime.format.blobs import Blobs, Layer, read_whole
 from prejit.runtime.format.bundle_schema import Chunks, Descriptor, ImageManifest, Index, Segment
 from prejit.runtime.format.checks.call_programs import check_programs
-from prejit.runtime.format.checks.layers import check_chat, check_kernels, check_weights, unpack
-from prejit.runtime.format.checks.oci import check_layout_file
+from prejit.runtime.format.checks.layers import check_kernels, check_weights, unpack
 from prejit.runtime.format.checks.program_table import check_weight_sets, segments_of
-from prejit.runtime.format.checks.seldom_parts import check_library
-from prejit.runtime.format.layout import Layout, locked
+from prejit.runtime.format.checks.seldom_parts import check_chat, check_library
+from prejit.runtime.format.index_writing import encode_root, is_ours, locked
+from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     ATTACHED_TYPES,
     CHAT_MEDIA_TYPE,
     GENERATION_MEDIA_TYPE,
     INDEX_MEDIA_TYPE,
+    OCI_LAYOUT,
     PARTS_MEDIA_TYPE,
     SIGNATURE_MEDIA_TYPE,
     STATEMENT_MEDIA_TYPE,
@@ -36,7 +38,7 @@ from prejit.runtime.format.names import (
 )
 from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.referrers import Referrer, reached, referrers, unattached
-from prejit.runtime.format.root import Root, encode_root, is_ours
+from prejit.runtime.format.root import Root
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 CheckGeneration = Callable[[bytes, str], object]
@@ -199,8 +201,27 @@ def _check_files(layout: Layout, root: Root) -> None:
     blobs = (digest.removeprefix("sha256:") for digest in reached(layout, root))
     known = {"index.json", "oci-layout", *(f"blobs/sha256/{name}" for name in blobs)}
     with locked(layout.path):  # a writer may be at work
-        found = [*layout.names()]
+        found = [*_names(layout)]
     check_names(found, known, str(layout.path))
+
+
+def _names(layout: Layout) -> Iterator[str]:
+    """Yield the names of all that is in the directories of the layout, but for these directories.
+
+    Blobs beside `index.json` have the names that they have elsewhere.
+
+    Raises:
+        StoreError: a directory cannot be read.
+    """
+    own = (("blobs/", layout._blobs, "sha256"), ("blobs/sha256/", layout._sha256, ""))
+    inner = () if layout.has_shared_blobs or layout.is_flat else own
+    with store_errors(layout.path, "read"):
+        for prefix, descriptor, directory in (("", layout._root, "blobs"), *inner):
+            for name in os.listdir(descriptor):
+                if layout.is_flat and is_digest(f"sha256:{name}"):
+                    yield f"blobs/sha256/{name}"
+                elif name != directory:
+                    yield f"{prefix}{name}"
 
 
 _SAYS = {
@@ -285,3 +306,10 @@ def check_names(found: Iterable[str], known: Collection[str], path: str) -> None
                 hint="nothing of the bundle leads to it: remove it. The next build or `prejit sign` removes "
                 "what a killed writer left",
             )
+
+
+@rejecting
+def check_layout_file(content: bytes, path: str) -> None:
+    """16. Check that `oci-layout` has exactly the bytes that prejit writes."""
+    if content != OCI_LAYOUT:
+        raise ValueError(f"expected {OCI_LAYOUT!r}, found {content[:64]!r}")

@@ -20,7 +20,6 @@ from prejit.runtime.base.files import (
     is_digest,
     map_file,
     read_all,
-    store_errors,
 )
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.bundle_schema import Descriptor
@@ -235,24 +234,6 @@ class Layout:
         while self._directories:
             os.close(self._directories.pop())
 
-    def names(self) -> Iterator[str]:
-        """Yield the names of all that is in the directories of the layout, but for these directories.
-
-        Blobs beside `index.json` have the names that they have elsewhere.
-
-        Raises:
-            StoreError: a directory cannot be read.
-        """
-        own = (("blobs/", self._blobs, "sha256"), ("blobs/sha256/", self._sha256, ""))
-        inner = () if self.has_shared_blobs or self.is_flat else own
-        with store_errors(self.path, "read"):
-            for prefix, descriptor, directory in (("", self._root, "blobs"), *inner):
-                for name in os.listdir(descriptor):
-                    if self.is_flat and is_digest(f"sha256:{name}"):
-                        yield f"blobs/sha256/{name}"
-                    elif name != directory:
-                        yield f"{prefix}{name}"
-
     def file_path(self, name: str) -> str:
         """Return the path of a file at the top of the layout, for messages."""
         return str(self.path / name)
@@ -321,20 +302,3 @@ class Layout:
             yield descriptor, status
         finally:
             os.close(descriptor)
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Keep writers away from a bundle. Where the disk fails, raise StoreError."""
-    from prejit.runtime.base.written_files import locking  # no load needs it
-
-    try:
-        while True:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            with locking(descriptor):
-                # Another directory may have been renamed to this path while this one waited for the lock.
-                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                    yield
-                    return
-    except OSError as error:  # its text names the file
-        raise StoreError(f"{path}: cannot write a bundle: {error}") from error

@@ -68,16 +68,6 @@ KERNEL_PREFIX = "prejit_"
 """The prefix of the names under which a library exports its kernels."""
 
 
-def oci_platform(architecture: str) -> dict[str, str]:
-    """Return the platform of a target's descriptor, in OCI's words.
-
-    Args:
-        architecture: the architecture of the target, as `uname -m` names it.
-    """
-    names = {"x86_64": "amd64", "aarch64": "arm64"}
-    return {"architecture": names.get(architecture, architecture), "os": "linux"}
-
-
 def kernel_target(kernel: str, library: str) -> str:
     """Return the name under which a program calls a kernel: `prejit_linear.0123456789abcdef`.
 

@@ -14,6 +14,7 @@ from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.format import trees
 from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.jitted.jit_call import JittedCall
+from prejit.runtime.programs.fitted_arguments import instead
 from prejit.runtime.programs.on_jax import JaxPrograms
 from prejit.runtime.programs.pytree import constants_misfit, spell
 
@@ -182,7 +183,7 @@ def _compare_static(
         value = call.static.get(name, defaults.get(name, nothing))
         if type(value) is not type(wanted) or value != wanted:
             expected_text = "none" if wanted is nothing else arguments.described(wanted)
-            found = "none" if value is nothing else arguments.instead(wanted, value)
+            found = "none" if value is nothing else instead(wanted, value)
             raise MissError("static", f"{program}: {name}: expected {expected_text}, found {found}")
 
 

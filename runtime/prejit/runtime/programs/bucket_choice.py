@@ -130,7 +130,9 @@ class BucketChoice:
             if isinstance(fitted, str):
                 continue
             values, sizes = fitted
-            entry = self._programs.specialize(program, sizes)
+            from prejit.runtime.programs.open_sizes import specialize  # rare
+
+            entry = specialize(self._programs, program, sizes)
             self._buckets[name] = [*self._buckets[name], entry]
             convert = converter(arrays, given)
             return ChosenBucket(entry, values, convert, is_on_device=are_on_device(given))

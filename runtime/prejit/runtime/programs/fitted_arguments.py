@@ -144,7 +144,7 @@ def static_misfit(built: Mapping[str, Any], given: Mapping[str, Any]) -> str:
         if name not in given:
             return f"{name} is missing: expected {value!r}"
         if type(given[name]) is not type(value) or given[name] != value:
-            return f"{name}: expected {value!r}, found {arguments.instead(value, given[name])}"
+            return f"{name}: expected {value!r}, found {instead(value, given[name])}"
     return ""
 
 
@@ -237,3 +237,12 @@ def as_key(value: Any, leaf: trees.Leaf) -> Any:
     import jax
 
     return jax.random.wrap_key_data(value, impl=leaf.key)
+
+
+def instead(expected: object, found: object) -> str:
+    """Return a value as an error shows it beside another one: with its class if they look alike."""
+    text = arguments.described(found)
+    return (
+        f"{text} of class {type(found).__qualname__}" * (text == arguments.described(expected))
+        or text
+    )

@@ -276,33 +276,6 @@ class Programs:
         own = self._specialized.get(program.name)
         return self._portable.unpack(program.portable) if own is None else own
 
-    def specialize(self, program: ProgramEntry, sizes: Mapping[str, int]) -> ProgramEntry:
-        """Return a program of the user for sizes that no bucket has, and say that it is compiled here.
-
-        `program` is a bucket whose manifest leaves these sizes open.
-
-        Raises:
-            RejectError: the program with symbolic sizes is damaged.
-            BuildError: it does not work for these sizes.
-        """
-        from prejit.runtime.programs.local_compiler import count_open_size, specialized  # rare
-
-        assert program.symbolic is not None
-        symbolic = self._portable.unpack(program.symbolic)
-        takes, gives = self.arguments(program.name), self.results(program.name)
-        weights = self._weight_arguments(program.weights)
-        entry, portable = specialized(
-            program, symbolic, sizes, weights, takes, gives, self.device.platform
-        )
-        with self._lock:
-            if entry.name not in self.table:
-                self._specialized[entry.name] = portable
-                self._locks[entry.name] = threading.Lock()
-                self.table[entry.name] = entry
-                count_open_size(self.bundle, entry.name)
-                _log.info("%s: %s: no bucket has these sizes", self.bundle, entry.name)
-        return entry
-
     def _check_signature(self, program: ProgramEntry, executable: Executable, path: str) -> None:
         """Compare the arguments and results of an executable with the program table, before it is run."""
         if (compiled := executable.signature()) is not None:

@@ -33,8 +33,8 @@ class JaxRequest:
         conditions: what lies behind some of them, by name, for people.
         where: the line of the program that asked for it.
         not_kept: why jax did not write it to the cache; None: it did, or was not asked to.
-        call: the call that asked for it, as `hook.outer_call` describes it; None: not known, or one of jax's
-            own functions.
+        call: the call that asked for it, as the compiler's `recording.outer_call` describes it; None: not
+            known, or one of jax's own functions.
     """
 
     name: str

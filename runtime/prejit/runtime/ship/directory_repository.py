@@ -15,7 +15,8 @@ from prejit.runtime.base.written_files import lock_file, write_file
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Descriptor
-from prejit.runtime.format.layout import Layout, locked
+from prejit.runtime.format.index_writing import locked
+from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import OCI_LAYOUT
 from prejit.runtime.format.root import read_root
 from prejit.runtime.ship.blob_directory import BlobDirectory

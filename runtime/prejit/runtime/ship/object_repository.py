@@ -23,9 +23,10 @@ from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Descriptor
+from prejit.runtime.format.index_writing import encode_root
 from prejit.runtime.format.names import OCI_LAYOUT
 from prejit.runtime.format.referrers import reached
-from prejit.runtime.format.root import encode_root, read_root
+from prejit.runtime.format.root import read_root
 from prejit.runtime.ship.reference import HUB, Reference
 from prejit.runtime.ship.registry_client import (
     ANSWER_SECONDS,

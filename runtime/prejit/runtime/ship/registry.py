@@ -18,6 +18,7 @@ from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Descriptor
 from prejit.runtime.format.checks.oci import check_index
+from prejit.runtime.format.index_writing import encode_root
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
     INDEX_MEDIA_TYPE,
@@ -27,7 +28,7 @@ from prejit.runtime.format.names import (
     STATEMENT_MEDIA_TYPE,
 )
 from prejit.runtime.format.referrers import attached_entry
-from prejit.runtime.format.root import encode_root, read_descriptor
+from prejit.runtime.format.root import read_descriptor
 from prejit.runtime.ship.reference import Reference
 from prejit.runtime.ship.registry_client import (
     ANSWER_SECONDS,

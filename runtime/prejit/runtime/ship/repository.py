@@ -17,10 +17,11 @@ from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.bundle_schema import Descriptor, ImageManifest
 from prejit.runtime.format.checks.oci import check_manifest
+from prejit.runtime.format.index_writing import encode_root, index_of_copy
 from prejit.runtime.format.layout import LayoutFiles
 from prejit.runtime.format.names import INDEX_MEDIA_TYPE
 from prejit.runtime.format.referrers import Referrer, referrers
-from prejit.runtime.format.root import Root, encode_root, index_of_copy
+from prejit.runtime.format.root import Root
 
 PIECE_BYTES = 1 << 20
 _HASHED_LATER = 8

@@ -85,7 +85,7 @@ class BundleText:
             return None
         started = time.perf_counter()
         with importing():  # Jinja costs 40 ms, only chats need it
-            from prejit.runtime.format.checks.layers import check_chat
+            from prejit.runtime.format.checks.seldom_parts import check_chat
             from prejit.runtime.text.chat_template import ChatTemplates
 
         templates = ChatTemplates(check_chat(bytes(layer.wait()), layer.path), layer.path)

@@ -14,7 +14,7 @@ from jinja2 import Template
 
 from prejit.runtime.base.wording import did_you_mean
 from prejit.runtime.errors import RejectError, UsageError
-from prejit.runtime.format.checks.layers import Chat
+from prejit.runtime.format.checks.seldom_parts import Chat
 from prejit.runtime.text.sandbox import Sandbox, limited, parse
 
 _DEFAULT = "default"

@@ -119,40 +119,10 @@ class Tokenizer:
 
         return TokenBytes(self.library)
 
-    def vocabulary(self, vocab_size: int) -> list[bytes | None]:
-        """Return the bytes that each token adds to a text, in the order of token ids.
-
-        Args:
-            vocab_size: how many; the model may have more logits than the tokenizer has tokens, or fewer.
-
-        Returns:
-            None for special tokens, which add no text, and for ids that are no token.
-
-        Raises:
-            UsageError: the bytes of a token depend on its neighbours, as those of BERT's tokenizers do.
-        """
-        from prejit.runtime.text.vocabulary import bytes_by_decoder  # only grammars need it
-
-        bytes_of = bytes_by_decoder(self.library)
-        table: list[bytes | None] = [None] * vocab_size
-        for token, token_id in self.library.get_vocab(with_added_tokens=True).items():
-            if token_id < vocab_size and token_id not in self._special:
-                table[token_id] = bytes_of(token)
-        return table
-
     def special_id(self, text: str) -> int | None:
         """Return the id of the special token that is written so, or None if there is none."""
         token_id = self.library.token_to_id(text)
         return token_id if token_id in self._special else None
-
-    @property
-    def largest_id(self) -> int:
-        """The largest token id in the vocabulary; -1 if it is empty.
-
-        Tokens that were added to the vocabulary do not count: some published models have no embedding for
-        them.
-        """
-        return max(self.library.get_vocab(with_added_tokens=False).values(), default=-1)
 
     def encoded(self, encode: Callable[[], T]) -> T:
         """Return the result of a call of the library; what fails there is a UsageError."""

@@ -20,7 +20,6 @@ or one that was edited, does not go back either.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -33,10 +32,6 @@ from prejit.runtime.trust.signed_statements import (
     KEYS_PREDICATE,
     RELEASE_PREDICATE,
     Envelope,
-    SignedSubject,
-    Statement,
-    encode_envelope,
-    encode_statement,
     envelope_of,
     field,
     pae,
@@ -374,54 +369,6 @@ def _moment(predicate: Any, what: str) -> float:
 
 def _shown(moment: float) -> str:
     return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def release_statement(
-    name: str,
-    bundle: str,
-    subjects: tuple[SignedSubject, ...],
-    *,
-    version: int,
-    keys_version: int,
-    expires: datetime,
-) -> bytes:
-    """Return the payload of a release of a bundle: its `subjects` are its index and its targets' manifests.
-
-    `version` is higher than that of every release before; the keys of `keys_version` will sign it.
-    """
-    predicate = {
-        "channel": name,
-        "bundle": bundle,
-        "version": version,
-        "keys": keys_version,
-        "expires": expires.strftime("%Y-%m-%dT%H:%M:%SZ"),
-    }
-    return encode_statement(Statement(RELEASE_PREDICATE, subjects, predicate))
-
-
-def keys_statement(
-    name: str, keys: tuple[PublicKey, ...], *, version: int, threshold: int, expires: datetime
-) -> bytes:
-    """Return the payload of a rotation: the keys of a version. Arguments as of `release_statement`."""
-    predicate = {
-        "channel": name,
-        "version": version,
-        "threshold": threshold,
-        "keys": [key.pem for key in keys],
-        "expires": expires.strftime("%Y-%m-%dT%H:%M:%SZ"),
-    }
-    subjects = tuple(SignedSubject(f"sha256:{key.id}") for key in keys)
-    return encode_statement(Statement(KEYS_PREDICATE, subjects, predicate))
-
-
-def encode_channel(rotations: Iterable[Envelope], release: Envelope) -> bytes:
-    """Return the file of a channel."""
-    found = {
-        "mediaType": CHANNEL_MEDIA_TYPE,
-        "keys": [encode_envelope(each) for each in rotations],
-        "release": encode_envelope(release),
-    }
-    return json.dumps(found, sort_keys=True, separators=(",", ":")).encode("ascii")
 
 
 def why_not_current(release: Release, bundle: str, index: str, manifest: str) -> Reason | None:

@@ -1,6 +1,6 @@
 """The rule: whether a policy lets a bundle run, from what is attached to it. No reading of files.
 
-For each target that may run, rules P1 to P6 of `format.check_order`, in this order. A reason is enforced or
+For each target that may run, rules P1 to P6 of docs/check-order.toml, in this order. A reason is enforced or
 only reported, by the level of the rule.
 """
 

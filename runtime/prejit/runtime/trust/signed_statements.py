@@ -1,4 +1,4 @@
-"""Signed statements as other tools write them: JSON, DSSE envelopes, sigstore bundles, in-toto statements.
+"""Read signed statements of other tools: JSON, DSSE envelopes, sigstore bundles, in-toto statements.
 
     sigstore bundle v0.3 = {"mediaType", "verificationMaterial": {"publicKey": {"hint"}}, "dsseEnvelope": ...}
     DSSE envelope        = {"payload": base64, "payloadType": text, "signatures": [{"sig": base64}]}
@@ -15,7 +15,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -164,33 +164,9 @@ def _decoded(text: str, case: str) -> bytes:
     return content
 
 
-def encode_envelope(envelope: Envelope) -> dict[str, Any]:
-    """Return an envelope as plain data, for JSON."""
-    return {
-        "payload": base64.b64encode(envelope.payload).decode("ascii"),
-        "payloadType": STATEMENT_MEDIA_TYPE,
-        "signatures": [
-            {"keyid": "", "sig": base64.b64encode(signature).decode("ascii")}
-            for signature in envelope.signatures
-        ],
-    }
-
-
-def encode_bundle(envelope: Envelope) -> bytes:
-    """Return the sigstore bundle of an envelope, as `read_bundle` and other tools read it."""
-    found = {
-        "mediaType": SIGNATURE_MEDIA_TYPE,
-        "verificationMaterial": {"publicKey": {"hint": envelope.hint}, "tlogEntries": []},
-        "dsseEnvelope": encode_envelope(envelope),
-    }
-    return json.dumps(found, separators=(",", ":"), sort_keys=True).encode("ascii")
-
-
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 SIGNATURE_PREDICATE = "https://sigstore.dev/cosign/sign/v1"
 """The predicate of `cosign sign`: the holder of the key signs the subject. It has no content."""
-MODEL_PREDICATE = "https://model_signing/signature/v1.0"
-"""The predicate of the OpenSSF's model signing: digests of the files of a directory."""
 PROVENANCE_PREDICATE = "https://slsa.dev/provenance/v1"
 """The predicate of SLSA's provenance: how something was built."""
 PARTS_PREDICATE = "https://cyclonedx.org/bom"
@@ -276,37 +252,3 @@ def _subject(found: Any) -> SignedSubject:
         raise RefusedError("subjects", f"{what}: expected a name and annotations of text")
     texts = {key: value for key, value in annotations.items() if type(value) is str}
     return SignedSubject(digest, name, texts)
-
-
-def encode_statement(statement: Statement) -> bytes:
-    """Return the canonical JSON of a statement, which is what gets signed."""
-    found = {
-        "_type": STATEMENT_TYPE,
-        "predicateType": statement.predicate_type,
-        "subject": [_plain(each) for each in statement.subjects],
-        "predicate": dict(statement.predicate),
-    }
-    text = json.dumps(found, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return text.encode("ascii")
-
-
-def _plain(subject: SignedSubject) -> dict[str, Any]:
-    algorithm, _, digits = subject.digest.partition(":")
-    # The name is there even if it is empty: sigstore's own package signs no statement without it.
-    found: dict[str, Any] = {"digest": {algorithm: digits}, "name": subject.name}
-    if subject.annotations:
-        found["annotations"] = dict(subject.annotations)
-    return found
-
-
-def signature_statements(index: str, manifests: Iterable[tuple[str, str]]) -> dict[str, Statement]:
-    """Return the statements that sign a bundle, by the digest that each is attached to.
-
-    One is about the bundle's index. Others are about the manifests of its targets (name and digest), so that
-    a copy of one target is signed too. They name the bundle, so that revoking it revokes them.
-    """
-    signed = {index: Statement(SIGNATURE_PREDICATE, (SignedSubject(index),))}
-    for name, digest in manifests:
-        subject = SignedSubject(digest, name, {BUNDLE_ANNOTATION: index})
-        signed[digest] = Statement(SIGNATURE_PREDICATE, (subject,))
-    return signed

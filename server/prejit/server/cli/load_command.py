@@ -162,20 +162,16 @@ def load(
         from prejit.server.load.load_runs import LoadOptions, run_load
         from prejit.server.load.load_search import GOOD_SHARE, LoadLimits
         from prejit.server.load.load_target import served_bundle
-        from prejit.server.load.workload import Lengths, LoggedLoad
+        from prejit.server.load.workload import DrawnLoad, Lengths, LoggedLoad
 
         limits = LoadLimits(*(options.pop(name) for name in _LIMITS))
         prompt, new = (Lengths(*options.pop(f"{name}_tokens")) for name in ("prompt", "new"))
         logged = None if log is None else LoggedLoad(log)
+        of_run = {name: options.pop(name) for name in ("rates", "seconds", "seed")}
         is_text = options["api"] in ("completions", "chat") and not whole
-        asked = LoadOptions(
-            limits=limits,
-            prompt=prompt,
-            new=new,
-            log=logged,
-            is_streamed=is_text if logged is None else logged.is_streamed,
-            **options,
-        )
+        model = options.pop("model") or ""
+        drawn = DrawnLoad(model=model, prompt=prompt, new=new, is_streamed=is_text, **options)
+        asked = LoadOptions(limits=limits, log=logged, drawn=drawn, **of_run)
         _check(asked)
         headers = None if key_file is None else {"Authorization": f"Bearer {_key(key_file)}"}
         is_url = target.startswith(("http://", "https://"))

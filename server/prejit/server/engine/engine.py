@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, final
 
 from prejit.runtime.base import arguments
@@ -272,9 +273,8 @@ class Engine(OneProcess):
             QueueFullError: too many calls wait; it says how long to wait.
             ClosedError: the engine is draining or closed.
         """
-        return self._encoding.encode(
-            sentences, on_too_long, prompt_name, instruction, timeout=timeout
-        )
+        given = sentences, on_too_long, prompt_name, instruction
+        return self._encoding.encode(given, timeout=timeout)
 
     def submit_encode(
         self,
@@ -294,12 +294,8 @@ class Engine(OneProcess):
         Raises:
             UsageError, ContextError, QueueFullError, ClosedError: as `encode`.
         """
-        return self._encoding.submit(
-            *(sentences, on_too_long, prompt_name, instruction),
-            timeout=timeout,
-            client=client,
-            limits=limits,
-        )
+        given = sentences, on_too_long, prompt_name, instruction
+        return self._encoding.submit(given, timeout=timeout, client=client, limits=limits)
 
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a program as `Bundle.call` does. Rows of several callers share runs of its largest bucket.
@@ -387,13 +383,13 @@ class Engine(OneProcess):
             state, plan = self._loop.state, self.plan
         capacity = 0 if plan is None else plan.batch * plan.context
         return self._recorder.snapshot(
+            programs=self._bundle.report(),
             kv_cache_usage=state.tokens / capacity if state and capacity else 0.0,
             cache_bytes=None if state is None else state.cache_bytes,
             cache_budget_bytes=None if plan is None else plan.budget_bytes,
             prefix_bytes=None if state is None else state.prefix_bytes,
             prefix_budget_bytes=None if plan is None else plan.prefix_bytes,
-            programs=self._bundle.report(),
-            fallbacks=fallback_counts(),
+            fallbacks=MappingProxyType(dict(fallback_counts())),
             device_memory_bytes=self._bundle.device_memory_bytes(),
             sleep=self.sleeper.metrics(),
         )

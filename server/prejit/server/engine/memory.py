@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from prejit.runtime.base.process_facts import free_memory_bytes
+from prejit.runtime.base.process_facts import control_groups, text_of
+from prejit.runtime.base.process_memory import free_memory_bytes
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.cache_plan import executables_bytes, peak_bytes
@@ -122,3 +124,22 @@ def wake_bytes(device: Device | None) -> int:
     """
     free = None if device is None else device.free_memory_bytes()
     return free_memory_bytes(with_files=True) if free is None else free
+
+
+def host_memory_bytes() -> int:
+    """Return the resident memory of this process."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def host_memory_limit_bytes(root: str = "/") -> int:
+    """Return how much memory this process may use, by its control groups or the machine.
+
+    `root` is the directory that holds `proc` and `sys`.
+    """
+    limit: int = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for directory, is_second in control_groups(root, "memory"):
+        file = "memory.max" if is_second else "memory.limit_in_bytes"
+        if (text := text_of(os.path.join(directory, file)).strip()).isdecimal():  # and not `max`
+            limit = min(limit, int(text))
+    return limit

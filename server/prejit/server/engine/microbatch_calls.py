@@ -28,7 +28,7 @@ from prejit.runtime.programs.user_programs import Calls, Fitted
 from prejit.server.engine.fair_queue import NO_LIMITS, Limits
 from prejit.server.engine.microbatch import Lane
 from prejit.server.engine.request_recorder import Cost, RequestRecorder
-from prejit.server.engine.shared_jobs import Ran, Share, SharedJob, are_over, deadline_after
+from prejit.server.engine.shared_jobs import Ran, Share, SharedJob, are_over
 from prejit.server.engine.sleeper import Sleeper
 
 BATCH = "batch"
@@ -124,14 +124,13 @@ class Calling:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         *,
-        timeout: float | None = None,
         client: str = "",
         limits: Limits = NO_LIMITS,
     ) -> Future[Any]:
         """Begin a call and return its future result. The arguments are copied.
 
-        Results are those of `Bundle.call`. A call may have more rows than the largest bucket. After `timeout`
-        seconds the future raises DeadlineError. The other arguments are as of `Engine.submit_client_call`.
+        Results are those of `Bundle.call`. A call may have more rows than the largest bucket. `client` and
+        `limits` are as of `Engine.submit_client_call`.
 
         Raises:
             UsageError: there is no such program, or no bucket of it takes these arguments.
@@ -139,29 +138,18 @@ class Calling:
             ClosedError: `close` or `drain` was called.
         """
         lane = self._lane(name)
-        job = self._job(name, args, kwargs, timeout, copy=True)
+        job = self._job(name, args, kwargs, copy=True)
         job.client, job.limits = client, limits
         lane.submit(job)
         return job.future
 
-    def call(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        timeout: float | None = None,
-    ) -> Any:
+    def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of a call. Arguments and errors as `submit`.
 
-        If the program is idle it runs in the caller's thread, as `Bundle.call`. A call with a timeout never
-        does, because nothing could end its wait.
-
-        Raises:
-            DeadlineError: the timeout has passed.
+        If the program is idle it runs in the caller's thread, as `Bundle.call`.
         """
         lane = self._lane(name)
-        if timeout is None and (size := self._size(name, args, kwargs)) is not None:
+        if (size := self._size(name, args, kwargs)) is not None:
             rows, padded_rows = size
             with lane.alone(rows) as ran:
                 if ran is not None:
@@ -169,7 +157,7 @@ class Calling:
                         ran.cost = Cost(padded_rows)
                     with self._sleeper:
                         return self._dispatched.call(name, args, kwargs)
-        return lane.result(self._job(name, args, kwargs, timeout, copy=False))
+        return lane.result(self._job(name, args, kwargs, copy=False))
 
     def drain(self, deadline: float | None) -> bool:
         """Refuse new calls and wait, until a time.monotonic, for those under way; return if none is left."""
@@ -280,12 +268,10 @@ class Calling:
         name: str,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        timeout: float | None,
         *,
         copy: bool,
     ) -> SharedJob[_Call]:
         """Return a job of a call. Raises UsageError as `submit`."""
-        deadline = deadline_after(timeout)
         candidates: list[tuple[int, int, _Family, Fitted]] = []
         for family in self._families[name]:
             program = family.programs[-1]
@@ -297,7 +283,7 @@ class Calling:
             chosen = self._calls.choose_for(name, args, kwargs)
             if copy:
                 chosen = chosen._replace(values=list(map(_copied, chosen.values)))
-            return SharedJob(chosen, 1, 0, object(), _only, deadline)
+            return SharedJob(chosen, 1, 0, object(), _only)
         _, _, family, fitted = min(candidates)
         if copy:
             fitted = fitted._replace(values=list(map(_copied, fitted.values)))
@@ -307,7 +293,7 @@ class Calling:
             return self._joined(call, returned)
 
         rows = fitted.sizes[BATCH]
-        return SharedJob(call, rows, family.sizes[-1], _key(family, fitted), finish, deadline)
+        return SharedJob(call, rows, family.sizes[-1], _key(family, fitted), finish)
 
     # ------------------------------------------------------------------ a run
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 Pair = tuple[str | None, str]
 """A query and a document, for a model that scores; of all pairs of a call, or of none, the query is None."""
+Given = tuple["str | Sequence[Prompt | Pair]", OnTooLong, str | None, str | None]
+"""Sentences, and `on_too_long`, `prompt_name` and `instruction` of `Engine.encode`."""
 
 
 class _Sentences(NamedTuple):
@@ -88,23 +90,20 @@ class Encoding:
 
     def submit(
         self,
-        sentences: str | Sequence[Prompt | Pair],
-        on_too_long: OnTooLong = "truncate",
-        prompt_name: str | None = None,
-        instruction: str | None = None,
+        given: Given,
         *,
         timeout: float | None = None,
         client: str = "",
         limits: Limits = NO_LIMITS,
     ) -> Future[Encoded]:
-        """Begin to encode sentences and return their future embeddings. Arguments as `Engine.submit_encode`.
+        """Begin to encode sentences and return their future embeddings. Options as `Engine.submit_encode`.
 
         Raises:
             UsageError, ContextError: as `Bundle.encode`.
             QueueFullError: too many calls wait.
             ClosedError: `close` or `drain` was called.
         """
-        tokenized = self._tokenizing(sentences, on_too_long, prompt_name, instruction)()
+        tokenized = self._tokenizing(*given)()
         job = self._job(tokenized, timeout)
         job.client, job.limits = client, limits
         if job.rows:
@@ -115,10 +114,7 @@ class Encoding:
 
     def encode(
         self,
-        sentences: str | Sequence[Prompt | Pair],
-        on_too_long: OnTooLong = "truncate",
-        prompt_name: str | None = None,
-        instruction: str | None = None,
+        given: Given,
         *,
         timeout: float | None = None,
     ) -> Encoded:
@@ -129,7 +125,7 @@ class Encoding:
         Raises:
             DeadlineError: the timeout has passed.
         """
-        tokenized = self._tokenizing(sentences, on_too_long, prompt_name, instruction)()
+        tokenized = self._tokenizing(*given)()
         count = len(tokenized.ids)
         if timeout is None and count <= self._most:
             with self._lane.alone(count) as ran:

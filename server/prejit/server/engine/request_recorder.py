@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from prejit.runtime.base.process_facts import host_memory_bytes
 from prejit.runtime.programs.usage_hint import functions_of
 from prejit.server.engine.engine_metrics import REASONS, EngineMetrics, Kind, RequestMetrics
 from prejit.server.engine.histograms import (
@@ -20,12 +19,12 @@ from prejit.server.engine.histograms import (
     Histogram,
     HistogramValue,
 )
+from prejit.server.engine.memory import host_memory_bytes
 
 if TYPE_CHECKING:
     from prejit.runtime.format.bundle_schema import Config
     from prejit.runtime.generation.finished_text import Stats
     from prejit.runtime.programs.ready_programs import ProgramReport
-    from prejit.server.engine.sleeper import SleepMetrics
 
 GENERATE: tuple[Kind, str] = ("generate", "generate")
 """Kind and program of generations."""
@@ -385,21 +384,8 @@ class Recorder:
 
     # ------------------------------------------------------------------ all of it
 
-    def snapshot(
-        self,
-        *,
-        kv_cache_usage: float,
-        cache_bytes: int | None,
-        cache_budget_bytes: int | None,
-        prefix_bytes: int | None,
-        prefix_budget_bytes: int | None,
-        programs: Iterable[ProgramReport],
-        fallbacks: Mapping[str, int],
-        device_memory_bytes: int | None,
-        sleep: SleepMetrics,
-    ) -> EngineMetrics:
-        """Return what was counted, with the state of the engine's parts, which the caller reads."""
-        reports = tuple(programs)
+    def snapshot(self, *, programs: Sequence[ProgramReport], **state: Any) -> EngineMetrics:
+        """Return what was counted, with the state of the engine's parts: the other fields of the metrics."""
         with self._lock:
             each = tuple(self._each.values())
         requests = tuple(one.snapshot() for one in each)
@@ -408,11 +394,6 @@ class Recorder:
             return EngineMetrics(
                 requests=requests,
                 slots=self._slots if self._generates else None,
-                kv_cache_usage=kv_cache_usage,
-                cache_bytes=cache_bytes,
-                cache_budget_bytes=cache_budget_bytes,
-                prefix_bytes=prefix_bytes,
-                prefix_budget_bytes=prefix_budget_bytes,
                 prompt_tokens=self._prompt,
                 cached_prompt_tokens=self._cached,
                 generation_tokens=self._generated,
@@ -422,12 +403,10 @@ class Recorder:
                 decode_seconds=self._decode.snapshot(),
                 prompt_length=reduce(HistogramValue.plus, sentences, self._lengths.snapshot()),
                 new_tokens=self._news.snapshot(),
-                programs=MappingProxyType(dict(Counter(report.source for report in reports))),
+                programs=MappingProxyType(dict(Counter(report.source for report in programs))),
                 compile_seconds=sum(
-                    (report.seconds for report in reports if report.source == "compiled"), 0.0
+                    (report.seconds for report in programs if report.source == "compiled"), 0.0
                 ),
-                fallbacks=MappingProxyType(dict(fallbacks)),
                 host_memory_bytes=host_memory_bytes(),
-                device_memory_bytes=device_memory_bytes,
-                sleep=sleep,
+                **state,
             )

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from prejit.runtime.base.threads_and_forks import once
+from prejit.runtime.text.vocabulary import token_table
 from prejit.server.grammar.grammar_compiling import CompiledGrammar, compiled, tokenizer_of
 from prejit.server.grammar.grammar_sources import (
     GrammarSource,
@@ -209,4 +210,4 @@ class Grammars:
 
     def _table(self) -> list[bytes | None]:
         """Return the bytes of each token: half a second for 128,000."""
-        return self._vocabulary.vocabulary(self._decoder.vocab_size)
+        return token_table(self._vocabulary.library, self._decoder.vocab_size)

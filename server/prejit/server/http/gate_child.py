@@ -18,7 +18,8 @@ from dataclasses import asdict
 from typing import Any, cast
 
 from prejit.runtime.base.child_process import end_with_parent, take_stdout, write_answer
-from prejit.runtime.base.process_facts import peak_memory_bytes, seconds_since_exec
+from prejit.runtime.base.process_facts import seconds_since_exec
+from prejit.runtime.base.process_memory import peak_memory_bytes
 from prejit.runtime.errors import FallbackWarning, PrejitError
 from prejit.runtime.loader import load
 from prejit.server.engine.engine import Engine

@@ -14,6 +14,7 @@ from prejit.runtime.loader import load
 from prejit.server.engine.engine import Engine
 from prejit.server.http.app import make_app
 from prejit.server.releases.answer_differences import BundleAnswer, difference_of
+from prejit.server.releases.measured_checks import RequestDifference
 from prejit.server.releases.request_player import UNLIMITED, RequestPlayer, calls_of, can_play
 from prejit.server.served.served import Models, Served
 from prejit.server.telemetry.requestlog import Entry, log_lines, record
@@ -21,21 +22,6 @@ from prejit.server.telemetry.watched_engine import WatchedEngine
 
 _AT_ONCE = 8
 """Requests that run at the same time: as many as an engine has slots by default."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayDifference:
-    """A request that gave something else than the log has.
-
-    Attributes:
-        id: of the request in the log.
-        path: its path.
-        reason: what was expected and what was found.
-    """
-
-    id: str
-    path: str
-    reason: str
 
 
 @dataclass(slots=True)
@@ -53,7 +39,7 @@ class Report:
     equal: int = 0
     rounded: int = 0
     skipped: int = 0
-    differences: list[ReplayDifference] = field(default_factory=list)
+    differences: list[RequestDifference] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -159,7 +145,9 @@ def _compare(line: Mapping[str, Any], found: Entry, report: Report) -> None:
     difference = difference_of(old, new)
     if difference.reasons:
         reason = "; ".join(difference.reasons)
-        report.differences.append(ReplayDifference(line["id"], line["path"], reason))
+        report.differences.append(
+            RequestDifference(line["id"], line["path"], reason, difference.changed)
+        )
     elif difference.rounded:
         report.rounded += 1
     elif difference.compared or any(call.token_ids is not None for call in old.calls):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import uvloop
 
@@ -33,8 +33,7 @@ class LoadOptions:
         limits: what requests must keep.
         seed: of all that is drawn.
         log: requests that are sent as they are; None: they are drawn.
-        model: the model of drawn requests; None: the only one of the server.
-        api, burstiness, prompt, new, prefix_tokens, prefix_share, is_streamed, rows: as of DrawnLoad.
+        drawn: the load that is drawn; its model may be empty: the only one of the server.
     """
 
     rates: Sequence[float | None]
@@ -42,15 +41,12 @@ class LoadOptions:
     limits: LoadLimits
     seed: int
     log: LoggedLoad | None
-    api: str
-    model: str | None
-    burstiness: float
-    prompt: Lengths
-    new: Lengths
-    prefix_tokens: int
-    prefix_share: float
-    is_streamed: bool
-    rows: int
+    drawn: DrawnLoad
+
+    @property
+    def is_streamed(self) -> bool:
+        """True if all answers are streams of events."""
+        return self.drawn.is_streamed if self.log is None else self.log.is_streamed
 
 
 def run_load(
@@ -115,25 +111,13 @@ def run_load(
 async def _workload(client: HttpClient, options: LoadOptions) -> Workload:
     if options.log is not None:
         return options.log
-    given = options.model
-    if options.api == "infer":
-        if given is None:
+    load = options.drawn
+    if load.api == "infer":
+        if not load.model:
             raise UsageError("--api infer: expected the name of a function in --model, found none")
-        model = given
-    else:
-        model = await choose_model(client, given)
-    load = DrawnLoad(
-        options.api,
-        model,
-        options.burstiness,
-        options.prompt,
-        options.new,
-        options.prefix_tokens,
-        options.prefix_share,
-        options.is_streamed,
-        rows=options.rows,
-    )
-    return await (with_inputs if options.api == "infer" else fitted)(client, load)
+        return await with_inputs(client, load)
+    model = await choose_model(client, load.model or None)
+    return await fitted(client, replace(load, model=model))
 
 
 def _rate_of(log: LoggedLoad | None) -> float:
@@ -149,15 +133,16 @@ def described(options: LoadOptions) -> str:
     """Return what is sent, in words."""
     if options.log is not None:
         return f"requests and times of {options.log.path}"
-    arrivals = "Poisson" if options.burstiness == 1 else f"burstiness {options.burstiness:g}"
-    if options.api == "infer":
-        return f"calls of {options.model}, {arrivals} arrivals, seed {options.seed}"
-    parts = [f"{options.api}, {arrivals} arrivals", f"prompts of {_range(options.prompt)} tokens"]
-    if options.prefix_tokens:
-        parts.append(f"{options.prefix_share:.0%} behind {options.prefix_tokens} common ones")
-    if options.api != "embeddings":
-        kind = "streamed" if options.is_streamed else "whole"
-        parts.append(f"{kind} answers of {_range(options.new)}")
+    load = options.drawn
+    arrivals = "Poisson" if load.burstiness == 1 else f"burstiness {load.burstiness:g}"
+    if load.api == "infer":
+        return f"calls of {load.model}, {arrivals} arrivals, seed {options.seed}"
+    parts = [f"{load.api}, {arrivals} arrivals", f"prompts of {_range(load.prompt)} tokens"]
+    if load.prefix_tokens:
+        parts.append(f"{load.prefix_share:.0%} behind {load.prefix_tokens} common ones")
+    if load.api != "embeddings":
+        kind = "streamed" if load.is_streamed else "whole"
+        parts.append(f"{kind} answers of {_range(load.new)}")
     return ", ".join([*parts, f"seed {options.seed}"])
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, final
+from typing import TYPE_CHECKING, final
 
 from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.errors import AnswerError, PrejitError, UsageError, printable
@@ -18,25 +18,12 @@ from prejit.server.served.heap import free_young
 from prejit.server.served.say import say
 from prejit.server.served.served import Models, Served
 from prejit.server.served.served_adapters import carry
-from prejit.server.served.served_loading import BundleSource
+from prejit.server.served.served_loading import BundleSource, MakeServed
 
 if TYPE_CHECKING:
     from prejit.runtime.lora.adapter_slots import Adapter
 
 _log = logging.getLogger(__name__)
-
-
-class Loads(Protocol):
-    """The part of `MakeServed` that changes need."""
-
-    def fetch(self, path: str) -> str:
-        """Fetch what this machine lacks of a bundle; return a path to it that needs no network."""
-
-    def __call__(self, source: BundleSource) -> Served:
-        """Load a bundle and make its engine."""
-
-    def check_wake(self, served: Served) -> None:
-        """Check that a model has room to wake."""
 
 
 @final
@@ -51,7 +38,7 @@ class BundleSwaps:
     def __init__(
         self,
         models: Models,
-        make: Loads,
+        make: MakeServed,
         longest_request_seconds: float,
         when_changed: Callable[[], object] | None = None,
     ) -> None:

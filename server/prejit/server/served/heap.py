@@ -6,6 +6,8 @@ import ctypes
 import gc
 import os
 
+from prejit.runtime.base.process_memory import give_back
+
 _M_ARENA_MAX = -8
 _ARENAS = 2
 """How many arenas of glibc serve all threads, as MALLOC_ARENA_MAX says it. The default is 8 for each core:
@@ -38,13 +40,13 @@ def use_small_pages() -> None:
 
 
 def trim() -> None:
-    """Free garbage, and give free memory back to the system (malloc_trim(3)). It takes milliseconds.
+    """Free garbage, and give free memory back to the system . It takes milliseconds.
 
     Python looks for garbage that old only after many requests. glibc itself only gives back the end of an
     arena: a server kept 80 MB of 10,000 connections.
     """
     gc.collect()
-    _give_back()
+    give_back()
 
 
 def free_young() -> None:
@@ -53,10 +55,4 @@ def free_young() -> None:
     No other thread runs Python while all objects are looked at: 0.1 s, in which tokens wait.
     """
     gc.collect(1)
-    _give_back()
-
-
-def _give_back() -> None:
-    malloc_trim = getattr(_LIBRARY, "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
+    give_back()

@@ -68,7 +68,7 @@ def record(engines: Iterable[tuple[str, Bundle, Engine]], wait: Callable[[], obj
         ClosedError: a bundle is closed at the beginning.
     """
     with importing():
-        from prejit.runtime.device.xla_profile import XlaSession
+        from prejit.server.telemetry.xla_recording import XlaSession
 
     each = [_Watched(model, bundle, engine) for model, bundle, engine in engines]
     session = XlaSession()

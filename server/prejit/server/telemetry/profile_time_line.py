@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from prejit.runtime.device.xla_profile import XlaEvent, xla_events
 from prejit.server.telemetry.engine_profile import Spans
+from prejit.server.telemetry.xla_recording import XlaEvent, xla_events
 
 _GROUPS = ("requests", "steps", "programs", "kernels")
 _LIBRARY = re.compile(r"^prejit_(\w+?)(?:[._][0-9a-f]{16})?$")

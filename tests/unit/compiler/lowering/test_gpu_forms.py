@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from prejit.compiler.compile.gpu_convolutions import has_plain_convolutions
+from prejit.compiler.compile.stablehlo_contents import as_text
 from prejit.compiler.lowering.decoder import lower_decoder
 from prejit.compiler.lowering.export import export_program
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models import model_registry
 from prejit.compiler.models.layers.attention import mixed_in_parts
 from prejit.compiler.models.parameters import parametrized
-from prejit.runtime.device.portable import as_text
 
 from ..models.small_models import LLAMA, config
 

@@ -80,7 +80,7 @@ CHANGES = [
     ("runtime.machine.fingerprint:Fingerprint", {"GOLDEN"}),
     ("compiler.compile.worker.worker_compile:ZSTD_LEVEL", {"COMPILING"}),
     ("compiler.compile.worker.disassembly:in_order", {"COMPILING"}),
-    ("runtime.device.portable:compile_ahead", {"COMPILING"}),
+    ("compiler.compile.worker.xla:_compile_ahead", {"COMPILING"}),
     ("runtime.device._jax_parts:compile_options", {"COMPILING", "GOLDEN", "SIZES"}),
     ("compiler.native.kernel_library:_LINK_FLAGS", {"KERNELS"}),
     ("compiler.checkpoint.tokenizer_check:", {"TOKENIZER"}),

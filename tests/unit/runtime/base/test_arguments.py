@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from tests.extent import examples
 
 from prejit.runtime import PrejitError, PrejitWarning, Request, Sampling, UsageError, load
-from prejit.runtime.base.arguments import described, instead
+from prejit.runtime.base.arguments import described
 from prejit.runtime.generation.options import OPTIONS
+from prejit.runtime.programs.fitted_arguments import instead
 
 VOCAB = 48
 GOLDEN = Path(__file__).parents[3] / "format" / "v1"

@@ -5,7 +5,9 @@ import os
 import pytest
 
 from prejit.runtime.base import process_facts
+from prejit.runtime.base.process_memory import free_memory_bytes
 from prejit.runtime.errors import UsageError
+from prejit.server.engine.memory import host_memory_limit_bytes
 
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
 V1 = "31 23 0:27 / /sys/fs/cgroup/cpu,cpuacct rw shared:5 - cgroup cgroup rw,cpu,cpuacct\n"
@@ -88,7 +90,7 @@ def test_a_setting_that_is_no_number_of_threads_is_taken(text, tmp_path, monkeyp
 
 
 def test_memory_limits_are_the_least_of_all_control_groups(tmp_path):
-    machine = process_facts.host_memory_limit_bytes(str(tmp_path / "nothing"))
+    machine = host_memory_limit_bytes(str(tmp_path / "nothing"))
     first = {**v1("/", {}), "proc/self/cgroup": "12:memory:/unit\n"}
     cases = [
         (v2("/pod/box", {}), {"pod/memory.max": "1000000", "pod/box/memory.max": "max"}, 1_000_000),
@@ -99,7 +101,7 @@ def test_memory_limits_are_the_least_of_all_control_groups(tmp_path):
     for number, (files, limits, expected) in enumerate(cases):
         root = tmp_path / str(number)
         threads(root, files | {f"sys/fs/cgroup/{name}": text for name, text in limits.items()})
-        assert process_facts.host_memory_limit_bytes(str(root)) == expected
+        assert host_memory_limit_bytes(str(root)) == expected
     stat = "inactive_file 10\nactive_file 5\ntotal_inactive_file 20\ntotal_active_file 7\n"
     second = {"memory.max": "1000", "memory.current": "900", "memory.stat": stat}
     first = {"memory.limit_in_bytes": "800", "memory.usage_in_bytes": "600", "memory.stat": stat}
@@ -111,5 +113,5 @@ def test_memory_limits_are_the_least_of_all_control_groups(tmp_path):
         root = tmp_path / str(idle)
         files |= {f"sys/fs/cgroup/{group}{name}": text for name, text in limits.items()}
         threads(root, files | {"proc/meminfo": "MemAvailable: 1000 kB\n"})
-        assert process_facts.free_memory_bytes(str(root)) == idle
-        assert process_facts.free_memory_bytes(str(root), with_files=True) == dropped
+        assert free_memory_bytes(str(root)) == idle
+        assert free_memory_bytes(str(root), with_files=True) == dropped

@@ -16,7 +16,7 @@ from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import MESH_AXES, Array
 from prejit.runtime.format.bundle_schema import Accuracy, Config, Descriptor, ImageManifest, Index
-from prejit.runtime.format.checks.layers import Chat
+from prejit.runtime.format.checks.seldom_parts import Chat
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 
 PATH = "somewhere/index.json"

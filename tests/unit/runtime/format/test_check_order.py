@@ -5,18 +5,20 @@ import inspect
 import pkgutil
 import re
 import sys
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.signers import key_table, signer, write_policy
 
-from prejit.runtime import load
+from prejit.runtime import errors, load
 from prejit.runtime.format import checks
 from prejit.runtime.format.audit import audit
-from prejit.runtime.format.check_order import ATTACHED, LOADING
 from prejit.runtime.generation.options import check_generation
 
-RULES = (*LOADING, *ATTACHED)
+ORDER = tomllib.loads((Path(__file__).parents[4] / "docs" / "check-order.toml").read_text())
+RULES = (*ORDER["loading"], *ORDER["attached"])
 X = np.ones((2, 16), np.float32)
 
 
@@ -35,7 +37,7 @@ def function_of(name):
 
 
 def test_the_functions_of_the_rules_are_those_that_have_their_numbers():
-    listed = {(rule.number, function_of(name)) for rule in RULES for name in rule.functions}
+    listed = {(rule["number"], function_of(name)) for rule in RULES for name in rule["functions"]}
     numbered = set()
     inner = pkgutil.iter_modules(checks.__path__, f"{checks.__name__}.")
     for name in ("prejit.runtime.format.audit", *(found.name for found in inner)):
@@ -46,6 +48,7 @@ def test_the_functions_of_the_rules_are_those_that_have_their_numbers():
                     numbered.add((number[1], inspect.unwrap(function)))
     assert numbered
     assert numbered <= listed
+    assert all(hasattr(errors, each["error"]) for each in RULES if "error" in each)
     for number, function in listed:  # elsewhere a number is not said, or is the same
         said = re.match(r"([0-9]+)\. ", function.__doc__ or "")
         assert said is None or said[1] == number, function
@@ -56,7 +59,7 @@ def order_of(run, rules):
     rows = {
         function_of(name).__code__: place
         for place, rule in enumerate(rules)
-        for name in rule.functions
+        for name in rule["functions"]
     }
     found = dict[int, None]()
 
@@ -69,8 +72,8 @@ def order_of(run, rules):
         run()
     finally:
         sys.setprofile(None)
-    assert [*found] == sorted(found), f"found {' '.join(rules[place].number for place in found)}"
-    return [rules[place].number for place in found]
+    assert [*found] == sorted(found), f"found {' '.join(rules[place]['number'] for place in found)}"
+    return [rules[place]["number"] for place in found]
 
 
 @pytest.fixture
@@ -91,9 +94,9 @@ def test_a_load_keeps_order(signed, tmp_path, monkeypatch):
         with load(signed, trust=policy) as bundle:
             bundle.call("score", x=X)
 
-    assert order_of(use, LOADING) == [*"142356", "P1", "P2", "P3", *"78", "10", *"79"]
+    assert order_of(use, ORDER["loading"]) == [*"142356", "P1", "P2", "P3", *"78", "10", *"79"]
 
 
 def test_an_audit_comes_to_what_is_attached_in_its_order(signed):
-    found = order_of(lambda: audit(signed, check_generation), ATTACHED)
+    found = order_of(lambda: audit(signed, check_generation), ORDER["attached"])
     assert found == ["14", "15", "16", "17"]

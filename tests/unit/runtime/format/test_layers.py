@@ -26,12 +26,12 @@ from prejit.runtime.format.bundle_schema import Config, Segment
 from prejit.runtime.format.checks.layers import (
     MAX_WEIGHTS_HEADER_BYTES,
     TensorSlice,
-    check_chat,
     check_signature,
     check_weights,
     unpack,
 )
 from prejit.runtime.format.checks.program_table import check_weight_sets
+from prejit.runtime.format.checks.seldom_parts import check_chat
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     EXECUTABLES_MEDIA_TYPE,

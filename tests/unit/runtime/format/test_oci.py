@@ -17,6 +17,7 @@ from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import Descriptor, Index
 from prejit.runtime.format.checks import oci
 from prejit.runtime.format.checks.oci import NEWER_FORMAT_HINT, check_descriptor
+from prejit.runtime.format.index_writing import encode_index
 from prejit.runtime.format.names import (
     BUNDLE_FORMAT,
     BUNDLE_NAME,
@@ -26,7 +27,6 @@ from prejit.runtime.format.names import (
     REF_NAME,
     REQUIREMENT,
 )
-from prejit.runtime.format.root import encode_index
 
 from .forging import PATH, reject
 

@@ -18,10 +18,11 @@ from prejit.runtime.__main__ import main
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import MismatchError, RejectError, StoreError
 from prejit.runtime.format.bundle_schema import Index
+from prejit.runtime.format.index_writing import encode_index
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import REQUIREMENT
 from prejit.runtime.format.opening import match
-from prejit.runtime.format.root import encode_index, read_root
+from prejit.runtime.format.root import read_root
 from prejit.runtime.loader import load
 from prejit.runtime.machine.compare import compare
 from prejit.runtime.machine.fingerprint import (

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from prejit.compiler.recording.jax_cache_packing import OUTER_CALL
 from prejit.runtime.recorded.hook.watch import Orders
 from prejit.runtime.recorded.hook_events import WatchedProcess, read_events
 from prejit.runtime.recorded.watched_command import cache_settings, environment_for
@@ -36,7 +37,7 @@ def recording(tmp_path: Path) -> Orders:
     for name in ("cache", "events"):
         (tmp_path / name).mkdir()
     settings = cache_settings(tmp_path / "cache", write=True)
-    return Orders(settings, str(tmp_path / "events"), functions=True)
+    return Orders(settings, str(tmp_path / "events"), functions=OUTER_CALL)
 
 
 SCORES = """

@@ -15,7 +15,7 @@ from tests.extent import examples
 from prejit.runtime import load
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import RejectError, UsageError
-from prejit.runtime.format.checks.layers import Chat, check_chat
+from prejit.runtime.format.checks.seldom_parts import Chat, check_chat
 from prejit.runtime.format.names import CHAT_MEDIA_TYPE, TOKENIZER_MEDIA_TYPE
 from prejit.runtime.text.chat_template import ChatTemplates
 from prejit.runtime.text.sandbox import MAX_CHARACTERS, check_template

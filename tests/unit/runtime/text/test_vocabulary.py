@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Library
 
 from prejit.runtime.errors import UsageError
 from prejit.runtime.text.tokenizer import Tokenizer
-from prejit.runtime.text.vocabulary import TokenBytes
+from prejit.runtime.text.vocabulary import TokenBytes, token_table
 
 ANCHOR = "x"
 LLAMA_2 = [
@@ -53,8 +53,8 @@ def _base():
 def test_bytes_of_a_token_are_what_it_adds_to_a_text(made):
     described = made()
     tokenizer = Tokenizer(json.dumps(described).encode(), "tokenizer.json")
-    size = tokenizer.largest_id + 1
-    table = tokenizer.vocabulary(size)
+    size = tokenizer.library.get_vocab_size(with_added_tokens=False)
+    table = token_table(tokenizer.library, size)
     anchor = max(i for i, token in enumerate(table) if token == ANCHOR.encode())
     checked = 0
     for token_id, token in enumerate(table):
@@ -74,11 +74,11 @@ def test_bytes_of_a_token_are_what_it_adds_to_a_text(made):
 
 def test_special_tokens_and_padding_have_no_bytes():
     tokenizer = Tokenizer(json.dumps(tokenizer_json()).encode(), "tokenizer.json")
-    size = tokenizer.largest_id + 1
-    table = tokenizer.vocabulary(size + len(SPECIAL) + PADDED)
+    size = tokenizer.library.get_vocab_size(with_added_tokens=False)
+    table = token_table(tokenizer.library, size + len(SPECIAL) + PADDED)
     assert table[size:] == [None] * (len(SPECIAL) + PADDED)
     assert None not in table[:size]
-    assert tokenizer.vocabulary(10) == table[:10]  # a model with fewer logits
+    assert token_table(tokenizer.library, 10) == table[:10]  # a model with fewer logits
     assert tokenizer.special_id("</s>") == size + 1
     assert tokenizer.special_id("ab") is None
     assert tokenizer.special_id("no token") is None
@@ -96,7 +96,7 @@ def test_a_tokenizer_whose_tokens_depend_on_others_is_refused(decoder, found):
     described = json.dumps({**metaspace(), "decoder": decoder})
     tokenizer = Tokenizer(described.encode(), "model/tokenizer.json")
     with pytest.raises(UsageError, match=r"decoder of the tokenizer: expected ByteLevel") as error:
-        tokenizer.vocabulary(4)
+        token_table(tokenizer.library, 4)
     assert found in str(error.value)
 
 

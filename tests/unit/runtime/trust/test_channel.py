@@ -10,17 +10,11 @@ pytest.importorskip("cryptography", reason="cryptography comes with the extra tr
 
 from tests.signers import signer
 
+from prejit.compiler.base.statement_writing import encode_statement
+from prejit.compiler.signing.channels import encode_channel, keys_statement, release_statement
 from prejit.runtime.base import written_files
 from prejit.runtime.errors import PolicyError
-from prejit.runtime.trust.channel import (
-    Accepted,
-    KeyMark,
-    KeySet,
-    accept,
-    encode_channel,
-    keys_statement,
-    release_statement,
-)
+from prejit.runtime.trust.channel import Accepted, KeyMark, KeySet, accept
 from prejit.runtime.trust.channel_following import ChannelState
 from prejit.runtime.trust.reasons import RefusedError
 from prejit.runtime.trust.signed_statements import (
@@ -28,7 +22,6 @@ from prejit.runtime.trust.signed_statements import (
     Envelope,
     SignedSubject,
     Statement,
-    encode_statement,
 )
 
 OLD, NEW = "sha256:" + "1" * 64, "sha256:" + "2" * 64

@@ -14,15 +14,11 @@ pytest.importorskip("cryptography", reason="cryptography comes with the extra tr
 
 from tests.signers import key_table, signer
 
+from prejit.compiler.base.statement_writing import encode_bundle, encode_statement
+from prejit.compiler.signing.bundle_signing import signature_statements
+from prejit.compiler.signing.channels import release_statement
 from prejit.runtime.trust import signed_statements as dsse
-from prejit.runtime.trust.channel import (
-    Accepted,
-    KeySet,
-    Outcome,
-    Release,
-    Verified,
-    release_statement,
-)
+from prejit.runtime.trust.channel import Accepted, KeySet, Outcome, Release, Verified
 from prejit.runtime.trust.decision import Attached, CurrentRelease, TrustTarget, decide
 from prejit.runtime.trust.policy import parse_policy
 from prejit.runtime.trust.reasons import Reason
@@ -32,10 +28,7 @@ from prejit.runtime.trust.signed_statements import (
     Envelope,
     SignedSubject,
     Statement,
-    encode_bundle,
-    encode_statement,
     pae,
-    signature_statements,
 )
 
 INDEX, MANIFEST = "sha256:" + "1" * 64, "sha256:" + "2" * 64

@@ -13,6 +13,8 @@ from tests.campaigns.junk import mutated
 from tests.extent import examples
 from tests.signers import key_table, signer
 
+from prejit.compiler.base.statement_writing import encode_bundle, encode_statement
+from prejit.compiler.signing.bundle_signing import signature_statements
 from prejit.runtime.trust.channel import signers
 from prejit.runtime.trust.decision import TrustTarget, decide
 from prejit.runtime.trust.policy import parse_policy
@@ -22,12 +24,9 @@ from prejit.runtime.trust.signed_statements import (
     Envelope,
     SignedSubject,
     Statement,
-    encode_bundle,
-    encode_statement,
     pae,
     read_bundle,
     read_statement,
-    signature_statements,
 )
 
 JSON = st.recursive(

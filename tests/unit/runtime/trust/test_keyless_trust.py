@@ -12,17 +12,12 @@ pytest.importorskip("sigstore", reason="sigstore comes with the extra keyless")
 from tests.fake_sigstore import IDENTITY, ISSUER, FakeSigstore, b64
 from tests.signers import key_table, signer
 
+from prejit.compiler.base.statement_writing import encode_bundle, encode_statement
+from prejit.compiler.signing.bundle_signing import signature_statements
 from prejit.runtime.errors import PolicyError
 from prejit.runtime.trust.decision import TrustTarget, decide
 from prejit.runtime.trust.policy import parse_policy, read_policy
-from prejit.runtime.trust.signed_statements import (
-    PROVENANCE_PREDICATE,
-    SignedSubject,
-    Statement,
-    encode_bundle,
-    encode_statement,
-    signature_statements,
-)
+from prejit.runtime.trust.signed_statements import PROVENANCE_PREDICATE, SignedSubject, Statement
 
 INDEX, MANIFEST = "sha256:" + "1" * 64, "sha256:" + "2" * 64
 STATEMENTS = {

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.served import StandIn
 from tests.threads import in_threads
 
-from prejit.runtime.base.process_facts import host_memory_bytes
 from prejit.server.engine.histograms import Histogram
+from prejit.server.engine.memory import host_memory_bytes
 from prejit.server.engine.request_recorder import ONE_RUN, Cost, RequestRecorder
 
 

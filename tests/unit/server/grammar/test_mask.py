@@ -8,6 +8,7 @@ import pytest
 from tests.threads import in_threads
 
 from prejit.runtime.errors import UsageError
+from prejit.runtime.text.vocabulary import token_table
 
 
 def product(*parts):
@@ -43,7 +44,7 @@ LANGUAGES = {
 def test_a_mask_allows_what_a_list_of_all_texts_allows(bundle, grammars, name):
     make, texts = LANGUAGES[name]
     vocab_size = bundle.decoder.decoder.vocab_size
-    table = bundle.tokenizer.vocabulary(vocab_size)
+    table = token_table(bundle.tokenizer.library, vocab_size)
     (eos,) = bundle.decoder.decoder.eos_token_ids
     encoded = [text.encode() for text in texts]
     chosen = random.Random(0)

@@ -10,7 +10,6 @@ from tests.unit.server.running import running, wait_for
 
 from prejit.runtime import UsageError, load
 from prejit.runtime.cli.commands import run
-from prejit.runtime.device.xla_profile import XlaEvent, XlaSession
 from prejit.server import Engine
 from prejit.server.gate.server_settings import Settings
 from prejit.server.http.admin import make_admin
@@ -18,6 +17,7 @@ from prejit.server.served.served import Models, Served
 from prejit.server.telemetry import profile_time_line
 from prejit.server.telemetry.engine_profile import Spans, read_recording, record
 from prejit.server.telemetry.profile_time_line import read_time_line, trace_events
+from prejit.server.telemetry.xla_recording import XlaEvent, XlaSession
 
 NEW = 12
 

@@ -16,11 +16,12 @@ from prejit.compiler.compile.worker.xla import (
     CompiledProgram,
     CompileFor,
     compile_portable,
+    register_stand_ins,
     stand_in_for_kernels,
 )
 from prejit.compiler.native.products import with_library
 from prejit.runtime.base.files import digest_of
-from prejit.runtime.device.portable import bind_calls, register_stand_ins
+from prejit.runtime.device.portable import bind_calls
 
 ZSTD_LEVEL = 9
 """Compression level of executables. A GPT-2 program of 776 kB, which compiles in 1.3 s, shrinks to 91 kB

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from prejit.compiler.compile.gpu_convolutions import WITHOUT_CUDNN, has_plain_co
 from prejit.compiler.compile.worker.protobuf import edit_protobuf
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.device import _jax_parts, _jaxlib, kernels
-from prejit.runtime.device.portable import compile_ahead, register_stand_ins
+from prejit.runtime.device.portable import stablehlo_module
 from prejit.runtime.errors import BuildError, PrejitError
 from prejit.runtime.format.bundle_schema import Memory
 from prejit.runtime.format.names import kernel_target
@@ -85,7 +86,7 @@ def compile_portable(portable: bytes, machine: CompileFor = CompileFor()) -> Com
         tuned = machine.described is not None
         plain = has_plain_convolutions(portable, *lowered_for, tuned=tuned)
         flags = WITHOUT_CUDNN if plain else ()
-        serialized, memory = compile_ahead(portable, *lowered_for, devices, topology, flags)
+        serialized, memory = _compile_ahead(portable, *lowered_for, devices, topology, flags)
     except PrejitError:
         raise
     except Exception as error:
@@ -158,3 +159,45 @@ def _with_cpu(topology: bytes, cpu: str, features: tuple[str, ...]) -> bytes:
     """
     listed = ",".join(f"+{name}" for name in features)
     return edit_protobuf(topology, (9, 2, 5), {2: cpu.encode(), 3: listed.encode()})
+
+
+def _compile_ahead(
+    portable: bytes,
+    platforms: Sequence[str],
+    platform: str,
+    devices: Sequence[Any],
+    topology: bytes | None = None,
+    flags: Sequence[tuple[str, bool]] = (),
+) -> tuple[bytes, Memory]:
+    """Compile a portable program without running it.
+
+    `devices` are those of a client of this machine, or of a topology description; `topology` is a serialized
+    one to compile for in place of theirs; `flags` are XLA's for this program alone. Other arguments and
+    errors as `stablehlo_module`.
+
+    Returns:
+        The serialized executable, and the memory it needs on each device while it runs.
+    """
+    module = stablehlo_module(portable, platforms, platform)
+    options = _jax_parts.compile_options(devices)
+    options.env_option_overrides = list(flags)
+    client = devices[0].client
+    if topology is not None:
+        compiled = client.compile(module, _jax_parts.deserialize_topology(topology), options)
+    else:
+        compile_ = client.compile_and_load if platform == "cpu" else client.compile
+        compiled = compile_(module, _jaxlib.device_list(devices), options)
+    stats = compiled.get_compiled_memory_stats()
+    memory = Memory(
+        argument_bytes=stats.argument_size_in_bytes,
+        output_bytes=stats.output_size_in_bytes,
+        alias_bytes=stats.alias_size_in_bytes,
+        temp_bytes=stats.temp_size_in_bytes,
+    )
+    return bytes(compiled.serialize()), memory
+
+
+def register_stand_ins(names: Iterable[str]) -> None:
+    """Register custom calls under names that XLA must know to compile a program. Calling one fails."""
+    if names := tuple(names):
+        _jaxlib.register_handlers(dict.fromkeys(names, _jax_parts.any_handler()))

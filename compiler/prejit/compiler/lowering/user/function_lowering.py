@@ -50,9 +50,9 @@ from prejit.compiler.lowering.user.varying_sizes import (
 )
 from prejit.compiler.manifest.manifest import REPEAT, UNCHECKED
 from prejit.compiler.manifest.specs import ProgramSpec
-from prejit.runtime.device import jax_settings
+from prejit.runtime.device import _jax_parts, jax_settings
 from prejit.runtime.device.jax_arrays import data_shape, is_key, key_name
-from prejit.runtime.device.portable import refine_shapes
+from prejit.runtime.device.portable import version_of
 from prejit.runtime.errors import BuildError, ManifestError, PrejitError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array, Mesh
@@ -157,7 +157,7 @@ def lower_function(
     if exported is None:
         raise _cannot_lower(jaxpr, refused, what)
     with user.modules.tracing(what):
-        portable = refine_shapes(exported.mlir_module_serialized)
+        portable = _refined(exported.mlir_module_serialized)
     symbolic = None
     if spec.open_sizes:
         if mesh is not None:
@@ -371,3 +371,15 @@ def _cannot_lower(function: ClosedJaxpr, refused: Mapping[str, Exception], what:
             f'handlers = {{ "{unstable[1]}" = SYMBOL }}; a function of jax that calls it can be in no bundle'
         )
     return BuildError(f"{what} for {platforms}: {reason}", hint=hint)
+
+
+def _refined(portable: bytes) -> bytes:
+    """Return a portable artifact with the sizes that follow from those of its arguments, which are static.
+
+    Only a call of a function that was exported with symbolic sizes leaves others.
+    """
+    with _jax_parts.import_mlir().Context():
+        module = _jax_parts.parse_stablehlo(portable)
+        if "tensor<?" not in module.operation.get_asm(large_elements_limit=16):
+            return portable
+        return _jax_parts.refined(module, version_of(portable))

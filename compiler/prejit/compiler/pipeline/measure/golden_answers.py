@@ -25,7 +25,8 @@ from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.store_interface import Store, kept_values
 from prejit.runtime.base.child_process import last_line, run_child
 from prejit.runtime.base.files import digest_of
-from prejit.runtime.base.process_facts import THREADS, free_memory_bytes
+from prejit.runtime.base.process_facts import THREADS
+from prejit.runtime.base.process_memory import free_memory_bytes
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.format.arrays import RECIPE, Golden
 from prejit.runtime.format.blobs import Layer

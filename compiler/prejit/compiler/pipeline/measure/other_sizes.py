@@ -24,7 +24,7 @@ from prejit.compiler.progress import Progress
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.store_interface import Store, kept_values
 from prejit.runtime.base.files import digest_of
-from prejit.runtime.base.process_facts import free_memory_bytes
+from prejit.runtime.base.process_memory import free_memory_bytes
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.errors import BuildError

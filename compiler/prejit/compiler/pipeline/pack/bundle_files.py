@@ -32,6 +32,7 @@ from prejit.runtime.format.checks.program_table import (
     check_weight_sets,
 )
 from prejit.runtime.format.checks.seldom_parts import check_library_layers, check_recorded_layer
+from prejit.runtime.format.index_writing import encode_index, oci_platform
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
     ATTACHED_TYPES,
@@ -46,10 +47,8 @@ from prejit.runtime.format.names import (
     STATEMENT_MEDIA_TYPE,
     TITLE,
     WEIGHTS_MEDIA_TYPE,
-    oci_platform,
 )
 from prejit.runtime.format.release_limits import ReleaseLimits, limits_annotation
-from prejit.runtime.format.root import encode_index
 from prejit.runtime.format.safetensors_dtypes import SAFETENSORS_DTYPES
 
 if TYPE_CHECKING:

@@ -13,12 +13,13 @@ from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format.audit import check_attached, check_index_file
 from prejit.runtime.format.blobs import check_blobs
+from prejit.runtime.format.index_writing import is_ours
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.limits import MAX_INDEX_BYTES
 from prejit.runtime.format.names import BUNDLE_NAME, RECORDED_MEDIA_TYPE, SIGNATURE_MEDIA_TYPE
 from prejit.runtime.format.opening import match, read_manifest
 from prejit.runtime.format.referrers import referrers
-from prejit.runtime.format.root import is_ours, read_root
+from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.kept_files import Receipts
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from prejit.compiler.base.statement_writing import encode_statement
 from prejit.compiler.native.kernel_library import kernel_conditions
 from prejit.compiler.pipeline.pack.attaching import package_url
 from prejit.compiler.pipeline.pack.user_sources import SourceContent, manifest_sources
@@ -24,12 +25,7 @@ from prejit.compiler.store.store_interface import Store
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.bundle_schema import Config, Index
 from prejit.runtime.format.names import REF_NAME
-from prejit.runtime.trust.signed_statements import (
-    PROVENANCE_PREDICATE,
-    SignedSubject,
-    Statement,
-    encode_statement,
-)
+from prejit.runtime.trust.signed_statements import PROVENANCE_PREDICATE, SignedSubject, Statement
 
 BUILD_TYPE = "urn:prejit:build:v1"
 """SLSA's build type: `prejit build` of a manifest."""

@@ -5,7 +5,6 @@ elf(5) describes sections and their records; the LSB, "Symbol Versioning", descr
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,14 +42,6 @@ class SharedLibrary:
     needed: tuple[str, ...]
     exported: tuple[str, ...]
     versions: tuple[str, ...]
-
-    @property
-    def glibc(self) -> str | None:
-        """Return the oldest glibc with all symbols that it needs; None: it needs none of glibc."""
-        form = r"GLIBC_(\d{1,9}(?:\.\d{1,9})*)"
-        found = [re.fullmatch(form, version) for version in self.versions]
-        numbers = [match[1] for match in found if match is not None]
-        return max(numbers, key=lambda text: tuple(map(int, text.split("."))), default=None)
 
 
 @dataclass(frozen=True, slots=True)

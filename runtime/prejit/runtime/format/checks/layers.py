@@ -10,7 +10,7 @@ from typing import Any
 
 import zstandard
 
-from prejit.runtime.base.typed_json import check_amount, each_key_once, from_json
+from prejit.runtime.base.typed_json import check_amount, each_key_once
 from prejit.runtime.errors import rejecting
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import Array, Mesh
@@ -193,35 +193,3 @@ def tensor_slice(entry: dict[str, Any], data: int) -> TensorSlice:
     if type(start) is not int or type(end) is not int or end - start != size:
         raise ValueError(f"data_offsets {start}, {end}")
     return TensorSlice(dtype, tuple(shape), data + start, data + end)
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """The chat layer: how messages become a prompt.
-
-    `templates`: Jinja sources by name, as transformers reads them. `default` is used unless a request names
-    another. `special_tokens`: texts that templates use under names such as `bos_token` and `eos_token`.
-    """
-
-    templates: dict[str, str]
-    special_tokens: dict[str, str]
-
-
-@rejecting
-def check_chat(content: bytes, path: str) -> Chat:
-    """11. Check that a chat layer is canonical and holds at least one template, and only Unicode.
-
-    A template is parsed when it is first used, because Jinja is not part of the format.
-    """
-    chat = from_json(Chat, content, path)
-    if not chat.templates:
-        raise ValueError("expected at least one chat template, found none")
-    for table in (chat.templates, chat.special_tokens):
-        for name, text in table.items():
-            try:
-                f"{name}{text}".encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(f"{name!r:.80}: expected Unicode: {error.reason}") from error
-            if not name:
-                raise ValueError("expected a name for each template and token, found none")
-    return chat

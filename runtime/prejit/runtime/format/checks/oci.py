@@ -50,13 +50,6 @@ _LAYER_CAPS = {
 
 
 @rejecting
-def check_layout_file(content: bytes, path: str) -> None:
-    """16. Check that `oci-layout` has exactly the bytes that prejit writes."""
-    if content != OCI_LAYOUT:
-        raise ValueError(f"expected {OCI_LAYOUT!r}, found {content[:64]!r}")
-
-
-@rejecting
 def check_layout_version(content: bytes, path: str) -> None:
     """1. Check that `oci-layout` has the version of OCI layouts; other tools write it with other spaces."""
     try:

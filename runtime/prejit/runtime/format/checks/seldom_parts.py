@@ -1,12 +1,14 @@
-"""Checks of what few configs have: the user's libraries, recorded files, an encoder, sources."""
+"""Checks of what few loads need: chat templates, a user's libraries, recorded files, an encoder, sources."""
 
 from __future__ import annotations
 
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from prejit.runtime.base.files import is_digest
+from prejit.runtime.base.typed_json import from_json
 from prejit.runtime.errors import rejecting
 from prejit.runtime.format import limits
 from prejit.runtime.format.bundle_schema import (
@@ -319,3 +321,35 @@ def handler_names(*libraries: UserLibrary) -> dict[str, str]:
         for library in libraries
         for name, symbol in library.handlers.items()
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """The chat layer: how messages become a prompt.
+
+    `templates`: Jinja sources by name, as transformers reads them. `default` is used unless a request names
+    another. `special_tokens`: texts that templates use under names such as `bos_token` and `eos_token`.
+    """
+
+    templates: dict[str, str]
+    special_tokens: dict[str, str]
+
+
+@rejecting
+def check_chat(content: bytes, path: str) -> Chat:
+    """11. Check that a chat layer is canonical and holds at least one template, and only Unicode.
+
+    A template is parsed when it is first used, because Jinja is not part of the format.
+    """
+    chat = from_json(Chat, content, path)
+    if not chat.templates:
+        raise ValueError("expected at least one chat template, found none")
+    for table in (chat.templates, chat.special_tokens):
+        for name, text in table.items():
+            try:
+                f"{name}{text}".encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"{name!r:.80}: expected Unicode: {error.reason}") from error
+            if not name:
+                raise ValueError("expected a name for each template and token, found none")
+    return chat

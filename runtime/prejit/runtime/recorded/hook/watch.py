@@ -13,7 +13,9 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 from prejit.runtime.recorded.hook.jax_texts import (
@@ -32,7 +34,6 @@ from prejit.runtime.recorded.hook.jax_texts import (
     SHAPES_LOGGER,
     TOO_QUICK,
 )
-from prejit.runtime.recorded.hook.outer_call import outer_call
 
 CACHE_DIRECTORY = "jax_compilation_cache_dir"
 """The public setting of jax that names its cache."""
@@ -50,13 +51,14 @@ class Orders:
         settings: jax's settings by name. The program may not change them.
         events: the directory for the lines; None: write none.
         refuse: whether a program that is not in the cache raises NotRecordedError.
-        functions: whether to describe the calls that made jax compile.
+        functions: the file with the function `outer_call`, which describes the call that made jax compile.
+            It is the compiler's, whose package this process may not find. None: no call is described.
     """
 
     settings: dict[str, Any]
     events: str | None = None
     refuse: bool = False
-    functions: bool = False
+    functions: str | None = None
 
 
 def install(orders: Orders) -> None:
@@ -115,11 +117,22 @@ class _Reader(logging.Filter):
         return record.levelno >= (self._own_level or self._parent.getEffectiveLevel())
 
 
+def _outer_call_of(file: str) -> Callable[[], Any]:
+    spec = spec_from_file_location("prejit_outer_call", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: Callable[[], Any] = module.outer_call
+    return found
+
+
 class _Watch:
     """Collects what jax reports of one program after the other, for each thread apart."""
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
+        self._outer_call = None if orders.functions is None else _outer_call_of(orders.functions)
         self._thread = threading.local()
         self._name = os.urandom(4).hex()
         self._failed = False
@@ -233,8 +246,8 @@ class _Watch:
             **now.said,
         }
         line.setdefault("where", _where())
-        if self._orders.functions:
-            line["call"] = outer_call()
+        if self._outer_call is not None:
+            line["call"] = self._outer_call()
         return line
 
     def _write(self, line: dict[str, Any]) -> None:

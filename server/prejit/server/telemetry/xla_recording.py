@@ -6,7 +6,6 @@ Python is not needed.
 
 from __future__ import annotations
 
-import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -16,9 +15,6 @@ from prejit.runtime.device import _jax_parts
 from prejit.runtime.errors import UsageError
 
 _session_lock = threading.Lock()
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([^\s%]+) = (.*)$", re.M)
-_CALLED = re.compile(r'custom_call_target="([^"]*)"')
-_OPERATION = re.compile(r'op_name="([^"]*)"')
 
 
 class XlaEvent(NamedTuple):
@@ -104,16 +100,3 @@ def _start(plane: Any) -> int | None:
     """Return when the profile began, which the times of events count from; None: another plane says it."""
     found = dict(plane.stats).get("profile_start_time")
     return None if found is None else int(found)
-
-
-def kernel_names(loaded: Any) -> dict[str, tuple[str, str]]:
-    """Return for each instruction of an executable the native code that it calls, and jax's name of it.
-
-    Both may be empty.
-    """
-    found = {}
-    for module in loaded.hlo_modules():
-        for name, text in _INSTRUCTION.findall(module.to_string()):
-            called, operation = _CALLED.search(text), _OPERATION.search(text)
-            found[name] = (called[1] if called else "", operation[1] if operation else "")
-    return found

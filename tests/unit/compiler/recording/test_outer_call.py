@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from prejit.compiler.recording.jax_cache_packing import OUTER_CALL
 from prejit.runtime.recorded.hook.watch import Orders
 from prejit.runtime.recorded.hook_events import read_events
 from prejit.runtime.recorded.watched_command import cache_settings, environment_for
@@ -85,7 +86,9 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, dict[str,
         (at / name).mkdir()
     (at / "package" / "library.py").write_text(LIBRARY)
     (at / "program.py").write_text(PROGRAM)
-    orders = Orders(cache_settings(at / "cache", write=True), str(at / "events"), functions=True)
+    orders = Orders(
+        cache_settings(at / "cache", write=True), str(at / "events"), functions=OUTER_CALL
+    )
     done = subprocess.run(
         [sys.executable, str(at / "program.py")],
         env=environment_for(orders, os.environ),
