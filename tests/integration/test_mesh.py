@@ -130,12 +130,9 @@ def build_all(run, tmp_path_factory):
         for each in wanted:
             sizes = {"batch": [each.batch], "prompt": [each.prompt], "context": [each.context]}
             path = directory / f"{each.name}.toml"
-            manifests.append(write_manifest(path, each.source, name=each.name, **sizes))
-            if each.name.startswith("int8-"):
-                text = path.read_text().replace(
-                    "[generate]\n", '[generate]\ncache_dtype = "int8"\n'
-                )
-                path.write_text(text)
+            more = 'cache_dtype = "int8"' if each.name.startswith("int8-") else ""
+            made = write_manifest(path, each.source, name=each.name, **sizes, generate=more)
+            manifests.append(made)
             add_mesh(path, each.mesh)
         run("build", *manifests, "-o", directory, quick=True)
         return {each.name: directory / each.name for each in wanted}
