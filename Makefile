@@ -173,10 +173,10 @@ swaps: $(READY) ## 100 swaps of a served bundle under 200 requests at once (7 mi
 
 load-check: $(READY) ## the knee of `prejit load` beside an exhaustive search, and a stalled server (15 minutes, a quiet machine)
 	$(BIN)/prejit build manifests/demo.toml -o artifacts --target cpu-host
-	PREJIT_LOAD_SECONDS=10 $(BIN)/python -m pytest $(CAMPAIGN) -n0 tests/campaigns/test_load.py
+	PREJIT_TEST_ALL=1 PREJIT_LOAD_SECONDS=10 $(BIN)/python -m pytest $(CAMPAIGN) -n0 tests/campaigns/test_load.py
 
 releases: $(READY) ## twenty bad releases and twenty good ones through gate and canary (40 minutes); writes its figures
-	PREJIT_RELEASES=1 $(BIN)/python -m pytest $(CAMPAIGN) -n0 -s tests/campaigns/test_releases.py
+	PREJIT_TEST_ALL=1 PREJIT_RELEASES=1 $(BIN)/python -m pytest $(CAMPAIGN) -n0 -s tests/campaigns/test_releases.py
 
 drills: $(READY) ## failures of production, done on purpose under a real Prometheus (15 minutes); writes its figures
 	PREJIT_TEST_ALL=1 PREJIT_DRILLS=1 $(BIN)/python -m pytest $(CAMPAIGN) -n0 tests/campaigns/test_drills.py

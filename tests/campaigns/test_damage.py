@@ -77,7 +77,7 @@ def campaign(tmp_path_factory, build_cache):
         f'[bundle]\nname = "demo"\nlicense = "{source}/LICENSE"\n'
         f'[model]\nsource = "{source}"\ndtype = "float32"\n'
         "[generate]\nbatch = [1]\nprompt = [16]\ncontext = [64]\n"
-        '[[target]]\nname = "cpu-host"\n[[target]]\nname = "cpu-x86-64-v2"\n'
+        '[[target]]\nname = "cpu-host"\n[[target]]\nname = "cpu-x86-64-v3"\n'
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PREJIT_RUNTIME_CACHE", str(directory / "runtime-cache"))

@@ -2,7 +2,8 @@
 
 Each drill runs real servers, honest clients beside, and a Prometheus with the rules of `prejit observe init`
 (prometheus_server.py). It runs the command of the runbook, and the service is well again. `make drills` runs
-all and writes drills.json beside this file; `make test` runs the first.
+all and writes drills.json beside this file; `make test-all` runs them too. `make test` has the rules, the
+metrics and the runbooks, each by itself: tests/unit/server/observe.
 """
 
 import contextlib
@@ -30,6 +31,7 @@ from .faults import compile_shim
 from .honest_clients import KEYS, expected, start
 
 IS_WHOLE = setting("DRILLS", 0) > 0
+pytestmark = pytest.mark.thorough
 SWAP = """curl --fail --silent --unix-socket ADMIN -X POST http://admin/swap -d '{"bundle": "BUNDLE"}'"""
 DRAIN = "curl --fail --silent --unix-socket ADMIN -X POST http://admin/drain"
 FETCH = "prejit copy SOURCE FRESH"
@@ -92,7 +94,6 @@ def test_a_killed_server(stage, record):
     )
 
 
-@pytest.mark.thorough
 def test_a_bundle_damaged_before_a_restart(stage, record):
     restarted, other = stage.serve(), stage.serve(stage.source)
     for each in (restarted, other):
@@ -127,7 +128,6 @@ def test_a_bundle_damaged_before_a_restart(stage, record):
     )
 
 
-@pytest.mark.thorough
 def test_a_bundle_damaged_under_a_server(stage, record):
     admin = stage.directory / "admin"
     damaged = stage.serve(stage.bundle, "--check-seconds", "1", "--admin", admin)
@@ -162,7 +162,6 @@ def test_a_bundle_damaged_under_a_server(stage, record):
     )
 
 
-@pytest.mark.thorough
 def test_a_swap_to_a_damaged_bundle(stage, record):
     admin = stage.directory / "admin"
     server = stage.serve(f"m={stage.source}", "--admin", admin).wait_until_ready()
@@ -189,7 +188,6 @@ def test_a_swap_to_a_damaged_bundle(stage, record):
     )
 
 
-@pytest.mark.thorough
 def test_shapes_that_no_bucket_has(make_recipe, tmp_path, record):
     before = make_recipe().write(tmp_path / "before")
     after = make_recipe(buckets=(2, 8, 32)).write(tmp_path / "after")
@@ -244,7 +242,6 @@ def test_shapes_that_no_bucket_has(make_recipe, tmp_path, record):
     )
 
 
-@pytest.mark.thorough
 def test_another_jaxlib_at_a_restart(stage, record):
     other, packages = another_jaxlib()
     changed, beside = stage.serve(), stage.serve()
@@ -281,7 +278,6 @@ def test_another_jaxlib_at_a_restart(stage, record):
     )
 
 
-@pytest.mark.thorough
 def test_a_full_disk(stage, record):
     with small_disk(stage.directory / "disk") as disk:
         log, other = disk / "log.jsonl", disk / "of another program"
@@ -319,7 +315,6 @@ def test_a_full_disk(stage, record):
     )
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("days", [1, -1])
 def test_a_clock_that_jumps(stage, record, days):
     state = stage.directory / "state"
@@ -364,7 +359,6 @@ def test_a_clock_that_jumps(stage, record, days):
 CGROUP = Path("/sys/fs/cgroup/memory")
 
 
-@pytest.mark.thorough
 def test_memory_short(stage, record):
     group = CGROUP / f"prejit-drill-{os.getpid()}"
     try:
@@ -399,7 +393,6 @@ def test_memory_short(stage, record):
     )
 
 
-@pytest.mark.thorough
 def test_wedged_clients(stage, record):
     keys = stage.directory / "keys"
     wedged_key = "wedged-0123456789abcdef"
@@ -429,7 +422,6 @@ def test_wedged_clients(stage, record):
 STORM = 16
 
 
-@pytest.mark.thorough
 def test_a_storm_of_cold_servers(stage, record):
     with running_registry(stage.directory) as registry:
         reference = f"{registry.url}/drill:v1"

@@ -103,7 +103,7 @@ def campaign(build_cache, tmp_path_factory):
         patch.setenv("PREJIT_RUNTIME_CACHE", str(caches / "runtime"))
         warm = _write_model(caches / "warm", "gpt2")
         with (warm / "m.toml").open("a") as manifest:
-            manifest.write('[[target]]\nname = "cpu-x86-64-v2"\n')
+            manifest.write('[[target]]\nname = "cpu-x86-64-v3"\n')
         _built(warm)
         made = Campaign()
         yield made
@@ -324,7 +324,7 @@ _MANIFEST = {
             "buckets": {"n": [1, 2]},
         }
     ],
-    "target": [{"name": "cpu-host"}, {"name": "cpu-x86-64-v2"}],
+    "target": [{"name": "cpu-host"}, {"name": "cpu-x86-64-v3"}],
 }
 """A manifest of a decoder and a function."""
 

@@ -43,9 +43,11 @@ pytestmark = pytest.mark.timeout(900 + 4 * SECONDS)
 
 
 @pytest.fixture(scope="module")
-def bundle_dir(make_decoder, tmp_path_factory):
-    """A decoder for eight texts at once. Where the figures count, a step takes some milliseconds."""
-    sizes = {"n_embd": 512, "n_head": 8, "n_layer": 8} if IS_WHOLE else {}
+def bundle_dir(make_decoder, lettered_dir, tmp_path_factory):
+    """A decoder. Where the figures count, it is for eight texts, and a step takes some milliseconds."""
+    if not IS_WHOLE:
+        return lettered_dir
+    sizes = {"n_embd": 512, "n_head": 8, "n_layer": 8}
     source = write_lettered(tmp_path_factory.mktemp("lettered") / "model", **sizes)
     return make_decoder(source, batch=(1, 8), prompt=(16, 64), context=(512,))
 

@@ -1,8 +1,8 @@
 """`prejit load` beside an exhaustive search, and beside a closed loop where a server stalls.
 
 `make load-check` measures for 15 minutes, on a quiet machine, checks the figures and writes them to load.json
-beside this file; `make test` has no real server, and windows that prove nothing but that all requests are
-answered. PREJIT_LOAD_SECONDS is the length of a window.
+beside this file; `make test-all` has no real server, and windows that prove nothing but that all requests are
+answered, for a minute and a half. PREJIT_LOAD_SECONDS is the length of a window.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ STALL_SECONDS = 1.0
 STALL_RATE = 50.0
 CLOSED = 4
 """Requests at once of the closed loop."""
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.thorough]
 
 
 def options(rates=(), **changed):

@@ -1,7 +1,7 @@
 """Bad releases that pass and good ones that are stopped, by `prejit gate` and by a canary of a server alike.
 
 `make releases` builds and judges all releases of releases.py, and writes the figures to releases.json beside
-this file; `make test` judges some, of a smaller model.
+this file; `make test` judges some by the gate, of a smaller model, and `make test-all` by both.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from .releases import BAD, BASE, DEEP_BASE, GOOD, base_of, build_release
 IS_WHOLE = bool(setting("RELEASES", 0))
 SECONDS = 30.0 if IS_WHOLE else 0.0
 _SAMPLE = ("another chat template", "other sampling", "a changed byte", "options in another order")
-"""Releases that `make test` judges: they have the programs of the base."""
+"""Releases that the tests judge: they have the programs of the base."""
 _PROMPTS = [f"{number} name abc 12 " for number in range(6)]
 _CLIENTS = 2
 _PAUSE_SECONDS = 0.01
@@ -223,6 +223,7 @@ def tried(live, bundle, release, wrong):
     return row
 
 
+@pytest.mark.thorough  # test_swaps.py has a canary of a real server, test_canary_runs.py each verdict
 def test_a_canary_stops_bad_releases_and_promotes_good_ones(build, tmp_path):
     rows = []
     wrong = []

@@ -54,12 +54,22 @@ def python(run, tmp_path_factory):
 
 
 def write_manifest(
-    path, source, *, name="model", batch=(1,), prompt=(16,), context=(256,), targets=("cpu-host",)
+    path,
+    source,
+    *,
+    name="model",
+    batch=(1,),
+    prompt=(16,),
+    context=(256,),
+    targets=("cpu-host",),
+    model="",
+    generate="",
 ):
+    """Write a manifest of a decoder; `model` and `generate` are more lines of these sections."""
     path.write_text(
         f"[bundle]\nname = {json.dumps(name)}\n"
-        f"[model]\nsource = {json.dumps(str(source))}\n"
-        f"[generate]\nbatch = {list(batch)}\nprompt = {list(prompt)}\ncontext = {list(context)}\n"
+        f"[model]\nsource = {json.dumps(str(source))}\n{model}\n"
+        f"[generate]\nbatch = {list(batch)}\nprompt = {list(prompt)}\ncontext = {list(context)}\n{generate}\n"
         + "".join(f"[[target]]\nname = {json.dumps(target)}\n" for target in targets)
     )
     return path

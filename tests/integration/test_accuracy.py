@@ -66,12 +66,10 @@ def rise(run, at, source, text, dtype, cache_dtype):
     """By how much the perplexity rises on a text: 0.01 for 1 %."""
     (at / "held.txt").write_text(text, encoding="utf-8")
     name = f"{dtype}-{cache_dtype}"
-    manifest = write_manifest(at / f"{name}.toml", source, name=name, prompt=(4,), context=(16,))
-    settings = manifest.read_text().replace(
-        "[generate]\n",
-        f'dtype = "{dtype}"\nevaluation = "held.txt"\n[generate]\ncache_dtype = "{cache_dtype}"\n',
-    )
-    manifest.write_text(settings)
+    model = f'dtype = "{dtype}"\nevaluation = "held.txt"'
+    more = {"model": model, "generate": f'cache_dtype = "{cache_dtype}"'}
+    sizes = {"prompt": (4,), "context": (16,)}
+    manifest = write_manifest(at / f"{name}.toml", source, name=name, **sizes, **more)
     accuracy = accuracy_of(run, manifest, at)
     assert (accuracy["weights"], accuracy["text"]) == (dtype, "held.txt")
     assert accuracy["tokens"] > 500
@@ -83,7 +81,10 @@ def rise(run, at, source, text, dtype, cache_dtype):
 
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype"),
-    cases([("int8", "bfloat16"), ("float32", "int8")], others=[("bfloat16", "float32")]),
+    cases(
+        [("int8", "int8")],  # both round at once
+        others=[("int8", "bfloat16"), ("float32", "int8"), ("bfloat16", "float32")],
+    ),
 )
 def test_python_is_no_more_than_one_percent_less_likely(run, tmp_path, dtype, cache_dtype):
     source = ROOT / "manifests" / "demo-model"

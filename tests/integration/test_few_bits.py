@@ -9,18 +9,8 @@ from .conftest import write_manifest
 
 def test_a_build_rounds_matrices_again_or_does_not_say_what_it_kept(run, tmp_path):
     FewBits("gptq", GPTQ, 1).write_packed(tmp_path / "model")
-    manifest = write_manifest(
-        tmp_path / "few.toml",
-        tmp_path / "model",
-        name="few",
-        batch=(1,),
-        prompt=(8,),
-        context=(32,),
-    )
-    text = manifest.read_text()
-    manifest.write_text(
-        text.replace("[generate]\n", 'dtype = "int4"\naccuracy = false\n[generate]\n')
-    )
+    sizes = {"prompt": (8,), "context": (32,), "model": 'dtype = "int4"\naccuracy = false'}
+    manifest = write_manifest(tmp_path / "few.toml", tmp_path / "model", name="few", **sizes)
     for _ in range(2):
         told = run("build", manifest, "-o", tmp_path, quick=True).stderr
         assert (

@@ -174,9 +174,9 @@ def gpt2(decoder_dir):
 @pytest.fixture(
     scope="module",
     params=[
-        "mistral",  # with a sliding window
-        "mistral-int8",  # whose cache is int8
+        "mistral-int8",  # with a sliding window, whose cache is int8
         "falcon_h1",  # in which nothing can be taken back of one part, beside keys and values
+        pytest.param("mistral", marks=pytest.mark.thorough),
         pytest.param("nemotron_h", marks=pytest.mark.thorough),
         pytest.param("qwen3_next", marks=pytest.mark.thorough),
         pytest.param("state_space", marks=pytest.mark.thorough),
@@ -459,8 +459,11 @@ def table_of(forms, dtype, path):
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("int8", MIXED, True, "float32"), id="int8-mixed"),
-        pytest.param(("float32", {}, True, "int8"), id="int8-cache"),
+        pytest.param(("int8", MIXED, True, "int8"), id="int8-mixed"),
+        pytest.param(("float32", {}, True, "int8"), id="int8-cache", marks=pytest.mark.thorough),
+        pytest.param(
+            ("int8", MIXED, True, "float32"), id="int8-weights", marks=pytest.mark.thorough
+        ),
         pytest.param(
             ("bfloat16", MIXED, False, "float32"), id="bfloat16-mixed", marks=pytest.mark.thorough
         ),

@@ -8,7 +8,6 @@ from pathlib import Path
 from subprocess import DEVNULL
 
 import pytest
-from oras.client import OrasClient
 from tests.layouts import subject_of
 from tests.processes import ran
 from tests.waiting import wait_for
@@ -148,6 +147,8 @@ def test_containerd_mounts_the_image_and_unpacks_the_weights_of_two_versions_onc
 
 
 def test_oras_puts_the_files_of_the_artifact_side_by_side(demo, registry, tmp_path):
+    from oras.client import OrasClient  # imports requests, which no other test does
+
     flat = tmp_path / "flat"
     files = OrasClient(insecure=True).pull(pushed(demo, registry, "modelpack"), outdir=str(flat))
     assert {Path(each).parent for each in files} == {flat}

@@ -44,12 +44,13 @@ name = "cpu-host"
 """
 SCALED = "\n\ndef scaled(params, x):\n    return params['scale'] * x\n"
 ONE_SIZE = "batch = [2]\nprompt = [8]\ncontext = [64]"
-KINDS = {"nnx_decoder": ("float32", ONE_SIZE), "PlainDecoder": ("int8", ONE_SIZE)}
+KINDS = {"nnx_decoder": ("int8", ONE_SIZE)}
 if ALL:
     SIZES = "batch = [1, 2]\nprompt = [8]\ncontext = [16, 64]"
-    KINDS |= {"linen_decoder": ("int8", ONE_SIZE), "equinox_decoder": ("bfloat16", SIZES)}
+    KINDS |= {"linen_decoder": ("int8", ONE_SIZE), "PlainDecoder": ("float32", ONE_SIZE)}
+    KINDS |= {"equinox_decoder": ("bfloat16", SIZES)}
 """A decoder of each kind of module, with its dtype and sizes. Each dtype occurs: all kinds share what a dtype
-does, and what grows a cache. test_own_models.py has all kinds with all dtypes."""
+does, and what grows a cache. A sample has one; test_own_models.py has all kinds with all dtypes."""
 
 
 def linen_params():

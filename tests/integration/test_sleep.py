@@ -30,7 +30,7 @@ class Model:
 
 @pytest.fixture(scope="module")
 def models(make_decoder, tmp_path_factory):
-    buckets = {"batch": (4,), "prompt": (16,), "context": (64,), "draft_tokens": 0}
+    buckets = {"batch": (1, 8), "prompt": (16,), "context": (64,)}  # as in campaigns/test_swaps.py
     found = {}
     for name, layers in (("a", 2), ("b", 1)):
         source = write_lettered(tmp_path_factory.mktemp("model") / name, n_layer=layers)

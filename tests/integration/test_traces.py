@@ -22,7 +22,7 @@ batch = [1]
 prompt = [8]
 context = [32]
 [[target]]
-name = "cpu-x86-64-v2"
+name = "cpu-x86-64-v3"
 """
 NOOP = """
 import json, sys

@@ -41,7 +41,10 @@ from .small_models import (
 DECODERS = ("gpt2", "gemma3_text", "phi3", "qwen3_moe", "lfm2", "qwen3_5_text")
 
 
-@pytest.mark.parametrize("family", [*DECODERS, *PLACES])
+# A sample leaves out those whose layers others have: test_invariance.py has a GPT-2, gemma3_text the window.
+@pytest.mark.parametrize(
+    "family", sampled([*DECODERS, *PLACES], lambda family: family not in ("gpt2", "phi3"))
+)
 def test_chunks_padding_and_other_rows_change_no_logits(family: str) -> None:
     """By the rules that `prejit check-model` has for everybody's models."""
     made = model(family)

@@ -1,6 +1,8 @@
 """Programs that other processes lower are those that the build would have lowered, whatever happens."""
 
+import io
 import json
+import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -127,17 +129,31 @@ def forms(programs):
     }
 
 
-def test_programs_are_those_of_the_builds_own_process(project):
-    made = project(CODE.replace("sys.stdin.read()", "pass"), *SECTIONS)
+def test_programs_are_those_of_the_builds_own_process_and_another_machine_finds_them(
+    project, tmp_path, monkeypatch
+):
+    """Though the user's code prints, and reads stdin: neither touches the messages."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    made = project(CODE, *SECTIONS)
     expected = forms(made.lower(made.store("one")))
     assert len(expected) == 7
     made.notes.lines.clear()
-    store = made.store("two")
+
+    def machine(name):
+        tiers = [Tier(Objects((tmp_path / "shared").as_uri()))]
+        return LayeredStore(made.store(name), tiers, made.notes.note)
+
+    (tmp_path / "shared").mkdir()
+    store = machine("two")
     assert forms(made.lower_apart(store)) == expected
     assert made.notes.lines == []
     # And the traces are kept, as the build keeps its own.
     assert all(each.lowered for each in made.plan(store).programs)
     assert made.open(made.plan(store), store) is None
+    store.finish()
+    another = machine("three")
+    assert all(each.lowered for each in made.plan(another).programs)
+    another.finish()
 
 
 # Programs of the user's code share units of four, so two processes need more of them.
@@ -235,20 +251,3 @@ def test_a_build_that_fails_leaves_no_process_behind(project):
             raise KeyboardInterrupt
     assert len(seen) == 2
     assert not [pid for pid in seen if Path(f"/proc/{pid}").exists()]
-
-
-def test_another_machine_finds_results(project, tmp_path):
-    """Though the user's code prints, and reads stdin: neither touches the messages."""
-    made = project(CODE, *SECTIONS)
-
-    def machine(name):
-        tiers = [Tier(Objects((tmp_path / "shared").as_uri()))]
-        return LayeredStore(made.store(name), tiers, made.notes.note)
-
-    (tmp_path / "shared").mkdir()
-    first = machine("one")
-    made.lower_apart(first)
-    first.finish()
-    second = machine("two")
-    assert all(each.lowered for each in made.plan(second).programs)
-    second.finish()
