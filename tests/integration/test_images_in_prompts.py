@@ -13,6 +13,7 @@ from tests.unit.server.running import running
 
 from prejit.runtime import RejectError, UsageError, load
 from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.cli.commands import run as command
 from prejit.runtime.format.checks.program_table import check_config
 from prejit.server.engine.engine import Engine
 from prejit.server.gate.server_settings import Settings
@@ -124,6 +125,11 @@ def test_what_is_wrong_with_images_is_refused(bundle, pictures):
     ):
         with pytest.raises(UsageError, match=message):
             bundle.generate(prompt, images=images)
+    plain = bundle.generate([1, 2, 3], images=[], **GREEDY)
+    assert plain.token_ids == bundle.generate([1, 2, 3], **GREEDY).token_ids
+    for empty in ({}, {"images": ()}):
+        with pytest.raises(UsageError, match=f"prompt: expected no token {image}, which stands"):
+            bundle.generate([1, *[image] * 9, 2], **empty)
     with pytest.raises(UsageError, match="prefix: expected none beside images"):
         bundle.generate(text, images=pictures[:1], prefix=bundle.prefix("see"))
     with pytest.raises(UsageError, match="found one that writes about them"):
@@ -196,6 +202,21 @@ def test_chats_about_images_are_served(bundle, reference, pictures):
             for one in (found, others)
         ]
         assert scores[0] != scores[1]
+        parts = [
+            {"type": "input_image", "image_url": image(1)["url"]},
+            {"type": "input_text", "text": "what is this?"},
+        ]
+        body = {"model": "made", "max_output_tokens": 9, "temperature": 0}
+        responses = f"{server.url}/v1/responses"
+        for role, status in (("user", 200), ("system", 400)):
+            body["input"] = [{"role": role, "content": parts}]
+            response = httpx.post(responses, json=body, timeout=60)
+            assert response.status_code == status
+            if status == 200:
+                assert response.json()["output"][0]["content"][0]["text"] == expected.text
+            else:
+                refusal = "[0].content[0]: expected images of a user alone"
+                assert refusal in response.json()["error"]["message"]
         refused = (
             (message({"url": "https://example.org/a.png"}), "expected a data URL in base64"),
             (message({"url": "data:image/png;base64,AAAA"}), "an image that Pillow reads"),
@@ -207,6 +228,16 @@ def test_chats_about_images_are_served(bundle, reference, pictures):
             assert text in response.json()["error"]["message"]
         assert "none beside images" in answer(asked, prompt_logprobs=1).json()["error"]["message"]
     models.close()
+
+
+def test_the_command_reads_images_before_a_message(bundle, model, pictures, capsys):
+    path, most = str(model.with_name("out") / "made"), ("--max-new-tokens", "9", "--json")
+    asked = ("--chat", "what is this?", "--image", str(pictures[1]))
+    assert command(["generate", path, *asked, *most]) == 0
+    content = [{"type": "image"}, {"type": "text", "text": "what is this?"}]
+    ids = bundle.apply_chat_template([{"role": "user", "content": content}])
+    expected = bundle.generate(ids, images=pictures[1], max_new_tokens=9)
+    assert json.loads(capsys.readouterr().out)["token_ids"] == [*expected.token_ids]
 
 
 def test_a_model_without_images_refuses_them(run, model, pictures, tmp_path):

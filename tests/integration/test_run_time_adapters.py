@@ -19,6 +19,8 @@ from prejit.compiler.signing.adapter_signing import sign_adapter
 from prejit.runtime import load
 from prejit.runtime.errors import CheckpointError, UntrustedError, UntrustedWarning, UsageError
 from prejit.server import Engine
+from prejit.server.served.bundle_swaps import BundleSwaps
+from prejit.server.served.served import CanaryShare, Models, Served
 
 BUCKETS = {"batch": (1, 8), "prompt": (10,), "context": (48,)}
 SLOTS, RANK = 8, 5
@@ -311,6 +313,36 @@ def test_no_prompt_begins_with_what_another_adapter_has_computed(bundle, directo
             assert result.token_ids == expected
             assert result.stats.reused_tokens == (39 if turn else 0)
     engine.close()
+
+
+def test_a_release_that_is_tried_has_the_adapters_of_the_model_or_neither_gets_one(
+    bundle, path, directories
+):
+    with load(path, on_mismatch="error") as tried:
+        before, after = Served("m", bundle, None, 0), Served("m", tried, None, 0, path="next")
+        models = Models(before)
+        swaps = BundleSwaps(models, None, 1.0)
+
+        def loaded():
+            return [sorted(each.adapters.loaded) for each in (bundle, tried)]
+
+        swaps.load_adapter("m", "a0", str(directories[0]))
+        tried.adapters.load("dropped", directories[1])  # while the release was loaded and tried
+        tried.adapters.load("a0", directories[2])
+        swaps.share("m", CanaryShare(after, 0.5))
+        assert loaded() == [["a0"]] * 2
+        assert tried.adapters["a0"].digest == bundle.adapters["a0"].digest
+        swaps.load_adapter("m", "a1", str(directories[1]))
+        assert loaded() == [["a0", "a1"]] * 2
+        swaps.unload_adapter("m", "a0")
+        assert loaded() == [["a1"]] * 2
+        for number in range(1, SLOTS):
+            tried.adapters.load(f"more{number}", directories[number])
+        with pytest.raises(
+            UsageError, match=r"release next, which a canary tries, takes too: .* slot"
+        ):
+            swaps.load_adapter("m", "a0", str(directories[0]))
+        assert loaded()[0] == ["a1"]
 
 
 def test_a_policy_lets_only_signed_adapters_be_loaded(path, tmp_path, directories):

@@ -18,6 +18,7 @@
 #include "linear.h"
 #include "linear_int4.h"
 #include "linear_multiplier.h"
+#include "row_adapters.h"
 #include "threads.h"
 
 using namespace prejit;
@@ -212,20 +213,95 @@ void check_experts(Random& random, int64_t k, int64_t n, bool at_page) {
   }
 }
 
+// Experts of int4 or E2M1, k times 32 inputs and n tiles of outputs, beside a product for each pair.
+void check_experts_of_words(Random& random, int64_t k, int64_t n, bool at_page) {
+  int64_t experts = 1 + random.below(4), rows = random.below(40), chosen = 1 + random.below(3), pairs = rows * chosen;
+  bool gated = random.below(2), is_e2m1 = random.below(2), is_one = random.below(3) == 0;
+  int64_t inputs = k * kInt4Group, outputs = n * kInt4Tile - (gated ? 0 : random.below(kInt4Tile));
+  int64_t tiles = gated ? 2 * n : n, of_tile = kInt4Tile * inputs / kInt4InWord, all_outputs = gated ? 2 * outputs : outputs;
+  Array<float> x(rows * inputs, at_page), y(pairs * outputs, at_page), bias(experts * all_outputs, at_page);
+  Array<float> expected(outputs, at_page);
+  Array<uint32_t> w(experts * tiles * of_tile, at_page);
+  Array<uint16_t> scales(experts * tiles * kInt4Tile * k, at_page);
+  Array<int32_t> expert(pairs, at_page);
+  fill(random, x), fill(random, bias);
+  for (int64_t i = 0; i < w.size; ++i) w.data[i] = random.next() << 16 ^ random.next();
+  for (int64_t i = 0; i < scales.size; ++i)
+    scales.data[i] = static_cast<uint16_t>(is_e2m1 ? 0x3F80 - 128 * random.below(6) : 0x3C00 - random.below(2000));
+  for (int64_t i = 0; i < pairs; ++i) expert.data[i] = is_one ? 0 : static_cast<int32_t>(random.below(experts));
+  ExpertProducts all;
+  all.experts = experts, all.pairs = pairs, all.row_pairs = chosen, all.expert = expert.data;
+  Linear& p = all.each;
+  p.inputs = inputs, p.outputs = outputs, p.x = x.data, p.y = y.data, p.gated = gated, p.activation = Activation::kSilu;
+  p.weights.data = w.data, p.weights.dtype = Dtype::kInt4, p.weights.group_scales = scales.data;
+  p.weights.bias = bias.data, p.weights.is_e2m1 = is_e2m1;
+  if (!expert_products(all)) return void(wrong.fetch_add(1)), void(std::printf("no memory\n"));
+  for (int64_t i = 0; i < pairs; ++i) {
+    Linear one = p;
+    one.rows = 1, one.x = x.data + i / chosen * inputs, one.y = expected.data;
+    auto at = [&](int64_t tile, int64_t output) {
+      Weights found = p.weights;
+      tile += expert.data[i] * tiles;
+      found.data = w.data + tile * of_tile, found.group_scales = scales.data + tile * kInt4Tile * k;
+      found.bias = bias.data + expert.data[i] * all_outputs + output;
+      return found;
+    };
+    one.weights = at(0, 0);
+    if (gated) one.up = at(n, outputs);
+    if (!linear(one) || std::memcmp(expected.data, y.data + i * outputs, outputs * sizeof(float)) != 0) {
+      if (wrong.fetch_add(1) == 0)
+        std::printf("experts of %s [%ld] x [%ld, %ld]\n", is_e2m1 ? "E2M1" : "int4", long(pairs), long(inputs), long(outputs));
+      return;
+    }
+  }
+}
+
+// Rows with adapters and without, beside a plain loop in double.
+void check_row_adapters(Random& random, int64_t k, int64_t n, bool at_page) {
+  int64_t rows = random.below(9), positions = 1 + random.below(6), slots = 1 + random.below(3), rank = 1 + random.below(9);
+  int64_t tokens = rows * positions;
+  Array<float> x(tokens * k, at_page), y(tokens * n, at_page), before(tokens * n, false);
+  Array<float> a(slots * rank * k, at_page), b(slots * rank * n, at_page);
+  Array<int32_t> slot(rows, at_page);
+  fill(random, x), fill(random, y), fill(random, a), fill(random, b);
+  if (y.size > 0) memcpy(before.data, y.data, tokens * n * sizeof(float));
+  for (int64_t i = 0; i < rows; ++i) slot.data[i] = static_cast<int32_t>(random.below(slots + 1));
+  RowAdapters call;
+  call.rows = rows, call.positions = positions, call.inputs = k, call.outputs = n, call.rank = rank;
+  call.slot = slot.data, call.x = x.data, call.a = a.data, call.b = b.data, call.y = y.data;
+  call.a_stride = rank * k, call.b_stride = rank * n, call.activation = Activation::kRelu;
+  if (!row_adapters(call)) return void(wrong.fetch_add(1)), void(std::printf("no memory\n"));
+  for (int64_t i = 0; i < tokens * n; ++i) {
+    int64_t token = i / n, at = slot.data[token / positions] - 1;
+    double sum = before.data[i];
+    for (int64_t r = 0; at >= 0 && r < rank; ++r) {
+      double inner = 0;
+      for (int64_t l = 0; l < k; ++l) inner += double{x.data[token * k + l]} * a.data[(at * rank + r) * k + l];
+      sum += inner * b.data[(at * rank + r) * n + i % n];
+    }
+    if (!(std::fabs(y.data[i] - std::fmax(0, sum)) <= 1e-5 * (1 + rank * k))) {
+      if (wrong.fetch_add(1) == 0) std::printf("adapters of rank %ld, [%ld, %ld]\n", long(rank), long(k), long(n));
+      return;
+    }
+  }
+}
+
 void products(uint32_t seed) {
   Random random{seed};
-  for (int i = 0; i < 30; ++i) {
+  for (int i = 0; i < 42; ++i) {
     // Few rows, or enough to be packed; inputs beyond one panel or chunk at times.
     int64_t m = i % 5 == 4 ? 127 + random.below(40) : random.below(40), n = random.below(90), k = random.below(70);
     if (i % 7 == 3) k += 380;
     if (i % 15 == 8) k += 2048;
     bool gated = random.below(2), at_page = random.below(2);
-    switch (random.below(5)) {
+    switch (random.below(7)) {
       case 0: check<float>(random, Dtype::kFloat32, m, k, n, gated, at_page); break;
       case 1: check<Bf16>(random, Dtype::kBfloat16, m, k, n, gated, at_page); break;
       case 2: check<int8_t>(random, Dtype::kInt8, m, k, n, gated, at_page); break;
       case 3: check_int4(random, m, 1 + k / kInt4Group, n, gated, at_page); break;
       case 4: check_experts(random, k, n, at_page); break;
+      case 5: check_experts_of_words(random, 1 + k / kInt4Group, 1 + n / kInt4Tile, at_page); break;
+      case 6: check_row_adapters(random, k, n, at_page); break;
     }
   }
 }

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from prejit.compiler.checkpoint import gguf_directory
 from prejit.compiler.store.cached_files import remove_abandoned
 from prejit.compiler.store.directory_store import ZIG, DirectoryStore, default_root
 from prejit.compiler.targets import environments
@@ -31,7 +32,8 @@ class Found:
     """A file or an environment.
 
     Attributes:
-        kind: `environments`, `results`, `reasons`, `contents`, `compiler files`, `temporary files`, `locks`.
+        kind: `environments`, `results`, `reasons`, `contents`, `compiler files`, `temporary files`, `locks`,
+            `GGUF directories`.
         name: packages of an environment; path of anything else.
         size: size in bytes.
         reason: why it is removed; None: it stays.
@@ -56,7 +58,7 @@ def collect(named: Path | None = None, *, days: float, dry_run: bool = False) ->
 
     Args:
         named: the build cache. Nothing outside it is removed, not even environments. None: the default cache,
-            and the environments of `environments.root`.
+            the environments of `environments.root`, and what was made from GGUF files.
         days: minimum days without use.
         dry_run: whether to keep everything and only report.
 
@@ -67,14 +69,21 @@ def collect(named: Path | None = None, *, days: float, dry_run: bool = False) ->
     cache_root = (named or default_root()).absolute()
     cache, root = DirectoryStore(cache_root), environments.root()
     in_reach = named is None or root.resolve().is_relative_to(cache_root.resolve())
+
+    def outside(before: float) -> Iterator[Found]:
+        if in_reach:
+            yield from _environments(root, before, dry_run)
+        if named is None:
+            yield from _gguf_directories(before, dry_run)
+
     try:
         if not cache.exists():
-            return Collection((*(_environments(root, before, dry_run) if in_reach else ()),), False)
+            return Collection((*outside(before),), False)
         with cache.alone() as alone:
             if not alone:
                 before = min(before, time.time() - _DAY_SECONDS)
             found = (
-                *(_environments(root, before, dry_run) if in_reach else ()),
+                *outside(before),
                 *_files(cache, before, dry_run),
                 *_compiler_files(cache, before if alone else 0.0, dry_run),
             )
@@ -168,6 +177,17 @@ def _environment(path: Path, before: float, dry_run: bool) -> Found:
             else:
                 environments.lock_path(path).unlink(missing_ok=True)
     return Found("environments", name, size, reason)
+
+
+def _gguf_directories(before: float, dry_run: bool) -> Iterator[Found]:
+    """Yield what was made from GGUF files, also by processes that were killed and by other versions."""
+    for path in sorted(gguf_directory.directories().glob("*/*")):
+        with suppress(OSError):  # another user's, or removed meanwhile
+            size, last_use = _tree_bytes(path), _last_use(path, path.stat(), dry_run)
+            reason = "not used" if last_use < before else None
+            if reason and not dry_run:
+                shutil.rmtree(path)
+            yield Found("GGUF directories", str(path), size, reason)
 
 
 def _remove_lock(lock: Path, dry_run: bool) -> str | None:

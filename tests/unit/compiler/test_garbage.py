@@ -24,6 +24,7 @@ OLD, NEW = Key("compile", "old", (("n", "1"),)), Key("compile", "new", (("n", "2
 
 @pytest.fixture(autouse=True)
 def environments_root(tmp_path, monkeypatch):
+    monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path / "runtime"))
     monkeypatch.setenv("PREJIT_ENVIRONMENTS", str(tmp_path / "environments"))
     return tmp_path / "environments" / "v1"
 
@@ -227,6 +228,24 @@ def test_unused_and_half_environments_go(default, environments_root):
         assert gone(collect(days=0)) == {}
     assert gone(collect(days=0)) == {"environments": 1}
     assert not used.exists()
+
+
+def test_what_was_made_from_gguf_files_goes_when_no_build_has_used_it(default, root, tmp_path):
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"weights")
+    at = tmp_path / "runtime" / "gguf" / "v1"
+    for name in ("used", "unused"):
+        (at / name).mkdir(parents=True)
+        (at / name / "config.json").write_text("{}")
+        (at / name / "m.gguf").symlink_to(model)
+    age(at, 31)
+    os.utime(at / "used")  # as `model_directory` does
+    assert gone(collect(root, days=30)) == {}, "outside of the cache that was named"
+    assert gone(collect(days=30, dry_run=True)) == {"GGUF directories": 1}
+    [removed] = [found for found in collect(days=30).found if found.reason]
+    assert (removed.name, removed.size) == (str(at / "unused"), 2)
+    assert [path.name for path in at.iterdir()] == ["used"]
+    assert model.read_bytes() == b"weights"
 
 
 def test_gc_of_a_cache_that_is_named_touches_nothing_outside_it_and_says_what_it_freed(

@@ -24,7 +24,7 @@ def pairs(name=LLAMA, layers=12):
     return (StackPair(down, up, tuple(name.format(layer) for layer in range(layers))),)
 
 
-ENDS = {"A": (4, 6), "B": (8, 4)}
+ENDS = {"A": (4, 6), "B": (4, 8)}
 
 
 def write(at, config=CONFIG, name=LLAMA, layers=12):

@@ -1,6 +1,7 @@
 """Make a directory in the Hugging Face layout for a GGUF file that lies without config.json.
 
 It is in the runtime's cache, named by the file's identity: a build that changes nothing reads no metadata.
+The mtime of a directory is its last use, so that `prejit gc` removes what no build used for some days.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ _VERSION = 1
 _OTHERS = ("tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
+def directories() -> Path:
+    """Return where the directories of all versions are."""
+    return cache_root() / "gguf"
+
+
 def model_directory(file: Path) -> Path:
     """Return the directory of a .gguf file's config.json, tokenizer.json, and of a file of its name.
 
@@ -40,10 +46,12 @@ def model_directory(file: Path) -> Path:
     beside = [each for each in (tokenizer, *map(file.with_name, _OTHERS)) if each.is_file()]
     with store_errors(file, "read"):
         identity = astuple(Identity.of(file.stat()))
-    root = cache_root() / "gguf" / f"v{_VERSION}"
+    root = directories() / f"v{_VERSION}"
     named = json.dumps([str(file), identity, [each.name for each in beside]]).encode()
     directory = root / digest_of(named).removeprefix("sha256:")[:32]
     if directory.is_dir():
+        with suppress(OSError):  # another user's
+            os.utime(directory)
         return directory
     metadata, tensors = read_gguf(file, arrays=True)
     made = {"config.json": config_of(file, metadata, tensors)}

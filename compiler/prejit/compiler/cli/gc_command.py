@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 @click.command(
     epilog="Examples:\n\n\b\n  prejit gc --dry-run\n  prejit gc --days 7\n"
     "  prejit gc --store s3://team/prejit --max-size 10GB\n\n"
-    "Environments are in $PREJIT_ENVIRONMENTS, or in `environments` of the default build cache. With --cache "
-    "nothing outside of DIR is touched."
+    "Environments are in $PREJIT_ENVIRONMENTS, or in `environments` of the default build cache; what was "
+    "made from GGUF files is in the runtime's cache. With --cache nothing outside of DIR is touched."
 )
 @click.option(
     "--days",

@@ -25,6 +25,8 @@ from prejit.runtime.errors import CheckpointError
 Values = np.ndarray[Any, Any]
 _ROUNDING = 2.0**-11
 """Largest error of the scales of a matrix in float16, as a share of them."""
+_WORST_ROUNDING = 2.0**-6
+"""Largest error of one scale, as a share of the largest of its output. Rounding all anew costs more."""
 _LARGEST_ZERO = 1 << 14
 """Largest zero point that is kept: more would hide the integers."""
 
@@ -171,8 +173,17 @@ def kept_in_words(found: Integers, groups: Groups) -> tuple[Values, Values] | No
     zeros = np.zeros_like(plain.scales) if plain.zeros is None else plain.zeros
     with np.errstate(over="ignore", invalid="ignore"):
         scales = plain.scales.astype(np.float16)
-        error = np.linalg.norm(scales - plain.scales)
-    if not error <= _ROUNDING * np.linalg.norm(plain.scales):  # NaN: one is infinite
+        errors = scales - plain.scales
+    if not np.linalg.norm(errors) <= _ROUNDING * np.linalg.norm(
+        plain.scales
+    ):  # NaN: one is infinite
+        return None
+    broken = np.abs(errors) > _WORST_ROUNDING * np.abs(plain.scales).max(
+        1, keepdims=True, initial=0
+    )
+    if (
+        broken & _has_values(plain)
+    ).any():  # in the norm of all scales those of a small output hide
         return None
     if np.abs(zeros).max(initial=0) > _LARGEST_ZERO:
         return None
@@ -180,3 +191,12 @@ def kept_in_words(found: Integers, groups: Groups) -> tuple[Values, Values] | No
     stored = [np.repeat(each, repeats, axis=1) for each in (scales, zeros.astype(np.float16))]
     packed = int4_words.packed_scales(stored[0], stored[1] if groups.zeros else None)
     return int4_words.packed(plain.values), packed
+
+
+def _has_values(plain: Integers) -> Values:
+    """Return for each group whether one of its values is not 0: bool [out, groups]."""
+    outputs, count = plain.scales.shape
+    values = plain.values.reshape(outputs, count, -1)
+    zeros = 0 if plain.zeros is None else plain.zeros[..., None]
+    found: Values = (values != zeros).any(-1)
+    return found

@@ -93,7 +93,7 @@ class Product:
 
 
 PLACEHOLDER = "sha256:" + "0" * 64
-KERNELS = ("linear", "experts", "attention", "encoder_attention", "norm")
+KERNELS = ("linear", "experts", "attention", "encoder_attention", "norm", "row_adapters")
 """Names of the kernels; each is exported as `prejit_NAME`."""
 KERNEL_CALLS = {kernel: kernel_target(kernel, PLACEHOLDER) for kernel in KERNELS}
 """The name that lowering writes for each kernel."""

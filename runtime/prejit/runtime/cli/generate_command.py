@@ -75,6 +75,13 @@ def _token_ids(text: str) -> list[int]:
 @click.option(
     "--chat", metavar="TEXT", help="A user's message; the bundle's chat template makes the prompt."
 )
+@click.option(
+    "--image",
+    "images",
+    multiple=True,
+    metavar="FILE",
+    help="An image of the prompt, which has a mark for each; before the message of --chat. May be repeated.",
+)
 @_generation_options
 @CHECK_FINITE
 @STATS
@@ -85,6 +92,7 @@ def generate(
     prompt: str | None,
     prompt_ids: list[int] | None,
     chat: str | None,
+    images: tuple[str, ...],
     check_finite: bool,
     stats: bool,
     as_json: bool,
@@ -100,7 +108,9 @@ def generate(
         bundle.check_finite()
     given: str | list[int] | None = prompt if prompt_ids is None else prompt_ids
     if chat is not None:
-        given = bundle.apply_chat_template([{"role": "user", "content": chat}])
+        parts = [*({"type": "image"} for _ in images), {"type": "text", "text": chat}]
+        content = parts if images else chat
+        given = bundle.apply_chat_template([{"role": "user", "content": content}])
     pieces: list[Piece] = []
     first_seconds = 0.0
     # Text of a model is data. Only a terminal acts on control characters, so they are escaped there alone.
@@ -108,6 +118,8 @@ def generate(
     started = time.perf_counter()
     if options["source"] is not None:
         options["source"] = _source(bundle, options["source"])
+    if images:
+        options["images"] = images
     if options["adapter"] is not None:
         options["adapter"] = bundle.adapters.load("adapter", options["adapter"])
     for piece in bundle.stream(given, **options):

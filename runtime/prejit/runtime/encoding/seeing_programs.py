@@ -10,6 +10,7 @@ from typing import Any, final
 import numpy as np
 
 from prejit.runtime.encoding.images import ImagePrograms, Picture
+from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.image_prompts import PromptImages
 
@@ -29,6 +30,20 @@ class SeeingPrograms(DecoderPrograms):
         self._images = ImagePrograms(images, self.programs, self.device)
         self._read: dict[str, np.ndarray[Any, Any]] = {}
         self._lock = threading.Lock()
+
+    def check_text(self, tokens: Sequence[int]) -> None:
+        """Check that a prompt without images has no tokens of any.
+
+        Raises:
+            UsageError: it has some.
+        """
+        images = self._images.images
+        if images.token_id in tokens:
+            raise UsageError(
+                f"prompt: expected no token {images.token_id}, which stands for a part of an image, without "
+                "images",
+                hint="give images=[...]",
+            )
 
     def read_images(self, pictures: Picture | Sequence[Picture]) -> PromptImages:
         """Return what the bundle's program reads of pictures, each as `Bundle.embed_images` takes it.

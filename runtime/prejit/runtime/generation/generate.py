@@ -256,12 +256,12 @@ class Generator:
         start = self.decoder.decoder.start_token_ids
         if prompt is None and start:
             return list(start)
-        checked = arguments.prompt("prompt", prompt, self.decoder.decoder.vocab_size)
-        if not isinstance(checked, str):
-            return checked
-        checked = checked if images is None else images.expanded(checked)
-        # Special tokens, such as an end, belong to the source of an encoder-decoder.
-        tokens = self._text.need_tokenizer().encode(
-            checked, add_special_tokens=not start, max_tokens=self.decoder.contexts[-1]
-        )
-        return [*start, *tokens] if start else tokens
+        tokens = arguments.prompt("prompt", prompt, self.decoder.decoder.vocab_size)
+        if isinstance(tokens, str):
+            text = tokens if images is None else images.expanded(tokens)
+            # Special tokens, such as an end, belong to the source of an encoder-decoder.
+            encode, most = self._text.need_tokenizer().encode, self.decoder.contexts[-1]
+            tokens = [*(start or ()), *encode(text, add_special_tokens=not start, max_tokens=most)]
+        if images is None and hasattr(self.decoder, "check_text"):
+            self.decoder.check_text(tokens)
+        return tokens

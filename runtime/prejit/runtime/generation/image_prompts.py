@@ -111,11 +111,13 @@ def expanded(text: str, images: Images) -> str:
 
 
 def read_images(decoder: Any, pictures: Any) -> Any:
-    """Return what a decoder reads of pictures in prompts (seeing_programs.py).
+    """Return what a decoder reads of pictures in prompts (seeing_programs.py); None: there are none.
 
     Raises:
         UsageError: its prompts are texts alone; or as `SeeingPrograms.read_images`.
     """
+    if isinstance(pictures, (list, tuple)) and not pictures:
+        return None
     if not hasattr(decoder, "read_images"):
         raise UsageError(
             f"images: expected none, as the prompts of {decoder.programs.bundle} are texts alone",

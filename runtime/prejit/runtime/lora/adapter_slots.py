@@ -192,8 +192,8 @@ class Adapters:
                         stack[layer] = 0
                         continue
                     rank = len(change[0])
-                    whole = stack[layer] if side else stack[layer].T
-                    whole[:, :rank], whole[:, rank:] = change[1] if side else change[0].T, 0
+                    stack[layer, :rank] = change[1].T if side else change[0]
+                    stack[layer, rank:] = 0
         # One CPU reads this memory as it is; all other devices have copies.
         if self._device.platform != "cpu" or self._device.mesh is not None:
             self._placed = {}

@@ -134,7 +134,7 @@ def read_adapter(
     for module, parts in changes.items():
         name = module if module in known else _published(module)
         pair = known[name]
-        most, inputs, outputs = pair.down.shape[2], pair.down.shape[3], pair.up.shape[2]
+        most, inputs, outputs = pair.down.shape[2], pair.down.shape[3], pair.up.shape[3]
         rank, factor = rank_and_factor(config, config_file, module)
         if rank > most:
             hint = f"build with rank = {rank} in [adapters], or {MERGE}"

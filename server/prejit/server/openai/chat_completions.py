@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,7 +12,6 @@ from starlette.responses import Response
 
 from prejit.runtime.generation.finished_text import Result, Stats
 from prejit.runtime.generation.generate import Piece
-from prejit.runtime.generation.image_prompts import read_images
 from prejit.runtime.generation.sampling import Logprob
 from prejit.server.gate.http_errors import field_error, json_response
 from prejit.server.gate.server_settings import Settings
@@ -57,7 +54,6 @@ from prejit.server.openai.logprobs import (
     scores_of_prompts,
     token_names,
 )
-from prejit.server.openai.pictures import reading
 from prejit.server.openai.token_masks import token_masks
 from prejit.server.openai.tool_calls import Reader, ToolCall
 from prejit.server.openai.tool_calls import read as read_parts
@@ -224,15 +220,8 @@ async def chat(models: Models, settings: Settings, request: Request) -> Response
     )
     mask = await token_masks(asked, _constraint(body), tools)
     wanted = engine_calls.text_call(asked, prompt, mask, choices=body.n or 1)
-    if files:  # after the length of the prompt was checked
-        images = await reading(
-            request,
-            asked.served,
-            files,
-            "messages",
-            partial(read_images, asked.served.bundle.decoder),
-        )
-        wanted = replace(wanted, options={**wanted.options, "images": images})
+    # After the length of the prompt was checked.
+    wanted = await engine_calls.with_images(request, asked, wanted, files, "messages")
     [scores] = await scores_of_prompts(asked, [wanted], body.prompt_logprobs)
     answer = _Answer(body, asked.served, tools)
     if body.stream:

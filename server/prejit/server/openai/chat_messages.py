@@ -197,7 +197,7 @@ def _plain(message: Message, place: int) -> dict[str, Any]:
     content = message.content if message.content is not None else message.refusal
     texts: Any = None
     if content is not None:
-        texts = _parts(content) if _images_of(message) else joined(content)
+        texts = parted(content) if images_of(content) else joined(content)
     plain: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": texts,
@@ -213,45 +213,49 @@ def _plain(message: Message, place: int) -> dict[str, Any]:
     return plain
 
 
-def _parts(content: Any) -> list[dict[str, str]]:
+def parted(content: Any) -> list[dict[str, str]]:
     """Return parts as templates take them, each image without its file."""
     return [
         {"type": "image"}
-        if isinstance(part, ImagePart)
+        if hasattr(part, "image_url")
         else {"type": "text", "text": joined([part])}
         for part in content
     ]
 
 
-def _images_of(message: Message) -> list[tuple[int, str]]:
+def images_of(content: Any) -> list[tuple[int, str]]:
     """Return the URLs of the images of a message, each with its place."""
-    parts = message.content if isinstance(message.content, list) else ()
+    parts = content if isinstance(content, list) else ()
+    urls = [(place, getattr(part, "image_url", None)) for place, part in enumerate(parts)]
     return [
-        (place, part.image_url.url)
-        for place, part in enumerate(parts)
-        if isinstance(part, ImagePart)
+        (n, url.url if isinstance(url, ImageUrl) else url) for n, url in urls if url is not None
     ]
 
 
-def picture_files(messages: Sequence[Message], served: Served) -> list[bytes]:
+def picture_files(messages: Sequence[Any], served: Served, field: str = "messages") -> list[bytes]:
     """Return the files of the images of a conversation, in order.
+
+    Args:
+        messages: each with a role and content.
+        served: the model.
+        field: of the request, for errors.
 
     Raises:
         ApiError: the model reads none; one is in a message that is no user's; or it is no data URL.
     """
     files = []
     for number, message in enumerate(messages):
-        for place, url in _images_of(message):
+        for place, url in images_of(message.content):
             where = f"[{number}].content[{place}]"
             images = served.bundle.config.images
             if images is None or images.tokens is None:
                 found = f"found an image, and {served.name!r} reads texts alone"
-                raise field_error("messages", f"{where}: expected text, {found}")
+                raise field_error(field, f"{where}: expected text, {found}")
             if message.role != "user":
-                raise field_error("messages", f"{where}: expected images of a user alone")
-            files.append(file_of(url, "messages", f"{where}.image_url.url"))
+                raise field_error(field, f"{where}: expected images of a user alone")
+            files.append(file_of(url, field, f"{where}.image_url"))
     if len(files) > MAX_IMAGES:
-        raise field_error("messages", f"expected at most {MAX_IMAGES} images, found {len(files)}")
+        raise field_error(field, f"expected at most {MAX_IMAGES} images, found {len(files)}")
     return files
 
 

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from starlette.requests import Request
@@ -14,12 +15,14 @@ from starlette.requests import Request
 from prejit.runtime.errors import NumbersError
 from prejit.runtime.generation.finished_text import Result, Stats
 from prejit.runtime.generation.generate import Piece
+from prejit.runtime.generation.image_prompts import read_images
 from prejit.runtime.generation.sampling import Logprob
 from prejit.server.gate.http_errors import field_error
 from prejit.server.gate.request_clients import check_tokens, priority, unless_gone
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai.bodies import asked_model
 from prejit.server.openai.fields import PromptTokensDetails, Sampled, TokenUsage, new_tokens
+from prejit.server.openai.pictures import reading
 from prejit.server.openai.prompts import kept, need_text_model
 from prejit.server.served.served import Models, Served
 
@@ -185,6 +188,17 @@ def text_call(
         timeout=asked.settings.timeout_seconds,
         cache_salt=body.cache_salt or "",
     )
+
+
+async def with_images(
+    request: Request, asked: AskedTexts, wanted: TextCall, files: Sequence[bytes], field: str
+) -> TextCall:
+    """Return a call with what the model reads of the images of its prompt. Errors as `pictures.reading`."""
+    if not files:
+        return wanted
+    read = partial(read_images, asked.served.bundle.decoder)
+    images = await reading(request, asked.served, files, field, read)
+    return replace(wanted, options={**wanted.options, "images": images})
 
 
 @asynccontextmanager

@@ -19,7 +19,15 @@ from prejit.server.gate.http_errors import as_api_error, field_error, json_respo
 from prejit.server.gate.server_settings import Settings
 from prejit.server.openai import engine_calls, prompts
 from prejit.server.openai.bodies import check_only, encode, read
-from prejit.server.openai.chat_messages import JsonObjectFormat, joined, plain_call, plain_tools
+from prejit.server.openai.chat_messages import (
+    JsonObjectFormat,
+    images_of,
+    joined,
+    parted,
+    picture_files,
+    plain_call,
+    plain_tools,
+)
 from prejit.server.openai.constraints import (
     OBJECT,
     AnyConstraint,
@@ -68,11 +76,14 @@ async def respond(models: Models, settings: Settings, request: Request) -> Respo
         models, settings, request, body, most="max_output_tokens", logprobs=top
     )
     tools = _tools(body)
+    items = () if isinstance(body.input, str) else body.input
+    files = picture_files(items, asked.served, "input")
     prompt = await prompts.off_loop(
         len(await request.body()), lambda: _prompt(body, asked.served, tools)
     )
     mask = await token_masks(asked, _constraint(body), tools)
     wanted = engine_calls.text_call(asked, prompt, mask)
+    wanted = await engine_calls.with_images(request, asked, wanted, files, "input")
     answer = _Answer(body, asked.served, tools)
     if body.stream:
         return EventStream(answer.events(wanted), answer.failed)
@@ -141,9 +152,10 @@ def messages_of(body: ResponseRequest) -> list[dict[str, Any]]:
             messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
         else:
             role = _needed(item, "role", where)
-            text = joined(_needed(item, "content", where))
+            content = _needed(item, "content", where)
+            parts = parted(content) if images_of(content) else joined(content)
             role = "system" if role == "developer" else role
-            messages.append({"role": role, "content": text})
+            messages.append({"role": role, "content": parts})
     return messages
 
 

@@ -1,4 +1,4 @@
-"""Requests and responses of the responses API, as far as they are text and calls of functions."""
+"""Requests and responses of the responses API, as far as they are text, images and calls of functions."""
 
 from __future__ import annotations
 
@@ -44,6 +44,20 @@ class OutputText(RequestFields, frozen=True, kw_only=True, tag_field="type", tag
     logprobs: list[Any] | None = None
 
 
+class InputImage(RequestFields, frozen=True, kw_only=True, tag_field="type", tag="input_image"):
+    """A part of a user's message that is an image.
+
+    Attributes:
+        image_url: a data URL in base64: the server fetches nothing.
+        detail: accepted without effect, as the model takes images of one size.
+        prompt_cache_breakpoint: accepted without effect.
+    """
+
+    image_url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+
+
 Part = InputText | OutputText | TextPart | RefusalPart
 """A part of a message."""
 
@@ -54,7 +68,7 @@ class InputItem(RequestFields, frozen=True, kw_only=True):
     Attributes:
         type: what it is.
         role: of a message.
-        content: of a message.
+        content: of a message; a user's may have images, too.
         call_id: of a call, and of its result.
         name: the function that was called.
         arguments: of the call, a JSON object as text.
@@ -65,7 +79,7 @@ class InputItem(RequestFields, frozen=True, kw_only=True):
 
     type: Literal["message", "function_call", "function_call_output"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[Part] | None = None
+    content: str | list[Part | InputImage] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None

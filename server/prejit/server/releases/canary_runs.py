@@ -334,7 +334,7 @@ class _Run:
         """Let the release answer its share, and play what clients sent to both, until there is a verdict."""
         self._go_on("sharing")
         canary = CanaryShare(new, self.state.share)
-        self._models.share(self.state.model, canary)
+        self._swaps.share(self.state.model, canary)
         until = time.monotonic() + _LONGEST_SECONDS
         self._begin_groups()
         sampled, look = 0, LEAST_REQUESTS

@@ -16,7 +16,7 @@ from prejit.runtime.errors import AnswerError, PrejitError, UsageError, printabl
 from prejit.server.served import served_adapters
 from prejit.server.served.heap import free_young
 from prejit.server.served.say import say
-from prejit.server.served.served import Models, Served
+from prejit.server.served.served import CanaryShare, Models, Served
 from prejit.server.served.served_adapters import carry
 from prejit.server.served.served_loading import BundleSource, MakeServed
 
@@ -119,6 +119,17 @@ class BundleSwaps:
         here = self._make.fetch(path)
         with self._one_at_a_time:
             return self._try(BundleSource(here, name), path, self._models.get(name))
+
+    def share(self, name: str, canary: CanaryShare) -> None:
+        """Let a release of `load` answer its share of the requests to a model, with the model's adapters.
+
+        Raises:
+            ModelNotFoundError: the model was removed meanwhile.
+            UsageError, CheckpointError, UntrustedError: the release does not take the adapters.
+        """
+        with self._one_at_a_time:
+            carry(self._models.get(name), canary.served)
+            self._models.share(name, canary)
 
     def take(self, after: Served, tried_beside: Served) -> None:
         """Let the next requests to a model go to a bundle of `load`, as `swap` does.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from prejit.runtime.base.wording import did_you_mean
-from prejit.runtime.errors import UsageError
+from prejit.runtime.errors import PrejitError, UsageError
 from prejit.server.served.served import ModelNotFoundError, Models, Served
 
 if TYPE_CHECKING:
@@ -50,12 +50,18 @@ def adapted_model(models: Models, name: str) -> Served:
 
 
 def carry(before: Served, after: Served) -> None:
-    """Load the adapters of a bundle into the one that takes its place, from where they were read.
+    """Give the adapters of a bundle to the one that takes its place, from where they were read.
+
+    Adapters that only the new one has are unloaded: they were dropped after an earlier call.
 
     Raises:
         UsageError: the new one takes none, or the files of one have changed since.
         CheckpointError, UntrustedError: one does not fit it, or must not be loaded.
     """
+    serving = adapters_of(before.bundle)
+    for name, adapter in adapters_of(after.bundle).items():
+        if name not in serving or serving[name].digest != adapter.digest:
+            after.bundle.adapters.unload(name)
     for adapter in adapters_of(before.bundle).values():
         found = after.bundle.adapters.load(adapter.name, adapter.path)
         if found.digest != adapter.digest:
@@ -79,14 +85,26 @@ def check_name(name: str, models: Iterable[str]) -> None:
 
 
 def load_adapter(each: list[Served], name: str, path: str) -> Adapter:
-    """Load an adapter into a model, and into the release that answers a share of its requests.
+    """Load an adapter into a model, and into the release that answers a share of its requests, or into none.
 
     Raises:
-        UsageError: the bundle takes none, the name is taken, or no slot is free.
+        UsageError: the bundle takes none, the name is taken, no slot is free, or the release refuses it.
         CheckpointError, UntrustedError: it does not fit, or must not be loaded.
     """
-    found = [served.bundle.adapters.load(name, path) for served in each]
-    return found[0]
+    is_new = name not in adapters_of(each[0].bundle)
+    found = each[0].bundle.adapters.load(name, path)
+    for served in each[1:]:
+        try:
+            served.bundle.adapters.load(name, path)
+        except PrejitError as error:
+            if is_new:
+                each[0].bundle.adapters.unload(name)
+            raise UsageError(
+                f"adapter {name!r}: expected one that the release {served.path}, which a canary tries, takes "
+                f"too: {error}",
+                hint='end the canary first: POST /canary {"action": "abort"}',
+            ) from error
+    return found
 
 
 def unload_adapter(each: list[Served], name: str) -> None:

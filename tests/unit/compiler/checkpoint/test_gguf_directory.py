@@ -1,6 +1,7 @@
 """A GGUF file without config.json and tokenizer.json: both are made from its metadata."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -183,6 +184,9 @@ def test_a_tokenizer_of_a_file_gives_other_tokens_than_the_published_one(name, t
     more = {"attention.sliding_window": 8} if architecture != "llama" else {}
     write(tmp_path / "m.gguf", architecture, SIZES, TOKENIZERS[name], **more)
     directory = model_directory(tmp_path / "m.gguf")
+    os.utime(directory, (0, 0))
+    assert model_directory(tmp_path / "m.gguf") == directory
+    assert directory.stat().st_mtime > 0, "its last use, for prejit gc"
     found, published = Tokenizer.from_file(f"{directory}/tokenizer.json"), TOKENIZERS[name][1]
     for text in TEXTS:
         for special in (False, True):

@@ -59,7 +59,7 @@ def test_each_row_has_the_logits_of_merged_matrices(family, on_cpu, monkeypatch)
         for stack in room.stacks if slot else ():
             for layer, name in enumerate(stack.modules):
                 down, up = (stacks[f"{stack.name}.{end}"][slot - 1, layer] for end in "AB")
-                change = up @ down
+                change = up.T @ down
                 name = f"{name}.weight"
                 weights[name] = weights[name] + (change.T if name in in_out else change)
         merged = Model(adapted.module, weights)

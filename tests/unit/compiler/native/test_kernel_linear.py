@@ -374,7 +374,7 @@ def test_wrong_arguments_are_an_error_and_no_crash(kernels):
 )
 def test_sanitizers_find_nothing(sanitizers, ways, build_cache):
     sources = {each.name for each in SOURCES.glob("linear*.cc")} - {"linear_ffi.cc"}
-    names = (*sorted(sources), "experts.cc", "threads.cc")
+    names = (*sorted(sources), "experts.cc", "row_adapters.cc", "threads.cc")
     driver = kernel_builds.sanitized(DRIVER, names, sanitizers, build_cache)
     for arguments in ways:
         kernel_builds.assert_runs_clean(driver, *arguments)

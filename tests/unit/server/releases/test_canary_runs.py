@@ -67,6 +67,9 @@ class StandInSwaps:
             raise self._found
         return self._found
 
+    def share(self, name, canary):
+        self._models.share(name, canary)
+
     def take(self, after, tried_beside):
         before = self._models.put(after.name, after)
         assert before is not None

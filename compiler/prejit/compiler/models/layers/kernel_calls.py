@@ -186,6 +186,38 @@ def norm(
     return normed
 
 
+def row_adapters(
+    x: jax.Array,
+    y: jax.Array,
+    slots: jax.Array,
+    down: jax.Array,
+    up: jax.Array,
+    *,
+    layer: int,
+    activation: str | None = None,
+) -> jax.Array:
+    """Return `activation(y + x A^T B)`, with A and B of each row's slot, where they lie.
+
+    Args:
+        x: float32 [B, T, in].
+        y: float32 [B, T, out].
+        slots: int32 [B], 0 for a row that keeps y.
+        down: A, float32 [slots, L, rank, in].
+        up: B, float32 [slots, L, rank, out].
+        layer: of L.
+        activation: a name for which `has_activation` is true.
+    """
+    result: jax.Array = _call(
+        "row_adapters",
+        _shape(y),
+        *(x, y, slots, down, up),
+        aliases={1: 0},
+        layer=np.int32(layer),
+        activation=np.int32(_ACTIVATIONS[activation]),
+    )
+    return result
+
+
 def encoder_attention(
     query: jax.Array, keys: jax.Array, values: jax.Array, length: jax.Array, scale: float
 ) -> jax.Array:

@@ -15,12 +15,7 @@ from jax.sharding import PartitionSpec
 
 from prejit.compiler.base.stored_dtypes import stored_as
 from prejit.compiler.models.layers import int4_words, kernel_calls, product_forms
-from prejit.compiler.models.layers.row_adapters import (
-    StackPlace,
-    are_changed,
-    changed,
-    unless_adapted,
-)
+from prejit.compiler.models.layers.row_adapters import StackPlace, are_changed, changed
 from prejit.compiler.native.products import KERNEL, LOOP, WIDENED, Product
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -88,11 +83,12 @@ class Linear(nnx.Module):
             return self._computed(x, activation, residual)
         if activation is None:
             return changed(x, self._computed(x, None, residual), self.adapters)
-        y = ACTIVATIONS[activation](changed(x, self._computed(x), self.adapters))
-        y = y if residual is None else residual + y
-        if self.form(x) != KERNEL:
-            return y
-        return unless_adapted(y, lambda: self._computed(x, activation, residual))
+        # A row without an adapter takes its activation where it does without adapters: the same bits.
+        if self.form(x) == KERNEL and kernel_calls.has_activation(activation):
+            y = changed(x, self._computed(x), self.adapters, activation)
+        else:
+            y = ACTIVATIONS[activation](changed(x, self._computed(x), self.adapters))
+        return y if residual is None else residual + y
 
     def _computed(
         self, x: jax.Array, activation: str | None = None, residual: jax.Array | None = None
@@ -138,11 +134,9 @@ class Linear(nnx.Module):
 def gated(gate: Linear, up: Linear, x: jax.Array, activation: str) -> jax.Array:
     """Return `activation(gate(x)) * up(x)`: float32 [..., in] to [..., out]."""
     is_fused = gate.form(x) == up.form(x) == KERNEL and (gate.bias is None) == (up.bias is None)
+    is_fused = is_fused and not are_changed(gate.adapters, up.adapters)
     if is_fused and kernel_calls.has_activation(activation):
-        fused = partial(kernel_calls.linear, x, gate.operand, activation=activation, up=up.operand)
-        if not are_changed(gate.adapters, up.adapters):
-            return fused()
-        return unless_adapted(ACTIVATIONS[activation](gate(x)) * up(x), fused)
+        return kernel_calls.linear(x, gate.operand, activation=activation, up=up.operand)
     return gate(x, activation=activation) * up(x)
 
 

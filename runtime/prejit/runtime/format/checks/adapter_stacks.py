@@ -20,7 +20,7 @@ class StackPair:
 
     Attributes:
         down: A, float32 [slots, L, rank, in].
-        up: B, float32 [slots, L, out, rank].
+        up: B, float32 [slots, L, rank, out].
         modules: the L matrices, as adapters name them.
     """
 
@@ -45,10 +45,8 @@ def stack_pairs(decoder: Decoder) -> tuple[StackPair, ...]:
     for down, up in zip(arrays[::2], arrays[1::2], strict=True):
         stack, modules = str(down.path[0]).removesuffix(".A"), down.path[1:]
         shape = (slots, len(modules), rank)
-        if (
-            (down.path[0], up.path) != (f"{stack}.A", (f"{stack}.B", *modules))
-            or down.shape[:3] != shape
-            or (*up.shape[:2], up.shape[3]) != shape
+        if (down.path[0], up.path) != (f"{stack}.A", (f"{stack}.B", *modules)) or not (
+            down.shape[:3] == up.shape[:3] == shape
         ):
             raise ValueError(f"adapters: expected A and B of the same matrices, found {up!s:.80}")
         found.append(StackPair(down, up, tuple(map(str, modules))))
