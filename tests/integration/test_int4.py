@@ -50,7 +50,7 @@ def test_a_story_in_four_bits_is_much_less_likely_or_another_in_a_fresh_process(
 
 
 def test_tokens_of_avx2_depend_on_no_batch_or_cut(run, stories, tmp_path, no_warnings_of_fallback):
-    """Without AVX-512 BF16 x is rounded to bytes, which no other row and no prompt's end may change."""
+    """x is rounded to bytes, which no other row and no prompt's end may change."""
     sizes = {"batch": (1, 4), "prompt": (8, 32), "context": (128,)}
     manifest = write_manifest(
         tmp_path / "avx2.toml", stories[0], name="avx2", targets=("cpu-x86-64-v3",), **sizes

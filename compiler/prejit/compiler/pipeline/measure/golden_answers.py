@@ -47,7 +47,7 @@ SEED = 1
 
 _EXACT, _ROUNDED, _ELSEWHERE, _IN_BYTES = 8, 5, 4, 3
 """Tolerances, as exponents of one half: of programs of float32 on CPUs, of other programs on CPUs, of all on
-accelerators, and of those with int4 weights: CPUs without AVX-512 BF16 round what these multiply to int8."""
+accelerators, and of those with int4 weights, whose kernels round to int8 what portable programs do not."""
 NARROW = ("bfloat16", "float16", "float8", "float4", "int8", "int4", "uint8", "uint4")
 """How the names of dtypes begin that have fewer bits than float32."""
 _MOST_WORK = 1 << 42
