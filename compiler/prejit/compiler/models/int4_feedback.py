@@ -4,7 +4,8 @@ Rounding one weight of an output changes its results by the error times that inp
 together, so the weights that are rounded later can take back a part of it. Inputs are rounded in their order;
 each gets the errors of all earlier ones, times coefficients that leave the least expected squared difference
 of the results. A group chooses its scale when its first input is reached, by errors that are weighted with
-what no later input can take back.
+what no later input can take back. A second pass gives each scale and each integer its best value beside all
+others.
 
 Sources: Frantar et al. 2022 (GPTQ), arXiv 2210.17323; in the form of Chee et al. 2023 (QuIP), arXiv
 2307.13304, section 3, which needs one factor of the products of inputs and no inverse.
@@ -54,10 +55,12 @@ class Inputs:
         passed: U without the ones on its diagonal, float32 [in, in], zeros below it: the part of the error
             of the input of a row that the input of a column gets.
         remaining: D, float32 [in]: the mean square of an input, less what the later ones say about it.
+        products: the damped products, float32 [in, in].
     """
 
     passed: Values
     remaining: Values
+    products: Values
 
 
 def inputs_of(products: Values, rows: int) -> Inputs | None:
@@ -91,6 +94,7 @@ def _factored(left: Values, damping: float) -> Inputs:
     """Return U and D of products, float32 [in, in], which it overwrites; damping is added on the diagonal."""
     count, least = len(left), np.float32(damping)
     left[np.diag_indices(count)] += least
+    products = left.copy()
     factor, remaining = np.zeros_like(left), np.empty(count, np.float32)
     for end in range(count, 0, -_INPUTS):
         start = max(0, end - _INPUTS)
@@ -105,7 +109,7 @@ def _factored(left: Values, damping: float) -> Inputs:
         if start:
             weighed = scaled * remaining[start:end, None]
             left[:start, :start] -= _product(_contiguous(scaled.T), weighed)
-    return Inputs(factor.T, remaining)
+    return Inputs(factor.T, remaining, products)
 
 
 def _rounded(weights: Values, inputs: Inputs, name: str, groups: Groups) -> tuple[Values, ...]:
@@ -139,7 +143,51 @@ def _rounded(weights: Values, inputs: Inputs, name: str, groups: Groups) -> tupl
             integers[at], errors[at] = nearest, weights[at] - (nearest - zero) * scale
             later = wanted[place + 1 :]
             later += np.outer(passed[at, place + 1 :], errors[at])
-    return integers.T, *(np.stack(each, axis=1) for each in zip(*found, strict=True))
+    scales, *zeros = (np.stack(each) for each in zip(*found, strict=True))
+    _improve(inputs.products, integers, errors, scales, zeros[0] if zeros else None, size)
+    int4_rounding.require_finite([scales], name)
+    return integers.T, *(each.T for each in (scales, *zeros))
+
+
+def _improve(
+    products: Values,
+    integers: Values,
+    errors: Values,
+    scales: Values,
+    zeros: Values | None,
+    size: int,
+) -> None:
+    """Change each scale, and then each of its integers, to the best one beside all others as they are.
+
+    Integers and errors are [in, R], scales and zero points float16 [groups, R].
+    """
+    for start in range(0, len(errors), _INPUTS):
+        block = _contiguous(products[start : start + _INPUTS])
+        slopes = np.array(_product(block, errors))
+        for at in range(start, start + len(block), size):
+            group, here = slice(at, at + size), slice(at - start, at - start + size)
+            levels = integers[group].astype(np.float32)
+            zero = 0 if zeros is None else zeros[at // size].astype(np.float32)
+            levels -= zero
+            inner = _contiguous(block[here, group])
+            square = np.einsum("ij,ij->j", levels, _product(inner, levels))
+            step = np.einsum("ij,ij->j", levels, slopes[here]) / np.where(square > 0, square, 1)
+            scale = scales[at // size].astype(np.float32)
+            with np.errstate(over="ignore"):
+                scales[at // size] = scale + step * (square > 0)
+            changed = levels * (scales[at // size].astype(np.float32) - scale)
+            errors[group] -= changed
+            slopes -= _product(_contiguous(block[:, group]), changed)
+            scale = scales[at // size].astype(np.float32)
+            divisor = np.where(scale == 0, 1, scale)
+            for row in range(at, at + size):
+                place = row - start
+                better = np.rint(integers[row] + slopes[place] / (block[place, row] * divisor))
+                better = np.clip(np.where(scale == 0, 0, better), -8, 7)
+                changed = (better - integers[row]) * scale
+                integers[row] = better
+                errors[row] -= changed
+                slopes[place + 1 :] -= np.outer(block[place + 1 :, row], changed)
 
 
 def _before_rounding(weights: Values, wanted: Values, passed: Values) -> Values:
