@@ -25,7 +25,7 @@ Values = np.ndarray[Any, Any]
 TOKENS, WINDOW = 1000, 128
 
 
-def q4_0(groups: Values) -> tuple[Values, Values]:
+def q4_0(groups: Values, weights: Values | None = None) -> tuple[Values, Values]:
     """Return groups as Q4_0 rounds them: the value of the largest magnitude becomes -8."""
     largest = np.take_along_axis(groups, np.abs(groups).argmax(-1)[..., None], -1)
     scales = largest / np.float32(-8)

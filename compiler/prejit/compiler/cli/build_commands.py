@@ -217,6 +217,8 @@ def _print_built(result: Built, seconds: float) -> None:
     )
     if result.few_bits is not None:
         tell(str(result.few_bits))
+    if result.int4:
+        tell(result.int4)
     if result.accuracy is not None:
         tell(accuracy_table(result.accuracy), sys.stdout)  # a closed stdout must not stop the rest
 

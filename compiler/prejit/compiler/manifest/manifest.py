@@ -81,7 +81,7 @@ class Model:
         dtype: dtype in which the matrices are stored. All arithmetic is float32; a decoder of the user gets
             its matrices in float32 and computes as it was written.
         evaluation: path of a text, relative to the manifest, on whose last tokens accuracy is measured;
-            without it, on random tokens.
+            without it, on random tokens. Its first tokens decide how a decoder is rounded to int4.
         reads: files that the code of `module` reads by other means than Python's own `open`, relative to the
             manifest: paths, glob patterns, directories. It is traced again when one of them changes.
         accuracy: whether the build measures what the dtypes cost in accuracy.

@@ -11,6 +11,7 @@ the zero point that fit the integers best.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -56,10 +57,11 @@ def fits(inputs: int, outputs: int) -> bool:
     return inputs % GROUP == 0 and large
 
 
-def rounded(groups: Values) -> tuple[Values, Values]:
+def rounded(groups: Values, weights: Values | None = None) -> tuple[Values, Values]:
     """Return the integers (int8) and scales (float16, without the last axis) of groups, float32 [..., G].
 
     Scales beyond float16 are infinite. An error is half a scale at most, or that of a value which is clipped.
+    `weights` are those of the squared errors, float32 [G]; None: they count alike.
     """
     flat = np.ascontiguousarray(groups).reshape(
         -1, groups.shape[-1]
@@ -70,8 +72,9 @@ def rounded(groups: Values) -> tuple[Values, Values]:
     unit = flat / largest  # of a size whose squares float32 can hold
     for place in _PLACES:
         integers = np.clip(np.rint(unit * place), -8, 7)
-        products = np.einsum("ij,ij->i", unit, integers)
-        fitting = products / np.maximum(np.einsum("ij,ij->i", integers, integers), 1)
+        weighed = integers if weights is None else integers * weights
+        products, total = (np.einsum("ij,ij->i", each, weighed) for each in (unit, integers))
+        fitting = products / np.where(total > 0, total, 1)
         gained = products * fitting  # the sum of squares minus that of the errors
         is_better = gained > best
         best, found = np.where(is_better, gained, best), np.where(is_better, fitting, found)
@@ -147,12 +150,7 @@ def quantized(
         part = part if contracted else part.T
         grouped = part.reshape(len(part), -1, size)
         integers, *found = rounded_with_zeros(grouped) if groups.zeros else rounded(grouped)
-        if not all(np.isfinite(each).all() for each in found):
-            raise CheckpointError(
-                f"{name}: expected values up to 390,000, as four bits with a float16 scale can hold, "
-                "found a larger one",
-                hint='build it with dtype = "int8"',
-            )
+        require_finite(found, name)
         into = (
             (slice(at // TILE, -(-(at + len(part)) // TILE)), slice(None))
             if contracted
@@ -167,6 +165,20 @@ def quantized(
     with ThreadPoolExecutor(min(cpus(), _MOST_THREADS)) as pool:  # NumPy computes without the GIL
         list(pool.map(fill, range(0, values.shape[0], step)))
     return words, scales
+
+
+def require_finite(found: Sequence[Values], name: str) -> None:
+    """Check the scales and zero points of a matrix.
+
+    Raises:
+        CheckpointError: float16 cannot hold one.
+    """
+    if not all(np.isfinite(each).all() for each in found):
+        raise CheckpointError(
+            f"{name}: expected values up to 390,000, as four bits with a float16 scale can hold, "
+            "found a larger one",
+            hint='build it with dtype = "int8"',
+        )
 
 
 def quantized_experts(values: _Rows, name: str) -> tuple[Values, Values]:

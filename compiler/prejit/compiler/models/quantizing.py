@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
@@ -151,6 +152,7 @@ def readers(
     module: nnx.Module,
     read: Callable[[str], Rows],
     tell: Callable[[str, float], object] = lambda name, error: None,
+    words: Mapping[str, tuple[Values, Values]] = MappingProxyType({}),
 ) -> dict[str, Callable[[], Values]]:
     """Return functions that give the stored values of each matrix that is not float32, by parameter name.
 
@@ -159,17 +161,36 @@ def readers(
         read: returns the values of a parameter of the float32 module, finite float32.
         tell: called when a matrix that was published in few bits is made, with its name and the error of the
             stored values: the root of the sum of its squares, as a share of that of the published ones.
+        words: words and scales of matrices that are rounded already.
 
     Returns:
         Functions that raise CheckpointError if the dtype cannot hold a value.
     """
     found: dict[str, Callable[[], Values]] = {}
     for name, part, stored in _narrow_parts(module):
+        if name in words:
+            found[name], found[name + _SCALE] = (
+                partial(words[name].__getitem__, n) for n in (0, 1)
+            )
+            continue
         make = partial(_stored, name, part, stored, read, tell)
         if stored.has_scales:
             found[name], found[name + _SCALE] = in_turn(make)
         else:
             found[name] = partial(_first, make)
+    return found
+
+
+def int4_matrices(module: nnx.Module, read: Callable[[str], Rows]) -> dict[str, Groups]:
+    """Return the matrices that are rounded to int4, and were not published in few bits, with their groups."""
+    found: dict[str, Groups] = {}
+    for name, part, stored in _narrow_parts(module):
+        if stored.words is None or published_integers.has_few_bits(read(name)):
+            continue
+        if isinstance(part, ExpertMatrices):
+            found |= {} if part.is_mxfp4 else {name: GROUPS_OF_32}
+        elif part.weight_scale is not None:
+            found[name] = int4_words.groups_of(part.weight.shape, part.weight_scale.shape)
     return found
 
 

@@ -95,6 +95,7 @@ class Built:
         packed_by: number of the shard that packed the bundle; None: the build had no shards.
         packed_here: whether the bundle is in `path`, and not in the directory of another shard.
         few_bits: what became of matrices that were published in few bits; None: there are none.
+        int4: what decided how matrices were rounded to int4; empty: there are none.
     """
 
     path: Path
@@ -107,6 +108,7 @@ class Built:
     packed_by: int | None = None
     packed_here: bool = True
     few_bits: FewBits | None = None
+    int4: str = ""
 
 
 @dataclass(frozen=True)

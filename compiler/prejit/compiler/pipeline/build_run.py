@@ -40,7 +40,7 @@ from prejit.compiler.pipeline.lower.model_checks import check
 from prejit.compiler.pipeline.lower.program_lowering import is_lowered_again, lower, products_of
 from prejit.compiler.pipeline.lower.program_submission import Submitting
 from prejit.compiler.pipeline.lower.trace_keeping import remember
-from prejit.compiler.pipeline.measure.accuracy import measure_accuracy
+from prejit.compiler.pipeline.measure.accuracy import measure_accuracy, round_by_text
 from prejit.compiler.pipeline.measure.golden_answers import with_golden_answers
 from prejit.compiler.pipeline.measure.measured_speed import measure_costs
 from prejit.compiler.pipeline.measure.other_sizes import check_sizes
@@ -224,7 +224,7 @@ def begin(manifest: Manifest, only: tuple[str, ...], service: Services) -> Begun
     user = space.parameters()
     lowered = {each.spec.name: each.lowered for each in submitted}
     remember(submitting.untraced, lowered, user, space.plan.own)
-    weights = cache(partial(pack_weights, space, published, user))
+    weights = cache(partial(pack_weights, space, published, user, round_by_text))
     if service.shard is None:
         packed = weights()  # while workers compile
         weights = cache(lambda: packed)
@@ -315,7 +315,10 @@ def _pack(begun: Begun, targets: tuple[CompiledTarget, ...], service: Services) 
     )
     cached = len(built) - sum(compiled)
     bits = None if weights is None else weights.few_bits
-    return Built(path, digest, sum(compiled), cached, written, accuracy, built, few_bits=bits)
+    int4 = "" if weights is None else weights.int4
+    return Built(
+        path, digest, sum(compiled), cached, written, accuracy, built, few_bits=bits, int4=int4
+    )
 
 
 def _with_lost_frames(

@@ -202,6 +202,17 @@ def longest_source(manifest: Manifest) -> int | None:
     return None if manifest.generate is None else max(manifest.generate.source, default=None)
 
 
+def int4_text(manifest: Manifest, files: ModelFiles | None) -> Path | None:
+    """Return the text that decides how matrices of a published decoder are rounded to int4; None: nothing."""
+    model = manifest.model
+    if model is None or model.dtype != "int4" or model.evaluation is None:
+        return None
+    if files is None or files.layout is not None or longest_source(manifest) is not None:
+        return None
+    has_tokenizer = (files.transformer / "tokenizer.json").is_file()
+    return manifest.resolve(model.evaluation) if has_tokenizer else None
+
+
 def read_model(manifest: Manifest, files: ModelFiles) -> ModelSource:
     """Read a model's configuration and make its abstract module.
 

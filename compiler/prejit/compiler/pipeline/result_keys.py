@@ -34,6 +34,8 @@ from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.model import (
     ModelFiles,
     cache_dtype,
+    file_digest,
+    int4_text,
     longest_context,
     longest_source,
 )
@@ -42,6 +44,7 @@ from prejit.compiler.store.lowering_settings import jax_configuration
 from prejit.compiler.store.prejit_code import (
     ACCURACY,
     GOLDEN,
+    INT4_TEXT,
     LOWERING,
     OWN_ACCURACY,
     OWN_WEIGHTS,
@@ -157,12 +160,26 @@ def weights_key(
             ("our code for published models", code_digest(*WEIGHTS)),
             ("dtype", manifest.model.dtype),
             ("matrices", model.matrices),
+            *_int4_text(manifest, model),
             *_files(files),
         ]
     for section, contents in user.items():
         for name, content in contents.items():
             ingredients.append((f"{section}:{name}", content))
     return Key("weights", manifest.bundle.name, tuple(ingredients))
+
+
+def _int4_text(manifest: Manifest, model: ModelFiles) -> Ingredients:
+    """Return what decides the weights beside the checkpoint: a text on which the model is evaluated."""
+    if (text := int4_text(manifest, model)) is None:
+        return ()
+    return (
+        ("text", f"{text.name} {file_digest(text)}"),
+        ("tokenizer", file_digest(model.transformer / "tokenizer.json")),
+        ("longest context", str(longest_context(manifest))),
+        ("our code for texts", code_digest(*INT4_TEXT)),
+        *_jax("jax", "flax", "transformers"),
+    )
 
 
 def accuracy_key(
@@ -180,6 +197,11 @@ def accuracy_key(
         ("text", text),
         ("tokenizer", tokenizer),
         ("matrices", model.matrices),
+        *(
+            (name, value)
+            for name, value in _int4_text(manifest, model)
+            if name.startswith("our code")
+        ),
         ("our code", code_digest(*ACCURACY)),
         ("jax configuration", jax_configuration(os.environ)),
         *_files(files),

@@ -139,6 +139,7 @@ class BuildReport:
         accuracy: what the dtypes cost; None: all are float32.
         change: difference to the bundle of the last report beside it; None: there was none.
         few_bits: what became of matrices that were published in few bits; None: there are none.
+        int4: what decided how matrices were rounded to int4; empty: there are none.
     """
 
     report: int
@@ -161,6 +162,7 @@ class BuildReport:
     accuracy: Accuracy | None = None
     change: Change | None = None
     few_bits: FewBits | None = None
+    int4: str = ""
 
 
 def make_report(
@@ -232,6 +234,7 @@ def make_report(
         },
         built.accuracy,
         few_bits=built.few_bits,
+        int4=built.int4,
     )
 
 

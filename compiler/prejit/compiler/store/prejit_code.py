@@ -58,6 +58,8 @@ WEIGHTS = (
     "prejit.compiler.pipeline.pack.model_layers:_tensors",
 )
 """The code that makes the tensors of a published model from its checkpoint."""
+INT4_TEXT = ("prejit.compiler.pipeline.measure.int4_inputs",)
+"""The code that rounds matrices to int4 by a text."""
 OWN_WEIGHTS = (
     "prejit.compiler.lowering.user.own_decoder:find_model",
     "prejit.compiler.models.own_decoder_narrowing",

@@ -277,10 +277,12 @@ class Mixture:
             expert = jnp.searchsorted(last_block, number, side="right").astype(jnp.int32)
             at = (number - last_block[expert] + blocks[expert]) * size + jnp.arange(size)
             pair = order.at[first_pair[expert] + at].get(mode="clip")
-            inner = self.gate(self.up.dot(x[pair // chosen], expert))
-            result = self.down.dot(inner, expert)
-            place = jnp.where(at < tokens[expert], pair, pairs)
-            return results.at[place].set(result, mode="drop")
+            pair = jnp.where(
+                at < tokens[expert], pair, pairs
+            )  # rows that fill up a block are zeros
+            rows = x.at[pair // chosen].get(mode="fill", fill_value=0)
+            result = self.down.dot(self.gate(self.up.dot(rows, expert)), expert)
+            return results.at[pair].set(result, mode="drop")
 
         results = lax.fori_loop(0, last_block[-1], block, jnp.zeros((pairs, x.shape[1])))
         return results.reshape(*experts.shape, -1)

@@ -11,11 +11,12 @@ from prejit.compiler.checkpoint.checkpoint import Checkpoint
 from prejit.compiler.pipeline.model import (
     cache_dtype,
     file_digest,
+    int4_text,
     longest_context,
     longest_source,
 )
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
-from prejit.compiler.pipeline.pack.model_layers import Published, special_ids
+from prejit.compiler.pipeline.pack.model_layers import Published, RoundedMatrices, special_ids
 from prejit.compiler.pipeline.result_keys import (
     accuracy_key,
     measuring_key,
@@ -80,6 +81,19 @@ def measure_accuracy(
         found = measure()
         store.put(key, asdict(found))
         return found
+
+
+def round_by_text(space: Workspace, checkpoint: Checkpoint) -> RoundedMatrices | None:
+    """Return the matrices of a decoder in int4 that the evaluation text decides; None: there are none."""
+    manifest, files = space.plan.manifest, space.plan.model
+    if manifest.model is None or manifest.model.dtype != "int4" or files is None:
+        return None
+    if files.layout is not None or longest_source(manifest) is not None:
+        return None
+    from prejit.compiler.pipeline.measure import int4_inputs
+
+    text = int4_text(manifest, files)
+    return int4_inputs.round_by(space.model(), checkpoint, longest_context(manifest), text)
 
 
 def _measure_own(space: Workspace, weights: PackedLayer, text: Path | None, bos: int) -> Accuracy:

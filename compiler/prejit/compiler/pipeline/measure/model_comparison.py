@@ -81,17 +81,23 @@ def read_text(file: Path, tokenizer_file: Path) -> tuple[Arrays, Arrays]:
     Raises:
         StoreError, ManifestError, CheckpointError: a file cannot be read, or the text is too short.
     """
-    text, tokenizer = _read(file, tokenizer_file)
-    ids = _encoded(tokenizer, text, tokenizer_file, add_special_tokens=False)
+    ids, begin = encode_text(file, tokenizer_file)
     if len(ids) < 2:
         raise ManifestError(
             f"{file}: expected a text of 2 tokens or more, found {len(ids)}",
             hint="a few pages of what the model is used for are enough",
         )
+    return ids[-MAX_TEXT_TOKENS:], begin
+
+
+def encode_text(file: Path, tokenizer_file: Path) -> tuple[Arrays, Arrays]:
+    """Return all tokens of a text, and those that begin it, both int32. Errors are those of `read_text`."""
+    text, tokenizer = _read(file, tokenizer_file)
+    ids = _encoded(tokenizer, text, tokenizer_file, add_special_tokens=False)
     bare, whole = (tokenizer.encode("a", add_special_tokens=each) for each in (False, True))
     places = range(len(whole) - len(bare) + 1)
     begun = next((at for at in places if whole[at : at + len(bare)] == bare), 0)
-    return np.array(ids[-MAX_TEXT_TOKENS:], np.int32), np.array(whole[:begun], np.int32)
+    return np.array(ids, np.int32), np.array(whole[:begun], np.int32)
 
 
 def read_sentences(file: Path, tokenizer_file: Path, max_tokens: int) -> tuple[Arrays, Arrays]:

@@ -24,17 +24,19 @@ from prejit.compiler.models.quantizing import Rows, blocks
 
 @dataclass(frozen=True)
 class Weight:
-    """An argument of a traced function that is read when it is used."""
+    """An argument of a traced function that is read when it is used; `name` is that of a parameter."""
 
     rows: Rows
+    name: str = ""
 
 
 def evaluate(closed: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
     """Return the results of a jaxpr, whose arguments are arrays and weights."""
-    return list(map(_whole, jaxpr_evaluation.evaluate(closed, arguments, _apply)))
+    return list(map(_whole, jaxpr_evaluation.evaluate(closed, arguments, apply)))
 
 
-def _apply(equation: Any, given: list[Any]) -> Sequence[Any]:
+def apply(equation: Any, given: list[Any]) -> Sequence[Any]:
+    """Return the results of one operation."""
     name = equation.primitive.name
     if name == "optimization_barrier":  # nothing is compiled here that it could keep apart
         return given

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -42,6 +42,9 @@ from prejit.runtime.generation import options
 
 if TYPE_CHECKING:
     from prejit.compiler.lowering.user.own_decoder import OwnModel
+
+
+Values = np.ndarray[Any, Any]
 
 
 def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[PackedLayer]:
@@ -235,17 +238,37 @@ class WeightsLayer(PackedLayer):
 
     Attributes:
         few_bits: what became of matrices that were published in few bits; None: there are none.
+        int4: what decided how matrices were rounded to int4; empty: there are none.
     """
 
     few_bits: FewBits | None = None
+    int4: str = ""
+
+
+class RoundedMatrices(Protocol):
+    """Matrices in int4 that a text decided."""
+
+    @property
+    def words(self) -> Mapping[str, tuple[Values, Values]]:
+        """Words and scales by name."""
+        ...
+
+    @property
+    def line(self) -> str:
+        """What the text decided, for people."""
+        ...
 
 
 def pack_weights(
-    space: Workspace, published: Published | None, user: Mapping[str, Contents]
+    space: Workspace,
+    published: Published | None,
+    user: Mapping[str, Contents],
+    round_by_text: Callable[[Workspace, Checkpoint], RoundedMatrices | None],
 ) -> WeightsLayer | None:
     """Return the weights layer: from the store, or packed now. None: the bundle has no weights.
 
-    `user` has the parameters of the user's functions, by section.
+    `user` has the parameters of the user's functions, by section. `round_by_text` rounds matrices to int4 by
+    a text; None: it decides nothing.
     """
     manifest, store, own = space.plan.manifest, space.store, space.plan.own
     if published is None and not user and (own is None or not own.parameters):
@@ -259,9 +282,12 @@ def pack_weights(
             if result is None:
                 tensors = list(_user_tensors(manifest.where, user, space.code())) if user else []
                 errors: dict[str, float] = {}
+                rounded = None
                 if published is not None:
                     checkpoint = published.checkpoint
-                    made = _tensors(space.model(), checkpoint, errors.__setitem__)
+                    rounded = round_by_text(space, checkpoint)
+                    words = {} if rounded is None else rounded.words
+                    made = _tensors(space.model(), checkpoint, errors.__setitem__, words)
                     tensors = [*made, *tensors]
                 if own is not None:
                     model_of_user = space.code().model
@@ -274,6 +300,7 @@ def pack_weights(
                 bits = few_bits(published.checkpoint.forms if published else {}, errors)
                 result = {"digest": blob.digest, "size": blob.size}
                 result |= {"few_bits": asdict(bits)} if bits else {}
+                result |= {"int4": rounded.line} if rounded else {}
                 store.put(key, result, blobs=[blob.digest])
         path = store.blob_path(result["digest"])
         if path is None:
@@ -281,6 +308,7 @@ def pack_weights(
         layer = WeightsLayer(
             *(WEIGHTS_MEDIA_TYPE, result["digest"], result["size"], path, "weights.safetensors"),
             FewBits(**result["few_bits"]) if "few_bits" in result else None,
+            result.get("int4", ""),
         )
         chunks_of([layer], store)  # while workers compile; `pack_bundle` finds them in the store
     return layer
@@ -310,18 +338,21 @@ def _own_tensors(own: OwnModel) -> list[PackedTensor]:
 
 
 def _tensors(
-    model: ModelSource, checkpoint: Checkpoint, tell: Callable[[str, float], object]
+    model: ModelSource,
+    checkpoint: Checkpoint,
+    tell: Callable[[str, float], object],
+    words: Mapping[str, tuple[Values, Values]],
 ) -> list[PackedTensor]:
     """Return the model's parameters as they are packed: rounded or quantized when they are written.
 
-    `tell` is as in `quantizing.readers`.
+    `tell` and `words` are as in `quantizing.readers`.
     """
     from flax import nnx
 
     from prejit.compiler.models import quantizing
     from prejit.compiler.models.parameters import flat_parameters
 
-    stored = quantizing.readers(model.module, checkpoint.rows, tell)
+    stored = quantizing.readers(model.module, checkpoint.rows, tell, words)
     return [
         PackedTensor(
             name, str(leaf.dtype), leaf.shape, stored.get(name) or partial(checkpoint.read, name)

@@ -1,0 +1,149 @@
+"""Matrices of decoders are rounded to int4 by what enters them on a text."""
+
+import hashlib
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flax import nnx
+from tests.parity.cases import Case
+from tests.parity.sibling_cases import Sibling
+from tests.processes import ran
+
+from prejit.compiler.checkpoint.checkpoint import open_checkpoint
+from prejit.compiler.models import config_file, int4_rounding, model_registry, quantizing
+from prejit.compiler.models.parameters import flat_parameters, parametrized
+from prejit.compiler.pipeline.measure import int4_inputs, model_comparison
+from prejit.compiler.pipeline.model import ModelFiles, ModelSource
+
+SIZES = {
+    **{"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "rms_norm_eps": 1e-5},
+    **{"max_position_embeddings": 256, "rope_theta": 10000.0, "tie_word_embeddings": False},
+}
+LLAMA = {
+    **SIZES,
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+}
+MIXTURE = {
+    **{**SIZES, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]},
+    **{"hidden_act": "silu", "moe_intermediate_size": 64, "num_experts": 6},
+    **{"num_experts_per_tok": 2, "mlp_only_layers": [], "norm_topk_prob": True},
+}
+ATTENTION = dict.fromkeys(["q_proj", "k_proj", "v_proj", "o_proj"], (64, 64))
+ATTENTION |= {"q_norm": (16,), "k_norm": (16,)}
+SHAPES = {
+    **{"model.embed_tokens.weight": (300, 64), "model.norm.weight": (64,)},
+    "lm_head.weight": (300, 64),
+} | {
+    f"model.layers.{layer}.{name}.weight": shape
+    for layer in range(2)
+    for name, shape in {
+        **{"input_layernorm": (64,), "post_attention_layernorm": (64,), "mlp.gate": (6, 64)},
+        **{f"self_attn.{name}": shape for name, shape in ATTENTION.items()},
+        **{
+            f"mlp.experts.{expert}.{name}_proj": (64, 64)
+            for expert in range(6)
+            for name in ("gate", "up", "down")
+        },
+    }.items()
+}
+TOKENS = np.random.default_rng(5).integers(0, 300, 3000).astype(np.int32)
+
+
+def made(config, directory):
+    """A model in int4, its checkpoint, and what computes logits from stored values: [R, V]."""
+    if not directory.is_dir():
+        kind = config["model_type"]
+        case = Sibling(kind, config, 1, SHAPES) if config is MIXTURE else Case(kind, config, 1)
+        case.write(directory)
+    checkpoint, read = open_checkpoint(directory, out_in=True), config_file.load_config(directory)
+    make = partial(model_registry.make_decoder, read, out_in=True)
+    module, exact = make(dtype="int4"), parametrized(make())
+    files = ModelFiles(directory, None, out_in=True, configuration=())
+    model = ModelSource(files, read, model_registry.describe(read), module)
+    windows = list(TOKENS[-1024:].reshape(-1, 128))
+
+    def logits(values):
+        compared = model_comparison.ComparedModel(exact, values)
+        return np.concatenate(model_comparison._logits(compared, windows)()).astype(np.float64)
+
+    def stored(words):
+        reads = quantizing.readers(module, checkpoint.rows, words=words)
+        names = flat_parameters(nnx.state(module))
+        packed = {n: reads[n]() if n in reads else checkpoint.read(n) for n in names}
+        return quantizing.widened(module, packed)
+
+    return model, checkpoint, logits, stored
+
+
+def rounded(model, checkpoint, tokens=TOKENS):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(int4_inputs, "encode_text", lambda *files: (tokens, TOKENS[:1]))
+        return int4_inputs.round_by(model, checkpoint, 128, Path("text.txt"))
+
+
+def divergence(right, found):
+    right, found = (each - np.logaddexp.reduce(each, -1)[:, None] for each in (right, found))
+    return (np.exp(right) * (right - found)).sum(-1).mean()
+
+
+@pytest.mark.parametrize("config", [LLAMA, MIXTURE], ids=["llama", "mixture"])
+def test_a_text_takes_nothing_from_what_the_logits_lose(config, tmp_path):
+    model, checkpoint, logits, stored = made(config, tmp_path / "model")
+    found = rounded(model, checkpoint)
+    wanted = quantizing.int4_matrices(model.module, checkpoint.rows)
+    assert found.words.keys() == wanted.keys()
+    assert found.line == f"int4: rounded {len(wanted)} matrices by the first 896 tokens of text.txt"
+    right = logits({name: checkpoint.rows(name) for name in checkpoint.names})
+    alone, by_text = (divergence(right, logits(stored(each))) for each in ({}, found.words))
+    # The router of random experts chooses others after any rounding, which costs the most.
+    assert by_text < (0.9 if config is LLAMA else 1) * alone
+    for name in wanted if config is MIXTURE else ():
+        if "experts" in name:
+            kept = int4_rounding.quantized_experts(checkpoint.rows(name), name)[0]
+            assert (found.words[name][0] != kept).any(axis=(1, 2, 3)).all(), "each of its experts"
+
+
+def test_texts_that_decide_nothing_are_named_and_matrices_that_none_reaches(tmp_path, monkeypatch):
+    model, checkpoint, *_ = made(LLAMA, tmp_path / "model")
+    none = int4_inputs.round_by(model, checkpoint, 128, None)
+    assert (none.words, none.line) == (
+        {},
+        "int4: rounded 14 matrices by their weights alone; with a text in model.evaluation they lose less",
+    )
+    short = rounded(model, checkpoint, TOKENS[:2200])
+    assert not short.words
+    assert short.line == (
+        "int4: rounded 14 matrices by their weights alone: text.txt has 2,200 tokens, and the last 2,048 "
+        "measure; 10,240 are enough"
+    )
+    wanted = {**quantizing.int4_matrices(model.module, checkpoint.rows)}
+    wanted["of.images.weight"] = wanted["model.layers.0.mlp.down_proj.weight"]
+    monkeypatch.setattr(quantizing, "int4_matrices", lambda *_: wanted)
+    assert rounded(model, checkpoint).line.endswith(
+        "text.txt, 1 by their weights alone: of.images.weight"
+    )
+
+
+def digest(directory):
+    found = rounded(*made(MIXTURE, directory)[:2])
+    held = (each.tobytes() for pair in found.words.values() for each in pair)
+    return hashlib.sha256(b"".join(held)).hexdigest()
+
+
+def test_one_core_and_many_round_to_equal_bytes(tmp_path):
+    cpus = os.sched_getaffinity(0)
+    if len(cpus) == 1:
+        pytest.skip("this machine has one core")
+    code = (
+        f"import os, sys; os.sched_setaffinity(0, {{{min(cpus)}}}); from pathlib import Path\n"
+        f"from {__name__} import digest; print(digest(Path(sys.argv[1])))"
+    )
+    here = digest(tmp_path / "model")
+    assert ran(sys.executable, "-c", code, tmp_path / "model").stdout.split()[-1] == here
