@@ -17,6 +17,7 @@
 #include "experts.h"
 #include "linear.h"
 #include "linear_int4.h"
+#include "linear_integers.h"
 #include "linear_multiplier.h"
 #include "row_adapters.h"
 #include "threads.h"
@@ -286,6 +287,36 @@ void check_row_adapters(Random& random, int64_t k, int64_t n, bool at_page) {
   }
 }
 
+// Rows rounded to int8, some of them with a number that is larger than all others.
+void check_integers(Random& random, int64_t m, int64_t k, int64_t n, bool gated, bool at_page) {
+  Array<float> x(m * k, at_page), y(m * n, at_page), scale(n, at_page);
+  Array<int8_t> w(n * k, at_page);
+  fill(random, x), fill(random, scale), fill(random, w);
+  for (int64_t i = 0; i < m && k; i += 3) x.data[i * k] *= 1000;
+  Linear product;
+  product.rows = m, product.inputs = k, product.outputs = n, product.x = x.data, product.y = y.data;
+  product.weights = {w.data, Dtype::kInt8, scale.data};
+  product.gated = gated;
+  if (gated) product.up = product.weights;
+  if (!linear_by_integers(product)) return void(wrong.fetch_add(1)), void(std::printf("no memory\n"));
+  for (int64_t i = 0; i < m; ++i)
+    for (int64_t j = 0; j < n; ++j) {
+      double sum = 0, size = 0, peak = 0;
+      for (int64_t l = 0; l < k; ++l) {
+        sum += x.data[i * k + l] * value(w.data[j * k + l]), size += std::fabs(value(w.data[j * k + l]));
+        peak = std::fmax(peak, std::fabs(x.data[i * k + l]));
+      }
+      double most = size * peak / 127 * 0.51 * std::fabs(scale.data[j]), expected = sum * scale.data[j];
+      if (gated) most *= 2 * std::fabs(expected) + most, expected *= expected;
+      if (!(std::fabs(y.data[i * n + j] - expected) <= most + 1e-5 * std::fabs(expected))) {
+        if (wrong.fetch_add(1) == 0)
+          std::printf("integers, [%ld, %ld] x [%ld]: expected %g, found %g\n", long(m), long(k), long(n), expected,
+                      y.data[i * n + j]);
+        return;
+      }
+    }
+}
+
 void products(uint32_t seed) {
   Random random{seed};
   for (int i = 0; i < 42; ++i) {
@@ -294,7 +325,7 @@ void products(uint32_t seed) {
     if (i % 7 == 3) k += 380;
     if (i % 15 == 8) k += 2048;
     bool gated = random.below(2), at_page = random.below(2);
-    switch (random.below(7)) {
+    switch (random.below(8)) {
       case 0: check<float>(random, Dtype::kFloat32, m, k, n, gated, at_page); break;
       case 1: check<Bf16>(random, Dtype::kBfloat16, m, k, n, gated, at_page); break;
       case 2: check<int8_t>(random, Dtype::kInt8, m, k, n, gated, at_page); break;
@@ -302,6 +333,7 @@ void products(uint32_t seed) {
       case 4: check_experts(random, k, n, at_page); break;
       case 5: check_experts_of_words(random, 1 + k / kInt4Group, 1 + n / kInt4Tile, at_page); break;
       case 6: check_row_adapters(random, k, n, at_page); break;
+      case 7: check_integers(random, m, k, n, gated, at_page); break;
     }
   }
 }

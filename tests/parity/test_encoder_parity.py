@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 from tests.extent import every_second
 
+from prejit.compiler.lowering.encoder_programs import lower_encoder
+from prejit.compiler.manifest.specs import ProgramSpec
+from prejit.compiler.models import config_file, model_registry, quantizing
 from prejit.compiler.models.layers.product_forms import Forms
+from prejit.compiler.native.products import INTEGERS, KERNEL_CALLS
 
 from .encoder_cases import COUNT, REFERENCE, Case, cases
 from .encoder_record import torch_result
@@ -38,6 +42,18 @@ def test_results_equal_those_that_torch_gave(
     real = norms[0] > 0
     cosine = (rows[0] * rows[1]).sum(1)[real] / (norms[0] * norms[1])[real]
     assert cosine.min() >= COSINE
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_layers_round_tokens_beside_int8_matrices_alone(dtype: str, tmp_path: Path) -> None:
+    cases()[0].write(tmp_path)
+    module = model_registry.make_encoder(config_file.load_encoder(tmp_path), out_in=True)
+    quantizing.store(module, dtype)
+    spec, forms = ProgramSpec("encode/b2-t8/layer", "layer", {"batch": 2, "length": 8}), Forms()
+    program = lower_encoder(module, spec, forms)
+    calls = KERNEL_CALLS["linear_integers"].encode() in program.portable
+    chosen = {forms.form(each) for each in forms.met}
+    assert calls == (chosen == {INTEGERS}) == (dtype == "int8")
 
 
 def test_every_case_is_recorded_and_they_differ(reference: dict[str, Values]) -> None:

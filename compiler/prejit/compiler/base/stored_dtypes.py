@@ -13,6 +13,7 @@ These do not, and a new dtype needs a change in each:
     native/kernels/linear.cc            `bytes_of`, `with_dtype`
     native/kernels/linear_amx.cc        `panel_of`, `fetch_of`: int8 or else bfloat16
     native/kernels/linear_dot_bf16.cc   `load_weights`, `dot_block`, `multiply_all`: int8 or else bfloat16
+    native/kernels/linear_integers.cc   int8 alone
     native/kernels/simd.h, pairs.h      `load`, `load_pairs`: elements to float32, and to bfloat16
     models/quantizing.py, own_decoder_narrowing.py  `_rounded`, `_fits`: an integer or else bfloat16
     pipeline/measure/golden_answers.py  `NARROW`, if no prefix in it fits the name

@@ -17,6 +17,10 @@ from prejit.runtime.format.names import kernel_target
 
 KERNEL = "kernel"
 """The form that calls the native kernel `linear`."""
+INTEGERS = "integers"
+"""The form that calls the native kernel `linear_integers`, which rounds x to int8."""
+KERNEL_OF = {KERNEL: "linear", INTEGERS: "linear_integers"}
+"""The kernels of forms that call one."""
 DOT = "dot"
 """The form that is XLA's dot of a float32 matrix."""
 WIDENED = "widened dot"
@@ -33,19 +37,27 @@ hundred times as long as the kernel."""
 
 @dataclass(frozen=True, order=True, slots=True)
 class Product:
-    """A matrix product: [rows, inputs] x [inputs, outputs]."""
+    """A matrix product: [rows, inputs] x [inputs, outputs].
+
+    `rounds_rows` says that x may be rounded to int8, beside an int8 matrix of an encoder's layer.
+    """
 
     dtype: str
     rows: int
     inputs: int
     outputs: int
     in_out: bool
+    rounds_rows: bool = False
 
     @property
     def forms(self) -> tuple[str, ...]:
         """The forms that can compute it; the last one is the default."""
         if STORED_DTYPES[self.dtype].words is not None:
             return (KERNEL,)  # it has one order for any number of rows, on every level
+        if self.rounds_rows and not self.in_out:
+            return (
+                INTEGERS,
+            )  # a token's numbers must not depend on how many rows share its product
         if not STORED_DTYPES[self.dtype].is_narrow:
             xla: tuple[str, ...] = (DOT,)
         else:
@@ -93,7 +105,7 @@ class Product:
 
 
 PLACEHOLDER = "sha256:" + "0" * 64
-KERNELS = ("linear", "experts", "attention", "encoder_attention", "norm", "row_adapters")
+KERNELS = (*KERNEL_OF.values(), "experts", "attention", "encoder_attention", "norm", "row_adapters")
 """Names of the kernels; each is exported as `prejit_NAME`."""
 KERNEL_CALLS = {kernel: kernel_target(kernel, PLACEHOLDER) for kernel in KERNELS}
 """The name that lowering writes for each kernel."""

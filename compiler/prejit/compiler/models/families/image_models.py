@@ -27,6 +27,7 @@ from prejit.compiler.models.families.sentence import (
     product,
 )
 from prejit.compiler.models.families.sentence_layout import SentenceLayout
+from prejit.compiler.models.layers import product_forms
 from prejit.compiler.models.layers.linear import Embedding, LayerNorm
 from prejit.compiler.models.parameters import part_of, place
 
@@ -103,7 +104,8 @@ class SingleTower(ImageModel):
     def image(self, pixels: jax.Array) -> jax.Array:
         """See ImageModel."""
         tower: ImageTower = getattr(self, self.tower)
-        x = tower(pixels)
+        with product_forms.rounding_rows():
+            x = tower(pixels)
         pooled = x[:, 0]
         if not self.labels:
             return pooled
@@ -209,7 +211,8 @@ class TwoTowers(WholeEncoder, ImageModel):
 
     def image(self, pixels: jax.Array) -> jax.Array:
         """See ImageModel."""
-        x = self.vision_model(pixels)
+        with product_forms.rounding_rows():
+            x = self.vision_model(pixels)
         if not self.family.projection:
             return normalized(self.vision_model.head(x))
         return normalized(getattr(self, self.family.projection[1])(x[:, 0]))

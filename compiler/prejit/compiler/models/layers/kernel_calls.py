@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prejit.compiler.native.products import KERNEL_CALLS
+from prejit.compiler.native.products import KERNEL, KERNEL_CALLS, KERNEL_OF
 
 _ACTIVATIONS = {None: 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, "relu": 3, "silu": 4}
 _ACTIVATIONS["swish"] = _ACTIVATIONS["silu"]
@@ -50,10 +50,12 @@ def linear(
     activation: str | None = None,
     up: Operand | None = None,
     residual: jax.Array | None = None,
+    form: str = KERNEL,
 ) -> jax.Array:
-    """Return `activation(x W^T + b) * (x U^T + c) + residual`, in one call of the kernel `linear`.
+    """Return `activation(x W^T + b) * (x U^T + c) + residual`, in one call of a kernel.
 
-    x is rounded to bfloat16 unless W is float32; sums are float32.
+    x is rounded to bfloat16 unless W is float32, and sums are float32. With INTEGERS x is rounded to int8,
+    and sums are exact.
 
     Args:
         x: float32 [..., in].
@@ -61,12 +63,13 @@ def linear(
         activation: a key of linear.ACTIVATIONS, or None.
         up: U and c, in the dtype of W; None leaves the factor out.
         residual: float32 [..., out], or None.
+        form: one that calls a kernel.
     """
     arrays = [x, *operand.arrays, *([] if up is None else up.arrays)]
     if residual is not None:
         arrays.append(residual)
     return _call(
-        "linear",
+        KERNEL_OF[form],
         jax.ShapeDtypeStruct(
             (*x.shape[:-1], operand.outputs or operand.weight.shape[0]), jnp.float32
         ),

@@ -14,9 +14,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from prejit.compiler.base.stored_dtypes import stored_as
-from prejit.compiler.models.layers import int4_words, kernel_calls, product_forms
+from prejit.compiler.models.layers import int4_words, integer_rows, kernel_calls, product_forms
 from prejit.compiler.models.layers.row_adapters import StackPlace, are_changed, changed
-from prejit.compiler.native.products import KERNEL, LOOP, WIDENED, Product
+from prejit.compiler.native.products import KERNEL, KERNEL_OF, LOOP, WIDENED, Product
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -84,7 +84,7 @@ class Linear(nnx.Module):
         if activation is None:
             return changed(x, self._computed(x, None, residual), self.adapters)
         # A row without an adapter takes its activation where it does without adapters: the same bits.
-        if self.form(x) == KERNEL and kernel_calls.has_activation(activation):
+        if self.form(x) in KERNEL_OF and kernel_calls.has_activation(activation):
             y = changed(x, self._computed(x), self.adapters, activation)
         else:
             y = ACTIVATIONS[activation](changed(x, self._computed(x), self.adapters))
@@ -93,14 +93,13 @@ class Linear(nnx.Module):
     def _computed(
         self, x: jax.Array, activation: str | None = None, residual: jax.Array | None = None
     ) -> jax.Array:
-        if self.form(x) == KERNEL:
+        if (form := self.form(x)) in KERNEL_OF:
+            compute = partial(kernel_calls.linear, x, self.operand, form=form)
             if kernel_calls.has_activation(activation):
-                return kernel_calls.linear(
-                    x, self.operand, activation=activation, residual=residual
-                )
-            y = kernel_calls.linear(x, self.operand)
+                return compute(activation=activation, residual=residual)
+            y = compute()
         else:
-            y = self._dot(x)
+            y = self._dot(integer_rows.rounded(x) if product_forms.imitates_integers() else x)
             y = y if self.bias is None else y + self.bias[...]
         y = y if activation is None else ACTIVATIONS[activation](y)
         return y if residual is None else residual + y
@@ -113,7 +112,8 @@ class Linear(nnx.Module):
         """Return the product with x."""
         stored, rows = stored_as(self.weight.dtype), math.prod(x.shape[:-1])
         in_out = self.in_out and stored.words is None
-        return Product(stored.name, rows, self.inputs, self.outputs, in_out)
+        rounds_rows = stored.name == "int8" and product_forms.rounds_rows()
+        return Product(stored.name, rows, self.inputs, self.outputs, in_out, rounds_rows)
 
     @property
     def operand(self) -> kernel_calls.Operand:
@@ -133,10 +133,12 @@ class Linear(nnx.Module):
 
 def gated(gate: Linear, up: Linear, x: jax.Array, activation: str) -> jax.Array:
     """Return `activation(gate(x)) * up(x)`: float32 [..., in] to [..., out]."""
-    is_fused = gate.form(x) == up.form(x) == KERNEL and (gate.bias is None) == (up.bias is None)
+    form = gate.form(x)
+    is_fused = form == up.form(x) and (gate.bias is None) == (up.bias is None)
     is_fused = is_fused and not are_changed(gate.adapters, up.adapters)
-    if is_fused and kernel_calls.has_activation(activation):
-        return kernel_calls.linear(x, gate.operand, activation=activation, up=up.operand)
+    if is_fused and form in KERNEL_OF and kernel_calls.has_activation(activation):
+        compute = partial(kernel_calls.linear, x, gate.operand, form=form)
+        return compute(activation=activation, up=up.operand)
     return gate(x, activation=activation) * up(x)
 
 

@@ -4,7 +4,8 @@ A portable program uses XLA's forms only. For a CPU target with a kernel library
 second time with calls of native kernels; `using` makes that choice known to the layers. In such a program
 every form, XLA's too, rounds x to bfloat16 where the matrix is bfloat16 or int8 (kernels/linear.h), so that
 the forms of a product differ in the order of its sums only. A portable program has no kernel to agree with
-and does not round x.
+and does not round x. The layers of an encoder round x to int8 for int8 matrices (kernels/linear_integers.h),
+which has no other form.
 """
 
 from __future__ import annotations
@@ -66,6 +67,40 @@ def are_stored_out_in() -> bool:
 def has_kernels() -> bool:
     """Return whether the program that is traced now may call kernels."""
     return _FORMS.get() is not None
+
+
+_ROUNDS_ROWS: ContextVar[bool] = ContextVar("rounds_rows", default=False)
+_IMITATES: ContextVar[bool] = ContextVar("imitates", default=False)
+
+
+@contextmanager
+def rounding_rows() -> Iterator[None]:
+    """Let products with int8 matrices round x to int8 inside the block: the layers of an encoder."""
+    token = _ROUNDS_ROWS.set(True)
+    try:
+        yield
+    finally:
+        _ROUNDS_ROWS.reset(token)
+
+
+@contextmanager
+def imitating_integers(*, wanted: bool) -> Iterator[None]:
+    """Round x in portable programs, if wanted, where kernels round it to int8, to measure what it costs."""
+    token = _IMITATES.set(wanted)
+    try:
+        yield
+    finally:
+        _IMITATES.reset(token)
+
+
+def rounds_rows() -> bool:
+    """Return whether products with int8 matrices may round x to int8."""
+    return _ROUNDS_ROWS.get()
+
+
+def imitates_integers() -> bool:
+    """Return whether the portable program that is traced now rounds x here."""
+    return _IMITATES.get() and _ROUNDS_ROWS.get()
 
 
 def form_of(product: Product) -> str | None:

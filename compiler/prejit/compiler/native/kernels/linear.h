@@ -1,8 +1,8 @@
 // y = act(x W^T * scale + bias) [* (x U^T * uscale + ubias)] [+ residual], for weights as they are stored.
 //
 // If weights are bfloat16, int8 or MXFP4, x is rounded to bfloat16, to nearest and ties to even, and sums are float32: on every
-// CPU and for any number of rows, so that results differ in the order of the sums only. int4 rounds x to int8 (linear_int4.h).
-// With float32 weights everything is float32. XLA's forms of a product in programs with kernels round x in the same way
+// CPU and for any number of rows, so that results differ in the order of the sums only. int4 rounds x to int8
+// (linear_int4.h), as does linear_integers.h. With float32 weights everything is float32. XLA's forms of a product in programs with kernels round x in the same way
 // (models/layers/linear.py, dot).
 //
 // The sums of a row have one order among few rows and another among many, whatever the other rows are. Many rows begin

@@ -3,6 +3,7 @@
 
 #include "linear.h"
 #include "linear_int4.h"
+#include "linear_integers.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace prejit {
@@ -84,8 +85,9 @@ ffi::Error read_weights(ffi::RemainingArgs arguments, size_t& at, bool has_bias,
   return ffi::Error::Success();
 }
 
-ffi::Error linear_handler(ffi::RemainingArgs arguments, ffi::RemainingRets results, int32_t bias, int32_t gated,
-                          int32_t residual, int32_t activation) {
+template <bool (*compute)(const Linear&)>
+ffi::Error handle(ffi::RemainingArgs arguments, ffi::RemainingRets results, int32_t bias, int32_t gated, int32_t residual,
+                  int32_t activation) {
   auto x = arguments.get<ffi::AnyBuffer>(0);
   auto y = results.get<ffi::AnyBuffer>(0);
   if (x.has_error() || y.has_error() || results.size() != 1) return wrong("prejit_linear: expected x and one result");
@@ -120,7 +122,7 @@ ffi::Error linear_handler(ffi::RemainingArgs arguments, ffi::RemainingRets resul
     product.residual = added->typed_data<float>();
   }
   if (at != arguments.size()) return wrong("prejit_linear: expected fewer arguments");
-  if (!linear(product)) return ffi::Error(ffi::ErrorCode::kResourceExhausted, "prejit_linear: out of memory");
+  if (!compute(product)) return ffi::Error(ffi::ErrorCode::kResourceExhausted, "prejit_linear: out of memory");
   return ffi::Error::Success();
 }
 
@@ -128,13 +130,18 @@ ffi::Error linear_handler(ffi::RemainingArgs arguments, ffi::RemainingRets resul
 }  // namespace prejit
 
 // The library hides all symbols that are not marked.
-extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* prejit_linear(XLA_FFI_CallFrame* call_frame);
+#define PREJIT_EXPORTED extern "C" __attribute__((visibility("default"))) XLA_FFI_Error*
+PREJIT_EXPORTED prejit_linear(XLA_FFI_CallFrame* call_frame);
+PREJIT_EXPORTED prejit_linear_integers(XLA_FFI_CallFrame* call_frame);
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(prejit_linear, prejit::linear_handler,
-                              xla::ffi::Ffi::Bind()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<int32_t>("bias")
-                                  .Attr<int32_t>("gated")
-                                  .Attr<int32_t>("residual")
-                                  .Attr<int32_t>("activation"));
+#define PREJIT_LINEAR                  \
+  xla::ffi::Ffi::Bind()                \
+      .RemainingArgs()                 \
+      .RemainingRets()                 \
+      .Attr<int32_t>("bias")           \
+      .Attr<int32_t>("gated")          \
+      .Attr<int32_t>("residual")       \
+      .Attr<int32_t>("activation")
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(prejit_linear, prejit::handle<prejit::linear>, PREJIT_LINEAR);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(prejit_linear_integers, prejit::handle<prejit::linear_by_integers>, PREJIT_LINEAR);

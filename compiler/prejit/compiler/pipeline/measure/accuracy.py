@@ -146,6 +146,7 @@ def _measure_published(
     values = {name: published.rows(name) for name in published.names}
     packed = quantizing.widened(model.module, model_comparison.mapped(weights.content))
     out_in, tokenizer = model.files.out_in, model.files.transformer / "tokenizer.json"
+    rounds_rows = out_in and dtype == "int8"  # by kernels, which read matrices (out, in)
     if model.files.layout is None:
         vocab_size = model.shape.vocab_size
         longest = longest_context(space.plan.manifest)
@@ -166,7 +167,7 @@ def _measure_published(
         return model_comparison.of_images(
             dtype,
             model_comparison.ComparedModel(whole, values),
-            model_comparison.ComparedModel(whole, packed),
+            model_comparison.ComparedModel(whole, packed, rounds_rows=rounds_rows),
             model.images.size,
             scores=model.images.labels is not None,
         )
@@ -180,7 +181,7 @@ def _measure_published(
     return model_comparison.of_encoder(
         dtype,
         model_comparison.ComparedModel(exact, values),
-        model_comparison.ComparedModel(exact, packed),
+        model_comparison.ComparedModel(exact, packed, rounds_rows=rounds_rows),
         name,
         *sentences,
         scores=model.shape.scores is not None,

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from prejit.compiler.models.layers import product_forms
 from prejit.compiler.models.parameters import Parametrized
 from prejit.compiler.models.quantizing import Rows
 from prejit.compiler.pipeline.measure.streamed import Weight, evaluate
@@ -65,11 +66,15 @@ _MAX_LOSS = 60.0
 
 @dataclass(frozen=True)
 class ComparedModel:
-    """A decoder or encoder that can be run. Its weights are read when they are used."""
+    """A decoder or encoder that can be run. Its weights are read when they are used.
+
+    `rounds_rows` says that kernels round x to int8 where the model lets them.
+    """
 
     model: Parametrized
     weights: Mapping[str, Rows]
     cache_dtype: str = "float32"
+    rounds_rows: bool = False
 
 
 def read_text(file: Path, tokenizer_file: Path) -> tuple[Arrays, Arrays]:
@@ -320,7 +325,8 @@ def _evaluated(
             return np.asarray(found)
 
     device = jax.local_devices(backend="cpu")[0]
-    with jax.default_device(device):
+    rounding = product_forms.imitating_integers(wanted=model.rounds_rows)
+    with jax.default_device(device), rounding:
         traced = jax.make_jaxpr(function)(dict(model.model.weights), *arguments)
     return evaluated
 

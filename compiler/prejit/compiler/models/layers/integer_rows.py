@@ -1,0 +1,26 @@
+"""x as the kernel `linear_integers` rounds it (kernels/linear_integers.cc), for measurements of accuracy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+_STEPS = 253
+"""Steps from the least to the largest number of a row, one of which is 0."""
+_FEW_STEPS = 24
+"""A row whose root mean square has fewer steps has second digits."""
+_DIGIT = 254
+"""A second digit is one part in so many of a step."""
+_LEAST_RANGE = 1e-35
+"""What the kernel takes for a smaller range."""
+
+
+def rounded(x: jax.Array) -> jax.Array:
+    """Return x [..., D] with each row rounded to integers times a scale of the row."""
+    largest, least = x.max(-1, keepdims=True, initial=0), x.min(-1, keepdims=True, initial=0)
+    span = jnp.maximum(largest - least, _LEAST_RANGE)
+    steps = x * (_STEPS / span)
+    whole = jnp.round(steps)
+    rest = jnp.round((steps - whole) * _DIGIT) / _DIGIT
+    has_enough = jnp.square(whole).mean(-1, keepdims=True) >= _FEW_STEPS**2
+    return jnp.where(has_enough, whole, whole + rest) * (span / _STEPS)

@@ -1,0 +1,121 @@
+"""Products with x rounded to int8, against plain NumPy, with and without instructions that multiply bytes."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.extent import examples
+
+from prejit.compiler.models.layers import integer_rows
+from prejit.compiler.native.kernel_library import SOURCES
+
+from . import kernel_builds, kernel_frames
+from .kernel_builds import LEVELS, TESTS
+from .test_kernel_linear import GELU_ERF, NONE, SILU, activated
+
+CHOICE = TESTS / "linear_choice.cc"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((LEVELS[0], False), marks=pytest.mark.thorough),
+        pytest.param((LEVELS[1], False), marks=pytest.mark.thorough),
+        (LEVELS[1], None),
+        (LEVELS[2], False),
+        (LEVELS[2], True),
+    ],
+    ids=lambda param: f"{param[0]} bytes {param[1]}",
+)
+def kernels(request, build_cache):
+    """The library of a level that multiplies bytes, or pairs of 16 bits, or what the CPU has (None)."""
+    level, bytes_ = request.param
+    if bytes_ is None:
+        return kernel_builds.product_library(level, build_cache)
+    sources = (*SOURCES.glob("linear*.cc"), SOURCES / "threads.cc", CHOICE)
+    library = kernel_builds.load(level, build_cache, sources)
+    library.use_multiplier(0)  # with AMX these products are others
+    if not library.use_vnni(bytes_):
+        pytest.skip("this machine multiplies no bytes")
+    return library
+
+
+def run(library, x, weights, scales, *, bias=None, residual=None, activation=NONE):
+    arrays = [x]
+    for weight, scale in zip(weights, scales, strict=True):
+        arrays += [weight, scale, *([] if bias is None else [bias])]
+    arrays += [] if residual is None else [residual]
+    out = np.full((len(x), len(weights[0])), np.nan, np.float32)
+    flags = {"bias": bias is not None, "gated": len(weights) == 2, "activation": activation}
+    flags["residual"] = residual is not None
+    handler = kernel_frames.handler_of(library, "linear_integers")
+    flags = {name: np.int32(flag) for name, flag in flags.items()}
+    kernel_frames.call(handler, [np.ascontiguousarray(each) for each in arrays], [out], **flags)
+    return out
+
+
+def drawn(seed, rows, inputs, outputs):
+    rng = np.random.default_rng(seed)
+    x = rng.uniform(-1, 1, (rows, inputs)).astype(np.float32)
+    weight = rng.integers(-128, 128, (outputs, inputs)).astype(np.int8)
+    return x, weight, rng.uniform(0.001, 0.02, outputs).astype(np.float32)
+
+
+@settings(max_examples=examples(20, 60), deadline=None)
+@given(data=st.data())
+def test_any_size_is_exactly_numpys_integers(kernels, data):
+    rows = data.draw(st.one_of(st.integers(0, 60), st.integers(1020, 1030)), label="rows")
+    inputs = data.draw(st.one_of(st.integers(1, 140), st.integers(370, 420)), label="inputs")
+    outputs = data.draw(st.integers(0, 150), label="outputs")
+    x, weight, scale = drawn(data.draw(st.integers(0, 1000)), rows, inputs, outputs)
+    x[::2] = np.maximum(x[::2], -0.1)  # as an activation leaves it
+    span = x.max(-1, keepdims=True, initial=0) - x.min(-1, keepdims=True, initial=0)
+    whole = np.rint(x * (np.float32(253) / span)).astype(np.int64)
+    sums = whole @ weight.astype(np.int64).T
+    expected = sums.astype(np.float32) * (span / np.float32(253)) * scale
+    np.testing.assert_array_equal(run(kernels, x, [weight], [scale]), expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "activation"), [((97, 385, 130), GELU_ERF), ((7, 1536, 66), SILU)]
+)
+def test_what_follows_a_product_and_rows_with_a_peak(kernels, shape, activation):
+    """One product, and two of a gated layer; a row's result is its own, and a peak hides no other number."""
+    x, weight, scale = drawn(1, *shape)
+    x[1::3, 5] *= 200
+    up, residual, bias = weight[::-1].copy(), drawn(2, len(x), len(weight), 1)[0], scale * 30
+    rounded = np.asarray(integer_rows.rounded(x), np.float64)
+    values = [rounded @ each.astype(np.float64).T * scale + bias for each in (weight, up)]
+    plain = run(kernels, x, [weight], [scale], bias=bias, activation=activation, residual=residual)
+    expected = activated(activation, values[0]) + residual
+    np.testing.assert_allclose(plain, expected, rtol=1e-5, atol=1e-4)
+    gated = run(kernels, x, [weight, up], [scale, scale], bias=bias, activation=activation)
+    expected = activated(activation, values[0]) * values[1]
+    np.testing.assert_allclose(gated, expected, rtol=1e-5, atol=1e-3)
+    for few in (x[:1], x[1:3], x[-5:]):
+        at = next(i for i in range(len(x)) if (x[i] == few[0]).all())
+        alone = run(kernels, few, [weight, up], [scale, scale], bias=bias, activation=activation)
+        np.testing.assert_array_equal(alone, gated[at : at + len(few)])
+    exact = x.astype(np.float64) @ weight.astype(np.float64).T
+    error = np.linalg.norm(rounded @ weight.astype(np.float64).T - exact, axis=1)
+    share = error / np.linalg.norm(exact, axis=1)
+    assert share[1::3].max() < 1e-3 < share[::3].min()  # two digits, and one
+    assert share.max() < 0.02
+
+
+@pytest.mark.parametrize("rows", [1, 50])
+def test_neither_nan_nor_infinity_is_hidden_and_small_rows_are_finite(kernels, rows):
+    x, weight, scale = drawn(3, rows, 70, 80)
+    right = run(kernels, x, [weight], [scale])
+    for wrong in (np.nan, np.inf, -np.inf, np.array(0xFFFFFFFF, np.uint32).view(np.float32)):
+        changed = x.copy()
+        changed[rows // 2, 9] = wrong
+        found = run(kernels, changed, [weight], [scale])
+        assert not np.isfinite(found[rows // 2]).any()
+        others = [np.delete(each, rows // 2, axis=0) for each in (found, right)]
+        np.testing.assert_array_equal(*others)
+    for small in (0, 1e-40, 1e-37):
+        found = run(kernels, x * np.float32(small), [weight], [scale])
+        np.testing.assert_allclose(found, right * small, atol=1e-34, rtol=0)
+    large = run(kernels, x * np.float32(1e34), [weight], [scale])
+    np.testing.assert_allclose(large, right * np.float64(1e34), rtol=1e-5, atol=1e29)
