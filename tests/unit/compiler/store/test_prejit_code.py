@@ -63,7 +63,7 @@ STEPS = {
 MODELS = {"LOWERING", "WEIGHTS", "ACCURACY"}
 LOWERED = {"LOWERING", "USER_DECODERS"}
 CHANGES = [
-    ("compiler.models.families.decoders:TextDecoder", MODELS),
+    ("compiler.models.families.decoders:TextDecoder", {*MODELS, "INT4_TEXT"}),
     ("compiler.models.sharding:shardings", {"LOWERING"}),
     (
         "compiler.models.quantizing:quantized",
