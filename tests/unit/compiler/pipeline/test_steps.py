@@ -28,6 +28,7 @@ from prejit.compiler.compile.worker import worker_requests
 from prejit.compiler.compile.worker.worker_compile import compile_program
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.pipeline import build_run, workspace
+from prejit.compiler.pipeline.build_interface import BuildOptions
 from prejit.compiler.pipeline.lower import program_lowering
 from prejit.compiler.pipeline.lower.program_lowering import lower_native
 from prejit.compiler.pipeline.measure import accuracy, golden_answers, golden_child
@@ -148,7 +149,7 @@ def main(manifest_file, output):
     golden_answers.run_child = answer_twice
     manifest, store = read_manifest(manifest_file), DirectoryStore.open(output / "cache")
     pool = WorkerPool(store, workers=1)
-    build_run.build(manifest, output, store=store, executor=pool, progress=Quiet())
+    build_run.build(manifest, output, BuildOptions(store=store, executor=pool, progress=Quiet()))
 
     if not manifest.has_own_model and manifest.model is not None and manifest.mesh is None:
         plan = plan_build(manifest, store)
