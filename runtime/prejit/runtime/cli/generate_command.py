@@ -77,7 +77,7 @@ def _token_ids(text: str) -> list[int]:
 )
 @click.option(
     "--image",
-    "images",
+    "image_files",
     multiple=True,
     metavar="FILE",
     help="An image of the prompt, which has a mark for each; before the message of --chat. May be repeated.",
@@ -92,7 +92,7 @@ def generate(
     prompt: str | None,
     prompt_ids: list[int] | None,
     chat: str | None,
-    images: tuple[str, ...],
+    image_files: tuple[str, ...],
     check_finite: bool,
     stats: bool,
     as_json: bool,
@@ -108,8 +108,8 @@ def generate(
         bundle.check_finite()
     given: str | list[int] | None = prompt if prompt_ids is None else prompt_ids
     if chat is not None:
-        parts = [*({"type": "image"} for _ in images), {"type": "text", "text": chat}]
-        content = parts if images else chat
+        parts = [*({"type": "image"} for _ in image_files), {"type": "text", "text": chat}]
+        content = parts if image_files else chat
         given = bundle.apply_chat_template([{"role": "user", "content": content}])
     pieces: list[Piece] = []
     first_seconds = 0.0
@@ -118,8 +118,8 @@ def generate(
     started = time.perf_counter()
     if options["source"] is not None:
         options["source"] = _source(bundle, options["source"])
-    if images:
-        options["images"] = images
+    if image_files:
+        options["images"] = image_files
     if options["adapter"] is not None:
         options["adapter"] = bundle.adapters.load("adapter", options["adapter"])
     for piece in bundle.stream(given, **options):

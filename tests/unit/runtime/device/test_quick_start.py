@@ -164,7 +164,6 @@ def collector_on():
     gc.enable()
 
 
-@pytest.mark.usefixtures("alone")
 def test_code_of_jaxlib_that_only_loading_runs_leaves_the_page_tables(settled_dir, run_python):
     load = f"""
 import re, threading
@@ -182,6 +181,7 @@ print(kb)
     assert ours < plain / 2
 
 
+@pytest.mark.usefixtures("alone")
 def test_nothing_looks_through_the_new_objects_afterwards():
     def collections():
         return sum(one["collections"] for one in gc.get_stats())

@@ -153,7 +153,7 @@ def test_with_a_limit_the_others_can_sleep_for_one_more(monkeypatch):
 
 def test_the_stacks_of_adapters_are_not_counted(monkeypatch):
     monkeypatch.setattr(model_memory, "free_bytes", lambda device: 10_000)
-    stacks = ('["q.A","h.0"] float32[2,1,4,25]', '["q.B","h.0"] float32[2,1,25,4]')
+    stacks = ('["q.A","h.0"] float32[2,1,4,25]', '["q.B","h.0"] float32[2,1,4,25]')
     shared = ModelMemory(9000, 0)
     one, other = StandInEngine(shared, 5000, stacks=stacks), StandInEngine(shared, 3000)
     assert one.use()

@@ -16,7 +16,7 @@ from prejit.compiler.pipeline.model import (
     longest_source,
 )
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
-from prejit.compiler.pipeline.pack.model_layers import Published, RoundedMatrices, special_ids
+from prejit.compiler.pipeline.pack.model_layers import Published, RoundedByText, special_ids
 from prejit.compiler.pipeline.result_keys import (
     accuracy_key,
     measuring_key,
@@ -83,7 +83,7 @@ def measure_accuracy(
         return found
 
 
-def round_by_text(space: Workspace, checkpoint: Checkpoint) -> RoundedMatrices | None:
+def round_by_text(space: Workspace, checkpoint: Checkpoint) -> RoundedByText | None:
     """Return the matrices of a decoder in int4 that the evaluation text decides; None: there are none."""
     manifest, files = space.plan.manifest, space.plan.model
     if manifest.model is None or manifest.model.dtype != "int4" or files is None:

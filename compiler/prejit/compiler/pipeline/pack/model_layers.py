@@ -245,7 +245,7 @@ class WeightsLayer(PackedLayer):
     int4: str = ""
 
 
-class RoundedMatrices(Protocol):
+class RoundedByText(Protocol):
     """Matrices in int4 that a text decided."""
 
     @property
@@ -263,7 +263,7 @@ def pack_weights(
     space: Workspace,
     published: Published | None,
     user: Mapping[str, Contents],
-    round_by_text: Callable[[Workspace, Checkpoint], RoundedMatrices | None],
+    round_by_text: Callable[[Workspace, Checkpoint], RoundedByText | None],
 ) -> WeightsLayer | None:
     """Return the weights layer: from the store, or packed now. None: the bundle has no weights.
 
