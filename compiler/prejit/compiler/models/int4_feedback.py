@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
 
@@ -206,5 +207,6 @@ def _contiguous(array: Values) -> Values:
 
 
 def _product(a: Values, b: Values) -> Values:
-    """Return the product of [R, n] and [n, C], both contiguous."""
-    return np.asarray(lax.dot_general(a, b, (((1,), (0,)), ((), ()))))
+    """Return the product of [R, n] and [n, C], both contiguous, on the CPU: a GPU may round to TF32."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # which is that of one thread
+        return np.asarray(lax.dot_general(a, b, (((1,), (0,)), ((), ()))))

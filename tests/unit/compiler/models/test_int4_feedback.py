@@ -1,5 +1,6 @@
 """Rounding to int4 by the inputs of a text, beside the paper's algorithm, column by column in float64."""
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -105,3 +106,18 @@ def test_inputs_that_say_nothing_and_values_that_float16_cannot_scale():
     zeros = np.zeros((20, 64), np.float32)
     words, scales = int4_feedback.quantized(zeros, known, "w", GROUPS_OF_32)
     assert not int4_words.unpacked(words, scales, 20).any()
+
+
+def test_products_are_those_of_the_cpu_in_every_thread(monkeypatch):
+    """The default device of a thread is a GPU where there is one, whose products may be TF32."""
+    cpu, used, product = jax.local_devices(backend="cpu")[0], set(), int4_feedback.lax.dot_general
+
+    def dot_general(*operands):
+        used.add(jax.config.jax_default_device)
+        return product(*operands)
+
+    monkeypatch.setattr(int4_feedback.lax, "dot_general", dot_general)
+    x = inputs_like_those_of_layers(np.random.default_rng(3), 300, 256)
+    known = int4_feedback.inputs_of(int4_feedback.squares(x), 300)
+    int4_feedback.quantized(x[:64], known, "w", GROUPS_OF_32)
+    assert used == {cpu}
