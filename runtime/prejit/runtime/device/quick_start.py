@@ -121,10 +121,10 @@ def _unmap() -> None:
     from ctypes import CDLL, c_size_t, c_void_p
 
     with open("/proc/self/maps", "rb") as maps:
-        parts = [line.decode().split() for line in maps if line.endswith(_LIBRARY)]
+        parts = [line.split() for line in maps if line.endswith(_LIBRARY)]
     for addresses, access, offset, *_ in parts:
-        if access == "r-xp" or (access == "r--p" and int(offset, 16) == 0):
-            start, end = (int(each, 16) for each in addresses.split("-"))
+        if access == b"r-xp" or (access == b"r--p" and int(offset, 16) == 0):
+            start, end = (int(each, 16) for each in addresses.split(b"-"))
             CDLL(None).madvise(c_void_p(start), c_size_t(end - start), _MADV_DONTNEED)
 
 

@@ -40,7 +40,7 @@ def use_small_pages() -> None:
 
 
 def trim() -> None:
-    """Free garbage, and give free memory back to the system . It takes milliseconds.
+    """Free garbage, and give free memory back to the system. It takes milliseconds.
 
     Python looks for garbage that old only after many requests. glibc itself only gives back the end of an
     arena: a server kept 80 MB of 10,000 connections.

@@ -71,8 +71,8 @@ def test_a_name_means_one_thing_in_all_commands():
     for option in (each for command in LEAVES.values() for each in options_of(command)):
         for spelling in option.opts:
             kinds.setdefault(spelling, set()).add(kind_of(option))
-    # A key of `sign` is one; a channel has several. An adapter of `generate` needs no name, and its images are
-    # files, where `push` makes one of a container.
+    # A key of `sign` is one; a channel has several. An adapter of `generate` needs no name, and its images
+    # are files, where `push` makes one of a container.
     assert {spelling for spelling, found in kinds.items() if len(found) > 1} <= {
         "--key",
         "--adapter",
