@@ -214,7 +214,7 @@ class _Rounder:
         if isinstance(weight.rows, _Expert):
             self._experts[weight.name].add(np.asarray(x))
         elif weight.name not in self.wanted:
-            if self.vocab_size in shape:
+            if shape[1 - of_matrix[0]] == self.vocab_size:
                 raise _HeadReached
         elif weight.name not in self.found:
             if self._last[0] is not x:

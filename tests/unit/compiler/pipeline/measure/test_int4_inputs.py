@@ -1,5 +1,6 @@
 """Matrices of decoders are rounded to int4 by what enters them on a text."""
 
+import dataclasses
 import hashlib
 import os
 import sys
@@ -129,6 +130,13 @@ def test_texts_that_decide_nothing_are_named_and_matrices_that_none_reaches(tmp_
     assert rounded(model, checkpoint).line.endswith(
         "text.txt, 1 by their weights alone: of.images.weight"
     )
+
+
+def test_a_router_of_as_many_inputs_as_there_are_tokens_is_not_the_head(tmp_path):
+    model, checkpoint, *_ = made(MIXTURE, tmp_path / "model")
+    shape = dataclasses.replace(model.shape, vocab_size=SIZES["hidden_size"])
+    found = rounded(dataclasses.replace(model, shape=shape), checkpoint)
+    assert found.words.keys() == quantizing.int4_matrices(model.module, checkpoint.rows).keys()
 
 
 def digest(directory):
