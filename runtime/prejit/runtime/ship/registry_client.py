@@ -170,7 +170,8 @@ class RegistryClient:
 
     def _refusal(self, method: str, path: str, response: Response) -> StoreError:
         """Return the error for an answer, in words."""
-        code, said = response.status_code, _said(response)
+        with self._lock:  # threads share the answer of a token service that refused
+            code, said = response.status_code, _said(response)
         what = f"{self.name}: {method} {path:.40}: {code} {response.reason}{said}"
         if code in (401, 403):
             why, hint = self._login.refusal(response)
