@@ -18,8 +18,6 @@ constexpr int64_t kRowsAtOnce = 256;
 // Buffers that no Linear uses.
 constexpr int kOrderSlot = 2, kRowsSlot = 3;
 
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 // Returns W without its first outputs, which are whole tiles of int4.
 Weights behind(Weights w, int64_t outputs, int64_t inputs) {
   int64_t elements = outputs * inputs, bytes = elements;

@@ -54,8 +54,6 @@ void with_dtype(const Weights& weights, Run run) {
   }
 }
 
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 // x is rounded to bfloat16 for weights of fewer bits than float32 has.
 bool rounds(const Linear& p) { return p.weights.dtype != Dtype::kFloat32; }
 

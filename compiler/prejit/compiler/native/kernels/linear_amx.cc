@@ -50,9 +50,6 @@ constexpr int64_t kTilesAtOnce = 16;
 // Maximum tiles that read a panel in place: packing takes a fifth longer for these, and a tenth less for more tiles.
 constexpr int64_t kTilesInPlace = 2;
 
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t parts_of(int64_t whole, int64_t most) { return (whole + most - 1) / most; }
-
 // to[pair, row] = x[row, pair] for `count` rows of a group, zeros for the others.
 void pack_group(const float* x, int64_t count, int64_t inputs, uint32_t* to) {
   for (int64_t k = 0; k < inputs; k += kStep, to += kStepPairs) {

@@ -68,9 +68,6 @@ int64_t inputs_at_once(int64_t rows, int64_t inputs) {
   return rows <= kTileRows && inputs > kInputsAtOnce ? inputs : kInputsAtOnce;
 }
 
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t parts_of(int64_t whole, int64_t most) { return (whole + most - 1) / most; }
-
 // 64 numbers as bfloat16. Those of int8 weights are in the order in which bytes are unpacked; x is stored in it, too.
 struct Numbers {
   __m512i first, second;

@@ -48,7 +48,7 @@ constexpr int64_t kBlockRows = 8 * kTileRows;
 constexpr int64_t kRowBytes = 4 << 20;
 constexpr int64_t kMostRowsAtOnce = 1024;
 
-// Steps from the least to the largest number of a row, one of which is 0. Rounding both ends may take one more.
+// The range of a row has so many steps. 0 lies on one; rounding the range's ends may take one more.
 constexpr float kSteps = 253;
 // A row whose root mean square has fewer steps has second digits, in so many parts of a step. One digit has an error of
 // 1 / (24 sqrt(12)) = 1.2 % then; normally distributed numbers have 40 steps and 0.7 %, as int8 weights have.
@@ -56,9 +56,6 @@ constexpr int64_t kFewSteps = 24;
 constexpr float kDigit = 254;
 // A smaller range of a row is taken for this one, because the number of steps divided by it would not be finite.
 constexpr float kLeastRange = 1e-35f;
-
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t parts_of(int64_t whole, int64_t most) { return (whole + most - 1) / most; }
 
 PREJIT_INLINE Ints nearest(Floats v) {
 #if defined(__AVX512F__)
@@ -69,15 +66,8 @@ PREJIT_INLINE Ints nearest(Floats v) {
   return reinterpret_cast<Ints>(_mm_cvtps_epi32(v));
 #endif
 }
-PREJIT_INLINE Floats to_floats(Ints v) {
-#if defined(__AVX512F__)
-  return _mm512_cvtepi32_ps(reinterpret_cast<__m512i>(v));
-#elif defined(__AVX2__)
-  return _mm256_cvtepi32_ps(reinterpret_cast<__m256i>(v));
-#else
-  return _mm_cvtepi32_ps(reinterpret_cast<__m128i>(v));
-#endif
-}
+PREJIT_INLINE Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
+
 // Multiplies pairs of 16 bits and adds the two products of a lane.
 PREJIT_INLINE Ints dots_of_pairs(Ints a, Ints b) {
 #if defined(__AVX512F__)

@@ -14,8 +14,6 @@ constexpr int kVectors = kRegisters == 32 ? 4 : 2;
 constexpr int64_t kTasksOfThread = 4;
 constexpr int64_t kLeastOutputs = 256;
 
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 // Positions of one adapter, by their places in the order of the rows' slots.
 struct Tile {
   int64_t first;

@@ -30,6 +30,11 @@ class Body {
 // writes are visible here. Blocks are claimed in order. May be called from many threads at once and inside a body.
 void parallel_for(int64_t blocks, const Body& body);
 
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Returns the parts of a whole that have at most so much each.
+inline int64_t parts_of(int64_t whole, int64_t most) { return (whole + most - 1) / most; }
+
 // Returns how many threads run blocks: one for each CPU of the process, at least 1, and at most the limit that the
 // process set (prejit.runtime.base.process_facts).
 int threads();
