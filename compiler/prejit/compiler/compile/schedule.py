@@ -31,7 +31,7 @@ _CALIBRATION_JOBS = 3
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a job is expected to need."""
+    """The time, memory and cores that a job is expected to take."""
 
     seconds: float
     bytes: int = 0

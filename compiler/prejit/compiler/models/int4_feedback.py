@@ -50,7 +50,7 @@ def squares(x: Values) -> Values:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the inputs of a matrix are on a text. Damped products of inputs with inputs are U D U^T.
+    """How the inputs of a matrix go together on a text: U D U^T is the damped products of inputs with inputs.
 
     Attributes:
         passed: U without the ones on its diagonal, float32 [in, in], zeros below it: the part of the error

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 
 _STEPS = 253
-"""Steps from the least to the largest number of a row, one of which is 0."""
+"""Steps of the range of a row, from its least to its largest number or 0."""
 _FEW_STEPS = 24
 """A row whose root mean square has fewer steps has second digits."""
 _DIGIT = 254
 """A second digit is one part in so many of a step."""
 _LEAST_RANGE = 1e-35
-"""What the kernel takes for a smaller range."""
+"""A smaller range counts as this one."""
 
 
 def rounded(x: jax.Array) -> jax.Array:

@@ -31,7 +31,7 @@ _COMMAND = (sys.executable, "-P", "-m", "prejit.compiler.pipeline.lower.lowerer_
 
 @dataclass(frozen=True)
 class Project:
-    """What a process plans as its build does.
+    """What a process needs to plan as its build does.
 
     Attributes:
         manifest: path of the manifest.

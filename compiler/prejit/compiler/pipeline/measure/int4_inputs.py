@@ -35,6 +35,7 @@ from prejit.compiler.pipeline.measure import streamed
 from prejit.compiler.pipeline.measure.model_comparison import MAX_TEXT_TOKENS, encode_text
 from prejit.compiler.pipeline.measure.streamed import Weight
 from prejit.compiler.pipeline.model import ModelSource
+from prejit.compiler.pipeline.pack.model_layers import RoundedByText
 from prejit.runtime.base.wording import few
 
 Values = np.ndarray[Any, Any]
@@ -49,22 +50,9 @@ _LEAST_ROWS = 8
 """Minimum tokens that reach an expert whose matrices they decide."""
 
 
-@dataclass(frozen=True)
-class RoundedMatrices:
-    """Matrices that a text decided.
-
-    Attributes:
-        words: words and scales by name.
-        line: what the text decided, for people; empty: there was nothing to decide.
-    """
-
-    words: dict[str, tuple[Values, Values]]
-    line: str
-
-
 def round_by(
     model: ModelSource, checkpoint: Checkpoint, context: int | None, text: Path | None
-) -> RoundedMatrices:
+) -> RoundedByText:
     """Round the matrices of a decoder that are stored in int4 and were not published in few bits.
 
     `context` is the longest of the bundle's programs. Matrices that the text does not reach are left out.
@@ -75,17 +63,17 @@ def round_by(
     """
     wanted = quantizing.int4_matrices(model.module, checkpoint.rows)
     if not wanted:
-        return RoundedMatrices({}, "")
+        return RoundedByText({}, "")
     alone = f"int4: rounded {_matrices(len(wanted))} by their weights alone"
     if text is None:
-        return RoundedMatrices({}, f"{alone}; with a text in model.evaluation they lose less")
+        return RoundedByText({}, f"{alone}; with a text in model.evaluation they lose less")
     longest = min(_WINDOW, model.shape.max_positions, context or _WINDOW)
     tokens, begin = encode_text(text, model.files.transformer / "tokenizer.json")
     sizes = sum(math.prod(checkpoint.rows(name).shape) for name in checkpoint.names)
     most = max(LEAST_TOKENS, min(MOST_TOKENS, _MOST_PRODUCTS // max(1, sizes)))
     windows = _windows(tokens[:-MAX_TEXT_TOKENS][:most], begin, longest)
     if windows.size < LEAST_TOKENS:
-        return RoundedMatrices(
+        return RoundedByText(
             {},
             f"{alone}: {text.name} has {len(tokens):,} tokens, and the last {MAX_TEXT_TOKENS:,} measure; "
             f"{MAX_TEXT_TOKENS + MOST_TOKENS:,} are enough",
@@ -113,7 +101,7 @@ def round_by(
     )
     if missing:
         line += f", {len(missing):,} by their weights alone: {few(missing)}"
-    return RoundedMatrices(rounder.found, line)
+    return RoundedByText(rounder.found, line)
 
 
 def _matrices(count: int) -> str:

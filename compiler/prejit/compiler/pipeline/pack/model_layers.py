@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -245,18 +245,17 @@ class WeightsLayer(PackedLayer):
     int4: str = ""
 
 
-class RoundedByText(Protocol):
-    """Matrices in int4 that a text decided."""
+@dataclass(frozen=True)
+class RoundedByText:
+    """Matrices that a text rounded to int4.
 
-    @property
-    def words(self) -> Mapping[str, tuple[Values, Values]]:
-        """Words and scales by name."""
-        ...
+    Attributes:
+        words: words and scales by name.
+        line: what the text decided, for people; empty: there was nothing to decide.
+    """
 
-    @property
-    def line(self) -> str:
-        """What the text decided, for people."""
-        ...
+    words: Mapping[str, tuple[Values, Values]]
+    line: str
 
 
 def pack_weights(
