@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack, final
+from typing import TYPE_CHECKING, Any, Unpack, final
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.threads_and_forks import OneProcess, once
@@ -20,7 +20,7 @@ from prejit.runtime.generation.finished_text import Result
 from prejit.runtime.generation.options import Options, Prompt
 from prejit.runtime.generation.rows import admit
 from prejit.server.engine.engine_metrics import EngineMetrics
-from prejit.server.engine.fair_queue import NO_LIMITS, Limits
+from prejit.server.engine.fair_queue import NO_LIMITS, Limits, Place
 from prejit.server.engine.finalizers import when_dropped
 from prejit.server.engine.generation_loop import Loop
 from prejit.server.engine.memory import (
@@ -45,24 +45,6 @@ logging.getLogger("prejit.server").addHandler(logging.NullHandler())
 _LONGEST_TURN_SECONDS = 1.0  # how long the requests that an engine follows may go first
 CPU_PREFILL_TOKENS, ACCELERATOR_PREFILL_TOKENS = 64, 512
 """How many positions of prompts a step computes beside decoding, on a CPU and on an accelerator."""
-
-
-class Place(TypedDict, total=False):
-    """How a request is served beside others.
-
-    Attributes:
-        priority: smaller is served first; 0 if it is not given.
-        client: requests of different clients get fair shares of tokens.
-        timeout: seconds until the request must be finished; None: any.
-        cache_salt: only prompts of the same salt share what they have computed.
-        limits: how much the client may have of the engine. The last request of a client sets them.
-    """
-
-    priority: int
-    client: str
-    timeout: float | None
-    cache_salt: str
-    limits: Limits
 
 
 class RequestOptions(Options, Place, total=False):

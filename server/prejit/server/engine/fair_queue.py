@@ -6,7 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar, final
+from typing import Generic, TypedDict, TypeVar, final
 
 from prejit.runtime.base import arguments
 
@@ -44,6 +44,24 @@ class Limits:
 
 
 NO_LIMITS = Limits()
+
+
+class Place(TypedDict, total=False):
+    """How a request is served beside others.
+
+    Attributes:
+        priority: smaller is served first; 0 if it is not given.
+        client: requests of different clients get fair shares of tokens.
+        timeout: seconds until the request must be finished; None: any.
+        cache_salt: only prompts of the same salt share what they have computed.
+        limits: how much the client may have of the engine. The last request of a client sets them.
+    """
+
+    priority: int
+    client: str
+    timeout: float | None
+    cache_salt: str
+    limits: Limits
 
 
 @dataclass(slots=True)
