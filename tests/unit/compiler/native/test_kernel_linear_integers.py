@@ -119,3 +119,17 @@ def test_neither_nan_nor_infinity_is_hidden_and_small_rows_are_finite(kernels, r
         np.testing.assert_allclose(found, right * small, atol=1e-34, rtol=0)
     large = run(kernels, x * np.float32(1e34), [weight], [scale])
     np.testing.assert_allclose(large, right * np.float64(1e34), rtol=1e-5, atol=1e29)
+    one = np.eye(len(weight), x.shape[1], dtype=np.int8)
+    x[:, :2] = 1, -1
+    x *= np.float32(3e38)  # the range of a row is beyond float32
+    found = run(kernels, x, [one], [scale])[:, : x.shape[1]] / scale[: x.shape[1]]
+    np.testing.assert_allclose(found, x, rtol=0, atol=3e38 / 252)
+    np.testing.assert_allclose(integer_rows.rounded(x), found, rtol=1e-6, atol=0)
+
+
+def test_sums_beyond_32_bits_are_right(kernels):
+    """65,536 products always fit; x of more is rounded otherwise, and these numbers are exact."""
+    for inputs in (1 << 16, 70000):
+        weight, scale = np.full((3, inputs), -128, np.int8), np.ones(3, np.float32)
+        found = run(kernels, np.ones((2, inputs), np.float32), [weight], [scale])
+        np.testing.assert_allclose(found, -128 * inputs, rtol=1e-6)

@@ -18,9 +18,9 @@ _LEAST_RANGE = 1e-35
 def rounded(x: jax.Array) -> jax.Array:
     """Return x [..., D] with each row rounded to integers times a scale of the row."""
     largest, least = x.max(-1, keepdims=True, initial=0), x.min(-1, keepdims=True, initial=0)
-    span = jnp.maximum(largest - least, _LEAST_RANGE)
-    steps = x * (_STEPS / span)
+    half = jnp.maximum(largest / 2 - least / 2, _LEAST_RANGE / 2)  # the whole may not be finite
+    steps = x * (_STEPS / 2 / half)
     whole = jnp.round(steps)
     rest = jnp.round((steps - whole) * _DIGIT) / _DIGIT
     has_enough = jnp.square(whole).mean(-1, keepdims=True) >= _FEW_STEPS**2
-    return jnp.where(has_enough, whole, whole + rest) * (span / _STEPS)
+    return jnp.where(has_enough, whole, whole + rest) * (half / (_STEPS / 2))

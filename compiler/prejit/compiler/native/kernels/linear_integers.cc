@@ -56,6 +56,8 @@ constexpr int64_t kFewSteps = 24;
 constexpr float kDigit = 254;
 // A smaller range of a row is taken for this one, because the number of steps divided by it would not be finite.
 constexpr float kLeastRange = 1e-35f;
+// Sums of more products might not fit 32 bits.
+constexpr int64_t kMostInputs = 1 << 16;
 
 PREJIT_INLINE Ints nearest(Floats v) {
 #if defined(__AVX512F__)
@@ -133,10 +135,10 @@ bool round_row(const float* x, int64_t inputs, bool are_bytes, char* to, Digits&
     is_finite = is_finite && size[i] < 0x7F800000;
     least_x = low[i] < least_x ? low[i] : least_x, largest_x = high[i] > largest_x ? high[i] : largest_x;
   }
-  float range = largest_x - least_x;
-  bool is_small = range < kLeastRange;
-  if (is_small) range = kLeastRange;
-  inverse = kSteps / range;
+  float half = largest_x / 2 - least_x / 2;  // The whole range may not be finite.
+  bool is_small = half < kLeastRange / 2;
+  if (is_small) half = kLeastRange / 2;
+  inverse = kSteps / 2 / half;
   int32_t zero = is_finite ? 127 + nearest(splat(least_x * inverse))[0] : 0;
   Ints sum = {}, squares = {};
   for (int64_t k = 0; k < inputs; k += kLanes) {
@@ -144,7 +146,7 @@ bool round_row(const float* x, int64_t inputs, bool are_bytes, char* to, Digits&
     sum = sum + q, squares = squares + steps * steps;
     store_digits(q, k, are_bytes, to);
   }
-  digits = {is_finite ? range / kSteps : __builtin_nanf(""), are_bytes ? static_cast<int32_t>(-128 * total(sum)) : 0, zero};
+  digits = {is_finite ? half / (kSteps / 2) : __builtin_nanf(""), are_bytes ? static_cast<int32_t>(-128 * total(sum)) : 0, zero};
   return is_finite && !is_small && total(squares) < kFewSteps * kFewSteps * inputs;
 }
 
@@ -371,8 +373,8 @@ bool multiply_all(const Linear& p, const PackedRows& x) {
 }  // namespace
 
 bool linear_by_integers(const Linear& p) {
-  if (p.weights.dtype != Dtype::kInt8 || p.rows == 0 || p.outputs == 0 || multiplier() == Multiplier::kAmx)
-    return linear(p);
+  bool has_rows = p.weights.dtype == Dtype::kInt8 && p.rows != 0 && p.outputs != 0;
+  if (!has_rows || p.inputs > kMostInputs || multiplier() == Multiplier::kAmx) return linear(p);
   bool are_bytes = vnni();
   int64_t stride = parts_of(p.inputs, kAtOnce) * kAtOnce * (are_bytes ? 1 : 2) + kApart;
   int64_t at_once = least(p.rows, least(parts_of(kRowBytes, stride), kMostRowsAtOnce));

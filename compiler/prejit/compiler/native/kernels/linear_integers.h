@@ -6,8 +6,8 @@
 namespace prejit {
 
 // Does what linear() does for int8 weights, with x rounded to int8 row by row instead of to bfloat16. The result of a row
-// depends on that row alone, and but for the last rounding is the same on every CPU. With AMX it is linear(). Returns false
-// if memory is exhausted.
+// depends on that row alone, and but for the last rounding is the same on every CPU. With AMX, and for more than 65,536 inputs,
+// it is linear(). Returns false if memory is exhausted.
 bool linear_by_integers(const Linear& p);
 
 }  // namespace prejit
