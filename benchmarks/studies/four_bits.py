@@ -1,4 +1,4 @@
-"""Accuracy of int8, of int4 and of the rounding of llama.cpp's Q4_0, in the matrices that int4 has.
+"""Accuracy of int8, also with x rounded as encoders do, of int4 and of Q4_0's rounding in int4's matrices.
 
     python -m benchmarks.studies.four_bits MODEL TEXT
 
@@ -17,6 +17,7 @@ from flax import nnx
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, int4_rounding, model_registry, quantizing
+from prejit.compiler.models.layers import product_forms
 from prejit.compiler.models.parameters import flat_parameters, parametrized
 from prejit.compiler.models.quantizing import Rows
 from prejit.compiler.pipeline.measure import model_comparison
@@ -50,9 +51,10 @@ def main(directory: Path, text: Path) -> None:
     tokens, unread = tokens[-TOKENS:], max(0, len(begin) - 1)
     windows = [np.r_[begin, tokens[at : at + WINDOW]] for at in range(0, len(tokens), WINDOW)]
 
-    def logits(weights: dict[str, Rows]) -> Values:
-        compared = model_comparison.ComparedModel(exact, weights)
-        found = model_comparison._logits(compared, windows)()
+    def logits(weights: dict[str, Rows], *, rounds_rows: bool = False) -> Values:
+        compared = model_comparison.ComparedModel(exact, weights, rounds_rows=rounds_rows)
+        with product_forms.rounding_rows():
+            found = model_comparison._logits(compared, windows)()
         return np.concatenate([each[unread:-1] for each in found]).astype(np.float64)
 
     def stored(dtype: str) -> dict[str, Rows]:
@@ -69,11 +71,12 @@ def main(directory: Path, text: Path) -> None:
     searched = int4_rounding.rounded
     for name, dtype, rounding in (
         ("int8", "int8", searched),
+        ("int8, x too", "int8", searched),
         ("int4", "int4", searched),
         ("Q4_0", "int4", q4_0),
     ):
         int4_rounding.rounded = rounding
-        found = log_softmax(logits(stored(dtype)))
+        found = log_softmax(logits(stored(dtype), rounds_rows=name.endswith("x too")))
         divergence = (np.exp(right) * (right - found)).sum(-1).mean()
         perplexity = np.exp(-found[places, follows].mean())
         print(f"{name}     perplexity {perplexity:.4f}  KL {divergence:.5f}", flush=True)
