@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 _STEPS = 253
 """Steps of the range of a row, from its least to its largest number or 0."""
-_FEW_STEPS = 24
-"""A row whose root mean square has fewer steps has second digits."""
+_FEW_STEPS = 16
+"""A row whose numbers have a mean size of fewer steps has second digits."""
 _DIGIT = 254
 """A second digit is one part in so many of a step."""
 _LEAST_RANGE = 1e-35
@@ -22,5 +22,5 @@ def rounded(x: jax.Array) -> jax.Array:
     steps = x * (_STEPS / 2 / half)
     whole = jnp.round(steps)
     rest = jnp.round((steps - whole) * _DIGIT) / _DIGIT
-    has_enough = jnp.square(whole).mean(-1, keepdims=True) >= _FEW_STEPS**2
+    has_enough = jnp.abs(whole).mean(-1, keepdims=True) >= _FEW_STEPS
     return jnp.where(has_enough, whole, whole + rest) * (half / (_STEPS / 2))
