@@ -70,8 +70,18 @@ LLAMA_TINY = Llama(4, 128, 4, 2, 384, 4096, 1024)
 PROMPT_TOKENS, NEW_TOKENS, CONTEXT = 32, 64, 128
 """Tokens of the main rows. CONTEXT is the length of the KV cache of both JAX and prejit."""
 PREFILL_TOKENS, PREFILL_RUNS = 512, 7
+SHORT_PROMPT_TOKENS, SHORT_NEW_TOKENS = 4, 15
+"""Tokens of a short request, those of a published guide to KV caches in JAX."""
+WARM_REQUESTS, WARM_SECONDS = 2, 3.0
+"""A warm process repeats a short request at least so often and at least so long."""
 ENCODER_SHAPES = ((1, 16), (1, 128), (8, 128), (64, 128))
 """Shapes (sentences, tokens) of the encoder's rows."""
+ALL_ENCODER_SHAPES = (
+    *((1, length) for length in (16, 32, 64, 128, 256, 512)),
+    *((batch, length) for batch in (2, 4, 8, 16, 32) for length in (32, 64, 128)),
+    (64, 128),
+)
+"""The 22 shapes of manifests/encoder.toml."""
 BYTES: dict[str, float] = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 4.5 / 8}
 """Bytes of one stored weight by dtype; those of int4 with the scale of each 32."""
 HEAD_BYTES = {**BYTES, "int4": 1}
@@ -169,6 +179,37 @@ def stream(tokens: Iterable[int], batch: int = 1) -> dict[str, object]:
         "second_token_seconds": times[1] - times[0],
         "modules": len(modules),
         "modules_of_prejit": sum(name.startswith("prejit.") for name in modules),
+    }
+
+
+def requests(request: Callable[[], Iterable[int]]) -> dict[str, object]:
+    """Time the first short request of a process, then the same one again and again.
+
+    Args:
+        request: function that yields the tokens of one answer.
+
+    Returns:
+        Facts for `say_last`. `request_seconds` is the time of the first request, and
+        `rest_seconds` what follows its first token.
+    """
+    started = time.perf_counter()
+    found: list[int] = []
+    for token in request():
+        if not found:
+            say_first()
+            begun = time.perf_counter()
+        found.append(token)
+    ended = time.perf_counter()
+    times: list[float] = []
+    while len(times) < WARM_REQUESTS or sum(times) < WARM_SECONDS:
+        again = time.perf_counter()
+        assert list(request()) == found
+        times.append(time.perf_counter() - again)
+    return {
+        "tokens": found,
+        "request_seconds": ended - started,
+        "rest_seconds": ended - begun,
+        "warm_tokens_per_second": len(found) / statistics.median(times),
     }
 
 

@@ -6,7 +6,7 @@ If that fails, the reason stands in the row's place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,14 +83,7 @@ class Entrant:
 def prejit(bench: Bench, work: Work, dtype: str) -> tuple[Command, Mapping[str, str]]:
     """Return prejit's process, on a bundle with the programs that the work needs."""
     if work.job == "encode":
-        bench.model("minilm")
-        shapes = [list(shape) for shape in workload.ENCODER_SHAPES]
-        name = f"encoder-4-{dtype}"
-        path = bench.built_manifest(
-            name,
-            f'[bundle]\nname = "{name}"\n\n[model]\nsource = "minilm"\ndtype = "{dtype}"\n\n'
-            f'[encode]\nshapes = {shapes}\n\n[[target]]\nname = "cpu-host"\n',
-        )
+        path = encoder_bundle(bench, dtype, workload.ENCODER_SHAPES)
         return ("peers/encode_child.py", "bundle", path), bench.prejit
     sizes = workload.FEW
     name = f"{work.model}-{dtype}"
@@ -104,6 +97,17 @@ def prejit(bench: Bench, work: Work, dtype: str) -> tuple[Command, Mapping[str, 
         sizes, name = {**sizes, "batch": (work.batch,)}, f"{name}-batch-{work.batch}"
     path = bench.built(name, work.model, dtype, sizes)
     return ("peers/prejit_child.py", work.job, path, *work.options), bench.prejit
+
+
+def encoder_bundle(bench: Bench, dtype: str, shapes: Sequence[tuple[int, int]]) -> str:
+    """Return the bundle of the encoder with these shapes, pairs of sentences and tokens."""
+    bench.model("minilm")
+    name = f"encoder-{len(shapes)}-{dtype}"
+    return bench.built_manifest(
+        name,
+        f'[bundle]\nname = "{name}"\n\n[model]\nsource = "minilm"\ndtype = "{dtype}"\n\n'
+        f'[encode]\nshapes = {[list(shape) for shape in shapes]}\n\n[[target]]\nname = "cpu-host"\n',
+    )
 
 
 def jax(bench: Bench, work: Work, warm: bool, *options: str) -> tuple[Command, Mapping[str, str]]:

@@ -6,6 +6,7 @@ both.
 
     peers/jax_baseline.py generate WEIGHTS [BATCH] [--bfloat16]   32 tokens in, 64 out
     peers/jax_baseline.py prefill  WEIGHTS [--bfloat16]   512 tokens in, again and again
+    peers/jax_baseline.py requests WEIGHTS [--op-by-op] [--no-cache]   4 tokens in, 15 out, again and again
 
 The environment decides whether the compilation cache is cold or warm (JAX_COMPILATION_CACHE_DIR).
 """
@@ -13,7 +14,7 @@ The environment decides whether the compilation cache is cold or warm (JAX_COMPI
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import jax
@@ -142,6 +143,27 @@ def generate(weights: Weights, prompts: list[list[int]], count: int) -> Iterator
         yield int(token[0])
 
 
+def generate_op_by_op(weights: Weights, prompt: list[int], count: int) -> Iterator[int]:
+    """Yield greedy tokens with the same cache, and no function of ours jitted."""
+    cache = empty_cache(1, workload.CONTEXT)
+    given, start = jnp.array([prompt], jnp.int32), 0
+    for _ in range(count):
+        token, cache = forward(weights, given, start, given.shape[1] - 1, cache)
+        start, given = start + given.shape[1], token[:, None]
+        yield int(token[0])
+
+
+def generate_without_cache(weights: Weights, prompt: list[int], count: int) -> Iterator[int]:
+    """Yield greedy tokens op by op, all positions again for each; padded, so that no shape changes."""
+    length = len(prompt) + count - 1
+    tokens = np.zeros((1, length), np.int32)
+    for last in range(len(prompt) - 1, length):
+        tokens[0, : len(prompt)] = prompt
+        token = int(forward(weights, tokens, 0, last, empty_cache(1, length))[0][0])
+        prompt = [*prompt, token]
+        yield token
+
+
 def first_token(weights: Weights, prompt: list[int]) -> int:
     """Return the token that follows a prompt."""
     cache = empty_cache(1, 2 * workload.PREFILL_TOKENS)
@@ -158,6 +180,14 @@ def main(job: str, path: str, *options: str) -> None:
         prompts = workload.prompts(workload.PROMPT_TOKENS, batch)
         facts = workload.stream(generate(weights, prompts, workload.NEW_TOKENS), batch)
         workload.say_last(**facts)
+    elif job == "requests":
+        prompt, count = workload.prompt_ids(workload.SHORT_PROMPT_TOKENS), workload.SHORT_NEW_TOKENS
+        ways: dict[tuple[str, ...], Callable[[], Iterator[int]]] = {
+            (): partial(generate, weights, [prompt], count),
+            ("--op-by-op",): partial(generate_op_by_op, weights, prompt, count),
+            ("--op-by-op", "--no-cache"): partial(generate_without_cache, weights, prompt, count),
+        }
+        workload.say_last(**workload.requests(ways[options]))
     else:
         workload.say_last(**workload.prefill(partial(first_token, weights)))
 

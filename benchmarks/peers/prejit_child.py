@@ -2,6 +2,7 @@
 
     peers/prejit_child.py generate BUNDLE [BATCH [VOCABULARY]]     32 tokens in, 64 out
     peers/prejit_child.py prefill  BUNDLE [TOKENS [VOCABULARY]]    512 tokens in, again and again
+    peers/prejit_child.py requests BUNDLE                          4 tokens in, 15 out, again and again
 
 A bundle that does not match this machine is an error: nothing may be compiled. Only what is public is used,
 so that before_after.py can run it on any state of the runtime.
@@ -46,6 +47,9 @@ if __name__ == "__main__":
             size or workload.PREFILL_TOKENS,
             vocabulary,
         )
+    elif job == "requests":
+        short = workload.prompt_ids(workload.SHORT_PROMPT_TOKENS)
+        facts = workload.requests(lambda: tokens(bundle, short, workload.SHORT_NEW_TOKENS))
     else:
         rows = [
             [token % vocabulary for token in prompt]
