@@ -1,12 +1,13 @@
 """Clients that send requests one after another, to a server or to an engine in this process.
 
-    peers/serving_child.py http     PORT:PID  VOCABULARY TOKENS CLIENTS...    a server of /v1/completions
-    peers/serving_child.py engine   BUNDLE    VOCABULARY TOKENS CLIENTS...    prejit's engine, in process
-    peers/serving_child.py openvino DIRECTORY VOCABULARY TOKENS CLIENTS...    OpenVINO GenAI
+    peers/serving_child.py http     PORT:PID  PROMPTS VOCABULARY TOKENS CLIENTS...    of /v1/completions
+    peers/serving_child.py engine   BUNDLE    PROMPTS VOCABULARY TOKENS CLIENTS...    prejit's engine
+    peers/serving_child.py openvino DIRECTORY PROMPTS VOCABULARY TOKENS CLIENTS...    OpenVINO GenAI
 
-For each number of clients it prints a line of JSON: tokens a second, times to first tokens, times between
-tokens, and the process's memory. Clients are threads. In process, one more thread drives the model, and
-tokens come to the clients by queues. The standard library only, beside the engine that is measured.
+PROMPTS is the length of prompts, or the least and the greatest, as 32-900: the logarithms of lengths are
+evenly spread. For each number of clients it prints a line of JSON: tokens a second, times to first tokens,
+times between tokens, and the process's memory. Clients are threads. In process, one more thread drives the
+model, and tokens come to the clients by queues. The standard library only, beside the measured engine.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -44,20 +46,42 @@ class Ask(Protocol):
         """Wait for a whole answer; return a function that gives its tokens, to call when nothing is timed."""
 
 
-def prompt_of(number: int, vocabulary: int) -> list[int]:
-    """Return a prompt that shares no beginning with another number's. The last tokens are special."""
-    values = random.Random(number)
-    return [values.randrange(FIRST_WORD, vocabulary - 8) for _ in range(workload.PROMPT_TOKENS)]
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts of random tokens.
+
+    Attributes:
+        least: fewest tokens of a prompt.
+        greatest: most tokens of a prompt.
+        vocabulary: number of tokens of the model.
+    """
+
+    least: int
+    greatest: int
+    vocabulary: int
+
+    @classmethod
+    def read(cls, lengths: str, vocabulary: int) -> Prompts:
+        """Return the prompts of the module's docstring."""
+        least, _, greatest = lengths.partition("-")
+        return cls(int(least), int(greatest or least), vocabulary)
+
+    def of(self, number: int) -> list[int]:
+        """Return a prompt that shares no beginning with another number's. The last tokens are special."""
+        values = random.Random(number)
+        share = values.random() if self.greatest > self.least else 0
+        length = round(self.least * (self.greatest / self.least) ** share)
+        return [values.randrange(FIRST_WORD, self.vocabulary - 8) for _ in range(length)]
 
 
 def ask_all(
-    clients: int, vocabulary: int, tokens: int, connect: Callable[[], Ask]
+    clients: int, prompts: Prompts, tokens: int, connect: Callable[[], Ask]
 ) -> dict[str, Any]:
     """Return what clients find that ask at the same time.
 
     Args:
         clients: how many there are.
-        vocabulary: number of tokens of the model.
+        prompts: what they ask.
         tokens: new tokens of each request.
         connect: makes a client.
     """
@@ -65,11 +89,11 @@ def ask_all(
 
     def one(client: int) -> list[tuple[float, float, Callable[[], Tokens]]]:
         ask = connect()
-        ask(prompt_of(client, vocabulary), tokens)
+        ask(prompts.of(client), tokens)
         begin.wait()
         asked = []
         for number in range(1, REQUESTS + 1):
-            prompt = prompt_of(1000 * clients + 100 * number + client, vocabulary)
+            prompt = prompts.of(1000 * clients + 100 * number + client)
             started = time.perf_counter()
             answer = ask(prompt, tokens)
             asked.append((started, time.perf_counter(), answer))
@@ -264,15 +288,16 @@ def cpu_seconds(process: str) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def main(way: str, target: str, *sizes: str) -> None:
+def main(way: str, target: str, lengths: str, *sizes: str) -> None:
     """Ask with each number of clients, and print what they found."""
     vocabulary, tokens, *counts = map(int, sizes)
+    prompts = Prompts.read(lengths, vocabulary)
     make = {"http": http_client, "engine": engine_client, "openvino": openvino_client}[way]
     connect, close = make(target, max(counts))
     process = target.rpartition(":")[2] if way == "http" else "self"
     for clients in counts:
         before = cpu_seconds(process)
-        found = ask_all(clients, vocabulary, tokens, connect)
+        found = ask_all(clients, prompts, tokens, connect)
         spent = cpu_seconds(process) - before
         asked = clients * (REQUESTS + 1) * tokens
         facts = {"cpu_ms_per_token": 1e3 * spent / asked, "memory": memory_bytes(process)}

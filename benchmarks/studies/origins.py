@@ -1,6 +1,6 @@
 """Measure again what the project began with: a KV cache beside op by op, 22 encoder shapes, sizes of caches.
 
-    python -m benchmarks.studies.origins [--runs 3]     10 minutes on two quiet cores, 3 more for the bundles
+    python -m benchmarks.studies.origins [--runs 3]     6 minutes on two quiet cores, and 4 for the bundles
 
 GPT-2 of 124 million parameters answers 4 tokens with 15, as in a published guide to KV caches in JAX. An
 encoder of MiniLM's sizes runs the 22 shapes of manifests/encoder.toml. All in float32, in fresh processes

@@ -1,9 +1,10 @@
 """Measure `prejit serve` beside llama.cpp's server and the engine, which is beside OpenVINO's batching.
 
     python -m benchmarks.studies.serving_peers [--rounds 2] [--models gpt2-float32,gpt2-int8,llama-1b-int8]
-        [--systems PART,PART] [--clients 1,4,8,16] [--tokens N]
+        [--systems PART,PART] [--clients 1,4,8,16] [--tokens N] [--prompts 32-900]
 
     --systems prejit      what HTTP costs: the server beside the engine
+    --prompts 32-900      bursts of prompts of many lengths, in a context of 1,024; other pages
 
 Writes benchmarks/results/. All have the same weights, and get the same requests: prompts of
 32 tokens, greedy, a fixed number of new tokens, no reuse of prompts. N clients send requests one after
@@ -51,7 +52,9 @@ from benchmarks.harness.workspace import Bench, bench_directory
 from benchmarks.peers.entrants import TASKS, Work, exported, gguf_file
 from benchmarks.peers.serving_child import quantile
 
-CONTEXT = 128
+CONTEXT, LONG_CONTEXT = 128, 1024
+LONG_PROMPTS = (64, 256)
+"""Prompt buckets of bundles for prompts of many lengths."""
 START_SECONDS = 120
 CHILD = str(BENCHMARKS / "peers/serving_child.py")
 
@@ -112,6 +115,7 @@ class Prepared:
         model: the model.
         counts: numbers of clients, ascending.
         tokens: new tokens of each request.
+        prompts: lengths of the prompts, as 32 or 32-900.
         bundle: prejit's bundle; empty: not needed.
         gguf: llama.cpp's file.
         openvino: OpenVINO's directory.
@@ -122,11 +126,17 @@ class Prepared:
     model: Model
     counts: tuple[int, ...]
     tokens: int
+    prompts: str
     bundle: str
     gguf: str
     openvino: str
     llama_server: str
     openvino_python: str
+
+    @property
+    def context(self) -> int:
+        """Tokens of a request, its new ones included."""
+        return LONG_CONTEXT if "-" in self.prompts else CONTEXT
 
 
 Cells = list[dict[str, Any]]
@@ -134,16 +144,24 @@ Cells = list[dict[str, Any]]
 
 
 def prepare(
-    bench: Bench, name: str, systems: Sequence[str], counts: tuple[int, ...], tokens: int
+    bench: Bench,
+    name: str,
+    systems: Sequence[str],
+    counts: tuple[int, ...],
+    tokens: int,
+    prompts: str,
 ) -> Prepared:
     """Make the environments, files and bundles that are missing."""
     model = MODELS[name]
     bundle = gguf = openvino = llama_server = openvino_python = ""
     if PREJIT_SERVER in systems or PREJIT_ENGINE in systems:
         sizes = {"batch": counts, "prompt": (workload.PROMPT_TOKENS,), "context": (CONTEXT,)}
+        title = f"serving-peers-{name}"
+        if "-" in prompts:
+            sizes = {"batch": (1, *counts), "prompt": LONG_PROMPTS, "context": (LONG_CONTEXT,)}
+            title = f"serving-bursts-{name}"
         source = str(with_tokenizer(bench, model.source))
-        manifest = decoder_manifest(f"serving-peers-{name}", source, model.dtype, sizes)
-        bundle = bench.built_manifest(f"serving-peers-{name}", manifest)
+        bundle = bench.built_manifest(title, decoder_manifest(title, source, model.dtype, sizes))
     if LLAMA_SERVER in systems:
         python = peer_environments.interpreter(bench.directory, "llama-server")
         gguf = gguf_file(bench, model.source, model.gguf, python)
@@ -156,6 +174,7 @@ def prepare(
         model=model,
         counts=counts,
         tokens=tokens or model.tokens,
+        prompts=prompts,
         bundle=bundle,
         gguf=gguf,
         openvino=openvino,
@@ -219,7 +238,7 @@ def answers(port: int, path: str) -> bool:
 def child(python: str, way: str, target: str, prepared: Prepared) -> Cells:
     """Return what the clients of a child process found."""
     sizes = (prepared.model.vocabulary, prepared.tokens, *prepared.counts)
-    command = (python, CHILD, way, target, *map(str, sizes))
+    command = (python, CHILD, way, target, prepared.prompts, *map(str, sizes))
     said = subprocess.run(command, capture_output=True, text=True, env=environment({}), check=False)
     if said.returncode:
         raise SystemExit(f"{' '.join(command)}: {said.stderr[-2000:]}")
@@ -248,7 +267,14 @@ def prejit_serve(prepared: Prepared) -> Cells:
 def llama_options(prepared: Prepared) -> list[str]:
     """Return the options of llama.cpp's server: as many slots as clients, a float32 cache, nothing kept."""
     slots, threads = max(prepared.counts), str(workload.threads())
-    given = ["--model", prepared.gguf, "--parallel", str(slots), "--ctx-size", str(slots * 256)]
+    given = [
+        "--model",
+        prepared.gguf,
+        "--parallel",
+        str(slots),
+        "--ctx-size",
+        str(slots * max(256, prepared.context)),
+    ]
     given += ["--threads", threads, "--threads-batch", threads]
     given += ["--cache-type-k", "f32", "--cache-type-v", "f32", "--cache-ram", "0"]
     given += ["--no-ui"]
@@ -283,6 +309,7 @@ def main() -> None:
     parser.add_argument("--systems", default="", help="parts of the names of those that run")
     parser.add_argument("--clients", default="1,4,8,16")
     parser.add_argument("--tokens", type=int, default=0, help="new tokens of each request")
+    parser.add_argument("--prompts", default=str(workload.PROMPT_TOKENS), help="tokens, as 32-900")
     parser.add_argument("--prepare", action="store_true", help="only make what is needed")
     given = parser.parse_args()
     use_two_cores()
@@ -290,14 +317,15 @@ def main() -> None:
     counts = tuple(sorted(int(each) for each in given.clients.split(",")))
     systems = [name for name in SYSTEMS if any(p in name for p in given.systems.split(","))]
     prepared = {
-        name: prepare(bench, name, systems, counts, given.tokens)
+        name: prepare(bench, name, systems, counts, given.tokens, given.prompts)
         for name in given.models.split(",")
     }
     if given.prepare:
         return
     facts = begin(given.rounds)
     facts["versions"] |= peer_versions(bench, systems)
-    facts["counts"] = counts
+    facts |= {"counts": counts, "prompts": given.prompts}
+    what = "serving-bursts" if "-" in given.prompts else "serving-peers"
     facts["tokens"] = {name: ready.tokens for name, ready in prepared.items()}
     found: dict[str, list[Cells]] = {}
     for number in range(given.rounds):
@@ -309,7 +337,7 @@ def main() -> None:
                 found.setdefault(f"{name} {system}", []).append(SYSTEMS[system](ready))
         # Written after every round, so that a measurement that is cut short is not lost.
         facts |= {"runs": number + 1, "found": found}
-        publish(facts, "serving-peers", "Beside the servers of peers", tables(facts, systems))
+        publish(facts, what, "Beside the servers of peers", tables(facts, systems))
 
 
 def peer_versions(bench: Bench, systems: Sequence[str]) -> dict[str, str]:
@@ -345,7 +373,7 @@ def tables(facts: dict[str, Any], systems: Sequence[str]) -> list[Table]:
     made = []
     tokens = ", ".join(f"{count} of {TITLES[name]}" for name, count in facts["tokens"].items())
     note = (
-        f"Prompts of {workload.PROMPT_TOKENS} tokens; new tokens of each request: {tokens}. The better "
+        f"Prompts of {facts['prompts']} tokens; new tokens of each request: {tokens}. The better "
         "figure of a pair is bold."
     )
     for title, pair in PAIRS.items():
