@@ -1,7 +1,5 @@
 """The Python API: manifests made in Python build, and have the mistakes of a file."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 

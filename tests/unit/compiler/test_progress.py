@@ -1,7 +1,5 @@
 """Progress: lines where nobody looks, a live display where somebody does."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

@@ -1,7 +1,5 @@
 """Classes whose own code changes their parts: it runs as often as with jax.jit."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -3,8 +3,6 @@
 Both attend to a cache of positions and carry a state of the whole text. Each broken model changes one method.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from typing import Any
 

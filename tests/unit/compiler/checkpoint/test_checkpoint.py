@@ -1,7 +1,5 @@
 """Checkpoints as they are published, whole and damaged; where they come from; parameters of users."""
 
-from __future__ import annotations
-
 import json
 import re
 from hashlib import sha256

@@ -1,7 +1,5 @@
 """The connection to a cluster: the death of a node is not taken for a crash that the job caused."""
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import dataclass, field
@@ -22,13 +20,8 @@ class RayError(Exception):
     """As ray.exceptions has it."""
 
 
-ERRORS = {
-    name: type(name, (RayError,), {})
-    for name in (
-        *("OutOfMemoryError", "NodeDiedError", "ObjectLostError", "WorkerCrashedError"),
-        *("RaySystemError", "RayTaskError", "RuntimeEnvSetupError"),
-    )
-}
+NAMES = "OutOfMemory NodeDied ObjectLost WorkerCrashed RaySystem RayTask RuntimeEnvSetup"
+ERRORS = {f"{name}Error": type(name, (RayError,), {}) for name in NAMES.split()}
 
 
 class Remote:
@@ -67,15 +60,8 @@ class Cluster:
         return True
 
     def nodes(self):
-        return [
-            {
-                "NodeID": name,
-                "Alive": name in self.alive,
-                "Resources": {"CPU": 1.0},
-                "NodeManagerAddress": "127.0.0.1",
-            }
-            for name in "abc"
-        ]
+        same = {"Resources": {"CPU": 1.0}, "NodeManagerAddress": "127.0.0.1"}
+        return [{"NodeID": name, "Alive": name in self.alive, **same} for name in "abc"]
 
     def wait(self, refs, **given):
         return [each for each in refs if each in self.outcomes], []
@@ -117,27 +103,25 @@ def ray(cluster):
     return made
 
 
-@pytest.mark.parametrize("error", ["NodeDiedError", "ObjectLostError", "OutOfMemoryError"])
-def test_what_ray_says_of_loss_counts(cluster, ray, error):
-    cluster.outcomes["attempt 7"] = ERRORS[error]("gone")
-    loss = Loss.MEMORY if error == "OutOfMemoryError" else Loss.NODE
-    assert ray.wait(0.0) == [Ended(7, loss=loss)]
-
-
-@pytest.mark.parametrize("error", ["WorkerCrashedError", "RaySystemError"])
-def test_a_worker_may_die_with_its_node(cluster, ray, error):
+def test_a_loss_counts_against_the_job_unless_its_node_died(cluster, ray, monkeypatch):
     """A job may end two workers, and five nodes. Ray notices the death of the node seconds later."""
-    cluster.board.take(7, "b")
-    assert ray.begun() == []
-    cluster.outcomes["attempt 7"] = ERRORS[error]("the raylet was killed")
-    assert ray.wait(0.0) == []
-    assert ray.wait(0.0) == [], "nothing is known yet"
-    cluster.alive = {"a", "c"}
-    assert ray.wait(0.0) == [Ended(7, loss=Loss.NODE)]
-    assert ray.wait(0.0) == []
-
-
-def test_a_worker_that_died_on_a_node_that_lives_counts_against_the_job(cluster, ray, monkeypatch):
+    losses = {"NodeDiedError": Loss.NODE, "ObjectLostError": Loss.NODE}
+    for error, loss in {**losses, "OutOfMemoryError": Loss.MEMORY}.items():
+        cluster.outcomes["attempt 7"] = ERRORS[error]("gone")
+        assert ray.wait(0.0) == [Ended(7, loss=loss)]
+        ray.start(ORDER, Need(1.0))
+    for error in ("WorkerCrashedError", "RaySystemError"):
+        cluster.alive = {"a", "b"}
+        cluster.board.take(7, "b")
+        assert ray.begun() == []
+        cluster.outcomes["attempt 7"] = ERRORS[error]("the raylet was killed")
+        assert ray.wait(0.0) == []
+        assert ray.wait(0.0) == [], "nothing is known yet"
+        cluster.alive = {"a", "c"}
+        assert ray.wait(0.0) == [Ended(7, loss=Loss.NODE)]
+        assert ray.wait(0.0) == []
+        cluster.alive = {"a", "b"}
+        ray.start(ORDER, Need(1.0))
     monkeypatch.setattr(connection, "_DOUBT_SECONDS", 0.2)
     cluster.board.take(7, "b")
     ray.begun()
@@ -152,15 +136,10 @@ def test_what_ray_cannot_run_is_an_error_of_the_job(cluster, ray):
     """A connection that breaks is not: each job would say that Ray cannot run it."""
     cluster.outcomes["attempt 7"] = {"result": 1}
     assert ray.wait(0.0) == [Ended(7, body={"result": 1})]
-    no_module = "x\nModuleNotFoundError: no iced"
+    no_module, cannot = "ModuleNotFoundError: no iced", "a node of the cluster cannot compile: "
     for kind, text, said, hint in (
         ("RuntimeEnvSetupError", "no such package", "Ray could not run it: no such package", ""),
-        (
-            "RayTaskError",
-            no_module,
-            f"a node of the cluster cannot compile: {no_module[2:]}",
-            "pip",
-        ),
+        ("RayTaskError", f"x\n{no_module}", f"{cannot}{no_module}", "pip"),
     ):
         ray.start(ORDER, Need(1.0))
         cluster.outcomes["attempt 7"] = ERRORS[kind](text)

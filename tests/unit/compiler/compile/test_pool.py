@@ -1,11 +1,8 @@
 """The worker pool: an error shows whatever happens to a worker, and costs no other program."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -217,14 +214,12 @@ def test_without_a_filter_a_process_gives_up_cpus(monkeypatch):
     host = os.sched_getaffinity(0)
     assert cpu_count.seen_by_xla(1) == 1
     assert cpu_count.seen_by_xla(len(host) + 1) == len(host)
-    ours, its = socket.socketpair()
     try:
-        with ours, its:
-            cpu_count.show(1, its)
-            assert len(os.sched_getaffinity(0)) == 1
-            with pytest.raises(BuildError, match=r"expected XLA to see 2 CPUs .* sees 1") as caught:
-                cpu_count.show(2, its)
-            assert "cpus = 1" in str(caught.value.hint)
+        cpu_count.show(1, None)
+        assert len(os.sched_getaffinity(0)) == 1
+        with pytest.raises(BuildError, match=r"expected XLA to see 2 CPUs .* sees 1") as caught:
+            cpu_count.show(2, None)
+        assert "cpus = 1" in str(caught.value.hint)
     finally:
         os.sched_setaffinity(0, host)
 
@@ -350,12 +345,9 @@ def test_a_worker_that_does_not_answer_is_killed_at_the_time_limit(place):
 
 def test_a_worker_may_die_while_it_measures(place):
     large = [{"executable": "x" * (1 << 20)}]  # more than a pipe holds
+    ends = "import sys; sys.stdin.readline(); sys.exit('no such thing')"
     for code, seconds, reason in (
-        (
-            "import sys; sys.stdin.readline(); sys.exit('no such thing')",
-            60.0,
-            "    | no such thing",
-        ),
+        (ends, 60.0, "    | no such thing"),
         ("import time; time.sleep(60)", 1.0, "did not answer within 1 s and was killed"),
     ):
         toolchain = Toolchain(HOST, (sys.executable, "-c", code), VERSIONS)

@@ -1,7 +1,5 @@
 """Decoders of the user: every kind is found, its matrices are stored narrow, and mistakes are explained."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """User code: whatever it raises is an error with its line, and each manifest has modules of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,10 +1,7 @@
 """Small models of every family with random weights, and their calls compiled for any shapes."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -70,42 +67,26 @@ WHISPER = {
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
     "decoder_start_token_id": 1,
 }
-CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS = {
     str(each["model_type"]): each
-    for each in (
-        GPT2,
-        LLAMA,
-        MISTRAL,
-        GEMMA3,
-        PHI3,
-        QWEN3_MOE,
-        LFM2,
-        QWEN3_5,
-        BERT,
-        T5,
-        WHISPER,
-    )
+    for each in (GPT2, LLAMA, MISTRAL, GEMMA3, PHI3, QWEN3_MOE, LFM2, QWEN3_5, BERT, T5, WHISPER)
 }
 
 
-def config(values: dict[str, Any]) -> Any:
+def config(values):
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**values)
 
 
-def made(
-    directory: Path, family: str, dtype: str = "float32", *, out_in: bool = False, **change: Any
-) -> Any:
+def made(directory, family, dtype="float32", *, out_in=False, **change):
     """The module of a changed configuration, read from a file."""
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps({**CONFIGS[family], **change}))
     return read_module(family, directory, dtype, out_in=out_in)
 
 
-def read_module(
-    family: str, directory: Path, dtype: str = "float32", *, out_in: bool = False
-) -> Any:
+def read_module(family, directory, dtype="float32", *, out_in=False):
     if family not in model_registry.DECODERS:
         return model_registry.make_encoder(config_file.load_encoder(directory))
     read = config_file.load_config(directory)
@@ -115,7 +96,7 @@ def read_module(
 class Model:
     """A small model with weights in a stored dtype."""
 
-    def __init__(self, module: Any, exact: dict[str, Arrays]) -> None:
+    def __init__(self, module, exact):
         changed = quantizing.readers(module, exact.__getitem__)
         self.module, self.graph, self.state = module, *nnx.split(module)
         names = flat_parameters(self.state)
@@ -123,34 +104,34 @@ class Model:
         self._encode = jax.jit(self.encoded, static_argnums=(3, 4))
         self._call = jax.jit(self.called)
 
-    def merged(self, weights: Any) -> Any:
+    def merged(self, weights):
         return nnx.merge(self.graph, with_parameters(self.state, weights))
 
-    def encoded(self, weights: Any, source: Any, length: Any, slots: int, dtype: str) -> Any:
+    def encoded(self, weights, source, length, slots, dtype):
         return self.merged(weights).encode(source, length, slots, dtype)
 
-    def called(self, weights: Any, *arguments: Any) -> Any:
+    def called(self, weights, *arguments):
         return self.merged(weights)(*arguments)
 
-    def encode(self, source: Arrays, length: Any = None, dtype: str = "float32") -> Any:
+    def encode(self, source, length=None, dtype="float32"):
         length = int32(*[source.shape[-1]] * len(source)) if length is None else length
         found = self._encode(self.weights, source, length, CONTEXT, dtype)
         return jax.tree.map(np.asarray, found)
 
-    def __call__(self, *arguments: Any) -> tuple[Arrays, Any]:
+    def __call__(self, *arguments):
         """Return the logits and the cache after tokens, their start and length, and a cache."""
         logits, cache = self._call(self.weights, *arguments)
         return np.asarray(logits), jax.tree.map(np.asarray, cache)
 
-    def logits(self, source: Arrays, tokens: Arrays, dtype: str = "float32") -> Arrays:
+    def logits(self, source, tokens, dtype="float32"):
         """Return the logits [V] after the tokens of one row."""
         cache = self.encode(source, None, dtype)
-        result: Arrays = self(tokens[None], int32(0), int32(len(tokens)), cache)[0][0]
+        result = self(tokens[None], int32(0), int32(len(tokens)), cache)[0][0]
         return result
 
 
 @cache
-def model(family: str, dtype: str = "float32") -> Model:
+def model(family, dtype="float32"):
     read = config(CONFIGS[family])
     random = np.random.default_rng(0)
     leaves = flat_parameters(nnx.state(model_registry.make_decoder(read)))
@@ -161,15 +142,15 @@ def model(family: str, dtype: str = "float32") -> Model:
     return Model(model_registry.make_decoder(read, dtype=dtype), exact)
 
 
-def int32(*values: int) -> Arrays:
+def int32(*values):
     return np.array(values, np.int32)
 
 
-def random_tokens(seed: int, *shape: int) -> Arrays:
+def random_tokens(seed, *shape):
     return np.random.default_rng(seed).integers(0, 29, shape, dtype=np.int32)
 
 
-def sources(family: str, rows: int, seed: int = 0) -> Arrays:
+def sources(family, rows, seed=0):
     if family == "t5":
         return random_tokens(seed + 20, rows, PLACES[family])
     random = np.random.default_rng([seed, 7])

@@ -1,9 +1,5 @@
 """Rows of a KV cache in int8, and what attention makes of them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import numpy as np
 import pytest
@@ -16,13 +12,13 @@ from .small_models import PLACES, model, random_tokens, sources
 BLOCK = 6
 
 
-def widened(rows: Any) -> np.ndarray[Any, Any]:
+def widened(rows):
     integers, factors = read_rows(rows)
     assert factors is not None
     return np.asarray(integers, np.float32) * np.asarray(factors)[..., None]
 
 
-def test_a_row_of_int8_is_within_half_a_step_and_hides_nothing() -> None:
+def test_a_row_of_int8_is_within_half_a_step_and_hides_nothing():
     vectors = np.random.default_rng(0).standard_normal((3, 5, 64)).astype(np.float32)
     rows = jax.jit(stored_rows, static_argnums=1)(vectors, "int8")
     assert (rows.dtype, rows.shape) == (np.int8, (3, 5, row_width(64, "int8")))
@@ -40,13 +36,13 @@ def test_a_row_of_int8_is_within_half_a_step_and_hides_nothing() -> None:
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_attention_to_int8_is_attention_to_what_it_stands_for(sinks: bool) -> None:
+def test_attention_to_int8_is_attention_to_what_it_stands_for(sinks):
     random = np.random.default_rng(1)
     query = random.standard_normal((2, BLOCK, 4, 8)).astype(np.float32)
     vectors = random.standard_normal((2, 2, 2, 16, 8)).astype(np.float32)
     layer = tuple(stored_rows(each, "int8") for each in vectors)
     positions = np.array([[4, 5, 6, 7, 8, 9], [0, 1, 2, 3, 15, 15]], np.int32)
-    options: dict[str, Any] = {"window": 5, "cap": 3.0}
+    options = {"window": 5, "cap": 3.0}
     options["sinks"] = np.float32([0, 1, -1, 2]) if sinks else None
     found = attention(query, layer, positions, 0.5, **options)
     expected = attention(query, tuple(map(widened, layer)), positions, 0.5, **options)
@@ -56,7 +52,7 @@ def test_attention_to_int8_is_attention_to_what_it_stands_for(sinks: bool) -> No
 
 
 @pytest.mark.parametrize("family", PLACES)
-def test_an_encoder_decoder_keeps_text_and_source_in_int8(family: str) -> None:
+def test_an_encoder_decoder_keeps_text_and_source_in_int8(family):
     made, source, tokens = model(family), sources(family, 1), random_tokens(2, BLOCK)
     right, found = (made.logits(source, tokens, dtype) for dtype in ("float32", "int8"))
     assert 0 < np.abs(found - right).max() < 0.1 * np.abs(right).max()

@@ -1,11 +1,7 @@
 """What a call of a decoder does to cache and logits, in every family. Values: tests/parity."""
 
-from __future__ import annotations
-
 import itertools
 import re
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +14,7 @@ from prejit.compiler.lowering.decoder import lower_decoder
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models import model_registry
 from prejit.compiler.models.layers.attention import NewTokens
-from prejit.compiler.models.parameters import (
-    parameters_of,
-    parametrized,
-)
+from prejit.compiler.models.parameters import parameters_of, parametrized
 
 from .small_models import (
     BLOCK,
@@ -45,7 +38,7 @@ DECODERS = ("gpt2", "gemma3_text", "phi3", "qwen3_moe", "lfm2", "qwen3_5_text")
 @pytest.mark.parametrize(
     "family", sampled([*DECODERS, *PLACES], lambda family: family not in ("gpt2", "phi3"))
 )
-def test_chunks_padding_and_other_rows_change_no_logits(family: str) -> None:
+def test_chunks_padding_and_other_rows_change_no_logits(family):
     """By the rules that `prejit check-model` has for everybody's models."""
     made = model(family)
     size = {"source_size": PLACES[family]} if family in PLACES else {}
@@ -54,7 +47,7 @@ def test_chunks_padding_and_other_rows_change_no_logits(family: str) -> None:
     assert {one.name for one in found} >= {"chunks", "padding", "end", "batch", "idle", "every"}
 
 
-def test_many_rows_are_written_as_each_row_alone() -> None:
+def test_many_rows_are_written_as_each_row_alone():
     random = np.random.default_rng(5)
     rows = 65
     cache = random.standard_normal((rows, 2, CONTEXT, 3), np.float32)
@@ -62,7 +55,7 @@ def test_many_rows_are_written_as_each_row_alone() -> None:
     start = random.integers(0, CONTEXT + 2, rows, dtype=np.int32)
     length = random.integers(0, BLOCK + 1, rows, dtype=np.int32)
 
-    def write(start: Any, length: Any, cache: Any, new: Any) -> Any:
+    def write(start, length, cache, new):
         return NewTokens(start, length, BLOCK).write((cache, cache), new, new)[0]
 
     together = jax.jit(write)(start, length, cache, new)
@@ -72,7 +65,7 @@ def test_many_rows_are_written_as_each_row_alone() -> None:
         assert np.array_equal(together[one], alone(start[one], length[one], cache[one], new[one]))
 
 
-def test_a_source_may_be_padded_and_empty() -> None:
+def test_a_source_may_be_padded_and_empty():
     made = model("t5")
     length, layers = made.encode(sources("t5", 2), int32(6, 4))
     wider = tuple(
@@ -98,7 +91,7 @@ def test_a_source_may_be_padded_and_empty() -> None:
         lambda case: case in (("t5", "int8"), ("whisper", "bfloat16")),
     ),
 )
-def test_fewer_bits_give_the_logits_of_what_they_stand_for(family: str, dtype: str) -> None:
+def test_fewer_bits_give_the_logits_of_what_they_stand_for(family, dtype):
     exact, narrow = model(family), model(family, dtype)
     stored = {name for name, values in narrow.weights.items() if values.dtype == dtype}
     matrices = {name for name, values in exact.weights.items() if values.ndim == 2}
@@ -122,7 +115,7 @@ def test_fewer_bits_give_the_logits_of_what_they_stand_for(family: str, dtype: s
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_a_stored_model_lowers_for_every_platform(dtype: str) -> None:
+def test_a_stored_model_lowers_for_every_platform(dtype):
     made = model("gpt2", dtype)
     shape = model_registry.describe(config(CONFIGS["gpt2"]), "bfloat16")
     spec = ProgramSpec("decode/b2-c16", "decode", {"batch": 2, "context": 16})
@@ -137,13 +130,11 @@ def test_a_stored_model_lowers_for_every_platform(dtype: str) -> None:
     ("family", "batch"),
     [("gpt2", 1), ("phi3", 65), *((family, 2) for family in PLACES)],  # 65 are written in a loop
 )
-def test_decode_and_prefill_update_a_donated_cache_in_place(
-    family: str, batch: int, tmp_path: Path
-) -> None:
+def test_decode_and_prefill_update_a_donated_cache_in_place(family, batch, tmp_path):
     change = {"max_source_positions": 150} if family == "whisper" else {}
     model = parametrized(made(tmp_path, family, **change))
 
-    def start(weights: Any, length: Any) -> Any:
+    def start(weights, length):
         bound = model.bind(weights)
         if family not in PLACES:
             return bound.make_cache(batch, 512, "float32")

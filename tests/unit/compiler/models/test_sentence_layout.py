@@ -1,12 +1,7 @@
 """The layout of sentence-transformers: what is built is read as meant; what is not is told with its file."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,15 +20,14 @@ BERT = {
     **{"type_vocab_size": 2, "vocab_size": 9},
 }
 DISTILBERT = {
-    "activation": "gelu",
-    **{"dim": 4, "hidden_dim": 6, "max_position_embeddings": 12, "n_heads": 2, "n_layers": 1},
-    "vocab_size": 9,
+    **{"activation": "gelu", "vocab_size": 9, "max_position_embeddings": 12},
+    **{"dim": 4, "hidden_dim": 6, "n_heads": 2, "n_layers": 1},
 }
-KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
+KINDS, TORCH = ("Transformer", "Pooling", "Dense", "Normalize"), "torch.nn.modules.activation"
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
+def directory(tmp_path):
     modules = [
         {"path": f"{n}_{kind}" if n else "", "type": f"sentence_transformers.models.{kind}"}
         for n, kind in enumerate(KINDS)
@@ -43,29 +37,25 @@ def directory(tmp_path: Path) -> Path:
     write(tmp_path / "sentence_bert_config.json", {"max_seq_length": 10, "do_lower_case": False})
     pooling = {"word_embedding_dimension": 4, "pooling_mode_mean_tokens": True}
     write(tmp_path / "1_Pooling" / "config.json", pooling)
-    dense = {
-        "in_features": 4,
-        "out_features": 3,
-        "bias": True,
-        "activation_function": "torch.nn.modules.activation.Tanh",
-    }
-    write(tmp_path / "2_Dense" / "config.json", dense)
+    dense = {"in_features": 4, "out_features": 3, "bias": True}
+    tanh = {"activation_function": f"{TORCH}.Tanh"}
+    write(tmp_path / "2_Dense" / "config.json", dense | tanh)
     tensors = {"linear.weight": np.ones((3, 4), np.float32), "linear.bias": np.ones(3, np.float32)}
     save_file(tensors, tmp_path / "2_Dense" / "model.safetensors")
     write_weights(tmp_path, lambda name: name)
     return tmp_path
 
 
-def write(file: Path, content: Any) -> None:
+def write(file, content):
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(content))
 
 
-def edit(file: Path, **changes: Any) -> None:
+def edit(file, **changes):
     write(file, {**json.loads(file.read_text()), **changes})
 
 
-def zeros(directory: Path) -> dict[str, np.ndarray[Any, Any]]:
+def zeros(directory):
     """The tensors of a model as they are published, of zeros."""
     module = model_registry.make_encoder(config_file.load_encoder(directory))
     return {
@@ -74,7 +64,7 @@ def zeros(directory: Path) -> dict[str, np.ndarray[Any, Any]]:
     }
 
 
-def write_weights(directory: Path, rename: Callable[[str], str]) -> None:
+def write_weights(directory, rename):
     """Zeros of BERT's tensors, under other names."""
     given = zeros(directory).items()
     named = {name.removeprefix("bert."): each for name, each in given if name[:5] == "bert."}
@@ -82,7 +72,7 @@ def write_weights(directory: Path, rename: Callable[[str], str]) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
-def test_all_modules_are_read_and_a_plain_directory_is_mean_pooling(directory: Path) -> None:
+def test_all_modules_are_read_and_a_plain_directory_is_mean_pooling(directory):
     layout = read_layout(directory)
     assert (layout.pooling, layout.normalized, layout.max_tokens) == (("mean",), True, 10)
     assert [(part.name, part.inputs, part.outputs) for part in layout.dense] == [("2_Dense", 4, 3)]
@@ -113,7 +103,7 @@ POOLING, DENSE = "1_Pooling/config.json", "2_Dense/config.json"
 SETTINGS = "config_sentence_transformers.json"
 
 
-def test_what_is_not_built_is_told_with_file_key_and_value(directory: Path) -> None:
+def test_what_is_not_built_is_told_with_file_key_and_value(directory):
     sizes, prompts, tokenizer = "sentence_bert_config.json", SETTINGS, "tokenizer_config.json"
     write(directory / prompts, {})
     write(directory / tokenizer, {})
@@ -157,10 +147,6 @@ LLAMA = {
     **{"hidden_size": 4, "intermediate_size": 6, "num_attention_heads": 2, "vocab_size": 9},
     **{"num_hidden_layers": 1, "pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 3},
 }
-LLAMA_SCORES = {
-    **{**LLAMA, "sentence_transformers": SCORES["sentence_transformers"]},
-    "architectures": ["LlamaForSequenceClassification"],
-}
 MPNET = {**BERT, "model_type": "mpnet", "architectures": ["MPNetModel"]}
 DEBERTA = {
     **{**BERT, "model_type": "deberta-v2", "architectures": ["DebertaV2Model"]},
@@ -173,9 +159,10 @@ MODERN = {
 }
 
 
-def test_what_a_family_or_a_head_does_not_build_is_told_with_key_and_value(directory: Path) -> None:
+def test_what_a_family_or_a_head_does_not_build_is_told_with_key_and_value(directory):
     (directory / "modules.json").unlink()
     config = "config.json"
+    softmax = r"activation_fn: expected .*Identity.* or .*Sigmoid.*; found .*Softmax"
     write(directory / "tokenizer_config.json", {"tokenizer_class": "BertTokenizer"})
     for base, file, changes, told in (
         (MPNET, config, {"relative_attention_num_buckets": 16}, "num_buckets: expected 32"),
@@ -186,12 +173,7 @@ def test_what_a_family_or_a_head_does_not_build_is_told_with_key_and_value(direc
         (MODERN, config, {"norm_bias": True}, "norm_bias: expected false, found true"),
         (SCORES, config, {"id2label": {}}, "id2label: expected an object of 1 to 65536 labels"),
         (SCORES, config, {"model_type": "clip"}, 'a model that scores, .*"clip"'),
-        (
-            SCORES,
-            config,
-            {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Softmax"}},
-            r"activation_fn: expected .*Identity.* or .*Sigmoid.*; found .*Softmax",
-        ),
+        (SCORES, config, {"sentence_transformers": {"activation_fn": f"{TORCH}.Softmax"}}, softmax),
         (LLAMA, config, {"use_bidirectional_attention": True}, "attention: expected null or false"),
         (ROBERTA_SCORES, config, {"type_vocab_size": 2}, "type_vocab_size: expected 1 for roberta"),
     ):
@@ -204,7 +186,7 @@ def test_what_a_family_or_a_head_does_not_build_is_told_with_key_and_value(direc
         assert file in str(raised.value)
 
 
-def test_the_default_prompt_of_a_model_that_scores_is_refused(directory: Path) -> None:
+def test_the_default_prompt_of_a_model_that_scores_is_refused(directory):
     module = {"path": "", "type": "sentence_transformers.models.Transformer"}
     write(directory / "modules.json", [module])
     (directory / "sentence_bert_config.json").unlink()
@@ -216,17 +198,14 @@ def test_the_default_prompt_of_a_model_that_scores_is_refused(directory: Path) -
         read_layout(directory)
 
 
-def test_a_module_without_a_directory_is_told(directory: Path) -> None:
+def test_modules_that_are_missing_in_another_order_or_outside_are_told(directory):
     modules = json.loads((directory / "modules.json").read_text())
-    for path in ("", "gone"):
+    place = "modules.json: path of the module Pooling: expected a directory "
+    for path, told in (("", place), ("gone", place), ("../elsewhere", r"\[1\].path")):
         modules[1]["path"] = path
         write(directory / "modules.json", modules)
-        told = f'modules.json: path of the module Pooling: expected a directory .*found "{path}"'
-        with pytest.raises(CheckpointError, match=told):
+        with pytest.raises(CheckpointError, match=f'{told}.*found "{path}"'):
             read_layout(directory)
-
-
-def test_an_order_of_modules_is_told(directory: Path) -> None:
     for kinds, told in (
         (("Transformer", "Pooling", "CNN"), r"\[2\].type: expected one of"),
         (("Transformer", "Normalize", "Pooling"), "found Transformer, Normalize, Pooling"),
@@ -238,22 +217,10 @@ def test_an_order_of_modules_is_told(directory: Path) -> None:
             read_layout(directory)
 
 
-def test_a_pickle_and_a_path_out_of_the_directory_are_refused(directory: Path) -> None:
-    weights = directory / "2_Dense" / "model.safetensors"
-    weights.rename(weights.with_name("pytorch_model.bin"))
-    with pytest.raises(CheckpointError, match=r"found pytorch_model.bin"):
-        open_encoder(directory)
-    modules = json.loads((directory / "modules.json").read_text())
-    modules[1]["path"] = "../elsewhere"
-    write(directory / "modules.json", modules)
-    with pytest.raises(CheckpointError, match=r"\[1\].path"):
-        read_layout(directory)
-
-
-def test_tensors_of_tensorflows_names_and_heads_are_taken_as_published(directory: Path) -> None:
+def test_tensors_of_tensorflows_names_and_heads_are_taken_and_a_pickle_is_not(directory):
     """bert-base-uncased: norms have gamma and beta, and two heads are in the file."""
 
-    def rename(name: str) -> str:
+    def rename(name):
         name = name.replace("LayerNorm.weight", "LayerNorm.gamma")
         return "bert." + name.replace("LayerNorm.bias", "LayerNorm.beta")
 
@@ -263,9 +230,13 @@ def test_tensors_of_tensorflows_names_and_heads_are_taken_as_published(directory
         tensors[head] = np.zeros(3, np.float32)
     save_file(tensors, directory / "model.safetensors")
     assert "bert.embeddings.LayerNorm.weight" in open_encoder(directory).names
+    weights = directory / "2_Dense" / "model.safetensors"
+    weights.rename(weights.with_name("pytorch_model.bin"))
+    with pytest.raises(CheckpointError, match=r"found pytorch_model.bin"):
+        open_encoder(directory)
 
 
-def test_a_head_of_its_own_is_refused(directory: Path) -> None:
+def test_a_head_of_its_own_is_refused(directory):
     (directory / "modules.json").unlink()
     for family, sizes, head in (
         ("bert", BERT, "classifier.weight"),
@@ -282,7 +253,7 @@ def test_a_head_of_its_own_is_refused(directory: Path) -> None:
         assert "a part that prejit does not build" in str(raised.value.hint)
 
 
-def test_an_architecture_with_a_head_or_of_another_section_is_refused(directory: Path) -> None:
+def test_an_architecture_with_a_head_or_of_another_section_is_refused(directory):
     edit(directory / "config.json", architectures=["BertForMaskedLM"])
     assert open_encoder(directory).names
     edit(directory / "config.json", architectures=["BertForTokenClassification"])
@@ -299,7 +270,7 @@ def test_an_architecture_with_a_head_or_of_another_section_is_refused(directory:
     assert "[generate]" not in str(raised.value.hint)
 
 
-def test_a_file_must_be_small_json(directory: Path) -> None:
+def test_a_file_must_be_small_json(directory):
     for file, content, told in (
         ("modules.json", b"\xff", "utf-8"),
         ("modules.json", b"[" * 3000 + b"]" * 3000, "nested too deeply"),

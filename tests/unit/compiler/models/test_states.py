@@ -1,7 +1,5 @@
 """Layers with a state: prompts are read by chunks as token by token, and padding leaves the state alone."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ from prejit.compiler.models.layers import gated_delta, mamba2
 COUNT = 2 * mamba2.CHUNK + 3
 
 
-def mamba2_inputs(count: int) -> list[np.ndarray]:
+def mamba2_inputs(count):
     """The inputs of two rows of four heads in two groups, with steps from none to very large."""
     random = np.random.default_rng(count)
     shapes = ((2, count, 4, 3), (2, count, 4), (2, count, 2, 5), (2, count, 2, 5), (2, 4, 3, 5))
@@ -19,7 +17,7 @@ def mamba2_inputs(count: int) -> list[np.ndarray]:
     return [x, -np.exp(3 * decay), *others]
 
 
-def test_mamba2_reads_chunks_as_token_by_token() -> None:
+def test_mamba2_reads_chunks_as_token_by_token():
     x, decay, into, out, state = mamba2_inputs(COUNT)
     found, after = jax.jit(mamba2.scan)(x, decay, into, out, state)
     h = state.astype(np.float64)
@@ -32,7 +30,7 @@ def test_mamba2_reads_chunks_as_token_by_token() -> None:
     assert np.abs(after - h).max() < 1e-4
 
 
-def delta_inputs(count: int, *, equal: bool) -> list[np.ndarray]:
+def delta_inputs(count, *, equal):
     """The inputs of two rows of two heads of keys, with two of values each; all keys may be equal."""
     random = np.random.default_rng(count)
     shapes = ((2, count, 2, 5), (2, count, 2, 5), (2, count, 2, 2, 3), (2, count, 2, 2))
@@ -46,7 +44,7 @@ def delta_inputs(count: int, *, equal: bool) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("equal", [False, True])
-def test_the_delta_rule_reads_chunks_as_token_by_token(equal: bool) -> None:
+def test_the_delta_rule_reads_chunks_as_token_by_token(equal):
     query, key, value, decay, share, state = delta_inputs(COUNT, equal=equal)
     found, after = jax.jit(gated_delta.scan)(query, key, value, decay, share, state)
     s = state.astype(np.float64).reshape(2, 2, 2, 5, 3)
@@ -58,7 +56,7 @@ def test_the_delta_rule_reads_chunks_as_token_by_token(equal: bool) -> None:
     assert np.abs(after - s.reshape(after.shape)).max() < 1e-4
 
 
-def test_padding_leaves_a_state_exactly_as_it_is() -> None:
+def test_padding_leaves_a_state_exactly_as_it_is():
     for scan, inputs, steps in (
         (mamba2.scan, mamba2_inputs(COUNT), (0, 1)),
         (gated_delta.scan, delta_inputs(COUNT, equal=False), (3, 4)),

@@ -1,11 +1,7 @@
 """A bundle encodes as transformers does, whatever tokenizer_config.json says of BOS and EOS."""
 
-from __future__ import annotations
-
 import itertools
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +15,7 @@ CLASSES = (None, "PreTrainedTokenizerFast", "LlamaTokenizerFast", "GPT2Tokenizer
 SAID = (None, True, False)
 
 
-def tokenizer_json(*, begun: bool) -> str:
+def tokenizer_json(*, begun):
     """A tokenizer in the manner of Llama 2, whose post-processor puts a BOS before texts, or none."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [{"id": place, "content": WORDS[place], "special": True, **flags} for place in range(3)]
@@ -39,7 +35,7 @@ def tokenizer_json(*, begun: bool) -> str:
     return crafted(model, **parts).decode()
 
 
-def ends(ids: list[int]) -> tuple[int, int]:
+def ends(ids):
     """How many BOS ids begin a text and how many EOS ids end it."""
     begin = sum(1 for _ in itertools.takewhile(lambda each: each == 1, ids))
     return begin, sum(1 for _ in itertools.takewhile(lambda each: each == 2, reversed(ids)))
@@ -47,7 +43,7 @@ def ends(ids: list[int]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("named", CLASSES)
-def test_the_ids_are_those_of_transformers(tmp_path: Path, named: str | None, begun: bool) -> None:
+def test_the_ids_are_those_of_transformers(tmp_path, named, begun):
     import transformers
 
     content = tokenizer_json(begun=begun)
@@ -55,7 +51,7 @@ def test_the_ids_are_those_of_transformers(tmp_path: Path, named: str | None, be
     ours = Tokenizer(content.encode(), "tokenizer.json")
     differing = []
     for bos, eos in itertools.product(SAID, SAID):
-        said: dict[str, Any] = {
+        said = {
             "tokenizer_class": named,
             "bos_token": "<s>",
             "eos_token": "</s>",

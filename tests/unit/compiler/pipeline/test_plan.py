@@ -1,7 +1,5 @@
 """What a plan looks at, and what is in the keys that it compares: all that decides a result, and no more."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

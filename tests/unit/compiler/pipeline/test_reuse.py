@@ -1,7 +1,5 @@
 """A plan says what a build then does, whatever manifest, store and edits come together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory

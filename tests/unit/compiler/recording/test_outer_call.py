@@ -1,11 +1,8 @@
 """The calls that made jax compile, as the hook finds them in the frames of the installed jax."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -79,7 +76,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def calls(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, dict[str, Any] | None]]:
+def calls(tmp_path_factory):
     """Names of jax and calls of a program, in their order, without what jax compiles for itself."""
     at = tmp_path_factory.mktemp("calls")
     for name in ("cache", "events", "package"):
@@ -102,11 +99,11 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, dict[str,
     return [(each.name, each.call) for each in process.requests]
 
 
-def called(calls: list[tuple[str, dict[str, Any] | None]], name: str) -> list[dict[str, Any]]:
+def called(calls, name):
     return [call for found, call in calls if found == name and call is not None]
 
 
-def test_calls_have_the_trees_names_and_functions_of_the_program(calls: Any, request: Any) -> None:
+def test_calls_have_the_trees_names_and_functions_of_the_program(calls, request):
     """A transformed function is not taken for the one that it wraps; only what an import makes has a name."""
     [own] = called(calls, "jit_own")
     assert own.pop("home").endswith("calls0")

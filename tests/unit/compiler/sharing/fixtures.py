@@ -1,7 +1,5 @@
 """Shared stores for tests: in memory, an HTTP server as nginx with WebDAV is one, S3, and an OCI registry."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

@@ -1,7 +1,5 @@
 """Traces of the user's code: used again only while everything that they read is as it was."""
 
-from __future__ import annotations
-
 import base64
 import builtins
 import importlib
@@ -23,17 +21,7 @@ from prejit.compiler.store.directory_store import DirectoryStore
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import BuildError, ManifestError
 
-from .projects import (
-    SAME,
-    SCALED,
-    THREE,
-    TWO,
-    Project,
-    numbers,
-    project,
-    tensors,
-    times,
-)
+from .projects import SAME, SCALED, THREE, TWO, Project, numbers, project, tensors, times
 
 
 class Noticed(NamedTuple):
