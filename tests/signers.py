@@ -5,24 +5,20 @@ from functools import cache
 from prejit.compiler.signing.private_key import parse_private_key
 
 
+@cache
 def signer(name, curve="SECP256R1"):
     """Return a private key; the same one for the same name in one run."""
-    return _made(name, curve)
+    return parse_private_key(private_pem(name, curve), name)
 
 
 @cache
-def _made(name, curve):
+def private_pem(name, curve="SECP256R1"):
+    """Return the content of the file of a private key."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    kind = getattr(ec, curve)
-    return parse_private_key(
-        ec.generate_private_key(kind()).private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        ),
-        name,
+    return ec.generate_private_key(getattr(ec, curve)()).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
 
 

@@ -41,9 +41,7 @@ def places(tmp_path):
     return ["-o", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
 
 
-def test_a_target_that_cannot_be_built_is_left_out_when_asked_and_named(
-    manifest, tmp_path, places, capsys
-):
+def test_a_target_that_is_left_out_when_asked_is_named(manifest, tmp_path, places, capsys):
     options = [*places, "--skip-unbuildable"]
     assert run(["build", str(manifest), *options]) == 0
     assert f"{manifest}: left out cpu-x86-64-v4: it lacks avx512f" in capsys.readouterr().err
@@ -89,9 +87,7 @@ def test_a_variable_with_a_wrong_value_is_named(manifest, places, monkeypatch):
                 run(["build", str(manifest), *places, "--target", "cpu-host"])
 
 
-def test_patterns_that_match_nothing_are_named_and_a_plan_tells_its_limits(
-    manifest, places, capsys
-):
+def test_patterns_that_match_nothing_and_limits_of_a_plan_are_named(manifest, places, capsys):
     text = manifest.read_text().replace("args =", 'reads = ["[", "*.none"]\nargs =')
     manifest.write_text(text)
     command = ["plan", str(manifest), *places[2:], "--target", "cpu-host"]

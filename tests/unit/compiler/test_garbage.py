@@ -26,6 +26,7 @@ OLD, NEW = Key("compile", "old", (("n", "1"),)), Key("compile", "new", (("n", "2
 def environments_root(tmp_path, monkeypatch):
     monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path / "runtime"))
     monkeypatch.setenv("PREJIT_ENVIRONMENTS", str(tmp_path / "environments"))
+    monkeypatch.setenv("PREJIT_CACHE", str(tmp_path / "none"))
     return tmp_path / "environments" / "v1"
 
 
@@ -39,12 +40,6 @@ def root(tmp_path):
 
 def store(cache, key, *contents):
     cache.put(key, {"key": key.name}, blobs=[cache.put_blob(content) for content in contents])
-
-
-@pytest.fixture
-def default(tmp_path, monkeypatch):
-    monkeypatch.setenv("PREJIT_CACHE", str(tmp_path / "none"))
-    return tmp_path / "none"
 
 
 def age(directory, days):
@@ -202,7 +197,7 @@ def environment(root, name, *, python=sys.executable):
     return path
 
 
-def test_unused_and_half_environments_go(default, environments_root):
+def test_unused_and_half_environments_go(environments_root):
     used, unused, half, running = (
         environment(environments_root, name) for name in ("used", "unused", "half", "running")
     )
@@ -230,7 +225,7 @@ def test_unused_and_half_environments_go(default, environments_root):
     assert not used.exists()
 
 
-def test_what_was_made_from_gguf_files_goes_when_no_build_has_used_it(default, root, tmp_path):
+def test_what_was_made_from_gguf_files_goes_when_no_build_has_used_it(root, tmp_path):
     model = tmp_path / "m.gguf"
     model.write_bytes(b"weights")
     at = tmp_path / "runtime" / "gguf" / "v1"
@@ -248,9 +243,7 @@ def test_what_was_made_from_gguf_files_goes_when_no_build_has_used_it(default, r
     assert model.read_bytes() == b"weights"
 
 
-def test_gc_of_a_cache_that_is_named_touches_nothing_outside_it_and_says_what_it_freed(
-    root, environments_root, monkeypatch, capsys
-):
+def test_gc_of_a_named_cache_touches_nothing_outside(root, environments_root, monkeypatch, capsys):
     outside = environment(environments_root, "old")
     environments.lock_path(environments_root / "left").touch()
     age(environments_root, 40)

@@ -10,7 +10,7 @@ from tests.parity.adapter_cases import CASES, write_adapter
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint, open_encoder
 from prejit.runtime.errors import CheckpointError
 
-TIED, UNTIED, GPT2, _, QWEN3 = CASES
+TIED, _, GPT2, _, QWEN3 = CASES
 LAYER = "model.layers.0.self_attn.q_proj"
 A, B = (f"base_model.model.{LAYER}.lora_{part}.weight" for part in "AB")
 SHAPES = {A: (2, 24), B: (24, 2)}
@@ -27,9 +27,24 @@ def with_adapter(at, base, change=lambda config, shapes: None):
     return open_checkpoint(at / "base", adapters=(at / "adapter",))
 
 
-def other_layers(config, shapes):
-    for name in (*shapes,):
-        shapes[name.replace("layers.0", "layers.7")] = shapes.pop(name)
+def at(module):
+    """Move the adapter from its layer to another module."""
+
+    def change(config, shapes):
+        config.update(target_modules=[module.rpartition(".")[2]])
+        shapes.update({name.replace(LAYER, module): shapes.pop(name) for name in (A, B)})
+
+    return change
+
+
+def beside(end, *ends, **changes):
+    """Add tensors of the layer, and change keys."""
+
+    def change(config, shapes):
+        config.update(changes)
+        shapes.update({f"base_model.model.{LAYER}.{each}": (24,) for each in (end, *ends)})
+
+    return change
 
 
 REFUSED = {
@@ -45,46 +60,23 @@ REFUSED = {
     "a list": (lambda c, s: c.update(alpha_pattern=[2]), "alpha_pattern: expected dict"),
     "other rank": (lambda c, s: c.update(r=3), r"\(2, 24\).*expected \[\(3, 24\), \(24, 3\)\]"),
     "other width": (lambda c, s: s.update({A: (2, 20)}), r"q_proj of shapes \[\(2, 20\)"),
-    "other layers": (other_layers, "layers.7.self_attn.q_proj, which is no matrix of the model"),
+    "other layers": (at(LAYER.replace("0", "7")), "layers.7.self_attn.q_proj, which is no matrix"),
     "not a target": (lambda c, s: c.update(target_modules="k_proj"), "which target_modules of"),
     "no B": (lambda c, s: s.pop(B), "q_proj with lora_A.weight"),
     "no magnitude": (lambda c, s: c.update(use_dora=True), r"use_dora = True"),
-    "a magnitude": (
-        lambda c, s: s.update({A.replace("lora_A.weight", "lora_magnitude_vector"): (24,)}),
-        r"lora_magnitude_vector \(use_dora = False\)",
-    ),
+    "a magnitude": (beside("lora_magnitude_vector"), r"magnitude_vector \(use_dora = False\)"),
     "empty": (lambda c, s: s.clear(), "found no tensor"),
     "unnamed bias": (
-        lambda c, s: s.update({A.replace("lora_A.weight", "base_layer.bias"): (24,)}),
-        "q_proj.base_layer.bias, which adapter_config.json does not name",
+        beside("base_layer.bias"),
+        "q_proj.base_layer.bias, which adapter_config.json",
     ),
-    "a bias twice": (
-        lambda c, s: (
-            c.update(bias="all"),
-            s.update(
-                {f"base_model.model.{LAYER}.{end}": (24,) for end in ("bias", "base_layer.bias")}
-            ),
-        ),
-        f"{LAYER}.bias, which another tensor gives too",
-    ),
+    "a bias twice": (beside("bias", "base_layer.bias", bias="all"), f"{LAYER}.bias, which another"),
     "unknown tensor": (
         lambda c, s: (c.update(modules_to_save=["score"]), s.update({"score.weight": (2, 24)})),
         "score.weight, which the model does not have",
     ),
-    "a norm": (
-        lambda c, s: (
-            c.update(target_modules=["norm"]),
-            s.update({k.replace(LAYER, "model.norm"): s.pop(k) for k in (A, B)}),
-        ),
-        "model.norm, which is no matrix",
-    ),
-    "tied head": (
-        lambda c, s: (
-            c.update(target_modules=["lm_head"]),
-            s.update({k.replace(LAYER, "lm_head"): s.pop(k) for k in (A, B)}),
-        ),
-        "lm_head, whose matrix the model uses twice",
-    ),
+    "a norm": (at("model.norm"), "model.norm, which is no matrix"),
+    "tied head": (at("lm_head"), "lm_head, whose matrix the model uses twice"),
     "resized": (lambda c, s: s.update({EMBEDDING: (33, 24)}), r"\[33, 24\], expected \[31, 24\]"),
     "one of two": (
         lambda c, s: s.update({EMBEDDING: (31, 24)}),

@@ -63,14 +63,17 @@ def write(directory, architecture, config, tensors, kind_of=lambda name: KINDS.F
     return wide
 
 
-def of_family(family):
-    """The first case that llama.cpp can hold: its Gemma 2 has no head of its own."""
-    return next(
+def of_family(family, directory):
+    """Write the first case that llama.cpp can hold, whose Gemma 2 has no head of its own."""
+    case = next(
         case
         for case in cases()
         if case.config["model_type"] == family
         and (family != "gemma2" or case.config.get("tie_word_embeddings", True))
     )
+    case.write(directory)
+    published = open_checkpoint(directory, out_in=True)
+    return case.config, {name: published.read(name) for name in published.names}
 
 
 @pytest.mark.parametrize(
@@ -80,16 +83,11 @@ def of_family(family):
         *(("gemma2", "gemma2"), ("gemma3_text", "gemma3"), ("phi3", "phi3")),
     ],
 )
-def test_a_file_of_llama_cpp_gives_other_parameters_than_what_it_is_made_from(
-    family, architecture, tmp_path
-):
-    case = of_family(family)
-    case.write(tmp_path / "published")
-    published = open_checkpoint(tmp_path / "published", out_in=True)
-    tensors = {name: published.read(name) for name in published.names}
-    write(tmp_path / "gguf", architecture, case.config, tensors)
+def test_a_file_of_llama_cpp_gives_other_parameters(family, architecture, tmp_path):
+    config, tensors = of_family(family, tmp_path / "published")
+    write(tmp_path / "gguf", architecture, config, tensors)
     found = open_checkpoint(tmp_path / "gguf", out_in=True)
-    assert found.names == published.names
+    assert list(found.names) == list(tensors)
     assert found.forms == {}
     for name, values in tensors.items():
         rounding = 1e-6 if "norm" in name and "gemma" in family else 0
@@ -122,18 +120,21 @@ def test_scales_and_minimums_are_kept_as_other_values(tmp_path):
                 np.testing.assert_array_equal(stored[3:5, :32], expected[3:5, :32])
 
 
+def manifest_of(path, source, more=""):
+    path.write_text(
+        f'[bundle]\nname = "demo"\n[model]\nsource = "{source}"\n{more}[generate]\nbatch = [1]\n'
+        'prompt = [8]\ncontext = [32]\n[[target]]\nname = "cpu-host"\n'
+    )
+    return read_manifest(path)
+
+
 def test_a_file_with_minimums_gets_no_zero_points(tmp_path):
     case = FewBits("gguf", GPTQ, 7)
     others, matrices = case.tensors()
     tensors = others | {f"{name}.weight": each.values for name, each in matrices.items()}
     kinds = {False: KINDS.F32, True: KINDS.Q4_1}
     write(tmp_path, "llama", case.config, tensors, lambda name: kinds["o_proj" in name])
-    text = (
-        f'[bundle]\nname = "demo"\n[model]\nsource = "{tmp_path}"\ndtype = "int4"\n[generate]\n'
-        'batch = [1]\nprompt = [8]\ncontext = [32]\n[[target]]\nname = "cpu-host"\n'
-    )
-    (tmp_path / "demo.toml").write_text(text)
-    manifest = read_manifest(tmp_path / "demo.toml")
+    manifest = manifest_of(tmp_path / "demo.toml", tmp_path, 'dtype = "int4"\n')
     files = find_model(manifest, (SimpleNamespace(architecture="x86_64"),), tmp_path)
     assert files.groups == Groups(zeros=True)
     assert files.matrices.endswith("groups of 32 with zero points")
@@ -177,27 +178,18 @@ def test_q4_0_is_rounded_again_and_others_are_read_as_other_values(tmp_path):
 
 
 def test_a_file_that_does_not_fit_is_read(tmp_path):
-    case = of_family("qwen2")
-    case.write(tmp_path / "published")
-    published = open_checkpoint(tmp_path / "published", out_in=True)
-    tensors = {name: published.read(name) for name in published.names}
-    there = tmp_path / "gguf"
-    (there / "model.gguf").parent.mkdir()
-    (there / "config.json").write_text(json.dumps(case.config))
-    for content, said in (
-        (b"GGUF" + b"\0" * 99, "damaged or cut off"),
-        (b"", "damaged or cut off"),
-    ):
+    config, tensors = of_family("qwen2", tmp_path / "published")
+    there, norm = tmp_path / "gguf", "model.norm.weight"
+    there.mkdir()
+    (there / "config.json").write_text(json.dumps(config))
+    for content in (b"GGUF" + b"\0" * 99, b""):
         (there / "model.gguf").write_bytes(content)
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match="damaged or cut off"):
             _ = open_checkpoint(there).names
-    norm = "model.norm.weight"
-    write(
-        there, "qwen2", case.config, {name: each for name, each in tensors.items() if name != norm}
-    )
+    write(there, "qwen2", config, {name: tensors[name] for name in tensors if name != norm})
     with pytest.raises(CheckpointError, match=f"missing {norm}"):
         _ = open_checkpoint(there).names
-    write(there, "llama", case.config, tensors)
+    write(there, "llama", config, tensors)
     with pytest.raises(CheckpointError, match='expected "qwen2", for model_type "qwen2"'):
         _ = open_checkpoint(there).names
     (there / "other.gguf").write_bytes(b"")
@@ -207,27 +199,13 @@ def test_a_file_that_does_not_fit_is_read(tmp_path):
 
 
 def test_another_file_is_read_than_the_manifest_names(tmp_path):
-    case = of_family("qwen3")
-    case.write(tmp_path / "model")
+    of_family("qwen3", tmp_path / "model")
     for name in ("model.gguf", "other.gguf"):
         (tmp_path / "model" / name).write_bytes(name.encode())
-    path = tmp_path / "demo.toml"
-    for source, name in (
-        ("model/other.gguf", "other.gguf"),
-        ("model", "model.safetensors"),
-        ("model/third.gguf", None),
-    ):
-        path.write_text(
-            f'[bundle]\nname = "demo"\n[model]\nsource = "{source}"\n[generate]\nbatch = [1]\n'
-            'prompt = [8]\ncontext = [32]\n[[target]]\nname = "cpu-host"\n'
-        )
-        manifest = read_manifest(path)
-        if name is None:
-            with pytest.raises(
-                ManifestError, match=r"or a \.gguf file, found none at .*third\.gguf"
-            ):
-                resolve_source(source, manifest.directory)
-            continue
+    for source, name in (("model/other.gguf", "other.gguf"), ("model", "model.safetensors")):
+        manifest = manifest_of(tmp_path / "demo.toml", source)
         directory = resolve_source(manifest.model.source, manifest.directory)
         files = find_model(manifest, (SimpleNamespace(architecture="x86_64"),), directory)
         assert [file.name for file in open_weights(files).files] == ["config.json", name]
+    with pytest.raises(ManifestError, match=r"or a \.gguf file, found none at .*third\.gguf"):
+        resolve_source("model/third.gguf", tmp_path)

@@ -76,9 +76,8 @@ class Cluster:
         self.handed.remove(ref)
 
 
-ORDER = Order(
-    7, target("cpu-x86-64-v3"), (), 1, None, None, Source("x", ()), {}, None, None, None, 60.0
-)
+V3, NO_PLACE = target("cpu-x86-64-v3"), (None, None, None)
+ORDER = Order(7, V3, (), 1, None, None, Source("x", ()), {}, *NO_PLACE, 60.0)
 
 
 @pytest.fixture

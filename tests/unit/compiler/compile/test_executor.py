@@ -1,7 +1,5 @@
 """Jobs and results without a process: a job is compiled once, and its need is what it took last."""
 
-import pytest
-
 from prejit.compiler.compile.compile_jobs import Compiled, CompileJob, Source
 from prejit.compiler.compile.executor import WORKER_BYTES, need_of, size_need
 from prejit.compiler.store.build_cache_key import Key
@@ -13,22 +11,11 @@ from prejit.runtime.format.bundle_schema import Memory, Segment
 TOOLCHAIN = host_toolchain(target("cpu-host"), {"jax": "0.12.0", "jaxlib": "0.12.0"})
 
 
-@pytest.fixture
-def store(tmp_path):
-    return DirectoryStore.open(tmp_path)
-
-
-def job(program, source="sha256:0"):
-    return CompileJob(program, TOOLCHAIN, Source(source, ()), key_of(program))
-
-
-def key_of(program):
-    return Key("compile", program, (("program", program),))
-
-
-def test_a_program_needs_what_its_last_compile_took(store):
+def test_a_program_needs_what_its_last_compile_took(tmp_path):
     """Also when the executable is gone, and not where another prejit wrote the result."""
-    new = job("f", store.put_blob(b"x" * 1000))
+    store = DirectoryStore.open(tmp_path)
+    key = Key("compile", "f", (("program", "f"),))
+    new = CompileJob("f", TOOLCHAIN, Source(store.put_blob(b"x" * 1000), ()), key)
     assert need_of(store, new) == size_need(1000)
     assert size_need(1 << 20).bytes > size_need(0).bytes
     assert size_need(1 << 20).seconds > size_need(0).seconds

@@ -45,11 +45,7 @@ def write(name, directory, config=None, processor=None):
         ("vit-0", {"image_size": 28}, "preprocessor_config.json: size: expected 28 x 28"),
         ("vit-0", {"patch_size": 22}, "patch_size: expected at most the size of pictures"),
         ("vit-0", {"qkv_bias": 1}, "qkv_bias: expected true or false, found 1"),
-        (
-            "vit-0",
-            {"architectures": ["ViTForMaskedImageModeling"]},
-            r"architectures: expected \.\.",
-        ),
+        ("vit-0", {"architectures": ["ViTForMaskedImageModeling"]}, "architectures: expected ..."),
         ("dinov3-0", {"architectures": ["DINOv3ViTForImageClassification"]}, "whose head prejit"),
         ("dinov3-0", {"num_attention_heads": 4}, "hidden_size: expected 4 times as many"),
         ("dinov3-0", {"rope_theta": 0}, "rope_theta: expected a number"),
@@ -92,10 +88,7 @@ def test_a_setting_that_is_not_built_is_an_error_that_names_it(tmp_path, name, c
         ({"do_rescale": None}, "do_rescale: expected true, the default"),
         ({"default_to_square": None}, "default_to_square: expected true, the default"),
         ({"image_processor_type": "SiglipImageProcessor"}, "do_center_crop: expected true, or a"),
-        (
-            {"image_processor_type": "DINOv3ViTImageProcessor", "resample": 3},
-            "resample: expected 2",
-        ),
+        ({"image_processor_type": "DINOv3ViTImageProcessor", "resample": 3}, "resample: expected"),
         ({"do_center_crop": True}, "crop_size: expected an integer, or an object with height"),
     ],
 )

@@ -12,9 +12,10 @@ from prejit.runtime.errors import CheckpointError
 HEADS = Path(__file__).parents[3] / "torch_heads"
 
 
-def rewritten(path, name, content):
+def rewritten(path, name, content, method=zipfile.ZIP_STORED):
     """Copy a file of torch.save, with another content of an entry."""
-    with zipfile.ZipFile(HEADS / "colbert_linear.pt") as old, zipfile.ZipFile(path, "w") as new:
+    old, new = zipfile.ZipFile(HEADS / "colbert_linear.pt"), zipfile.ZipFile(path, "w", method)
+    with old, new:
         for entry in old.infolist():
             is_other = entry.filename.endswith(name)
             new.writestr(entry.filename, content if is_other else old.read(entry))
@@ -73,37 +74,26 @@ def test_a_tensor_that_no_storage_holds_is_refused_before_it_is_read(tmp_path):
         torch_tensors(rewritten(file, "data.pkl", pickled(0, (1,), state)))
 
 
-def test_values_that_are_compressed_are_not_read(tmp_path):
-    file = tmp_path / "a.pt"
-    with (
-        zipfile.ZipFile(HEADS / "colbert_linear.pt") as old,
-        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as new,
-    ):
-        for each in old.namelist():
-            new.writestr(each, bytes(2**20) if each.endswith("data/0") else old.read(each))
-    with pytest.raises(CheckpointError, match="expected values that are not compressed"):
-        torch_tensors(file)["weight"].read()
-
-
-def test_what_is_no_dict_of_tensors_is_refused(tmp_path):
+def test_what_is_no_dict_of_tensors_or_is_compressed_is_refused(tmp_path):
     whole = (HEADS / "colbert_linear.pt").read_bytes()
-    for content, told in (
-        (whole[:-200], "expected a dict of tensors"),
-        (pickle.dumps({"weight": 1}), "expected a dict of tensors"),
-        (b"", "expected a dict of tensors"),
+    for number, content in enumerate((whole[:-200], pickle.dumps({"weight": 1}), b"")):
+        (tmp_path / f"{number}.pt").write_bytes(content)
+    for file, told in (
+        *((tmp_path / f"{number}.pt", "expected a dict of tensors") for number in range(3)),
+        (rewritten(tmp_path / "c.pt", "byteorder", b"big"), "byteorder"),
+        (rewritten(tmp_path / "d.pt", "data.pkl", pickle.dumps([1])), "expected a dict"),
+        (tmp_path / "none.pt", "expected a file, found none"),
     ):
-        (tmp_path / "b.pt").write_bytes(content)
         with pytest.raises(CheckpointError, match=told):
-            torch_tensors(tmp_path / "b.pt")
-    with pytest.raises(CheckpointError, match="byteorder"):
-        torch_tensors(rewritten(tmp_path / "c.pt", "byteorder", b"big"))
-    with pytest.raises(CheckpointError, match="expected a dict"):
-        torch_tensors(rewritten(tmp_path / "d.pt", "data.pkl", pickle.dumps([1])))
-    with pytest.raises(CheckpointError, match="expected a file, found none"):
-        torch_tensors(tmp_path / "none.pt")
-    short = torch_tensors(rewritten(tmp_path / "e.pt", "data/0", b"123"))
-    with pytest.raises(CheckpointError, match=r"e\.pt"):
-        short["weight"].read()
+            torch_tensors(file)
+    large = rewritten(tmp_path / "a.pt", "data/0", bytes(2**20), zipfile.ZIP_DEFLATED)
+    for file, told in (
+        (rewritten(tmp_path / "e.pt", "data/0", b"123"), r"e\.pt"),
+        (large, "expected values that are not compressed"),
+    ):
+        found = torch_tensors(file)
+        with pytest.raises(CheckpointError, match=told):
+            found["weight"].read()
     damaged = tmp_path / "f.pt"
     shutil.copy(HEADS / "colbert_linear.pt", damaged)
     found = torch_tensors(damaged)

@@ -11,12 +11,7 @@ from tests.layouts import blob, subject_of, write_root
 from tests.threads import in_threads
 
 from prejit.compiler.pipeline import layout_writing as writing
-from prejit.compiler.pipeline.layout_writing import (
-    Part,
-    attach,
-    remove_abandoned,
-    write_layout,
-)
+from prejit.compiler.pipeline.layout_writing import Part, attach, remove_abandoned, write_layout
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.format import limits
@@ -81,29 +76,25 @@ def test_what_is_attached_is_found_and_as_oci_says(bundle_dir):
     assert listed["annotations"] == {"org.opencontainers.image.ref.name": name}
 
 
-def test_attaching_again_changes_nothing(bundle_dir):
+def test_attaching_again_changes_nothing_and_at_once_loses_nothing(bundle_dir):
+    def inodes():
+        return {file: file.stat().st_ino for file in bundle_dir.rglob("*") if file.is_file()}
+
     subject = subject_of(bundle_dir)
-    first = attach_text(bundle_dir, subject)
-    before = {file: file.stat() for file in bundle_dir.rglob("*") if file.is_file()}
-    assert attach_text(bundle_dir, subject) == first
-    after = {file: file.stat() for file in bundle_dir.rglob("*") if file.is_file()}
-    assert {f: s.st_ino for f, s in before.items()} == {f: s.st_ino for f, s in after.items()}
+    first = attach_text(bundle_dir, subject, "0")
+    before = inodes()
+    assert attach_text(bundle_dir, subject, "0") == first
+    assert inodes() == before
     blob(bundle_dir, first.digest).unlink()  # and mends what is gone
-    attach_text(bundle_dir, subject)
+    attach_text(bundle_dir, subject, "0")
     assert len(attached(bundle_dir, subject.digest)) == 1
-
-
-def test_two_that_attach_at_once_lose_nothing(bundle_dir):
-    subject = subject_of(bundle_dir)
     in_threads(8, lambda number: attach_text(bundle_dir, subject, str(number)))
     found = attached(bundle_dir, subject.digest)
     texts = {blob(bundle_dir, each.layers[0].digest).read_bytes() for each in found}
     assert texts == {b"%d" % number for number in range(8)}
 
 
-def test_whoever_is_killed_while_attaching_leaves_it_attached_or_not(
-    bundle_dir, tmp_path, monkeypatch
-):
+def test_whoever_is_killed_attaches_all_or_nothing(bundle_dir, tmp_path, monkeypatch):
     class Killed(BaseException):
         pass
 
@@ -171,19 +162,15 @@ def test_what_is_gone_gets_nothing(bundle_dir, recipe, make_recipe):
         attach_text(bundle_dir, subject)
 
 
-def test_an_index_json_of_another_tool_keeps_what_it_has(bundle_dir):
+def test_what_refers_to_a_bundle_and_what_another_tool_wrote_is_kept(bundle_dir, recipe):
     root = json.loads((bundle_dir / "index.json").read_bytes())
     root["annotations"] = {"org.example": "kept"}
     root["manifests"][0]["urls"] = ["kept"]
     (bundle_dir / "index.json").write_text(json.dumps(root, indent=1))
-    attach_text(bundle_dir, subject_of(bundle_dir))
+    of_bundle = attach_text(bundle_dir, subject_of(bundle_dir))
     after = json.loads((bundle_dir / "index.json").read_bytes())
     assert after["annotations"] == root["annotations"]
     assert after["manifests"][:-1] == root["manifests"]
-
-
-def test_writing_the_same_bundle_keeps_what_refers_to_it(bundle_dir, recipe):
-    of_bundle = attach_text(bundle_dir, subject_of(bundle_dir))
     attach_text(bundle_dir, of_bundle)
     before = attached(bundle_dir)
     weights = max((bundle_dir / "blobs" / "sha256").iterdir(), key=lambda f: f.stat().st_size)

@@ -4,10 +4,7 @@ import itertools
 import tomllib
 from pathlib import Path
 
-from prejit.compiler.recording.manifest_text import (
-    examples_path,
-    recorded_manifest,
-)
+from prejit.compiler.recording.manifest_text import examples_path, recorded_manifest
 from prejit.runtime.recorded.hook_events import JaxRequest
 
 PATH = Path("my.serve-1.toml")

@@ -83,9 +83,8 @@ def calls(tmp_path_factory):
         (at / name).mkdir()
     (at / "package" / "library.py").write_text(LIBRARY)
     (at / "program.py").write_text(PROGRAM)
-    orders = Orders(
-        cache_settings(at / "cache", write=True), str(at / "events"), functions=OUTER_CALL
-    )
+    settings = cache_settings(at / "cache", write=True)
+    orders = Orders(settings, str(at / "events"), functions=OUTER_CALL)
     done = subprocess.run(
         [sys.executable, str(at / "program.py")],
         env=environment_for(orders, os.environ),

@@ -9,22 +9,9 @@ from datetime import UTC, datetime
 from email.utils import formatdate
 from urllib.parse import parse_qs, unquote
 
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from tests.http_serving import QuietHandler, serving
 
 from prejit.compiler.sharing.remote import RemoteError, RemoteFile
-from prejit.compiler.signing.private_key import parse_private_key
-
-
-def private_pem():
-    return ec.generate_private_key(ec.SECP256R1()).private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-
-
-def private_key():
-    return parse_private_key(private_pem(), "key")
 
 
 @dataclass

@@ -3,7 +3,8 @@
 import time
 
 import pytest
-from tests.unit.compiler.sharing.fixtures import Memory, private_key
+from tests.signers import signer
+from tests.unit.compiler.sharing.fixtures import Memory
 from tests.waiting import wait_for
 
 from prejit.compiler.sharing.leases import Leases
@@ -48,15 +49,6 @@ def test_two_machines_never_hold_the_same_lease(place, machine):
         assert machine(LONG, Tier(place, name)).take(KEY) is not None
 
 
-def test_the_lease_of_a_machine_that_died_is_taken_over(place, machine):
-    dead = machine(LONG)
-    assert dead.take(KEY) is not None  # it never writes it again within this test
-    second = machine(SHORT)
-    assert second.take(KEY) is None  # it may still live
-    wait_for(lambda: second.take(KEY))
-    assert machine(LONG).take(KEY) is None  # now it is the second one's
-
-
 def test_a_machine_that_lives_keeps_its_lease(machine):
     first = machine(SHORT)
     assert first.take(KEY) is not None
@@ -67,12 +59,14 @@ def test_a_machine_that_lives_keeps_its_lease(machine):
         time.sleep(SHORT / 4)
 
 
-def test_one_that_awakes_takes_nothing_from_its_successor(place, machine, monkeypatch):
+def test_the_lease_of_a_machine_that_died_is_taken_over_and_it_takes_nothing_back(place, machine):
     """A machine that was suspended must not delete the lease of the one that has taken over."""
     asleep = machine(LONG)
-    lease = asleep.take(KEY)
+    lease = asleep.take(KEY)  # it never writes it again within this test
     second = machine(SHORT)
+    assert second.take(KEY) is None  # it may still live
     wait_for(lambda: second.take(KEY))
+    assert machine(LONG).take(KEY) is None  # now it is the second one's
     lease.written -= 2 * LONG
     before = set(place.files)
     asleep.release(lease)
@@ -82,9 +76,11 @@ def test_one_that_awakes_takes_nothing_from_its_successor(place, machine, monkey
 
 def test_a_stranger_stops_nobody(place, machine):
     """Who may write into the store, but not sign, must not be able to stop a build."""
-    signer = private_key()
+    own = signer("own")
     assert machine(LONG, Tier(place)).take(KEY) is not None  # signed by nobody
-    assert machine(LONG, Tier(place, signer=private_key())).take(KEY) is None  # believes anyone
-    own = Tier(place, believed=(signer.public,), signer=signer)
-    assert machine(LONG, own).take(KEY) is not None
-    assert machine(LONG, own).take(KEY) is None
+    assert (
+        machine(LONG, Tier(place, signer=signer("stranger"))).take(KEY) is None
+    )  # believes anyone
+    believing = Tier(place, believed=(own.public,), signer=own)
+    assert machine(LONG, believing).take(KEY) is not None
+    assert machine(LONG, believing).take(KEY) is None

@@ -32,7 +32,6 @@ from prejit.runtime.cli.commands import run
 from prejit.runtime.errors import UsageError
 
 KEY = Key("compile", "demo/decode", (("stablehlo", "x"),))
-OTHER = Key("compile", "demo/prefill", (("stablehlo", "y"),))
 AC = f"ac/{'a' * 64}"
 SERVERS = {"nginx": nginx, "docker-registry": docker_registry}
 """The kinds that need a program which a machine may lack."""
@@ -292,17 +291,11 @@ def machine(directory, remote):
     return LayeredStore(DirectoryStore.open(directory), [Tier(remote)], notes.append), notes
 
 
-def fill(directory, remote, key=KEY):
-    """Put a result with contents of 1000 bytes into a store, by a machine."""
-    store, _ = machine(directory, remote)
-    digest = store.put_blob(key.name[-5:].encode() * 200)
-    store.put(key, {"executable": digest}, blobs=[digest])
-    store.finish()
-
-
 def test_the_command_makes_room(tmp_path, capsys):
     shared = tmp_path / "shared"
-    fill(tmp_path / "a", Objects(shared.as_uri()))
+    store, _ = machine(tmp_path / "a", Objects(shared.as_uri()))
+    store.put(KEY, {}, blobs=[store.put_blob(b"x" * 1000)])
+    store.finish()
     (shared / "other").mkdir()
     (shared / "other" / "file").write_text("of somebody else")
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.compiler.sharing.fixtures import private_key
+from tests.signers import signer
 
 from prejit.compiler.sharing.shared_result import SharedResult, UnusableError, decode, encode
 from prejit.compiler.store.build_cache_key import Key
@@ -16,7 +16,7 @@ KEY = Key("compile", "demo/decode", (("jaxlib", "0.10.2"), ("stablehlo", "x")))
 OTHER = Key("compile", "demo/decode", (("jaxlib", "0.10.2"), ("stablehlo", "y")))
 BLOB = f"sha256:{'a' * 64}"
 RESULT_OF_KEY = SharedResult(KEY, {"size": 3}, {BLOB: 7})
-SIGNER, STRANGER = private_key(), private_key()
+SIGNER, STRANGER = signer("a"), signer("b")
 BELIEVED = (SIGNER.public,)
 _leaves = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text()
 _json = st.recursive(_leaves, st.lists, max_leaves=5)
@@ -56,6 +56,10 @@ def _set(**fields):
     return lambda statement: statement["predicate"].update(fields)
 
 
+def _set_type(statement):
+    statement["predicateType"] = "urn:other"
+
+
 def _rename(statement):
     statement["subject"][0]["digest"]["sha256"] = OTHER.digest.removeprefix("sha256:")
 
@@ -81,12 +85,7 @@ REFUSED = {
     "no digest": (_changed(UNSIGNED, _set(blobs={"../x": 1})), KEY, (), DIGESTS),
     "a negative size": (_changed(UNSIGNED, _set(blobs={BLOB: -1})), KEY, (), DIGESTS),
     "no result": (_changed(UNSIGNED, _set(result=None)), KEY, (), "result"),
-    "predicate": (
-        _changed(UNSIGNED, lambda s: s.update(predicateType="urn:other")),
-        KEY,
-        (),
-        "expected the predicate",
-    ),
+    "predicate": (_changed(UNSIGNED, _set_type), KEY, (), "expected the predicate"),
 }
 
 

@@ -1,15 +1,15 @@
 """The file of shared stores: mistakes are named, and nothing is loosened by one."""
 
 import pytest
-from tests.unit.compiler.sharing.fixtures import private_key, private_pem
+from tests.signers import private_pem, signer
 
 from prejit.compiler.sharing.sharing_settings import STORE, read_stores
 from prejit.runtime.errors import PolicyError, StoreError, UsageError
 
 
 def write(directory, text):
-    (directory / "key.pem").write_bytes(private_pem())
-    (directory / "key.pub.pem").write_text(private_key().public.pem)
+    (directory / "key.pem").write_bytes(private_pem("a"))
+    (directory / "key.pub.pem").write_text(signer("a").public.pem)
     (directory / "stores.toml").write_text(text)
     return str(directory / "stores.toml")
 

@@ -9,7 +9,7 @@ pytest.importorskip("cryptography", reason="cryptography comes with the extra tr
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from tests.layouts import blob, index_of
-from tests.signers import signer
+from tests.signers import private_pem, signer
 
 from prejit.compiler.signing.bundle_signing import files_of, sign
 from prejit.compiler.signing.private_key import parse_private_key, read_private_key
@@ -24,18 +24,16 @@ PLAIN = serialization.NoEncryption()
 def test_what_is_no_key_is_refused_and_an_encrypted_one_needs_its_password(capsys, tmp_path):
     assert main(["sign", str(tmp_path)]) == 2
     assert "hint: --key FILE signs with a private key" in capsys.readouterr().err
-    plain = ec.generate_private_key(ec.SECP256R1()).private_bytes(PEM, PKCS8, PLAIN)
     with pytest.raises(UsageError, match="found a plain one") as raised:
-        parse_private_key(plain, "key", "sesame")
+        parse_private_key(private_pem("a"), "key", "sesame")
     assert "unset PREJIT_KEY_PASSWORD" in str(raised.value.hint)
     ed = ed25519.Ed25519PrivateKey.generate().private_bytes(PEM, PKCS8, PLAIN)
     for pem in (b"", b"no key", signer("a").public.pem.encode(), ed):
         with pytest.raises(UsageError, match=r"^key: expected") as raised:
             parse_private_key(pem, "key")
         assert raised.value.hint
-    curve = ec.generate_private_key(ec.SECP256K1()).private_bytes(PEM, PKCS8, PLAIN)
     with pytest.raises(PolicyError, match="secp256k1"):
-        parse_private_key(curve, "key")
+        parse_private_key(private_pem("a", "SECP256K1"), "key")
     with pytest.raises(StoreError, match="cannot read a key"):
         read_private_key(tmp_path / "gone.pem")
     secret, key = serialization.BestAvailableEncryption(b"sesame"), ec.SECP256R1()
@@ -78,7 +76,7 @@ def test_a_damaged_bundle_is_vouched_for(kind, recipe, tmp_path, capsys):
     file = damaged_file(bundle, kind)
     before = (bundle / "index.json").read_bytes()
     key, channel = tmp_path / "key.pem", tmp_path / "stable.json"
-    key.write_bytes(ec.generate_private_key(ec.SECP256R1()).private_bytes(PEM, PKCS8, PLAIN))
+    key.write_bytes(private_pem("a"))
     for command in (
         ("sign", bundle, "--key", key),
         ("channel", "release", channel, bundle, "--name", "x", "--key", key),

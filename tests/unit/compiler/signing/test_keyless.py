@@ -36,9 +36,7 @@ def policy(directory, identity=IDENTITY):
     return str(path)
 
 
-def test_what_an_identity_signs_runs_under_a_policy_that_names_it(
-    bundle_dir, config, tmp_path, monkeypatch, capsys
-):
+def test_a_policy_names_an_identity(bundle_dir, config, tmp_path, monkeypatch, capsys):
     other = sign(bundle_dir, keyless_signer(token(identity="https://ci.example/b"), config))
     monkeypatch.setenv(TOKEN_VARIABLE, token())
     assert run(["sign", str(bundle_dir), "--keyless", "--sigstore", str(config), "--json"]) == 0

@@ -40,11 +40,6 @@ def temp_files(cache):
     return list((cache.root / "v1" / "temp").iterdir())
 
 
-def action_file(cache):
-    (path,) = (cache.root / "v1" / "actions").rglob("*.json")
-    return path
-
-
 def python(code, *arguments):
     """A process that runs code that has imported DirectoryStore."""
     setup = (
@@ -106,11 +101,10 @@ def test_a_miss_remembers_the_last_key_of_a_name(cache):
 
 def test_every_damaged_byte_of_an_action_is_a_miss_and_heals(cache):
     cache.put(KEY, {"memory": 12345})
-    path = action_file(cache)
+    (path,) = (cache.root / "v1" / "actions").rglob("*.json")
     content = path.read_bytes()
-    damages = [
-        content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :] for at in range(len(content))
-    ]
+    places = range(len(content))
+    damages = [content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :] for at in places]
     for damaged in [*damages, b"", content[:-1], content + b" ", b"\0" * len(content)]:
         path.write_bytes(damaged)
         assert cache.get(KEY) is None
@@ -153,25 +147,18 @@ def test_the_default_root_must_be_usable(monkeypatch, tmp_path):
         assert "PREJIT_CACHE" in caught.value.hint
 
 
-@pytest.fixture
-def writer(cache):
+def test_what_a_killed_writer_left(cache):
     code = """
 with DirectoryStore(Path(sys.argv[1])).blob_writer() as blob:
     blob.write(b"half" * 10000)
     print("writing", flush=True)
     sys.stdin.read()
 """
-    with python(code, cache.root) as process:
-        assert process.stdout.readline() == "writing\n"
-        yield process
-        process.kill()
-
-
-def test_what_a_killed_writer_left(cache, writer):
-    DirectoryStore.open(cache.root)
-    assert len(temp_files(cache)) == 1  # the writer lives: its file is left alone
-    writer.kill()
-    writer.wait()
+    with python(code, cache.root) as writer:
+        assert writer.stdout.readline() == "writing\n"
+        DirectoryStore.open(cache.root)
+        assert len(temp_files(cache)) == 1  # the writer lives: its file is left alone
+        writer.kill()
     assert len(temp_files(cache)) == 1
     DirectoryStore.open(cache.root)
     assert temp_files(cache) == []

@@ -217,37 +217,30 @@ DIGEST = digest_of(b"code")
 
 
 @pytest.fixture
-def settled(monkeypatch, tmp_path):
+def sources(tmp_path, monkeypatch):
     """Sources that were written just now count as settled, and the cache is empty."""
     monkeypatch.setattr(prejit_code, "SETTLED_SECONDS", -1.0)
-    monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def sources(tmp_path, settled):
     (tmp_path / "code" / "inner").mkdir(parents=True)
     (tmp_path / "code" / "a.py").write_text("A = 1\n")
     (tmp_path / "code" / "inner" / "b.py").write_text("B = 1\n")
     return {"prejit.code": tmp_path / "code"}
 
 
-def test_sources_that_changed_just_now_or_a_file_that_others_may_write_are_not_believed(
-    sources, tmp_path, monkeypatch
-):
+def test_new_sources_or_a_file_of_others_are_not_believed(sources, runtime_cache, monkeypatch):
     """A second change could leave the same times."""
     with monkeypatch.context() as patch:
         patch.setattr(prejit_code, "SETTLED_SECONDS", 60.0)
         KnownDigests(sources).keep("step", DIGEST)
     assert KnownDigests(sources).get("step") is None
     KnownDigests(sources).keep("step", DIGEST)
-    [file] = (tmp_path / "cache").rglob("*.json")
+    [file] = runtime_cache.rglob("*.json")
     file.chmod(0o666)
     assert KnownDigests(sources).get("step") is None
 
 
-def test_a_source_that_changed_or_a_damaged_file_ends_all(sources, tmp_path):
+def test_a_source_that_changed_or_a_damaged_file_ends_all(sources, runtime_cache):
     KnownDigests(sources).keep("step", DIGEST)
-    [file] = (tmp_path / "cache").rglob("*.json")
+    [file] = runtime_cache.rglob("*.json")
     held = json.loads(file.read_bytes())
     wrong = {**held, "digests": {"step": "sha256:0"}}, {**held, "sources": "0"}
     for content in (b"", b"[]", *(json.dumps(each).encode() for each in wrong)):

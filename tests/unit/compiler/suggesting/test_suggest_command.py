@@ -1,7 +1,5 @@
 """`prejit suggest`: what it prints."""
 
-import pytest
-
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.runtime.cli.commands import run
 
@@ -21,22 +19,11 @@ name = "cpu-x86-64-v3"
 """
 
 
-@pytest.fixture
-def lengths(tmp_path):
-    path = tmp_path / "lengths.csv"
-    path.write_text("prompt_tokens,new_tokens\n" + "21,5\n" * 9 + "60,60\n")
-    return path
-
-
-@pytest.fixture
-def manifest(tmp_path):
-    path = tmp_path / "chat.toml"
-    path.write_text(MANIFEST)
+def test_the_suggested_lines_can_be_pasted_into_the_manifest(tmp_path, capsys):
+    lengths, manifest = tmp_path / "lengths.csv", tmp_path / "chat.toml"
+    lengths.write_text("prompt_tokens,new_tokens\n" + "21,5\n" * 9 + "60,60\n")
+    manifest.write_text(MANIFEST)
     (tmp_path / "model").mkdir()
-    return path
-
-
-def test_the_suggested_lines_can_be_pasted_into_the_manifest(lengths, manifest, capsys):
     assert run(["suggest", str(lengths), "--manifest", str(manifest)]) == 0
     printed = capsys.readouterr().out
     pasted = printed[printed.index("[generate]") :]

@@ -25,7 +25,6 @@ WANTED = EnvironmentSpec("cpu-host", "0.12.0.1", PINNED, ("numpy<2.4",))
 @pytest.fixture(autouse=True)
 def root(tmp_path, monkeypatch):
     monkeypatch.setenv("PREJIT_ENVIRONMENTS", str(tmp_path / "environments"))
-    return tmp_path / "environments" / "v1"
 
 
 def fake(wanted, python=sys.executable):
@@ -67,19 +66,13 @@ def test_all_that_is_installed_decides_the_key(monkeypatch):
     assert WANTED.key not in keys
 
 
-def test_what_is_there_needs_neither_process_nor_network(monkeypatch):
-    def start(*arguments, **options):
-        raise AssertionError(arguments)
-
-    monkeypatch.setattr(subprocess, "Popen", start)
-    path = fake(WANTED)
-    expected = Environment(path, path / "bin" / "python", {"jax": "0.12.0.1"})
-    assert environments.find(WANTED) == make_environment(WANTED) == expected
-    assert environments.find(replace(WANTED, constraints=())) is None
-
-
-def test_half_an_environment_is_none(monkeypatch):
+def test_what_is_there_needs_neither_process_nor_network_and_half_of_it_is_none(monkeypatch):
     marker = (path := fake(WANTED)) / MARKER
+    expected = Environment(path, path / "bin" / "python", {"jax": "0.12.0.1"})
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", None)
+        assert environments.find(WANTED) == make_environment(WANTED) == expected
+        assert environments.find(replace(WANTED, constraints=())) is None
     whole = marker.read_bytes()
     os.utime(marker, (0, 0))
     assert environments.find(WANTED) is not None
@@ -88,11 +81,10 @@ def test_half_an_environment_is_none(monkeypatch):
         marker.write_bytes(damaged)
         assert environments.find(WANTED) is None
     marker.write_bytes(whole)
-    (path / "bin" / "python").unlink()
-    (path / "bin" / "python").symlink_to("/gone/python3.13")
-    assert environments.find(WANTED) is None
-    (path / "bin" / "python").unlink()
-    (path / "bin" / "python").symlink_to(sys.executable)
+    for python, found in (("/gone/python3.13", None), (sys.executable, expected)):
+        (path / "bin" / "python").unlink()
+        (path / "bin" / "python").symlink_to(python)
+        assert environments.find(WANTED) == found
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed here
     environments.remove(path)
     assert ((path / "bin").is_dir(), environments.find(WANTED)) == (True, None)

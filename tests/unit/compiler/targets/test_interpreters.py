@@ -37,7 +37,7 @@ def script(path, text):
     return path
 
 
-def test_an_interpreter_without_venv_is_not_taken(machine):
+def test_an_interpreter_without_venv_is_not_taken_and_uv_is_asked_last(machine):
     here = "{}.{}".format(*sys.version_info)
     with pytest.raises(BuildError) as caught:
         find_interpreter("0.12.0.1", "cpu-host")
@@ -57,8 +57,8 @@ def test_an_interpreter_without_venv_is_not_taken(machine):
     script(machine / "pyenv" / "versions" / "3.97.1" / "bin" / "python", f"echo 3 97 {bare}x")
     assert find_interpreter("0.12.0.1", "cpu-host") == f"{bare}x"
 
-
-def test_uv_is_asked_last_and_may_download_nothing(machine):
+    # uv is asked last, and may download nothing.
+    (machine / "pyenv" / "versions" / "3.97.1" / "bin" / "python").unlink()
     python = script(machine / "uv-python", 'test "$1" = -V && echo Python 3.98.1 || echo 3 98 $0')
     asked = 'test "$UV_PYTHON_DOWNLOADS" = never && test "$4" = ">=3.97,<3.100"'
     script(machine / "bin" / "uv", f"{asked} && echo {python}")

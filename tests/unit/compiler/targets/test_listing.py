@@ -18,19 +18,15 @@ def no_environments(tmp_path, monkeypatch):
     monkeypatch.setenv("PREJIT_ENVIRONMENTS", str(tmp_path / "environments"))
 
 
-@pytest.fixture
-def no_interpreters(tmp_path, monkeypatch):
-    """Nothing on this machine runs a jax that it has not installed."""
-    monkeypatch.setattr(interpreters, "_PYTHONS", {(0, 12): ((3, 97), (3, 99))})
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
-
-
 def listed(host_jax):
     return {each.target.name: each for each in list_targets(host_jax)}
 
 
-def test_what_needs_an_interpreter_or_a_download_says_so(no_interpreters):
+def test_what_needs_an_interpreter_or_a_download_says_so(tmp_path, monkeypatch):
+    """Nothing on this machine runs a jax that it has not installed."""
+    monkeypatch.setattr(interpreters, "_PYTHONS", {(0, 12): ((3, 97), (3, 99))})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
     found = listed(EXACT_JAX)
     assert found["cpu-host"] == Listed(found["cpu-host"].target, YES)
     assert (found["cpu-x86-64-v2"].builds, found["cpu-x86-64-v2"].note) == (YES, None)

@@ -36,9 +36,9 @@ def table(**given):
     return TargetTable(**{"name": "mine", **given})
 
 
-def wrong(given, at, mesh=None):
+def wrong(given, at):
     with pytest.raises(TableError) as caught:
-        resolve(given, at, mesh)
+        resolve(given, at, None)
     return caught.value.key, str(caught.value)
 
 
@@ -128,10 +128,8 @@ def test_a_fingerprint_is_a_target_and_an_unknown_gpu_is_described(tmp_path):
     assert key == "fingerprint"
     assert "web.json" in problem
     given = {
-        "platform": "cuda",
-        "device_kind": "NVIDIA GeForce RTX 4090",
-        "compute_capability": "8.9",
-        "memory_bytes": 25_000_000_000,
+        **{"platform": "cuda", "device_kind": "NVIDIA GeForce RTX 4090"},
+        **{"compute_capability": "8.9", "memory_bytes": 25_000_000_000},
         "gpu": GpuTable(128, 1_008_000_000_000, 75_497_472, 2520),
     }
     found = resolve(table(**given), tmp_path, None)

@@ -28,17 +28,13 @@ def compiled(*features, need_bytes=0):
     return Compiled(segment, features, memory, 1, 1, 1)
 
 
-def library(glibc):
-    digest = f"sha256:{2:064x}"
-    return KernelLibrary("x86-64-v2", digest, 1, "g++ 12.2.0", glibc, ("linear",))
-
-
 def test_a_cpu_needs_what_any_program_uses_and_what_the_kernels_use():
     programs = {"a": compiled("avx2", "sse3"), "b": compiled("bmi")}
     alone = requirement_of(MANIFEST, toolchain("cpu-x86-64-v3"), programs, None)
     assert {"avx2", "bmi", "sse3"} <= set(alone.cpu_features or ())
     assert (alone.glibc, alone.device_memory_bytes) == (None, None)
-    beside = requirement_of(MANIFEST, toolchain("cpu-x86-64-v3"), programs, library("2.99"))
+    library = KernelLibrary("x86-64-v2", f"sha256:{2:064x}", 1, "g++ 12", "2.99", ("linear",))
+    beside = requirement_of(MANIFEST, toolchain("cpu-x86-64-v3"), programs, library)
     assert set(alone.cpu_features or ()) < set(beside.cpu_features or ())
     assert "sse4.2" in (beside.cpu_features or ())
     assert beside.glibc == "2.99"
