@@ -98,39 +98,24 @@ def test_python_and_toml_give_the_same_bundle(tmp_path, options):
 DOTTED = {"a.b": np.ones(1, np.float32), "a": {"b": np.ones(1, np.float32)}}
 
 
-def mistakes():
-    return [
-        (
-            {"programs": [scoring(buckets={"batch": [0]})]},
-            ["program[0].buckets.batch[0]: expected an integer from 1 to"],
-        ),
-        (
-            {"programs": [scoring(args={"x": "float33[4]"})], "targets": []},
-            [
-                "target: missing; expected at least one",
-                "program[0].args.x: expected a dtype (did you",
-            ],
-        ),
-        (
-            {"programs": [scoring(fn=3)]},
-            ['[0].function: expected "package.module:attribute", or the'],
-        ),
-        (
-            {"model": Model("no-such-directory")},
-            ["generate: missing", "model.source: expected a directory"],
-        ),
-        ({"model": Model(module=scoring, params={})}, ["generate: missing"]),
-        (
-            {"programs": [scoring(DOTTED)]},
-            ["params: expected different names of leaves, found 'a.b'"],
-        ),
-        ({"programs": [scoring({"a": object()})]}, ["params: a: expected an array of one of"]),
-    ]
-
-
 def test_a_mistake_in_python_is_told_as_in_a_file(tmp_path, options):
-    for given, problems in mistakes():
-        manifest = Manifest("s", **{"targets": ["cpu-host"], **given})
+    no_dtype = "program[0].args.x: expected a dtype (did you"
+    for given, problems in (
+        (
+            scoring(buckets={"batch": [0]}),
+            ["program[0].buckets.batch[0]: expected an integer from"],
+        ),
+        (scoring(args={"x": "float33[4]"}), [no_dtype]),
+        (scoring(fn=3), ['[0].function: expected "package.module:attribute", or the']),
+        (Model("no-such-directory"), ["generate: missing", "model.source: expected a directory"]),
+        (Model(module=scoring, params={}), ["generate: missing"]),
+        (scoring(DOTTED), ["params: expected different names of leaves, found 'a.b'"]),
+        (scoring({"a": object()}), ["params: a: expected an array of one of"]),
+    ):
+        what = {"model": given} if isinstance(given, Model) else {"programs": [given]}
+        targets = [] if problems == [no_dtype] else ["cpu-host"]
+        problems = problems if targets else ["target: missing; expected at least one", no_dtype]
+        manifest = Manifest("s", targets=targets, **what)
         with pytest.raises(ManifestError) as caught:
             prejit.compiler.build(manifest, tmp_path / "out", **options)
         text = str(caught.value)

@@ -130,9 +130,7 @@ def step(state):
     return jax.tree.map(lambda leaf: leaf + 1, state)
 
 
-def test_other_steps_are_refused_and_a_class_that_converts_its_parts_is_taken(
-    tmp_path, build_cache
-):
+def test_other_steps_are_refused_and_converted_parts_taken(tmp_path, build_cache):
     options = {"cache": build_cache, "quiet": True}
     found = "code changes its parts each time"
     for given in (Scaled(X), Counted(X)):

@@ -17,7 +17,6 @@ from prejit.runtime.base.wording import size
 
 from . import tiny_models
 
-ROOT = Path(__file__).parents[4]
 MODELS = """
 model = random_model(Tiny)
 narrow = random_model(NarrowLogits)
@@ -150,9 +149,8 @@ def test_a_published_model_has_its_sizes_or_says_what_is_not_built(tmp_path, cap
         size(read),
         f"{2e9 / read:,.0f}",
     ]
-    (tmp_path / "mixture" / "config.json").write_text(
-        json.dumps({**config, "num_experts_per_tok": 9})
-    )
+    wrong = json.dumps({**config, "num_experts_per_tok": 9})
+    (tmp_path / "mixture" / "config.json").write_text(wrong)
     assert main(["check-model", str(tmp_path / "mixture")]) != 0
     said = "num_experts_per_tok: expected at most num_experts = 4, found 9"
     assert said in capsys.readouterr().err

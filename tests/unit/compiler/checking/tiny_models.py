@@ -111,9 +111,7 @@ def attention(query, keys, values, seen):
 def random_model(kind):
     random = np.random.default_rng(0)
     shapes = {"embedding": (V, D), "places": (LONGEST, D), "mixing": (4, D, D)}
-    return kind(
-        **{name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-    )
+    return kind(**{name: random.standard_normal(each, np.float32) for name, each in shapes.items()})
 
 
 def apart(model):
@@ -140,17 +138,39 @@ def _no_vocabulary(model):
 
 
 NUMBER = "an integer of at least"
-for _of, _changes, _says in (
-    (
+NONE = property(_no_vocabulary)
+for _check, _of, _changes, _says in (
+    ("attributes", Tiny, {"vocab_size": NONE}, f"attribute vocab_size, {NUMBER} 2, found none"),
+    ("attributes", Tiny, {"max_positions": 4}, f"expected None or {NUMBER} 12, found 4"),
+    ("attributes", TinyWriter, {"source": None}, "expected a method source, found none in Broken"),
+    ("attributes", Tiny, {"make_cache": None}, "a method make_cache, found none in Broken"),
+    (  # whatever the start of a chunk is
+        "chunks",
         Tiny,
-        {"vocab_size": property(_no_vocabulary)},
-        f"attribute vocab_size, {NUMBER} 2, found none",
+        {"positions": lambda self, start, count: Layer.positions(self, 0 * start, count)},
+        "between the whole prompt and single tokens",
     ),
-    (Tiny, {"max_positions": 4}, f"max_positions: expected None or {NUMBER} 12, found 4"),
-    (TinyWriter, {"source": None}, "expected a method source, found none in Broken"),
-    (Tiny, {"make_cache": None}, "expected a method make_cache, found none in Broken"),
+    (  # over rows
+        "batch",
+        Tiny,
+        {"normalized": lambda self, x: x / jnp.sqrt(jnp.mean(x * x, (0, 2), keepdims=True))},
+        "expected a row alone to give what it gives beside others",
+    ),
+    (
+        "fresh",
+        Tiny,
+        {"visible": lambda self, positions, cache: jnp.ones((*positions.shape, 1), bool)},
+        "expected a text at start 0 to ignore what another text left in the cache",
+    ),
+    (
+        "rewind",
+        TinyWriter,
+        {"summed": Layer.summed},
+        "as if rejected drafts had never been in the cache",
+    ),
+    ("encode", TinyWriter, {"with_source": Layer.with_source}, "other logits for other sources"),
 ):
-    breaks("attributes", _says)(type("Broken", (_of,), _changes))
+    breaks(_check, _says)(type("Broken", (_of,), _changes))
 
 
 def breaks_cache(says):
@@ -211,12 +231,6 @@ class WithoutMemory(Tiny):
         return (x if every else self.last(x, length)) @ self.embedding.T, cache
 
 
-@breaks("chunks", "between the whole prompt and single tokens")
-class IgnoresStart(Tiny):
-    def positions(self, start, count):
-        return super().positions(0 * start, count)
-
-
 @breaks("padding", "after the prompt, with other padding")
 class SumsPadding(Tiny):
     def summed(self, state, x, length):
@@ -235,29 +249,11 @@ class WritesBlocks(Tiny):
         return jax.vmap(row)(array, new.astype(array.dtype), start, length)
 
 
-@breaks("batch", "expected a row alone to give what it gives beside others")
-class NormalizesOverRows(Tiny):
-    def normalized(self, x):
-        return x / jnp.sqrt(jnp.mean(x * x, (0, 2), keepdims=True))
-
-
 @breaks("idle", "found a change in cache['state'] at its own start, with T = 1")
 class DecaysIdleRows(Tiny):
     def summed(self, state, x, length):
         found, new = super().summed(state, x, length)
         return found, jnp.where((length > 0)[:, None], new, 0.99 * new)
-
-
-@breaks("fresh", "expected a text at start 0 to ignore what another text left in the cache")
-class SeesAllPositions(Tiny):
-    def visible(self, positions, cache):
-        return jnp.ones((*positions.shape, cache["keys"].shape[1]), bool)
-
-
-@breaks("rewind", "expected a text to go on as if rejected drafts had never been in the cache")
-class StateOfText(TinyWriter):
-    def summed(self, state, x, length):
-        return Layer.summed(self, state, x, length)
 
 
 @breaks("context", "from one of 12")
@@ -290,12 +286,6 @@ class SeesSourcePadding(TinyWriter):
     def encode(self, source, length, positions, dtype):
         whole = jnp.full_like(length, source.shape[1])
         return super().encode(source, whole, positions, dtype)
-
-
-@breaks("encode", "expected other logits for other sources")
-class BlindToSource(TinyWriter):
-    def with_source(self, x, cache):
-        return x
 
 
 @breaks("encode", "after the cache was padded")

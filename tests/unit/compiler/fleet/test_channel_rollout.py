@@ -129,8 +129,7 @@ def test_who_is_served_by_a_channel_which_is_a_tag_elsewhere(place):
     assert "jaxlib: needs" in lost.why
     assert (never.machines, never.was_served, never.is_served) == (("arm",), False, False)
     assert "architecture" in never.why_before
-    gained = Rollout(f"{place}:prod", f"{place}:other", ())
-    gained.move()
+    Rollout(f"{place}:prod", f"{place}:other", ()).move()
     assert not Rollout(f"{place}:prod", "", FLEET).plan.losing
 
 
@@ -155,13 +154,9 @@ def test_the_command(registry, tmp_path, capsys):
     assert run(f"{at}:prod", other, "--fleet", saved, "--allow-compile") == 0
     assert digest(at, "prod") == other
     (saved / "broken.json").write_text("{")
-    for words, status in (
-        ((f"{at}:prod",), 2),
-        ((f"{at}:prod", other, "--back"), 2),
-        ((f"{at}:prod", other, "--fleet", saved), 6),
-    ):
-        assert run(*words) == status
+    for words, status in (((), 2), ((other, "--back"), 2), ((other, "--fleet", saved), 6)):
+        assert run(f"{at}:prod", *words) == status
     assert digest(at, "prod") == other
-    for words in ((f"{at}:prod", "--back"), (f"{at}:prod", first)):  # it leads there already
-        assert run(*words) == 0
+    for word in ("--back", first):  # it leads there already
+        assert run(f"{at}:prod", word) == 0
         assert digest(at, "prod") == first

@@ -280,19 +280,13 @@ def test_the_table_says_who_loads_what_and_what_to_add(small_fleet, fleet_bundle
     said = capsys.readouterr().out
     assert re.search(r"\ncpu-host +0\n", said), "a target that serves nobody is listed"
     assert "[[target]]" not in said
-
-
-def test_one_bad_file_is_named_after_the_report_of_all_others(
-    small_fleet, fleet_bundle, tmp_path, capsys
-):
-    bad, path = small_fleet / "edited.json", tmp_path / "p.html"
-    bad.write_text("{")
-    argv = ("fleet", fleet_bundle, small_fleet)
-    assert run(*argv, "--page", path) == 6
+    bad, argv = small_fleet / "edited.json", ("fleet", fleet_bundle, small_fleet)
+    bad.write_text("{")  # it is named after the report of all others
+    assert run(*argv, "--page", page) == 6
     captured = capsys.readouterr()
     assert "machines  loads" in captured.out
     assert f"found 1 that cannot be read:\n  {bad}: " in captured.err
-    assert str(bad) in Elements(path.read_text(encoding="utf-8")).text
+    assert str(bad) in Elements(page.read_text(encoding="utf-8")).text
     assert run(*argv, "--json", "--on-mismatch", "error") == 6
     said = json.loads(capsys.readouterr().out)
     assert (said["machines"], [file["path"] for file in said["unreadable"]]) == (7, [str(bad)])

@@ -55,19 +55,11 @@ def model_of(config, directory):
 
 
 def test_what_cannot_be_split_is_told(tmp_path):
+    of_heads = r"m\.toml: mesh\.tensor: .* divisor of 8, the key/value .* found 3"
+    of_width = r"divisor of 36, the model\.layers\.0\.mlp\.\w+ .*c\.json.* found 8"
     for tensor, inner, told, fitting in (
-        (
-            3,
-            160,
-            r"m\.toml: mesh\.tensor: .* divisor of 8, the key/value .* found 3",
-            "1 or 2 or 4 or 8",
-        ),
-        (
-            8,
-            36,
-            r"divisor of 36, the model\.layers\.0\.mlp\.\w+ .*c\.json.* found 8",
-            "1 or 2 or 4",
-        ),
+        (3, 160, of_heads, "1 or 2 or 4 or 8"),
+        (8, 36, of_width, "1 or 2 or 4"),
     ):
         model, _ = model_of({**LLAMA, "intermediate_size": inner}, tmp_path)
         with pytest.raises(ManifestError, match=told) as caught:

@@ -40,11 +40,8 @@ LFM2 = {
     "layer_types": ["conv", "full_attention"],
 }
 QWEN3_5 = {
-    **{
-        **LLAMA,
-        "model_type": "qwen3_5_text",
-        "layer_types": ["linear_attention", "full_attention"],
-    },
+    **{**LLAMA, "model_type": "qwen3_5_text"},
+    "layer_types": ["linear_attention", "full_attention"],
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 5},
     **{"linear_value_head_dim": 3, "head_dim": 8, "partial_rotary_factor": 0.5},
 }

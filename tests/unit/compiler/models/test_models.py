@@ -142,25 +142,13 @@ _UNUSABLE = [
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: expected null"),
     ("phi3", {"partial_rotary_factor": 0.5}, "expected an even number, found 3"),
     ("llama", {"rope_scaling": {**LONGROPE, "long_factor": [2.0]}}, "expected 3 factors, one for"),
-    (
-        "llama",
-        {"rope_scaling": {**YARN, _PARTIAL: 0.5}},
-        f"{_PARTIAL}: expected null or 1.0, found",
-    ),
+    ("llama", {"rope_scaling": {**YARN, _PARTIAL: 0.5}}, f"{_PARTIAL}: expected null or 1.0, f"),
     ("gpt2", {"n_head": 0}, "n_head: expected an integer from 1 to 16384, found 0"),
     ("gpt2", {"tie_word_embeddings": "no"}, "tie_word_embeddings: expected true or false"),
     ("llama", {"rope_theta": 0}, "rope_theta: expected a number from 1e-06 to 1e+12"),
     ("llama", {"rope_scaling": YARN, "rope_theta": 1.0}, "that give finite frequencies"),
-    (
-        "llama",
-        {"rope_scaling": {**LONGROPE, "short_factor": [1.0, 0.0, 1.0]}},
-        "list, each a number",
-    ),
-    (
-        "gemma3_text",
-        {"rope_parameters": {_FULL: 3}},
-        f"{_FULL}: expected an object or null, found 3",
-    ),
+    ("llama", {"rope_scaling": {**LONGROPE, "short_factor": [1.0, 0.0, 1.0]}}, "each a number"),
+    ("gemma3_text", {"rope_parameters": {_FULL: 3}}, f"{_FULL}: expected an object or null"),
     *(
         ("llama", {"rope_scaling": {**LLAMA3, key: None}}, f"rope_scaling.{key}: expected a")
         for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
@@ -192,11 +180,7 @@ _UNUSABLE = [
     ("bamba", {"mamba_n_heads": None}, "mamba_n_heads: expected a value or no such key, found"),
     ("nemotron_h", {"n_groups": None}, "n_groups: expected"),
     ("falcon", {"alibi": True}, "alibi: expected false, found true"),
-    (
-        "falcon",
-        {_NORMS: 2, "new_decoder_architecture": False},
-        f"{_NORMS}: expected null or 1, found",
-    ),
+    ("falcon", {_NORMS: 2, "new_decoder_architecture": False}, f"{_NORMS}: expected null or 1,"),
     ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "x"]}, 'mlp_layer_types: expected "dense"'),
     ("gptj", {"rotary_dim": 5}, "rotary_dim: expected an even number up to 8, the size of"),
     ("gptj", {"rotary_dim": 10}, "rotary_dim: expected an even number up to 8, the size of"),

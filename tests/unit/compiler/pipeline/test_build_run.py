@@ -51,9 +51,8 @@ def test_a_build_whose_programs_fail_names_them_all_and_writes_nothing(tmp_path)
     manifest = Manifest("two", programs=programs, targets=["cpu-host"])
     with pytest.raises(BuildError) as caught:
         build(manifest, tmp_path / "out", options)
-    assert str(caught.value) == (
-        "2 of 2 programs did not compile\n  a: no compiler\n  b: no compiler"
-    )
+    said = "2 of 2 programs did not compile\n  a: no compiler\n  b: no compiler"
+    assert str(caught.value) == said
     assert caught.value.hint == "install one"
     assert [job.program for job, _ in executor.taken] == ["a", "b"]
     assert executor.closed

@@ -63,9 +63,7 @@ def other_library(toy_library):
     return bytes(content)
 
 
-def test_equal_kernels_are_equal_and_a_rebuild_without_says_what_made_them(
-    kernel_recipe, old, tmp_path
-):
+def test_equal_kernels_are_equal_and_none_are_explained(kernel_recipe, old, tmp_path):
     new = recorded(kernel_recipe, tmp_path / "new", {**CONDITIONS, "flags": "-O2"})
     assert {each.verdict for each in compare(old, new)} == {"equal"}
 
@@ -90,9 +88,7 @@ DECIDED = {  # what decided the kernels: its value here, and how both are shown
 }
 
 
-def test_other_kernels_are_a_finding_whatever_decided_them_and_explain_programs_that_call_them(
-    kernel_recipe, old, other_library, tmp_path
-):
+def test_other_kernels_are_a_finding(kernel_recipe, old, other_library, tmp_path):
     new = recorded(with_library(kernel_recipe, other_library), tmp_path / "new")
     found = by_kind(compare(old, new))
     kernels = found["kernels.so"]
@@ -110,9 +106,7 @@ def test_other_kernels_are_a_finding_whatever_decided_them_and_explain_programs_
         assert kernels.detail.endswith(f"bytes; {name} {named}")
 
 
-def test_a_program_that_differs_beside_its_kernels_is_a_finding(
-    kernel_recipe, old, other_library, tmp_path
-):
+def test_a_program_that_differs_too_is_a_finding(kernel_recipe, old, other_library, tmp_path):
     """Or whoever changes a kernel could change all programs that call it."""
     changed = with_library(kernel_recipe, other_library)
     raw = bytearray(zstandard.decompress(changed.content(EXECUTABLES_MEDIA_TYPE)))

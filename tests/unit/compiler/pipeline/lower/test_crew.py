@@ -129,9 +129,7 @@ def forms(programs):
     }
 
 
-def test_programs_are_those_of_the_builds_own_process_and_another_machine_finds_them(
-    project, tmp_path, monkeypatch
-):
+def test_programs_are_those_of_the_builds_own_process(project, tmp_path, monkeypatch):
     """Though the user's code prints, and reads stdin: neither touches the messages."""
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     made = project(CODE, *SECTIONS)

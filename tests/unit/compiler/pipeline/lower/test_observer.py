@@ -39,7 +39,6 @@ ASKED = {
     "a module with a computed name": "importlib.import_module('hel' + 'per').FACTOR",
     "a module that is imported while it is traced": "__import__('helper').FACTOR",
     "a module of a file": "of_file(HERE / 'helper.py').FACTOR",
-    "a file that is executed": "executed((HERE / 'helper.py').read_text())['FACTOR']",
     "a module of a namespace package": "importlib.import_module('space.inner.helper').FACTOR",
     "a module in a directory that the code adds": "__import__('added').FACTOR",
     "a file that pathlib opens": "int((HERE / 'factor.txt').read_text())",
@@ -88,10 +87,6 @@ def of_file(path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-def executed(text):
-    names = {{}}
-    exec(text, names)
-    return names
 def value_in(database):
     with contextlib.closing(sqlite3.connect(database, uri=True)) as opened:
         return opened.execute('select v from t').fetchone()[0]
@@ -182,18 +177,6 @@ def installed(tmp_path, monkeypatch):
     return packages
 
 
-def test_another_version_is_noticed(tmp_path, installed):
-    found = project(tmp_path, times("FACTOR", "from toylib import FACTOR"))
-    unread = Project(tmp_path / "unread", {"q": "other:f"}, other=times("len(os.sep)", "import os"))
-    assert unread.trace() == {"q"}
-    for name in ("toylib", "toydeep"):
-        metadata = installed / f"{name}-1.dist-info" / "METADATA"
-        metadata.write_text(metadata.read_text().replace("Version: 1", "Version: 2"))
-        assert found.why() == f"version of {name}: 1 -> 2"
-        assert found.trace() == {"p"}
-        assert unread.trace() == set()
-
-
 RECORD = """\
 ../../../bin/toy,sha256={other},10
 __editable___toy_finder.py,sha256={other},10
@@ -203,15 +186,24 @@ __pycache__/toylib.cpython-311.pyc,,
 """
 
 
-def test_the_same_version_installed_again_is_noticed(tmp_path, installed):
+def test_another_version_or_the_same_installed_again_is_noticed(tmp_path, installed):
+    found = project(tmp_path, times("FACTOR", "from toylib import FACTOR"))
+    unread = Project(tmp_path / "unread", {"q": "other:f"}, other=times("len(os.sep)", "import os"))
+    assert unread.trace() == {"q"}
+    for name in ("toylib", "toydeep"):
+        metadata = installed / f"{name}-1.dist-info" / "METADATA"
+        metadata.write_text(metadata.read_text().replace("Version: 1", "Version: 2"))
+        assert found.why() == f"version of {name}: 1 -> 2"
+        assert found.trace() == {"p"}
+        assert unread.trace() == set()
     record = installed / "toylib-1.dist-info" / "RECORD"
     record.write_text(RECORD.format(content="abc", other="a machine"))
-    found = project(tmp_path, times("FACTOR", "from toylib import FACTOR"))
+    assert found.trace() == {"p"}
     lines = RECORD.format(content="abc", other="another machine").splitlines()
     record.write_text("\n".join(reversed(lines)))
     assert found.trace() == set(), "the same wheel on another machine, installed by another program"
     record.write_text(RECORD.format(content="def", other="a machine"))
-    assert found.why().startswith("version of toylib: 1 sha256:")
+    assert found.why().startswith("version of toylib: 2 sha256:")
     assert found.trace() == {"p"}
 
 

@@ -158,6 +158,7 @@ def of_places(x, places, valid):
 def test_a_right_function_is_built(tmp_path):
     every = {"pad": ["n"], "open_sizes": ["n"]}
     places = ("int32[{n}]", "bool[{n}]")
+    of_two = {"buckets": {"n": (8,), "m": (1, 8)}, "pad": ["n", "m"], "open_sizes": ["n", "m"]}
     right = [
         program("floats", of_floats, **every),
         program("lengths", masked_mean, X, "int32[]", **every),
@@ -165,14 +166,7 @@ def test_a_right_function_is_built(tmp_path):
         program("noise", lambda key, x: x + jax.random.normal(key, x.shape), "key[]", X, pad=["n"]),
         program("chaotic", chaotic, **every),
         program("sliced", lambda x, y: (x + y, y[0]), X, X, **every),
-        program(
-            "two",
-            lambda x: (x * 2, x.sum(1), x.T),
-            "float32[{n}, {m}]",
-            buckets={"n": (8,), "m": (1, 8)},
-            pad=["n", "m"],
-            open_sizes=["n", "m"],
-        ),
+        program("two", lambda x: (x * 2, x.sum(1), x.T), "float32[{n}, {m}]", **of_two),
         program("static", lambda x, power: x**power, pad=["n"], static={"power": [2, 3]}),
         program("loop", lambda x: x + 1, donate=[0], repeat=[3], carry=[0], pad=["n"]),
     ]
