@@ -41,12 +41,8 @@ def choose(logits, rows, *, prompt=(), generated=(), position=None, logprobs=0):
     count, vocab = logits.shape
     history = np.tile(history_row(prompt, generated, vocab), (count, 1))
     at = np.zeros(count) if position is None else np.asarray(position)
-    chosen = sampled(
-        jnp.asarray(logits, jnp.float32),
-        inputs_of(rows, vocab, logprobs),
-        history,
-        at.astype(np.int32),
-    )
+    inputs = inputs_of(rows, vocab, logprobs)
+    chosen = sampled(jnp.asarray(logits, jnp.float32), inputs, history, at.astype(np.int32))
     return Chosen(*(np.asarray(value) for value in chosen))
 
 
@@ -148,33 +144,18 @@ def test_all_processors_together_leave_what_the_reference_leaves(rows, text, see
             assert probabilities[tokens[row]] > 0
 
 
-PROCESSORS = {
-    "filters": {"temperature": 1.4, "top_k": 12, "top_p": 0.8, "min_p": 0.05},
-    "penalties": {
-        **{"repetition_penalty": 1.7, "presence_penalty": 1.3, "frequency_penalty": -0.6},
-        "logit_bias": {3: 2.0, 5: -1.0, 39: -np.inf},
-    },
-    "one seed along its positions": {"temperature": 2.0},
-}
-
-
-@pytest.mark.parametrize("name", PROCESSORS)
-def test_draws_follow_the_distribution_of_the_reference(name):
-    options = {"temperature": 1.0, **PROCESSORS[name]}
+def test_draws_of_one_seed_along_its_positions_follow_the_distribution_of_the_reference():
+    filters = {"temperature": 1.4, "top_k": 12, "top_p": 0.8, "min_p": 0.05}
+    penalties = {"repetition_penalty": 1.7, "presence_penalty": 1.3, "frequency_penalty": -0.6}
+    options = {**filters, **penalties, "logit_bias": {3: 2.0, 5: -1.0, 39: -np.inf}}
     logits = np.random.default_rng(3).standard_normal(V).astype(np.float32)
     logits[[5, 7, 30]] = [1.5, 1.0, -2.0]  # penalties show where the text is likely
     expected, _ = reference(logits, Sampling(**options), PROMPT, GENERATED)
-    rows, position = seeded(DRAWS, **options), None
-    if "positions" in name:
-        rows, position = [Sampling(seed=2**63 + 5, **options)] * DRAWS, np.arange(DRAWS)
-    text = {"prompt": PROMPT, "generated": GENERATED, "position": position}
-    drawn = choose(np.tile(logits, (DRAWS, 1)), rows, **text)
-    statistic, freedom = chi_squared(np.bincount(drawn.token, minlength=V), expected)
+    rows = [Sampling(seed=2**63 + 5, **options)] * DRAWS
+    text = {"prompt": PROMPT, "generated": GENERATED, "position": np.arange(DRAWS)}
+    counts = np.bincount(choose(np.tile(logits, (DRAWS, 1)), rows, **text).token, minlength=V)
+    statistic, freedom = chi_squared(counts, expected)
     assert statistic < critical(freedom)
-    # The test can tell: of the plain distribution these draws are not.
-    plain, _ = reference(logits, Sampling(temperature=1.0), [], [])
-    statistic, freedom = chi_squared(np.bincount(drawn.token, minlength=V), plain)
-    assert statistic > critical(freedom)
 
 
 @pytest.mark.parametrize("other", ["next seed", "upper half", "next position"])
@@ -224,20 +205,6 @@ def test_the_same_seed_gives_the_same_token_in_any_row_of_any_batch():
         assert {row: tokens([row])[row] for row in range(6)} == together
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-30, 1.0, 1e30, 3e38])
-@pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.5, "min_p": 0.5}])
-def test_a_forbidden_token_is_never_chosen(temperature, filters):
-    rows = 200
-    logits = np.random.default_rng(5).standard_normal((rows, V)).astype(np.float32) * 10
-    forbidden = np.random.default_rng(6).random(V) < 0.9
-    forbidden[[3, 11]] = False
-    mask = {token: -np.inf for token in np.flatnonzero(forbidden)}
-    options = {"temperature": temperature, "logit_bias": mask, **filters}
-    assert not forbidden[choose(logits, seeded(rows, **options)).token].any()
-    only = {**options, "logit_bias": {token: -np.inf for token in range(V) if token != 11}}
-    assert (choose(logits, seeded(rows, **only)).token == 11).all()
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_without_choice_or_numbers_disturbs_nobody(temperature):
     logits = np.random.default_rng(7).standard_normal((2, V)).astype(np.float32)
@@ -258,8 +225,9 @@ def test_a_row_without_choice_or_numbers_disturbs_nobody(temperature):
         assert tokens[1] >= 0
 
 
-def test_extreme_values_give_tokens_not_nan():
+def test_extreme_values_give_allowed_tokens_not_nan():
     logits = np.tile(np.float32([[5, -90, 90, 0]]), (8, 1))
+    forbidden = {2: -np.inf, 3: -np.inf}
     for options in (
         {"repetition_penalty": 1e-38},
         {"repetition_penalty": 1e38},
@@ -267,12 +235,16 @@ def test_extreme_values_give_tokens_not_nan():
         {"top_p": 1e-45},
         {"min_p": 1e-45},
         {"presence_penalty": -2, "frequency_penalty": 2},
+        {"logit_bias": forbidden},
+        {"logit_bias": forbidden, "top_k": 5, "top_p": 0.5, "min_p": 0.5},
     ):
         for temperature in (0.0, 1e-38, 1.0, 3e38):
             rows = seeded(8, temperature=temperature, **options)
             with jax.debug_nans(True):
                 tokens = choose(logits, rows, prompt=[0, 1, 2, 3], generated=[0, 1]).token
-            assert ((tokens >= 0) & (tokens < 4)).all()
+            assert set(tokens.tolist()) <= (
+                {0, 1} if forbidden in options.values() else {*range(4)}
+            )
     # Both positive logits would be infinite: they are equal instead.
     both = choose(logits, seeded(8, temperature=1.0, repetition_penalty=1e-38), prompt=[0, 1, 2, 3])
     assert set(both.token.tolist()) == {0, 2}

@@ -57,13 +57,9 @@ def project(directory, module, **others):
     return Project(plan_build(read_manifest(directory / "m.toml"), store), store)
 
 
-def no_model():
-    raise AssertionError("the manifest has no model")
-
-
 def lower(found):
     [program] = found.plan.programs
-    space = Workspace(found.plan, no_model, lambda: found.code, found.store, Quiet())
+    space = Workspace(found.plan, None, lambda: found.code, found.store, Quiet())  # has no model
     return program_lowering.lower(space, program)
 
 
@@ -81,16 +77,21 @@ class PanicException(BaseException):  # as pyo3's
         ("def g(): g()\ng()", "RecursionError: maximum recursion depth exceeded"),
         ("f = (", "SyntaxError: "),
         ("raise KeyboardInterrupt", ""),
+        ("def f(x): sys.exit(3)", "SystemExit: 3"),
+        ("def f(x): return f(x)", "RecursionError: "),
+        ("def f(x): return x + jax.numpy.ones(4)", "TypeError: "),
+        ("def f(x): raise KeyboardInterrupt", ""),
     ],
 )
-def test_a_module_that_fails_has_its_line(tmp_path, line, message):
-    kind = ManifestError if message else KeyboardInterrupt
-    with pytest.raises(kind) as caught:
-        lower(project(tmp_path, f"{PANIC}\n\n{line}\n"))
+def test_a_module_or_a_trace_that_fails_has_its_line(tmp_path, line, message):
+    kind, said = ManifestError, "program 'p': function: cannot import 'mymodel': "
+    if "def f" in line:
+        kind, said = BuildError, "program p: cannot lower mymodel:f: "
+    with pytest.raises(kind if message else KeyboardInterrupt) as caught:
+        lower(project(tmp_path, f"import jax, sys{PANIC}\n{line}\n"))
     if message:
-        text = str(caught.value)
-        assert f"m.toml: program 'p': function: cannot import 'mymodel': {message}" in text
-        assert text.endswith(f"({tmp_path / 'mymodel.py'}, line 6)")
+        assert f"m.toml: {said}{message}" in str(caught.value)
+        assert f"({tmp_path / 'mymodel.py'}, line 5)" in str(caught.value)
 
 
 def test_what_is_not_found_as_meant_is_an_error_with_its_place(tmp_path):
@@ -107,25 +108,6 @@ def test_what_is_not_found_as_meant_is_an_error_with_its_place(tmp_path):
         with pytest.raises(ManifestError, match=expected) as caught:
             find_code(read_manifest(manifest))
         assert caught.value.hint == f"rename {tmp_path}/{name}.py"
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("sys.exit(3)", "SystemExit: 3"),
-        ("return f(x)", "RecursionError: "),
-        ("return x + jax.numpy.ones(4)", "TypeError: "),
-        ("raise KeyboardInterrupt", ""),
-    ],
-)
-def test_a_trace_that_fails_has_its_line(tmp_path, line, message):
-    with pytest.raises(BuildError if message else KeyboardInterrupt) as caught:
-        lower(project(tmp_path, f"import jax, sys{PANIC}\ndef f(x):\n    {line}\n"))
-    if message:
-        text = str(caught.value)
-        assert f"m.toml: program p: cannot lower mymodel:f: {message}" in text
-        number = "[56]" if "Recursion" in text else 6
-        assert re.search(rf"\({tmp_path / 'mymodel.py'}, line {number}\)", text)
 
 
 def test_unreadable_parameters_are_named_with_the_program(tmp_path):
@@ -160,14 +142,12 @@ def assert_written(done):
     assert (found["compiled"], found["written"]) == (1, True)
 
 
-@pytest.mark.parametrize("where", ["import", "call"])
-def test_code_cannot_end_prejit_without_an_error(tmp_path, built, where):
-    module = "import os\nos._exit(0)\n"
-    if where == "call":
-        module = "import os\ndef f(x):\n    os._exit(0)\n"
-    done = built(module)
-    assert done.returncode == 1 + (where == "import")
-    assert re.search(rf"'?p'?: .*SystemExit: os._exit\(0\) \({tmp_path}/mymodel.py", done.stderr)
+def test_code_cannot_end_prejit_without_an_error(tmp_path, built):
+    for code, status in (("os._exit(0)", 2), ("def f(x):\n    os._exit(0)", 1)):
+        done = built(f"import os\n{code}\n")
+        assert done.returncode == status
+        said = rf"'?p'?: .*SystemExit: os._exit\(0\) \({tmp_path}/mymodel.py"
+        assert re.search(said, done.stderr)
 
 
 @pytest.mark.parametrize(("ends", "code"), [("return x * 3", 1), ("os._exit(3)", 3)])
@@ -185,13 +165,6 @@ def f(x):
     done = built(module)
     assert_written(done)
     assert ("prejit ends that process" in done.stderr) == (code == 1)
-
-
-def test_what_code_replaces_in_python_is_put_back(built):
-    imported = "builtins.__dict__.pop('open'); sys.modules.pop('hashlib'); os.replace = print"
-    called = "builtins.open = sys.modules['hashlib'] = None"
-    module = f"import builtins, os, sys\n{imported}\ndef f(x):\n    {called}\n    return x * 2\n"
-    assert_written(built(module))
 
 
 NAMED = """
@@ -248,9 +221,10 @@ def by_rows(function):
 f = """
 
 
-@pytest.mark.parametrize(
-    "made", ["jax.jit(jax.vmap(g, in_axes=1))", "jax.grad(lambda x: x.sum())", "by_rows(g)"]
-)
+MADE = ["jax.jit(jax.vmap(g, in_axes=1))", "jax.grad(lambda x: x.sum())", "by_rows(g)"]
+
+
+@pytest.mark.parametrize("made", MADE)
 def test_a_wrapper_may_treat_names_otherwise_than_places(tmp_path, made):
     found = project(tmp_path, WRAPPED + made)
     (tmp_path / "m.toml").write_text(MANIFEST.replace("[3]", "[3, 3]"))
@@ -362,15 +336,17 @@ def test_relative_imports_and_names_of_modules_work(tmp_path):
     assert not {"mymodel", "lib", "lib.scales", "added"} & set(sys.modules)
 
 
-def test_what_a_module_prints_does_not_come_between_json(built):
+def test_what_code_replaces_is_put_back_and_what_it_prints_does_not_come_between_json(built):
     module = """
-import os, subprocess, sys
+import builtins, os, subprocess, sys
 print("printed on import")
 os.write(1, b"written on import\\n")
 subprocess.run(["echo", "of a child"], check=True)
+builtins.__dict__.pop("open"); sys.modules.pop("hashlib"); os.replace = print
 
 def f(x):
     print("printed while traced")
+    builtins.open = sys.modules["hashlib"] = None
     return x * 2
 """
     done = built(module)

@@ -16,10 +16,6 @@ from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
 
 
-def no_model():
-    raise AssertionError("the manifest has no model")
-
-
 class Project:
     """A manifest with modules beside it, and a store."""
 
@@ -44,9 +40,8 @@ class Project:
             at, _, more = text.partition("\n")
             args = "" if "args" in more else 'args = { x = "float32[3]" }\n'
             sections.append(f'[[program]]\nname = "{name}"\nfunction = "{at}"\n{args}{more}\n')
-        self.write(
-            "m.toml", f'[bundle]\nname = "m"\n{"".join(sections)}[[target]]\nname = "cpu-host"\n'
-        )
+        target = '[[target]]\nname = "cpu-host"\n'
+        self.write("m.toml", f'[bundle]\nname = "m"\n{"".join(sections)}{target}')
 
     def write(self, name, content):
         path = self.directory / name
@@ -63,7 +58,7 @@ class Project:
         code = cache(partial(self.find_code, plan.manifest))
         progress = Quiet()
         progress.note = self.notes.append
-        space = Workspace(plan, no_model, code, self.store, progress)
+        space = Workspace(plan, None, code, self.store, progress)  # it has no model
         self.lowered = {each.spec.name: lower(space, each) for each in plan.programs}
         remember(space, self.lowered, space.parameters(), None)
         return {each.spec.name for each in plan.programs if each.lowered is None}

@@ -35,20 +35,8 @@ class Noticed(NamedTuple):
 
 
 HERE = "import os\nimport pathlib\n\nimport numpy as np\n\nHERE = pathlib.Path(__file__).parent"
-THREADS = f"""{HERE}
-import asyncio, threading
-from concurrent.futures import ThreadPoolExecutor
-PATH = os.path.join(HERE, "factor.npy")
-READY = threading.Event()
-LATE = ThreadPoolExecutor().submit(lambda: READY.wait(60) and np.load(PATH))
-"""
 PARAMETERS = "def f(params, x):\n    return x * params['w']\n"
 ABSENT = "try:\n    {}\nexcept ImportError:\n    FACTOR = 2"
-
-
-def threads(factor):
-    model, why = times("FACTOR", f"{THREADS}FACTOR = {factor}"), "file factor.npy: sha256:"
-    return Noticed(model, {"factor.npy": numbers(2)}, {"factor.npy": numbers(3)}, why)
 
 
 def declared(name, content, why):
@@ -90,16 +78,22 @@ NOTICED = {
         {"factor": None},
         "file factor: sha256:",
     ),
-    "asyncio": threads("asyncio.run(asyncio.to_thread(np.load, PATH))"),
-    "a thread that reads later": threads("LATE.result() if READY.set() is None else 0"),
+    "a thread": Noticed(
+        times(
+            "asyncio.run(asyncio.to_thread(np.load, HERE / 'factor.npy'))",
+            f"{HERE}; import asyncio",
+        ),
+        {"factor.npy": numbers(2)},
+        {"factor.npy": numbers(3)},
+        "file factor.npy: sha256:",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", NOTICED.values(), ids=NOTICED.keys())
 def test_what_a_trace_read_and_changes_is_noticed(tmp_path, case):
-    made = Project(
-        tmp_path / "p", {"p": f"model:f\n{case.more}"}, {"model.py": case.model, **case.before}
-    )
+    files = {"model.py": case.model, **case.before}
+    made = Project(tmp_path / "p", {"p": f"model:f\n{case.more}"}, files)
     assert [made.trace(), made.trace()] == [{"p"}, set()]
     before = made.lowered["p"].portable
     for name, content in case.after.items():
@@ -152,9 +146,7 @@ def test_a_declared_file_that_is_none_is_a_mistake(tmp_path):
 def test_a_file_that_a_thread_reads_after_the_import_is_noticed(tmp_path):
     """A thread may begin in an import, and read while no code of the user runs in the build's own thread."""
     late = "builtins.late = LATE = ThreadPoolExecutor().submit(load)\n"
-    head = (
-        f"{HERE}\nimport builtins, threading\nfrom concurrent.futures import ThreadPoolExecutor\n"
-    )
+    head = f"{HERE}\nimport builtins, threading\nfrom concurrent.futures import *\n"
     load = "def load():\n    builtins.go.wait(60)\n    return np.load(HERE / 'factor.npy')\n"
     model = times("LATE.result()", f"{head}builtins.go = threading.Event()\n{load}{late}")
     made = Project(tmp_path / "p", {"p": "model:f"}, {"factor.npy": numbers(2)}, model=model)
@@ -263,7 +255,7 @@ def test_no_shared_store_learns_a_variable(tmp_path, monkeypatch):
     names = {"pin": "MY_PIN", "setting": "JAX_MY_SETTING", "unset": "MY_UNSET_SETTING"}
     manifests = {
         name: Project(
-            tmp_path / name, {name: f"{name}_module:f"}, **{f"{name}_module": read.format(variable)}
+            tmp_path / name, {name: f"{name}_m:f"}, **{f"{name}_m": read.format(variable)}
         )
         for name, variable in names.items()
     }
@@ -334,18 +326,15 @@ def test_code_that_starts_a_process_is_traced_at_every_build(tmp_path):
         assert found.trace() == set()
 
 
+PRECISION = "jax_default_matmul_precision"
 SHARED = {  # the module of each of two sections
     "a registry": (
         times("1", "import registry\n\nregistry.known['factor'] = {}"),
         times("registry.known['factor']", "import registry"),
     ),
     "a setting of jax": (
-        times(
-            "1",
-            "import jax\n\n"
-            "jax.config.update('jax_default_matmul_precision', [None, 'highest'][{} - 2])",
-        ),
-        times("len(str(jax.config.jax_default_matmul_precision))", "import jax"),
+        times("1", f"import jax\n\njax.config.update('{PRECISION}', [None, 'highest'][{{}} - 2])"),
+        times(f"len(str(jax.config.{PRECISION}))", "import jax"),
     ),
     "a module that the other reads": (
         times("FACTOR", "FACTOR = {}"),
