@@ -2,7 +2,6 @@
 
 import json
 from functools import cache
-from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +10,6 @@ from flax import nnx
 from prejit.compiler.models import config_file, model_registry, quantizing
 from prejit.compiler.models.parameters import flat_parameters, with_parameters
 
-Arrays = np.ndarray[Any, Any]
 CONTEXT, BLOCK, CLOSE = 20, 7, 1e-5
 PLACES = {"t5": 9, "whisper": 14}
 """Of the sources of encoder-decoders: tokens, or frames."""

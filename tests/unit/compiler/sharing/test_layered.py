@@ -9,7 +9,6 @@ from tests.unit.compiler.sharing.fixtures import Memory
 
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.leases import Leases
-from prejit.compiler.sharing.remote import LEASES
 from prejit.compiler.sharing.shared_result import Tier
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.directory_store import LOCAL, DirectoryStore
@@ -208,32 +207,6 @@ def test_machines_that_share_a_build_make_a_result_once(tmp_path, place):
     for each in (first, second):
         assert each.local.get(KEY, verify=True) is not None
         each.store.finish()
-
-
-def test_a_store_that_lies_gives_nobody_a_wrong_result(tmp_path):
-    """It says of every file that it created it: both machines make the result, and both have it."""
-
-    class Liar(Memory):
-        def create(self, path, content):
-            self.write(path, content)
-            return True
-
-        def read(self, path, most):
-            return None if path.startswith(LEASES) else super().read(path, most)
-
-    place = Liar()
-    machines = [Sharing(tmp_path / name, Tier(place)) for name in "ab"]
-    with machines[0].store.making(KEY) as one, machines[1].store.making(KEY) as other:
-        assert one
-        assert other
-        assert [each.store.get(KEY) for each in machines] == [None, None]
-        digests = [each.put() for each in machines]
-    for each in machines:
-        each.store.finish()
-        assert not [note for note in each.notes if "written" not in note]
-        assert each.local.get(KEY, verify=True) == {"executable": digests[0]}
-    third = Machine(tmp_path / "c", Tier(place))
-    assert third.store.get(KEY, verify=True) == {"executable": digests[0]}
 
 
 def test_a_lease_lasts_until_the_others_find_the_result(tmp_path):
