@@ -3,8 +3,6 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.arrays import DTYPES
@@ -75,29 +73,6 @@ def test_what_json_cannot_say_is_null():
     array = np.array([1.5, np.nan, np.inf, -np.inf], np.float32)
     assert tensors.to_json(array) == [1.5, None, None, None]
     assert tensors.to_json(array.astype(ml_dtypes.bfloat16)) == [1.5, None, None, None]
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=2)
-    ),
-    max_leaves=8,
-)
-
-
-@given(
-    JSON,
-    st.sampled_from([datatype for _, datatype in PAIRS]),
-    st.lists(st.integers(-1, 3), max_size=3).map(tuple),
-)
-def test_any_json_is_a_tensor_or_a_usage_error(data, datatype, shape):
-    dtype = tensors.dtype_of(datatype, "x")
-    try:
-        found = tensors.from_json(data, dtype, shape, "x")
-    except UsageError:
-        return
-    assert (found.shape, found.dtype) == (shape, dtype)
 
 
 def test_large_integers_arrive_exactly():

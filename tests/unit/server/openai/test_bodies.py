@@ -39,9 +39,7 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize(("kind", "body", "path", "near"), UNKNOWN)
-def test_an_unknown_field_is_named_with_the_nearest_and_left_out_where_that_is_wanted(
-    kind, body, path, near
-):
+def test_an_unknown_field_is_named_with_the_nearest_or_left_out(kind, body, path, near):
     decoder, content = msgspec.json.Decoder(kind), json.dumps(body).encode()
     with pytest.raises(ApiError) as raised:
         decode(content, decoder, ignore_unknown=False)
