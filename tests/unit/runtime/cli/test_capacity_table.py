@@ -7,7 +7,7 @@ from prejit.runtime.generation.cache_plan import TableBuckets, peak_bytes
 from prejit.server.engine.memory import plan_caches
 
 
-def test_the_table_needs_what_an_engine_plans(decoder_dir):
+def test_the_table_needs_what_an_engine_plans_and_a_budget_is_compared_with_it(decoder_dir, said):
     bundle = load(decoder_dir, on_mismatch="error")
     decoder = bundle.decoder
     table = TableBuckets.of(bundle.config, decoder.decoder)
@@ -18,9 +18,6 @@ def test_the_table_needs_what_an_engine_plans(decoder_dir):
             plan = plan_caches(decoder, batch, peak, 0)
             assert (plan.batch, plan.peak_bytes, plan.together) == (batch, peak, 1)
             assert plan.context >= context
-
-
-def test_a_budget_is_compared_with_each_bucket(decoder_dir, said):
     capacity = ("inspect", decoder_dir, "--capacity")
     [found] = json.loads(said(*capacity, "--json"))
     sizes = {(each["slots"], each["context"]): each["total_bytes"] for each in found["buckets"]}
