@@ -240,39 +240,6 @@ def test_a_mask_that_allows_nothing_ends_the_text(bundle, length):
         assert tuple(ids(found[slots[1]])) == expected
 
 
-@pytest.mark.parametrize(
-    ("says", "error", "after"),
-    [
-        *((ZeroDivisionError(), ZeroDivisionError, after) for after in (0, 2)),
-        (np.ones(3, np.bool_), UsageError, 0),
-        (np.ones(VOCAB, np.float32), UsageError, 2),
-    ],
-)
-def test_a_mask_that_fails(bundle, after, says, error):
-    def mask(generated):
-        if len(generated) != after:
-            return None
-        if isinstance(says, Exception):
-            raise says
-        return says
-
-    batch = bundle.batch(3)
-    (other,) = batch.insert(request(TEXT[:9], 12))
-    got = ids(batch.step())
-
-    def go_on():
-        batch.insert(request(TEXT[:5], 6, token_mask=mask))
-        while True:
-            got.extend(ids([token for token in batch.step() if token.slot == other]))
-
-    with pytest.raises(error):
-        go_on()
-    assert batch.free == (2 if after == 0 else 1)
-    for slot in {0, 1, 2} - {other}:
-        batch.evict(slot)
-    assert (*got, *ids(finish(batch)[other])) == greedy(bundle, TEXT[:9], 12).token_ids
-
-
 PENALTIES = (
     {"repetition_penalty": 1.4},
     {"repetition_penalty": 0.8, "presence_penalty": -0.5, "frequency_penalty": -0.3},
@@ -318,9 +285,7 @@ def test_further_continuations_have_the_next_seeds(bundle):
 
 
 @pytest.mark.parametrize("lookup", [False, True])
-def test_logprobs_are_those_of_the_model_before_anything_is_done_to_its_logits(
-    bundle, reference, lookup
-):
+def test_logprobs_are_those_of_the_model_before_its_logits_change(bundle, reference, lookup):
     for prompt in ([5], REPEATING, TEXT[:20]):
         result = bundle.generate(
             prompt,
@@ -352,7 +317,7 @@ def check_logprob(one, logits, count):
     assert [value for _, value in one.top] == pytest.approx(expected[best].tolist(), abs=1e-4)
 
 
-def test_what_prompts_share_is_computed_once_and_more_wait(bundle):
+def test_what_prompts_share_is_computed_once_and_a_prefix_serves_what_begins_so(bundle):
     def generated(prompts, count):
         results = bundle.generate_batch(prompts, max_new_tokens=count, stop_token_ids=())
         for prompt, result in zip(prompts, results, strict=True):
@@ -367,9 +332,6 @@ def test_what_prompts_share_is_computed_once_and_more_wait(bundle):
     for length, reused in ((30, [0, 30, 30]), (10, [0, 0, 0])):
         stats = generated([[*TEXT[:length], tail, tail + 1] for tail in range(3)], 4)
         assert [each.reused_tokens for each in stats] == reused
-
-
-def test_a_prefix_serves_whatever_begins_so(bundle):
     prefix = bundle.prefix(TEXT[:30])
     for prompt, reused in (
         (TEXT[:40], 30),
