@@ -91,6 +91,22 @@ def flip(file, place, bit=1):
         os.pwrite(opened.fileno(), bytes([byte ^ bit]), place)
 
 
+def test_chunks_change_no_result_and_are_read_once(path, content, recipe, tmp_path, monkeypatch):
+    expected = load(recipe.write(tmp_path / "plain")).call("score", x=X)
+    np.testing.assert_array_equal(load(path).call("score", x=X), expected)
+    preadv, counts = os.preadv, list[int]()
+
+    def counting(descriptor, *args):
+        count = preadv(descriptor, *args)
+        if os.fstat(descriptor).st_size == len(content):
+            counts.append(count)
+        return count
+
+    monkeypatch.setattr(os, "preadv", counting)
+    audit(path, lambda *_: None)
+    assert sum(counts) == len(content)
+
+
 def test_damage_in_every_chunk_is_found_with_file_and_place(path, content):
     file = weights_of(path)
     generator = random.Random(0)

@@ -410,3 +410,23 @@ def test_an_empty_layer_is_read_and_no_blob_written_again(recipe, tmp_path):
     before = {file.name: file.stat().st_ino for file in (path / "blobs" / "sha256").iterdir()}
     write_layout(path, *recipe.assemble())
     assert before == {file.name: file.stat().st_ino for file in (path / "blobs/sha256").iterdir()}
+
+
+def open_below(directory):
+    found = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return [name for name in found if name.startswith(str(directory))]
+
+
+def test_every_blob_is_closed_again(bundle_dir):
+    _, digest, size = blob_of(bundle_dir)
+    read_blob(bundle_dir, digest, size)
+    rejected(bundle_dir, digest, size + 1)
+    (bundle_dir / "blobs" / "sha256" / digest.removeprefix("sha256:")).unlink()
+    rejected(bundle_dir, digest, size)
+    shutil.rmtree(bundle_dir / "blobs")
+    with pytest.raises(RejectError):
+        Layout(bundle_dir)
+    assert not open_below(bundle_dir)

@@ -15,7 +15,7 @@ from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import PARTS_MEDIA_TYPE
 from prejit.runtime.format.root import read_root
-from prejit.runtime.trust.decision import Description, missing_descriptions
+from prejit.runtime.trust.decision import Description, _why_not_built_so, missing_descriptions
 from prejit.runtime.trust.policy import ProvenanceRule, Rule, TrustedKey
 from prejit.runtime.trust.signed_statements import PROVENANCE_PREDICATE, SignedSubject, Statement
 
@@ -134,3 +134,12 @@ def test_a_foreign_source_passes(uris, source, complaint):
     reasons = [reason.text for reason in missing_descriptions(rule, found, {key.id})]
     assert len(reasons) == bool(complaint)
     assert complaint in "".join(reasons)
+
+
+def test_a_material_without_a_digest_fits_no_pattern_of_digests():
+    rule = ProvenanceRule("", (), ("sha256:*",))
+    material = {"uri": "pkg:pypi/jax@0.10.2"}
+    predicate = {"buildDefinition": {"resolvedDependencies": [material]}}
+    assert _why_not_built_so(rule, predicate) is not None
+    material["digest"] = {"sha256": "0" * 64}
+    assert _why_not_built_so(rule, predicate) is None

@@ -4,6 +4,8 @@ import hashlib
 
 import pytest
 from cryptography.hazmat.primitives import serialization
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.signers import signer
 
 from prejit.runtime.errors import PolicyError
@@ -31,3 +33,14 @@ def test_a_point_that_is_not_on_the_curve_is_refused():
     lines[2] = "A" * len(lines[2])
     with pytest.raises(PolicyError, match="here: expected a public key in PEM"):
         read_key("\n".join(lines).encode(), "here")
+
+
+@given(
+    st.binary(max_size=200)
+    | st.binary(max_size=120).map(
+        lambda raw: b"-----BEGIN PUBLIC KEY-----\n" + raw + b"\n-----END PUBLIC KEY-----"
+    )
+)
+def test_any_bytes_are_refused(content):
+    with pytest.raises(PolicyError):
+        read_key(content, "here")
