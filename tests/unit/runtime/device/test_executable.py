@@ -236,6 +236,28 @@ def test_what_does_not_load_here_is_not_called_damaged(kernel_recipe, device):
     assert not {"damaged", "altered"} & {*told.split()}
 
 
+SIGNATURES = [
+    (lambda x: x + 1, (np.zeros((2, 3), "float32"),), ()),
+    (lambda x: (x, x.sum()), (np.zeros(5, "bool"),), ()),
+    (lambda x, y: (y * 2, x + 1), (np.zeros((2, 0), "int8"), np.zeros((), "uint16")), (0,)),
+    (lambda *x: x, [np.zeros((n, 2), "float16") for n in range(60)], (3, 58)),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "donated"), SIGNATURES)
+def test_a_program_tells_what_it_takes_and_gives(function, arguments, donated, device):
+    import jax
+
+    program = device.compile(export(function, *arguments, donate_argnums=donated))
+    loaded = device.load(program.serialize(), "somewhere")
+    gives = jax.tree.leaves(jax.eval_shape(function, *arguments))
+    for one in (program, loaded):
+        found = one.signature()
+        assert found.arguments == tuple((str(x.dtype), x.shape) for x in arguments)
+        assert found.results == tuple((str(x.dtype), x.shape) for x in gives)
+        assert found.donated <= set(donated)
+
+
 @pytest.mark.parametrize("dtype", every_second(MANIFEST_DTYPES))
 def test_every_dtype_of_a_manifest_goes_in_and_comes_out(dtype, device):
     """Also those of less than a byte, which devices pack and DLPack does not know."""
@@ -325,6 +347,19 @@ assert not found, found
 )
 def test_a_host_that_uses_jax_gets_all_of_it(before, after, run_python):
     run_python(f"{before}{START}{after}{USE}")
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_process_may_end_in_the_middle(settled_dir, run_python, calls):
+    """XLA's threads and ours must not abort it: the exit status is what a supervisor looks at."""
+    run_python(f"""
+import numpy as np
+from prejit.runtime import load
+bundle = load({str(settled_dir)!r})
+bundle._programs.prepare("score/b2", "score/b8", "nest", "tick")
+if {calls}:
+    bundle.call("score", x=np.ones((8, 16), np.float32))
+""")
 
 
 def test_one_thread_at_a_time_imports_jaxlibs_mlir(run_python, tmp_path):

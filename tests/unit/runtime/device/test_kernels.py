@@ -15,6 +15,7 @@ from prejit.runtime.errors import FallbackWarning, KernelError, MismatchError, R
 from prejit.runtime.fallback_reporting import fallback_counts
 from prejit.runtime.format.names import KERNELS_MEDIA_TYPE, kernel_target
 from prejit.runtime.loader import load
+from prejit.runtime.machine.fingerprint import Fingerprint
 
 X = np.arange(5, dtype=np.float32)
 
@@ -129,6 +130,21 @@ def test_a_target_without_kernels_serves_where_they_fail(kernel_recipe, tmp_path
     monkeypatch.setattr(kernels, "load", refused)
     loaded = load(path)
     assert (loaded.target, loaded.matched) == ("plain", True)
+
+
+def test_a_library_for_another_machine_is_a_mismatch_before_it_is_read(
+    kernel_recipe, tmp_path, nothing_is_mapped, kernels_dir
+):
+    """The library itself is for v2; a machine without sse4.2 must not see it."""
+    needs = dataclasses.replace(kernel_recipe.targets[0].config.requirement, glibc="99.1")
+    path = forged(kernel_recipe, requirement=needs).write(tmp_path / "later")
+    with pytest.raises(MismatchError, match=r"glibc: needs 99\.1, found \d+\.\d+"):
+        load(path, on_mismatch="error")
+    here = Fingerprint.current()
+    lesser = tuple(name for name in here.cpu_features if name != "sse4.2")
+    machine = dataclasses.replace(here, cpu_features=lesser)
+    with pytest.raises(MismatchError, match=r"cpu_features: needs \d+ .*, found all but sse4.2"):
+        load(kernels_dir, on_mismatch="error", fingerprint=machine)
 
 
 STAND_IN = """

@@ -177,6 +177,23 @@ print(kb)
 
 
 @pytest.mark.usefixtures("alone")
+def test_nothing_looks_through_the_new_objects_afterwards():
+    def collections():
+        return sum(one["collections"] for one in gc.get_stats())
+
+    gc.collect()
+    before = collections()
+    with collector_off():
+        assert not gc.isenabled()
+        made = [[number] for number in range(10 * gc.get_threshold()[0])]
+    assert gc.isenabled()
+    for _ in range(gc.get_threshold()[0] // 2):  # without aging, the first would collect
+        made.append([])
+    assert collections() == before
+    assert any(one is made for one in gc.get_objects(generation=2))
+
+
+@pytest.mark.usefixtures("alone")
 def test_settings_of_the_host_stay_and_an_error_turns_it_on_again():
     gc.freeze()
     frozen = gc.get_freeze_count()

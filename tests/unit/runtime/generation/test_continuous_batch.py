@@ -240,6 +240,39 @@ def test_a_mask_that_allows_nothing_ends_the_text(bundle, length):
         assert tuple(ids(found[slots[1]])) == expected
 
 
+@pytest.mark.parametrize(
+    ("says", "error", "after"),
+    [
+        *((ZeroDivisionError(), ZeroDivisionError, after) for after in (0, 2)),
+        (np.ones(3, np.bool_), UsageError, 0),
+        (np.ones(VOCAB, np.float32), UsageError, 2),
+    ],
+)
+def test_a_mask_that_fails(bundle, after, says, error):
+    def mask(generated):
+        if len(generated) != after:
+            return None
+        if isinstance(says, Exception):
+            raise says
+        return says
+
+    batch = bundle.batch(3)
+    (other,) = batch.insert(request(TEXT[:9], 12))
+    got = ids(batch.step())
+
+    def go_on():
+        batch.insert(request(TEXT[:5], 6, token_mask=mask))
+        while True:
+            got.extend(ids([token for token in batch.step() if token.slot == other]))
+
+    with pytest.raises(error):
+        go_on()
+    assert batch.free == (2 if after == 0 else 1)
+    for slot in {0, 1, 2} - {other}:
+        batch.evict(slot)
+    assert (*got, *ids(finish(batch)[other])) == greedy(bundle, TEXT[:9], 12).token_ids
+
+
 PENALTIES = (
     {"repetition_penalty": 1.4},
     {"repetition_penalty": 0.8, "presence_penalty": -0.5, "frequency_penalty": -0.3},

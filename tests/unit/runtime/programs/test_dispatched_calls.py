@@ -167,6 +167,30 @@ def test_the_first_call_of_a_process_may_be_one_without_jit(path):
         np.testing.assert_array_equal(load(path).call("weighted", x), x * 3)
 
 
+NO_JAX = """
+import sys, numpy as np
+from prejit.runtime import UsageError, load
+bundle, x = load(sys.argv[1], on_mismatch='error'), np.ones((2, 8), 'f')
+def check():
+    for _ in range(3): assert (bundle.call('weighted', x) == 3).all()
+    try: bundle.call('weighted', x.astype('f2'))
+    except UsageError: return
+    assert False
+check()
+assert 'jax' not in sys.modules
+import jax, jax.numpy as jnp
+assert jnp.asarray(np.ones(3)).dtype == 'float32'
+assert jax.jit(lambda x: x + 1)(1.0) == 2
+with jax.enable_x64(True): assert jax.jit(lambda x: x + 1)(np.ones(3)).dtype == 'float64'
+check()
+assert not jax.config.jax_enable_x64
+"""
+
+
+def test_it_needs_no_jax_and_leaves_jax_as_it_is(path, run_python):
+    run_python(NO_JAX, path)
+
+
 def test_other_jaxlibs(bundle, monkeypatch, entered):
     monkeypatch.setattr(_jit_dispatch, "cpu_function", lambda *_: None)
     x = np.ones((2, 8), np.float32)

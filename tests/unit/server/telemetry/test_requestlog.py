@@ -17,6 +17,7 @@ from prejit.server.telemetry.requestlog import (
     Entry,
     RequestLog,
     current,
+    describe_array,
     log_lines,
     record,
 )
@@ -104,6 +105,17 @@ def test_requests_at_the_same_time_keep_their_calls_apart(engine):
     assert asyncio.run(all_()) == list(range(10))
 
 
+def test_rounding_changes_the_digest_and_hardly_the_norm():
+    array = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
+    moved = np.nextafter(array, np.float32(2))
+    one, other = describe_array(array), describe_array(moved)
+    assert one["digest"] != other["digest"]
+    assert one["norm"] == pytest.approx(other["norm"], rel=1e-5)
+    assert describe_array(array.T)["digest"] != one["digest"]
+    assert "norm" not in describe_array(np.array([np.nan]))
+    assert "norm" not in describe_array(np.array([True]))
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_is_reported_once_and_stops_nothing(capsys):
     log, models = RequestLog("/dev/full"), Models()
@@ -178,6 +190,19 @@ def test_a_log_is_for_its_owner_alone(tmp_path, monkeypatch):
         RequestLog(str(path))
     with pytest.raises(StoreError, match="cannot write the log"):
         RequestLog(str(tmp_path / "no" / "log"))
+
+
+def test_lines_of_two_servers_stay_whole(tmp_path):
+    path = tmp_path / "log"
+    logs = [RequestLog(str(path)), RequestLog(str(path))]
+    for turn in range(40):
+        one = entry()
+        one.body += b"x" * 10_000
+        logs[turn % 2].end(one)
+    for log in logs:
+        log.close()
+    bodies = [json.loads(line)["body"] for line in path.read_text().splitlines()]
+    assert [len(body) for body in bodies] == [10_000] * 40
 
 
 def test_a_line_that_a_crash_cut_is_noted_and_the_others_are_read(tmp_path):
