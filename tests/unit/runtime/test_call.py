@@ -85,16 +85,3 @@ def test_wrong_arguments_say_what_was_expected_and_found(name, arguments, compla
     with pytest.raises(UsageError, match=complaint) as caught:
         example.call(name, **arguments)
     assert caught.value.hint is not None
-
-
-@pytest.mark.parametrize(
-    ("x", "hint"),
-    [
-        (X[:, :15], "axis 1 of x: expected 16 in every bucket, found 15"),
-        (X[:0], "pass at least one row: axis 0 of x has none"),
-    ],
-)
-def test_a_hint_names_the_wrong_axis(x, hint, example):
-    with pytest.raises(UsageError) as caught:
-        example.call("score", x=x)
-    assert caught.value.hint == hint

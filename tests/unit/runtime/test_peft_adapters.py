@@ -81,16 +81,6 @@ def test_patterns_of_people_match_and_the_slowest_that_may_pass_takes_seconds_at
     assert time.process_time() - began < 3
 
 
-def test_trust_is_asked_before_anything_in_the_files_is_read(tmp_path):
-    def refuse(digest):
-        raise UntrustedError(str(tmp_path), digest, case="unsigned")
-
-    write(tmp_path)
-    (tmp_path / "adapter_config.json").write_text("no JSON")
-    with pytest.raises(UntrustedError, match="sha256:"):
-        read_adapter(tmp_path, pairs(), refuse)
-
-
 def test_transformers_names_of_nemotron_h_are_those_of_its_checkpoint(tmp_path):
     room = pairs("backbone.layers.{}.mixer.q_proj")
     found = [
@@ -131,10 +121,18 @@ def test_a_header_that_can_be_read_in_two_ways_is_refused(change, tmp_path):
         read_adapter(tmp_path, pairs())
 
 
-def test_a_matrix_with_two_names_is_refused(tmp_path):
+def test_a_matrix_with_two_names_is_refused_and_trust_is_asked_before_files_are_read(tmp_path):
     values = {A: np.ones((2, 6), np.float32), B: np.ones((8, 2), np.float32)}
     both = values | {A.removeprefix("base_model.model."): values[A]}
     write(tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes(save(both))
     with pytest.raises(CheckpointError, match=r"q_proj.lora_A, which has two names"):
         read_adapter(tmp_path, pairs())
+
+    def refuse(digest):
+        raise UntrustedError(str(tmp_path), digest, case="unsigned")
+
+    write(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("no JSON")
+    with pytest.raises(UntrustedError, match="sha256:"):
+        read_adapter(tmp_path, pairs(), refuse)

@@ -48,7 +48,7 @@ def at_zero(monkeypatch):
     monkeypatch.setattr(process_facts, "imports", [])
 
 
-def test_a_start_is_process_load_and_first_run_of_one_thread(at_zero):
+def test_a_start_is_process_load_and_first_run_of_one_thread(at_zero, monkeypatch):
     """One thread loads, another makes the first request, and waits while the first still prepares."""
     assert parts_of() == {"process": 5, "loading": 40, "first_run": 30, "other": 25}
     busy = [Span("verification", OTHER, 22, 59), Span("loading", OTHER, 70, 99)]
@@ -58,9 +58,6 @@ def test_a_start_is_process_load_and_first_run_of_one_thread(at_zero):
     assert found == {"process": 5, "loading": 40 + 8 + 10, "first_run": 20, "other": 17}
     for unfinished in ({"asked": None}, {"answered": None}, {"asked": None, "answered": None}):
         assert parts_of(**unfinished) == {"process": 5, "loading": 40, "other": 15}
-
-
-def test_the_inner_part_has_the_time_and_a_later_load_begins_later(at_zero, monkeypatch):
     monkeypatch.setattr(
         process_facts, "imports", [Span("imports", ME, 6, 18), Span("imports", ME, 21, 24)]
     )

@@ -7,7 +7,7 @@ from prejit.runtime.generation.cache_plan import TableBuckets, peak_bytes
 from prejit.server.engine.memory import plan_caches
 
 
-def test_the_table_needs_what_an_engine_plans(decoder_dir):
+def test_the_table_needs_what_an_engine_plans(decoder_dir, said, bundle_dir, ran):
     bundle = load(decoder_dir, on_mismatch="error")
     decoder = bundle.decoder
     table = TableBuckets.of(bundle.config, decoder.decoder)
@@ -18,9 +18,6 @@ def test_the_table_needs_what_an_engine_plans(decoder_dir):
             plan = plan_caches(decoder, batch, peak, 0)
             assert (plan.batch, plan.peak_bytes, plan.together) == (batch, peak, 1)
             assert plan.context >= context
-
-
-def test_a_budget_is_compared_with_each_bucket(decoder_dir, said):
     capacity = ("inspect", decoder_dir, "--capacity")
     [found] = json.loads(said(*capacity, "--json"))
     sizes = {(each["slots"], each["context"]): each["total_bytes"] for each in found["buckets"]}
@@ -35,9 +32,6 @@ def test_a_budget_is_compared_with_each_bucket(decoder_dir, said):
     fitting = {(each["slots"], each["context"]) for each in found["buckets"] if each["fits"]}
     assert fitting == {key for key, value in sizes.items() if value <= sizes[3, 24]}
     assert "hold no slot: the smallest bucket needs" in said(*capacity, "--memory", "1000")
-
-
-def test_what_has_no_slots_is_said(bundle_dir, ran):
     found = ran("inspect", bundle_dir, "--capacity", status=2).err
     assert "--capacity: expected a bundle with a decoder, found none in example" in found
     assert "add --capacity" in ran("inspect", bundle_dir, "--memory", "1G", status=2).err

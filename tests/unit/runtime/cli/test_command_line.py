@@ -66,7 +66,7 @@ def test_every_command_has_help_with_examples_that_it_takes(name, capsys, monkey
         assert re.fullmatch(r"[A-Z].*\.", parameter.help or ""), parameter.name
 
 
-def test_a_name_means_one_thing_in_all_commands():
+def test_a_name_means_one_thing_in_all_commands_and_no_path_is_checked_early():
     kinds = {}
     for option in (each for command in LEAVES.values() for each in options_of(command)):
         for spelling in option.opts:
@@ -78,9 +78,7 @@ def test_a_name_means_one_thing_in_all_commands():
         "--adapter",
         "--image",
     }
-
-
-def test_a_forbidden_file_is_an_error_of_whoever_opens_it_and_no_wrong_usage():
+    # A forbidden file is an error of whoever opens it, and no wrong usage.
     parameters = (each for command in LEAVES.values() for each in command.params)
     paths = [each.type for each in parameters if isinstance(each.type, click.Path)]
     assert paths

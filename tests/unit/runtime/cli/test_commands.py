@@ -108,9 +108,7 @@ def nest(bundle, tmp_path, half="tree.half"):
     return run("call", bundle, "nest", *files, "-o", tmp_path / "out")
 
 
-def test_missing_and_damaged_and_foreign_end_differently(
-    settled_dir, recipe, foreign, x_file, tmp_path
-):
+def test_missing_damaged_foreign_end_differently(settled_dir, recipe, foreign, x_file, tmp_path):
     (tmp_path / "empty").mkdir()
     bundle_dir = recipe.only("cpu-host").write(tmp_path / "damaged")
     blob = max((bundle_dir / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
@@ -269,7 +267,7 @@ def test_an_argument_may_have_a_dot_in_a_key(named, tmp_path, capsys):
     assert nest(seven, tmp_path, "tree.7") == 0
 
 
-def test_a_reader_that_goes_away_ends_it_quietly(settled_dir):
+def test_a_reader_that_goes_away_ends_it_quietly_and_a_full_disk_is_told(settled_dir):
     command = [sys.executable, "-m", "prejit.runtime", "inspect", str(settled_dir)]
     read, write = os.pipe()
     os.close(read)  # gone before it begins
@@ -279,9 +277,6 @@ def test_a_reader_that_goes_away_ends_it_quietly(settled_dir):
         os.close(write)
     assert done.stderr == b""
     assert done.returncode == 141
-
-
-def test_a_full_disk_behind_stdout_is_told_and_a_closed_one_is_no_failure(settled_dir):
     command = f"exec {sys.executable} -m prejit.runtime inspect {settled_dir}"
     full, closed = (
         subprocess.run(["/bin/sh", "-c", f"{command} {to}"], capture_output=True, check=False)

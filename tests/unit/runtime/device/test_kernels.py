@@ -35,9 +35,7 @@ def nothing_is_mapped(monkeypatch):
     monkeypatch.setattr(kernels, "_loaded", {})
 
 
-def test_a_changed_library_never_reaches_the_dynamic_linker(
-    kernels_dir, kernel_recipe, nothing_is_mapped
-):
+def test_a_changed_library_never_reaches_the_linker(kernels_dir, kernel_recipe, nothing_is_mapped):
     """Even behind a receipt: its digest is taken of the very bytes that would be loaded."""
     with pytest.raises(AssertionError, match="reached the dynamic linker"):
         load(kernels_dir)  # whole kernels get there, or the fixture would show nothing
@@ -62,7 +60,7 @@ def rejected(forgeries, tmp_path):
             load(forgery.write(tmp_path / str(place)))
 
 
-def test_kernels_that_a_manifest_and_a_config_do_not_both_have_are_rejected(
+def test_kernels_of_a_manifest_or_config_alone_are_rejected(
     kernel_recipe, tmp_path, nothing_is_mapped
 ):
     (program,) = kernel_recipe.targets[0].config.programs
@@ -81,9 +79,7 @@ def test_kernels_that_a_manifest_and_a_config_do_not_both_have_are_rejected(
     rejected(forgeries, tmp_path)
 
 
-def test_a_library_that_is_not_what_the_config_says_is_rejected(
-    kernel_recipe, tmp_path, nothing_is_mapped
-):
+def test_a_library_of_another_config_is_rejected(kernel_recipe, tmp_path, nothing_is_mapped):
     kernels_of = kernel_recipe.targets[0].config.kernels
 
     def naming(**changes):
@@ -109,9 +105,7 @@ def refused(*_):
     raise KernelError("cannot load native kernels: no")
 
 
-def test_kernels_that_cannot_be_loaded_are_a_mismatch_and_the_portable_program_runs(
-    kernels_dir, monkeypatch
-):
+def test_kernels_that_do_not_load_are_a_mismatch_and_programs_compile(kernels_dir, monkeypatch):
     monkeypatch.setattr(kernels, "load", refused)
     with pytest.raises(MismatchError, match=r"kernels: needs a library for x86-64-v2 by .*native"):
         load(kernels_dir, on_mismatch="error")
@@ -124,9 +118,7 @@ def test_kernels_that_cannot_be_loaded_are_a_mismatch_and_the_portable_program_r
     assert loaded.report()[0].source == "compiled"
 
 
-def test_a_target_without_kernels_serves_where_they_cannot_be_loaded(
-    kernel_recipe, tmp_path, monkeypatch
-):
+def test_a_target_without_kernels_serves_where_they_fail(kernel_recipe, tmp_path, monkeypatch):
     (with_kernels,) = kernel_recipe.targets
     (program,) = with_kernels.config.programs
     layers = tuple(x for x in with_kernels.layers if x.media_type != KERNELS_MEDIA_TYPE)
@@ -223,9 +215,7 @@ print(len({line.split()[4] for line in lines}), len([line for line in lines if "
 """
 
 
-def test_a_descriptor_that_comes_again_is_not_taken_for_the_first_library(
-    toy_library, tmp_path, run_python
-):
+def test_a_descriptor_that_comes_again_is_another_library(toy_library, tmp_path, run_python):
     """The dynamic linker knows what it loaded by its name, and /proc/self/fd/3 is used three times."""
     (tmp_path / "kernels.so").write_bytes(toy_library[1])
     handlers, mapped = run_python(DESCRIPTORS, tmp_path / "kernels.so").stdout.splitlines()
@@ -242,9 +232,7 @@ def test_a_library_may_lack_a_symbol(toy_library):
     assert caught.value.hint
 
 
-def test_a_system_that_forbids_files_in_memory_is_told_as_such_and_an_old_one_makes_them(
-    toy_library, monkeypatch
-):
+def test_a_system_that_forbids_files_in_memory_is_told_as_such(toy_library, monkeypatch):
     """A kernel before Linux 6.3 does not know the new flag."""
     make = os.memfd_create
 

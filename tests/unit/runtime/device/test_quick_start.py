@@ -87,9 +87,7 @@ AS_EVER = [("numpy", True, None), ("jaxlib._jax", True, None)]
     ],
     ids=["one switch turns all off", "beside threads of the host", "settings of the host"],
 )
-def test_nothing_is_set_where_a_host_would_notice_it(
-    before, env, seen, after, settled_dir, run_python
-):
+def test_nothing_is_set_where_a_host_notices(before, env, seen, after, settled_dir, run_python):
     """Threads of the host make garbage, read the environment, and start processes that inherit it."""
     code = CALL.format(path=str(settled_dir))
     run_python(f"{before}{WATCHED}{code}{after}\nassert seen == {seen!r}, seen", env=env)
@@ -144,9 +142,6 @@ def test_a_start_loads_at_once_what_the_last_one_wanted(decoder_dir, runtime_cac
     file.write_bytes(b'["no such program", "decode/b9"]')
     assert run_python(f"{code}settle(60)\nprint(tokens([1, 2, 3]))").stdout == first
     assert file.read_bytes() == right, "what was wanted is remembered instead"
-
-
-# --- the garbage collector keeps the settings of the host -------------------------------------------------
 
 
 @pytest.fixture
@@ -210,9 +205,6 @@ def test_settings_of_the_host_stay_and_an_error_turns_it_on_again():
     with collector_off():
         pass
     assert not gc.isenabled()
-
-
-# --- pages of jaxlib's library are read ahead where they are not in memory --------------------------------
 
 
 def test_the_recorded_lists_name_pages_of_their_libraries():

@@ -1,51 +1,15 @@
 """The format's text: canonical JSON in both directions, and the notation of arrays."""
 
-import json
-from contextlib import suppress
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tests.campaigns.forged_bundles import draft_of
-from tests.campaigns.junk import encoded, mutated
-from tests.extent import examples
 
 from prejit.runtime.base.files import digest_of, is_digest
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import RejectError
-from prejit.runtime.format import limits
-from prejit.runtime.format.arrays import MESH_AXES, Array
-from prejit.runtime.format.bundle_schema import Accuracy, Config, Descriptor, ImageManifest, Index
-from prejit.runtime.format.checks.seldom_parts import Chat
-from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
+from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.bundle_schema import Accuracy, Descriptor
+from prejit.runtime.machine.fingerprint import Requirement
 
 PATH = "somewhere/index.json"
-
-
-def written():
-    """Yield JSON of every class that the format has, of golden bundles."""
-    for draft in map(draft_of, ("stored", "mesh", "encoder", "kernels")):
-        manifest, config = draft.targets[0]
-        yield from ((Index, draft.index), (Descriptor, draft.index["manifests"][0]))
-        yield from ((ImageManifest, manifest), (Config, config))
-        yield Requirement, config["requirement"]
-    yield Fingerprint, json.loads(to_json(Fingerprint.current()))
-    yield Chat, {"special_tokens": {"eos_token": "</s>"}, "templates": {"default": "{{ x }}"}}
-
-
-quick = settings(max_examples=examples(20, 60), deadline=None)
-
-
-@pytest.mark.parametrize(("cls", "sound"), [*written()])
-@quick
-@given(data=st.data())
-def test_what_is_written_is_read_back(cls, sound, data):
-    value = from_json(cls, encoded(sound), PATH)
-    with suppress(RejectError):
-        value = from_json(cls, encoded(data.draw(mutated(sound))), PATH)
-    content = to_json(value)
-    assert from_json(cls, content, PATH) == value
-    assert content.isascii()
 
 
 GOOD = b'{"architecture":"x86_64","cpu_features":["avx"],"jaxlib":"1","platform":"cpu"}'
@@ -98,34 +62,6 @@ def test_null_and_floats_are_never_written():
     for value in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="not JSON compliant"):
             to_json({"x": value})
-
-
-keys = st.one_of(st.text(max_size=8), st.integers())
-
-
-@st.composite
-def arrays(draw):
-    shape = tuple(draw(st.lists(st.integers(0, limits.MAX_SIZE), max_size=5)))
-    axes = [""] * len(shape)
-    for axis in draw(st.sets(st.sampled_from(MESH_AXES), max_size=len(shape))):
-        axes[draw(st.sampled_from([i for i, taken in enumerate(axes) if not taken]))] = axis
-    names = st.sampled_from(["", "batch", "n_2"])
-    variables = tuple(draw(st.lists(names, min_size=len(shape), max_size=len(shape))))
-    return Array(
-        tuple(draw(st.lists(keys, max_size=4))),
-        draw(st.sampled_from(["float32", "bfloat16", "float8_e4m3fn", "int4", "bool"])),
-        shape,
-        draw(st.booleans()),
-        tuple(axes) if any(axes) else (),
-        variables if any(variables) else (),
-        draw(st.booleans()),
-    )
-
-
-@quick
-@given(array=arrays())
-def test_arrays_survive_their_notation(array):
-    assert Array.parse(str(array)) == array
 
 
 @pytest.mark.parametrize(

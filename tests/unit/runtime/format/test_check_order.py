@@ -85,7 +85,7 @@ def signed(bundle_dir):
     return bundle_dir
 
 
-def test_a_load_keeps_order(signed, tmp_path, monkeypatch):
+def test_a_load_and_an_audit_keep_the_order_of_the_rules(signed, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     rule = '[[rules]]\nnames = ["example"]\nkeys = ["a"]\n'
     policy = write_policy(tmp_path / "trust.toml", key_table("a"), rule)
@@ -95,8 +95,5 @@ def test_a_load_keeps_order(signed, tmp_path, monkeypatch):
             bundle.call("score", x=X)
 
     assert order_of(use, ORDER["loading"]) == [*"142356", "P1", "P2", "P3", *"78", "10", *"79"]
-
-
-def test_an_audit_comes_to_what_is_attached_in_its_order(signed):
     found = order_of(lambda: audit(signed, check_generation), ORDER["attached"])
     assert found == ["14", "15", "16", "17"]

@@ -81,9 +81,7 @@ def huge_vocabulary(config):
 
 
 @pytest.mark.filterwarnings("ignore:.*portable programs")  # how long they can be read
-def test_9_a_table_asks_for_no_memory_that_its_programs_do_not_take(
-    tmp_path, no_warnings_of_fallback
-):
+def test_9_a_table_asks_for_no_memory_that_programs_do_not_take(tmp_path, no_warnings_of_fallback):
     """A table that agrees with itself is compared with the program before anything is allocated."""
     loaded = load(forged_golden(tmp_path / "b", "decoder", huge_vocabulary))
     with in_little_memory(64 << 20), pytest.raises(RejectError, match=r"float32.*2147483647"):
@@ -211,9 +209,7 @@ LIES = {
     ("lie", "jaxlib"),
     [*((lie, None) for lie in LIES), ("another shape", "0.0.1"), ("a larger result", "0.0.1")],
 )
-def test_9_a_table_that_contradicts_its_executable_is_rejected(
-    lie, jaxlib, recipe, tmp_path, no_warnings_of_fallback
-):
+def test_9_a_lying_table_is_rejected(lie, jaxlib, recipe, tmp_path, no_warnings_of_fallback):
     """Loaded or compiled here: before anything runs, and never by an error of XLA's."""
     change, complaint = LIES[lie]
     path = recipe.only("cpu-host").configured(change).write(tmp_path / "bundle")
@@ -376,9 +372,7 @@ def test_10_a_weight_set_of_missing_tensors_is_rejected(recipe, tmp_path):
         ({"score:kernel": ",tensor"}, "score:kernel: expected a mesh whose 'tensor' divides 4"),
     ],
 )
-def test_10_weights_that_the_mesh_cannot_split_so_are_rejected(
-    shardings, complaint, recipe, tmp_path
-):
+def test_10_weights_that_the_mesh_cannot_split_are_rejected(shardings, complaint, recipe, tmp_path):
     shapes = {"score:bias": (4,), "score:kernel": (16, 4)}
     config = recipe.targets[0].config
     even = {"score:bias": "data", "score:kernel": "tensor,data"}

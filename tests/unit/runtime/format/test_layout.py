@@ -124,9 +124,7 @@ def test_a_bundle_may_lie_behind_a_link_and_move(bundle_dir, tmp_path):
 
 
 @pytest.mark.parametrize("gone", ["index.json", "everything"])
-def test_a_directory_that_is_replaced_and_deleted_while_it_opens_is_no_damage(
-    gone, bundle_dir, tmp_path, monkeypatch
-):
+def test_a_directory_replaced_while_it_opens_is_no_damage(gone, bundle_dir, tmp_path, monkeypatch):
     shutil.copytree(bundle_dir, tmp_path / "new")
     pin = Layout._pinned_index
 
@@ -277,9 +275,7 @@ def digest_of_bundle(path):
 
 
 @pytest.mark.parametrize("replacing", [True, False])
-def test_a_writer_killed_at_each_of_its_steps_never_leaves_a_broken_bundle(
-    replacing, old_and_new, tmp_path, monkeypatch
-):
+def test_a_killed_writer_leaves_no_broken_bundle(replacing, old_and_new, tmp_path, monkeypatch):
     """Stops at every system call that shows on disk. `make chaos` kills at random."""
     old, new = old_and_new
     index, blobs = index_file(new).read_bytes(), blobs_of(new)

@@ -150,9 +150,7 @@ def test_an_index_json_that_leads_to_no_bundle_is_rejected(change, complaint, bu
     rejected(bundle_dir, complaint)
 
 
-def test_two_bundles_or_one_of_another_format_are_rejected(
-    bundle_dir, make_recipe, tmp_path, recipe
-):
+def test_two_bundles_or_another_format_are_rejected(bundle_dir, make_recipe, tmp_path, recipe):
     other = make_recipe(score_scale=2.0).write(tmp_path / "other")
     for file in (other / "blobs" / "sha256").iterdir():
         (bundle_dir / "blobs" / "sha256" / file.name).write_bytes(file.read_bytes())

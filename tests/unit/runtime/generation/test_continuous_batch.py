@@ -318,9 +318,7 @@ def test_further_continuations_have_the_next_seeds(bundle):
 
 
 @pytest.mark.parametrize("lookup", [False, True])
-def test_logprobs_are_those_of_the_model_before_anything_is_done_to_its_logits(
-    bundle, reference, lookup
-):
+def test_logprobs_are_those_of_the_model_before_its_logits_change(bundle, reference, lookup):
     for prompt in ([5], REPEATING, TEXT[:20]):
         result = bundle.generate(
             prompt,
@@ -352,7 +350,7 @@ def check_logprob(one, logits, count):
     assert [value for _, value in one.top] == pytest.approx(expected[best].tolist(), abs=1e-4)
 
 
-def test_what_prompts_share_is_computed_once_and_more_wait(bundle):
+def test_what_prompts_share_is_computed_once_and_a_prefix_serves_what_begins_so(bundle):
     def generated(prompts, count):
         results = bundle.generate_batch(prompts, max_new_tokens=count, stop_token_ids=())
         for prompt, result in zip(prompts, results, strict=True):
@@ -367,9 +365,6 @@ def test_what_prompts_share_is_computed_once_and_more_wait(bundle):
     for length, reused in ((30, [0, 30, 30]), (10, [0, 0, 0])):
         stats = generated([[*TEXT[:length], tail, tail + 1] for tail in range(3)], 4)
         assert [each.reused_tokens for each in stats] == reused
-
-
-def test_a_prefix_serves_whatever_begins_so(bundle):
     prefix = bundle.prefix(TEXT[:30])
     for prompt, reused in (
         (TEXT[:40], 30),

@@ -43,9 +43,7 @@ def plain(decoder_dir):
     return load(decoder_dir)
 
 
-def test_a_bundle_generates_as_its_config_says_unless_a_load_ignores_it(
-    sampling, plain, sampling_dir
-):
+def test_a_bundle_generates_as_its_config_says_unless_ignored(sampling, plain, sampling_dir):
     expected = plain.generate(PROMPT, seed=5, **SAMPLED).token_ids
     assert len(expected) == 9
     assert expected != plain.generate(PROMPT, max_new_tokens=9).token_ids

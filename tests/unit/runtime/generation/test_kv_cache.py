@@ -3,15 +3,9 @@
 import numpy as np
 import pytest
 
-from prejit.runtime import load
 from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.kv_cache import KVCache
-
-
-@pytest.fixture(scope="module")
-def bundle(decoder_dir):
-    return load(decoder_dir, on_mismatch="error")
 
 
 def numbered(bundle, batch, context, offset=0):

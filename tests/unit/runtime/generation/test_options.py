@@ -13,7 +13,7 @@ from prejit.runtime.generation.decode import CALL_SECONDS, steps_per_call
 from prejit.runtime.generation.options import OPTIONS, resolve
 
 
-def test_options_are_typed_published_and_flags():
+def test_options_are_typed_published_flags_and_checked():
     assert Options.__annotations__.keys() == OPTIONS.keys()
     defined = {
         field.name: str(field.type) for kind in (Sampling, Request) for field in fields(kind)
@@ -35,9 +35,6 @@ def test_options_are_typed_published_and_flags():
         assert found == {bool: True, list: ("1",), int: 1, float: 1.0, str: "1"}[option.flag], flag
         if option.flag is not str:  # the command line opens it first
             resolve({option.name: found})
-
-
-def test_every_option_has_a_check_that_takes_its_default_and_refuses_nonsense():
     for name, option in OPTIONS.items():
         assert option.check(name, option.default) == option.default
         with pytest.raises(UsageError, match=name):

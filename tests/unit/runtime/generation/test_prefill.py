@@ -38,7 +38,7 @@ def order_of(batch, positions):
 @pytest.mark.parametrize(
     ("stall_seconds", "decodes"), [(100.0, []), (0.0, [("decode", 1), ("decode", 2)])]
 )
-def test_each_first_token_comes_when_its_prompt_is_computed_and_a_long_stall_ends(
+def test_first_tokens_come_one_by_one_and_stalls_end(
     short_chunks, monkeypatch, stall_seconds, decodes
 ):
     """Not when the prompts behind it are computed too; a decode step comes between them after a while."""
@@ -132,9 +132,7 @@ _ACTIONS = st.lists(
 
 @settings(max_examples=int(os.environ.get("PREJIT_BATCH_EXAMPLES", "25")), deadline=None)
 @given(actions=_ACTIONS, prefixes=st.booleans(), piece_bytes=st.sampled_from([1, 64 << 20]))
-def test_texts_do_not_depend_on_what_happens_beside_them(
-    bundle, expected, actions, prefixes, piece_bytes
-):
+def test_texts_do_not_depend_on_others(bundle, expected, actions, prefixes, piece_bytes):
     """Requests come whole or in chunks, leave early, and move between batches, in any order."""
     with mock.patch.object(kv_cache, "_PIECE_BYTES", piece_bytes):
         ended = _in_any_order(bundle, actions, prefixes)

@@ -68,7 +68,7 @@ def test_a_prefix_that_grew_counts_and_the_oldest_go(bundle):
 
 
 @pytest.mark.usefixtures("both")
-def test_a_small_model_keeps_not_all(bundle, monkeypatch):
+def test_a_small_model_keeps_not_all_and_the_prefix_that_saves_most_is_found(bundle, monkeypatch):
     monkeypatch.setattr("prejit.runtime.generation.prefixes._MOST_PREFIXES", 3)
     kept = PrefixCache(bundle.decoder, 1 << 20)
     texts = [prefix(bundle, number).token_ids for number in range(5)]
@@ -76,10 +76,6 @@ def test_a_small_model_keeps_not_all(bundle, monkeypatch):
         kept.keep(prefix(bundle, number), MINE)
     found = [found_tokens(kept, [*text, 1]) for text in texts]
     assert found == [None, None, *texts[2:]]
-
-
-@pytest.mark.usefixtures("both")
-def test_the_prefix_that_saves_most_is_found(bundle):
     kept = PrefixCache(bundle.decoder, 1 << 30)
     common = [number % VOCABULARY for number in range(5, 23)]
     shorter, longer, other = ([*common, *rest] for rest in ([1], [2, 3, 4], [9, 9]))
@@ -89,9 +85,6 @@ def test_the_prefix_that_saves_most_is_found(bundle):
     assert found_tokens(kept, [*common, 9, 9, 5]) == tuple(other)
     assert kept.find(common[:10], 24, MINE) is None
     assert kept.find([0, *common], 24, MINE) is None
-
-
-# ---------------------------------------------------------------------- the memory of the tokens alone
 
 
 def filled(bundle, batch, context):

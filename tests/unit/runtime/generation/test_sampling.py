@@ -34,7 +34,7 @@ def test_a_value_out_of_range_is_refused_by_its_name_with_both_sides(name, value
     assert str(found) in str(caught.value)
 
 
-def test_ends_of_ranges_and_biases_are_taken_however_written():
+def test_values_are_taken_however_written_and_are_the_programs_arguments():
     for options in (
         {"temperature": 3e38, "top_k": 2**31 - 1, "top_p": 1e-9, "seed": 2**64 - 1, "min_p": 1},
         {"repetition_penalty": 1e-38, "presence_penalty": -2, "frequency_penalty": 2},
@@ -53,9 +53,6 @@ def test_ends_of_ranges_and_biases_are_taken_however_written():
     assert mapping != Sampling(logit_bias={1: -np.inf, 9: 3})
     with pytest.raises(UsageError, match=r"logit_bias: expected token ids of 0 to 3, found 9"):
         arrays([mapping], 4, [0])
-
-
-def test_arrays_and_history_are_the_programs_arguments():
     other = Sampling(0.5, 3, 0.9, 2**40 + 7, 0.1, 1.2, 1.0, -0.5, {2: -np.inf, 0: 1.5})
     found = arrays([Sampling(), other], 4, [0, 5])
     expected = {

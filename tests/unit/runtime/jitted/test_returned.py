@@ -48,7 +48,7 @@ def node(kind, type_, *keys, constants=()):
     return Node(kind, keys, tuple(Leaf() for _ in keys), type_, constants)
 
 
-def test_containers_classes_and_random_keys():
+def test_results_are_made_by_the_bundle_or_compared_with_a_trace():
     def returned(tree, *leaves):
         return from_bundle(tree).value([*leaves])
 
@@ -62,6 +62,20 @@ def test_containers_classes_and_random_keys():
     key = jax.random.key(7)
     [found] = returned(Node("list", (0,), (Leaf("threefry2x32"),)), jax.random.key_data(key))
     assert (found == key).all()
+    traced = jax.jit(lambda x: {"a": x, "k": jax.random.key(0)}).trace(1.0)
+    tree = Node("dict", ("a", "k"), (Leaf(), Leaf("threefry2x32")))
+    arrays = [Array(("a",), "float32", (), weak=True), Array(("k",), "uint32", (2,))]
+    returned = from_trace(traced, tree, arrays)
+    assert returned.keys == ("", "threefry2x32")
+    for other in (
+        [Array(("a",), "float32", ()), arrays[1]],
+        [Array(("a",), "float16", (), weak=True), arrays[1]],
+        [Array(("a",), "float32", (1,), weak=True), arrays[1]],
+    ):
+        with pytest.raises(MissError, match="it has changed since the build"):
+            from_trace(traced, tree, other)
+    with pytest.raises(MissError, match=r"weak float32\[\], uint32\[2\], found one that returns"):
+        from_trace(jax.jit(lambda x: x).trace(1.0), tree, arrays)
 
 
 @pytest.mark.parametrize("keys", [(), ("a", "b"), ("b", "a")])
@@ -86,20 +100,3 @@ def test_what_the_bundle_does_not_tell(tree):
     assert OrderedDict.__module__ == "collections"
     assert from_bundle(tree) is None
     assert from_bundle(Node("list", (0,), (tree,))) is None
-
-
-def test_a_trace_is_compared_with_the_program():
-    traced = jax.jit(lambda x: {"a": x, "k": jax.random.key(0)}).trace(1.0)
-    tree = Node("dict", ("a", "k"), (Leaf(), Leaf("threefry2x32")))
-    arrays = [Array(("a",), "float32", (), weak=True), Array(("k",), "uint32", (2,))]
-    returned = from_trace(traced, tree, arrays)
-    assert returned.keys == ("", "threefry2x32")
-    for other in (
-        [Array(("a",), "float32", ()), arrays[1]],
-        [Array(("a",), "float16", (), weak=True), arrays[1]],
-        [Array(("a",), "float32", (1,), weak=True), arrays[1]],
-    ):
-        with pytest.raises(MissError, match="it has changed since the build"):
-            from_trace(traced, tree, other)
-    with pytest.raises(MissError, match=r"weak float32\[\], uint32\[2\], found one that returns"):
-        from_trace(jax.jit(lambda x: x).trace(1.0), tree, arrays)

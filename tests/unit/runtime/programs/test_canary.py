@@ -60,9 +60,7 @@ def score(path, **options):
         return result, {each.program: each.source for each in bundle.report()}["score/b2"]
 
 
-def test_a_wrong_result_is_given_out_or_quarantine_ends_with_its_load(
-    wrong, answering, runtime_cache, monkeypatch
-):
+def test_a_wrong_result_or_an_ended_quarantine(wrong, answering, runtime_cache, monkeypatch):
     """A later load does not even load what is in quarantine, also one that asks no executable."""
     before, told = fallback_counts().get("canary", 0), list[str]()
     with pytest.warns(FallbackWarning, match=r"score/b2: .*golden answer.*quarantine"):
@@ -80,9 +78,7 @@ def test_a_wrong_result_is_given_out_or_quarantine_ends_with_its_load(
 @pytest.mark.parametrize(
     "error", ["UNKNOWN: CUDNN_STATUS_BAD_PARAM\nin cuda_dnn.cc", "RESOURCE_EXHAUSTED: memory"]
 )
-def test_an_executable_that_fails_ends_its_load_or_one_without_memory_is_quarantined(
-    answering, tmp_path, runtime_cache, monkeypatch, error
-):
+def test_a_failing_executable_ends_its_load(answering, tmp_path, runtime_cache, monkeypatch, error):
     right, asked = golden_check.golden_values, list[str]()
 
     def golden_values(programs, program, *args):
@@ -130,9 +126,7 @@ def test_a_caller_who_wants_no_compiling_gets_a_wrong_result(wrong):
     assert "verify --run" in str(caught.value.hint)
 
 
-def test_wrong_weights_or_programs_run_or_put_those_of_others_into_quarantine(
-    answering, swapped, make_recipe, tmp_path
-):
+def test_wrong_weights_or_programs_run(answering, swapped, make_recipe, tmp_path):
     for other, layers in ((make_recipe(1.5), ["weights"]), (swapped, ["executable", "portable"])):
         path = forged(answering, other, *layers).write(tmp_path / layers[0])
         with (
@@ -152,9 +146,7 @@ def test_a_miscompiled_program_is_within_the_tolerance(how, answering, make_reci
     assert not found["nest"].difference
 
 
-def test_other_programs_than_these_are_asked_at_other_starts_than_these(
-    answering, tmp_path, runtime_cache, monkeypatch
-):
+def test_other_programs_are_asked_at_other_starts(answering, tmp_path, runtime_cache, monkeypatch):
     path = answering.write(tmp_path / "right")
     count = len(answering.targets[0].config.programs)
     for options, asked in (({"canary": "off"}, 0), ({}, 1), ({"canary": "all"}, count)):
@@ -228,6 +220,23 @@ def test_the_recipe_changes_and_old_answers_are_wrong():
     assert b.dtype.name == "bfloat16"
     np.testing.assert_array_equal(x, golden_inputs(entry, arrays, 0, 1)[0])
     assert not np.array_equal(x, golden_inputs(entry, arrays, 0, 2)[0])
+    results = (None, GoldenResult(None, 0, (3, -4)), GoldenResult(-2, 271, (-54, "n", "p", "m")))
+    text = format_results(results)
+    assert text == "- =3,-4 -2:271,-54,n,p,m"
+    assert is_results(text)
+    assert parse_results(text) == results
+    for wrong_text in (
+        "=",
+        "- ",
+        "x",
+        "1:",
+        "1:-3",
+        "=1,n",
+        "1:2,3,,4",
+        "1:2,9999999999999999999",
+        "\n",
+    ):
+        assert not is_results(wrong_text), wrong_text
 
 
 @pytest.mark.parametrize(
@@ -252,23 +261,3 @@ def test_a_difference_is_missed_or_made(value, other, right):
         array = check_array(f'["y"] {dtype}[2]', None, "")
         found = compare(Golden(1, 1, "x", 8, text), [array], [two], [two]).share
         assert (found <= 1) == right
-
-
-def test_a_text_is_read_as_other_than_it_was_written():
-    results = (None, GoldenResult(None, 0, (3, -4)), GoldenResult(-2, 271, (-54, "n", "p", "m")))
-    text = format_results(results)
-    assert text == "- =3,-4 -2:271,-54,n,p,m"
-    assert is_results(text)
-    assert parse_results(text) == results
-    for wrong_text in (
-        "=",
-        "- ",
-        "x",
-        "1:",
-        "1:-3",
-        "=1,n",
-        "1:2,3,,4",
-        "1:2,9999999999999999999",
-        "\n",
-    ):
-        assert not is_results(wrong_text), wrong_text

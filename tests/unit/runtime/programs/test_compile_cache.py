@@ -77,29 +77,19 @@ CHANGE_NOTHING = {
 }
 
 
-def test_another_machine_never_takes_a_kept_executable():
-    """A home directory may be shared by machines that are not alike."""
+def test_a_kept_executable_is_for_its_machine_and_program_alone():
+    """A home directory may be shared by machines that are not alike, and a program by bundles."""
     keep(1, b"ours")
     for axis, value in DECIDE.items():
         other = replace(MACHINE, **{axis: value})
         assert not is_kept(PROGRAM, other)
         assert compiled_here(PROGRAM, other, made(axis.encode())) == (axis.encode(), True)
     assert compiled_here(PROGRAM, MACHINE, never) == (b"ours", False)
-
-
-def test_what_changes_no_executable_costs_no_compile():
-    """A container that is given more memory, a driver that is updated."""
-    keep(1, b"ours")
     for axis, value in CHANGE_NOTHING.items():
         other = replace(MACHINE, **{axis: value})
         assert compiled_here(PROGRAM, other, never) == (b"ours", False)
     axes = {field.name for field in dataclasses.fields(Fingerprint)}
     assert axes == {*DECIDE, *CHANGE_NOTHING}, "a new axis belongs in one of the two"
-
-
-def test_what_a_bundle_says_of_a_program_is_in_the_key():
-    """Another bundle may hold the same program and say something else of it."""
-    keep(1, b"ours")
     changes = [{"device": "cuda"}, {"mesh": Mesh(2, 1)}]
     changes += [{"platforms": platforms} for platforms in ((), ("cuda", "cpu"))]
     for number, other in enumerate((program(2), *(replace(PROGRAM, **each) for each in changes))):
@@ -249,9 +239,7 @@ def test_what_somebody_else_may_have_made_is_never_served(directory, spoiled):
 
 
 @pytest.mark.parametrize("obstacle", ["a directory in its place", "a file above", "a full disk"])
-def test_a_cache_that_cannot_be_written_costs_only_time_and_says_so_once(
-    obstacle, directory, monkeypatch
-):
+def test_a_cache_that_cannot_be_written_costs_time_and_is_said(obstacle, directory, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 

@@ -13,17 +13,11 @@ from prejit.runtime.programs.finite_check import refuse_odd
 ASK = {"max_new_tokens": 4, "stop_token_ids": ()}
 
 
-def test_a_model_that_computes_numbers_is_left_alone(decoder_dir):
-    with load(decoder_dir) as plain, load(decoder_dir) as checked:
-        checked.check_finite()
-        expected = plain.generate([1, 2, 3], logprobs=2, **ASK)
-        assert checked.generate([1, 2, 3], logprobs=2, **ASK).token_ids == expected.token_ids
-
-
 def test_the_first_program_with_a_nan_is_named_with_its_run(decoder_dir):
     with load(decoder_dir) as bundle:
+        expected = bundle.generate([1, 2, 3], **ASK).token_ids
         bundle.check_finite()
-        bundle.generate([1, 2, 3], **ASK)
+        assert bundle.generate([1, 2, 3], **ASK).token_ids == expected
         spoil_weights(bundle)
         with pytest.raises(NumbersError) as error:
             bundle.generate([1, 2, 3], **ASK)

@@ -46,7 +46,7 @@ def bundle(build_programs):
     return load(build_programs(Program("mixed", fn=mixed, args=[example])))
 
 
-def test_scalars_of_numpy_are_no_python_numbers(bundle):
+def test_scalars_of_numpy_and_results_on_the_device_keep_their_types(bundle):
     """The class of np.float64 is a subclass of float's."""
     name, given = "mixed", {"a": np.float32(2), "b": [0.5, np.int32(3)]}
     same(bundle.call(name, given), jax.jit(mixed)(given))
@@ -55,9 +55,6 @@ def test_scalars_of_numpy_are_no_python_numbers(bundle):
     with pytest.raises(UsageError, match=r"expected weak float32\[\], found float32\[\]") as error:
         bundle.call(name, {**given, "b": [np.float32(0.5), np.int32(3)]})
     assert "Python numbers are weak" in str(error.value.hint)
-
-
-def test_arrays_of_requests_and_results_on_the_device_keep_their_types(bundle):
     given = {(0, "a"): np.float32(2), (0, "b", 0): np.asarray(0.5, "f"), (0, "b", 1): np.int32(3)}
     for _ in range(2):
         found = bundle.call_by_path("mixed", given)[1]

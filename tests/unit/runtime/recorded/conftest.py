@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -20,14 +17,13 @@ FILES = {
     name: f"{name}-{hashlib.sha256(name.encode()).hexdigest()}-cache"
     for name in ("jit_score", "jit_scale")
 }
-Write = Callable[..., Path]
 
 
-def content_of(name: str) -> bytes:
+def content_of(name):
     return f"what jax would keep of {name}".encode() * 100
 
 
-def recorded_file(name: str) -> RecordedFile:
+def recorded_file(name):
     import zstandard
 
     frame = zstandard.ZstdCompressor(write_checksum=True).compress(content_of(name))
@@ -37,11 +33,9 @@ def recorded_file(name: str) -> RecordedFile:
 
 
 @pytest.fixture
-def write_recorded(tmp_path: Path) -> Write:
+def write_recorded(tmp_path):
 
-    def write(
-        jaxlib: str | None = None, names: tuple[str, ...] = ("jit_score", "jit_scale")
-    ) -> Path:
+    def write(jaxlib=None, names=("jit_score", "jit_scale")):
         here = Fingerprint.current()
         needs = Requirement("cpu", here.architecture, here.cpu_features, jaxlib or here.jaxlib)
         programs = {FILES[name]: recorded_file(name) for name in names}
@@ -55,10 +49,6 @@ def write_recorded(tmp_path: Path) -> Write:
     return write
 
 
-def layer_of(bundle: Path) -> Path:
+def layer_of(bundle):
     [layer] = [f for f in (bundle / "blobs" / "sha256").iterdir() if f.read_bytes()[:1] != b"{"]
     return layer
-
-
-def with_axis(name: str, value: object) -> Fingerprint:
-    return dataclasses.replace(Fingerprint.current(), **{name: value})

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from prejit.runtime.format.bundle_schema import RecordedProgram, Segment
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
-from prejit.runtime.recorded.cache_miss_causes import Difference, differences
+from prejit.runtime.recorded.cache_miss_causes import differences
 from prejit.runtime.recorded.hook import jax_texts
 from prejit.runtime.recorded.hook_events import JaxRequest, WatchedProcess
 from prejit.runtime.recorded.recorded_bundle import RecordedBundle
@@ -37,13 +36,11 @@ FOUND = JaxRequest(
 NEEDS = Requirement("cpu", "x86_64", ("avx2", "sse"), "1.2.3")
 
 
-def why(
-    found: JaxRequest, *recorded: RecordedProgram, jaxlib: str = "1.2.3", more: str = "avx2"
-) -> tuple[Difference, ...]:
+def why(found, *recorded, jaxlib="1.2.3", more="avx2"):
     return differences(found, recorded, NEEDS, jaxlib=jaxlib, cpu_features=(more, "sse"))
 
 
-def differing(*names: str, **conditions: str) -> JaxRequest:
+def differing(*names, **conditions):
     others = {**CONDITIONS, **{k.replace("_", " "): v for k, v in conditions.items()}}
     ingredients = {**SAME, **dict.fromkeys(names, "1" * 64)}
     return replace(FOUND, ingredients=ingredients, conditions=others)
@@ -92,7 +89,7 @@ CAUSES = [
 
 
 @pytest.mark.parametrize(("found", "expected"), CAUSES, ids=[text[:25] for _, text in CAUSES])
-def test_the_cause_is_what_differs_first(found: JaxRequest, expected: str) -> None:
+def test_the_cause_is_what_differs_first(found, expected):
     name, recorded, now, hint = re.split(": | \\| | => ", expected, maxsplit=3)
     jaxlib = "4.5.6" if now == "4.5.6" else "1.2.3"
     [cause] = why(found, PROGRAM, jaxlib=jaxlib, more="avx512f")
@@ -100,7 +97,7 @@ def test_the_cause_is_what_differs_first(found: JaxRequest, expected: str) -> No
     assert hint in cause.hint
 
 
-def test_the_nearest_program_is_compared_and_each_ingredient_has_a_cause() -> None:
+def test_the_nearest_program_is_compared_and_each_ingredient_has_a_cause():
     """A program differs in each of them once: no two say the same."""
     far = replace(PROGRAM, ingredients=dict.fromkeys(SAME, "2" * 64), arguments=("float32[99]",))
     near = replace(PROGRAM, arguments=("float32[16]",))
@@ -115,7 +112,7 @@ def test_the_nearest_program_is_compared_and_each_ingredient_has_a_cause() -> No
     assert len(set(causes)) == len(jax_texts.INGREDIENTS)
 
 
-def bundle(directory: Path | None) -> RecordedBundle:
+def bundle(directory):
     axis = Axis("jaxlib", "equal", "1.2.3", "4.5.6", directory is not None)
     return RecordedBundle(
         "serve", "sha256:" + "a" * 64, Verdict("cpu", (axis,)), NEEDS, (PROGRAM,), directory
@@ -126,11 +123,11 @@ MACHINE = Fingerprint("cpu", "x86_64", ("avx2", "sse"), "1.2.3", "", 1, 1)
 HIT = replace(FOUND, outcome="hit", seconds=0.5, saved_seconds=3.0)
 
 
-def process(*requests: JaxRequest, directory: str | None = None) -> WatchedProcess:
+def process(*requests, directory=None):
     return WatchedProcess({"jax": "1", "jaxlib": "1.2.3", "python": "3"}, directory, requests)
 
 
-def test_the_report_counts_explains_and_notes(tmp_path: Path) -> None:
+def test_the_report_counts_explains_and_notes(tmp_path):
     miss = replace(differing(jax_texts.COMPUTATION), arguments=("float32[16]",))
     report = report_of(bundle(tmp_path), [process(HIT, miss), process(HIT, miss)], MACHINE)
     [used] = report.programs

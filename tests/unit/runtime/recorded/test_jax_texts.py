@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
@@ -49,7 +48,7 @@ print(json.dumps({"seen": seen, "events": events, "files": os.listdir(sys.argv[2
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def found(tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
     loggers = [jax_texts.KEY_LOGGER, jax_texts.COMPILER_LOGGER, jax_texts.SHAPES_LOGGER]
     env = {
@@ -63,11 +62,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(done.stdout)
 
 
-def logged(found: Any, logger: str, text: str) -> list[list[str]]:
+def logged(found, logger, text):
     return [words for name, message, words in found["seen"] if (name, message) == (logger, text)]
 
 
-def test_keys_hits_misses_arguments_and_events_are_told_as_ever(found: Any) -> None:
+def test_keys_hits_misses_arguments_and_events_are_told_as_ever(found):
     words = logged(found, jax_texts.KEY_LOGGER, jax_texts.INGREDIENT)
     names = tuple(name for name, digest in words[: len(jax_texts.INGREDIENTS)])
     assert names == jax_texts.INGREDIENTS

@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from prejit.compiler.recording.jax_cache_packing import OUTER_CALL
 from prejit.runtime.recorded.hook.watch import Orders
-from prejit.runtime.recorded.hook_events import WatchedProcess, read_events
+from prejit.runtime.recorded.hook_events import read_events
 from prejit.runtime.recorded.watched_command import cache_settings, environment_for
 
 
-def watched(
-    tmp_path: Path, code: str, orders: Orders, status: int = 0, **env: str
-) -> tuple[subprocess.CompletedProcess[str], tuple[WatchedProcess, ...]]:
+def watched(tmp_path, code, orders, status=0, **env):
     """A program after `import jax, jax.numpy as jnp`, and the lines that its processes wrote."""
     script = tmp_path / "program.py"
     script.write_text(f"import jax, jax.numpy as jnp\n{code}")
@@ -33,7 +30,7 @@ def watched(
 
 
 @pytest.fixture
-def recording(tmp_path: Path) -> Orders:
+def recording(tmp_path):
     for name in ("cache", "events"):
         (tmp_path / name).mkdir()
     settings = cache_settings(tmp_path / "cache", write=True)
@@ -57,7 +54,7 @@ jax.jit(two)(jnp.zeros(5, 'int32'))
 """
 
 
-def test_functions_and_lines_are_those_of_the_program(tmp_path: Path, recording: Orders) -> None:
+def test_functions_and_lines_are_those_of_the_program(tmp_path, recording):
     """Of two lowered programs of one name nothing tells which is compiled first."""
     (tmp_path / "model.py").write_text("import jax\n@jax.jit\ndef score(x, y): return x * y\n")
     _, [process] = watched(tmp_path, SCORES, recording)
@@ -93,9 +90,7 @@ for n in (1, 2):
 """
 
 
-def test_the_hook_needs_no_prejit_in_the_program_whose_processes_have_lines_of_their_own(
-    tmp_path: Path, recording: Orders
-) -> None:
+def test_the_hook_needs_no_prejit_and_processes_have_own_lines(tmp_path, recording):
     """The program's Python may be another one: here an import of prejit fails before jax is imported."""
     (tmp_path / "sitecustomize.py").write_text(MISSING)
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
@@ -106,7 +101,7 @@ def test_the_hook_needs_no_prejit_in_the_program_whose_processes_have_lines_of_t
 
 
 @pytest.mark.parametrize("error", ["AttributeError", "FileNotFoundError"])
-def test_a_failure_is_reported_and_the_program_goes_on(tmp_path: Path, error: str) -> None:
+def test_a_failure_is_reported_and_the_program_goes_on(tmp_path, error):
     events = tmp_path / ("events" if error == "AttributeError" else "gone")
     (tmp_path / "events").mkdir()
     code = "print(float(jax.jit(lambda x: x + 1)(1.0)))\nprint(float(jax.jit(lambda x: x)(2.0)))\n"
@@ -127,7 +122,7 @@ def test_a_failure_is_reported_and_the_program_goes_on(tmp_path: Path, error: st
         "jax.config.update('jax_enable_compilation_cache', False)\n",
     ],
 )
-def test_a_hidden_compile_is_refused(code: str, tmp_path: Path, recording: Orders) -> None:
+def test_a_hidden_compile_is_refused(code, tmp_path, recording):
     settings = cache_settings(tmp_path / "cache", write=False)
     orders = Orders(settings, recording.events, refuse=True)
     run = f"{code}def score(x): return x + 1\njax.jit(score)(1.0)\nprint('went on')\n"

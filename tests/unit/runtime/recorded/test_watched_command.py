@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,11 +17,11 @@ from prejit.runtime.recorded.watched_command import environment_for, run_to_end
 NOTHING = Orders({})
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment(**more):
     return environment_for(NOTHING, {**os.environ, **more})
 
 
-def ran(code: str, env: dict[str, str], *argv: object) -> subprocess.CompletedProcess[str]:
+def ran(code, env, *argv):
     words = [sys.executable, "-c", code, *map(str, argv)]
     return subprocess.run(words, env=env, capture_output=True, text=True, timeout=120, check=False)
 
@@ -31,7 +30,7 @@ def ran(code: str, env: dict[str, str], *argv: object) -> subprocess.CompletedPr
     ("command", "status"),
     [("exit 0", 0), ("exit 7", 7), ("kill -TERM $$", 143), ("kill -KILL $$", 137)],
 )
-def test_the_status_is_that_of_the_command(command: str, status: int) -> None:
+def test_the_status_is_that_of_the_command(command, status):
     assert run_to_end(["sh", "-c", command], dict(os.environ)) == status
     with pytest.raises(UsageError, match="no-such-command: cannot start the command: No such file"):
         run_to_end(["no-such-command"], dict(os.environ))
@@ -52,7 +51,7 @@ TRAPPING = "trap 'echo got it; exit 9' {name}; echo ready; while :; do sleep 0.0
 @pytest.mark.parametrize(
     ("start", "name"), [("run", "INT"), ("run", "TERM"), ("run", "HUP"), ("become", "TERM")]
 )
-def test_a_signal_reaches_the_command(start: str, name: str) -> None:
+def test_a_signal_reaches_the_command(start, name):
     words = [sys.executable, "-c", WRAPPER, start, "sh", "-c", TRAPPING.format(name=name)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
@@ -101,7 +100,7 @@ sys.exit(run_to_end(["sh", "-c", sys.argv[2]], plain))
 """
 
 
-def test_a_signal_that_comes_just_before_the_wait_reaches_the_command(tmp_path: Path) -> None:
+def test_a_signal_that_comes_just_before_the_wait_reaches_the_command(tmp_path):
     ready, shim = tmp_path / "ready", tmp_path / "late.so"
     compile_shim = ["gcc", "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", str(shim), "-ldl"]
     subprocess.run(compile_shim, input=LATE, text=True, check=True)
@@ -121,7 +120,7 @@ print(len(seen), flush=True)
 """
 
 
-def test_a_signal_of_the_terminal_reaches_the_command_once() -> None:
+def test_a_signal_of_the_terminal_reaches_the_command_once():
     """The terminal sends it to both. A server would take a second one as an order to drop its requests."""
     primary, secondary = os.openpty()
     words = [sys.executable, "-c", WRAPPER, "run", sys.executable, "-c", COUNTING]
@@ -136,14 +135,14 @@ def test_a_signal_of_the_terminal_reaches_the_command_once() -> None:
 
 
 @pytest.mark.parametrize("start", ["run", "become"])
-def test_a_command_can_be_ended_by_a_broken_pipe(start: str) -> None:
+def test_a_command_can_be_ended_by_a_broken_pipe(start):
     """Python ignores SIGPIPE, and what a process ignores its commands ignore, too."""
     shown = "grep SigIgn /proc/self/status"
     done = ran(WRAPPER, dict(os.environ), start, "sh", "-c", shown)
     assert not int(done.stdout.split()[1], 16) & (1 << (signal.SIGPIPE - 1))
 
 
-def test_a_program_without_jax_finds_what_it_finds_without_prejit() -> None:
+def test_a_program_without_jax_is_left_alone_and_a_hook_that_fails_is_a_line(tmp_path):
     """The same sys.path and the same modules, but for the finder that waits for jax."""
     code = (
         "import json, sys; print(json.dumps([sys.path, sorted(sys.modules), len(sys.meta_path)]))"
@@ -152,20 +151,6 @@ def test_a_program_without_jax_finds_what_it_finds_without_prejit() -> None:
     assert hooked[0] == plain[0]
     assert set(hooked[1]) - set(plain[1]) <= {"sitecustomize"}
     assert hooked[2] == plain[2] + 1
-
-
-@pytest.mark.parametrize("theirs", ["import sys\nsys.theirs = 1\n", "import no_such_module\n"])
-def test_the_sitecustomize_of_the_program_runs_as_ever(tmp_path: Path, theirs: str) -> None:
-    (tmp_path / "sitecustomize.py").write_text(theirs)
-    own = {"PYTHONPATH": str(tmp_path)}
-    for env in (os.environ | own, environment(**own)):
-        done = ran("import sys; print(getattr(sys, 'theirs', 0))", env)
-        assert done.stdout == f"{int('theirs' in theirs)}\n"
-        assert ("No module named 'no_such_module'" in done.stderr) == ("no_such" in theirs)
-
-
-def test_a_hook_that_fails_is_a_line_on_stderr(tmp_path: Path) -> None:
-    """jax here is a package of one line, which has nothing to watch."""
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text("NAME = 'not really jax'\n")
     code = "import jax; print(jax.NAME, hasattr(jax.__loader__, '__dict__'))"
@@ -173,3 +158,13 @@ def test_a_hook_that_fails_is_a_line_on_stderr(tmp_path: Path) -> None:
     assert done.stdout == "not really jax True\n"
     [line] = done.stderr.splitlines()
     assert line.startswith("prejit: cannot watch jax in this process: ImportError")
+
+
+@pytest.mark.parametrize("theirs", ["import sys\nsys.theirs = 1\n", "import no_such_module\n"])
+def test_the_sitecustomize_of_the_program_runs_as_ever(tmp_path, theirs):
+    (tmp_path / "sitecustomize.py").write_text(theirs)
+    own = {"PYTHONPATH": str(tmp_path)}
+    for env in (os.environ | own, environment(**own)):
+        done = ran("import sys; print(getattr(sys, 'theirs', 0))", env)
+        assert done.stdout == f"{int('theirs' in theirs)}\n"
+        assert ("No module named 'no_such_module'" in done.stderr) == ("no_such" in theirs)

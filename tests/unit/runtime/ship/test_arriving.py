@@ -116,9 +116,7 @@ def test_it_is_loaded_before_its_weights_are_here_and_answers_after_that(registr
 
 
 @pytest.mark.parametrize(("fault", "error"), [("wrong", RejectError), (503, StoreError)])
-def test_weights_that_do_not_arrive_are_an_error_of_whoever_waits(
-    registry, store, sent, fault, error
-):
+def test_weights_that_do_not_arrive_are_an_error_of_who_waits(registry, store, sent, fault, error):
     sent.fault = fault
     with pytest.raises(error):
         answers(registry)
@@ -183,9 +181,7 @@ if sys.argv[2] == "answers":
 
 
 @pytest.mark.parametrize("does", ["answers", "ends"])
-def test_a_process_that_ends_leaves_the_bundle_if_it_is_here_and_no_traceback(
-    registry, store, sent, does
-):
+def test_a_process_that_ends_leaves_the_bundle_and_no_traceback(registry, store, sent, does):
     command = [sys.executable, "-W", "ignore", "-c", SHORT, f"oci://{registry.host}/sums:v1", does]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -212,9 +208,7 @@ def steps(monkeypatch):
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, SIZE - 1), st.booleans()), max_size=4))
-def test_what_arrived_is_not_fetched_again_whether_it_was_read_meanwhile_or_not(
-    tmp_path_factory, cuts
-):
+def test_what_arrived_is_not_fetched_again_whether_it_was_read_or_not(tmp_path_factory, cuts):
     directory = BlobDirectory(tmp_path_factory.mktemp("store"))
     reached = 0
     for cut, is_read in [*cuts, (SIZE, True)]:
@@ -246,9 +240,7 @@ def test_what_is_hashed_later_gets_no_name_if_it_is_wrong(tmp_path, content):
     assert not list(directory.partial.iterdir())
 
 
-def test_a_full_disk_is_told_to_readers_and_a_file_without_holes_is_fetched_again(
-    tmp_path, monkeypatch
-):
+def test_a_full_disk_is_told_to_readers_and_a_file_without_holes_is_fetched(tmp_path, monkeypatch):
     directory = BlobDirectory(tmp_path / "holes")
     directory.partial.mkdir(parents=True)
     (directory.partial / AT.digest.removeprefix("sha256:")).write_bytes(bytes(SIZE))

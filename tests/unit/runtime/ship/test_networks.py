@@ -17,7 +17,6 @@ from tests.http_serving import QuietHandler, serving
 from prejit.runtime.errors import StoreError
 from prejit.runtime.ship import registry_login
 from prejit.runtime.ship.reference import parse_reference
-from prejit.runtime.ship.registry import Registry
 from prejit.runtime.ship.registry_login import find_login
 
 from .conftest import moved
@@ -153,16 +152,3 @@ def test_a_helper_that_knows_no_login_and_one_that_fails(script, said, tmp_path,
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(StoreError, match=said) if said else contextlib.nullcontext():
         assert find_login("host", "demo") is None
-
-
-def test_an_answer_that_nobody_reads_leaves_its_connection_to_the_next_request(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "auth.json"))
-    busy = iter([503, 503])
-    with fake_registry(user="me:secret", fault=lambda *_: next(busy, None)) as registry:
-        keep(tmp_path / "auth.json", {registry.host: login("me")})
-        place = Registry(parse_reference(f"oci://{registry.host}/demo:v1"))
-        assert [place.resolve("v1") for _ in range(3)] == [""] * 3
-        assert registry.count("GET", "/manifests/") == 6  # 503 twice, 401 once
-        assert registry.connected == 2  # one was for the token, while the refusal was not read yet

@@ -2,13 +2,11 @@
 
 import os
 import shutil
-import time
 from urllib.parse import urlsplit
 
 import pytest
 from tests.fake_registry import fake_registry
 from tests.signers import key_table, signer, write_policy
-from tests.threads import in_threads
 
 from prejit.compiler.signing.bundle_signing import sign
 from prejit.runtime import load, loader
@@ -86,14 +84,6 @@ def test_a_policy_decides_before_the_weights_are_fetched(registry, store, signed
         assert loaded.digest
 
 
-def test_who_want_the_same_fetch_it_once(registry, store):
-    registry.fault = lambda method, path: time.sleep(0.05 * ("/blobs/" in path))
-    in_threads(8, lambda _: pulled(registry, store, "decoder:v1"))
-    blobs = [each[1] for each in registry.seen if each[0] == "GET" and "/blobs/" in each[1]]
-    assert len(blobs) == len(set(blobs))
-    assert len(store.bundles()) == 1
-
-
 def test_making_room_removes_the_last_used_and_what_killed_transfers_left(registry, store):
     found = {name: pulled(registry, store, f"{name}:v1") for name in ("call", "decoder", "fleet")}
     for age, name in enumerate(found):
@@ -115,9 +105,7 @@ def test_making_room_removes_the_last_used_and_what_killed_transfers_left(regist
     assert sizes
 
 
-def test_what_is_attached_later_arrives_with_the_next_pull_within_a_limit(
-    registry, store, signed, monkeypatch
-):
+def test_what_is_attached_later_arrives_within_a_limit(registry, store, signed, monkeypatch):
     first = pulled(registry, store, "call:v1")
     signed("call:v1")
     with monkeypatch.context() as patch:
@@ -129,19 +117,6 @@ def test_what_is_attached_later_arrives_with_the_next_pull_within_a_limit(
     found = audit(again.path, check_generation)
     assert found.attached_count > audit(GOLDEN / "call", check_generation).attached_count
     assert pulled(registry, store, "call:v1").moved is None
-
-
-def test_only_what_is_named_by_a_digest_is_pinned_and_removed(store):
-    (store.path / "bundles" / "notes").mkdir(parents=True)
-    with pytest.raises(StoreError, match="expected a bundle"):
-        store.pin("../notes", is_pinned=True)
-    store.collect(0, 0)
-    assert (store.path / "bundles" / "notes").is_dir()
-    with store.writing(), pytest.raises(StoreError, match="is being fetched"):
-        store.collect(0, 0)
-
-
-# --- what a place or another process with the store wants, and does not get -------------------------------
 
 
 @pytest.mark.parametrize("name", ["bundles", "blobs", ".partial"])
@@ -156,7 +131,7 @@ def test_a_link_in_the_store_leads_nowhere(registry, store, tmp_path, name):
     assert (home / "alice").is_dir()
 
 
-def test_a_pull_writes_to_no_url_and_fetches_what_is_lacking(registry, capsys, store):
+def test_a_pull_writes_to_no_url_and_only_digests_are_pinned_and_removed(registry, capsys, store):
     at = f"oci://{registry.host}/call:v1"
     assert main(("pull", at, "-o", f"oci://{registry.host}/other:v1")) == 2
     assert f"prejit copy {at}" in capsys.readouterr().err
@@ -166,11 +141,16 @@ def test_a_pull_writes_to_no_url_and_fetches_what_is_lacking(registry, capsys, s
     gone.unlink()
     assert pulled(registry, store, f"call@{found.digest}", machine=HERE).moved is not None
     assert gone.is_file()
+    (store.path / "bundles" / "notes").mkdir(parents=True)
+    with pytest.raises(StoreError, match="expected a bundle"):
+        store.pin("../notes", is_pinned=True)
+    store.collect(0, 0)
+    assert (store.path / "bundles" / "notes").is_dir()
+    with store.writing(), pytest.raises(StoreError, match="is being fetched"):
+        store.collect(0, 0)
 
 
-def test_no_login_of_netrc_goes_to_a_registry_or_to_where_it_points(
-    registry, store, tmp_path, monkeypatch
-):
+def test_no_login_of_netrc_goes_to_a_registry_or_elsewhere(registry, store, tmp_path, monkeypatch):
     (tmp_path / ".netrc").write_text("default login me password secret\n")
     monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
     with fake_registry() as other:

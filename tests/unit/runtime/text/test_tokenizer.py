@@ -101,7 +101,19 @@ def test_bytes_that_are_no_text_end_no_stream(tokens):
         assert text == tokenizer.decode([1, *tokens])
 
 
-def test_a_prompt_ends_at_a_space_within_a_character_or_in_special_tokens():
+def test_special_tokens_truncation_and_padding_do_not_change_prompts_or_text():
+    """sentence-transformers publishes tokenizer.json with both."""
+    tokenizer = sentencepiece()
+    assert tokenizer.encode("<s>ab")[:2] == [1, 1]
+    assert tokenizer.encode("<s>ab", add_special_tokens=False).count(1) == 1
+    many = tokenizer.encode_batch(["<s>ab", ""], add_special_tokens=False)
+    assert many == [tokenizer.encode(x, add_special_tokens=False) for x in ("<s>ab", "")]
+    tokenizer = sentencepiece()
+    text = "abdef" * 20
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("")) < 6
+    assert tokenizer.encode_batch([text, "a"]) == [tokenizer.encode(text), tokenizer.encode("a")]
+    assert tokenizer.encode_batch(text) == [tokenizer.encode(text)]  # and not of each letter
     tokenizer = sentencepiece()
     word = tokenizer.encode("def")[1:]
     assert streamed(tokenizer.stream([1]), word) == "def"
@@ -117,21 +129,6 @@ def test_a_prompt_ends_at_a_space_within_a_character_or_in_special_tokens():
     tokenizer = sentencepiece()
     a, b = tokenizer.encode("ab")[-1], 10_000_000
     assert streamed(tokenizer.stream([1]), [a, 2, b, 1, a, *[b] * 40, a]) == "ababab"
-
-
-def test_special_tokens_truncation_and_padding_do_not_change_prompts():
-    """sentence-transformers publishes tokenizer.json with both."""
-    tokenizer = sentencepiece()
-    assert tokenizer.encode("<s>ab")[:2] == [1, 1]
-    assert tokenizer.encode("<s>ab", add_special_tokens=False).count(1) == 1
-    many = tokenizer.encode_batch(["<s>ab", ""], add_special_tokens=False)
-    assert many == [tokenizer.encode(x, add_special_tokens=False) for x in ("<s>ab", "")]
-    tokenizer = sentencepiece()
-    text = "abdef" * 20
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert len(tokenizer.encode("")) < 6
-    assert tokenizer.encode_batch([text, "a"]) == [tokenizer.encode(text), tokenizer.encode("a")]
-    assert tokenizer.encode_batch(text) == [tokenizer.encode(text)]  # and not of each letter
 
 
 def test_texts_that_cannot_be_encoded_are_errors_also_where_the_library_panics():

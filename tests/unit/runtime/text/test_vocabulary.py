@@ -72,7 +72,7 @@ def test_bytes_of_a_token_are_what_it_adds_to_a_text(made):
     assert checked > 3
 
 
-def test_special_tokens_and_padding_have_no_bytes():
+def test_special_tokens_and_padding_have_no_bytes_and_others_do():
     tokenizer = Tokenizer(json.dumps(tokenizer_json()).encode(), "tokenizer.json")
     size = tokenizer.library.get_vocab_size(with_added_tokens=False)
     table = token_table(tokenizer.library, size + len(SPECIAL) + PADDED)
@@ -82,6 +82,20 @@ def test_special_tokens_and_padding_have_no_bytes():
     assert tokenizer.special_id("</s>") == size + 1
     assert tokenizer.special_id("ab") is None
     assert tokenizer.special_id("no token") is None
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Library(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken("<|end|>", special=True)])
+    found = TokenBytes(made)
+    for text in ("Hello, world\n", "größer 😀", "\0\x7f\u00a0"):
+        assert b"".join(found[each] for each in made.encode(text).ids) == text.encode()
+    assert found[made.token_to_id("<|end|>")] == b"<|end|>"
+    assert found[made.get_vocab_size() + 7] == b"", "padding of a vocabulary"
+    made = Library(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2}, unk_token="[UNK]"))
+    made.decoder = decoders.WordPiece()
+    found = TokenBytes(made)
+    assert [found[1], found[2]] == [b"play", b"##ing"]
 
 
 @pytest.mark.parametrize(
@@ -98,20 +112,3 @@ def test_a_tokenizer_whose_tokens_depend_on_others_is_refused(decoder, found):
     with pytest.raises(UsageError, match=r"decoder of the tokenizer: expected ByteLevel") as error:
         token_table(tokenizer.library, 4)
     assert found in str(error.value)
-
-
-def test_tokens_are_bytes():
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Library(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken("<|end|>", special=True)])
-    found = TokenBytes(made)
-    for text in ("Hello, world\n", "größer 😀", "\0\x7f\u00a0"):
-        assert b"".join(found[each] for each in made.encode(text).ids) == text.encode()
-    assert found[made.token_to_id("<|end|>")] == b"<|end|>"
-    assert found[made.get_vocab_size() + 7] == b"", "padding of a vocabulary"
-    made = Library(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2}, unk_token="[UNK]"))
-    made.decoder = decoders.WordPiece()
-    found = TokenBytes(made)
-    assert [found[1], found[2]] == [b"play", b"##ing"]

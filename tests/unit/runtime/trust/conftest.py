@@ -1,8 +1,13 @@
 """No policy of the machine or of the environment applies, and channels have a state of each test's own."""
 
+import importlib.util
+
 import pytest
 
 from prejit.runtime.base import process_facts
+
+if importlib.util.find_spec("cryptography") is None:  # it comes with the extra trust
+    collect_ignore_glob = ["test_*.py"]
 
 
 @pytest.fixture(autouse=True)

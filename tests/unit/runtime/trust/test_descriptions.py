@@ -4,9 +4,6 @@ import json
 import shutil
 
 import pytest
-
-pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
-
 from tests.layouts import blob, subject_of
 from tests.signers import key_table, signer, write_policy
 

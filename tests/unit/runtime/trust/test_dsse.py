@@ -3,40 +3,23 @@
 import json
 from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
-
 from tests.campaigns.junk import mutated
 from tests.extent import examples
 from tests.signers import key_table, signer
 
 from prejit.compiler.base.statement_writing import encode_bundle, encode_statement
 from prejit.compiler.signing.bundle_signing import signature_statements
-from prejit.runtime.trust.channel import signers
 from prejit.runtime.trust.decision import TrustTarget, decide
 from prejit.runtime.trust.policy import parse_policy
-from prejit.runtime.trust.reasons import RefusedError
 from prejit.runtime.trust.signed_statements import (
     SIGNATURE_PREDICATE,
-    Envelope,
-    SignedSubject,
-    Statement,
     pae,
     read_bundle,
     read_statement,
 )
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
-    ),
-    max_leaves=8,
-)
-DIGEST = st.binary(min_size=32, max_size=32).map(lambda raw: f"sha256:{raw.hex()}")
 INDEX = "sha256:" + "1" * 64
 GOOD = encode_bundle(signer("a").envelope(encode_statement(signature_statements(INDEX, [])[INDEX])))
 POLICY = parse_policy(
@@ -54,41 +37,6 @@ def test_the_encoding_that_is_signed_is_that_of_dsse():
         == b"DSSEv1 29 http://example.com/HelloWorld 11 hello world"
     )
     assert pae("ä".encode(), "ä") == "DSSEv1 2 ä 2 ä".encode()
-
-
-@given(
-    st.binary(max_size=200),
-    st.lists(st.binary(min_size=1, max_size=139), min_size=1, max_size=16),
-    st.text(max_size=20, alphabet=st.characters(codec="utf-8")),
-)
-def test_an_envelope_is_read_back(payload, signatures, hint):
-    envelope = Envelope(payload, tuple(signatures), hint)
-    assert read_bundle(encode_bundle(envelope)) == envelope
-
-
-@given(
-    st.lists(
-        st.builds(
-            SignedSubject,
-            DIGEST,
-            st.text(max_size=9, alphabet=st.characters(codec="utf-8")),
-            st.dictionaries(st.just("a"), st.just("b")),
-        ),
-        min_size=1,
-        max_size=3,
-    )
-)
-def test_a_statement_is_read_as_it_was_written(subjects):
-    statement = Statement(SIGNATURE_PREDICATE, tuple(subjects), {"n": 1})
-    assert read_statement(encode_statement(statement), SIGNATURE_PREDICATE) == statement
-
-
-@given(st.binary(max_size=300) | JSON.map(lambda found: json.dumps(found).encode()))
-def test_any_bytes_are_refused_and_never_raise_anything_else(content):
-    with pytest.raises(RefusedError):
-        read_bundle(content)
-    with pytest.raises(RefusedError):
-        read_statement(content, SIGNATURE_PREDICATE)
 
 
 def decided(content):
@@ -117,9 +65,3 @@ def test_any_byte_that_is_changed_is_refused_or_does_not_matter(place, bits):
     content[place] ^= bits
     if decided(bytes(content)) is None:
         assert read_bundle(bytes(content)).payload == read_bundle(GOOD).payload
-
-
-@given(st.binary(max_size=80))
-def test_any_signature_by_nobody_verifies_with_no_key(signature):
-    keys = [signer("a").public, signer("b-521", "SECP521R1").public]
-    assert signers(Envelope(b"payload", (signature,)), keys) == set()

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
-
 from tests.layouts import blob, index_of, subject_of, write_root
 from tests.signers import key_table, signer, write_policy
 
@@ -83,9 +80,6 @@ def test_no_stripped_and_no_unsigned_bundle_is_opened(bundle_dir, policy):
         load(bundle_dir)
 
 
-# --- which policies apply ---------------------------------------------------------------------------------
-
-
 def test_no_policy_loosens_another_and_a_missing_one_is_an_error(bundle_dir, tmp_path, monkeypatch):
     write_policy(process_facts.SYSTEM_POLICY, KEYS, rule())
     loose = write_policy(tmp_path / "loose.toml", rule('level = "skip"', '["*"]'))
@@ -100,16 +94,6 @@ def test_no_policy_loosens_another_and_a_missing_one_is_an_error(bundle_dir, tmp
     process_facts.SYSTEM_POLICY.symlink_to("nowhere")
     with pytest.raises(PolicyError, match="cannot read"):
         load(bundle_dir)
-
-
-def test_each_policy_can_refuse_what_the_others_allow(bundle_dir, tmp_path, policy, monkeypatch):
-    other = write_policy(tmp_path / "other.toml", KEYS, rule('keys = ["b"]'))
-    sign(bundle_dir, signer("a"))
-    monkeypatch.setenv("PREJIT_TRUST", f"{policy}:{other}")
-    assert case_of(bundle_dir, None) == "unknown-key"
-    monkeypatch.setenv("PREJIT_TRUST", str(policy))
-    runs(bundle_dir, None)
-    assert case_of(bundle_dir, other) == "unknown-key"
 
 
 def test_audit_warns_and_runs(bundle_dir, tmp_path):
@@ -129,9 +113,6 @@ def test_recorded_bundles_are_asked_about(tmp_path, monkeypatch):
     open_recorded(bundle)
 
 
-# --- copies, and what can be done to them -----------------------------------------------------------------
-
-
 def one_target(bundle, to, place=0, *, signed):
     """Copy one target as a tool does, with or without what refers to it."""
     shutil.copytree(bundle, to)
@@ -145,9 +126,7 @@ def one_target(bundle, to, place=0, *, signed):
     return to
 
 
-def test_a_copy_of_a_target_has_its_signature_and_no_other_bundle_has_it(
-    bundle_dir, tmp_path, policy, make_recipe
-):
+def test_a_signature_goes_with_a_target_and_to_no_other(bundle_dir, tmp_path, policy, make_recipe):
     sign(bundle_dir, signer("a"))
     runs(one_target(bundle_dir, tmp_path / "signed", signed=True), policy)
     assert case_of(one_target(bundle_dir, tmp_path / "bare", signed=False), policy) == "unsigned"
@@ -163,9 +142,7 @@ def test_a_copy_of_a_target_has_its_signature_and_no_other_bundle_has_it(
     assert case_of(forged, policy) == "other-subject"
 
 
-def test_a_damaged_signature_does_not_count_and_a_damaged_manifest_is_a_damaged_bundle(
-    bundle_dir, policy
-):
+def test_a_damaged_signature_does_not_count_and_a_manifest_is_damage(bundle_dir, policy):
     sign(bundle_dir, signer("a"))
     damaged = signatures(bundle_dir)
     for at in (*(each.layers[0] for each in damaged), damaged[0].descriptor):
@@ -187,9 +164,7 @@ def test_a_damaged_signature_does_not_count_and_a_damaged_manifest_is_a_damaged_
         ([Part(SIGNATURE_MEDIA_TYPE, bytes(2 << 20))], "bundle-json-size"),
     ],
 )
-def test_what_is_attached_as_a_signature_and_is_none_does_not_count(
-    parts, case, bundle_dir, policy
-):
+def test_what_is_attached_as_a_signature_and_is_none_is_ignored(parts, case, bundle_dir, policy):
     subject = subject_of(bundle_dir)
     signed = shutil.copytree(bundle_dir, bundle_dir.with_name("signed"))
     sign(signed, signer("a"))
@@ -220,12 +195,7 @@ def test_signatures_without_end_are_not_all_read(bundle_dir, policy):
     assert case_of(bundle_dir, policy) == "unsigned"
 
 
-# --- channels ---------------------------------------------------------------------------------------------
-
-
-def test_a_channel_goes_forward_back_by_a_higher_version_and_never_down(
-    bundle_dir, make_recipe, tmp_path
-):
+def test_a_channel_goes_forward_and_never_down(bundle_dir, make_recipe, tmp_path):
     newer = make_recipe(score_scale=2.0).write(tmp_path / "newer")
     policy, file = channel_policy(tmp_path / "trust.toml"), tmp_path / "stable.json"
     assert case_of(bundle_dir, policy) == "channel-missing"
@@ -335,9 +305,6 @@ def test_edited_policies_count_and_damage_has_a_hint(bundle_dir, tmp_path):
             load(bundle_dir, trust=policy)
         assert raised.value.case.startswith("channel-")
         assert "get the channel's file again" in (raised.value.hint or "")
-
-
-# --- the command line -------------------------------------------------------------------------------------
 
 
 def test_the_command_line_ends_with_status_5(bundle_dir, policy, tmp_path, ran, monkeypatch):

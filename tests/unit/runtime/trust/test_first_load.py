@@ -9,9 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
-
 from tests.kernel_bundles import TOY_KERNELS, built_kernels, with_library
 from tests.signers import write_policy
 
@@ -107,7 +104,7 @@ def no_more_processes(monkeypatch):
     return forbid
 
 
-def test_a_library_that_crashes_ends_the_child_process_and_is_not_tried_again(
+def test_a_crash_ends_the_child_and_is_kept(
     crashing, policy, monkeypatch, no_more_processes, one_try
 ):
     for how, ending in (("abort", "SIGABRT"), ("write", "SIGSEGV")):
@@ -119,7 +116,7 @@ def test_a_library_that_crashes_ends_the_child_process_and_is_not_tried_again(
     assert "SIGSEGV" in str(refused(crashing, policy))
 
 
-def test_a_crash_is_forgotten_by_the_command_that_its_hint_names(
+def test_a_crash_is_forgotten_by_command(
     crashing, policy, monkeypatch, runtime_cache, capsys, one_try
 ):
     monkeypatch.setenv("TEST_FIRST_LOAD", "abort")
@@ -138,9 +135,7 @@ def test_a_crash_is_forgotten_by_the_command_that_its_hint_names(
     assert "this machine holds nothing against the bundle" in capsys.readouterr().out
 
 
-def test_a_process_that_is_ended_from_outside_is_nothing_against_the_bundle(
-    crashing, policy, monkeypatch, runtime_cache
-):
+def test_an_end_from_outside_is_nothing_against_it(crashing, policy, monkeypatch, runtime_cache):
     monkeypatch.setenv("TEST_FIRST_LOAD", f"SIG{signal.SIGKILL:d}")
     assert "ended by SIGKILL from outside" in str(refused(crashing, policy))
     assert not (runtime_cache / "first-loads").exists()
@@ -157,9 +152,7 @@ def test_a_crash_is_no_proof(crashing, policy, monkeypatch):
     assert processes.read_text().startswith("xx")  # this process may have the library already
 
 
-def test_a_library_that_hangs_or_ends_the_process_quietly_is_refused(
-    crashing, policy, monkeypatch, one_try
-):
+def test_a_library_that_hangs_or_ends_quietly_is_refused(crashing, policy, monkeypatch, one_try):
     monkeypatch.setenv("TEST_FIRST_LOAD", "exit")
     assert "ended the process with status 0" in str(refused(crashing, policy))
     monkeypatch.setenv("TEST_FIRST_LOAD", "hang")
@@ -169,9 +162,7 @@ def test_a_library_that_hangs_or_ends_the_process_quietly_is_refused(
     assert time.monotonic() - started < 300  # it slept for 600
 
 
-def test_a_damaged_memory_of_the_first_load_is_not_believed(
-    sound, policy, runtime_cache, no_more_processes
-):
+def test_a_damaged_memory_of_it_is_not_believed(sound, policy, runtime_cache, no_more_processes):
     policy = policy.rename(policy.with_name("a:b.toml"))  # also this name reaches the child
     runs(sound, policy)
     [kept] = (runtime_cache / "first-loads" / "v1").iterdir()
@@ -188,7 +179,7 @@ def test_a_damaged_memory_of_the_first_load_is_not_believed(
         assert "status 1" in str(refused(sound, policy))
 
 
-def test_a_damaged_bundle_and_one_that_xla_does_not_load_keep_their_errors(
+def test_damage_and_xla_errors_keep_their_names(
     kernel_recipe, sound, policy, runtime_cache, tmp_path
 ):
     content = kernel_recipe.content(KERNELS_MEDIA_TYPE)

@@ -69,7 +69,7 @@ def test_a_signature_of_the_bundle_or_the_target_lets_it_run(subject):
         assert (decision.refusal, decision.signers) == (None, ("ci",))
 
 
-def test_a_key_and_an_identity_are_two_signers_and_one_identity_is_one():
+def test_identities_count_as_signers_and_revoked_or_late_ones_do_not():
     by = policy(key_table("a") + identity() + RULE + 'keys = ["a"]\nthreshold = 2\n')
     keyless, again = (SIGSTORE.sign(STATEMENTS[INDEX]) for _ in range(2))
     keyed = encode_bundle(signer("a").envelope(STATEMENTS[INDEX]))
@@ -78,6 +78,13 @@ def test_a_key_and_an_identity_are_two_signers_and_one_identity_is_one():
         refusal = decided(*alone, by=by).refusal
         assert refusal.case == "threshold"
         assert "of the keys a and the identities ci" in refusal.text
+    keys = key_table("a") + '[[rules]]\nnames = ["demo"]\nkeys = ["a"]\n'
+    for digest, text, case in (
+        (MANIFEST, identity() + RULE + f'[revoked]\ndigests = ["{INDEX}"]\n', "digest-revoked"),
+        (MANIFEST, identity(more="expires = 2020-01-01") + RULE, "key-expired"),
+        (INDEX, keys, "unknown-identity"),
+    ):
+        assert decided(SIGSTORE.sign(STATEMENTS[digest]), by=policy(text)).refusal.case == case
 
 
 def material(signed):
@@ -158,16 +165,6 @@ def test_refused(name):
     expected, make = REFUSED[name]
     refusal = decided(make()).refusal
     assert refusal.case == expected, refusal.text
-
-
-def test_revoked_bundles_late_identities_and_rules_of_keys():
-    keys = key_table("a") + '[[rules]]\nnames = ["demo"]\nkeys = ["a"]\n'
-    for digest, text, case in (
-        (MANIFEST, identity() + RULE + f'[revoked]\ndigests = ["{INDEX}"]\n', "digest-revoked"),
-        (MANIFEST, identity(more="expires = 2020-01-01") + RULE, "key-expired"),
-        (INDEX, keys, "unknown-identity"),
-    ):
-        assert decided(SIGSTORE.sign(STATEMENTS[digest]), by=policy(text)).refusal.case == case
 
 
 WRONG = [

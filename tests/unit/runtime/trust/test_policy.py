@@ -4,9 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
-
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from tests.signers import key_table, signer, write_policy

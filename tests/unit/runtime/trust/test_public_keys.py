@@ -3,9 +3,6 @@
 import hashlib
 
 import pytest
-
-pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
-
 from cryptography.hazmat.primitives import serialization
 from hypothesis import given
 from hypothesis import strategies as st

@@ -28,9 +28,6 @@ def test_a_program_runs_by_the_names_of_its_tensors(bundle_dir):
     program.close()
     with pytest.raises(ClosedError):
         program.submit({"x": X}, {})
-
-
-def test_a_bundle_with_several_programs_needs_a_name(bundle_dir):
     with pytest.raises(UsageError, match=r"one \[\[program\]\], found nest, score, tick") as error:
         HostedProgram(str(bundle_dir))
     assert "`program`" in (error.value.hint or "")

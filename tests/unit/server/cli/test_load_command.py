@@ -12,21 +12,11 @@ NOWHERE = "http://127.0.0.1:1"
     [
         (("--rate", "log"), "--rate log: expected a log, found none", 2),
         (("--rate", "0"), "'--rate'", 2),
-        (("--rate", "many"), "'--rate'", 2),
         (("--rate", "1e-9"), "--rate 1e-09: expected 2 to 1,000,000 requests in a window of", 2),
         (("--rate", "1e6", "--seconds", "9"), "window of 9 s, found 9e+06", 2),
         (("--whole", "--first-token-ms", "9"), "--first-token-ms: expected streamed answers", 2),
-        (
-            ("--api", "infer", "--between-tokens-ms", "9"),
-            "--between-tokens-ms: expected streamed",
-            2,
-        ),
-        (
-            ("--prompt-tokens", "9..3"),
-            "expected N or LEAST..MOST, such as 16..256, found '9..3'",
-            2,
-        ),
-        (("--new-tokens", "few"), "expected N or LEAST..MOST, such as 16..256, found 'few'", 2),
+        (("--prompt-tokens", "9..3"), "N or LEAST..MOST, such as 16..256, found '9..3'", 2),
+        (("--new-tokens", "few"), "N or LEAST..MOST, such as 16..256, found 'few'", 2),
         (("--api", "infer"), "--api infer: expected the name of a function in --model", 2),
         (("--log", "none.jsonl"), "none.jsonl: cannot read the log", 6),
         (("--key-file", "none"), "none: cannot read the key", 6),

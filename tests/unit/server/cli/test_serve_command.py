@@ -74,14 +74,11 @@ def test_every_option_reaches_the_server(monkeypatch):
     assert given[2][-1] == ("z", 0.025)
 
 
-def test_a_canary_is_beside_one_bundle_and_its_share_is_a_part(capsys):
+def test_a_canary_is_beside_one_bundle_and_only_what_may_change_is_followed(capsys, monkeypatch):
     assert __main__.main(["serve", "a=x", "b=y", "--canary", "z"]) == 2
     assert "expected one bundle, found 2; start canaries of several with" in capsys.readouterr().err
     assert __main__.main(["serve", "x", "--canary", "z", "--share", "5"]) == 2
     assert 'share: expected a share such as "5%"' in capsys.readouterr().err
-
-
-def test_only_a_bundle_that_may_change_is_followed(monkeypatch, capsys):
     given = []
     monkeypatch.setattr(server_process, "serve", lambda *arguments: given.append(arguments))
     tag, fixed = "oci://host.example/demo:prod", f"oci://host.example/demo@sha256:{'0' * 64}"

@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ from prejit.runtime.generation.kv_cache import cache_bytes
 from prejit.runtime.generation.options import Request
 from prejit.runtime.generation.prefixes import PrefixCache
 from prejit.server.engine.engine import Engine
-from prejit.server.engine.fair_queue import FairQueue, Limits
+from prejit.server.engine.fair_queue import Limits
 from prejit.server.engine.memory import plan_caches
 
 LONG = [number % VOCABULARY for number in range(3, 40)]
@@ -88,10 +87,7 @@ def same(found, expected):
         assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
-# the same tokens as alone
-
-
-def test_threads_get_what_each_would_get_alone(engine, alone):
+def test_threads_and_tasks_get_what_each_would_get_alone(engine, alone):
     with ThreadPoolExecutor(24) as pool:
         found = list(pool.map(lambda n: engine.generate(prompt_of(n), **options_of(n)), range(24)))
     for mine, expected in zip(found, alone, strict=True):
@@ -103,18 +99,6 @@ def test_threads_get_what_each_would_get_alone(engine, alone):
     assert (metrics.running, metrics.waiting) == (0, 0)
     assert metrics.requests[0].runs < metrics.generation_tokens  # they shared steps
 
-
-def test_threads_share_a_cache_of_int8(make_decoder):
-    sizes = {"batch": (2,), "prompt": (10,), "context": (24, 72)}  # a bundle of test_invariance.py
-    small = load(make_decoder("mistral", **sizes, cache_dtype="int8"), on_mismatch="error")
-    assert {array.dtype for array in small.decoder.cache} == {"int8"}
-    expected = [small.generate(prompt_of(n), **options_of(n)).token_ids for n in range(12)]
-    with contextlib.closing(Engine(small, queue=64)) as engine, ThreadPoolExecutor(12) as pool:
-        found = pool.map(lambda n: engine.generate(prompt_of(n), **options_of(n)), range(12))
-        assert [each.token_ids for each in found] == expected
-
-
-def test_tasks_read_streams_side_by_side(engine, alone):
     async def read(number):
         return [piece async for piece in engine.stream(prompt_of(number), **options_of(number))]
 
@@ -137,16 +121,6 @@ def noted_sizes(monkeypatch):
     resize = Batch.resize
     monkeypatch.setattr(Batch, "resize", lambda self, n: sizes.append(n) or resize(self, n))
     return sizes
-
-
-def test_a_burst_right_after_another_one_finds_the_slots(bundle, made, monkeypatch):
-    monkeypatch.setattr("prejit.server.engine.generation_loop._PAUSE_SECONDS", 60.0)
-    bundle.prepare()
-    engine = made(slots=4)
-    wait([engine.submit(prompt_of(n), max_new_tokens=6) for n in range(8)], 60)
-    sizes = noted_sizes(monkeypatch)
-    engine.generate([1], max_new_tokens=1)
-    assert sizes == []
 
 
 def test_requests_that_come_and_go_move_between_batches(bundle, made, monkeypatch):
@@ -174,24 +148,6 @@ def few_of(engine, text, reused=None):
     assert found.token_ids == engine._bundle.generate(text, **FEW).token_ids
     assert reused is None or found.stats.reused_tokens == reused
     return [*text, *found.token_ids]
-
-
-def test_a_prompt_that_begins_like_an_earlier_one_computes_the_rest(bundle, made):
-    bundle.prepare()  # a prompt does not wait for a program that copies it
-    engine = made(slots=4, prefix_memory=4 * MIB)
-    common = LONG[:30]
-    busy = [engine.stream([number], max_new_tokens=60, stop_token_ids=()) for number in range(2)]
-    for stream in busy:
-        next(stream)
-    few_of(engine, [*common, 1], reused=0)
-    again = [engine.submit([*common, n], **FEW) for n in (2, 3)]
-    for number, future in zip((2, 3), again, strict=True):
-        found = future.result(60)
-        assert found.stats.reused_tokens == 30
-        assert found.token_ids == bundle.generate([*common, number], **FEW).token_ids
-    metrics = engine.metrics()
-    assert metrics.cached_prompt_tokens == 60
-    assert 0 < metrics.prefix_bytes <= 4 * MIB
 
 
 def reused(engine, last, **options):
@@ -291,9 +247,6 @@ def test_the_texts_of_a_client_do_not_wait_for_the_burst_of_another(bundle, made
             wait(burst, 60)
     assert most["beside few"] == 3
     assert most["alone"] > 3
-
-
-# who is served, and when
 
 
 @pytest.fixture
@@ -432,9 +385,6 @@ def test_futures_are_cancelled_while_they_wait_and_while_they_run(one_slot):
     assert one_slot.metrics().finished["cancelled"] == 2
 
 
-# nothing hurts the others
-
-
 def test_a_mask_that_fails_ends_its_own_request(engine, alone):
     def broken(ids):
         if len(ids) > 2:
@@ -499,9 +449,6 @@ def test_a_step_that_fails_loses_no_token_of_the_steps_before(engine, monkeypatc
         next(stream)
 
 
-# memory
-
-
 @pytest.mark.parametrize("how", ["submit", "stream", "failed", "cancelled"])
 def test_a_request_that_ended_is_freed_without_the_garbage_collector(engine, how):
     """Its grammar may have memory that the collector does not see."""
@@ -544,9 +491,7 @@ def test_memory_is_bounded_before_the_first_request(bundle):
         Engine(bundle, slots=5)
     with pytest.raises(UsageError, match="memory: expected at least"):
         Engine(bundle, slots=4, memory=100)
-
-
-def test_prefixes_take_no_more_than_the_slots_unless_asked_for(bundle):
+    # Prefixes take no more than the slots unless asked for.
     slots = cache_bytes(bundle.decoder.cache, 4, 72)
     plenty = plan_caches(bundle.decoder, 4, 1 << 40, None)
     assert plenty.prefix_bytes == slots
@@ -565,9 +510,6 @@ def test_a_small_memory_has_a_shorter_context(bundle, made):
     assert found.finish_reason == "context"
     assert len(found.token_ids) == 24 - 3 + 1
     assert engine.metrics().cache_budget_bytes == peak - 1
-
-
-# the end
 
 
 @pytest.mark.usefixtures("slow")
@@ -607,56 +549,6 @@ def test_draining_finishes_what_is_there_and_takes_no_more_until_it_is_undone(ma
         engine.undrain()
     with pytest.raises(ClosedError, match="closed"):
         engine.submit([1])
-
-
-class CollectingQueue(FairQueue[Any]):
-    """A queue that is read while the garbage collector ends streams that nobody refers to."""
-
-    def __iter__(self):
-        for item in super().__iter__():
-            yield item
-            gc.collect()
-
-
-def test_the_garbage_collector_ends_streams_while_the_queue_is_gone_through(one_slot, alone):
-    one_slot._loop._queue = CollectingQueue()
-    gc.freeze()  # collections are quick, because they look at what comes from here on
-    with occupy(one_slot) as running:
-        for _ in range(2):
-            cycle = [one_slot.stream([2], max_new_tokens=1)]
-            cycle.append(cycle)
-            del cycle
-        waiting = one_slot.submit(prompt_of(0), **options_of(0), client="other")
-        list(running)  # it would raise what ended it
-    same(waiting.result(60), alone[0])
-    gc.unfreeze()
-    assert one_slot.metrics().finished["cancelled"]  # the second may be collected too late
-    assert not one_slot.metrics().finished["error"]
-
-
-def test_an_engine_that_the_garbage_collector_ends_is_not_waited_for(bundle, monkeypatch):
-    """Whoever runs the collector may hold what the engine's thread wants: here a step cannot end."""
-    original, begun, goes_on = Batch.step, threading.Event(), threading.Event()
-
-    def step(self, *arguments):
-        begun.set()
-        assert goes_on.wait(60)
-        return original(self, *arguments)
-
-    monkeypatch.setattr(Batch, "step", step)
-    engine = Engine(bundle, slots=1)
-    future = engine.submit([1], max_new_tokens=70, stop_token_ids=())
-    thread = engine._loop._thread
-    assert begun.wait(60)  # the thread's way there holds the engine
-    cycle = [engine]
-    cycle.append(cycle)
-    del cycle, engine
-    gc.collect()
-    goes_on.set()  # the collection came back although the step had not ended
-    with pytest.raises(ClosedError):
-        future.result(60)
-    thread.join(60)
-    assert not thread.is_alive()
 
 
 def test_a_bundle_without_a_decoder_has_no_tokens(bundle_dir):

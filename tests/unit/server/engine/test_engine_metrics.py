@@ -6,8 +6,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.served import StandIn
-from tests.threads import in_threads
 
 from prejit.server.engine.histograms import Histogram
 from prejit.server.engine.memory import host_memory_bytes
@@ -76,20 +74,6 @@ def test_a_call_in_its_callers_thread_counts_as_any_other():
     assert one.queue_seconds.count == 2  # the third of the others failed after it had waited
     assert replace(one, queue_seconds=other.queue_seconds) == other
     assert (one.succeeded, one.failed, one.waited_for_compile) == (1, 2, 1)
-
-
-def test_counts_of_several_threads_are_not_lost():
-    engine = StandIn()
-
-    def count(_):
-        for _ in range(1000):
-            engine.request()
-
-    in_threads(4, count)
-    found = engine.metrics()
-    assert (found.running, found.waiting) == (0, 0)
-    assert found.finished["stop"] == found.whole_seconds.count == 4000
-    assert found.generation_tokens == 3 * 4000
 
 
 def test_host_memory_grows_with_what_is_held():

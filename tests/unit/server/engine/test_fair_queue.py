@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prejit.server.engine.fair_queue import FairQueue, positions_between, positions_of_call
 
 
-def test_tokens_decide_and_not_the_number_of_requests():
+def test_tokens_decide_and_nobody_saves_up_shares_by_waiting():
     queue = FairQueue()
     for number in range(100):
         queue.put(number, "long")
@@ -22,9 +22,6 @@ def test_tokens_decide_and_not_the_number_of_requests():
         queue.charge(name, 300 if name == "long" else 100)
         queue.end(name)
     assert served["short"] == pytest.approx(3 * served["long"], abs=3)
-
-
-def test_nobody_saves_up_shares_by_waiting():
     queue = FairQueue()
 
     def serve(count):
@@ -152,8 +149,6 @@ EVERYTHING = sys.maxsize
         ({"": 100}, {}, EVERYTHING, 128),
     ],
 )
-def test_so_many_positions_of_prompts_come_before_a_decode_step(
-    waiting, running, positions, of_call
-):
+def test_positions_of_prompts_before_a_decode_step(waiting, running, positions, of_call):
     assert positions_between(64, waiting, running) == positions
     assert positions_of_call(64, positions) == of_call

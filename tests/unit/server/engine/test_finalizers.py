@@ -15,7 +15,7 @@ class Owner:
         when_dropped(self, call)
 
 
-def test_a_finalizer_does_not_wait_for_the_lock_of_its_own_thread():
+def test_a_finalizer_waits_for_no_lock_of_its_thread_and_one_that_fails_stops_no_other(capsys):
     lock, done = threading.Lock(), threading.Event()
 
     def call():
@@ -27,9 +27,6 @@ def test_a_finalizer_does_not_wait_for_the_lock_of_its_own_thread():
         gc.collect()
         assert not done.is_set()
     assert done.wait(60)
-
-
-def test_one_that_fails_does_not_stop_the_next(capsys):
     done = threading.Event()
 
     def fails():

@@ -6,8 +6,6 @@ from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tests.threads import in_threads
 from tests.waiting import wait_for
 
@@ -104,7 +102,7 @@ def test_the_rest_of_a_call_that_failed_does_not_run(lane, program):
     assert program.runs == [[8], [1]]
 
 
-def test_a_result_that_comes_too_late_is_none(lane, program):
+def test_who_waits_gets_the_deadline_and_a_result_that_comes_later_is_none(lane, program):
     program.go.clear()
     late = job([1], timeout=PATIENCE)
     lane.submit(late)
@@ -113,9 +111,6 @@ def test_a_result_that_comes_too_late_is_none(lane, program):
     program.go.set()
     with pytest.raises(DeadlineError):
         late.future.result(PATIENCE)
-
-
-def test_a_caller_who_waits_gets_the_deadline_while_the_program_runs(lane, program):
     program.go.clear()
     with pytest.raises(DeadlineError):
         lane.result(job([1], timeout=0.05))
@@ -236,17 +231,6 @@ def test_close_fails_what_waits_and_ends_the_thread(lane, program):
     assert not any(each.name == "prejit-microbatch" for each in threading.enumerate())
 
 
-def test_drain_waits_for_what_waits_and_runs(lane, program):
-    program.hold(lane)
-    waiting = submit(lane, [1])
-    assert not lane.drain(deadline_after(0.01))
-    with pytest.raises(ClosedError, match="takes no more calls"):
-        submit(lane, [1])
-    program.go.set()
-    assert lane.drain(deadline_after(PATIENCE))
-    assert waiting.result(0).tolist() == [2]
-
-
 def test_a_callback_may_submit(lane, program):
     program.hold(lane)
     late = submit(lane, [1], timeout=0.01)
@@ -273,22 +257,6 @@ def test_sixteen_threads_get_their_own_rows(lane, program):
     assert found.runs == len(program.runs)
     assert found.padded_rows == MOST * found.runs - found.rows
     assert (found.running, found.waiting) == (0, 0)
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.lists(st.integers(1, 3 * MOST), min_size=1, max_size=16))
-def test_any_mix_of_row_counts_equals_single_calls(counts):
-    program = Program()
-    lane = lane_of(program)
-    program.go.clear()
-    each = [np.arange(count) + 100 * place for place, count in enumerate(counts)]
-    futures = [submit(lane, rows) for rows in each]
-    program.go.set()
-    for rows, future in zip(each, futures, strict=True):
-        assert future.result(PATIENCE).tolist() == (2 * rows).tolist()
-    lane.close()
-    assert all(0 < sum(run) <= MOST for run in program.runs)
-    assert sum(map(sum, program.runs)) == sum(counts)
 
 
 def test_every_end_of_a_call_is_counted_once(program):
@@ -326,19 +294,6 @@ def test_every_end_of_a_call_is_counted_once(program):
     lane.close()
 
 
-def test_clients_get_fair_shares_of_rows(lane, program):
-    program.hold(lane)
-    flood = [submit(lane, range(MOST), client="flood") for _ in range(5)]
-    other = submit(lane, [7], client="other")
-    ended = []
-    for name, future in (*(("flood", each) for each in flood), ("other", other)):
-        future.add_done_callback(lambda _, name=name: ended.append(name))
-    program.go.set()
-    for future in (*flood, other):
-        future.result(PATIENCE)
-    assert ended.index("other") <= 1
-
-
 def test_a_client_has_no_more_calls_than_it_may(lane, program):
     program.hold(lane)
     limits = Limits(waiting=3, running=1)
@@ -355,13 +310,3 @@ def test_a_client_has_no_more_calls_than_it_may(lane, program):
     waiting[0].cancel()
     submit(lane, [1], client="few", limits=limits)
     program.go.set()
-
-
-def test_shares_by_client_keep_keys_apart(lane, program):
-    program.hold(lane)
-    futures = [
-        submit(lane, [number], key=number % 2, client=f"client {number % 3}") for number in range(6)
-    ]
-    program.go.set()
-    assert [int(future.result(PATIENCE)[0]) for future in futures] == [0, 2, 4, 6, 8, 10]
-    assert program.runs == [[1], [1] * 3, [1] * 3]

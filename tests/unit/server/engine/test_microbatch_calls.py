@@ -148,7 +148,7 @@ def test_more_rows_than_the_largest_bucket(bundle, calling, count):
     assert counts(calling, "rows")[3] == len(parts)
 
 
-def test_results_belong_to_their_caller(calling):
+def test_results_belong_to_their_caller_and_arguments_may_change_after_submit(calling, bundle):
     with Together(calling, "rows") as together:
         together.call(x=x_of(1, 1))
         together.call(x=x_of(1, 2))
@@ -160,9 +160,6 @@ def test_results_belong_to_their_caller(calling):
     assert mine["y"].base is None  # it does not keep the rows of others in memory
     assert isinstance(of_jax["y"], jax.Array)  # as this caller's arguments
     np.testing.assert_array_equal(of_jax["y"], kept)
-
-
-def test_arguments_may_change_after_submit(bundle, calling):
     x = x_of(2)
     expected = bundle.call("rows", x=x)
     donated = bundle.call("donated", x_of(4))

@@ -55,10 +55,13 @@ def test_it_gives_its_memory_back_and_wakes_with_the_next_request(engine, bundle
     expected = engine.generate(prompt, **FEW)
     assert not engine.sleeper.is_sleeping
     wait_for(lambda: engine.metrics().prefix_bytes)  # what the slot held is kept
+    used = set(bundle._programs._ready)
     assert engine.sleep()
     metrics = engine.metrics()
     assert (metrics.cache_bytes, metrics.prefix_bytes) == (0, 0)
     assert bundle._programs._ready == {}
+    engine.wake()
+    assert used <= set(bundle._programs._ready)
     again = engine.generate(prompt, **FEW)
     assert (again.token_ids, again.stats.reused_tokens) == (expected.token_ids, 0)
     found = engine.metrics().sleep
@@ -211,15 +214,6 @@ def test_functions_wake_it_too(settled_dir, door):
         assert engine.sleep()
         results.append(engine.call("score", x=x))
         assert all(np.array_equal(each, results[0]) for each in results)
-
-
-def test_a_wake_makes_ready_what_was_used(engine, bundle):
-    engine.generate([1, 2], **FEW)
-    used = set(bundle._programs._ready)
-    wait_for(engine.sleep)
-    engine.wake()
-    assert used <= set(bundle._programs._ready)
-    assert engine.metrics().sleep.wake_seconds.count == 2
 
 
 def test_requests_that_come_while_it_falls_asleep_are_answered(engine, bundle):

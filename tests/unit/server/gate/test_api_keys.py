@@ -22,7 +22,7 @@ def file(tmp_path):
     return tmp_path / "keys.txt"
 
 
-def test_each_key_has_the_name_of_its_owner_and_no_other_header_is_a_key(file):
+def test_each_key_has_its_owner_and_limits_and_no_other_header_is_a_key(file):
     file.write_text(TEXT)
     keys = Keys(file)
     assert len(keys) == 3
@@ -35,6 +35,19 @@ def test_each_key_has_the_name_of_its_owner_and_no_other_header_is_a_key(file):
         "Bearer " + "x" * 100_000,
     ):
         assert keys.find(header) is None, header
+    file.write_text(
+        "alice: sk-000000  waiting=16 running=4 tokens_per_minute=600 priority=-5..10\n"
+        "sk-111111 priority=2..\nbob: sk-222222\n"
+    )
+    keys = Keys(file)
+    alice, second, bob = (keys.find(f"Bearer sk-{n * 6}") for n in "012")
+    assert (alice.limits.waiting, alice.limits.running, alice.priorities) == (16, 4, (-5, 10))
+    assert (second.name, second.priorities[0], second.limits) == ("key-2", 2, bob.limits)
+    assert bob.priorities == ANYBODY.priorities
+    assert bob.priorities[0] == 0  # nobody goes before the others unasked
+    assert alice.meter.wait_seconds() == 0
+    alice.limits.on_tokens(700)
+    assert 5 < alice.meter.wait_seconds() <= 10.1  # 10 tokens come back each second
 
 
 def test_a_file_without_usable_keys_is_an_error_that_shows_no_key(file):
@@ -68,22 +81,6 @@ def test_a_file_without_usable_keys_is_an_error_that_shows_no_key(file):
     for path in (file.parent / "missing", file.parent):
         with pytest.raises(StoreError, match="cannot read the keys"):
             Keys(path)
-
-
-def test_limits_stand_behind_a_key(file):
-    file.write_text(
-        "alice: sk-000000  waiting=16 running=4 tokens_per_minute=600 priority=-5..10\n"
-        "sk-111111 priority=2..\nbob: sk-222222\n"
-    )
-    keys = Keys(file)
-    alice, second, bob = (keys.find(f"Bearer sk-{n * 6}") for n in "012")
-    assert (alice.limits.waiting, alice.limits.running, alice.priorities) == (16, 4, (-5, 10))
-    assert (second.name, second.priorities[0], second.limits) == ("key-2", 2, bob.limits)
-    assert bob.priorities == ANYBODY.priorities
-    assert bob.priorities[0] == 0  # nobody goes before the others unasked
-    assert alice.meter.wait_seconds() == 0
-    alice.limits.on_tokens(700)
-    assert 5 < alice.meter.wait_seconds() <= 10.1  # 10 tokens come back each second
 
 
 def test_a_file_that_changes_is_read_again(file, monkeypatch, capsys, caplog):

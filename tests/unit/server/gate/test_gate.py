@@ -76,7 +76,7 @@ def ask(method, path, settings=None, models=None, **more):
     return client.request(method, path, **more)
 
 
-def test_a_request_keeps_its_id_and_others_get_one():
+def test_a_request_keeps_its_id_and_a_body_beyond_the_limit_is_413():
     given = ask("POST", "/v1/echo", content=b"abc", headers={"X-Request-Id": "mine-1"})
     assert given.json() == {"bytes": 3, "id": "mine-1", "client": ""}
     assert given.headers["x-request-id"] == "mine-1"
@@ -84,6 +84,10 @@ def test_a_request_keeps_its_id_and_others_get_one():
         made = ask("POST", "/v1/echo", headers={"X-Request-Id": bad})
         assert made.headers["x-request-id"] == made.json()["id"] != bad
     assert ask("GET", "/nowhere").headers["x-request-id"]
+    for content in ((b"x" * 100 for _ in range(11)), b"x" * 1100):
+        found = ask("POST", "/v1/echo", Settings(body_bytes=1000), content=content)
+        assert (found.status_code, found.json()["error"]["code"]) == (413, "body_too_large")
+    assert ask("POST", "/v1/echo", Settings(body_bytes=1000), content=b"x" * 1000).is_success
 
 
 @pytest.fixture
@@ -106,7 +110,7 @@ def test_only_who_has_a_key_gets_in(keys):
     assert ask("GET", "/metrics", settings).status_code == 200
 
 
-def test_a_server_that_is_not_ready_says_when_to_come_again():
+def test_a_server_that_is_not_ready_says_when_to_come_again_and_one_that_drains_sends_clients_away():
     for state in ("loading", "compiling", "draining"):
         models = Models()
         models.change("loading", state)
@@ -114,10 +118,7 @@ def test_a_server_that_is_not_ready_says_when_to_come_again():
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert state in refused.json()["error"]["message"]
         assert ask("GET", "/metrics", models=models).status_code == 200
-
-
-def test_a_server_that_drains_sends_its_clients_away():
-    """A client that keeps its connection would meet the same server for ever."""
+    # A client that keeps its connection would meet the same server for ever.
     models = ready()
     assert "connection" not in ask("POST", "/v1/echo", models=models).headers
     models.drain()
@@ -135,13 +136,6 @@ def test_a_foreign_host_or_page_gets_nowhere():
     evil = {"Origin": "https://evil.example"}
     assert ask("POST", "/v1/echo", settings, headers=evil).status_code == 403
     assert ask("POST", "/v1/echo", settings).status_code == 200
-
-
-def test_a_body_beyond_the_limit_is_413_however_it_is_sent():
-    for content in ((b"x" * 100 for _ in range(11)), b"x" * 1100):
-        found = ask("POST", "/v1/echo", Settings(body_bytes=1000), content=content)
-        assert (found.status_code, found.json()["error"]["code"]) == (413, "body_too_large")
-    assert ask("POST", "/v1/echo", Settings(body_bytes=1000), content=b"x" * 1000).is_success
 
 
 def test_an_error_of_a_handler_has_its_status_and_only_ours_are_printed(capsys):

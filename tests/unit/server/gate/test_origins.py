@@ -49,7 +49,7 @@ def test_a_foreign_page_changes_nothing(origin, passes):
     assert check(OWN, "GET", **asked) == ""
 
 
-def test_a_page_of_the_server_itself_may_use_it():
+def test_pages_of_the_server_itself_and_of_all_origins_may_use_it():
     named = Origins("box.lan")
     page = {"host": "box.lan:9000", "origin": "http://box.lan:9000"}
     assert check(named, "POST", **page) == ""
@@ -57,7 +57,4 @@ def test_a_page_of_the_server_itself_may_use_it():
     assert check(named, "POST", **page | {"origin": "http://10.0.0.1:9000"}) == "foreign_origin"
     assert check(named, "POST", host="other.lan") == "foreign_host"
     assert check(named, "POST") == ""  # no browser leaves Host out
-
-
-def test_all_origins_are_all():
     assert check(Origins("127.0.0.1", ("*",)), "POST", host="a.example", origin="null") == ""

@@ -61,7 +61,7 @@ def test_a_key_has_no_priority_outside_of_its_range(server, served):
         assert [ask(server, "", priority=given).status_code for given in (-1, 1)] == [400, 200]
 
 
-def test_a_key_waits_when_its_tokens_are_used(server):
+def test_a_key_has_no_more_than_its_share_and_finds_no_prompt_of_another(server):
     fields = {"max_tokens": 60, "ignore_eos": True}
     # Nobody knew how long it would be.
     assert ask(server, "metered", **fields).status_code == 200
@@ -70,15 +70,10 @@ def test_a_key_waits_when_its_tokens_are_used(server):
     assert 1 <= int(refused.headers["Retry-After"]) <= 5  # 63 tokens of 60, one each second
     assert "60 tokens a minute" in refused.json()["error"]["message"]
     assert ask(server, "other-0").status_code == 200
-
-
-def test_a_key_has_no_more_waiting_requests_than_it_may(server):
     refused = ask(server, "few-000", n=4)
     assert refused.status_code == 400  # 429 would say that it may be tried again
     assert "requests of this key may wait" in refused.json()["error"]["message"]
 
-
-def test_a_prompt_of_another_key_is_not_found(server):
     def cached(key):
         usage = ask(server, key, prompt=list(range(5, 45))).json()["usage"]
         return int(usage["prompt_tokens_details"]["cached_tokens"])

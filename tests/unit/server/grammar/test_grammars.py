@@ -73,14 +73,6 @@ def test_what_is_no_regular_expression_or_lark_grammar_is_refused(grammars):
         grammars.lark("start: foo")
 
 
-def test_a_hostile_expression_ends_with_an_error(bundle, grammars):
-    with pytest.raises(UsageError):
-        grammars.regex("(" * 300 + "a" + "{1,900}){1,900}" * 300)
-    letters, mask = bundle.tokenizer.encode("ab") * 200, grammars.regex("(.*a.{1,300}b){1,40}")
-    with pytest.raises(UsageError):
-        [mask(letters[:count]) for count in range(len(letters))]
-
-
 def test_a_grammar_is_compiled_once_and_few_are_kept(bundle, monkeypatch):
     sources, compile_ = [], module.compiled
 
@@ -130,17 +122,7 @@ def test_answers_call_tools_as_the_request_allows(bundle, grammars, required, pa
     assert [text for text in bad if accepts(bundle, mask, text)] == []
 
 
-def test_calls_without_a_marker_begin_with_a_brace(bundle, grammars):
-    form = ToolForm(begin="", end="", arguments_key="parameters")
-    mask = grammars.tools(TOOLS, form)
-    assert accepts(bundle, mask, '{"name": "now", "parameters": {}}')
-    assert accepts(bundle, mask, "")
-    assert accepts(bundle, mask, "a {")
-    assert not accepts(bundle, mask, '{"name": "then", "parameters": {}}')
-    assert not accepts(bundle, grammars.tools(TOOLS, form, required=True), "a {")
-
-
-def test_a_marker_that_is_a_special_token_is_that_token(bundle, grammars):
+def test_markers_references_and_keywords_of_tools(bundle, grammars):
     form = ToolForm(begin="[CALL]", end="")
     body = bundle.tokenizer.encode('{"name": "now", "arguments": {}}')
     marker = bundle.tokenizer.special_id("[CALL]")
@@ -150,9 +132,13 @@ def test_a_marker_that_is_a_special_token_is_that_token(bundle, grammars):
         assert mask([])[marker]
     letters = [bundle.tokenizer.encode(letter)[0] for letter in "[CALL]"]
     assert not grammars.tools(TOOLS, form, required=True).accepts([*letters, *body])
-
-
-def test_references_in_parameters_find_their_definitions(bundle, grammars):
+    form = ToolForm(begin="", end="", arguments_key="parameters")
+    mask = grammars.tools(TOOLS, form)
+    assert accepts(bundle, mask, '{"name": "now", "parameters": {}}')
+    assert accepts(bundle, mask, "")
+    assert accepts(bundle, mask, "a {")
+    assert not accepts(bundle, mask, '{"name": "then", "parameters": {}}')
+    assert not accepts(bundle, grammars.tools(TOOLS, form, required=True), "a {")
     parameters = {"type": "object", "properties": {"x": {"$ref": "#/$defs/bit"}},
                   "required": ["x"], "$defs": {"bit": {"enum": [0, 1]}}}  # fmt: skip
     tool = {"function": {"name": "flip", "parameters": parameters, "strict": True}}
@@ -160,6 +146,8 @@ def test_references_in_parameters_find_their_definitions(bundle, grammars):
     call = '<tool_call>\n{"name": "flip", "arguments": {"x": %d}}\n</tool_call>'
     assert accepts(bundle, mask, call % 1)
     assert not accepts(bundle, mask, call % 2)
+    tool = {"function": {"name": "f", "parameters": {"type": "object", "not": {}}}}
+    assert grammars.tools([tool], ToolForm(), required=True)([]).any()
 
 
 @pytest.mark.parametrize(
@@ -177,8 +165,3 @@ def test_references_in_parameters_find_their_definitions(bundle, grammars):
 def test_a_wrong_tool_is_named(grammars, tools, message):
     with pytest.raises(UsageError, match=message):
         grammars.tools(tools, ToolForm())
-
-
-def test_a_function_that_is_not_strict_may_have_keywords_that_no_grammar_follows(bundle, grammars):
-    tool = {"function": {"name": "f", "parameters": {"type": "object", "not": {}}}}
-    assert grammars.tools([tool], ToolForm(), required=True)([]).any()

@@ -176,9 +176,6 @@ def test_a_wrong_body_is_400_and_says_so_in_the_form_of_the_protocol(server):
         assert infer(server, b"{}", headers).status_code == 400
     unknown = {**of(), "extra": {"a": 1}}  # the protocol wants such fields ignored
     assert infer(server, unknown).status_code == 200
-
-
-def test_bytes_that_no_tensor_has_are_400(server):
     head = json.dumps(of(data=None, parameters={"binary_data_size": X.nbytes})).encode()
     headers = {"Inference-Header-Content-Length": str(len(head))}
     right = X.tobytes()

@@ -22,7 +22,7 @@ def failed(at, reason="status 429"):
     return LoadAnswer(at, 0.0, math.inf, math.inf, failed=reason)
 
 
-def test_percentiles_are_of_all_windows_together():
+def test_percentiles_are_of_all_windows_together_and_a_failure_is_no_sample():
     fast, slow = ([answer(at / 10, first) for at in range(1, 11)] for first in (0.05, 0.15))
     found = measures(10, [fast, fast, fast, slow], LIMITS)
     assert found.ttft_ms == {"p50": 50, "p95": 150, "p99": 150, "max": 150}
@@ -32,9 +32,6 @@ def test_percentiles_are_of_all_windows_together():
     assert found.answered_rate == pytest.approx(40 / 5.1)
     assert found.goodput == pytest.approx(30 / 5.1)
     assert found.tokens_rate == pytest.approx(120 / 5.1)
-
-
-def test_a_failure_is_no_sample_and_not_good():
     found = measures(10, [[answer(0.1), failed(0.2), failed(0.3), failed(0.4, "x")]], LIMITS)
     assert (found.failed, found.failures) == (3, {"status 429": 2, "x": 1})
     assert found.good_share == 0.25
@@ -55,7 +52,7 @@ def report(server="demo"):
     )
 
 
-def test_the_text_has_the_answers_and_what_to_know_before_using_them():
+def test_text_and_page_have_the_answers_and_escape_names():
     text = as_text(report())
     assert "knee: the server keeps up with 10 requests a second, not 10.2\n" in text
     assert "95% of the requests" not in text
@@ -63,9 +60,6 @@ def test_the_text_has_the_answers_and_what_to_know_before_using_them():
     assert "generator: more than 10 ms late itself at 5 requests a second" in text
     assert "failed: 1 times: " in text
     assert "Infinity" not in json.dumps(report().to_json())
-
-
-def test_the_page_needs_nothing_and_escapes_names():
     page = alone(as_page(report(EVIL)))
     page.check_harmless(2)
     lines = [attributes["points"] for tag, attributes in page.found if tag == "polyline"]

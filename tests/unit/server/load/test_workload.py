@@ -42,15 +42,12 @@ def test_lengths_are_within_their_bounds(least, more):
     assert least <= min(found) <= max(found) <= least + more
 
 
-def test_the_same_seed_gives_the_same_requests_and_another_one_others():
+def test_the_same_seed_gives_the_same_requests_a_share_of_which_begins_alike():
     load = drawn(prompt=Lengths(4, 64))
     assert bodies(load) == bodies(load)
     assert bodies(load, seed=1) != bodies(load)
     longer = bodies(load, 60)
     assert longer[:50] == bodies(load)  # a higher rate sends the same ones, and more
-
-
-def test_a_share_of_the_prompts_begins_alike_and_no_two_are_equal():
     load = drawn(prefix_tokens=20, prefix_share=0.7, words_per_token=2.0)
     prompts = [each["prompt"] for each in bodies(load, 300)]
     assert len(set(prompts)) == 300
@@ -100,8 +97,16 @@ def line(time, body, **changed):
     }
 
 
-def test_a_log_gives_its_requests_in_its_own_pattern(tmp_path):
+def test_a_log_is_refused_or_gives_its_requests_in_its_own_pattern(tmp_path):
     log = tmp_path / "log.jsonl"
+    with pytest.raises(StoreError, match="cannot read the log"):
+        LoggedLoad(str(log))
+    log.write_text(json.dumps({"event": "request"}) + "\n")
+    with pytest.raises(UsageError, match="found another one: KeyError"):
+        LoggedLoad(str(log))
+    log.write_text(json.dumps(line(1.0, "{}")) + "\n")
+    with pytest.raises(UsageError, match="at least 2 answered requests"):
+        LoggedLoad(str(log))
     lines = [
         {"event": "start", "models": []},
         line(103.0, '{"stream":true}'),
@@ -127,15 +132,3 @@ def test_a_log_gives_its_requests_in_its_own_pattern(tmp_path):
     assert np.diff(times).tolist() == pytest.approx([1.0, 2.0])
     faster = arrival_times(load.gaps(3, generator), 2 * load.rate)
     assert np.diff(faster).tolist() == pytest.approx([0.5, 1.0])
-
-
-def test_a_log_without_requests_is_said(tmp_path):
-    log = tmp_path / "log.jsonl"
-    with pytest.raises(StoreError, match="cannot read the log"):
-        LoggedLoad(str(log))
-    log.write_text(json.dumps({"event": "request"}) + "\n")
-    with pytest.raises(UsageError, match="found another one: KeyError"):
-        LoggedLoad(str(log))
-    log.write_text(json.dumps(line(1.0, "{}")) + "\n")
-    with pytest.raises(UsageError, match="at least 2 answered requests"):
-        LoggedLoad(str(log))

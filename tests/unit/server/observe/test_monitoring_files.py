@@ -69,16 +69,13 @@ def test_every_alert_links_to_its_runbook_wherever_these_are(home):
     assert links == {name: f"{home}/{name}.md" for name in ALERTS}
 
 
-def test_every_runbook_has_an_alert_and_says_what_to_do():
+def test_runbooks_belong_to_alerts_and_pages_name_what_exists():
     assert {Path(path).stem for path in FILES if path.startswith("runbooks/")} == ALERTS.keys()
     for name in ALERTS:
         page = FILES[f"runbooks/{name}.md"]
         assert page.startswith(f"# {name}\n\n**Means.** ")
         for part in ("**Who notices.** ", "**Look at**", "**Do**"):
             assert part in page, (name, part)
-
-
-def test_pages_name_runbooks_panels_commands_and_options_that_exist():
     titles = {panel["title"] for name in DASHBOARDS for panel in panels(name)}
     names = {dashboard["title"] for dashboard in DASHBOARDS.values()}
     options = {name for parameter in serve.params for name in parameter.opts}

@@ -13,7 +13,7 @@ def templated(*messages):
     return for_template(msgspec.convert([*messages], list[Message]))
 
 
-def test_parts_become_text_a_developer_a_system_and_arguments_of_calls_objects():
+def test_messages_items_and_tools_become_what_templates_take():
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     system, assistant = templated(
@@ -22,6 +22,21 @@ def test_parts_become_text_a_developer_a_system_and_arguments_of_calls_objects()
     assert system == {"role": "system", "content": "one\ntwo"}
     assert assistant["content"] is None
     assert assistant["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    call = {"type": "function_call", "name": "add"}
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "1+1?"}]},
+        {**call, "call_id": "c", "arguments": "{}"},
+        {**call, "call_id": "d", "arguments": ""},
+        {"type": "function_call_output", "call_id": "c", "output": "2"},
+    ]
+    body = {"instructions": "Be short.", "input": items}
+    system, user, assistant, tool = messages_of(msgspec.convert(body, ResponseRequest))
+    assert system == {"role": "system", "content": "Be short."}
+    assert user == {"role": "user", "content": "1+1?"}
+    assert [call["id"] for call in assistant["tool_calls"]] == ["c", "d"]
+    assert tool == {"role": "tool", "tool_call_id": "c", "content": "2"}
+    [tool] = plain_tools([Function(name="f", strict=True)])
+    assert tool["function"] == {"name": "f", "parameters": {"type": "object", "properties": {}}}
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", "[" * 100_000])
@@ -48,27 +63,6 @@ def test_what_is_not_supported_is_named(message, path):
     with pytest.raises(msgspec.ValidationError) as raised:
         msgspec.json.decode(msgspec.json.encode([message]), type=list[Message])
     assert path in str(raised.value)
-
-
-def test_tools_have_parameters_whatever_the_request_says():
-    [tool] = plain_tools([Function(name="f", strict=True)])
-    assert tool["function"] == {"name": "f", "parameters": {"type": "object", "properties": {}}}
-
-
-def test_items_of_responses_become_messages():
-    call = {"type": "function_call", "name": "add"}
-    items = [
-        {"role": "user", "content": [{"type": "input_text", "text": "1+1?"}]},
-        {**call, "call_id": "c", "arguments": "{}"},
-        {**call, "call_id": "d", "arguments": ""},
-        {"type": "function_call_output", "call_id": "c", "output": "2"},
-    ]
-    body = {"instructions": "Be short.", "input": items}
-    system, user, assistant, tool = messages_of(msgspec.convert(body, ResponseRequest))
-    assert system == {"role": "system", "content": "Be short."}
-    assert user == {"role": "user", "content": "1+1?"}
-    assert [call["id"] for call in assistant["tool_calls"]] == ["c", "d"]
-    assert tool == {"role": "tool", "tool_call_id": "c", "content": "2"}
 
 
 @pytest.mark.parametrize(

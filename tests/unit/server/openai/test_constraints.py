@@ -14,7 +14,7 @@ POINT = {
 }
 
 
-def test_definitions_of_tools_stay_where_their_references_look():
+def test_definitions_of_tools_stay_where_their_references_look_and_are_one_each():
     tools = [Function(name="move", parameters=POINT), Function(name="stop")]
     schema = forced_calls(tools, only_one=False).schema
     jsonschema.validate([{"name": "move", "arguments": {"at": [1]}}], schema)
@@ -30,9 +30,6 @@ def test_definitions_of_tools_stay_where_their_references_look():
     one = forced_calls([Function(name="stop")], only_one=True).schema
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate([{"name": "stop", "arguments": {}}] * 2, one)
-
-
-def test_two_definitions_of_one_name_are_refused():
     other = {"type": "object", "$defs": {"Point": {"type": "string"}}}
     with pytest.raises(ApiError, match="one definition of 'Point'"):
         forced_calls(
@@ -41,7 +38,7 @@ def test_two_definitions_of_one_name_are_refused():
         )
 
 
-def test_a_call_of_a_tool_that_is_not_there_is_refused():
+def test_only_the_allowed_tools_are_shown_and_called():
     there = [Function(name="there")]
     for functions, choice, name in (([], "required", None), (there, None, "missing")):
         with pytest.raises(ApiError) as raised:
@@ -49,9 +46,6 @@ def test_a_call_of_a_tool_that_is_not_there_is_refused():
         assert raised.value.param == "tool_choice"
     with pytest.raises(ApiError, match="expected one of 'there', found 'missing'"):
         chosen_tools(there, "auto", None, allowed=["there", "missing"], parallel=None)
-
-
-def test_only_the_allowed_tools_are_shown():
     functions = [Function(name="f"), Function(name="g")]
     assert chosen_tools(functions, "none", None, parallel=None).functions == ()
     some = chosen_tools(functions, "auto", None, allowed=["g"], parallel=None)

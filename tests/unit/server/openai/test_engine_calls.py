@@ -1,16 +1,13 @@
 """Several streams of one request: all of them end when one fails, is refused, or nobody reads."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 
 from prejit.runtime.errors import NumbersError, QueueFullError
 from prejit.runtime.generation.generate import Piece
-from prejit.runtime.generation.options import resolve
 from prejit.server.engine.fair_queue import NO_LIMITS, Limits
 from prejit.server.gate.http_errors import ApiError
-from prejit.server.openai.completions import CompletionRequest
 from prejit.server.openai.engine_calls import TextCall, pieces
 
 
@@ -102,13 +99,3 @@ def test_logits_that_are_no_numbers_end_all(choices):
     with pytest.raises(NumbersError):
         asyncio.run(take([call(Engine(*streams), choices)], 1))
     assert all(stream.closed for stream in streams)
-
-
-def test_a_logit_bias_is_checked_once_and_not_for_each_choice():
-    defaults = SimpleNamespace(options=dict)
-    served = SimpleNamespace(bundle=SimpleNamespace(defaults=defaults))
-    options = CompletionRequest(prompt="", logit_bias={7: 1.0, 3: -100}).options(served)
-    given = options["logit_bias"]
-    assert given == ((3, -100.0), (7, 1.0))
-    for seed in range(2):
-        assert resolve({"logit_bias": given, "seed": seed}).sampling.logit_bias is given

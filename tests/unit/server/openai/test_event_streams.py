@@ -45,7 +45,7 @@ async def of(*events):
         yield event
 
 
-def test_events_come_one_by_one_and_the_body_ends():
+def test_events_come_one_by_one_and_an_error_before_them_has_its_own_status():
     client = Client()
     asyncio.run(client.read(of(b"one", b"two")))
     start, *bodies = client.sent
@@ -54,6 +54,10 @@ def test_events_come_one_by_one_and_the_body_ends():
     assert b"content-length" not in headers
     parts = [(each["body"], each["more_body"]) for each in bodies]
     assert parts == [(b"one", True), (b"two", True), (b"", False)]
+    client = Client()
+    with pytest.raises(QueueFullError):
+        asyncio.run(client.read(of(QueueFullError("full", retry_after=1))))
+    assert client.sent == []
 
 
 def test_a_request_that_waits_has_a_head_and_comments(monkeypatch):
@@ -92,13 +96,6 @@ def test_an_error_behind_the_first_event_is_an_event_and_makes_the_server_look(e
     assert client.body.startswith(b'data: 1\n\ndata: {"error":{"message":"')
     assert client.sent[-1] == ENDS
     assert suspected.is_set() == is_suspected
-
-
-def test_an_error_before_the_first_event_has_its_own_status():
-    client = Client()
-    with pytest.raises(QueueFullError):
-        asyncio.run(client.read(of(QueueFullError("full", retry_after=1))))
-    assert client.sent == []
 
 
 @pytest.mark.parametrize(("after", "leaves"), [(0, True), (1, True), (1, False)])

@@ -68,26 +68,22 @@ def test_calls_are_found_however_the_text_is_cut(case):
         assert read([text[i : i + width] for i in range(0, len(text), width)]) == expected
 
 
-def test_text_is_not_held_back_without_need():
+def test_text_is_not_held_back_and_numbers_and_nesting_in_calls_cannot_raise():
     reader = ToolReader(["add"])
     assert reader.push("Hello") == ["Hello"]
     assert reader.push(" <to") == [" "]
     assert reader.push("morrow") == ["<tomorrow"]
+    deep = "[" * 100_000
+    assert alone(deep, ["add"]) == []
+    assert read([f"<tool_call>{deep}</tool_call>"]) == [f"<tool_call>{deep}</tool_call>"]
+    assert read(['<tool_call>{"name": "add", "arguments": NaN}</tool_call>'])[0] != ("add", None)
 
 
-def test_parallel_calls_are_dropped_where_one_is_the_most():
+def test_forced_answers_are_calls_and_parallel_ones_are_dropped_where_one_is_the_most():
     assert read([f"{HERMES}\n{HERMES}"], one=True) == [CALL]
     both = '[{"name": "add", "arguments": {}}, {"name": "add", "arguments": {"a": 2}}]'
     assert read([both], one=True) == [("add", {})]
 
-
-@given(st.lists(st.text(alphabet='<tool_cal>/{}"name:[], \n', max_size=12), max_size=8))
-def test_nothing_is_lost_of_what_is_no_call(pieces):
-    found = read(pieces, names=("never",))
-    assert "".join(str(each) for each in found) == "".join(pieces)
-
-
-def test_forced_answers_are_calls_and_a_cut_one_is_text():
     def forced(name, text):
         reader = ForcedReader(name)
         assert [part for letter in text for part in reader.push(letter)] == []
@@ -99,14 +95,13 @@ def test_forced_answers_are_calls_and_a_cut_one_is_text():
     assert forced(None, '[{"name": "add"') == ['[{"name": "add"']
 
 
+@given(st.lists(st.text(alphabet='<tool_cal>/{}"name:[], \n', max_size=12), max_size=8))
+def test_nothing_is_lost_of_what_is_no_call(pieces):
+    found = read(pieces, names=("never",))
+    assert "".join(str(each) for each in found) == "".join(pieces)
+
+
 def test_ids_are_what_mistral_takes():
     ids = {new_call_id() for _ in range(100)}
     assert len(ids) == 100
     assert all(re.fullmatch("[a-zA-Z0-9]{9}", each) for each in ids)
-
-
-def test_numbers_and_nesting_in_calls_cannot_raise():
-    deep = "[" * 100_000
-    assert alone(deep, ["add"]) == []
-    assert read([f"<tool_call>{deep}</tool_call>"]) == [f"<tool_call>{deep}</tool_call>"]
-    assert read(['<tool_call>{"name": "add", "arguments": NaN}</tool_call>'])[0] != ("add", None)

@@ -66,15 +66,12 @@ def test_a_share_of_tokens_may_differ_and_no_request_may_fail():
     assert [each.id for each in answers.differences] == ["a", "b"]
 
 
-def test_slow_requests_are_not_timed_beside_quick_ones():
+def test_a_verdict_without_a_request_says_so_and_slow_ones_are_timed_apart():
     lines = [{"id": str(number)} for number in range(4)]
     played = [*zip((30.0, 0.5, 0.1, 0.5), lines, strict=True)]
     assert quick_enough(played) == [lines[2], lines[1]]
     assert quick_enough(played[:1]) == lines[:1]  # something must be
     assert quick_enough([]) == []
-
-
-def test_a_verdict_without_a_request_says_so():
     [check] = ComparedAnswers().checks(ReleaseLimits())
     assert (check.outcome, "no request was played" in check.why) == ("noted", True)
 

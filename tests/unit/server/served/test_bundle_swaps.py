@@ -145,16 +145,13 @@ def test_a_bundle_that_cannot_serve_leaves_the_one_before(said, found):
     assert said == []
 
 
-def test_the_same_bundle_is_not_swapped(said):
+def test_the_same_bundle_or_what_an_operator_has_swapped_meanwhile_stays(said):
     before, again = served("sha256:1"), served("sha256:1")
     models = Models(before)
     assert swapping(models, again).swap("m", "v2").bundle is before.bundle
     assert models.get("m") == replace(before, path="v2")  # which is followed from now on
     assert again.bundle.done[-1] == "close"
     assert (said, dict(models.swaps)) == ([], {})
-
-
-def test_what_an_operator_has_swapped_meanwhile_stays(said):
     before, by_operator = served("sha256:1"), served("sha256:2", path="v3")
     models = Models(by_operator)
     assert swapping(models, served("sha256:4")).swap("m", "v2", only=before) is by_operator

@@ -67,9 +67,6 @@ def test_one_that_runs_requests_or_has_some_that_wait_stays_awake():
     a.live = 0
     assert b.use()
     assert awake(a, b) == [False, True]
-
-
-def test_nobody_sleeps_for_one_that_would_have_no_room_even_then():
     shared = ModelMemory(10, 0)
     a, b, c = (StandInEngine(shared, need) for need in (6, 4, 8))
     a.sleeper.begin()
@@ -123,7 +120,7 @@ def bundle(code, stacks=None):
     return SimpleNamespace(config=config, decoder=SimpleNamespace(device=None))
 
 
-def test_what_is_left_for_one_more(monkeypatch):
+def test_what_is_left_for_one_more_with_and_without_a_limit(monkeypatch):
     monkeypatch.setattr(model_memory, "free_bytes", lambda device: 10_000)
     shared = ModelMemory(None, 2)
     assert shared.for_caches("a", bundle(1000)) == 5000  # at the start, one more comes
@@ -137,9 +134,6 @@ def test_what_is_left_for_one_more(monkeypatch):
     ) as caught:
         shared.for_caches("c", bundle(1000))
     assert "; these could sleep: of-" in str(caught.value.hint)
-
-
-def test_with_a_limit_the_others_can_sleep_for_one_more(monkeypatch):
     monkeypatch.setattr(model_memory, "free_bytes", lambda device: 4000)
     shared = ModelMemory(9000, 1)
     need = 100 * CODE_TIMES + 10

@@ -13,24 +13,24 @@ def bundle(name):
     return SimpleNamespace(name=name)
 
 
-def test_a_name_that_is_not_served_is_refused_with_those_that_are():
+def test_a_name_is_that_of_one_bundle_and_others_are_refused():
     models = Models(served(bundle("one")), served(bundle("two")))
     assert models.get("two").bundle.name == "two"
     with pytest.raises(ModelNotFoundError, match=r"'one', 'two'.*found 'three'"):
         models.get("three")
-    models.close()
-
-
-def test_two_bundles_of_one_name_are_refused():
-    models = Models(served(bundle("one")))
     with pytest.raises(UsageError, match="two bundles named 'one'"):
         models.add(served(bundle("one")))
     models.add(served(bundle("one"), "other"))
-    assert [each.name for each in models] == ["one", "other"]
+    assert [each.name for each in models] == ["one", "two", "other"]
     models.close()
 
 
-def test_a_server_that_ends_does_not_become_ready():
+def test_a_drain_while_it_loads_can_be_undone_and_a_server_that_ends_stays_so():
+    models = Models()
+    assert models.drain()
+    assert not models.change("loading", "ready")
+    assert models.undrain()
+    assert models.state == "ready"
     models = Models()
     assert models.state == "loading"
     assert models.drain(ends=True)
@@ -38,14 +38,6 @@ def test_a_server_that_ends_does_not_become_ready():
     assert models.state == "draining"
     assert not models.undrain()
     assert models.state == "draining"
-
-
-def test_a_drain_while_it_loads_can_be_undone_after_it():
-    models = Models()
-    assert models.drain()
-    assert not models.change("loading", "ready")
-    assert models.undrain()
-    assert models.state == "ready"
 
 
 def test_drain_reaches_every_engine_and_undrain_too():

@@ -49,7 +49,7 @@ def recorded(bundle, engine):
     return read_time_line(*read_recording(recording))
 
 
-def test_programs_and_their_kernels_have_our_names(recorded, bundle):
+def test_a_recording_has_our_names_in_its_tables_parts_and_trace(recorded, bundle):
     table = {program.name for program in bundle.config.programs}
     names = {total.program for total in recorded.programs}
     assert names <= table
@@ -58,9 +58,6 @@ def test_programs_and_their_kernels_have_our_names(recorded, bundle):
     assert sum(total.share for total in recorded.kernels) == pytest.approx(1)
     assert not any(total.kernel.startswith(("while", "cond")) for total in recorded.kernels)
     assert all(0 < total.seconds < recorded.seconds for total in recorded.programs)
-
-
-def test_requests_and_steps_lie_inside_of_the_recording(recorded):
     assert recorded.tokens == NEW
     # Floats of so many nanoseconds have steps of 256.
     assert all(type(part.start) is type(part.end) is int for part in recorded.parts)
@@ -75,9 +72,6 @@ def test_requests_and_steps_lie_inside_of_the_recording(recorded):
     assert decoding
     assert all(whole.start <= part.start for part in decoding)
     assert {part.name for part in groups["programs"]} == {t.program for t in recorded.programs}
-
-
-def test_the_trace_is_one_that_perfetto_reads(recorded):
     trace = json.loads(json.dumps(trace_events(recorded)))
     named = {(e["pid"], e.get("tid")) for e in trace["traceEvents"] if e["name"] == "thread_name"}
     whole = [event for event in trace["traceEvents"] if event["ph"] == "X"]

@@ -12,7 +12,6 @@ from starlette.testclient import TestClient
 from tests.served import DIGEST, StandIn, served
 
 from prejit.runtime import fallback_reporting
-from prejit.runtime.programs.ready_programs import ProgramReport
 from prejit.server.engine.engine_metrics import REASONS
 from prejit.server.engine.request_recorder import ENCODE, GENERATE
 from prejit.server.http.app import operator_routes
@@ -59,15 +58,6 @@ def value(of, sample, **labels):
 
 def named(requests):
     return dict(zip(("kind", "program"), requests, strict=True))
-
-
-def test_every_name_of_vllm_has_its_type_and_labels():
-    found = families(Models(served("a")))
-    assert {name: found[name].type for name in VLLM} == VLLM
-    for name in VLLM:
-        for sample in found[name].samples:
-            assert sample.labels["model_name"] == "a"
-            assert sample.labels["engine"] == "0"
 
 
 def test_histograms_are_cumulative_and_count_every_request():
@@ -154,20 +144,6 @@ def test_encodings_are_requests_like_others():
     assert value(of, "vllm:prefix_cache_queries_total") == 0
 
 
-def test_only_what_was_compiled_counts_as_compiling_and_as_a_wait_for_it():
-    engine = StandIn()
-    for source in ("compiled", "kept", "loaded"):
-        reports = tuple(
-            ProgramReport(name, source, took) for name, took in (("a", 1.0), ("b", 2.0))
-        )
-        engine.request(obtained=reports)
-        engine.state["programs"] += reports
-    of = Models(served(engine=engine))
-    assert value(of, "prejit_requests_waited_for_compile_total", kind="generate") == 1
-    assert value(of, "prejit_compile_seconds_total") == 3.0
-    assert value(of, "prejit_programs", source="loaded") == 3
-
-
 @pytest.mark.skipif(PROMTOOL is None, reason="needs promtool (Debian: apt-get install prometheus)")
 def test_promtool_complains_of_no_name_but_those_of_vllm():
     page = scrape(Models(served()))
@@ -179,7 +155,7 @@ def test_promtool_complains_of_no_name_but_those_of_vllm():
     assert [line for line in found if not line.startswith("vllm:")] == []
 
 
-def test_what_runs_and_what_it_has_can_be_read():
+def test_what_runs_and_what_it_has_can_be_read_while_it_loads_too():
     found = families(of := Models(served("a")))
     info = found["prejit_build_info"].samples[0]
     assert (info.name, info.value) == ("prejit_build_info", 1)
@@ -191,9 +167,6 @@ def test_what_runs_and_what_it_has_can_be_read():
     assert programs == {"loaded": 1, "compiled": 0, "kept": 0, "compiling": 0, "unused": 0}
     assert 0 < value(of, "prejit_host_memory_bytes") < value(of, "prejit_host_memory_limit_bytes")
     assert value(of, "process_resident_memory_bytes") > 0
-
-
-def test_a_server_that_loads_is_scraped_too():
     of = Models()
     states = ("loading", "ready")
     assert [value(of, "prejit_server_state", state=each) for each in states] == [1, 0]
@@ -218,16 +191,12 @@ def test_the_parts_of_a_start_come_after_the_first_answer_and_without_idle_time(
     assert calls == [1]  # it looks at the disk
 
 
-def test_fallbacks_are_of_the_process_and_counted_once(monkeypatch):
+def test_fallbacks_swaps_and_lost_lines_are_counted_and_a_wrong_answer_is_seen(monkeypatch):
     monkeypatch.setattr(fallback_reporting, "_counts", {"jaxlib": 2})
     of = Models(served("a"), served("b", matched=False))
     assert value(of, "prejit_fallbacks_total", axis="jaxlib") == 2
     assert value(of, "prejit_target_matched", model_name="a") == 1
     assert value(of, "prejit_target_matched", model_name="b") == 0
-
-
-def test_swaps_and_lost_lines_are_counted_from_zero_and_a_wrong_answer_is_seen():
-    of = Models(served("a"), served("b"))
     swaps = {"model_name": "a", "outcome": "failed"}
     assert value(of, "prejit_swaps_total", **swaps) == value(of, "prejit_log_lines_lost_total") == 0
     of.swaps["a", "failed"] += 1
@@ -236,22 +205,7 @@ def test_swaps_and_lost_lines_are_counted_from_zero_and_a_wrong_answer_is_seen()
     assert [value(of, "prejit_wrong_answers", model_name=each) for each in "ab"] == [0, 1]
 
 
-def test_absent_memory_is_left_out_rather_than_zero():
-    engine = StandIn()
-    engine.state["cache_budget_bytes"] = None
-    text = scrape(of := Models(served(engine=engine)))
-    assert "\nprejit_device_memory_bytes" not in text
-    assert "\nprejit_kv_cache_budget_bytes" not in text
-    engine.state |= {"device_memory_bytes": 5, "cache_budget_bytes": 4000}
-    expected = {"prejit_device_memory_bytes": 5, "prejit_kv_cache_bytes": 1000}
-    expected |= {"prejit_kv_cache_budget_bytes": 4000, "prejit_prefix_cache_bytes": 10}
-    expected |= {"prejit_prefix_cache_budget_bytes": 100, "vllm:kv_cache_usage_perc": 0.25}
-    found = families(of)
-    for name, size in (expected | {"prejit_queue_size": 256}).items():
-        assert {sample.value for sample in found[name].samples} == {size}, name
-
-
-def test_openmetrics_is_given_to_who_asks_and_two_bundles_do_not_share_a_series():
+def test_names_of_vllm_have_types_and_labels_and_two_bundles_do_not_share_a_series():
     strange, first = 'a"b\\c\nd', StandIn()
     first.request()
     of = Models(served("a", first), served(strange, StandIn(slots=4)))
@@ -262,6 +216,8 @@ def test_openmetrics_is_given_to_who_asks_and_two_bundles_do_not_share_a_series(
         sample.name for family in families(of).values() for sample in family.samples
     }
     assert {name: new[name].type for name in VLLM} == VLLM
+    labels = {sample.labels["engine"] for name in VLLM for sample in new[name].samples}
+    assert labels == {"0"}
     assert value(of, "vllm:generation_tokens_total", model_name="a") == 3
     assert value(of, "vllm:generation_tokens_total", model_name=strange) == 0
     assert value(of, "prejit_slots", model_name=strange) == 4

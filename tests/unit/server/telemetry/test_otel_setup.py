@@ -199,9 +199,6 @@ def test_probes_and_metrics_are_not_traced():
     assert recorded.points() == {}
 
 
-# ------------------------------------------------------------------ the variables
-
-
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch):
     for name in list(os.environ):

@@ -51,7 +51,7 @@ def recorded(work, seeds=None):
     return asyncio.run(go())
 
 
-def test_tokens_of_futures_and_streams_are_recorded(engine):
+def test_calls_of_a_request_are_recorded_with_their_results(engine, stand_in):
     async def work():
         engine.submit("a", seed=3)
         async for _ in engine.stream("b"):
@@ -69,9 +69,6 @@ def test_tokens_of_futures_and_streams_are_recorded(engine):
     assert first == {"kind": "generate", "model": "demo", "seed": 3, **tokens}
     assert whole == {"kind": "generate", "model": "demo", "seed": None, **tokens}
     assert (cut["token_ids"], cut["finish_reason"]) == ([1], "")
-
-
-def test_arrays_of_programs_and_embeddings_are_recorded(engine, stand_in):
     stand_in.result = {"a": (np.zeros(2), None), "b": np.array([True])}
     encoded, called = recorded(
         lambda: (
@@ -85,13 +82,10 @@ def test_arrays_of_programs_and_embeddings_are_recorded(engine, stand_in):
     assert called["arrays"].keys() == {"result.a.0", "result.b"}
 
 
-def test_a_replay_gives_each_call_its_seed(engine, stand_in):
+def test_a_replay_gives_each_call_its_seed_and_other_calls_are_not_recorded(engine, stand_in):
     calls = recorded(lambda: [engine.submit("a", seed=1) for _ in range(3)], [7, None])
     assert [call["seed"] for call in calls] == [7, 1, 1]
     assert [options["seed"] for options in stand_in.options] == [7, 1, 1]
-
-
-def test_calls_outside_of_a_request_are_not_recorded(engine):
     assert engine.submit("a").result().token_ids == (1, 2, 3)
     assert isinstance(engine.stream("a"), StandInStream)
     assert engine.metrics().slots == 8
