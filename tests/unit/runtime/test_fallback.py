@@ -1,6 +1,7 @@
 """MISMATCH: programs compile from their portable form, loudly, once, and right."""
 
 import dataclasses
+import json
 import re
 from datetime import date
 
@@ -9,12 +10,18 @@ import pytest
 
 from prejit.runtime import fallback_counts, load
 from prejit.runtime.base.files import digest_of
+from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import FallbackWarning, MismatchError, RejectError, UsageError
 from prejit.runtime.fallback_reporting import expiry_notice
 from prejit.runtime.machine.fingerprint import Fingerprint
 
+XLA_SAYS_WHAT_IT_COMPILES = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "cpu_compiler=1"}
 X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
+
+
+def compiled_by_xla(process):
+    return re.findall(r"cpu_compiler\.cc:\d+\] Compiling: (\S+)", process.stderr)
 
 
 def v2_machine():
@@ -95,6 +102,41 @@ def test_error_compiles_nothing(axis, settled_dir, monkeypatch):
     assert caught.value.exit_code == 3
     assert caught.value.code == "mismatch"
     assert {m.name for v in caught.value.verdicts for m in v.mismatches} == {axis}
+
+
+RUN_ALL = """
+import json, sys, warnings
+import numpy as np
+from prejit.runtime import Fingerprint, load
+warnings.simplefilter("ignore")
+machine = Fingerprint.read(sys.argv[2]) if len(sys.argv) > 2 else None
+bundle = load(sys.argv[1], fingerprint=machine)
+bundle.prepare()
+x = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
+y = bundle.call("score", x=x)
+print(json.dumps({"y": y.tolist(), "how": {r.program: r.source for r in bundle.report()}}))
+"""
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    path = tmp_path / "foreign.json"
+    path.write_bytes(to_json(v2_machine()))
+    return path
+
+
+def test_a_second_start_compiles_nothing(settled_dir, foreign, run_python):
+    first, second, matching = (
+        run_python(RUN_ALL, settled_dir, *machine, env=XLA_SAYS_WHAT_IT_COMPILES)
+        for machine in ([foreign], [foreign], [])
+    )
+    assert len(compiled_by_xla(first)) == 4
+    assert compiled_by_xla(second) == []
+    assert compiled_by_xla(matching) == []
+    said = [json.loads(process.stdout) for process in (first, second, matching)]
+    for found, source in zip(said, ("compiled", "kept", "loaded"), strict=True):
+        assert set(found["how"].values()) == {source}
+        np.testing.assert_allclose(found["y"], said[2]["y"], rtol=1e-5)
 
 
 def fallen_back(path):

@@ -123,6 +123,20 @@ def test_damage_in_every_chunk_is_found_with_file_and_place(path, content):
     load(path).call("score", x=X)
 
 
+def test_late_damage_is_found(path, content, monkeypatch):
+    """The last chunk is not verified before everything else is done, and still no result comes."""
+    real = blob_hashing.HashingVerification
+    monkeypatch.setattr(
+        blob_hashing, "HashingVerification", lambda jobs, **o: real(jobs, **{**o, "threads": 0})
+    )
+    flip(weights_of(path), len(content) - 1)
+    loaded = load(path)
+    with pytest.raises(RejectError, match=f"bytes {len(content) // CHUNK * CHUNK} to"):
+        loaded.call("score", x=X)
+    with pytest.raises(RejectError):
+        loaded.call("tick")
+
+
 def test_no_weights_reach_a_device_unverified(path, monkeypatch):
     put, shapes = Device.put, list[Any]()
 
@@ -305,3 +319,27 @@ def test_only_digests_by_sha256_are_compared(algorithm, size, expected, monkeypa
 
     monkeypatch.setattr(fcntl, "ioctl", answer)
     assert measure(0) == expected
+
+
+@pytest.mark.parametrize("matches", [True, False])
+def test_a_load_reads_no_file_of_another_target(recipe, tmp_path, matches):
+    """Damage there is found by `prejit verify`. What could be served is opened, and not read."""
+    first, second = recipe.targets
+    if not matches:
+        needs = dataclasses.replace(second.config.requirement, cpu_features=("of-no-cpu",))
+        config = dataclasses.replace(second.config, requirement=needs)
+        second = dataclasses.replace(second, config=config)
+    path = dataclasses.replace(recipe, targets=(first, second)).write(tmp_path / "both")
+    target = load(path).target
+    [other] = {each.config.target for each in recipe.targets} - {target}
+    for file in {*served_files(path, other)} - {*served_files(path, target)}:
+        content = file.read_bytes()
+        flip(file, file.stat().st_size - 2)
+        for complaint in (file.name, "No such file")[: 1 if matches else 2]:
+            assert load(path).call("tick") == 7
+            with pytest.raises(RejectError, match=complaint) as caught:
+                audit(path, lambda *_: None)
+            assert caught.value.path == str(file)
+            file.unlink(missing_ok=True)
+        file.write_bytes(content)
+    audit(path, lambda *_: None)

@@ -37,6 +37,7 @@ from .forging import (
     SCORE,
     changed,
     golden_config,
+    in_little_memory,
     program,
     program_of,
     replaced,
@@ -352,6 +353,20 @@ def test_7_an_endless_cache_is_not_read_and_ends_and_levels_are_those_of_models(
     config = golden_config("decoder")
     monkeypatch.setattr(Array, "parse", lambda text: pytest.fail("expected no array to be read"))
     rejected(config, model("decoder", cache=endless), "cache: expected 1 to 16384 arrays, found 16")
+
+
+def test_7_a_grid_of_sources_takes_no_more_memory_than_its_programs():
+    """Contexts times sources would be 640,000 buckets, of 100 MB."""
+    config = golden_config("reader")
+    sizes = range(1, 801)
+    programs = [
+        *(resized(config, "decode/b1-c8", context=size) for size in sizes),
+        *(resized(config, "prefill/b1-t4-c8", prompt=1, context=size) for size in sizes),
+        *(resized(config, READ, context=1, source=size) for size in sizes),
+    ]
+    forged = dataclasses.replace(config, programs=tuple(programs))
+    with in_little_memory(40 << 20):
+        rejected(forged, replaced(), "context 2 and source 1: expected one")
 
 
 @settings(max_examples=examples(100, 400), deadline=None)
