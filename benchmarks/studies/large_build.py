@@ -107,7 +107,7 @@ def _stage(step: dict[str, Any]) -> str:
     """Return the kind of a step: `lowering`, `packing weights`."""
     what: str = step["what"]
     if what == "other work" and not step["start"]:
-        return "hashing the checkpoint, kernels"
+        return "kernels"
     first = what.split(" ")[0]
     return first if first in ("lowering", "compiling", "writing") or "/" in what else what
 

@@ -36,7 +36,7 @@ from prejit.compiler.checkpoint.parameter_sources import (
     stacked,
 )
 from prejit.compiler.checkpoint.quantized_tensors import with_whole_matrices
-from prejit.compiler.checkpoint.tensor_files import Tensor, tensors
+from prejit.compiler.checkpoint.tensor_files import Reading, Tensor, tensors, unwatched
 from prejit.compiler.models.families.image_processing import processing_files, sight_files
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
 from prejit.compiler.models.quantization_settings import Quantization, read_quantization
@@ -87,10 +87,12 @@ class Checkpoint:
         out_in: bool = False,
         adapters: tuple[Path, ...] = (),
         images: bool = False,
+        reading: Reading = unwatched,
     ) -> None:
         """Use `open_checkpoint` or `open_encoder`."""
         self._out_in = out_in
         self._images = images
+        self._reading = reading
         self._adapters = adapters
         self.adapter_files = tuple(file for each in adapters for file in adapter_files(each))
         self.directory = directory
@@ -147,7 +149,7 @@ class Checkpoint:
         from prejit.compiler.models.parameters import parameters_of
 
         derived: Mapping[str, np.ndarray[Any, Any]] = {}
-        published, problems = _published(self._model_files)
+        published, problems = _published(self._model_files, self._reading)
         if self._layout is None:
             config = config_file.load_config(self.directory, images=self._images)
             parameters = parameters_of(model_registry.make_decoder(config, out_in=self._out_in))
@@ -155,7 +157,8 @@ class Checkpoint:
             naming = replace(naming, ignored=naming.ignored_in(config))
             for file in self._model_files:
                 if file.suffix == _GGUF:
-                    published |= gguf_tensors(file, config, (*parameters, naming.head))
+                    names = (*parameters, naming.head)
+                    published |= gguf_tensors(file, config, names, self._reading)
         elif self._images:
             made = image_config.published_parameters(self.directory, out_in=self._out_in)
             parameters, naming = made
@@ -208,6 +211,7 @@ def open_checkpoint(
     adapters: tuple[Path, ...] = (),
     weights: Path | None = None,
     images: bool = False,
+    reading: Reading = unwatched,
 ) -> Checkpoint:
     """Find the files of a checkpoint. Tensors are first read when they are needed.
 
@@ -218,6 +222,7 @@ def open_checkpoint(
         adapters: directories of adapters, which are merged in this order.
         weights: a .gguf file in the directory; None: there is one file, or an index.
         images: whether the decoder reads images.
+        reading: is called before a tensor is read, unless it is an adapter's or of a later module.
 
     Raises:
         CheckpointError: files are missing, or the index cannot be read.
@@ -230,7 +235,9 @@ def open_checkpoint(
             hint=hint or "expected a directory in the Hugging Face layout, with config.json in it",
         )
     beside = (config, *(sight_files(directory) if images else ()))
-    made = partial(Checkpoint, directory, out_in=out_in, adapters=adapters, images=images)
+    made = partial(
+        Checkpoint, directory, out_in=out_in, adapters=adapters, images=images, reading=reading
+    )
     if weights is not None:
         return made((*beside, weights))
     index = directory / _INDEX
@@ -264,7 +271,7 @@ def open_encoder(
         directory: in the layout of sentence-transformers, or a plain one.
         images: whether it reads images.
         layout: its modules, with what a manifest says; None: they are read.
-        **options: `out_in` and `adapters`, as in `open_checkpoint`.
+        **options: `out_in`, `adapters` and `reading`, as in `open_checkpoint`.
 
     Raises:
         CheckpointError: as `open_checkpoint`, or a module or setting is not supported.
@@ -314,7 +321,7 @@ def _shards(index: Path) -> list[Path]:
     return shards
 
 
-def _published(files: Iterable[Path]) -> tuple[dict[str, Tensor], list[str]]:
+def _published(files: Iterable[Path], reading: Reading) -> tuple[dict[str, Tensor], list[str]]:
     """Return the tensors in files by name, and problems.
 
     Of several tensors of one name that is meant whose file the index gives.
@@ -325,7 +332,7 @@ def _published(files: Iterable[Path]) -> tuple[dict[str, Tensor], list[str]]:
         if file.name == _INDEX:
             where = read_json(file)["weight_map"]
         elif file.suffix not in (".json", ".jinja", ".pt", _GGUF):
-            for name, tensor in tensors(file).items():
+            for name, tensor in tensors(file, reading).items():
                 held.setdefault(name, []).append(tensor)
     problems = []
     for name, several in held.items():

@@ -31,7 +31,7 @@ from prejit.compiler.checkpoint.gguf_metadata import (
     read_kinds,
     read_metadata,
 )
-from prejit.compiler.checkpoint.tensor_files import Tensor
+from prejit.compiler.checkpoint.tensor_files import Reading, Tensor, unwatched
 from prejit.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class GgufTensor:
         widen: returns elements as float32.
         rows: the place of each row in the file; None: in order.
         added: what was added to the values.
+        before: is called before they are read.
     """
 
     kind: str
@@ -67,6 +68,7 @@ class GgufTensor:
     widen: Callable[[Values], Values]
     rows: Values | None = None
     added: float = 0.0
+    before: Callable[[], object] = lambda: None
 
     @property
     def form(self) -> str:
@@ -75,8 +77,7 @@ class GgufTensor:
 
     def read(self, part: slice | None = None) -> Values:
         """Return a slice of the first axis, float32."""
-        part = slice(None) if part is None else part
-        values = self.widen(np.array(self.data[part if self.rows is None else self.rows[part]]))
+        values = self.widen(np.array(self._stored(slice(None) if part is None else part)))
         return values - np.float32(self.added) if self.added else values
 
     def integers(self) -> Integers | None:
@@ -85,7 +86,7 @@ class GgufTensor:
 
         if self.kind not in _BLOCK_BYTES or self.data.ndim != 2:
             return None
-        data = self.data if self.rows is None else self.data[self.rows]
+        data = self._stored(slice(None))
         blocks = np.ascontiguousarray(data).reshape(len(data), -1, _BLOCK_BYTES[self.kind])
         if self.kind == "Q4_K":
             return Integers(*_of_q4_k(blocks))
@@ -95,6 +96,10 @@ class GgufTensor:
         if not minimums:
             return Integers(values.reshape(len(data), -1), scales)
         return Integers(*_with_zeros(values, scales, minimums[0]))
+
+    def _stored(self, part: slice) -> Values:
+        self.before()
+        return self.data[part if self.rows is None else self.rows[part]]
 
 
 def _halves(blocks: Values, count: int) -> Values:
@@ -164,7 +169,9 @@ def read_gguf(path: Path, *, arrays: bool = False) -> tuple[dict[str, Any], dict
     return metadata, held
 
 
-def gguf_tensors(path: Path, config: Any, parameters: Iterable[str]) -> dict[str, Tensor]:
+def gguf_tensors(
+    path: Path, config: Any, parameters: Iterable[str], reading: Reading = unwatched
+) -> dict[str, Tensor]:
     """Return the tensors of a file by the names of parameters.
 
     A tensor without a parameter keeps its name.
@@ -196,12 +203,13 @@ def gguf_tensors(path: Path, config: Any, parameters: Iterable[str]) -> dict[str
     for name in parameters:
         theirs = names.get_name(name, (".weight", ".bias"))
         if theirs is not None and (tensor := held.pop(theirs, None)) is not None:
-            result[name] = _tensor(path, tensor, name, config)
+            result[name] = _tensor(path, tensor, name, config, reading)
     left = {name: each for name, each in held.items() if name not in ROPE_FACTORS}
-    return result | {name: _tensor(path, each, name, config) for name, each in left.items()}
+    others = {name: _tensor(path, each, name, config, reading) for name, each in left.items()}
+    return result | others
 
 
-def _tensor(path: Path, tensor: Any, name: str, config: Any) -> Tensor:
+def _tensor(path: Path, tensor: Any, name: str, config: Any, reading: Reading) -> Tensor:
     import gguf
 
     shape = tuple(int(size) for size in reversed(tensor.shape))
@@ -216,7 +224,9 @@ def _tensor(path: Path, tensor: Any, name: str, config: Any) -> Tensor:
         if shape[0] % (2 * heads) == 0:
             rows = np.arange(shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
     is_norm = config.model_type.startswith("gemma") and name.endswith("norm.weight")
-    found = GgufTensor(kind.name, data, partial(_widened, path, name, kind), rows, float(is_norm))
+    widen, start = partial(_widened, path, name, kind), int(tensor.data_offset)
+    before = partial(reading, path, start, start + int(tensor.n_bytes))
+    found = GgufTensor(kind.name, data, widen, rows, float(is_norm), before)
     return Tensor(path, shape, "F32", found.read, found)
 
 

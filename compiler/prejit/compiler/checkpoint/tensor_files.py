@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from prejit.compiler.models.published_integers import PublishedInFewBits
 
 Values = np.ndarray[Any, Any]
+Reading = Callable[[Path, int, int], object]
+"""It is called before a tensor is read: with its file, and where its bytes start and end."""
 _SMALL_FLOATS = {"F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu"}
 """The types of safetensors that it cannot give NumPy, with the names of ml_dtypes."""
 
@@ -46,13 +48,19 @@ class Tensor:
     few_bits: PublishedInFewBits | None = None
 
 
-def tensors(path: Path) -> dict[str, Tensor]:
+def unwatched(path: Path, start: int, end: int) -> None:
+    """Do nothing. It is the `Reading` of readers that nobody watches."""
+
+
+def tensors(path: Path, reading: Reading = unwatched) -> dict[str, Tensor]:
     """Return the tensors of a .safetensors or .msgpack file by name, without reading their values.
+
+    Nobody watches a .msgpack file, which is read whole.
 
     Raises:
         CheckpointError: the file is missing, truncated or damaged.
     """
-    return _msgpack(path) if path.suffix == ".msgpack" else _safetensors(path)
+    return _msgpack(path) if path.suffix == ".msgpack" else _safetensors(path, reading)
 
 
 def read_parameters(path: Path) -> dict[str, Values]:
@@ -76,7 +84,7 @@ def read_parameters(path: Path) -> dict[str, Values]:
     return {name: tensor.read() for name, tensor in tensors(path).items()}
 
 
-def _safetensors(path: Path) -> dict[str, Tensor]:
+def _safetensors(path: Path, reading: Reading) -> dict[str, Tensor]:
     import ml_dtypes  # noqa: F401 (safetensors slices bfloat16 only where numpy knows the dtype)
     from safetensors import SafetensorError, safe_open
 
@@ -97,11 +105,17 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
                 name: Tensor(path, tuple(part.get_shape()), part.get_dtype(), partial(read, name))
                 for name, part in slices.items()
             }
+        places = _places(path)
         small = {name: tensor for name, tensor in found.items() if tensor.dtype in _SMALL_FLOATS}
-        starts = _starts(path) if small else {}
-        return found | {
-            name: replace(tensor, read=partial(_small_floats, tensor, starts[name]))
+        found |= {
+            name: replace(tensor, read=partial(_small_floats, tensor, places[name][0]))
             for name, tensor in small.items()
+        }
+        return {
+            name: replace(
+                tensor, read=partial(_watched, partial(reading, path, *places[name]), tensor.read)
+            )
+            for name, tensor in found.items()
         }
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: expected a file, found none") from error
@@ -111,16 +125,19 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def _starts(path: Path) -> dict[str, int]:
-    """Return where each tensor starts in a safetensors file that was opened without an error."""
+def _watched(before: Callable[[], object], read: Callable[..., Values], *part: Any) -> Values:
+    before()
+    return read(*part)
+
+
+def _places(path: Path) -> dict[str, tuple[int, int]]:
+    """Return where each tensor starts and ends in a safetensors file that was opened without an error."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
-    return {
-        name: 8 + size + entry["data_offsets"][0]
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
+    header.pop("__metadata__", None)
+    places = {name: entry["data_offsets"] for name, entry in header.items()}
+    return {name: (8 + size + start, 8 + size + end) for name, (start, end) in places.items()}
 
 
 def _small_floats(tensor: Tensor, start: int, part: slice | None = None) -> Values:

@@ -6,7 +6,7 @@ that has to lower or pack something calls it: a build that changes nothing never
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from prejit.compiler.checkpoint.checkpoint import (
     open_checkpoint,
     open_encoder,
 )
+from prejit.compiler.checkpoint.tensor_files import Reading, unwatched
 from prejit.compiler.manifest.manifest import Encode, Manifest
 from prejit.compiler.models.families.image_processing import processing_files, sight_files
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
@@ -160,8 +161,10 @@ def _adapters(manifest: Manifest) -> tuple[Path, ...]:
     return tuple(map(manifest.resolve, manifest.model.adapters))
 
 
-def open_weights(files: ModelFiles) -> Checkpoint:
+def open_weights(files: ModelFiles, reading: Reading = unwatched) -> Checkpoint:
     """Return the published weights; a tensor is read when it is used.
+
+    `reading` is as of `open_checkpoint`.
 
     Raises:
         CheckpointError: files are missing.
@@ -172,19 +175,29 @@ def open_weights(files: ModelFiles) -> Checkpoint:
         raise no_encoder(files.weights)
     else:
         opened = partial(open_encoder, images=files.images, layout=files.layout)
-    return opened(files.directory, out_in=files.out_in, adapters=files.adapters)
+    return opened(files.directory, out_in=files.out_in, adapters=files.adapters, reading=reading)
 
 
-def weight_digests(weights: Checkpoint) -> tuple[tuple[str, str], ...]:
+def file_digest(path: Path) -> str:
+    """Return the digest of a file: from a receipt, if the file did not change since it was hashed."""
+    receipts = Receipts(path)  # of this file alone: saving drops what it was not asked for
+    digest = receipts.digest_of(path)
+    receipts.save()
+    return digest
+
+
+def weight_digests(
+    weights: Checkpoint, digest: Callable[[Path], str] = file_digest
+) -> tuple[tuple[str, str], ...]:
     """Return the files that decide the weights, each with its digest: those of the model, then of adapters.
 
     An adapter is named by its place, as two of the same content in another order may give other weights.
     """
     adapters = (
-        (f"adapter {place // 2}: {file.name}", file_digest(file))
+        (f"adapter {place // 2}: {file.name}", digest(file))
         for place, file in enumerate(weights.adapter_files)
     )
-    return (*file_digests(weights.directory, weights.files), *adapters)
+    return (*file_digests(weights.directory, weights.files, digest), *adapters)
 
 
 def cache_dtype(manifest: Manifest) -> str:
@@ -258,14 +271,8 @@ def read_model(manifest: Manifest, files: ModelFiles) -> ModelSource:
     return ModelSource(files, config, shape, decoder, room, images)
 
 
-def file_digests(directory: Path, files: Iterable[Path]) -> tuple[tuple[str, str], ...]:
+def file_digests(
+    directory: Path, files: Iterable[Path], digest: Callable[[Path], str] = file_digest
+) -> tuple[tuple[str, str], ...]:
     """Return files by their names in a directory, each with its digest."""
-    return tuple((str(file.relative_to(directory)), file_digest(file)) for file in files)
-
-
-def file_digest(path: Path) -> str:
-    """Return the digest of a file: from a receipt, if the file did not change since it was hashed."""
-    receipts = Receipts(path)  # of this file alone: saving drops what it was not asked for
-    digest = receipts.digest_of(path)
-    receipts.save()
-    return digest
+    return tuple((str(file.relative_to(directory)), digest(file)) for file in files)

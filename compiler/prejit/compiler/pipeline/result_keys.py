@@ -6,6 +6,7 @@ trace     the portable program (see `traces`)
 native    the same program with calls of kernels   as lower, and the forms of products that differ
 compile   an executable                            StableHLO, target, compiler, flags, kernels
 weights   the weights layer                        files of the checkpoint, dtype, our code
+outline   that weights were packed before          as weights, of each file size and last bytes
 accuracy  what the dtypes cost                     files of the checkpoint, dtypes, the text
 tokenizer a check that passed                      tokenizer.json, config.json
 chunks    digests of a layer's chunks and of its   digest of the layer, hash function, size, size of

@@ -172,21 +172,23 @@ class Receipts:
 
     def holds(self, digest: str, identity: Identity) -> bool:
         """Return whether a receipt says that this very file had this digest."""
-        held = self._held.get(digest) == list(astuple(identity))
-        if held:
+        if held := self._held.get(digest) == list(astuple(identity)):
             self._valid[digest] = astuple(identity)
         return held
 
+    def find(self, identity: Identity) -> str | None:
+        """Return the digest that a receipt gives this very file; None: there is no receipt."""
+        digests = filter(is_digest, self._held)
+        return next((each for each in digests if self.holds(each, identity)), None)
+
     def digest_of(self, path: Path) -> str:
         """Return the digest of a file, from its receipt or by hashing it. Raise StoreError if that fails."""
-        with store_errors(path, "read"):
-            with open(path, "rb") as file:
-                identity = Identity.of(os.fstat(file.fileno()))
-                for digest in self._held:
-                    if is_digest(digest) and self.holds(digest, identity):
-                        return digest
-                hashed_at = time.time()
-                digest = digest_file(file.fileno())
+        with store_errors(path, "read"), open(path, "rb") as file:
+            identity = Identity.of(os.fstat(file.fileno()))
+            if (known := self.find(identity)) is not None:
+                return known
+            hashed_at = time.time()
+            digest = digest_file(file.fileno())
         self.add(digest, identity, hashed_at=hashed_at)
         return digest
 
@@ -208,10 +210,7 @@ class Receipts:
         self._added = True
 
     def save(self) -> None:
-        """Write the valid receipts, if any was added. Receipts of files that are gone are dropped.
-
-        A cache directory that cannot be written is no error: it costs only time.
-        """
+        """Write the valid receipts, if any was added. Receipts of files that are gone are dropped."""
         if self._added:
             others = self._read() if self._is_shared else {}  # what others have added meanwhile
             content = json.dumps({**others, **self._valid}).encode()

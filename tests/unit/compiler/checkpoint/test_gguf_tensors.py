@@ -86,12 +86,20 @@ def of_family(family, directory):
 def test_a_file_of_llama_cpp_gives_other_parameters(family, architecture, tmp_path):
     config, tensors = of_family(family, tmp_path / "published")
     write(tmp_path / "gguf", architecture, config, tensors)
-    found = open_checkpoint(tmp_path / "gguf", out_in=True)
+    places = {}
+    found = open_checkpoint(
+        tmp_path / "gguf", out_in=True, reading=lambda path, *place: places.update({place: path})
+    )
     assert list(found.names) == list(tensors)
     assert found.forms == {}
     for name, values in tensors.items():
         rounding = 1e-6 if "norm" in name and "gemma" in family else 0
         np.testing.assert_allclose(found.read(name), values, rtol=0, atol=rounding, err_msg=name)
+    file = tmp_path / "gguf" / "model.gguf"
+    assert set(places.values()) == {file}
+    assert sum(end - start for start, end in places) == sum(
+        each.nbytes for each in tensors.values()
+    )
 
 
 def of_q4_k(random, outputs, inputs):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,10 +24,19 @@ from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTensor
 from prejit.compiler.pipeline.pack.chunks import chunks_of
 from prejit.compiler.pipeline.pack.few_bits import FewBits, few_bits
+from prejit.compiler.pipeline.pack.hashed_files import HashedFile, watching
 from prejit.compiler.pipeline.plan import Plan
-from prejit.compiler.pipeline.result_keys import Contents, content_of, tokenizer_key, weights_key
+from prejit.compiler.pipeline.result_keys import (
+    Contents,
+    Digests,
+    content_of,
+    tokenizer_key,
+    weights_key,
+)
 from prejit.compiler.pipeline.workspace import UserCode, Workspace, values_of
-from prejit.runtime.base.files import Identity, store_errors
+from prejit.compiler.store.build_cache_key import Key
+from prejit.compiler.store.store_interface import Store
+from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError, CheckpointError
 from prejit.runtime.format import limits
@@ -189,14 +198,29 @@ def _check_tokenizer(
 
 @dataclass(frozen=True)
 class Published:
-    """The published weights of a model: the tensors, and the files that decide them, each with its digest.
-
-    `identities` are those of the files before they were hashed, by path.
-    """
+    """The published weights of a model: the tensors, and the files that decide them, by path."""
 
     checkpoint: Checkpoint
-    files: tuple[tuple[str, str], ...]
-    identities: Mapping[Path, Identity]
+    hashed: Mapping[Path, HashedFile]
+
+    @property
+    def files(self) -> tuple[tuple[str, str], ...]:
+        """The files, each with its digest. Bytes that no tensor has taken yet are hashed now.
+
+        Raises:
+            CheckpointError, StoreError: as `check_unchanged`.
+        """
+        return weight_digests(self.checkpoint, lambda path: self.hashed[path].digest())
+
+    @property
+    def outlines(self) -> Digests:
+        """The files, each with its outline."""
+        return weight_digests(self.checkpoint, lambda path: self.hashed[path].outline())
+
+    @property
+    def are_known(self) -> bool:
+        """Whether the digests of all files are known."""
+        return all(each.is_known for each in self.hashed.values())
 
     @property
     def of_model(self) -> tuple[tuple[str, str], ...]:
@@ -204,32 +228,25 @@ class Published:
         return self.files[: len(self.checkpoint.files)]
 
     def check_unchanged(self) -> None:
-        """Check that no file changed after it was hashed: its digest would be that of other weights.
+        """Check that no file changed since the build began: its digest would be that of other weights.
 
         Raises:
             CheckpointError: one did.
             StoreError: one is gone.
         """
-        for path, identity in self.identities.items():
-            with store_errors(path, "read"):
-                now = Identity.of(path.stat())
-            if now != identity:
-                raise CheckpointError(
-                    f"{path}: it changed while the build read it",
-                    hint="build again when the file is whole",
-                )
+        for each in self.hashed.values():
+            each.check_unchanged()
 
 
 def find_published(plan: Plan) -> Published | None:
-    """Open the weights of the plan's model, and hash their files. None: it has no published model."""
+    """Open the weights of the plan's model, and hash no file yet. None: it has no published model."""
     if plan.model is None or plan.manifest.has_own_model:
         return None
-    checkpoint = open_weights(plan.model)
-    identities = {}
-    for path in (*checkpoint.files, *checkpoint.adapter_files):
-        with store_errors(path, "read"):
-            identities[path] = Identity.of(path.stat())
-    return Published(checkpoint, weight_digests(checkpoint), identities)
+    hashed: dict[Path, HashedFile] = {}
+    checkpoint = open_weights(plan.model, watching(hashed))
+    files = (*checkpoint.files, *checkpoint.adapter_files)
+    hashed |= {path: HashedFile(path) for path in files}
+    return Published(checkpoint, hashed)
 
 
 @dataclass(frozen=True)
@@ -272,35 +289,20 @@ def pack_weights(
     manifest, store, own = space.plan.manifest, space.store, space.plan.own
     if published is None and not user and (own is None or not own.parameters):
         return None
+    exact, orders = (None, None) if own is None else (own.parameters, own.orders)
+    key_of = partial(
+        weights_key, manifest, space.plan.model, user=user, own=exact, own_orders=orders
+    )
+    make = partial(_write_weights, space, published, user, round_by_text)
     with space.progress.phase("packing weights"):
-        files = () if published is None else published.files
-        exact, orders = (None, None) if own is None else (own.parameters, own.orders)
-        key = weights_key(manifest, space.plan.model, files, user, exact, orders)
+        if published is not None and not published.are_known:
+            _pack_and_hash(store, published, key_of, make)
+        key = key_of(() if published is None else published.files)
         with store.making(key):
             result = store.get(key)
             if result is None:
-                tensors = list(_user_tensors(manifest.where, user, space.code())) if user else []
-                errors: dict[str, float] = {}
-                rounded = None
-                if published is not None:
-                    checkpoint = published.checkpoint
-                    rounded = round_by_text(space, checkpoint)
-                    words = {} if rounded is None else rounded.words
-                    made = _tensors(space.model(), checkpoint, errors.__setitem__, words)
-                    tensors = [*made, *tensors]
-                if own is not None:
-                    model_of_user = space.code().model
-                    assert model_of_user is not None
-                    tensors = [*_own_tensors(model_of_user), *tensors]
-                with store.blob_writer() as blob:
-                    bundle_files.write_weights(tensors, blob)
-                    if published is not None:
-                        published.check_unchanged()
-                bits = few_bits(published.checkpoint.forms if published else {}, errors)
-                result = {"digest": blob.digest, "size": blob.size}
-                result |= {"few_bits": asdict(bits)} if bits else {}
-                result |= {"int4": rounded.line} if rounded else {}
-                store.put(key, result, blobs=[blob.digest])
+                result = make()
+                store.put(key, result, blobs=[result["digest"]])
         path = store.blob_path(result["digest"])
         if path is None:
             raise BuildError("the weights are gone from the build cache", hint="build again")
@@ -311,6 +313,57 @@ def pack_weights(
         )
         chunks_of([layer], store)  # while workers compile; `pack_bundle` finds them in the store
     return layer
+
+
+def _pack_and_hash(
+    store: Store,
+    published: Published,
+    key_of: Callable[[Digests], Key],
+    make: Callable[[], dict[str, Any]],
+) -> None:
+    """Pack the weights of files without a receipt, and hash them in the same pass: the disk is read once.
+
+    Where files that look alike were packed before, the store most likely has the weights, and the files are
+    only hashed. A second build that begins meanwhile waits here, and then finds that they were.
+    """
+    outline = replace(key_of(published.outlines), kind="outline")
+    with store.making(outline):
+        if store.get(outline) is None:
+            result = make()
+            store.put(key_of(published.files), result, blobs=[result["digest"]])
+            store.put(outline, {})
+
+
+def _write_weights(
+    space: Workspace,
+    published: Published | None,
+    user: Mapping[str, Contents],
+    round_by_text: Callable[[Workspace, Checkpoint], RoundedByText | None],
+) -> dict[str, Any]:
+    """Write the weights layer into the store, as in `pack_weights`, and return the result of its key."""
+    tensors: list[PackedTensor] = []
+    if user:
+        tensors += _user_tensors(space.plan.manifest.where, user, space.code())
+    errors: dict[str, float] = {}
+    rounded = None
+    if published is not None:
+        checkpoint = published.checkpoint
+        rounded = round_by_text(space, checkpoint)
+        words = {} if rounded is None else rounded.words
+        tensors = [*_tensors(space.model(), checkpoint, errors.__setitem__, words), *tensors]
+    if space.plan.own is not None:
+        model_of_user = space.code().model
+        assert model_of_user is not None
+        tensors = [*_own_tensors(model_of_user), *tensors]
+    with space.store.blob_writer() as blob:
+        bundle_files.write_weights(tensors, blob)
+        if published is not None:
+            published.check_unchanged()
+    bits = few_bits(published.checkpoint.forms if published else {}, errors)
+    result: dict[str, Any] = {"digest": blob.digest, "size": blob.size}
+    result |= {"few_bits": asdict(bits)} if bits else {}
+    result |= {"int4": rounded.line} if rounded else {}
+    return result
 
 
 def _user_tensors(

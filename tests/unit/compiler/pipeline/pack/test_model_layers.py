@@ -1,15 +1,33 @@
-"""What is wrong with the files beside a model's weights is found before anything compiles."""
+"""Files beside a model's weights with a mistake fail before anything compiles. Weights are read once."""
 
 import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
+from safetensors.numpy import save, save_file
+from tests.parity.cases import shapes_of
+from tests.unit.compiler.models.small_models import LLAMA
 
+from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.models.chat_files import read_chat
-from prejit.compiler.pipeline.pack.model_layers import Published, check_generation, special_ids
-from prejit.runtime.base.files import Identity
-from prejit.runtime.errors import CheckpointError, StoreError
+from prejit.compiler.pipeline.pack import bundle_files, hashed_files
+from prejit.compiler.pipeline.pack.hashed_files import HashedFile
+from prejit.compiler.pipeline.pack.model_layers import (
+    check_generation,
+    find_published,
+    pack_weights,
+    special_ids,
+)
+from prejit.compiler.pipeline.plan import plan_build
+from prejit.compiler.pipeline.workspace import Workspace
+from prejit.compiler.progress import Quiet
+from prejit.compiler.store.directory_store import DirectoryStore
+from prejit.runtime.base.files import digest_of
+from prejit.runtime.errors import CheckpointError
+from prejit.runtime.machine import kept_files
 
 
 def test_a_configuration_that_cannot_be_read_fails_the_build(tmp_path):
@@ -29,20 +47,121 @@ def test_a_configuration_that_cannot_be_read_fails_the_build(tmp_path):
         read_chat(tmp_path)
 
 
-def test_weights_that_change_behind_their_digest_are_not_packed(tmp_path):
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"one")
-    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
-    published = Published(None, (), {file: Identity.of(file.stat())})
-    published.check_unchanged()
-    time.sleep(0.02)  # a tick of the kernel's clock
-    file.write_bytes(b"two")
-    os.utime(file, ns=times)
-    with pytest.raises(CheckpointError, match="changed while the build read it"):
-        published.check_unchanged()
-    file.unlink()
-    with pytest.raises(StoreError):
-        published.check_unchanged()
+def planned(directory, sections):
+    """Return the plan of a model in int8, whose tensors lie in two shards."""
+    model = directory / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    random = np.random.default_rng(0)
+    shapes = shapes_of(LLAMA)
+    drawn = {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    names = sorted(drawn)
+    where = {name: f"{names.index(name) % 2}.safetensors" for name in names}
+    for file in set(where.values()):
+        save_file({name: drawn[name] for name in names if where[name] == file}, model / file)
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    (directory / "w.safetensors").write_bytes(save({"w": np.ones(3, np.float32)}))
+    (directory / "own.py").write_text("def f(params, x):\n    return params['w'] * x\n")
+    manifest = directory / "m.toml"
+    manifest.write_text(
+        '[bundle]\nname = "m"\n[model]\nsource = "model"\ndtype = "int8"\n'
+        f"[generate]\nbatch = [1]\nprompt = [8]\ncontext = [16]\n{sections}"
+        '[[target]]\nname = "cpu-host"\n'
+    )
+    return read_manifest(manifest)
+
+
+PROGRAM = """[[program]]
+name = "own"
+function = "own:f"
+params = "w.safetensors"
+args = { x = "float32[3]" }
+"""
+
+
+def packed(manifest, cache, round_by_text=lambda space, checkpoint: None):
+    store = DirectoryStore.open(cache)
+    space = Workspace.of(plan_build(manifest, store), store, Quiet())
+    published = find_published(space.plan)
+    return published, pack_weights(space, published, space.parameters(), round_by_text)
+
+
+def files_of(cache):
+    return {each.name for each in cache.glob("v1/actions/weights/**/*") if each.is_file()}
+
+
+def test_a_checkpoint_is_hashed_while_it_is_packed(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_files, "SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr(hashed_files, "_BLOCK_BYTES", 64)
+    manifest = planned(tmp_path, PROGRAM)
+    ahead, writes = [], []
+    hash_ahead, write = HashedFile.read_ahead, bundle_files.write_weights
+
+    def read_ahead(self, start, end):
+        hash_ahead(self, start, end)
+        ahead.append(self.hashed_bytes - end)
+
+    def write_weights(tensors, out):
+        writes.append(out)
+        write(tensors, out)
+
+    monkeypatch.setattr(HashedFile, "read_ahead", read_ahead)
+    monkeypatch.setattr(bundle_files, "write_weights", write_weights)
+    published, first = packed(manifest, tmp_path / "first")
+    # Nothing is hashed long before it is read.
+    assert len(ahead) >= 20
+    assert all(0 <= count < 64 for count in ahead)
+    digests = {path.name: digest_of(path.read_bytes()) for path in published.checkpoint.files}
+    assert dict(published.files) == digests
+    # With receipts nothing is hashed, and the bytes are the same.
+    published, again = packed(manifest, tmp_path / "second")
+    assert again.digest == first.digest
+    assert dict(published.files) == digests
+    assert not any(each.hashed_bytes for each in published.hashed.values())
+    assert files_of(tmp_path / "first") == files_of(tmp_path / "second")
+    # Without receipts a store that has the weights saves packing.
+    monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path / "none"))
+    assert packed(manifest, tmp_path / "first")[1] == first
+    assert len(writes) == 2
+
+
+def test_builds_that_begin_at_once_pack_once(tmp_path, monkeypatch):
+    manifest, writes, write = planned(tmp_path, ""), [], bundle_files.write_weights
+
+    def write_weights(tensors, out):
+        writes.append(out)
+        time.sleep(0.2)  # the other one waits
+        write(tensors, out)
+
+    monkeypatch.setattr(bundle_files, "write_weights", write_weights)
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(packed, manifest, tmp_path / "cache") for _ in range(2)]
+        assert len({each.result()[1].digest for each in both}) == 1
+    assert len(writes) == 1
+
+
+def test_weights_that_change_while_they_are_read_are_not_packed(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_files, "SETTLED_SECONDS", -1.0)
+    manifest = planned(tmp_path, "")
+    shard = tmp_path / "model" / "0.safetensors"
+    content, times = shard.read_bytes(), (shard.stat().st_atime_ns, shard.stat().st_mtime_ns)
+
+    def change(space, checkpoint):
+        time.sleep(0.02)  # a tick of the kernel's clock
+        shard.write_bytes(content[:-1] + b"\1")
+        os.utime(shard, ns=times)
+
+    cache = tmp_path / "cache"
+    with pytest.raises(CheckpointError, match="safetensors: it changed while the build read it"):
+        packed(manifest, cache, change)
+    assert not files_of(cache)
+    with pytest.raises(CheckpointError, match="expected a file, found none"):
+        packed(manifest, cache, lambda space, checkpoint: shard.unlink())
+    assert not files_of(cache)
+    shard.write_bytes(content)
+    published, _ = packed(manifest, cache)
+    assert dict(published.files)["0.safetensors"] == digest_of(content)
+    assert len(files_of(cache)) == 1
 
 
 def ids_of(directory, config, generation):
