@@ -19,7 +19,13 @@ from prejit.compiler.checkpoint import tokenizer_check
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
 from prejit.compiler.checkpoint.encoder_tokenizer import check_encoder_tokenizer
 from prejit.compiler.models.chat_files import read_chat, special_tokens
-from prejit.compiler.pipeline.model import ModelSource, file_digest, open_weights, weight_digests
+from prejit.compiler.pipeline.model import (
+    ModelSource,
+    file_digest,
+    int4_text,
+    open_weights,
+    weight_digests,
+)
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTensor
 from prejit.compiler.pipeline.pack.chunks import chunks_of
@@ -191,7 +197,7 @@ def _check_tokenizer(
 class Published:
     """The published weights of a model: the tensors, and the files that decide them, each with its digest.
 
-    `identities` are those of the files before they were hashed, by path.
+    `identities` are those of the files before they were hashed, by path, and of a text that decides weights.
     """
 
     checkpoint: Checkpoint
@@ -224,9 +230,12 @@ def find_published(plan: Plan) -> Published | None:
     """Open the weights of the plan's model, and hash their files. None: it has no published model."""
     if plan.model is None or plan.manifest.has_own_model:
         return None
-    checkpoint = open_weights(plan.model)
+    checkpoint, texts = open_weights(plan.model), list[Path]()
+    if (text := int4_text(plan.manifest, plan.model)) is not None:
+        tokenizer = plan.model.transformer / "tokenizer.json"
+        texts = [text, *([tokenizer] * tokenizer.is_file())]
     identities = {}
-    for path in (*checkpoint.files, *checkpoint.adapter_files):
+    for path in (*checkpoint.files, *checkpoint.adapter_files, *texts):
         with store_errors(path, "read"):
             identities[path] = Identity.of(path.stat())
     return Published(checkpoint, weight_digests(checkpoint), identities)
@@ -238,7 +247,7 @@ class WeightsLayer(PackedLayer):
 
     Attributes:
         few_bits: what became of matrices that were published in few bits; None: there are none.
-        int4: what decided how matrices were rounded to int4; empty: there are none.
+        int4: what decided how matrices were rounded to int4, and an encoder's dtypes; empty: nothing.
     """
 
     few_bits: FewBits | None = None
@@ -299,7 +308,8 @@ def pack_weights(
                 bits = few_bits(published.checkpoint.forms if published else {}, errors)
                 result = {"digest": blob.digest, "size": blob.size}
                 result |= {"few_bits": asdict(bits)} if bits else {}
-                result |= {"int4": rounded.line} if rounded else {}
+                lines = (rounded.line if rounded else "", _mixture(space) if published else "")
+                result |= {"int4": "; ".join(filter(None, lines))}
                 store.put(key, result, blobs=[blob.digest])
         path = store.blob_path(result["digest"])
         if path is None:
@@ -311,6 +321,17 @@ def pack_weights(
         )
         chunks_of([layer], store)  # while workers compile; `pack_bundle` finds them in the store
     return layer
+
+
+def _mixture(space: Workspace) -> str:
+    """Return the dtypes of an encoder's matrices, for people; empty: they have one."""
+    from prejit.compiler.models import quantizing
+
+    files = space.plan.model
+    if files is None or not files.chooses:
+        return ""
+    found = quantizing.described(space.model().module)
+    return f"stored matrices as {found}, for a cosine of 0.999" if " and " in found else ""
 
 
 def _user_tensors(
