@@ -20,7 +20,7 @@ WIDE = {case.name: case for case in wide_cases()}
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    cases([("bert", "int4")], others=[("bert", "int8"), ("qwen3", "int4"), ("qwen3", "int8")]),
+    cases([("qwen3", "int4")], others=[("qwen3", "int8"), ("bert", "int4"), ("bert", "int8")]),
 )
 def test_an_encoder_in_few_bits_keeps_its_cosine(run, tmp_path, name, dtype):
     case, model = WIDE[name], tmp_path / "model"
@@ -47,7 +47,7 @@ def test_an_encoder_in_few_bits_keeps_its_cosine(run, tmp_path, name, dtype):
     accuracy = told["accuracy"]
     assert 999_000 <= accuracy["cosine_millionths"] < 1_000_000
     # All of them in int8 lose too much, which the build says everywhere.
-    assert re.fullmatch(r"\d+ int8 and \d+ bfloat16 \(\d+\.\d bits\)", accuracy["weights"])
+    assert re.fullmatch(r"(\d+ int8 and \d+ )?bfloat16( \(\d+\.\d bits\))?", accuracy["weights"])
     assert f"stored matrices as {accuracy['weights']}" in told["int4"]
     assert f"{accuracy['weights']} weights" in run("inspect", tmp_path / "m").stdout
     again = json.loads(run("build", manifest, "-o", tmp_path, "--json", quick=True).stdout)[0]

@@ -34,8 +34,8 @@ MOST_COST = 5e-4
 """Largest 1 - cosine of a sentence that decides: others lose up to twice as much, and shall keep 0.999."""
 MOST_UNTRIED_COST = 25e-5
 """The same with int4 where random tokens decide: texts, which trained models know, lose twice as much."""
-_SENTENCES, _TOKENS = 64, 64
-"""Largest number of sentences, and of tokens of each, that decide."""
+_SENTENCES, _TOKENS = 256, 32
+"""Largest number of sentences, and of tokens of each, that decide: few sentences lose much more than most."""
 _LEAST_SENTENCES = 8
 """Smallest number of sentences that a large encoder reads."""
 _MOST_PRODUCTS = 1 << 36

@@ -324,14 +324,14 @@ def pack_weights(
 
 
 def _mixture(space: Workspace) -> str:
-    """Return the dtypes of an encoder's matrices, for people; empty: they have one."""
+    """Return the dtypes of an encoder's matrices, for people; empty: they are the manifest's."""
     from prejit.compiler.models import quantizing
 
     files = space.plan.model
-    if files is None or not files.chooses:
+    if files is None or not files.chosen:
         return ""
     found = quantizing.described(space.model().module)
-    return f"stored matrices as {found}, for a cosine of 0.999" if " and " in found else ""
+    return f"stored matrices as {found}, for a cosine of 0.999"
 
 
 def _user_tensors(

@@ -68,8 +68,8 @@ def test_places_are_all_matrices_but_published_ones_and_unseen_heads_are_int8(
     checkpoint, source = open_encoder(tmp_path, out_in=True), config_file.load_encoder(tmp_path)
     module = model_registry.make_encoder(source, "int4", out_in=True)
     model = SimpleNamespace(module=module)
-    trials = Trials(model, checkpoint, np.ones((80, 90), np.int32), np.full(80, 90, np.int32))
-    assert (trials.tokens.shape, {*trials.length}) == ((64, 64), {64})
+    trials = Trials(model, checkpoint, np.ones((300, 90), np.int32), np.full(300, 90))
+    assert (trials.tokens.shape, {*trials.length}) == ((256, 32), {32})
     places = trials.places()
     up = "bert.encoder.layer.*.intermediate.dense.weight"
     assert places[up] == Place(2 * 64 * 96, INT4)
