@@ -46,13 +46,15 @@ def main(directory: Path, text: Path) -> None:
     config = config_file.load_config(directory)
     checkpoint = open_checkpoint(directory, out_in=True)
     make = partial(model_registry.make_decoder, config, out_in=True)
-    exact = parametrized(make())
+    exact, rounding_x = make(), make()
+    quantizing.imitate(rounding_x, make(dtype="int8"))
     tokens, begin = model_comparison.read_text(text, directory / "tokenizer.json")
     tokens, unread = tokens[-TOKENS:], max(0, len(begin) - 1)
     windows = [np.r_[begin, tokens[at : at + WINDOW]] for at in range(0, len(tokens), WINDOW)]
 
     def logits(weights: dict[str, Rows], *, rounds_rows: bool = False) -> Values:
-        compared = model_comparison.ComparedModel(exact, weights, rounds_rows=rounds_rows)
+        module = parametrized(rounding_x if rounds_rows else exact)
+        compared = model_comparison.ComparedModel(module, weights)
         with product_forms.rounding_rows():
             found = model_comparison._logits(compared, windows)()
         return np.concatenate([each[unread:-1] for each in found]).astype(np.float64)

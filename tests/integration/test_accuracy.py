@@ -106,8 +106,9 @@ def test_an_encoder_in_int8_gives_other_embeddings(run, tmp_path):
         '[encode]\nshapes = [[1, 16]]\n[[target]]\nname = "cpu-host"\n'
     )
     told = accuracy_of(run, manifest, tmp_path)
-    assert (told["weights"], told["text"]) == ("int8", "random")
-    assert 990_000 < told["cosine_millionths"] < 1_000_000
+    assert told["text"] == "random"
+    assert " int8 and " in told["weights"]  # some need more
+    assert 999_000 < told["cosine_millionths"] < 1_000_000
     assert "least cosine of embeddings" in run("inspect", tmp_path / "bert").stdout
     manifest.write_text(manifest.read_text().replace('"int8"', '"int8"\naccuracy = false'))
     assert accuracy_of(run, manifest, tmp_path) is None

@@ -17,6 +17,7 @@ ROWS, TOKENS = 4, 29
 """Of a case's batch. The first row is full, the second has one token."""
 
 REFERENCE = Path(__file__).parent / "encoder_family_reference.npz"
+WIDE_REFERENCE = Path(__file__).parent / "wide_encoder_reference.npz"
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,18 @@ def family_cases() -> tuple[FamilyCase, ...]:
                 }
                 made.append(FamilyCase(f"scores-{name}-{at}", scoring, 100 * number + at + 11))
     return tuple(made)
+
+
+def wide_cases() -> tuple[FamilyCase, ...]:
+    """An encoder and a decoder that embeds, whose matrices are large enough for int4."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4}
+    families = dict(_FAMILIES)
+    changes = {"bert": {}, "qwen3": {"num_key_value_heads": 2, "head_dim": 32}}
+    return tuple(
+        FamilyCase(name, {**sizes, **_COMMON, **families[name], **more}, 7)
+        for name, more in changes.items()
+    )
 
 
 _SIZES = (

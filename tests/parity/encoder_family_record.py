@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from .encoder_family_cases import REFERENCE, TOKENS, FamilyCase, family_cases
+from .encoder_family_cases import (
+    REFERENCE,
+    TOKENS,
+    WIDE_REFERENCE,
+    FamilyCase,
+    family_cases,
+    wide_cases,
+)
 
 
 def torch_result(case: FamilyCase) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -38,10 +45,12 @@ def torch_result(case: FamilyCase) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 
 def main() -> None:
-    """Writes REFERENCE."""
+    """Writes the references: of wide cases the means of valid tokens."""
     recorded = {case.name: torch_result(case) for case in family_cases()}
-    np.savez_compressed(REFERENCE, **recorded)  # type: ignore[arg-type]
-    print(f"{REFERENCE}: {len(recorded)} cases, {REFERENCE.stat().st_size} bytes")
+    wide = {case.name: torch_result(case).sum(1) / case.lengths[:, None] for case in wide_cases()}
+    for file, found in ((REFERENCE, recorded), (WIDE_REFERENCE, wide)):
+        np.savez_compressed(file, **found)  # type: ignore[arg-type]
+        print(f"{file}: {len(found)} cases, {file.stat().st_size} bytes")
 
 
 if __name__ == "__main__":

@@ -81,10 +81,12 @@ class Model:
         dtype: dtype in which the matrices are stored. All arithmetic is float32; a decoder of the user gets
             its matrices in float32 and computes as it was written.
         evaluation: path of a text, relative to the manifest, on whose last tokens accuracy is measured;
-            without it, on random tokens. Its first tokens decide how a decoder is rounded to int4.
+            without it, on random tokens. What comes before decides how matrices are rounded to int4, and how
+            many bits those of an encoder need.
         reads: files that the code of `module` reads by other means than Python's own `open`, relative to the
             manifest: paths, glob patterns, directories. It is traced again when one of them changes.
-        accuracy: whether the build measures what the dtypes cost in accuracy.
+        accuracy: whether the build measures what the dtypes cost in accuracy, and gives matrices of an
+            encoder more bits than `dtype` has where its embeddings need them.
         impure: whether `module` may read the clock or draw random numbers without a seed while it is traced,
             because the program does not depend on them. Otherwise that is an error.
     """

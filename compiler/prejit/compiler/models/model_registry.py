@@ -6,7 +6,9 @@ published tensors, one array each; nothing is stacked.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from flax import nnx
@@ -153,17 +155,18 @@ def make_encoder(
     *,
     out_in: bool = False,
     groups: Groups = GROUPS_OF_32,
+    chosen: Mapping[str, str] = MappingProxyType({}),
 ) -> WholeEncoder:
     """Return an encoder as an abstract module: its parameters are shapes without values.
 
     `source` is from `config_file.load_encoder`, `dtype` a name in STORED_DTYPES, `out_in` and `groups` as in
-    `make_decoder`.
+    `make_decoder`, `chosen` as in `quantizing.store`.
     """
     describe_encoder(source)
     family = ENCODERS[source.config.model_type]
     with product_forms.storing(out_in=out_in):
         module: WholeEncoder = nnx.eval_shape(lambda: _encoder(source, family))
-    quantizing.store(module, dtype, groups)
+    quantizing.store(module, dtype, groups, chosen)
     return module
 
 

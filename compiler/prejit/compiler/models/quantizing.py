@@ -16,7 +16,9 @@ published_integers.py keeps what was published in few bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -98,10 +100,16 @@ def blocks(shape: tuple[int, ...]) -> Iterator[slice]:
     return (slice(at, min(at + rows, shape[0])) for at in range(0, shape[0], rows))
 
 
+def place_of(name: str) -> str:
+    """Return the place of a matrix in every layer: `layers.*.up.weight` for `layers.3.up.weight`."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
 def store(
     module: nnx.Module,
     dtype: str,
     groups: Groups = GROUPS_OF_32,
+    chosen: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Change the matrices of an abstract module from float32 to a stored dtype.
 
@@ -110,14 +118,16 @@ def store(
         dtype: a name in STORED_DTYPES. With int8 each `weight` gets a `weight_scale`, float32 [out]; with
             int4 words and scales as in layers/int4_words.py.
         groups: those of int4.
+        chosen: other dtypes, by the place of a matrix in every layer.
     """
-    if not STORED_DTYPES[dtype].is_narrow:
-        return
     tokens = getattr(module, "vocab_size", None)
-    for _, part in nnx.iter_modules(module):
+    for path, part in nnx.iter_modules(module):
         if not isinstance(part, MATRICES):
             continue
-        stored, shape = _dtype_of(part, STORED_DTYPES[dtype], tokens), part.weight.shape
+        wanted_here = STORED_DTYPES[chosen.get(place_of(_name(path)), dtype)]
+        stored, shape = _dtype_of(part, wanted_here, tokens), part.weight.shape
+        if not stored.is_narrow:
+            continue
         outputs = tuple(n for axis, n in enumerate(shape) if axis != part.contracted)
         scales: tuple[tuple[int, ...], Any] = outputs, jnp.float32
         if stored.words is not None and not isinstance(part, Embedding):
@@ -168,7 +178,7 @@ def readers(
     """
     found: dict[str, Callable[[], Values]] = {}
     for name, part, stored in _narrow_parts(module):
-        if name in words:
+        if name in words and stored.words is not None:
             found[name], found[name + _SCALE] = (
                 partial(words[name].__getitem__, n) for n in (0, 1)
             )
@@ -278,7 +288,39 @@ def _narrow_parts(module: nnx.Module) -> Iterator[tuple[str, MATRICES, StoredDty
         if isinstance(part, MATRICES):
             stored = stored_as(part.weight.dtype)
             if stored.is_narrow:
-                yield ".".join(map(str, (*path, "weight"))), part, stored
+                yield _name(path), part, stored
+
+
+def _name(path: Iterable[Any]) -> str:
+    return ".".join(map(str, (*path, "weight")))
+
+
+def imitate(exact: nnx.Module, stored: nnx.Module) -> None:
+    """Let the products of a float32 module round x as the kernels of a stored one do."""
+    narrow = {name: dtype.name for name, _, dtype in _narrow_parts(stored)}
+    for path, part in nnx.iter_modules(exact):
+        if isinstance(part, Linear):
+            part.imitated = narrow.get(_name(path), "")
+
+
+def stored_dtypes(module: nnx.Module) -> dict[str, str]:
+    """Return the stored dtypes of the matrices that are not float32, by name."""
+    return {name: stored.name for name, _, stored in _narrow_parts(module)}
+
+
+def described(module: nnx.Module) -> str:
+    """Return the stored dtypes of a module's matrices: `int8`, or `24 int4 and 14 int8 (6.1 bits)`."""
+    counts = Counter(stored_dtypes(module).values())
+    if len(counts) < 2:
+        return "".join(counts)
+    bits = values = 0
+    for _, part, _ in _narrow_parts(module):
+        held = (part.weight, *([] if part.weight_scale is None else [part.weight_scale]))
+        bits += sum(8 * math.prod(each.shape) * each.dtype.itemsize for each in held)
+        sizes = part.weight.shape if isinstance(part, Embedding) else (part.inputs, part.outputs)
+        values += math.prod(sizes)
+    parts = [f"{counts[dtype]} {dtype}" for dtype in STORED_DTYPES if counts[dtype]]
+    return f"{' and '.join(reversed(parts))} ({bits / values:.1f} bits)"
 
 
 def quantizing(

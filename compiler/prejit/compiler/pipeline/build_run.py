@@ -40,11 +40,16 @@ from prejit.compiler.pipeline.lower.model_checks import check
 from prejit.compiler.pipeline.lower.program_lowering import is_lowered_again, lower, products_of
 from prejit.compiler.pipeline.lower.program_submission import Submitting
 from prejit.compiler.pipeline.lower.trace_keeping import remember
-from prejit.compiler.pipeline.measure.accuracy import measure_accuracy, round_by_text
+from prejit.compiler.pipeline.measure.accuracy import (
+    choose_bits,
+    measure_accuracy,
+    round_by_text,
+)
 from prejit.compiler.pipeline.measure.golden_answers import with_golden_answers
 from prejit.compiler.pipeline.measure.measured_speed import measure_costs
 from prejit.compiler.pipeline.measure.other_sizes import check_sizes
 from prejit.compiler.pipeline.measure.reference_checks import with_checked_answers
+from prejit.compiler.pipeline.model import open_weights
 from prejit.compiler.pipeline.pack.attaching import attach_descriptions
 from prejit.compiler.pipeline.pack.bundle_files import LostFramesError, PackedLayer
 from prejit.compiler.pipeline.pack.bundle_writing import check_place, write
@@ -198,6 +203,11 @@ def begin(manifest: Manifest, only: tuple[str, ...], service: Services) -> Begun
     forms, fetched = (None if path is None else str(path) for path in (service.forms, directory))
     options = PlanOptions(only, forms, fetched, service.retrace)
     plan = plan_build(manifest, store, options)
+    if plan.model is not None and plan.model.chosen is None:
+        unmeasured = Workspace.of(plan, store, progress)
+        check(unmeasured, open_weights(plan.model))
+        choose_bits(unmeasured)
+        plan = plan_build(manifest, store, options)
     space = Workspace.of(plan, store, progress)
     crew = open_crew(plan, options, service.executor, store, progress)
     with nullcontext() if crew is None else crew:

@@ -46,6 +46,8 @@ class ModelFiles:
         images: whether it reads images.
         groups: those of int4, which hold what was published in four bits.
         asked: what the manifest says of an encoder's results; empty: nothing.
+        chosen: the dtypes of an encoder's matrices that differ from the manifest's, by their place in every
+            layer; None: they have still to be measured.
     """
 
     directory: Path
@@ -57,6 +59,7 @@ class ModelFiles:
     images: bool = False
     groups: Groups = GROUPS_OF_32
     asked: str = ""
+    chosen: tuple[tuple[str, str], ...] | None = ()
 
     @property
     def transformer(self) -> Path:
@@ -69,7 +72,13 @@ class ModelFiles:
         order = "out, in" if self.out_in else "each as XLA wants it"
         if self.groups != GROUPS_OF_32:
             order += f"; groups of {self.groups.size}{' with zero points' * self.groups.zeros}"
-        return order if self.asked == "" else f"{order}; {self.asked}"
+        chosen = (f"{name} in {dtype}" for name, dtype in self.chosen or ())
+        return "; ".join(each for each in (order, self.asked, *chosen) if each)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether a build may store matrices in more bits than the manifest says: an encoder of texts."""
+        return self.layout is not None and not self.images
 
 
 @dataclass(frozen=True)
@@ -216,14 +225,15 @@ def longest_source(manifest: Manifest) -> int | None:
 
 
 def int4_text(manifest: Manifest, files: ModelFiles | None) -> Path | None:
-    """Return the text that decides how matrices of a published decoder are rounded to int4; None: nothing."""
+    """Return the text that decides how matrices of a published model are rounded to int4; None: nothing."""
     model = manifest.model
     if model is None or model.dtype != "int4" or model.evaluation is None:
         return None
-    if files is None or files.layout is not None or longest_source(manifest) is not None:
+    if files is None or longest_source(manifest) is not None:
         return None
-    has_tokenizer = (files.transformer / "tokenizer.json").is_file()
-    return manifest.resolve(model.evaluation) if has_tokenizer else None
+    if not (files.layout is None or files.chooses):  # it reads images
+        return None
+    return manifest.resolve(model.evaluation)
 
 
 def read_model(manifest: Manifest, files: ModelFiles) -> ModelSource:
@@ -247,7 +257,9 @@ def read_model(manifest: Manifest, files: ModelFiles) -> ModelSource:
         )
     if files.layout is not None:
         source = config_file.load_encoder(files.directory, files.layout)
-        encoder = model_registry.make_encoder(source, dtype, **stored)
+        encoder = model_registry.make_encoder(
+            source, dtype, **stored, chosen=dict(files.chosen or ())
+        )
         return ModelSource(files, source, model_registry.describe_encoder(source), encoder)
     config = config_file.load_config(files.directory, images=files.images)
     decoder = model_registry.make_decoder(config, longest_context(manifest), dtype, **stored)

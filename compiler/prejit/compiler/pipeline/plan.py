@@ -37,7 +37,7 @@ from prejit.compiler.native.kernel_library import KernelLibrary
 from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.libraries import ReadLibrary, handlers_of, read_libraries
 from prejit.compiler.pipeline.model import ModelFiles, find_model, stores_out_in, uses_kernels
-from prejit.compiler.pipeline.result_keys import lower_key, own_lower_key, versions
+from prejit.compiler.pipeline.result_keys import bits_key, lower_key, own_lower_key, versions
 from prejit.compiler.pipeline.stored_traces import (
     MODEL,
     Known,
@@ -162,7 +162,7 @@ class PlannedProgram:
 
     Attributes:
         key: the key of a model's lowering; None: a function of the user, a decoder of the user that has to be
-            traced, or a model that was not fetched yet.
+            traced, or a model that was not fetched, or an encoder whose matrices were not measured yet.
         lowered: what the store holds of it; None: nothing.
         trace: what the store knows of tracing the user's code; None: it is traced at every build.
     """
@@ -260,6 +260,10 @@ def plan_build(
     if directory is None and source is not None:
         directory = find_source(source, manifest.directory)
     model = None if directory is None else find_model(manifest, targets, directory)
+    if model is not None and (measured := bits_key(manifest, model)) is not None:
+        bits = store.get(measured)
+        found = None if bits is None else tuple(sorted(bits["chosen"].items()))
+        model = replace(model, chosen=found)
     libraries = read_libraries(manifest)
     presents = cache(lambda front, back: Present(manifest.directory, front, back))
     present = presents((), ())
@@ -290,7 +294,7 @@ def plan_build(
             if spec.kind != "call":
                 key = own_lower_key(manifest, spec, lowered.portable.raw_digest)
             return PlannedProgram(spec, key, lowered, known)
-        if model is None:
+        if model is None or model.chosen is None:
             return PlannedProgram(spec)
         key = lower_key(manifest, model, spec)
         return PlannedProgram(spec, key, find_lowered(key, store))

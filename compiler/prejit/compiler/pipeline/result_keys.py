@@ -8,6 +8,7 @@ compile   an executable                            StableHLO, target, compiler, 
 weights   the weights layer                        files of the checkpoint, dtype, our code
 outline   that weights were packed before          as weights, of each file size and last bytes
 accuracy  what the dtypes cost                     files of the checkpoint, dtypes, the text
+bits      the dtype of each matrix of an encoder   files of the checkpoint, dtype, the text, our code
 tokenizer a check that passed                      tokenizer.json, config.json
 chunks    digests of a layer's chunks and of its   digest of the layer, hash function, size, size of
           fs-verity tree                           the tree's blocks
@@ -22,6 +23,7 @@ import os
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,11 +41,14 @@ from prejit.compiler.pipeline.model import (
     int4_text,
     longest_context,
     longest_source,
+    open_weights,
+    weight_digests,
 )
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.lowering_settings import jax_configuration
 from prejit.compiler.store.prejit_code import (
     ACCURACY,
+    BITS,
     GOLDEN,
     INT4_TEXT,
     LOWERING,
@@ -175,12 +180,37 @@ def _int4_text(manifest: Manifest, model: ModelFiles) -> Ingredients:
     if (text := int4_text(manifest, model)) is None:
         return ()
     return (
-        ("text", f"{text.name} {file_digest(text)}"),
-        ("tokenizer", file_digest(model.transformer / "tokenizer.json")),
+        *_texts(text, model.transformer / "tokenizer.json"),
         ("longest context", str(longest_context(manifest))),
         ("our code for texts", code_digest(*INT4_TEXT)),
         *_jax("jax", "flax", "transformers"),
     )
+
+
+def _texts(text: Path, tokenizer: Path) -> Ingredients:
+    """Return what a text that a model reads consists of. Reading it says whether a tokenizer is missing."""
+    held = file_digest(tokenizer) if tokenizer.is_file() else "none"
+    return (("text", f"{text.name} {file_digest(text)}"), ("tokenizer", held))
+
+
+def bits_key(manifest: Manifest, model: ModelFiles) -> Key | None:
+    """Return the key of the dtypes of an encoder's matrices; None: they are the manifest's."""
+    stored = manifest.model
+    if stored is None or stored.dtype not in ("int8", "int4") or not stored.accuracy:
+        return None
+    if not model.chooses:
+        return None
+    text = None if stored.evaluation is None else manifest.resolve(stored.evaluation)
+    ingredients = (
+        ("dtype", stored.dtype),
+        ("matrices", model.matrices),
+        *(() if text is None else _texts(text, model.transformer / "tokenizer.json")),
+        *model.configuration,
+        ("our code", code_digest(*BITS)),
+        *_jax("jax", "flax", "transformers"),
+        *_files(weight_digests(open_weights(model))),
+    )
+    return Key("bits", manifest.bundle.name, ingredients)
 
 
 def accuracy_key(

@@ -113,7 +113,8 @@ def known_job(
         raise UnknownError(why_made(program.key, store))
     if lowered is None:
         assert manifest.model is not None
-        raise UnknownError(f"{manifest.model.source} has still to be fetched")
+        still = "fetched" if plan.model is None else "measured: how many bits its matrices need"
+        raise UnknownError(f"{manifest.model.source} has still to be {still}")
     found, native = tools(program.spec), partial(known_native, program.key, store)
     source = choose_source(manifest, program.spec, lowered, found.kernels, native)
     return job_of(plan, program.spec, source, found, store)

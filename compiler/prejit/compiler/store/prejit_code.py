@@ -96,6 +96,13 @@ OWN_ACCURACY = (
     "prejit.compiler.pipeline.measure.accuracy:_measure_own",
 )
 """The code that measures what stored dtypes cost a decoder of the user."""
+BITS = (
+    "prejit.compiler.pipeline.measure.encoder_bits",
+    "prejit.compiler.pipeline.measure.int4_inputs",
+    "prejit.compiler.pipeline.model:open_weights",
+    "prejit.compiler.pipeline.model:read_model",
+)
+"""The code that chooses the dtypes of an encoder's matrices."""
 GOLDEN = ("prejit.compiler.pipeline.measure.golden_child",)
 """The code that asks programs for golden answers."""
 SIZES = ("prejit.compiler.pipeline.measure.sizes_child:_compare",)

@@ -416,7 +416,7 @@ class Accuracy:
     The float32 model and the stored one read the same tokens, on a CPU. Fractions are in millionths.
 
     Attributes:
-        weights: the dtype that matrices are stored in.
+        weights: the dtypes of the stored matrices.
         text: the text that they read: the name of a file, `random` (tokens) or `random pictures`.
         tokens: number of tokens that were scored, or that an encoder read.
         float32_perplexity_millionths, perplexity_millionths: perplexity of the decoder in float32, and as

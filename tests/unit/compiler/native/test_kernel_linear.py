@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy import special
 from tests.extent import examples
 
-from prejit.compiler.models.layers import int4_words
+from prejit.compiler.models.layers import int4_words, integer_rows
 from prejit.compiler.native.kernel_library import SOURCES
 from prejit.runtime.machine.fingerprint import Fingerprint
 
@@ -131,6 +131,13 @@ def rounded_to_bytes(x):
     inverse = np.float32(127) / np.where(most > 2**-100, most, np.float32(np.inf))
     integers = np.rint(groups * inverse).astype(np.float64)
     return (integers * (most / np.float32(127))).reshape(x.shape)
+
+
+def test_measurements_round_x_as_kernels_of_int4():
+    x = np.random.default_rng(0).standard_normal((5, 96)).astype(np.float32)
+    x[1, :32] *= 1e-35
+    found = integer_rows.rounded_groups(x)
+    np.testing.assert_allclose(found, rounded_to_bytes(x), rtol=1e-6)
 
 
 @functools.lru_cache(512)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.decoders import LARGEST_CONTEXT, write_random
+from tests.encoders import write_encoder
 from tests.parity import sibling_cases
 
 from prejit.compiler.api import plan as plan_of_user
@@ -186,6 +187,26 @@ def test_a_plan_needs_no_network(tmp_path, monkeypatch):
     found = planned_executables(plan, store)
     expected = {(COMPILE, "hf://org/name has still to be fetched")}
     assert {(each.state, each.why) for each in found} == expected
+
+
+def test_programs_of_an_encoder_wait_for_the_bits_of_its_matrices(tmp_path):
+    write_encoder(tmp_path / "model")
+    manifest, store = tmp_path / "m.toml", DirectoryStore.open(tmp_path / "cache")
+    text = (
+        '[bundle]\nname = "m"\n[model]\nsource = "model"\ndtype = "int8"\n[encode]\n'
+        'shapes = [[1, 16]]\n[[target]]\nname = "cpu-host"\n'
+    )
+    manifest.write_text(text)
+    plan = plan_build(read_manifest(manifest), store)
+    found = planned_executables(plan, store)
+    expected = "model has still to be measured: how many bits its matrices need"
+    assert {(each.state, each.why) for each in found} == {(COMPILE, expected)}
+    key = result_keys.bits_key(plan.manifest, plan.model)
+    store.put(key, {"chosen": {"bert.some.weight": "bfloat16"}})
+    again = plan_build(plan.manifest, store)
+    assert again.model.matrices.endswith("; bert.some.weight in bfloat16")
+    manifest.write_text(text.replace('"int8"', '"int8"\naccuracy = false'))
+    assert plan_build(read_manifest(manifest), store).programs[0].key is not None
 
 
 @pytest.mark.parametrize(

@@ -63,16 +63,16 @@ STEPS = {
 MODELS = {"LOWERING", "WEIGHTS", "ACCURACY"}
 LOWERED = {"LOWERING", "USER_DECODERS"}
 CHANGES = [
-    ("compiler.models.families.decoders:TextDecoder", {*MODELS, "INT4_TEXT"}),
+    ("compiler.models.families.decoders:TextDecoder", {*MODELS, "BITS", "INT4_TEXT"}),
     ("compiler.models.sharding:shardings", {"LOWERING"}),
     (
         "compiler.models.quantizing:quantized",
-        {"WEIGHTS", "OWN_WEIGHTS", "OWN_ACCURACY", "USER_DECODERS"},
+        {"BITS", "WEIGHTS", "OWN_WEIGHTS", "OWN_ACCURACY", "USER_DECODERS"},
     ),
     ("compiler.lowering.sampling_programs:sample", LOWERED),
     ("compiler.lowering.user.function_lowering:lower_function", {"USER_FUNCTIONS"}),
     ("compiler.pipeline.lower.program_lowering:put_lowered", {*LOWERED, "USER_FUNCTIONS"}),
-    ("compiler.checkpoint.checkpoint:Checkpoint", {"WEIGHTS", "ACCURACY"}),
+    ("compiler.checkpoint.checkpoint:Checkpoint", {"BITS", "WEIGHTS", "ACCURACY"}),
     ("compiler.pipeline.pack.bundle_files:_entry", {"PACKING"}),
     ("compiler.pipeline.measure.model_comparison:of_decoder", {"ACCURACY", "OWN_ACCURACY"}),
     ("compiler.pipeline.measure.golden_child:NUDGE", {"GOLDEN"}),

@@ -65,6 +65,7 @@ class Linear(nnx.Module):
         self.weight_scale: nnx.Param[jax.Array] | None = None
         self.bias = nnx.Param(jnp.zeros(outputs)) if bias else None
         self.adapters: StackPlace | None = None
+        self.imitated = ""  # the dtype whose kernels a measurement in float32 imitates
 
     @property
     def contracted(self) -> int:
@@ -99,10 +100,16 @@ class Linear(nnx.Module):
                 return compute(activation=activation, residual=residual)
             y = compute()
         else:
-            y = self._dot(integer_rows.rounded(x) if product_forms.imitates_integers() else x)
+            y = self._dot(self._imitating(x))
             y = y if self.bias is None else y + self.bias[...]
         y = y if activation is None else ACTIVATIONS[activation](y)
         return y if residual is None else residual + y
+
+    def _imitating(self, x: jax.Array) -> jax.Array:
+        """Return x as the kernels of the imitated dtype round it."""
+        if self.imitated == "int8" and product_forms.rounds_rows():
+            return integer_rows.rounded(x)
+        return integer_rows.rounded_groups(x) if self.imitated == "int4" else x
 
     def form(self, x: jax.Array) -> str | None:
         """Return the form of the product with x; None if `dot` is to choose."""
@@ -135,6 +142,7 @@ def gated(gate: Linear, up: Linear, x: jax.Array, activation: str) -> jax.Array:
     """Return `activation(gate(x)) * up(x)`: float32 [..., in] to [..., out]."""
     form = gate.form(x)
     is_fused = form == up.form(x) and (gate.bias is None) == (up.bias is None)
+    is_fused = is_fused and gate.weight.dtype == up.weight.dtype
     is_fused = is_fused and not are_changed(gate.adapters, up.adapters)
     if is_fused and form in KERNEL_OF and kernel_calls.has_activation(activation):
         compute = partial(kernel_calls.linear, x, gate.operand, form=form)

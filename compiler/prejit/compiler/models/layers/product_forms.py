@@ -70,7 +70,6 @@ def has_kernels() -> bool:
 
 
 _ROUNDS_ROWS: ContextVar[bool] = ContextVar("rounds_rows", default=False)
-_IMITATES: ContextVar[bool] = ContextVar("imitates", default=False)
 
 
 @contextmanager
@@ -83,24 +82,9 @@ def rounding_rows() -> Iterator[None]:
         _ROUNDS_ROWS.reset(token)
 
 
-@contextmanager
-def imitating_integers(*, wanted: bool) -> Iterator[None]:
-    """Round x in portable programs, if wanted, where kernels round it to int8, to measure what it costs."""
-    token = _IMITATES.set(wanted)
-    try:
-        yield
-    finally:
-        _IMITATES.reset(token)
-
-
 def rounds_rows() -> bool:
     """Return whether products with int8 matrices may round x to int8."""
     return _ROUNDS_ROWS.get()
-
-
-def imitates_integers() -> bool:
-    """Return whether the portable program that is traced now rounds x here."""
-    return _IMITATES.get() and _ROUNDS_ROWS.get()
 
 
 def form_of(product: Product) -> str | None:

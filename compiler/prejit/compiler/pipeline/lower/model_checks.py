@@ -64,7 +64,13 @@ def check_planned(plan: Plan, store: Store) -> None:
 
 def _new_specs(plan: Plan) -> list[ProgramSpec]:
     """Return the programs of a published model that have to be lowered."""
-    return [each.spec for each in plan.programs if each.key is not None and each.lowered is None]
+    is_measured = plan.model is None or plan.model.chosen is not None
+    return [
+        each.spec
+        for each in plan.programs
+        if each.lowered is None
+        and (each.key is not None or not (is_measured or each.spec.kind == "call"))
+    ]
 
 
 def _check_published(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
 from prejit.compiler.pipeline.model import (
@@ -14,17 +15,23 @@ from prejit.compiler.pipeline.model import (
     int4_text,
     longest_context,
     longest_source,
+    open_weights,
 )
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
 from prejit.compiler.pipeline.pack.model_layers import Published, RoundedByText, special_ids
 from prejit.compiler.pipeline.result_keys import (
     accuracy_key,
+    bits_key,
     measuring_key,
     own_accuracy_key,
     weights_key,
 )
 from prejit.compiler.pipeline.workspace import Workspace
+from prejit.runtime.errors import CheckpointError
 from prejit.runtime.format.bundle_schema import Accuracy
+
+if TYPE_CHECKING:
+    from flax import nnx
 
 _NONE = "none"
 """The value in a key for a missing file."""
@@ -83,12 +90,40 @@ def measure_accuracy(
         return found
 
 
+def choose_bits(space: Workspace) -> None:
+    """Choose the dtypes of an encoder's matrices, and keep them in the store, where plans find them."""
+    from prejit.compiler.pipeline.measure import encoder_bits
+
+    manifest, files, store = space.plan.manifest, space.plan.model, space.store
+    assert manifest.model is not None
+    assert files is not None
+    key = bits_key(manifest, files)
+    assert key is not None
+    with space.progress.phase("measuring matrices"), store.making(key):
+        if store.get(key) is not None:
+            return  # another build has measured them meanwhile
+        checkpoint, text = open_weights(files), manifest.model.evaluation
+        rounded = round_by_text(space, checkpoint)
+        chosen = encoder_bits.choose_for(
+            space.model(),
+            checkpoint,
+            None if text is None else manifest.resolve(text),
+            {} if rounded is None else {**rounded.words},
+        )
+        if bits_key(manifest, files) != key:
+            raise CheckpointError(
+                f"{manifest.where}: a file of the model or model.evaluation changed while the build read it",
+                hint="build again when the files are whole",
+            )
+        store.put(key, {"chosen": chosen})
+
+
 def round_by_text(space: Workspace, checkpoint: Checkpoint) -> RoundedByText | None:
-    """Return the matrices of a decoder in int4 that the evaluation text decides; None: there are none."""
+    """Return the matrices in int4 that the evaluation text decides; None: there are none."""
     manifest, files = space.plan.manifest, space.plan.model
     if manifest.model is None or manifest.model.dtype != "int4" or files is None:
         return None
-    if files.layout is not None or longest_source(manifest) is not None:
+    if not (files.layout is None or files.chooses) or longest_source(manifest) is not None:
         return None
     from prejit.compiler.pipeline.measure import int4_inputs
 
@@ -137,16 +172,24 @@ def _measure_published(
     the bundle, widened to float32 as its portable programs do it.
     """
     from prejit.compiler.models import image_config, model_registry, quantizing
-    from prejit.compiler.models.parameters import parametrized
+    from prejit.compiler.models.parameters import Parametrized, parametrized
     from prejit.compiler.pipeline.measure import model_comparison
 
     assert isinstance(weights.content, Path)
     assert space.plan.manifest.model is not None
-    model, dtype = space.model(), space.plan.manifest.model.dtype
+    model = space.model()
+    dtype = space.plan.manifest.model.dtype
+    if model.files.chooses:
+        dtype = quantizing.described(model.module) or dtype
     values = {name: published.rows(name) for name in published.names}
     packed = quantizing.widened(model.module, model_comparison.mapped(weights.content))
     out_in, tokenizer = model.files.out_in, model.files.transformer / "tokenizer.json"
-    rounds_rows = out_in and dtype == "int8"  # by kernels, which read matrices (out, in)
+
+    def imitating(exact: nnx.Module) -> Parametrized:
+        if out_in:  # else no kernels round x
+            quantizing.imitate(exact, model.module)
+        return parametrized(exact)
+
     if model.files.layout is None:
         vocab_size = model.shape.vocab_size
         longest = longest_context(space.plan.manifest)
@@ -163,15 +206,15 @@ def _measure_published(
             bos,
         )
     if model.images is not None:
-        whole = parametrized(image_config.make_images(model.config, out_in=out_in))
+        make = partial(image_config.make_images, model.config, out_in=out_in)
         return model_comparison.of_images(
             dtype,
-            model_comparison.ComparedModel(whole, values),
-            model_comparison.ComparedModel(whole, packed, rounds_rows=rounds_rows),
+            model_comparison.ComparedModel(parametrized(make()), values),
+            model_comparison.ComparedModel(imitating(make()), packed),
             model.images.size,
             scores=model.images.labels is not None,
         )
-    exact = parametrized(model_registry.make_encoder(model.config, out_in=out_in))
+    make = partial(model_registry.make_encoder, model.config, out_in=out_in)
     vocab_size, max_tokens = model.shape.vocab_size, model.shape.max_tokens
     if text is None:
         name = model_comparison.RANDOM
@@ -180,8 +223,8 @@ def _measure_published(
         name, sentences = text.name, model_comparison.read_sentences(text, tokenizer, max_tokens)
     return model_comparison.of_encoder(
         dtype,
-        model_comparison.ComparedModel(exact, values),
-        model_comparison.ComparedModel(exact, packed, rounds_rows=rounds_rows),
+        model_comparison.ComparedModel(parametrized(make()), values),
+        model_comparison.ComparedModel(imitating(make()), packed),
         name,
         *sentences,
         scores=model.shape.scores is not None,

@@ -1,6 +1,6 @@
-"""Round the matrices of a published decoder to int4 by what enters them on a text (models/int4_feedback.py).
+"""Round the matrices of a published model to int4 by what enters them on a text (models/int4_feedback.py).
 
-The decoder in float32 is evaluated on the beginning of `model.evaluation`, operation by operation
+The model in float32 is evaluated on the beginning of `model.evaluation`, operation by operation
 (streamed.py); the end of that text measures the accuracy. Where a matrix is multiplied with, it is rounded.
 Memory holds what lies between two layers, the products of the inputs of one matrix, and the rounded matrices.
 The matrices of a mixture are rounded expert by expert, each by the tokens that reach it.
@@ -44,6 +44,8 @@ MOST_TOKENS, LEAST_TOKENS = 8192, 256
 """Tokens that a decoder reads; fewer than the least decide nothing."""
 _WINDOW = 512
 """Largest number of tokens that it reads as one text."""
+_SENTENCE = 128
+"""The same of an encoder."""
 _MOST_PRODUCTS = 1 << 45
 """Largest number of parameters times tokens: minutes on two cores. Large models read fewer tokens."""
 _LEAST_ROWS = 8
@@ -53,9 +55,9 @@ _LEAST_ROWS = 8
 def round_by(
     model: ModelSource, checkpoint: Checkpoint, context: int | None, text: Path | None
 ) -> RoundedByText:
-    """Round the matrices of a decoder that are stored in int4 and were not published in few bits.
+    """Round the matrices of a model that are stored in int4 and were not published in few bits.
 
-    `context` is the longest of the bundle's programs. Matrices that the text does not reach are left out.
+    `context` is the longest of a decoder's programs. Matrices that the text does not reach are left out.
 
     Raises:
         StoreError, CheckpointError: text or tokenizer cannot be read.
@@ -67,7 +69,11 @@ def round_by(
     alone = f"int4: rounded {_matrices(len(wanted))} by their weights alone"
     if text is None:
         return RoundedByText({}, f"{alone}; with a text in model.evaluation they lose less")
-    longest = min(_WINDOW, model.shape.max_positions, context or _WINDOW)
+    encodes = model.files.layout is not None
+    if encodes:
+        longest = min(_SENTENCE, model.shape.max_tokens)
+    else:
+        longest = min(_WINDOW, model.shape.max_positions, context or _WINDOW)
     tokens, begin = encode_text(text, model.files.transformer / "tokenizer.json")
     sizes = sum(math.prod(checkpoint.rows(name).shape) for name in checkpoint.names)
     most = max(LEAST_TOKENS, min(MOST_TOKENS, _MOST_PRODUCTS // max(1, sizes)))
@@ -78,18 +84,23 @@ def round_by(
             f"{alone}: {text.name} has {len(tokens):,} tokens, and the last {MAX_TEXT_TOKENS:,} measure; "
             f"{MAX_TEXT_TOKENS + MOST_TOKENS:,} are enough",
         )
-    exact = parametrized(
-        model_registry.make_decoder(model.config, context, out_in=model.files.out_in)
-    )
+    if encodes:
+        module = model_registry.make_encoder(model.config, out_in=model.files.out_in)
+    else:
+        module = model_registry.make_decoder(model.config, context, out_in=model.files.out_in)
+    exact = parametrized(module)
 
     def function(weights: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
         bound = exact.bind(weights)
         start = jax.numpy.zeros(len(tokens), np.int32)
+        if encodes:
+            embeddings: jax.Array = bound(tokens, start + tokens.shape[1])
+            return embeddings
         cache = bound.make_cache(*tokens.shape, "float32")
         logits: jax.Array = bound(tokens, start, start + tokens.shape[1], cache, every=True)[0]
         return logits
 
-    rounder = _Rounder(wanted, model.shape.vocab_size)
+    rounder = _Rounder(wanted, None if encodes else model.shape.vocab_size)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         traced = jax.make_jaxpr(function)(dict(exact.weights), windows)
         weights = [Weight(checkpoint.rows(name), name) for name in sorted(exact.weights)]
@@ -127,12 +138,12 @@ class _Rounder:
 
     Attributes:
         wanted: the groups of each matrix by name.
-        vocab_size: the number of outputs of the head.
+        vocab_size: the number of outputs of the head; None: there is none.
         found: words and scales by name.
     """
 
     wanted: Mapping[str, Groups]
-    vocab_size: int
+    vocab_size: int | None
     found: dict[str, tuple[Values, Values]] = field(default_factory=dict)
     _last: tuple[Any, Inputs | None] = (None, None)
     _experts: dict[str, _Experts] = field(default_factory=dict)

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from prejit.compiler.models.layers import product_forms
 from prejit.compiler.models.parameters import Parametrized
 from prejit.compiler.models.quantizing import Rows
 from prejit.compiler.pipeline.measure.streamed import Weight, evaluate
@@ -66,15 +65,11 @@ _MAX_LOSS = 60.0
 
 @dataclass(frozen=True)
 class ComparedModel:
-    """A decoder or encoder that can be run. Its weights are read when they are used.
-
-    `rounds_rows` says that kernels round x to int8 where the model lets them.
-    """
+    """A decoder or encoder that can be run. Its weights are read when they are used."""
 
     model: Parametrized
     weights: Mapping[str, Rows]
     cache_dtype: str = "float32"
-    rounds_rows: bool = False
 
 
 def read_text(file: Path, tokenizer_file: Path) -> tuple[Arrays, Arrays]:
@@ -105,8 +100,12 @@ def encode_text(file: Path, tokenizer_file: Path) -> tuple[Arrays, Arrays]:
     return np.array(ids, np.int32), np.array(whole[:begun], np.int32)
 
 
-def read_sentences(file: Path, tokenizer_file: Path, max_tokens: int) -> tuple[Arrays, Arrays]:
+def read_sentences(
+    file: Path, tokenizer_file: Path, max_tokens: int, *, deciding: bool = False
+) -> tuple[Arrays, Arrays]:
     """Return the last lines of a text that are not empty, cut off after `max_tokens` as an encoder does.
+
+    `deciding` asks for those before them, if there are some: what decides should not measure too.
 
     Returns:
         Tokens int32 [64 or fewer, T] and the length of each row, int32.
@@ -115,7 +114,8 @@ def read_sentences(file: Path, tokenizer_file: Path, max_tokens: int) -> tuple[A
         StoreError, ManifestError, CheckpointError: a file cannot be read, or has no line.
     """
     text, tokenizer = _read(file, tokenizer_file)
-    lines = [line for line in text.splitlines() if line.strip()][-_SENTENCES:]
+    lines = [line for line in text.splitlines() if line.strip()]
+    lines = (deciding and lines[:-_SENTENCES][-_SENTENCES:]) or lines[-_SENTENCES:]
     if not lines:
         raise ManifestError(
             f"{file}: expected a line of text, found none",
@@ -255,9 +255,14 @@ def of_encoder(
     """
     rows = max(_MIN_SENTENCES, _affordable(exact) // tokens.shape[1])
     tokens, length = tokens[-rows:], length[-rows:]
-    embeddings = partial(_evaluated, call=lambda model: model, arguments=(tokens, length))
+    embeddings = partial(vectors, tokens=tokens, length=length)
     count = int(length.sum())
     return _of_vectors(dtype, text, count, _both(embeddings, exact, stored), scores=scores)
+
+
+def vectors(model: ComparedModel, tokens: Arrays, length: Arrays) -> Callable[[], Arrays]:
+    """Return what computes the embeddings, or the scores, of an encoder: float32 [B, D']."""
+    return _evaluated(model, call=lambda bound: bound, arguments=(tokens, length))
 
 
 def of_images(
@@ -325,8 +330,7 @@ def _evaluated(
             return np.asarray(found)
 
     device = jax.local_devices(backend="cpu")[0]
-    rounding = product_forms.imitating_integers(wanted=model.rounds_rows)
-    with jax.default_device(device), rounding:
+    with jax.default_device(device):
         traced = jax.make_jaxpr(function)(dict(model.model.weights), *arguments)
     return evaluated
 

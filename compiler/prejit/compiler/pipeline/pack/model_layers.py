@@ -19,7 +19,13 @@ from prejit.compiler.checkpoint import tokenizer_check
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
 from prejit.compiler.checkpoint.encoder_tokenizer import check_encoder_tokenizer
 from prejit.compiler.models.chat_files import read_chat, special_tokens
-from prejit.compiler.pipeline.model import ModelSource, file_digest, open_weights, weight_digests
+from prejit.compiler.pipeline.model import (
+    ModelSource,
+    file_digest,
+    int4_text,
+    open_weights,
+    weight_digests,
+)
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTensor
 from prejit.compiler.pipeline.pack.chunks import chunks_of
@@ -198,10 +204,17 @@ def _check_tokenizer(
 
 @dataclass(frozen=True)
 class Published:
-    """The published weights of a model: the tensors, and the files that decide them, by path."""
+    """The published weights of a model: the tensors, and the files that decide them.
+
+    Attributes:
+        checkpoint: the tensors.
+        hashed: its files, by path.
+        texts: the files of a text that decides how weights are rounded.
+    """
 
     checkpoint: Checkpoint
     hashed: Mapping[Path, HashedFile]
+    texts: tuple[HashedFile, ...] = ()
 
     @property
     def files(self) -> tuple[tuple[str, str], ...]:
@@ -234,7 +247,7 @@ class Published:
             CheckpointError: one did.
             StoreError: one is gone.
         """
-        for each in self.hashed.values():
+        for each in (*self.hashed.values(), *self.texts):
             each.check_unchanged()
 
 
@@ -246,7 +259,11 @@ def find_published(plan: Plan) -> Published | None:
     checkpoint = open_weights(plan.model, watching(hashed))
     files = (*checkpoint.files, *checkpoint.adapter_files)
     hashed |= {path: HashedFile(path) for path in files}
-    return Published(checkpoint, hashed)
+    texts: list[Path] = []
+    if (text := int4_text(plan.manifest, plan.model)) is not None:
+        tokenizer = plan.model.transformer / "tokenizer.json"
+        texts = [text, *([tokenizer] * tokenizer.is_file())]
+    return Published(checkpoint, hashed, tuple(map(HashedFile, texts)))
 
 
 @dataclass(frozen=True)
@@ -255,7 +272,7 @@ class WeightsLayer(PackedLayer):
 
     Attributes:
         few_bits: what became of matrices that were published in few bits; None: there are none.
-        int4: what decided how matrices were rounded to int4; empty: there are none.
+        int4: what decided how matrices were rounded to int4, and an encoder's dtypes; empty: nothing.
     """
 
     few_bits: FewBits | None = None
@@ -362,8 +379,20 @@ def _write_weights(
     bits = few_bits(published.checkpoint.forms if published else {}, errors)
     result: dict[str, Any] = {"digest": blob.digest, "size": blob.size}
     result |= {"few_bits": asdict(bits)} if bits else {}
-    result |= {"int4": rounded.line} if rounded else {}
+    lines = (rounded.line if rounded else "", _mixture(space) if published else "")
+    result |= {"int4": "; ".join(filter(None, lines))}
     return result
+
+
+def _mixture(space: Workspace) -> str:
+    """Return the dtypes of an encoder's matrices, for people; empty: they are the manifest's."""
+    from prejit.compiler.models import quantizing
+
+    files = space.plan.model
+    if files is None or not files.chosen:
+        return ""
+    found = quantizing.described(space.model().module)
+    return f"stored matrices as {found}, for a cosine of 0.999"
 
 
 def _user_tensors(

@@ -6,6 +6,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,10 +16,14 @@ from tests.parity.sibling_cases import Sibling
 from tests.processes import ran
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
+from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.models import config_file, int4_rounding, model_registry, quantizing
 from prejit.compiler.models.parameters import flat_parameters, parametrized
 from prejit.compiler.pipeline.measure import int4_inputs, model_comparison
-from prejit.compiler.pipeline.model import ModelFiles, ModelSource
+from prejit.compiler.pipeline.measure.accuracy import round_by_text
+from prejit.compiler.pipeline.model import ModelFiles, ModelSource, find_model, read_model
+from prejit.compiler.pipeline.pack.model_layers import find_published
+from prejit.runtime.errors import CheckpointError
 
 SIZES = {
     **{"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
@@ -109,6 +114,30 @@ def test_a_text_takes_nothing_from_what_the_logits_lose(config, tmp_path):
         if "experts" in name:
             kept = int4_rounding.quantized_experts(checkpoint.rows(name), name)[0]
             assert (found.words[name][0] != kept).any(axis=(1, 2, 3)).all(), "each of its experts"
+
+
+def test_a_text_without_a_tokenizer_or_that_changes_is_refused(tmp_path):
+    made(LLAMA, tmp_path / "model")
+    text, manifest = tmp_path / "text.txt", tmp_path / "m.toml"
+    text.write_text("one")
+    manifest.write_text(
+        '[bundle]\nname = "m"\n[model]\nsource = "model"\ndtype = "int4"\nevaluation = "text.txt"\n'
+        '[generate]\nbatch = [1]\nprompt = [8]\ncontext = [16]\n[[target]]\nname = "cpu-host"\n'
+    )
+    read = read_manifest(manifest)
+    files = find_model(read, (SimpleNamespace(architecture="x86_64"),), tmp_path / "model")
+    plan = SimpleNamespace(manifest=read, model=files)
+    space = SimpleNamespace(plan=plan, model=lambda: read_model(read, files))
+    published = find_published(plan)
+    published.check_unchanged()
+    with pytest.raises(
+        CheckpointError, match=r"model/tokenizer\.json: expected a file, which model"
+    ) as error:
+        round_by_text(space, published.checkpoint)
+    assert "leave out model.evaluation" in error.value.hint
+    text.write_text("other")
+    with pytest.raises(CheckpointError, match=r"text\.txt: it changed while the build read it"):
+        published.check_unchanged()
 
 
 def test_texts_that_decide_nothing_are_named_and_matrices_that_none_reaches(tmp_path, monkeypatch):

@@ -1,0 +1,99 @@
+"""Matrices of an encoder get more bits where a sentence needs them, and no others."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tests.encoders import bert_config
+from tests.parity.encoder_cases import Case
+
+from prejit.compiler.checkpoint.checkpoint import open_encoder
+from prejit.compiler.models import config_file, model_registry, published_integers, quantizing
+from prejit.compiler.pipeline.measure.encoder_bits import MOST_COST, Place, Trials, choose
+
+INT4 = ("int4", "int8", "bfloat16")
+PLACES = {"down": Place(4000, INT4), "table": Place(9000, INT4[1:]), "up": Place(4000, INT4)}
+COSTS = {("down", "int4"): 50e-4, ("up", "int4"): 3e-4, ("up", "int8"): 1e-4}
+
+
+def costing(costs, asked, noise=0.0):
+    """Costs that add up; two sentences, of which the second loses half."""
+
+    def cost_of(dtypes):
+        asked.append(dict(dtypes))
+        total = sum(costs.get(each, 0.0) for each in dtypes.items())
+        return np.array([total, total / 2]) * (1 + noise * len(asked))
+
+    return cost_of
+
+
+def test_the_fewest_bits_stay_where_no_sentence_loses_much():
+    asked = []
+    found = choose(PLACES, costing({("down", "int4"): MOST_COST}, asked))
+    assert found == {"down": "int4", "table": "int8", "up": "int4"} == asked[0]
+    assert len(asked) == 1, "a whole encoder is enough to know"
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-6, -1e-6])
+def test_the_matrix_that_loses_most_gets_more_bits_on_every_machine(noise):
+    assert choose(PLACES, costing(COSTS, [], noise)) == {
+        **{"down": "int8", "table": "int8", "up": "int4"}
+    }
+
+
+def test_costs_that_do_not_add_up_are_seen_in_the_whole():
+    def cost_of(dtypes):
+        both = len(dtypes) > 1 and dtypes["up"] == "int4"
+        return costing(COSTS, [])(dtypes) + 10e-4 * both
+
+    assert choose(PLACES, cost_of)["up"] == "int8"
+
+
+def test_int4_may_lose_less_where_no_text_decides():
+    cost_of = costing({("up", "int4"): 5e-4}, [])
+    assert choose(PLACES, cost_of)["up"] == "int4"
+    assert choose(PLACES, cost_of, 4e-4) == {"down": "int4", "table": "int8", "up": "int8"}
+
+
+def test_an_encoder_that_nothing_helps_has_the_most_bits():
+    found = choose(PLACES, lambda dtypes: np.array([np.inf if len(dtypes) > 1 else 1e-4]))
+    assert {*found.values()} == {"bfloat16"}
+
+
+def test_places_are_all_matrices_but_published_ones_and_unseen_heads_are_int8(
+    tmp_path, monkeypatch
+):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    Case("bert", bert_config(**sizes, num_hidden_layers=2), seed=0).write(tmp_path)
+    checkpoint, source = open_encoder(tmp_path, out_in=True), config_file.load_encoder(tmp_path)
+    module = model_registry.make_encoder(source, "int4", out_in=True)
+    model = SimpleNamespace(module=module)
+    trials = Trials(model, checkpoint, np.ones((300, 90), np.int32), np.full(300, 90))
+    assert (trials.tokens.shape, {*trials.length}) == ((256, 32), {32})
+    places = trials.places()
+    up = "bert.encoder.layer.*.intermediate.dense.weight"
+    assert places[up] == Place(2 * 64 * 96, INT4)
+    assert places["bert.embeddings.word_embeddings.weight"] == Place(30 * 64, INT4[1:])
+    assert len(places) == 9
+    module.heads = (("sparse", "bert"),)
+    assert trials.places()[up].dtypes == ("int8",)
+    monkeypatch.setattr(published_integers, "has_few_bits", lambda rows: rows.shape == (96, 64))
+    assert places.keys() - trials.places().keys() == {up}
+
+
+def test_a_chosen_dtype_is_that_of_a_matrix_in_all_layers(tmp_path):
+    Case("bert", bert_config(num_hidden_layers=2), seed=0).write(tmp_path)
+    source = config_file.load_encoder(tmp_path)
+    chosen = {"bert.encoder.layer.*.output.dense.weight": "bfloat16"}
+    module = model_registry.make_encoder(source, "int8", out_in=True, chosen=chosen)
+    dtypes = quantizing.stored_dtypes(module)
+    assert [name for name, dtype in dtypes.items() if dtype == "bfloat16"] == [
+        f"bert.encoder.layer.{layer}.output.dense.weight" for layer in range(2)
+    ]
+    assert quantizing.described(module) == "13 int8 and 2 bfloat16 (11.5 bits)"
+    exact = model_registry.make_encoder(source, out_in=True)
+    quantizing.imitate(exact, module)
+    layer = exact.transformer.encoder.layer[1]
+    assert (layer.output.dense.imitated, layer.intermediate.dense.imitated) == ("bfloat16", "int8")
+    assert quantizing.described(model_registry.make_encoder(source, "int8")) == "int8"
+    assert quantizing.described(exact) == ""
