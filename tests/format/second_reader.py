@@ -257,7 +257,9 @@ def check_programs(config, programs):
         check_golden(program.said.get("golden"), len(program.results))
         if kind == "call":
             continue
-        assert bucket.keys() == BUCKETS[kind]
+        packed = {"sentences"} & bucket.keys() if kind in ("embed", "layer", "pool") else set()
+        assert bucket.keys() == BUCKETS[kind] | packed
+        assert not packed or (bucket["batch"] == 1 and not config["encoder"].get("heads"))
         assert all(0 < size < 2**31 for size in bucket.values())
         assert (kind, *sorted(bucket.items())) not in seen
         seen.add((kind, *sorted(bucket.items())))
@@ -268,7 +270,9 @@ def check_programs(config, programs):
             assert program.said["name"] == f"images/b{bucket['batch']}"
         elif "length" in bucket:
             takes, gives = encoder_signature(config["encoder"], program)
-            assert program.said["name"] == f"encode/b{bucket['batch']}-t{bucket['length']}/{kind}"
+            sizes = zip("bts", ("batch", "length", "sentences"), strict=True)
+            name = "-".join(f"{letter}{bucket[size]}" for letter, size in sizes if size in bucket)
+            assert program.said["name"] == f"encode/{name}/{kind}"
         else:
             takes, gives = decoder_signature(config["decoder"], program, config.get("images"))
         assert found == [takes, gives]
@@ -432,16 +436,18 @@ def image_signature(images, program):
 
 def encoder_signature(encoder, program):
     kind, bucket = program.said["kind"], program.said["bucket"]
-    b, t = bucket["batch"], bucket["length"]
+    b, t, packed = bucket["batch"], bucket["length"], bucket.get("sentences")
+    sentences = packed or b
     if kind == "embed":
         (hidden,) = program.results
-        return [f"tokens int32[{b},{t}]"], [f"hidden float32[{b},{t},{hidden.shape[2]}]"]
+        takes = [f"tokens int32[{b},{t}]", *([f"length int32[{sentences}]"] if packed else [])]
+        return takes, [f"hidden float32[{b},{t},{hidden.shape[2]}]"]
     width = program.arguments[1].shape[2]
-    length, states = f"length int32[{b}]", f"float32[{b},{t},{width}]"
+    length, states = f"length int32[{sentences}]", f"float32[{b},{t},{width}]"
     if kind == "layer":
         assert program.said["weights"] in encoder["layers"]
         return [length, f"hidden* {states}"], [f"hidden {states}"]
-    gives = [f"embedding float32[{b},{encoder['width']}]"]
+    gives = [f"embedding float32[{sentences},{encoder['width']}]"]
     for head, result in zip(encoder.get("heads", []), program.results[1:], strict=True):
         assert head in ("multi_vector", "sparse")
         last = f",{result.shape[2]}" if head == "multi_vector" else ""

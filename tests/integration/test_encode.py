@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 
 import numpy as np
@@ -136,6 +137,60 @@ def test_every_shape_gives_the_same_embeddings(bundle, module):
         length[-1] = len(ids)
         found = encoder._run(bucket, tokens, length, encoder.encoder.layers)[0][-1]
         assert np.abs(found - expected).max() <= 1e-5, str(bucket)
+
+
+@pytest.fixture(scope="session")
+def packed(run, model):
+    """Bundles with packed batches in float32 and in int8, whose layers have exact sums in every shape."""
+    found = {}
+    for dtype in ("float32", "int8"):
+        manifest = model.parent / f"{dtype}.toml"
+        manifest.write_text(
+            f'[bundle]\nname = "{dtype}"\n[model]\nsource = "{model}"\ndtype = "{dtype}"\n'
+            "[encode]\nshapes = [[1, 16], [2, 128]]\npacked = [256, 64]\n"
+            '[[target]]\nname = "cpu-host"\n'
+        )
+        run("build", manifest, "-o", model.parent / "out", quick=True)
+        found[dtype] = load(model.parent / "out" / dtype, on_mismatch="error")
+    return found
+
+
+def test_packed_sentences_are_what_they_are_alone_and_padded(packed, module):
+    words = [0, 3, 9, 40, 61, 14, 15, 100, 1, 30, 2]
+    texts = [" ".join(LETTERS[(n * 5 + count) % 26] for n in range(count)) for count in words]
+    module_says = np.stack([module(ids_of(text)) for text in texts])
+    for dtype, bundle in packed.items():
+        encoder, ids = bundle.encoder, [ids_of(text) for text in texts]
+        found = bundle.encode_batch(texts)
+        assert "packed 256" in found.stats.buckets
+        assert 0 < found.stats.padding < 0.3
+        results = [found.embeddings]
+        for only in ({0}, {64, 256}):  # each alone, padded and packed
+            some = [b for b in encoder.buckets if (b.length in only if b.sentences else 0 in only)]
+            rows = []
+            for each in ids:
+                bucket = min((b for b in some if b.length >= len(each)), key=lambda b: b.length)
+                tokens = np.full((bucket.batch, bucket.length), 9, np.int32)
+                tokens[0, : len(each)] = each
+                length = np.zeros(bucket.most, np.int32)
+                length[0] = len(each)
+                rows.append(encoder._run(bucket, tokens, length, encoder.encoder.layers)[0][0])
+            results.append(np.stack(rows))
+        bound = 1e-5 if dtype == "float32" else 0
+        for other in results[1:]:
+            assert np.abs(other - results[0]).max() <= bound
+        if dtype == "float32":
+            assert np.abs(found.embeddings - module_says).max() <= 1e-5
+        engine = Engine(bundle)
+        shared = engine.encode(texts)
+        np.testing.assert_allclose(shared.embeddings, found.embeddings, rtol=0, atol=bound)
+        (metrics,) = engine.metrics().requests
+        engine.close()
+        positions = sum(
+            math.prod(map(int, name.removeprefix("packed ").split("x"))) * runs
+            for name, runs in shared.stats.buckets.items()
+        )
+        assert metrics.useful_positions < metrics.computed_positions == positions
 
 
 def test_nothing_and_token_ids_and_an_empty_text_are_taken(bundle, module):

@@ -53,6 +53,20 @@ def test_scores_are_those_of_sentence_transformers(scorer):
     assert np.abs(alone - scorer.score("", ["b c", "a"])).min() > 1e-4, "no query is no empty query"
 
 
+def test_packed_batches_are_for_models_that_embed(run, tmp_path):
+    (tmp_path / "model").mkdir()
+    write_scorer(tmp_path / "model")
+    manifest = tmp_path / "m.toml"
+    manifest.write_text(
+        '[bundle]\nname = "m"\n[model]\nsource = "model"\n[encode]\npacked = [64]\n'
+        '[[target]]\nname = "cpu-host"\n'
+    )
+    said = run("build", manifest, "-o", tmp_path, quick=True, status=2).stderr
+    assert "encode.packed: expected a model that embeds texts, of bert" in said
+    assert "found bert that scores" in said
+    assert "hint: leave packed out" in said
+
+
 def test_what_cannot_be_scored_is_an_error(scorer, encoder_bundle):
     with pytest.raises(ContextError, match="pairs of at most 16 tokens: 1 of 1 pairs"):
         scorer.score(QUERY, LONG, on_too_long="error")

@@ -122,22 +122,25 @@ bool decoder(Random& random) {
 }
 
 bool encoder(Random& random) {
-  const int64_t batch = 1 + random.below(3), tokens = 1 + random.below(150), heads = 1 + random.below(4);
-  const int64_t size = 1 + random.below(50), stride = heads * size;
+  const bool packed = random.below(2) == 0;
+  const int64_t batch = packed ? 1 : 1 + random.below(3), tokens = 1 + random.below(150), heads = 1 + random.below(4);
+  const int64_t size = 1 + random.below(50), stride = heads * size, sentences = packed ? 1 + random.below(6) : batch;
   Array<float> query(batch * tokens * stride), keys(query.size), values(query.size), out(query.size);
-  Array<int32_t> length(batch);
+  Array<int32_t> length(sentences);
   fill(random, query), fill(random, keys), fill(random, values);
-  for (int64_t b = 0; b < batch; ++b) length.data[b] = static_cast<int32_t>(random.below(tokens + 1));
+  for (int64_t s = 0; s < sentences; ++s) length.data[s] = static_cast<int32_t>(random.below(tokens + 1));
   if (!attend_encoder(EncoderCall{batch, tokens, heads, size, query.data, keys.data, values.data, length.data,
-                                  out.data, 0.25f})) {
+                                  out.data, 0.25f, sentences})) {
     return false;
   }
   for (int64_t b = 0; b < batch; ++b) {
+    int64_t start = 0, end = length.data[b], s = b;  // of the sentence of a token
     for (int64_t t = 0; t < tokens; ++t) {
+      while (packed && t >= end && s + 1 < sentences) start = end, end += length.data[++s];
+      const int64_t last = t < end ? (end < tokens ? end : tokens) : start;
       for (int64_t n = 0; n < heads; ++n) {
-        const int64_t sentence = b * tokens * stride + n * size, at = sentence + t * stride;
-        const int64_t end = t < length.data[b] ? length.data[b] : 0;
-        if (!agrees(query.data + at, keys.data + sentence, values.data + sentence, stride, size, 0, end,
+        const int64_t row = b * tokens * stride + n * size, sentence = row + start * stride, at = row + t * stride;
+        if (!agrees(query.data + at, keys.data + sentence, values.data + sentence, stride, size, 0, last - start,
                     out.data + at)) {
           return false;
         }

@@ -20,9 +20,15 @@ PADDING = 5
 
 
 def encoder_results(
-    directory: Path, tokens: Any, lengths: Any, forms: Forms | None, *, pooled: bool
+    directory: Path,
+    tokens: Any,
+    lengths: Any,
+    forms: Forms | None,
+    *,
+    pooled: bool,
+    packed: bool = False,
 ) -> Values:
-    """As torch_result; with more padding behind every row and a row without any token."""
+    """As torch_result; with more padding behind every row and a row without any token, or all rows packed."""
     out_in = forms is not None
     checkpoint = open_encoder(directory, out_in=out_in)
     source = config_file.load_encoder(directory)
@@ -30,6 +36,9 @@ def encoder_results(
     weights = {name: checkpoint.read(name) for name in checkpoint.names}
     padded = np.pad(tokens, ((0, 1), (0, PADDING)), constant_values=5)
     length = np.append(lengths, np.int32(0))
+    if packed:
+        joined = tokens[np.arange(tokens.shape[1]) < lengths[:, None]]
+        padded = np.pad(joined, (0, PADDING), constant_values=5)[None]
 
     def run(weights: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
         module = nnx.merge(graph, with_parameters(state, weights))

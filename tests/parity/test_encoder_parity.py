@@ -37,6 +37,11 @@ def test_results_equal_those_that_torch_gave(
     pooled = bool(case.pooling)
     found = encoder_results(tmp_path, case.tokens, case.lengths, forms, pooled=pooled)
     assert np.abs(found - expected).max() <= TOLERANCE
+    if pooled:
+        packed = encoder_results(
+            tmp_path, case.tokens, case.lengths, forms, pooled=True, packed=True
+        )
+        assert np.abs(packed - found).max() <= 1e-5
     rows = expected.reshape(-1, expected.shape[-1]), found.reshape(-1, expected.shape[-1])
     norms = [np.linalg.norm(one, axis=1) for one in rows]
     real = norms[0] > 0

@@ -204,7 +204,8 @@ def _runner(bundle: Bundle, program: ProgramEntry) -> Probe:
 def _encoding(encoder: EncoderPrograms) -> Iterable[Probe]:
     """Return probes of sentences that fill each shape, and of mixed lengths; as token ids, untokenized."""
     for bucket in encoder.buckets:
-        lengths = [bucket.length] * bucket.batch
+        parts = max(1, bucket.length // 64) if bucket.sentences else bucket.batch
+        lengths = [bucket.batch * bucket.length // parts] * parts
         yield _sentences(encoder, f"encode {bucket}", lengths, with_padding=False)
     order = seeded_random(SEED)
     longest = min(_SENTENCE_TOKENS, encoder.max_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ from prejit.compiler.models.parameters import (
 from prejit.runtime.format.arrays import Array
 
 _RESULTS = {"pool": "embedding"}
+_TYPICAL_TOKENS = 128
+"""The tokens of a sentence in a packed row, for an estimate."""
 
 
 def lower_encoder(
@@ -35,26 +38,31 @@ def lower_encoder(
         layer: weights, length [B], hidden         -> hidden                 runs once for each layer
         pool:  weights, length [B], hidden         -> embedding [B, D'], and what heads give of each token
 
-    In row b the first length[b] tokens are valid. A layer's `hidden` is donated.
+    In row b the first length[b] tokens are valid. A layer's `hidden` is donated. In a packed bucket B is 1,
+    and S sentences lie in the row: length is [S], `embed` takes it behind the tokens, embeddings are [S, D'].
     """
     batch, count = spec.bucket["batch"], spec.bucket["length"]
+    sentences = spec.bucket.get("sentences")
     runs = model.parts(spec.kind)
     names = {id(part): ".".join(map(str, path)) for path, part in nnx.iter_modules(model)}
     weights, function = _program(model, spec.kind, runs[0])
     inputs: dict[str, jax.ShapeDtypeStruct] = {
         "tokens": jax.ShapeDtypeStruct((batch, count), jnp.int32)
     }
+    length = jax.ShapeDtypeStruct((sentences or batch,), jnp.int32)
+    if sentences is not None:
+        inputs["length"] = length
     if spec.kind != "embed":
         embedding, embed = _program(model, "embed", model.parts("embed")[0])
         embedded = jax.eval_shape(embed, embedding, *inputs.values())
-        inputs = {"length": jax.ShapeDtypeStruct((batch,), jnp.int32), "hidden": embedded}
+        inputs = {"length": length, "hidden": embedded}
     donated = "hidden" if spec.kind == "layer" else ""
     values = (weights, *inputs.values())
     exported = export_with(forms, function, values, donate_argnums=2 if donated else ())
     found = jax.eval_shape(function, *values)
     results = found if isinstance(found, dict) else {_RESULTS.get(spec.kind, "hidden"): found}
     result = next(iter(results.values()))
-    rows = batch if spec.kind == "pool" else batch * count
+    rows = length.shape[0] if spec.kind == "pool" else batch * count
     sets = [
         tuple(
             f"{names[id(parts[int(place)])]}.{name}"
@@ -76,7 +84,7 @@ def lower_encoder(
             for place, names in enumerate(sets)
         },
         estimated_microseconds=_estimate(
-            spec.kind, weights, rows, (batch, count, result.shape[-1])
+            spec.kind, weights, rows, (batch, count, result.shape[-1]), sentences or batch
         ),
     )
 
@@ -127,7 +135,10 @@ def _program(
         for name, value in flat_parameters(state).items()
     }
 
-    def function(weights: Mapping[str, jax.Array], *inputs: jax.Array) -> jax.Array:
+    def function(weights: Mapping[str, jax.Array], *inputs: Any) -> jax.Array:
+        if kind == "embed" and len(inputs) > 1:
+            tokens, length = inputs
+            inputs = (tokens, None, length)  # no segments
         bound = []
         for place, (graph, state) in enumerate(zip(graphs, states, strict=True)):
             values = {name: weights[f"{place}.{name}"] for name in flat_parameters(state)}
@@ -137,11 +148,14 @@ def _program(
     return dict(sorted(weights.items())), function
 
 
-def _estimate(kind: str, weights: Shapes, rows: int, hidden: tuple[int, ...]) -> int:
+def _estimate(
+    kind: str, weights: Shapes, rows: int, hidden: tuple[int, ...], sentences: int
+) -> int:
     """Return microseconds on a CPU that computes 100 operations and moves 20 bytes per nanosecond."""
     batch, count, width = hidden
+    seen = count if sentences == batch else min(count, _TYPICAL_TOKENS)
     size = sum(math.prod(value.shape) for value in weights.values() if len(value.shape) > 1)
     operations = 0 if kind == "embed" else 2 * rows * size
-    operations += 4 * batch * count * count * width if kind == "layer" else 0
+    operations += 4 * batch * count * seen * width if kind == "layer" else 0
     moved = 4 * (8 * batch * count * width + (0 if kind == "embed" else size))
     return 20 + operations // 100_000 + moved // 20_000

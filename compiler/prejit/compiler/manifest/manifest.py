@@ -186,6 +186,7 @@ class Encode:
 
     Attributes:
         shapes: pairs of batch and length: sentences that are encoded together, and the tokens of each.
+        packed: numbers of tokens in which sentences lie one after the other, without padding between them.
         images: numbers of images that are encoded together, for a model that reads images.
         answers: how a causal language model scores pairs of texts; None: as its files say.
         heads: what BGE-M3 gives of a text beside its dense vector: `sparse`, a weight of each token, and
@@ -195,6 +196,7 @@ class Encode:
     __pydantic_config__: ClassVar = STRICT
 
     shapes: tuple[tuple[int, int], ...] = ()
+    packed: tuple[int, ...] = ()
     images: tuple[int, ...] = ()
     answers: AnswersTable | None = None
     heads: tuple[Literal["sparse", "multi_vector"], ...] = ()

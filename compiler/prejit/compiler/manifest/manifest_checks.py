@@ -105,6 +105,7 @@ def _number_problems(data: dict[str, Any]) -> Problems:
     counts: list[tuple[KeyPath, int]] = [
         (("generate",), batches * contexts * (4 + sum(sizes_of))),
         (("encode", "shapes"), 3 * len(_items(encode.get("shapes")))),
+        (("encode", "packed"), 3 * len(_items(encode.get("packed")))),
         (("encode", "images"), len(_items(encode.get("images")))),
     ]
     for index, program in enumerate(map(table, _items(data.get("program")))):
@@ -123,7 +124,8 @@ def _encode_problems(encode: dict[str, Any]) -> Problems:
     shapes, images = encode.get("shapes"), encode.get("images")
     for at, problem in _size_problems(images or None):
         yield ("encode", "images", *at), problem
-    if not shapes and not images and (shapes is None or isinstance(shapes, list)):
+    is_empty = not shapes and not images and not encode.get("packed")
+    if is_empty and (shapes is None or isinstance(shapes, list)):
         yield ("encode", "shapes"), f"expected {SHAPES}; found {'none' if shapes is None else '[]'}"
     yield from section_checks.result_problems(encode)
     if not isinstance(shapes, list):

@@ -32,7 +32,9 @@ from prejit.compiler.manifest.shape_string import MAX_SIZE
 from prejit.compiler.manifest.valid_values import (
     CACHE_DTYPES,
     DTYPES,
+    LEAST_PACKED,
     MAX_DRAFT,
+    MAX_PACKED,
     MAX_RANK,
     MAX_SLOTS,
     KeyPath,
@@ -226,7 +228,8 @@ def _sorted_sizes(value: Any, section: str) -> Any:
         return {key: _ascending(item) for key, item in value.items()}
     if section == "encode" and isinstance(value, dict):
         shapes = value.get("shapes")
-        value = {**value, **({"images": _ascending(value["images"])} if "images" in value else {})}
+        sizes = {name: _ascending(value[name]) for name in ("images", "packed") if name in value}
+        value = {**value, **sizes}
         if isinstance(shapes, list) and all(map(is_int_list, shapes)):
             return {**value, "shapes": sorted(shapes)}
         return value
@@ -293,6 +296,11 @@ _NARROWED: dict[str, dict[str, dict[str, Any]]] = {
     "encode": {
         "shapes": {
             "items": {"type": "array", "items": _SIZE, "minItems": 2, "maxItems": 2},
+            "minItems": 1,
+            "uniqueItems": True,
+        },
+        "packed": {
+            "items": {"type": "integer", "minimum": LEAST_PACKED, "maximum": MAX_PACKED},
             "minItems": 1,
             "uniqueItems": True,
         },

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from prejit.compiler.base.suggestions import shown
-from prejit.compiler.manifest.valid_values import MAX_RANK, MAX_SLOTS, KeyPath, expected
+from prejit.compiler.manifest.valid_values import (
+    LEAST_PACKED,
+    MAX_PACKED,
+    MAX_RANK,
+    MAX_SLOTS,
+    KeyPath,
+    expected,
+)
 from prejit.runtime.format.release_limits import DEFAULT_SHARES, fraction_of
 
 
@@ -64,8 +71,16 @@ def own_dtype_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
 
 
 def result_problems(encode: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
-    """Find what is wrong with the heads and the answers of an encoder."""
-    heads, answers = encode.get("heads"), encode.get("answers")
+    """Find what is wrong with packed batches, the heads and the answers of an encoder."""
+    heads, answers, packed = (encode.get(key) for key in ("heads", "answers", "packed"))
+    sizes = packed if isinstance(packed, list) else []
+    for place, size in enumerate(sizes):
+        if type(size) is int and not LEAST_PACKED <= size <= MAX_PACKED:
+            yield ("encode", "packed", place), wrong(expected("encode.packed[]"), size)
+        elif size in sizes[:place]:
+            yield ("encode", "packed", place), f"expected each once; found {shown(size)} again"
+    if packed and heads:
+        yield ("encode", "packed"), "expected none beside heads, which are built for shapes alone"
     if isinstance(heads, list) and len(set(map(str, heads))) < len(heads):
         yield ("encode", "heads"), f"expected each head once; found {shown(heads)}"
     if isinstance(answers, dict):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from prejit.compiler.manifest.manifest import REPEAT
-from prejit.runtime.format.checks.encoder_interfaces import IMAGE_PREFILL
+from prejit.runtime.format.checks.encoder_interfaces import IMAGE_PREFILL, encoder_bucket_name
 from prejit.runtime.format.names import ADAPTABLE_KINDS, ADAPTED
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ class ProgramSpec:
     Attributes:
         name: `decode/b1-c128`, `prefill/b1-t16-c128`, `verify/b1-k8-c128`, `copy/b1-c128-to-b4-c128`,
             `encode/b1-n64-c128`, `adapted-decode/b1-c128`, `image-prefill/b1-t64-c128`,
-            `encode/b8-t128/layer`, `images/b4`, `score/batch8`, `score/batch8-mode=fast`, `score`.
+            `encode/b8-t128/layer`, `encode/b1-t1024-s256/layer`, `images/b4`, `score/batch8`,
+            `score/batch8-mode=fast`, `score`.
         kind: as in `bundle_schema.ProgramEntry`.
         bucket: static sizes by name.
         section: name of the [[program]] that it comes from; empty for programs of the model.
@@ -149,15 +150,18 @@ def adapted_specs(specs: Iterable[ProgramSpec]) -> Iterator[ProgramSpec]:
 def encoder_specs(encode: Encode) -> Iterator[ProgramSpec]:
     """Yield an encoder's programs: three for each bucket, and one for each batch of images.
 
+    A packed bucket has room for as many sentences as have 4 tokens.
+
     All layers of an encoder are the same. One program that runs for each layer with other weights compiles
     and loads in a fraction of the time that one program of all layers takes.
     """
     for batch in encode.images:
         yield ProgramSpec(f"images/b{batch}", IMAGE, {"batch": batch})
-    for batch, length in encode.shapes:
+    buckets = [{"batch": batch, "length": length} for batch, length in encode.shapes]
+    buckets += [{"batch": 1, "length": each, "sentences": each // 4} for each in encode.packed]
+    for bucket in buckets:
         for kind in ENCODER_KINDS:
-            name = f"encode/b{batch}-t{length}/{kind}"
-            yield ProgramSpec(name, kind, {"batch": batch, "length": length})
+            yield ProgramSpec(f"{encoder_bucket_name(bucket)}/{kind}", kind, bucket)
 
 
 def _copy_spec(batch: int, context: int, to: dict[str, int]) -> ProgramSpec:

@@ -23,6 +23,8 @@ MAX_DRAFT = 64
 """Largest number of draft tokens that one pass verifies."""
 MAX_SLOTS, MAX_RANK = 256, 512
 """Largest number of adapters that a bundle holds at a time, and largest rank of one."""
+LEAST_PACKED, MAX_PACKED = 16, 65_536
+"""Smallest and largest number of tokens of a packed batch. Kernels sum a shape of 8 tokens otherwise."""
 DTYPES = tuple(STORED_DTYPES)
 """The dtypes that matrices are stored in."""
 CACHE_DTYPES = ("float32", "bfloat16", "int8")
@@ -58,10 +60,12 @@ _EXPECTED = {
     "adapters.rank": f"an integer of 1 to {MAX_RANK}",
     "adapters.targets": 'a list of names of matrices such as ["q_proj", "v_proj"]',
     "adapters.targets[]": 'the name of a matrix such as "q_proj"',
-    "encode": "an [encode] table with shapes, with images, or with both",
+    "encode": "an [encode] table with shapes, packed or images",
     "encode.shapes": SHAPES,
     "encode.shapes[]": "a batch and a length such as [8, 128]",
     "encode.shapes[][]": SIZE,
+    "encode.packed": "a list of different numbers of tokens such as [64, 256, 1024]",
+    "encode.packed[]": f"an integer of {LEAST_PACKED} to {MAX_PACKED}",
     "encode.images": SIZES,
     "encode.images[]": SIZE,
     "encode.heads": 'a list such as ["sparse", "multi_vector"]',

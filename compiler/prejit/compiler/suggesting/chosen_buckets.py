@@ -246,7 +246,16 @@ def suggest_decoder(
 
 
 def encoder_buckets(log: LoggedRequests, table: Encode) -> Buckets:
-    """Return what an encoder's buckets cost for a load: each request in as few runs as possible."""
+    """Return what an encoder's buckets cost for a load: each request in as few runs as possible.
+
+    Raises:
+        UsageError: the encoder packs sentences.
+    """
+    if table.packed:
+        raise UsageError(
+            "encode.packed: expected none, because packed batches fit every load as they are",
+            hint="leave packed out to find shapes",
+        )
     needed = computed = 0.0
     longest = max(length for _, length in table.shapes)
     beyond = 0

@@ -4,6 +4,8 @@ A bucket has three programs (`bundle_schema.Encoder`): embed, layer (run once fo
 thread loads all buckets from the moment that the bundle is loaded. It loads them in an order in which the
 first few serve every sentence at no more than twice its best cost; the very first is ready when `load`
 returns. A call in the meantime uses the buckets that are ready if that is faster than waiting.
+
+In a packed bucket sentences lie one after the other in one row, and only the end of the row is padding.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, final
 
 import numpy as np
@@ -44,7 +47,7 @@ class EncodeStats:
         tokens: the number of their tokens, special tokens included, after truncation.
         truncated: the number of sentences that were too long.
         padding: the fraction of computed tokens that was padding, 0 to 1.
-        buckets: how many times each bucket ran, by batch and length: `8x128`.
+        buckets: how many times each bucket ran, by batch and length, `8x128`, or tokens, `packed 1024`.
         tokenize_seconds: time from texts to token ids.
         queue_seconds: time waiting for programs to be loaded or compiled.
         run_seconds: time running programs.
@@ -126,12 +129,9 @@ class EncoderPrograms:
         self.encoder = encoder
         self.programs = programs
         self._device = device
-        shapes = {
-            (program.bucket["batch"], program.bucket["length"])
-            for program in programs.table.values()
-            if program.kind == "layer"
-        }
-        self.buckets = tuple(self._bucket(batch, length) for batch, length in sorted(shapes))
+        found = [each.bucket for each in programs.table.values() if each.kind == "layer"]
+        shapes = {(each["batch"], each["length"], each.get("sentences", 0)) for each in found}
+        self.buckets = tuple(self._bucket(Bucket(*each[:2], 0, each[2])) for each in sorted(shapes))
         self.max_tokens = min(encoder.max_tokens, max(bucket.length for bucket in self.buckets))
         self._warm: set[Bucket] = set()
         self._calls = 0
@@ -139,13 +139,12 @@ class EncoderPrograms:
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def _bucket(self, batch: int, length: int) -> Bucket:
-        bucket = Bucket(batch, length, 0)
+    def _bucket(self, bucket: Bucket) -> Bucket:
         costs = [self.programs.table[name].cost_microseconds for name in bucket.programs]
         if None in costs:
-            return Bucket(batch, length, batch * length)
+            return replace(bucket, cost=bucket.batch * bucket.length)
         embed, layer, pool = (cost or 0 for cost in costs)
-        return Bucket(batch, length, embed + layer * len(self.encoder.layers) + pool)
+        return replace(bucket, cost=embed + layer * len(self.encoder.layers) + pool)
 
     def start_loading(self, before: Callable[[], object]) -> None:
         """Load one bucket and begin to load the others in a thread. The use of a bucket raises its error.
@@ -192,7 +191,7 @@ class EncoderPrograms:
             self.programs[name]
         if bucket.cost < _WARM_MICROSECONDS:
             tokens = aligned_zeros((bucket.batch, bucket.length), np.dtype(np.int32))
-            self._run(bucket, tokens, np.ones(bucket.batch, np.int32), layers)
+            self._run(bucket, tokens, np.ones(bucket.most, np.int32), layers)
         self._warm.add(bucket)
 
     def encode(self, sentences: Sequence[Sequence[int]]) -> Encoded:
@@ -224,10 +223,11 @@ class EncoderPrograms:
         for bucket, first, end in self._runs([len(sentences[place]) for place in order]):
             places = order[first:end]
             tokens = aligned_zeros((bucket.batch, bucket.length), np.dtype(np.int32))
-            length = np.zeros(bucket.batch, np.int32)
+            length = np.zeros(bucket.most, np.int32)
             for row, place in enumerate(places):
+                start = int(length.sum()) if bucket.sentences else row * bucket.length
                 length[row] = len(sentences[place])
-                tokens[row, : length[row]] = sentences[place]
+                tokens.reshape(-1)[start : start + length[row]] = sentences[place]
             started = time.perf_counter()
             for name in bucket.programs:
                 self.programs[name]
@@ -292,7 +292,7 @@ class EncoderPrograms:
         if len(self._warm) == len(self.buckets) or not self.programs.are_loaded:
             return partition(lengths, self.buckets)
         later = {
-            b: b if b in self._warm else Bucket(b.batch, b.length, b.cost + _LOAD_MICROSECONDS)
+            b: b if b in self._warm else replace(b, cost=b.cost + _LOAD_MICROSECONDS)
             for b in self.buckets
         }
         own = {charged: bucket for bucket, charged in later.items()}
@@ -304,8 +304,9 @@ class EncoderPrograms:
         """Return embeddings float32 [B, D] of tokens [B, T] and lengths [B], then what heads give."""
         programs = self.programs
         embed, layer, pool = bucket.programs
-        (hidden,) = programs[embed].run([*self._weights(embed), self._device.put(tokens)])
         valid = self._device.put(length)
+        inputs = [self._device.put(tokens), valid][: 1 + bool(bucket.sentences)]
+        (hidden,) = programs[embed].run([*self._weights(embed), *inputs])
         for weights in layers:
             (hidden,) = programs[layer].run([*programs.weights(weights), valid, hidden])
         return [
@@ -325,29 +326,39 @@ class Bucket:
     """A shape in which sentences can be computed.
 
     Attributes:
-        batch, length: the number of sentences and the tokens of each.
+        batch, length: the number of rows and the tokens of each. A row is a sentence.
         cost: of one run, in microseconds.
+        sentences: the most sentences that are packed into the only row; 0: it is one.
     """
 
     batch: int
     length: int
     cost: int
+    sentences: int = 0
 
     def __str__(self) -> str:
-        return f"{self.batch}x{self.length}"
+        return f"packed {self.length}" if self.sentences else f"{self.batch}x{self.length}"
+
+    @property
+    def most(self) -> int:
+        """The most sentences of a run."""
+        return self.sentences or self.batch
 
     @property
     def programs(self) -> tuple[str, str, str]:
         """The names of its programs embed, layer and pool."""
-        name = f"encode/b{self.batch}-t{self.length}"
+        name = (
+            f"encode/b{self.batch}-t{self.length}{f'-s{self.sentences}' if self.sentences else ''}"
+        )
         return f"{name}/embed", f"{name}/layer", f"{name}/pool"
 
 
 def partition(lengths: Sequence[int], buckets: Sequence[Bucket]) -> list[tuple[Bucket, int, int]]:
     """Return the cheapest set of runs that holds all sentences.
 
-    Runs take neighbours in sorted order, and each run is filled. Neither makes the result worse: what fits
-    into some runs still fits when both are sorted by length, and fewer sentences never cost more.
+    Runs take neighbours in sorted order, and each run is filled. Without packed buckets neither makes the
+    result worse: what fits into some runs still fits when both are sorted by length, and fewer sentences
+    never cost more.
 
     Args:
         lengths: in tokens, descending; none is longer than the longest bucket.
@@ -357,28 +368,33 @@ def partition(lengths: Sequence[int], buckets: Sequence[Bucket]) -> list[tuple[B
         Runs as (bucket, first sentence, end): a run holds the sentences before `end`.
     """
     sizes = sorted({bucket.length for bucket in buckets})
-    # For each length the cheapest bucket of each batch.
+    # For each length the cheapest bucket of each batch, and all packed ones.
     fitting: list[list[Bucket]] = []
     for size in sizes:
-        cheapest: dict[int, Bucket] = {}
+        cheapest: dict[tuple[int, int], Bucket] = {}
         for bucket in buckets:
-            known = cheapest.get(bucket.batch)
+            key = (bucket.batch, bucket.sentences and bucket.length)
+            known = cheapest.get(key)
             if bucket.length >= size and (known is None or bucket.cost < known.cost):
-                cheapest[bucket.batch] = bucket
+                cheapest[key] = bucket
         fitting.append(list(cheapest.values()))
-    count = len(lengths)
+    count, tokens = len(lengths), [0, *accumulate(lengths)]
+
+    def end(first: int, bucket: Bucket) -> int:
+        most = min(first + bucket.most, count)
+        room = tokens[first] + bucket.length
+        return bisect_right(tokens, room, first, most + 1) - 1 if bucket.sentences else most
+
     costs, chosen = [0] * (count + 1), list[Bucket]()
     for first in range(count - 1, -1, -1):
         options = fitting[bisect_left(sizes, lengths[first])]
-        best = min(options, key=lambda b: b.cost + costs[min(first + b.batch, count)])
-        costs[first] = best.cost + costs[min(first + best.batch, count)]
+        best = min(options, key=lambda b: b.cost + costs[end(first, b)])
+        costs[first] = best.cost + costs[end(first, best)]
         chosen.append(best)
     chosen.reverse()
     runs, first = [], 0
     while first < count:
-        bucket = chosen[first]
-        runs.append((bucket, first, min(first + bucket.batch, count)))
-        first += bucket.batch
+        runs.append((chosen[first], first, first := end(first, chosen[first])))
     return runs
 
 
@@ -389,18 +405,18 @@ def loading_order(buckets: Sequence[Bucket]) -> list[Bucket]:
     chosen greedily, each to serve most of those that are left, and loaded the cheapest first. The rest
     follows, also the cheapest first.
     """
-    sizes = [(b.batch, b.length, min(b.cost, _MAX_COST)) for b in buckets]
-    batch, length, cost = np.array(sizes, np.int64).reshape(-1, 3).T
+    sizes = [(b.most, b.length, b.batch * b.length, min(b.cost, _MAX_COST)) for b in buckets]
+    most, length, tokens, cost = np.array(sizes, np.int64).reshape(-1, 4).T
+    is_packed = np.array([bool(b.sentences) for b in buckets])
     # [n, n]: whether the bucket of the row is served by that of the column. There may be thousands.
-    served_by = (
-        (batch >= batch[:, None]) & (length >= length[:, None]) & (cost <= 2 * cost[:, None])
-    )
+    has_room = length >= np.where(is_packed, tokens[:, None], length[:, None])
+    served_by = (most >= most[:, None]) & has_room & (cost <= 2 * cost[:, None])
     counts = served_by.sum(axis=0)  # how many of those left each bucket serves
     unserved = np.ones(len(buckets), bool)
     chosen = []
     while unserved.any():
-        most = np.flatnonzero(counts == counts.max())
-        best = int(most[cost[most].argmin()])
+        every = np.flatnonzero(counts == counts.max())
+        best = int(every[cost[every].argmin()])
         chosen.append(best)
         served = unserved & served_by[:, best]
         counts -= served_by[served].sum(axis=0)

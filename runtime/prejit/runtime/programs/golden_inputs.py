@@ -83,7 +83,8 @@ def _known(program: ProgramEntry, vocabulary: int, seed: int) -> Mapping[str, Va
     if vocabulary:
         bias[rows, chosen] = _BIAS
     known: dict[str, Values] = {
-        "length": np.array([length]),
+        # Of sentences in one row each is half of what is left.
+        "length": length >> np.arange(int("sentences" in sizes), 1 + sizes.get("sentences", 0)),
         "start": np.array([start]),
         "position": np.array([context // 2]),
         "live": np.array([1]),

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 Pair = tuple[str | None, str]
 """A query and a document, for a model that scores; of all pairs of a call, or of none, the query is None."""
+_TYPICAL_TOKENS = 32
+"""A turn of a call has as many sentences of this length as fit the largest packed batch."""
 Given = tuple["str | Sequence[Prompt | Pair]", OnTooLong, str | None, str | None]
 """Sentences, and `on_too_long`, `prompt_name` and `instruction` of `Engine.encode`."""
 
@@ -78,7 +80,9 @@ class Encoding:
         self._sleeper = sleeper
         self._text = text
         self._finish = finish
-        self._most = max(bucket.batch for bucket in encoder.buckets)
+        self._most = max(
+            max(1, b.length // _TYPICAL_TOKENS) if b.sentences else b.batch for b in encoder.buckets
+        )
         self._lane: Lane[_Sentences] = Lane(
             "encode",
             self._run,
@@ -216,11 +220,11 @@ def _cost(stats: EncodeStats, ids: Sequence[Sequence[int]]) -> Cost:
     """Return the cost of runs of an encoder for these sentences, as metrics have it."""
     rows = positions = 0
     for name, runs in stats.buckets.items():
-        batch, _, length = name.partition("x")
-        rows += int(batch) * runs
-        positions += int(batch) * int(length) * runs
+        batch, _, length = name.removeprefix("packed ").partition("x")
+        rows += int(batch) * runs if length else 0
+        positions += int(batch) * int(length or 1) * runs
     runs, lengths = sum(stats.buckets.values()), tuple(map(len, ids))
-    return Cost(rows - stats.sentences, runs, stats.tokens, positions, lengths)
+    return Cost(max(0, rows - stats.sentences), runs, stats.tokens, positions, lengths)
 
 
 def _reason(encoded: Encoded) -> str:

@@ -331,6 +331,30 @@ def test_an_encoder_of_any_size_is_what_numpy_makes_of_it(
     assert_close(encode(kernels, query, keys, values, length, 0.25), expected)
 
 
+@settings(max_examples=examples(8, 40), deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.lists(st.one_of(st.integers(0, 20), st.integers(60, 300)), min_size=2, max_size=9),
+    st.sampled_from([1, 3, 16, 32, 33]),
+)
+def test_a_packed_sentence_has_the_bits_that_it_has_alone(kernels, seed, lengths, size):
+    rng = np.random.default_rng(seed)
+    tokens, heads = sum(lengths) + 9, 2
+    query, keys, values = rng.standard_normal((3, 1, tokens, heads, size)).astype(np.float32)
+    keys[:, sum(lengths) :] = values[:, sum(lengths) :] = np.nan  # padding
+    keys[0, : lengths[0]] = np.nan  # and a broken sentence
+    found = encode(kernels, query, keys, values, np.array(lengths), 0.25)
+    start = lengths[0]
+    for length in lengths[1:]:
+        own = slice(start, start + length)
+        rows = [np.pad(x[:, own], ((0, 0), (0, 9), (0, 0), (0, 0))) for x in (query, keys, values)]
+        alone = encode(kernels, *rows, np.array([length]), 0.25)
+        np.testing.assert_array_equal(found[:, own], alone[:, :length])
+        start += length
+    assert not found[:, start:].any()
+    assert np.isnan(found[:, : lengths[0]]).all()
+
+
 @pytest.mark.parametrize(
     "sanitizers", ["address,undefined", pytest.param("thread", marks=pytest.mark.thorough)]
 )

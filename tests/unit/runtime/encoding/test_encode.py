@@ -65,11 +65,36 @@ def test_no_set_of_runs_costs_less(buckets, lengths):
         assert lengths[first] <= bucket.length
 
 
+PACKED = st.builds(Bucket, st.just(1), st.integers(16, 40), st.integers(1, 60), st.integers(1, 6))
+
+
+@given(st.lists(PACKED, min_size=1, max_size=3), BUCKETS, st.lists(st.integers(1, 9), max_size=30))
+def test_packed_runs_hold_their_sentences_and_pay(packed, buckets, lengths):
+    lengths = sorted(lengths, reverse=True)
+    longest = Bucket(1, 9, 60)
+    runs = partition(lengths, [*packed, *buckets, longest])
+    covered = [place for _, first, end in runs for place in range(first, end)]
+    assert covered == list(range(len(lengths)))
+    for bucket, first, end in runs:
+        assert 0 < end - first <= bucket.most
+        if bucket.sentences:
+            assert sum(lengths[first:end]) <= bucket.length
+            rest = lengths[end : end + 1]
+            is_full = end - first == bucket.sentences
+            assert is_full or not rest or sum(lengths[first:end]) + rest[0] > bucket.length
+        else:
+            assert lengths[first] <= bucket.length
+    padded = partition(lengths, [*buckets, longest])
+    assert sum(each.cost for each, *_ in runs) <= sum(each.cost for each, *_ in padded)
+    assert runs == partition(lengths, [*packed, *buckets, longest])
+
+
 def _ordered_plainly(buckets):
     unserved, order = list(buckets), list[Bucket]()
 
     def serves(bucket, other):
-        holds = bucket.batch >= other.batch and bucket.length >= other.length
+        needed = other.batch * other.length if bucket.sentences else other.length
+        holds = bucket.most >= other.most and bucket.length >= needed
         return holds and bucket.cost <= 2 * other.cost
 
     while unserved:
@@ -80,7 +105,11 @@ def _ordered_plainly(buckets):
     return [*sorted(order, key=lambda b: b.cost), *sorted(rest, key=lambda b: b.cost)]
 
 
-@given(BUCKETS)
+@given(
+    st.lists(PACKED, max_size=2, unique_by=lambda bucket: bucket.length).flatmap(
+        lambda packed: BUCKETS.map(lambda buckets: packed + buckets)
+    )
+)
 @example([Bucket(1, 4, 0), Bucket(2, 4, 0), Bucket(1, 2, 2**70), Bucket(9, 9, 10**400)])
 def test_the_order_is_the_one_that_is_defined(buckets):
     assert loading_order(buckets) == _ordered_plainly(buckets)

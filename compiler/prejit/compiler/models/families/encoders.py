@@ -19,7 +19,12 @@ import numpy as np
 from flax import nnx
 
 from prejit.compiler.models.families.encoder_decoders import buckets
-from prejit.compiler.models.families.sentence import attention, biased_attention, product
+from prejit.compiler.models.families.sentence import (
+    attention,
+    biased_attention,
+    places,
+    product,
+)
 from prejit.compiler.models.layers.linear import Embedding, LayerNorm
 from prejit.compiler.models.parameters import part_of, place
 
@@ -90,6 +95,11 @@ class TextEncoder(nnx.Module):
             place(self, name, part)
 
     @property
+    def packs(self) -> bool:
+        """See Transformer: biases of distances have no form that reads sentences apart."""
+        return not self.names_of_shared
+
+    @property
     def embedding(self) -> tuple[nnx.Module, ...]:
         """See Transformer."""
         return (self.embeddings, *([self.embeddings_project] if self.is_narrow else ()))
@@ -146,24 +156,38 @@ class Embeddings(nnx.Module):
         padding = family.padding
         self.padding: int | None = getattr(config, padding) if isinstance(padding, str) else padding
 
-    def __call__(self, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-        """Map tokens [B, T] to [B, T, D]; segments [B, T] are of a pair of texts, None: all are the first."""
-        places = []
+    def __call__(
+        self,
+        tokens: jax.Array,
+        segments: jax.Array | None = None,
+        length: jax.Array | None = None,
+    ) -> jax.Array:
+        """Map tokens [B, T] to [B, T, D]; segments [B, T] are of a pair of texts, None: all are the first.
+
+        Lengths are those of a packed batch.
+        """
+        added = []
         if hasattr(self, "position_embeddings"):
-            places.append(self.position_embeddings(self._positions(tokens)))
+            added.append(self.position_embeddings(self._positions(tokens, length)))
         if hasattr(self, "token_type_embeddings"):
             first = jnp.zeros((), jnp.int32)
-            places.append(self.token_type_embeddings(first if segments is None else segments))
+            added.append(self.token_type_embeddings(first if segments is None else segments))
         x = self.word_embeddings(tokens)
-        return self.LayerNorm(x + sum(places[1:], places[0]) if places else x)
+        return self.LayerNorm(x + sum(added[1:], added[0]) if added else x)
 
-    def _positions(self, tokens: jax.Array) -> jax.Array:
+    def _positions(self, tokens: jax.Array, length: jax.Array | None) -> jax.Array:
         """Return the positions of tokens: int32 [T] or [B, T]."""
+        token = position = jnp.arange(tokens.shape[1])
+        if length is not None:
+            _, position = places(len(token), length)
         if self.padding is None:
-            return jnp.arange(tokens.shape[1])
+            return position
         # modeling_roberta.py, create_position_ids_from_input_ids
         counted = (tokens != self.padding).astype(jnp.int32)
-        return jnp.cumsum(counted, axis=1) * counted + self.padding
+        number = jnp.cumsum(counted, axis=1)
+        if length is not None:  # counted from the first token of its sentence
+            number -= (number - counted)[:, token - position]
+        return number * counted + self.padding
 
 
 class EncoderBlock(nnx.Module):

@@ -4,6 +4,10 @@ Pooling, dense layers and normalisation are those of sentence-transformers (Reim
 1908.10084, section 3; the definitions are sentence_transformers/models/Pooling.py, Dense.py, Normalize.py).
 
 Shapes: B batch, T tokens, N heads, H head size, D model width.
+
+In a packed batch B is 1, and S sentences lie one after the other in the row: length is int32 [S]. What
+follows the last one is padding. So lengths of another number than rows say that a batch is packed; with one
+row and one length both forms mean the same.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import Any, Protocol, final
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from prejit.compiler.models.families.sentence_layout import DenseModule, SentenceLayout
 from prejit.compiler.models.layers import kernel_calls, product_forms
@@ -76,8 +81,10 @@ class Transformer(Protocol):
     """The interface of every encoder family's module.
 
     Attributes:
+        packs: whether embeddings and layers take packed batches. Another module need not have it.
         embedding: modules that map tokens, int32 [B, T], to float32 [B, T, D], one after the other. The first
-            is given also segments, int32 [B, T], by a model that scores pairs of texts.
+            is given also segments, int32 [B, T], by a model that scores pairs of texts, and the lengths of a
+            packed batch.
         blocks: the layers in order. Each maps float32 [B, T, D] and the number of valid tokens, int32 [B],
             to [B, T, D]; modules of `shared` are further arguments. Results for padding are meaningless, but
             finite. Layers have the same parameters in the same shapes: one program runs with each.
@@ -114,6 +121,11 @@ class WholeEncoder(nnx.Module):
         return getattr(self, self.name)
 
     @property
+    def packs(self) -> bool:
+        """Whether its programs take packed batches."""
+        return False
+
+    @property
     def ending(self) -> Parts:
         """The modules that follow the transformer."""
         raise NotImplementedError
@@ -135,8 +147,11 @@ class WholeEncoder(nnx.Module):
         }
         return parts[kind]
 
-    def run(self, kind: str, parts: Parts, *inputs: jax.Array) -> Any:
-        """Return the result of a program: of `embed` from tokens, of the others from length and hidden."""
+    def run(self, kind: str, parts: Parts, *inputs: Any) -> Any:
+        """Return the result of a program: of `embed` from tokens, of the others from length and hidden.
+
+        For `embed` of a packed batch, segments (None) and lengths follow the tokens.
+        """
         if kind == "embed":
             return _chain(parts[0](*inputs), parts[1:])
         length, x = inputs
@@ -150,8 +165,8 @@ class WholeEncoder(nnx.Module):
         """Return the embeddings, or the scores, float32 [B, D'], without what heads give of tokens.
 
         Args:
-            tokens: int32 [B, T]; in row b the first length[b] are valid, the rest is padding.
-            length: int32 [B].
+            tokens: int32 [B, T]; in row b the first length[b] are valid, the rest is padding. Or packed.
+            length: int32 [B], or [S].
         """
         found = self.run("pool", self.parts("pool")[0], length, self._layers(tokens, length))
         result: jax.Array = found["embedding"] if isinstance(found, dict) else found
@@ -162,7 +177,8 @@ class WholeEncoder(nnx.Module):
         return _chain(self._layers(tokens, length), self.transformer.final)
 
     def _layers(self, tokens: jax.Array, length: jax.Array) -> jax.Array:
-        x = self.run("embed", self.parts("embed")[0], tokens)
+        packed = (None, length) if is_packed(tokens, length) else ()
+        x = self.run("embed", self.parts("embed")[0], tokens, *packed)
         for parts in self.parts("layer"):
             x = self.run("layer", parts, length, x)
         return x
@@ -184,6 +200,11 @@ class PooledEncoder(WholeEncoder):
         self.heads = tuple((head.kind, head.name) for head in layout.heads)
         for head in layout.heads:
             setattr(self, head.name, product(width, head.outputs))
+
+    @property
+    def packs(self) -> bool:
+        """See WholeEncoder."""
+        return not self.heads and getattr(self.transformer, "packs", False)
 
     @property
     def ending(self) -> Parts:
@@ -251,13 +272,13 @@ def product(inputs: int, outputs: int, *, bias: bool = True) -> Linear:
 def attention(
     query: jax.Array, keys: jax.Array, values: jax.Array, length: jax.Array, heads: int
 ) -> jax.Array:
-    """Return attention of every token to all valid tokens of its row.
+    """Return attention of every token to all valid tokens of its row, or of its sentence in a packed row.
 
     Args:
         query: float32 [B, T, D], D = N * H.
         keys: float32 [B, T, D].
         values: float32 [B, T, D].
-        length: int32 [B].
+        length: int32 [B], or [S].
         heads: N.
 
     Returns:
@@ -269,7 +290,16 @@ def attention(
     if product_forms.has_kernels():
         mixed = kernel_calls.encoder_attention(query, keys, values, length, size**-0.5)
         return mixed.reshape(batch, count, width)
-    return biased_attention(query * size**-0.5, keys, values, length)
+    if not is_packed(query, length):
+        return biased_attention(query * size**-0.5, keys, values, length)
+    place, _ = places(count, length)
+    # What is not finite would survive a weight of 0: it spreads in its own sentence alone.
+    broken = ~jnp.isfinite(values).all((0, 2, 3))
+    same = place[:, None] == place
+    values = jnp.where(broken[None, :, None, None], 0, values)
+    whole = jnp.full(1, count, jnp.int32)
+    mixed = biased_attention(query * size**-0.5, keys, values, whole, visible=same)
+    return jnp.where((same & broken).any(1)[:, None], jnp.nan, mixed)
 
 
 def biased_attention(
@@ -306,6 +336,22 @@ def biased_attention(
     return jnp.einsum("bnqk,bknh->bqnh", weights, values).reshape(batch, count, heads * size)
 
 
+def is_packed(x: jax.Array, length: jax.Array) -> bool:
+    """Return whether lengths are those of sentences that lie in the one row of x [1, T, ...]."""
+    return x.shape[0] != length.shape[0]
+
+
+def places(count: int, length: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return of each of T packed tokens its sentence, and its position in that: int32 [T].
+
+    The sentence of padding is S; its positions are 0, because a table may not have as many as there are.
+    """
+    token, end = jnp.arange(count), jnp.cumsum(length)
+    place = jnp.searchsorted(end, token, side="right").astype(jnp.int32)
+    position = token - jnp.append(end - length, 0)[place]
+    return place, jnp.where(place < length.shape[0], position, 0)
+
+
 def is_valid(count: int, length: jax.Array) -> jax.Array:
     """Return bool [B, T]: which of T tokens of each row are not padding."""
     return jnp.arange(count) < length[:, None]
@@ -317,15 +363,35 @@ def normalized(x: jax.Array) -> jax.Array:
 
 
 def _cls(x: jax.Array, length: jax.Array) -> jax.Array:
-    return x[:, 0]
+    return _at(x, length, 0)
 
 
 def _max(x: jax.Array, length: jax.Array) -> jax.Array:
+    if is_packed(x, length):
+        place, _ = places(x.shape[1], length)
+        return jnp.full((len(length), x.shape[2]), -1e9).at[place].max(x[0])
     return jnp.where(_valid(x, length), x, -1e9).max(1)
 
 
 def _sum(x: jax.Array, length: jax.Array) -> jax.Array:
-    return jnp.where(_valid(x, length), x, 0).sum(1)
+    count, rows = x.shape[1], len(length)
+
+    def in_order(x: jax.Array, length: jax.Array) -> jax.Array:
+        """Sum token after token, so that packing changes no bit."""
+        if is_packed(x, length):
+            place, _ = places(count, length)
+        else:
+            row = jnp.where(is_valid(count, length), jnp.arange(rows)[:, None], rows)
+            place = row.reshape(-1)
+        return jnp.zeros((rows, x.shape[2])).at[place].add(x.reshape(-1, x.shape[2]))
+
+    def at_once(x: jax.Array, length: jax.Array) -> jax.Array:
+        return jnp.where(_valid(x, length), x, 0).sum(1)
+
+    if is_packed(x, length):
+        return in_order(x, length)
+    found: jax.Array = lax.platform_dependent(x, length, cpu=in_order, default=at_once)
+    return found
 
 
 def _mean(x: jax.Array, length: jax.Array) -> jax.Array:
@@ -337,13 +403,23 @@ def _mean_sqrt_len(x: jax.Array, length: jax.Array) -> jax.Array:
 
 
 def _weighted_mean(x: jax.Array, length: jax.Array) -> jax.Array:
-    weights = jnp.where(_valid(x, length), jnp.arange(1, x.shape[1] + 1)[:, None], 0)
-    return (x * weights).sum(1) / jnp.maximum(weights.sum(1), 1)
+    count = x.shape[1]
+    position = places(count, length)[1] if is_packed(x, length) else jnp.arange(count)
+    weights = jnp.maximum(length * (length + 1) // 2, 1)[:, None]
+    return _sum(x * (position + 1)[:, None], length) / weights
 
 
 def _last_token(x: jax.Array, length: jax.Array) -> jax.Array:
-    index = jnp.maximum(length - 1, 0)[:, None, None]
-    return jnp.take_along_axis(x, index, axis=1, mode="clip")[:, 0]
+    return _at(x, length, jnp.maximum(length - 1, 0))
+
+
+def _at(x: jax.Array, length: jax.Array, place: jax.Array | int) -> jax.Array:
+    """Return the token at a place of each sentence."""
+    if is_packed(x, length):
+        return jnp.take(x[0], jnp.cumsum(length) - length + place, axis=0, mode="clip")
+    if isinstance(place, int):
+        return x[:, place]
+    return jnp.take_along_axis(x, place[:, None, None], axis=1, mode="clip")[:, 0]
 
 
 def _valid(x: jax.Array, length: jax.Array) -> jax.Array:
@@ -358,7 +434,8 @@ POOLING: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "weightedmean": _weighted_mean,
     "lasttoken": _last_token,
 }
-"""Functions that map hidden states [B, T, D] and lengths to [B, D], by their names in SentenceLayout."""
+"""Functions that map hidden states [B, T, D] and lengths to [B, D], packed ones to [S, D], by their names in
+SentenceLayout."""
 
 DENSE_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "torch.nn.modules.linear.Identity": lambda x: x,

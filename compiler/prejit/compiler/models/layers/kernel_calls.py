@@ -224,7 +224,10 @@ def row_adapters(
 def encoder_attention(
     query: jax.Array, keys: jax.Array, values: jax.Array, length: jax.Array, scale: float
 ) -> jax.Array:
-    """Return attention of every token to the valid tokens of its row: float32 [B, T, N, H], int32 [B]."""
+    """Return attention of every token to the valid tokens of its row: float32 [B, T, N, H], int32 [B].
+
+    With one row and lengths [S], S sentences lie in the row, and a token sees its own.
+    """
     mixed: jax.Array = _call(
         "encoder_attention", _shape(query), query, keys, values, length, scale=np.float32(scale)
     )

@@ -15,10 +15,10 @@ ffi::Error encoder_attention(FloatBuffer query, FloatBuffer keys, FloatBuffer va
                              ffi::Result<FloatBuffer> out, float scale) {
   const auto shape = query.dimensions();
   if (!same(shape, keys.dimensions()) || !same(shape, values.dimensions()) ||
-      !same(shape, out->dimensions()) || shape[0] != length.dimensions()[0]) {
+      !same(shape, out->dimensions()) || (shape[0] != 1 && shape[0] != length.dimensions()[0])) {
     return ffi::Error(ffi::ErrorCode::kInvalidArgument,
                       "prejit_encoder_attention: expected query, keys, values and out [B, T, N, H] and length [B], "
-                      "found other shapes");
+                      "or [S] if B is 1; found other shapes");
   }
   const prejit::attention::EncoderCall call = {shape[0],
                                                shape[1],
@@ -29,7 +29,8 @@ ffi::Error encoder_attention(FloatBuffer query, FloatBuffer keys, FloatBuffer va
                                                values.typed_data(),
                                                length.typed_data(),
                                                out->typed_data(),
-                                               scale};
+                                               scale,
+                                               length.dimensions()[0]};
   if (prejit::attention::attend_encoder(call)) return ffi::Error::Success();
   return ffi::Error(ffi::ErrorCode::kResourceExhausted, "prejit_encoder_attention: out of memory");
 }

@@ -79,12 +79,20 @@ def _check_published(
     """Check in seconds what would fail after minutes: that programs can be made from a model."""
     if manifest.encode is not None:
         _check_towers(manifest, model)
+        if manifest.encode.packed and not getattr(model.module, "packs", False):
+            raise ManifestError(
+                f"{manifest.where}: encode.packed: expected a model that embeds texts, of bert, distilbert, "
+                "electra, roberta, xlm-roberta or camembert; found "
+                f"{_shown(model)}",
+                hint="leave packed out, and give shapes such as [[1, 32], [8, 128]]",
+            )
         longest = 0 if model.shape is None else model.shape.max_tokens
         limit = f"{longest} tokens, which is what {model.files.directory} takes"
         for spec in specs:
             if spec.kind == IMAGE:
                 continue
-            _check_longest(manifest, "encode.shapes", spec.bucket["length"], longest, limit)
+            if "sentences" not in spec.bucket:
+                _check_longest(manifest, "encode.shapes", spec.bucket["length"], longest, limit)
             _check_room(manifest, spec, _encoder_bytes(model, spec))
     else:
         config = model.files.directory / "config.json"
@@ -99,6 +107,12 @@ def _check_published(
 
         check_mesh(manifest.mesh, model.module, manifest.where, config)
     _ = weights.names  # raises an error that lists every tensor that does not fit
+
+
+def _shown(model: ModelSource) -> str:
+    if model.shape is None:
+        return "one that reads images"
+    return f"{model.shape.family}{' that scores' if model.shape.scores else ''}"
 
 
 def _check_own(

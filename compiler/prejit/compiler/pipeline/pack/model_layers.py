@@ -77,7 +77,9 @@ def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[Pac
         if decodes:
             special_ids(directory, limits.MAX_SIZE, own=manifest.has_own_model)
         tokenizer, generation = directory / "tokenizer.json", directory / "generation_config.json"
-        reads_texts = manifest.encode is None or bool(manifest.encode.shapes)
+        reads_texts = manifest.encode is None or bool(
+            manifest.encode.shapes or manifest.encode.packed
+        )
         if tokenizer.is_file() and reads_texts:
             content = _read(tokenizer)
             _check_tokenizer(space, tokenizer, content, vocab_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from prejit.runtime.format.bundle_schema import Config, Images, ProgramEntry
@@ -35,6 +35,12 @@ def _image_prefill_signature(
     return (*arguments[:3], embeddings, f'["ends"] int32[{size}]', *arguments[3:]), results
 
 
+def encoder_bucket_name(bucket: Mapping[str, int]) -> str:
+    """Return what the names of the programs of an encoder's bucket begin with."""
+    name = f"encode/b{bucket['batch']}-t{bucket['length']}"
+    return f"{name}-s{bucket['sentences']}" if "sentences" in bucket else name
+
+
 def encoder_signatures(
     config: Config, others: Callable[[ProgramEntry], _Signature]
 ) -> Callable[[ProgramEntry], _Signature]:
@@ -59,15 +65,17 @@ def encoder_signatures(
             size = ",".join(map(str, images.size if images else ()))
             pixels = f'["pixels"] uint8[{batch},{size},3]'
             return (pixels,), (f'["embedding"] float32[{batch},{images and images.width}]',)
-        count, length = program.bucket["length"], f'["length"] int32[{batch}]'
+        sentences = program.bucket.get("sentences", batch)
+        count, length = program.bucket["length"], f'["length"] int32[{sentences}]'
         hidden = f'["hidden"] float32[{batch},{count},{width}]'
         if kind == "embed":
-            return (f'["tokens"] int32[{batch},{count}]',), (hidden,)
+            packed = (length,) if "sentences" in program.bucket else ()
+            return (f'["tokens"] int32[{batch},{count}]', *packed), (hidden,)
         if kind == "layer":
             return (length, f"{hidden} donated"), (hidden,)
         sizes = {"multi_vector": f"{batch},{count},{vectors}", "sparse": f"{batch},{count}"}
         of_tokens = (f'["{head}"] float32[{sizes[head]}]' for head in heads)
-        embedding = f'["embedding"] float32[{batch},{encoder and encoder.width}]'
+        embedding = f'["embedding"] float32[{sentences},{encoder and encoder.width}]'
         return (length, hidden), (embedding, *of_tokens)
 
     return signature

@@ -16,6 +16,7 @@ from prejit.runtime.format.bundle_schema import Config, ImageManifest, Segment
 from prejit.runtime.format.checks.program_interfaces import (
     BUCKETS,
     DECODER_KINDS,
+    ENCODER_KINDS,
     WITHOUT_WEIGHTS,
     Signatures,
     cache_arrays,
@@ -264,15 +265,15 @@ def _check_programs(config: Config) -> None:
             raise ValueError(f"{name}: expected {model!r} in the config, found none")
         if kind == "encode" and config.decoder is not None and config.decoder.source is None:
             raise ValueError(f"{name}: expected 'source' in the decoder, found none")
-        if bucket.keys() != set(BUCKETS[kind]):
-            expected, found = ", ".join(BUCKETS[kind]), ", ".join(sorted(bucket)) or "nothing"
+        sizes = BUCKETS[kind] + ("sentences",) * ("sentences" in bucket and kind in ENCODER_KINDS)
+        if bucket.keys() != {*sizes}:
+            expected, found = ", ".join(sizes), ", ".join(sorted(bucket)) or "nothing"
             raise ValueError(f"{name}: bucket: expected {expected}; found {found:.80}")
         for size, value in bucket.items():
             most = limits.MAX_BATCH if size in ("batch", "source_batch") else limits.MAX_SIZE
             if not 0 < value <= most:
                 raise ValueError(f"{name}: {size}: expected 1 to {most}, found {value!r:.80}")
-        key = (kind, *(str(bucket[size]) for size in BUCKETS[kind]))
-        if key in seen:
+        if (key := (kind, *(str(bucket[size]) for size in sizes))) in seen:
             raise ValueError(f"{name}: expected one {kind} program of its bucket")
         seen.add(key)
         if program.weights is None and kind not in WITHOUT_WEIGHTS:

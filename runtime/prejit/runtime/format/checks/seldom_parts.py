@@ -20,7 +20,7 @@ from prejit.runtime.format.bundle_schema import (
     UserLibrary,
 )
 from prejit.runtime.format.checks.elf import read_shared_library
-from prejit.runtime.format.checks.encoder_interfaces import IMAGE_PREFILL
+from prejit.runtime.format.checks.encoder_interfaces import IMAGE_PREFILL, encoder_bucket_name
 from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.checks.program_interfaces import ENCODER_KINDS
 from prejit.runtime.format.names import LIBRARY_MEDIA_TYPE, RECORDED_MEDIA_TYPE, handler_target
@@ -170,24 +170,29 @@ def _check_encoder(config: Config, encoder: Encoder) -> None:
     heads, unweighted = encoder.heads or (), encoder.unweighted
     if heads not in _HEADS or ("sparse" in heads) != (unweighted is not None):
         raise ValueError(f"encoder: heads: expected multi_vector and sparse, found {heads!r:.80}")
-    buckets: dict[str, set[tuple[int, int]]] = {kind: set() for kind in ENCODER_KINDS}
+    buckets: dict[str, set[str]] = {kind: set() for kind in ENCODER_KINDS}
     layers = dict.fromkeys(encoder.layers)  # models may share weights between layers
     for program in config.programs:
         if program.kind not in ENCODER_KINDS:
             continue
-        batch, length = program.bucket["batch"], program.bucket["length"]
-        expected = f"encode/b{batch}-t{length}/{program.kind}"
-        if program.name != expected:
+        bucket = encoder_bucket_name(program.bucket)
+        if program.name != (expected := f"{bucket}/{program.kind}"):
             raise ValueError(f"{program.name!r:.80}: expected the name {expected!r}")
-        buckets[program.kind].add((batch, length))
+        if (sentences := program.bucket.get("sentences")) is not None and (
+            program.bucket["batch"] > 1 or sentences > limits.MAX_BATCH or heads
+        ):
+            raise ValueError(
+                f"{program.name}: expected 1 row of at most {limits.MAX_BATCH} sentences, and no heads"
+            )
+        buckets[program.kind].add(bucket)
         if program.kind == "layer" and program.weights not in layers:
             raise ValueError(f"{program.name}: expected a weight set of encoder.layers")
-    every = set[tuple[int, int]]().union(*buckets.values())
+    every = set[str]().union(*buckets.values())
     if not every:
         raise ValueError("expected programs for the encoder, found none")
     for kind in ENCODER_KINDS:
-        for batch, length in sorted(every - buckets[kind]):
-            raise ValueError(f"expected encode/b{batch}-t{length}/{kind}, found none")
+        for bucket in sorted(every - buckets[kind]):
+            raise ValueError(f"expected {bucket}/{kind}, found none")
     for name in layers:
         if name not in config.weight_sets:
             raise ValueError(f"encoder: layers: unknown weight set {name!r:.80}")
