@@ -206,9 +206,10 @@ def check_user_model(
 def _name(what: str, name: str) -> str:
     """Return a name of an object, `package.module:attribute`."""
     if not names_object(name):
+        published = "; a published model is its directory or .gguf file" if what == "MODEL" else ""
         raise UsageError(
             f"check-model: {what}: expected package.module:attribute, found {name!r}",
-            hint="model:decoder is the object `decoder` of model.py in this directory",
+            hint=f"model:decoder is the object `decoder` of model.py in this directory{published}",
         )
     return name
 

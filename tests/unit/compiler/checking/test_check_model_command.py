@@ -78,6 +78,11 @@ def test_params_and_a_reference_count(directory, capsys):
 
 WRONG = [  # arguments, error, hint
     (["model"], "MODEL: expected package.module:attribute, found 'model'", "is the object"),
+    (
+        ["bert.toml"],
+        "MODEL: expected package.module:attribute, found 'bert.toml'",
+        "directory or .gguf",
+    ),
     (["modle:model"], "cannot import 'modle'", "did you mean 'model'?"),
     (["model:modle"], "'model' has no 'modle'", "did you mean 'model'?"),
     (["own:linen_decoder"], "check-model: expected --params beside own:linen_decoder", "orbax"),
