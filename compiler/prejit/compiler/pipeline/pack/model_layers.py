@@ -19,7 +19,13 @@ from prejit.compiler.checkpoint import tokenizer_check
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
 from prejit.compiler.checkpoint.encoder_tokenizer import check_encoder_tokenizer
 from prejit.compiler.models.chat_files import read_chat, special_tokens
-from prejit.compiler.pipeline.model import ModelSource, file_digest, open_weights, weight_digests
+from prejit.compiler.pipeline.model import (
+    ModelSource,
+    file_digest,
+    int4_text,
+    open_weights,
+    weight_digests,
+)
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTensor
 from prejit.compiler.pipeline.pack.chunks import chunks_of
@@ -198,10 +204,14 @@ def _check_tokenizer(
 
 @dataclass(frozen=True)
 class Published:
-    """The published weights of a model: the tensors, and the files that decide them, by path."""
+    """The published weights of a model: the tensors, and the files that decide them, by path.
+
+    `texts` are the files that decide how matrices are rounded to int4: a text and its tokenizer.
+    """
 
     checkpoint: Checkpoint
     hashed: Mapping[Path, HashedFile]
+    texts: tuple[HashedFile, ...]
 
     @property
     def files(self) -> tuple[tuple[str, str], ...]:
@@ -234,7 +244,7 @@ class Published:
             CheckpointError: one did.
             StoreError: one is gone.
         """
-        for each in self.hashed.values():
+        for each in (*self.hashed.values(), *self.texts):
             each.check_unchanged()
 
 
@@ -246,7 +256,9 @@ def find_published(plan: Plan) -> Published | None:
     checkpoint = open_weights(plan.model, watching(hashed))
     files = (*checkpoint.files, *checkpoint.adapter_files)
     hashed |= {path: HashedFile(path) for path in files}
-    return Published(checkpoint, hashed)
+    text = int4_text(plan.manifest, plan.model)
+    texts = () if text is None else (text, plan.model.transformer / "tokenizer.json")
+    return Published(checkpoint, hashed, tuple(map(HashedFile, texts)))
 
 
 @dataclass(frozen=True)
@@ -329,8 +341,9 @@ def _pack_and_hash(
     outline = replace(key_of(published.outlines), kind="outline")
     with store.making(outline):
         if store.get(outline) is None:
-            result = make()
-            store.put(key_of(published.files), result, blobs=[result["digest"]])
+            result, key = make(), key_of(published.files)
+            published.check_unchanged()  # the key has the digest of a text as it is now
+            store.put(key, result, blobs=[result["digest"]])
             store.put(outline, {})
 
 
