@@ -58,7 +58,12 @@ class HashedFile:
 
         Bytes far ahead are read without it, and hashed when their turn comes. Otherwise all that lies before
         them would have to stay in memory until it is read.
+
+        Raises:
+            CheckpointError, StoreError: as `check_unchanged`. To read a mapped file that became shorter would
+                end the process.
         """
+        self.check_unchanged()
         if not self.is_known and start - self.hashed_bytes <= self._identity.size // 2:
             self._hash_to(end)
 

@@ -216,7 +216,7 @@ class Published:
 
     checkpoint: Checkpoint
     hashed: Mapping[Path, HashedFile]
-    texts: tuple[HashedFile, ...] = ()
+    texts: tuple[HashedFile, ...]
 
     @property
     def files(self) -> tuple[tuple[str, str], ...]:
@@ -348,8 +348,9 @@ def _pack_and_hash(
     outline = replace(key_of(published.outlines), kind="outline")
     with store.making(outline):
         if store.get(outline) is None:
-            result = make()
-            store.put(key_of(published.files), result, blobs=[result["digest"]])
+            result, key = make(), key_of(published.files)
+            published.check_unchanged()  # the key has the digest of a text as it is now
+            store.put(key, result, blobs=[result["digest"]])
             store.put(outline, {})
 
 

@@ -164,6 +164,24 @@ def test_weights_that_change_while_they_are_read_are_not_packed(tmp_path, monkey
     assert len(files_of(cache)) == 1
 
 
+def test_a_text_that_changes_while_it_decides_rounding_is_refused(tmp_path):
+    planned(tmp_path, "")
+    path = tmp_path / "m.toml"
+    path.write_text(path.read_text().replace('"int8"', '"int4"\nevaluation = "text.txt"'))
+    text = tmp_path / "text.txt"
+    text.write_text("one")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    manifest, cache = read_manifest(path), tmp_path / "cache"
+
+    def change(space, checkpoint):
+        time.sleep(0.02)  # a tick of the kernel's clock
+        text.write_text("two")
+
+    with pytest.raises(CheckpointError, match=r"text\.txt: it changed while the build read it"):
+        packed(manifest, cache, change)
+    assert not files_of(cache)
+
+
 def ids_of(directory, config, generation):
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "generation_config.json").write_text(json.dumps(generation))
