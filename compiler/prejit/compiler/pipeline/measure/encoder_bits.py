@@ -196,10 +196,9 @@ class Trials:
         if self._exact is None:
             self._exact = self._vectors({}, imitates=False)
         found = self._vectors(dtypes, imitates=self.model.files.out_in)
-        lengths = np.linalg.norm(self._exact, axis=-1) * np.linalg.norm(found, axis=-1)
-        products = (self._exact * found).sum(-1)
         # What is not finite costs all.
-        return np.nan_to_num(1 - products / np.maximum(lengths, 1e-30), nan=2.0, posinf=2.0)
+        cosines = model_comparison.cosines(self._exact, found)
+        return np.nan_to_num(1 - cosines, nan=2.0, posinf=2.0)
 
     def _vectors(self, dtypes: Mapping[str, str], *, imitates: bool) -> Values:
         """Return embeddings float64 [B, D]; scores as one vector."""

@@ -290,9 +290,16 @@ def _of_vectors(
     if scores:
         difference = _millionths(float(np.abs(want - found).max()))
         return Accuracy(dtype, text, count, logit_difference_millionths=difference)
+    cosine = float(np.clip(cosines(want, found).min(), -1, 1))
+    return Accuracy(dtype, text, count, cosine_millionths=_millionths(cosine))
+
+
+def cosines(want: Arrays, found: Arrays) -> Arrays:
+    """Return the cosine of each row of float64 [B, D] and its other form: [B]. Zeros are as zeros are."""
     lengths = np.linalg.norm(want, axis=-1) * np.linalg.norm(found, axis=-1)
-    cosine = float(((want * found).sum(-1) / np.maximum(lengths, 1e-30)).min())
-    return Accuracy(dtype, text, count, cosine_millionths=_millionths(np.clip(cosine, -1, 1)))
+    are_zeros = ~(want.any(-1) | found.any(-1))
+    result: Arrays = ((want * found).sum(-1) + are_zeros) / np.maximum(lengths + are_zeros, 1e-30)
+    return result
 
 
 def _affordable(model: ComparedModel) -> int:

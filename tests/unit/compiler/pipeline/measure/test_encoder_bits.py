@@ -10,6 +10,7 @@ from tests.parity.encoder_cases import Case
 from prejit.compiler.checkpoint.checkpoint import open_encoder
 from prejit.compiler.models import config_file, model_registry, published_integers, quantizing
 from prejit.compiler.pipeline.measure.encoder_bits import MOST_COST, Place, Trials, choose
+from prejit.compiler.pipeline.measure.model_comparison import cosines
 
 INT4 = ("int4", "int8", "bfloat16")
 PLACES = {"down": Place(4000, INT4), "table": Place(9000, INT4[1:]), "up": Place(4000, INT4)}
@@ -58,6 +59,12 @@ def test_int4_may_lose_less_where_no_text_decides():
 def test_an_encoder_that_nothing_helps_has_the_most_bits():
     found = choose(PLACES, lambda dtypes: np.array([np.inf if len(dtypes) > 1 else 1e-4]))
     assert {*found.values()} == {"bfloat16"}
+
+
+def test_zeros_lose_nothing_where_they_stay_zeros():
+    zeros, ones = np.zeros(3), np.ones(3)
+    found = cosines(np.array([zeros, zeros, ones, ones]), np.array([zeros, ones, zeros, 2 * ones]))
+    np.testing.assert_allclose(found, [1, 0, 0, 1])
 
 
 def test_places_are_all_matrices_but_published_ones_and_unseen_heads_are_int8(
