@@ -23,8 +23,9 @@ MAX_DRAFT = 64
 """Largest number of draft tokens that one pass verifies."""
 MAX_SLOTS, MAX_RANK = 256, 512
 """Largest number of adapters that a bundle holds at a time, and largest rank of one."""
-LEAST_PACKED, MAX_PACKED = 16, 65_536
-"""Smallest and largest number of tokens of a packed batch. Kernels sum a shape of 8 tokens otherwise."""
+LEAST_PACKED, MAX_PACKED = 16, 8192
+"""Smallest and largest number of tokens of a packed batch. Kernels sum a shape of 8 tokens in another order;
+without kernels, 12 heads need 3 GB for the scores of the largest."""
 DTYPES = tuple(STORED_DTYPES)
 """The dtypes that matrices are stored in."""
 CACHE_DTYPES = ("float32", "bfloat16", "int8")

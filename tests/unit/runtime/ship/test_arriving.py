@@ -210,7 +210,7 @@ def steps(monkeypatch):
 @given(st.lists(st.tuples(st.integers(0, SIZE - 1), st.booleans()), max_size=4))
 def test_what_arrived_is_not_fetched_again_whether_it_was_read_or_not(tmp_path_factory, cuts):
     directory = BlobDirectory(tmp_path_factory.mktemp("store"))
-    reached = 0
+    reached, cut_in_last_block = 0, False
     for cut, is_read in [*cuts, (SIZE, True)]:
         asked = []
 
@@ -224,8 +224,10 @@ def test_what_arrived_is_not_fetched_again_whether_it_was_read_or_not(tmp_path_f
         arrival = ArrivingBlob() if is_read else None
         with contextlib.suppress(StoreError):
             directory.write(AT, pieces, arrival)
-        # `checked` holds back one piece, and of a file with a hole the last step counts as missing.
-        assert asked[0] >= reached - STEP
+        # `checked` holds back one piece, and of a file with a hole the last step counts as missing. Where the
+        # last block of the file system is filled in part there is no hole to see: all is fetched again.
+        assert asked[0] >= reached - STEP or cut_in_last_block
+        cut_in_last_block = SIZE // 4096 * 4096 < cut < SIZE
         reached = max(asked[0], cut - 5000)
     assert directory.blob(AT.digest).read_bytes() == CONTENT
     arrival.wait(SIZE)

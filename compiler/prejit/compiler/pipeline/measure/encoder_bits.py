@@ -45,7 +45,7 @@ _DIGITS = 2
 
 
 @dataclass(frozen=True)
-class Place:
+class MatrixPlace:
     """The matrices of one place in all layers.
 
     Attributes:
@@ -88,7 +88,7 @@ def choose_for(
 
 
 def choose(
-    places: Mapping[str, Place], cost_of: Costs, most_in_int4: float = MOST_COST
+    places: Mapping[str, MatrixPlace], cost_of: Costs, most_in_int4: float = MOST_COST
 ) -> dict[str, str]:
     """Return the dtype of each place: the one of the fewest bits, or more where a sentence loses too much.
 
@@ -174,21 +174,21 @@ class Trials:
         self.tokens = tokens[-rows:]
         self.length = np.minimum(self.length[-len(self.tokens) :], tokens.shape[1])
 
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, MatrixPlace]:
         """Return the places of matrices that were not published in few bits."""
         module, heads = self.model.module, getattr(self.model.module, "heads", ())
-        found: dict[str, Place] = {}
+        found: dict[str, MatrixPlace] = {}
         for name, dtype in quantizing.stored_dtypes(module).items():
             rows, place = self.checkpoint.rows(name), quantizing.place_of(name)
             if published_integers.has_few_bits(rows):
-                found[place] = Place(0, ())
+                found[place] = MatrixPlace(0, ())
             if place in found and not found[place].dtypes:
                 continue
             # Heads of tokens give what no embedding shows.
             unseen = any(name.startswith(f"{head}.") for _, head in heads)
             dtypes = ("int8",) if unseen else _WIDER[dtype]
             values = math.prod(rows.shape) + (found[place].values if place in found else 0)
-            found[place] = Place(values, dtypes)
+            found[place] = MatrixPlace(values, dtypes)
         return {name: place for name, place in found.items() if place.dtypes}
 
     def cost_of(self, dtypes: Mapping[str, str]) -> Values:

@@ -9,11 +9,15 @@ from tests.parity.encoder_cases import Case
 
 from prejit.compiler.checkpoint.checkpoint import open_encoder
 from prejit.compiler.models import config_file, model_registry, published_integers, quantizing
-from prejit.compiler.pipeline.measure.encoder_bits import MOST_COST, Place, Trials, choose
+from prejit.compiler.pipeline.measure.encoder_bits import MOST_COST, MatrixPlace, Trials, choose
 from prejit.compiler.pipeline.measure.model_comparison import cosines
 
 INT4 = ("int4", "int8", "bfloat16")
-PLACES = {"down": Place(4000, INT4), "table": Place(9000, INT4[1:]), "up": Place(4000, INT4)}
+PLACES = {
+    "down": MatrixPlace(4000, INT4),
+    "table": MatrixPlace(9000, INT4[1:]),
+    "up": MatrixPlace(4000, INT4),
+}
 COSTS = {("down", "int4"): 50e-4, ("up", "int4"): 3e-4, ("up", "int8"): 1e-4}
 
 
@@ -79,8 +83,8 @@ def test_places_are_all_matrices_but_published_ones_and_unseen_heads_are_int8(
     assert (trials.tokens.shape, {*trials.length}) == ((256, 32), {32})
     places = trials.places()
     up = "bert.encoder.layer.*.intermediate.dense.weight"
-    assert places[up] == Place(2 * 64 * 96, INT4)
-    assert places["bert.embeddings.word_embeddings.weight"] == Place(30 * 64, INT4[1:])
+    assert places[up] == MatrixPlace(2 * 64 * 96, INT4)
+    assert places["bert.embeddings.word_embeddings.weight"] == MatrixPlace(30 * 64, INT4[1:])
     assert len(places) == 9
     module.heads = (("sparse", "bert"),)
     assert trials.places()[up].dtypes == ("int8",)
