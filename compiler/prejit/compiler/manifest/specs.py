@@ -161,7 +161,7 @@ def encoder_specs(encode: Encode) -> Iterator[ProgramSpec]:
     buckets += [{"batch": 1, "length": each, "sentences": each // 4} for each in encode.packed]
     for bucket in buckets:
         for kind in ENCODER_KINDS:
-            yield ProgramSpec(f"{encoder_bucket_name(bucket)}/{kind}", kind, bucket)
+            yield ProgramSpec(f"{encoder_bucket_name(**bucket)}/{kind}", kind, bucket)
 
 
 def _copy_spec(batch: int, context: int, to: dict[str, int]) -> ProgramSpec:

@@ -77,7 +77,7 @@ class ModelFiles:
 
     @property
     def chooses(self) -> bool:
-        """Whether a build may store matrices in more bits than the manifest says: an encoder of texts."""
+        """Whether a build may give matrices more bits than the manifest says: of an encoder of texts."""
         return self.layout is not None and not self.images
 
 
@@ -227,13 +227,20 @@ def longest_source(manifest: Manifest) -> int | None:
 def int4_text(manifest: Manifest, files: ModelFiles | None) -> Path | None:
     """Return the text that decides how matrices of a published model are rounded to int4; None: nothing."""
     model = manifest.model
-    if model is None or model.dtype != "int4" or model.evaluation is None:
-        return None
-    if files is None or longest_source(manifest) is not None:
-        return None
-    if not (files.layout is None or files.chooses):  # it reads images
+    if model is None or model.evaluation is None or not may_round_to_int4(manifest, files):
         return None
     return manifest.resolve(model.evaluation)
+
+
+def may_round_to_int4(manifest: Manifest, files: ModelFiles | None) -> bool:
+    """Whether a text may decide how matrices are rounded to int4.
+
+    It decides none of encoders of images, nor of encoder-decoders.
+    """
+    model = manifest.model
+    if model is None or model.dtype != "int4" or files is None:
+        return False
+    return (files.layout is None or files.chooses) and longest_source(manifest) is None
 
 
 def read_model(manifest: Manifest, files: ModelFiles) -> ModelSource:

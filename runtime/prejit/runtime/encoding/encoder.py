@@ -26,6 +26,7 @@ from prejit.runtime.base.threads_and_forks import start_thread
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, to_numpy
 from prejit.runtime.format.bundle_schema import Encoder
+from prejit.runtime.format.checks.encoder_interfaces import encoder_bucket_name
 from prejit.runtime.programs.ready_programs import ProgramReport, Programs
 
 _LOAD_MICROSECONDS = 15_000
@@ -305,7 +306,7 @@ class EncoderPrograms:
         programs = self.programs
         embed, layer, pool = bucket.programs
         valid = self._device.put(length)
-        inputs = [self._device.put(tokens), valid][: 1 + bool(bucket.sentences)]
+        inputs = [self._device.put(tokens), *([valid] if bucket.sentences else [])]
         (hidden,) = programs[embed].run([*self._weights(embed), *inputs])
         for weights in layers:
             (hidden,) = programs[layer].run([*programs.weights(weights), valid, hidden])
@@ -347,9 +348,7 @@ class Bucket:
     @property
     def programs(self) -> tuple[str, str, str]:
         """The names of its programs embed, layer and pool."""
-        name = (
-            f"encode/b{self.batch}-t{self.length}{f'-s{self.sentences}' if self.sentences else ''}"
-        )
+        name = encoder_bucket_name(self.batch, self.length, self.sentences)
         return f"{name}/embed", f"{name}/layer", f"{name}/pool"
 
 

@@ -15,6 +15,7 @@ from prejit.compiler.pipeline.model import (
     int4_text,
     longest_context,
     longest_source,
+    may_round_to_int4,
     open_weights,
 )
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
@@ -121,9 +122,7 @@ def choose_bits(space: Workspace) -> None:
 def round_by_text(space: Workspace, checkpoint: Checkpoint) -> RoundedByText | None:
     """Return the matrices in int4 that the evaluation text decides; None: there are none."""
     manifest, files = space.plan.manifest, space.plan.model
-    if manifest.model is None or manifest.model.dtype != "int4" or files is None:
-        return None
-    if not (files.layout is None or files.chooses) or longest_source(manifest) is not None:
+    if not may_round_to_int4(manifest, files):
         return None
     from prejit.compiler.pipeline.measure import int4_inputs
 

@@ -42,6 +42,8 @@ _MOST_PRODUCTS = 1 << 36
 """Largest number of parameters times tokens of an encoder: a second or two on two cores."""
 _DIGITS = 2
 """Significant digits of a cost."""
+_WIDER = {"int4": ("int4", "int8", "bfloat16"), "int8": ("int8", "bfloat16")}
+"""The dtypes that a matrix may have, by the one that it has without a choice."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,3 @@ class Trials:
         vectors = model_comparison.vectors(compared, self.tokens, self.length)()
         found = vectors.astype(np.float64)
         return found if self.model.shape.scores is None else found.reshape(1, -1)
-
-
-_WIDER = {"int4": ("int4", "int8", "bfloat16"), "int8": ("int8", "bfloat16")}
-"""The dtypes that a matrix may have which is stored in a dtype by itself."""

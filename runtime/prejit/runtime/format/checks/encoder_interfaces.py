@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from prejit.runtime.format.bundle_schema import Config, Images, ProgramEntry
@@ -35,10 +35,9 @@ def _image_prefill_signature(
     return (*arguments[:3], embeddings, f'["ends"] int32[{size}]', *arguments[3:]), results
 
 
-def encoder_bucket_name(bucket: Mapping[str, int]) -> str:
+def encoder_bucket_name(batch: int, length: int, sentences: int = 0) -> str:
     """Return what the names of the programs of an encoder's bucket begin with."""
-    name = f"encode/b{bucket['batch']}-t{bucket['length']}"
-    return f"{name}-s{bucket['sentences']}" if "sentences" in bucket else name
+    return f"encode/b{batch}-t{length}{f'-s{sentences}' if sentences else ''}"
 
 
 def encoder_signatures(

@@ -175,7 +175,7 @@ def _check_encoder(config: Config, encoder: Encoder) -> None:
     for program in config.programs:
         if program.kind not in ENCODER_KINDS:
             continue
-        bucket = encoder_bucket_name(program.bucket)
+        bucket = encoder_bucket_name(**program.bucket)
         if program.name != (expected := f"{bucket}/{program.kind}"):
             raise ValueError(f"{program.name!r:.80}: expected the name {expected!r}")
         if (sentences := program.bucket.get("sentences")) is not None and (

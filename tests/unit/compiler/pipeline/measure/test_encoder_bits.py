@@ -22,7 +22,7 @@ COSTS = {("down", "int4"): 50e-4, ("up", "int4"): 3e-4, ("up", "int8"): 1e-4}
 
 
 def costing(costs, asked, noise=0.0):
-    """Costs that add up; two sentences, of which the second loses half."""
+    """Return the costs of two sentences. They add up, and the second loses half as much."""
 
     def cost_of(dtypes):
         asked.append(dict(dtypes))
