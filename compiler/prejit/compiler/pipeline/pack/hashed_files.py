@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +30,7 @@ def watching(files: Mapping[Path, HashedFile]) -> Reading:
 
 @final
 class HashedFile:
-    """A file whose digest comes from a receipt, or is made while others read the file."""
+    """A file whose digest comes from a receipt, or is made while others read the file, in any thread."""
 
     def __init__(self, path: Path) -> None:
         """Look for a receipt. Nothing is hashed yet.
@@ -45,6 +46,7 @@ class HashedFile:
         self._receipts = Receipts(path)
         self._digest = self._receipts.find(self._identity)
         self._hasher = hashlib.sha256()
+        self._lock = threading.Lock()  # guards the hasher: rows of a matrix are rounded in threads
         self.hashed_bytes = 0
         """Number of bytes hashed so far. A file with a receipt is not hashed."""
 
@@ -104,11 +106,12 @@ class HashedFile:
             )
 
     def _hash_to(self, end: int) -> None:
-        if end <= self.hashed_bytes:
-            return
-        block = bytearray(_BLOCK_BYTES)
-        with store_errors(self._path, "read"), self._path.open("rb", buffering=0) as file:
-            file.seek(self.hashed_bytes)
-            while self.hashed_bytes < end and (count := file.readinto(block)):
-                self._hasher.update(memoryview(block)[:count])
-                self.hashed_bytes += count
+        with self._lock:
+            if end <= self.hashed_bytes:
+                return
+            block = bytearray(_BLOCK_BYTES)
+            with store_errors(self._path, "read"), self._path.open("rb", buffering=0) as file:
+                file.seek(self.hashed_bytes)
+                while self.hashed_bytes < end and (count := file.readinto(block)):
+                    self._hasher.update(memoryview(block)[:count])
+                    self.hashed_bytes += count

@@ -2,6 +2,7 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -30,6 +31,18 @@ def test_bytes_far_behind_others_are_hashed_when_their_turn_comes(tmp_path, monk
     outline = known.outline()
     path.write_bytes(bytes(range(1, 101)))
     assert HashedFile(path).outline() != outline
+
+
+def test_threads_that_read_one_tensor_hash_its_bytes_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(hashed_files, "_BLOCK_BYTES", 4096)  # so that threads meet
+    path, content = tmp_path / "model.safetensors", os.urandom(1 << 22)
+    path.write_bytes(content)
+    for _ in range(4):
+        file = HashedFile(path)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(file.read_ahead, [0] * 4, [len(content)] * 4))
+        assert file.hashed_bytes == len(content)
+        assert file.digest() == digest_of(content)
 
 
 def test_a_file_that_changes_has_no_digest(tmp_path, monkeypatch):
