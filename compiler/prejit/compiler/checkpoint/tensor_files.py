@@ -26,6 +26,8 @@ Reading = Callable[[Path, int, int], object]
 """It is called before a tensor is read: with its file, and where its bytes start and end."""
 _SMALL_FLOATS = {"F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu"}
 """The types of safetensors that it cannot give NumPy, with the names of ml_dtypes."""
+_OF_HEADERS = (AttributeError, LookupError, TypeError, ValueError)
+"""Errors of reading a header that safetensors has read: the file changed meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def _safetensors(path: Path, reading: Reading) -> dict[str, Tensor]:
         }
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: expected a file, found none") from error
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, *_OF_HEADERS) as error:
         raise CheckpointError(
             f"{path}: damaged or cut off: {error}", hint="fetch or write the checkpoint again"
         ) from error

@@ -38,7 +38,7 @@ _Answer = TypeVar("_Answer")
 _log = logging.getLogger(__name__)
 _TRANSFERS = 16
 """How many files are read or written at the same time."""
-LOCAL_KINDS = frozenset({"weights", "measure", "pack"})
+LOCAL_KINDS = frozenset({"weights", "weights-outline", "measure", "pack"})
 """Results that are not shared: it takes less time to convert a checkpoint, or to pack, than to fetch that."""
 
 _POLL_SECONDS = 0.5

@@ -14,6 +14,7 @@ from tests.http_serving import QuietHandler, serving
 from tests.parity.cases import shapes_of
 from tests.unit.compiler.models import small_models
 
+from prejit.compiler.checkpoint import tensor_files
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.checkpoint.model_source import resolve_source
 from prejit.compiler.checkpoint.tensor_files import read_parameters, tensors
@@ -220,6 +221,21 @@ def test_everything_that_does_not_fit_is_said_at_once(tmp_path):
     classified = {**LLAMA, "architectures": ["LlamaForSequenceClassification"]}
     with pytest.raises(CheckpointError, match=r"expected .* for \[generate\], found \"LlamaForSeq"):
         _ = open_checkpoint(write(tmp_path, classified, llama())).names
+
+
+@pytest.mark.parametrize(
+    "content", [b"", bytes(8), b"\2" + bytes(7) + b"[]", b"\2" + bytes(7) + b"{}"]
+)
+def test_a_header_that_changes_between_two_looks_is_damage(content, tmp_path, monkeypatch):
+    directory, look = write(tmp_path, LLAMA, llama()), tensor_files._places
+
+    def places(path):
+        path.write_bytes(content)
+        return look(path)
+
+    monkeypatch.setattr(tensor_files, "_places", places)
+    with pytest.raises(CheckpointError, match="damaged or cut off"):
+        _ = open_checkpoint(directory).names
 
 
 @pytest.mark.parametrize("how", [write, write_flax])

@@ -233,8 +233,9 @@ def read_layout(directory: Path, encode: Encode | None = None) -> SentenceLayout
             f"{file}: expected a model that embeds for heads = [...] in [encode], found {kind}"
         )
     files += [each.file for each in heads]
-    if unweighted is not None:
-        files.append(transformer / "tokenizer.json")
+    # It gives the ids of the manifest's answers, and of tokens without a weight.
+    if table is not None or unweighted is not None:
+        files += _present(transformer, "tokenizer.json")
     return SentenceLayout(
         directory,
         transformer,

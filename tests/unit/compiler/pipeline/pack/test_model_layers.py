@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from safetensors.numpy import save, save_file
+from safetensors.numpy import load_file, save, save_file
+from tests.encoders import write_causal
 from tests.parity.cases import shapes_of
 from tests.unit.compiler.models.small_models import LLAMA
 
@@ -180,6 +181,24 @@ def test_a_text_that_changes_while_it_decides_rounding_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"text\.txt: it changed while the build read it"):
         packed(manifest, cache, change)
     assert not files_of(cache)
+
+
+def test_an_answer_that_becomes_another_token_packs_its_row(tmp_path):
+    write_causal(tmp_path / "model", answers=True)
+    (tmp_path / "m.toml").write_text(
+        '[bundle]\nname = "m"\n[model]\nsource = "model"\n[encode]\nshapes = [[1, 8]]\n'
+        '[encode.answers]\nyes = "y"\nno = "n"\n[[target]]\nname = "cpu-host"\n'
+    )
+    manifest, tokenizer = read_manifest(tmp_path / "m.toml"), tmp_path / "model" / "tokenizer.json"
+    rows = []
+    for _ in range(2):
+        _, layer = packed(manifest, tmp_path / "cache")
+        rows.append(load_file(layer.content)["score.weight"])
+        content = json.loads(tokenizer.read_text())
+        ids = content["model"]["vocab"]
+        ids["y"], ids["n"] = ids["n"], ids["y"]
+        tokenizer.write_text(json.dumps(content))
+    np.testing.assert_array_equal(rows[0], -rows[1])
 
 
 def ids_of(directory, config, generation):
