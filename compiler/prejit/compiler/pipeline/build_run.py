@@ -49,21 +49,19 @@ from prejit.compiler.pipeline.measure.golden_answers import with_golden_answers
 from prejit.compiler.pipeline.measure.measured_speed import measure_costs
 from prejit.compiler.pipeline.measure.other_sizes import check_sizes
 from prejit.compiler.pipeline.measure.reference_checks import with_checked_answers
-from prejit.compiler.pipeline.model import open_weights
 from prejit.compiler.pipeline.pack.attaching import attach_descriptions
 from prejit.compiler.pipeline.pack.bundle_files import LostFramesError, PackedLayer
 from prejit.compiler.pipeline.pack.bundle_writing import check_place, write
 from prejit.compiler.pipeline.pack.compatibility import readable_until
 from prejit.compiler.pipeline.pack.contents import pack_bundle, pack_targets
 from prejit.compiler.pipeline.pack.model_layers import (
-    Published,
     WeightsLayer,
-    find_published,
     pack_weights,
     read_layers,
 )
 from prejit.compiler.pipeline.pack.provenance import build_provenance
 from prejit.compiler.pipeline.plan import Lowered, PlanOptions, find_toolchain, plan_build
+from prejit.compiler.pipeline.published_files import Published, find_published
 from prejit.compiler.pipeline.result_keys import versions
 from prejit.compiler.pipeline.reuse import TargetTools
 from prejit.compiler.pipeline.shards import Packing, Turn
@@ -203,11 +201,14 @@ def begin(manifest: Manifest, only: tuple[str, ...], service: Services) -> Begun
     forms, fetched = (None if path is None else str(path) for path in (service.forms, directory))
     options = PlanOptions(only, forms, fetched, service.retrace)
     plan = plan_build(manifest, store, options)
-    if plan.model is not None and plan.model.chosen is None:
+    published = find_published(manifest, plan.model)
+    if published is not None and plan.model is not None and plan.model.chosen is None:
         unmeasured = Workspace.of(plan, store, progress)
-        check(unmeasured, open_weights(plan.model))
-        choose_bits(unmeasured)
+        check(unmeasured, published.checkpoint)
+        options = replace(options, bits=choose_bits(unmeasured, published))
         plan = plan_build(manifest, store, options)
+    elif plan.model is not None:
+        options = replace(options, bits=plan.model.chosen)  # so that no process hashes files for it
     space = Workspace.of(plan, store, progress)
     crew = open_crew(plan, options, service.executor, store, progress)
     with nullcontext() if crew is None else crew:
@@ -218,7 +219,6 @@ def begin(manifest: Manifest, only: tuple[str, ...], service: Services) -> Begun
             return space.vocab_size() if known is None else known
 
         layers = tuple(read_layers(space, count_tokens))
-        published = find_published(plan)
         checked = None if crew is None else crew.check()
         if checked is None:
             check(space, None if published is None else published.checkpoint)

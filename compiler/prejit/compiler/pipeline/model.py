@@ -26,7 +26,8 @@ from prejit.compiler.models.families.image_processing import processing_files, s
 from prejit.compiler.models.families.sentence_layout import SentenceLayout, read_layout
 from prejit.compiler.native.kernel_library import KERNELS_ARCHITECTURE
 from prejit.compiler.targets.target_classes import Target
-from prejit.runtime.errors import ManifestError
+from prejit.runtime.base.wording import few
+from prejit.runtime.errors import CheckpointError, ManifestError
 from prejit.runtime.machine.kept_files import Receipts
 
 if TYPE_CHECKING:
@@ -243,6 +244,13 @@ def may_round_to_int4(manifest: Manifest, files: ModelFiles | None) -> bool:
     return (files.layout is None or files.chooses) and longest_source(manifest) is None
 
 
+def chooses_bits(manifest: Manifest, files: ModelFiles) -> bool:
+    """Return whether a build measures which dtypes the matrices of an encoder have."""
+    if manifest.model is None or not manifest.model.accuracy:
+        return False
+    return files.chooses and manifest.model.dtype in ("int8", "int4")
+
+
 def read_model(manifest: Manifest, files: ModelFiles) -> ModelSource:
     """Read a model's configuration and make its abstract module.
 
@@ -288,6 +296,21 @@ def read_model(manifest: Manifest, files: ModelFiles) -> ModelSource:
 
         images = sight_config.describe_sight(config.sight, config.hidden_size)
     return ModelSource(files, config, shape, decoder, room, images)
+
+
+def check_configuration(files: ModelFiles) -> None:
+    """Check, once they were read, that the files of a configuration are those that keys have the digests of.
+
+    Raises:
+        CheckpointError: one changed since.
+        StoreError: one is gone.
+    """
+    now = file_digests(files.directory, (files.directory / name for name, _ in files.configuration))
+    if changed := [name for name, _ in {*files.configuration} - {*now}]:
+        raise CheckpointError(
+            f"{files.directory}: {few(sorted(changed), 8)}: it changed while the build read it",
+            hint="build again when the file is whole",
+        )
 
 
 def file_digests(

@@ -36,7 +36,14 @@ from prejit.compiler.native.form_table import (
 from prejit.compiler.native.kernel_library import KernelLibrary
 from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.libraries import ReadLibrary, handlers_of, read_libraries
-from prejit.compiler.pipeline.model import ModelFiles, find_model, stores_out_in, uses_kernels
+from prejit.compiler.pipeline.model import (
+    ModelFiles,
+    chooses_bits,
+    find_model,
+    stores_out_in,
+    uses_kernels,
+)
+from prejit.compiler.pipeline.published_files import Published, ResultOfFiles, find_published
 from prejit.compiler.pipeline.result_keys import bits_key, lower_key, own_lower_key, versions
 from prejit.compiler.pipeline.stored_traces import (
     MODEL,
@@ -226,12 +233,14 @@ class PlanOptions:
         forms: path of a table of measured forms, which goes before the store's and the recorded one.
         directory: path of the model directory, if it was fetched for this build; None: a local one.
         retrace: whether the user's code is traced again, whatever the store has.
+        bits: the dtypes of an encoder's matrices, as `ModelFiles.chosen`; None: those that the store has.
     """
 
     only: tuple[str, ...] = ()
     forms: str | None = None
     directory: str | None = None
     retrace: bool = False
+    bits: tuple[tuple[str, str], ...] | None = None
 
 
 def plan_build(
@@ -260,10 +269,12 @@ def plan_build(
     if directory is None and source is not None:
         directory = find_source(source, manifest.directory)
     model = None if directory is None else find_model(manifest, targets, directory)
-    if model is not None and (measured := bits_key(manifest, model)) is not None:
-        bits = store.get(measured)
-        found = None if bits is None else tuple(sorted(bits["chosen"].items()))
-        model = replace(model, chosen=found)
+    if model is not None and chooses_bits(manifest, model):
+        chosen_bits = options.bits
+        if chosen_bits is None:
+            published = find_published(manifest, model)
+            chosen_bits = bits_of(stored_bits(manifest, model, published, store).find())
+        model = replace(model, chosen=chosen_bits)
     libraries = read_libraries(manifest)
     presents = cache(lambda front, back: Present(manifest.directory, front, back))
     present = presents((), ())
@@ -318,6 +329,18 @@ def plan_build(
         own,
         own_trace,
     )
+
+
+def stored_bits(
+    manifest: Manifest, model: ModelFiles, published: Published | None, store: Store
+) -> ResultOfFiles:
+    """Return the place in the store of the dtypes of an encoder's matrices."""
+    return ResultOfFiles(store, partial(bits_key, manifest, model), published)
+
+
+def bits_of(result: Mapping[str, Any] | None) -> tuple[tuple[str, str], ...] | None:
+    """Return the dtypes in a result of `stored_bits`; None: there is none."""
+    return None if result is None else tuple(sorted(result["chosen"].items()))
 
 
 def find_lowered(key: Key, store: Store) -> Lowered | None:

@@ -6,9 +6,9 @@ trace     the portable program (see `traces`)
 native    the same program with calls of kernels   as lower, and the forms of products that differ
 compile   an executable                            StableHLO, target, compiler, flags, kernels
 weights   the weights layer                        files of the checkpoint, dtype, our code
-outline   that weights were packed before          as weights, of each file size and last bytes
 accuracy  what the dtypes cost                     files of the checkpoint, dtypes, the text
 bits      the dtype of each matrix of an encoder   files of the checkpoint, dtype, the text, our code
+...-outline  that weights or bits were made        as those, of each file size and last bytes
 tokenizer a check that passed                      tokenizer.json, config.json
 chunks    digests of a layer's chunks and of its   digest of the layer, hash function, size, size of
           fs-verity tree                           the tree's blocks
@@ -41,9 +41,8 @@ from prejit.compiler.pipeline.model import (
     int4_text,
     longest_context,
     longest_source,
-    open_weights,
-    weight_digests,
 )
+from prejit.compiler.pipeline.published_files import Digests
 from prejit.compiler.store.build_cache_key import Key
 from prejit.compiler.store.lowering_settings import jax_configuration
 from prejit.compiler.store.prejit_code import (
@@ -65,8 +64,6 @@ from prejit.runtime.base.files import digest_of
 from prejit.runtime.format.names import ADAPTED
 from prejit.runtime.machine.fingerprint import Fingerprint
 
-Digests = Iterable[tuple[str, str]]
-"""Files by name, each with its digest."""
 Contents = Mapping[str, str]
 """Parameters by name, each as `content_of` describes it."""
 
@@ -193,13 +190,10 @@ def _texts(text: Path, tokenizer: Path) -> Ingredients:
     return (("text", f"{text.name} {file_digest(text)}"), ("tokenizer", held))
 
 
-def bits_key(manifest: Manifest, model: ModelFiles) -> Key | None:
-    """Return the key of the dtypes of an encoder's matrices; None: they are the manifest's."""
+def bits_key(manifest: Manifest, model: ModelFiles, files: Digests) -> Key:
+    """Return the key of the dtypes of an encoder's matrices."""
     stored = manifest.model
-    if stored is None or stored.dtype not in ("int8", "int4") or not stored.accuracy:
-        return None
-    if not model.chooses:
-        return None
+    assert stored is not None
     text = None if stored.evaluation is None else manifest.resolve(stored.evaluation)
     ingredients = (
         ("dtype", stored.dtype),
@@ -208,7 +202,7 @@ def bits_key(manifest: Manifest, model: ModelFiles) -> Key | None:
         *model.configuration,
         ("our code", code_digest(*BITS)),
         *_jax("jax", "flax", "transformers"),
-        *_files(weight_digests(open_weights(model))),
+        *_files(files),
     )
     return Key("bits", manifest.bundle.name, ingredients)
 

@@ -16,7 +16,12 @@ import numpy as np
 
 from prejit.compiler.checkpoint.tensor_files import read_parameters
 from prejit.compiler.manifest.manifest import Manifest
-from prejit.compiler.pipeline.model import ModelSource, read_model, stores_out_in
+from prejit.compiler.pipeline.model import (
+    ModelSource,
+    check_configuration,
+    read_model,
+    stores_out_in,
+)
 from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.pipeline.result_keys import Contents, content_of
 from prejit.compiler.progress import Progress
@@ -72,7 +77,9 @@ class Workspace:
 
         def model() -> ModelSource:
             assert plan.model is not None
-            return read_model(plan.manifest, plan.model)
+            found = read_model(plan.manifest, plan.model)
+            check_configuration(plan.model)
+            return found
 
         out_in = stores_out_in(plan.manifest, plan.targets)
         code = partial(find_code, plan.manifest, out_in=out_in)

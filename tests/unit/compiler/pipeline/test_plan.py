@@ -31,7 +31,9 @@ from prejit.compiler.pipeline.plan import (
     find_toolchain,
     kernels_of,
     plan_build,
+    stored_bits,
 )
+from prejit.compiler.pipeline.published_files import find_published
 from prejit.compiler.pipeline.result_keys import compile_key, versions
 from prejit.compiler.pipeline.reuse import COMPILE, planned_executables
 from prejit.compiler.pipeline.workspace import UserCode, Workspace
@@ -201,10 +203,17 @@ def test_programs_of_an_encoder_wait_for_the_bits_of_its_matrices(tmp_path):
     found = planned_executables(plan, store)
     expected = "model has still to be measured: how many bits its matrices need"
     assert {(each.state, each.why) for each in found} == {(COMPILE, expected)}
-    key = result_keys.bits_key(plan.manifest, plan.model)
-    store.put(key, {"chosen": {"bert.some.weight": "bfloat16"}})
+    published = find_published(plan.manifest, plan.model)
+    assert not published.are_known, "nothing is hashed to look for what the store cannot have"
+    stored = stored_bits(plan.manifest, plan.model, published, store)
+    stored.put({"chosen": {"bert.some.weight": "bfloat16"}})
     again = plan_build(plan.manifest, store)
     assert again.model.matrices.endswith("; bert.some.weight in bfloat16")
+    # A process that lowers opens no file for what the build knows.
+    (tmp_path / "model" / "model.safetensors").unlink()
+    known = plan_build(plan.manifest, store, PlanOptions(bits=again.model.chosen))
+    assert known.model == again.model
+    write_encoder(tmp_path / "model")
     manifest.write_text(text.replace('"int8"', '"int8"\naccuracy = false'))
     assert plan_build(read_manifest(manifest), store).programs[0].key is not None
 

@@ -47,7 +47,7 @@ STORING = (
     "prejit.runtime.base.files",
     "prejit.runtime.base.written_files",
     # The digests of a checkpoint's files are in the key, and do not change what is read.
-    "prejit.compiler.pipeline.pack.hashed_files",
+    "prejit.compiler.pipeline.published_files",
     # What runs the user's code apart from other code, and notes what it reads, decides no result.
     "prejit.compiler.lowering.user.observing",
     "prejit.compiler.lowering.user.observer",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prejit.compiler.base.suggestions import shown
@@ -11,8 +12,9 @@ from prejit.compiler.checkpoint.checkpoint import Checkpoint
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import IMAGE, ProgramSpec
 from prejit.compiler.pipeline.lower.program_lowering import decoding_part, own_shape
-from prejit.compiler.pipeline.model import ModelSource, longest_source, open_weights, weight_digests
+from prejit.compiler.pipeline.model import ModelSource, longest_source
 from prejit.compiler.pipeline.plan import Plan
+from prejit.compiler.pipeline.published_files import ResultOfFiles, find_published
 from prejit.compiler.pipeline.result_keys import weights_key
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Quiet
@@ -53,13 +55,16 @@ def check_planned(plan: Plan, store: Store) -> None:
     if plan.model is None or manifest.has_own_model:
         check(space, None)
         return
-    weights = open_weights(plan.model)
-    check(space, weights)
+    published = find_published(manifest, plan.model)
+    assert published is not None
+    check(space, published.checkpoint)
     if not _new_specs(plan):
         # The build packs other weights, also where nothing is lowered.
-        files = weight_digests(weights)
-        if store.where(weights_key(manifest, plan.model, files, space.parameters())) is None:
-            _ = weights.names  # raises an error that lists every tensor that does not fit
+        key_of = partial(weights_key, manifest, plan.model, user=space.parameters())
+        if ResultOfFiles(store, key_of, published).find() is None:
+            _ = (
+                published.checkpoint.names
+            )  # raises an error that lists every tensor that does not fit
 
 
 def _new_specs(plan: Plan) -> list[ProgramSpec]:

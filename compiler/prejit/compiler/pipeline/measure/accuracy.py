@@ -16,19 +16,18 @@ from prejit.compiler.pipeline.model import (
     longest_context,
     longest_source,
     may_round_to_int4,
-    open_weights,
 )
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
-from prejit.compiler.pipeline.pack.model_layers import Published, RoundedByText, special_ids
+from prejit.compiler.pipeline.pack.model_layers import RoundedByText, special_ids
+from prejit.compiler.pipeline.plan import bits_of, stored_bits
+from prejit.compiler.pipeline.published_files import Published
 from prejit.compiler.pipeline.result_keys import (
     accuracy_key,
-    bits_key,
     measuring_key,
     own_accuracy_key,
     weights_key,
 )
 from prejit.compiler.pipeline.workspace import Workspace
-from prejit.runtime.errors import CheckpointError
 from prejit.runtime.format.bundle_schema import Accuracy
 
 if TYPE_CHECKING:
@@ -87,23 +86,25 @@ def measure_accuracy(
         if (known := store.get(key)) is not None:
             return Accuracy(**known)
         found = measure()
+        if published is not None:
+            published.check_unchanged()  # it was read again
         store.put(key, asdict(found))
         return found
 
 
-def choose_bits(space: Workspace) -> None:
-    """Choose the dtypes of an encoder's matrices, and keep them in the store, where plans find them."""
+def choose_bits(space: Workspace, published: Published) -> tuple[tuple[str, str], ...]:
+    """Return the dtypes of an encoder's matrices, as `ModelFiles.chosen`: from the store, or measured now."""
     from prejit.compiler.pipeline.measure import encoder_bits
 
-    manifest, files, store = space.plan.manifest, space.plan.model, space.store
+    manifest, files = space.plan.manifest, space.plan.model
     assert manifest.model is not None
     assert files is not None
-    key = bits_key(manifest, files)
-    assert key is not None
-    with space.progress.phase("measuring matrices"), store.making(key):
-        if store.get(key) is not None:
-            return  # another build has measured them meanwhile
-        checkpoint, text = open_weights(files), manifest.model.evaluation
+    stored = stored_bits(manifest, files, published, space.store)
+    with space.progress.phase("measuring matrices"), stored.making():
+        found = bits_of(stored.find())  # another build may have measured them meanwhile
+        if found is not None:
+            return found
+        checkpoint, text = published.checkpoint, manifest.model.evaluation
         rounded = round_by_text(space, checkpoint)
         chosen = encoder_bits.choose_for(
             space.model(),
@@ -111,12 +112,8 @@ def choose_bits(space: Workspace) -> None:
             None if text is None else manifest.resolve(text),
             {} if rounded is None else {**rounded.words},
         )
-        if bits_key(manifest, files) != key:
-            raise CheckpointError(
-                f"{manifest.where}: a file of the model or model.evaluation changed while the build read it",
-                hint="build again when the files are whole",
-            )
-        store.put(key, {"chosen": chosen})
+        stored.put({"chosen": chosen})
+        return tuple(sorted(chosen.items()))
 
 
 def round_by_text(space: Workspace, checkpoint: Checkpoint) -> RoundedByText | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,29 +19,19 @@ from prejit.compiler.checkpoint import tokenizer_check
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
 from prejit.compiler.checkpoint.encoder_tokenizer import check_encoder_tokenizer
 from prejit.compiler.models.chat_files import read_chat, special_tokens
-from prejit.compiler.pipeline.model import (
-    ModelSource,
-    file_digest,
-    int4_text,
-    open_weights,
-    weight_digests,
-)
+from prejit.compiler.pipeline.model import ModelSource, file_digest
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTensor
 from prejit.compiler.pipeline.pack.chunks import chunks_of
 from prejit.compiler.pipeline.pack.few_bits import FewBits, few_bits
-from prejit.compiler.pipeline.pack.hashed_files import HashedFile, watching
-from prejit.compiler.pipeline.plan import Plan
+from prejit.compiler.pipeline.published_files import Published, ResultOfFiles
 from prejit.compiler.pipeline.result_keys import (
     Contents,
-    Digests,
     content_of,
     tokenizer_key,
     weights_key,
 )
 from prejit.compiler.pipeline.workspace import UserCode, Workspace, values_of
-from prejit.compiler.store.build_cache_key import Key
-from prejit.compiler.store.store_interface import Store
 from prejit.runtime.base.files import store_errors
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError, CheckpointError
@@ -205,70 +195,6 @@ def _check_tokenizer(
 
 
 @dataclass(frozen=True)
-class Published:
-    """The published weights of a model: the tensors, and the files that decide them.
-
-    Attributes:
-        checkpoint: the tensors.
-        hashed: its files, by path.
-        texts: the files of a text that decides how weights are rounded.
-    """
-
-    checkpoint: Checkpoint
-    hashed: Mapping[Path, HashedFile]
-    texts: tuple[HashedFile, ...]
-
-    @property
-    def files(self) -> tuple[tuple[str, str], ...]:
-        """The files, each with its digest. Bytes that no tensor has taken yet are hashed now.
-
-        Raises:
-            CheckpointError, StoreError: as `check_unchanged`.
-        """
-        return weight_digests(self.checkpoint, lambda path: self.hashed[path].digest())
-
-    @property
-    def outlines(self) -> Digests:
-        """The files, each with its outline."""
-        return weight_digests(self.checkpoint, lambda path: self.hashed[path].outline())
-
-    @property
-    def are_known(self) -> bool:
-        """Whether the digests of all files are known."""
-        return all(each.is_known for each in self.hashed.values())
-
-    @property
-    def of_model(self) -> tuple[tuple[str, str], ...]:
-        """The files in the model's directory: those of adapters are named by the manifest."""
-        return self.files[: len(self.checkpoint.files)]
-
-    def check_unchanged(self) -> None:
-        """Check that no file changed since the build began: its digest would be that of other weights.
-
-        Raises:
-            CheckpointError: one did.
-            StoreError: one is gone.
-        """
-        for each in (*self.hashed.values(), *self.texts):
-            each.check_unchanged()
-
-
-def find_published(plan: Plan) -> Published | None:
-    """Open the weights of the plan's model, and hash no file yet. None: it has no published model."""
-    if plan.model is None or plan.manifest.has_own_model:
-        return None
-    hashed: dict[Path, HashedFile] = {}
-    checkpoint = open_weights(plan.model, watching(hashed))
-    files = (*checkpoint.files, *checkpoint.adapter_files)
-    hashed |= {path: HashedFile(path) for path in files}
-    texts: list[Path] = []
-    if (text := int4_text(plan.manifest, plan.model)) is not None:
-        tokenizer = plan.model.transformer / "tokenizer.json"
-        texts = [text, *([tokenizer] * tokenizer.is_file())]
-    return Published(checkpoint, hashed, tuple(map(HashedFile, texts)))
-
-
-@dataclass(frozen=True)
 class WeightsLayer(PackedLayer):
     """The layer of weights.
 
@@ -312,16 +238,13 @@ def pack_weights(
     key_of = partial(
         weights_key, manifest, space.plan.model, user=user, own=exact, own_orders=orders
     )
-    make = partial(_write_weights, space, published, user, round_by_text)
+    stored = ResultOfFiles(store, key_of, published)
     with space.progress.phase("packing weights"):
-        if published is not None and not published.are_known:
-            _pack_and_hash(store, published, key_of, make)
-        key = key_of(() if published is None else published.files)
-        with store.making(key):
-            result = store.get(key)
+        with stored.making():
+            result = stored.find()
             if result is None:
-                result = make()
-                store.put(key, result, blobs=[result["digest"]])
+                result = _write_weights(space, published, user, round_by_text)
+                stored.put(result, blobs=[result["digest"]])
         path = store.blob_path(result["digest"])
         if path is None:
             raise BuildError("the weights are gone from the build cache", hint="build again")
@@ -332,26 +255,6 @@ def pack_weights(
         )
         chunks_of([layer], store)  # while workers compile; `pack_bundle` finds them in the store
     return layer
-
-
-def _pack_and_hash(
-    store: Store,
-    published: Published,
-    key_of: Callable[[Digests], Key],
-    make: Callable[[], dict[str, Any]],
-) -> None:
-    """Pack the weights of files without a receipt, and hash them in the same pass: the disk is read once.
-
-    Where files that look alike were packed before, the store most likely has the weights, and the files are
-    only hashed. A second build that begins meanwhile waits here, and then finds that they were.
-    """
-    outline = replace(key_of(published.outlines), kind="outline")
-    with store.making(outline):
-        if store.get(outline) is None:
-            result, key = make(), key_of(published.files)
-            published.check_unchanged()  # the key has the digest of a text as it is now
-            store.put(key, result, blobs=[result["digest"]])
-            store.put(outline, {})
 
 
 def _write_weights(

@@ -22,7 +22,7 @@ from prejit.compiler.models.parameters import flat_parameters, parametrized
 from prejit.compiler.pipeline.measure import int4_inputs, model_comparison
 from prejit.compiler.pipeline.measure.accuracy import round_by_text
 from prejit.compiler.pipeline.model import ModelFiles, ModelSource, find_model, read_model
-from prejit.compiler.pipeline.pack.model_layers import find_published
+from prejit.compiler.pipeline.published_files import find_published
 from prejit.runtime.errors import CheckpointError
 
 SIZES = {
@@ -128,7 +128,7 @@ def test_a_text_without_a_tokenizer_or_that_changes_is_refused(tmp_path):
     files = find_model(read, (SimpleNamespace(architecture="x86_64"),), tmp_path / "model")
     plan = SimpleNamespace(manifest=read, model=files)
     space = SimpleNamespace(plan=plan, model=lambda: read_model(read, files))
-    published = find_published(plan)
+    published = find_published(read, files)
     published.check_unchanged()
     with pytest.raises(
         CheckpointError, match=r"model/tokenizer\.json: expected a file, which model"

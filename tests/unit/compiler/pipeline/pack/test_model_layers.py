@@ -8,21 +8,22 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save, save_file
-from tests.encoders import write_causal
+from tests.encoders import write_causal, write_encoder
 from tests.parity.cases import shapes_of
 from tests.unit.compiler.models.small_models import LLAMA
 
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.models.chat_files import read_chat
-from prejit.compiler.pipeline.pack import bundle_files, hashed_files
-from prejit.compiler.pipeline.pack.hashed_files import HashedFile
+from prejit.compiler.pipeline import published_files
+from prejit.compiler.pipeline.measure.accuracy import choose_bits
+from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.model_layers import (
     check_generation,
-    find_published,
     pack_weights,
     special_ids,
 )
-from prejit.compiler.pipeline.plan import plan_build
+from prejit.compiler.pipeline.plan import PlanOptions, plan_build
+from prejit.compiler.pipeline.published_files import HashedFile, find_published
 from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory_store import DirectoryStore
@@ -83,7 +84,7 @@ args = { x = "float32[3]" }
 def packed(manifest, cache, round_by_text=lambda space, checkpoint: None):
     store = DirectoryStore.open(cache)
     space = Workspace.of(plan_build(manifest, store), store, Quiet())
-    published = find_published(space.plan)
+    published = find_published(space.plan.manifest, space.plan.model)
     return published, pack_weights(space, published, space.parameters(), round_by_text)
 
 
@@ -93,7 +94,7 @@ def files_of(cache):
 
 def test_a_checkpoint_is_hashed_while_it_is_packed(tmp_path, monkeypatch):
     monkeypatch.setattr(kept_files, "SETTLED_SECONDS", -1.0)
-    monkeypatch.setattr(hashed_files, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(published_files, "_BLOCK_BYTES", 64)
     manifest = planned(tmp_path, PROGRAM)
     ahead, writes = [], []
     hash_ahead, write = HashedFile.read_ahead, bundle_files.write_weights
@@ -163,6 +164,43 @@ def test_weights_that_change_while_they_are_read_are_not_packed(tmp_path, monkey
     published, _ = packed(manifest, cache)
     assert dict(published.files)["0.safetensors"] == digest_of(content)
     assert len(files_of(cache)) == 1
+
+
+def test_an_encoder_whose_bits_are_measured_is_hashed_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_files, "SETTLED_SECONDS", 1e9)  # no receipts
+    write_encoder(tmp_path / "model")
+    (tmp_path / "m.toml").write_text(
+        '[bundle]\nname = "m"\n[model]\nsource = "model"\ndtype = "int8"\n[encode]\n'
+        'shapes = [[1, 8]]\n[[target]]\nname = "cpu-host"\n'
+    )
+    manifest, store = read_manifest(tmp_path / "m.toml"), DirectoryStore.open(tmp_path / "cache")
+    plan = plan_build(manifest, store)
+    published = find_published(manifest, plan.model)
+    assert plan.model.chosen is None
+    chosen = choose_bits(Workspace.of(plan, store, Quiet()), published)
+    sizes = {path: path.stat().st_size for path in published.hashed}
+    assert {path: each.hashed_bytes for path, each in published.hashed.items()} == sizes
+    plan = plan_build(manifest, store, PlanOptions(bits=chosen))
+    space = Workspace.of(plan, store, Quiet())
+    layer = pack_weights(space, published, {}, lambda space, checkpoint: None)
+    # The next build hashes files without receipts first, as the store has results of such files.
+    assert plan_build(manifest, store).model == plan.model
+    again = find_published(manifest, plan.model)
+    assert pack_weights(space, again, {}, lambda space, checkpoint: None) == layer
+    assert dict(again.files) == {path.name: digest_of(path.read_bytes()) for path in sizes}
+
+
+def test_a_configuration_that_changes_after_the_plan_is_refused(tmp_path):
+    manifest = planned(tmp_path, "")
+    store = DirectoryStore.open(tmp_path / "cache")
+    space = Workspace.of(plan_build(manifest, store), store, Quiet())
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(LLAMA | {"num_hidden_layers": 1}))
+    for read in (space.model, lambda: find_published(manifest, space.plan.model)):
+        with pytest.raises(
+            CheckpointError, match=r"model: config\.json: it changed while the build"
+        ):
+            read()
 
 
 def test_a_text_that_changes_while_it_decides_rounding_is_refused(tmp_path):

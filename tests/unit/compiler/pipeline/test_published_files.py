@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from prejit.compiler.pipeline.pack import hashed_files
-from prejit.compiler.pipeline.pack.hashed_files import HashedFile
+from prejit.compiler.pipeline import published_files
+from prejit.compiler.pipeline.published_files import HashedFile
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.errors import CheckpointError, StoreError
 from prejit.runtime.machine import kept_files
@@ -15,7 +15,7 @@ from prejit.runtime.machine import kept_files
 
 def test_bytes_far_behind_others_are_hashed_when_their_turn_comes(tmp_path, monkeypatch):
     monkeypatch.setattr(kept_files, "SETTLED_SECONDS", -1.0)
-    monkeypatch.setattr(hashed_files, "_BLOCK_BYTES", 8)
+    monkeypatch.setattr(published_files, "_BLOCK_BYTES", 8)
     path = tmp_path / "model.safetensors"
     path.write_bytes(bytes(range(100)))
     file = HashedFile(path)
@@ -34,7 +34,7 @@ def test_bytes_far_behind_others_are_hashed_when_their_turn_comes(tmp_path, monk
 
 
 def test_threads_that_read_one_tensor_hash_its_bytes_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(hashed_files, "_BLOCK_BYTES", 4096)  # so that threads meet
+    monkeypatch.setattr(published_files, "_BLOCK_BYTES", 4096)  # so that threads meet
     path, content = tmp_path / "model.safetensors", os.urandom(1 << 22)
     path.write_bytes(content)
     for _ in range(4):
