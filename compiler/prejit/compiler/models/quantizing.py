@@ -310,17 +310,18 @@ def stored_dtypes(module: nnx.Module) -> dict[str, str]:
 
 def described(module: nnx.Module) -> str:
     """Return the stored dtypes of a module's matrices: `int8`, or `24 int4 and 14 int8 (6.1 bits)`."""
-    counts = Counter(stored_dtypes(module).values())
+    parts = [part for _, part in nnx.iter_modules(module) if isinstance(part, MATRICES)]
+    counts = Counter(stored_as(part.weight.dtype).name for part in parts)
     if len(counts) < 2:
         return "".join(counts)
     bits = values = 0
-    for _, part, _ in _narrow_parts(module):
+    for part in parts:
         held = (part.weight, *([] if part.weight_scale is None else [part.weight_scale]))
         bits += sum(8 * math.prod(each.shape) * each.dtype.itemsize for each in held)
         sizes = part.weight.shape if isinstance(part, Embedding) else (part.inputs, part.outputs)
         values += math.prod(sizes)
-    parts = [f"{counts[dtype]} {dtype}" for dtype in STORED_DTYPES if counts[dtype]]
-    return f"{' and '.join(reversed(parts))} ({bits / values:.1f} bits)"
+    *most, last = (f"{counts[each]} {each}" for each in [*STORED_DTYPES][::-1] if counts[each])
+    return f"{', '.join(most)} and {last} ({bits / values:.1f} bits)"
 
 
 def quantizing(

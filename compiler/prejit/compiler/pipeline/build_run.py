@@ -201,29 +201,26 @@ def begin(manifest: Manifest, only: tuple[str, ...], service: Services) -> Begun
     forms, fetched = (None if path is None else str(path) for path in (service.forms, directory))
     options = PlanOptions(only, forms, fetched, service.retrace)
     plan = plan_build(manifest, store, options)
-    published = find_published(manifest, plan.model)
+    published, rounded = find_published(manifest, plan.model), None
     if published is not None and plan.model is not None and plan.model.chosen is None:
         unmeasured = Workspace.of(plan, store, progress)
         check(unmeasured, published.checkpoint)
-        options = replace(options, bits=choose_bits(unmeasured, published))
+        bits, rounded = choose_bits(unmeasured, published)
+        options = replace(options, bits=bits)
         plan = plan_build(manifest, store, options)
     elif plan.model is not None:
         options = replace(options, bits=plan.model.chosen)  # so that no process hashes files for it
     space = Workspace.of(plan, store, progress)
     crew = open_crew(plan, options, service.executor, store, progress)
     with nullcontext() if crew is None else crew:
-
-        def count_tokens() -> int:
-            checked = None if crew is None else crew.check()
-            known = None if checked is None else checked.vocab_size
-            return space.vocab_size() if known is None else known
-
-        layers = tuple(read_layers(space, count_tokens))
         checked = None if crew is None else crew.check()
         if checked is None:
             check(space, None if published is None else published.checkpoint)
         elif plan.own is None:
             space = space.with_plan(replace(plan, own=checked.own))
+        known = None if checked is None else checked.vocab_size
+        # After the model: to try a tokenizer may take half a minute.
+        layers = tuple(read_layers(space, lambda: known or space.vocab_size()))
         toolchains = [_make_toolchain(target, progress) for target in plan.targets]
         _note_cpus(toolchains, progress)
         _note_expiry(name, progress)
@@ -234,7 +231,8 @@ def begin(manifest: Manifest, only: tuple[str, ...], service: Services) -> Begun
     user = space.parameters()
     lowered = {each.spec.name: each.lowered for each in submitted}
     remember(submitting.untraced, lowered, user, space.plan.own)
-    weights = cache(partial(pack_weights, space, published, user, round_by_text))
+    rounding = partial(round_by_text, earlier=rounded)
+    weights = cache(partial(pack_weights, space, published, user, rounding))
     if service.shard is None:
         packed = weights()  # while workers compile
         weights = cache(lambda: packed)

@@ -27,7 +27,7 @@ from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.compile.worker import worker_requests
 from prejit.compiler.compile.worker.worker_compile import compile_program
 from prejit.compiler.manifest.reading import read_manifest
-from prejit.compiler.pipeline import build_run, workspace
+from prejit.compiler.pipeline import build_run, published_files, workspace
 from prejit.compiler.pipeline.build_interface import BuildOptions
 from prejit.compiler.pipeline.lower import program_lowering
 from prejit.compiler.pipeline.lower.program_lowering import lower_native
@@ -86,7 +86,7 @@ WITHIN = (
     ("LOWERING", workspace, "read_model"),
     ("PACKING", bundle_files, "write_weights"),
     ("WEIGHTS", model_layers, "_tensors"),
-    ("WEIGHTS", model_layers, "open_weights"),
+    ("WEIGHTS", published_files, "open_weights"),
     ("OWN_WEIGHTS", model_layers, "_own_tensors"),
     ("ACCURACY", accuracy, "_measure_published"),
     ("OWN_ACCURACY", accuracy, "_measure_own"),

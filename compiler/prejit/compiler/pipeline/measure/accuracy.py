@@ -92,8 +92,13 @@ def measure_accuracy(
         return found
 
 
-def choose_bits(space: Workspace, published: Published) -> tuple[tuple[str, str], ...]:
-    """Return the dtypes of an encoder's matrices, as `ModelFiles.chosen`: from the store, or measured now."""
+def choose_bits(
+    space: Workspace, published: Published
+) -> tuple[tuple[tuple[str, str], ...], RoundedByText | None]:
+    """Return the dtypes of an encoder's matrices, as `ModelFiles.chosen`: from the store, or measured now.
+
+    Beside them, what `round_by_text` returned for it, which packing need not do again; None: nothing.
+    """
     from prejit.compiler.pipeline.measure import encoder_bits
 
     manifest, files = space.plan.manifest, space.plan.model
@@ -103,7 +108,7 @@ def choose_bits(space: Workspace, published: Published) -> tuple[tuple[str, str]
     with space.progress.phase("measuring matrices"), stored.making():
         found = bits_of(stored.find())  # another build may have measured them meanwhile
         if found is not None:
-            return found
+            return found, None
         checkpoint, text = published.checkpoint, manifest.model.evaluation
         rounded = round_by_text(space, checkpoint)
         chosen = encoder_bits.choose_for(
@@ -113,18 +118,24 @@ def choose_bits(space: Workspace, published: Published) -> tuple[tuple[str, str]
             {} if rounded is None else {**rounded.words},
         )
         stored.put({"chosen": chosen})
-        return tuple(sorted(chosen.items()))
+        return tuple(sorted(chosen.items())), rounded
 
 
-def round_by_text(space: Workspace, checkpoint: Checkpoint) -> RoundedByText | None:
-    """Return the matrices in int4 that the evaluation text decides; None: there are none."""
+def round_by_text(
+    space: Workspace, checkpoint: Checkpoint, earlier: RoundedByText | None = None
+) -> RoundedByText | None:
+    """Return the matrices in int4 that the evaluation text decides; None: there are none.
+
+    `earlier` has what it decided before, of the same checkpoint.
+    """
     manifest, files = space.plan.manifest, space.plan.model
     if not may_round_to_int4(manifest, files):
         return None
     from prejit.compiler.pipeline.measure import int4_inputs
 
     text = int4_text(manifest, files)
-    return int4_inputs.round_by(space.model(), checkpoint, longest_context(manifest), text)
+    words = {} if earlier is None else earlier.words
+    return int4_inputs.round_by(space.model(), checkpoint, longest_context(manifest), text, words)
 
 
 def _measure_own(space: Workspace, weights: PackedLayer, text: Path | None, bos: int) -> Accuracy:
@@ -176,7 +187,7 @@ def _measure_published(
     model = space.model()
     dtype = space.plan.manifest.model.dtype
     if model.files.chooses:
-        dtype = quantizing.described(model.module) or dtype
+        dtype = quantizing.described(model.module)
     values = {name: published.rows(name) for name in published.names}
     packed = quantizing.widened(model.module, model_comparison.mapped(weights.content))
     out_in, tokenizer = model.files.out_in, model.files.transformer / "tokenizer.json"

@@ -3,7 +3,8 @@
 All layers run one program, so a matrix has one dtype in all of them: that of its *place*. The float32 encoder
 and ones with stored matrices read the same sentences. Each place is stored alone first, which says what it
 costs; costs add up, as errors of different matrices have nothing to do with each other. From all in the least
-bits, the place that gains most for a bit gets more, until an encoder with all of them keeps the cosine.
+bits, the place that gains most for a bit gets more, until an encoder with all of them keeps the cosine. The
+last dtype of a place costs nothing: bfloat16, or float32 where bfloat16 costs a sentence more than a little.
 
 Numbers are rounded before they are compared, so that the last bits of a sum, which differ between machines,
 choose nothing.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ MOST_COST = 5e-4
 """Largest 1 - cosine of a sentence that decides: others lose up to twice as much, and shall keep 0.999."""
 MOST_UNTRIED_COST = 25e-5
 """The same with int4 where random tokens decide: texts, which trained models know, lose twice as much."""
+_LITTLE_COST = 5e-5
+"""Largest cost of a sentence where bfloat16 is enough: twice that of random weights of MiniLM's sizes."""
 _SENTENCES, _TOKENS = 256, 32
 """Largest number of sentences, and of tokens of each, that decide: few sentences lose much more than most."""
 _LEAST_SENTENCES = 8
@@ -42,8 +45,8 @@ _MOST_PRODUCTS = 1 << 36
 """Largest number of parameters times tokens of an encoder: a second or two on two cores."""
 _DIGITS = 2
 """Significant digits of a cost."""
-_WIDER = {"int4": ("int4", "int8", "bfloat16"), "int8": ("int8", "bfloat16")}
-"""The dtypes that a matrix may have, by the one that it has without a choice."""
+_WIDER = tuple(STORED_DTYPES)[::-1]
+"""The dtypes that a matrix may have, from the fewest bits: from the one that it has without a choice."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class MatrixPlace:
 
     Attributes:
         values: number of their values.
-        dtypes: the dtypes that they may have, from the fewest bits; the last one costs nothing.
+        dtypes: the dtypes that they may have, from the fewest bits.
     """
 
     values: int
@@ -104,6 +107,12 @@ def choose(
     taken = {name: place.dtypes[0] for name, place in places.items()}
     if is_kept(cost_of(taken)):
         return taken
+    narrow = {
+        name: replace(place, dtypes=tuple(each for each in place.dtypes if each != "float32"))
+        for name, place in places.items()
+    }
+    if cost_of({name: place.dtypes[-1] for name, place in narrow.items()}).max() <= _LITTLE_COST:
+        places = narrow
     alone = {
         (name, dtype): _rounded(cost_of({name: dtype}))
         for name, place in sorted(places.items())
@@ -188,7 +197,7 @@ class Trials:
                 continue
             # Heads of tokens give what no embedding shows.
             unseen = any(name.startswith(f"{head}.") for _, head in heads)
-            dtypes = ("int8",) if unseen else _WIDER[dtype]
+            dtypes = ("int8",) if unseen else _WIDER[_WIDER.index(dtype) :]
             values = math.prod(rows.shape) + (found[place].values if place in found else 0)
             found[place] = MatrixPlace(values, dtypes)
         return {name: place for name, place in found.items() if place.dtypes}

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -53,11 +54,16 @@ _LEAST_ROWS = 8
 
 
 def round_by(
-    model: ModelSource, checkpoint: Checkpoint, context: int | None, text: Path | None
+    model: ModelSource,
+    checkpoint: Checkpoint,
+    context: int | None,
+    text: Path | None,
+    earlier: Mapping[str, tuple[Values, Values]] = MappingProxyType({}),
 ) -> RoundedByText:
     """Round the matrices of a model that are stored in int4 and were not published in few bits.
 
-    `context` is the longest of a decoder's programs. Matrices that the text does not reach are left out.
+    `context` is the longest of a decoder's programs. `earlier` has matrices that the text rounded already.
+    Matrices that the text does not reach are left out.
 
     Raises:
         StoreError, CheckpointError: text or tokenizer cannot be read.
@@ -100,19 +106,20 @@ def round_by(
         logits: jax.Array = bound(tokens, start, start + tokens.shape[1], cache, every=True)[0]
         return logits
 
-    rounder = _Rounder(wanted, None if encodes else model.shape.vocab_size)
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        traced = jax.make_jaxpr(function)(dict(exact.weights), windows)
-        weights = [Weight(checkpoint.rows(name), name) for name in sorted(exact.weights)]
-        rounder.read(traced, [*weights, windows])
-    missing = sorted(wanted.keys() - rounder.found.keys())
+    found = {name: earlier[name] for name in wanted if name in earlier}
+    if len(found) < len(wanted):
+        rounder = _Rounder(wanted, None if encodes else model.shape.vocab_size, found)
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            traced = jax.make_jaxpr(function)(dict(exact.weights), windows)
+            weights = [Weight(checkpoint.rows(name), name) for name in sorted(exact.weights)]
+            rounder.read(traced, [*weights, windows])
+    missing = sorted(wanted.keys() - found.keys())
     line = (
-        f"int4: rounded {_matrices(len(rounder.found))} by the first "
-        f"{windows.size:,} tokens of {text.name}"
+        f"int4: rounded {_matrices(len(found))} by the first {windows.size:,} tokens of {text.name}"
     )
     if missing:
         line += f", {len(missing):,} by their weights alone: {few(missing)}"
-    return RoundedByText(rounder.found, line)
+    return RoundedByText(found, line)
 
 
 def _matrices(count: int) -> str:

@@ -12,7 +12,7 @@ from prejit.compiler.models import config_file, model_registry, published_intege
 from prejit.compiler.pipeline.measure.encoder_bits import MOST_COST, MatrixPlace, Trials, choose
 from prejit.compiler.pipeline.measure.model_comparison import cosines
 
-INT4 = ("int4", "int8", "bfloat16")
+INT4 = ("int4", "int8", "bfloat16", "float32")
 PLACES = {
     "down": MatrixPlace(4000, INT4),
     "table": MatrixPlace(9000, INT4[1:]),
@@ -62,7 +62,15 @@ def test_int4_may_lose_less_where_no_text_decides():
 
 def test_an_encoder_that_nothing_helps_has_the_most_bits():
     found = choose(PLACES, lambda dtypes: np.array([np.inf if len(dtypes) > 1 else 1e-4]))
-    assert {*found.values()} == {"bfloat16"}
+    assert {*found.values()} == {"float32"}
+
+
+def test_float32_is_for_encoders_that_lose_in_bfloat16():
+    costs = COSTS | {("down", "bfloat16"): 4e-5, ("down", "int8"): 6e-4}
+    assert choose(PLACES, costing(costs, []))["down"] == "bfloat16"
+    costs["down", "bfloat16"] = 55e-5
+    found = choose(PLACES, costing(costs, []))
+    assert found == {"down": "float32", "table": "int8", "up": "bfloat16"}
 
 
 def test_zeros_lose_nothing_where_they_stay_zeros():
@@ -102,9 +110,12 @@ def test_a_chosen_dtype_is_that_of_a_matrix_in_all_layers(tmp_path):
         f"bert.encoder.layer.{layer}.output.dense.weight" for layer in range(2)
     ]
     assert quantizing.described(module) == "13 int8 and 2 bfloat16 (11.5 bits)"
+    chosen["bert.embeddings.word_embeddings.weight"] = "float32"
+    wide = model_registry.make_encoder(source, "int8", out_in=True, chosen=chosen)
+    assert quantizing.described(wide) == "12 int8, 2 bfloat16 and 1 float32 (13.8 bits)"
     exact = model_registry.make_encoder(source, out_in=True)
     quantizing.imitate(exact, module)
     layer = exact.transformer.encoder.layer[1]
     assert (layer.output.dense.imitated, layer.intermediate.dense.imitated) == ("bfloat16", "int8")
     assert quantizing.described(model_registry.make_encoder(source, "int8")) == "int8"
-    assert quantizing.described(exact) == ""
+    assert quantizing.described(exact) == "float32"

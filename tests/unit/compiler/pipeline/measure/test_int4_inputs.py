@@ -6,7 +6,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -88,15 +88,32 @@ def made(config, directory):
     return model, checkpoint, logits, stored
 
 
-def rounded(model, checkpoint, tokens=TOKENS):
+def rounded(model, checkpoint, tokens=TOKENS, earlier=MappingProxyType({})):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(int4_inputs, "encode_text", lambda *files: (tokens, TOKENS[:1]))
-        return int4_inputs.round_by(model, checkpoint, 128, Path("text.txt"))
+        return int4_inputs.round_by(model, checkpoint, 128, Path("text.txt"), earlier)
 
 
 def divergence(right, found):
     right, found = (each - np.logaddexp.reduce(each, -1)[:, None] for each in (right, found))
     return (np.exp(right) * (right - found)).sum(-1).mean()
+
+
+def test_what_was_rounded_is_not_rounded_again_and_has_equal_bytes(tmp_path, monkeypatch):
+    """An encoder that keeps some matrices in int4 is rounded where bits are chosen, before it is packed."""
+    model, checkpoint, _, _ = made(LLAMA, tmp_path / "model")
+    whole = rounded(model, checkpoint)
+    every = quantizing.int4_matrices(model.module, checkpoint.rows)
+    half = dict(list(every.items())[::2])
+    monkeypatch.setattr(quantizing, "int4_matrices", lambda *model: half)
+    alone = rounded(model, checkpoint)
+    monkeypatch.delattr(int4_inputs, "_Rounder")
+    earlier = rounded(model, checkpoint, earlier=whole.words)
+    assert earlier.line == alone.line
+    assert earlier.words.keys() == alone.words.keys() == half.keys()
+    for name in half:
+        for one, other in zip(alone.words[name], earlier.words[name], strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("config", [LLAMA, MIXTURE], ids=["llama", "mixture"])

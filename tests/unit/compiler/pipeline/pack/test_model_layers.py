@@ -177,7 +177,7 @@ def test_an_encoder_whose_bits_are_measured_is_hashed_once(tmp_path, monkeypatch
     plan = plan_build(manifest, store)
     published = find_published(manifest, plan.model)
     assert plan.model.chosen is None
-    chosen = choose_bits(Workspace.of(plan, store, Quiet()), published)
+    chosen, _ = choose_bits(Workspace.of(plan, store, Quiet()), published)
     sizes = {path: path.stat().st_size for path in published.hashed}
     assert {path: each.hashed_bytes for path, each in published.hashed.items()} == sizes
     plan = plan_build(manifest, store, PlanOptions(bits=chosen))
