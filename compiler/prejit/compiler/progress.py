@@ -103,7 +103,7 @@ class Progress(abc.ABC):
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._total = self._cached = self._finished = self._failed = 0
+        self._expected = self._added = self._cached = self._finished = self._failed = 0
         self._compiling: dict[str, float] = {}  # label: start time
         self._nodes: dict[str, str] = {}  # label: the node that compiles it
         self._phases: dict[str, float] = {}
@@ -122,10 +122,15 @@ class Progress(abc.ABC):
         """Seconds since the build began."""
         return _now() - self._began
 
-    def add(self, count: int = 1) -> None:
-        """Add programs to the total."""
+    def expect(self, count: int) -> None:
+        """Show so many programs more as the total, before they are added."""
         with self._lock:
-            self._total += count
+            self._expected += count
+
+    def add(self, count: int = 1) -> None:
+        """Count programs that are compiled, or that are in the store."""
+        with self._lock:
+            self._added += count
 
     def cached(self) -> None:
         """Count a program that was in the store."""
@@ -204,6 +209,10 @@ class Progress(abc.ABC):
         self._steps.append(Step(label, start - self._began, now - self._began, program, target))
         self._nodes.pop(label, None)
         return now - start
+
+    @property
+    def _total(self) -> int:
+        return max(self._expected, self._added)
 
     def _count(self) -> str:
         return f"{self._finished + self._cached + self._failed}/{self._total}"

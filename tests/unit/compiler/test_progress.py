@@ -31,7 +31,8 @@ class Terminal(io.StringIO):
 
 
 def build(progress):
-    progress.add(4)
+    progress.expect(4)
+    progress.add()
     progress.cached()
     for program in ("a", "b", "c"):
         progress.started(program, "cpu-host")

@@ -49,6 +49,7 @@ class Submitting:
     def run(self, toolchains: list[Toolchain]) -> None:
         """Lower all programs, and submit each to the executor as soon as it is lowered."""
         shard, store, plan = self._service.shard, self.space.store, self.space.plan
+        self._service.progress.expect(len(plan.programs) * len(toolchains))
         libraries = _build_kernels(plan, toolchains, self._service)
         known = plan.forms
         if self._service.measure is not False and libraries:
