@@ -166,6 +166,22 @@ def test_weights_that_change_while_they_are_read_are_not_packed(tmp_path, monkey
     assert len(files_of(cache)) == 1
 
 
+def test_files_that_look_alike_have_weights_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(published_files, "_OUTLINE_BYTES", 8)
+    manifest, cache = planned(tmp_path, ""), tmp_path / "cache"
+    published, first = packed(manifest, cache)
+    outlines = tuple(published.outlines)
+    shard = tmp_path / "model" / "0.safetensors"
+    content, status = bytearray(shard.read_bytes()), shard.stat()
+    content[-5001] ^= 0x80  # the sign of a value in the middle
+    shard.write_bytes(content)
+    os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))  # as cp -p and rsync -a do
+    published, other = packed(manifest, cache)
+    assert tuple(published.outlines) == outlines
+    assert dict(published.files)[shard.name] == digest_of(content)
+    assert first.digest != other.digest == packed(manifest, tmp_path / "fresh")[1].digest
+
+
 def test_an_encoder_whose_bits_are_measured_is_hashed_once(tmp_path, monkeypatch):
     monkeypatch.setattr(kept_files, "SETTLED_SECONDS", 1e9)  # no receipts
     write_encoder(tmp_path / "model")
