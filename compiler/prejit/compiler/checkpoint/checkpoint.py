@@ -190,7 +190,7 @@ class Checkpoint:
             others = [each for name, each in published.items() if not name.endswith(packed)]
             raise CheckpointError(
                 f"{self.directory}: the tensors do not fit config.json: {'; '.join(problems)}",
-                hint=_hint(others, complete=parameters.keys() <= {*found, *derived}),
+                hint=_hint(others, problems, complete=parameters.keys() <= {*found, *derived}),
             )
         for adapter in self._adapters:
             found = merged(found, adapter, naming, own, partial(_our_name, naming=naming))
@@ -472,12 +472,14 @@ def _misfits(
         yield f"of the wrong shape {few(wrong, _SHOWN)}"
 
 
-def _hint(published: Iterable[Tensor], *, complete: bool) -> str:
+def _hint(published: Iterable[Tensor], problems: Iterable[str], *, complete: bool) -> str:
     """Return what to do about tensors that do not fit. `complete`: every parameter has one."""
     from prejit.compiler.models.layers.layer_config import BRING_YOUR_OWN
 
     if any(tensor.dtype not in FLOATS for tensor in published):
         return "take the checkpoint in float32, bfloat16 or float16: this one is quantized"
+    if any(each.startswith("both ") for each in problems):
+        return "keep one of them; of two files that hold a tensor the index may name one"
     if complete:
         return f"the model may have a part that prejit does not build: {BRING_YOUR_OWN}"
     return "config.json and the weights must come from the same model"

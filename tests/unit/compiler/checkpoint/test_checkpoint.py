@@ -137,8 +137,9 @@ def test_shards_are_read_through_their_index(tmp_path):
         json.dumps({"weight_map": {n: file for n, file in where.items() if n != names[0]}})
     )
     said = f"both model-00001-of-00003.safetensors and {other.name} hold {names[0]}"
-    with pytest.raises(CheckpointError, match=re.escape(said)):
+    with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
         _ = open_checkpoint(tmp_path).names
+    assert "the index may name one" in caught.value.hint
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"expected 3 files .* missing model-00002-of-00003"):
         open_checkpoint(tmp_path)
