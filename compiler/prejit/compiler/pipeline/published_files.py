@@ -109,6 +109,9 @@ class HashedFile:
     def check_unchanged(self) -> None:
         """Check that the file is still the one that was found.
 
+        It does not see a link that led elsewhere between two looks, nor, as receipts (kept_files.py), what a
+        program writes through a map: who can write a checkpoint while it is built can give it other weights.
+
         Raises:
             CheckpointError: it changed.
             StoreError: it is gone.
