@@ -6,3 +6,7 @@ extern "C" __attribute__((visibility("default"))) int use_multiplier(int wanted)
 }
 
 extern "C" __attribute__((visibility("default"))) int use_vnni(int wanted) { return prejit::use_vnni(wanted != 0); }
+
+extern "C" __attribute__((visibility("default"))) int use_byte_tiles(int wanted) {
+  return prejit::use_byte_tiles(wanted != 0);
+}

@@ -161,7 +161,7 @@ void check_int4(Random& random, int64_t m, int64_t k, int64_t n, bool gated, boo
   product.weights.group = inputs / groups, product.weights.has_zeros = has_zeros;
   product.gated = gated;
   if (gated) product.up = product.weights;
-  use_vnni(random.below(2));  // Another thread may change it, which changes no number.
+  use_vnni(random.below(2)), use_byte_tiles(random.below(2));  // Another thread may change it, which changes no number.
   if (!linear(product)) return void(wrong.fetch_add(1)), void(std::printf("no memory\n"));
   std::vector<double> factors = rounded_for_int4(x);
   for (int64_t i = 0; i < m; ++i)

@@ -19,6 +19,8 @@ TESTS = Path(__file__).resolve().parents[3] / "kernels"
 """Drivers for sanitizers, and what only tests export."""
 LEVELS = ("x86-64-v2", "x86-64-v3", "x86-64-v4")
 _LIBRARY = "-O3 -fno-math-errno -fno-trapping-math -fvisibility=hidden -fPIC -shared".split()  # noqa: SIM905
+_NOT_MODELLED = {"linear_dot_bf16.cc", "linear_int4_bf16.cc", "linear_multiplier.cc"}
+"""Sources in whose place model_choice.cc stands."""
 # GCC 12 warns of its own AVX-512 headers; clang of a warning that it does not know.
 _WARNINGS = (
     *("-Wall", "-Wextra", "-Werror"),
@@ -45,16 +47,35 @@ def product_library(level, cache):
     return ctypes.CDLL(str(place))
 
 
-def load(level, cache, sources):
+def load(level, cache, sources, flags=()):
     """Compile sources to a library and load it."""
-    flags = (*_LIBRARY, "-isystem", jax.ffi.include_dir(), f"-I{SOURCES}")
+    flags = (*_LIBRARY, "-isystem", jax.ffi.include_dir(), f"-I{SOURCES}", *flags)
     return ctypes.CDLL(str(_compiled(level, cache, *flags, *sources)))
 
 
-def sanitized(driver, names, sanitizers, cache):
+def sanitized(driver, sources, sanitizers, cache, level=None, flags=()):
     """Compile a driver with some sources under sanitizers, without optimizing, which takes twice as long."""
-    flags = ("-O0", "-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", f"-I{SOURCES}")
-    return _compiled(highest_level(), cache, *flags, driver, *(SOURCES / name for name in names))
+    flags = (
+        *flags,
+        "-O0",
+        "-g",
+        f"-fsanitize={sanitizers}",
+        "-fno-sanitize-recover=all",
+        f"-I{SOURCES}",
+    )
+    return _compiled(level or highest_level(), cache, *flags, driver, *sources)
+
+
+def with_tiles(level, sources):
+    """Return the level, the sources and the flags of a library that has a model of AMX's tiles.
+
+    Where this machine lacks AVX-512, x86-64-v4 is a model as well.
+    """
+    sources = [each for each in sources if each.name not in _NOT_MODELLED]
+    flags = ["-O1", "-include", TESTS / "amx_model.h", "-Wno-psabi", "-Wno-ignored-attributes"]
+    if level == LEVELS[-1] and missing_features(level):
+        level, flags = LEVELS[-2], ["-include", TESTS / "avx512_model.h", *flags]
+    return level, [*sources, TESTS / "model_choice.cc"], flags
 
 
 def assert_runs_clean(driver, *arguments):

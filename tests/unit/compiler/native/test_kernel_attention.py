@@ -360,5 +360,6 @@ def test_a_packed_sentence_has_the_bits_that_it_has_alone(kernels, seed, lengths
 )
 def test_sanitizers_find_nothing(sanitizers, build_cache):
     names = ("attention.cc", "encoder_attention.cc", "threads.cc")
-    driver = kernel_builds.sanitized(DRIVER, names, sanitizers, build_cache)
+    sources = [kernel_builds.SOURCES / name for name in names]
+    driver = kernel_builds.sanitized(DRIVER, sources, sanitizers, build_cache)
     kernel_builds.assert_runs_clean(driver)

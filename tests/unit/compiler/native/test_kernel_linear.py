@@ -35,14 +35,16 @@ KINDS = (*map(str, DTYPES), WITH_ZEROS)
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((LEVELS[0], "float32"), marks=pytest.mark.thorough),
-        *((level, "float32") for level in LEVELS[1:]),
-        *((LEVELS[-1], multiplier) for multiplier in MULTIPLIERS[1:]),
+        pytest.param((LEVELS[0], "float32", ""), marks=pytest.mark.thorough),
+        *((level, "float32", "") for level in LEVELS[1:]),
+        *((LEVELS[-1], multiplier, "") for multiplier in MULTIPLIERS[1:]),
+        pytest.param((LEVELS[1], "float32", "model of tiles"), marks=pytest.mark.thorough),
+        (LEVELS[-1], "amx-bf16", "model of tiles"),
     ],
-    ids=" ".join,
+    ids=lambda param: " ".join(filter(None, param)),
 )
 def chosen(request):
-    """A level and one of the multipliers that it can have."""
+    """A level, one of the multipliers that it can have, and whether a model is what it computes with."""
     return request.param
 
 
@@ -55,11 +57,13 @@ def multiplier(chosen):
 @pytest.fixture(scope="module")
 def kernels(chosen, build_cache):
     """The library of a level, once with each multiplier that it can have."""
-    level, multiplier = chosen
+    level, multiplier, is_model = chosen
     if level == LEVELS[0]:  # nothing to choose
         return kernel_builds.product_library(level, build_cache)
-    sources = (*SOURCES.glob("linear*.cc"), SOURCES / "threads.cc", CHOICE)
-    library = kernel_builds.load(level, build_cache, sources)
+    sources, flags = [*SOURCES.glob("linear*.cc"), SOURCES / "threads.cc", CHOICE], ()
+    if is_model:
+        level, sources, flags = kernel_builds.with_tiles(level, sources)
+    library = kernel_builds.load(level, build_cache, sources, flags)
     has_it = library.use_multiplier(MULTIPLIERS.index(multiplier))
     if multiplier == "avx512bf16":  # Tiles may be refused by a sandbox although the CPU has them.
         needed = {"avx512bf16", "avx512vbmi"}
@@ -331,16 +335,33 @@ def test_neither_nan_nor_infinity_is_hidden(kernels, dtype):
         assert not np.isfinite(run(plain, kernels)[rows // 2]).any()
 
 
-def test_vnni_changes_no_number_of_four_bits(kernels):
-    if not (hasattr(kernels, "use_vnni") and kernels.use_vnni(1)):
-        pytest.skip("this level or machine has no VNNI")
-    for dtype, rows in itertools.product(KINDS[-2:], (1, 2, 3, 17)):
-        case = drawn(rows, (rows, 416, 150), dtype, gated=True)
+def test_no_way_to_multiply_bytes_changes_a_number_of_four_bits(kernels):
+    if not hasattr(kernels, "use_vnni"):
+        pytest.skip("this level has one way to multiply bytes")
+    ways = [
+        (vnni, tiles)
+        for vnni, tiles in ((0, 0), (1, 0), (0, 1))
+        if uses_bytes_by(kernels, vnni, tiles)
+    ]
+    if len(ways) == 1:
+        pytest.skip("this level or machine has neither VNNI nor AMX")
+    sizes = (*itertools.product((1, 2, 3, 16, 17, 50), (0, 32, 416)), (150, 8192))
+    for dtype, (rows, inputs) in itertools.product(KINDS[-2:], sizes):
+        case = drawn(rows, (rows, inputs, 40), dtype, gated=True)
+        if rows > 3 and inputs > 0:
+            x = case.x.copy()
+            x[1, 7], x[rows - 1, 31] = np.nan, np.inf
+            case = replace(case, x=x)
         found = []
-        for wanted in (0, 1):
-            assert kernels.use_vnni(wanted)
-            found.append(run(case, kernels))
-        np.testing.assert_array_equal(*found)
+        for way in ways:
+            assert uses_bytes_by(kernels, *way)
+            found.append(run(case, kernels).view(np.int32))  # NaN has bits, too
+        for each in found[1:]:
+            np.testing.assert_array_equal(each, found[0], f"{rows} rows, {inputs} inputs")
+
+
+def uses_bytes_by(kernels, vnni, tiles):
+    return kernels.use_vnni(vnni) and kernels.use_byte_tiles(tiles)
 
 
 def test_bytes_of_extreme_inputs_are_right(kernels):
@@ -372,6 +393,14 @@ def test_wrong_arguments_are_an_error_and_no_crash(kernels):
 
 
 @pytest.mark.parametrize(
+    "model_of",
+    [
+        pytest.param("", id="machine"),
+        pytest.param(LEVELS[1], id=f"model of {LEVELS[1]}", marks=pytest.mark.thorough),
+        pytest.param(LEVELS[2], id=f"model of {LEVELS[2]}"),
+    ],
+)
+@pytest.mark.parametrize(
     ("sanitizers", "ways"),
     [
         pytest.param("address,undefined", [[], ["fork"]], id="address"),
@@ -379,9 +408,12 @@ def test_wrong_arguments_are_an_error_and_no_crash(kernels):
         pytest.param("thread", [[]], id="thread", marks=pytest.mark.thorough),
     ],
 )
-def test_sanitizers_find_nothing(sanitizers, ways, build_cache):
-    sources = {each.name for each in SOURCES.glob("linear*.cc")} - {"linear_ffi.cc"}
-    names = (*sorted(sources), "experts.cc", "row_adapters.cc", "threads.cc")
-    driver = kernel_builds.sanitized(DRIVER, names, sanitizers, build_cache)
-    for arguments in ways:
+def test_sanitizers_find_nothing(model_of, sanitizers, ways, build_cache):
+    names = {each.name for each in SOURCES.glob("linear*.cc")} - {"linear_ffi.cc"}
+    names |= {"experts.cc", "row_adapters.cc", "threads.cc"}
+    level, sources, flags = None, [SOURCES / name for name in sorted(names)], ()
+    if model_of:
+        level, sources, flags = kernel_builds.with_tiles(model_of, sources)
+    driver = kernel_builds.sanitized(DRIVER, sources, sanitizers, build_cache, level, flags)
+    for arguments in ways[:1] if model_of else ways:
         kernel_builds.assert_runs_clean(driver, *arguments)

@@ -31,7 +31,7 @@ def rounded(x: jax.Array) -> jax.Array:
 
 
 def rounded_groups(x: jax.Array) -> jax.Array:
-    """Return x [..., D] with each group of 32 rounded so: kernels/linear_int4_integers.cc."""
+    """Return x [..., D] with each group of 32 rounded so: kernels/linear_int4_round.h."""
     groups = x.reshape(*x.shape[:-1], -1, GROUP)
     most = jnp.abs(groups).max(-1, keepdims=True)
     is_some = most > _LEAST_OF_GROUP

@@ -33,6 +33,9 @@ constexpr int64_t kInt4AheadBytes = 4096;
 // Rows in registers.
 constexpr int kInt4Rows = kRegisters == 32 ? 12 : 4;
 constexpr int kInt4Vectors = kInt4Tile / kLanes;
+// The number of rows from which AMX's tiles are used. Counted, not measured (linear_int4_amx.cc): 1 to 16 rows take some 40
+// cycles for 32 inputs of 16 outputs, each row takes 6 by AVX-512's VNNI.
+constexpr int64_t kFewestInt4TileRows = 16;
 // Maximum bytes of a part of x, which stays in L2 while weights pass.
 constexpr int64_t kInt4RowBytes = 512 << 10;
 // Maximum bytes of words of a block.
@@ -46,5 +49,8 @@ bool linear_int4_by_bf16(const Linear& p);
 
 // The same for integers.
 bool linear_int4_by_integers(const Linear& p);
+
+// The same for integers by AMX's tiles (byte_tiles); false without them.
+bool linear_int4_by_tiles(const Linear& p);
 
 }  // namespace prejit

@@ -19,6 +19,17 @@ struct Registers {
   return r;
 }
 
+// Returns whether Linux saves the tile registers and permits this process to use them, which it must request once
+// (Linux 5.16).
+[[maybe_unused]] bool may_use_tiles() {
+  constexpr unsigned kAmxTile = 1u << 24, kTileStates = 3 << 17;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  if (!(cpuid(7, 0).d & kAmxTile)) return false;
+  unsigned low, high;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low & kTileStates) == kTileStates && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
 bool has_vnni() {
 #if !defined(PREJIT_HAS_VNNI)
   return false;
@@ -29,21 +40,41 @@ bool has_vnni() {
 #endif
 }
 
-std::atomic<int> chosen_vnni{-1};
+bool has_byte_tiles() {
+#if !defined(PREJIT_HAS_BYTE_TILES)
+  return false;
+#else
+  return cpuid(7, 0).d & (1u << 25) && may_use_tiles();
+#endif
+}
+
+// A choice that is made when it is first asked for, and that tests change.
+class Choice {
+ public:
+  explicit constexpr Choice(bool (*has)()) : has_(has) {}
+  bool is_on() {
+    int known = chosen_.load(std::memory_order_relaxed);
+    if (known < 0) chosen_.store(known = has_(), std::memory_order_relaxed);
+    return known;
+  }
+  bool use(bool wanted) {
+    if (wanted && !has_()) return false;
+    chosen_.store(wanted, std::memory_order_relaxed);
+    return true;
+  }
+
+ private:
+  bool (*has_)();
+  std::atomic<int> chosen_{-1};
+};
+Choice of_vnni(has_vnni), of_byte_tiles(has_byte_tiles);
 
 }  // namespace
 
-bool vnni() {
-  int known = chosen_vnni.load(std::memory_order_relaxed);
-  if (known < 0) chosen_vnni.store(known = has_vnni(), std::memory_order_relaxed);
-  return known;
-}
-
-bool use_vnni(bool wanted) {
-  if (wanted && !has_vnni()) return false;
-  chosen_vnni.store(wanted, std::memory_order_relaxed);
-  return true;
-}
+bool vnni() { return of_vnni.is_on(); }
+bool use_vnni(bool wanted) { return of_vnni.use(wanted); }
+bool byte_tiles() { return of_byte_tiles.is_on(); }
+bool use_byte_tiles(bool wanted) { return of_byte_tiles.use(wanted); }
 
 #if !defined(PREJIT_HAS_PAIRS)
 
@@ -54,23 +85,13 @@ bool use_multiplier(Multiplier wanted) { return wanted == Multiplier::kFloat32; 
 
 namespace {
 
-// Returns whether Linux saves the tile registers and permits this process to use them, which it must request once
-// (Linux 5.16).
-bool may_use_tiles() {
-  constexpr unsigned kTileStates = 3 << 17;
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;
-  unsigned low, high;
-  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-  return (low & kTileStates) == kTileStates && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-}
-
 bool has(Multiplier wanted) {
-  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAvx512Bf16 = 1u << 5, kAvx512Vbmi = 1u << 1;
+  constexpr unsigned kAmxBf16 = 1u << 22, kAvx512Bf16 = 1u << 5, kAvx512Vbmi = 1u << 1;
   switch (wanted) {
     case Multiplier::kFloat32: return true;
     // VBMI's tables convert int8. Only Cooper Lake has BF16 without it.
     case Multiplier::kAvx512Bf16: return cpuid(7, 1).a & kAvx512Bf16 && cpuid(7, 0).c & kAvx512Vbmi;
-    case Multiplier::kAmx: return cpuid(7, 0).d & kAmxBf16 && cpuid(7, 0).d & kAmxTile && may_use_tiles();
+    case Multiplier::kAmx: return cpuid(7, 0).d & kAmxBf16 && may_use_tiles();
   }
   return false;
 }

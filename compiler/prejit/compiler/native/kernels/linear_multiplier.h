@@ -11,12 +11,15 @@ namespace prejit {
 #define PREJIT_HAS_PAIRS
 #endif
 
-// Defined if the compiler has the instructions that multiply bytes: GCC 11, clang 12.
+// Defined if the compiler has the instructions that multiply bytes, in vectors and in tiles: GCC 11, clang 12.
 #if defined(__AVX2__) && __has_include(<avxvnniintrin.h>)
 #define PREJIT_HAS_VNNI
+#if __has_include(<amxint8intrin.h>) /* GCC */ || __has_include(<amxintrin.h>) /* clang */
+#define PREJIT_HAS_BYTE_TILES
+#endif
 #endif
 
-// How bfloat16 and int8 weights are multiplied. MXFP4 has no kAmx, and integers of four bits know none (linear_int4.h).
+// How bfloat16 and int8 weights are multiplied. MXFP4 has no kAmx. Integers of four bits have vnni and byte_tiles instead.
 enum class Multiplier {
   kFloat32,     // Like float32 weights, with x rounded.
   kAvx512Bf16,  // vdpbf16ps: 16 pairs at once, twice the terms of an FMA (linear_dot_bf16.h).
@@ -32,7 +35,12 @@ bool use_multiplier(Multiplier wanted);
 // Returns whether this CPU has the VNNI of the library's level: AVX-512's or AVX's. It changes no number.
 bool vnni();
 
-// Uses it or not from now on, for tests. Returns whether this machine supports that.
+// Returns whether this CPU has AMX for bytes, and the operating system permits it (linear_int4_amx.cc). It changes no
+// number, either.
+bool byte_tiles();
+
+// Uses each or not from now on, for tests. Returns whether this machine supports that.
 bool use_vnni(bool wanted);
+bool use_byte_tiles(bool wanted);
 
 }  // namespace prejit

@@ -49,8 +49,9 @@ vaddps-ymm-k1 62f17c2958d1 avx512f avx512vl, vpxord-xmm18 62a17500efd0 avx512f a
 vpaddb 62f17d48fcd1 avx512bw, vpmullq 62f2fd4840d1 avx512dq, vplzcntd 62f27d4844c1 avx512cd
 vpdpbusd-zmm 62f27d4850d1 avx512vnni, vdpbf16ps 62f27e4852d1 avx512bf16 avx512f
 vaddph 62f57c4858d1 avx512fp16, vpopcntd 62f27d4855c1 avx512vpopcntdq, tdpbf16ps c4e2725cd0 amx-bf16
-cmpoxadd c4e271e002 cmpccxadd, xgetbv 0f01d0 xsave, rdrand 0fc7f0 rdrnd, prefetchw 0f0d08 prfchw
-fxsave 0fae00 fxsr, paddd 0ffec1 mmx, fadd d8c1, endbr64 f30f1efa, nopw 660f1f840000000000
+tdpbssd c4e2535ec4 amx-int8, cmpoxadd c4e271e002 cmpccxadd, xgetbv 0f01d0 xsave, rdrand 0fc7f0 rdrnd
+prefetchw 0f0d08 prfchw, fxsave 0fae00 fxsr, paddd 0ffec1 mmx, fadd d8c1, endbr64 f30f1efa
+nopw 660f1f840000000000
 """
 """Instructions by GNU as 2.40: each with its bytes and the features that it needs."""
 INSTRUCTIONS = [
@@ -147,7 +148,7 @@ def test_every_object_is_read_and_none_exceeds_its_level(compiled):
 
 
 def test_an_instruction_needs_its_extensions_and_no_more_and_data_none():
-    assert len(INSTRUCTIONS) == 48
+    assert len(INSTRUCTIONS) == 49
     for instruction, extensions in INSTRUCTIONS:
         used = used_features(executable(code(instruction + RET)))
         assert set(used) == {"64bit", *extensions}, instruction
