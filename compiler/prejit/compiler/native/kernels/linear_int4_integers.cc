@@ -53,14 +53,16 @@ PREJIT_INLINE Floats total_of(Sums v) {
 }
 #elif defined(__AVX2__)
 PREJIT_INLINE Sums add(Sums sums, Bits weights, Bits x) {
-  return sums + reinterpret_cast<Sums>(_mm256_maddubs_epi16(reinterpret_cast<__m256i>(weights), reinterpret_cast<__m256i>(x)));
+  __m256i products = _mm256_maddubs_epi16(reinterpret_cast<__m256i>(weights), reinterpret_cast<__m256i>(x));
+  return in_order(sums + reinterpret_cast<Sums>(products));
 }
 PREJIT_INLINE Floats total_of(Sums v) {
   return _mm256_cvtepi32_ps(_mm256_madd_epi16(reinterpret_cast<__m256i>(v), _mm256_set1_epi16(1)));
 }
 #else
 PREJIT_INLINE Sums add(Sums sums, Bits weights, Bits x) {
-  return sums + reinterpret_cast<Sums>(_mm_maddubs_epi16(reinterpret_cast<__m128i>(weights), reinterpret_cast<__m128i>(x)));
+  __m128i products = _mm_maddubs_epi16(reinterpret_cast<__m128i>(weights), reinterpret_cast<__m128i>(x));
+  return in_order(sums + reinterpret_cast<Sums>(products));
 }
 PREJIT_INLINE Floats total_of(Sums v) {
   return _mm_cvtepi32_ps(_mm_madd_epi16(reinterpret_cast<__m128i>(v), _mm_set1_epi16(1)));

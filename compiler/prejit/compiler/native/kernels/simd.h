@@ -138,6 +138,14 @@ PREJIT_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
+// Returns a sum of integers that is computed where it stands. GCC makes all products of a loop before it adds them, as
+// integers have no order, and 16 registers do not hold them.
+template <typename V>
+PREJIT_INLINE V in_order(V sum) {
+  asm("" : "+x"(sum));
+  return sum;
+}
+
 // Returns the sum of the lanes, always in one order: halves are added to halves.
 PREJIT_INLINE float sum(Floats v) {
 #if defined(__AVX512F__)
