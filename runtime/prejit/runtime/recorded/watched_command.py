@@ -54,7 +54,9 @@ def environment_for(orders: Orders, base: Mapping[str, str]) -> dict[str, str]:
         base: the environment to add to.
     """
     path = base.get("PYTHONPATH")
+    fixed = {"PYTHONHASHSEED": "0"} if orders.recorder is not None or orders.serve else {}
     return {
+        **fixed,  # the order of sets of texts, which may decide a trace
         **base,
         **{name.upper(): str(value) for name, value in orders.settings.items()},
         "PYTHONPATH": f"{_SITE}{os.pathsep}{path}" if path else _SITE,

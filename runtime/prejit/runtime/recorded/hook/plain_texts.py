@@ -1,0 +1,99 @@
+"""Texts of Python's values that are the same in two processes whose values are equal."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import inspect
+import types
+from typing import Any
+
+_MAXIMUM_VALUES = 2000
+"""How many values one text looks at. What comes after them is left out, in every process alike."""
+_MAXIMUM_BYTES = 1 << 16
+"""The largest array whose numbers are part of a text."""
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
+
+
+def text_of(value: Any, depth: int = 6) -> str:
+    """Return a text of a value. Equal texts do not mean equal values: of many objects it has the class alone.
+
+    It has plain values, containers, functions with what they close over, small arrays, and the plain
+    attributes of other objects.
+    """
+    return _Writer().text(value, depth)
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self._left = _MAXIMUM_VALUES
+
+    def text(self, value: Any, depth: int) -> str:
+        self._left -= 1
+        kind = type(value)
+        if kind in _PLAIN:
+            return repr(value)
+        if isinstance(value, type):
+            return f"{value.__module__}.{value.__qualname__}"
+        if isinstance(value, types.ModuleType):
+            return value.__name__
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        if isinstance(value, enum.Enum):
+            return f"{name}.{value.name}"
+        if depth == 0 or self._left <= 0:
+            return name
+        if isinstance(value, (tuple, list)):
+            return f"{name}[{self._all(value, depth)}]"
+        if isinstance(value, dict):
+            pairs = (f"{self.text(k, depth - 1)}: {self.text(v, depth - 1)}" for k, v in value.items())
+            return f"{name}{{{', '.join(pairs)}}}"
+        if isinstance(value, (set, frozenset)):
+            return f"{name}{{{', '.join(sorted(self.text(each, depth - 1) for each in value))}}}"
+        if isinstance(value, functools.partial):
+            return f"partial({self._all((value.func, value.args, value.keywords), depth)})"
+        if inspect.ismethod(value):
+            return f"method({self._all((value.__func__, value.__self__), depth)})"
+        if inspect.isfunction(value):
+            return self._function(value, depth)
+        if inspect.isroutine(value):
+            return f"{value.__module__}.{value.__qualname__}"
+        if hasattr(value, "__wrapped__"):  # of jax.jit and other wrappers
+            return f"{name}({self.text(value.__wrapped__, depth - 1)})"
+        if hasattr(value, "dtype") and hasattr(value, "shape"):
+            return f"{name} {_array(value)}"
+        attributes = {k: v for k, v in getattr(value, "__dict__", {}).items() if type(v) in _PLAIN}
+        return f"{name}{self.text(attributes, depth - 1)}" if attributes else name
+
+    def _all(self, values: Any, depth: int) -> str:
+        return ", ".join(self.text(each, depth - 1) for each in values)
+
+    def _function(self, function: types.FunctionType, depth: int) -> str:
+        held = [function.__defaults__, function.__kwdefaults__]
+        for cell in function.__closure__ or ():
+            try:
+                held.append(cell.cell_contents)
+            except ValueError:  # a function that is not defined yet
+                held.append(None)
+        code = function.__code__
+        place = f"{function.__module__}.{code.co_qualname}:{code.co_firstlineno}"
+        return f"{place}({self._all(held, depth)})" if any(x is not None for x in held) else place
+
+
+def _array(value: Any) -> str:
+    """Return the type of an array, and a digest of its numbers where it is small and at hand."""
+    text = f"{value.dtype}{list(value.shape)}"
+    try:
+        import numpy as np
+
+        if value.nbytes <= _MAXIMUM_BYTES:
+            return f"{text} {digest_of(np.asarray(value).tobytes())}"
+    except Exception:  # a tracer, a deleted array, or what only looks like an array
+        return text
+    return text
+
+
+def digest_of(content: bytes | str) -> str:
+    """Return 32 hexadecimal digits that tell contents apart."""
+    content = content.encode(errors="surrogatepass") if isinstance(content, str) else content
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
