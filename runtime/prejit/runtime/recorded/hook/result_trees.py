@@ -6,17 +6,24 @@ function of a train state. Of these JSON has plain values and names; what the ca
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import inspect
+import itertools
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+from jax.tree_util import PyTreeDef, default_registry
+
 from prejit.runtime.recorded.hook.jax_calls import JaxCall, NotKeptError
 
-_DEPTH = 6
+_DEPTH = 12
 """How deep values given with a call are looked for."""
 _MAXIMUM_GIVEN = 5000
+_HEAP = 1 << 9
+"""Py_TPFLAGS_HEAPTYPE: the class is written in Python, and its objects hold nothing but attributes."""
 
 
 def given_values(call: JaxCall) -> list[Any]:
@@ -24,15 +31,10 @@ def given_values(call: JaxCall) -> list[Any]:
 
     They are the classes and values of its trees, its static arguments, and what its function holds.
     """
-    found: list[Any] = []
-    for tree in call.structures:
-        for node in _nodes(tree):
-            found += _inside(node, _DEPTH)
-    for value in (*call.static, call.function):
-        found += _inside(value, _DEPTH)
-        if len(found) > _MAXIMUM_GIVEN:
-            break
-    return found[:_MAXIMUM_GIVEN]
+    nodes = itertools.chain.from_iterable(map(_nodes, call.structures))
+    values = itertools.chain(nodes, call.static, [call.function])
+    held = itertools.chain.from_iterable(_inside(value, _DEPTH) for value in values)
+    return list(itertools.islice(held, _MAXIMUM_GIVEN))
 
 
 def _nodes(tree: Any) -> Iterator[Any]:
@@ -64,6 +66,8 @@ def _inside(value: Any, depth: int) -> Iterator[Any]:
                 continue
     elif hasattr(value, "func") and hasattr(value, "keywords"):  # functools.partial
         held = [value.func, value.args, value.keywords]
+    elif _is_plain_object(type(value)):
+        held = list(_state(value).values())
     for each in held:
         yield from _inside(each, depth - 1)
 
@@ -90,9 +94,6 @@ def tree_of(described: Any, given: list[Any]) -> Any:
     Raises:
         NotKeptError: the process has no such class or value.
     """
-    import jax
-    from jax.tree_util import PyTreeDef, default_registry
-
     if described is None:
         return jax.tree.structure(0)
     if described == "none":
@@ -104,26 +105,30 @@ def tree_of(described: Any, given: list[Any]) -> Any:
 
 
 def _value_json(value: Any, given: list[Any]) -> Any:
-    if value is None or type(value) in (bool, int, str):
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
         return {"is": value}
-    if type(value) is float:
+    if kind is float:
         return {"float": value.hex()}
     for place, each in enumerate(given):
         if each is value:
             return {"given": place}
-    if isinstance(value, enum.Enum):
-        return {"member": [_value_json(type(value), given), value.name]}
-    if type(value) in (tuple, list, frozenset, set):
-        ordered = value if type(value) in (tuple, list) else sorted(value, key=repr)
-        return {type(value).__name__: [_value_json(each, given) for each in ordered]}
-    if type(value) is dict:
-        pairs = [[_value_json(k, given), _value_json(v, given)] for k, v in value.items()]
-        return {"dict": pairs}
-    if isinstance(value, type) or inspect.isroutine(value):
-        name = [getattr(value, "__module__", None), getattr(value, "__qualname__", None)]
-        if all(isinstance(each, str) for each in name) and _named(name) is value:
-            return {"named": name}
-    raise NotKeptError(f"its results hold a {type(value).__module__}.{type(value).__qualname__}")
+    if kind is PyTreeDef:
+        return {"tree": tree_json(value, given)}
+    name = _name_of(value)
+    if name is not None:
+        return {"named": name}
+    if kind is dict:
+        return {"dict": [[_value_json(k, given), _value_json(v, given)] for k, v in value.items()]}
+    if kind in (list, set, frozenset):
+        ordered = value if kind is list else sorted(value, key=repr)
+        return {kind.__name__: [_value_json(each, given) for each in ordered]}
+    if isinstance(value, tuple) and kind.__new__ in (tuple.__new__, _new_of_named_tuple(kind)):
+        return {"tuple": [_value_json(kind, given), [_value_json(each, given) for each in value]]}
+    if _is_plain_object(kind):
+        state = [[key, _value_json(each, given)] for key, each in _state(value).items()]
+        return {"object": [_value_json(kind, given), state]}
+    raise NotKeptError(f"its results hold a {kind.__module__}.{kind.__qualname__}")
 
 
 def _value(described: Any, given: list[Any]) -> Any:
@@ -135,21 +140,74 @@ def _value(described: Any, given: list[Any]) -> Any:
             return float.fromhex(content)
         case "given":
             return given[content]
-        case "member":
-            return _value(content[0], given)[content[1]]
-        case "tuple" | "list" | "frozenset" | "set":
-            make = {"tuple": tuple, "list": list, "frozenset": frozenset, "set": set}[kind]
-            return make(_value(each, given) for each in content)
+        case "named":
+            return _named(content)
+        case "tree":
+            return tree_of(content, given)
         case "dict":
             return {_value(k, given): _value(v, given) for k, v in content}
-        case "named":
-            found = _named(content)
-            if isinstance(found, type) or inspect.isroutine(found):
-                return found
+        case "list" | "set" | "frozenset":
+            make = {"list": list, "set": set, "frozenset": frozenset}[kind]
+            return make(_value(each, given) for each in content)
+        case "tuple":
+            return tuple.__new__(_value(content[0], given), [_value(each, given) for each in content[1]])
+        case "object":
+            class_ = _value(content[0], given)
+            if not _is_plain_object(class_):
+                raise NotKeptError(f"{class_.__qualname__} is no plain class any more")
+            made = object.__new__(class_)
+            for key, each in content[1]:
+                object.__setattr__(made, key, _value(each, given))
+            return made
     raise NotKeptError(f"no value for {described}")
 
 
+def _new_of_named_tuple(kind: type) -> Any:
+    """Return the constructor of a class of named tuples, which makes tuples of its own class."""
+    return kind.__new__ if hasattr(kind, "_fields") else None
+
+
+def _is_plain_object(kind: Any) -> bool:
+    """Return whether the attributes of an object of a class are all that it holds, as pickle would have it."""
+    base = next((each for each in getattr(kind, "__mro__", ()) if not each.__flags__ & _HEAP), None)
+    own = ["__new__", "__reduce__", "__reduce_ex__"]
+    own += [] if dataclasses.is_dataclass(kind) else ["__getstate__"]  # those with slots have one
+    plain = all(getattr(kind, name) is getattr(object, name) for name in own)
+    has_own = hasattr(kind, "__setstate__") and not dataclasses.is_dataclass(kind)
+    return base is object and plain and not has_own
+
+
+def _state(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, those in slots included."""
+    slots = [name for class_ in type(value).__mro__ for name in getattr(class_, "__slots__", ())]
+    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return found | getattr(value, "__dict__", {})
+
+
+def _name_of(value: Any) -> list[str] | None:
+    """Return a module and a name in it that lead to a class, a function or an object of a module."""
+    if isinstance(value, type) or inspect.isroutine(value):
+        name = [getattr(value, "__module__", None), getattr(value, "__qualname__", None)]
+        known = all(isinstance(each, str) for each in name)
+        return name if known and _named_or_none(name) is value else None
+    if isinstance(value, enum.Enum):
+        class_ = _name_of(type(value))
+        return None if class_ is None else [class_[0], f"{class_[1]}.{value.name}"]
+    module = type(value).__module__
+    for name, each in vars(sys.modules.get(module, object)).items():
+        if each is value:
+            return [module, name]
+    return None
+
+
 def _named(name: list[str]) -> Any:
+    found = _named_or_none(name)
+    if found is None:
+        raise NotKeptError(f"{name[0]} has no {name[1]} here")
+    return found
+
+
+def _named_or_none(name: list[str]) -> Any:
     """Return what a module that is imported has by a name; None: it has none."""
     found: Any = sys.modules.get(name[0])
     for part in name[1].split("."):
