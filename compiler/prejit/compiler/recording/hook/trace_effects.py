@@ -7,15 +7,17 @@ program's own modules.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import io
-import os
+import random
 import sys
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
-_SIZED = (list, dict, set, bytearray)
+from prejit.runtime.recorded.hook.plain_texts import is_of_program
 
 
 class TraceEffects:
@@ -33,8 +35,10 @@ class TraceEffects:
         written = [name for name, stream in streams.items() if stream.close()]
         if written:
             return f"its trace writes to {written[0]}"
-        if _settings() != self._settings:
-            return "its trace changes a setting of jax"
+        settings = _settings()
+        for name, before in self._settings.items():
+            if settings[name] != before:
+                return f"its trace changes {name}"
         for name, root in self._roots.items():
             after, before = _state(root), self._before[name]
             for key in {**before, **after}:
@@ -68,9 +72,7 @@ class _Stream:
 def _roots(function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield names and dictionaries of what a trace of a function may change."""
     for name, module in [*sys.modules.items()]:
-        file = getattr(module, "__file__", None)
-        own = name == "__main__" or (file and "site-packages" not in file and not file.startswith(_LIBRARY))
-        if own and not name.startswith("prejit"):
+        if is_of_program(name):
             yield name, vars(module)
     seen: set[int] = set()
     waiting = [(function, "the function", 3)]
@@ -82,32 +84,50 @@ def _roots(function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         value = getattr(value, "__wrapped__", value)
         if inspect.ismethod(value):
             waiting += [(value.__self__, "self", depth), (value.__func__, name, depth)]
-        elif hasattr(value, "func") and hasattr(value, "keywords"):  # functools.partial
-            waiting += [(each, name, depth) for each in (value.func, *value.args, *value.keywords.values())]
+        elif isinstance(value, functools.partial):
+            parts = (value.func, *value.args, *value.keywords.values())
+            waiting += [(each, name, depth) for each in parts]
         elif inspect.isfunction(value):
-            cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
             held = {}
-            for each, cell in cells.items():
+            for each, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 try:
                     held[each] = cell.cell_contents
-                except ValueError:
+                except ValueError:  # a function that is not defined yet
                     continue
             if held:
-                yield f"{name} {value.__qualname__}", held | {"__defaults__": value.__defaults__}
+                yield f"{name} {value.__qualname__}", held
             waiting += [(content, each, depth - 1) for each, content in held.items()]
         elif isinstance(getattr(value, "__dict__", None), dict) and not inspect.ismodule(value):
             yield f"{name} ({type(value).__qualname__})", vars(value)
 
 
-def _state(root: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Return what tells whether a value was set, and how many members it has."""
-    return {
-        str(key): (id(value), len(value) if isinstance(value, _SIZED) else -1)
-        for key, value in [*root.items()]
-    }
+def _state(root: dict[str, Any]) -> dict[str, Any]:
+    return {str(key): _marks(value) for key, value in [*root.items()]}
+
+
+def _marks(value: Any) -> Any:
+    """Return what tells whether a value was set or changed, as far as one can see without reading all of it."""
+    if isinstance(value, dict):
+        return id(value), hash(tuple(map(id, value))), hash(tuple(map(id, value.values())))
+    if isinstance(value, (list, set, deque)):
+        return id(value), hash(tuple(map(id, value)))
+    if inspect.isgenerator(value):
+        return id(value), value.gi_frame and value.gi_frame.f_lasti
+    with contextlib.suppress(Exception):  # of a class of the program
+        if hasattr(value, "bit_generator"):
+            return id(value), repr(value.bit_generator.state)
+        if isinstance(value, (Iterator, random.Random)):
+            return id(value), repr(value.__reduce__())
+    return id(value)
 
 
 def _settings() -> dict[str, Any]:
+    """Return what functions set in places that all code shares."""
     import jax
+    import numpy as np
 
-    return dict(jax.config.values)
+    return {
+        "a setting of jax": dict(jax.config.values),
+        "the state of numpy.random": repr(np.random.get_state()),
+        "the state of random": random.getstate(),
+    }

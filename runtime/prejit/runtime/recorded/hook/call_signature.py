@@ -60,4 +60,4 @@ def _tree_text(tree: Any) -> str:
     kind, beside = data
     children = ",".join(map(_tree_text, tree.children()))
     name = kind.__name__ if kind.__module__ == "builtins" else text_of(kind)
-    return f"{name}({'' if beside is None else text_of(beside, 3)}|{children})"
+    return f"{name}({'' if beside is None else text_of(beside)}|{children})"

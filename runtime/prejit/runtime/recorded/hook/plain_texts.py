@@ -6,21 +6,21 @@ import enum
 import functools
 import hashlib
 import inspect
+import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
-_MAXIMUM_VALUES = 2000
+_MAXIMUM_VALUES = 20_000
 """How many values one text looks at. What comes after them is left out, in every process alike."""
-_MAXIMUM_BYTES = 1 << 16
-"""The largest array whose numbers are part of a text."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
 
 
-def text_of(value: Any, depth: int = 6) -> str:
-    """Return a text of a value. Equal texts do not mean equal values: of many objects it has the class alone.
+def text_of(value: Any, depth: int = 8) -> str:
+    """Return a text of a value. Equal texts do not mean equal values: of what C holds it has the class alone.
 
-    It has plain values, containers, functions with what they close over, small arrays, and the plain
-    attributes of other objects.
+    It has plain values, containers, arrays with their numbers, the attributes of objects, and functions with what
+    they close over; of functions of the program itself also the globals that they name.
     """
     return _Writer().text(value, depth)
 
@@ -28,9 +28,9 @@ def text_of(value: Any, depth: int = 6) -> str:
 class _Writer:
     def __init__(self) -> None:
         self._left = _MAXIMUM_VALUES
+        self._seen: dict[int, int] = {}
 
     def text(self, value: Any, depth: int) -> str:
-        self._left -= 1
         kind = type(value)
         if kind in _PLAIN:
             return repr(value)
@@ -41,15 +41,19 @@ class _Writer:
         name = f"{kind.__module__}.{kind.__qualname__}"
         if isinstance(value, enum.Enum):
             return f"{name}.{value.name}"
+        self._left -= 1
         if depth == 0 or self._left <= 0:
             return name
+        if id(value) in self._seen:
+            return f"#{self._seen[id(value)]}"
+        self._seen[id(value)] = len(self._seen)
         if isinstance(value, (tuple, list)):
             return f"{name}[{self._all(value, depth)}]"
         if isinstance(value, dict):
             pairs = (f"{self.text(k, depth - 1)}: {self.text(v, depth - 1)}" for k, v in value.items())
             return f"{name}{{{', '.join(pairs)}}}"
         if isinstance(value, (set, frozenset)):
-            return f"{name}{{{', '.join(sorted(self.text(each, depth - 1) for each in value))}}}"
+            return f"{name}{{{', '.join(sorted(text_of(each, depth - 1) for each in value))}}}"
         if isinstance(value, functools.partial):
             return f"partial({self._all((value.func, value.args, value.keywords), depth)})"
         if inspect.ismethod(value):
@@ -62,8 +66,8 @@ class _Writer:
             return f"{name}({self.text(value.__wrapped__, depth - 1)})"
         if hasattr(value, "dtype") and hasattr(value, "shape"):
             return f"{name} {_array(value)}"
-        attributes = {k: v for k, v in getattr(value, "__dict__", {}).items() if type(v) in _PLAIN}
-        return f"{name}{self.text(attributes, depth - 1)}" if attributes else name
+        attributes = getattr(value, "__dict__", None)
+        return f"{name}{self.text(attributes, depth - 1)}" if isinstance(attributes, dict) else name
 
     def _all(self, values: Any, depth: int) -> str:
         return ", ".join(self.text(each, depth - 1) for each in values)
@@ -76,21 +80,40 @@ class _Writer:
             except ValueError:  # a function that is not defined yet
                 held.append(None)
         code = function.__code__
-        place = f"{function.__module__}.{code.co_qualname}:{code.co_firstlineno}"
+        if is_of_program(function.__module__):
+            names = dict.fromkeys(_names(code))
+            held += [function.__globals__[each] for each in names if each in function.__globals__]
+        place = f"{function.__module__}.{function.__qualname__}:{code.co_firstlineno}"
         return f"{place}({self._all(held, depth)})" if any(x is not None for x in held) else place
 
 
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from _names(each)
+
+
+@functools.lru_cache(4096)
+def is_of_program(module: str) -> bool:
+    """Return whether a module is the program's own: no installed package, nor of Python."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    own = module == "__main__" or (file is not None and not file.startswith(_LIBRARY))
+    return own and "site-packages" not in (file or "") and not module.startswith("prejit")
+
+
+_LIBRARY = inspect.__file__.removesuffix("inspect.py")
+
+
 def _array(value: Any) -> str:
-    """Return the type of an array, and a digest of its numbers where it is small and at hand."""
+    """Return the type of an array, and a digest of its numbers if they are at hand."""
     text = f"{value.dtype}{list(value.shape)}"
     try:
         import numpy as np
 
-        if value.nbytes <= _MAXIMUM_BYTES:
-            return f"{text} {digest_of(np.asarray(value).tobytes())}"
-    except Exception:  # a tracer, a deleted array, or what only looks like an array
+        return f"{text} {digest_of(np.asarray(value).tobytes())}"
+    except Exception:  # a tracer, a deleted array, random keys, or what only looks like an array
         return text
-    return text
 
 
 def digest_of(content: bytes | str) -> str:

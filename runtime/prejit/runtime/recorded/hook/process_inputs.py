@@ -85,6 +85,7 @@ class InputComparison:
         self._compared = {"files": 0, "listings": 0}
         self._environment_is_equal = False
         self._modules: set[str] = set(inputs["modules"])
+        self._module_count = 0
         self._known: dict[str, list[int]] | None = None
         self._is_new = False
 
@@ -97,9 +98,11 @@ class InputComparison:
                 if found.get(name) != expected.get(name):
                     return f"the environment variable {name}"
             self._environment_is_equal = True
-        for name in [*sys.modules]:
-            if name not in self._modules and not name.startswith("prejit"):
-                return f"the imported module {name}, which was not recorded"
+        if len(sys.modules) != self._module_count:
+            for name in [*sys.modules]:
+                if name not in self._modules and not name.startswith("prejit"):
+                    return f"the imported module {name}, which was not recorded,"
+            self._module_count = len(sys.modules)
         for path, identity, digest in self._until("files", index):
             if not self._is_equal(path, identity, digest):
                 return f"the file {path}"
