@@ -76,7 +76,9 @@ def record(
         _tell_calls(calls)
     if as_json:
         described = {**asdict(recording), "path": str(recording.path)}
-        print_json({name: value for name, value in described.items() if name not in ("requests", "calls")})
+        print_json(
+            {name: value for name, value in described.items() if name not in ("requests", "calls")}
+        )
     return recording.status
 
 
@@ -87,7 +89,9 @@ def _tell_calls(calls: RecordedCalls) -> None:
 
     command = " ".join(calls.content["command"][1:])
     number = calls.count(confirmed=True)
-    tell(f"{command}: {counted(number, 'call')} without a trace, {calls.count(confirmed=False)} with one")
+    tell(
+        f"{command}: {counted(number, 'call')} without a trace, {calls.count(confirmed=False)} with one"
+    )
     for reason, names in calls.reasons().items():
         some = ", ".join(dict.fromkeys(names[:5])) + (", ..." if len(names) > 5 else "")
         tell(f"  {counted(len(names), 'call')} ({some}): {reason}")

@@ -20,7 +20,9 @@ from prejit.runtime.recorded.hook.process_inputs import (
     is_of_library,
 )
 
-UNCONFIRMED = "one recording has it: record once more, and what both agree on starts without a trace"
+UNCONFIRMED = (
+    "one recording has it: record once more, and what both agree on starts without a trace"
+)
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,14 @@ def _read(path: Path) -> RecordedCalls | None:
             _add(calls, line["called"])
     if command is None or not calls:
         return None
-    names = {*filter(is_of_library, initial), *(each for each in names if not each.startswith(OF_PREJIT))}
-    files = [[name, index, identity, _digest(name, identity)] for name, index, identity in inputs["files"]]
+    names = {
+        *filter(is_of_library, initial),
+        *(each for each in names if not each.startswith(OF_PREJIT)),
+    }
+    files = [
+        [name, index, identity, _digest(name, identity)]
+        for name, index, identity in inputs["files"]
+    ]
     return RecordedCalls(
         calls_file(command),
         {

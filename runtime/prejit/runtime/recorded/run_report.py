@@ -109,7 +109,12 @@ class RunReport:
 
     def described(self) -> dict[str, Any]:
         """Return the report for JSON."""
-        return {"hits": self.hits, "missed": len(self.misses), "untraced": self.untraced, **asdict(self)}
+        return {
+            "hits": self.hits,
+            "missed": len(self.misses),
+            "untraced": self.untraced,
+            **asdict(self),
+        }
 
 
 def report_of(

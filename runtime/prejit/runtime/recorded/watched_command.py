@@ -55,7 +55,9 @@ def environment_for(orders: Orders, base: Mapping[str, str]) -> dict[str, str]:
     """
     path = base.get("PYTHONPATH")
     fixed = {}
-    if (orders.recorder is not None or orders.serve) and not base.get("PYTHONHASHSEED", "").isdigit():
+    if (orders.recorder is not None or orders.serve) and not base.get(
+        "PYTHONHASHSEED", ""
+    ).isdigit():
         fixed["PYTHONHASHSEED"] = "0"  # the order of sets of texts, which may decide a trace
     return {
         **base,

@@ -114,7 +114,9 @@ class CallRecorder:
         line: dict[str, Any] = {
             "signature": signature_of(begun.parts),
             "name": call_name(begun.call),
-            "parts": {name: [digest_of(begun.parts[name]), begun.parts[name][:_EXCERPT]] for name in PARTS},
+            "parts": {
+                name: [digest_of(begun.parts[name]), begun.parts[name][:_EXCERPT]] for name in PARTS
+            },
             "index": self._count,
             "program": key,
             "reason": begun.reason,

@@ -92,7 +92,11 @@ class ProcessWatch:
             return
         path = os.path.abspath(path)
         self._written.add(path)
-        if self.effects is not None and not path.startswith(self._left_out) and not path.endswith(".pyc"):
+        if (
+            self.effects is not None
+            and not path.startswith(self._left_out)
+            and not path.endswith(".pyc")
+        ):
             self.effects.append(f"open {path} for writing")
 
     def _path(self, kind: str, path: str) -> None:
@@ -120,12 +124,22 @@ def _listing(path: str) -> str | None:
         names = sorted(os.listdir(path))
     except OSError:
         return None
-    return hashlib.blake2b("\0".join(names).encode(errors="surrogatepass"), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        "\0".join(names).encode(errors="surrogatepass"), digest_size=16
+    ).hexdigest()
 
 
 _EFFECTS = frozenset(
     {
-        *("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.system", "os.putenv", "os.unsetenv"),
+        *(
+            "os.remove",
+            "os.rename",
+            "os.mkdir",
+            "os.rmdir",
+            "os.system",
+            "os.putenv",
+            "os.unsetenv",
+        ),
         *("os.fork", "os.posix_spawn", "subprocess.Popen", "socket.connect", "socket.sendto"),
         *("os.link", "os.symlink", "os.truncate", "shutil.rmtree"),
     }

@@ -74,9 +74,7 @@ Ended = Callable[[object, Compiled], None]
 """Is called with the token of a call that jax traced, compiled and ran."""
 
 
-def hook_calls(
-    started: Started, traced: Traced | None = None, ended: Ended | None = None
-) -> None:
+def hook_calls(started: Started, traced: Traced | None = None, ended: Ended | None = None) -> None:
     """Call `started` for outermost calls without an executable, the others for those that jax traced.
 
     Raises:
@@ -144,7 +142,9 @@ def settings_text(left_out: Sequence[str]) -> tuple[Any, ...]:
     """Return jax's settings of this thread, to be compared within the process."""
     from jax._src import config
 
-    values = tuple((name, value) for name, value in config.config.values.items() if name not in left_out)
+    values = tuple(
+        (name, value) for name, value in config.config.values.items() if name not in left_out
+    )
     # The axes have no text. An outermost call is inside none.
     return values, config.trace_context()[:-1], config.debug_nans.value, config.debug_infs.value
 
@@ -158,7 +158,9 @@ def looks_for_nans() -> bool:
 
 def array_text(array: Any, aval: Any) -> str:
     """Return the type of an argument, and where it lies."""
-    text = f"{aval.str_short(short_dtypes=False)}{' weak' * bool(getattr(aval, 'weak_type', False))}"
+    text = (
+        f"{aval.str_short(short_dtypes=False)}{' weak' * bool(getattr(aval, 'weak_type', False))}"
+    )
     if not hasattr(array, "_committed"):
         return text
     if not array._committed:
@@ -294,7 +296,15 @@ def sharding_json(sharding: Any) -> Json:
             ids = [device.id for device in mesh.devices.flat]
             types = [str(each) for each in mesh.axis_types]
             names = list(mesh.axis_names)
-            return ["mesh", names, list(mesh.devices.shape), ids, types, entries, sharding.memory_kind]
+            return [
+                "mesh",
+                names,
+                list(mesh.devices.shape),
+                ids,
+                types,
+                entries,
+                sharding.memory_kind,
+            ]
     raise NotKeptError(f"an array of it has the sharding {sharding}")
 
 

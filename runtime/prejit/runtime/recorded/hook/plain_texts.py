@@ -50,7 +50,9 @@ class _Writer:
         if isinstance(value, (tuple, list)):
             return f"{name}[{self._all(value, depth)}]"
         if isinstance(value, dict):
-            pairs = (f"{self.text(k, depth - 1)}: {self.text(v, depth - 1)}" for k, v in value.items())
+            pairs = (
+                f"{self.text(k, depth - 1)}: {self.text(v, depth - 1)}" for k, v in value.items()
+            )
             return f"{name}{{{', '.join(pairs)}}}"
         if isinstance(value, (set, frozenset)):
             return f"{name}{{{', '.join(sorted(text_of(each, depth - 1) for each in value))}}}"

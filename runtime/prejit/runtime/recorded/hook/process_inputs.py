@@ -32,7 +32,9 @@ def command_of_process() -> list[str]:
 
 def is_of_library(name: str) -> bool:
     """Return whether an environment variable counts although no Python code reads it."""
-    return not name.startswith(OF_PREJIT) and (name in LIBRARY_NAMES or name.startswith(LIBRARY_PREFIXES))
+    return not name.startswith(OF_PREJIT) and (
+        name in LIBRARY_NAMES or name.startswith(LIBRARY_PREFIXES)
+    )
 
 
 def initial_environment() -> dict[str, str]:
@@ -57,7 +59,9 @@ def listing_digest(path: str) -> str | None:
         names = sorted(os.listdir(path))
     except OSError:
         return None
-    return hashlib.blake2b("\0".join(names).encode(errors="surrogatepass"), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        "\0".join(names).encode(errors="surrogatepass"), digest_size=16
+    ).hexdigest()
 
 
 def file_digest(path: str) -> str | None:

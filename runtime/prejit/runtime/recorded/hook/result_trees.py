@@ -150,7 +150,9 @@ def _value(described: Any, given: list[Any]) -> Any:
             make = {"list": list, "set": set, "frozenset": frozenset}[kind]
             return make(_value(each, given) for each in content)
         case "tuple":
-            return tuple.__new__(_value(content[0], given), [_value(each, given) for each in content[1]])
+            return tuple.__new__(
+                _value(content[0], given), [_value(each, given) for each in content[1]]
+            )
         case "object":
             class_ = _value(content[0], given)
             if not _is_plain_object(class_):

@@ -188,7 +188,14 @@ class _Watch:
         self._thread.reason = reason
         if reason is not None or self._orders.events is None:
             return
-        self._write({"function": f"jit({name})", "outcome": "untraced", "seconds": seconds, "where": _where()})
+        self._write(
+            {
+                "function": f"jit({name})",
+                "outcome": "untraced",
+                "seconds": seconds,
+                "where": _where(),
+            }
+        )
 
     def _check(self, name: str, key: str) -> None:
         """Compare the key of a program with that of the recorded call, if it was traced for that."""
