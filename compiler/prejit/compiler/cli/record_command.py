@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 @click.option(
     "--untraced",
     is_flag=True,
-    help="Record the calls of jitted functions as well. After two such recordings `prejit run` starts them without "
-    "tracing while the command and what the process reads are the same.",
+    help="Record the calls of jitted functions as well. After two such recordings `prejit run` starts them "
+    "without tracing while the command and what the process reads are the same.",
 )
 @VERBOSE
 @JSON

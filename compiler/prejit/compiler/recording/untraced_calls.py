@@ -1,7 +1,7 @@
 """Make the files by which `prejit run` starts programs without traces of what recorded processes wrote.
 
-A file holds the calls of one command, and the inputs of its process. Two recordings confirm a call: what they do
-not agree on is traced.
+A file holds the calls of one command, and the inputs of its process. Two recordings confirm a call: what they
+do not agree on is traced.
 """
 
 from __future__ import annotations

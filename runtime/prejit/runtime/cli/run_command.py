@@ -67,7 +67,7 @@ MISMATCH = MismatchError.exit_code
     type=click.FloatRange(0, 100),
     default=0.0,
     metavar="PERCENT",
-    help="Of the calls that could start without a trace, trace so many and compare. 100: none starts without.",
+    help="Of the calls that could start without a trace, trace so many and compare. 100: trace all.",
 )
 @on_mismatch(
     "Where this machine matches no target: run without the bundle, or fail with exit status 3."

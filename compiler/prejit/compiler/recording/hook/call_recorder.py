@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from prejit.compiler.recording.hook.trace_effects import TraceEffects
 from prejit.runtime.recorded.hook.call_signature import PARTS, SignatureReader, signature_of
 from prejit.runtime.recorded.hook.jax_calls import (
     Compiled,
@@ -20,8 +21,6 @@ from prejit.runtime.recorded.hook.kept_calls import call_name
 from prejit.runtime.recorded.hook.plain_texts import digest_of
 from prejit.runtime.recorded.hook.process_inputs import command_of_process, initial_environment
 from prejit.runtime.recorded.hook.result_trees import given_values, tree_json
-
-from prejit.compiler.recording.hook.trace_effects import TraceEffects
 
 _EXCERPT = 300
 """Characters of a part of a signature that a bundle keeps, for reports."""
@@ -49,7 +48,7 @@ class CallRecorder:
 
     Args:
         settings: settings of jax that prejit sets, which tell nothing of a program.
-        key_of: returns the key of jax's cache for the program that this thread compiled last; None: it has none.
+        key_of: returns the key in jax's cache of the program that this thread compiled last; None: none.
         write: takes lines.
     """
 
@@ -147,7 +146,8 @@ class CallRecorder:
 
 
 def _frames() -> set[int]:
-    frame, found = sys._getframe(), set()
+    frame: Any = sys._getframe()
+    found = set()
     while frame is not None:
         found.add(id(frame))
         frame = frame.f_back

@@ -1,7 +1,7 @@
 """Collect what a process reads: files, directories, environment variables, modules.
 
-`sitecustomize` loads this file by its path at the start of Python, before the program. Python's audit events tell of
-files that Python opens; those that native libraries open by themselves are not seen.
+`sitecustomize` loads this file by its path at the start of Python, before the program. Python's audit events
+tell of files that Python opens; those that native libraries open by themselves are not seen.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import sys
 from typing import Any
 
-_ENVIRON = type(os.environ)
 _OF_MACHINE = ("/proc/", "/sys/", "/dev/")
 _IMPORTERS = ("<frozen importlib.", os.path.join(os.path.dirname(os.__file__), "importlib", ""))
 """The code that lists the directories of modules and of installed packages. What it imports is compared."""
@@ -37,15 +36,17 @@ class ProcessWatch:
     def begin(self) -> None:
         """Watch this process from now on."""
         sys.addaudithook(self._event)
-        read = _ENVIRON.__getitem__
+        environ: Any = type(os.environ)
+        read = environ.__getitem__
 
-        def getitem(environ: Any, name: str) -> str:
+        def getitem(variables: Any, name: str) -> str:
             self._add("environment", name)
-            return read(environ, name)
+            found: str = read(variables, name)
+            return found
 
-        _ENVIRON.__getitem__ = getitem  # type: ignore[method-assign]
-        # For a process that is started; it would be every variable.
-        _ENVIRON.copy = lambda environ: {k: read(environ, k) for k in environ}  # type: ignore[method-assign]
+        environ.__getitem__ = getitem
+        # Copies are for processes that are started; they would count as every variable.
+        environ.copy = lambda variables: {name: read(variables, name) for name in variables}
 
     def taken(self) -> list[list[Any]]:
         """Return what is new since the last call of this: a kind, a name, and what tells of a change."""

@@ -1,8 +1,8 @@
 """Find what a trace changes outside itself, which would not happen without the trace.
 
-jax asks for functions without effects, and this finds what people do nevertheless: they print, count, append, set
-globals, attributes and settings. It compares what the function can reach in a step or two, and the globals of the
-program's own modules.
+jax asks for functions without effects, and this finds what people do nevertheless: they print, count, append,
+set globals, attributes and settings. It compares what the function can reach in a step or two, and the globals
+of the program's own modules.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class _Stream:
     """Notes whether something is written to a stream of Python."""
 
     def __init__(self, name: str) -> None:
-        self._stream = getattr(sys, name)
+        self._stream: Any = getattr(sys, name)
         self.has_written = False
-        write = getattr(self._stream, "write", None)
+        write: Any = getattr(self._stream, "write", None)
 
         def noted(text: Any) -> Any:
             self.has_written = True
@@ -106,7 +106,7 @@ def _state(root: dict[str, Any]) -> dict[str, Any]:
 
 
 def _marks(value: Any) -> Any:
-    """Return what tells whether a value was set or changed, as far as one can see without reading all of it."""
+    """Return what tells whether a value was set or changed, without reading all that it holds."""
     if isinstance(value, dict):
         return id(value), hash(tuple(map(id, value))), hash(tuple(map(id, value.values())))
     if isinstance(value, (list, set, deque)):

@@ -19,8 +19,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
 def text_of(value: Any, depth: int = 8) -> str:
     """Return a text of a value. Equal texts do not mean equal values: of what C holds it has the class alone.
 
-    It has plain values, containers, arrays with their numbers, the attributes of objects, and functions with what
-    they close over; of functions of the program itself also the globals that they name.
+    It has plain values, containers, arrays with their numbers, the attributes of objects, and functions with
+    what they close over; of functions of the program itself also the globals that they name.
     """
     return _Writer().text(value, depth)
 

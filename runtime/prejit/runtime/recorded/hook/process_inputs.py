@@ -1,7 +1,7 @@
 """The inputs of a process that a recording of calls depends on, and their comparison.
 
 They are the command, the files that were read, the directories that were listed, the environment variables
-that were read, and the modules that were imported. `recording.hook.process_watch` of the compiler collects them.
+that were read, and the modules that were imported. `process_watch` of the compiler's hook collects them.
 """
 
 from __future__ import annotations

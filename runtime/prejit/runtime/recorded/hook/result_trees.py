@@ -170,7 +170,7 @@ def _new_of_named_tuple(kind: type) -> Any:
 
 
 def _is_plain_object(kind: Any) -> bool:
-    """Return whether the attributes of an object of a class are all that it holds, as pickle would have it."""
+    """Return whether objects of a class hold nothing but their attributes, as pickle would have it."""
     base = next((each for each in getattr(kind, "__mro__", ()) if not each.__flags__ & _HEAP), None)
     own = ["__new__", "__reduce__", "__reduce_ex__"]
     own += [] if dataclasses.is_dataclass(kind) else ["__getstate__"]  # those with slots have one
@@ -189,16 +189,15 @@ def _state(value: Any) -> dict[str, Any]:
 def _name_of(value: Any) -> list[str] | None:
     """Return a module and a name in it that lead to a class, a function or an object of a module."""
     if isinstance(value, type) or inspect.isroutine(value):
-        name = [getattr(value, "__module__", None), getattr(value, "__qualname__", None)]
-        known = all(isinstance(each, str) for each in name)
-        return name if known and _named_or_none(name) is value else None
+        name = [str(getattr(value, "__module__", "")), str(getattr(value, "__qualname__", ""))]
+        return name if _named_or_none(name) is value else None
     if isinstance(value, enum.Enum):
         class_ = _name_of(type(value))
         return None if class_ is None else [class_[0], f"{class_[1]}.{value.name}"]
-    module = type(value).__module__
-    for name, each in vars(sys.modules.get(module, object)).items():
+    home = type(value).__module__
+    for attribute, each in vars(sys.modules.get(home, object)).items():
         if each is value:
-            return [module, name]
+            return [home, attribute]
     return None
 
 

@@ -164,10 +164,8 @@ class _Watch:
         settings = tuple(self._orders.settings)
         try:
             if self._orders.recorder is not None:
-                _loaded("prejit.compiler.recording.hook", self._orders.recorder)
-                from prejit.compiler.recording.hook.call_recorder import CallRecorder
-
-                recorder = CallRecorder(settings, self._take_key, self._write_all)
+                package = _loaded("prejit.compiler.recording.hook", self._orders.recorder)
+                recorder = package.call_recorder(settings, self._take_key, self._write_all)
                 hook_calls(recorder.started, recorder.traced, recorder.ended)
             else:
                 from prejit.runtime.recorded.hook.kept_calls import KeptCalls
@@ -206,7 +204,7 @@ class _Watch:
             return
         assert self._kept is not None
         self._kept.stop(name.removeprefix("jit_"))
-        text = f"the trace of {name} gives another program than the recorded one, and is not left out any more"
+        text = f"the trace of {name} gives another program than the recorded one: it is always traced now"
         print(f"prejit: warning: {text}", file=sys.stderr)
         self._thread.reason = text
 
