@@ -1,7 +1,7 @@
 """Find what a trace changes outside itself, which would not happen without the trace.
 
-jax asks for functions without effects, and this finds what people do nevertheless: they print, count, append,
-set globals, attributes and settings. It compares what the function can reach in a step or two, and the globals
+jax asks for functions without effects. This finds what people do nevertheless: they print, count, append,
+set globals, attributes and settings. It compares what a function can reach in a step or two, and the globals
 of the program's own modules.
 """
 
