@@ -59,6 +59,7 @@ class Used:
         misses: how often one was compiled.
         miss_seconds: the time for that.
         untraced: how many calls ran without a trace.
+        untraced_seconds: the time that comparing and loading took for them.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Used:
     misses: int
     miss_seconds: float
     untraced: int
+    untraced_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,7 @@ def _used(processes: Sequence[WatchedProcess]) -> tuple[Used, ...]:
     found = []
     for name in dict.fromkeys(request.name for request in requests):
         hits = [each for each in requests if each.name == name and each.outcome == HIT]
-        untraced = sum(each.name == name and each.outcome == UNTRACED for each in requests)
+        untraced = [each for each in requests if each.name == name and each.outcome == UNTRACED]
         others = (HIT, UNTRACED)
         misses = [each for each in requests if each.name == name and each.outcome not in others]
         used = Used(
@@ -169,7 +171,8 @@ def _used(processes: Sequence[WatchedProcess]) -> tuple[Used, ...]:
             sum(max(0.0, each.saved_seconds or 0.0) for each in hits),
             len(misses),
             sum(each.seconds for each in misses),
-            untraced,
+            len(untraced),
+            sum(each.seconds for each in untraced),
         )
         found.append(used)
     return tuple(found)
@@ -234,7 +237,7 @@ def text(report: RunReport) -> str:
                 *([str(each.untraced)] if has_calls else []),
                 str(each.hits),
                 str(each.misses),
-                f"{(each.hit_seconds + each.miss_seconds) * 1e3:.0f} ms",
+                f"{(each.hit_seconds + each.miss_seconds + each.untraced_seconds) * 1e3:.0f} ms",
             )
             for each in report.programs
         ]

@@ -128,7 +128,7 @@ class KeptCalls:
             raise NotKeptError(self._broken)
         if self._checked and random.random() < self._checked:  # noqa: S311, no secret
             raise NotKeptError(CHECKED + recorded["program"])
-        tree = tree_of(recorded["results"], given_values(call))
+        tree = tree_of(recorded["results"], functools.cache(functools.partial(given_values, call)))
         kept = KeptCall(_executable(recorded["program"], json.dumps(recorded["executable"])), tree)
         self._comparison.save()
         return kept

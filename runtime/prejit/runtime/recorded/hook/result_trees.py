@@ -11,7 +11,7 @@ import enum
 import inspect
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -88,8 +88,8 @@ def tree_json(tree: Any, given: list[Any]) -> Any:
     return [_value_json(kind, given), _value_json(beside, given), children]
 
 
-def tree_of(described: Any, given: list[Any]) -> Any:
-    """Return the tree that `tree_json` described, in a process where `given` was given with the call.
+def tree_of(described: Any, given: Callable[[], list[Any]]) -> Any:
+    """Return the tree that `tree_json` described. `given` returns what `given_values` does for the call here.
 
     Raises:
         NotKeptError: the process has no such class or value.
@@ -131,7 +131,7 @@ def _value_json(value: Any, given: list[Any]) -> Any:
     raise NotKeptError(f"its results hold a {kind.__module__}.{kind.__qualname__}")
 
 
-def _value(described: Any, given: list[Any]) -> Any:
+def _value(described: Any, given: Callable[[], list[Any]]) -> Any:
     ((kind, content),) = described.items()
     match kind:
         case "is":
@@ -139,7 +139,7 @@ def _value(described: Any, given: list[Any]) -> Any:
         case "float":
             return float.fromhex(content)
         case "given":
-            return given[content]
+            return given()[content]
         case "named":
             return _named(content)
         case "tree":
