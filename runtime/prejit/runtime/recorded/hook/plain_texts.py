@@ -62,10 +62,11 @@ class _Writer:
             return f"method({self._all((value.__func__, value.__self__), depth)})"
         if inspect.isfunction(value):
             return self._function(value, depth)
-        if inspect.isroutine(value):
-            return f"{value.__module__}.{value.__qualname__}"
         if hasattr(value, "__wrapped__"):  # of jax.jit and other wrappers
             return f"{name}({self.text(value.__wrapped__, depth - 1)})"
+        if inspect.isroutine(value):
+            owner = self.text(getattr(value, "__self__", None), depth - 1)
+            return f"{value.__module__}.{value.__qualname__} of {owner}"
         if hasattr(value, "dtype") and hasattr(value, "shape"):
             return f"{name} {_array(value)}"
         attributes = getattr(value, "__dict__", None)
