@@ -38,7 +38,6 @@ from prejit.runtime.format.opening import match, read_contents
 from prejit.runtime.format.root import Root
 from prejit.runtime.machine.fingerprint import Fingerprint, Requirement
 from prejit.runtime.recorded.hook import jax_texts
-from prejit.runtime.recorded.hook.kept_calls import PREFIX
 from prejit.runtime.recorded.hook.watch import Orders
 from prejit.runtime.recorded.hook_events import JaxRequest, WatchedProcess, read_events
 from prejit.runtime.recorded.recorded_bundle import on_cpu, recorded_of
@@ -80,7 +79,7 @@ class RecordedTarget:
     @property
     def count(self) -> int:
         """Return the number of its programs. Files of calls are none."""
-        return sum(not file.startswith(PREFIX) for file in self.programs)
+        return sum(not file.startswith(jax_texts.CALLS_PREFIX) for file in self.programs)
 
     @property
     def name(self) -> str:
@@ -245,7 +244,7 @@ def _confirmed(before: RecordedTarget, now: RecordedTarget) -> dict[str, Recorde
     """Return the files of calls of a new recording, compared with those of the ones before."""
     found = {}
     for name, file in now.programs.items():
-        if name.startswith(PREFIX):
+        if name.startswith(jax_texts.CALLS_PREFIX):
             calls, there = RecordedCalls.of(name, file.content()), before.programs.get(name)
             old = None if there is None else RecordedCalls.of(name, there.content())
             found[name] = _file(name, confirmed(old, calls).encoded(), None)
@@ -402,6 +401,6 @@ def _write(
             RecordedCalls.of(name, file.content())
             for target in targets
             for name, file in target.programs.items()
-            if name.startswith(PREFIX)
+            if name.startswith(jax_texts.CALLS_PREFIX)
         ),
     )

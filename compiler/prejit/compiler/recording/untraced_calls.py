@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prejit.runtime.recorded.hook.kept_calls import calls_file
 from prejit.runtime.recorded.hook.process_inputs import (
     OF_PREJIT,
+    calls_file,
     file_digest,
     identity_of,
     is_of_library,
@@ -75,9 +75,10 @@ def read_calls(directory: Path) -> tuple[RecordedCalls, ...]:
 def _read(path: Path) -> RecordedCalls | None:
     command: list[str] | None = None
     initial: dict[str, str] = {}
-    names: set[str] = set()
     modules: list[str] = []
-    inputs: dict[str, list[list[Any]]] = {"files": [], "listings": []}
+    inputs: dict[str, list[list[Any]]] = {
+        name: [] for name in ("variables", "files", "listings", "kinds")
+    }
     calls: dict[str, dict[str, Any]] = {}
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -88,18 +89,13 @@ def _read(path: Path) -> RecordedCalls | None:
             command, initial = line["command"], line["environment"]
         modules += line.get("modules", ())
         for kind, name, found in line.get("read", ()):
-            if kind == "environment":
-                names.add(name)
-            else:
+            if not (kind == "variables" and name.startswith(OF_PREJIT)):
                 inputs[kind].append([name, line["index"], found])
         if "called" in line:
             _add(calls, line["called"])
     if command is None or not calls:
         return None
-    names = {
-        *filter(is_of_library, initial),
-        *(each for each in names if not each.startswith(OF_PREJIT)),
-    }
+    names = {*filter(is_of_library, initial), *(name for name, *_ in inputs["variables"])}
     files = [
         [name, index, identity, _digest(name, identity)]
         for name, index, identity in inputs["files"]
@@ -110,8 +106,8 @@ def _read(path: Path) -> RecordedCalls | None:
             "command": command,
             "inputs": {
                 "environment": {name: initial.get(name) for name in sorted(names)},
+                **inputs,
                 "files": files,
-                "listings": inputs["listings"],
                 "modules": sorted(modules),
             },
             "calls": calls,
@@ -169,5 +165,7 @@ def _inputs(calls: RecordedCalls) -> Sequence[Any]:
     """Return the inputs of a recording without what may differ between two that had the same."""
     found = calls.content["inputs"]
     files = sorted((path, digest) for path, _, _, digest in found["files"])
-    listings = sorted((path, digest) for path, _, digest in found["listings"])
-    return [found["environment"], files, listings]
+    others = [
+        sorted([name, each] for name, _, each in found[kind]) for kind in ("listings", "kinds")
+    ]
+    return [found["environment"], files, *others]

@@ -23,7 +23,7 @@ from prejit.runtime.cli.command_options import (
 from prejit.runtime.cli.output import print_text, warnings_on_stderr, write_text
 from prejit.runtime.errors import MismatchError
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.recorded.hook.kept_calls import PREFIX
+from prejit.runtime.recorded.hook.jax_texts import CALLS_PREFIX
 from prejit.runtime.recorded.hook.watch import CACHE_DIRECTORY, Orders
 from prejit.runtime.recorded.hook_events import read_events
 from prejit.runtime.recorded.recorded_bundle import RecordedBundle, open_recorded
@@ -89,7 +89,7 @@ def run(
     settings = {} if bundle.directory is None else cache_settings(bundle.directory, write=False)
     if settings and (own := os.environ.get(CACHE_DIRECTORY.upper())):
         _say(f"{CACHE_DIRECTORY.upper()}={own} is not used: jax reads {path} and writes nothing")
-    serve = any(each.file.startswith(PREFIX) for each in bundle.programs) and bool(settings)
+    serve = any(each.file.startswith(CALLS_PREFIX) for each in bundle.programs) and bool(settings)
     plain = Orders(settings, serve=serve, checked=check_traces / 100)
     if not (report or live or output is not None or require_aot):
         sys.stdout.flush()

@@ -194,7 +194,7 @@ def compared(files):
         "environment": {k: v for k, v in initial_environment().items() if is_of_library(k)},
         "files": [[a, 1, identity_of(a), file_digest(a)], [absent, 2, None, None]],
         "listings": [[listed, 1, listing_digest(listed)]],
-        "modules": [*sys.modules],
+        **{"variables": [], "kinds": [], "modules": [*sys.modules]},
     }
     return InputComparison(json.loads(json.dumps(inputs)), files / "receipts.json")
 

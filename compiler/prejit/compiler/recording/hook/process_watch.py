@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import sys
+from collections.abc import Callable
 from typing import Any
 
+_stat = os.stat
 _OF_MACHINE = ("/proc/", "/sys/", "/dev/")
 _IMPORTERS = ("<frozen importlib.", os.path.join(os.path.dirname(os.__file__), "importlib", ""))
 """The code that lists the directories of modules and of installed packages. What it imports is compared."""
@@ -27,9 +30,10 @@ class ProcessWatch:
     def __init__(self, left_out: tuple[str, ...]) -> None:
         self._left_out = (*_OF_MACHINE, *left_out)
         self._written: set[str] = set()
-        self._seen: set[str] = set()
+        self._seen: set[tuple[str, str]] = set()
         self._new: list[list[Any]] = []
         self._is_busy = False
+        self._variable: Callable[[str], str | None] = os.environ.get
         self.effects: list[str] | None = None
         """What was done outside since a trace began; None: none is running."""
 
@@ -38,25 +42,37 @@ class ProcessWatch:
         sys.addaudithook(self._event)
         environ: Any = type(os.environ)
         read = environ.__getitem__
+        self._variable = lambda name: read(os.environ, name) if name in {*os.environ} else None
 
         def getitem(variables: Any, name: str) -> str:
-            self._add("environment", name)
+            self._add("variables", name)
             found: str = read(variables, name)
             return found
 
         environ.__getitem__ = getitem
+
+        def noted(path: Any, *more: Any, **named: Any) -> os.stat_result:
+            if isinstance(path, (str, bytes)) or hasattr(path, "__fspath__"):
+                self._path("kinds", os.fsdecode(path))
+            return _stat(path, *more, **named)
+
+        patched: Any = os
+        patched.stat = noted
         # Copies are for processes that are started; they would count as every variable.
         environ.copy = lambda variables: {name: read(variables, name) for name in variables}
 
     def taken(self) -> list[list[Any]]:
         """Return what is new since the last call of this: a kind, a name, and what tells of a change."""
         found, self._new = self._new, []
+        for entry in found:
+            if entry[0] == "variables":
+                entry[2] = self._variable(entry[1])
         return found
 
     def _add(self, kind: str, name: str) -> None:
-        if name not in self._seen:
-            self._seen.add(name)
-            read = {"files": _identity, "listings": _listing}.get(kind)
+        if (kind, name) not in self._seen:
+            self._seen.add((kind, name))
+            read = {"files": _identity, "listings": _listing, "kinds": _kind}.get(kind)
             self._new.append([kind, name, None if read is None else read(name)])
 
     def _event(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -106,17 +122,25 @@ class ProcessWatch:
             directory, name = os.path.split(path)
             if os.path.basename(directory) == "__pycache__":
                 path = os.path.join(os.path.dirname(directory), name.split(".", 1)[0] + ".py")
-        if path not in self._written and not path.startswith(self._left_out):
+        if path not in self._written and not os.path.join(path, "").startswith(self._left_out):
             self._add(kind, path)
 
 
 def _identity(path: str) -> list[int] | None:
     """Return what `process_inputs.identity_of` of the runtime's hook does, which is not imported so early."""
     try:
-        found = os.stat(path)
+        found = _stat(path)
     except (OSError, ValueError):
         return None
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def _kind(path: str) -> int:
+    """Return what `kind_of` of the runtime's hook does."""
+    try:
+        return stat.S_IFMT(_stat(path).st_mode)
+    except (OSError, ValueError):
+        return 0
 
 
 def _listing(path: str) -> str | None:

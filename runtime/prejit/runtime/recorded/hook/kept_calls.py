@@ -7,7 +7,6 @@ before it are the same, and two recordings gave the same program for a call of t
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
 import random
@@ -25,19 +24,13 @@ from prejit.runtime.recorded.hook.jax_calls import (
     load_executable,
     looks_for_nans,
 )
-from prejit.runtime.recorded.hook.jax_texts import FILE_SUFFIX
 from prejit.runtime.recorded.hook.plain_texts import digest_of
-from prejit.runtime.recorded.hook.process_inputs import InputComparison, command_of_process
+from prejit.runtime.recorded.hook.process_inputs import (
+    InputComparison,
+    calls_file,
+    command_of_process,
+)
 from prejit.runtime.recorded.hook.result_trees import given_values, tree_of
-
-PREFIX = "prejit_calls-"
-"""The beginning of the names of files with calls, which lie among those of jax's cache."""
-
-
-def calls_file(command: list[str]) -> str:
-    """Return the name of the file with the calls of a process."""
-    text = "\0".join(command).encode(errors="surrogatepass")
-    return f"{PREFIX}{hashlib.sha256(text).hexdigest()}{FILE_SUFFIX}"
 
 
 class KeptCalls:

@@ -16,7 +16,7 @@ _MAXIMUM_VALUES = 20_000
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
 
 
-def text_of(value: Any, depth: int = 8) -> str:
+def text_of(value: Any, depth: int = 30) -> str:
     """Return a text of a value. Equal texts do not mean equal values: of what C holds it has the class alone.
 
     It has plain values, containers, arrays with their numbers, the attributes of objects, and functions with
@@ -34,10 +34,10 @@ class _Writer:
         kind = type(value)
         if kind in _PLAIN:
             return repr(value)
-        if isinstance(value, type):
-            return f"{value.__module__}.{value.__qualname__}"
         if isinstance(value, types.ModuleType):
             return value.__name__
+        if isinstance(value, type):
+            return self._class(value, depth)
         name = f"{kind.__module__}.{kind.__qualname__}"
         if isinstance(value, enum.Enum):
             return f"{name}.{value.name}"
@@ -69,11 +69,24 @@ class _Writer:
             return f"{value.__module__}.{value.__qualname__} of {owner}"
         if hasattr(value, "dtype") and hasattr(value, "shape"):
             return f"{name} {_array(value)}"
-        attributes = getattr(value, "__dict__", None)
-        return f"{name}{self.text(attributes, depth - 1)}" if isinstance(attributes, dict) else name
+        attributes = attributes_of(value)
+        held = self.text(attributes, depth - 1) if attributes else _repr_of(value)
+        return f"{self._class(kind, depth)}{held}"
 
     def _all(self, values: Any, depth: int) -> str:
         return ", ".join(self.text(each, depth - 1) for each in values)
+
+    def _class(self, kind: type, depth: int) -> str:
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        if depth == 0 or id(kind) in self._seen or not is_of_program(kind.__module__):
+            return name
+        self._seen[id(kind)] = len(self._seen)
+        held = {
+            key: each
+            for key, each in vars(kind).items()
+            if not key.startswith("__") or key == "__call__"
+        }
+        return f"{name}({self.text(held, depth - 1)})" if held else name
 
     def _function(self, function: types.FunctionType, depth: int) -> str:
         held = [function.__defaults__, function.__kwdefaults__]
@@ -83,11 +96,33 @@ class _Writer:
             except ValueError:  # a function that is not defined yet
                 held.append(None)
         code = function.__code__
-        if is_of_program(function.__module__):
-            names = dict.fromkeys(_names(code))
-            held += [function.__globals__[each] for each in names if each in function.__globals__]
         place = f"{function.__module__}.{function.__qualname__}:{code.co_firstlineno}"
+        if not code.co_filename.startswith(_LIBRARY) and "site-packages" not in code.co_filename:
+            place += f" {_code_digest(code)}"
+            names = dict.fromkeys(_names(code))
+            found = [function.__globals__[each] for each in names if each in function.__globals__]
+            held += found
+            for module in filter(inspect.ismodule, found):
+                held += [_of_module(module, name) for name in names]
         return f"{place}({self._all(held, depth)})" if any(x is not None for x in held) else place
+
+
+@functools.lru_cache(4096)
+def _code_digest(code: types.CodeType) -> str:
+    constants = [each for each in code.co_consts if not isinstance(each, types.CodeType)]
+    inner = [_code_digest(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return digest_of(repr((code.co_code, code.co_names, text_of(constants), inner)))
+
+
+def _of_module(module: types.ModuleType, name: str) -> Any:
+    """Return what a module has by a name that a function uses: somebody may have set it.
+
+    Of functions and classes of a library the name is enough.
+    """
+    found = vars(module).get(name)
+    if is_of_program(module.__name__) or type(found) in _PLAIN:
+        return found
+    return f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -106,6 +141,23 @@ def is_of_program(module: str) -> bool:
 
 
 _LIBRARY = inspect.__file__.removesuffix("inspect.py")
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, those in slots included."""
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    attributes = getattr(value, "__dict__", None)
+    return found | attributes if isinstance(attributes, dict) else found
+
+
+def _repr_of(value: Any) -> str:
+    """Return a digest of the repr of an object without attributes, if it tells more than a place."""
+    has_own = "__repr__" in vars(type(value))
+    if not has_own or is_of_program(type(value).__module__):
+        return ""
+    text = repr(value)
+    return "" if " at 0x" in text else digest_of(text)
 
 
 def _array(value: Any) -> str:

@@ -10,10 +10,13 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from prejit.runtime.recorded.hook.jax_texts import CALLS_PREFIX, FILE_SUFFIX
 
 LIBRARY_PREFIXES = (
     *("JAX_", "XLA_", "TF_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_", "NCCL_", "ROCR_", "HIP_"),
@@ -28,6 +31,12 @@ OF_PREJIT = ("PREJIT_HOOK", "PYTHONPATH", "JAX_COMPILATION_CACHE_", "JAX_PERSIST
 def command_of_process() -> list[str]:
     """Return what tells this process from others of a program: its directory and its command."""
     return [os.getcwd(), *sys.orig_argv[1:]]
+
+
+def calls_file(command: list[str]) -> str:
+    """Return the name of the file with the calls of a process."""
+    text = "\0".join(command).encode(errors="surrogatepass")
+    return f"{CALLS_PREFIX}{hashlib.sha256(text).hexdigest()}{FILE_SUFFIX}"
 
 
 def is_of_library(name: str) -> bool:
@@ -51,6 +60,14 @@ def identity_of(path: str) -> list[int] | None:
     except (OSError, ValueError):
         return None
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def kind_of(path: str) -> int:
+    """Return what a path leads to, as Linux has it: a file, a directory, ...; 0: nothing."""
+    try:
+        return stat.S_IFMT(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return 0
 
 
 def listing_digest(path: str) -> str | None:
@@ -78,15 +95,16 @@ class InputComparison:
 
     Args:
         inputs: as `recording.untraced_calls` of the compiler writes them: "environment" has values by name,
-            "files" [path, index of the first call after it was read, identity, digest], "listings" [path,
-            index, digest], both in the order of the index, "modules" the names of all imported modules.
+            "variables" [name, index of the first call after it was read, value then], "files" [path, index,
+            identity, digest], "listings" [path, index, digest] and "kinds" [path, index, kind], each in the
+            order of the index, "modules" the names of all imported modules.
         receipts: where this user keeps identities of files that are equal although theirs differ.
     """
 
     def __init__(self, inputs: Mapping[str, Any], receipts: Path) -> None:
         self._inputs = inputs
         self._receipts = receipts
-        self._compared = {"files": 0, "listings": 0}
+        self._compared = dict.fromkeys(("variables", "files", "listings", "kinds"), 0)
         self._environment_is_equal = False
         self._modules: set[str] = set(inputs["modules"])
         self._module_count = 0
@@ -107,12 +125,18 @@ class InputComparison:
                 if name not in self._modules and not name.startswith("prejit"):
                     return f"the imported module {name}, which was not recorded,"
             self._module_count = len(sys.modules)
+        for name, value in self._until("variables", index):
+            if os.environ.get(name) != value:
+                return f"the environment variable {name}"
         for path, identity, digest in self._until("files", index):
             if not self._is_equal(path, identity, digest):
                 return f"the file {path}"
         for path, digest in self._until("listings", index):
             if listing_digest(path) != digest:
                 return f"the names in the directory {path}"
+        for path, kind in self._until("kinds", index):
+            if kind_of(path) != kind:
+                return f"whether {path} is a file or a directory"
         return None
 
     def _until(self, kind: str, index: int) -> list[list[Any]]:

@@ -18,6 +18,7 @@ import jax
 from jax.tree_util import PyTreeDef, default_registry
 
 from prejit.runtime.recorded.hook.jax_calls import JaxCall, NotKeptError
+from prejit.runtime.recorded.hook.plain_texts import attributes_of
 
 _DEPTH = 12
 """How deep values given with a call are looked for."""
@@ -67,7 +68,7 @@ def _inside(value: Any, depth: int) -> Iterator[Any]:
     elif hasattr(value, "func") and hasattr(value, "keywords"):  # functools.partial
         held = [value.func, value.args, value.keywords]
     elif _is_plain_object(type(value)):
-        held = list(_state(value).values())
+        held = list(attributes_of(value).values())
     for each in held:
         yield from _inside(each, depth - 1)
 
@@ -126,7 +127,7 @@ def _value_json(value: Any, given: list[Any]) -> Any:
     if isinstance(value, tuple) and kind.__new__ in (tuple.__new__, _new_of_named_tuple(kind)):
         return {"tuple": [_value_json(kind, given), [_value_json(each, given) for each in value]]}
     if _is_plain_object(kind):
-        state = [[key, _value_json(each, given)] for key, each in _state(value).items()]
+        state = [[key, _value_json(each, given)] for key, each in attributes_of(value).items()]
         return {"object": [_value_json(kind, given), state]}
     raise NotKeptError(f"its results hold a {kind.__module__}.{kind.__qualname__}")
 
@@ -177,13 +178,6 @@ def _is_plain_object(kind: Any) -> bool:
     plain = all(getattr(kind, name) is getattr(object, name) for name in own)
     has_own = hasattr(kind, "__setstate__") and not dataclasses.is_dataclass(kind)
     return base is object and plain and not has_own
-
-
-def _state(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, those in slots included."""
-    slots = [name for class_ in type(value).__mro__ for name in getattr(class_, "__slots__", ())]
-    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return found | getattr(value, "__dict__", {})
 
 
 def _name_of(value: Any) -> list[str] | None:

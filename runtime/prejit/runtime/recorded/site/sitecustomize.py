@@ -87,7 +87,7 @@ def _watch_inputs() -> None:
     module = sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     ours = os.path.dirname(_SITE), os.path.dirname(os.path.dirname(orders["recorder"]))
-    module.start([*ours, orders["events"], orders["settings"]["jax_compilation_cache_dir"]])
+    module.start([*ours, os.path.dirname(orders["events"])])
 
 
 def _warn(error: Exception) -> None:
