@@ -15,6 +15,7 @@ from prejit.runtime.cli.output import print_json
 
 if TYPE_CHECKING:
     from prejit.compiler.recording.jax_cache_packing import Recording
+    from prejit.compiler.recording.untraced_calls import RecordedCalls
 
 
 @click.command(
@@ -39,10 +40,20 @@ if TYPE_CHECKING:
     help="Write a manifest of the functions and shapes that the program called, for `prejit build`. A Python "
     "file beside it makes arguments that TOML cannot write.",
 )
+@click.option(
+    "--untraced",
+    is_flag=True,
+    help="Record the calls of jitted functions as well. After two such recordings `prejit run` starts them "
+    "without tracing while the command and what the process reads are the same.",
+)
 @VERBOSE
 @JSON
 def record(
-    command: tuple[str, ...], output: Path | None, manifest: Path | None, as_json: bool
+    command: tuple[str, ...],
+    output: Path | None,
+    manifest: Path | None,
+    untraced: bool,
+    as_json: bool,
 ) -> int:
     """Run COMMAND and pack what jax compiles for it into a bundle."""
     from prejit.compiler.progress import tell
@@ -52,7 +63,7 @@ def record(
     output = Path("artifacts", default_name(command)) if output is None else output
     if manifest is not None:
         _check_new(manifest)
-    recording = record_run(command, output)
+    recording = record_run(command, output, untraced=untraced)
     if manifest is not None:
         _write_manifest(manifest, recording)
     for line in recording.left_out:
@@ -61,10 +72,29 @@ def record(
         f"recorded {recording.added} programs: {recording.path} has {recording.programs} for "
         f"{', '.join(recording.targets)}, {recording.digest[:19]}"
     )
+    for calls in recording.calls if untraced else ():
+        _tell_calls(calls)
     if as_json:
         described = {**asdict(recording), "path": str(recording.path)}
-        print_json({name: value for name, value in described.items() if name != "requests"})
+        print_json(
+            {name: value for name, value in described.items() if name not in ("requests", "calls")}
+        )
     return recording.status
+
+
+def _tell_calls(calls: RecordedCalls) -> None:
+    """Say how many calls of a command start without a trace, and why the others do not."""
+    from prejit.compiler.base.suggestions import counted
+    from prejit.compiler.progress import tell
+
+    command = " ".join(calls.content["command"][1:])
+    number = calls.count(confirmed=True)
+    tell(
+        f"{command}: {counted(number, 'call')} without a trace, {calls.count(confirmed=False)} with one"
+    )
+    for reason, names in calls.reasons().items():
+        some = ", ".join(dict.fromkeys(names[:5])) + (", ..." if len(names) > 5 else "")
+        tell(f"  {counted(len(names), 'call')} ({some}): {reason}")
 
 
 def _check_new(manifest: Path) -> None:

@@ -24,6 +24,7 @@ from prejit.compiler.pipeline.pack.bundle_files import (
 )
 from prejit.compiler.pipeline.pack.provenance import recording_provenance
 from prejit.compiler.pipeline.result_keys import versions
+from prejit.compiler.recording.untraced_calls import RecordedCalls, confirmed, read_calls
 from prejit.runtime.base.files import digest_of, store_errors
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.base.written_files import lock_file, remove_and_unlock
@@ -44,6 +45,8 @@ from prejit.runtime.recorded.watched_command import cache_settings, environment_
 
 OUTER_CALL = str(Path(__file__).with_name("outer_call.py"))
 """The file that describes calls in the processes of a recorded program."""
+_RECORDER = str(Path(__file__).with_name("hook") / "__init__.py")
+"""The package that records calls there, for starts without traces."""
 _ZSTD_LEVEL = 3
 """jax has compressed the files already: a higher level makes them no smaller."""
 
@@ -72,6 +75,11 @@ class RecordedTarget:
     requirement: Requirement
     versions: Mapping[str, str]
     programs: Mapping[str, RecordedFile]
+
+    @property
+    def count(self) -> int:
+        """Return the number of its programs. Files of calls are none."""
+        return sum(not file.startswith(jax_texts.CALLS_PREFIX) for file in self.programs)
 
     @property
     def name(self) -> str:
@@ -226,8 +234,21 @@ def merged(
     for target in (*before, *added):
         there = targets.setdefault(target.requirement, target)
         programs = {**target.programs, **there.programs}
+        if there is not target:
+            programs |= _confirmed(there, target)
         targets[target.requirement] = replace(there, programs=programs)
     return tuple(sorted(targets.values(), key=lambda target: target.name))
+
+
+def _confirmed(before: RecordedTarget, now: RecordedTarget) -> dict[str, RecordedFile]:
+    """Return the files of calls of a new recording, compared with those of the ones before."""
+    found = {}
+    for name, file in now.programs.items():
+        if name.startswith(jax_texts.CALLS_PREFIX):
+            calls, there = RecordedCalls.of(name, file.content()), before.programs.get(name)
+            old = None if there is None else RecordedCalls.of(name, there.content())
+            found[name] = _file(name, confirmed(old, calls).encoded(), None)
+    return found
 
 
 def packed(target: RecordedTarget, bundle: str) -> PackedTarget:
@@ -264,6 +285,7 @@ class Recording:
         targets: the names of its targets.
         left_out: why programs that jax compiled are not in the bundle, one line each.
         requests: what the program's processes asked of jax.
+        calls: the calls that start without a trace, or would, of each command.
     """
 
     path: Path
@@ -275,6 +297,7 @@ class Recording:
     targets: tuple[str, ...]
     left_out: tuple[str, ...]
     requests: tuple[JaxRequest, ...]
+    calls: tuple[RecordedCalls, ...] = ()
 
 
 def default_name(command: Sequence[str]) -> str:
@@ -290,11 +313,11 @@ def bundle_name(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "recorded"
 
 
-def record(command: Sequence[str], output: Path) -> Recording:
+def record(command: Sequence[str], output: Path, *, untraced: bool = False) -> Recording:
     """Run a command, and write what jax compiled for it into a bundle.
 
     A bundle that is there gets it in addition. The program gets what the bundle holds already, so that only
-    the rest compiles.
+    the rest compiles. `untraced`: the calls that jax traced are recorded as well.
 
     Raises:
         BuildError: the program compiled nothing, and there is no bundle.
@@ -315,12 +338,21 @@ def record(command: Sequence[str], output: Path) -> Recording:
         ]
         for program in known:
             (cache / program.entry.file).write_bytes(program.content())
-        orders = Orders(cache_settings(cache, write=True), str(events), functions=OUTER_CALL)
+        orders = Orders(
+            cache_settings(cache, write=True),
+            str(events),
+            functions=OUTER_CALL,
+            recorder=_RECORDER if untraced else None,
+        )
         status = run_to_end(command, environment_for(orders, os.environ))
         processes = read_events(events)
         found, left_out = collect(
             cache, processes, machine, {program.entry.file for program in known}
         )
+        if calls := read_calls(events):
+            needs = requirement_of(None, None, machine)
+            files = {each.file: _file(each.file, each.encoded(), None) for each in calls}
+            found = (*found, RecordedTarget(needs, _versions(None), files))
     requests = tuple(request for process in processes for request in process.requests)
     return _write(output, status, found, left_out, requests)
 
@@ -354,15 +386,21 @@ def _write(
         attach_descriptions(output, digest, partial(recording_provenance, digest))
     finally:
         remove_and_unlock(lock, held)
-    count = sum(len(target.programs) for target in targets)
+    count = sum(target.count for target in targets)
     return Recording(
         output,
         name,
         digest,
         status,
-        count - sum(len(target.programs) for target in before),
+        count - sum(target.count for target in before),
         count,
         tuple(target.name for target in targets),
         tuple(left_out),
         requests,
+        tuple(
+            RecordedCalls.of(name, file.content())
+            for target in targets
+            for name, file in target.programs.items()
+            if name.startswith(jax_texts.CALLS_PREFIX)
+        ),
     )

@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -22,6 +23,7 @@ from prejit.runtime.cli.command_options import (
 from prejit.runtime.cli.output import print_text, warnings_on_stderr, write_text
 from prejit.runtime.errors import MismatchError
 from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.recorded.hook.jax_texts import CALLS_PREFIX
 from prejit.runtime.recorded.hook.watch import CACHE_DIRECTORY, Orders
 from prejit.runtime.recorded.hook_events import read_events
 from prejit.runtime.recorded.recorded_bundle import RecordedBundle, open_recorded
@@ -60,6 +62,13 @@ MISMATCH = MismatchError.exit_code
     is_flag=True,
     help="Raise an error in the program where it would compile, and exit with status 3.",
 )
+@click.option(
+    "--check-traces",
+    type=click.FloatRange(0, 100),
+    default=0.0,
+    metavar="PERCENT",
+    help="Of the calls that could start without a trace, trace so many and compare. 100: trace all.",
+)
 @on_mismatch(
     "Where this machine matches no target: run without the bundle, or fail with exit status 3."
 )
@@ -70,6 +79,7 @@ def run(
     live: bool,
     output: str | None,
     require_aot: bool,
+    check_traces: float,
     on_mismatch: str,
 ) -> int:
     """Start any JAX program with a recorded bundle as jax's cache."""
@@ -79,12 +89,14 @@ def run(
     settings = {} if bundle.directory is None else cache_settings(bundle.directory, write=False)
     if settings and (own := os.environ.get(CACHE_DIRECTORY.upper())):
         _say(f"{CACHE_DIRECTORY.upper()}={own} is not used: jax reads {path} and writes nothing")
+    serve = any(each.file.startswith(CALLS_PREFIX) for each in bundle.programs) and bool(settings)
+    plain = Orders(settings, serve=serve, checked=check_traces / 100)
     if not (report or live or output is not None or require_aot):
         sys.stdout.flush()
-        plain = bundle.directory is None
-        become(command, os.environ if plain else environment_for(Orders(settings), os.environ))
+        nothing = bundle.directory is None
+        become(command, os.environ if nothing else environment_for(plain, os.environ))
     with tempfile.TemporaryDirectory(prefix="prejit-run-") as directory:
-        orders = Orders(settings, events=directory, refuse=require_aot)
+        orders = replace(plain, events=directory, refuse=require_aot)
         with ExitStack() as stack:
             if live:
                 machine = Fingerprint.current()

@@ -5,6 +5,7 @@ them to jax again. `recorded_bundle` opens, matches and unpacks such a bundle, `
 program's command, and `run_report` compares what jax asked for with what was recorded.
 
 `hook` runs inside the program's own processes. It imports nothing of prejit, because their Python may have no
-prejit. `site` holds the `sitecustomize` that starts it. Imports `base`, `format` and `machine`.
+prejit. `site` holds the `sitecustomize` that starts it. Calls without traces begin in `hook.kept_calls`.
+Imports `base`, `format` and `machine`.
 Begin with `recorded_bundle`.
 """

@@ -15,6 +15,8 @@ REFUSED = "refused"
 """The outcome of a program that `--require-aot` kept from compiling."""
 UNCACHED = "uncached"
 """The outcome of a program that jax compiled without a look into its cache."""
+UNTRACED = "untraced"
+"""The outcome of a call that ran without a trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class JaxRequest:
         conditions: what lies behind some of them, by name, for people.
         where: the line of the program that asked for it.
         not_kept: why jax did not write it to the cache; None: it did, or was not asked to.
+        traced: why its call was traced in a run of a bundle with calls; None: it was not, or not such a run.
         call: the call that asked for it, as the compiler's `recording.outer_call` describes it; None: not
             known, or one of jax's own functions.
     """
@@ -47,6 +50,7 @@ class JaxRequest:
     conditions: dict[str, str]
     where: str
     not_kept: str | None
+    traced: str | None = None
     call: dict[str, Any] | None = None
 
     @property
@@ -88,7 +92,7 @@ def _read(path: Path) -> WatchedProcess | None:
             directory = line["found_directory"]
         elif "failure" in line:
             failure = line["failure"]
-        else:
+        elif "outcome" in line:
             requests.append(_request(line))
     if versions is None:
         return None
@@ -111,9 +115,10 @@ def _request(line: dict[str, Any]) -> JaxRequest:
         saved_seconds=line.get("saved_seconds"),
         arguments=None if arguments is None else tuple(arguments),
         ingredients=line.get("ingredients", {}),
-        conditions=line["conditions"],
+        conditions=line.get("conditions", {}),
         where=line["where"],
         not_kept=line.get("not_kept"),
+        traced=line.get("traced"),
         call=line.get("call"),
     )
 

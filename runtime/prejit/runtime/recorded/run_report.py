@@ -12,7 +12,13 @@ from typing import Any
 from prejit.runtime.base.wording import table
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.recorded.cache_miss_causes import Difference, differences
-from prejit.runtime.recorded.hook_events import HIT, REFUSED, WatchedProcess, read_events
+from prejit.runtime.recorded.hook_events import (
+    HIT,
+    REFUSED,
+    UNTRACED,
+    WatchedProcess,
+    read_events,
+)
 from prejit.runtime.recorded.recorded_bundle import RecordedBundle
 
 _PAUSE_SECONDS = 0.5
@@ -52,6 +58,8 @@ class Used:
             the time of reading; as jax reports it.
         misses: how often one was compiled.
         miss_seconds: the time for that.
+        untraced: how many calls ran without a trace.
+        untraced_seconds: the time that comparing and loading took for them.
     """
 
     name: str
@@ -60,6 +68,8 @@ class Used:
     saved_seconds: float
     misses: int
     miss_seconds: float
+    untraced: int
+    untraced_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,7 @@ class RunReport:
         processes: number of processes that used jax.
         programs: what became of the programs, by name.
         misses: the programs that were compiled.
+        traced: names of the programs whose calls were traced although the bundle has calls, by the reason.
         unwatched: number of processes in which the hook failed: they may have compiled more.
         notes: what else keeps jax from the bundle.
     """
@@ -84,6 +95,7 @@ class RunReport:
     processes: int
     programs: tuple[Used, ...]
     misses: tuple[Miss, ...]
+    traced: dict[str, tuple[str, ...]]
     unwatched: int
     notes: tuple[str, ...]
 
@@ -92,9 +104,19 @@ class RunReport:
         """Return how often a program was read from the bundle."""
         return sum(each.hits for each in self.programs)
 
+    @property
+    def untraced(self) -> int:
+        """Return how many calls ran without a trace."""
+        return sum(each.untraced for each in self.programs)
+
     def described(self) -> dict[str, Any]:
         """Return the report for JSON."""
-        return {"hits": self.hits, "missed": len(self.misses), **asdict(self)}
+        return {
+            "hits": self.hits,
+            "missed": len(self.misses),
+            "untraced": self.untraced,
+            **asdict(self),
+        }
 
 
 def report_of(
@@ -118,7 +140,7 @@ def report_of(
         )
         for process in processes
         for found in process.requests
-        if found.outcome != HIT
+        if found.outcome not in (HIT, UNTRACED)
     )
     return RunReport(
         bundle.name,
@@ -128,6 +150,7 @@ def report_of(
         len(processes),
         _used(processes),
         misses,
+        _traced(processes),
         sum(process.failure is not None for process in processes),
         tuple(_notes(bundle, processes, machine)),
     )
@@ -138,7 +161,9 @@ def _used(processes: Sequence[WatchedProcess]) -> tuple[Used, ...]:
     found = []
     for name in dict.fromkeys(request.name for request in requests):
         hits = [each for each in requests if each.name == name and each.outcome == HIT]
-        misses = [each for each in requests if each.name == name and each.outcome != HIT]
+        untraced = [each for each in requests if each.name == name and each.outcome == UNTRACED]
+        others = (HIT, UNTRACED)
+        misses = [each for each in requests if each.name == name and each.outcome not in others]
         used = Used(
             name,
             len(hits),
@@ -146,9 +171,20 @@ def _used(processes: Sequence[WatchedProcess]) -> tuple[Used, ...]:
             sum(max(0.0, each.saved_seconds or 0.0) for each in hits),
             len(misses),
             sum(each.seconds for each in misses),
+            len(untraced),
+            sum(each.seconds for each in untraced),
         )
         found.append(used)
     return tuple(found)
+
+
+def _traced(processes: Sequence[WatchedProcess]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, dict[str, None]] = {}
+    for process in processes:
+        for request in process.requests:
+            if request.traced is not None:
+                found.setdefault(request.traced, {})[request.name] = None
+    return {reason: tuple(names) for reason, names in found.items()}
 
 
 def _notes(
@@ -183,9 +219,11 @@ def text(report: RunReport) -> str:
     compiled = sum(miss.seconds for miss in report.misses)
     read = sum(each.hit_seconds for each in report.programs)
     saved = sum(each.saved_seconds for each in report.programs)
+    has_calls = bool(report.untraced or report.traced)
     parts = [
         f"{report.bundle} for {report.target}, {report.digest[:19]}: "
-        f"{_counted(report.hits, 'hit')} in {read:.2f} s, "
+        + (f"{_counted(report.untraced, 'call')} untraced, " if has_calls else "")
+        + f"{_counted(report.hits, 'hit')} in {read:.2f} s, "
         f"{_counted(len(report.misses), 'miss')} in {compiled:.2f} s; {_counted(report.processes, 'process')}"
         + (f"; compiling took {saved:.0f} s more when it was recorded" if saved >= 1 else "")
     ]
@@ -196,14 +234,19 @@ def text(report: RunReport) -> str:
         rows = [
             (
                 each.name,
+                *([str(each.untraced)] if has_calls else []),
                 str(each.hits),
                 str(each.misses),
-                f"{(each.hit_seconds + each.miss_seconds) * 1e3:.0f} ms",
+                f"{(each.hit_seconds + each.miss_seconds + each.untraced_seconds) * 1e3:.0f} ms",
             )
             for each in report.programs
         ]
-        parts.append(table(["program", "hits", "misses", "took"], rows))
+        untraced = ["untraced"] if has_calls else []
+        parts.append(table(["program", *untraced, "hits", "misses", "took"], rows))
     parts += explained(report.misses)
+    for reason, names in report.traced.items():
+        some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        parts.append(f"traced: {some}\n  {reason}")
     return "\n\n".join(parts)
 
 

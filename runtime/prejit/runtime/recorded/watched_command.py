@@ -54,8 +54,14 @@ def environment_for(orders: Orders, base: Mapping[str, str]) -> dict[str, str]:
         base: the environment to add to.
     """
     path = base.get("PYTHONPATH")
+    fixed = {}
+    if (orders.recorder is not None or orders.serve) and not base.get(
+        "PYTHONHASHSEED", ""
+    ).isdigit():
+        fixed["PYTHONHASHSEED"] = "0"  # the order of sets of texts, which may decide a trace
     return {
         **base,
+        **fixed,
         **{name.upper(): str(value) for name, value in orders.settings.items()},
         "PYTHONPATH": f"{_SITE}{os.pathsep}{path}" if path else _SITE,
         ENVIRONMENT: json.dumps(asdict(orders)),

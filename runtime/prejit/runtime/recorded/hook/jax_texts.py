@@ -39,6 +39,8 @@ CALL_LOCALS = ("fun", "jit_info", "args", "kwargs")
 
 FILE_SUFFIX = "-cache"
 """What a file of the cache has behind its key."""
+CALLS_PREFIX = "prejit_calls-"
+"""The beginning of the names of prejit's files of calls, which lie among those of the cache."""
 
 COMPUTATION = "computation"
 JAXLIB = "jax_lib version"

@@ -16,7 +16,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import module_from_spec, spec_from_file_location
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from prejit.runtime.recorded.hook.jax_texts import (
     COMPILE_EVENT,
@@ -34,6 +35,9 @@ from prejit.runtime.recorded.hook.jax_texts import (
     SHAPES_LOGGER,
     TOO_QUICK,
 )
+
+if TYPE_CHECKING:
+    from prejit.runtime.recorded.hook.kept_calls import KeptCalls
 
 CACHE_DIRECTORY = "jax_compilation_cache_dir"
 """The public setting of jax that names its cache."""
@@ -53,12 +57,19 @@ class Orders:
         refuse: whether a program that is not in the cache raises NotRecordedError.
         functions: the file with the function `outer_call`, which describes the call that made jax compile.
             It is the compiler's, whose package this process may not find. None: no call is described.
+        recorder: the directory of the compiler's package that records calls, for starts without traces; None:
+            none is recorded.
+        serve: whether calls run without a trace where the bundle has them.
+        checked: the share of these that is traced and compared, from 0 to 1.
     """
 
     settings: dict[str, Any]
     events: str | None = None
     refuse: bool = False
     functions: str | None = None
+    recorder: str | None = None
+    serve: bool = False
+    checked: float = 0.0
 
 
 def install(orders: Orders) -> None:
@@ -67,7 +78,9 @@ def install(orders: Orders) -> None:
 
     watch = _Watch(orders)
     monitoring.register_scalar_listener(watch.begin)
-    if orders.events is None and not orders.refuse:
+    if orders.recorder is not None or orders.serve:
+        watch.hook_calls()
+    if orders.events is None and not orders.refuse and not orders.checked:
         return
     monitoring.register_event_listener(watch.event)
     monitoring.register_event_duration_secs_listener(watch.duration)
@@ -117,14 +130,15 @@ class _Reader(logging.Filter):
         return record.levelno >= (self._own_level or self._parent.getEffectiveLevel())
 
 
-def _outer_call_of(file: str) -> Callable[[], Any]:
-    spec = spec_from_file_location("prejit_outer_call", file)
+def _loaded(name: str, file: str) -> Any:
+    """Return a module or a package that this process may not find by its name."""
+    packages = [os.path.dirname(file)] if file.endswith("__init__.py") else None
+    spec = spec_from_file_location(name, file, submodule_search_locations=packages)
     assert spec is not None
     assert spec.loader is not None
-    module = module_from_spec(spec)
+    module = sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(module)
-    found: Callable[[], Any] = module.outer_call
-    return found
+    return module
 
 
 class _Watch:
@@ -132,11 +146,67 @@ class _Watch:
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
-        self._outer_call = None if orders.functions is None else _outer_call_of(orders.functions)
+        self._outer_call: Callable[[], Any] | None = None
+        if orders.functions is not None:
+            self._outer_call = _loaded("prejit_outer_call", orders.functions).outer_call
+        self._kept: KeptCalls | None = None
         self._thread = threading.local()
         self._name = os.urandom(4).hex()
         self._failed = False
         self._found_directory: str | None = None
+
+    # Calls without traces
+
+    def hook_calls(self) -> None:
+        """Record the calls that jax traces, or serve those that were recorded."""
+        from prejit.runtime.recorded.hook.jax_calls import hook_calls
+
+        settings = tuple(self._orders.settings)
+        try:
+            if self._orders.recorder is not None:
+                package = _loaded("prejit.compiler.recording.hook", self._orders.recorder)
+                recorder = package.call_recorder(settings, self._take_key, self._write_all)
+                hook_calls(recorder.started, recorder.traced, recorder.ended)
+            else:
+                from prejit.runtime.recorded.hook.kept_calls import KeptCalls
+
+                directory = Path(self._orders.settings[CACHE_DIRECTORY])
+                self._kept = KeptCalls(directory, settings, self._orders.checked, self._told)
+                hook_calls(self._kept.started)
+        except Exception as error:
+            self._fail(error)
+
+    def _take_key(self) -> str | None:
+        """Return the key of the program that this thread compiled or read last, and forget it."""
+        found: str | None = vars(self._thread).pop("key", None)
+        return found
+
+    def _told(self, name: str, reason: str | None, seconds: float) -> None:
+        """A call runs without a trace, or jax traces it for a reason."""
+        self._thread.reason = reason
+        if reason is not None or self._orders.events is None:
+            return
+        self._write(
+            {
+                "function": f"jit({name})",
+                "outcome": "untraced",
+                "seconds": seconds,
+                "where": _where(),
+            }
+        )
+
+    def _check(self, name: str, key: str) -> None:
+        """Compare the key of a program with that of the recorded call, if it was traced for that."""
+        from prejit.runtime.recorded.hook.kept_calls import CHECKED
+
+        reason = getattr(self._thread, "reason", None) or ""
+        if not reason.startswith(CHECKED) or reason == CHECKED + key:
+            return
+        assert self._kept is not None
+        self._kept.stop(name.removeprefix("jit_"))
+        text = f"the trace of {name} gives another program than the recorded one: it is always traced now"
+        print(f"prejit: warning: {text}", file=sys.stderr)
+        self._thread.reason = text
 
     # What jax calls
 
@@ -195,6 +265,8 @@ class _Watch:
                 now.said.setdefault("flags", []).append(arguments[0])
             elif text in (HIT, MISS):
                 now.said["name"], now.said["key"] = arguments
+                self._thread.key = arguments[1]
+                self._check(*map(str, arguments))
             elif text.startswith(NOT_WRITTEN) and TOO_QUICK not in text:
                 now.said["not_kept"] = record.getMessage()
         except Exception as error:
@@ -246,24 +318,29 @@ class _Watch:
             **now.said,
         }
         line.setdefault("where", _where())
+        reason = vars(self._thread).pop("reason", None)
+        if reason is not None:
+            line["traced"] = reason
         if self._outer_call is not None:
             line["call"] = self._outer_call()
         return line
 
     def _write(self, line: dict[str, Any]) -> None:
-        """Append a line to the file of this process, whose first writer adds what the process is.
+        self._write_all([line])
+
+    def _write_all(self, lines: list[dict[str, Any]]) -> None:
+        """Append lines to the file of this process, whose first writer adds what the process is.
 
         A process that is killed has written all before. No lock: a fork would inherit it as it is.
         """
         if self._orders.events is None:
             return
-        lines = [line]
         if self._found_directory is not None:
-            lines.append({"found_directory": self._found_directory})
+            lines = [*lines, {"found_directory": self._found_directory}]
             self._found_directory = None
         path = os.path.join(self._orders.events, f"{os.getpid()}-{self._name}.jsonl")
         if not os.path.exists(path):
-            lines.insert(0, _process())
+            lines = [_process(), *lines]
         with open(path, "a", encoding="utf-8") as file:
             file.write("".join(json.dumps(each) + "\n" for each in lines))
 

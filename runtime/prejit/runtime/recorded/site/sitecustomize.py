@@ -71,6 +71,25 @@ def _start() -> None:
     hook.start()
 
 
+def _watch_inputs() -> None:
+    """Start what `prejit record --untraced` orders to watch from the beginning."""
+    import json
+
+    orders = json.loads(os.environ["PREJIT_HOOK"])
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    name = "prejit_process_watch"
+    spec = spec_from_file_location(
+        name, os.path.join(os.path.dirname(orders["recorder"]), "process_watch.py")
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ours = os.path.dirname(_SITE), os.path.dirname(os.path.dirname(orders["recorder"]))
+    module.start([*ours, os.path.dirname(orders["events"])])
+
+
 def _warn(error: Exception) -> None:
     print(
         f"prejit: cannot watch jax in this process: {type(error).__name__}: {error}",
@@ -92,6 +111,11 @@ def _import_other() -> None:
 
 if __name__ == "sitecustomize":
     sys.path[:] = [each for each in sys.path if os.path.abspath(each) != _SITE]
+    if '"recorder": "' in os.environ.get("PREJIT_HOOK", ""):
+        try:
+            _watch_inputs()
+        except Exception as error:
+            _warn(error)
     if "jax" not in sys.modules:
         sys.meta_path.insert(0, _JaxFinder)
     _import_other()

@@ -1,0 +1,154 @@
+"""Record the calls of a process that jax traces, for `kept_calls` of the runtime's hook."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from prejit.compiler.recording.hook.trace_effects import TraceEffects
+from prejit.runtime.recorded.hook.call_signature import PARTS, SignatureReader, signature_of
+from prejit.runtime.recorded.hook.jax_calls import (
+    Compiled,
+    JaxCall,
+    NotKeptError,
+    executable_json,
+    looks_for_nans,
+)
+from prejit.runtime.recorded.hook.kept_calls import call_name
+from prejit.runtime.recorded.hook.plain_texts import digest_of
+from prejit.runtime.recorded.hook.process_inputs import command_of_process, initial_environment
+from prejit.runtime.recorded.hook.result_trees import given_values, tree_json
+
+_EXCERPT = 300
+"""Characters of a part of a signature that a bundle keeps, for reports."""
+
+
+@dataclass
+class _Begun:
+    """A call that jax traces now.
+
+    Attributes:
+        parts: its signature; None: it has none.
+        reason: why it cannot be kept, as far as the call itself tells.
+        given: what `given_values` returned.
+    """
+
+    call: JaxCall
+    parts: dict[str, str] | None
+    reason: str | None
+    given: list[Any]
+    effects: TraceEffects
+
+
+class CallRecorder:
+    """Records calls.
+
+    Args:
+        settings: settings of jax that prejit sets, which tell nothing of a program.
+        key_of: returns the key in jax's cache of the program that this thread compiled last; None: none.
+        write: takes lines.
+    """
+
+    def __init__(
+        self,
+        settings: tuple[str, ...],
+        key_of: Callable[[], str | None],
+        write: Callable[[list[dict[str, Any]]], None],
+    ) -> None:
+        self._reader = SignatureReader(settings)
+        self._key_of = key_of
+        self._write = write
+        self._thread = threading.local()
+        self._keys: dict[int, tuple[Any, str]] = {}
+        self._modules: set[str] = set()
+        self._count = 0
+        self._watch = sys.modules["prejit_process_watch"].watch
+        self._write([{"command": command_of_process(), "environment": initial_environment()}])
+
+    def started(self, token: object, call: JaxCall) -> None:
+        """jax begins to trace a call."""
+        begun = self._begun()
+        on_stack = _frames()
+        for stale in [each for each in begun if each not in on_stack]:  # jax raised an error
+            begun.pop(stale).effects.found()
+        parts, reason = None, None
+        given: list[Any] = []
+        try:
+            parts = self._reader.read(call)
+            given = given_values(call)
+        except NotKeptError as error:
+            reason = str(error)
+        if looks_for_nans():
+            reason = "jax looks for NaNs or infinities"
+        self._count += 1
+        self._write(self._inputs())
+        self._key_of()  # forget the one before
+        self._watch.effects = []
+        begun[id(token)] = _Begun(call, parts, reason, given, TraceEffects(call.function))
+
+    def traced(self, token: object) -> None:
+        """jax has traced a call."""
+        begun = self._begun().get(id(token))
+        if begun is None:
+            return
+        effect = begun.effects.found()
+        outside, self._watch.effects = self._watch.effects or [], None
+        effect = effect or (f"its trace does {outside[0]}" if outside else None)
+        begun.reason = begun.reason or effect
+        self._write(self._inputs())  # what the trace has read counts for it
+
+    def ended(self, token: object, compiled: Compiled) -> None:
+        """jax has traced, compiled and run a call."""
+        begun = self._begun().pop(id(token), None)
+        if begun is None or begun.parts is None:
+            return
+        executable = getattr(compiled.executable, "xla_executable", None)
+        key = self._key_of()
+        if key is not None:
+            self._keys[id(executable)] = executable, key
+        key = self._keys.get(id(executable), (None, None))[1]
+        line: dict[str, Any] = {
+            "signature": signature_of(begun.parts),
+            "name": call_name(begun.call),
+            "parts": {
+                name: [digest_of(begun.parts[name]), begun.parts[name][:_EXCERPT]] for name in PARTS
+            },
+            "index": self._count,
+            "program": key,
+            "reason": begun.reason,
+        }
+        try:
+            if compiled.constants:
+                raise NotKeptError("its executable needs arrays of the trace")
+            if key is None:
+                raise NotKeptError("jax kept no executable of it")
+            line["executable"] = executable_json(compiled.executable)
+            line["results"] = tree_json(compiled.tree, begun.given)
+        except NotKeptError as error:
+            line["reason"] = line["reason"] or str(error)
+        self._write([{"called": line}])
+
+    def _begun(self) -> dict[int, _Begun]:
+        """Return the calls that this thread traces, by their frames."""
+        found: dict[int, _Begun] = vars(self._thread).setdefault("begun", {})
+        return found
+
+    def _inputs(self) -> list[dict[str, Any]]:
+        """Return lines of what the process has read since the call before."""
+        modules = [name for name in [*sys.modules] if name not in self._modules]
+        self._modules.update(modules)
+        read = self._watch.taken()
+        lines: list[dict[str, Any]] = [{"read": read, "index": self._count}] if read else []
+        return lines + ([{"modules": modules}] if modules else [])
+
+
+def _frames() -> set[int]:
+    frame: Any = sys._getframe()
+    found = set()
+    while frame is not None:
+        found.add(id(frame))
+        frame = frame.f_back
+    return found

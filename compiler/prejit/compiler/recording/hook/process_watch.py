@@ -1,0 +1,183 @@
+"""Collect what a process reads: files, directories, environment variables, modules.
+
+`sitecustomize` loads this file by its path at the start of Python, before the program. Python's audit events
+tell of files that Python opens; those that native libraries open by themselves are not seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_stat = os.stat
+_OF_MACHINE = ("/proc/", "/sys/", "/dev/")
+_IMPORTERS = ("<frozen importlib.", os.path.join(os.path.dirname(os.__file__), "importlib", ""))
+"""The code that lists the directories of modules and of installed packages. What it imports is compared."""
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+class ProcessWatch:
+    """What was read since the start, in order.
+
+    Args:
+        left_out: directories that hold nothing of the program.
+    """
+
+    def __init__(self, left_out: tuple[str, ...]) -> None:
+        self._left_out = (*_OF_MACHINE, *left_out)
+        self._written: set[str] = set()
+        self._seen: set[tuple[str, str]] = set()
+        self._new: list[list[Any]] = []
+        self._is_busy = False
+        self._variable: Callable[[str], str | None] = os.environ.get
+        self.effects: list[str] | None = None
+        """What was done outside since a trace began; None: none is running."""
+
+    def begin(self) -> None:
+        """Watch this process from now on."""
+        sys.addaudithook(self._event)
+        environ: Any = type(os.environ)
+        read = environ.__getitem__
+        self._variable = lambda name: read(os.environ, name) if name in {*os.environ} else None
+
+        def getitem(variables: Any, name: str) -> str:
+            self._add("variables", name)
+            found: str = read(variables, name)
+            return found
+
+        environ.__getitem__ = getitem
+
+        def noted(path: Any, *more: Any, **named: Any) -> os.stat_result:
+            if isinstance(path, (str, bytes)) or hasattr(path, "__fspath__"):
+                self._path("kinds", os.fsdecode(path))
+            return _stat(path, *more, **named)
+
+        patched: Any = os
+        patched.stat = noted
+        # Copies are for processes that are started; they would count as every variable.
+        environ.copy = lambda variables: {name: read(variables, name) for name in variables}
+
+    def taken(self) -> list[list[Any]]:
+        """Return what is new since the last call of this: a kind, a name, and what tells of a change."""
+        found, self._new = self._new, []
+        for entry in found:
+            if entry[0] == "variables":
+                entry[2] = self._variable(entry[1])
+        return found
+
+    def _add(self, kind: str, name: str) -> None:
+        if (kind, name) not in self._seen:
+            self._seen.add((kind, name))
+            read = {"files": _identity, "listings": _listing, "kinds": _kind}.get(kind)
+            self._new.append([kind, name, None if read is None else read(name)])
+
+    def _event(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self._is_busy:
+            return
+        self._is_busy = True
+        try:
+            self._read(event, arguments)
+        finally:
+            self._is_busy = False
+
+    def _read(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            self._opened(*arguments)
+        elif event in ("os.listdir", "os.scandir"):
+            path = arguments[0]
+            of_program = not sys._getframe(2).f_code.co_filename.startswith(_IMPORTERS)
+            if of_program and isinstance(path, (str, bytes, type(None))):
+                self._path("listings", os.fsdecode(path or "."))
+        elif event in ("import", "ctypes.dlopen", "sqlite3.connect"):
+            path = arguments[1 if event == "import" else 0]
+            if isinstance(path, str) and os.path.sep in path:
+                self._path("files", path)
+        elif event in _EFFECTS and self.effects is not None:
+            self.effects.append(event)
+
+    def _opened(self, path: Any, mode: Any, flags: Any) -> None:
+        if not isinstance(path, (str, bytes)) or not path:
+            return
+        path = os.fsdecode(path)
+        writes = any(each in mode for each in "wax+") if mode else bool(flags and flags & _WRITES)
+        if not writes:
+            self._path("files", path)
+            return
+        path = os.path.abspath(path)
+        self._written.add(path)
+        if (
+            self.effects is not None
+            and not path.startswith(self._left_out)
+            and not path.endswith(".pyc")
+        ):
+            self.effects.append(f"open {path} for writing")
+
+    def _path(self, kind: str, path: str) -> None:
+        path = os.path.abspath(path)
+        if path.endswith(".pyc"):
+            directory, name = os.path.split(path)
+            if os.path.basename(directory) == "__pycache__":
+                path = os.path.join(os.path.dirname(directory), name.split(".", 1)[0] + ".py")
+        if path not in self._written and not os.path.join(path, "").startswith(self._left_out):
+            self._add(kind, path)
+
+
+def _identity(path: str) -> list[int] | None:
+    """Return what `process_inputs.identity_of` of the runtime's hook does, which is not imported so early."""
+    try:
+        found = _stat(path)
+    except (OSError, ValueError):
+        return None
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def _kind(path: str) -> int:
+    """Return what `kind_of` of the runtime's hook does."""
+    try:
+        return stat.S_IFMT(_stat(path).st_mode)
+    except (OSError, ValueError):
+        return 0
+
+
+def _listing(path: str) -> str | None:
+    """Return what `listing_digest` of the runtime's hook does."""
+    try:
+        names = sorted(os.listdir(path))
+    except OSError:
+        return None
+    return hashlib.blake2b(
+        "\0".join(names).encode(errors="surrogatepass"), digest_size=16
+    ).hexdigest()
+
+
+_EFFECTS = frozenset(
+    {
+        *(
+            "os.remove",
+            "os.rename",
+            "os.mkdir",
+            "os.rmdir",
+            "os.system",
+            "os.putenv",
+            "os.unsetenv",
+        ),
+        *("os.fork", "os.posix_spawn", "subprocess.Popen", "socket.connect", "socket.sendto"),
+        *("os.link", "os.symlink", "os.truncate", "shutil.rmtree"),
+    }
+)
+"""Audit events of code that does something outside of its process."""
+
+
+def start(left_out: list[str]) -> None:
+    """Watch this process."""
+    global watch
+    watch = ProcessWatch(tuple(os.path.join(os.path.abspath(each), "") for each in left_out))
+    watch.begin()
+
+
+watch: ProcessWatch | None = None
+"""The watch of this process; None: it was not started."""

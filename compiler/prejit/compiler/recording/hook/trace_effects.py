@@ -1,0 +1,133 @@
+"""Find what a trace changes outside itself, which would not happen without the trace.
+
+jax asks for functions without effects. This finds what people do nevertheless: they print, count, append,
+set globals, attributes and settings. It compares what a function can reach in a step or two, and the globals
+of the program's own modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import io
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from prejit.runtime.recorded.hook.plain_texts import is_of_program
+
+
+class TraceEffects:
+    """The state before a trace of a function."""
+
+    def __init__(self, function: Any) -> None:
+        self._roots = dict(_roots(function))
+        self._before = {name: _state(root) for name, root in self._roots.items()}
+        self._settings = _settings()
+        self._streams = {name: _Stream(name) for name in ("stdout", "stderr")}
+
+    def found(self) -> str | None:
+        """Return what the trace has changed; None: nothing was found. To be called once."""
+        streams, self._streams = self._streams, {}
+        written = [name for name, stream in streams.items() if stream.close()]
+        if written:
+            return f"its trace writes to {written[0]}"
+        settings = _settings()
+        for name, before in self._settings.items():
+            if settings[name] != before:
+                return f"its trace changes {name}"
+        for name, root in self._roots.items():
+            after, before = _state(root), self._before[name]
+            for key in {**before, **after}:
+                if before.get(key) != after.get(key):
+                    return f"its trace changes {key} of {name}"
+        return None
+
+
+class _Stream:
+    """Notes whether something is written to a stream of Python."""
+
+    def __init__(self, name: str) -> None:
+        self._stream: Any = getattr(sys, name)
+        self.has_written = False
+        write: Any = getattr(self._stream, "write", None)
+
+        def noted(text: Any) -> Any:
+            self.has_written = True
+            return write(text)
+
+        self._is_set = isinstance(self._stream, io.TextIOBase) and "write" not in vars(self._stream)
+        if self._is_set:
+            self._stream.write = noted
+
+    def close(self) -> bool:
+        if self._is_set:
+            del self._stream.write
+        return self.has_written
+
+
+def _roots(function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield names and dictionaries of what a trace of a function may change."""
+    for name, module in [*sys.modules.items()]:
+        if is_of_program(name):
+            yield name, vars(module)
+    seen: set[int] = set()
+    waiting = [(function, "the function", 3)]
+    while waiting:
+        value, name, depth = waiting.pop()
+        if depth == 0 or id(value) in seen:
+            continue
+        seen.add(id(value))
+        value = getattr(value, "__wrapped__", value)
+        if inspect.ismethod(value):
+            waiting += [(value.__self__, "self", depth), (value.__func__, name, depth)]
+        elif isinstance(value, functools.partial):
+            parts = (value.func, *value.args, *value.keywords.values())
+            waiting += [(each, name, depth) for each in parts]
+        elif inspect.isfunction(value):
+            held = {}
+            for each, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                try:
+                    held[each] = cell.cell_contents
+                except ValueError:  # a function that is not defined yet
+                    continue
+            if held:
+                yield f"{name} {value.__qualname__}", held
+            waiting += [(content, each, depth - 1) for each, content in held.items()]
+        elif isinstance(getattr(value, "__dict__", None), dict) and not inspect.ismodule(value):
+            yield f"{name} ({type(value).__qualname__})", vars(value)
+
+
+def _state(root: dict[str, Any]) -> dict[str, Any]:
+    return {str(key): _marks(value) for key, value in [*root.items()]}
+
+
+def _marks(value: Any) -> Any:
+    """Return what tells whether a value was set or changed, without reading all that it holds."""
+    if isinstance(value, dict):
+        return id(value), hash(tuple(map(id, value))), hash(tuple(map(id, value.values())))
+    if isinstance(value, (list, set, deque)):
+        return id(value), hash(tuple(map(id, value)))
+    if inspect.isgenerator(value):
+        return id(value), value.gi_frame and value.gi_frame.f_lasti
+    with contextlib.suppress(Exception):  # of a class of the program
+        if hasattr(value, "bit_generator"):
+            return id(value), repr(value.bit_generator.state)
+        if isinstance(value, (Iterator, random.Random)):
+            return id(value), repr(value.__reduce__())
+    return id(value)
+
+
+def _settings() -> dict[str, Any]:
+    """Return what functions set in places that all code shares."""
+    import jax
+    import numpy as np
+
+    return {
+        "a setting of jax": dict(jax.config.values),
+        "the state of numpy.random": repr(np.random.get_state()),
+        "the state of random": random.getstate(),
+    }

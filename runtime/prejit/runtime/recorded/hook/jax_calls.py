@@ -1,0 +1,349 @@
+"""The parts of jax by which a call runs without a trace: private, and alike in jax 0.10 to 0.12.
+
+jaxlib calls `cache_miss` in jax._src.pjit for a call whose executable it does not know. That asks
+`_infer_params` for the traced function, has `_run_python_pjit` lower, compile and run it, and tells jaxlib by
+`_get_fastpath_data` how to run it again. `hook_calls` stands before these three.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from prejit.runtime.recorded.hook.jax_texts import CALL_FRAME
+from prejit.runtime.recorded.hook.plain_texts import text_of
+
+Json = Any
+
+
+class NotKeptError(Exception):
+    """A call cannot run without a trace; the text says why."""
+
+
+@dataclass(frozen=True)
+class JaxCall:
+    """An outermost call of a jitted function for which jaxlib has no executable.
+
+    Attributes:
+        function: what was given to jax.jit.
+        info: the other arguments of jax.jit, as jax keeps them.
+        structures: jax's tree of each argument that is not static, in the order of the call.
+        names: the names of the last of them, which the call gave by name.
+        static: the values of the static arguments, those by name last.
+        static_names: their names.
+        arrays: the leaves of `structures`.
+        avals: their types.
+    """
+
+    function: Any
+    info: Any
+    structures: tuple[Any, ...]
+    names: tuple[str, ...]
+    static: tuple[Any, ...]
+    static_names: tuple[str, ...]
+    arrays: list[Any]
+    avals: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class KeptCall:
+    """What runs a call without a trace: jax's MeshExecutable, and the tree of its results."""
+
+    executable: Any
+    tree: Any
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What jax made of a call that it traced: its MeshExecutable, and the tree of its results."""
+
+    executable: Any
+    tree: Any
+    constants: bool
+    """Whether the executable takes arrays of the traced function as arguments."""
+
+
+Started = Callable[[object, JaxCall], KeptCall | None]
+"""Is called with each call and a token of it. Returns what runs it; None: jax traces."""
+Traced = Callable[[object], None]
+"""Is called with the token of a call when jax has traced it."""
+Ended = Callable[[object, Compiled], None]
+"""Is called with the token of a call that jax traced, compiled and ran."""
+
+
+def hook_calls(started: Started, traced: Traced | None = None, ended: Ended | None = None) -> None:
+    """Call `started` for outermost calls without an executable, the others for those that jax traced.
+
+    Raises:
+        AttributeError, ImportError: this jax has other parts.
+    """
+    from jax._src import core, dispatch, pjit, tree_util
+    from jax._src.lib import jax_jit
+
+    infer, run, path = pjit._infer_params, pjit._run_python_pjit, pjit._get_fastpath_data
+
+    def described(function: Any, info: Any, args: Any, kwargs: Any) -> JaxCall:
+        found, arrays = jax_jit.parse_arguments(
+            *(args, tuple(kwargs.values()), tuple(kwargs), info.static_argnums),
+            *(info.static_argnames, tree_util.tracing_registry),
+        )
+        avals = tuple(map(core.shaped_abstractify, arrays))
+        return JaxCall(
+            *(function, info, tuple(found.dynamic_arg_treedefs), tuple(found.dynamic_arg_names)),
+            *(tuple(found.static_args), tuple(found.static_arg_names), list(arrays), avals),
+        )
+
+    def infer_params(function: Any, info: Any, args: Any, kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        if frame.f_code.co_name == CALL_FRAME and core.trace_state_clean():
+            try:
+                call = described(function, info, args, kwargs)
+            except Exception:  # jax says below what is wrong with the arguments
+                return infer(function, info, args, kwargs)
+            kept = started(frame, call)
+            if kept is not None:
+                return kept, call.arrays
+            found = infer(function, info, args, kwargs)
+            if traced is not None:
+                traced(frame)
+            return found
+        return infer(function, info, args, kwargs)
+
+    def run_python_pjit(found: Any, arrays: Any, function: Any, args: Any, kwargs: Any) -> Any:
+        if not isinstance(found, KeptCall):
+            return run(found, arrays, function, args, kwargs)
+        for array in arrays:
+            dispatch.check_arg(array)
+        arrays = [core.full_lower(array) for array in arrays]
+        results = found.executable.unsafe_call(*arrays)
+        nested = tree_util.tree_unflatten(found.tree, results)
+        return nested, results, found.tree, arrays, _NOTHING, found.executable, None, []
+
+    def fastpath_data(executable: Any, tree: Any, arrays: Any, *rest: Any) -> Any:
+        data = path(executable, tree, arrays, *rest)
+        if ended is not None:
+            held = data is None or len(arrays) != len(executable.in_avals) or len(rest[-1]) > 0
+            ended(sys._getframe(1), Compiled(executable, tree, held))
+        return data
+
+    pjit._infer_params = infer_params
+    pjit._run_python_pjit = run_python_pjit
+    pjit._get_fastpath_data = fastpath_data
+
+
+_NOTHING = SimpleNamespace(effects=frozenset(), consts=[])
+"""Stands for the jaxpr of a call without a trace where jax looks for its effects and constants."""
+
+
+def settings_text(left_out: Sequence[str]) -> tuple[Any, ...]:
+    """Return jax's settings of this thread, to be compared within the process."""
+    from jax._src import config
+
+    values = tuple(
+        (name, value) for name, value in config.config.values.items() if name not in left_out
+    )
+    # The axes have no text. An outermost call is inside none.
+    return values, config.trace_context()[:-1], config.debug_nans.value, config.debug_infs.value
+
+
+def looks_for_nans() -> bool:
+    """Return whether jax looks for NaNs or infinities: it runs such a call by its trace again."""
+    from jax._src import config
+
+    return bool(config.debug_nans.value or config.debug_infs.value)
+
+
+def array_text(array: Any, aval: Any) -> str:
+    """Return the type of an argument, and where it lies."""
+    text = (
+        f"{aval.str_short(short_dtypes=False)}{' weak' * bool(getattr(aval, 'weak_type', False))}"
+    )
+    if not hasattr(array, "_committed"):
+        return text
+    if not array._committed:
+        return f"{text} uncommitted"
+    return f"{text} {sharding_json(array.sharding)} {array.format.layout}"
+
+
+def executable_json(executable: Any) -> Json:
+    """Return a MeshExecutable without its code, as JSON.
+
+    Raises:
+        NotKeptError: it has parts that another process cannot have.
+    """
+    import jax
+
+    if executable is None or getattr(executable, "_unloaded_executable", None) is None:
+        raise NotKeptError("jax kept no executable of it")
+    found = executable._unloaded_executable
+    if found.host_callbacks or found.keepalive:
+        raise NotKeptError("it calls Python")
+    if found.unordered_effects or found.ordered_effects:
+        raise NotKeptError("it has effects")
+    if found.mut is not None and (found.mut.in_mut or found.mut.out_mut):
+        raise NotKeptError("it changes a reference of jax")
+    if jax.process_count() > 1:
+        raise NotKeptError("it runs in several processes")
+    return {
+        "name": found.name,
+        "platform": found.backend.platform,
+        "devices": [device.id for device in found.device_list],
+        "inputs": [_aval_json(aval) for aval in found.input_avals],
+        "input_shardings": [sharding_json(each) for each in found.input_shardings],
+        "outputs": [_aval_json(aval) for aval in found.output_avals],
+        "output_shardings": [sharding_json(each) for each in found.output_shardings],
+        "committed": bool(found.committed),
+        "kept": sorted(found.kept_var_idx),
+        "plain_layouts": _no_layouts(found.dispatch_in_layouts),
+    }
+
+
+def _no_layouts(layouts: Sequence[Any]) -> bool:
+    if any(each is not None for each in layouts):
+        raise NotKeptError("it was given layouts of arguments")
+    return True
+
+
+def load_executable(described: Json, key: str) -> Any:
+    """Return the MeshExecutable that `executable_json` described, with the code of jax's cache.
+
+    Raises:
+        Exception: any of jax, if it has no such device or file.
+    """
+    import jax
+    from jax._src import compilation_cache
+    from jax._src.interpreters import pxla
+    from jax._src.lib import xla_client
+
+    devices = {device.id: device for device in jax.devices(described["platform"])}
+    chosen = xla_client.DeviceList(tuple(devices[id_] for id_ in described["devices"]))
+    client = chosen[0].client
+    content = compilation_cache._get_cache(client).get(key)
+    content = compilation_cache.decompress_executable(content)
+    serialized, _ = compilation_cache.extract_executable_and_time(content)
+    inputs = [_aval(each) for each in described["inputs"]]
+    nothing = [None] * len(inputs)
+    outputs = [_aval(each) for each in described["outputs"]]
+    return pxla.UnloadedMeshExecutable(
+        xla_executable=client.deserialize_executable(serialized, executable_devices=chosen),
+        device_list=chosen,
+        backend=client,
+        input_avals=inputs,
+        input_shardings=[_sharding(each, devices) for each in described["input_shardings"]],
+        output_avals=outputs,
+        output_shardings=[_sharding(each, devices) for each in described["output_shardings"]],
+        committed=described["committed"],
+        name=described["name"],
+        unordered_effects=[],
+        ordered_effects=[],
+        keepalive=[],
+        host_callbacks=[],
+        kept_var_idx=set(described["kept"]),
+        mut=None,
+        xla_in_layouts=nothing,
+        dispatch_in_layouts=nothing,
+        xla_out_layouts=[None] * len(outputs),
+        all_args_info=None,
+        pgle_profiler=None,
+    ).load()
+
+
+def _aval_json(aval: Any) -> Json:
+    from jax._src import core
+
+    if type(aval) is not core.ShapedArray:
+        raise NotKeptError(f"it takes or returns a {type(aval).__name__}")
+    made = core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    if made != aval or str(made) != str(aval):
+        raise NotKeptError(f"it takes or returns {aval}")
+    implementation = getattr(aval.dtype, "_impl", None)
+    if implementation is not None:
+        return [implementation.name, list(aval.shape), "key"]
+    if hasattr(aval.dtype, "_rules"):
+        raise NotKeptError(f"it takes or returns {aval}")
+    return [aval.dtype.name, list(aval.shape), "weak" if aval.weak_type else ""]
+
+
+def _aval(described: Json) -> Any:
+    import jax.numpy as jnp
+    from jax._src import core
+    from jax._src.random import prng
+
+    name, shape, kind = described
+    dtype = prng.KeyTy(prng.prngs[name]) if kind == "key" else jnp.dtype(name)
+    return core.ShapedArray(tuple(shape), dtype, weak_type=kind == "weak")
+
+
+def sharding_json(sharding: Any) -> Json:
+    """Return a sharding as JSON.
+
+    Raises:
+        NotKeptError: it is of a kind that is not kept.
+    """
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+    if type(sharding) is SingleDeviceSharding:
+        (device,) = sharding.device_set
+        return ["device", device.id, sharding.memory_kind]
+    if type(sharding) is NamedSharding and type(sharding.mesh) is Mesh:
+        mesh, spec = sharding.mesh, sharding.spec
+        entries = [list(each) if isinstance(each, tuple) else each for each in spec]
+        plain = all(each is None or isinstance(each, (str, list)) for each in entries)
+        if plain and PartitionSpec(*map(_axes, entries)) == spec:
+            ids = [device.id for device in mesh.devices.flat]
+            types = [str(each) for each in mesh.axis_types]
+            names = list(mesh.axis_names)
+            return [
+                "mesh",
+                names,
+                list(mesh.devices.shape),
+                ids,
+                types,
+                entries,
+                sharding.memory_kind,
+            ]
+    raise NotKeptError(f"an array of it has the sharding {sharding}")
+
+
+def _axes(entry: Any) -> Any:
+    return tuple(entry) if isinstance(entry, list) else entry
+
+
+def _sharding(described: Json, devices: dict[int, Any]) -> Any:
+    import numpy as np
+    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+    if described[0] == "device":
+        return SingleDeviceSharding(devices[described[1]], memory_kind=described[2])
+    _, names, shape, ids, types, entries, memory = described
+    grid = np.array([devices[id_] for id_ in ids], dtype=object).reshape(shape)
+    kinds = {str(each): each for each in AxisType}
+    mesh = Mesh(grid, tuple(names), axis_types=tuple(kinds[each] for each in types))
+    return NamedSharding(mesh, PartitionSpec(*map(_axes, entries)), memory_kind=memory)
+
+
+def jit_text(info: Any) -> str:
+    """Return what jax.jit was given beside the function."""
+    parts = []
+    for name in info._fields:
+        value = getattr(info, name)
+        if name in ("fun_sourceinfo", "fun_signature"):
+            continue
+        if name.endswith("_treedef"):
+            value = str(value)
+        elif name.endswith("shardings_leaves"):
+            value = [_text_of_sharding(each) for each in value]
+        elif name.endswith("layouts_leaves"):
+            value = [str(each) for each in value]
+        parts.append(f"{name}={text_of(value)}")
+    return ", ".join(parts)
+
+
+def _text_of_sharding(value: Any) -> str:
+    try:
+        return str(sharding_json(value))
+    except NotKeptError:
+        return str(value)

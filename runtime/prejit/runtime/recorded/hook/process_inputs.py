@@ -1,0 +1,179 @@
+"""The inputs of a process that a recording of calls depends on, and their comparison.
+
+They are the command, the files that were read, the directories that were listed, the environment variables
+that were read, and the modules that were imported. `process_watch` of the compiler's hook collects them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prejit.runtime.recorded.hook.jax_texts import CALLS_PREFIX, FILE_SUFFIX
+
+LIBRARY_PREFIXES = (
+    *("JAX_", "XLA_", "TF_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_", "NCCL_", "ROCR_", "HIP_"),
+    *("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "NPY_", "PYTHON", "LD_", "LC_", "MALLOC_"),
+)
+"""Environment variables that libraries read behind Python's back."""
+LIBRARY_NAMES = ("LANG", "TZ", "HOME")
+OF_PREJIT = ("PREJIT_HOOK", "PYTHONPATH", "JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_")
+"""What `prejit record` and `prejit run` set themselves, and differently."""
+
+
+def command_of_process() -> list[str]:
+    """Return what tells this process from others of a program: its directory and its command."""
+    return [os.getcwd(), *sys.orig_argv[1:]]
+
+
+def calls_file(command: list[str]) -> str:
+    """Return the name of the file with the calls of a process."""
+    text = "\0".join(command).encode(errors="surrogatepass")
+    return f"{CALLS_PREFIX}{hashlib.sha256(text).hexdigest()}{FILE_SUFFIX}"
+
+
+def is_of_library(name: str) -> bool:
+    """Return whether an environment variable counts although no Python code reads it."""
+    return not name.startswith(OF_PREJIT) and (
+        name in LIBRARY_NAMES or name.startswith(LIBRARY_PREFIXES)
+    )
+
+
+def initial_environment() -> dict[str, str]:
+    """Return the environment with which this process started."""
+    with open("/proc/self/environ", "rb") as file:
+        lines = os.fsdecode(file.read()).split("\0")
+    return dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+def identity_of(path: str) -> list[int] | None:
+    """Return what tells that a file is unchanged without reading it; None: there is no file."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def kind_of(path: str) -> int:
+    """Return what a path leads to, as Linux has it: a file, a directory, ...; 0: nothing."""
+    try:
+        return stat.S_IFMT(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return 0
+
+
+def listing_digest(path: str) -> str | None:
+    """Return a digest of the names in a directory; None: it cannot be listed."""
+    try:
+        names = sorted(os.listdir(path))
+    except OSError:
+        return None
+    return hashlib.blake2b(
+        "\0".join(names).encode(errors="surrogatepass"), digest_size=16
+    ).hexdigest()
+
+
+def file_digest(path: str) -> str | None:
+    """Return a digest of a file's content; None: it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError:
+        return None
+
+
+class InputComparison:
+    """Compares the inputs of this process with recorded ones, as far as a call needs them.
+
+    Args:
+        inputs: as `recording.untraced_calls` of the compiler writes them: "environment" has values by name,
+            "variables" [name, index of the first call after it was read, value then], "files" [path, index,
+            identity, digest], "listings" [path, index, digest] and "kinds" [path, index, kind], each in the
+            order of the index, "modules" the names of all imported modules.
+        receipts: where this user keeps identities of files that are equal although theirs differ.
+    """
+
+    def __init__(self, inputs: Mapping[str, Any], receipts: Path) -> None:
+        self._inputs = inputs
+        self._receipts = receipts
+        self._compared = dict.fromkeys(("variables", "files", "listings", "kinds"), 0)
+        self._environment_is_equal = False
+        self._modules: set[str] = set(inputs["modules"])
+        self._module_count = 0
+        self._known: dict[str, list[int]] | None = None
+        self._is_new = False
+
+    def difference(self, index: int) -> str | None:
+        """Return what differs of the inputs that the call with this index came after; None: nothing does."""
+        if not self._environment_is_equal:
+            found = initial_environment()
+            expected = self._inputs["environment"]
+            for name in sorted({*expected, *filter(is_of_library, found)}):
+                if found.get(name) != expected.get(name):
+                    return f"the environment variable {name}"
+            self._environment_is_equal = True
+        if len(sys.modules) != self._module_count:
+            for name in [*sys.modules]:
+                if name not in self._modules and not name.startswith("prejit"):
+                    return f"the imported module {name}, which was not recorded,"
+            self._module_count = len(sys.modules)
+        for name, value in self._until("variables", index):
+            if os.environ.get(name) != value:
+                return f"the environment variable {name}"
+        for path, identity, digest in self._until("files", index):
+            if not self._is_equal(path, identity, digest):
+                return f"the file {path}"
+        for path, digest in self._until("listings", index):
+            if listing_digest(path) != digest:
+                return f"the names in the directory {path}"
+        for path, kind in self._until("kinds", index):
+            if kind_of(path) != kind:
+                return f"whether {path} is a file or a directory"
+        return None
+
+    def _until(self, kind: str, index: int) -> list[list[Any]]:
+        """Return the recorded inputs of a kind that no call before needed, without their index."""
+        entries = self._inputs[kind]
+        start = end = self._compared[kind]
+        while end < len(entries) and entries[end][1] <= index:
+            end += 1
+        self._compared[kind] = end
+        return [[each[0], *each[2:]] for each in entries[start:end]]
+
+    def _is_equal(self, path: str, identity: list[int] | None, digest: str | None) -> bool:
+        found = identity_of(path)
+        if found is None or identity is None:
+            return found == identity
+        if found == identity or self._receipt(path) == found:
+            return True
+        if found[0] != identity[0] or digest is None or file_digest(path) != digest:
+            return False
+        assert self._known is not None
+        self._known[path] = found
+        self._is_new = True
+        return True
+
+    def _receipt(self, path: str) -> list[int] | None:
+        if self._known is None:
+            self._known = {}
+            with contextlib.suppress(OSError, ValueError):
+                self._known = json.loads(self._receipts.read_text())
+        return self._known.get(path)
+
+    def save(self) -> None:
+        """Keep the identities of files that were read and found equal, for the next start."""
+        if self._is_new:
+            self._is_new = False
+            part = self._receipts.with_name(f"{self._receipts.name}.{os.getpid()}")
+            with contextlib.suppress(OSError):
+                part.parent.mkdir(mode=0o700, exist_ok=True)
+                part.write_text(json.dumps(self._known))
+                part.replace(self._receipts)

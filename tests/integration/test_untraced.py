@@ -1,0 +1,201 @@
+"""Programs that start without tracing: recorded twice, then run as they were and with everything changed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from tests.processes import ran
+
+MODEL = """
+import enum, functools, os
+from dataclasses import dataclass
+import jax, jax.numpy as jnp
+from jax import monitoring
+
+jax.events_seen = []  # not in a module of the program, whose changes a trace must not make
+monitoring.register_event_duration_secs_listener(lambda name, *_, **__: jax.events_seen.append(name))
+SCALE = 2.0
+OFFSET = float(open("offset.txt").read())
+PARTS = len(os.listdir("parts"))
+MODE = os.environ.get("MODE", "sum")
+
+class Kind(enum.Enum):
+    PLAIN = "plain"
+
+@jax.tree_util.register_dataclass
+@dataclass
+class State:
+    weights: jax.Array
+    step: jax.Array
+
+@functools.partial(jax.jit, static_argnames="kind", donate_argnames="state")
+def train(state, x, *, kind=Kind.PLAIN):
+    loss = getattr(jnp, MODE)(x * SCALE + OFFSET + PARTS) * state.weights.sum()
+    return State(state.weights * 2, state.step + 1), {"loss": loss, "nothing": None}
+
+@jax.jit
+def pair(x, *more, key):
+    return [x + 1, *more], jax.random.uniform(key, (2,))
+"""
+PROGRAM = """
+import sys
+import jax, jax.numpy as jnp
+import model
+if __name__ == "__main__":
+    x = jnp.full(int(sys.argv[1]), 3.0)
+    state = model.State(jnp.ones(2), jnp.int32(0))
+    for _ in range(3):
+        state, results = model.train(state, x, kind=model.Kind.PLAIN)
+    (y, z), numbers = model.pair(x, 5, key=jax.random.key(1))
+    twice = [jax.jit(lambda x, by=by: x * by)(x)[0].item() for by in (2.0, 3.0)]
+    print(float(results["loss"]), state, results["nothing"], y[0].item(), z.weak_type, numbers, twice)
+    print(len(jax.events_seen), file=sys.stderr)
+"""
+COMMAND = (sys.executable, "serve.py", "4")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("untraced")
+    (directory / "parts").mkdir()
+    (directory / "offset.txt").write_text("1")
+    (directory / "model.py").write_text(MODEL)
+    (directory / "serve.py").write_text(PROGRAM)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def prejit_at(here, tmp_path_factory):
+    """Runs `prejit ARGUMENTS` beside the program; `report` is what a run wrote with -o."""
+    cache = tmp_path_factory.mktemp("caches") / "runtime"
+
+    def run(*words, **env):
+        environment = {**os.environ, "PREJIT_RUNTIME_CACHE": str(cache), **env}
+        command = (sys.executable, "-m", "prejit.runtime", *words)
+        return ran(*command, env=environment, cwd=here)
+
+    return run
+
+
+def recorded(prejit_at, bundle, command, times=2):
+    return [
+        prejit_at("record", "-o", bundle, "--untraced", "--", *command).stderr for _ in range(times)
+    ]
+
+
+def report_of(prejit_at, here, bundle, command=COMMAND, options=(), **env):
+    done = prejit_at("run", bundle, "-o", here / "report.json", *options, "--", *command, **env)
+    return done, json.loads((here / "report.json").read_text())
+
+
+def plain(here, command=COMMAND, **env):
+    environment = {**os.environ, **env}
+    return subprocess.run(
+        command, cwd=here, env=environment, capture_output=True, text=True, check=True
+    )
+
+
+@pytest.fixture(scope="module")
+def bundle(here, prejit_at):
+    first, second = recorded(prejit_at, here / "serve", COMMAND)
+    assert ": 0 calls without a trace, " in first
+    assert "record once more" in first
+    assert ", 0 with one" in second
+    return here / "serve"
+
+
+def test_two_recordings_let_a_program_start_without_a_trace(here, bundle, prejit_at):
+    """jax reports no trace, no lowering and no compile; the results are those of jax."""
+    done, report = report_of(prejit_at, here, bundle)
+    expected = plain(here)
+    assert done.stdout == expected.stdout
+    assert (int(done.stderr), report["hits"], report["missed"], report["traced"]) == (0, 0, 0, {})
+    assert report["untraced"] >= 4
+    assert int(expected.stderr) > 10
+
+
+def test_an_input_that_has_changed_traces_and_one_that_is_back_does_not(here, bundle, prejit_at):
+    def changed(reason, command=COMMAND, **env):
+        done, report = report_of(prejit_at, here, bundle, command, **env)
+        assert done.stdout == plain(here, command, **env).stdout
+        assert report["untraced"] == 0
+        assert any(reason in each for each in report["traced"]), report["traced"]
+
+    def written(file, text):
+        before = file.read_text() if file.exists() else None
+        file.write_text(text)
+        changed(str(file))
+        return file.unlink() if before is None else file.write_text(before)
+
+    written(here / "model.py", MODEL.replace("SCALE = 2.0", "SCALE = 4.0"))
+    written(here / "offset.txt", "7")
+    (here / "parts" / "one").touch()
+    changed(str(here / "parts"))
+    (here / "parts" / "one").unlink()
+    changed("the environment variable MODE", MODE="max")
+    changed("no recording of this command", (sys.executable, "serve.py", "5"))
+    # Its bytes are as recorded, its times are not.
+    done, report = report_of(prejit_at, here, bundle)
+    assert (int(done.stderr), report["traced"]) == (0, {})
+
+
+IMPURE = """
+import itertools, os, random, sys
+import jax, jax.numpy as jnp, numpy as np
+LOG, COUNTS, NUMBER = [], {"traces": 0}, itertools.count()
+RANDOM = np.random.default_rng(0)
+random.seed(0), np.random.seed(0)
+def log(x): LOG.append(1); return x + 1
+def count(x): COUNTS["traces"] += 1; return x + 2
+def iterate(x): return x + next(NUMBER)
+def generator(x): return x + RANDOM.random()
+def numbers(x): return x + np.random.rand()
+def texts(x): return x + random.random()
+def tells(x): print("traced"); return x
+def setting(x): jax.config.update("jax_default_matmul_precision", "float32"); return x @ x
+def environment(x): os.environ["SEEN"] = "1"; return x - 1
+def writes(x): open("written.txt", "w").close(); return x - 2
+class Model:
+    calls = 0
+    def method(self, x): self.calls += 1; return x * self.calls
+MODEL = Model()
+NAMES = [log, count, iterate, generator, numbers, texts, tells, setting, environment, writes, MODEL.method]
+x = jnp.eye(2)
+for function in NAMES:
+    print(function.__name__, np.asarray(jax.jit(function)(x)).tolist())
+print(LOG, COUNTS, next(NUMBER), RANDOM.random(), np.random.rand(), random.random(), MODEL.calls)
+print(os.environ.get("SEEN"), jax.config.jax_default_matmul_precision)
+BY = memoryview(bytes([2 + os.stat("hidden").st_size]))
+print(float(jax.jit(lambda x: x * BY[0])(1.0)))
+"""
+
+
+def test_traces_with_effects_are_never_left_out(here, prejit_at):
+    (here / "impure.py").write_text(IMPURE)
+    (here / "hidden").touch()
+    command, bundle = (sys.executable, "impure.py"), here / "impure"
+    _, said = recorded(prejit_at, bundle, command)
+    for name in ("log", "count", "iterate", "generator", "numbers", "texts", "tells", "setting"):
+        assert f"({name})" in said, name
+    done, report = report_of(prejit_at, here, bundle, command)
+    assert done.stdout == plain(here, command).stdout
+    assert report["untraced"] > 3
+    assert {"jit_log", "jit_writes", "jit_method"} <= {
+        n for ns in report["traced"].values() for n in ns
+    }
+
+
+def test_traces_that_are_checked_find_what_no_input_tells(here, prejit_at):
+    """Nothing tells prejit how large a file is that was not opened, nor what a memoryview holds."""
+    command, bundle = (sys.executable, "impure.py"), here / "impure"
+    options = ("--check-traces", "100")
+    done, report = report_of(prejit_at, here, bundle, command, options)
+    assert report["untraced"] == 0
+    assert "another program" not in done.stderr
+    (here / "hidden").write_text("1")
+    done, _ = report_of(prejit_at, here, bundle, command, options)
+    (here / "hidden").write_text("")
+    assert "the trace of jit__lambda gives another program than the recorded one" in done.stderr
+    assert done.stdout.splitlines()[-1] == "3.0"

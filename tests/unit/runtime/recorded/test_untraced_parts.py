@@ -1,0 +1,234 @@
+"""The texts, trees and inputs by which calls are told apart, and brought to another process."""
+
+import copy
+import enum
+import functools
+import json
+import os
+import sys
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, strategies
+
+from prejit.runtime.recorded.hook import process_inputs
+from prejit.runtime.recorded.hook.jax_calls import JaxCall, NotKeptError
+from prejit.runtime.recorded.hook.plain_texts import text_of
+from prejit.runtime.recorded.hook.process_inputs import (
+    InputComparison,
+    file_digest,
+    identity_of,
+    initial_environment,
+    is_of_library,
+    listing_digest,
+)
+from prejit.runtime.recorded.hook.result_trees import given_values, tree_json, tree_of
+
+KEYS = strategies.text(max_size=3)
+PLAIN = (
+    strategies.none() | strategies.booleans() | strategies.integers() | strategies.floats() | KEYS
+)
+VALUES = strategies.recursive(
+    PLAIN,
+    lambda inner: (
+        strategies.lists(inner, max_size=3) | strategies.dictionaries(KEYS, inner, max_size=3)
+    ),
+)
+
+
+@given(VALUES, VALUES)
+def test_texts_are_equal_where_values_are(one, other):
+    assert text_of(one) == text_of(copy.deepcopy(one))
+    assert (text_of(one) == text_of(other)) == (repr(one) == repr(other))
+
+
+class Mode(enum.Enum):
+    FAST = "fast"
+    SLOW = "slow"
+
+
+class Holder:
+    def __init__(self, value):
+        self.value = value
+
+    def method(self):
+        return self.value
+
+
+SCALE = [1.0]
+
+
+def scaled(x):
+    return x * SCALE[0]
+
+
+def closing(value):
+    return lambda x: x + value
+
+
+def test_texts_of_functions_have_what_they_hold(monkeypatch):
+    pairs = [
+        (closing(1), closing(2)),
+        (closing(np.arange(3)), closing(np.arange(1, 4))),
+        (closing(jnp.ones(2000)), closing(jnp.zeros(2000))),
+        (closing(closing(Mode.FAST)), closing(closing(Mode.SLOW))),
+        (functools.partial(closing, 1), functools.partial(closing, value=1)),
+        (Holder(1).method, Holder(2).method),
+        (Holder(Holder(np.ones(1))).method, Holder(Holder(np.zeros(1))).method),
+        (jax.jit(closing(1)), jax.jit(closing(2))),
+        ([1].index, [2].index),
+        (lambda x, by=1: x * by, lambda x, by=2: x * by),
+    ]
+    for one, other in pairs:
+        assert text_of(one) != text_of(other)
+        assert "0x" not in text_of(one)
+    before = text_of(scaled)
+    monkeypatch.setitem(globals(), "SCALE", [2.0])
+    assert text_of(scaled) != before
+
+
+def test_a_value_that_holds_itself_has_a_text():
+    value = Holder(None)
+    value.value = [value]
+    assert text_of(value) == text_of(copy.deepcopy(value))
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+@jax.tree_util.register_pytree_node_class
+class Node:
+    def __init__(self, child, beside):
+        self.child, self.beside = child, beside
+
+    def tree_flatten(self):
+        return (self.child,), self.beside
+
+    @classmethod
+    def tree_unflatten(cls, beside, children):
+        return cls(*children, beside)
+
+
+@dataclass(frozen=True)
+class Beside:
+    name: str
+    more: tuple = ()
+    none: object = field(default=None)
+
+
+def called(function=None, *arguments, static=()):
+    leaves, tree = jax.tree.flatten(arguments)
+    return JaxCall(function, None, (tree,), (), static, (), leaves, ())
+
+
+def moved(tree, call=None, there=None):
+    """Return a tree as another process makes it, whose call is `there`."""
+    call = called() if call is None else call
+    described = json.loads(json.dumps(tree_json(tree, given_values(call))))
+    return tree_of(described, lambda: given_values(there or call))
+
+
+BESIDES = VALUES.map(
+    lambda value: Beside("name", (value, Mode.FAST, Pair(1, None), frozenset("ab"), Node))
+)
+TREES = strategies.recursive(
+    strategies.just(0) | strategies.none(),
+    lambda inner: (
+        strategies.lists(inner, max_size=3)
+        | strategies.tuples(inner, inner)
+        | strategies.dictionaries(KEYS, inner, max_size=3)
+        | strategies.dictionaries(KEYS, inner, max_size=3).map(OrderedDict)
+        | strategies.tuples(inner, inner).map(lambda both: Pair(*both))
+        | strategies.tuples(inner, BESIDES).map(lambda both: Node(*both))
+    ),
+)
+
+
+@given(TREES)
+def test_trees_of_results_arrive_as_they_were(value):
+    tree = jax.tree.structure(value)
+    found = moved(tree)
+    assert repr(found) == repr(tree)
+    assert repr(jax.tree.structure(found.unflatten(range(found.num_leaves)))) == repr(tree)
+
+
+def test_a_tree_refers_to_what_the_call_was_given():
+    """Such as the functions of a train state, which have no name."""
+
+    def here():
+        function = closing(1)
+        return function, called(closing(function), Node(0, {"apply": function}))
+
+    function, call = here()
+    other, there = here()
+    found = moved(jax.tree.structure(Node(0, function)), call, there)
+    assert found.node_data()[1] is other
+    with pytest.raises(NotKeptError, match="its results hold a builtins"):
+        moved(jax.tree.structure(Node(0, closing(3))))
+
+
+def test_a_hostile_tree_calls_nothing():
+    for name in (["os", "system"], ["builtins", "eval"]):
+        described = [{"object": [{"named": name}, []]}, {"is": None}, []]
+        with pytest.raises(NotKeptError):
+            tree_of(described, list)
+    with pytest.raises(NotKeptError):
+        tree_of([{"named": ["no_such_module", "name"]}, {"is": None}, []], list)
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "listed").mkdir()
+    return tmp_path
+
+
+def compared(files):
+    """Return the comparison with what the files are now."""
+    a, absent, listed = (str(files / name) for name in ("a.txt", "absent.txt", "listed"))
+    inputs = {
+        "environment": {k: v for k, v in initial_environment().items() if is_of_library(k)},
+        "files": [[a, 1, identity_of(a), file_digest(a)], [absent, 2, None, None]],
+        "listings": [[listed, 1, listing_digest(listed)]],
+        **{"variables": [], "kinds": [], "modules": [*sys.modules]},
+    }
+    return InputComparison(json.loads(json.dumps(inputs)), files / "receipts.json")
+
+
+def test_inputs_are_compared_up_to_the_call(files):
+    comparison = compared(files)
+    (files / "absent.txt").write_text("")
+    assert comparison.difference(1) is None
+    assert comparison.difference(2) == f"the file {files / 'absent.txt'}"
+
+
+@pytest.mark.parametrize("change", ["content", "removed", "listing"])
+def test_a_changed_input_is_named(files, change):
+    comparison = compared(files)
+    if change == "content":
+        (files / "a.txt").write_text("two")
+    elif change == "removed":
+        (files / "a.txt").unlink()
+    else:
+        (files / "listed" / "new").touch()
+    expected = (
+        f"the names in the directory {files / 'listed'}"
+        if change == "listing"
+        else str(files / "a.txt")
+    )
+    assert expected in comparison.difference(1)
+
+
+def test_a_file_with_other_times_is_read_once_and_has_a_receipt(files, monkeypatch):
+    first, again, without = (compared(files) for _ in range(3))
+    os.utime(files / "a.txt", (1, 1))
+    assert first.difference(1) is None
+    first.save()
+    monkeypatch.setattr(process_inputs, "file_digest", lambda path: None)
+    assert again.difference(1) is None
+    (files / "receipts.json").unlink()
+    assert str(files / "a.txt") in without.difference(1)
