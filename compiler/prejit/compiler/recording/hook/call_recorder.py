@@ -121,11 +121,13 @@ class CallRecorder:
             "reason": begun.reason,
         }
         try:
-            if compiled.constants:
+            if compiled.arrays != len(begun.call.arrays):
                 raise NotKeptError("its executable needs arrays of the trace")
             if key is None:
                 raise NotKeptError("jax kept no executable of it")
             line["executable"] = executable_json(compiled.executable)
+            if not compiled.is_dispatched:
+                raise NotKeptError("jaxlib does not run it again by itself")
             line["results"] = tree_json(compiled.tree, begun.given)
         except NotKeptError as error:
             line["reason"] = line["reason"] or str(error)

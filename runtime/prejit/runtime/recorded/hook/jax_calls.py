@@ -58,12 +58,19 @@ class KeptCall:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What jax made of a call that it traced: its MeshExecutable, and the tree of its results."""
+    """What jax made of a call that it traced.
+
+    Attributes:
+        executable: its MeshExecutable.
+        is_dispatched: whether jaxlib runs it again by itself.
+        tree: the tree of its results.
+        arrays: the number of arrays that it was called with: those of the call, and those of the trace.
+    """
 
     executable: Any
+    is_dispatched: bool
     tree: Any
-    constants: bool
-    """Whether the executable takes arrays of the traced function as arguments."""
+    arrays: int
 
 
 Started = Callable[[object, JaxCall], KeptCall | None]
@@ -125,8 +132,8 @@ def hook_calls(started: Started, traced: Traced | None = None, ended: Ended | No
     def fastpath_data(executable: Any, tree: Any, arrays: Any, *rest: Any) -> Any:
         data = path(executable, tree, arrays, *rest)
         if ended is not None:
-            held = data is None or len(arrays) != len(executable.in_avals) or len(rest[-1]) > 0
-            ended(sys._getframe(1), Compiled(executable, tree, held))
+            count = len(arrays) + len(rest[-1])
+            ended(sys._getframe(1), Compiled(executable, data is not None, tree, count))
         return data
 
     pjit._infer_params = infer_params

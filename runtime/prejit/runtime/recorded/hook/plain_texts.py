@@ -13,22 +13,25 @@ from typing import Any
 
 _MAXIMUM_VALUES = 20_000
 """How many values one text looks at. What comes after them is left out, in every process alike."""
+_DEPTH = 30
+_MAXIMUM_LENGTH = 200
+"""Characters of the text of an inner value; a longer one is a digest."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
 
 
-def text_of(value: Any, depth: int = 30) -> str:
+def text_of(value: Any) -> str:
     """Return a text of a value. Equal texts do not mean equal values: of what C holds it has the class alone.
 
     It has plain values, containers, arrays with their numbers, the attributes of objects, and functions with
     what they close over; of functions of the program itself also the globals that they name.
     """
-    return _Writer().text(value, depth)
+    return _Writer().text(value, _DEPTH)
 
 
 class _Writer:
     def __init__(self) -> None:
         self._left = _MAXIMUM_VALUES
-        self._seen: dict[int, int] = {}
+        self._texts: dict[int, tuple[Any, str]] = {}
 
     def text(self, value: Any, depth: int) -> str:
         kind = type(value)
@@ -36,26 +39,32 @@ class _Writer:
             return repr(value)
         if isinstance(value, types.ModuleType):
             return value.__name__
-        if isinstance(value, type):
-            return self._class(value, depth)
-        name = f"{kind.__module__}.{kind.__qualname__}"
+        name = _name(kind)
         if isinstance(value, enum.Enum):
             return f"{name}.{value.name}"
+        known = self._texts.get(id(value))
+        if known is not None:
+            return known[1]
         self._left -= 1
         if depth == 0 or self._left <= 0:
             return name
-        if id(value) in self._seen:
-            return f"#{self._seen[id(value)]}"
-        self._seen[id(value)] = len(self._seen)
+        self._texts[id(value)] = value, f"{name} that holds itself"
+        text = self._text(value, name, depth - 1)
+        if len(text) > _MAXIMUM_LENGTH and depth < _DEPTH:
+            text = f"{name} {digest_of(text)}"
+        self._texts[id(value)] = value, text
+        return text
+
+    def _text(self, value: Any, name: str, depth: int) -> str:
+        if isinstance(value, type):
+            return self._class(value, depth)
         if isinstance(value, (tuple, list)):
             return f"{name}[{self._all(value, depth)}]"
         if isinstance(value, dict):
-            pairs = (
-                f"{self.text(k, depth - 1)}: {self.text(v, depth - 1)}" for k, v in value.items()
-            )
+            pairs = (f"{self.text(k, depth)}: {self.text(v, depth)}" for k, v in value.items())
             return f"{name}{{{', '.join(pairs)}}}"
         if isinstance(value, (set, frozenset)):
-            return f"{name}{{{', '.join(sorted(text_of(each, depth - 1) for each in value))}}}"
+            return f"{name}{{{', '.join(sorted(self.text(each, depth) for each in value))}}}"
         if isinstance(value, functools.partial):
             return f"partial({self._all((value.func, value.args, value.keywords), depth)})"
         if inspect.ismethod(value):
@@ -63,30 +72,28 @@ class _Writer:
         if inspect.isfunction(value):
             return self._function(value, depth)
         if hasattr(value, "__wrapped__"):  # of jax.jit and other wrappers
-            return f"{name}({self.text(value.__wrapped__, depth - 1)})"
+            return f"{name}({self.text(value.__wrapped__, depth)})"
         if inspect.isroutine(value):
-            owner = self.text(getattr(value, "__self__", None), depth - 1)
+            owner = self.text(getattr(value, "__self__", None), depth)
             return f"{value.__module__}.{value.__qualname__} of {owner}"
         if hasattr(value, "dtype") and hasattr(value, "shape"):
             return f"{name} {_array(value)}"
         attributes = attributes_of(value)
-        held = self.text(attributes, depth - 1) if attributes else _repr_of(value)
-        return f"{self._class(kind, depth)}{held}"
+        held = self.text(attributes, depth) if attributes else _repr_of(value)
+        return f"{self.text(type(value), depth)}{held}"
 
     def _all(self, values: Any, depth: int) -> str:
-        return ", ".join(self.text(each, depth - 1) for each in values)
+        return ", ".join(self.text(each, depth) for each in values)
 
     def _class(self, kind: type, depth: int) -> str:
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        if depth == 0 or id(kind) in self._seen or not is_of_program(kind.__module__):
-            return name
-        self._seen[id(kind)] = len(self._seen)
+        if not is_of_program(kind.__module__):
+            return _name(kind)
         held = {
             key: each
             for key, each in vars(kind).items()
             if not key.startswith("__") or key == "__call__"
         }
-        return f"{name}({self.text(held, depth - 1)})" if held else name
+        return f"{_name(kind)}({self.text(held, depth)})"
 
     def _function(self, function: types.FunctionType, depth: int) -> str:
         held = [function.__defaults__, function.__kwdefaults__]
@@ -105,6 +112,10 @@ class _Writer:
             for module in filter(inspect.ismodule, found):
                 held += [_of_module(module, name) for name in names]
         return f"{place}({self._all(held, depth)})" if any(x is not None for x in held) else place
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 @functools.lru_cache(4096)
