@@ -88,11 +88,9 @@ void multiply(int sums, int left, int right, Add add) {
   }
 }
 
-// A and B are int8_t or uint8_t.
-template <typename A, typename B>
-void multiply_bytes(int sums, int left, int right) {
+inline void multiply_bytes(int sums, int left, int right) {
   multiply<int32_t>(sums, left, right, [](int32_t sum, const unsigned char* a, const unsigned char* b) {
-    for (int i = 0; i < 4; ++i) sum += static_cast<A>(a[i]) * static_cast<B>(b[i]);
+    for (int i = 0; i < 4; ++i) sum += static_cast<int8_t>(a[i]) * static_cast<int8_t>(b[i]);
     return sum;
   });
 }
@@ -120,13 +118,11 @@ inline void multiply_pairs(int sums, int left, int right) {
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbssd
-#undef _tile_dpbsud
 #undef _tile_dpbf16ps
 #define _tile_loadconfig amx_model::load_config
 #define _tile_release amx_model::release
 #define _tile_zero amx_model::zero
 #define _tile_loadd amx_model::load
 #define _tile_stored amx_model::store
-#define _tile_dpbssd(...) (amx_model::multiply_bytes<int8_t, int8_t>(__VA_ARGS__))
-#define _tile_dpbsud(...) (amx_model::multiply_bytes<int8_t, uint8_t>(__VA_ARGS__))
+#define _tile_dpbssd amx_model::multiply_bytes
 #define _tile_dpbf16ps amx_model::multiply_pairs

@@ -43,7 +43,7 @@ struct alignas(64) RowsOfGroup {
   float sum[kRows];  // As round_group has it.
 };
 
-// 32 inputs of 16 outputs: bytes are integers, or with zero points 8 more.
+// 32 inputs of 16 outputs: bytes are integers, or with zero points 8 more, 0 .. 15.
 struct alignas(64) WeightsOfGroup {
   uint8_t bytes[kInt4Group / 4][kInt4Tile][4];
   float scale[kInt4Tile];
@@ -107,15 +107,13 @@ PREJIT_TILES void take_tiles() { _tile_loadconfig(&tile_config); }
 PREJIT_TILES void release_tiles() { _tile_release(); }
 
 // A name of a tile is a literal.
-#define PREJIT_MULTIPLY(group, sums, rows, weights)             \
-  _tile_zero(sums);                                             \
-  _tile_loadd(rows, x[group].x, kInt4Group);                    \
-  _tile_loadd(weights, w[group].bytes, 64);                     \
-  if constexpr (zeros) _tile_dpbsud(sums, rows, weights);       \
-  if constexpr (!zeros) _tile_dpbssd(sums, rows, weights);      \
+#define PREJIT_MULTIPLY(group, sums, rows, weights) \
+  _tile_zero(sums);                                 \
+  _tile_loadd(rows, x[group].x, kInt4Group);        \
+  _tile_loadd(weights, w[group].bytes, 64);         \
+  _tile_dpbssd(sums, rows, weights);                \
   _tile_stored(sums, products[group], 64)
 
-template <bool zeros>
 PREJIT_TILES void multiply_groups(const RowsOfGroup* x, const WeightsOfGroup* w, Products& products) {
   asm volatile("" ::: "memory");  // GCC's intrinsics do not declare that they read memory.
   PREJIT_MULTIPLY(0, 0, 4, 5);
@@ -153,7 +151,7 @@ void multiply(const RowsOfGroup* x, const WeightsOfGroup* w, int64_t groups, Tot
   alignas(64) Products products;
   memset(totals, 0, sizeof totals);
   for (int64_t g = 0; g < groups; g += kAtOnce) {
-    multiply_groups<zeros>(x + g, w + g, products);
+    multiply_groups(x + g, w + g, products);
     scale_groups<zeros>(x + g, w + g, products, least(groups - g, kAtOnce), totals);
   }
 }
