@@ -38,7 +38,7 @@ TESTS ?= tests
 # What the oldest interpreter runs.
 CHOSEN := -p tests.other_interpreter
 
-.PHONY: help demo artifacts dist test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity parity-table test-ray test-platforms demo-model hostile damage fuzz chaos broken-transfers evaluation soak swaps drills releases load-check hostile-clients differential docs clean
+.PHONY: help demo artifacts dist test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity parity-table test-ray test-platforms demo-model hostile damage fuzz chaos broken-transfers evaluation soak swaps drills releases load-check hostile-clients differential untraced-programs docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -187,6 +187,13 @@ hostile-clients: $(READY) ## an honest client beside hostile ones and 10,000 con
 
 differential: $(READY) ## 100,000 calls of random functions beside jax.jit (30 minutes); writes its figures
 	PREJIT_DIFFERENTIAL_CHECKS=100000 $(BIN)/python -m pytest $(CAMPAIGN) -n0 tests/campaigns/test_differential.py
+
+UNTRACED = $(PREJIT_TEST_ENVIRONMENTS)/programs
+untraced-programs: $(READY) ## 34 public JAX programs under `prejit run` without tracing (installs their libraries, 2 GB; an hour)
+	test -d $(UNTRACED) || $(PYTHON) -m venv $(UNTRACED)
+	$(UNTRACED)/bin/python -m pip install --quiet --editable runtime --editable server --editable compiler mujoco-mjx brax numpyro \
+		blackjax diffrax equinox flax optax dm-haiku optimistix jaxopt e3nn-jax jraph tinygp jax-md distrax penzai gymnax evosax
+	$(UNTRACED)/bin/python -m tests.campaigns.untraced_programs
 
 docs: $(READY) $(DOCS_READY) ## generate the reference pages, build the documentation site into site/ and check its links
 	$(BIN)/python docs/generate.py
