@@ -225,7 +225,7 @@ class Decoding:
         if self.model is None:
             from prejit.runtime.generation.draft_model import DraftModel  # few bundles have one
 
-            self.model = DraftModel(draft)
+            self.model = DraftModel(draft, token_counts)
         return True
 
     def _pace(self, source: str) -> DraftPace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from prejit.runtime.format.checks.program_interfaces import (
     is_rewindable,
     source_array,
 )
+from prejit.runtime.format.names import DRAFT
 from prejit.runtime.programs.ready_programs import Programs
 
 
@@ -62,9 +64,7 @@ class DecoderPrograms:
         self.paces: dict[str, Any] = {}
         self.draft: DecoderPrograms | None = None
         if (draft := programs.config.draft) is not None and draft is not decoder:
-            from prejit.runtime.generation.draft_model import DraftPrograms  # few have any
-
-            self.draft = DraftPrograms(draft, programs, device)
+            self.draft = DecoderPrograms(draft, programs, device)
         self.cache = cache_arrays(decoder)  # check_config has parsed them
         self.source = source_array(decoder)
         self.is_rewindable = is_rewindable(decoder)
@@ -72,8 +72,12 @@ class DecoderPrograms:
         self._zeros: dict[tuple[int, Any], DeviceArray] = {}
 
     def entries(self) -> Iterable[ProgramEntry]:
-        """Return the programs, among others that are not the decoder's."""
-        return self.programs.table.values()
+        """Return the programs, among others; those of a draft model alone, with the kinds of a decoder's."""
+        table = self.programs.table.values()
+        if self.decoder is not self.programs.config.draft:
+            return table
+        own = (each for each in table if each.kind.startswith(DRAFT))
+        return [replace(each, kind=each.kind.removeprefix(DRAFT)) for each in own]
 
     # ------------------------------------------------------------------ which program
 

@@ -7,17 +7,13 @@ request, so that sampling draws the same random numbers. The decoder verifies th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, final
 
 import numpy as np
 
 from prejit.runtime.device.transfer import DeviceArray, to_numpy
-from prejit.runtime.format.bundle_schema import ProgramEntry
-from prejit.runtime.format.names import DRAFT
-from prejit.runtime.generation.decode import token_counts
 from prejit.runtime.generation.decoder_programs import DecoderPrograms, common_length
 from prejit.runtime.generation.kv_cache import KVCache
 from prejit.runtime.generation.options import Namespace, Sampling
@@ -31,22 +27,15 @@ _MOST_STEPS = 2
 
 
 @final
-class DraftPrograms(DecoderPrograms):
-    """The programs of a draft model, as if it were the only decoder of the bundle."""
-
-    def entries(self) -> Iterable[ProgramEntry]:
-        """Return its programs, with the kinds of a decoder's."""
-        own = (each for each in self.programs.table.values() if each.kind.startswith(DRAFT))
-        return (replace(each, kind=each.kind.removeprefix(DRAFT)) for each in own)
-
-
-@final
 class DraftModel:
     """The draft model of a bundle over one text at a time. Its cache grows as the decoder's."""
 
-    def __init__(self, decoder: DecoderPrograms) -> None:
-        """Take its programs. The first draft allocates the cache."""
+    def __init__(
+        self, decoder: DecoderPrograms, counts: Callable[[Row, int], np.ndarray[Any, Any]]
+    ) -> None:
+        """Take its programs, and what counts the tokens of a row. The first draft allocates the cache."""
         self._decoder = decoder
+        self._counts = counts
         self._batch = decoder.batches[0]
         self._cache: KVCache | None = None
         self._held: list[int] = []  # the text whose positions the cache has
@@ -129,7 +118,7 @@ class DraftModel:
             self._sampling = sampling, place_sampling(self._decoder, alone, [0] * self._batch)
         if sampling.needs_history or self._history is None:
             counts = np.zeros((self._batch, vocab), np.int32)
-            counts[0] = token_counts(row, vocab)
+            counts[0] = self._counts(row, vocab)
             self._history = self._decoder.device.put(counts)
         return {**self._sampling[1], "history": self._decoder.zeros(self._batch, np.int32)}
 
