@@ -79,13 +79,14 @@ def build(
     cache_dtype="float32",
     forms=None,
     adapters=None,
+    draft=None,
     quick=True,
 ):
     """A bundle for this machine in a directory, compiled as far as a build cache does not have it.
 
-    `forms` is a table of measured forms, for `--forms`; `adapters` are slots and rank of [adapters]. A
-    `quick` build is one of quick_compiling.py. What a dtype costs in accuracy is not measured: that takes
-    more programs than the bundle has.
+    `forms` is a table of measured forms, for `--forms`; `adapters` are slots and rank of [adapters], `draft`
+    source and dtype of [draft]. A `quick` build is one of quick_compiling.py. What a dtype costs in accuracy
+    is not measured: that takes more programs than the bundle has.
     """
     manifest = directory / "decoder.toml"
     manifest.write_text(
@@ -94,6 +95,7 @@ def build(
         f"[generate]\nbatch = {list(batch)}\nprompt = {list(prompt)}\ncontext = {list(context)}\n"
         f"draft_tokens = {draft_tokens}\ncache_dtype = {json.dumps(cache_dtype)}\n"
         + ("" if adapters is None else "[adapters]\nslots = {}\nrank = {}\n".format(*adapters))
+        + ("" if draft is None else '[draft]\nsource = "{}"\ndtype = "{}"\n'.format(*draft))
         + '[[target]]\nname = "cpu-host"\n'
     )
     command = ("build", str(manifest), "-o", str(directory), "--cache", str(cache))

@@ -5,6 +5,7 @@
                                      accuracy, evaluation; it needs one of the next two
     [generate]    Generate           batch, prompt, context, draft_tokens, cache_dtype, source,
                                      images
+    [draft]       DraftTable         source, dtype: a smaller model that guesses tokens
     [adapters]    AdapterSlots       slots, rank, targets
     [encode]      Encode             shapes, images
                                      heads,
@@ -27,7 +28,7 @@ import itertools
 import keyword
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -138,6 +139,21 @@ class Generate:
     cache_dtype: str = "float32"
     source: tuple[int, ...] = ()
     images: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTable:
+    """`[draft]`: a smaller model that guesses up to `draft_tokens` tokens, which the model then verifies.
+
+    Attributes:
+        source: as of the model.
+        dtype: dtype in which its matrices are stored.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    source: str
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +367,7 @@ class Manifest:
         bundle: the bundle that the build writes.
         model: a decoder, with `generate`, or an encoder, with `encode`.
         generate: the buckets of a decoder.
+        draft: the model that guesses tokens for a decoder; None: none.
         adapters: the adapters that a decoder takes while it runs; None: none.
         encode: the buckets of an encoder.
         slo: the limits that a release has to keep; None: none but the defaults.
@@ -364,6 +381,7 @@ class Manifest:
     bundle: BundleTable
     model: Model | None
     generate: Generate | None
+    draft: DraftTable | None
     adapters: AdapterSlots | None
     encode: Encode | None
     slo: ReleaseLimits | None
@@ -382,6 +400,7 @@ class Manifest:
         libraries: Library | Iterable[Library] = (),
         model: Model | None = None,
         generate: Generate | None = None,
+        draft: DraftTable | None = None,
         adapters: AdapterSlots | None = None,
         encode: Encode | None = None,
         slo: ReleaseLimits | None = None,
@@ -400,6 +419,7 @@ class Manifest:
             "bundle": BundleTable(bundle) if isinstance(bundle, str) else bundle,
             "model": model,
             "generate": generate,
+            "draft": draft,
             "adapters": adapters,
             "encode": encode,
             "slo": slo,
@@ -416,6 +436,20 @@ class Manifest:
     def has_own_model(self) -> bool:
         """Whether the model is a decoder of the user."""
         return self.model is not None and self.model.module is not None
+
+    @property
+    def of_draft(self) -> Manifest | None:
+        """The manifest that has the draft model as its model, in the smallest batch; None: there is none."""
+        if self.draft is None or self.generate is None:
+            return None
+        sizes = replace(self.generate, batch=self.generate.batch[:1], draft_tokens=0)
+        return Manifest(
+            self.bundle,
+            targets=self.targets,
+            model=Model(self.draft.source, dtype=self.draft.dtype),
+            generate=sizes,
+            path=self.path,
+        )
 
     @property
     def reads_images(self) -> bool:

@@ -32,7 +32,7 @@ from prejit.compiler.manifest.valid_values import (
 )
 from prejit.runtime.format.arrays import MESH_AXES
 from prejit.runtime.format.checks.seldom_parts import HANDLER_NAME
-from prejit.runtime.format.names import ADAPTABLE_KINDS, ADAPTED
+from prejit.runtime.format.names import ADAPTABLE_KINDS, ADAPTED, DRAFT
 
 Problems = Iterator[tuple[KeyPath, str]]
 """Pairs of a key and what is wrong with it, in the order of the file where that is easy."""
@@ -47,6 +47,7 @@ OWN_NAMES = (
     *("copy", "encode", "images", "image-prefill"),
     *ADAPTABLE_KINDS,
     *(f"{ADAPTED}{kind}" for kind in ADAPTABLE_KINDS),
+    *(f"{DRAFT}{kind}" for kind in ("prefill", "decode", "copy")),
 )
 """The names of a model's programs, which a [[program]] cannot have."""
 
@@ -81,6 +82,8 @@ def value_problems(data: dict[str, Any], directory: Path) -> Problems:
     if "module" in table(data.get("model")):
         yield from _own_model_problems(data, directory)
     yield from _generate_problems(table(data.get("generate")))
+    yield from _source_problems("draft", table(data.get("draft")), directory)
+    yield from section_checks.draft_problems(data)
     yield from section_checks.adapter_problems(data)
     yield from section_checks.image_problems(data)
     if "encode" in data:
@@ -104,6 +107,7 @@ def _number_problems(data: dict[str, Any]) -> Problems:
     batches, contexts, *sizes_of = (len(_items(generate.get(name))) for name in names)
     counts: list[tuple[KeyPath, int]] = [
         (("generate",), batches * contexts * (4 + sum(sizes_of))),
+        (("draft",), contexts * (3 + sizes_of[0]) * ("draft" in data)),
         (("encode", "shapes"), 3 * len(_items(encode.get("shapes")))),
         (("encode", "packed"), 3 * len(_items(encode.get("packed")))),
         (("encode", "images"), len(_items(encode.get("images")))),
@@ -177,17 +181,22 @@ def _bundle_problems(bundle: dict[str, Any], directory: Path) -> Problems:
         yield ("bundle", "license"), no_such_path("file", license_path, directory)
 
 
-def _model_problems(model: dict[str, Any], directory: Path) -> Problems:
-    source, dtype, text = (model.get(key) for key in ("source", "dtype", "evaluation"))
+def _source_problems(section: str, model: dict[str, Any], directory: Path) -> Problems:
+    source, dtype = (model.get(key) for key in ("source", "dtype"))
     if isinstance(source, str):
         if "://" in source:
             if not re.fullmatch(r"hf://[\w.-]+/[\w.-]+(?:@[\w./-]+)?", source, re.ASCII):
-                yield ("model", "source"), wrong(expected("model.source"), source)
+                yield (section, "source"), wrong(expected("model.source"), source)
         elif not source or not (os.path.isdir(directory / source) or source.endswith(".gguf")):
-            yield ("model", "source"), no_such_path("directory", source, directory)
+            yield (section, "source"), no_such_path("directory", source, directory)
     if isinstance(dtype, str) and dtype not in DTYPES:
         problem = wrong(expected("model.dtype"), dtype, did_you_mean(dtype, DTYPES))
-        yield ("model", "dtype"), problem
+        yield (section, "dtype"), problem
+
+
+def _model_problems(model: dict[str, Any], directory: Path) -> Problems:
+    text = model.get("evaluation")
+    yield from _source_problems("model", model, directory)
     if isinstance(text, str) and not os.path.isfile(directory / text):
         yield ("model", "evaluation"), no_such_path("file", text, directory)
     if text is not None and model.get("accuracy") is False:

@@ -20,6 +20,7 @@ from prejit.compiler.manifest.manifest import (
     AdapterSlots,
     AnswersTable,
     BundleTable,
+    DraftTable,
     Encode,
     Generate,
     Library,
@@ -108,6 +109,7 @@ SECTIONS: dict[str, tuple[type[Any], bool]] = {
     "bundle": (BundleTable, False),
     "model": (Model, False),
     "generate": (Generate, False),
+    "draft": (DraftTable, False),
     "adapters": (AdapterSlots, False),
     "encode": (Encode, False),
     "slo": (ReleaseLimits, False),
@@ -288,6 +290,7 @@ _NARROWED: dict[str, dict[str, dict[str, Any]]] = {
         "cache_dtype": {"enum": list(CACHE_DTYPES)},
         "images": {"items": _SIZE, "uniqueItems": True},
     },
+    "draft": {"dtype": {"enum": list(DTYPES)}},
     "adapters": {
         "slots": {"minimum": 1, "maximum": MAX_SLOTS},
         "rank": {"minimum": 1, "maximum": MAX_RANK},

@@ -172,6 +172,7 @@ def read_manifest(path: str | Path) -> Manifest:
         sections["bundle"],
         model=sections.get("model"),
         generate=sections.get("generate"),
+        draft=sections.get("draft"),
         adapters=sections.get("adapters"),
         encode=sections.get("encode"),
         slo=sections.get("slo"),
@@ -195,6 +196,7 @@ def check_manifest(manifest: Manifest) -> Manifest:
         manifest.bundle,
         model=manifest.model,
         generate=sections.get("generate"),
+        draft=sections.get("draft"),
         adapters=sections.get("adapters"),
         encode=sections.get("encode"),
         slo=manifest.slo,
@@ -234,7 +236,7 @@ def _fields(value: Any) -> dict[str, Any]:
     return {each.name: getattr(value, each.name) for each in fields(value)}
 
 
-_OF_DATA = ("generate", "adapters", "encode", "slo")
+_OF_DATA = ("generate", "draft", "adapters", "encode", "slo")
 """The sections that hold nothing but what TOML can write."""
 
 

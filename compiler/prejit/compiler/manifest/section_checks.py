@@ -1,4 +1,4 @@
-"""Rules of `[adapters]`, `[slo]`, of heads and answers, images in prompts, and dtypes of own models."""
+"""Rules of `[draft]`, `[adapters]`, `[slo]`, heads and answers, images in prompts, dtypes of own models."""
 
 from __future__ import annotations
 
@@ -39,6 +39,32 @@ def adapter_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
         )
     if generate.get("source"):
         yield ("adapters",), "expected none beside generate.source: an encoder-decoder takes none"
+
+
+def draft_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+    """Find what is wrong with a draft model."""
+    if "draft" not in data:
+        return
+    model, generate = (table(data.get(name)) for name in ("model", "generate"))
+    if "encode" in data:
+        yield ("draft",), "expected none beside [encode]: an encoder gives no tokens"
+    if "mesh" in data:
+        yield ("draft",), "expected none beside [mesh]: a draft model runs on one device"
+    if "source" not in model or "module" in model:
+        yield ("draft",), "expected a [model] with a source, and no module, beside it"
+    for name in ("source", "images"):
+        if generate.get(name):
+            yield ("draft",), f"expected none beside generate.{name}: it guesses for prompts alone"
+    if "generate" in data and not generate.get("draft_tokens"):
+        wanted = "expected 1 or more, such as 4, beside [draft], whose guesses the model verifies"
+        yield ("generate", "draft_tokens"), f"{wanted}; found 0"
+    for index, program in enumerate(_tables(data.get("program"))):
+        if program.get("name") == "draft":  # its tensors would have such names
+            yield ("program", index, "name"), "expected another name beside [draft]; found 'draft'"
+
+
+def _tables(value: Any) -> list[dict[str, Any]]:
+    return [table(each) for each in value] if isinstance(value, list) else []
 
 
 def image_problems(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 
 from prejit.compiler.manifest.manifest import REPEAT
 from prejit.runtime.format.checks.encoder_interfaces import IMAGE_PREFILL, encoder_bucket_name
-from prejit.runtime.format.names import ADAPTABLE_KINDS, ADAPTED
+from prejit.runtime.format.names import ADAPTABLE_KINDS, ADAPTED, DRAFT
 
 if TYPE_CHECKING:
     from prejit.compiler.manifest.manifest import Encode, Generate, Manifest, Program
 
 ENCODER_KINDS = ("embed", "layer", "pool")
 """The kinds of an encoder's programs, in the order in which they run."""
+DRAFT_SECTION = "draft"
+"""The section of a manifest with a draft model; with a colon it begins the names of the model's tensors."""
 IMAGE = "image"
 """The kind of the programs that read images."""
 
@@ -26,12 +28,12 @@ class ProgramSpec:
 
     Attributes:
         name: `decode/b1-c128`, `prefill/b1-t16-c128`, `verify/b1-k8-c128`, `copy/b1-c128-to-b4-c128`,
-            `encode/b1-n64-c128`, `adapted-decode/b1-c128`, `image-prefill/b1-t64-c128`,
-            `encode/b8-t128/layer`, `encode/b1-t1024-s256/layer`, `images/b4`, `score/batch8`,
-            `score/batch8-mode=fast`, `score`.
+            `encode/b1-n64-c128`, `adapted-decode/b1-c128`, `draft-decode/b1-c128`,
+            `image-prefill/b1-t64-c128`, `encode/b8-t128/layer`, `encode/b1-t1024-s256/layer`, `images/b4`,
+            `score/batch8`, `score/batch8-mode=fast`, `score`.
         kind: as in `bundle_schema.ProgramEntry`.
         bucket: static sizes by name.
-        section: name of the [[program]] that it comes from; empty for programs of the model.
+        section: name of the [[program]] that it comes from, or `draft`; empty for programs of the model.
         static: values of static arguments by name.
         mask: name or position of the argument that masks padding; empty: there is none.
         pad: variables that a caller may have less of.
@@ -54,6 +56,8 @@ def program_specs(manifest: Manifest) -> tuple[ProgramSpec, ...]:
     if (sizes := manifest.generate) is not None:
         own = [*decoder_specs(sizes)]
         specs += own if manifest.adapters is None else [*own, *adapted_specs(own)]
+        if (draft := manifest.of_draft) is not None and draft.generate is not None:
+            specs += draft_specs(decoder_specs(draft.generate))
     if manifest.encode is not None:
         specs += encoder_specs(manifest.encode)
     for program in manifest.programs:
@@ -145,6 +149,18 @@ def adapted_specs(specs: Iterable[ProgramSpec]) -> Iterator[ProgramSpec]:
         if spec.kind in ADAPTABLE_KINDS:
             name, kind = (f"{ADAPTED}{text}" for text in (spec.name, spec.kind))
             yield replace(spec, name=name, kind=kind)
+
+
+def draft_specs(specs: Iterable[ProgramSpec]) -> Iterator[ProgramSpec]:
+    """Yield the programs of a draft model, from those that its own bundle would have."""
+    for spec in specs:
+        name, kind = (f"{DRAFT}{text}" for text in (spec.name, spec.kind))
+        yield replace(spec, name=name, kind=kind, section=DRAFT_SECTION)
+
+
+def undrafted(spec: ProgramSpec) -> ProgramSpec:
+    """Return a program of a draft model as one of a model of its own; others as they are."""
+    return replace(spec, kind=spec.kind.removeprefix(DRAFT))
 
 
 def encoder_specs(encode: Encode) -> Iterator[ProgramSpec]:

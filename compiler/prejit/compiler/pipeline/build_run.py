@@ -196,12 +196,14 @@ def begin(manifest: Manifest, only: tuple[str, ...], service: Services) -> Begun
     """Plan a build, submit its programs, and pack its weights while they are compiled."""
     store, progress, name = service.store, service.progress, manifest.bundle.name
     check_place(name, service.output)
-    directory = _fetch(manifest)
+    directory, draft = _fetch(manifest), _fetch(manifest.of_draft)
     _note_reads(manifest, progress)
-    forms, fetched = (None if path is None else str(path) for path in (service.forms, directory))
-    options = PlanOptions(only, forms, fetched, service.retrace)
+    forms, fetched, drafts = (
+        None if path is None else str(path) for path in (service.forms, directory, draft)
+    )
+    options = PlanOptions(only, forms, fetched, drafts, service.retrace)
     plan = plan_build(manifest, store, options)
-    published, rounded = find_published(manifest, plan.model), None
+    published, rounded = find_published(manifest, plan.model, plan.draft), None
     if published is not None and plan.model is not None and plan.model.chosen is None:
         unmeasured = Workspace.of(plan, store, progress)
         check(unmeasured, published.checkpoint)
@@ -307,8 +309,7 @@ def _pack(begun: Begun, targets: tuple[CompiledTarget, ...], service: Services) 
     bundle = pack_bundle(manifest.bundle.name, packed, manifest.slo)
     path, written = write(bundle, service.output, progress)
     digest = digest_of(bundle.index)
-    files = () if begun.published is None else begun.published.of_model
-    provenance = partial(build_provenance, space.plan, targets, files, store, digest)
+    provenance = partial(build_provenance, space.plan, targets, begun.published, store, digest)
     attach_descriptions(path, digest, provenance)
     compiled = _compiled_here(begun, service)
     built = tuple(
@@ -351,8 +352,8 @@ def _with_lost_frames(
     )
 
 
-def _fetch(manifest: Manifest) -> Path | None:
-    if manifest.model is None or manifest.model.source is None:
+def _fetch(manifest: Manifest | None) -> Path | None:
+    if manifest is None or manifest.model is None or manifest.model.source is None:
         return None
     weights = not manifest.has_own_model
     return resolve_source(manifest.model.source, manifest.directory, weights=weights)

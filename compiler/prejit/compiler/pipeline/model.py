@@ -210,6 +210,11 @@ def weight_digests(
     return (*file_digests(weights.directory, weights.files, digest), *adapters)
 
 
+def named_draft(files: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """Return the files of a draft model under names that the model's own do not have."""
+    return tuple((f"draft: {name}", digest) for name, digest in files)
+
+
 def cache_dtype(manifest: Manifest) -> str:
     """Return the dtype of the KV cache; an encoder, which has none, computes in float32."""
     return "float32" if manifest.generate is None else manifest.generate.cache_dtype

@@ -22,7 +22,7 @@ from prejit.compiler.checkpoint.model_source import find_source
 from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.lowering.user.trace_inputs import Present
 from prejit.compiler.manifest.manifest import Manifest
-from prejit.compiler.manifest.specs import ProgramSpec, program_specs
+from prejit.compiler.manifest.specs import ProgramSpec, program_specs, undrafted
 from prejit.compiler.native.form_table import (
     FormChoice,
     FormTable,
@@ -63,8 +63,9 @@ from prejit.compiler.targets.toolchain import Toolchain, host_toolchain, read_tu
 from prejit.runtime.base.typed_json import from_plain
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.bundle_schema import Segment
+from prejit.runtime.format.names import DRAFT
 
-_WITHOUT_KERNELS = ("copy", "embed", "call")
+_WITHOUT_KERNELS = ("copy", "draft-copy", "embed", "call")
 """The kinds of programs that call no kernels."""
 
 
@@ -198,6 +199,7 @@ class Plan:
         libraries: the user's own libraries.
         own: what is known of the user's decoder; None: there is none, or it has to be read.
         own_trace: what the store knows of it; None: it is read at every build.
+        draft: the files of the draft model; None: there is none, or it was not fetched yet.
     """
 
     manifest: Manifest
@@ -208,6 +210,15 @@ class Plan:
     libraries: tuple[ReadLibrary, ...] = ()
     own: OwnFacts | None = None
     own_trace: Known | None = None
+    draft: ModelFiles | None = None
+
+    @property
+    def of_draft(self) -> Plan | None:
+        """The plan of the draft model alone, without programs; None: there is none, or it was not fetched."""
+        manifest = self.manifest.of_draft
+        if manifest is None or self.draft is None:
+            return None
+        return replace(self, manifest=manifest, model=self.draft, draft=None, programs=())
 
     @property
     def handlers(self) -> tuple[str, ...]:
@@ -231,7 +242,8 @@ class PlanOptions:
     Attributes:
         only: names of targets; empty: all targets of the manifest.
         forms: path of a table of measured forms, which goes before the store's and the recorded one.
-        directory: path of the model directory, if it was fetched for this build; None: a local one.
+        directory, draft: paths of the directories of the model and of the draft model, if they were fetched
+            for this build; None: a local one.
         retrace: whether the user's code is traced again, whatever the store has.
         bits: the dtypes of an encoder's matrices, as `ModelFiles.chosen`; None: those that the store has.
     """
@@ -239,6 +251,7 @@ class PlanOptions:
     only: tuple[str, ...] = ()
     forms: str | None = None
     directory: str | None = None
+    draft: str | None = None
     retrace: bool = False
     bits: tuple[tuple[str, str], ...] | None = None
 
@@ -264,11 +277,9 @@ def plan_build(
                 f"{manifest.where}: target {target.name}: {reason}",
                 hint="leave the target out, or pass --skip-unbuildable",
             )
-    source = None if manifest.model is None or manifest.has_own_model else manifest.model.source
-    directory = None if options.directory is None else Path(options.directory)
-    if directory is None and source is not None:
-        directory = find_source(source, manifest.directory)
-    model = None if directory is None else find_model(manifest, targets, directory)
+    model = _found_model(manifest, targets, options.directory)
+    drafts = manifest.of_draft
+    draft = None if drafts is None else _found_model(drafts, targets, options.draft)
     if model is not None and chooses_bits(manifest, model):
         chosen_bits = options.bits
         if chosen_bits is None:
@@ -305,9 +316,10 @@ def plan_build(
             if spec.kind != "call":
                 key = own_lower_key(manifest, spec, lowered.portable.raw_digest)
             return PlannedProgram(spec, key, lowered, known)
-        if model is None or model.chosen is None:
+        whole, files = (drafts, draft) if spec.kind.startswith(DRAFT) else (manifest, model)
+        if whole is None or files is None or files.chosen is None:
             return PlannedProgram(spec)
-        key = lower_key(manifest, model, spec)
+        key = lower_key(whole, files, undrafted(spec))
         return PlannedProgram(spec, key, find_lowered(key, store))
 
     own, own_trace = None, traced(None) if manifest.has_own_model else None
@@ -328,7 +340,19 @@ def plan_build(
         libraries,
         own,
         own_trace,
+        draft,
     )
+
+
+def _found_model(
+    manifest: Manifest, targets: tuple[Target, ...], fetched: str | None
+) -> ModelFiles | None:
+    """Return the files of a published model; None: there is none, or it was not fetched yet."""
+    source = None if manifest.model is None or manifest.has_own_model else manifest.model.source
+    directory = None if fetched is None else Path(fetched)
+    if directory is None and source is not None:
+        directory = find_source(source, manifest.directory)
+    return None if directory is None else find_model(manifest, targets, directory)
 
 
 def stored_bits(

@@ -19,6 +19,7 @@ from prejit.compiler.pipeline.model import (
     check_configuration,
     chooses_bits,
     int4_text,
+    named_draft,
     open_weights,
     weight_digests,
 )
@@ -144,11 +145,13 @@ class Published:
         checkpoint: the tensors.
         hashed: its files, by path.
         texts: the files of a text that decides how weights are stored.
+        draft: those of the draft model; None: there is none.
     """
 
     checkpoint: Checkpoint
     hashed: Mapping[Path, HashedFile]
     texts: tuple[HashedFile, ...]
+    draft: Published | None = None
 
     @property
     def files(self) -> tuple[tuple[str, str], ...]:
@@ -160,14 +163,21 @@ class Published:
         return weight_digests(self.checkpoint, lambda path: self.hashed[path].digest())
 
     @property
+    def all_files(self) -> Digests:
+        """The files of the model and of the draft model, each with its digest. Raises as `files`."""
+        return (*self.files, *(() if self.draft is None else named_draft(self.draft.files)))
+
+    @property
     def outlines(self) -> Digests:
-        """The files, each with its outline."""
-        return weight_digests(self.checkpoint, lambda path: self.hashed[path].outline())
+        """All files, each with its outline."""
+        own = weight_digests(self.checkpoint, lambda path: self.hashed[path].outline())
+        return (*own, *(() if self.draft is None else named_draft(self.draft.outlines)))
 
     @property
     def are_known(self) -> bool:
         """Whether the digests of all files are known."""
-        return all(each.is_known for each in self.hashed.values())
+        draft = self.draft is None or self.draft.are_known
+        return draft and all(each.is_known for each in self.hashed.values())
 
     @property
     def of_model(self) -> tuple[tuple[str, str], ...]:
@@ -183,10 +193,14 @@ class Published:
         """
         for each in (*self.hashed.values(), *self.texts):
             each.check_unchanged()
+        if self.draft is not None:
+            self.draft.check_unchanged()
 
 
-def find_published(manifest: Manifest, model: ModelFiles | None) -> Published | None:
-    """Open the weights of a model, and hash none of them yet. None: it has no published model.
+def find_published(
+    manifest: Manifest, model: ModelFiles | None, draft: ModelFiles | None = None
+) -> Published | None:
+    """Open the weights of a model and its draft model, and hash none yet. None: it has no published model.
 
     Raises:
         CheckpointError, StoreError: files are missing, or the configuration changed.
@@ -205,7 +219,9 @@ def find_published(manifest: Manifest, model: ModelFiles | None) -> Published | 
     ):
         tokenizer = model.transformer / "tokenizer.json"
         texts = [manifest.resolve(text), *([tokenizer] * tokenizer.is_file())]
-    return Published(checkpoint, hashed, tuple(map(HashedFile, texts)))
+    of_draft = manifest.of_draft
+    drafts = None if of_draft is None else find_published(of_draft, draft)
+    return Published(checkpoint, hashed, tuple(map(HashedFile, texts)), drafts)
 
 
 @dataclass(frozen=True)
@@ -251,7 +267,7 @@ class ResultOfFiles:
 
     @property
     def _key(self) -> Key:
-        return self.key_of(() if self.published is None else self.published.files)
+        return self.key_of(() if self.published is None else self.published.all_files)
 
     @property
     def _outline(self) -> Key:

@@ -138,6 +138,7 @@ def weights_key(
     user: Mapping[str, Contents],
     own: Contents | None = None,
     own_orders: Mapping[str, tuple[int, ...]] | None = None,
+    draft: ModelFiles | None = None,
 ) -> Key:
     """Return the key of the weights layer.
 
@@ -145,9 +146,9 @@ def weights_key(
     hash all tensors takes as long: for 500 MB 1.0 s of CPU time, and to convert them 0.8 s (bfloat16) to
     1.5 s (float32), 2026-11-22.
 
-    `files` are those of the checkpoint, `user` the parameters of the user's functions by section, and
-    `own` those of the user's decoder (None: the manifest has none). `own_orders` has those whose axes are
-    stored in another order, with that order.
+    `files` are those of the checkpoint, and of that of `draft`, the draft model. `user` has the parameters of
+    the user's functions by section, and `own` those of the user's decoder (None: the manifest has none).
+    `own_orders` has those whose axes are stored in another order, with that order.
     """
     ingredients = [("our code", code_digest(*PACKING))]
     if own is not None:
@@ -165,6 +166,11 @@ def weights_key(
             ("matrices", model.matrices),
             *_int4_text(manifest, model),
             *_files(files),
+        ]
+    if draft is not None and manifest.draft is not None:
+        ingredients += [
+            ("draft dtype", manifest.draft.dtype),
+            ("draft matrices", draft.matrices),
         ]
     for section, contents in user.items():
         for name, content in contents.items():

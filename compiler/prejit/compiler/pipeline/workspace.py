@@ -61,8 +61,8 @@ class UserCode:
 class Workspace:
     """What the steps of one build share: the plan as far as it is known, and how the rest is read and kept.
 
-    `model` and `code` read the model and import the user's code on the first call, and return the same value
-    on later ones.
+    `model`, `draft_model` and `code` read the models and import the user's code on the first call, and return
+    the same value on later ones.
     """
 
     plan: Plan
@@ -70,20 +70,29 @@ class Workspace:
     code: Callable[[], UserCode]
     store: Store
     progress: Progress
+    draft_model: Callable[[], ModelSource]
 
     @classmethod
     def of(cls, plan: Plan, store: Store, progress: Progress) -> Workspace:
         """Return the workspace of a plan. Nothing is read yet."""
 
-        def model() -> ModelSource:
-            assert plan.model is not None
-            found = read_model(plan.manifest, plan.model)
-            check_configuration(plan.model)
+        def model(of: Plan | None) -> ModelSource:
+            assert of is not None
+            assert of.model is not None
+            found = read_model(of.manifest, of.model)
+            check_configuration(of.model)
             return found
 
+        models = (cache(partial(model, each)) for each in (plan, plan.of_draft))
         out_in = stores_out_in(plan.manifest, plan.targets)
         code = partial(find_code, plan.manifest, out_in=out_in)
-        return cls(plan, cache(model), cache(code), store, progress)
+        return cls(plan, next(models), cache(code), store, progress, next(models))
+
+    @property
+    def of_draft(self) -> Workspace | None:
+        """The workspace of the draft model as if it were alone; None: there is none."""
+        plan = self.plan.of_draft
+        return None if plan is None else replace(self, plan=plan, model=self.draft_model)
 
     def with_plan(self, plan: Plan) -> Workspace:
         """Return the workspace with another plan of the same manifest."""

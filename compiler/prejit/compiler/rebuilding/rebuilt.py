@@ -109,10 +109,15 @@ def _read_manifest(recorded: Recorded, path: Path) -> Manifest:
     problems += _changed(recorded, "manifest", path.parent)
     if not problems:
         manifest = read_manifest(path)
-        if manifest.model is not None and manifest.model.source is not None:
-            weights = any(source.base == "model" for source in recorded.sources)
-            directory = resolve_source(manifest.model.source, manifest.directory, weights=weights)
-            problems += _changed(recorded, "model", directory)
+        models: tuple[tuple[Base, Manifest | None], ...] = (
+            ("model", manifest),
+            ("draft", manifest.of_draft),
+        )
+        for base, of in models:
+            if of is not None and of.model is not None and of.model.source is not None:
+                weights = any(source.base == base for source in recorded.sources)
+                directory = resolve_source(of.model.source, of.directory, weights=weights)
+                problems += _changed(recorded, base, directory)
     if problems:
         listed = "\n".join(f"  {each}" for each in problems)
         raise BuildError(

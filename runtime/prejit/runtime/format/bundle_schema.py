@@ -124,7 +124,7 @@ class ProgramEntry:
     Attributes:
         name: unique in the bundle: `decode/b1-c128`, `prefill/b1-t16-c128`, `encode/b1-t16/layer`, `score`.
         kind: `prefill`, `decode`, `verify`, `copy` (of a decoder), `embed`, `layer`, `pool` (of an encoder),
-            `image`, `call`.
+            `image`, `call`; those of a draft model begin with `draft-`.
         bucket: the static sizes, by name.
         key: digest of everything the executable was made from (cache key).
         arguments, results: those after the weights, and the results, each as the text of an `Array`.
@@ -473,6 +473,7 @@ class Config:
         chunks: the chunks of large layers, by media type; None: there are none.
         recorded: files of jax's cache, sorted, of a target without programs of its own; None: there are none.
         libraries: the user's own libraries that programs call, sorted by digest; None: they call none.
+        draft: a smaller decoder of the same tokens, whose guesses `decoder` verifies; None: there is none.
     """
 
     format: int
@@ -494,3 +495,4 @@ class Config:
     chunks: dict[str, Chunks] | None = None
     recorded: tuple[RecordedProgram, ...] | None = None
     libraries: tuple[UserLibrary, ...] | None = None
+    draft: Decoder | None = None

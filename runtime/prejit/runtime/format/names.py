@@ -90,3 +90,5 @@ def handler_target(symbol: str, library: str) -> str:
 
 ADAPTED, ADAPTABLE_KINDS = "adapted-", ("prefill", "decode", "verify")
 """The beginning of the kinds whose rows may have adapters, and the kinds that exist with it, too."""
+DRAFT = "draft-"
+"""The beginning of the kinds of a draft model's programs."""

@@ -11,6 +11,7 @@ from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import Config, Decoder
 from prejit.runtime.format.checks.adapter_stacks import stack_pairs
 from prejit.runtime.format.checks.program_interfaces import cache_arrays
+from prejit.runtime.format.names import DRAFT
 from prejit.runtime.generation.kv_cache import beside_bytes, cache_bytes
 
 CODE_TIMES = 25
@@ -37,6 +38,10 @@ class CacheBuckets(Protocol):
     def cache(self) -> Sequence[Array]:
         """The arrays of a cache, at one row and one position."""
 
+    @property
+    def draft(self) -> CacheBuckets | None:
+        """The sizes of the draft model's caches; None: there is none."""
+
 
 @dataclass(frozen=True, slots=True)
 class TableBuckets:
@@ -46,13 +51,19 @@ class TableBuckets:
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     cache: tuple[Array, ...]
+    draft: TableBuckets | None = None
 
     @classmethod
-    def of(cls, config: Config, decoder: Decoder) -> TableBuckets:
-        """Return those of a checked table and its decoder."""
-        buckets = [program.bucket for program in config.programs if program.kind == "decode"]
+    def of(cls, config: Config, decoder: Decoder, beginning: str = "") -> TableBuckets:
+        """Return those of a checked table and its decoder, whose programs' kinds begin so."""
+        kind = f"{beginning}decode"
+        buckets = [program.bucket for program in config.programs if program.kind == kind]
         batches, contexts = ({bucket[name] for bucket in buckets} for name in ("batch", "context"))
-        return cls(decoder, tuple(sorted(batches)), tuple(sorted(contexts)), cache_arrays(decoder))
+        draft = None
+        if config.draft is not None and not beginning:
+            draft = cls.of(config, config.draft, DRAFT)
+        sizes = tuple(sorted(batches)), tuple(sorted(contexts))
+        return cls(decoder, *sizes, cache_arrays(decoder), draft)
 
 
 def executables_bytes(config: Config) -> int:
@@ -90,4 +101,10 @@ def peak_bytes(buckets: CacheBuckets, batch: int, context: int, together: int) -
     ]
     aside = of(together, context) + 2 * of(buckets.batches[0], context)
     beside = beside_bytes(buckets.decoder, batch)
+    if (
+        draft := buckets.draft
+    ) is not None:  # one cache of its smallest batch, which grows likewise
+        beside += beside_bytes(draft.decoder, draft.batches[0])
+        longest = sorted(each for each in draft.contexts if each <= context)[-2:]
+        beside += sum(cache_bytes(draft.cache, draft.batches[0], each) for each in longest)
     return of(batch, context) + max(before, default=0) + aside + beside

@@ -102,7 +102,8 @@ class Batch(Slots):
         """
         with self._lock:
             tokens = sum(row.cached for row in self._rows if row is not None)
-            caches = (self._cache, self._growth)
+            model = None if self._decoding is None else self._decoding.model
+            caches = (self._cache, self._growth, model)
             return tokens, sum(each.size_bytes for each in caches if each is not None)
 
     def _free_slots(self) -> list[int]:

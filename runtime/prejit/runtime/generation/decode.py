@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
@@ -21,6 +21,10 @@ from prejit.runtime.generation.sampling import (
     place_sampling,
     read_logprob,
 )
+
+if TYPE_CHECKING:
+    from prejit.runtime.generation.draft_model import DraftModel
+    from prejit.runtime.generation.draft_pace import DraftPace
 
 CALL_SECONDS = 0.01
 """Target duration of one decode call in seconds. Small models run several steps per call to hide dispatch."""
@@ -67,6 +71,9 @@ class Decoding:
 
     What the programs need besides the cache (sampling arguments, token counts for penalties, last tokens and
     positions) stays on the device from call to call, until `reset`.
+
+    Attributes:
+        model: the draft model; None: no request has had a use for one.
     """
 
     def __init__(self, decoder: DecoderPrograms) -> None:
@@ -77,6 +84,7 @@ class Decoding:
         self._place: dict[str, DeviceArray] | None = None
         self._history: DeviceArray = None
         self._steps_of: dict[int, DeviceArray] = {}
+        self.model: DraftModel | None = None
 
     def reset(self, *, counts: bool) -> None:
         """Drop what depends on which rows are live. Call it when a row comes or goes.
@@ -99,15 +107,30 @@ class Decoding:
         Slots without a row are free. `meanwhile` is called once while the device computes.
         """
         live = {slot: row for slot, row in enumerate(rows) if row is not None}
-        drafts = {
-            slot: draft for slot, row in live.items() if (draft := self._draft(row, cache.context))
-        }
+        decode = self._decoder.decode_for(cache.batch, cache.context).name
+        guesses = self._has_draft_model(live)
+        looks_up = any(row.lookup is not None for row in live.values())
+        pace = self._pace("model" if guesses else "lookup") if guesses or looks_up else None
+        drafts: dict[int, list[int]] = {}
         started = time.perf_counter()
+        # All processes of a cluster must draft alike, and they measure different times.
+        if pace is not None and (self._decoder.device.in_cluster or pace.allows(decode)):
+            found = {slot: self._draft(row, cache.context) for slot, row in live.items()}
+            drafts = {slot: draft for slot, draft in found.items() if draft}
         inputs = self._arguments(rows, masks)
         if drafts:
-            return self._verify(cache, live, drafts, inputs, meanwhile)
-        call = self._decode(cache, live, inputs, meanwhile)
-        self._step_seconds = (time.perf_counter() - started) / call.width
+            call = self._verify(cache, live, drafts, inputs, meanwhile)
+        else:
+            call = self._decode(cache, live, inputs, meanwhile)
+        seconds = time.perf_counter() - started
+        has_read = guesses and self.model is not None and self.model.take_read()
+        if not drafts:
+            self._step_seconds = seconds / call.width
+        if pace is not None and (drafts or has_read):
+            tokens = sum(call.counts.values()) / len(live)
+            pace.verified(decode, call.program, tokens, seconds, once=has_read)
+        elif pace is not None:
+            pace.decoded(decode, call.width, seconds)
         return call
 
     def _decode(
@@ -182,12 +205,34 @@ class Decoding:
 
     def _draft(self, row: Row, context: int) -> list[int]:
         """Return the tokens that may follow a row's text, as many as there is room for."""
-        if row.lookup is None or row.is_masked:
-            return []
         room = context - len(row.token_ids)
         if row.left is not None:
             room = min(room, row.left - 1)
-        return row.lookup.draft(min(room, self._decoder.draft_tokens)) if room > 0 else []
+        count = min(room, self._decoder.draft_tokens)
+        if count < 1 or row.is_masked:
+            return []
+        if row.lookup is not None:
+            return row.lookup.draft(count)
+        return [] if self.model is None else self.model.draft(row, count, context)
+
+    def _has_draft_model(self, live: Mapping[int, Row]) -> bool:
+        """Return whether the draft model guesses for the only live row."""
+        if (draft := self._decoder.draft) is None or len(live) > 1:
+            return False
+        [row] = live.values()
+        if not row.request.draft or row.lookup is not None or row.is_masked:
+            return False
+        if self.model is None:
+            from prejit.runtime.generation.draft_model import DraftModel  # few bundles have one
+
+            self.model = DraftModel(draft, token_counts)
+        return True
+
+    def _pace(self, source: str) -> DraftPace:
+        from prejit.runtime.generation.draft_pace import DraftPace  # most requests have no drafts
+
+        pace: DraftPace = self._decoder.paces.setdefault(source, DraftPace())
+        return pace
 
     def _arguments(self, rows: Sequence[Row | None], masks: Masks) -> dict[str, DeviceArray]:
         """Return the sampling arguments and the token counts of all rows, on the device."""
@@ -203,13 +248,19 @@ class Decoding:
             counts = aligned_zeros((len(rows), vocab), np.dtype(np.int32))
             for slot, row in enumerate(rows):
                 if row is not None and row.request.sampling.needs_history:
-                    before = len(row.request.prompt)
-                    counts[slot] = history_row(row.request.prompt, row.token_ids[before:-1], vocab)
-                    if not row.generated:  # decode is about to count the prompt's last token
-                        counts[slot, row.token_ids[-1]] -= 2
+                    counts[slot] = token_counts(row, vocab)
             self._history = decoder.device.put(counts)
         given["history"] = self._history
         return given
+
+
+def token_counts(row: Row, vocab_size: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Return the token counts of a row for its penalties, int32 [V], without the last token of its text."""
+    before = len(row.request.prompt)
+    found = history_row(row.request.prompt, row.token_ids[before:-1], vocab_size)
+    if not row.generated:  # decode is about to count the prompt's last token
+        found[row.token_ids[-1]] -= 2
+    return found
 
 
 def _sampling_of(rows: Sequence[Row | None]) -> list[Sampling]:

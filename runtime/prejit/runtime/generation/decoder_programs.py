@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros
-from prejit.runtime.errors import ContextError, UsageError
+from prejit.runtime.errors import UsageError
 from prejit.runtime.format.bundle_schema import Decoder, ProgramEntry
 from prejit.runtime.format.checks.program_interfaces import (
     cache_arrays,
     is_rewindable,
     source_array,
 )
+from prejit.runtime.format.names import DRAFT
 from prejit.runtime.programs.ready_programs import Programs
 
 
@@ -31,6 +33,8 @@ class DecoderPrograms:
         source: what an encoder-decoder reads, at one row and one place; None: the model is another.
         is_rewindable: whether a row of a cache can go back to an earlier position.
         draft_tokens: the longest draft that the bundle can verify; 0 if it has no verify programs.
+        draft: the programs of the bundle's draft model; None: it has none.
+        paces: a `DraftPace` by where drafts come from: all batches of a bundle learn it together.
     """
 
     def __init__(self, decoder: Decoder, programs: Programs, device: Device) -> None:
@@ -42,14 +46,11 @@ class DecoderPrograms:
         self._decode: dict[tuple[int, int], ProgramEntry] = {}
         self._verify: dict[tuple[int, int], ProgramEntry] = {}
         self._copy: dict[tuple[int, ...], ProgramEntry] = {}
-        self._encode: dict[int, list[ProgramEntry]] = {}
-        for program in programs.table.values():
+        for program in self.entries():
             bucket = program.bucket
             if program.kind == "copy":
                 names = ("source_batch", "source_context", "batch", "context")
                 self._copy[tuple(bucket[name] for name in names)] = program
-            elif program.kind == "encode":
-                self._encode.setdefault(bucket["context"], []).append(program)
             elif program.kind == "prefill":
                 self._prefill.setdefault((bucket["batch"], bucket["context"]), []).append(program)
             elif program.kind in ("decode", "verify"):
@@ -57,16 +58,26 @@ class DecoderPrograms:
                 found[bucket["batch"], bucket["context"]] = program
         for rows in self._prefill.values():
             rows.sort(key=lambda program: program.bucket["prompt"])
-        for readers in self._encode.values():
-            readers.sort(key=lambda program: program.bucket["source"])
         self.batches = sorted({batch for batch, _ in self._decode})
         self.contexts = sorted({context for _, context in self._decode})
         self.draft_tokens = max((p.bucket["draft"] for p in self._verify.values()), default=0)
+        self.paces: dict[str, Any] = {}
+        self.draft: DecoderPrograms | None = None
+        if (draft := programs.config.draft) is not None and draft is not decoder:
+            self.draft = DecoderPrograms(draft, programs, device)
         self.cache = cache_arrays(decoder)  # check_config has parsed them
         self.source = source_array(decoder)
         self.is_rewindable = is_rewindable(decoder)
         self._calls: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
         self._zeros: dict[tuple[int, Any], DeviceArray] = {}
+
+    def entries(self) -> Iterable[ProgramEntry]:
+        """Return the programs, among others; those of a draft model alone, with the kinds of a decoder's."""
+        table = self.programs.table.values()
+        if self.decoder is not self.programs.config.draft:
+            return table
+        own = (each for each in table if each.kind.startswith(DRAFT))
+        return [replace(each, kind=each.kind.removeprefix(DRAFT)) for each in own]
 
     # ------------------------------------------------------------------ which program
 
@@ -136,21 +147,6 @@ class DecoderPrograms:
     def verify_for(self, batch: int, context: int) -> ProgramEntry | None:
         """Return the verify program of a bucket, or None if the bundle has none."""
         return self._verify.get((batch, context))
-
-    def encode_for(self, context: int, size: int) -> ProgramEntry:
-        """Return the smallest encode program for a source with this many places.
-
-        Raises:
-            ContextError: the source is longer than the longest that the bundle reads.
-        """
-        programs = self._encode[context]
-        for program in programs:
-            if program.bucket["source"] >= size:
-                return program
-        raise ContextError(
-            f"source: expected at most {programs[-1].bucket['source']} places, found {size}",
-            hint="shorten the source, or add a larger one to [generate] source of the manifest",
-        )
 
     def reusable(self, cached: Sequence[int], prompt: Sequence[int]) -> int:
         """Return how many tokens of a prompt need not be computed, given a row that holds other tokens.
@@ -225,13 +221,6 @@ class DecoderPrograms:
     def prepare_decode(self, bucket: tuple[int, int]) -> None:
         """Begin to make the decode program of a batch and context ready. Call it after the prefill."""
         self.programs.prepare(self._decode[bucket].name)
-
-    def prepare_growth(self, batch: int, context: int) -> None:
-        """Begin to make the programs ready that let a cache of this bucket grow and continue."""
-        if context < self.contexts[-1]:
-            longer = self.context_after(context)
-            copy = self._copy[batch, context, batch, longer]
-            self.programs.prepare(copy.name, self._decode[batch, longer].name)
 
     # ------------------------------------------------------------------ how to call it
 

@@ -23,6 +23,7 @@ from prejit.runtime.generation.prefill import (
 )
 from prejit.runtime.generation.rows import CachedText, Row, Usage
 from prejit.runtime.generation.shared_prefix import Prefix
+from prejit.runtime.generation.source_check import encode_for
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.prefixes import PrefixCache
@@ -104,7 +105,7 @@ def encode(decoder: DecoderPrograms, context: int, rows: Sequence[Row]) -> KVCac
     sources = [row.request.source for row in rows]
     axis = decoder.source.variables.index("source") - 1  # of one source, which has no axis of rows
     sizes = [source.shape[axis] for source in sources]
-    program = decoder.encode_for(context, max(sizes))
+    program = encode_for(decoder, context, max(sizes))
     # Loading compares the program with the table. The table alone could ask for any amount of memory.
     decoder.programs[program.name]
     batch, size = program.bucket["batch"], program.bucket["source"]

@@ -23,7 +23,7 @@ class Stats:
         first_token_seconds: time from the call to the first token.
         tokens_per_second: rate of the tokens after the first.
         passes: runs over the weights after prefill; fewer than tokens if drafts were accepted.
-        drafted_tokens, accepted_tokens: counts of prompt lookup.
+        drafted_tokens, accepted_tokens: counts of drafts, by prompt lookup or the draft model.
         padding: the fraction of computed positions that was wasted, 0 to 1: padding of buckets, free slots,
             wrong drafts.
         programs: names of the programs that ran for it. They name the buckets too.

@@ -207,6 +207,8 @@ class Request:
             each token that may come next, or None for all. Decoding then takes one step per call.
         prompt_lookup: draft tokens by prompt lookup and verify several in one pass, if the bundle has
             `draft_tokens`. The tokens are the same; text that repeats itself comes faster.
+        draft: let the bundle's draft model, if it has one, guess tokens while this request is the only one
+            of its batch. The tokens are the same. Prompt lookup takes its place.
         prefix: a computed beginning of the prompt, from `Bundle.prefix` of the same bundle.
         source: what an encoder-decoder reads: token ids [N], or an array such as a spectrogram [80, N].
         min_new_tokens: no stop token comes, and no stop string ends the text, before this many tokens.
@@ -243,6 +245,7 @@ class Request:
         "draft tokens from the text so far; the same tokens, sooner where the text repeats itself",
         flag=bool,
     )
+    draft: bool = _option(True, arguments.flag)
     prefix: Prefix | None = _option(None, _optional(_prefix))  # noqa: RUF009 (a field)
     source: Any = _option(  # noqa: RUF009 (a field)
         None,
@@ -306,8 +309,8 @@ class Options(TypedDict, total=False):
     Attributes:
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
             logit_bias, seed: see `Sampling`.
-        max_new_tokens, min_new_tokens, stop_token_ids, logprobs, token_mask, prompt_lookup, prefix: see
-            `Request`.
+        max_new_tokens, min_new_tokens, stop_token_ids, logprobs, token_mask, prompt_lookup, draft, prefix:
+            see `Request`.
         source: what an encoder-decoder reads: text, token ids, or an array; see `Request`.
         adapter: the name of a loaded adapter (`Bundle.adapters`).
         images: those of the prompt, in order, each as `Bundle.embed_images` takes it.
@@ -330,6 +333,7 @@ class Options(TypedDict, total=False):
     logprobs: int | None
     token_mask: TokenMask | None
     prompt_lookup: bool
+    draft: bool
     prefix: Prefix | None
     source: Any
     adapter: Any

@@ -66,7 +66,7 @@ class Usage:
         prefill_seconds: time from its insertion until its prompt was in the cache.
         decode_seconds: time of the decode calls that it was part of.
         passes: runs over the weights after prefill: decode steps and verifications.
-        drafted_tokens, accepted_tokens: counts of prompt lookup.
+        drafted_tokens, accepted_tokens: counts of drafts.
         computed_tokens: positions computed for it, with its share of padding and of idle rows.
         programs: names of the programs that ran for it, in order of their first run.
     """

@@ -177,8 +177,7 @@ class Slots:
             self._rows = [None] * len(self._rows)
             self._held = [CachedText() for _ in self._rows]
             self._pending = []
-            self._cache = self._growth = None
-            self._forget(counts=True)
+            self._cache = self._growth = self._decoding = None
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
@@ -260,7 +259,8 @@ class Slots:
             # XLA loads the programs in a thread while this thread allocates the first arrays.
             decoder.prepare(len(self._rows), need, longest, bucket)
             verify = decoder.verify_for(*bucket)
-            if verify is not None and any(row.lookup is not None for row in rows):
+            drafts = decoder.draft is not None and len(rows) == 1 and rows[0].request.draft
+            if verify is not None and (drafts or any(row.lookup is not None for row in rows)):
                 decoder.programs.prepare(verify.name)
             self._rows += [None] * (bucket[0] - len(self._rows))
             self._held += [CachedText() for _ in range(bucket[0] - len(self._held))]

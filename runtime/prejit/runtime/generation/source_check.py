@@ -1,4 +1,4 @@
-"""Checks of the source that an encoder-decoder reads."""
+"""Checks of the source that an encoder-decoder reads, and the program that reads it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from prejit.runtime.base import arguments
-from prejit.runtime.errors import UsageError
+from prejit.runtime.errors import ContextError, UsageError
+from prejit.runtime.format.bundle_schema import ProgramEntry
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 
 
@@ -44,7 +45,25 @@ def check_source(source: np.ndarray[Any, Any] | None, programs: DecoderPrograms)
         )
     if kinds == "iu":
         arguments.check_vocabulary("source", source.tolist(), programs.decoder.vocab_size)
-    programs.encode_for(programs.contexts[0], source.shape[axes.index("source")])
+    encode_for(programs, programs.contexts[0], source.shape[axes.index("source")])
+
+
+def encode_for(decoder: DecoderPrograms, context: int, size: int) -> ProgramEntry:
+    """Return the smallest encode program for a source with this many places.
+
+    Raises:
+        ContextError: the source is longer than the longest that the bundle reads.
+    """
+    kind = ("encode", context)
+    own = (p for p in decoder.entries() if (p.kind, p.bucket.get("context")) == kind)
+    programs = sorted(own, key=lambda program: program.bucket["source"])
+    for program in programs:
+        if program.bucket["source"] >= size:
+            return program
+    raise ContextError(
+        f"source: expected at most {programs[-1].bucket['source']} places, found {size}",
+        hint="shorten the source, or add a larger one to [generate] source of the manifest",
+    )
 
 
 def as_source(name: str, value: Any) -> Any:

@@ -14,8 +14,8 @@ from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.format.arrays import Array, Golden
 from prejit.runtime.format.bundle_schema import Config, ProgramEntry
 from prejit.runtime.format.checks.program_interfaces import cache_arrays
-from prejit.runtime.format.names import ADAPTABLE_KINDS, ADAPTED
-from prejit.runtime.programs.golden_inputs import Values, golden_inputs, words
+from prejit.runtime.format.names import ADAPTABLE_KINDS, DRAFT
+from prejit.runtime.programs.golden_inputs import Values, golden_inputs, plain_kind, words
 
 if TYPE_CHECKING:
     from prejit.runtime.device.transfer import DeviceArray
@@ -114,8 +114,9 @@ def samples_of(
 
     `values` are those of its results; `seed` is that of the recipe.
     """
-    results, decoder = programs.results(program.name), programs.config.decoder
-    kind = program.kind.removeprefix(ADAPTED).removeprefix("image-")
+    results, config = programs.results(program.name), programs.config
+    decoder = config.draft if program.kind.startswith(DRAFT) else config.decoder
+    kind = plain_kind(program)
     count = max(2, min(_MAX_SAMPLES, _SAMPLES // max(1, len(results))))
     every = -(-len(results) // _MAX_COMPARED)
     variables = {} if decoder is None else {a.path: a.variables for a in cache_arrays(decoder)}
@@ -141,7 +142,7 @@ def samples_of(
 
 def _written(program: ProgramEntry, indices: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
     """Return the indices of samples of a cache, moved to positions that the program writes."""
-    sizes, kind = program.bucket, program.kind.removeprefix(ADAPTED).removeprefix("image-")
+    sizes, kind = program.bucket, plain_kind(program)
     context = sizes["context"]
     if kind == "decode":
         first, count = context // 2, 1

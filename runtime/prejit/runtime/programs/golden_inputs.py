@@ -18,7 +18,7 @@ import numpy as np
 from prejit.runtime.device.transfer import dtype_of
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.bundle_schema import ProgramEntry
-from prejit.runtime.format.names import ADAPTED
+from prejit.runtime.format.names import ADAPTED, DRAFT
 
 _PERIOD = 4093
 _BIAS = 2.0**20
@@ -42,6 +42,14 @@ def words(seed: int, place: int, count: int = _PERIOD) -> np.ndarray[Any, np.dty
             mixed ^= mixed >> np.uint32(shift)
             mixed *= np.uint32(factor)
     return mixed
+
+
+def plain_kind(program: ProgramEntry) -> str:
+    """Return the kind of a program without what may stand before it: `decode` of `draft-decode`."""
+    kind = program.kind
+    for beginning in (ADAPTED, "image-", DRAFT):
+        kind = kind.removeprefix(beginning)
+    return kind
 
 
 def golden_inputs(
@@ -73,7 +81,7 @@ def _known(program: ProgramEntry, vocabulary: int, seed: int) -> Mapping[str, Va
     sizes = program.bucket
     rows = np.arange(sizes["batch"])
     length = sizes.get("length") or sizes.get("source") or 0
-    kind = program.kind.removeprefix(ADAPTED).removeprefix("image-")
+    kind = plain_kind(program)
     if kind in ("prefill", "verify"):
         length = sizes["prompt"] if kind == "prefill" else sizes["draft"] + 1
     context = sizes.get("context", 0)

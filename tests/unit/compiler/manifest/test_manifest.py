@@ -157,6 +157,19 @@ context = [128] => context = [128]\ncache_dtype = "int9"
     10: generate.prompt[1]: expected at most 128, the longest context; found 256
 context = [128] => context = [128]\ndraft_tokens = 65
     12: generate.draft_tokens: expected an integer of 0 to 64, below every context; found 65
+context = [128] => context = [128]\ndraft_tokens = 4\n[draft]\nsource = "demo"\ndtype = "int9"
+    14: draft.source: expected a directory at "demo", ... ; found none
+    15: draft.dtype: expected "float32", "bfloat16", "int8" or "int4"; found "int9" (did you mean "int8"?)
+context = [128] => context = [128]\n[draft]\nsource = "demo-model"
+    8: generate.draft_tokens: expected 1 or more, such as 4, beside [draft], ... ; found 0
+context = [128] => context = [128]\ndraft_tokens = 4\n[draft]\ntokens = 4
+    13: draft.source: missing; expected a directory, or a .gguf file, or "hf://org/name@revision"
+    14: draft.tokens: unknown key; allowed: source, dtype
+context = [128] => context = [128]\ndraft_tokens = 4\n[draft]\nsource = "demo-model"\n[mesh]\ntensor = 2
+    13: draft: expected none beside [mesh]: a draft model runs on one device
+source = "demo-model" => module = "m:m"\n[draft]\nsource = "demo-model"
+    6: draft: expected a [model] with a source, and no module, beside it
+    10: generate.draft_tokens: expected 1 or more, such as 4, beside [draft], ... ; found 0
 context = [128] => context = [128, 8]
     10: generate.prompt: expected one of at most 8, the shortest context; found [64, 16]
 [generate]\nbatch = [4, 1]\nprompt = [64, 16]\ncontext = [128]\n => (nothing)
@@ -345,6 +358,7 @@ ODD = (-1, 1.5, True, "x", "\0", "a/\0/*", "x" * 5000, "fifo", "/dev/zero", [], 
 def test_a_key_with_any_value_is_read_or_refused(directory, section):
     for place, key in enumerate(fields(SECTIONS[section][0])):
         more = {"encode": {"shapes": [[1, 4]]}, "mesh": {}, "slo": {}, "adapters": {}}
+        more["draft"] = {"source": "checkpoint"}
         more["library"] = [{"path": "LICENSE", "handlers": {"a": "b"}}]
         whole = {**tomllib.loads(GOOD), **more}
         table = whole[section][0] if isinstance(whole[section], list) else whole[section]

@@ -40,7 +40,7 @@ Unit = tuple[PlannedProgram, ...]
 
 _PROCESS_SECONDS = 3.0
 """CPU time of lowering that makes another process worth its start, which takes 1.5 s."""
-_SECONDS = {"call": 0.1, "copy": 0.1, "embed": 0.1, "pool": 0.1}
+_SECONDS = {"call": 0.1, "copy": 0.1, "draft-copy": 0.1, "embed": 0.1, "pool": 0.1}
 """Estimated CPU time of lowering by kind of program: small ones."""
 _MODEL_SECONDS = 1.0
 """Estimated CPU time of lowering any other program of a model."""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from prejit.compiler.base.suggestions import shown
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
 from prejit.compiler.manifest.manifest import Manifest
-from prejit.compiler.manifest.specs import IMAGE, ProgramSpec
+from prejit.compiler.manifest.specs import IMAGE, ProgramSpec, undrafted
 from prejit.compiler.pipeline.lower.program_lowering import decoding_part, own_shape
-from prejit.compiler.pipeline.model import ModelSource, longest_source
+from prejit.compiler.pipeline.model import ModelSource, longest_source, open_weights
 from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.pipeline.published_files import ResultOfFiles, find_published
 from prejit.compiler.pipeline.result_keys import weights_key
@@ -20,6 +20,7 @@ from prejit.compiler.pipeline.workspace import Workspace
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.store_interface import Store
 from prejit.runtime.errors import ManifestError
+from prejit.runtime.format.names import DRAFT
 
 if TYPE_CHECKING:
     from prejit.compiler.lowering.kv_cache_arrays import CacheLayout
@@ -45,8 +46,13 @@ def check(space: Workspace, weights: Checkpoint | None) -> None:
     )
     if is_traced and (own := space.code().model):
         _check_own(manifest, own, own_shape(manifest, own), plan.specs)
-    if weights is not None and (new := _new_specs(plan)):
-        _check_published(manifest, space.model(), weights, new)
+    new = _new_specs(plan)
+    drafts = [undrafted(each) for each in new if each.kind.startswith(DRAFT)]
+    if weights is not None and len(new) > len(drafts):
+        plain = [each for each in new if not each.kind.startswith(DRAFT)]
+        _check_published(manifest, space.model(), weights, plain)
+    if drafts and (of_draft := space.of_draft) is not None:
+        _check_draft(space, of_draft, drafts)
 
 
 def check_planned(plan: Plan, store: Store) -> None:
@@ -55,16 +61,18 @@ def check_planned(plan: Plan, store: Store) -> None:
     if plan.model is None or manifest.has_own_model:
         check(space, None)
         return
-    published = find_published(manifest, plan.model)
+    published = find_published(manifest, plan.model, plan.draft)
     assert published is not None
     check(space, published.checkpoint)
     if not _new_specs(plan):
         # The build packs other weights, also where nothing is lowered.
-        key_of = partial(weights_key, manifest, plan.model, user=space.parameters())
+        key_of = partial(
+            weights_key, manifest, plan.model, user=space.parameters(), draft=plan.draft
+        )
         if ResultOfFiles(store, key_of, published).find() is None:
-            _ = (
-                published.checkpoint.names
-            )  # raises an error that lists every tensor that does not fit
+            for each in (published, published.draft):
+                if each is not None:
+                    _ = each.checkpoint.names  # raises an error that lists all that does not fit
 
 
 def _new_specs(plan: Plan) -> list[ProgramSpec]:
@@ -112,6 +120,36 @@ def _check_published(
 
         check_mesh(manifest.mesh, model.module, manifest.where, config)
     _ = weights.names  # raises an error that lists every tensor that does not fit
+
+
+def _check_draft(space: Workspace, of_draft: Workspace, specs: Iterable[ProgramSpec]) -> None:
+    """Check that programs can be made from a draft model, and that it can guess for the model."""
+    manifest, draft = of_draft.plan.manifest, of_draft.model()
+    config = draft.files.directory / "config.json"
+    found, wanted = draft.shape.vocab_size, space.vocab_size()
+    if found != wanted:
+        ours = space.model().files.directory / "config.json"
+        raise ManifestError(
+            f"{manifest.where}: draft.source: expected {wanted} logits, as {ours} has; "
+            f"found {found} in {config}",
+            hint="take a smaller model of the same family",
+        )
+    if getattr(draft.module, "source", None) is not None:
+        raise ManifestError(
+            f"{manifest.where}: draft.source: expected a decoder that reads prompts alone; {config} is of an "
+            "encoder-decoder",
+            hint="take a smaller decoder with the tokens of the model",
+        )
+    assert of_draft.plan.model is not None
+    _check_published(manifest, draft, open_weights(of_draft.plan.model), specs)
+    from prejit.compiler.lowering.kv_cache_arrays import cache_layout
+
+    if not cache_layout(decoding_part(draft), draft.shape, None).is_rewindable:
+        raise ManifestError(
+            f"{manifest.where}: draft.source: expected a model that keeps keys and values alone, because it "
+            f"must forget rejected guesses; {config} is of a {draft.shape.family}, which keeps a state",
+            hint="take a transformer",
+        )
 
 
 def _shown(model: ModelSource) -> str:

@@ -14,7 +14,7 @@ import zstandard
 
 from prejit.compiler.compile.compile_jobs import Source
 from prejit.compiler.manifest.manifest import Manifest
-from prejit.compiler.manifest.specs import IMAGE
+from prejit.compiler.manifest.specs import IMAGE, undrafted
 from prejit.compiler.native.products import Product, called
 from prejit.compiler.pipeline.model import (
     ModelSource,
@@ -42,6 +42,7 @@ from prejit.compiler.store.store_interface import Store
 from prejit.runtime.base.wording import few
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.bundle_schema import Segment
+from prejit.runtime.format.names import DRAFT
 
 if TYPE_CHECKING:
     from prejit.compiler.lowering.export import LoweredProgram
@@ -221,6 +222,8 @@ def _lower_published(
     from prejit.compiler.lowering.encoder_programs import lower_encoder, lower_images
     from prejit.compiler.models.sharding import shardings
 
+    if program.spec.kind.startswith(DRAFT) and (of_draft := space.of_draft) is not None:
+        return _lower_published(of_draft, replace(program, spec=undrafted(program.spec)), forms)
     read, manifest, mesh = space.model(), space.plan.manifest, space.plan.manifest.mesh
     if program.spec.kind == IMAGE:
         return lower_images(read.module, program.spec, read.images.size, forms)

@@ -33,7 +33,12 @@ from prejit.runtime.format.bundle_schema import (
     Segment,
 )
 from prejit.runtime.format.checks.seldom_parts import MATCH
-from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, FORMAT_VERSION, PORTABLE_MEDIA_TYPE
+from prejit.runtime.format.names import (
+    DRAFT,
+    EXECUTABLES_MEDIA_TYPE,
+    FORMAT_VERSION,
+    PORTABLE_MEDIA_TYPE,
+)
 from prejit.runtime.format.release_limits import ReleaseLimits
 
 MODEL_WEIGHTS = "model"
@@ -172,6 +177,7 @@ def _config(
         }
         | _match(target.executables),
         decoder=_decoder(plan, target.executables),
+        draft=_decoder(plan, target.executables, draft=True),
         encoder=_encoder(target.executables),
         images=_images(target.executables),
         mesh=plan.manifest.mesh,
@@ -200,9 +206,10 @@ def _weight_sets(section: str, program: Lowered) -> dict[str, tuple[str, ...]]:
         return {f"{MODEL_WEIGHTS}:{name}": names for name, names in program.weight_sets.items()}
     if not section:
         return {MODEL_WEIGHTS: program.weights}
-    # A model's tensors have their published names; those of a user's function begin with its section.
+    # A model's tensors have their published names; those of others begin with their section.
     tensors = tuple(f"{section}:{name}" for name in program.weights)
-    return {f"{PROGRAM_WEIGHTS}:{section}": tensors}
+    of_draft = program.decoder is not None
+    return {section if of_draft else f"{PROGRAM_WEIGHTS}:{section}": tensors}
 
 
 def _weight_shardings(lowered: Iterable[tuple[ProgramSpec, Lowered]]) -> dict[str, str] | None:
@@ -214,17 +221,21 @@ def _weight_shardings(lowered: Iterable[tuple[ProgramSpec, Lowered]]) -> dict[st
     return found or None
 
 
-def _decoder(plan: Plan, executables: Iterable[Submitted]) -> Decoder | None:
-    shapes = [e.lowered.decoder for e in executables if e.lowered.decoder is not None]
+def _decoder(
+    plan: Plan, executables: Iterable[Submitted], *, draft: bool = False
+) -> Decoder | None:
+    """Return the decoder, or the draft model, which ends no text; None: there is none."""
+    own = [each for each in executables if each.spec.kind.startswith(DRAFT) == draft]
+    shapes = [e.lowered.decoder for e in own if e.lowered.decoder is not None]
     if not shapes:
         return None
     shape = {name: value for each in shapes for name, value in each.items()}  # some have adapters
     eos: tuple[int, ...] = ()
     start: tuple[int, ...] = ()
     bos = None
-    if plan.model is not None:
-        own = plan.manifest.has_own_model
-        eos, bos, start = special_ids(plan.model.directory, shape["vocab_size"], own=own)
+    if plan.model is not None and not draft:
+        of_user = plan.manifest.has_own_model
+        eos, bos, start = special_ids(plan.model.directory, shape["vocab_size"], own=of_user)
     return Decoder(
         **{name: _tupled(value) for name, value in shape.items()},
         eos_token_ids=eos,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from prejit.compiler.base.json_file import read_object
 from prejit.compiler.checkpoint import tokenizer_check
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
 from prejit.compiler.checkpoint.encoder_tokenizer import check_encoder_tokenizer
+from prejit.compiler.manifest.specs import DRAFT_SECTION
 from prejit.compiler.models.chat_files import read_chat, special_tokens
 from prejit.compiler.pipeline.model import ModelSource, file_digest
 from prejit.compiler.pipeline.pack import bundle_files
@@ -44,6 +45,7 @@ from prejit.runtime.format.names import (
     WEIGHTS_MEDIA_TYPE,
 )
 from prejit.runtime.generation import options
+from prejit.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from prejit.compiler.lowering.user.own_decoder import OwnModel
@@ -74,6 +76,8 @@ def read_layers(space: Workspace, vocab_size: Callable[[], int]) -> Iterator[Pac
             content = _read(tokenizer)
             _check_tokenizer(space, tokenizer, content, vocab_size)
             yield bundle_files.layer(TOKENIZER_MEDIA_TYPE, content, tokenizer.name)
+        if plan.draft is not None:
+            _check_same_tokens(tokenizer, plan.draft.transformer / tokenizer.name)
         if generation.is_file():
             content = _read(generation)
             if decodes:
@@ -151,6 +155,32 @@ def _ids_of_tokenizer(directory: Path) -> dict[str, int]:
     except (ValueError, TypeError, LookupError, RecursionError):
         return {}  # the check of the tokenizer says what is wrong
     return {name: ids[text] for name, text in special_tokens(directory).items() if text in ids}
+
+
+def _check_same_tokens(model: Path, draft: Path) -> None:
+    """Check that the tokens of a draft model are those of the model; without tokenizers nothing is compared.
+
+    Raises:
+        CheckpointError: one id is of different texts, or one of both has no tokenizer.
+    """
+    if model.is_file() != draft.is_file():
+        have, lack = (model, draft) if model.is_file() else (draft, model)
+        raise CheckpointError(
+            f"{lack}: expected the tokenizer of {have}, found no file",
+            hint="a draft model must have the tokens of the model: take one of the same family",
+        )
+    if not model.is_file() or file_digest(model) == file_digest(draft):
+        return
+    ours, theirs = (
+        Tokenizer(_read(path), str(path)).library.get_vocab() for path in (model, draft)
+    )
+    if differing := ours.items() ^ theirs.items():
+        text, _ = min(differing, key=lambda pair: (pair[1], pair[0]))
+        found = (f"{text!r:.40} is {vocab.get(text, 'none')}" for vocab in (ours, theirs))
+        raise CheckpointError(
+            f"{draft}: expected the tokens of {model}, where {next(found)}; found that {next(found)}",
+            hint="a draft model must have the tokens of the model: take one of the same family",
+        )
 
 
 def check_generation(path: Path, content: bytes) -> None:
@@ -236,7 +266,13 @@ def pack_weights(
         return None
     exact, orders = (None, None) if own is None else (own.parameters, own.orders)
     key_of = partial(
-        weights_key, manifest, space.plan.model, user=user, own=exact, own_orders=orders
+        weights_key,
+        manifest,
+        space.plan.model,
+        user=user,
+        own=exact,
+        own_orders=orders,
+        draft=space.plan.draft,
     )
     stored = ResultOfFiles(store, key_of, published)
     with space.progress.phase("packing weights"):
@@ -273,6 +309,12 @@ def _write_weights(
         checkpoint = published.checkpoint
         rounded = round_by_text(space, checkpoint)
         words = {} if rounded is None else rounded.words
+        if published.draft is not None and (drafts := space.of_draft) is not None:
+            of_draft = published.draft.checkpoint
+            by_text = round_by_text(drafts, of_draft)
+            more = {} if by_text is None else by_text.words
+            for each in _tensors(drafts.model(), of_draft, lambda *_: None, more):
+                tensors.append(replace(each, name=f"{DRAFT_SECTION}:{each.name}"))
         tensors = [*_tensors(space.model(), checkpoint, errors.__setitem__, words), *tensors]
     if space.plan.own is not None:
         model_of_user = space.code().model

@@ -15,8 +15,9 @@ from typing import Any
 from prejit.compiler.base.statement_writing import encode_statement
 from prejit.compiler.native.kernel_library import kernel_conditions
 from prejit.compiler.pipeline.pack.attaching import package_url
-from prejit.compiler.pipeline.pack.user_sources import SourceContent, manifest_sources
+from prejit.compiler.pipeline.pack.user_sources import Base, SourceContent, manifest_sources
 from prejit.compiler.pipeline.plan import Plan
+from prejit.compiler.pipeline.published_files import Published
 from prejit.compiler.pipeline.result_keys import versions
 from prejit.compiler.pipeline.submitted_jobs import CompiledTarget
 from prejit.compiler.store.lowering_settings import jax_configuration
@@ -35,7 +36,7 @@ BUILDER = "urn:prejit:builder"
 """SLSA's builder. Who ran it is who signs the provenance."""
 
 BASE = "dev.prejit.relative-to"
-"""The annotation of a file: it is named relative to the directory of the `manifest` or of the `model`."""
+"""The annotation of a file: it is named relative to the directory of `manifest`, `model` or `draft`."""
 KERNEL_SOURCE = "source "
 """The names of ingredients of a library of kernels that hold digests of its sources begin with this."""
 _OF_PROGRAMS = ("stablehlo", "platforms", "kernels")
@@ -47,7 +48,7 @@ _MAX_MANIFEST_BYTES = 64 << 10
 def build_provenance(
     plan: Plan,
     targets: Sequence[CompiledTarget],
-    weights: Sequence[tuple[str, str]],
+    published: Published | None,
     store: Store,
     digest: str,
     index: Index,
@@ -55,8 +56,8 @@ def build_provenance(
 ) -> bytes:
     """Return the statement of the provenance of a bundle that `prejit build` made.
 
-    `weights` are the files of the checkpoint, each with its digest; `digest`, `index` and `configs` are those
-    of the bundle and its targets.
+    `published` has the files of the checkpoint; `digest`, `index` and `configs` are those of the bundle and
+    its targets.
     """
     internal = {
         # The key of each program: the digest of everything that its executable was made from.
@@ -65,7 +66,7 @@ def build_provenance(
         "compiling": {each.tools.name: _compiling(each) for each in targets},
         **_kernels(targets, store),
     }
-    sources = _sources(plan, weights)
+    sources = _sources(plan, published)
     return _provenance(digest, index, configs, BUILD_TYPE, _parameters(plan), internal, sources)
 
 
@@ -170,16 +171,23 @@ def _kernels(targets: Sequence[CompiledTarget], store: Store) -> dict[str, dict[
     return {"kernels": found, "kernel sources": sources}
 
 
-def _sources(plan: Plan, weights: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-    source = None if plan.manifest.model is None else plan.manifest.model.source
-    uri = {"uri": source} if source is not None and source.startswith("hf:") else {}
+def _sources(plan: Plan, published: Published | None) -> list[dict[str, Any]]:
     files = manifest_sources(plan.manifest)
-    if plan.model is not None:
-        of_model = dict((*plan.model.configuration, *weights))
-        files += tuple(SourceContent("model", name, of_model[name]) for name in sorted(of_model))
+    uris: dict[str, dict[str, str]] = {}
+    models: tuple[tuple[Base, Plan | None, Published | None], ...] = (
+        ("model", plan, published),
+        ("draft", plan.of_draft, None if published is None else published.draft),
+    )
+    for base, of, weights in models:
+        if of is None or of.model is None:
+            continue
+        source = None if of.manifest.model is None else of.manifest.model.source
+        uris[base] = {"uri": source} if source is not None and source.startswith("hf:") else {}
+        known = dict((*of.model.configuration, *(() if weights is None else weights.of_model)))
+        files += tuple(SourceContent(base, name, known[name]) for name in sorted(known))
     return [
         {
-            **(uri if each.base == "model" else {}),
+            **uris.get(each.base, {}),
             "name": each.name,
             "digest": {"sha256": each.digest.removeprefix("sha256:")},
             "annotations": {BASE: each.base},

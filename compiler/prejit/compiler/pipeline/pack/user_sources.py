@@ -25,7 +25,7 @@ from prejit.compiler.pipeline.model import file_digest
 from prejit.runtime.base.files import digest_of
 from prejit.runtime.lora.peft_files import adapter_files
 
-Base = Literal["manifest", "model"]
+Base = Literal["manifest", "model", "draft"]
 """The directory that a name is relative to: the manifest's, or the model's."""
 
 _MOST = 2_000

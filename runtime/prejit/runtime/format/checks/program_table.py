@@ -80,12 +80,18 @@ def check_config(content: bytes, target: str, requirement: Requirement, path: st
         from prejit.runtime.format.checks.mesh_checks import check_mesh
 
         check_mesh(config)
-    _check_cache(config)
-    _check_programs(config)
+    models: tuple[Config, ...] = (config,)
+    if config.draft is not None:
+        from prejit.runtime.format.checks.draft_checks import parted  # few have any
+
+        models = parted(config)
+    for each in models:
+        _check_cache(each)
+        _check_programs(each)
+        if each.decoder is not None:
+            _check_decoder(each)
     _check_kernels(config)
     _check_chunks(config)
-    if config.decoder is not None:
-        _check_decoder(config)
     model = config.encoder or config.images
     if model or config.libraries is not None or config.recorded is not None or calls:
         from prejit.runtime.format.checks import seldom_parts

@@ -231,6 +231,10 @@ def load_executable(described: Json, key: str) -> Any:
     content = compilation_cache._get_cache(client).get(key)
     content = compilation_cache.decompress_executable(content)
     serialized, _ = compilation_cache.extract_executable_and_time(content)
+    if b"lapack_" in serialized:  # jax loads SciPy's LAPACK when it lowers a call of it
+        from jaxlib import lapack
+
+        lapack._lapack.initialize()
     inputs = [_aval(each) for each in described["inputs"]]
     nothing = [None] * len(inputs)
     outputs = [_aval(each) for each in described["outputs"]]

@@ -1,0 +1,69 @@
+"""Drafts pause where they lose time, and come back where they gain some."""
+
+import pytest
+
+from prejit.runtime.generation import draft_pace
+from prejit.runtime.generation.draft_pace import DraftPace
+
+pytestmark = pytest.mark.measured_drafts
+STEP = 0.01
+
+
+def simulated(tokens, costs, steps=4000, pace=None):
+    """The time of so many tokens in steps, where a draft gives `tokens` and costs `costs` steps; the pace."""
+    pace = DraftPace() if pace is None else pace
+    done = spent = 0.0
+    while done < steps:
+        if pace.allows("decode"):
+            pace.verified("decode", "verify", tokens, costs * STEP)
+            done, spent = done + tokens, spent + costs
+        else:
+            pace.decoded("decode", 1, STEP)
+            done, spent = done + 1, spent + 1
+    return spent / done, pace
+
+
+@pytest.mark.parametrize("costs", [1.2, 2.0, 4.0, 9.0])
+def test_drafts_that_are_never_right_cost_a_few_per_cent(costs):
+    assert simulated(1, costs)[0] < 1.025
+
+
+@pytest.mark.parametrize(("tokens", "costs"), [(4, 2), (3, 2.5), (2, 1.5)])
+def test_drafts_that_pay_are_verified_most_of_the_time(tokens, costs):
+    assert simulated(tokens, costs)[0] == pytest.approx(costs / tokens, rel=0.08)
+
+
+def test_drafts_come_back_when_a_text_changes():
+    _, pace = simulated(1, 4)
+    assert pace.credit <= draft_pace._MOST_CREDIT
+    assert simulated(4, 2, pace=pace)[0] < 0.75
+
+
+def test_nothing_is_drafted_before_a_step_is_known_and_the_first_call_does_not_count():
+    pace = DraftPace()
+    assert not pace.allows("decode")
+    pace.decoded("decode", 1, 100 * STEP)  # it loads the program
+    pace.decoded("decode", 2, 2 * STEP)
+    assert not pace.allows("decode")
+    pace.decoded("decode", 4, 4 * STEP)
+    assert pace.allows("decode")
+    pace.verified("decode", "verify", 1, 100 * STEP)
+    assert pace.credit >= draft_pace.FIRST_CREDIT
+    assert not pace.allows("other")
+
+
+def test_a_call_that_the_machine_interrupts_changes_nothing():
+    pace = simulated(4, 2)[1]
+    before = pace.credit
+    pace.verified("decode", "verify", 4, 1000 * STEP)
+    assert pace.credit >= before - 1
+    pace.verified("decode", "verify", 4, 1000 * STEP, once=True)
+    assert pace.credit == draft_pace._LEAST_CREDIT
+
+
+def test_a_step_is_measured_again_and_again():
+    """A machine that was busy when it began must not verify drafts for ever that do not pay."""
+    pace = DraftPace()
+    for _ in range(3):
+        pace.decoded("decode", 1, 5 * STEP)
+    assert simulated(2, 4, steps=6000, pace=pace)[0] < 1.1
