@@ -172,11 +172,17 @@ print(float(jax.jit(lambda x: x * BY[0])(1.0)))
 """
 
 
-def test_traces_with_effects_are_never_left_out(here, prejit_at):
+@pytest.fixture(scope="module")
+def impure(here, prejit_at):
+    """The command, the bundle, and what its second recording said."""
     (here / "impure.py").write_text(IMPURE)
     (here / "hidden").touch()
     command, bundle = (sys.executable, "impure.py"), here / "impure"
-    _, said = recorded(prejit_at, bundle, command)
+    return command, bundle, recorded(prejit_at, bundle, command)[1]
+
+
+def test_traces_with_effects_are_never_left_out(here, impure, prejit_at):
+    command, bundle, said = impure
     for name in ("log", "count", "iterate", "generator", "numbers", "texts", "tells", "setting"):
         assert f"({name})" in said, name
     done, report = report_of(prejit_at, here, bundle, command)
@@ -187,9 +193,9 @@ def test_traces_with_effects_are_never_left_out(here, prejit_at):
     }
 
 
-def test_traces_that_are_checked_find_what_no_input_tells(here, prejit_at):
+def test_traces_that_are_checked_find_what_no_input_tells(here, impure, prejit_at):
     """Nothing tells prejit how large a file is that was not opened, nor what a memoryview holds."""
-    command, bundle = (sys.executable, "impure.py"), here / "impure"
+    command, bundle, _ = impure
     options = ("--check-traces", "100")
     done, report = report_of(prejit_at, here, bundle, command, options)
     assert report["untraced"] == 0

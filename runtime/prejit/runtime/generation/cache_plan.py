@@ -101,9 +101,8 @@ def peak_bytes(buckets: CacheBuckets, batch: int, context: int, together: int) -
     ]
     aside = of(together, context) + 2 * of(buckets.batches[0], context)
     beside = beside_bytes(buckets.decoder, batch)
-    if (
-        draft := buckets.draft
-    ) is not None:  # one cache of its smallest batch, which grows likewise
+    draft = buckets.draft
+    if draft is not None:  # one cache of its smallest batch, which grows likewise
         beside += beside_bytes(draft.decoder, draft.batches[0])
         longest = sorted(each for each in draft.contexts if each <= context)[-2:]
         beside += sum(cache_bytes(draft.cache, draft.batches[0], each) for each in longest)

@@ -256,8 +256,8 @@ class Decoding:
 
 def token_counts(row: Row, vocab_size: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Return the token counts of a row for its penalties, int32 [V], without the last token of its text."""
-    before = len(row.request.prompt)
-    found = history_row(row.request.prompt, row.token_ids[before:-1], vocab_size)
+    prompt = row.request.prompt
+    found = history_row(prompt, row.token_ids[len(prompt) : -1], vocab_size)
     if not row.generated:  # decode is about to count the prompt's last token
         found[row.token_ids[-1]] -= 2
     return found

@@ -11,7 +11,7 @@ from typing import Any
 from prejit.compiler.recording.hook.trace_effects import TraceEffects
 from prejit.runtime.recorded.hook.call_signature import PARTS, SignatureReader, signature_of
 from prejit.runtime.recorded.hook.jax_calls import (
-    Compiled,
+    CompiledCall,
     JaxCall,
     NotKeptError,
     executable_json,
@@ -100,7 +100,7 @@ class CallRecorder:
         begun.reason = begun.reason or effect
         self._write(self._inputs())  # what the trace has read counts for it
 
-    def ended(self, token: object, compiled: Compiled) -> None:
+    def ended(self, token: object, compiled: CompiledCall) -> None:
         """jax has traced, compiled and run a call."""
         begun = self._begun().pop(id(token), None)
         if begun is None or begun.parts is None:

@@ -57,7 +57,7 @@ class KeptCall:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledCall:
     """What jax made of a call that it traced.
 
     Attributes:
@@ -77,7 +77,7 @@ Started = Callable[[object, JaxCall], KeptCall | None]
 """Is called with each call and a token of it. Returns what runs it; None: jax traces."""
 Traced = Callable[[object], None]
 """Is called with the token of a call when jax has traced it."""
-Ended = Callable[[object, Compiled], None]
+Ended = Callable[[object, CompiledCall], None]
 """Is called with the token of a call that jax traced, compiled and ran."""
 
 
@@ -133,7 +133,7 @@ def hook_calls(started: Started, traced: Traced | None = None, ended: Ended | No
         data = path(executable, tree, arrays, *rest)
         if ended is not None:
             count = len(arrays) + len(rest[-1])
-            ended(sys._getframe(1), Compiled(executable, data is not None, tree, count))
+            ended(sys._getframe(1), CompiledCall(executable, data is not None, tree, count))
         return data
 
     pjit._infer_params = infer_params
@@ -232,7 +232,7 @@ def load_executable(described: Json, key: str) -> Any:
     content = compilation_cache.decompress_executable(content)
     serialized, _ = compilation_cache.extract_executable_and_time(content)
     if b"lapack_" in serialized:  # jax loads SciPy's LAPACK when it lowers a call of it
-        from jaxlib import lapack
+        from jax._src.lib import lapack
 
         lapack._lapack.initialize()
     inputs = [_aval(each) for each in described["inputs"]]
