@@ -206,9 +206,8 @@ class Decoding:
     def _draft(self, row: Row, context: int) -> list[int]:
         """Return the tokens that may follow a row's text, as many as there is room for."""
         room = context - len(row.token_ids)
-        if row.left is not None:
-            room = min(room, row.left - 1)
-        count = min(room, self._decoder.draft_tokens)
+        left = room if row.left is None else row.left - 1
+        count = min(room, left, self._decoder.draft_tokens)
         if count < 1 or row.is_masked:
             return []
         if row.lookup is not None:
