@@ -397,7 +397,7 @@ def test_wrong_arguments_are_an_error_and_no_crash(kernels):
     [
         pytest.param("", id="machine"),
         pytest.param(LEVELS[1], id=f"model of {LEVELS[1]}", marks=pytest.mark.thorough),
-        pytest.param(LEVELS[2], id=f"model of {LEVELS[2]}"),
+        pytest.param(LEVELS[2], id=f"model of {LEVELS[2]}", marks=pytest.mark.thorough),
     ],
 )
 @pytest.mark.parametrize(
