@@ -59,7 +59,9 @@ def project(directory, module, **others):
 
 def lower(found):
     [program] = found.plan.programs
-    space = Workspace(found.plan, None, lambda: found.code, found.store, Quiet())  # has no model
+    space = Workspace(
+        found.plan, None, lambda: found.code, found.store, Quiet(), None
+    )  # has no model
     return program_lowering.lower(space, program)
 
 

@@ -60,7 +60,7 @@ class Planned:
 
     @property
     def space(self):
-        return Workspace(self.plan, lambda: self.model, UserCode, self.store, Quiet())
+        return Workspace(self.plan, lambda: self.model, UserCode, self.store, Quiet(), lambda: None)
 
     def lower_all(self):
         for program in self.plan.programs:

@@ -156,7 +156,7 @@ def main(manifest_file, output):
     if not manifest.has_own_model and manifest.model is not None and manifest.mesh is None:
         plan = plan_build(manifest, store)
         read = workspace.read_model(manifest, plan.model)
-        space = Workspace(plan, lambda: read, UserCode, store, Quiet())
+        space = Workspace(plan, lambda: read, UserCode, store, Quiet(), lambda: None)
         for program in plan.programs:
             if program.spec.kind not in ("copy", "embed"):
                 lower_native(space, program)

@@ -58,7 +58,7 @@ class Project:
         code = cache(partial(self.find_code, plan.manifest))
         progress = Quiet()
         progress.note = self.notes.append
-        space = Workspace(plan, None, code, self.store, progress)  # it has no model
+        space = Workspace(plan, None, code, self.store, progress, None)  # it has no model
         self.lowered = {each.spec.name: lower(space, each) for each in plan.programs}
         remember(space, self.lowered, space.parameters(), None)
         return {each.spec.name for each in plan.programs if each.lowered is None}

@@ -37,7 +37,7 @@ def compared(programs, directory, **options):
     manifest = Manifest("m", **{"targets": ["cpu-host"], "programs": programs, **options})
     store, notes = DirectoryStore.open(directory), Notes()
     plan, code = plan_build(manifest, store), find_code(manifest)
-    space = Workspace(plan, lambda: None, lambda: code, store, notes)
+    space = Workspace(plan, lambda: None, lambda: code, store, notes, lambda: None)
     lowered = {each.spec.name: lower(space, each) for each in plan.programs}
     user = space.parameters()
     found = {}
