@@ -29,6 +29,7 @@ from prejit.runtime.format.names import (
     KERNEL_LEVELS,
 )
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
+from prejit.runtime.generation.source_check import encode_for
 from prejit.runtime.programs.ready_programs import Programs
 
 from .forging import (
@@ -403,7 +404,7 @@ def test_7_whatever_a_table_says_the_engine_finds_all(name, seed):
         assert decoder.max_steps(decoder.decode_for(batch, context)) >= 1
         if decoder.source is not None:
             sources = {p.bucket["source"] for p in config.programs if p.kind == "encode"}
-            reading = [decoder.encode_for(context, size) for size in sources]
+            reading = [encode_for(decoder, context, size) for size in sources]
             assert {program.bucket["source"] for program in reading} == sources
             assert all(program.bucket["batch"] == smallest for program in reading)
             found += reading
