@@ -1,4 +1,4 @@
-"""Whether drafts pay, by what decode and verify calls of this process took.
+"""Decide whether drafts pay, by the measured times of decode and verify calls.
 
 Drafts have a credit of decode steps that they may lose. A verify call adds the tokens that it gives, and
 takes its time and that of the draft. Each decode step adds a little, so that drafts are tried again.

@@ -1,7 +1,7 @@
 """Collect what a process reads: files, directories, environment variables, modules.
 
 `sitecustomize` loads this file by its path at the start of Python, before the program. Python's audit events
-tell of files that Python opens; those that native libraries open by themselves are not seen.
+report each file that Python opens. A file that a native library opens is not reported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class ProcessWatch:
-    """What was read since the start, in order.
+    """The files, directories, variables and paths that a process has read, in order.
 
     Args:
         left_out: directories that hold nothing of the program.
@@ -35,7 +35,7 @@ class ProcessWatch:
         self._is_busy = False
         self._variable: Callable[[str], str | None] = os.environ.get
         self.effects: list[str] | None = None
-        """What was done outside since a trace began; None: none is running."""
+        """What the running trace has done outside of the process; None: no trace is running."""
 
     def begin(self) -> None:
         """Watch this process from now on."""
