@@ -21,7 +21,7 @@ def call(*shapes, name="serve:score", **more):
 
 
 def request(call, name="jit_score"):
-    return JaxRequest(name, None, "miss", 0.1, None, None, {}, {}, "serve.py:7", None, call)
+    return JaxRequest(name, None, "miss", 0.1, None, None, {}, {}, "serve.py:7", None, None, call)
 
 
 def made(*calls):
