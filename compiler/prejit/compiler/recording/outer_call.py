@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prejit.runtime.device._jit_calls import CALL_FRAME, CALL_LOCALS
+from prejit.runtime.recorded.hook.jax_texts import CALL_FRAME, CALL_LOCALS
 from prejit.runtime.recorded.hook.plain_functions import is_plain
 
 _NUMBERS = (bool, int, float, complex)

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies
 
-from prejit.runtime.device._jit_calls import JaxCall, NotKeptError
 from prejit.runtime.recorded.hook import process_inputs
+from prejit.runtime.recorded.hook.jax_calls import JaxCall, NotKeptError
 from prejit.runtime.recorded.hook.plain_texts import text_of
 from prejit.runtime.recorded.hook.process_inputs import (
     InputComparison,

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from prejit.compiler.recording.hook.trace_effects import TraceEffects
-from prejit.runtime.device._jax_parts import looks_for_nans
-from prejit.runtime.device._jit_calls import (
+from prejit.runtime.recorded.hook.call_signature import PARTS, SignatureReader, signature_of
+from prejit.runtime.recorded.hook.jax_calls import (
     CompiledCall,
     JaxCall,
     NotKeptError,
     executable_json,
+    looks_for_nans,
 )
-from prejit.runtime.recorded.hook.call_signature import PARTS, SignatureReader, signature_of
 from prejit.runtime.recorded.hook.kept_calls import call_name
 from prejit.runtime.recorded.hook.plain_texts import digest_of
 from prejit.runtime.recorded.hook.process_inputs import command_of_process, initial_environment

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prejit.runtime.device._jit_calls import (
-    JaxCall,
-    NotKeptError,
-    array_text,
-    settings_text,
-    sharding_json,
-)
+from prejit.runtime.recorded.hook.jax_calls import JaxCall, array_text, jit_text, settings_text
 from prejit.runtime.recorded.hook.plain_texts import digest_of, text_of
 
 PARTS = ("function", "jit", "structure", "arguments", "static", "settings")
@@ -38,7 +32,7 @@ class SignatureReader:
         statics = (call.static, call.static_names)
         return {
             "function": text_of(call.function),
-            "jit": _jit_text(call.info),
+            "jit": jit_text(call.info),
             "structure": "; ".join([*map(_tree_text, call.structures), ", ".join(call.names)]),
             "arguments": ", ".join(array_text(array, aval) for array, aval in arrays),
             "static": text_of(statics),
@@ -67,27 +61,3 @@ def _tree_text(tree: Any) -> str:
     children = ",".join(map(_tree_text, tree.children()))
     name = kind.__name__ if kind.__module__ == "builtins" else text_of(kind)
     return f"{name}({'' if beside is None else text_of(beside)}|{children})"
-
-
-def _jit_text(info: Any) -> str:
-    """Return what jax.jit was given beside the function."""
-    parts = []
-    for name in info._fields:
-        value = getattr(info, name)
-        if name in ("fun_sourceinfo", "fun_signature"):
-            continue
-        if name.endswith("_treedef"):
-            value = str(value)
-        elif name.endswith("shardings_leaves"):
-            value = [_text_of_sharding(each) for each in value]
-        elif name.endswith("layouts_leaves"):
-            value = [str(each) for each in value]
-        parts.append(f"{name}={text_of(value)}")
-    return ", ".join(parts)
-
-
-def _text_of_sharding(value: Any) -> str:
-    try:
-        return str(sharding_json(value))
-    except NotKeptError:
-        return str(value)

@@ -32,6 +32,11 @@ REQUEST_EVENT = "/jax/compilation_cache/compile_requests_use_cache"
 HIT_EVENT = "/jax/compilation_cache/cache_hits"
 SAVED_EVENT = "/jax/compilation_cache/compile_time_saved_sec"
 
+CALL_FRAME = "cache_miss"
+"""The name of jax's function that traces and compiles for a call of a jitted function."""
+CALL_LOCALS = ("fun", "jit_info", "args", "kwargs")
+"""Its variables: the function, what jax.jit was given with it, and the arguments of the call."""
+
 FILE_SUFFIX = "-cache"
 """What a file of the cache has behind its key."""
 CALLS_PREFIX = "prejit_calls-"

@@ -16,14 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from prejit.runtime.device._jax_parts import looks_for_nans
-from prejit.runtime.device._jit_calls import (
+from prejit.runtime.recorded.hook.call_signature import PARTS, SignatureReader, signature_of
+from prejit.runtime.recorded.hook.jax_calls import (
     JaxCall,
     KeptCall,
     NotKeptError,
     load_executable,
+    looks_for_nans,
 )
-from prejit.runtime.recorded.hook.call_signature import PARTS, SignatureReader, signature_of
 from prejit.runtime.recorded.hook.plain_texts import digest_of
 from prejit.runtime.recorded.hook.process_inputs import (
     InputComparison,

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.tree_util import PyTreeDef, default_registry
 
-from prejit.runtime.device._jit_calls import JaxCall, NotKeptError
+from prejit.runtime.recorded.hook.jax_calls import JaxCall, NotKeptError
 from prejit.runtime.recorded.hook.plain_texts import attributes_of
 
 _DEPTH = 12

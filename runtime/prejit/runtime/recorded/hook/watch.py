@@ -159,7 +159,7 @@ class _Watch:
 
     def hook_calls(self) -> None:
         """Record the calls that jax traces, or serve those that were recorded."""
-        from prejit.runtime.device._jit_calls import hook_calls
+        from prejit.runtime.recorded.hook.jax_calls import hook_calls
 
         settings = tuple(self._orders.settings)
         try:

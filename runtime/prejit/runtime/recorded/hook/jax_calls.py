@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-Json = Any
+from prejit.runtime.recorded.hook.jax_texts import CALL_FRAME
+from prejit.runtime.recorded.hook.plain_texts import text_of
 
-CALL_FRAME = "cache_miss"
-"""The name of jax's function that traces and compiles for a call of a jitted function."""
-CALL_LOCALS = ("fun", "jit_info", "args", "kwargs")
-"""Its variables: the function, what jax.jit was given with it, and the arguments of the call."""
+Json = Any
 
 
 class NotKeptError(Exception):
@@ -156,6 +154,13 @@ def settings_text(left_out: Sequence[str]) -> tuple[Any, ...]:
     )
     # The axes have no text. An outermost call is inside none.
     return values, config.trace_context()[:-1], config.debug_nans.value, config.debug_infs.value
+
+
+def looks_for_nans() -> bool:
+    """Return whether jax looks for NaNs or infinities: it runs such a call by its trace again."""
+    from jax._src import config
+
+    return bool(config.debug_nans.value or config.debug_infs.value)
 
 
 def array_text(array: Any, aval: Any) -> str:
@@ -329,3 +334,27 @@ def _sharding(described: Json, devices: dict[int, Any]) -> Any:
     kinds = {str(each): each for each in AxisType}
     mesh = Mesh(grid, tuple(names), axis_types=tuple(kinds[each] for each in types))
     return NamedSharding(mesh, PartitionSpec(*map(_axes, entries)), memory_kind=memory)
+
+
+def jit_text(info: Any) -> str:
+    """Return what jax.jit was given beside the function."""
+    parts = []
+    for name in info._fields:
+        value = getattr(info, name)
+        if name in ("fun_sourceinfo", "fun_signature"):
+            continue
+        if name.endswith("_treedef"):
+            value = str(value)
+        elif name.endswith("shardings_leaves"):
+            value = [_text_of_sharding(each) for each in value]
+        elif name.endswith("layouts_leaves"):
+            value = [str(each) for each in value]
+        parts.append(f"{name}={text_of(value)}")
+    return ", ".join(parts)
+
+
+def _text_of_sharding(value: Any) -> str:
+    try:
+        return str(sharding_json(value))
+    except NotKeptError:
+        return str(value)
