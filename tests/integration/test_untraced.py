@@ -50,6 +50,8 @@ if __name__ == "__main__":
         state, results = model.train(state, x, kind=model.Kind.PLAIN)
     (y, z), numbers = model.pair(x, 5, key=jax.random.key(1))
     twice = [jax.jit(lambda x, by=by: x * by)(x)[0].item() for by in (2.0, 3.0)]
+    with jax.default_prng_impl("rbg"):
+        print(jax.jit(lambda x: x + jax.random.key_data(jax.random.key(1))[2])(1).item())
     print(float(results["loss"]), state, results["nothing"], y[0].item(), z.weak_type, numbers, twice)
     print(len(jax.events_seen), file=sys.stderr)
 """
@@ -113,6 +115,11 @@ def test_two_recordings_let_a_program_start_without_a_trace(here, bundle, prejit
     assert done.stdout == expected.stdout
     assert (int(done.stderr), report["hits"], report["missed"], report["traced"]) == (0, 0, 0, {})
     assert report["untraced"] >= 4
+    start = report["start"]
+    total = start.pop("total_seconds")
+    assert sum(start.values()) == pytest.approx(total)
+    assert (start["tracing_seconds"], start["compiling_seconds"]) == (0, 0)
+    assert min(start["imports_seconds"], start["comparing_seconds"], start["rest_seconds"]) > 0
     assert int(expected.stderr) > 10
 
 
@@ -165,6 +172,7 @@ NAMES = [log, count, iterate, generator, numbers, texts, tells, setting, environ
 x = jnp.eye(2)
 for function in NAMES:
     print(function.__name__, np.asarray(jax.jit(function)(x)).tolist())
+print(jax.grad(jax.jit(jnp.sin))(0.0))
 print(LOG, COUNTS, next(NUMBER), RANDOM.random(), np.random.rand(), random.random(), MODEL.calls)
 print(os.environ.get("SEEN"), jax.config.jax_default_matmul_precision)
 BY = memoryview(bytes([2 + os.stat("hidden").st_size]))
@@ -188,6 +196,8 @@ def test_traces_with_effects_are_never_left_out(here, impure, prejit_at):
     done, report = report_of(prejit_at, here, bundle, command)
     assert done.stdout == plain(here, command).stdout
     assert report["untraced"] > 3
+    assert "jit_sin" in next(names for why, names in report["traced"].items() if "grad" in why)
+    assert report["start"]["tracing_seconds"] > 0
     assert {"jit_log", "jit_writes", "jit_method"} <= {
         n for ns in report["traced"].values() for n in ns
     }

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prejit.runtime.recorded.hook.file_facts import identity_of
 from prejit.runtime.recorded.hook.process_inputs import (
     OF_PREJIT,
     calls_file,
     file_digest,
-    identity_of,
     is_of_library,
 )
 

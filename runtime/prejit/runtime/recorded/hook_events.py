@@ -60,6 +60,29 @@ class JaxRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class StartParts:
+    """Where the time of a process went until it had the last of its programs.
+
+    Attributes:
+        total_seconds: all of it, from the start of the process. The others add up to it.
+        imports_seconds: imports of its first thread.
+        before_seconds: the rest of the time before its first program: Python itself, and data.
+        comparing_seconds: comparing the inputs of calls that run untraced, and loading what they run.
+        tracing_seconds: tracing and lowering.
+        compiling_seconds: compiling programs, or reading them from the cache.
+        rest_seconds: running them, and what the program does itself between them.
+    """
+
+    total_seconds: float
+    imports_seconds: float
+    before_seconds: float
+    comparing_seconds: float
+    tracing_seconds: float
+    compiling_seconds: float
+    rest_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class WatchedProcess:
     """A process of the program that used jax.
 
@@ -68,12 +91,14 @@ class WatchedProcess:
         found_directory: the cache that the program set for itself and did not get; None: it set none.
         requests: what it asked of jax, in order.
         failure: why the hook could not watch all of them; None: it did.
+        start: where the time went; None: it asked for nothing.
     """
 
     versions: dict[str, str]
     found_directory: str | None
     requests: tuple[JaxRequest, ...]
     failure: str | None = None
+    start: StartParts | None = None
 
 
 def read_events(directory: Path) -> tuple[WatchedProcess, ...]:
@@ -84,7 +109,8 @@ def read_events(directory: Path) -> tuple[WatchedProcess, ...]:
 
 def _read(path: Path) -> WatchedProcess | None:
     versions: dict[str, str] | None = None
-    directory, failure, requests = None, None, []
+    directory, failure = None, None
+    asked: list[dict[str, Any]] = []
     for line in _lines(path):
         if "process" in line:
             versions = line["versions"]
@@ -93,10 +119,21 @@ def _read(path: Path) -> WatchedProcess | None:
         elif "failure" in line:
             failure = line["failure"]
         elif "outcome" in line:
-            requests.append(_request(line))
+            asked.append(line)
     if versions is None:
         return None
-    return WatchedProcess(versions, directory, tuple(requests), failure)
+    return WatchedProcess(
+        versions, directory, tuple(map(_request, asked)), failure, _start(asked) if asked else None
+    )
+
+
+def _start(asked: list[dict[str, Any]]) -> StartParts:
+    first, last = asked[0]["start"], asked[-1]["start"]
+    comparing = sum(each["seconds"] for each in asked if each["outcome"] == UNTRACED)
+    compiling = sum(each["seconds"] for each in asked) - comparing
+    before = first["seconds"] - first["imports"] - first["tracing"] - asked[0]["seconds"]
+    parts = last["imports"], max(0.0, before), comparing, last["tracing"], compiling
+    return StartParts(last["seconds"], *parts, max(0.0, last["seconds"] - sum(parts)))
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

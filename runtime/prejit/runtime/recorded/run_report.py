@@ -16,6 +16,7 @@ from prejit.runtime.recorded.hook_events import (
     HIT,
     REFUSED,
     UNTRACED,
+    StartParts,
     WatchedProcess,
     read_events,
 )
@@ -84,6 +85,7 @@ class RunReport:
         programs: what became of the programs, by name.
         misses: the programs that were compiled.
         traced: names of the programs whose calls were traced although the bundle has calls, by the reason.
+        start: where the time of the process with the most programs went; None: there is none.
         unwatched: number of processes in which the hook failed: they may have compiled more.
         notes: what else keeps jax from the bundle.
     """
@@ -96,6 +98,7 @@ class RunReport:
     programs: tuple[Used, ...]
     misses: tuple[Miss, ...]
     traced: dict[str, tuple[str, ...]]
+    start: StartParts | None
     unwatched: int
     notes: tuple[str, ...]
 
@@ -151,6 +154,7 @@ def report_of(
         _used(processes),
         misses,
         _traced(processes),
+        max(processes, key=lambda each: len(each.requests)).start if processes else None,
         sum(process.failure is not None for process in processes),
         tuple(_notes(bundle, processes, machine)),
     )
@@ -243,11 +247,28 @@ def text(report: RunReport) -> str:
         ]
         untraced = ["untraced"] if has_calls else []
         parts.append(table(["program", *untraced, "hits", "misses", "took"], rows))
+    if report.start is not None:
+        parts.append(_start_line(report.start))
     parts += explained(report.misses)
     for reason, names in report.traced.items():
         some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         parts.append(f"traced: {some}\n  {reason}")
     return "\n\n".join(parts)
+
+
+def _start_line(start: StartParts) -> str:
+    named = {
+        "imports": start.imports_seconds,
+        "Python and data before the first program": start.before_seconds,
+        "comparing inputs and loading": start.comparing_seconds,
+        "tracing and lowering": start.tracing_seconds,
+        "compiling or reading": start.compiling_seconds,
+        "running and the rest": start.rest_seconds,
+    }
+    shown = ", ".join(
+        f"{name} {seconds:.2f}" for name, seconds in named.items() if seconds >= 0.005
+    )
+    return f"{start.total_seconds:.2f} s from the start of the process to its last program: {shown}"
 
 
 def _counted(count: int, name: str) -> str:

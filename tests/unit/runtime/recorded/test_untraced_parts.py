@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import sys
+import time
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, field
 
@@ -16,17 +17,17 @@ import pytest
 from hypothesis import given, strategies
 
 from prejit.runtime.recorded.hook import process_inputs
+from prejit.runtime.recorded.hook.file_facts import identity_of, listing_digest
 from prejit.runtime.recorded.hook.jax_calls import JaxCall, NotKeptError
 from prejit.runtime.recorded.hook.plain_texts import text_of
 from prejit.runtime.recorded.hook.process_inputs import (
     InputComparison,
     file_digest,
-    identity_of,
     initial_environment,
     is_of_library,
-    listing_digest,
 )
 from prejit.runtime.recorded.hook.result_trees import given_values, tree_json, tree_of
+from prejit.runtime.recorded.hook.start_clock import StartClock
 
 KEYS = strategies.text(max_size=3)
 PLAIN = (
@@ -232,3 +233,16 @@ def test_a_file_with_other_times_is_read_once_and_has_a_receipt(files, monkeypat
     assert again.difference(1) is None
     (files / "receipts.json").unlink()
     assert str(files / "a.txt") in without.difference(1)
+
+
+def test_a_trace_inside_another_is_counted_once(monkeypatch):
+    clock, now = StartClock(), iter((2.0, 3.0, 5.0, 9.0))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    for seconds in (
+        1.0,
+        0.5,
+        4.5,
+        2.0,
+    ):  # from 1 to 2 and from 2.5 to 3, inside 0.5 to 5; from 7 to 9
+        clock.traced(seconds)
+    assert clock.read()["tracing"] == 6.5

@@ -6,9 +6,7 @@ report each file that Python opens. A file that a native library opens is not re
 
 from __future__ import annotations
 
-import hashlib
 import os
-import stat
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -25,10 +23,16 @@ class ProcessWatch:
 
     Args:
         left_out: directories that hold nothing of the program.
+        facts: `file_facts` of the runtime's hook.
     """
 
-    def __init__(self, left_out: tuple[str, ...]) -> None:
+    def __init__(self, left_out: tuple[str, ...], facts: Any) -> None:
         self._left_out = (*_OF_MACHINE, *left_out)
+        self._facts = {
+            "files": facts.identity_of,
+            "listings": facts.listing_digest,
+            "kinds": facts.kind_of,
+        }
         self._written: set[str] = set()
         self._seen: set[tuple[str, str]] = set()
         self._new: list[list[Any]] = []
@@ -72,7 +76,7 @@ class ProcessWatch:
     def _add(self, kind: str, name: str) -> None:
         if (kind, name) not in self._seen:
             self._seen.add((kind, name))
-            read = {"files": _identity, "listings": _listing, "kinds": _kind}.get(kind)
+            read = self._facts.get(kind)
             self._new.append([kind, name, None if read is None else read(name)])
 
     def _event(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -126,34 +130,6 @@ class ProcessWatch:
             self._add(kind, path)
 
 
-def _identity(path: str) -> list[int] | None:
-    """Return what `process_inputs.identity_of` of the runtime's hook does, which is not imported so early."""
-    try:
-        found = _stat(path)
-    except (OSError, ValueError):
-        return None
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-
-
-def _kind(path: str) -> int:
-    """Return what `kind_of` of the runtime's hook does."""
-    try:
-        return stat.S_IFMT(_stat(path).st_mode)
-    except (OSError, ValueError):
-        return 0
-
-
-def _listing(path: str) -> str | None:
-    """Return what `listing_digest` of the runtime's hook does."""
-    try:
-        names = sorted(os.listdir(path))
-    except OSError:
-        return None
-    return hashlib.blake2b(
-        "\0".join(names).encode(errors="surrogatepass"), digest_size=16
-    ).hexdigest()
-
-
 _EFFECTS = frozenset(
     {
         *(
@@ -172,10 +148,11 @@ _EFFECTS = frozenset(
 """Audit events of code that does something outside of its process."""
 
 
-def start(left_out: list[str]) -> None:
-    """Watch this process."""
+def start(left_out: list[str], facts: Any) -> None:
+    """Watch this process. The arguments are those of ProcessWatch."""
     global watch
-    watch = ProcessWatch(tuple(os.path.join(os.path.abspath(each), "") for each in left_out))
+    directories = tuple(os.path.join(os.path.abspath(each), "") for each in left_out)
+    watch = ProcessWatch(directories, facts)
     watch.begin()
 
 

@@ -28,6 +28,11 @@ SHAPES = "Compiling %s with global shapes and types %s. Argument mapping: %s."
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 """A scalar before a program is compiled or read from the cache, a duration after it; both with `fun_name`."""
+TRACING_EVENTS = (
+    "/jax/core/compile/jaxpr_trace_duration",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration",
+)
+"""Durations of tracing and of lowering. A trace inside another reports before that one."""
 REQUEST_EVENT = "/jax/compilation_cache/compile_requests_use_cache"
 HIT_EVENT = "/jax/compilation_cache/cache_hits"
 SAVED_EVENT = "/jax/compilation_cache/compile_time_saved_sec"

@@ -155,11 +155,24 @@ _LIBRARY = inspect.__file__.removesuffix("inspect.py")
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, those in slots included."""
+    """Return the attributes of an object, those in slots included.
+
+    What a class of a library caches is left out: it comes and goes, and the other attributes tell it.
+    """
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
     found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     attributes = getattr(value, "__dict__", None)
-    return found | attributes if isinstance(attributes, dict) else found
+    if not isinstance(attributes, dict):
+        return found
+    kind = type(value)
+    if is_of_program(kind.__module__):
+        return found | attributes
+    cached = functools.cached_property
+    return found | {
+        name: each
+        for name, each in attributes.items()
+        if not isinstance(getattr(kind, name, None), cached)
+    }
 
 
 def _repr_of(value: Any) -> str:

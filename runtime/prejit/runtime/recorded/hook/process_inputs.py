@@ -10,12 +10,12 @@ import contextlib
 import hashlib
 import json
 import os
-import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from prejit.runtime.recorded.hook.file_facts import identity_of, kind_of, listing_digest
 from prejit.runtime.recorded.hook.jax_texts import CALLS_PREFIX, FILE_SUFFIX
 
 LIBRARY_PREFIXES = (
@@ -51,34 +51,6 @@ def initial_environment() -> dict[str, str]:
     with open("/proc/self/environ", "rb") as file:
         lines = os.fsdecode(file.read()).split("\0")
     return dict(line.split("=", 1) for line in lines if "=" in line)
-
-
-def identity_of(path: str) -> list[int] | None:
-    """Return what tells that a file is unchanged without reading it; None: there is no file."""
-    try:
-        found = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-
-
-def kind_of(path: str) -> int:
-    """Return what a path leads to, as Linux has it: a file, a directory, ...; 0: nothing."""
-    try:
-        return stat.S_IFMT(os.stat(path).st_mode)
-    except (OSError, ValueError):
-        return 0
-
-
-def listing_digest(path: str) -> str | None:
-    """Return a digest of the names in a directory; None: it cannot be listed."""
-    try:
-        names = sorted(os.listdir(path))
-    except OSError:
-        return None
-    return hashlib.blake2b(
-        "\0".join(names).encode(errors="surrogatepass"), digest_size=16
-    ).hexdigest()
 
 
 def file_digest(path: str) -> str | None:

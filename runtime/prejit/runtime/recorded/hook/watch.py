@@ -34,13 +34,21 @@ from prejit.runtime.recorded.hook.jax_texts import (
     SHAPES,
     SHAPES_LOGGER,
     TOO_QUICK,
+    TRACING_EVENTS,
 )
+from prejit.runtime.recorded.hook.start_clock import StartClock
 
 if TYPE_CHECKING:
     from prejit.runtime.recorded.hook.kept_calls import KeptCalls
 
 CACHE_DIRECTORY = "jax_compilation_cache_dir"
 """The public setting of jax that names its cache."""
+
+
+_TRANSFORMED = (
+    "part of grad, vmap, scan or the like outside jax.jit, which jax traces: put jax.jit around it"
+)
+"""Why a program is traced that no call of a jitted function asked for by itself."""
 
 
 class NotRecordedError(RuntimeError):
@@ -149,6 +157,7 @@ class _Watch:
         self._outer_call: Callable[[], Any] | None = None
         if orders.functions is not None:
             self._outer_call = _loaded("prejit_outer_call", orders.functions).outer_call
+        self._clock = StartClock()
         self._kept: KeptCalls | None = None
         self._thread = threading.local()
         self._name = os.urandom(4).hex()
@@ -192,6 +201,7 @@ class _Watch:
                 "outcome": "untraced",
                 "seconds": seconds,
                 "where": _where(),
+                "start": self._clock.read(),
             }
         )
 
@@ -233,6 +243,8 @@ class _Watch:
 
     def duration(self, event: str, seconds: float, **details: Any) -> None:
         """jax has finished something."""
+        if event in TRACING_EVENTS:
+            self._clock.traced(seconds)
         now = getattr(self._thread, "now", None)
         if now is None:
             return
@@ -314,11 +326,12 @@ class _Watch:
             "function": now.function,
             "outcome": now.outcome,
             "seconds": seconds,
+            "start": self._clock.read(),
             "conditions": _conditions(now.said.pop("flags", [])),
             **now.said,
         }
         line.setdefault("where", _where())
-        reason = vars(self._thread).pop("reason", None)
+        reason = vars(self._thread).pop("reason", None if self._kept is None else _TRANSFORMED)
         if reason is not None:
             line["traced"] = reason
         if self._outer_call is not None:

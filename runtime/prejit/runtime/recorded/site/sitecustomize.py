@@ -58,17 +58,20 @@ def _start_after(loader: "Any") -> None:
 
 
 def _start() -> None:
+    _load(_HOOK_NAME, _HOOK).start()
+
+
+def _load(name: str, file: str) -> "Any":
+    """Return a module or a package that this process may not find by its name."""
     from importlib.util import module_from_spec, spec_from_file_location
 
-    spec = spec_from_file_location(
-        _HOOK_NAME, _HOOK, submodule_search_locations=[os.path.dirname(_HOOK)]
-    )
+    packages = [os.path.dirname(file)] if file.endswith("__init__.py") else None
+    spec = spec_from_file_location(name, file, submodule_search_locations=packages)
     assert spec is not None
     assert spec.loader is not None
-    hook = module_from_spec(spec)
-    sys.modules[_HOOK_NAME] = hook
-    spec.loader.exec_module(hook)
-    hook.start()
+    module = sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _watch_inputs() -> None:
@@ -76,18 +79,35 @@ def _watch_inputs() -> None:
     import json
 
     orders = json.loads(os.environ["PREJIT_HOOK"])
-    from importlib.util import module_from_spec, spec_from_file_location
+    here, theirs = os.path.dirname(_HOOK), os.path.dirname(orders["recorder"])
+    facts = _load("prejit_file_facts", os.path.join(here, "file_facts.py"))
+    watch = _load("prejit_process_watch", os.path.join(theirs, "process_watch.py"))
+    ours = os.path.dirname(_SITE), os.path.dirname(theirs)
+    watch.start([*ours, os.path.dirname(orders["events"])], facts)
 
-    name = "prejit_process_watch"
-    spec = spec_from_file_location(
-        name, os.path.join(os.path.dirname(orders["recorder"]), "process_watch.py")
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    ours = os.path.dirname(_SITE), os.path.dirname(os.path.dirname(orders["recorder"]))
-    module.start([*ours, os.path.dirname(orders["events"])])
+
+def _time_imports() -> None:
+    """Count the seconds of the imports of this thread, for the report of a run: `start_clock` reads them."""
+    import builtins
+    from _thread import get_ident
+    from time import perf_counter
+
+    plain, main, is_inside = builtins.__import__, get_ident(), False
+
+    def timed(*arguments: "Any", **named: "Any") -> "Any":
+        nonlocal is_inside
+        if is_inside or get_ident() != main:
+            return plain(*arguments, **named)
+        is_inside, began = True, perf_counter()
+        try:
+            return plain(*arguments, **named)
+        finally:
+            is_inside = False
+            spent.seconds += perf_counter() - began
+
+    spent: Any = timed
+    spent.seconds = 0.0
+    builtins.__import__ = timed
 
 
 def _warn(error: Exception) -> None:
@@ -111,6 +131,8 @@ def _import_other() -> None:
 
 if __name__ == "sitecustomize":
     sys.path[:] = [each for each in sys.path if os.path.abspath(each) != _SITE]
+    if '"events": "' in os.environ.get("PREJIT_HOOK", ""):
+        _time_imports()
     if '"recorder": "' in os.environ.get("PREJIT_HOOK", ""):
         try:
             _watch_inputs()
